@@ -7,7 +7,7 @@ import os
 import shutil
 import signal
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 # Libraries read these while they are imported, so they come before anything that imports transformers.
@@ -45,6 +45,19 @@ settings.register_profile(
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("peft_mux")
+
+
+@pytest.fixture
+def disk() -> Iterator[Callable[[int | None], None]]:
+    """Return what limits the size of every file that is written from then on; `None` lifts it."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+
+    def limit(size_bytes: int | None) -> None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size_bytes is None else size_bytes, hard))
+
+    yield limit
+    limit(None)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

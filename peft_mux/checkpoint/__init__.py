@@ -1,1 +1,1 @@
-"""The run folder: what is written while a run goes on, and how a run goes on from it."""
+"""The run folder: what a run writes, and how a run resumes from it."""

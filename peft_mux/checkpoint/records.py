@@ -9,12 +9,10 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
 from typing import Any
-
-from transformers import TrainerState
 
 from peft_mux import storage
 from peft_mux.engine.tasks.task_run import TaskRun
@@ -117,19 +115,6 @@ def record_paths(folder: Path) -> list[Path]:
     return sorted(folder.glob("run-*.json"), key=lambda path: (len(path.name), path.name))
 
 
-def read_records(folder: Path, warn: Callable[[str], None] | None = None) -> list[tuple[RunRecord, Path]]:
-    """Return the valid records of a folder, oldest first; `warn` is called for each one that is not valid."""
-    found = []
-    for path in record_paths(folder):
-        try:
-            found.append((read_record(path), path))
-        except CheckpointError as error:
-            if warn is not None:
-                warn(f"{error} Trying the record before it.")
-    # By the number in the record, never by the time of the file, which copying changes.
-    return sorted(found, key=lambda item: item[0].run_step)
-
-
 def read_record(path: Path) -> RunRecord:
     """Return a record.
 
@@ -229,18 +214,6 @@ class SavedTask:
     best: dict[str, Any]
     trainer_state: dict[str, Any]
     optimizer: Any = None
-
-    def put(self, run: TaskRun) -> None:
-        """Restore all of a task but its tensors and its status."""
-        run.step, run.num_tokens, run.last_loss = self.step, self.num_tokens, self.last_loss
-        run.loss_mean.total, run.loss_mean.count = self.loss_mean
-        run.best.load(self.best)
-        run.state = TrainerState(**{**asdict(run.state), **self.trainer_state})
-        run.state.best_metric, run.state.best_global_step = run.best.value, run.best.step
-
-    def has_more_steps(self, run: TaskRun) -> bool:
-        """Whether a task that had taken all its steps is now given more of them."""
-        return self.status is TaskStatus.SUCCEEDED and run.num_steps > self.step
 
 
 def task_state(run: TaskRun) -> dict[str, Any]:

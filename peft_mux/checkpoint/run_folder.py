@@ -20,11 +20,12 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from transformers import TrainerState
 
 from peft_mux import storage
 from peft_mux.checkpoint.records import (
@@ -35,7 +36,7 @@ from peft_mux.checkpoint.records import (
     RecordedTask,
     RunRecord,
     check_settings,
-    read_records,
+    read_record,
     read_task_state,
     record_path,
     record_paths,
@@ -224,14 +225,19 @@ class RunFolder:
         if folder.name != f"checkpoint-{saved.step}":
             raise CheckpointError(f"{folder}: got a state of step {saved.step}; allowed: that of its own name.")
         changed = check_settings(run, saved.settings)  # before anything of the task is changed
-        has_more_steps = saved.has_more_steps(run)
+        # A task that had taken all its steps may now be given more of them.
+        has_more_steps = saved.status is TaskStatus.SUCCEEDED and run.num_steps > saved.step
         try:
             snapshot = TaskState(self.model.saved_weights(run.name, folder), {}, {}, {})
             if saved.optimizer is not None:
                 own = storage.unpack_state(storage.load_tensors(folder / "optimizer.safetensors"), saved.optimizer)
                 copies = {copy: storage.load_tensors(folder / f"{copy}.safetensors") for copy in (LAST_GOOD, BEST)}
                 snapshot = TaskState(snapshot.weights, **own, copies=copies)
-            saved.put(run)
+            run.step, run.num_tokens, run.last_loss = saved.step, saved.num_tokens, saved.last_loss
+            run.loss_mean.total, run.loss_mean.count = saved.loss_mean
+            run.best.load(saved.best)
+            run.state = TrainerState(**{**asdict(run.state), **saved.trainer_state})
+            run.state.best_metric, run.state.best_global_step = run.best.value, run.best.step
             if (saved.optimizer is None and not has_more_steps) or run.optimizer is None:
                 run.end(saved.status, saved.reason)
             # Also for an ended task, whose adapter users keep using.
@@ -316,7 +322,15 @@ class RunFolder:
 
     def records(self, warn: Callable[[str], None] | None = None) -> list[tuple[RunRecord, Path]]:
         """Return the valid run records, oldest first; `warn` is called for each one that is not valid."""
-        return read_records(self.root / STATE_FOLDER, warn)
+        found = []
+        for path in record_paths(self.root / STATE_FOLDER):
+            try:
+                found.append((read_record(path), path))
+            except CheckpointError as error:
+                if warn is not None:
+                    warn(f"{error} Trying the record before it.")
+        # By the number in the record, never by the time of the file, which copying changes.
+        return sorted(found, key=lambda item: item[0].run_step)
 
     def save_record(self, run_step: int, runs: list[TaskRun], numerics: Mapping[str, Any]) -> None:
         """Write which checkpoints belong together, and delete what is older than `keep` allows.

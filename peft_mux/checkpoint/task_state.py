@@ -181,8 +181,24 @@ def join_state(
     read["state"] = {}
     for number, owner in enumerate(optimizer.parameters):
         members = {name: item for name, item in parameters.items() if _lies_in(item, owner)}
-        if moments := _moments_of_owner(members, owner, state.moments):
-            read["state"][number] = moments
+        found = {name: state.moments.get(name, {}) for name in members}
+        keys = {key for own in found.values() for key in own}
+        joined: Moments = {}
+        for name, parameter in members.items():
+            if missing := sorted(keys - set(found[name])):
+                raise CheckpointError(
+                    f"optimizer: got no {', '.join(missing)} of {name}; allowed: a state of all parameters that are "
+                    "stepped together. Restore the whole checkpoint."
+                )
+            for key, value in found[name].items():
+                if owner is parameter or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
+                    joined[key] = value.clone() if isinstance(value, torch.Tensor) else value
+                else:
+                    if key not in joined:
+                        joined[key] = torch.zeros_like(owner, dtype=value.dtype, requires_grad=False)
+                    _view(joined[key], parameter, owner).copy_(value)
+        if joined:
+            read["state"][number] = joined
     # Torch casts and moves the state as each optimizer needs it.
     optimizer.optimizer.load_state_dict(read)
     if from_step is not None:
@@ -193,30 +209,6 @@ def join_state(
         if isinstance(value, dict) and value and set(value) <= _KINDS:
             schedule[key] = [next(iter(value.values())) if kind == _NONE else value[kind] for kind in kinds]
     optimizer.schedule.load_state_dict(schedule)
-
-
-def _moments_of_owner(
-    members: Mapping[str, torch.Tensor], owner: torch.Tensor, moments: Mapping[str, Moments]
-) -> Moments:
-    """Return what an optimizer keeps for a tensor that it steps, from the moments of the parameters in it."""
-    found = {name: moments.get(name, {}) for name in members}
-    keys = {key for own in found.values() for key in own}
-    joined: Moments = {}
-    for name, parameter in members.items():
-        missing = sorted(keys - set(found[name]))
-        if missing:
-            raise CheckpointError(
-                f"optimizer: got no {', '.join(missing)} of {name}; allowed: a state of all parameters that are stepped"
-                " together. Restore the whole checkpoint."
-            )
-        for key, value in found[name].items():
-            if owner is parameter or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
-                joined[key] = value.clone() if isinstance(value, torch.Tensor) else value
-            else:
-                if key not in joined:
-                    joined[key] = torch.zeros_like(owner, dtype=value.dtype, requires_grad=False)
-                _view(joined[key], parameter, owner).copy_(value)
-    return joined
 
 
 def _kinds(optimizer: TaskOptimizer, parameters: Mapping[str, nn.Parameter]) -> list[str]:

@@ -2,7 +2,7 @@
 
 Callbacks of the trainer (`RunCallbacks`) see the run: its state counts run steps, logs have `task/metric` keys, and
 they receive the events of `peft_mux.task.EVENTS` about tasks and plans (`TaskNews`). Callbacks of a `Task`
-(`TaskCallbacks`) see that task alone, under the plain keys of a run of its own (`loss`, `eval_loss`). If they ask for
+(`TaskCallbacks`) see only that task, with plain keys (`loss`, `eval_loss`). If they ask for
 `should_training_stop`, that task stops and no other.
 """
 

@@ -50,6 +50,7 @@ Curves = Mapping[str, Curve]
 # ---------------------------------------------------------------- curves as SVG
 
 _MOST_POINTS = 200
+"""Points of a curve that are drawn; the first and the last ones always are."""
 _LEFT, _BOTTOM, _TOP = 46, 18, 20
 _LETTER_WIDTH = 6.4
 """Pixels of a letter of a title; rather too many."""
@@ -89,7 +90,10 @@ def chart_svg(title: str, lines: Sequence[Line], *, width: int = 240, height: in
 
     drawn = []
     for line in lines:
-        color, kept = PALETTE[line.color % len(PALETTE)], thinned(line.points)
+        color, kept = PALETTE[line.color % len(PALETTE)], line.points
+        if len(kept) > _MOST_POINTS:
+            stride = -(-len(kept) // _MOST_POINTS)
+            kept = (*kept[:-1:stride], kept[-1])
         places = [(f"{_LEFT + step * scale_x:.1f}", y_of(value)) for step, value in kept]
         joined = " ".join(f"{x},{y}" for x, y in places)
         drawn.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{joined}"/>')
@@ -114,14 +118,6 @@ def chart_svg(title: str, lines: Sequence[Line], *, width: int = 240, height: in
         f'<text x="{_LEFT}" y="{height - 5}">0</text>'
         f'<text x="{right}" y="{height - 5}" text-anchor="end">step {last:,}</text>{"".join(drawn)}</svg>'
     )
-
-
-def thinned(points: Curve) -> Curve:
-    """Return a curve with at most some hundred points, its first and last among them."""
-    if len(points) <= _MOST_POINTS:
-        return points
-    stride = -(-len(points) // _MOST_POINTS)
-    return (*points[:-1:stride], points[-1])
 
 
 # ---------------------------------------------------------------- a run in a notebook
@@ -310,7 +306,7 @@ class RunFacts:
         title: what the run is called.
         report: its tasks at the end, and what was learned about times.
         view: the curves of its tasks.
-        plan: the plan that was followed for most steps; `None` where there was none.
+        plan: the plan that was followed for most steps; `None` if there was none.
         steps: its last step as each process measured it, by rank.
         records: what each process has done, by rank.
         config: all settings in effect, by section.

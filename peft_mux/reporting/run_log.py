@@ -1,18 +1,18 @@
-"""`Delays`: for how long the own code of each task made the others wait, told aloud where that is much."""
+"""`RunLog`: where the numbers and events of a run go.
 
-# MERGED: `RowNotes`: what became of the rows of each task: told when it begins, when a stream first leaves some out,
-# MERGED: last.
-# MERGED: `RunLog`: where the numbers and events of a run go.
-# MERGED: One record reaches up to four places: the task's state (`log_history`), the task's own callbacks (plain
-# MERGED: keys), the run's
-# MERGED: callbacks and integrations (`task/metric` keys), `metrics.jsonl`; and a line goes to the screen.
+A record reaches up to four places: the task's state (`log_history`), the task's own callbacks (plain keys), the
+callbacks of the run and its integrations (`task/metric` keys), and `metrics.jsonl`. A line goes to the screen.
+
+`Delays` measures how long the own code of each task makes the others wait. `RowNotes` reports rows that are cut or left
+out: when a task begins, when a stream leaves out its first row, and at the end.
+"""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Protocol
@@ -28,6 +28,12 @@ from peft_mux.reporting.report import ReportRow, report_row
 from peft_mux.reporting.screen import Progress, peak_bytes
 from peft_mux.reporting.views import TaskTimes, rate_text, time_text
 from peft_mux.task import TaskStatus
+
+_MOST_REPORTS = 6
+"""Remarks of more datasets than this are not listed, as they would push everything else off the screen."""
+_MOST_LOSSES = 12
+"""Losses of more tasks than this are not listed in a line."""
+_logger = logging.getLogger(__name__)
 
 CALL_LIMIT_S = 1.0
 """Seconds that one call of a task's own code may take without being told of."""
@@ -106,24 +112,24 @@ class Delays:
 
 
 class RowNotes:
-    """Tells which rows are cut and left out: a run may train for hours on four rows of twenty-four.
+    """Reports which rows are cut or left out, as a run may train for hours on four rows of twenty-four.
 
     Args:
-        say: prints a line beside the progress.
-        warn: prints a line that nobody may miss.
+        say: prints a line above the progress.
+        warn: prints a line that must not be missed.
         record: writes a record of the run.
     """
 
     def __init__(self, say: Callable[[str], None], warn: Callable[[str], None], record: Record) -> None:
-        """Have told of no task yet."""
+        """Report nothing yet."""
         self._say, self._warn, self._record = say, warn, record
-        # By the loader, as another task may come under the same name; weakly, as tasks leave with their rows.
+        # By loader, because another task may have the same name; weakly, because tasks leave with their rows.
         self._begun: WeakSet[Any] = WeakSet()
         self._warned: WeakSet[Any] = WeakSet()
 
     def begin(self, *runs: TaskRun) -> None:
-        """Record and print what became of the rows of tasks that begin, once a task; of many the numbers together."""
-        reports, sharing = [], []
+        """Record and print what became of the rows of tasks that begin, once per task; of many tasks only the sums."""
+        reports, lines = [], []
         for run in runs:
             if run.loader in self._begun:
                 continue
@@ -131,13 +137,27 @@ class RowNotes:
             own = {"train_dataset": run.loader.report}
             own |= {} if run.eval_data is None else {"eval_dataset": run.eval_data.report}
             for split, report in own.items():
-                self._record("data", task=run.name, split=split, **_numbers(report))
+                self._write(run, split, report)
             reports += [report for report in own.values() if report.remarks]
-            sharing += [run.sharing_remark] if run.sharing_remark else []
+            lines += [run.sharing_remark] if run.sharing_remark else []
             if run.loader.report.remarks:
-                # A `UserWarning` has told of it when the task was made.
+                # A `UserWarning` has said so when the task was made.
                 self._warned.add(run.loader)
-        for line in _lines(reports) + sharing:
+        remarks = [remark for report in reports for remark in report.remarks]
+        if len(reports) > _MOST_REPORTS:
+            counts = [
+                (sum(report.num_truncated for report in reports), "cut"),
+                (sum(report.num_dropped_long for report in reports), "left out as too long"),
+                (sum(report.num_without_targets for report in reports), "left out without targets"),
+            ]
+            words = [f"{count:,} {what}" for count, what in counts if count]
+            worst = max(reports, key=lambda report: 1 - report.num_kept / max(report.num_rows, 1))
+            remarks = [
+                f"rows     of {sum(report.num_rows for report in reports):,} in {len(reports)} datasets "
+                f"{', '.join(words)}; each: trainer.plan().notes, peft-mux validate",
+                f"         most of all {worst.remarks[0]}",
+            ]
+        for line in remarks + lines:
             self._say(line)
 
     def step(self, runs: Iterable[TaskRun]) -> None:
@@ -145,52 +165,21 @@ class RowNotes:
         for run in runs:
             if run.loader.steps_per_epoch is None and run.loader not in self._warned and run.loader.report.remarks:
                 self._warned.add(run.loader)
-                self._record("data", task=run.name, split="train_dataset", **_numbers(run.loader.report))
+                self._write(run, "train_dataset", run.loader.report)
                 self._warn(run.loader.report.warning)
 
     def end(self, runs: Iterable[TaskRun]) -> None:
         """Record and print what became of the rows of streams, of which more have come since."""
         for run in runs:
             if run.loader.steps_per_epoch is None:
-                self._tell(run, "train_dataset", run.loader.report)
+                self._write(run, "train_dataset", run.loader.report)
+                for remark in run.loader.report.remarks:
+                    self._say(remark)
 
-    def _tell(self, run: TaskRun, split: str, report: DataReport) -> None:
-        self._record("data", task=run.name, split=split, **_numbers(report))
-        for remark in report.remarks:
-            self._say(remark)
-
-
-def _lines(reports: Sequence[DataReport]) -> list[str]:
-    """Return the remarks of datasets; of so many that they would push all else off the screen, their sum."""
-    if len(reports) <= _MOST_LINES:
-        return [remark for report in reports for remark in report.remarks]
-    counts = [
-        (sum(report.num_truncated for report in reports), "cut"),
-        (sum(report.num_dropped_long for report in reports), "left out as too long"),
-        (sum(report.num_without_targets for report in reports), "left out without targets"),
-    ]
-    words = [f"{count:,} {what}" for count, what in counts if count]
-    worst = max(reports, key=lambda report: 1 - report.num_kept / max(report.num_rows, 1))
-    return [
-        f"rows     of {sum(report.num_rows for report in reports):,} in {len(reports)} datasets {', '.join(words)}; "
-        "each: trainer.plan().notes, peft-mux validate",
-        f"         most of all {worst.remarks[0]}",
-    ]
-
-
-_MOST_LINES = 6
-
-
-def _numbers(report: DataReport) -> dict[str, Any]:
-    numbers = asdict(report)
-    del numbers["where"]
-    return {**numbers, "data_format": str(report.data_format)}
-
-
-_logger = logging.getLogger(__name__)
-
-_MOST_LOSSES = 12
-"""Losses of more tasks than this are not listed in a line."""
+    def _write(self, run: TaskRun, split: str, report: DataReport) -> None:
+        numbers = asdict(report)
+        del numbers["where"]
+        self._record("data", task=run.name, split=split, **{**numbers, "data_format": str(report.data_format)})
 
 
 class RunLog:
@@ -207,9 +196,9 @@ class RunLog:
         progress: the screen; silent until training begins.
         callbacks: the callbacks of each task that was started, by the name of the task.
         is_shown: whether this process is the one that prints.
-        delays: for how long each task's own code made the others wait.
+        delays: how long each task's own code made the others wait.
         rows: what became of the rows of each task.
-        times: for how long each task has taken steps.
+        times: how long the steps of each task took.
         removed: the lines of removed tasks in the report.
     """
 
@@ -221,7 +210,7 @@ class RunLog:
         *,
         is_shown: bool = True,
     ) -> None:
-        """Start with nowhere to write to."""
+        """Write nothing yet."""
         self.table = table
         self.state = state
         self.metrics = MetricsLog(None)
@@ -234,7 +223,6 @@ class RunLog:
         self.removed: list[ReportRow] = []
         self._emit = emit
         self._counted = (time.perf_counter(), -1, 0)
-        self._steps_per_s = 0.0
 
     def open(self, metrics: MetricsLog, progress: Progress) -> None:
         """Write to a file and a screen from now on."""
@@ -242,21 +230,21 @@ class RunLog:
         metrics.warn = self.warn
 
     def add_callbacks(self, task: str, callbacks: TaskCallbacks) -> None:
-        """Tell a task's own callbacks of its numbers from now on."""
+        """Pass a task's numbers to its own callbacks from now on."""
         if task in self.callbacks:
             callbacks.trackers.take(self.callbacks[task].trackers)
         self.callbacks[task] = callbacks
         callbacks.listener = callbacks.trackers.listener = self.delays.note
 
     def drop_callbacks(self, task: str) -> None:
-        """Tell a task's own callbacks nothing more: it has left."""
+        """Call the callbacks of a task that has left no more, and end its runs in loggers."""
         left = self.callbacks.pop(task, None)
         if left is not None:
             left.trackers.end()
         self.delays.forget(task)
 
     def end_trackers(self) -> None:
-        """End the runs of all tasks in loggers: what cuts the training off is raised."""
+        """End the runs of all tasks in loggers, as an error ends the training."""
         for callbacks in self.callbacks.values():
             callbacks.trackers.end()
 
@@ -266,7 +254,7 @@ class RunLog:
             callbacks.use_model(model)
 
     def begin(self) -> None:
-        """Show the tasks from now on, which are about to take steps."""
+        """Show the tasks, which are about to take steps, from now on."""
         self.times.begin(self.table)
         self.progress.start(self.table)
 
@@ -280,16 +268,16 @@ class RunLog:
 
         Args:
             run: the task.
-            place: folder of its adapter; `None` where it was not saved.
+            place: folder of its adapter; `None` if it was not saved.
         """
         self.removed.append(report_row(run, place, self.times.seconds(run.name), TaskStatus.REMOVED))
 
     def say(self, line: str) -> None:
-        """Print a line beside the progress."""
+        """Print a line above the progress."""
         self.progress.log(line)
 
     def warn(self, line: str) -> None:
-        """Print a line that nobody may miss: through `logging` where there is no progress to print it beside."""
+        """Print a line that must not be missed, through `logging` if there is no progress to print it above."""
         if not self.is_shown:
             return
         if self.progress.is_silent:
@@ -306,9 +294,9 @@ class RunLog:
         self.callbacks[run.name].call("on_log", logs=dict(values))
 
     def losses(self, runs: Iterable[TaskRun] | None = None) -> None:
-        """Log the mean loss of tasks (by default all) since their last log."""
+        """Log the mean loss of tasks (by default all) since their last log, and the speed and memory of the run."""
         logs: dict[str, float] = {}
-        shown = []
+        losses: dict[str, float] = {}
         for run in self.table if runs is None else runs:
             loss = run.loss_mean.read()
             if loss is None:
@@ -318,34 +306,31 @@ class RunLog:
                 own["learning_rate"] = run.optimizer.learning_rate
             own |= run.read_statistics()
             self.numbers(run, "train", own)
-            shown.append(f"{run.name} {loss:.4f}")
-            logs.update(_prefixed(run.name, own))
-        if logs:
-            own = self._run_numbers()
-            if not self.progress.shows_losses:
-                self.say(
-                    "  ".join((f"step {self.state.global_step}", *_shortened(shown, logs), *self._pace_words(own)))
-                )
-            logs |= own
-            # Once for all tasks, so that integrations get one record a step.
-            self._emit(logs)
-
-    def _run_numbers(self) -> dict[str, float]:
-        """Return what is logged of the whole run: its speed since the last log, and its memory."""
+            losses[run.name] = loss
+            logs |= _prefixed(run.name, own)
+        if not logs:
+            return
+        words = [f"step {self.state.global_step}", *(f"{name} {loss:.4f}" for name, loss in losses.items())]
+        if len(losses) > _MOST_LOSSES:
+            low, high = min(losses, key=losses.__getitem__), max(losses, key=losses.__getitem__)
+            mean = sum(losses.values()) / len(losses)
+            words[1:] = [
+                f"{len(losses)} tasks, mean {mean:.4f}, from {low} {losses[low]:.4f} to {high} {losses[high]:.4f}"
+            ]
         now, num_tokens = time.perf_counter(), sum(run.num_tokens for run in self.table)
         (since, before, step), self._counted = self._counted, (now, num_tokens, self.state.global_step)
-        # Tasks that were removed have taken their tokens with them, and a first log has nothing to compare with.
-        speed = {"run/tokens_per_second": (num_tokens - before) / (now - since)} if num_tokens > before > -1 else {}
-        self._steps_per_s = (self.state.global_step - step) / (now - since) if speed else 0.0
-        return {**speed, "run/memory_gib": peak_bytes() / 2**30}
-
-    def _pace_words(self, numbers: Mapping[str, float]) -> list[str]:
-        """Return how fast the run is and how long it goes on, for a line; nothing where steps have just begun."""
-        speed = numbers.get("run/tokens_per_second")
-        left = max((run.num_steps - run.step for run in self.table.running), default=0)
-        if speed is None or not left or not self._steps_per_s:
-            return []
-        return [f"({rate_text(speed)} tokens/s, {time_text(left / self._steps_per_s)} left)"]
+        # Removed tasks have taken their tokens with them, and a first log has nothing to compare with.
+        if num_tokens > before > -1:
+            logs["run/tokens_per_second"] = speed = (num_tokens - before) / (now - since)
+            left = max((run.num_steps - run.step for run in self.table.running), default=0)
+            if left and (num_steps := self.state.global_step - step):
+                left_s = left * (now - since) / num_steps
+                words.append(f"({rate_text(speed)} tokens/s, {time_text(left_s)} left)")
+        logs["run/memory_gib"] = peak_bytes() / 2**30
+        if not self.progress.shows_losses:
+            self.say("  ".join(words))
+        # Once for all tasks, so that integrations get one record per step.
+        self._emit(logs)
 
     def evaluation(self, run: TaskRun, metrics: dict[str, float]) -> dict[str, float]:
         """Log what an evaluation found; return it under `task/metric` keys."""
@@ -368,16 +353,6 @@ class RunLog:
     def event(self, event: str, **facts: Any) -> None:
         """Write a record of the run to `metrics.jsonl`."""
         self.metrics.write({"event": event, "run_step": self.state.global_step, **facts})
-
-
-def _shortened(shown: list[str], logs: Mapping[str, float]) -> list[str]:
-    """Return the losses of a line, or where they are many, the least and the greatest."""
-    if len(shown) <= _MOST_LOSSES:
-        return shown
-    losses = {name.rpartition("/")[0]: value for name, value in logs.items() if name.endswith("/loss")}
-    low, high = min(losses, key=losses.__getitem__), max(losses, key=losses.__getitem__)
-    mean = sum(losses.values()) / len(losses)
-    return [f"{len(losses)} tasks, mean {mean:.4f}, from {low} {losses[low]:.4f} to {high} {losses[high]:.4f}"]
 
 
 def _prefixed(task: str, values: Mapping[str, float]) -> dict[str, float]:

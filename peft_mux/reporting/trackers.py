@@ -268,7 +268,7 @@ class MlflowTracker:
             tags=import_module("mlflow.tracking.context.registry").resolve_tags(tags),
         )
         self.run_id = run.info.run_id
-        # The variables of the environment that Trainer's callback heeds.
+        # Trainer's callback reads the same environment variables.
         limits = import_module("mlflow.utils.validation")
         if os.getenv("MLFLOW_FLATTEN_PARAMS", "FALSE").upper() in ENV_VARS_TRUE_VALUES:
             settings = flatten_dict(settings)

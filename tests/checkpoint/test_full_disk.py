@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,19 +20,6 @@ from tests.invariants.mux_lab import Recorder, Run
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "steps", "logging_steps": 1}
 Disk = Callable[[int | None], None]
-
-
-@pytest.fixture
-def disk() -> Iterator[Disk]:
-    """Return what limits the size of every file that is written from then on; `None` lifts it."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(size_bytes: int | None) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size_bytes is None else size_bytes, hard))
-
-    yield limit
-    limit(None)
 
 
 def tasks(**settings: Any) -> list[Task]:

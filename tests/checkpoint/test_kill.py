@@ -47,11 +47,17 @@ CRASHES = [
 ]
 
 
+FAST_CRASHES = ("before_fill:1", "after_move_aside:4", "after_rename:7")
+
+
 def test_every_crash_point_has_its_case() -> None:
     assert {crash.partition(":")[0] for crash in CRASHES} == set(storage.CRASHPOINTS)
 
 
-@pytest.mark.parametrize("crash", CRASHES)
+@pytest.mark.parametrize(
+    "crash",
+    [crash if crash in FAST_CRASHES else pytest.param(crash, marks=pytest.mark.slow) for crash in CRASHES],
+)
 def test_a_run_killed_in_a_write_resumes_to_the_same_bits(
     crash: str, helper: Helper, whole: Outcome, tmp_path: Path
 ) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,19 +13,6 @@ import pytest
 from peft_mux.errors import CheckpointError
 from peft_mux.reporting.metrics_file import METRICS_NAME, MetricsLog, read_metrics
 from peft_mux.reporting.page import plot_losses
-
-
-@pytest.fixture
-def disk() -> Iterator[Callable[[int | None], None]]:
-    """Return what limits the size of every file that is written from then on; `None` lifts it."""
-    resource = pytest.importorskip("resource")
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-
-    def limit(size_bytes: int | None) -> None:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft if size_bytes is None else size_bytes, hard))
-
-    yield limit
-    limit(None)
 
 
 def log_of(folder: Path) -> tuple[MetricsLog, list[str]]:

@@ -28,14 +28,22 @@ def name(request: pytest.FixtureRequest) -> str:
     return request.param
 
 
-@pytest.fixture
-def logger(name: str, monkeypatch: pytest.MonkeyPatch) -> pretended_loggers.Logger:
-    """Let a stand-in be installed."""
+def pretend(name: str, monkeypatch: pytest.MonkeyPatch) -> pretended_loggers.Logger:
     logger = pretended_loggers.Logger()
     for module, contents in getattr(pretended_loggers, name)(logger).items():
         monkeypatch.setitem(sys.modules, module, contents)
     monkeypatch.setattr(integration_utils, f"is_{name}_available", lambda: True)
     return logger
+
+
+@pytest.fixture
+def logger(name: str, monkeypatch: pytest.MonkeyPatch) -> pretended_loggers.Logger:
+    """Let a stand-in be installed."""
+    return pretend(name, monkeypatch)
+
+
+def stop(trainer: Any) -> None:
+    trainer.control.should_training_stop = True
 
 
 def two_tasks(**settings: Any) -> list[Any]:
@@ -52,72 +60,49 @@ def trained(
     return lab.train(tasks or two_tasks(), folder, recorder=recorder, **options)
 
 
-def test_each_task_has_a_run_of_its_own_beside_those_of_the_others(
+def test_each_task_has_a_run_with_its_settings_that_ends_with_it_while_the_others_go_on(
     tmp_path: Path, name: str, logger: pretended_loggers.Logger
 ) -> None:
-    trained(name, tmp_path / "run", run_name="both")
+    endings: dict[int, Any] = {}
+
+    def look(trainer: Any) -> None:
+        endings[trainer.state.global_step] = [run.ending for run in logger.runs]
+
+    trained(name, tmp_path / "run", lab.Recorder(at_end={3: look, 5: look}))
     first, second = logger.runs
-    assert (first.name, second.name) == ("both/a", "both/b")
-    assert second.beside == ["both/a"], "both were under way at once"
+    assert (first.name, second.name) == ("run/a", "run/b"), "the folder names a run that has no name"
+    assert second.beside == ["run/a"], "both were under way at once"
+    assert first.begun["group"] == second.begun["group"] == "run"
     assert first.steps_of("train/loss") == [2, 4]
     assert second.steps_of("train/loss") == [2, 4, 6]
     assert second.steps_of("eval/loss") == [3, 6]
     assert not any("eval/loss" in numbers for numbers, _ in first.logs)
-    assert (first.ending, second.ending) == (FINISHED[name],) * 2
-
-
-def test_a_run_has_the_group_of_the_training_and_the_settings_of_its_task(
-    tmp_path: Path, name: str, logger: pretended_loggers.Logger
-) -> None:
-    trained(name, tmp_path / "run")
-    first, second = logger.runs
-    assert first.begun["group"] == second.begun["group"] == "run", "the folder names a run that has no name"
+    assert endings == {3: [None, None], 5: [FINISHED[name], None]}
+    assert second.ending == FINISHED[name]
     assert [float(run.settings["learning_rate"]) for run in logger.runs] == [1e-3, 3e-3]
     assert [int(run.settings["num_steps"]) for run in logger.runs] == [4, 6]
     assert int(first.settings["hidden_size"]) == 32, "the backbone's, as in Trainer"
     assert "all-linear" in str(first.settings["peft_config"])
 
 
-def test_a_run_ends_with_its_task_while_the_others_go_on(
+def test_a_removed_task_ends_its_run_and_one_that_comes_under_its_name_has_another(
     tmp_path: Path, name: str, logger: pretended_loggers.Logger
 ) -> None:
-    endings: dict[int, Any] = {}
-
-    def look(step: int) -> Any:
-        return lambda trainer: endings.update({step: [run.ending for run in logger.runs]})
-
-    trained(name, tmp_path, lab.Recorder(at_end={3: look(3), 5: look(5)}))
-    assert endings == {3: [None, None], 5: [FINISHED[name], None]}
-
-
-def test_a_removed_task_ends_its_run_first(tmp_path: Path, name: str, logger: pretended_loggers.Logger) -> None:
     ended: list[Any] = []
-    leaves = {
-        2: lambda trainer: trainer.remove_task("a"),
-        3: lambda trainer: ended.extend(run.ending for run in logger.runs),
-    }
-    trained(name, tmp_path, lab.Recorder(at_end=leaves))
-    first, second = logger.runs
+
+    def return_another(trainer: Any) -> None:
+        ended.extend(run.ending for run in logger.runs)
+        trainer.register_tasks([lab.small_task("a", data_seed=5, max_steps=2)])
+
+    trained(name, tmp_path, lab.Recorder(at_end={2: lambda trainer: trainer.remove_task("a"), 3: return_another}))
     assert ended == [CUT_OFF[name], None]
-    assert first.steps_of("train/loss") == [2]
-    assert second.steps_of("train/loss") == [2, 4, 6]
-    assert first.told.get("task_status", "removed") == "removed"
-    assert second.ending == FINISHED[name]
-
-
-def test_a_task_that_comes_under_the_name_of_one_that_left_has_a_run_of_its_own(
-    tmp_path: Path, name: str, logger: pretended_loggers.Logger
-) -> None:
-    again: dict[int, Any] = {
-        2: lambda trainer: trainer.remove_task("a"),
-        3: lambda trainer: trainer.register_tasks([lab.small_task("a", data_seed=5, max_steps=2)]),
-    }
-    trained(name, tmp_path, lab.Recorder(at_end=again))
     before, after = logger.of("a")
-    assert before.ending == CUT_OFF[name]
+    assert before.steps_of("train/loss") == [2]
+    assert before.told.get("task_status", "removed") == "removed"
     assert (after.steps_of("train/loss")[-1], after.ending) == (2, FINISHED[name])
     assert after.begun.get("resume") != "allow" or name == "wandb"
     assert name == "trackio" or before.run_id != after.run_id
+    assert logger.of("b")[0].steps_of("train/loss") == [2, 4, 6]
 
 
 def test_a_task_that_fails_ends_its_run_as_failed(tmp_path: Path, name: str, logger: pretended_loggers.Logger) -> None:
@@ -147,9 +132,6 @@ def test_what_cuts_the_training_off_ends_the_runs_of_its_tasks(
 
 
 def test_a_resumed_task_goes_on_with_its_run(tmp_path: Path, name: str, logger: pretended_loggers.Logger) -> None:
-    def stop(trainer: Any) -> None:
-        trainer.control.should_training_stop = True
-
     saving = {"save_strategy": "steps", "save_steps": 2}
     trained(name, tmp_path, lab.Recorder(at_end={5: stop}), **saving)
     assert [run.ending for run in logger.runs] == [FINISHED[name], CUT_OFF[name]], "a had taken its four steps"
@@ -175,9 +157,6 @@ def test_a_training_that_begins_anew_has_new_runs(tmp_path: Path, name: str, log
 def test_a_file_of_ids_that_somebody_has_spoilt_costs_no_more_than_the_old_run(
     tmp_path: Path, name: str, logger: pretended_loggers.Logger
 ) -> None:
-    def stop(trainer: Any) -> None:
-        trainer.control.should_training_stop = True
-
     saving = {"save_strategy": "steps", "save_steps": 2}
     trained(name, tmp_path, lab.Recorder(at_end={2: stop}), **saving)
     (tmp_path / "a" / IDS_NAME).write_text("[1")
@@ -233,33 +212,6 @@ def test_settings_of_the_loggers_are_heeded_as_in_trainer(
         assert not any(value.startswith("{") for value in settings.values())
 
 
-def test_a_run_that_mlflow_no_longer_has_is_begun_anew(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    logger = pretended_loggers.Logger()
-    for module, contents in pretended_loggers.mlflow(logger).items():
-        monkeypatch.setitem(sys.modules, module, contents)
-    monkeypatch.setattr(integration_utils, "is_mlflow_available", lambda: True)
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    stop = {2: lambda trainer: setattr(trainer.control, "should_training_stop", True)}
-    trained("mlflow", tmp_path, lab.Recorder(at_end=stop), **saving)
-    logger.runs.clear()
-    trained("mlflow", tmp_path, resume=True, **saving)
-    assert [run.steps_of("train/loss") for run in logger.runs] == [[4], [4, 6]]
-    assert "run id-0 in MLflow is not gone on with" in caplog.text
-
-
-def test_two_loggers_at_once_both_have_a_run_of_each_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loggers = {name: pretended_loggers.Logger() for name in ("wandb", "trackio")}
-    for name, logger in loggers.items():
-        for module, contents in getattr(pretended_loggers, name)(logger).items():
-            monkeypatch.setitem(sys.modules, module, contents)
-        monkeypatch.setattr(integration_utils, f"is_{name}_available", lambda: True)
-    trained(list(loggers), tmp_path)  # type: ignore[arg-type]
-    assert [len(logger.runs) for logger in loggers.values()] == [2, 2]
-    assert json.loads((tmp_path / "a" / IDS_NAME).read_text()).keys() == loggers.keys()
-
-
 # ----------------------------------------------------------------------- refusals
 
 
@@ -283,3 +235,21 @@ def test_loggers_with_one_run_a_process_and_no_logger_are_refused_by_name(
     assert refusal(["wandb", "comet_ml"]).startswith(message.format("wandb, comet_ml"))
     assert "comet_ml keeps one run a process" in refusal("comet_ml")
     assert "args.trackio_static_space_id: got 'me/space'" in refusal("trackio", trackio_static_space_id="me/space")
+
+
+def test_a_run_that_mlflow_no_longer_has_is_replaced_by_a_new_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    logger, saving = pretend("mlflow", monkeypatch), {"save_strategy": "steps", "save_steps": 2}
+    trained("mlflow", tmp_path, lab.Recorder(at_end={2: stop}), **saving)
+    logger.runs.clear()
+    trained("mlflow", tmp_path, resume=True, **saving)
+    assert [run.steps_of("train/loss") for run in logger.runs] == [[4], [4, 6]]
+    assert "run id-0 in MLflow is not gone on with" in caplog.text
+
+
+def test_two_loggers_at_once_both_have_a_run_of_each_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loggers = {name: pretend(name, monkeypatch) for name in ("wandb", "trackio")}
+    trained(list(loggers), tmp_path)  # type: ignore[arg-type]
+    assert [len(logger.runs) for logger in loggers.values()] == [2, 2]
+    assert json.loads((tmp_path / "a" / IDS_NAME).read_text()).keys() == loggers.keys()

@@ -66,9 +66,14 @@ def test_one_run_has_all_tasks_by_their_names(tmp_path: Path) -> None:
     assert writer.closed == 1
 
 
-def test_each_task_has_a_run_of_its_own_with_its_own_steps_arguments_and_plain_keys(tmp_path: Path) -> None:
+@pytest.mark.parametrize("place", ["run", "boards"])
+def test_each_task_has_a_run_of_its_own_with_its_own_steps_arguments_and_plain_keys(
+    place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place == "boards":
+        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "boards"))
     run = trained(tmp_path / "run", report_per_task=True, run_name="both")
-    writers = {Path(one.log_dir).relative_to(tmp_path / "run").parts[0]: one for one in Writer.made}
+    writers = {Path(one.log_dir).relative_to(tmp_path / place).parts[0]: one for one in Writer.made}
     assert sorted(writers) == ["a", "b"]
     assert len(Writer.made) == 2
     assert steps_of(writers["a"], "train/loss") == [2, 4]
@@ -82,29 +87,12 @@ def test_each_task_has_a_run_of_its_own_with_its_own_steps_arguments_and_plain_k
     assert run.trainer.args.report_to == ["tensorboard"]
 
 
-def test_a_folder_of_the_environment_has_one_below_it_for_each_task(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "boards"))
-    trained(tmp_path / "run", report_per_task=True)
-    assert sorted(one.log_dir for one in Writer.made) == [str(tmp_path / "boards" / name) for name in "ab"]
-
-
 def test_a_task_that_was_paused_goes_on_with_its_run(tmp_path: Path) -> None:
     pauses: dict[int, Any] = {2: lambda trainer: trainer.pause_task("b"), 3: lambda trainer: trainer.resume_task("b")}
     trained(tmp_path, lab.Recorder(at_end=pauses), report_per_task=True, logging_steps=1)
     first, second = sorted(Writer.made, key=lambda one: one.log_dir)
     assert steps_of(first, "train/loss") == [1, 2, 3, 4]
     assert steps_of(second, "train/loss") == [1, 2, 3, 4, 5, 6]
-
-
-def test_a_removed_task_ends_its_run(tmp_path: Path) -> None:
-    leaves: dict[int, Any] = {2: lambda trainer: trainer.remove_task("a")}
-    trained(tmp_path, lab.Recorder(at_end=leaves), report_per_task=True)
-    first, second = sorted(Writer.made, key=lambda one: one.log_dir)
-    assert steps_of(first, "train/loss") == [2]
-    assert steps_of(second, "train/loss") == [2, 4, 6]
-    assert (first.closed, second.closed) == (1, 1)
 
 
 def test_a_logger_that_does_not_let_go_keeps_no_task_in_the_run(
