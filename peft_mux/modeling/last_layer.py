@@ -31,11 +31,12 @@ from peft_mux.modeling.attention.rows import KeysReady, LayerCalls, ReadRows
 from peft_mux.modeling.backbone.modules import find_layers
 from peft_mux.modeling.backbone.probe import ComputingPath, path_of, probe_batch, tolerance_of
 from peft_mux.modeling.interface import MultiplexedModel
-from peft_mux.scheduler.costs.model_shape import MOST_READ
 
 _QUERY_NAMES = ("query", "q")
 _QUERY_PREFIX = "q_"
 """How transformers names projections that queries alone come from."""
+_MOST_READ = 0.75
+"""Part of a pass's rows above which the last layer computes all of them, including those that no loss reads."""
 
 
 class Projections(NamedTuple):
@@ -251,7 +252,7 @@ class LastLayer:
             return None
         read = model.objectives.head.read_rows(batch, model.backbone)
         # Of a pass in which nothing is read, later parts of its rows may want the keys: that is left as it is.
-        if read is None or not 0 < read.offsets[-1] <= MOST_READ * batch.num_computed:
+        if read is None or not 0 < read.offsets[-1] <= _MOST_READ * batch.num_computed:
             return None
         return read
 

@@ -1,117 +1,166 @@
-"""`PassPrices`: what a profile says that passes which have run should have taken, part by part."""
+"""What measured times say of a profile (M §4): `TimeCorrection` learns it, and plans are priced again by it.
 
-# MERGED: `TimeCorrection`: what measured passes and steps say of a profile, and the factors that plans are made with.
-# MERGED: `Forecast`: the predicted time of steps held once against what the first steps took, and corrected aloud.
+A measured pass is a sum over parts, for each of which the profile predicts seconds: seconds = sum of factor times
+predicted seconds. Factors are the least squares of relative errors over all passes, recent ones counting more (recursive
+least squares with forgetting, stored as information, which is a sum over passes and so over processes). Passes of one
+run are similar, so that parts can be told apart only as far as passes differ; a ridge decides the rest: parts are as
+much slower as all together are, unless the passes say otherwise. No factor is below a bound.
+
+Communication grows with the tokens of a pass, as computing does, and has a fixed part, as a pass has: no passes tell it
+from these two. So it is measured separately wherever that is possible (`PassTime.waited_s`); elsewhere it stays near
+what it was, and what slower links add counts as slower computing.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import replace
-from typing import Any, NamedTuple
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import NamedTuple
 
+import numpy as np
+from numpy.typing import NDArray
+
+from peft_mux.data.packing.passes import PassRules
 from peft_mux.engine.work import PassTime, StepTimes, TaskInPass
-from peft_mux.scheduler.costs.fit import PartFit
-from peft_mux.scheduler.costs.latency import CostModel
+from peft_mux.scheduler.costs.hardware import Link
+from peft_mux.scheduler.costs.latency import CostModel, whole_pass
 from peft_mux.scheduler.costs.loads import TaskLoad
-from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts, summed
+from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts
+from peft_mux.scheduler.pipeline.simulator import simulate, window_step_s
 from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.planner.passes import cut_htask
 from peft_mux.scheduler.planner.times import TurnTimes
 from peft_mux.scheduler.subgraphs.passes import Direction
 from peft_mux.scheduler.units import MEASURED_TIME, seconds_text, time_band
 
 _LEAST_SUMMED = 0.1
-"""Part of the waiting for sums that the sums take themselves, however far ranks were apart by the profile."""
+"""Part of the waiting for sums that the sums take themselves, however unequal the ranks are by the profile."""
 
 
+@dataclass(frozen=True, slots=True)
 class PassPrices:
-    """Prices the passes of this process.
+    """What a profile predicts for passes that have run on this process, part by part.
 
-    Args:
+    Attributes:
         cost: predicts seconds from the profile as it was measured or read off a data sheet.
         loads: what each task brings into a step, by its name; its adapters count here, and not its rows.
         stage: stage of the pipeline that lies in this process.
-        learnt: returns what passes in turns take by all that was learnt so far, and the factor of communication among
-            that; `None` where sums are charged in full.
-        width: the most passes of a micro-batch of a pipeline that took turns.
+        turns: what passes in turns take by all that was learnt so far; `None` if sums are charged in full.
+        turns_factor: the factor of communication among what was learnt.
     """
 
-    def __init__(
-        self,
-        cost: CostModel,
-        loads: Mapping[str, TaskLoad],
-        stage: int,
-        learnt: Callable[[], tuple[TurnTimes, float]] | None = None,
-        *,
-        width: int = 1,
-    ) -> None:
-        """Remember the models."""
-        self.cost, self.loads, self.stage = cost, loads, min(stage, cost.num_stages - 1)
-        self._learnt, self._width = learnt, width
+    cost: CostModel
+    loads: Mapping[str, TaskLoad]
+    stage: int
+    turns: TurnTimes | None = None
+    turns_factor: float = 1.0
 
     def of(self, timed: PassTime) -> Parts:
-        """Return the predicted seconds of passes that were timed together.
-
-        Args:
-            timed: the passes, with the rows of each.
-        """
-        parts = summed(self.cost.parts_of_pass(self._rows(rows), stage=self.stage) for rows in timed.passes)
-        # On one stage a pass by itself waits for its sums in full, which is timed apart where it can be.
-        if self._learnt is None or (self.cost.num_stages == 1 and len(timed.passes) < 2):
+        """Return the predicted seconds of passes that were timed together."""
+        rows = [self._rows(own) for own in timed.passes]
+        parts = self._parts(self.cost, rows)
+        # On one stage a single pass waits for its sums in full, which is timed separately where possible.
+        if self.turns is None or (self.cost.num_stages == 1 and len(rows) < 2):
             return parts
-        turns, factor = self._learnt()
-        return parts._replace(communication=self._shown_s(timed, turns) / factor)
-
-    def _shown_s(self, timed: PassTime, turns: TurnTimes) -> float:
-        """Return the seconds that passes in turns take beyond their computing: sums that show, and the turns' own.
-
-        How much of them shows depends on how long they are, so that it is taken from what was learnt of that so far.
-        """
-        rows, stage, cost = [self._rows(own) for own in timed.passes], self.stage, turns.cost
-        computed = summed(cost.parts_of_pass(own, stage=stage) for own in rows)._replace(communication=0.0)
-        parts = [cost.pass_parts(own, 1, stage=stage) for own in rows]
-        if cost.num_stages == 1:
-            return max(0.0, turns.group_s(parts) - computed.total)
-        tasks = [[one.task for one in own] for own in timed.passes]
-        ways: tuple[Direction, ...] = ("forward", "backward")
-        taken_s = sum(turns.action_s(tasks, parts, self._width, stage, way) for way in ways)
-        return max(0.0, taken_s - computed.total)
+        # How much of the sums shows depends on how long they are, so it is taken from what was learnt of that so far.
+        turns, stage = self.turns, self.stage
+        computed_s = self._parts(turns.cost, rows)._replace(communication=0.0).total
+        between = [turns.cost.pass_parts(own, [whole_pass(own)], stage=stage) for own in rows]
+        if turns.cost.num_stages == 1:
+            taken_s = turns.group_s(between)
+        else:
+            tasks = [[load.name for load in own] for own in rows]
+            ways: tuple[Direction, ...] = ("forward", "backward")
+            taken_s = sum(turns.action_s(tasks, between, stage, way) for way in ways)
+        return parts._replace(communication=max(0.0, taken_s - computed_s) / self.turns_factor)
 
     def summed_s(self, timed: PassTime) -> float:
         """Return the seconds that the sums of a pass took, of those in which it waited for them.
 
-        Args:
-            timed: a pass of which waiting was timed. Beside the sums themselves it has waited for ranks that came to
-                them later, in the mean as long as the profile says, which plans count as such.
+        In addition to the sums it has waited for ranks that came later: on average as long as the profile says.
         """
         waited_s = timed.waited_s or 0.0
         skew = 0.0 if self.cost.profile.overlap is None else self.cost.profile.overlap.skew
         return max(waited_s - skew * (timed.seconds - waited_s), _LEAST_SUMMED * waited_s)
 
     def between(self, tasks: Iterable[str]) -> Parts:
-        """Return the predicted seconds of a step outside of its passes.
-
-        Args:
-            tasks: names of the tasks that take the step.
-        """
-        return self.cost.update_parts([self.loads[name] for name in tasks if name in self.loads])
+        """Return the predicted seconds of a step of some tasks outside of its passes."""
+        return Parts(optimizer=self.cost.outside_s([self.loads[name] for name in tasks if name in self.loads]))
 
     def _rows(self, rows: Sequence[TaskInPass]) -> list[TaskLoad]:
-        return [replace(self.loads[one.task], **self._seen(one)) for one in rows if one.task in self.loads]
+        """Return the loads of a pass: the adapters of each task, with the rows that it has in the pass."""
+        return [
+            replace(
+                self.loads[one.task],
+                lengths=one.lengths,
+                shared=one.shared,
+                num_targets=one.num_targets,
+                longest_row_tokens=0,
+                trie=None,
+            )
+            for one in rows
+            if one.task in self.loads
+        ]
 
-    @staticmethod
-    def _seen(one: TaskInPass) -> dict[str, Any]:
-        """Return the fields of a load that a pass tells."""
-        seen: dict[str, Any] = {"lengths": one.lengths, "shared": one.shared, "num_targets": one.num_targets}
-        return {**seen, "longest_row_tokens": 0, "trie": None}
+    def _parts(self, cost: CostModel, passes: Sequence[Sequence[TaskLoad]]) -> Parts:
+        """Return the seconds of passes of these rows, forward and backward, added up."""
+        found = np.zeros(len(Parts._fields))
+        for rows in passes:
+            parts = cost.stage_parts(self.stage, cost.pass_work(rows, [whole_pass(rows)]))
+            found += [float(np.sum(part)) for part in parts]
+        return Parts(*found.tolist())
 
+
+# ------------------------------------------------------------------- learning
+
+_NOISE = 0.1
+"""Relative deviation of a measured pass that says nothing: what a busy host makes of equal passes."""
+_FORGETTING = 0.99
+"""Weight of a pass over that of the pass after it: some hundred passes count."""
+_RIDGE = 1.0
+"""Deviation of a part's factor from the common one, relative to it, that is expected before anything is measured."""
+_LEAST_SHARE = 0.1
+"""What a pass takes at all, and what lies between passes, may be far from any profile: they may take such a share of a
+pass, however little was predicted. What grows with tokens and lengths may not: a factor that noise has made of next to
+nothing would be extended to the tokens of larger passes."""
+_OVERHEADS = np.array([1.0, 0.0, 0.0, 0.0, 0.0, 1.0])
+_ROUNDS = 4
+"""Of widening the ridge of overheads with what they are found to be, so that it is one of their logarithms, nearly."""
+_LEAST_FACTOR = 0.02
+_LEAST_OF_COMMON = 0.1
+"""No part is taken to be so much faster than all together, whatever passes seem to say."""
+_OUTLIER = 3.0
+"""Passes that are off by more than so many times the usual residual count less."""
+_KINDS = {Parts._fields.index("optimizer"): 1, Parts._fields.index("communication"): 2}
+"""Measurements of unlike noise, by the part that most of their seconds are predicted for; all others are of kind 0."""
+_COMPUTED = np.array([1.0, 1.0, 1.0, 1.0, 0.0, 1.0])
+"""The parts that one device computes, which are slower or faster together; links are independent of them."""
 
 _MOST_PASSES = 4
 """Of each step so many passes are learnt from, others in the next one: pricing a pass takes the host some time."""
 _EVERY_STEP, _SOME_STEPS = 20, 5
 """So many steps under a plan are all learnt from, then each fifth: by then more of the same tells little."""
 _SAME = 0.1
-"""Factors whose logarithms differ by less make no plan worth looking for."""
+"""Factors whose logarithms differ by less do not justify looking for another plan."""
+_FORECAST_STEPS = 5
+"""Steps that are observed before a forecast is corrected; the first under a plan does not count in the ratio."""
+
+
+class Correction(NamedTuple):
+    """What measured steps make of a forecast.
+
+    Attributes:
+        ratio: measured over predicted seconds of a step.
+        predicted_s: seconds that were predicted for all steps that are left.
+        corrected_s: the same, corrected.
+        line: this in words.
+    """
+
+    ratio: float
+    predicted_s: float
+    corrected_s: float
+    line: str
 
 
 class TimeCorrection:
@@ -119,24 +168,31 @@ class TimeCorrection:
 
     Attributes:
         time_ratio: measured over predicted time of a step, smoothed; `None` before anything was observed.
-        factors: what plans are made with now; all 1 until `take_up`.
+        factors: what plans are made with now; all 1 until `apply_measured_factors`.
         agreed: what was learnt on all processes together, as of the last `agree`.
-        fit: what was learnt on this process.
         num_passes: measurements on all processes, as of the last `agree`.
     """
 
     def __init__(self) -> None:
-        """Observe nothing yet."""
         self.time_ratio: float | None = None
-        self.factors = self.agreed = AS_PROFILED
-        self.fit = PartFit()
-        self.num_passes = 0
         self._log_ratio: float | None = None
-        self._num_steps = 0
+        self._num_steps = self._num_compared = 0
+        self.restore(AS_PROFILED)
+
+    def restore(self, factors: Parts) -> None:
+        """Start again, with factors that were in force when a run was saved."""
+        self.factors = self.agreed = factors
+        self.num_passes = self._num_learnt = 0
+        self._start = np.array(factors)
+        self._information = np.zeros((len(factors), len(factors)))
+        self._evidence = np.zeros(len(factors))
+        self._usual_residuals = [0.5, 0.5, 0.5]
 
     def begin_plan(self) -> None:
         """Let the next step be the first one under a plan, which allocates what the others find there."""
         self._log_ratio, self._num_steps = None, 0
+
+    # ------------------------------------------------------------ whole steps
 
     def observe(self, plan: Plan, num_tokens: int, seconds: float) -> None:
         """Compare a step with its prediction; the first one under a plan does not count.
@@ -156,8 +212,31 @@ class TimeCorrection:
         self._log_ratio = log_ratio if mean is None else 0.8 * mean + 0.2 * log_ratio
         self.time_ratio = math.exp(self._log_ratio)
 
+    def compare_with_plan(self, plan: Plan, steps_left: Mapping[str, int]) -> Correction | None:
+        """Return the corrected forecast once, after some steps, if they take longer or less than its band allows.
+
+        Args:
+            plan: the plan that the last step followed.
+            steps_left: steps that each running task has still to take.
+        """
+        self._num_compared += 1
+        ratio = self.time_ratio
+        if self._num_compared != _FORECAST_STEPS or ratio is None or not plan.step_s or MEASURED_TIME.holds(ratio):
+            return None
+        tokens = sum(share.tokens_per_step * steps_left.get(share.name, 0) for share in plan.shares)
+        predicted_s = plan.step_s * tokens / plan.tokens_per_step
+        band = time_band(plan.profile_source)
+        step = f"{seconds_text(plan.step_s)} a step {band.words}, {band.source}"
+        line = (
+            f"time: measured {ratio:.2g}x of predicted ({step});"
+            f" corrected ETA {seconds_text(predicted_s * ratio)}, before {seconds_text(predicted_s)}"
+        )
+        return Correction(ratio, predicted_s, predicted_s * ratio, line)
+
+    # --------------------------------------------------------- part by part
+
     def observe_passes(self, times: StepTimes, between_s: float, tasks: Iterable[str], prices: PassPrices) -> None:
-        """Learn from what the passes of a step took here, and what lay between them; to be called before `observe`.
+        """Learn from what the passes of a step took here, and what lay between them; call this before `observe`.
 
         The first step under a plan does not count, and of later ones only some, as pricing them takes host time.
 
@@ -172,97 +251,148 @@ class TimeCorrection:
             return
         stride = -(-len(times.passes) // _MOST_PASSES) or 1
         for timed in times.passes[self._num_steps % stride :: stride]:
-            self._observe_pass(timed, prices)
-        self.fit.observe(prices.between(tasks), between_s)
+            predicted = prices.of(timed)
+            if timed.waited_s is None:
+                self.learn(predicted, timed.seconds)
+            else:
+                self.learn(predicted._replace(communication=0.0), timed.seconds - timed.waited_s)
+                self.learn(Parts(communication=predicted.communication), prices.summed_s(timed))
+        self.learn(prices.between(tasks), between_s)
 
-    def _observe_pass(self, timed: PassTime, prices: PassPrices) -> None:
-        """Learn from one pass, or from several in turns: of its sums by themselves where waiting for them was timed."""
-        predicted = prices.of(timed)
-        if timed.waited_s is None:
-            self.fit.observe(predicted, timed.seconds)
+    def learn(self, predicted: Parts, seconds: float) -> None:
+        """Learn from a measurement; one without seconds, or of which nothing was predicted, says nothing.
+
+        Args:
+            predicted: seconds of each part by the profile.
+            seconds: seconds that all parts together have taken.
+        """
+        row = np.array(predicted)
+        if not (0 < seconds < np.inf and 0 < row.sum() < np.inf):
             return
-        self.fit.observe(predicted._replace(communication=0.0), timed.seconds - timed.waited_s)
-        self.fit.observe(Parts(communication=predicted.communication), prices.summed_s(timed))
+        expected = float(row @ np.array(self.learnt))
+        kind, residual = _KINDS.get(int(np.argmax(row)), 0), abs(math.log(seconds / expected))
+        usual = self._usual_residuals[kind]
+        limit = _OUTLIER * usual
+        weight = min(1.0, limit / residual) ** 2 if residual > 0 else 1.0
+        # If all are off, that becomes usual: the profile is wrong then, and not the measurements.
+        self._usual_residuals[kind] = max(_NOISE, usual + 0.1 * (min(residual, limit) - usual))
+        # Relative to the larger of the two: neither a pass that stood still nor a tiny one outweighs the others.
+        scale = _NOISE * max(seconds, expected)
+        row = row / scale
+        self._information = _FORGETTING * self._information + weight * np.outer(row, row)
+        self._evidence = _FORGETTING * self._evidence + weight * row * (seconds / scale)
+        self._num_learnt += 1
+
+    @property
+    def learnt(self) -> Parts:
+        """What each part takes over the profile's seconds by the passes of this process."""
+        return _best_factors(self._start, self._information, self._evidence)
+
+    def numbers(self) -> list[float]:
+        """Return what was learnt on this process as plain numbers, which `agree` takes."""
+        return [float(self._num_learnt), *self._information.ravel().tolist(), *self._evidence.tolist()]
+
+    def agree(self, everywhere: Sequence[Sequence[float]]) -> None:
+        """Take in what all processes have learnt.
+
+        Args:
+            everywhere: what `numbers` gave on each process, by rank, as sums round by their order.
+        """
+        num_passes, *sums = np.sum(everywhere, axis=0)
+        size = len(self._start)
+        information, evidence = np.array(sums[: size * size]).reshape(size, size), np.array(sums[size * size :])
+        self.agreed, self.num_passes = _best_factors(self._start, information, evidence), int(num_passes)
 
     @property
     def differs(self) -> bool:
-        """Whether a part takes another time than plans are made with, by more than noise makes it."""
+        """Whether a part takes another time than plans are made with, by more than noise explains."""
         pairs = zip(self.factors, self.agreed, strict=True)
         return any(abs(math.log(now / before)) > _SAME for before, now in pairs)
 
-    def agree(self, everywhere: Sequence[Sequence[float]]) -> None:
-        """Take in what all processes have learnt, the same numbers on each of them.
-
-        Args:
-            everywhere: what `fit.numbers` gave on each process, by rank.
-        """
-        pooled = self.fit.pooled(everywhere)
-        self.agreed, self.num_passes = pooled.factors(), pooled.num_passes
-
-    def take_up(self) -> None:
+    def apply_measured_factors(self) -> None:
         """Make plans with what all processes have agreed on, from now on."""
         self.factors = self.agreed
 
-    def restore(self, factors: Parts) -> None:
-        """Begin anew, with factors that were in force when a run was saved.
-
-        Args:
-            factors: what each part took over what the profile says.
-        """
-        self.factors = self.agreed = factors
-        self.fit, self.num_passes = PartFit(factors), 0
-
     def __str__(self) -> str:
-        """Return one line; "" where nothing was measured."""
+        """Return one line; "" if nothing was measured."""
         if not self.num_passes:
             return ""
         return f"times, measured over predicted: {self.agreed} ({self.num_passes:,} measured)"
 
 
-_STEPS = 5
-"""Steps that are looked at before anything is said; the first under a plan does not count in the ratio."""
+def _best_factors(start: NDArray[np.float64], information: NDArray[np.float64], evidence: NDArray[np.float64]) -> Parts:
+    """Return the factors that fit best; those of the start if nothing was measured."""
+    # The one factor of all computed parts that fits best is where the ridge holds each of them.
+    common, computed = 1.0, _COMPUTED * start
+    curvature = computed @ information @ computed
+    if curvature > 0:
+        common = max(_LEAST_FACTOR, float(computed @ (evidence - information @ (start - computed)) / curvature))
+    means = np.where(_COMPUTED > 0, common * start, start)
+    own, whole = np.diag(information), information.sum()
+    ratios = np.sqrt(whole / np.where(own > 0, own, max(whole, 1.0)))
+    least_overheads = means * np.maximum(1.0, _LEAST_SHARE * ratios)
+    lower = np.maximum(_LEAST_FACTOR, _LEAST_OF_COMMON * means)
+    found = means
+    for _ in range(_ROUNDS):
+        deviations = _RIDGE * np.where(_OVERHEADS > 0, np.maximum(found, least_overheads), means)
+        precision = 1.0 / deviations**2
+        matrix, target = information + np.diag(precision), evidence + precision * means
+        # What falls below its bound is held there, one entry at a time, so that this ends at the optimum or next to it.
+        free = np.ones(len(target), dtype=bool)
+        while True:
+            found = lower.copy()
+            held = matrix[np.ix_(free, ~free)] @ found[~free]
+            found[free] = np.linalg.solve(matrix[np.ix_(free, free)], target[free] - held)
+            below = np.where(free, found - lower, 0.0)
+            if (below >= 0).all():
+                break
+            free[int(np.argmin(below))] = False
+    return Parts(*found.tolist())
 
 
-class Correction(NamedTuple):
-    """What measured steps make of a forecast.
+# -------------------------------------------------------------------- pricing
 
-    Attributes:
-        ratio: measured over predicted seconds of a step.
-        predicted_s: seconds that were predicted for all steps that are left.
-        corrected_s: the same, corrected.
-        line: this in words.
+
+def repriced_s(
+    plan: Plan,
+    loads: Mapping[str, TaskLoad],
+    cost: CostModel,
+    rules: PassRules,
+    *,
+    links: Link | None = None,
+    drains: bool = True,
+    recomputes: bool = False,
+) -> float:
+    """Return the seconds of a step of a plan, its buckets and its template as they are, each pass by other costs.
+
+    Passes take turns as the plan says, and are priced as when plans are made.
+
+    Args:
+        plan: the plan, with a task or more.
+        loads: what each task brings into a step, by its name.
+        cost: predicts the seconds of the stages that the plan is for.
+        rules: whether and how long rows are cut into passes.
+        links: the link between neighbouring stages; `None` if messages take no time.
+        drains: whether a pipeline is drained at the end of every step.
+        recomputes: whether activations are recomputed in the backward.
+
+    Raises:
+        ValueError: for a plan without tasks, or for another number of stages.
     """
-
-    ratio: float
-    predicted_s: float
-    corrected_s: float
-    line: str
-
-
-class Forecast:
-    """Speaks once, where steps take another time than a measured profile would be off by."""
-
-    def __init__(self) -> None:
-        """Have seen no step yet."""
-        self._num_steps = 0
-
-    def held_against(self, plan: Plan, ratio: float | None, steps_left: Mapping[str, int]) -> Correction | None:
-        """Return the correction after some steps; `None` before, afterwards, and where the forecast holds.
-
-        Args:
-            plan: the plan that the last step followed.
-            ratio: measured over predicted seconds of its steps; `None` where that is not known.
-            steps_left: steps that each running task has still to take.
-        """
-        self._num_steps += 1
-        if self._num_steps != _STEPS or ratio is None or not plan.step_s or MEASURED_TIME.holds(ratio):
-            return None
-        tokens = sum(share.tokens_per_step * steps_left.get(share.name, 0) for share in plan.shares)
-        predicted_s = plan.step_s * tokens / plan.tokens_per_step
-        band = time_band(plan.profile_source)
-        step = f"{seconds_text(plan.step_s)} a step {band.words}, {band.source}"
-        line = (
-            f"time: measured {ratio:.2g}x of predicted ({step});"
-            f" corrected ETA {seconds_text(predicted_s * ratio)}, before {seconds_text(predicted_s)}"
-        )
-        return Correction(ratio, predicted_s, predicted_s * ratio, line)
+    if plan.template is None or plan.template.num_stages != cost.num_stages:
+        raise ValueError(f"the plan has {plan.num_stages} stages; allowed: {cost.num_stages}, with a task or more.")
+    times = TurnTimes(cost, plan.passes_in_turns, recomputes=recomputes)
+    priced = []
+    for load, bucket in zip(plan.bucket_loads, plan.buckets, strict=True):
+        cuts = []
+        for htask in (plan.htasks[index] for index in bucket):
+            own = [loads[name] for name in htask.tasks]
+            cuts.append(cut_htask(own, cost, rules, plan.max_tokens_per_micro_batch, htask.micro_batches, stable=False))
+        priced.append(replace(load, **times.bucket_fields(cuts, load.num_micro_batches)))
+    if cost.num_stages == 1:
+        step_s = sum(one.num_micro_batches * (one.forward_s[0] + one.backward_s[0]) for one in priced)
+    elif drains:
+        step_s = simulate(plan.template, priced, links=links).makespan_s
+    else:
+        step_s = window_step_s(plan.template, priced, links=links)
+    return step_s + cost.outside_s([loads[name] for htask in plan.htasks for name in htask.tasks])

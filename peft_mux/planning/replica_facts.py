@@ -63,7 +63,6 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
             shape.num_layers,
             cut=planner.cut_layers,
             routed_share=shape.routed_share,
-            layer_elements=shape.layer_elements,
         )
         for run in runs
     )
@@ -79,7 +78,7 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
     if args.memory_limit_gib is not None:
         limit = memory_limit_bytes(args)
     return ReplicaFacts(
-        shape=planner.shape_on(device_type),
+        shape=shape,
         profile=profile,
         loads=loads,
         memory=MemoryModel(

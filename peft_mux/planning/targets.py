@@ -1,7 +1,4 @@
-"""Which profile a run plans with: a stored file or a data sheet, and what the reader of a plan should know about it."""
-
-# MERGED: What a plan is made for: the run's own processes, or devices that are not here, and how they share the
-# MERGED: backbone.
+"""What a plan is made for: the run's own processes, or devices that are not here, and the profile to plan them with."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
 from peft_mux.planning.profiling.backbone import device_name, software_versions
 from peft_mux.planning.profiling.memory import host_memory_bytes
-from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, Link, known_device, parse_devices
+from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, Device, Link, known_device, parse_devices
 from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts, Profile, analytic_profile, corrected, shape_signature
 from peft_mux.scheduler.planner.values import TurnPlan
@@ -31,7 +28,7 @@ class RunProfile(NamedTuple):
 
     Attributes:
         profile: the profile to plan with.
-        notes: what about the profile does not fit the run; empty where all does.
+        notes: what about the profile does not fit the run; empty if all does.
     """
 
     profile: Profile
@@ -51,44 +48,31 @@ def run_profile(args: MultiTaskTrainingArguments, shape: ModelShape, devices_per
         ConfigError: for a file that cannot be read, or is no profile.
     """
     if args.cost_profile is not None:
-        profile = _stored_profile(args.cost_profile)
-        return RunProfile(profile, _misfits(profile, args, shape))
+        try:
+            profile = Profile.from_json(Path(args.cost_profile).read_text(encoding="utf-8"))
+        except (OSError, ValueError) as error:
+            raise ConfigError(
+                f"args.cost_profile: {args.cost_profile!r} is not a profile ({error}); allowed: a JSON file that"
+                ' "peft-mux profile" wrote. Measure anew, or leave cost_profile out.'
+            ) from error
+        return RunProfile(profile, _profile_notes(profile, args, shape))
     if args.device.type != "cuda":
         return RunProfile(analytic_profile(DEVICES["cpu"], shape, devices_per_stage))
-    name = torch.cuda.get_device_name(args.device)
-    # By memory too, as several devices of one name differ in it alone.
-    known = known_device(name, torch.cuda.get_device_properties(args.device).total_memory)
+    known = _own_gpu(args)
     if known is not None:
         return RunProfile(analytic_profile(known, shape, devices_per_stage))
+    name = torch.cuda.get_device_name(args.device)
     note = f"no data sheet of {name!r} is known here; times are planned as of {_STAND_IN}. {_MEASURE}"
     return RunProfile(analytic_profile(DEVICES[_STAND_IN], shape, devices_per_stage), (note,))
 
 
-def data_sheet_cluster(profile: Profile, num_devices: int) -> Cluster | None:
-    """Return devices such as a profile was made for, with their links; `None` where there is no data sheet of them.
-
-    Args:
-        profile: a profile, measured or from a data sheet.
-        num_devices: number of devices of the cluster.
-    """
-    name = next((known for known in DEVICES if profile.device == known), None)
-    if name is None:
-        device = known_device(profile.device, 0)
-        name = "cpu" if profile.device.startswith("cpu") else None if device is None else device.name
-    return None if name is None else parse_devices(f"{num_devices}x{name}")
+def _own_gpu(args: MultiTaskTrainingArguments) -> Device | None:
+    """Return the data sheet of the run's GPU; by its memory too, as several devices of one name differ only in it."""
+    total_bytes = torch.cuda.get_device_properties(args.device).total_memory
+    return known_device(torch.cuda.get_device_name(args.device), total_bytes)
 
 
-def _stored_profile(path: str) -> Profile:
-    try:
-        return Profile.from_json(Path(path).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(
-            f"args.cost_profile: {path!r} is not a profile ({error}); allowed: a JSON file that"
-            ' "peft-mux profile" wrote. Measure anew, or leave cost_profile out.'
-        ) from error
-
-
-def _misfits(profile: Profile, args: MultiTaskTrainingArguments, shape: ModelShape) -> tuple[str, ...]:
+def _profile_notes(profile: Profile, args: MultiTaskTrainingArguments, shape: ModelShape) -> tuple[str, ...]:
     """Return remarks on a stored profile that was made for something else than this run."""
     notes = []
     # The bytes of the weights depend on how they are held, not on what is computed.
@@ -96,25 +80,13 @@ def _misfits(profile: Profile, args: MultiTaskTrainingArguments, shape: ModelSha
     model = profile.model.rpartition("-W")[0] or profile.model
     if model != own_shapes and not model.endswith(f"-{own_shapes}"):
         notes.append(f"cost_profile is of another backbone ({profile.model}; this one is {own_shapes}). {_MEASURE}")
-    devices = {device_name(args.device), args.device.type}
-    if args.device.type == "cuda":
-        total_bytes = torch.cuda.get_device_properties(args.device).total_memory
-        known = known_device(torch.cuda.get_device_name(args.device), total_bytes)
-        devices |= set() if known is None else {known.name}
-    if profile.device not in devices:
-        notes.append(
-            f"cost_profile is of another device ({profile.device}; this one is {device_name(args.device)}). {_MEASURE}"
-        )
-    if profile.source == "measured":
-        notes += _measured_otherwise(profile, shape)
-    return tuple(notes)
-
-
-def _measured_otherwise(profile: Profile, shape: ModelShape) -> list[str]:
-    """Return remarks on times that were measured in another data type, or with other software."""
-    notes = []
-    measured_bytes = getattr(torch, profile.dtype, torch.float32).itemsize
-    if measured_bytes != shape.activation_bytes:
+    own_name = device_name(args.device)
+    known = _own_gpu(args) if args.device.type == "cuda" else None
+    if profile.device not in {own_name, args.device.type, None if known is None else known.name}:
+        notes.append(f"cost_profile is of another device ({profile.device}; this one is {own_name}). {_MEASURE}")
+    if profile.source != "measured":
+        return tuple(notes)
+    if getattr(torch, profile.dtype, torch.float32).itemsize != shape.activation_bytes:
         notes.append(
             f"cost_profile was measured in {profile.dtype}; this run computes in {8 * shape.activation_bytes} bits. "
             f"{_MEASURE}"
@@ -124,7 +96,21 @@ def _measured_otherwise(profile: Profile, shape: ModelShape) -> list[str]:
     if others:
         here = ", ".join(f"{name} {version}" for name, version in now.items())
         notes.append(f"cost_profile was measured with {', '.join(others)}; here are {here}. {_MEASURE}")
-    return notes
+    return tuple(notes)
+
+
+def data_sheet_cluster(profile: Profile, num_devices: int) -> Cluster | None:
+    """Return devices of the kind that a profile was made for, with their links; `None` without a data sheet of them."""
+    if profile.device in DEVICES:
+        name = profile.device
+    elif profile.device.startswith("cpu"):
+        name = "cpu"
+    else:
+        device = known_device(profile.device, 0)
+        if device is None:
+            return None
+        name = device.name
+    return parse_devices(f"{num_devices}x{name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -137,15 +123,15 @@ class Target:
         num_stages: S, number of pipeline stages of each replica.
         devices_per_stage: number of devices that share every layer (tensor parallelism).
         num_replicas: number of replicas that divide each global batch.
-        backbone_shards: number of replicas that divide the frozen weights of each stage; 1 where each has all of them.
+        backbone_shards: number of replicas that divide the frozen weights of each stage; 1 if each has all of them.
         limit_bytes: bytes that a plan may fill on each device; `None` for no limit.
         profile: the profile of one device.
         tensor_link: the link between the devices of a stage, or between the replicas that divide its weights; `None`
-            where there is one device.
-        stage_link: the link from one stage to the next; `None` where there is one stage.
+            for one device.
+        stage_link: the link from one stage to the next; `None` for one stage.
         notes: remarks on the profile, for the reader of the plan.
         is_own: whether these are the run's own devices.
-        device_bytes: memory of each device; `None` where that is not known.
+        device_bytes: memory of each device; `None` if that is not known.
     """
 
     device: str
@@ -163,11 +149,7 @@ class Target:
     device_bytes: int | None = None
 
     def corrected(self, factors: Parts) -> Target:
-        """Return the same devices with times that take so many times as long, links from data sheets included.
-
-        Args:
-            factors: what each part takes over what the profile says.
-        """
+        """Return the same devices with times that take `factors` times as long, links from data sheets included."""
         if factors == AS_PROFILED:
             return self
         slowed = [link and link.slowed(factors.communication) for link in (self.tensor_link, self.stage_link)]
@@ -186,7 +168,7 @@ def own_target(
 
     Args:
         args: the arguments of the run.
-        profile: the profile of one device, possibly corrected by what was observed.
+        profile: the profile of one device.
         num_stages: number of pipeline stages of this process's replica.
         devices_per_stage: number of devices that share every layer of this process's replica.
         num_replicas: number of replicas of the run.
@@ -234,20 +216,32 @@ def other_target(
     Raises:
         ConfigError: for unknown devices, a number of them that cannot be divided so, or two ways of dividing weights.
     """
-    cluster = _cluster(devices)
+    try:
+        cluster = parse_devices(devices)
+    except ValueError as error:
+        raise ConfigError(f"devices: {error}") from error
     if args.shard_backbone and devices_per_stage > 1:
         raise ConfigError(
             f"plan: got shard_backbone=True beside tensor_parallel_size={devices_per_stage}; allowed: 1. Leave one of"
             " the two out."
         )
-    # With sharded weights replicas are what divides the backbone, unless stages are asked for too.
-    stages = num_stages or 1 if args.shard_backbone else num_stages
-    num_stages, num_replicas = _divided(cluster, stages, devices_per_stage)
+    name, unit = cluster.device.name, devices_per_stage * (num_stages or 1)
+    if cluster.num_devices % unit:
+        sizes = {"tensor_parallel_size": devices_per_stage, "pipeline_parallel_size": num_stages or 1}
+        said = " and ".join(f"{size_name}={size}" for size_name, size in sizes.items() if size > 1)
+        raise ConfigError(
+            f"plan: devices are {cluster.num_devices} x {name} with {said}; allowed: a multiple of {unit}. Plan for"
+            f" {unit * -(-cluster.num_devices // unit)}x{name}, or set other sizes."
+        )
+    num_replicas = cluster.num_devices // unit
+    # With sharded weights replicas divide the backbone, unless stages are asked for too.
+    if num_stages is None:
+        num_stages, num_replicas = (1, num_replicas) if args.shard_backbone else (num_replicas, 1)
     shards = num_replicas if args.shard_backbone else 1
     tensor_link, stage_link = _links(cluster, devices_per_stage, num_stages, shards)
     return Target(
-        device=f"{num_stages * devices_per_stage} x {cluster.device.name}",
-        device_type="cuda" if cluster.device.name != "cpu" else "cpu",
+        device=f"{num_stages * devices_per_stage} x {name}",
+        device_type="cuda" if name != "cpu" else "cpu",
         num_stages=num_stages,
         devices_per_stage=devices_per_stage,
         num_replicas=num_replicas,
@@ -262,6 +256,21 @@ def other_target(
     )
 
 
+def _links(
+    cluster: Cluster | None, devices_per_stage: int, num_stages: int, shards: int
+) -> tuple[Link | None, Link | None]:
+    """Return the link that a stage's weights are divided over, and the link from one stage to the next.
+
+    Tensor parallel ranks of a stage lie side by side, and replicas that share its weights one whole replica apart.
+    """
+    if cluster is None or cluster.num_devices == 1:
+        return None, None
+    # The two devices that lie farthest apart: the slowest link bounds an all-reduce, and a gathering.
+    farthest = (shards - 1) * num_stages if shards > 1 else devices_per_stage - 1
+    within = cluster.link(0, max(1, farthest))
+    return within, cluster.link(devices_per_stage - 1, min(devices_per_stage, cluster.num_devices - 1))
+
+
 def memory_limit_bytes(args: MultiTaskTrainingArguments) -> int | None:
     """Return what a plan may fill: what was asked for, else the GPU less a margin, else no limit."""
     if args.memory_limit_gib is not None:
@@ -273,120 +282,63 @@ def memory_limit_bytes(args: MultiTaskTrainingArguments) -> int | None:
 
 
 def device_memory_bytes(device: torch.device) -> int | None:
-    """Return the memory of a device: of a GPU, or what this process may have of the host; `None` if nobody knows."""
+    """Return the memory of a GPU, or what this process may have of the host; `None` if it is not known."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).total_memory
     return host_memory_bytes() if device.type == "cpu" else None
 
 
 def interleaved_passes(args: MultiTaskTrainingArguments, target: Target) -> int | str:
-    """Return how many passes may take turns on a target: as asked for, or "auto" where the planner can tell.
-
-    Args:
-        args: the arguments of the run.
-        target: the devices that the plan is for.
-    """
+    """Return how many passes may take turns on a target: as asked for, or "auto" if the planner can tell."""
     # Replicas that are unlike plan as if none were cut, and some of them may be.
     has_sums = target.devices_per_stage > 1 or (target.is_own and args.replicas is not None)
-    if args.interleaved_passes == "auto":
-        return "auto" if has_sums and _knows_turns(target) else 1
-    return args.interleaved_passes if has_sums else 1
-
-
-def _knows_turns(target: Target) -> bool:
-    """Whether the planner may choose turns: on the run's own devices only by what was measured there."""
-    return not target.is_own or target.profile.source == "measured"
+    if not has_sums:
+        return 1
+    # On the run's own devices turns are chosen only by what was measured there.
+    is_unknown = target.is_own and target.profile.source != "measured"
+    return 1 if args.interleaved_passes == "auto" and is_unknown else args.interleaved_passes
 
 
 def target_notes(
     target: Target, layers_per_stage: Sequence[int], shape: ModelShape, turns: TurnPlan | None = None
 ) -> tuple[str, ...]:
-    """Return remarks on how a target's devices share the backbone.
+    """Return remarks on how a target's devices share the backbone, with so many layers on each stage."""
+    notes, link = [], target.tensor_link
+    figures = "" if link is None else f"at {link.bytes_per_s / 1e9:,.3g} GB/s and {1e6 * link.latency_s:,.3g} us a message"
 
-    Args:
-        target: the devices that the plan is for.
-        layers_per_stage: number of decoder layers of each stage in the plan.
-        shape: the shape of the backbone.
-        turns: how passes take turns in the plan; `None` where they run one after another.
-    """
-    notes = []
+    def times_words(what: str) -> str:
+        return f"nothing of {what}, as no link is known" if link is None else f"{what} in full, {figures}"
+
     if target.num_replicas > 1:
         notes.append(
             f"each global batch is divided among {target.num_replicas} replicas; passes and times are those of the one"
             " with most rows"
         )
     if target.devices_per_stage > 1:
+        is_measured, hidden = target.profile.source == "measured", ""
+        if turns is None:
+            if target.is_own and (not is_measured or target.profile.overlap is None):
+                hidden = "; passes run one after another, as no cost_profile has measured what turns hide here"
+        elif target.profile.overlap is None:
+            hidden = ", as no profile tells what turns hide of them"
+        else:
+            hidden = f", less what turns hide of them{'' if is_measured else ', by a data sheet'}"
         notes.append(
             f"{target.devices_per_stage} devices share every layer (tensor parallelism): memory is that of one of them,"
-            f" and times hold {_sums_words(target.tensor_link)}{_hidden_words(target, turns)}"
+            f" and times hold {times_words('every sum over them')}{hidden}"
         )
     if target.backbone_shards > 1:
         over_stages = f", over {target.num_stages} stages" if target.num_stages > 1 else ""
         notes.append(
             f"the frozen weights ({bytes_text(shape.backbone_bytes)}{over_stages}) are divided among"
             f" {target.backbone_shards} replicas: memory is that of one of them with the layer that it has gathered,"
-            f" and times hold {_sums_words(target.tensor_link, 'every gathering')}"
+            f" and times hold {times_words('every gathering')}"
         )
     if max(layers_per_stage) - min(layers_per_stage) > 1:
-        listed = ", ".join(map(str, layers_per_stage))
         notes.append(
-            f"stages have {listed} layers: balanced by predicted cost, embedding and head included, within the memory"
-            " of each"
+            f"stages have {', '.join(map(str, layers_per_stage))} layers: balanced by predicted cost, embedding and"
+            " head included, within the memory of each"
         )
     if target.device_type != "cpu":
         notes.append("the error bands of time and memory were found on CPUs, and never held against a GPU")
     return tuple(notes)
-
-
-def _sums_words(link: Link | None, what: str = "every sum over them") -> str:
-    if link is None:
-        return f"nothing of {what}, as no link is known"
-    return f"{what} in full, at {link.bytes_per_s / 1e9:,.3g} GB/s and {1e6 * link.latency_s:,.3g} us a message"
-
-
-def _hidden_words(target: Target, turns: TurnPlan | None) -> str:
-    """Return what becomes of sums while passes take turns, or why none do."""
-    if turns is None:
-        unknown = target.is_own and (target.profile.source != "measured" or target.profile.overlap is None)
-        return "; passes run one after another, as no cost_profile has measured what turns hide here" if unknown else ""
-    if target.profile.overlap is None:
-        return ", as no profile tells what turns hide of them"
-    source = "" if target.profile.source == "measured" else ", by a data sheet"
-    return f", less what turns hide of them{source}"
-
-
-def _cluster(devices: str) -> Cluster:
-    try:
-        return parse_devices(devices)
-    except ValueError as error:
-        raise ConfigError(f"devices: {error}") from error
-
-
-def _divided(cluster: Cluster, num_stages: int | None, devices_per_stage: int) -> tuple[int, int]:
-    """Return the stages of each replica, and the replicas."""
-    unit = devices_per_stage * (num_stages or 1)
-    if cluster.num_devices % unit:
-        sizes = {"tensor_parallel_size": devices_per_stage, "pipeline_parallel_size": num_stages or 1}
-        said = " and ".join(f"{name}={size}" for name, size in sizes.items() if size > 1)
-        raise ConfigError(
-            f"plan: devices are {cluster.num_devices} x {cluster.device.name} with {said}; allowed: a multiple of"
-            f" {unit}. Plan for {unit * -(-cluster.num_devices // unit)}x{cluster.device.name}, or set other sizes."
-        )
-    if num_stages is None:
-        return cluster.num_devices // unit, 1
-    return num_stages, cluster.num_devices // unit
-
-
-def _links(
-    cluster: Cluster | None, devices_per_stage: int, num_stages: int, shards: int
-) -> tuple[Link | None, Link | None]:
-    """Return the link that a stage's weights are divided over, and that from one stage to the next.
-
-    Tensor parallel ranks of a stage lie side by side, and replicas that share its weights one whole replica apart.
-    """
-    if cluster is None or cluster.num_devices == 1:
-        return None, None
-    # The two devices that lie farthest apart: the slowest link bounds an all-reduce, and a gathering.
-    farthest = (shards - 1) * num_stages if shards > 1 else devices_per_stage - 1
-    within = cluster.link(0, max(1, farthest))
-    return within, cluster.link(devices_per_stage - 1, min(devices_per_stage, cluster.num_devices - 1))

@@ -1,7 +1,8 @@
-"""Measured points as functions: seconds over a count, and seconds of adapters over rank, width and tokens."""
+"""Measured points as functions: `Curve` over a count, and `AdapterTable` over rank, width and tokens of an adapter."""
 
 from __future__ import annotations
 
+import itertools
 import math
 from dataclasses import dataclass, replace
 from typing import Any
@@ -14,18 +15,17 @@ from numpy.typing import ArrayLike, NDArray
 class Curve:
     """A value over a count, such as seconds over tokens: piecewise linear between measured points.
 
-    Below the first point the value is held (a launch takes its time, however little it does), but no count takes
-    nothing; above the last point the last slope goes on, or a s + b s^2 through the last two points where the value
-    grows with the square of the count. Noise that makes a later point lower than an earlier one is
-    levelled by `measured`.
+    Below the first point the value is constant, because a launch takes its time however little it does; a count of 0
+    gives 0. Above the last point the last slope continues, or a s + b s^2 through the last two points if the value
+    grows with the square of the count.
 
     Attributes:
         counts: the measured counts, ascending and above 0.
-        values: the value at each count, 0 or more, none below the one before.
-        is_quadratic: whether the value grows with the square of the count, as the attention product does.
+        values: the value at each count, 0 or more, not falling (`measured` levels noise).
+        is_quadratic: whether the value grows with the square of the count, as attention does.
 
     Raises:
-        ValueError: for points that are not so.
+        ValueError: for other points.
     """
 
     counts: tuple[float, ...]
@@ -44,53 +44,30 @@ class Curve:
 
     @classmethod
     def measured(cls, counts: ArrayLike, values: ArrayLike, *, is_quadratic: bool = False) -> Curve:
-        """Return the curve of measurements, levelled: the mean of the running maximum and the running minimum.
-
-        Args:
-            counts: the counts that were measured, ascending and above 0.
-            values: what was measured at each count, such as seconds; noise may make it fall.
-            is_quadratic: whether the value grows with the square of the count.
-        """
-        return cls(_floats(counts), _floats(_levelled(np.asarray(values, dtype=float))), is_quadratic)
-
-    @classmethod
-    def proportional(cls, per_unit: float) -> Curve:
-        """Return the straight line through 0.
-
-        Args:
-            per_unit: the value at a count of 1.
-        """
-        # Counts are above 0: the first one is so near to it that what is held below is as good as 0.
-        return cls((1e-9, 1.0), (per_unit * 1e-9, per_unit))
+        """Return the curve of measurements; noise that makes a later value lower than an earlier one is levelled."""
+        levelled = _levelled(np.asarray(values, dtype=float))
+        return cls(tuple(np.asarray(counts, dtype=float).tolist()), tuple(levelled.tolist()), is_quadratic)
 
     def __call__(self, count: ArrayLike) -> Any:
         """Return the value at a count, or at each count of an array."""
         x = np.asarray(count, dtype=float)
-        counts, values = np.asarray(self.counts), np.asarray(self.values)
-        y = np.where(x > counts[-1], self._beyond(x), np.interp(x, counts, values))
+        last, value = self.counts[-1], self.values[-1]
+        if len(self.counts) == 1:
+            # A single point has no slope: a power through 0 is all that is known.
+            beyond = value * (x / last) ** (2 if self.is_quadratic else 1)
+        else:
+            before, value_before = self.counts[-2], self.values[-2]
+            beyond = value + (x - last) * (value - value_before) / (last - before)
+            # b of a s + b s^2. If it is not above 0, the cost of a launch outweighs the square: the slope is better.
+            square = (value / last - value_before / before) / (last - before)
+            if self.is_quadratic and square > 0:
+                beyond = x * (value / last + square * (x - last))
+        y = np.where(x > last, beyond, np.interp(x, self.counts, self.values))
         y = np.where(x <= 0, 0.0, y)
         return float(y) if np.ndim(count) == 0 else y
 
-    def _beyond(self, x: NDArray[Any]) -> NDArray[Any]:
-        """Return what lies above the last point."""
-        last, value = self.counts[-1], self.values[-1]
-        if len(self.counts) == 1:
-            # A single point has no slope; a power through 0 is all that can be said.
-            return value * (x / last) ** (2 if self.is_quadratic else 1)
-        before, value_before = self.counts[-2], self.values[-2]
-        # Of a s + b s^2 through both points. Where a count takes no more than at the point before, what is left of a
-        # launch outweighs the square, and the slope is the better guess; at b = 0 both agree.
-        square = (value / last - value_before / before) / (last - before)
-        if self.is_quadratic and square > 0:
-            return x * (value / last + square * (x - last))
-        return value + (x - last) * (value - value_before) / (last - before)
-
     def scaled(self, factor: float) -> Curve:
-        """Return the curve times a factor.
-
-        Args:
-            factor: what every value is multiplied by, 0 or more.
-        """
+        """Return the curve times a factor of 0 or more."""
         return replace(self, values=tuple(value * factor for value in self.values))
 
 
@@ -98,12 +75,12 @@ class Curve:
 class AdapterTable:
     """A value over rank, width and tokens: linear in each between the points.
 
-    Beyond the points, rank and width go on in proportion to the last one, tokens as in `Curve`.
+    Beyond the points, rank and width continue in proportion to the last one, tokens as in `Curve`.
 
     Attributes:
-        ranks: the ranks at which values are known, ascending.
-        widths: input plus output features at which values are known, ascending.
-        tokens: rows of an adapter at which values are known, ascending.
+        ranks: the measured ranks, ascending.
+        widths: the measured input plus output features, ascending.
+        tokens: the measured rows of an adapter, ascending.
         values: the values as nested tuples [ranks, widths, tokens], each 0 or more.
 
     Raises:
@@ -130,29 +107,17 @@ class AdapterTable:
     def measured(
         cls, ranks: ArrayLike, widths: ArrayLike, tokens: ArrayLike, values: NDArray[Any], *, level: bool = True
     ) -> AdapterTable:
-        """Return the table of measurements; levelled along tokens, then along ranks, where `level` is set.
-
-        Args:
-            ranks: the ranks that were measured, ascending.
-            widths: the input plus output features that were measured, ascending.
-            tokens: the rows of an adapter that were measured, ascending.
-            values: what was measured, an array [ranks, widths, tokens].
-            level: whether noise is levelled, so that values do not fall along tokens and ranks.
-        """
+        """Return the table of measurements `[ranks, widths, tokens]`; `level` levels noise along tokens and ranks."""
         array = np.asarray(values, dtype=float)
         if level:
             array = np.apply_along_axis(_levelled, 2, array)
             array = np.apply_along_axis(_levelled, 0, array)
-        nested = tuple(tuple(_floats(row) for row in plane) for plane in array)
-        return cls(_floats(ranks), _floats(widths), _floats(tokens), nested)
+        axes = (tuple(np.asarray(points, dtype=float).tolist()) for points in (ranks, widths, tokens))
+        return cls(*axes, tuple(tuple(tuple(row.tolist()) for row in plane) for plane in array))
 
     @classmethod
     def constant(cls, value: float) -> AdapterTable:
-        """Return a table of one value, whatever is looked up.
-
-        Args:
-            value: what every look-up returns.
-        """
+        """Return a table in which every look-up returns `value`."""
         return cls((1.0,), (1.0,), (1.0,), (((value,),),))
 
     def __call__(self, rank: ArrayLike, width: ArrayLike, tokens: ArrayLike, *, grows: bool = True) -> Any:
@@ -161,71 +126,56 @@ class AdapterTable:
         Args:
             rank: R, the rank of the adapter.
             width: input plus output features of the linear layer.
-            tokens: rows that the adapter reads; 0 gives 0 where `grows` is set.
-            grows: whether the value grows without bound, as times do; otherwise it is held outside of the points.
+            tokens: rows that the adapter reads; 0 gives 0 if `grows` is set.
+            grows: whether the value continues beyond the points, as times do; a share stays at the last value.
         """
         r, w, t = np.broadcast_arrays(*(np.asarray(part, dtype=float) for part in (rank, width, tokens)))
         values = np.asarray(self.values, dtype=float)
-        ri, rf, rs = _bracket(np.asarray(self.ranks), r)
-        wi, wf, ws = _bracket(np.asarray(self.widths), w)
-        ti, tf, _ = _bracket(np.asarray(self.tokens), t, extend=grows)
-        # Linear in each of the three: the eight corners around a point count by how near it is to them.
+        rank_axis, width_axis = _bracket(self.ranks, r), _bracket(self.widths, w)
+        axes = (rank_axis, width_axis, _bracket(self.tokens, t, extend=grows))
+        # Trilinear: each of the eight corners around a point counts by how near it is.
         result = np.zeros(r.shape)
-        for di, r_part in ((0, 1 - rf), (1, rf)):
-            for dj, w_part in ((0, 1 - wf), (1, wf)):
-                for dk, t_part in ((0, 1 - tf), (1, tf)):
-                    index = _clipped(ri + di, values, 0), _clipped(wi + dj, values, 1), _clipped(ti + dk, values, 2)
-                    result = result + r_part * w_part * t_part * values[index]
+        for corner in itertools.product((0, 1), repeat=3):
+            weight: Any = 1.0
+            index = []
+            for upper, (lower, way, _), size in zip(corner, axes, values.shape, strict=True):
+                weight = weight * (way if upper else 1 - way)
+                index.append(np.minimum(lower + upper, size - 1))
+            result = result + weight * values[tuple(index)]
         if grows:
-            if len(self.tokens) == 1:  # a single point has no slope to go on with
+            if len(self.tokens) == 1:  # a single point has no slope to continue
                 result = result * np.maximum(t / self.tokens[0], 1.0)
-            # Rank and width go on in proportion beyond their last points.
-            result = np.where(t <= 0, 0.0, np.maximum(result, 0.0) * rs * ws)
+            result = np.where(t <= 0, 0.0, np.maximum(result, 0.0) * rank_axis[2] * width_axis[2])
         return float(result) if result.ndim == 0 else result
 
     def scaled(self, factor: float) -> AdapterTable:
-        """Return the table times a factor.
-
-        Args:
-            factor: what every value is multiplied by, 0 or more.
-        """
-        values = tuple(tuple(tuple(v * factor for v in row) for row in plane) for plane in self.values)
-        return replace(self, values=values)
+        """Return the table times a factor of 0 or more."""
+        scaled = (np.asarray(self.values) * factor).tolist()
+        return replace(self, values=tuple(tuple(map(tuple, plane)) for plane in scaled))
 
 
-def _bracket(
-    points: NDArray[Any], x: NDArray[Any], *, extend: bool = False
-) -> tuple[NDArray[Any], NDArray[Any], NDArray[Any]]:
-    """Return the point at or below each x, the way to the next one (0 to 1), and the ratio of x beyond the last one.
+def _bracket(points: tuple[float, ...], x: NDArray[Any], *, extend: bool = False) -> tuple[NDArray[Any], ...]:
+    """Return the index of the point at or below each x, the way to the next one, and x over the last point (1 within).
 
-    With `extend`, the way may go beyond 1 on the last piece, and the ratio is 1.
+    With `extend` the way may exceed 1 on the last piece, and the ratio is 1.
     """
+    ratio = np.ones(x.shape) if extend else np.maximum(x / points[-1], 1.0)
     if len(points) == 1:
-        zeros = np.zeros(x.shape)
-        return zeros.astype(int), zeros, np.ones(x.shape) if extend else np.maximum(x / points[0], 1.0)
-    # Never the last point, so that there is always a next one; what lies beyond belongs to the last piece.
-    index = np.clip(np.searchsorted(points, x, side="right") - 1, 0, len(points) - 2)
-    way = (x - points[index]) / (points[index + 1] - points[index])
-    if extend:
-        return index, np.maximum(way, 0.0), np.ones(x.shape)
-    return index, np.clip(way, 0.0, 1.0), np.maximum(x / points[-1], 1.0)
-
-
-def _clipped(index: NDArray[Any], values: NDArray[Any], axis: int) -> NDArray[Any]:
-    return np.minimum(index, values.shape[axis] - 1)
+        return np.zeros(x.shape, dtype=int), np.zeros(x.shape), ratio
+    known = np.asarray(points)
+    # Never the last point, so that there is always a next one.
+    index = np.clip(np.searchsorted(known, x, side="right") - 1, 0, len(points) - 2)
+    way = (x - known[index]) / (known[index + 1] - known[index])
+    return index, np.clip(way, 0.0, None if extend else 1.0), ratio
 
 
 def _levelled(values: NDArray[Any]) -> NDArray[Any]:
-    """Return the nearest sequence that does not fall, in the largest difference; never below 0."""
+    """Return the nearest sequence that does not fall (in the largest difference), never below 0."""
     rising = np.maximum.accumulate(values)
     falling = np.minimum.accumulate(values[::-1])[::-1]
     return np.maximum((rising + falling) / 2, 0.0)
 
 
 def _require_ascending(field: str, points: tuple[float, ...]) -> None:
-    if not points or points[0] <= 0 or any(b <= a for a, b in zip(points[:-1], points[1:], strict=True)):
+    if not points or points[0] <= 0 or any(b <= a for a, b in itertools.pairwise(points)):
         raise ValueError(f"{field} are {points[:5]}; allowed: one or more, above 0, ascending. Sort them.")
-
-
-def _floats(values: ArrayLike) -> tuple[float, ...]:
-    return tuple(float(value) for value in np.asarray(values, dtype=float))

@@ -1,9 +1,9 @@
-"""`Link`: a connection between two devices, and `Overlap`: how far sums over it are hidden by computing."""
+"""Devices by their data sheets, the links between them, and how far sums over a link are hidden by computing.
 
-# MERGED: Devices by their data sheets, and clusters of them: what a plan can be made for without the machine at hand.
-# MERGED: Numbers are of data sheets and say what a device could do; `Device.efficiency` says which part of its peak
-# MERGED: large matrix
-# MERGED: products reach. Measured profiles (`peft_mux.planning.profiling.backbone`) need none of this.
+Data sheets say what a device could do, and `Device.efficiency` which part of its peak large matrix products reach. Plans
+can be made from them for machines that are not at hand; a measured profile (`peft_mux.planning.profiling.backbone`)
+needs none of this.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 class Link:
     """A connection between two devices, with the same figures in both directions.
 
-    Each direction carries one message at a time and is taken for the whole of `transfer_s`.
+    Each direction carries one message at a time and is busy for the whole of `transfer_s`.
 
     Attributes:
         latency_s: seconds that a message takes however small it is.
@@ -44,33 +44,29 @@ class Link:
             )
 
     def transfer_s(self, num_bytes: float) -> float:
-        """Return the seconds that a message takes; one of no bytes is a signal, which takes the latency.
-
-        Args:
-            num_bytes: bytes of the message.
-        """
+        """Return the seconds that a message takes; a message without bytes takes the latency."""
         return self.latency_s + num_bytes / self.bytes_per_s
 
     def slowed(self, factor: float) -> Link:
-        """Return the link on which every message takes so many times as long.
-
-        Args:
-            factor: what seconds are multiplied by, above 0.
-        """
+        """Return the link on which every message takes `factor` times as long."""
         return Link(self.latency_s * factor, self.bytes_per_s / factor)
+
+
+MOST_SLOWDOWN = 0.99
+"""Computing continues during a sum, however slowly."""
 
 
 @dataclass(frozen=True, slots=True)
 class Overlap:
-    """What a profile knows of passes that take turns.
+    """What a profile knows about passes that take turns (M §3.4.2).
 
     Attributes:
-        skew: how much longer than it takes by itself each sum is waited for, as a part of the computing before it:
-            ranks never end that at one time, and one after another all of them wait for the last.
-        slowdown: part of its speed that computing loses while a sum is under way, from 0 (nothing, as with sums that
-            the network makes) to 0.99 (it all but stands still, as where the same cores compute and sum).
+        skew: how much longer than its own time each sum is waited for, as a part of the computing before it: ranks never
+            finish at the same time, and one after another all of them wait for the last.
+        slowdown: part of its speed that computing loses during a sum, from 0 (the network makes the sums) to 0.99
+            (the same cores compute and sum).
         turn_s: seconds of handing the turn to another pass.
-        host_s: seconds that each stretch between two sums takes beyond its part of a layer: a layer that is divided is
+        host_s: seconds that each stretch between two sums takes in addition to its part of a layer: a divided layer is
             launched in as many operators as a whole one, and adds its sums.
 
     Raises:
@@ -88,19 +84,6 @@ class Overlap:
                 raise ValueError(f"{field} is {getattr(self, field)}; allowed: 0 or more, and finite. Measure again.")
         if not 0 <= self.slowdown <= MOST_SLOWDOWN:
             raise ValueError(f"slowdown is {self.slowdown}; allowed: 0 to {MOST_SLOWDOWN}. Measure again.")
-
-
-MOST_SLOWDOWN = 0.99
-"""Computing beside a sum goes on, however slowly."""
-
-
-_GB = 10**9
-_TERA = 10**12
-
-
-def _require_positive(field: str, value: float) -> None:
-    if not 0 < value < math.inf:
-        raise ValueError(f"{field} is {value}; allowed: more than 0. Correct it.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,7 +109,8 @@ class Device:
 
     def __post_init__(self) -> None:
         for field in ("memory_bytes", "flops_per_s", "memory_bytes_per_s", "efficiency"):
-            _require_positive(field, getattr(self, field))
+            if not 0 < getattr(self, field) < math.inf:
+                raise ValueError(f"{field} is {getattr(self, field)}; allowed: more than 0. Correct it.")
         if self.efficiency > 1:
             raise ValueError(f"efficiency is {self.efficiency}; allowed: above 0 and up to 1. Give a part of the peak.")
 
@@ -158,18 +142,16 @@ class Cluster:
                 raise ValueError(f"{field} is {getattr(self, field)}; allowed: 1 or more. Count the devices.")
 
     def link(self, first: int, second: int) -> Link:
-        """Return the link between two devices.
-
-        Args:
-            first: number of one device, counted node by node from 0.
-            second: number of the other device.
-        """
+        """Return the link between two devices, which are numbered node by node from 0."""
         for field, number in (("first", first), ("second", second)):
             if not 0 <= number < self.num_devices:
                 raise ValueError(f"{field} is {number}; allowed: 0 to {self.num_devices - 1}. Number devices from 0.")
         same_node = first // self.devices_per_node == second // self.devices_per_node
         return self.intra_node if same_node else self.inter_node
 
+
+_GB = 10**9
+_TERA = 10**12
 
 DEVICES = {
     device.name: device
@@ -213,20 +195,19 @@ _DEVICES_PER_NODE = 8
 
 
 def known_device(name: str, memory_bytes: int) -> Device | None:
-    """Return the data sheet of a GPU by the name that its driver gives it; `None` where there is none.
+    """Return the data sheet of a GPU by the name that its driver reports; `None` if there is none.
 
     Args:
-        name: the name that the driver gives, such as "NVIDIA A100-SXM4-80GB" or "NVIDIA GeForce RTX 4090".
-        memory_bytes: bytes of its memory, which tell devices of one name apart, such as the A100 with 40 and with 80
-            GB.
+        name: such as "NVIDIA A100-SXM4-80GB" or "NVIDIA GeForce RTX 4090".
+        memory_bytes: its memory, which distinguishes devices of one name, such as the A100 with 40 and with 80 GB.
     """
     words = re.findall(r"[a-z0-9]+", name.lower().replace("rtx ", "rtx"))
-    alike = [device for device in DEVICES.values() if device.name.split("-")[0].lower() in words]
-    return min(alike, key=lambda device: abs(device.memory_bytes - memory_bytes), default=None)
+    named = [device for device in DEVICES.values() if device.name.split("-")[0].lower() in words]
+    return min(named, key=lambda device: abs(device.memory_bytes - memory_bytes), default=None)
 
 
 def parse_devices(text: str) -> Cluster:
-    """Read a cluster from text such as "4xA100-80GB", or "H200" for one.
+    """Read a cluster from text such as "4xA100-80GB", or "H200" for one device.
 
     Args:
         text: number of devices, "x", and a name of `DEVICES`; upper and lower case are the same.

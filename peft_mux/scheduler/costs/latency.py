@@ -1,54 +1,38 @@
-"""Seconds of collectives among the devices of a stage, or replicas that divide the backbone: rings over one link.
+"""`CostModel`: how long passes take on each stage of a pipeline, and a step outside of them (M §3.3, Eq. 3 and 4).
 
-A ring of n devices adds a message of b bytes up in 2 (n - 1) rounds of b / n bytes each, and gathers n parts of b / n
-bytes in n - 1 rounds. Nothing here is overlapped with computing: what passes in turns hide of it (M section 3.4.2) is
-for `peft_mux.scheduler.planner.times` to say.
+Shapes: P passes, S stages, M tasks, W widths of adapters, K different lowest layers.
+
+`PassWork` is what passes amount to whatever the stages: tokens, targets, and seconds of one layer. Most of it is of real
+passes, with the rows that they hold. Only the fusion of Eq. 6 compares all M^2 ranges of tasks, whose rows are not cut
+into passes: there it is of mean micro-batches, a C-th of each global batch. `CostModel.stage_parts` turns it into
+seconds of a stage, part by part; everything else is read off that.
+
+Where the paper slips or is silent, decided here:
+
+* Eq. 3 writes n_k for the tokens of task k. A micro-batch holds a C-th of a global batch, so n_k stands for the tokens
+  of the global batch over C, and attention and targets are divided likewise.
+* Eq. 3 has no attention product, whose time depends on sequence lengths rather than on tokens. It is added as a base
+  operator, and so are what lies before the layers (first stage) and the output head with the loss (last stage).
+* The fused sets {a} of Eq. 3 are the adapters of one linear layer. Loads hold widths, not names, so that adapters of
+  one width form a set; with equal target modules that gives the same sum.
+* Eq. 3 divides base operators by N_g. What tensor parallelism leaves whole is not divided here: the embedding and the
+  launches of attention calls; of an adapter, the factor that is not cut. Products that are too small to fill a part of
+  a device take more than a part of the time, which the profile has to say (`analytic_profile` does).
+* Eq. 3 leaves the sums over the devices of a stage out, as M §3.4.2 hides them. They are added in full here; if passes
+  take turns, `peft_mux.scheduler.planner.times` charges what others' computing does not hide, from `pass_parts`. The
+  gatherings of a backbone that replicas divide (FSDP2) are added in full, too. Both are rings: n devices add b bytes in
+  2 (n - 1) rounds of b / n bytes, and gather n parts of b / n bytes in n - 1 rounds.
+* Eq. 4 doubles the forward, as a frozen backbone has no weight gradients. If a profile has measured another ratio,
+  1 / `forward_fraction` stands in place of the 2. Overheads of passes are not in Eq. 3 and 4, and are added.
+* Eq. 3 has the same adapters in every layer, and the gradient of every row. Here a task's adapters lie in the layers
+  from its lowest one on, and layers below the lowest adapter of all tasks of a pass have no backward. Rows of single
+  tasks that need no gradient, and rows that the last layer leaves out, are not subtracted.
 """
-
-# MERGED: Seconds of a stage of a pipeline, from what the tasks of an hTask amount to: `StageTimes` (M Eq. 3).
-# MERGED: How long an hTask takes on a stage and through the pipeline (M §3.3, Eq. 3 and 4), and how long a step takes.
-# MERGED: Where the paper slips or is silent, decided here:
-# MERGED: * Eq. 3 writes n_k for the tokens of task k. A micro-batch holds a C-th of a global batch, so that n_k
-# MERGED: stands for the
-# MERGED: tokens of the global batch over C, and attention and targets are divided alike. Whole sequences do not
-# MERGED: always divide
-# MERGED:   so evenly: it is a mean.
-# MERGED: * Eq. 3 knows no attention product, whose time depends on sequence lengths rather than on tokens. It is
-# MERGED: added as a base
-# MERGED: operator, and so are what lies before the layers (first stage) and the output head with the loss (last
-# MERGED: stage).
-# MERGED: * The fused sets {a} of Eq. 3 are the adapters of one linear layer. Loads tell widths, not names, so that
-# MERGED: adapters of
-# MERGED:   one width form a set; with equal target modules that gives the same sum.
-# MERGED: * Eq. 3 divides base operators by N_g. What tensor parallelism leaves whole is not divided here: the
-# MERGED: embedding and the
-# MERGED: launches of attention calls; of an adapter, the factor that is not cut. Products that are too small to fill
-# MERGED: a part of
-# MERGED:   a device take more than a part of the time, which is for the profile to say (`analytic_profile` does).
-# MERGED: * Eq. 3 leaves the sums over the devices of a stage out, as M §3.4.2 hides them. They are added in full
-# MERGED: here; where
-# MERGED:   passes take turns, `peft_mux.scheduler.planner.times` charges what others' computing does not hide, from
-# MERGED:   `pass_parts`. The gatherings of a backbone that replicas divide (FSDP2) are added in full, too.
-# MERGED: * Eq. 4 doubles the forward, as a frozen backbone has no weight gradients. Where a profile has measured
-# MERGED: another ratio,
-# MERGED:   1 / `forward_fraction` stands in place of the 2.
-# MERGED: * Overheads of passes and steps are not in Eq. 3 and 4: `pass_s` and `step_s` add them.
-# MERGED: * Eq. 3 and 4 compute every row in every layer, and its gradient. What the last layer spares where it
-# MERGED: computes the rows
-# MERGED: alone that a loss reads is taken off the last stage, and what a backward spares below each task's lowest
-# MERGED: adapter off
-# MERGED: the stages of these layers: products of its rows, and below the adapters of all tasks the whole backward.
-# MERGED: Virtual
-# MERGED: stages of a device are taken to be neighbours. A profile holds layers of all rows, so that nothing is taken
-# MERGED: off twice.
-# MERGED: * Eq. 3 has the same adapters in every layer. Here a task's lie in the layers from its lowest adapter on,
-# MERGED: alike.
 
 from __future__ import annotations
 
-import itertools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
@@ -58,253 +42,122 @@ from numpy.typing import NDArray
 from peft_mux.data.packing.passes import Member
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.loads import TaskLoad, loss_block_rows
-from peft_mux.scheduler.costs.model_shape import FrozenParts, ModelShape, StageSize, split_layers
-from peft_mux.scheduler.costs.profile import Parts, Profile, least_pass_s
-from peft_mux.scheduler.costs.sums import (
-    PassParts,
-    RangeBatches,
-    StageTerms,
-    Sums,
-    mean_batch,
-    pass_sums,
-    uniform_batch,
-)
+from peft_mux.scheduler.costs.model_shape import FrozenParts, ModelShape, split_layers
+from peft_mux.scheduler.costs.profile import Parts, Profile
 
 ALL_REDUCES_PER_LAYER = 4
 """After attention and after the MLP, forward and backward, over the devices that a layer is cut into."""
 _NUMBERS_PER_TARGET = 3
 """Of each device: greatest logit, sum of exponentials, logit of the target (`peft_mux.kernels.cross_entropy`)."""
 _FLOAT_BYTES = 4
+_LENGTH_STEP = 16
+"""Sequences whose lengths round up to the same multiple share an attention call (`peft_mux.modeling.attention`)."""
+
+_Array = NDArray[Any]
 
 
 def all_reduce_s(link: Link | None, num_devices: int, num_bytes: Any) -> Any:
-    """Return the seconds of one sum over devices.
-
-    Args:
-        link: the link between two of the devices; `None` where messages take no time.
-        num_devices: n, the devices of the ring.
-        num_bytes: bytes of the message that is added up; a number, or an array of them.
-    """
+    """Return the seconds of one sum of messages over a ring of devices; 0 if no link is known."""
     if link is None or num_devices == 1:
-        # Zero in the shape of `num_bytes`, which may be an array.
-        return 0.0 * num_bytes
+        return 0.0 * num_bytes  # in the shape of `num_bytes`, which may be an array
     # A reduce-scatter and an all-gather, of n - 1 rounds each.
     return 2 * (num_devices - 1) * link.transfer_s(num_bytes / num_devices)
 
 
-def all_gather_s(link: Link | None, num_devices: int, num_bytes: Any) -> Any:
-    """Return the seconds in which every device gets the whole of what lies divided among all.
-
-    Args:
-        link: the link between two of the devices; `None` where messages take no time.
-        num_devices: n, the devices of the ring.
-        num_bytes: bytes of the whole, of which each device has a part; a number, or an array of them.
-    """
+def all_gather_s(link: Link | None, num_devices: int, num_bytes: float) -> float:
+    """Return the seconds in which every device gets all of `num_bytes`, of which each has a part."""
     if link is None or num_devices == 1:
-        return 0.0 * num_bytes
+        return 0.0
     return (num_devices - 1) * link.transfer_s(num_bytes / num_devices)
 
 
-def layer_all_reduces_s(link: Link | None, num_devices: int, shape: ModelShape, tokens: Any) -> Any:
-    """Return the seconds of the all-reduces of one layer, forward and backward, each over hidden states `[T, D]`.
-
-    Args:
-        link: the link between the devices of a stage; `None` where messages take no time.
-        num_devices: n, the devices that share the layer.
-        shape: the shape of the backbone, for D and the bytes of an element.
-        tokens: T, tokens of the micro-batch; a number, or an array of them.
-    """
-    num_bytes = tokens * shape.hidden_size * shape.activation_bytes
-    return ALL_REDUCES_PER_LAYER * all_reduce_s(link, num_devices, num_bytes)
-
-
-def loss_all_reduces_s(link: Link | None, num_devices: int, shape: ModelShape, targets: Any, device_type: str) -> Any:
-    """Return the seconds of the all-reduces of a loss whose vocabulary is cut.
-
-    Each block of rows adds three numbers a target and device up; the gradient of the hidden states is one sum.
-
-    Args:
-        link: the link between the devices of a stage; `None` where messages take no time.
-        num_devices: n, the devices among which the words are divided.
-        shape: the shape of the backbone, for its words and its hidden size.
-        targets: loss terms of a micro-batch; a number, or an array of them.
-        device_type: "cuda" or "cpu", which decides the rows of a block of the loss.
-    """
-    block_s, gradient_s, blocks = loss_sums(link, num_devices, shape, targets, device_type)
-    return (targets > 0) * (blocks * block_s + gradient_s)
-
-
-def loss_sums(
-    link: Link | None, num_devices: int, shape: ModelShape, targets: Any, device_type: str
-) -> tuple[Any, Any, Any]:
-    """Return the seconds of one block's sum and of the gradient's, and the number of blocks.
-
-    Args:
-        link: the link between the devices of a stage; `None` where messages take no time.
-        num_devices: n, the devices among which the words are divided.
-        shape: the shape of the backbone, for its words and its hidden size.
-        targets: loss terms of a micro-batch; a number, or an array of them.
-        device_type: "cuda" or "cpu", which decides the rows of a block of the loss.
-    """
-    rows = loss_block_rows(-(-shape.vocab_size // num_devices), device_type)
-    # At least one, so that nothing is divided by 0 where there are no targets.
-    blocks = np.maximum(-(-targets // rows), 1)
-    num_bytes = targets * (_NUMBERS_PER_TARGET * num_devices * _FLOAT_BYTES) / blocks
-    gradient_s = all_reduce_s(link, num_devices, targets * shape.hidden_size * shape.activation_bytes)
-    return all_reduce_s(link, num_devices, num_bytes), gradient_s, blocks
-
-
-class Spared(NamedTuple):
-    """Forward and backward seconds of what a stage leaves out of a micro-batch: numbers, or arrays over many."""
-
-    products_s: Any = 0.0
-    attention_s: Any = 0.0
-    adapters_s: Any = 0.0
-    communication_s: Any = 0.0
-
-    @property
-    def seconds(self) -> Any:
-        """All of them."""
-        return self.products_s + self.attention_s + self.adapters_s + self.communication_s
-
-    def divided(self, count: int) -> Spared:
-        """Return one of `count` equal parts."""
-        return Spared(*(part_s / count for part_s in self))
-
-
 @dataclass(frozen=True, slots=True)
-class StageTimes:
-    """Seconds of each stage on each of its devices, forward and backward together; numbers, or arrays over many hTasks.
+class PassParts:
+    """Seconds of the parts of one pass between its sums, on each of the devices that share its layers.
+
+    Forward and backward together unless stated otherwise. `peft_mux.scheduler.subgraphs.passes` simulates with them how
+    passes take turns (M §3.4.2).
 
     Attributes:
-        profile: seconds of the parts of a step on one device.
-        shape: the shape of the backbone.
-        size: the layers of each stage, and the devices that share them.
-        tensor_link: the link between the devices of a stage, and between replicas that divide the backbone.
-        backbone_shards: replicas that divide the frozen weights of each stage and gather them in every pass.
+        tokens: tokens of the pass.
+        targets: loss terms of the pass.
+        attention_s: norm, q/k/v, attention and output projection of one layer, adapters included.
+        mlp_s: norm, MLP and adapters of one layer.
+        first_s: what lies before the layers.
+        head_s: output head and loss.
+        overhead_s: what the pass takes whatever its size.
+        sum_s: one sum of hidden states `[T, D]` over the devices.
+        head_sum_s: one sum of three numbers a target, for one block of the loss.
+        head_gradient_sum_s: the sum of the gradient of the targets' hidden states.
+        head_block_rows: rows of a block of the loss.
+        forward_fraction: the part of a layer's seconds that is its forward.
     """
 
-    profile: Profile
-    shape: ModelShape
-    size: StageSize
-    tensor_link: Link | None
-    backbone_shards: int
-
-    def stage_s(self, stage: int, sums: Sums) -> Any:
-        """Return the seconds of a stage, counted from 0."""
-        first_s, last_s = self._ends_s(sums)
-        is_first, is_last = stage == 0, stage == len(self.size.layers) - 1
-        layers_s = self.size.layers[stage] * self._layer_s(sums) + self.adapters_s(stage, sums)
-        return layers_s + is_first * first_s + is_last * last_s - self.spared(stage, sums).seconds
-
-    def terms(self, sums_of: Callable[[StageSize], Sums]) -> StageTerms:
-        """Return what stages of any cut are made of.
-
-        Args:
-            sums_of: returns the sums of a micro-batch for a cut.
-        """
-        # Each layer is a stage of its own here.
-        sums = sums_of(StageSize((1,) * self.shape.num_layers, self.size.devices))
-        first_s, last_s = self._ends_s(sums)
-        layer_s = self._layer_s(sums)
-        layers_s = (
-            float(layer_s + self.adapters_s(layer, sums) - self.below_adapters(layer, sums).seconds)
-            for layer in range(self.shape.num_layers)
-        )
-        return StageTerms(
-            added_s=tuple(itertools.accumulate(layers_s, initial=0.0)),
-            first_s=float(first_s),
-            last_s=float(last_s - sum(self._unread_s(sums))),
-        )
-
-    def adapters_s(self, stage: int, sums: Sums) -> Any:
-        """Return the seconds of the adapters in a stage."""
-        return sums.depth.adapted[stage] * sums.adapters_s
-
-    def attention_s(self, sums: Sums) -> Any:
-        """Return the seconds of one layer's attention product; its launches are paid on every device."""
-        return sums.attention_s / self.size.devices + sums.calls_s
-
-    def spared(self, stage: int, sums: Sums) -> Spared:
-        """Return the seconds of what a stage leaves out, forward or backward."""
-        below = self.below_adapters(stage, sums)
-        if stage < len(self.size.layers) - 1:
-            return below
-        products_s, adapters_s = self._unread_s(sums)
-        return below._replace(products_s=below.products_s + products_s, adapters_s=adapters_s)
-
-    def below_adapters(self, stage: int, sums: Sums) -> Spared:
-        """Return the seconds of what the backward of a stage leaves out below the lowest adapters of its tasks."""
-        part, layers = 1 - self.profile.forward_fraction, self._layers_below(stage, sums)
-        of_rows = sums.depth.rows[stage] / np.maximum(sums.tokens, 1e-9)
-        return Spared(
-            products_s=part * (layers + of_rows) * sums.products_s / self.size.devices,
-            attention_s=part * layers * self.attention_s(sums),
-            communication_s=layers * self._sums_s(sums) / 2,
-        )
-
-    def forward_fraction(self, stage: int, sums: Sums) -> Any:
-        """Return the part of a stage's seconds that is its forward: more where the backward leaves something out."""
-        left_s = self.stage_s(stage, sums)
-        whole_s = left_s + self.below_adapters(stage, sums).seconds
-        return np.minimum(self.profile.forward_fraction * whole_s / np.maximum(left_s, 1e-12), 1.0)
-
-    def host_s(self, stage: int, sums: Sums) -> Any:
-        """Return the seconds of the host for the sums of a stage's layers, which are not divided."""
-        return (self.size.layers[stage] - self._layers_below(stage, sums) / 2) * self.host_layer_s
+    tokens: float
+    targets: float
+    attention_s: float
+    mlp_s: float
+    first_s: float
+    head_s: float
+    overhead_s: float
+    sum_s: float
+    head_sum_s: float
+    head_gradient_sum_s: float
+    head_block_rows: int
+    forward_fraction: float
 
     @property
-    def device_type(self) -> str:
-        """The type of the devices."""
-        return "cpu" if self.profile.device.startswith("cpu") else "cuda"
+    def num_head_blocks(self) -> int:
+        """Blocks of rows in which the loss is computed, at least one."""
+        return max(1, math.ceil(self.targets / self.head_block_rows))
 
-    @property
-    def host_layer_s(self) -> float:
-        """Seconds of the host for one layer that are not divided: two sums each way, as far as they were measured."""
-        overlap = self.profile.overlap
-        return 0.0 if self.size.devices == 1 or overlap is None else ALL_REDUCES_PER_LAYER * overlap.host_s
+    def computed_share(self, num_layers: int) -> float:
+        """Return the part of a pass through so many layers that is left if all sums are hidden."""
+        computed_s = num_layers * (self.attention_s + self.mlp_s) + self.first_s + self.head_s + self.overhead_s
+        sums_s = ALL_REDUCES_PER_LAYER * num_layers * self.sum_s
+        sums_s += self.num_head_blocks * self.head_sum_s + self.head_gradient_sum_s
+        return computed_s / (computed_s + sums_s) if computed_s else 0.0
 
-    def _layers_below(self, stage: int, sums: Sums) -> Any:
-        """Return the layers of a stage that are not run backward."""
-        # Stages that gather their weights are run backward all the same, as replicas gather together.
-        is_run = self.backbone_shards > 1 and len(self.size.layers) > 1
-        return 0.0 if is_run else sums.depth.layers[stage]
+    def of_size(self, tokens: float, targets: float) -> PassParts:
+        """Return the parts of a pass of another size, in proportion: enough to order subgraphs by."""
+        by_tokens = tokens / self.tokens if self.tokens else 1.0
+        by_targets = targets / self.targets if self.targets else 1.0
+        scaled = {name: by_tokens * getattr(self, name) for name in ("attention_s", "mlp_s", "first_s", "sum_s")}
+        scaled |= {name: by_targets * getattr(self, name) for name in ("head_s", "head_gradient_sum_s")}
+        return replace(self, tokens=float(tokens), targets=float(targets), **scaled)
 
-    def _layer_s(self, sums: Sums) -> Any:
-        """Return the seconds of one layer without adapters."""
-        products_s = sums.products_s / self.size.devices
-        # A layer is gathered for its forward and, freed in between, for its backward again.
-        gathered_s = self._all_gathers_s(self._frozen_parts.layer_bytes, 2)
-        return products_s + self.attention_s(sums) + self._sums_s(sums) + gathered_s
 
-    def _sums_s(self, sums: Sums) -> Any:
-        """Return the seconds of one layer's sums over the devices, and of the host for them: half of them each way."""
-        reduced_s = layer_all_reduces_s(self.tensor_link, self.size.devices, self.shape, sums.tokens)
-        return reduced_s + self.host_layer_s
+class PassWork(NamedTuple):
+    """What passes amount to on one device, as arrays `[P]`, or `[M, M]` over ranges of tasks.
 
-    def _ends_s(self, sums: Sums) -> tuple[Any, Any]:
-        """Return the seconds of what lies before the layers, and after them."""
-        parts, devices = self._frozen_parts, self.size.devices
-        first_s = self.profile.embedding_s(sums.tokens) + self._all_gathers_s(parts.before_bytes, 1)
-        last_s = self.profile.head_s(sums.targets) / devices
-        last_s = last_s + self._all_gathers_s(parts.head_bytes, 1) + self._all_gathers_s(parts.after_bytes, 2)
-        if devices > 1:
-            last_s = last_s + loss_all_reduces_s(self.tensor_link, devices, self.shape, sums.targets, self.device_type)
-        return first_s, last_s
+    Attributes:
+        tokens: tokens of a pass.
+        targets: loss terms of a pass.
+        products_s: seconds of one layer's products with frozen weights, and of its norms.
+        attention_s: seconds of one layer's attention products.
+        calls: attention calls of one layer.
+        lowest_layers: the K different lowest layers of the tasks, ascending.
+        adapters_s: seconds of the adapters of a layer that lies between one of these and the next, `[K, ...]`.
+        lowest: the lowest layer that has an adapter of the pass.
+    """
 
-    def _unread_s(self, sums: Sums) -> tuple[Any, Any]:
-        """Return the seconds of rows that the last layer leaves out: of products, and of adapters."""
-        return sums.unread_s(self.profile, self.shape.read_share, self.size.devices)
+    tokens: _Array
+    targets: _Array
+    products_s: _Array
+    attention_s: _Array
+    calls: _Array
+    lowest_layers: tuple[int, ...]
+    adapters_s: _Array
+    lowest: _Array
 
-    def _all_gathers_s(self, num_bytes: int, times: int) -> float:
-        """Return the seconds of the all-gathers of one unit of a divided backbone, as many as a pass needs."""
-        if self.backbone_shards == 1 or not num_bytes:
-            return 0.0
-        return times * float(all_gather_s(self.tensor_link, self.backbone_shards, num_bytes))
 
-    @property
-    def _frozen_parts(self) -> FrozenParts:
-        return self.shape.parts or FrozenParts.even(self.shape.backbone_bytes, self.shape.num_layers)
+def whole_pass(loads: Sequence[TaskLoad]) -> list[Member]:
+    """Return one pass that holds all rows of these loads."""
+    return [
+        Member(task, index, 0, length, load.shared[index] if load.shared else 0)
+        for task, load in enumerate(loads)
+        for index, length in enumerate(load.lengths)
+    ]
 
 
 class CostModel:
@@ -317,7 +170,7 @@ class CostModel:
         devices_per_stage: N_g of Eq. 3, the devices among which tensor parallelism divides base operators.
         layers_per_stage: S numbers that add up to the layers of the backbone; by default as equal as can be.
         tensor_link: the link between the devices of a stage, and between replicas that divide the backbone; by default
-            that of the profile. Where neither is known, messages take no time.
+            the profile's. If neither is known, messages take no time.
         backbone_shards: replicas that divide the frozen weights of each stage (FSDP2) and gather them in every pass.
 
     Raises:
@@ -325,7 +178,7 @@ class CostModel:
 
     Example:
         >>> cost = CostModel(profile, shape, num_stages=4)  # doctest: +SKIP
-        >>> cost.latency_s([sst2, rte], num_micro_batches=8)  # doctest: +SKIP
+        >>> cost.passes_s([sst2, rte], passes)  # doctest: +SKIP
     """
 
     def __init__(
@@ -339,60 +192,169 @@ class CostModel:
         tensor_link: Link | None = None,
         backbone_shards: int = 1,
     ) -> None:
-        _require_count("devices_per_stage", devices_per_stage)
-        _require_count("backbone_shards", backbone_shards)
+        for field, value in (("devices_per_stage", devices_per_stage), ("backbone_shards", backbone_shards)):
+            if value < 1:
+                raise ValueError(f"{field} is {value}; allowed: 1 or more. Use 1 for no split.")
         self.profile = profile
         self.shape = shape
         self.num_stages = num_stages
         self.devices_per_stage = devices_per_stage
         self.layers_per_stage = split_layers(shape.num_layers, num_stages, layers_per_stage)
-        self._size = StageSize(self.layers_per_stage, devices_per_stage)
         self.tensor_link = profile.link if tensor_link is None else tensor_link
         self.backbone_shards = backbone_shards
-        self._stages = StageTimes(profile, shape, self._size, self.tensor_link, backbone_shards)
+        self._device_type = "cpu" if profile.device.startswith("cpu") else "cuda"
+        # Seconds of the host for one layer that is divided: two sums each way, if they were measured.
+        is_known = devices_per_stage > 1 and profile.overlap is not None
+        self._host_layer_s = ALL_REDUCES_PER_LAYER * profile.overlap.host_s if is_known and profile.overlap else 0.0
 
-    # -------------------------------------------------------------- one hTask
+    # ---------------------------------------------------------- what passes hold
 
-    def stage_latency_s(self, loads: Sequence[TaskLoad], *, num_micro_batches: int, stage: int = 0) -> float:
-        """Return L^(s)(H): forward seconds of one micro-batch of an hTask on a stage (M Eq. 3).
+    def pass_work(self, loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]]) -> PassWork:
+        """Return what each of P passes amounts to; the `task` of a member counts these loads."""
+        members = [(number, *member) for number, own in enumerate(passes) for member in own]
+        number, task, _, start, end, shared = np.array(members, dtype=np.int64).reshape(len(members), 6).T
+        tokens = np.zeros((len(passes), len(loads)))
+        np.add.at(tokens, (number, task), end - start - shared)
+        targets_per_token = np.array([load.num_targets / max(load.tokens, 1) for load in loads])
+        # A part sees the keys and values before it, and so does what a row has for itself of those that it shares.
+        attention_s = self.profile.attention(end) - self.profile.attention(start + shared)
+        groups = np.unique(np.stack([number, -(-(end - start) // _LENGTH_STEP)], axis=1), axis=0)
+        weighted_s, alone_s = self._adapter_times(loads, tokens)
+        lowest, lowest_layers = _lowest_layers(loads)
+        adapters_s = np.zeros((len(lowest_layers), len(passes)))
+        for place, layer in enumerate(lowest_layers):
+            has_adapter = lowest <= layer
+            # Eq. 3: fused adapters share the device by u_a, but none ends before it would alone.
+            longest_s = (alone_s * has_adapter).max(axis=-1, initial=0.0)
+            adapters_s[place] = np.maximum((weighted_s * has_adapter).sum(axis=-1), longest_s).sum(axis=0)
+        return PassWork(
+            tokens=tokens.sum(axis=1),
+            targets=tokens @ targets_per_token,
+            products_s=self.profile.layer(tokens.sum(axis=1)),
+            attention_s=np.bincount(number, weights=attention_s, minlength=len(passes)),
+            calls=np.bincount(groups[:, 0], minlength=len(passes)),
+            lowest_layers=lowest_layers,
+            adapters_s=adapters_s,
+            lowest=np.where(tokens > 0, lowest, self.shape.num_layers).min(axis=1, initial=self.shape.num_layers),
+        )
 
-        Args:
-            loads: the loads of the tasks of the hTask.
-            num_micro_batches: C, into which each global batch is split.
-            stage: s, the stage, counted from 0.
+    def range_work(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> PassWork:
+        """Return what the mean micro-batch of every range of consecutive tasks amounts to.
 
-        Raises:
-            ValueError: for no such stage, or C below 1.
+        Entry [i, j] is of tasks i to j, both included; entries below the diagonal mean nothing.
         """
-        _require_count("num_micro_batches", num_micro_batches)
-        if not 0 <= stage < self.num_stages:
-            raise ValueError(f"stage is {stage}; allowed: 0 to {self.num_stages - 1}. Count stages from 0.")
-        sums = mean_batch(self.profile, loads, num_micro_batches, self._size)
-        # Profiles hold forward and backward together; Eq. 3 asks for the forward.
-        return float(self.profile.forward_fraction * self._stages.stage_s(stage, sums.forward))
+        profile, num_tasks = self.profile, len(loads)
+        of_tasks = [(load.tokens, load.num_targets, len(load.lengths)) for load in loads]
+        tokens, targets, num_rows = np.array(of_tasks, dtype=float).reshape(num_tasks, 3).T / num_micro_batches
+        attention_s = np.array(
+            [
+                np.sum(profile.attention(np.array(load.lengths))) - np.sum(profile.attention(np.array(load.shared)))
+                for load in loads
+            ]
+        )
+        calls = np.zeros((num_tasks, num_tasks))
+        if profile.attention_call_s:
+            # A micro-batch of a C-th of the sequences has at most as many groups as sequences.
+            groups = [{-(-length // _LENGTH_STEP) for length in load.lengths} for load in loads]
+            has_group = np.array([[group in own for group in sorted(set().union(*groups))] for own in groups])
+            for start in range(num_tasks):
+                calls[start, start:] = np.logical_or.accumulate(has_group[start:]).sum(axis=1)
+            calls = np.minimum(calls, range_sums(num_rows))
+        weighted_s, alone_s = self._adapter_times(loads, tokens)
+        lowest, lowest_layers = _lowest_layers(loads)
+        adapters_s = np.zeros((len(lowest_layers), num_tasks, num_tasks))
+        for place, layer in enumerate(lowest_layers):
+            has_adapter = lowest <= layer
+            for weighted, alone in zip(weighted_s * has_adapter, alone_s * has_adapter, strict=True):
+                longest_s = np.maximum.accumulate(np.triu(np.broadcast_to(alone, (num_tasks, num_tasks))), axis=1)
+                adapters_s[place] += np.maximum(range_sums(weighted), longest_s)
+        lowest_of_range = np.where(np.tri(num_tasks, k=-1, dtype=bool), self.shape.num_layers, lowest[None, :])
+        return PassWork(
+            tokens=range_sums(tokens),
+            targets=range_sums(targets),
+            products_s=profile.layer(range_sums(tokens)),
+            attention_s=range_sums(attention_s / num_micro_batches),
+            calls=calls,
+            lowest_layers=lowest_layers,
+            adapters_s=adapters_s,
+            lowest=np.minimum.accumulate(lowest_of_range, axis=1),
+        )
 
-    def latency_s(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> float:
-        """Return L(H): seconds of all micro-batches of an hTask through the pipeline (M Eq. 4).
+    def _adapter_times(self, loads: Sequence[TaskLoad], tokens: _Array) -> tuple[_Array, _Array]:
+        """Return u_a t_a and t_a of Eq. 3, summed over each task's adapters of each width: two `[W, ..., M]`.
 
-        Args:
-            loads: the loads of the tasks of the hTask.
-            num_micro_batches: C, into which each global batch is split.
+        A task's own adapters of one width run one after another. `tokens` of each task are `[..., M]`.
         """
-        _require_count("num_micro_batches", num_micro_batches)
-        return float(_pipeline_s(self._stages_s(loads, num_micro_batches), num_micro_batches))
+        by_width: dict[float, list[tuple[int, int]]] = {}
+        for task, load in enumerate(loads):
+            for adapter in load.adapters:
+                by_width.setdefault(adapter.device_width(self.devices_per_stage), []).append((task, adapter.rank))
+        weighted_s, alone_s = np.zeros((2, len(by_width), *tokens.shape))
+        for number, (width, adapters) in enumerate(sorted(by_width.items())):
+            tasks, ranks = np.array(adapters).T
+            held = tokens[..., tasks]
+            place = np.nonzero(held)
+            rank, own_tokens = ranks[place[-1]], held[place]
+            seconds = self.profile.adapter(rank, width, own_tokens)
+            busy = self.profile.utilization(rank, width, own_tokens, grows=False)
+            index = (*place[:-1], tasks[place[-1]])
+            np.add.at(alone_s[number], index, seconds)
+            np.add.at(weighted_s[number], index, busy * seconds)
+        return weighted_s, alone_s
 
-    def pass_s(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> float:
-        """Return seconds of one micro-batch, forward and backward through all stages one after another.
+    # ------------------------------------------------------------ what they take
 
-        Args:
-            loads: the loads of the tasks of the hTask.
-            num_micro_batches: C, into which each global batch is split.
-        """
-        _require_count("num_micro_batches", num_micro_batches)
-        return float(sum(self._stages_s(loads, num_micro_batches)) + self.profile.pass_overhead_s)
+    def stage_parts(self, stage: int, work: PassWork) -> Parts:
+        """Return the seconds of passes on a stage, forward and backward, part by part (M Eq. 3)."""
+        profile, devices, shards = self.profile, self.devices_per_stage, self.backbone_shards
+        first, num_layers = sum(self.layers_per_stage[:stage]), self.layers_per_stage[stage]
+        is_first, is_last = stage == 0, stage == self.num_stages - 1
+        # Stages that gather their weights are run backward all the same, as replicas gather together.
+        stops_early = shards == 1 or self.num_stages == 1
+        without_backward = np.clip(work.lowest - first, 0, num_layers) * stops_early
+        # A layer of which only the forward is run counts as that part of a layer.
+        run_layers = num_layers - (1 - profile.forward_fraction) * without_backward
+        tokens_s = run_layers * work.products_s / devices
+        if is_first:
+            tokens_s = tokens_s + profile.embedding(work.tokens)
+        if is_last:
+            tokens_s = tokens_s + profile.head(work.targets) / devices
+        adapters_s = np.zeros(np.shape(work.tokens))
+        ends = (*work.lowest_layers[1:], self.shape.num_layers)
+        for start, end, layer_s in zip(work.lowest_layers, ends, work.adapters_s, strict=True):
+            adapters_s = adapters_s + max(0, min(end, first + num_layers) - max(start, first)) * layer_s
+        # Half of a layer's sums are made in its backward.
+        summed_layers = num_layers - without_backward / 2
+        hidden_bytes = work.tokens * self.shape.hidden_size * self.shape.activation_bytes
+        communication_s = summed_layers * ALL_REDUCES_PER_LAYER * all_reduce_s(self.tensor_link, devices, hidden_bytes)
+        if is_last and devices > 1:
+            block_s, gradient_s, blocks = self._loss_sums_s(work.targets)
+            communication_s = communication_s + (work.targets > 0) * (blocks * block_s + gradient_s)
+        if shards > 1:
+            parts = self.shape.parts or FrozenParts.even(self.shape.backbone_bytes, self.shape.num_layers)
+            # Layers, and what is in no other unit, are gathered for the forward and, freed in between, again for the
+            # backward. The loss has its gradient in the forward, and a frozen embedding needs none.
+            units = [(parts.layer_bytes, 2 * num_layers), (parts.before_bytes, is_first)]
+            units += [(parts.head_bytes, is_last), (parts.after_bytes, 2 * is_last)]
+            gathered_s = sum(count * all_gather_s(self.tensor_link, shards, size) for size, count in units if size)
+            communication_s = communication_s + gathered_s
+        return Parts(
+            fixed=profile.pass_s + summed_layers * self._host_layer_s,
+            tokens=tokens_s,
+            attention=run_layers * (work.attention_s / devices + work.calls * profile.attention_call_s),
+            adapters=adapters_s,
+            communication=communication_s,
+        )
 
-    def passes_s(self, loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]]) -> NDArray[Any]:
-        """Return seconds of real passes on each stage, forward and backward, `[P, S]`.
+    def forward_share(self, stage: int, work: PassWork) -> Any:
+        """Return the part of a stage's seconds that is the forward: more if the backward leaves layers out."""
+        if not np.any(work.lowest):
+            return self.profile.forward_fraction
+        whole_s = self.stage_parts(stage, work._replace(lowest=np.zeros(np.shape(work.lowest)))).total
+        return np.minimum(self.profile.forward_fraction * whole_s / self.stage_parts(stage, work).total, 1.0)
+
+    def pass_times(self, loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]]) -> tuple[_Array, _Array]:
+        """Return the forward seconds of real passes on each stage, and those of forward and backward, two `[P, S]`.
 
         The overhead of a pass is paid on every stage, as each launches its part of it.
 
@@ -400,223 +362,118 @@ class CostModel:
             loads: the loads of the tasks that share the passes.
             passes: the members of each of the P passes, whose `task` counts these loads.
         """
-        sums = pass_sums(self.profile, loads, passes, self._size)
-        stages_s = [self._stages.stage_s(stage, sums) for stage in range(self.num_stages)]
-        columns = [np.broadcast_to(one, (len(passes),)) for one in stages_s]
-        return np.stack(columns, axis=1) + self.profile.pass_overhead_s
+        work, stages = self.pass_work(loads, passes), range(self.num_stages)
+        seconds = np.array([self.stage_parts(stage, work).total for stage in stages]).T
+        shares = [np.broadcast_to(self.forward_share(stage, work), len(passes)) for stage in stages]
+        return np.array(shares).T * seconds, seconds
 
-    def forward_fractions(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> NDArray[Any]:
-        """Return the part of each stage's seconds that is the forward of an hTask's micro-batches, `[S]`.
+    def passes_s(self, loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]]) -> _Array:
+        """Return the seconds of real passes on each stage, forward and backward, `[P, S]`."""
+        return self.pass_times(loads, passes)[1]
 
-        Args:
-            loads: the loads of the tasks of the hTask.
-            num_micro_batches: C, into which each global batch is split.
+    def pass_parts(
+        self, loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]], *, stage: int = 0
+    ) -> PassParts:
+        """Return what a mean one of these passes computes on a stage between the sums over its devices.
+
+        Profiles have no parts of a layer: its base operators and adapters are divided as their weights are.
         """
-        if not any(load.lowest_layer for load in loads):
-            return np.full(self.num_stages, self.profile.forward_fraction)
-        sums = mean_batch(self.profile, loads, num_micro_batches, self._size)
-        return np.array([float(self._stages.forward_fraction(stage, sums)) for stage in range(self.num_stages)])
-
-    def pass_parts(self, loads: Sequence[TaskLoad], num_micro_batches: int, *, stage: int = 0) -> PassParts:
-        """Return what one mean micro-batch of an hTask computes between the sums over the devices of a stage.
-
-        Profiles know no parts of a layer: its base operators and adapters are divided as their weights are.
-
-        Args:
-            loads: the loads of the tasks of the hTask.
-            num_micro_batches: C, into which each global batch is split.
-            stage: the stage that it goes through, counted from 0.
-        """
-        _require_count("num_micro_batches", num_micro_batches)
-        shape, devices = self.shape, self.devices_per_stage
-        sums = mean_batch(self.profile, loads, num_micro_batches, self._size)
-        # Evenly over the layers of the stage, of which a pass in turns knows one kind.
-        num_layers = self.layers_per_stage[stage]
-        spared = self._stages.spared(stage, sums).divided(num_layers)
-        backward = self._stages.below_adapters(stage, sums).divided(num_layers)
-        adapters_s = self._stages.adapters_s(stage, sums) / num_layers
-        whole_s = sums.products_s / devices + self._stages.attention_s(sums) + adapters_s
-        left_s = whole_s - backward.products_s - backward.attention_s
-        product_s = float(self._stages.attention_s(sums) - spared.attention_s)
-        linear_s = float(sums.products_s / devices + adapters_s - spared.products_s - spared.adapters_s)
-        attention = 2 * (shape.attention_size + shape.key_value_size)
-        share = attention / (attention + 3 * shape.intermediate_size)
-        half_host_s = self._stages.host_layer_s / 2
-        block_s, gradient_s, _ = loss_sums(self.tensor_link, devices, shape, sums.targets, self._stages.device_type)
-        hidden_bytes = float(sums.tokens) * shape.hidden_size * shape.activation_bytes
+        shape, profile, devices = self.shape, self.profile, self.devices_per_stage
+        work = self.pass_work(loads, passes)
+        tokens, targets = float(np.mean(work.tokens)), float(np.mean(work.targets))
+        first_s = float(np.mean(profile.embedding(work.tokens)))
+        head_s = float(np.mean(profile.head(work.targets))) / devices
+        mean = Parts(*(float(np.mean(part)) for part in self.stage_parts(stage, work)))
+        linear_s = mean.tokens + mean.adapters
+        linear_s -= (stage == 0) * first_s + (stage == self.num_stages - 1) * head_s
+        attention_weights = 2 * (shape.attention_size + shape.key_value_size)
+        share = attention_weights / (attention_weights + 3 * shape.intermediate_size)
+        # Evenly over the layers of the stage, as passes in turns have one kind of layer.
+        num_layers, half_host_s = self.layers_per_stage[stage], self._host_layer_s / 2
+        block_s, gradient_s, _ = self._loss_sums_s(targets)
         return PassParts(
-            tokens=float(sums.tokens),
-            targets=float(sums.targets),
-            attention_s=share * linear_s + product_s + half_host_s,
-            mlp_s=(1 - share) * linear_s + half_host_s,
-            first_s=float(self.profile.embedding_s(sums.tokens)),
-            head_s=float(self.profile.head_s(sums.targets)) / devices,
-            overhead_s=self.profile.pass_overhead_s,
-            sum_s=float(all_reduce_s(self.tensor_link, devices, hidden_bytes)),
+            tokens=tokens,
+            targets=targets,
+            attention_s=(share * linear_s + mean.attention) / num_layers + half_host_s,
+            mlp_s=(1 - share) * linear_s / num_layers + half_host_s,
+            first_s=first_s,
+            head_s=head_s,
+            overhead_s=profile.pass_s,
+            sum_s=float(all_reduce_s(self.tensor_link, devices, tokens * shape.hidden_size * shape.activation_bytes)),
             head_sum_s=float(block_s),
             head_gradient_sum_s=float(gradient_s),
-            head_block_rows=loss_block_rows(-(-shape.vocab_size // devices), self._stages.device_type),
-            # Of a backward that leaves out some of it, the forward is a larger part.
-            forward_fraction=self.profile.forward_fraction * float(whole_s / left_s if left_s else 1.0),
+            head_block_rows=loss_block_rows(-(-shape.vocab_size // devices), self._device_type),
+            forward_fraction=float(np.mean(self.forward_share(stage, work))),
         )
 
-    # ------------------------------------------------------------- whole steps
+    def _loss_sums_s(self, targets: Any) -> tuple[Any, Any, Any]:
+        """Return the seconds of the sums of a loss whose vocabulary is cut, and the blocks in which it is computed.
 
-    def step_s(self, htasks: Sequence[tuple[Sequence[TaskLoad], int]]) -> float:
-        """Return seconds of a step of all hTasks one after another on one device.
-
-        Args:
-            htasks: for each hTask the loads of its tasks, and its number of micro-batches.
+        Each block adds three numbers a target and device up; the gradient of the hidden states is one sum.
         """
-        passes_s = sum(count * self.pass_s(loads, count) for loads, count in htasks)
-        return float(passes_s + self.outside_s([load for loads, _ in htasks for load in loads]))
+        shape, devices = self.shape, self.devices_per_stage
+        # At least one block, so that nothing is divided by 0 without targets.
+        blocks = np.maximum(-(-targets // loss_block_rows(-(-shape.vocab_size // devices), self._device_type)), 1)
+        block_bytes = targets * (_NUMBERS_PER_TARGET * devices * _FLOAT_BYTES) / blocks
+        gradient_s = all_reduce_s(self.tensor_link, devices, targets * shape.hidden_size * shape.activation_bytes)
+        return all_reduce_s(self.tensor_link, devices, block_bytes), gradient_s, blocks
 
-    def outside_s(self, loads: Sequence[TaskLoad]) -> float:
-        """Return the seconds of a step that lie outside of its passes: what comes before them, and the updates.
+    # ------------------------------------------------------------------ summaries
 
-        Args:
-            loads: the loads of all tasks that take the step.
-        """
-        return self.optimizer_s(loads) + self.prepasses_s(loads) + self.profile.step_overhead_s
+    def latency_matrix(self, loads_in_order: Sequence[TaskLoad], num_micro_batches: int) -> _Array:
+        """Return L(H_{i->j}) of every range of consecutive tasks, for the fusion of Eq. 6 (M Eq. 4).
 
-    def prepasses_s(self, loads: Sequence[TaskLoad]) -> float:
-        """Return the seconds of the forwards that the losses of tasks need before the passes of a step.
-
-        Args:
-            loads: the loads of all tasks that take the step.
-        """
-        plain = [replace(load, adapters=()) for load in loads if load.has_reference_forward]
-        adapted = [load for load in loads if load.has_batch_forward]
-        # As if each were one: how many they are makes a difference only of what a pass costs whatever its size.
-        return sum(
-            sum(self.stage_latency_s(rows, num_micro_batches=1, stage=stage) for stage in range(self.num_stages))
-            + self.profile.pass_overhead_s
-            for rows in (plain, adapted)
-            if rows
-        )
-
-    def optimizer_s(self, loads: Sequence[TaskLoad]) -> float:
-        """Return seconds of the updates of all tasks, on the stage with most layers.
-
-        Args:
-            loads: the loads of all tasks that take the step.
-        """
-        if not loads:
-            return 0.0
-        # Stages update their own layers at the same time, so that the one with most layers ends last.
-        share = max(self.layers_per_stage) / self.shape.num_layers
-        held = np.array([load.device_parameters(self.devices_per_stage) for load in loads])
-        return float(np.sum(self.profile.optimizer_s(share * held)))
-
-    def parts_of_pass(self, loads: Sequence[TaskLoad], *, stage: int = 0) -> Parts:
-        """Return the seconds of one pass over exactly these rows on a stage, forward and backward, part by part.
-
-        Args:
-            loads: what each task of the pass has in it: the rows of this pass alone, and its adapters.
-            stage: s, the stage, counted from 0.
-        """
-        sums = mean_batch(self.profile, loads, 1, self._size)
-        layers, is_first, is_last = self.layers_per_stage[stage], stage == 0, stage == self.num_stages - 1
-        ends_s = is_first * self.profile.embedding_s(sums.tokens)
-        ends_s += is_last * self.profile.head_s(sums.targets) / self.devices_per_stage
-        spared = self._stages.spared(stage, sums)
-        tokens_s = layers * sums.products_s / self.devices_per_stage + ends_s - spared.products_s
-        attention_s = layers * self._stages.attention_s(sums) - spared.attention_s
-        adapters_s = self._stages.adapters_s(stage, sums) - spared.adapters_s
-        is_alone = self.devices_per_stage == self.backbone_shards == 1
-        # What is left; where nobody is spoken to, that is rounding.
-        host_s = float(self._stages.host_s(stage, sums))
-        all_s = self._stages.stage_s(stage, sums) - host_s
-        communication_s = 0.0 if is_alone else max(0.0, all_s - tokens_s - attention_s - adapters_s)
-        seconds = least_pass_s(self.profile) + host_s, tokens_s, attention_s, adapters_s, communication_s
-        return Parts(*(float(part_s) for part_s in seconds))
-
-    def update_parts(self, loads: Sequence[TaskLoad]) -> Parts:
-        """Return the seconds of a step that lie outside of its passes, as parts.
-
-        Args:
-            loads: the loads of all tasks that take the step.
-        """
-        return Parts(optimizer=self.outside_s(loads))
-
-    def stage_terms(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> StageTerms:
-        """Return what stages are made of: seconds of a layer and of the ends, forward and backward.
-
-        Args:
-            loads: the loads of the tasks of the hTask.
-            num_micro_batches: C, into which each global batch is split.
-        """
-        _require_count("num_micro_batches", num_micro_batches)
-        return self._stages.terms(lambda size: mean_batch(self.profile, loads, num_micro_batches, size))
-
-    def uniform_terms(self, loads: Sequence[TaskLoad], num_sequences: int, length: int) -> StageTerms:
-        """Return `stage_terms` of a micro-batch of equal sequences, of which each task has its part of the tokens.
-
-        Args:
-            loads: the loads of the tasks whose adapters are run.
-            num_sequences: number of sequences of the micro-batch.
-            length: tokens of each sequence.
-        """
-        return self._stages.terms(lambda size: uniform_batch(self.profile, loads, num_sequences, length, size))
-
-    # -------------------------------------------------------------- for fusion
-
-    def latency_matrix(
-        self,
-        loads_in_order: Sequence[TaskLoad],
-        num_micro_batches: int,
-        *,
-        fits: Callable[[NDArray[Any]], NDArray[Any]] | None = None,
-    ) -> NDArray[Any]:
-        """Return L(H_{i->j}) of every range of consecutive tasks, for the fusion of Eq. 6.
+        The first term is the paper's: all stages but the last. With unequal stages a pipeline takes all but the
+        slowest; with equal ones, which Eq. 4 has in mind, both are the same.
 
         Args:
             loads_in_order: the loads of M tasks, as fusion orders them.
             num_micro_batches: C, into which each global batch is split.
-            fits: a function that is given the tokens of one micro-batch of each range, float [M, M] (the longest
-                sequence where that is more; 0 below the diagonal), and returns bool [M, M]: whether that fits into
-                memory (Eq. 5). `None` where everything does.
 
         Returns:
-            Seconds, float [M, M]; entry [i, j] is that of tasks i to j, both included. inf below the diagonal and where
-            a range does not fit.
-
-        Raises:
-            ValueError: for C below 1, or a `fits` that answers in another shape.
+            Seconds, float [M, M]; entry [i, j] is of tasks i to j, both included; inf below the diagonal.
         """
-        _require_count("num_micro_batches", num_micro_batches)
-        ranges = RangeBatches(self.profile, loads_in_order, num_micro_batches, self._size)
-        stages_s = [self._stages.stage_s(stage, ranges.sums) for stage in range(self.num_stages)]
-        latency = _pipeline_s(stages_s, num_micro_batches)
-        latency = np.where(ranges.is_range, latency, math.inf)
-        if fits is None:
-            return latency
-        verdicts = np.asarray(fits(ranges.micro_batch_tokens()), dtype=bool)
-        if verdicts.shape != latency.shape:
-            raise ValueError(
-                f"fits returned shape {verdicts.shape}; allowed: {latency.shape}. Answer element by element."
-            )
-        return np.where(verdicts, latency, math.inf)
+        work = self.range_work(loads_in_order, num_micro_batches)
+        stages_s = [self.stage_parts(stage, work).total for stage in range(self.num_stages)]
+        latency_s = sum(stages_s[:-1]) + num_micro_batches * np.max(stages_s, axis=0)
+        return np.where(np.tri(len(loads_in_order), k=-1, dtype=bool), math.inf, latency_s)
 
-    def _stages_s(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> list[Any]:
-        """Return forward and backward seconds of one micro-batch of an hTask on each stage."""
-        sums = mean_batch(self.profile, loads, num_micro_batches, self._size)
-        return [self._stages.stage_s(stage, sums) for stage in range(self.num_stages)]
+    def uniform_pass_s(self, loads: Sequence[TaskLoad], num_sequences: int, length: int) -> float:
+        """Return the seconds of a pass of sequences of one length, of which each task has its part of the tokens."""
+        tokens, all_tokens = num_sequences * length, sum(load.tokens for load in loads) or 1
+        parts = [round(tokens * load.tokens / all_tokens) for load in loads]
+        work = self.pass_work(loads, [[Member(task, 0, 0, part) for task, part in enumerate(parts)]])
+        attention_s = np.array([num_sequences * self.profile.attention(length)])
+        work = work._replace(attention_s=attention_s, calls=np.ones(1))
+        return float(sum(self.stage_parts(stage, work).total.sum() for stage in range(self.num_stages)))
+
+    def outside_s(self, loads: Sequence[TaskLoad]) -> float:
+        """Return the seconds of a step that lie outside of its passes.
+
+        They are the updates, the step's own overhead, and the forwards that some losses need before the passes. These
+        count as one pass, because their number matters only for the overhead of a pass.
+        """
+        seconds = self.optimizer_s(loads) + self.profile.step_overhead_s
+        plain = [replace(load, adapters=()) for load in loads if load.has_reference_forward]
+        adapted = [load for load in loads if load.has_batch_forward]
+        return seconds + sum(
+            float(self.pass_times(rows, [whole_pass(rows)])[0].sum()) for rows in (plain, adapted) if rows
+        )
+
+    def optimizer_s(self, loads: Sequence[TaskLoad]) -> float:
+        """Return the seconds of the updates of all tasks, on the stage with most layers, which ends last."""
+        share = max(self.layers_per_stage) / self.shape.num_layers
+        held = np.array([load.device_parameters(self.devices_per_stage) for load in loads])
+        return float(np.sum(self.profile.optimizer(share * held)))
 
 
-def _pipeline_s(stages_s: Sequence[Any], num_micro_batches: int) -> Any:
-    """Return Eq. 4 from the forward and backward seconds of each stage.
-
-    The first term is the paper's: all stages but the last. With unequal stages a pipeline takes all but the slowest;
-    with equal ones, which Eq. 4 has in mind, both are the same.
-    """
-    warm_up_s = sum(stages_s[:-1]) if len(stages_s) > 1 else 0.0
-    slowest_s = stages_s[0]
-    for stage_s in stages_s[1:]:
-        slowest_s = np.maximum(slowest_s, stage_s)
-    return warm_up_s + num_micro_batches * slowest_s
+def range_sums(values: _Array) -> _Array:
+    """Return the sum of each range of values `[M]`, as differences of prefix sums `[M, M]`; 0 below the diagonal."""
+    ends = np.concatenate(([0.0], np.cumsum(values)))
+    return np.triu(ends[None, 1:] - ends[:-1, None])
 
 
-def _require_count(field: str, value: int) -> None:
-    if value < 1:
-        raise ValueError(f"{field} is {value}; allowed: 1 or more. Use 1 for no split.")
+def _lowest_layers(loads: Sequence[TaskLoad]) -> tuple[_Array, tuple[int, ...]]:
+    """Return the lowest layer of each task `[M]`, and the different ones, ascending."""
+    lowest = np.array([load.lowest_layer for load in loads], dtype=int)
+    return lowest, tuple(sorted(set(lowest.tolist())))

@@ -1,7 +1,7 @@
-"""What the planner knows of a task: the shape of one typical global batch, and its adapters. No model, no data."""
+"""What the planner knows of a task: the shape of one typical global batch, and its adapters. No model, no data.
 
-# MERGED: What kernels hold while they compute, as they decide it: blocks of logits, and sums of weight gradients.
-# MERGED: Pure numbers, for the memory model.
+Also how many bytes kernels hold while they compute, for the memory model: pure numbers, as the kernels decide them.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ class AdapterLoad:
         width: input plus output features of the linear layer.
         cut_width: the part of `width` that tensor parallelism divides: outputs of column-parallel layers, inputs of
             row-parallel ones; 0 for a layer that stays whole.
-        is_routed: whether `rank` is that of all experts of a mixture together, of which a token passes through some.
+        is_routed: whether `rank` is the rank of all experts of a mixture together, of which a token uses some.
 
     Raises:
-        ValueError: where rank or width is below 1, or `cut_width` is not within the width.
+        ValueError: if rank or width is below 1, or `cut_width` is not within the width.
     """
 
     rank: int
@@ -41,11 +41,7 @@ class AdapterLoad:
             raise ValueError(f"cut_width is {self.cut_width}; allowed: 0 to {self.width}, the width. Correct it.")
 
     def device_width(self, devices: int) -> float:
-        """Return the input plus output features of the factors on each of the devices that share the layer.
-
-        Args:
-            devices: devices that share the layer (tensor parallelism).
-        """
+        """Return the input plus output features of the factors on each of the devices that share the layer."""
         return self.width - self.cut_width + self.cut_width / devices
 
 
@@ -54,24 +50,22 @@ class TaskLoad:
     """What one task brings into a step.
 
     Attributes:
-        name: name of the task, which no other task of the run has.
-        lengths: tokens of each sequence of one typical global batch; empty where no rows are known.
+        name: name of the task, unique in the run.
+        lengths: tokens of each sequence of one typical global batch; empty if no rows are known.
         num_targets: loss terms of that batch.
-        adapters: the adapters of ONE decoder layer from `lowest_layer` on; averaged where these layers differ.
+        adapters: the adapters of ONE decoder layer from `lowest_layer` on; averaged if these layers differ.
         trainable_parameters: number of trainable parameters of the whole task.
-        num_steps: optimizer steps that it takes from its first to its last.
+        num_steps: optimizer steps of the whole task.
         priority: tasks of higher priority are admitted first.
-        longest_row_tokens: tokens of the longest of all rows, which a typical batch may lack; 0 where that is not
-            known.
+        longest_row_tokens: tokens of the longest of all rows, which a typical batch may lack; 0 if unknown.
         cut_parameters: the part of `trainable_parameters` that tensor parallelism divides; the rest is on every device.
-        stays_whole: whether its rows are never cut into parts, as those with a class are not.
+        stays_whole: whether its rows are never cut into parts, such as rows with a class.
         has_reference_forward: whether its rows go through the backbone without adapters before the passes of a step, as
             the reference of DPO does.
         has_batch_forward: whether they go through it with adapters before, as the estimate of KTO's divergence does.
-        shared: how many tokens of each sequence others compute, where all are in one pass; empty where none are shared.
-        trie: what its rows begin with alike, to cut them into passes by; `None` where they share nothing.
-        lowest_layer: the layer of its lowest adapter, counted from 0: below it its rows need no gradient.
-        unmet_share: the part of the products with frozen weights that a backward is spared for them in a layer there.
+        shared: how many tokens of each sequence other sequences compute if all are in one pass; empty for none.
+        trie: the shared prefixes of its rows, to cut them into passes by; `None` if they share nothing.
+        lowest_layer: the layer of its lowest adapter, counted from 0: its rows need no gradient below.
 
     Raises:
         ValueError: for a sequence without tokens, negative numbers, or more that is cut than there is.
@@ -92,7 +86,6 @@ class TaskLoad:
     shared: tuple[int, ...] = ()
     trie: RowTrie | None = None
     lowest_layer: int = 0
-    unmet_share: float = 1.0
 
     def __post_init__(self) -> None:
         if min(self.lengths, default=1) < 1:
@@ -101,7 +94,7 @@ class TaskLoad:
                 "sequences."
             )
         counts = ("num_targets", "trainable_parameters", "num_steps", "longest_row_tokens", "cut_parameters")
-        for field in (*counts, "lowest_layer", "unmet_share"):
+        for field in (*counts, "lowest_layer"):
             if getattr(self, field) < 0:
                 raise ValueError(f"{field} of task {self.name!r} is {getattr(self, field)}; allowed: 0 or more.")
         if self.shared and len(self.shared) != len(self.lengths):
@@ -126,11 +119,7 @@ class TaskLoad:
         return max(self.longest_row_tokens, max(self.lengths, default=0))
 
     def device_parameters(self, devices: int) -> float:
-        """Return the trainable parameters on each of the devices that share every layer.
-
-        Args:
-            devices: devices that share every layer (tensor parallelism).
-        """
+        """Return the trainable parameters on each of the devices that share every layer."""
         return self.trainable_parameters - self.cut_parameters + self.cut_parameters / devices
 
 
@@ -146,16 +135,14 @@ def loss_block_rows(vocab_size: int, device_type: str) -> int:
     """Return how many rows of logits the loss holds at a time.
 
     Args:
-        vocab_size: V, words of the head; where tensor parallelism cuts it, those of one device.
-        device_type: "cuda" or "cpu", whose kernels take blocks of different size.
+        vocab_size: V, words of the head; with tensor parallelism the words of one device.
+        device_type: "cuda" or "cpu", whose kernels use blocks of different size.
     """
     fast_rows, logits, most_logits = _LOSS_BLOCKS.get(device_type, _DEFAULT_LOSS_BLOCKS)
     fast = min(fast_rows, most_logits // vocab_size)
     rows = max(_LEAST_BLOCK_ROWS, fast, logits // vocab_size)
     return rows // _TILE_ROWS * _TILE_ROWS if device_type != "cpu" and rows >= _TILE_ROWS else rows
 
-
-# ----------------------------------------------------------- weight gradients
 
 # These are numbers of `peft_mux.kernels.lora`, which this folder may not import, as it needs torch; a test compares
 # what is computed here with what the kernels allocate.
@@ -164,13 +151,13 @@ _MAX_JOINT_RANK = 1024
 _RANK_STEP = 8
 _PART_BYTES = 4
 _MOST_JOINT_LAYERS = 3
-"""q, k and v: layers that read the same activations, whose factors A are worked on as one."""
+"""q, k and v: layers that read the same activations, whose factors A are computed as one."""
 
 
 def weight_gradient_bytes(loads: Sequence[TaskLoad], tokens: float, hidden_size: int, devices: int = 1) -> float:
     """Return the bytes of the largest sum of weight gradients in a pass of all tasks: fp32 `[chunks, rank, width]`.
 
-    An upper bound: the three adapters of a task of greatest rank are taken to read the same activations.
+    An upper bound: it assumes that the three adapters of a task of greatest rank read the same activations.
 
     Args:
         loads: the loads of the tasks.
@@ -178,17 +165,13 @@ def weight_gradient_bytes(loads: Sequence[TaskLoad], tokens: float, hidden_size:
         hidden_size: width of the residual stream, which one end of each linear layer of a decoder layer has.
         devices: devices that share each layer (tensor parallelism).
     """
-    # A chunk never crosses a task, so that each may leave its last one part empty.
+    widest = 0.0
+    for load in loads:
+        if load.adapters:
+            padded = sorted((-(-adapter.rank // _RANK_STEP) * _RANK_STEP for adapter in load.adapters), reverse=True)
+            joint_rank = min(sum(padded[:_MOST_JOINT_LAYERS]), max(_MAX_JOINT_RANK, padded[0]))
+            wide = max(adapter.rank * (adapter.device_width(devices) - hidden_size) for adapter in load.adapters)
+            widest = max(widest, joint_rank * hidden_size, wide)
+    # A chunk never crosses a task, so that each task may leave its last one partly empty.
     chunks = min(tokens, tokens // _CHUNK_ROWS + len(loads))
-    widest = max((_widest_sum(load, hidden_size, devices) for load in loads), default=0.0)
     return chunks * widest * _PART_BYTES
-
-
-def _widest_sum(load: TaskLoad, hidden_size: int, devices: int) -> float:
-    """Return the elements of one chunk of the largest gradient of a task."""
-    if not load.adapters:
-        return 0.0
-    columns = sorted((-(-adapter.rank // _RANK_STEP) * _RANK_STEP for adapter in load.adapters), reverse=True)
-    joint = min(sum(columns[:_MOST_JOINT_LAYERS]), max(_MAX_JOINT_RANK, columns[0])) * hidden_size
-    wide = max(adapter.rank * (adapter.device_width(devices) - hidden_size) for adapter in load.adapters)
-    return max(float(joint), wide)

@@ -1,18 +1,18 @@
 """How many bytes a run needs (M Eq. 5): an analytic estimate, corrected by what can be counted exactly.
 
 Terms follow M Eq. 5: backbone parameters once, adapters with gradients and optimizer state for every task, and
-activations for the tokens of the micro-batches in flight. `estimate_memory` is the short form for one device;
-`MemoryModel` knows stages and what is in flight.
+activations for the tokens of the micro-batches in flight, stage by stage.
 
 What Eq. 5 leaves out and a real device does not: optimizer states, which the paper's third-party optimizer holds
 elsewhere; the loss, whose logits are workspace; transient buffers of the backward pass; and what an allocator keeps
-back. Its M_g, gradients of inputs, is here the gradients of adapters: gradients of activations are transient, and are
-counted as workspace of one micro-batch (the paper itself says that they reuse the memory of M_a).
+back. Its M_g, gradients of inputs, is here the gradients of adapters: gradients of activations are transient, and
+count as workspace of one micro-batch (the paper itself says that they reuse the memory of M_a).
 """
 
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -20,26 +20,27 @@ from peft_mux.scheduler.costs.loads import TaskLoad, loss_block_rows, weight_gra
 from peft_mux.scheduler.costs.model_shape import FrozenParts, ModelShape, split_layers
 from peft_mux.scheduler.units import MEMORY
 
-__all__ = [
-    "MemoryEstimate",
-    "MemoryModel",
-    "ModelShape",
-    "activation_bytes_per_token",
-    "estimate_memory",
-    "split_layers",
-]
+__all__ = ["MemoryEstimate", "MemoryModel", "ModelShape", "activation_bytes_per_token", "split_layers"]
 
-_GIB = 2**30
 _OPTIMIZER_BYTES_PER_PARAMETER = 8
 """Two Adam moments in fp32."""
-_ADAPTER_BYTES_PER_PARAMETER = 4 + 4 + _OPTIMIZER_BYTES_PER_PARAMETER + 4
-"""fp32 weight, gradient, optimizer state, and the last good copy."""
 _ADAPTER_ITEM_BYTES = 4
 """Bytes of an fp32 weight of an adapter."""
+_ADAPTER_BYTES_PER_PARAMETER = 3 * _ADAPTER_ITEM_BYTES + _OPTIMIZER_BYTES_PER_PARAMETER
+"""fp32 weight, gradient, and the last good copy; optimizer state."""
 _UPDATE_BYTES_PER_PARAMETER = 8
 """Two buffers of the size of the weights while AdamW updates a page."""
+_TRANSIENT_COPIES = 4
+"""Gradients that a decoder layer holds at once in its backward pass, each as wide as its MLP."""
 _MANY_TOKENS = 2**40
 """More tokens than any pass has, where the search for a bound ends."""
+_ALLOCATOR_MARGINS = {"cpu": 0.6, "cuda": 0.05}
+"""Part of the dynamic bytes that the allocator holds beyond them.
+
+On a CPU, glibc keeps freed blocks of up to 32 MiB in its heap, where later ones of other sizes do not fit: runs were
+seen to hold 1.5 to 1.65 times their dynamic bytes. With MALLOC_MMAP_THRESHOLD_=65536 in the environment they hold them
+to the percent, and a margin of 0 is right (`benchmarks/planner/accuracy.py` measures both).
+"""
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,7 +52,7 @@ class MemoryEstimate:
         adapter_bytes: adapter weights, gradients, optimizer state and last good copies of all tasks.
         activation_bytes: what one pass keeps for its backward.
         workspace_bytes: blocks of logits and transient buffers.
-        optimizer_bytes: what of `adapter_bytes` is state of optimizers.
+        optimizer_bytes: the part of `adapter_bytes` that is optimizer state.
     """
 
     backbone_bytes: int
@@ -67,7 +68,7 @@ class MemoryEstimate:
 
     @property
     def parts(self) -> dict[str, int]:
-        """Bytes of each part by its name, in the order in which they are told and drawn."""
+        """Bytes of each part by its name, in the order in which they are printed and drawn."""
         return {
             "backbone": self.backbone_bytes,
             "adapters": self.adapter_bytes - self.optimizer_bytes,
@@ -77,8 +78,8 @@ class MemoryEstimate:
         }
 
     def summary(self) -> str:
-        """Return one line, in GiB, or MiB where it is less."""
-        unit, name_of_unit = (_GIB, "GiB") if self.peak_bytes >= _GIB else (2**20, "MiB")
+        """Return one line, in GiB, or in MiB for less than one."""
+        unit, name_of_unit = (2**30, "GiB") if self.peak_bytes >= 2**30 else (2**20, "MiB")
         listed = ", ".join(f"{name} {size / unit:.2f}" for name, size in self.parts.items())
         return f"memory (analytic estimate)  peak {self.peak_bytes / unit:.2f} {name_of_unit} {MEMORY.words}: {listed}"
 
@@ -103,51 +104,12 @@ def activation_bytes_per_token(shape: ModelShape, *, checkpointing: bool, device
     return shape.num_layers * layer
 
 
-def estimate_memory(
-    shape: ModelShape,
-    adapter_parameters: Sequence[int],
-    *,
-    max_tokens: int,
-    checkpointing: bool,
-    block_bytes: int,
-) -> MemoryEstimate:
-    """Estimate the peak of a run on one device.
-
-    Args:
-        shape: the shape of the backbone.
-        adapter_parameters: number of trainable parameters of each task.
-        max_tokens: tokens of the largest pass.
-        checkpointing: whether activations are recomputed.
-        block_bytes: bytes of one block of logits in the loss.
-    """
-    per_token = activation_bytes_per_token(shape, checkpointing=checkpointing)
-    transient = 4 * max_tokens * max(shape.intermediate_size, shape.hidden_size) * shape.activation_bytes
-    return MemoryEstimate(
-        backbone_bytes=shape.backbone_bytes,
-        adapter_bytes=sum(adapter_parameters) * _ADAPTER_BYTES_PER_PARAMETER,
-        activation_bytes=math.ceil(max_tokens * per_token),
-        workspace_bytes=3 * block_bytes + transient,
-        optimizer_bytes=sum(adapter_parameters) * _OPTIMIZER_BYTES_PER_PARAMETER,
-    )
-
-
-# ---------------------------------------------------------------------- stages
-
-_TRANSIENT_COPIES = 4
-"""Gradients that a decoder layer holds at once in its backward pass, each as wide as its MLP."""
-
-_ALLOCATOR_MARGINS = {"cpu": 0.6, "cuda": 0.05}
-"""Part of the dynamic bytes that the allocator holds beyond them.
-
-On a CPU, glibc keeps freed blocks of up to 32 MiB in its heap, where later ones of other sizes do not fit: runs were
-seen to hold 1.5 to 1.65 times their dynamic bytes. With MALLOC_MMAP_THRESHOLD_=65536 in the environment they hold them
-to the percent, and a margin of 0 is right (`benchmarks/planner/accuracy.py` measures both).
-"""
-
-
 @dataclass(frozen=True, slots=True)
 class MemoryModel:
     """Predicts the bytes on each device of each stage of a pipeline (M Eq. 5).
+
+    Stages are counted from 0. `tokens` are those of the largest micro-batch; `in_flight` counts the micro-batches whose
+    backward is still to come, up to S in 1F1B.
 
     Attributes:
         shape: the shape of the backbone.
@@ -158,11 +120,12 @@ class MemoryModel:
         checkpointing: whether each layer's activations are recomputed.
         activation_bytes_per_token: bytes that one token of a pass through all layers keeps for its backward, as counted
             by `peft_mux.planning.profiling.memory`; `None` for the analytic number.
-        allocator_margin: part of the dynamic bytes that the allocator holds beyond them; `None` for that of the device.
+        allocator_margin: part of the dynamic bytes that the allocator holds beyond them; `None` for the device's
+            default.
         layers_per_stage: the layers of each of the S stages; by default as equal as can be.
         device_type: "cuda" or "cpu", which decides the blocks of the loss and the margin of the allocator.
         backbone_shards: replicas that divide the frozen weights of each stage (FSDP2); each gathers one unit at a time.
-        passes_in_turns: passes that compute in turns (M §3.4.2); each of them is left in the midst of a layer or of the
+        passes_in_turns: passes that compute in turns (M §3.4.2); each of them stops in the middle of a layer or of the
             loss, and holds its transient buffers until its turn comes again.
 
     Raises:
@@ -202,38 +165,25 @@ class MemoryModel:
         return _ALLOCATOR_MARGINS.get(self.device_type, 0.0) if self.allocator_margin is None else self.allocator_margin
 
     def static_bytes(self, loads: Sequence[TaskLoad], stage: int = 0) -> int:
-        """Return the bytes that lie on each device of a stage whatever is computed: the first two terms of Eq. 5.
-
-        Args:
-            loads: the loads of all tasks on the backbone.
-            stage: the stage, counted from 0.
-        """
-        return self._backbone_bytes(stage) + self._adapter_bytes(loads, stage)
+        """Return the bytes that lie on each device of a stage whatever is computed: the first two terms of Eq. 5."""
+        estimate = self.estimate_stage(loads, 0, 0, stage)
+        return estimate.backbone_bytes + estimate.adapter_bytes
 
     def activation_bytes(self, tokens: float, stage: int = 0) -> int:
-        """Return the bytes that one micro-batch in flight keeps on a stage for its backward: M_a of Eq. 5.
-
-        Args:
-            tokens: tokens of the micro-batch.
-            stage: the stage, counted from 0.
-        """
+        """Return the bytes that one micro-batch in flight keeps on a stage for its backward: M_a of Eq. 5."""
         whole, own = (
             activation_bytes_per_token(self.shape, checkpointing=self.checkpointing, devices=devices)
             for devices in (1, self.devices_per_stage)
         )
         # What was counted is divided as the formula is.
         per_token = own if self.activation_bytes_per_token is None else self.activation_bytes_per_token * own / whole
-        return math.ceil(tokens * per_token * self._share_of_layers(stage))
+        return math.ceil(tokens * per_token * (self._num_layers(stage) / self.shape.num_layers))
 
     def workspace_bytes(self, tokens: float, stage: int = 0, loads: Sequence[TaskLoad] = ()) -> int:
         """Return transient bytes of computing on a stage: of one micro-batch, or of all that take turns.
 
-        The blocks of logits and the gradients of a layer are never there at once, so the greater counts.
-
-        Args:
-            tokens: tokens of the micro-batch.
-            stage: the stage, counted from 0; the last one holds the head.
-            loads: the loads of all tasks, for the sums of their adapters' gradients.
+        The blocks of logits and the gradients of a layer are never there at once, so the greater counts. `loads` are
+        the loads of all tasks, for the sums of their adapters' gradients.
         """
         widest = max(self.shape.intermediate_size / self.devices_per_stage, self.shape.hidden_size)
         transient = _TRANSIENT_COPIES * tokens * widest * self.shape.activation_bytes
@@ -243,11 +193,7 @@ class MemoryModel:
         return self.passes_in_turns * math.ceil(max(transient, loss))
 
     def loss_bytes(self, targets: float) -> int:
-        """Return the bytes of the blocks of logits in the loss.
-
-        Args:
-            targets: loss terms of the micro-batch, at most its tokens.
-        """
+        """Return the bytes of the blocks of logits in the loss of a micro-batch with so many loss terms."""
         words = -(-self.shape.vocab_size // self.devices_per_stage)
         block_rows = loss_block_rows(words, self.device_type)
         # The fused loss on CUDA works in place on logits of the activations' dtype; elsewhere, and for a part of the
@@ -259,112 +205,60 @@ class MemoryModel:
             bytes_per_logit += 4  # the slope of the bound at each of them
         return min(block_rows, math.ceil(targets)) * words * bytes_per_logit
 
-    def peak_bytes(
-        self, loads: Sequence[TaskLoad], tokens_per_micro_batch: float, in_flight: int = 1, stage: int = 0
-    ) -> int:
-        """Return the most bytes that each device of a stage holds at once.
-
-        Args:
-            loads: the loads of all tasks on the backbone.
-            tokens_per_micro_batch: tokens of the largest micro-batch.
-            in_flight: micro-batches whose backward is still to come; up to S in 1F1B.
-            stage: the stage, counted from 0.
-        """
-        return self.estimate_stage(loads, tokens_per_micro_batch, in_flight, stage).peak_bytes
+    def peak_bytes(self, loads: Sequence[TaskLoad], tokens: float, in_flight: int = 1, stage: int = 0) -> int:
+        """Return the most bytes that each device of a stage holds at once, with the adapters of all tasks."""
+        return self.estimate_stage(loads, tokens, in_flight, stage).peak_bytes
 
     def max_tokens(self, loads: Sequence[TaskLoad], limit_bytes: int, in_flight: int = 1, stage: int = 0) -> int:
-        """Return the most tokens of a micro-batch with which a stage stays within a limit; 0 where none do.
+        """Return the most tokens of a micro-batch with which a stage stays within a limit; 0 if none do."""
 
-        Args:
-            loads: the loads of all tasks on the backbone.
-            limit_bytes: memory of a device that may be filled, in bytes.
-            in_flight: micro-batches whose backward is still to come.
-            stage: the stage, counted from 0.
-        """
-        if self.peak_bytes(loads, 1, in_flight, stage) > limit_bytes:
-            return 0
-        # Bytes never fall as tokens grow: doubling, then halving what is left open, finds the bound.
-        fits, too_many = 1, 2
-        while self.peak_bytes(loads, too_many, in_flight, stage) <= limit_bytes and too_many < _MANY_TOKENS:
-            fits, too_many = too_many, 2 * too_many
-        while too_many - fits > 1:
-            middle = (fits + too_many) // 2
-            if self.peak_bytes(loads, middle, in_flight, stage) <= limit_bytes:
-                fits = middle
-            else:
-                too_many = middle
-        return fits
+        def peak_bytes(tokens: int) -> int:
+            return self.peak_bytes(loads, tokens, in_flight, stage)
+
+        # Bytes never fall as tokens grow.
+        return max(0, bisect_right(range(_MANY_TOKENS + 1), limit_bytes, key=peak_bytes) - 1)
 
     def estimate(self, loads: Sequence[TaskLoad], tokens: float, in_flight: int = 1) -> MemoryEstimate:
-        """Return the fullest stage's memory by part.
-
-        Args:
-            loads: the loads of all tasks on the backbone.
-            tokens: tokens of the largest micro-batch.
-            in_flight: micro-batches whose backward is still to come.
-        """
+        """Return the fullest stage's memory by part."""
         stages = [self.estimate_stage(loads, tokens, in_flight, stage) for stage in range(self.num_stages)]
         return max(stages, key=lambda estimate: estimate.peak_bytes)
 
     def estimate_stage(
         self, loads: Sequence[TaskLoad], tokens: float, in_flight: int = 1, stage: int = 0
     ) -> MemoryEstimate:
-        """Return one stage's memory by part; the allocator's margin counts as workspace.
-
-        Args:
-            loads: the loads of all tasks on the backbone.
-            tokens: tokens of the largest micro-batch.
-            in_flight: micro-batches whose backward is still to come.
-            stage: the stage, counted from 0.
-        """
+        """Return one stage's memory by part; the allocator's margin counts as workspace."""
         if in_flight < 0 or tokens < 0:
             raise ValueError(f"in_flight is {in_flight} and tokens {tokens}; allowed: 0 or more. Correct them.")
+        share, devices = self._num_layers(stage) / self.shape.num_layers, self.devices_per_stage
+        parameters = share * sum(load.device_parameters(devices) for load in loads)
+        # Kernels read copies in the dtype of the activations, unless that is the dtype of the weights.
+        copies = self.shape.activation_bytes if self.shape.activation_bytes != _ADAPTER_ITEM_BYTES else 0
         activations = in_flight * self.activation_bytes(tokens, stage)
-        workspace = self.workspace_bytes(tokens, stage, loads)
         # When tasks are updated, activations are gone and buffers as large as one task's weights are there.
-        share, devices = self._share_of_layers(stage), self.devices_per_stage
         update = _UPDATE_BYTES_PER_PARAMETER * share * max((one.device_parameters(devices) for one in loads), default=0)
-        workspace = max(workspace, math.ceil(update) - activations)
+        workspace = max(self.workspace_bytes(tokens, stage, loads), math.ceil(update) - activations)
         return MemoryEstimate(
             backbone_bytes=self._backbone_bytes(stage),
-            adapter_bytes=self._adapter_bytes(loads, stage),
+            adapter_bytes=math.ceil((_ADAPTER_BYTES_PER_PARAMETER + copies) * parameters),
             activation_bytes=activations,
             workspace_bytes=workspace + math.ceil(self.margin * (activations + workspace)),
-            optimizer_bytes=math.floor(_OPTIMIZER_BYTES_PER_PARAMETER * self._held_parameters(loads, stage)),
+            optimizer_bytes=math.floor(_OPTIMIZER_BYTES_PER_PARAMETER * parameters),
         )
 
-    # ---------------------------------------------------------------- internal
-
-    def _share_of_layers(self, stage: int) -> float:
+    def _num_layers(self, stage: int) -> int:
         if not 0 <= stage < self.num_stages:
             raise ValueError(f"stage is {stage}; allowed: 0 to {self.num_stages - 1}. Count stages from 0.")
-        layers = split_layers(self.shape.num_layers, self.num_stages, self.layers_per_stage)
-        return layers[stage] / self.shape.num_layers
+        return split_layers(self.shape.num_layers, self.num_stages, self.layers_per_stage)[stage]
 
     def _backbone_bytes(self, stage: int) -> int:
-        held = self._weight_bytes(stage)
+        num_layers, parts, devices = self._num_layers(stage), self.shape.parts, self.devices_per_stage
+        ends = {"is_first": stage == 0, "is_last": stage == self.num_stages - 1}
+        if parts is None:  # Eq. 5 spreads the backbone evenly, embedding and head included
+            held = self.shape.backbone_bytes * (num_layers / self.shape.num_layers) / devices
+        else:
+            held = parts.device_bytes(num_layers, **ends, devices=devices)
         if self.backbone_shards == 1:
             return math.ceil(held)
-        parts = self.shape.parts or FrozenParts.even(self.shape.backbone_bytes, self.shape.num_layers)
-        # Beside its part of the weights, a device holds the unit that it computes with.
-        gathered = parts.gathered_bytes(is_first=stage == 0, is_last=stage == self.num_stages - 1)
-        return math.ceil(held / self.backbone_shards + gathered)
-
-    def _weight_bytes(self, stage: int) -> float:
-        share, parts, devices = self._share_of_layers(stage), self.shape.parts, self.devices_per_stage
-        if parts is None:  # Eq. 5 spreads the backbone evenly, embedding and head included
-            return self.shape.backbone_bytes * share / devices
-        layers = split_layers(self.shape.num_layers, self.num_stages, self.layers_per_stage)
-        is_first, is_last = stage == 0, stage == self.num_stages - 1
-        return parts.device_bytes(layers[stage], is_first=is_first, is_last=is_last, devices=devices)
-
-    def _adapter_bytes(self, loads: Sequence[TaskLoad], stage: int) -> int:
-        # Kernels read copies in the dtype of the activations, where it is not that of the weights.
-        copies = self.shape.activation_bytes if self.shape.activation_bytes != _ADAPTER_ITEM_BYTES else 0
-        per_parameter = _ADAPTER_BYTES_PER_PARAMETER + copies
-        return math.ceil(per_parameter * self._held_parameters(loads, stage))
-
-    def _held_parameters(self, loads: Sequence[TaskLoad], stage: int) -> float:
-        """Return how many parameters of adapters a device of a stage trains."""
-        held = sum(load.device_parameters(self.devices_per_stage) for load in loads)
-        return self._share_of_layers(stage) * held
+        parts = parts or FrozenParts.even(self.shape.backbone_bytes, self.shape.num_layers)
+        # In addition to its part of the weights, a device holds the unit that it computes with.
+        return math.ceil(held / self.backbone_shards + parts.gathered_bytes(**ends))

@@ -1,8 +1,8 @@
 """Which tasks may run now: those that fit into memory together, by priority; the others wait (M §3.3, Eq. 5).
 
-A running task is never put out for one that arrives: its optimizer state is there already, and its owner was promised
-progress. What is predicted to fit one at a time is admitted in the order of priority, then of arrival, skipping a task
-that is too large for what is left rather than stopping at it.
+A running task is never stopped for one that arrives: its optimizer state is there already, and its user was promised
+progress. The others are admitted in the order of priority, then of arrival, as long as they are predicted to fit. A task
+that is too large for what is left is skipped and does not hold up the others.
 """
 
 from __future__ import annotations
@@ -34,12 +34,9 @@ class Admission:
     max_tokens: int
 
     def in_order_of_arrival(self, members: Sequence[TaskLoad]) -> tuple[str, ...]:
-        """Return the names of tasks in the order in which they came.
+        """Return the names of some tasks in the order in which they came.
 
-        That is their order in the stream of a pass, which is part of its rounding.
-
-        Args:
-            members: the loads of some of the tasks that run.
+        That is their order in the stream of a pass, which affects its rounding.
         """
         own = {load.name for load in members}
         return tuple(load.name for load in self.in_order if load.name in own)
@@ -84,79 +81,45 @@ def admit(
     Raises:
         DoesNotFitError: if no task fits, not even by itself.
     """
-    admitted, waiting = _choose(loads, memory, limit_bytes, running, one_only)
+    # The template later keeps what is in flight within the same limit, so that one micro-batch counts here.
+    in_flight, stages = memory.passes_in_turns, range(memory.num_stages)
+
+    def needed_bytes(members: Sequence[TaskLoad]) -> int:
+        """Return the peak of the fullest stage with the smallest possible pass."""
+        tokens = least_pass_tokens(members)
+        return max(memory.peak_bytes(members, tokens, in_flight, stage) for stage in stages)
+
+    admitted: list[TaskLoad] = []
+    waiting: list[Waiting] = []
+    for load in sorted(loads, key=lambda load: (load.name not in running, -load.priority)):
+        if one_only and admitted:
+            waiting.append(Waiting(load.name, f"tasks run one at a time, and {admitted[0].name} runs now"))
+            continue
+        # A running task stays: its state is there, and predictions may be wrong.
+        if limit_bytes is not None and load.name not in running:
+            lacking = needed_bytes([*admitted, load]) - limit_bytes
+            if lacking > 0:
+                company = ", ".join(one.name for one in admitted) or "the backbone"
+                reason = f"{bytes_text(lacking)} too much beside {company}; runs when others end"
+                waiting.append(Waiting(load.name, reason))
+                continue
+        admitted.append(load)
     if not admitted:
-        raise _smallest_does_not_fit(loads, memory, limit_bytes)
-    bound = max_tokens if limit_bytes is None else min(max_tokens, _fitting_tokens(admitted, memory, limit_bytes))
+        needed = [needed_bytes([load]) for load in loads]
+        least = needed.index(min(needed))
+        raise DoesNotFitError(loads[least].name, needed[least], limit_bytes or 0)
+    if limit_bytes is not None:
+        fitting = min(memory.max_tokens(admitted, limit_bytes, in_flight, stage) for stage in stages)
+        max_tokens = min(max_tokens, max(fitting, least_pass_tokens(admitted)))
     place = {load.name: number for number, load in enumerate(loads)}
     return Admission(
         admitted=tuple(admitted),
         in_order=tuple(sorted(admitted, key=lambda load: place[load.name])),
         waiting=tuple(sorted(waiting, key=lambda one: place[one.name])),
-        max_tokens=bound,
+        max_tokens=max_tokens,
     )
 
 
-def _choose(
-    loads: Sequence[TaskLoad], memory: MemoryModel, limit_bytes: int | None, running: Sequence[str], one_only: bool
-) -> tuple[list[TaskLoad], list[Waiting]]:
-    """Return the loads of the tasks that run, in the order of admission, and the tasks that wait."""
-    admitted: list[TaskLoad] = []
-    waiting: list[Waiting] = []
-    for load in _order_of_admission(loads, running):
-        reason = ""
-        if one_only and admitted:
-            reason = f"tasks run one at a time, and {admitted[0].name} runs now"
-        elif load.name not in running:  # one that runs stays: its state is there, and predictions may be wrong
-            reason = _reason_to_wait(load, admitted, memory, limit_bytes)
-        if reason:
-            waiting.append(Waiting(load.name, reason))
-        else:
-            admitted.append(load)
-    return admitted, waiting
-
-
-def _smallest_does_not_fit(loads: Sequence[TaskLoad], memory: MemoryModel, limit_bytes: int | None) -> DoesNotFitError:
-    """Return the error that names the task that needs least, which does not fit by itself."""
-    needed = [_needed_bytes([load], memory) for load in loads]
-    least = min(range(len(loads)), key=needed.__getitem__)
-    return DoesNotFitError(loads[least].name, needed[least], limit_bytes or 0)
-
-
-def _order_of_admission(loads: Sequence[TaskLoad], running: Sequence[str]) -> list[TaskLoad]:
-    """Return the loads of running tasks, then of the others by priority; equal ones in the order of arrival."""
-    return sorted(loads, key=lambda load: (load.name not in running, -load.priority))
-
-
-def _reason_to_wait(load: TaskLoad, admitted: Sequence[TaskLoad], memory: MemoryModel, limit_bytes: int | None) -> str:
-    """Return what a task lacks beside those that are admitted; empty where it fits."""
-    lacking = 0 if limit_bytes is None else _needed_bytes([*admitted, load], memory) - limit_bytes
-    if lacking <= 0:
-        return ""
-    company = ", ".join(one.name for one in admitted) or "the backbone"
-    return f"{bytes_text(lacking)} too much beside {company}; runs when others end"
-
-
 def least_pass_tokens(loads: Sequence[TaskLoad]) -> int:
-    """Return the tokens of the smallest pass that serves these tasks: their longest sequence, which is not split.
-
-    Args:
-        loads: the loads of the tasks that the pass serves.
-    """
+    """Return the tokens of the smallest pass that serves these tasks: their longest sequence, which is not split."""
     return max([1, *(load.longest for load in loads)])
-
-
-def _needed_bytes(loads: Sequence[TaskLoad], memory: MemoryModel) -> int:
-    """Return the peak of the fullest stage with the smallest possible pass."""
-    tokens = least_pass_tokens(loads)
-    # With one micro-batch in flight, or as many as take turns: the template later keeps what is in flight within the
-    # same limit.
-    in_flight = memory.passes_in_turns
-    return max(int(memory.peak_bytes(loads, tokens, in_flight, stage=s)) for s in range(memory.num_stages))
-
-
-def _fitting_tokens(loads: Sequence[TaskLoad], memory: MemoryModel, limit_bytes: int) -> int:
-    """Return the most tokens of a pass that fit into memory, at least those of the longest sequence."""
-    in_flight = memory.passes_in_turns
-    fitting = min(int(memory.max_tokens(loads, limit_bytes, in_flight, stage=s)) for s in range(memory.num_stages))
-    return max(fitting, least_pass_tokens(loads))

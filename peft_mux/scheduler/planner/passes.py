@@ -1,7 +1,7 @@
 """The passes that an hTask really has: its rows cut by the engine's own rules, and what each pass costs.
 
 M splits every global batch into C equal parts. Rows are whole, so that an hTask of few rows has fewer passes than C,
-and these are unequal: what is planned here is cut by `peft_mux.packing`, as every step is that runs.
+and these are unequal: what is planned here is cut by `peft_mux.data.packing.passes`, as every step of a run is.
 """
 
 from __future__ import annotations
@@ -20,7 +20,6 @@ from peft_mux.data.packing.passes import (
     chains_of_passes,
     cut_into_passes,
     passes_meant,
-    slot_of,
 )
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
@@ -36,8 +35,9 @@ class CutHTask:
 
     Attributes:
         loads: the loads of its tasks.
-        passes: the members of each of its P passes.
-        chains: for each chain the indices of its passes; the passes of whole rows are chains by themselves.
+        passes: the members of each of its P passes; none if no rows are known.
+        chains: for each chain the indices of its passes; a pass of whole rows is a chain by itself.
+        forward_s: seconds of the forward of each pass on each stage, `[P, S]`.
         stage_s: seconds of each pass on each stage, forward and backward, `[P, S]`.
         tokens: tokens of each pass.
     """
@@ -45,23 +45,19 @@ class CutHTask:
     loads: Sequence[TaskLoad]
     passes: Sequence[Sequence[Member]]
     chains: Sequence[Sequence[int]]
+    forward_s: NDArray[Any]
     stage_s: NDArray[Any]
     tokens: Sequence[int]
 
     @property
     def num_passes(self) -> int:
-        """P; 1 where no rows are known."""
+        """P; 1 if no rows are known."""
         return max(1, len(self.passes))
 
     @property
     def num_chains(self) -> int:
-        """Micro-batches that its passes fill, as those of a chain stay together; 1 where no rows are known."""
+        """Micro-batches that its passes fill, as the passes of a chain stay together; 1 if no rows are known."""
         return max(1, len(self.chains))
-
-    @property
-    def mean_tokens(self) -> float:
-        """Mean tokens of a pass."""
-        return sum(self.tokens) / self.num_passes
 
     @property
     def held_tokens(self) -> int:
@@ -70,78 +66,42 @@ class CutHTask:
         return max(largest, *(load.longest for load in self.loads))
 
     @property
+    def mean_tokens(self) -> float:
+        """Mean tokens of a pass."""
+        return sum(self.tokens) / self.num_passes
+
+    @property
     def pass_s(self) -> float:
         """Mean seconds of a pass, forward and backward through all stages one after another."""
         return float(self.stage_s.sum()) / self.num_passes
 
-    def slots_s(self, num_slots: int) -> NDArray[Any]:
-        """Return the seconds of its passes in each micro-batch of a bucket on each stage, `[C, S]`.
 
-        Args:
-            num_slots: C, micro-batches of the bucket.
-        """
-        slots_s = np.zeros((num_slots, self.stage_s.shape[1]))
-        for chain in self.chains:
-            own = slot_of(chain[0], len(self.passes), num_slots)
-            slots_s[own] += self.stage_s[list(chain)].sum(axis=0)
-        return slots_s
-
-
-class PassCosts:
-    """Cuts hTasks of consecutive tasks into passes and predicts their seconds; remembers what it has cut.
-
-    Args:
-        loads: the loads of all tasks that run, in the order of fusion.
-        cost: predicts the seconds of each stage.
-        rules: whether and how long rows are cut.
-        max_tokens: the most tokens of a pass.
-    """
-
-    def __init__(self, loads: Sequence[TaskLoad], cost: CostModel, rules: PassRules, max_tokens: int) -> None:
-        self.loads, self.cost, self.rules, self.max_tokens = loads, cost, rules, max_tokens
-        self._known: dict[tuple[int, int, int], CutHTask] = {}
-
-    def of(self, start: int, end: int, count: int) -> CutHTask:
-        """Return the hTask of tasks `start` to `end`, the last one not included, cut into about so many passes.
-
-        Args:
-            start: the first task, in the order of fusion.
-            end: one past the last task.
-            count: the number of passes that is meant.
-        """
-        num_rows = sum(len(load.lengths) for load in self.loads[start:end])
-        # More passes than rows are as many as rows, unless rows are cut.
-        key = start, end, count if self.rules.split_long_sequences else max(1, min(count, num_rows))
-        if key not in self._known:
-            self._known[key] = self._cut(self.loads[start:end], key[2])
-        return self._known[key]
-
-    def _cut(self, loads: Sequence[TaskLoad], count: int) -> CutHTask:
-        rows = [task_rows(load) for load in loads]
-        passes = _stable_passes(rows, self.rules, self.max_tokens, count)
-        return costed(loads, passes, self.cost)
-
-
-def costed(loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]], cost: CostModel) -> CutHTask:
-    """Return an hTask whose rows were cut into passes, with the seconds of each.
+def cut_htask(
+    loads: Sequence[TaskLoad], cost: CostModel, rules: PassRules, max_tokens: int, num_passes: int, *, stable: bool = True
+) -> CutHTask:
+    """Cut an hTask into about so many passes, and predict their seconds.
 
     Args:
         loads: the loads of its tasks.
-        passes: the members of each of the P passes, whose `task` counts these loads.
         cost: predicts the seconds of each stage.
+        rules: whether and how long rows are cut.
+        max_tokens: the most tokens of a pass.
+        num_passes: the number of passes that is meant.
+        stable: whether to cut until cutting into as many passes as were found finds as many again, as a plan needs.
     """
-    stage_s = cost.passes_s(loads, passes) if passes else np.zeros((0, cost.num_stages))
+    rows = [task_rows(load) for load in loads]
+    for _ in range(_MOST_CUTS if stable else 1):
+        passes = cut_into_passes(rows, rules, bound=max_tokens, num_passes=num_passes)
+        if len(passes) in (0, num_passes):
+            break
+        num_passes = len(passes)
+    forward_s, stage_s = cost.pass_times(loads, passes)
     tokens = [sum(member.num_computed for member in members) for members in passes]
-    chains = chains_of_passes([task_rows(load) for load in loads], passes)
-    return CutHTask(loads, passes, chains, stage_s, tokens)
+    return CutHTask(loads, passes, chains_of_passes(rows, passes), forward_s, stage_s, tokens)
 
 
 def task_rows(load: TaskLoad) -> TaskRows:
-    """Return what cutting a task's typical global batch into passes depends on.
-
-    Args:
-        load: the load of the task.
-    """
+    """Return what cutting a task's typical global batch into passes depends on."""
     return TaskRows(load.lengths, stay_whole=load.stays_whole, trie=load.trie)
 
 
@@ -159,36 +119,11 @@ def planned_passes(
     by_name = {load.name: load for load in loads}
     found = []
     for number, htask in enumerate(htasks):
-        rows = [task_rows(by_name[name]) for name in htask.tasks]
-        tokens = sum(by_name[name].tokens for name in htask.tasks)
-        planned, has_shared = (
-            htask.micro_batches * htask.tokens_per_micro_batch,
-            any(one.trie is not None for one in rows),
-        )
+        own = [by_name[name] for name in htask.tasks]
+        tokens, planned = sum(load.tokens for load in own), htask.micro_batches * htask.tokens_per_micro_batch
+        has_shared = any(load.trie is not None for load in own)
         meant = passes_meant(tokens, planned, htask.micro_batches, has_shared=has_shared)
-        for members in cut_into_passes(rows, rules, bound=max_tokens, num_passes=meant):
+        for members in cut_into_passes([task_rows(load) for load in own], rules, bound=max_tokens, num_passes=meant):
             names = tuple(dict.fromkeys(htask.tasks[member.task] for member in members))
             found.append(PlannedPass(number, names, sum(member.num_computed for member in members)))
     return tuple(found)
-
-
-def slot_weights(seconds: NDArray[Any]) -> tuple[float, ...]:
-    """Return the seconds of micro-batches over their mean; empty where all are equal.
-
-    Args:
-        seconds: seconds of each micro-batch, `[C]`.
-    """
-    mean = float(seconds.mean()) if len(seconds) else 0.0
-    if not mean or np.allclose(seconds, mean, rtol=1e-9, atol=0.0):
-        return ()
-    return tuple(float(one) / mean for one in seconds)
-
-
-def _stable_passes(rows: Sequence[TaskRows], rules: PassRules, bound: int, count: int) -> list[list[Member]]:
-    """Cut into about `count` passes, such that cutting into as many as are found finds as many."""
-    for _ in range(_MOST_CUTS):
-        passes = cut_into_passes(rows, rules, bound=bound, num_passes=count)
-        if len(passes) in (0, count):
-            break
-        count = len(passes)
-    return passes

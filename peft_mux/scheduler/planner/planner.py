@@ -1,445 +1,84 @@
-"""Plans for one device: hTasks follow each other, each in the number of passes that is predicted to be fastest.
+"""The planner: which tasks run now, which share their passes, in how many passes, and in which order on which stage.
 
-M sets one number C of micro-batches for all tasks by hand. On one device nothing ties hTasks to a common number, and
-what a pass costs whatever its size makes few passes cheaper; the longest sequence and memory set the bounds.
+    admit      tasks that fit, by priority (M §3.3, memory model Eq. 5); the others wait
+    fuse       sorted tasks into hTasks, as the policy says: by dynamic programming over predicted latency (Eq. 6)
+    cut        the rows of each hTask into passes, as the engine cuts them (`passes`)
+    group      hTasks into buckets, for every number of buckets (Eq. 7)
+    template   of each grouping, simulated; the fastest that fits is the plan (§3.4.1)
+
+A single device is a pipeline of one stage. What differs there: nothing ties hTasks to a common number of passes, so that
+each range of tasks has the number that is predicted to be fastest for it, and any order of buckets is as fast.
+
+M sets the number C of micro-batches by hand, and four for each stage is common. Few micro-batches leave stages idle at
+both ends of a step; many pay the fixed part of a pass again and again, and there are no more than a task has rows. On
+several stages C is searched: candidates that cannot beat the best one so far are left out, and around the best the
+search is refined.
+
+If the devices of a stage sum over one another (tensor parallelism), several passes may take turns (M §3.4.2). More passes
+in turns hide more of the sums, and hold the memory of all of them. Plans are made for one width after another, each with
+that memory, and the fastest that fits is taken. Sums hidden or not, latencies of hTasks then no longer add up: on one
+stage partitions into every number of hTasks are compared, each grouped by Eq. 7 into every number of buckets.
 """
-
-# MERGED: Plans for one stage whose devices share every layer: buckets of hTasks whose passes take turns (M §3.4.2,
-# MERGED: Eq. 7).
-# MERGED: Sums hidden or not, latencies of hTasks no longer add up, so that the partition that Eq. 6 finds need not be
-# MERGED: the best:
-# MERGED: partitions into every number of hTasks up to a bound are compared, each grouped by Eq. 7 into every number
-# MERGED: of buckets
-# MERGED: that can fill their groups, and run through Algorithm 1.
-# MERGED: How many passes take turns: plans are made for one width after another, and the fastest that fits is taken.
-# MERGED: More passes in turns hide more of the sums over the devices of a stage, and hold the memory of all of them:
-# MERGED: each plan is
-# MERGED: made with that memory, so that a width for which passes would have to be too small loses by its time, and
-# MERGED: one that does
-# MERGED: not fit at all is left out.
-# MERGED: The planner: which tasks run now, which share their passes, in how many passes, and in which order on which
-# MERGED: stage.
-# MERGED:     admit      tasks that fit, by priority (M §3.3, memory model Eq. 5); the others wait
-# MERGED: fuse       sorted tasks into hTasks, as the policy says: by dynamic programming over predicted latency (Eq.
-# MERGED: 6)
-# MERGED:     group      hTasks into buckets, for every number of buckets (Eq. 7)
-# MERGED:     template   of each grouping, simulated; the fastest that fits is the plan (§3.4.1)
-# MERGED: Where the devices of a stage sum over one another (tensor parallelism), several passes may take turns: how
-# MERGED: many is
-# MERGED: decided by plans for one width after another (`widths`), on one stage by `one_stage_turns`.
-# MERGED: On one device grouping and template are trivial (`one_device`). On several stages all of this is done for
-# MERGED: several
-# MERGED: numbers C of micro-batches, which M sets by hand, and the fastest is taken (`stages`). Passes are those that
-# MERGED: the rows of
-# MERGED: a typical step make, cut as the engine cuts them (`passes`).
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
-from dataclasses import dataclass, replace
-from itertools import pairwise
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import replace
+from typing import NamedTuple
 
 import numpy as np
+from numpy.typing import NDArray
 
-from peft_mux.scheduler.costs.latency import CostModel
+from peft_mux.scheduler.costs.latency import CostModel, range_sums
 from peft_mux.scheduler.costs.loads import TaskLoad
-from peft_mux.scheduler.costs.memory import MemoryEstimate, MemoryModel
-from peft_mux.scheduler.costs.sums import PassParts
+from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.pipeline.load import BucketLoad
-from peft_mux.scheduler.pipeline.template import build_template
+from peft_mux.scheduler.pipeline.simulator import (
+    MOST_STEPS,
+    Simulation,
+    lower_bound_s,
+    simulate,
+    steady_lower_bound_s,
+    verify,
+    window_step_s,
+)
+from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule, build_template
 from peft_mux.scheduler.planner.admission import Admission, admit, least_pass_tokens
-from peft_mux.scheduler.planner.fusion import Interval, fuse_into, fusion_order
-from peft_mux.scheduler.planner.grouping import group
-from peft_mux.scheduler.planner.passes import CutHTask, PassCosts, planned_passes, slot_weights
-from peft_mux.scheduler.planner.policies import POLICIES, Partition, Policy, policy_named
-from peft_mux.scheduler.planner.stages import plan_on_stages
-from peft_mux.scheduler.planner.times import TurnMember, TurnTimes, turn_plan
-from peft_mux.scheduler.planner.values import Budget, HTask, Outcome
+from peft_mux.scheduler.planner.fusion import Interval, cheapest_partition, fusion_order
+from peft_mux.scheduler.planner.grouping import Buckets, group
+from peft_mux.scheduler.planner.passes import CutHTask, cut_htask, planned_passes
+from peft_mux.scheduler.planner.policies import Policy, policy_named
+from peft_mux.scheduler.planner.times import TurnTimes
+from peft_mux.scheduler.planner.values import Budget, HTask, Outcome, TurnPlan
 
-_PASS_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128)
-"""Numbers of passes that are tried, closer together where one more makes a greater difference."""
-LEAST_PASS_TOKENS = 64
-"""An hTask is not split into passes of fewer tokens."""
+_COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
+"""Numbers of micro-batches that are tried, closer together where one more makes a greater difference."""
+_MOST_COUNT_OF_ONE_STAGE = 128
+_MOST_PER_STAGE = 64
+"""The most micro-batches for each stage that are tried: four, after four doublings."""
+_LEAST_PASS_TOKENS = 64
+"""On one stage an hTask is not split into passes of fewer tokens."""
 _LARGEST_TO_MEAN_PASS = 1.5
-"""The largest pass of a step over its mean pass; see `largest_pass_tokens`."""
-
-
-def plan_on_one_device(
-    admission: Admission, cost: CostModel, memory: MemoryModel, budget: Budget, policy: Policy
-) -> Outcome:
-    """Return the fastest plan of a policy.
-
-    Args:
-        admission: the tasks that run, and the most tokens of a pass.
-        cost: predicts the seconds of a backbone of one stage.
-        memory: predicts the bytes of the same backbone.
-        budget: the number of passes, where it is given, and how rows are cut.
-        policy: says which partitions of the tasks are compared.
-    """
-    loads = [admission.admitted[index] for index in fusion_order([load.tokens for load in admission.admitted])]
-    cuts = _fastest_htasks(admission, loads, cost, budget, policy)
-    htasks = tuple(
-        HTask(admission.in_order_of_arrival(cut.loads), cut.num_passes, cut.mean_tokens, cut.pass_s) for cut in cuts
-    )
-    bucket_loads = tuple(_bucket_load(cut, number, cost, memory) for number, cut in enumerate(cuts, start=1))
-    largest = max(largest_pass_tokens(cut, admission.max_tokens) for cut in cuts)
-    estimate = memory.estimate(loads, largest)
-    return Outcome(
-        htasks=htasks,
-        buckets=tuple((index,) for index in range(len(htasks))),
-        # On one stage 1F1B runs each backward right after its forward: one pass in flight, as `estimate` counts.
-        template=build_template(bucket_loads, "1f1b"),
-        bucket_loads=bucket_loads,
-        step_s=sum(float(cut.stage_s.sum()) for cut in cuts) + cost.outside_s(loads),
-        peak_bytes=(estimate.peak_bytes,),
-        waiting=admission.waiting,
-        max_tokens=admission.max_tokens,
-        memory=estimate,
-        passes=planned_passes(htasks, loads, budget.rules, admission.max_tokens),
-    )
-
-
-def _fastest_htasks(
-    admission: Admission, loads: Sequence[TaskLoad], cost: CostModel, budget: Budget, policy: Policy
-) -> tuple[CutHTask, ...]:
-    """Return the hTasks of the fastest partition, the one that takes longest first as in a template (M §3.4.1)."""
-    latency_s, passes = cheapest_passes(loads, cost, admission.max_tokens, budget.num_micro_batches)
-
-    def step_s(partition: Partition) -> float:
-        return sum(float(latency_s[start, end - 1]) for start, end in partition.intervals)
-
-    # C is 1, as the latencies hold all passes of a step already, in the number that suits each range.
-    intervals = min(policy.partitions(latency_s, 1, 1), key=step_s).intervals
-    # These are of mean passes; what rows really make of the number is known once they are cut.
-    costs = PassCosts(loads, cost, budget.rules, admission.max_tokens)
-    cuts = [costs.of(start, end, int(passes[start, end - 1])) for start, end in intervals]
-    return tuple(sorted(cuts, key=lambda cut: -float(cut.stage_s.sum())))
-
-
-def largest_pass_tokens(cut: CutHTask, max_tokens: int) -> int:
-    """Return the tokens of the largest pass that may come of an hTask.
-
-    A step of up to half as many tokens again as a typical one is cut into as many passes (`packing.passes`). No pass is
-    larger than `max_tokens`, unless a single sequence is.
-    """
-    most_of_a_step = sum(len(load.lengths) * load.longest for load in cut.loads)
-    largest = min(_LARGEST_TO_MEAN_PASS * cut.mean_tokens, most_of_a_step, max_tokens)
-    return math.ceil(max(largest, cut.held_tokens))
-
-
-def cheapest_passes(
-    loads: Sequence[TaskLoad], cost: CostModel, max_tokens: int, asked: int | None
-) -> tuple[np.ndarray, np.ndarray]:
-    """Return for every range of tasks the least latency `[M, M]` over numbers of passes, and that number."""
-    if asked is not None:
-        latency = cost.latency_matrix(loads, asked, fits=None) + asked * cost.profile.pass_overhead_s
-        return latency, np.full(latency.shape, asked, dtype=np.int64)
-    # Sums and maxima of all ranges [i, j] of tasks at once, as differences of prefix sums and running maxima.
-    tokens = np.array([load.tokens for load in loads], dtype=np.float64)
-    ends = np.cumsum(tokens)
-    sums = ends[None, :] - (ends - tokens)[:, None]
-    longest = np.array([load.longest for load in loads], dtype=np.float64)
-    longest_of_range = np.maximum.accumulate(np.where(np.tri(len(loads)).T > 0, longest[None, :], 0.0), axis=1)
-    best = np.full(sums.shape, np.inf)
-    passes = np.ones(sums.shape, dtype=np.int64)
-    for count in _pass_counts(float(ends[-1]), max_tokens):
-        latency = cost.latency_matrix(loads, count, fits=None) + count * cost.profile.pass_overhead_s
-        # A pass may be larger than allowed only where a single sequence is, and smaller than useful nowhere.
-        fits = sums / count <= max_tokens
-        useful = (count == 1) | (sums / count >= np.maximum(LEAST_PASS_TOKENS, longest_of_range))
-        better = fits & useful & (latency < best)
-        best, passes = np.where(better, latency, best), np.where(better, count, passes)
-    # Beyond the numbers that were tried, the fewest passes that fit count as one of all tokens and their overheads.
-    needs_more = ~np.isfinite(best) & (sums > 0)
-    if needs_more.any():
-        counts = np.ceil(sums / max_tokens)
-        single = cost.latency_matrix(loads, 1, fits=None)
-        best = np.where(needs_more, single + counts * cost.profile.pass_overhead_s, best)
-        passes = np.where(needs_more, np.maximum(1, counts), passes).astype(np.int64)
-    return best, passes
-
-
-def _pass_counts(tokens: float, max_tokens: int) -> list[int]:
-    """Return the numbers of passes that are tried, the least with which all tasks together fit among them."""
-    least_for_all = int(np.ceil(tokens / max_tokens))
-    return sorted({*_PASS_COUNTS, least_for_all})
-
-
-def _bucket_load(cut: CutHTask, number: int, cost: CostModel, memory: MemoryModel) -> BucketLoad:
-    forward_s = cost.profile.forward_fraction * cut.pass_s
-    return BucketLoad(
-        name=f"hTask {number}",
-        forward_s=(forward_s,),
-        backward_s=(cut.pass_s - forward_s,),
-        activation_bytes=(int(memory.activation_bytes(max(cut.tokens, default=0), 0)),),
-        num_micro_batches=cut.num_passes,
-        weights=slot_weights(cut.stage_s[:, 0]),
-    )
-
-
+"""A step of up to half as many tokens again as a typical one is cut into as many passes (`data.packing.passes`)."""
+_WORTH_MORE = 0.995
+"""Part of the makespan found so far that another number has to beat: simulating many micro-batches takes seconds."""
+_MOST_ACTIONS = 8_000
+"""Actions of steps between which a pipeline is not drained, beyond which such steps are not searched for: in so long
+ones draining costs little, and planning would take seconds."""
 _MOST_HTASKS = 8
-"""Of partitions that are compared beside those of the policy."""
+"""Of partitions that are compared in addition to the policy's, with passes in turns on one stage."""
 _MOST_OVER_MEAN = 1.25
-"""The longest hTask over the mean one in partitions of like hTasks."""
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One hTask of a partition: its passes of a step, and what a mean one of them computes."""
-
-    cut: CutHTask
-    parts: PassParts
-
-    @property
-    def loads(self) -> Sequence[TaskLoad]:
-        return self.cut.loads
-
-    @property
-    def count(self) -> int:
-        return self.cut.num_passes
-
-    @property
-    def member(self) -> TurnMember:
-        return TurnMember(tuple(load.name for load in self.loads), self.count, self.parts, self.cut.pass_s)
-
-
-@dataclass(frozen=True, slots=True)
-class _Bucket:
-    """hTasks whose passes take turns, the groups of these, and the seconds of each group."""
-
-    members: tuple[_Part, ...]
-    groups: tuple[tuple[int, ...], ...]
-    seconds: tuple[float, ...]
-
-    @property
-    def step_s(self) -> float:
-        return math.fsum(self.seconds)
-
-    def pass_members(self) -> list[_Part]:
-        """Return the hTask of each pass of a step, in the order of the work."""
-        return [part for part in self.members for _ in range(part.count)]
-
-
-def plan_in_turns(
-    admission: Admission, cost: CostModel, memory: MemoryModel, budget: Budget, policy: Policy
-) -> Outcome:
-    """Return the fastest plan of a policy for one number of passes in turns.
-
-    A policy that keeps its buckets apart (`Partition.is_grouped`) has them grouped all the same: whoever asks for a
-    number of passes in turns asks for groups.
-
-    Args:
-        admission: the tasks that run, and the most tokens of a pass of which so many are held.
-        cost: predicts the seconds of a backbone of one stage.
-        memory: predicts the bytes of the same backbone with so many passes in turns.
-        budget: says how many passes take turns.
-        policy: says which partitions of the tasks are compared.
-    """
-    search = _Search(admission, cost, budget, policy)
-    return search.outcome(search.fastest(), memory)
-
-
-class _Search:
-    """The partitions, buckets and groups that are compared."""
-
-    def __init__(self, admission: Admission, cost: CostModel, budget: Budget, policy: Policy) -> None:
-        assert budget.interleaved_passes != "auto", "widths are tried one by one"
-        self.admission, self.cost, self.policy, self.width = admission, cost, policy, budget.interleaved_passes
-        self.loads = [admission.admitted[i] for i in fusion_order([load.tokens for load in admission.admitted])]
-        self.budget = budget
-        self.costs = PassCosts(self.loads, cost, budget.rules, admission.max_tokens)
-        asked = budget.num_micro_batches
-        self.latency_s, self.passes = cheapest_passes(self.loads, cost, admission.max_tokens, asked)
-        self.times = TurnTimes(cost, recomputes=budget.recomputes)
-        # On a GPU two passes of one task are never in a group: their streams would add to the same gradients.
-        self.may_repeat = cost.profile.device.startswith("cpu")
-        self._parts: dict[tuple[Interval, int], _Part] = {}
-
-    def fastest(self) -> tuple[_Bucket, ...]:
-        """Return the buckets of least seconds; of equally fast ones the first, which has the fewest hTasks."""
-        best: tuple[_Bucket, ...] = ()
-        best_s = math.inf
-        for members in self._partitions():
-            if self._least_s(members) >= best_s:
-                continue
-            for num_buckets in range(-(-len(members) // self.width), len(members) + 1):
-                buckets = self._buckets(members, num_buckets)
-                seconds = math.fsum(bucket.step_s for bucket in buckets)
-                if seconds < best_s * (1 - 1e-9):
-                    best, best_s = buckets, seconds
-        return best
-
-    def outcome(self, buckets: Sequence[_Bucket], memory: MemoryModel) -> Outcome:
-        """Return buckets as a plan."""
-        parts = [part for bucket in buckets for part in bucket.members]
-        ends = np.cumsum([0, *(len(bucket.members) for bucket in buckets)])
-        bucket_loads = tuple(self._bucket_load(bucket, number, memory) for number, bucket in enumerate(buckets, 1))
-        estimate = max((self._estimate(bucket, memory) for bucket in buckets), key=lambda one: one.peak_bytes)
-        passes_s = math.fsum(bucket.step_s for bucket in buckets)
-        apart_s = math.fsum(part.count * self._alone_s(part) for part in parts)
-        htasks = tuple(self._htask(part) for part in parts)
-        return Outcome(
-            htasks=htasks,
-            buckets=tuple(tuple(range(start, end)) for start, end in pairwise(ends.tolist())),
-            # On one stage 1F1B runs the backward of a group right after its forward.
-            template=build_template(bucket_loads, "1f1b"),
-            bucket_loads=bucket_loads,
-            step_s=passes_s + self.cost.outside_s(self.loads),
-            peak_bytes=(estimate.peak_bytes,),
-            waiting=self.admission.waiting,
-            max_tokens=self.admission.max_tokens,
-            memory=estimate,
-            passes=planned_passes(htasks, self.loads, self.budget.rules, self.admission.max_tokens),
-            turns=turn_plan(self.width, [part.parts for part in parts], apart_s - passes_s),
-        )
-
-    # ------------------------------------------------------------- partitions
-
-    def _partitions(self) -> Iterator[list[_Part]]:
-        """Yield what the policy puts together, and where it fuses by cost the best of every number of hTasks."""
-        partitions = self.policy.partitions(self.latency_s, 1, 1)
-        intervals = [partition.intervals for partition in partitions]
-        if any(partition.is_grouped for partition in partitions):
-            for count in range(1, min(len(self.loads), _MOST_HTASKS) + 1):
-                # Of least seconds, and of like seconds: what is longer than its neighbours hides no more of theirs.
-                even_s = _MOST_OVER_MEAN * self.latency_s[0, -1] / count
-                for latency_s in (self.latency_s, np.where(self.latency_s <= even_s, self.latency_s, np.inf)):
-                    with suppress(ValueError):  # so few hTasks, or such even ones, there are none
-                        intervals.append(fuse_into(latency_s, 1, count).intervals)
-        for ranges in dict.fromkeys(tuple(one) for one in intervals):
-            # More passes of the same hTasks have neighbours to take turns with, where one task's may be neighbours.
-            can_be_more = self.may_repeat and self.budget.num_micro_batches is None
-            for factor in (1, self.width) if can_be_more else (1,):
-                yield [self._part(own, factor) for own in ranges]
-
-    def _part(self, interval: Interval, factor: int) -> _Part:
-        start, end = interval
-        members = self.loads[start:end]
-        least = max(LEAST_PASS_TOKENS, least_pass_tokens(members))
-        tokens = sum(load.tokens for load in members)
-        count = int(self.passes[start, end - 1])
-        count = max(count, min(factor * count, tokens // least))
-        key = interval, count
-        if key not in self._parts:
-            cut = self.costs.of(start, end, count)
-            self._parts[key] = _Part(cut, self.cost.pass_parts(cut.loads, cut.num_passes))
-        return self._parts[key]
-
-    def _least_s(self, members: Sequence[_Part]) -> float:
-        """Return the seconds that a partition computes, with every sum hidden."""
-        layers = self.cost.shape.num_layers
-        return math.fsum(
-            one.count * (layers * (one.parts.attention_s + one.parts.mlp_s) + one.parts.first_s + one.parts.head_s)
-            for one in members
-        )
-
-    # ----------------------------------------------------------------- groups
-
-    def _buckets(self, members: Sequence[_Part], num_buckets: int) -> tuple[_Bucket, ...]:
-        chosen = group([float(one.cut.stage_s.sum()) for one in members], num_buckets)
-        return tuple(self._bucket([members[index] for index in bucket]) for bucket in chosen)
-
-    def _alone_s(self, part: _Part) -> float:
-        return self.times.bucket_s([part.member._replace(num_passes=1)], 1)[1][0]
-
-    def _bucket(self, members: Sequence[_Part]) -> _Bucket:
-        groups, seconds = self.times.bucket_s([part.member for part in members], self.width)
-        return _Bucket(tuple(members), tuple(groups), tuple(seconds))
-
-    # ------------------------------------------------------------------- plan
-
-    def _htask(self, part: _Part) -> HTask:
-        cut = part.cut
-        return HTask(self.admission.in_order_of_arrival(cut.loads), cut.num_passes, cut.mean_tokens, cut.pass_s)
-
-    def _bucket_load(self, bucket: _Bucket, number: int, memory: MemoryModel) -> BucketLoad:
-        """Return a bucket whose micro-batches are its groups, as they run: all their forwards, then their backwards."""
-        group_s = bucket.step_s / len(bucket.groups)
-        forward_s = self.cost.profile.forward_fraction * group_s
-        passes = bucket.pass_members()
-        held = max(sum(memory.activation_bytes(passes[i].parts.tokens, 0) for i in own) for own in bucket.groups)
-        return BucketLoad(
-            name=f"bucket {number}",
-            forward_s=(forward_s,),
-            backward_s=(group_s - forward_s,),
-            activation_bytes=(held,),
-            num_micro_batches=len(bucket.groups),
-        )
-
-    def _estimate(self, bucket: _Bucket, memory: MemoryModel) -> MemoryEstimate:
-        """Return the peak of a bucket: as many passes at once as its widest group has, each as large as any."""
-        tokens = max(largest_pass_tokens(part.cut, self.admission.max_tokens) for part in bucket.members)
-        return memory.estimate(self.loads, tokens, in_flight=max(len(own) for own in bucket.groups))
-
-
+"""The longest hTask over the mean one in partitions of similar hTasks."""
 MOST_PASSES_IN_TURNS = 4
 """Of numbers that are searched for; M §5.3 interleaves 2 to 4."""
-_LEAST_GAIN = 0.01
-"""Part of a step that turns have to save: predictions tell no less apart, and turns hold more memory."""
+_LEAST_GAIN_OF_TURNS = 0.01
+"""Part of a step that turns have to save: predictions are no more accurate, and turns hold more memory."""
 
 
 class TurnsDoNotFitError(ValueError):
     """The number of passes in turns that was asked for does not fit into memory."""
-
-
-def plan_with_turns(plan_at: Callable[[int], Outcome], cost: CostModel, budget: Budget) -> Outcome:
-    """Return the plan for as many passes in turns as were asked for, or for the number that is fastest.
-
-    Args:
-        plan_at: plans for a number of passes in turns; it raises `ValueError` where that does not fit.
-        cost: predicts the seconds of the same stages.
-        budget: says how many passes may take turns.
-
-    Raises:
-        TurnsDoNotFitError: if so many as were asked for do not fit, naming how many do.
-        ValueError: as `plan_at` for one pass after another, where not even that fits.
-    """
-    asked = budget.interleaved_passes
-    if asked != "auto":
-        return _plan_as_asked(plan_at, asked)
-    best = plan_at(1)
-    # Nothing is gained where no pass waits for others, or where nobody knows what is gained.
-    if cost.devices_per_stage == 1 or cost.profile.overlap is None:
-        return best
-    for width in range(2, MOST_PASSES_IN_TURNS + 1):
-        try:
-            found = plan_at(width)
-        except ValueError:  # memory, of which a wider group holds more still
-            break
-        # Fewer tasks, or a running one that is too large for so many passes, is no faster plan of the same step.
-        if found.waiting != best.waiting or not _fits(found, budget):
-            break
-        if found.step_s >= best.step_s * (1 - _LEAST_GAIN):
-            # One more pass hides no more once sums are hidden, or computing stands still beside them.
-            break
-        best = found
-    return best
-
-
-def _fits(outcome: Outcome, budget: Budget) -> bool:
-    return budget.limit_bytes is None or max(outcome.peak_bytes, default=0) <= budget.limit_bytes
-
-
-def _plan_as_asked(plan_at: Callable[[int], Outcome], asked: int) -> Outcome:
-    try:
-        return plan_at(asked)
-    except ValueError as fault:
-        if asked == 1:
-            raise
-        for width in range(min(asked - 1, MOST_PASSES_IN_TURNS), 0, -1):
-            try:
-                plan_at(width)
-            except ValueError:
-                continue
-            raise TurnsDoNotFitError(
-                f'interleaved_passes is {asked}; allowed: "auto", or an integer up to {width}. With {asked}: {fault}'
-            ) from fault
-        raise
-
-
-__all__ = ["POLICIES", "Budget", "Outcome", "plan_tasks"]
 
 
 def plan_tasks(
@@ -462,7 +101,7 @@ def plan_tasks(
         running: names of tasks that run already; they are admitted before others, whatever their priority.
 
     Raises:
-        ValueError: for an unknown policy, two tasks of one name, or when not even one task fits.
+        ValueError: for an unknown policy, two tasks of one name, or if not even one task fits.
     """
     chosen = policy_named(policy)
     names = [load.name for load in loads]
@@ -472,13 +111,438 @@ def plan_tasks(
         return Outcome((), (), None, (), 0.0, (), (), budget.max_tokens, None)
 
     def plan_at(width: int) -> Outcome:
-        own, fixed = replace(memory, passes_in_turns=width), replace(budget, interleaved_passes=width)
+        own = replace(memory, passes_in_turns=width)
         limit = budget.limit_bytes
         admission = admit(loads, own, limit, budget.max_tokens, running=running, one_only=chosen.runs_alone)
-        if cost.num_stages > 1:
-            return plan_on_stages(admission, cost, own, fixed, chosen)
-        if width > 1 or TurnTimes(cost).is_known:
-            return plan_in_turns(admission, cost, own, fixed, chosen)
-        return plan_on_one_device(admission, cost, own, fixed, chosen)
+        search = _Search(admission, cost, own, replace(budget, interleaved_passes=width), chosen)
+        return search.outcome(search.fastest())
 
-    return plan_with_turns(plan_at, cost, budget)
+    asked = budget.interleaved_passes
+    if asked != "auto":
+        return _plan_as_asked(plan_at, asked)
+    best = plan_at(1)
+    # Nothing is gained if no pass waits for others, or if it is unknown what is gained.
+    if cost.devices_per_stage == 1 or cost.profile.overlap is None:
+        return best
+    for width in range(2, MOST_PASSES_IN_TURNS + 1):
+        try:
+            found = plan_at(width)
+        except ValueError:  # memory, of which a wider group holds even more
+            break
+        fits = budget.limit_bytes is None or max(found.peak_bytes, default=0) <= budget.limit_bytes
+        # Fewer tasks, or a running one that is too large for so many passes, is no faster plan of the same step. And if
+        # sums are hidden, or computing stands still during them, one more pass hides no more.
+        if not fits or found.waiting != best.waiting or found.step_s >= best.step_s * (1 - _LEAST_GAIN_OF_TURNS):
+            break
+        best = found
+    return best
+
+
+def _plan_as_asked(plan_at: Callable[[int], Outcome], asked: int) -> Outcome:
+    """Return the plan for so many passes in turns; if they do not fit, say how many do."""
+    try:
+        return plan_at(asked)
+    except ValueError as fault:
+        for width in range(min(asked - 1, MOST_PASSES_IN_TURNS), 0, -1):
+            try:
+                plan_at(width)
+            except ValueError:
+                continue
+            raise TurnsDoNotFitError(
+                f'interleaved_passes is {asked}; allowed: "auto", or an integer up to {width}. With {asked}: {fault}'
+            ) from fault
+        raise
+
+
+class _Grouping(NamedTuple):
+    """hTasks grouped into buckets under a template, and what simulating it has shown."""
+
+    cuts: list[CutHTask]
+    buckets: Buckets
+    bucket_loads: tuple[BucketLoad, ...]
+    template: PipelineTemplate
+    simulation: Simulation
+    step_s: float
+    """Seconds of a step: of the simulation, or of several steps between which the pipeline is not drained."""
+
+
+class _Search:
+    """Compares partitions, numbers of passes and groupings of the tasks that run, and keeps the fastest.
+
+    Args:
+        admission: the tasks that run, and the most tokens of a pass.
+        cost: predicts the seconds of the stages.
+        memory: predicts the bytes of the same stages, with the given number of passes in turns.
+        budget: the memory, micro-batches and schedule that the plan may use; it names the number of passes in turns.
+        policy: says which partitions of the tasks are compared, and under which schedule.
+    """
+
+    def __init__(
+        self, admission: Admission, cost: CostModel, memory: MemoryModel, budget: Budget, policy: Policy
+    ) -> None:
+        assert budget.interleaved_passes != "auto", "widths are tried one by one"
+        self.admission, self.cost, self.memory, self.budget, self.policy = admission, cost, memory, budget, policy
+        self.loads = [admission.admitted[index] for index in fusion_order([load.tokens for load in admission.admitted])]
+        self.stages = range(cost.num_stages)
+        self.width = budget.interleaved_passes
+        self.times = TurnTimes(cost, self.width, recomputes=budget.recomputes)
+        # On one stage admission keeps every pass within the limit, and one micro-batch or group is in flight.
+        self.limits = None
+        if budget.limit_bytes is not None and cost.num_stages > 1:
+            self.limits = (budget.limit_bytes,) * cost.num_stages
+        self.static_bytes = tuple(memory.static_bytes(self.loads, stage) for stage in self.stages)
+        self.schedule: Schedule = policy.search_schedule or budget.schedule
+        self.num_chunks = budget.num_chunks if self.schedule == budget.schedule else 1
+        self.drains = True
+        self._best: _Grouping | None = None
+        self._best_count = 0
+        self._fault: ValueError | None = None
+        self._seen: set[object] = set()
+        self._cuts: dict[tuple[int, int, int], CutHTask] = {}
+        self._latencies: dict[int, NDArray[np.float64]] = {}
+
+    def fastest(self) -> _Grouping:
+        """Return the grouping of the shortest step.
+
+        Raises:
+            ValueError: if one micro-batch of some bucket does not fit, however small the micro-batches are made.
+        """
+        if self.cost.num_stages == 1:
+            self._try_one_stage()
+            assert self._best is not None, "on one stage everything that is admitted fits"
+            return self._best
+        self._try_numbers()
+        best = self._best
+        if best is not None and not self.budget.drains:
+            if MOST_STEPS * sum(map(len, best.template.actions)) <= _MOST_ACTIONS:
+                # Begun with the fastest that is drained: most others are then known to be slower, and not simulated.
+                self.drains, self._seen = False, set()
+                step_s = window_step_s(best.template, best.bucket_loads, links=self.budget.links)
+                self._best = best._replace(step_s=step_s)
+                self._try_numbers()
+                best = self._best
+        if best is None:
+            assert self._fault is not None, "some number of micro-batches was tried"
+            raise self._fault
+        if (self.schedule, self.num_chunks) == (self.budget.schedule, self.budget.num_chunks):
+            return best
+        template = self._template(best.bucket_loads, best.cuts, self.budget.schedule, self.budget.num_chunks)
+        return self._simulated(best.cuts, best.buckets, best.bucket_loads, template)
+
+    # ------------------------------------------------------- what is compared
+
+    def _try_numbers(self) -> None:
+        """Compare what the policy makes of each number of micro-batches, and of some around the best one."""
+        asked = self.budget.num_micro_batches
+        if asked is not None:
+            self._try_counts([asked])
+            return
+        most = _MOST_PER_STAGE * self.cost.num_stages
+        if not self.budget.rules.split_long_sequences:  # otherwise there may be more passes than rows
+            most = max(1, min(most, sum(len(load.lengths) for load in self.loads)))
+        counts = [*(count for count in _COUNTS if count < most), most]
+        self._try_counts(counts)
+        best = self._best_count
+        if self._best is not None:
+            lower = max((count for count in counts if count < best), default=best)
+            upper = min((count for count in counts if count > best), default=best)
+            middles = {(lower + best) // 2, (best + upper) // 2} - {lower, best, upper}
+            self._try_counts(sorted(middles))
+
+    def _try_counts(self, counts: Iterable[int]) -> None:
+        """Compare what the policy makes of each number, ascending, until none can be faster than what was found."""
+        num_slower = 0
+        for count in counts:
+            is_new, is_slower = False, True
+            latency_s = self._range_latencies(count)
+            for partition in self.policy.partitions(latency_s, self.cost.num_stages, count):
+                cuts = [self._cut(interval, count) for interval in partition.intervals]
+                key = tuple((tuple(load.name for load in cut.loads), cut.num_passes) for cut in cuts)
+                # Numbers above that of rows come to the same passes.
+                if (key, partition.is_grouped) in self._seen:
+                    continue
+                self._seen.add((key, partition.is_grouped))
+                is_new = True
+                most_s = math.inf if self._best is None else self._best.step_s
+                if count != self._best_count:
+                    most_s *= _WORTH_MORE
+                if self._least_s(cuts) < most_s:
+                    is_slower = False
+                    self._compare(cuts, count, most_s, is_grouped=partition.is_grouped)
+            # Where the bound of a pass asks for more, small numbers all come to the same passes, which shows nothing.
+            # The work of a step grows with its passes. Not quite evenly, as rows are whole, hence two in a row.
+            if is_new:
+                num_slower = num_slower + 1 if is_slower else 0
+            if num_slower == 2:
+                return
+
+    def _try_one_stage(self) -> None:
+        """Compare the partitions for a single stage, each hTask in the number of passes that suits it."""
+        latency_s, counts = self._cheapest_counts()
+        # C is 1, as the latencies hold all passes of a step already.
+        partitions = self.policy.partitions(latency_s, 1, 1)
+        found = [partition.intervals for partition in partitions]
+        in_turns = self.times.is_known or self.width > 1
+        if in_turns and any(partition.is_grouped for partition in partitions):
+            for num_htasks in range(1, min(len(self.loads), _MOST_HTASKS) + 1):
+                # Of least seconds, and of similar seconds: what is longer than its neighbours hides no more of theirs.
+                even_s = _MOST_OVER_MEAN * latency_s[0, -1] / num_htasks
+                for cost in (latency_s, np.where(latency_s <= even_s, latency_s, np.inf)):
+                    intervals = cheapest_partition(cost, num_htasks)
+                    found += [] if intervals is None else [intervals]
+        # More passes of the same hTasks have neighbours to take turns with, if passes of one task may be neighbours.
+        is_free = in_turns and self.times.may_repeat and self.budget.num_micro_batches is None
+        for intervals in dict.fromkeys(found):
+            for factor in (1, self.width) if is_free else (1,):
+                cuts = []
+                for start, end in intervals:
+                    own, count = self.loads[start:end], int(counts[start, end - 1])
+                    least_tokens = max(_LEAST_PASS_TOKENS, least_pass_tokens(own))
+                    more = min(factor * count, sum(load.tokens for load in own) // least_tokens)
+                    cuts.append(self._cut((start, end), max(count, more)))
+                most_s = math.inf if self._best is None else self._best.step_s
+                if self._least_s(cuts) < most_s:
+                    # Without turns hTasks follow each other, so that their buckets make no difference.
+                    self._compare(cuts, 1, most_s * (1 - 1e-9), is_grouped=in_turns)
+
+    def _cut(self, interval: Interval, count: int) -> CutHTask:
+        """Return the hTask of some tasks cut into about `count` passes; remembers what it has cut."""
+        own = self.loads[interval[0] : interval[1]]
+        if not self.budget.rules.split_long_sequences:  # more passes than rows are as many as rows
+            count = max(1, min(count, sum(len(load.lengths) for load in own)))
+        if (*interval, count) not in self._cuts:
+            cut = cut_htask(own, self.cost, self.budget.rules, self.admission.max_tokens, count)
+            self._cuts[*interval, count] = cut
+        return self._cuts[*interval, count]
+
+    # --------------------------------------------- seconds of ranges of tasks
+
+    def _range_latencies(self, num_micro_batches: int) -> NDArray[np.float64]:
+        """Return the seconds of each range of tasks on several stages, `[M, M]`; inf if a micro-batch is too large.
+
+        An hTask that has fewer rows than micro-batches has fewer of these.
+        """
+        num_rows = range_sums(np.array([len(load.lengths) for load in self.loads], dtype=float))
+        found = self._even_latencies(1)
+        for count in (*(count for count in _COUNTS[1:] if count < num_micro_batches), num_micro_batches):
+            found = np.where(num_rows >= count, self._even_latencies(count), found)
+        return found
+
+    def _even_latencies(self, count: int) -> NDArray[np.float64]:
+        """Return the seconds of each range of tasks in `count` equal micro-batches; remembers them."""
+        if count not in self._latencies:
+            tokens = np.array([load.tokens for load in self.loads], dtype=float)
+            # A task whose own micro-batch is over the bound runs all the same, alone: only company is refused.
+            largest = max(self.admission.max_tokens, float(tokens.max()) / count)
+            seconds = self.cost.latency_matrix(self.loads, count)
+            self._latencies[count] = np.where(range_sums(tokens) / count <= largest, seconds, np.inf)
+        return self._latencies[count]
+
+    def _cheapest_counts(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
+        """Return for one stage the least seconds of each range of tasks over numbers of passes, and that number."""
+        asked = self.budget.num_micro_batches
+        if asked is not None:
+            latency_s = self.cost.latency_matrix(self.loads, asked)
+            return latency_s, np.full(latency_s.shape, asked)
+        max_tokens = self.admission.max_tokens
+        tokens = range_sums(np.array([load.tokens for load in self.loads], dtype=float))
+        longest = np.maximum.accumulate(np.triu([[load.longest for load in self.loads]] * len(self.loads)), axis=1)
+        # Beyond the numbers that are tried, the fewest passes that fit count as one of all tokens and their overheads.
+        counts = np.maximum(1, np.ceil(tokens / max_tokens)).astype(np.int64)
+        beyond_s = self.cost.latency_matrix(self.loads, 1) + (counts - 1) * self.cost.profile.pass_s
+        best_s = np.full(tokens.shape, np.inf)
+        for count in sorted({*(one for one in _COUNTS if one <= _MOST_COUNT_OF_ONE_STAGE), int(counts[0, -1])}):
+            latency_s = self.cost.latency_matrix(self.loads, count)
+            # A pass may be larger than allowed only if a single sequence is, and never smaller than is useful.
+            is_useful = (count == 1) | (tokens / count >= np.maximum(_LEAST_PASS_TOKENS, longest))
+            is_better = (tokens / count <= max_tokens) & is_useful & (latency_s < best_s)
+            best_s, counts = np.where(is_better, latency_s, best_s), np.where(is_better, count, counts)
+        return np.where(np.isfinite(best_s), best_s, beyond_s), counts
+
+    # ---------------------------------------------------- groupings of hTasks
+
+    def _least_s(self, cuts: Sequence[CutHTask]) -> float:
+        """Return about the seconds that no grouping beats: a stage's work, the first pass's way to it, the last's back.
+
+        If the pipeline is not drained, the work alone counts. Templates run the longest bucket first (M Lemma 1), which
+        is at least as long as the longest hTask.
+        """
+        own = [cut.stage_s for cut in cuts if cut.passes]
+        if not own:
+            return 0.0
+        work_s = sum(stage_s.sum(axis=0) for stage_s in own)
+        shortest_s = np.min([stage_s.min(axis=0) for stage_s in own], axis=0)
+        longest_s = max(own, key=lambda stage_s: stage_s[:, 0].mean()).min(axis=0)
+        fraction = self.cost.profile.forward_fraction
+        way_s = fraction * longest_s + (1.0 - fraction) * shortest_s
+        before_s = np.concatenate(([0.0], np.cumsum(way_s)[:-1])) * self.drains
+        least_s = float(np.max(work_s + before_s / self.num_chunks))
+        if not self.times.is_known or self.width == 1:
+            return least_s
+        # Turns may hide all sums, and nothing else.
+        parts = [self.times.parts_of(cut, stage) for cut in cuts for stage in self.stages]
+        return least_s * min(one.computed_share(self.cost.shape.num_layers) for one in parts)
+
+    def _compare(self, cuts: list[CutHTask], count: int, most_s: float, *, is_grouped: bool) -> None:
+        """Simulate the groupings of a partition into each number of buckets; keep one that takes less than `most_s`."""
+        # Eq. 7 balances the latencies of a clock, of which a step has as many as the hTask with most passes. It does so
+        # for a given P; which P is best only the simulation shows.
+        clocks = max(cut.num_chains for cut in cuts)
+        first_stage_s = [float(cut.stage_s[:, 0].sum()) / clocks for cut in cuts]
+        schedules: list[tuple[Schedule, int]] = [(self.schedule, self.num_chunks)]
+        if schedules == [("mux", 1)]:
+            schedules.append(("1f1b", 1))  # faster for some very unequal buckets
+        if self.cost.num_stages == 1:
+            schedules = [("1f1b", 1)]  # each backward right after its forward
+        for num_buckets in range(1 if is_grouped else len(cuts), len(cuts) + 1):
+            buckets = group(first_stage_s, num_buckets)
+            bucket_loads = tuple(self._bucket_load(cuts, bucket, number) for number, bucket in enumerate(buckets, 1))
+            # Building and simulating a template costs far more than the bound that it cannot beat.
+            bound = lower_bound_s if self.drains else steady_lower_bound_s
+            if bound(bucket_loads, num_chunks=self.num_chunks) >= most_s:
+                continue
+            try:
+                templates = [self._template(bucket_loads, cuts, *schedule) for schedule in schedules]
+            except ValueError as error:  # one micro-batch of some bucket does not fit
+                self._fault = error
+                continue
+            for template in templates:
+                found = self._simulated(cuts, buckets, bucket_loads, template)
+                # Of equally fast ones the first stays: fewer buckets, and M's template before plain 1F1B.
+                if found.step_s < most_s:
+                    self._best, self._best_count, most_s = found, count, found.step_s
+
+    def _bucket_load(self, cuts: Sequence[CutHTask], bucket: Sequence[int], number: int) -> BucketLoad:
+        """Return what a bucket costs: hTasks of a bucket run within one clock, and what they take adds up."""
+        own = [cuts[index] for index in bucket]
+        fields = self.times.bucket_fields(own)
+        # A clock may hold the largest passes of all its hTasks at once.
+        held_tokens = sum(cut.held_tokens for cut in own)
+        # Hidden states [T, D] go up the pipeline, and gradients of the same size come down.
+        sent_tokens = sum(sum(cut.tokens) for cut in own) / fields["num_micro_batches"]
+        return BucketLoad(
+            name=f"bucket {number}" if self.cost.num_stages > 1 or self.width > 1 else f"hTask {number}",
+            activation_bytes=tuple(
+                self._with_margin(self.memory.activation_bytes(held_tokens, stage)) for stage in self.stages
+            ),
+            output_bytes=int(sent_tokens * self.cost.shape.hidden_size * self.cost.shape.activation_bytes),
+            **fields,
+        )
+
+    def _template(
+        self, bucket_loads: tuple[BucketLoad, ...], cuts: Sequence[CutHTask], schedule: Schedule, num_chunks: int
+    ) -> PipelineTemplate:
+        return build_template(
+            bucket_loads,
+            schedule,
+            num_chunks=num_chunks,
+            memory_limit_bytes=self.limits,
+            static_bytes=self._held_bytes(cuts),
+            links=self.budget.links,
+        )
+
+    def _simulated(
+        self,
+        cuts: list[CutHTask],
+        buckets: Buckets,
+        bucket_loads: tuple[BucketLoad, ...],
+        template: PipelineTemplate,
+    ) -> _Grouping:
+        simulation = simulate(template, bucket_loads, links=self.budget.links)
+        step_s = simulation.makespan_s
+        if not self.drains:
+            step_s = window_step_s(template, bucket_loads, links=self.budget.links)
+        return _Grouping(cuts, buckets, bucket_loads, template, simulation, step_s)
+
+    def _with_margin(self, num_bytes: int) -> int:
+        """Return bytes and what the allocator holds beyond them."""
+        return math.ceil((1.0 + self.memory.margin) * num_bytes)
+
+    def _workspace_bytes(self, cuts: Sequence[CutHTask]) -> tuple[int, ...]:
+        """Return the bytes of each stage that are transient while a micro-batch computes."""
+        largest = max(cut.held_tokens for cut in cuts)
+        return tuple(
+            self._with_margin(self.memory.workspace_bytes(largest, stage, self.loads)) for stage in self.stages
+        )
+
+    def _held_bytes(self, cuts: Sequence[CutHTask]) -> tuple[int, ...]:
+        """Return the bytes of each stage in addition to the micro-batches in flight."""
+        return tuple(map(sum, zip(self.static_bytes, self._workspace_bytes(cuts), strict=True)))
+
+    # ------------------------------------------------------------------- plan
+
+    def outcome(self, found: _Grouping) -> Outcome:
+        """Return a grouping as a plan, with what it holds."""
+        cuts, buckets, max_tokens = found.cuts, found.buckets, self.admission.max_tokens
+        if self.cost.num_stages == 1:
+            # hTasks stand in the order in which they run.
+            cuts = [cuts[index] for bucket in buckets for index in bucket]
+            ends = itertools.accumulate(map(len, buckets), initial=0)
+            buckets = tuple(tuple(range(start, end)) for start, end in itertools.pairwise(ends))
+            # Any pass may be as large as allowed. None is larger than `max_tokens`, unless a single sequence is.
+            largest = 0
+            for cut in cuts:
+                most_of_a_step = sum(len(load.lengths) * load.longest for load in cut.loads)
+                likely = min(_LARGEST_TO_MEAN_PASS * cut.mean_tokens, most_of_a_step, max_tokens)
+                largest = max(largest, math.ceil(max(likely, cut.held_tokens)))
+            in_flight = 1
+            if self.width > 1:
+                in_flight = max(len(own) for bucket in buckets for own in self.times.groups_of([cuts[i] for i in bucket]))
+            memory = self.memory.estimate(self.loads, largest, in_flight)
+            peak_bytes = (memory.peak_bytes,)
+        else:
+            held_bytes, workspace_bytes = self._held_bytes(cuts), self._workspace_bytes(cuts)
+            verify(found.template, found.bucket_loads, memory_limit_bytes=self.limits, static_bytes=held_bytes)
+            # It was simulated without static bytes: these peaks are of micro-batches in flight alone.
+            in_flight_bytes = found.simulation.peak_bytes
+            peak_bytes = tuple(own + peak for own, peak in zip(held_bytes, in_flight_bytes, strict=True))
+            fullest = peak_bytes.index(max(peak_bytes))
+            memory = replace(
+                self.memory.estimate_stage(self.loads, 0, 0, fullest),
+                activation_bytes=in_flight_bytes[fullest],
+                workspace_bytes=workspace_bytes[fullest],
+            )
+            if self.limits is not None:
+                # All micro-batches in flight could grow together. Activations and workspace grow in proportion to
+                # tokens or more slowly; static bytes do not grow.
+                growth = min(
+                    (limit - static) / max(1, workspace + in_flight)
+                    for limit, static, workspace, in_flight in zip(
+                        self.limits, self.static_bytes, workspace_bytes, in_flight_bytes, strict=True
+                    )
+                )
+                max_tokens = max(1, min(max_tokens, int(growth * max(cut.held_tokens for cut in cuts))))
+        htasks = tuple(
+            HTask(self.admission.in_order_of_arrival(cut.loads), cut.num_passes, cut.mean_tokens, cut.pass_s)
+            for cut in cuts
+        )
+        return Outcome(
+            htasks=htasks,
+            buckets=buckets,
+            template=found.template,
+            bucket_loads=found.bucket_loads,
+            step_s=found.step_s + self.cost.outside_s(self.loads),
+            peak_bytes=peak_bytes,
+            waiting=self.admission.waiting,
+            max_tokens=max_tokens,
+            memory=memory,
+            passes=planned_passes(htasks, self.loads, self.budget.rules, max_tokens),
+            turns=None if self.width == 1 else self._turn_plan(cuts, found.bucket_loads),
+        )
+
+    def _turn_plan(self, cuts: Sequence[CutHTask], bucket_loads: Sequence[BucketLoad]) -> TurnPlan:
+        """Return how passes take turns, and the seconds that this saves on the busiest stage."""
+        saved_s = 0.0
+        if self.times.is_known:
+            directions = ("both",) if self.cost.num_stages == 1 else ("forward", "backward")
+            for stage in self.stages:
+                apart_s = sum(
+                    cut.num_passes * self.times.group_s([self.times.parts_of(cut, stage)], stage, direction)
+                    for cut in cuts
+                    for direction in directions
+                )
+                together_s = sum(
+                    one.num_micro_batches * (one.forward_s[stage] + one.backward_s[stage]) for one in bucket_loads
+                )
+                saved_s = max(saved_s, apart_s - together_s)
+        return TurnPlan(self.width, tuple(self.times.parts_of(cut) for cut in cuts), saved_s)

@@ -1,13 +1,13 @@
-"""`Policy`: what decides which tasks share their passes, and the registry in which each is found by its name."""
+"""`Policy`: decides which tasks share their passes, and the registry in which each policy is found by its name.
 
-# MERGED: What M is compared with: all tasks in one batch, every task by itself in each step, and one task after
-# MERGED: another.
-# MERGED: `Mux`: tasks fused by predicted latency, and grouped into buckets by simulation (M §3.3, §3.4).
+The policies are `Mux`, M's planner (M §3.3, §3.4), and what M compares it with: all tasks in one batch, every task by
+itself in each step, and one task after another. To add one, subclass `Policy` and call `register_policy`.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
 import numpy as np
 
@@ -22,15 +22,15 @@ class Partition(NamedTuple):
         intervals: the half-open range of tasks of each hTask, ascending; together they hold every task once. Tasks are
             counted from 0 in the order of `fusion_order`.
         is_grouped: whether hTasks may share a bucket: groupings into every number of buckets are then simulated
-            (M §3.4), and the fastest is taken. Otherwise every hTask is a bucket of its own.
+            (M §3.4), and the fastest is taken. Otherwise every hTask is a bucket by itself.
     """
 
     intervals: tuple[Interval, ...]
     is_grouped: bool = False
 
 
-class Policy(Protocol):
-    """How tasks are put together; to add one, see `peft_mux.scheduler.planner.policies`.
+class Policy:
+    """How tasks are put together.
 
     Attributes:
         name: what a user types, and what a plan is stored with.
@@ -42,47 +42,88 @@ class Policy(Protocol):
 
     name: str
     words: str
-    runs_alone: bool
-    search_schedule: Schedule | None
+    runs_alone: bool = False
+    search_schedule: Schedule | None = None
 
     def partitions(self, latency_s: np.ndarray, num_stages: int, num_micro_batches: int) -> Sequence[Partition]:
         """Return the partitions to be compared, at least one; the earlier one is taken of two that are equally fast.
 
         Args:
-            latency_s: seconds of the hTask of each range of tasks, `[M, M]` as in `fusion.fuse`: entry [i, j] is that
-                of tasks i to j, both included; inf where they do not fit into one pass.
+            latency_s: seconds of the hTask of each range of tasks, `[M, M]` as in `fusion.fuse`: entry [i, j] is of
+                tasks i to j, both included; inf if they do not fit into one pass.
             num_stages: S, pipeline stages; on one, hTasks follow each other and their latencies add up.
             num_micro_batches: C, passes of each hTask in a step; 1 on one stage, where `latency_s` holds all passes.
         """
-        ...
+        raise NotImplementedError
 
 
-def together(num_tasks: int) -> Partition:
-    """Return the partition in which all tasks are one hTask.
+class Together(Policy):
+    """One hTask of all tasks, as SL-PEFT has it."""
 
-    Args:
-        num_tasks: M, tasks that run.
+    name = "together"
+    words = "all tasks in one batch"
+
+    def partitions(self, latency_s: np.ndarray, num_stages: int, num_micro_batches: int) -> list[Partition]:
+        """Return the one partition that puts all tasks together."""
+        return [Partition(((0, len(latency_s)),))]
+
+
+class Interleaved(Policy):
+    """One hTask for each task; each is a bucket by itself, so that only buckets are interleaved."""
+
+    name = "interleaved"
+    words = "every task by itself, one after another in each step"
+
+    def partitions(self, latency_s: np.ndarray, num_stages: int, num_micro_batches: int) -> list[Partition]:
+        """Return the one partition that keeps all tasks apart."""
+        return [Partition(tuple((index, index + 1) for index in range(len(latency_s))))]
+
+
+class Sequential(Interleaved):
+    """One task after another to its end, as a trainer of single tasks has it."""
+
+    name = "sequential"
+    words = "one task at a time"
+    runs_alone = True
+
+
+class Mux(Policy):
+    """M's planner.
+
+    M plans by one fusion (Eq. 6), which charges an hTask by its share of the steady phase. With few micro-batches, or
+    few tasks, keeping all tasks apart or putting all together can be faster than what that finds
+    (`benchmarks/planner/choices.py`); both are tried as well, and the simulation decides.
     """
-    return Partition(((0, num_tasks),))
+
+    name = "mux"
+    words = "tasks fused and interleaved by predicted cost"
+    search_schedule: Schedule | None = "mux"
+
+    def partitions(self, latency_s: np.ndarray, num_stages: int, num_micro_batches: int) -> list[Partition]:
+        """Return what Eq. 6 fuses and, on several stages, all tasks apart and all together."""
+        # On one stage latencies add up and Eq. 6 counts each of them whole: its answer is the best of all partitions.
+        others: list[Partition] = []
+        if num_stages > 1:
+            for baseline in (Interleaved(), Together()):
+                others += baseline.partitions(latency_s, num_stages, num_micro_batches)
+        try:
+            fused = fuse(latency_s, num_stages, num_micro_batches=num_micro_batches)
+        except ValueError:
+            # A task that fills a micro-batch by itself may round to just above its bound, which Eq. 6 refuses.
+            if not others:
+                raise
+            return others
+        return [Partition(fused.intervals, is_grouped=True), *others]
 
 
-def apart(num_tasks: int) -> Partition:
-    """Return the partition in which every task is an hTask of its own.
+_BY_NAME: dict[str, Policy] = {policy.name: policy for policy in (Mux(), Together(), Interleaved(), Sequential())}
 
-    Args:
-        num_tasks: M, tasks that run.
-    """
-    return Partition(tuple((index, index + 1) for index in range(num_tasks)))
-
-
-_BY_NAME: dict[str, Policy] = {}
+POLICIES = tuple(_BY_NAME)
+"""The policies that come with the package; `policy_names()` also lists those that were registered since."""
 
 
 def register_policy(policy: Policy) -> None:
     """Make a policy known under its name.
-
-    Args:
-        policy: the policy that `policy_named` finds and `policy_names` lists from now on.
 
     Raises:
         ValueError: if another policy has this name.
@@ -95,9 +136,6 @@ def register_policy(policy: Policy) -> None:
 def unregister_policy(name: str) -> None:
     """Forget a policy that was registered.
 
-    Args:
-        name: the name that is free from now on.
-
     Raises:
         ValueError: if no policy has this name.
     """
@@ -106,9 +144,6 @@ def unregister_policy(name: str) -> None:
 
 def policy_named(name: str) -> Policy:
     """Return the policy of a name.
-
-    Args:
-        name: the name that the policy was registered under.
 
     Raises:
         ValueError: if no policy has this name.
@@ -124,82 +159,5 @@ def policy_names() -> tuple[str, ...]:
 
 
 def policy_words(name: str) -> str:
-    """Return the phrase for a policy in a printed plan.
-
-    Args:
-        name: what a plan is stored with; shown as it is where no policy has it, as in a plan made elsewhere.
-    """
+    """Return the phrase for a policy in a printed plan; the name itself if the policy is not known here."""
     return _BY_NAME[name].words if name in _BY_NAME else name
-
-
-class Together:
-    """One hTask of all tasks, as SL-PEFT has it."""
-
-    name = "together"
-    words = "all tasks in one batch"
-    runs_alone = False
-    search_schedule: Schedule | None = None
-
-    def partitions(self, latency_s: np.ndarray, num_stages: int, num_micro_batches: int) -> list[Partition]:
-        """Return the one partition that puts all tasks together."""
-        return [together(len(latency_s))]
-
-
-class Interleaved:
-    """One hTask for each task; each is a bucket of its own, so that buckets alone are interleaved."""
-
-    name = "interleaved"
-    words = "every task by itself, one after another in each step"
-    runs_alone = False
-    search_schedule: Schedule | None = None
-
-    def partitions(self, latency_s: np.ndarray, num_stages: int, num_micro_batches: int) -> list[Partition]:
-        """Return the one partition that keeps all tasks apart."""
-        return [apart(len(latency_s))]
-
-
-class Sequential:
-    """One task after another to its end, as a trainer of single tasks has it."""
-
-    name = "sequential"
-    words = "one task at a time"
-    runs_alone = True
-    search_schedule: Schedule | None = None
-
-    def partitions(self, latency_s: np.ndarray, num_stages: int, num_micro_batches: int) -> list[Partition]:
-        """Return the one partition of the single task that is admitted."""
-        return [apart(len(latency_s))]
-
-
-class Mux:
-    """M's planner.
-
-    M plans by one fusion (Eq. 6), which charges an hTask by its share of the steady phase. With few micro-batches, or
-    few tasks, keeping all tasks apart or putting all together can be faster than what that finds
-    (`benchmarks/planner/choices.py`); both are tried as well, and the simulation decides.
-    """
-
-    name = "mux"
-    words = "tasks fused and interleaved by predicted cost"
-    runs_alone = False
-    search_schedule: Schedule | None = "mux"
-
-    def partitions(self, latency_s: np.ndarray, num_stages: int, num_micro_batches: int) -> list[Partition]:
-        """Return what Eq. 6 fuses and, on several stages, all tasks apart and all together."""
-        # On one stage latencies add up and Eq. 6 counts each of them whole: its answer is the best of all partitions.
-        others = [] if num_stages == 1 else [apart(len(latency_s)), together(len(latency_s))]
-        try:
-            fused = fuse(latency_s, num_stages, num_micro_batches=num_micro_batches)
-        except ValueError:
-            # A task that fills a micro-batch by itself may round to just above its bound, which Eq. 6 refuses.
-            if not others:
-                raise
-            return others
-        return [Partition(fused.intervals, is_grouped=True), *others]
-
-
-for _policy in (Mux(), Together(), Interleaved(), Sequential()):
-    register_policy(_policy)
-
-POLICIES = policy_names()
-"""The policies that come with the package; `policy_names()` also lists those that were registered since."""

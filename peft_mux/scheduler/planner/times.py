@@ -1,25 +1,24 @@
-"""`TurnTimes`: what groups of passes take under tensor parallelism, sums charged as far as turns do not hide them.
+"""`TurnTimes`: what the micro-batches of buckets take on each stage, whether or not their passes take turns.
 
-Every group is run through Algorithm 1's order on a compute and a communication stream (M §3.4.2,
-`peft_mux.scheduler.subgraphs.passes`), the order in which the engine runs it.
+Under tensor parallelism passes wait for sums over the devices of a stage. Passes that take turns hide them: a group of
+them is run through Algorithm 1's order on a compute and a communication stream (M §3.4.2,
+`peft_mux.scheduler.subgraphs.passes`), the order in which the engine runs it, and sums are charged as far as they show.
+Plans are made with these times, priced again at other costs (`peft_mux.planning.learning`), and compared with what
+passes really took.
 """
-
-# MERGED: `SlotTimes`: seconds of the micro-batches of buckets on each stage, for plans, and for plans at other costs.
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from peft_mux.data.packing.passes import slot_of
-from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.sums import PassParts
-from peft_mux.scheduler.planner.passes import CutHTask, slot_weights
-from peft_mux.scheduler.planner.values import TurnPlan
+from peft_mux.scheduler.costs.latency import CostModel, PassParts
+from peft_mux.scheduler.planner.passes import CutHTask
 from peft_mux.scheduler.subgraphs.passes import (
     Direction,
     GroupedPass,
@@ -34,197 +33,129 @@ _FEW_LAYERS = (2, 4)
 """Layers that are simulated of deeper stages: after the first ones every further layer adds the same."""
 
 
-class TurnMember(NamedTuple):
-    """An hTask whose passes may take turns with those of others.
-
-    Attributes:
-        tasks: names of its tasks.
-        num_passes: its passes of a step.
-        parts: what a mean pass computes between its sums.
-        pass_s: seconds of a mean pass with its sums in full.
-    """
-
-    tasks: Sequence[str]
-    num_passes: int
-    parts: PassParts
-    pass_s: float
-
-
 class TurnTimes:
-    """Seconds of groups of passes.
+    """Seconds of passes that may take turns; remembers those of each group.
 
     Args:
-        cost: predicts the parts of passes; its profile tells what turns cost and hide.
+        cost: predicts the parts of passes; its profile has what turns cost and hide.
+        width: the most passes that take turns.
         recomputes: whether activations are recomputed in the backward.
     """
 
-    def __init__(self, cost: CostModel, *, recomputes: bool = False) -> None:
-        """Know no group yet."""
-        self.cost, self.recomputes, self.overlap = cost, recomputes, cost.profile.overlap
-        self._known: dict[tuple[object, ...], float] = {}
+    def __init__(self, cost: CostModel, width: int = 1, *, recomputes: bool = False) -> None:
+        self.cost, self.width, self.recomputes = cost, width, recomputes
+        # On a GPU two passes of one task are never in a group: their streams would add to the same gradients.
+        self.may_repeat = cost.profile.device.startswith("cpu")
+        self._group_s: dict[tuple[object, ...], float] = {}
+        self._parts: dict[tuple[CutHTask, int], PassParts] = {}
 
     @property
     def is_known(self) -> bool:
-        """Whether anything is known of what turns hide; else sums are charged in full."""
-        return self.cost.devices_per_stage > 1 and self.overlap is not None
+        """Whether it is known what turns hide; otherwise sums are charged in full."""
+        return self.cost.devices_per_stage > 1 and self.cost.profile.overlap is not None
 
     def group_s(self, group: Sequence[PassParts], stage: int = 0, direction: Direction = "both") -> float:
-        """Return the seconds of passes that take turns; a single one waits for each of its sums.
-
-        Args:
-            group: the parts of each pass.
-            stage: the stage that they go through, counted from 0.
-            direction: forward, backward, or both.
-        """
+        """Return the seconds of passes that take turns on a stage; a single one waits for each of its sums."""
         key = (tuple(group), stage, direction)
-        if key not in self._known:
-            self._known[key] = self._simulated_s(group, stage, direction)
-        return self._known[key]
+        if key not in self._group_s:
+            num_layers = self.cost.layers_per_stage[stage]
+            is_first, is_last = stage == 0, stage == self.cost.num_stages - 1
+            few, more = _FEW_LAYERS if num_layers > _FEW_LAYERS[1] else (num_layers, num_layers)
+            few_s, more_s = (
+                turns_timeline(
+                    [
+                        pass_times(parts, Stretch(count, is_first, is_last, self.recomputes, direction))
+                        for parts in group
+                    ],
+                    self.cost.profile.overlap,
+                ).makespan_s
+                for count in (few, more)
+            )
+            layer_s = (more_s - few_s) / (more - few) if more > few else 0.0
+            self._group_s[key] = more_s + (num_layers - more) * layer_s
+        return self._group_s[key]
 
     def action_s(
-        self,
-        tasks: Sequence[Sequence[str]],
-        parts: Sequence[PassParts],
-        width: int,
-        stage: int,
-        direction: Direction,
+        self, tasks: Sequence[Sequence[str]], parts: Sequence[PassParts], stage: int, direction: Direction
     ) -> float:
         """Return the seconds of one action of a pipeline, whose passes take turns with their neighbours.
 
         Args:
             tasks: names of the tasks of each pass, in the order in which they run.
             parts: the parts of each pass on the stage.
-            width: the most passes of a group.
             stage: the stage of the action, counted from 0.
             direction: forward or backward.
         """
-        groups = neighbour_groups([GroupedPass(0, names) for names in tasks], width, may_repeat=self._may_repeat)
+        passes = [GroupedPass(0, names) for names in tasks]
+        groups = neighbour_groups(passes, self.width, may_repeat=self.may_repeat)
         return math.fsum(self.group_s([parts[index] for index in own], stage, direction) for own in groups)
 
-    def bucket_s(self, members: Sequence[TurnMember], width: int) -> tuple[list[tuple[int, ...]], list[float]]:
-        """Return the groups of a bucket's passes on one stage, by their places, and the seconds of each.
-
-        Args:
-            members: the hTasks of the bucket, in the order of the work.
-            width: the most passes of a group.
-        """
-        passes = [member for member in members for _ in range(member.num_passes)]
-        groups = turn_groups([GroupedPass(0, member.tasks) for member in passes], width, may_repeat=self._may_repeat)
-        if not self.is_known:
-            return groups, [math.fsum(passes[index].pass_s for index in own) for own in groups]
-        return groups, [self.group_s([passes[index].parts for index in own]) for own in groups]
-
-    @property
-    def _may_repeat(self) -> bool:
-        # On a GPU two passes of one task are never in a group: their streams would add to the same gradients.
-        return self.cost.profile.device.startswith("cpu")
-
-    def _simulated_s(self, group: Sequence[PassParts], stage: int, direction: Direction) -> float:
-        num_layers = self.cost.layers_per_stage[stage]
-        is_first, is_last = stage == 0, stage == self.cost.num_stages - 1
-        whole = Stretch(num_layers, is_first, is_last, self.recomputes, direction)
-        if num_layers <= _FEW_LAYERS[1]:
-            return self._makespan_s(group, whole)
-        few_s, more_s = (self._makespan_s(group, whole._replace(num_layers=count)) for count in _FEW_LAYERS)
-        a_layer_s = (more_s - few_s) / (_FEW_LAYERS[1] - _FEW_LAYERS[0])
-        return more_s + (num_layers - _FEW_LAYERS[1]) * a_layer_s
-
-    def _makespan_s(self, group: Sequence[PassParts], stretch: Stretch) -> float:
-        return turns_timeline([pass_times(parts, stretch) for parts in group], self.overlap).makespan_s
-
-
-def turn_plan(width: int, parts: Sequence[PassParts], saved_s: float) -> TurnPlan | None:
-    """Return what a plan tells of turns; `None` where passes run one after another.
-
-    Args:
-        width: the most passes that take turns.
-        parts: what a mean pass of each hTask computes between its sums.
-        saved_s: seconds of a step that turns save.
-    """
-    return TurnPlan(width, tuple(parts), max(0.0, saved_s)) if width > 1 else None
-
-
-class SlotSeconds(NamedTuple):
-    """Seconds of the C micro-batches of a bucket on each of the S stages.
-
-    Attributes:
-        forward_s: seconds of the forwards, `[C, S]`.
-        backward_s: seconds of the backwards, `[C, S]`.
-    """
-
-    forward_s: NDArray[Any]
-    backward_s: NDArray[Any]
-
-    @property
-    def fields(self) -> dict[str, Any]:
-        """What a `BucketLoad` holds of them: those of the mean micro-batch, and what each takes over it."""
-        return {
-            "forward_s": tuple(map(float, self.forward_s.mean(axis=0))),
-            "backward_s": tuple(map(float, self.backward_s.mean(axis=0))),
-            "weights": slot_weights((self.forward_s + self.backward_s).sum(axis=1)),
-        }
-
-
-class SlotTimes:
-    """Prices micro-batches, each of which holds passes of the hTasks of a bucket.
-
-    Args:
-        cost: predicts the seconds of each stage.
-        width: the most passes of a micro-batch that take turns.
-        recomputes: whether activations are recomputed in the backward.
-
-    Attributes:
-        turns: what passes in turns take.
-    """
-
-    def __init__(self, cost: CostModel, width: int, *, recomputes: bool = False) -> None:
-        """Know no hTask yet."""
-        self.cost, self.width = cost, width
-        self.turns = TurnTimes(cost, recomputes=recomputes)
-        self._parts: dict[CutHTask, tuple[PassParts, ...]] = {}
-        self._fractions: dict[CutHTask, NDArray[Any]] = {}
-
-    def parts_of(self, cut: CutHTask) -> tuple[PassParts, ...]:
-        """Return what a mean pass of an hTask computes between its sums on each stage.
+    def parts_of(self, cut: CutHTask, stage: int = 0) -> PassParts:
+        """Return what a mean pass of an hTask computes between its sums on a stage.
 
         Of mean passes, as few compositions of a micro-batch are then simulated, each once.
-
-        Args:
-            cut: the hTask, cut into passes.
         """
-        if cut not in self._parts:
-            stages = range(self.cost.num_stages)
-            self._parts[cut] = tuple(self.cost.pass_parts(cut.loads, cut.num_passes, stage=stage) for stage in stages)
-        return self._parts[cut]
+        if (cut, stage) not in self._parts:
+            self._parts[cut, stage] = self.cost.pass_parts(cut.loads, cut.passes or [[]], stage=stage)
+        return self._parts[cut, stage]
 
-    def bucket_s(self, cuts: Sequence[CutHTask], num_slots: int) -> SlotSeconds:
-        """Return the seconds of each micro-batch of a bucket on each stage.
+    def groups_of(self, cuts: Sequence[CutHTask]) -> list[list[CutHTask]]:
+        """Return the hTask of each pass of each group in which a bucket's passes go through a single stage."""
+        passes = [cut for cut in cuts for _ in range(cut.num_passes)]
+        grouped = [GroupedPass(0, [load.name for load in cut.loads]) for cut in passes]
+        groups = turn_groups(grouped, self.width, may_repeat=self.may_repeat)
+        return [[passes[index] for index in own] for own in groups]
+
+    def bucket_fields(self, cuts: Sequence[CutHTask], num_slots: int | None = None) -> dict[str, Any]:
+        """Return what a `BucketLoad` holds of the seconds of a bucket.
+
+        On a single stage with passes in turns micro-batches are their groups; otherwise passes are spread over as many
+        micro-batches as the hTask with most of them has.
 
         Args:
             cuts: the hTasks of the bucket, in the order of the work.
-            num_slots: C, micro-batches of the bucket.
+            num_slots: C, micro-batches of the bucket, if it is given.
         """
-        if not self.turns.is_known:
-            slots_s = [cut.slots_s(num_slots) for cut in cuts]
-            pairs = zip(cuts, slots_s, strict=True)
-            forward_s = np.sum([self._forward_fractions(cut) * own for cut, own in pairs], axis=0)
-            return SlotSeconds(forward_s, np.sum(slots_s, axis=0) - forward_s)
+        if self.is_known and self.cost.num_stages == 1:
+            groups = self.groups_of(cuts)
+            both_s = np.array([[self.group_s([self.parts_of(cut) for cut in own])] for own in groups])
+            forward_s = self.cost.profile.forward_fraction * both_s
+            backward_s = both_s - forward_s
+        else:
+            forward_s, backward_s = self._slots_s(cuts, num_slots or max(cut.num_chains for cut in cuts))
+        slots_s = (forward_s + backward_s).sum(axis=1)
+        weights: tuple[float, ...] = ()
+        if not np.allclose(slots_s, slots_s.mean(), rtol=1e-9, atol=0.0):
+            weights = tuple((slots_s / slots_s.mean()).tolist())
+        return {
+            "forward_s": tuple(forward_s.mean(axis=0).tolist()),
+            "backward_s": tuple(backward_s.mean(axis=0).tolist()),
+            "weights": weights,
+            "num_micro_batches": len(forward_s),
+        }
+
+    def _slots_s(self, cuts: Sequence[CutHTask], num_slots: int) -> tuple[NDArray[Any], NDArray[Any]]:
+        """Return the forward and the backward seconds of each of the C micro-batches of a bucket, two `[C, S]`."""
+        num_stages = self.cost.num_stages
+        forward_s, stage_s, mean_s = np.zeros((3, num_slots, num_stages))
         slots: list[list[CutHTask]] = [[] for _ in range(num_slots)]
         for cut in cuts:
             for chain in cut.chains:
-                slots[slot_of(chain[0], len(cut.passes), num_slots)] += [cut] * len(chain)
-        return SlotSeconds(self._in_turns_s(slots, "forward"), self._in_turns_s(slots, "backward"))
-
-    def _forward_fractions(self, cut: CutHTask) -> NDArray[Any]:
-        if cut not in self._fractions:
-            self._fractions[cut] = self.cost.forward_fractions(cut.loads, cut.num_passes)
-        return self._fractions[cut]
-
-    def _in_turns_s(self, slots: Sequence[Sequence[CutHTask]], direction: Direction) -> NDArray[Any]:
-        stages = range(self.cost.num_stages)
-        return np.array([[self._action_s(own, stage, direction) for stage in stages] for own in slots])
-
-    def _action_s(self, passes: Sequence[CutHTask], stage: int, direction: Direction) -> float:
-        tasks = [[load.name for load in cut.loads] for cut in passes]
-        parts = [self.parts_of(cut)[stage] for cut in passes]
-        return self.turns.action_s(tasks, parts, self.width, stage, direction)
+                slot = slot_of(chain[0], len(cut.passes), num_slots)
+                slots[slot] += [cut] * len(chain)
+                forward_s[slot] += cut.forward_s[list(chain)].sum(axis=0)
+                stage_s[slot] += cut.stage_s[list(chain)].sum(axis=0)
+                mean_s[slot] += len(chain) * cut.stage_s.mean(axis=0)
+        if not self.is_known:
+            return forward_s, stage_s - forward_s
+        in_turns_s = np.zeros((2, num_slots, num_stages))
+        directions: tuple[Direction, ...] = ("forward", "backward")
+        for slot, passes in enumerate(slots):
+            tasks = [[load.name for load in cut.loads] for cut in passes]
+            for stage in range(num_stages):
+                parts = [self.parts_of(cut, stage) for cut in passes]
+                for way, direction in enumerate(directions):
+                    in_turns_s[way, slot, stage] = self.action_s(tasks, parts, stage, direction)
+        # Turns are simulated of mean passes; real ones take as much more or less as they do one after another.
+        in_turns_s *= np.where(mean_s > 0, stage_s / np.where(mean_s > 0, mean_s, 1.0), 1.0)
+        return in_turns_s[0], in_turns_s[1]

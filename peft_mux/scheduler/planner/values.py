@@ -8,14 +8,9 @@ from typing import Literal
 from peft_mux.data.packing.passes import PassRules
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.memory import MemoryEstimate
-from peft_mux.scheduler.costs.sums import PassParts
+from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule
-
-MICRO_BATCHES_PER_STAGE = 4
-"""C over S of a common pipeline (M Appendix A), for which layers are cut into stages."""
-MOST_DOUBLINGS = 5
-"""By how many powers of two the smallest micro-batches that stages are cut for are smaller, less one."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -19,7 +19,7 @@ from collections.abc import Callable, Collection, Sequence
 from typing import Literal, NamedTuple
 
 from peft_mux.scheduler.costs.hardware import Overlap
-from peft_mux.scheduler.costs.sums import PassParts
+from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.subgraphs.schedule import StreamTimeline, schedule, sequential_schedule, simulate_streams
 from peft_mux.scheduler.subgraphs.segments import Operator, Subgraph, subgraph_key
 

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from peft_mux.scheduler.costs.hardware import Overlap
-from peft_mux.scheduler.costs.sums import PassParts
+from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.subgraphs.layers import LayerLatency, layer_graph
 from peft_mux.scheduler.subgraphs.passes import (
     GroupedPass,
