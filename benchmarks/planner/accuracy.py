@@ -181,6 +181,7 @@ def predict(
     """
     import torch
 
+    from peft_mux.data.packing.passes import PassRules, TaskRows, cut_into_passes
     from peft_mux.modeling.backbone.shape import model_shape
     from peft_mux.scheduler.costs.latency import CostModel
     from peft_mux.scheduler.costs.memory import MemoryModel
@@ -188,7 +189,11 @@ def predict(
     shape = model_shape(backbone, backbone.config, dtype=torch.float32, activation_dtype=torch.float32)
     loads = {task.name: load_of(task, shape) for task in tasks}
     htasks = [([loads[name] for name in names], count) for names, count in measured.htasks]
-    cost = CostModel(profile, shape)
+    cost, step_s = CostModel(profile, shape), 0.0
+    for members, count in htasks:
+        rows = [TaskRows(load.lengths) for load in members]
+        passes = cut_into_passes(rows, PassRules(), bound=sum(load.tokens for load in members), num_passes=count)
+        step_s += float(cost.passes_s(members, passes).sum())
     per_token = activation_bytes(tasks)
     margin = 0.0 if options.malloc == "return" else None
     memory = MemoryModel(shape, activation_bytes_per_token=per_token, device_type="cpu", allocator_margin=margin)
@@ -200,7 +205,7 @@ def predict(
         num_tasks=len(tasks),
         num_tokens=sum(load.tokens for load in loads.values()),
         ranks=[task.rank for task in tasks],
-        predicted_s=cost.step_s(htasks),
+        predicted_s=step_s + cost.outside_s(list(loads.values())),
         measured_s=measured.step_s,
         predicted_bytes=memory.peak_bytes(list(loads.values()), largest),
         measured_bytes=measured.peak_bytes,

@@ -86,16 +86,16 @@ def compared(case: Case) -> Found:
 def _graph(name: str, case: Case, tokens: dict[int, float]) -> OperatorGraph:
     """Return the graph of a pass of some tokens of each task."""
     total = sum(tokens.values())
-    layer_s = PROFILE.forward_fraction * float(PROFILE.layer_s(total)) / DEVICES
+    layer_s = PROFILE.forward_fraction * float(PROFILE.layer(total)) / DEVICES
     sum_s = all_reduce_s(Link(1e-5, case.bytes_per_s), DEVICES, total * LLAMA_7B.hidden_size * 2)
-    attention_s = PROFILE.forward_fraction * float(PROFILE.attention_s(min(total, 512))) / DEVICES
+    attention_s = PROFILE.forward_fraction * float(PROFILE.attention(min(total, 512))) / DEVICES
     latency = LayerLatency(*(_of(layer_s, attention_s, name) for name in _OPERATORS), sum_s)
     adapters = [
         AdapterLatency(
             f"{task}",
             linear,
-            PROFILE.forward_fraction * float(PROFILE.adapter_s(case.ranks[task], WIDTHS[linear] / DEVICES, own)),
-            utilization=float(PROFILE.adapter_utilization(case.ranks[task], WIDTHS[linear] / DEVICES, own)),
+            PROFILE.forward_fraction * float(PROFILE.adapter(case.ranks[task], WIDTHS[linear] / DEVICES, own)),
+            utilization=float(PROFILE.utilization(case.ranks[task], WIDTHS[linear] / DEVICES, own, grows=False)),
         )
         for task, own in tokens.items()
         for linear in LINEARS

@@ -15,14 +15,31 @@ import random
 import statistics
 from collections.abc import Iterable
 
+import numpy as np
+
 from benchmarks.planner.times import MAX_TOKENS, models, random_loads
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import BucketLoad, build_template
-from peft_mux.scheduler.planner.admission import admit
-from peft_mux.scheduler.planner.passes import PassCosts
-from peft_mux.scheduler.planner.planner import Budget
-from peft_mux.scheduler.planner.policies import Partition, policy_named
-from peft_mux.scheduler.planner.stages import PartitionSearch, RangeLatencies
+from peft_mux.scheduler.planner.planner import Budget, plan_tasks
+from peft_mux.scheduler.planner.policies import Partition, Policy, policy_named, register_policy, unregister_policy
+
+
+class _OneOfMux(Policy):
+    """One of the partitions that the planner compares.
+
+    Args:
+        number: its place among them: what Eq. 6 fuses, all apart, all together.
+    """
+
+    name = "one of mux"
+    words = "one partition of the planner"
+    search_schedule = "mux"
+
+    def __init__(self, number: int) -> None:
+        self.number = number
+
+    def partitions(self, latency_s: np.ndarray, num_stages: int, num_micro_batches: int) -> list[Partition]:
+        return [policy_named("mux").partitions(latency_s, num_stages, num_micro_batches)[self.number]]
 
 
 def template_losses(count: int, seed: int) -> list[float]:
@@ -55,19 +72,15 @@ def _partition_loss(draw: random.Random) -> float:
     cost, memory = models(num_stages)
     loads = random_loads(draw.randint(2, 6), seed=draw.randrange(2**31))
     budget = Budget(MAX_TOKENS, num_micro_batches=num_micro_batches)
-    admission = admit(loads, memory, budget.limit_bytes, budget.max_tokens)
 
-    def makespan_s(partition: Partition) -> float:
-        search = PartitionSearch(admission, costs, memory, budget, num_micro_batches, partition)
-        fastest = search.fastest()
-        assert fastest is not None, "without a bound the fastest of all groupings is returned"
-        return fastest.simulation.makespan_s
+    def makespan_s(number: int) -> float:
+        register_policy(_OneOfMux(number))
+        try:
+            return plan_tasks(loads, cost, memory, budget, policy=_OneOfMux.name).step_s - cost.outside_s(loads)
+        finally:
+            unregister_policy(_OneOfMux.name)
 
-    latencies = RangeLatencies(admission, cost)
-    costs = PassCosts(latencies.loads, cost, budget.rules, admission.max_tokens)
-    latency_s = latencies.of(num_micro_batches)
-    fused, *others = policy_named("mux").partitions(latency_s, num_stages, num_micro_batches)
-    return makespan_s(fused) / min(map(makespan_s, others)) - 1.0
+    return makespan_s(0) / min(makespan_s(1), makespan_s(2)) - 1.0
 
 
 def line(name: str, losses: Iterable[float]) -> str:

@@ -21,6 +21,7 @@ from pathlib import Path
 from benchmarks.paths import RESULTS
 from benchmarks.planner.figures_bench import GPT_2_7B, LLAMA_7B, RANK, Bench, Row, tokens_of
 from peft_mux.scheduler.costs.hardware import DEVICES
+from peft_mux.scheduler.costs.latency import whole_pass
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import build_template
@@ -53,8 +54,10 @@ def figure_9(device: str) -> list[Row]:
             )
         )
     one_gpu = Bench(replace(LLAMA_7B, num_layers=8, backbone_bytes=LLAMA_7B.backbone_bytes // 4), 1, device)
-    alone_s = one_gpu.cost.pass_s(one_gpu.tasks((QA,), 8), 1)
-    batched_s = one_gpu.cost.pass_s(one_gpu.tasks((QA,), 64), 1)
+    alone_s, batched_s = (
+        float(one_gpu.cost.passes_s(loads, [whole_pass(loads)]).sum())
+        for loads in (one_gpu.tasks((QA,), 8), one_gpu.tasks((QA,), 64))
+    )
     rows.append(
         Row(
             "9(b)",

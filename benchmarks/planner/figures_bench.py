@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from peft_mux.data.packing.passes import PassRules, TaskRows, cut_into_passes
 from peft_mux.scheduler.cluster.trace import TaskKind
 from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.latency import CostModel
@@ -70,11 +71,14 @@ class Bench:
         """Return the tasks of one hTask as a bucket of its own."""
         stages = range(self.num_stages)
         tokens = sum(load.tokens for load in loads) / num_micro_batches
+        rows = [TaskRows(load.lengths) for load in loads]
+        passes = cut_into_passes(rows, PassRules(), bound=MAX_TOKENS, num_passes=num_micro_batches)
+        forward_s, _ = self.cost.pass_times(loads, passes)
+        # Without the overhead of a pass, as Eq. 3 has it.
+        overhead_s = self.cost.profile.forward_fraction * self.cost.profile.pass_s
         return BucketLoad(
             name=name,
-            forward_s=tuple(
-                self.cost.stage_latency_s(loads, num_micro_batches=num_micro_batches, stage=stage) for stage in stages
-            ),
+            forward_s=tuple((forward_s.sum(axis=0) / num_micro_batches - overhead_s).tolist()),
             activation_bytes=tuple(self.memory.activation_bytes(tokens, stage) for stage in stages),
             output_bytes=int(tokens * self.shape.hidden_size * self.shape.activation_bytes),
             num_micro_batches=num_micro_batches,

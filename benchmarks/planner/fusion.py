@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from peft_mux.scheduler.planner.fusion import ChargedWhole, fuse, fusion_order
+from peft_mux.scheduler.planner.fusion import cheapest_partition, fuse, fusion_order
 from peft_mux.scheduler.planner.grouping import group
 
 PERCENT = 0.02
@@ -178,11 +178,20 @@ def contiguous_partitions(count: int) -> Iterator[list[list[int]]]:
         yield [list(range(start, stop)) for start, stop in zip(cuts[:-1], cuts[1:], strict=True)]
 
 
-def fused_makespan_s(instance: Instance, rule: ChargedWhole, *, knows_c: bool, eager: bool) -> float:
-    """Return the simulated makespan of what `fuse` chooses."""
-    number = instance.num_micro_batches if knows_c else None
-    fusion = fuse(instance.latency_s(), instance.num_stages, num_micro_batches=number, charged_whole=rule)
-    stage_s = instance.stage_latencies_s([range(start, stop) for start, stop in fusion.intervals])
+def fused_makespan_s(instance: Instance, charged_whole: str, *, knows_c: bool, eager: bool) -> float:
+    """Return the simulated makespan of what `fuse` chooses, or Eq. 6 with the lowest hTask charged whole.
+
+    The share of the others is C / (S - 1 + C), which for C = 1 is the 1 / S of Eq. 6.
+    """
+    number, latency_s = instance.num_micro_batches if knows_c else 1, instance.latency_s()
+    if charged_whole == "longest":
+        intervals = fuse(latency_s, instance.num_stages, num_micro_batches=number).intervals
+    else:
+        cost = number / (instance.num_stages - 1 + number) * latency_s
+        # Only the lowest hTask begins with task 0, so that charging it whole keeps the charges additive.
+        cost[0] = latency_s[0]
+        intervals = cheapest_partition(cost) or ()
+    stage_s = instance.stage_latencies_s([range(start, stop) for start, stop in intervals])
     return simulate(stage_s, instance.num_stages, instance.num_micro_batches, eager=eager)
 
 

@@ -3,8 +3,7 @@
     python -m benchmarks.training.last_layer            4 minutes on one core
 
 A forward and backward pass of eight tasks is made in turn with and without it, in one process, on one thread; times are
-of the processor, the ratio is the median over the rounds. Of each row the last tokens are targets. Beside it stands the
-ratio that plans predict, by a profile measured in the same process.
+of the processor, the ratio is the median over the rounds. Of each row the last tokens are targets.
 """
 
 from __future__ import annotations
@@ -21,14 +20,6 @@ from benchmarks.training.workloads import ModelSpec, make_workload
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.task_batch import IGNORE_INDEX
-from peft_mux.engine.work import rows_of
-from peft_mux.modeling.adapters.kind import kind_of
-from peft_mux.modeling.backbone.shape import model_shape
-from peft_mux.planning.loads import whole_shapes
-from peft_mux.planning.profiling.backbone import profile_backbone
-from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
-from peft_mux.scheduler.costs.profile import Profile
 
 NUM_TASKS, ROUNDS = 8, 5
 LAYERS = (4, 16)
@@ -39,16 +30,13 @@ SHARES = (0.02, 0.25, 0.5, 0.7)
 def main() -> None:
     """Measure each depth and share, and print a line of it."""
     torch.set_num_threads(1)
-    # A profile is of a layer, so that one serves all depths.
-    profile = profile_backbone(ModelSpec().build(), device="cpu", dtype=torch.float32, timer=time.process_time)
     for num_layers in LAYERS:
         spec = replace(ModelSpec(), num_layers=num_layers)
         for share in SHARES:
             with_s, without_s = measure(spec, share)
             ratio = statistics.median(a / b for a, b in zip(with_s, without_s, strict=True))
             times = f"{min(with_s):6.2f} s with, {min(without_s):6.2f} s without"
-            said = f"{ratio:.3f}, {predicted(profile, spec, share):.3f} predicted"
-            print(f"{num_layers:3} layers, {share:4.0%} of the rows read: {times}; {said}", flush=True)
+            print(f"{num_layers:3} layers, {share:4.0%} of the rows read: {times}; {ratio:.3f}", flush=True)
 
 
 def measure(spec: ModelSpec, share: float) -> tuple[list[float], list[float]]:
@@ -62,29 +50,6 @@ def measure(spec: ModelSpec, share: float) -> tuple[list[float], list[float]]:
     _pass_s(model, batch, is_wanted=True)
     pairs = [[_pass_s(model, batch, is_wanted=is_wanted) for is_wanted in (True, False)] for _ in range(ROUNDS)]
     return [one for one, _ in pairs], [other for _, other in pairs]
-
-
-def predicted(profile: Profile, spec: ModelSpec, share: float) -> float:
-    """Return the ratio of the seconds with and without it that plans count with.
-
-    Args:
-        profile: seconds of the parts of a step here.
-        spec: the backbone.
-        share: part of each row that are targets.
-    """
-    model, batch = _model_and_batch(spec, share)
-    shape = model_shape(model.backbone, model.backbone.config, dtype=torch.float32, activation_dtype=torch.float32)
-    loads = [
-        TaskLoad(one.task, one.lengths, one.num_targets, _adapters_of_a_layer(model, one.task), 0)
-        for one in rows_of(batch)
-    ]
-    with_s, without_s = (CostModel(profile, one).pass_s(loads, 1) for one in (shape.at_targets(), shape))
-    return with_s / without_s
-
-
-def _adapters_of_a_layer(model: MultiTaskPeftModel, task: str) -> tuple[AdapterLoad, ...]:
-    shapes = {name: shape for name, shape in whole_shapes(model, task).items() if ".layers.0." in name}
-    return tuple(kind_of(model.peft_config[model.adapter_of(task)]).loads(shapes, {}))
 
 
 def _model_and_batch(spec: ModelSpec, share: float) -> tuple[MultiTaskPeftModel, MuxBatch]:

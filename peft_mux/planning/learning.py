@@ -1,10 +1,10 @@
 """What measured times say of a profile (M §4): `TimeCorrection` learns it, and plans are priced again by it.
 
 A measured pass is a sum over parts, for each of which the profile predicts seconds: seconds = sum of factor times
-predicted seconds. Factors are the least squares of relative errors over all passes, recent ones counting more (recursive
-least squares with forgetting, stored as information, which is a sum over passes and so over processes). Passes of one
-run are similar, so that parts can be told apart only as far as passes differ; a ridge decides the rest: parts are as
-much slower as all together are, unless the passes say otherwise. No factor is below a bound.
+predicted seconds. Factors are the least squares of relative errors over all passes, recent ones counting more
+(recursive least squares with forgetting, stored as information, which is a sum over passes and so over processes).
+Passes of one run are similar, so that parts can be told apart only as far as passes differ; a ridge decides the rest:
+parts are as much slower as all together are, unless the passes say otherwise. No factor is below a bound.
 
 Communication grows with the tokens of a pass, as computing does, and has a fixed part, as a pass has: no passes tell it
 from these two. So it is measured separately wherever that is possible (`PassTime.waited_s`); elsewhere it stays near

@@ -27,7 +27,7 @@ ParameterShapes = Mapping[str, tuple[int, ...]]
 
 
 def whole_shapes(model: MultiTaskPeftModel, name: str) -> dict[str, tuple[int, ...]]:
-    """Return the shapes of a task's whole parameters, as far as a process (possibly of one stage) has a part of them."""
+    """Return the shapes of a task's whole parameters, as far as a process (of one stage) has a part of them."""
     return {key: tuple(piece.shape) for key, piece in model.registry.pieces_of(name).items()}
 
 
@@ -158,8 +158,9 @@ def _sharing_batch(run: TaskRun) -> TaskBatch | None:
     """
     if not run.loader.shares_prefixes:
         return None
-    batches = sorted(run.loader.sample_batches(_SAMPLE_BATCHES)[::-1], key=_computed_share)
-    middle = batches[len(batches) // 2]
+    batches = run.loader.sample_batches(_SAMPLE_BATCHES)
+    order = sorted(range(len(batches)), key=lambda number: (_computed_share(batches[number]), -number))
+    middle = batches[order[len(order) // 2]]
     return None if middle.trie is None else middle
 
 

@@ -1,7 +1,7 @@
 """`Planner`: gathers the facts of a run (lengths, adapters, shapes, memory, profile) and has its `Plan` made of them.
 
-`peft_mux.scheduler.planner` decides what runs together. Here its outcome gets what only the run knows: the tasks' shares,
-notes on how it came about and, if not even one task fits into memory, what to change.
+`peft_mux.scheduler.planner` decides what runs together. Here its outcome gets what only the run knows: the tasks'
+shares, notes on how it came about and, if not even one task fits into memory, what to change.
 """
 
 from __future__ import annotations
@@ -287,7 +287,11 @@ class Planner:
         """
         if self._last_inputs is None or self._profile is None:
             return None
-        target, loads, layers = self._last_inputs.target, self._last_inputs.loads, self._last_inputs.cost.layers_per_stage
+        target, loads, layers = (
+            self._last_inputs.target,
+            self._last_inputs.loads,
+            self._last_inputs.cost.layers_per_stage,
+        )
         given = own_target(
             self.args,
             self._profile,
@@ -433,9 +437,9 @@ def is_drained(
 ) -> bool:
     """Return whether plans should be compared by steps that end in a flush of the pipeline.
 
-    The engine decides it step by step (`peft_mux.trainer.loop`), as logs, evaluations and files come due. A plan only has
-    to know what holds for most steps: few large buckets of many micro-batches are faster if the pipeline is drained, and
-    many small ones if it is not.
+    The engine decides it step by step (`peft_mux.trainer.loop`), as logs, evaluations and files come due. A plan only
+    has to know what holds for most steps: few large buckets of many micro-batches are faster if the pipeline is
+    drained, and many small ones if it is not.
     """
     if args.pipeline_flush != "auto" or target.num_stages == 1:
         return True

@@ -304,7 +304,9 @@ def target_notes(
 ) -> tuple[str, ...]:
     """Return remarks on how a target's devices share the backbone, with so many layers on each stage."""
     notes, link = [], target.tensor_link
-    figures = "" if link is None else f"at {link.bytes_per_s / 1e9:,.3g} GB/s and {1e6 * link.latency_s:,.3g} us a message"
+    figures = (
+        "" if link is None else f"at {link.bytes_per_s / 1e9:,.3g} GB/s and {1e6 * link.latency_s:,.3g} us a message"
+    )
 
     def times_words(what: str) -> str:
         return f"nothing of {what}, as no link is known" if link is None else f"{what} in full, {figures}"

@@ -17,8 +17,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.costs.latency import PassParts
+from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.drawing import MemoryBar, gantt_text, memory_bars_text, plan_html, save_gantt
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate

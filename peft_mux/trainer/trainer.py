@@ -36,6 +36,7 @@ from peft_mux.engine.tasks.resolved import resolve_tasks
 from peft_mux.engine.tasks.setup import make_task_runs
 from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.errors import ConfigError, Fault, raise_faults
+from peft_mux.planning.deployment import report_deployment
 from peft_mux.planning.profiling.backbone import profile_backbone
 from peft_mux.planning.profiling.links import Shards, measure_link, overlap_among
 from peft_mux.planning.replica_facts import LayerProfile
@@ -327,7 +328,7 @@ class MultiTaskTrainer(Trainer):
         Raises:
             ConfigError: for unknown devices, no tasks, or tasks that no replica can hold.
         """
-        return self._plans.plan_deployment(devices, measured)
+        return report_deployment(self._plans.planner, self._run.table.plannable, devices, measured=measured)
 
     def measure_profile(self, budget_s: float = 60.0, *, folder: Path | None = None, refresh: bool = False) -> Profile:
         """Measure how long the parts of a step take on this device, for `cost_profile`; reads and changes no weights.

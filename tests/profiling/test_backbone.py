@@ -91,9 +91,9 @@ def test_adapters_are_measured_for_every_rank_and_every_width_of_the_backbone(me
     assert measured.adapter.ranks == RANKS
     # q, k and v are computed together and count at their mean width: (128 + 96 + 96) / 3.
     assert measured.adapter.widths == pytest.approx((320 / 3, 128, 160))
-    assert measured.adapter_s(4, 160, 16) >= 0
-    assert measured.adapter_s(64, 160, 1024) > 0
-    assert measured.adapter_utilization(8, 128, np.array([16, 1024])) == pytest.approx([1.0, 1.0])
+    assert measured.adapter(4, 160, 16) >= 0
+    assert measured.adapter(64, 160, 1024) > 0
+    assert measured.utilization(8, 128, np.array([16, 1024]), grows=False) == pytest.approx([1.0, 1.0])
 
 
 def test_profiling_leaves_the_given_model_alone() -> None:
@@ -111,7 +111,7 @@ def test_a_backbone_without_weights_is_profiled_like_one_with_weights(measured: 
         described = a_backbone()
     profile = profile_backbone(described, device="cpu", dtype=torch.float32, budget_s=0.5)
     assert profile.key == measured.key
-    assert profile.layer_s(256) > 0
+    assert profile.layer(256) > 0
 
 
 def test_a_stored_profile_is_read_again_and_measured_anew_only_when_asked(
@@ -181,8 +181,8 @@ def test_a_backbone_of_another_architecture_is_profiled_too() -> None:
         GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=100, bos_token_id=1, eos_token_id=1)
     )
     profile = profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5)
-    assert profile.layer_s(256) > 0
-    assert profile.adapter_s(64, 256, 1024) > 0
+    assert profile.layer(256) > 0
+    assert profile.adapter(64, 256, 1024) > 0
 
 
 # ---------------------------------------------------------------- stopwatch

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from peft_mux.scheduler.costs.memory import ModelShape, estimate_memory
+from peft_mux.scheduler.costs.memory import MemoryEstimate, ModelShape
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.template import build_template
 from peft_mux.scheduler.plan import Plan
@@ -26,7 +26,7 @@ TEMPLATE = build_template(LOADS, "1f1b")
 
 
 def a_plan() -> Plan:
-    memory = estimate_memory(SHAPE, [100, 200], max_tokens=256, checkpointing=False, block_bytes=10_000)
+    memory = MemoryEstimate(1_000_000, 6000, 4_718_592, 685_360, optimizer_bytes=2400)
     return Plan(
         htasks=(HTask(("sql", "tales"), 2, 150.25, 0.5), HTask(("sums",), 1, 40.0, 0.1)),
         shares=(

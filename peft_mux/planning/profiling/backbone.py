@@ -32,7 +32,7 @@ from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.planning.profiling.subject import RANKS, Subject, config_of, plain_backbone
 from peft_mux.scheduler.costs.curves import AdapterTable, Curve
 from peft_mux.scheduler.costs.hardware import Link, Overlap
-from peft_mux.scheduler.costs.latency import CostModel
+from peft_mux.scheduler.costs.latency import CostModel, whole_pass
 from peft_mux.scheduler.costs.profile import Profile, profile_key, shape_signature
 from peft_mux.storage import write_file
 
@@ -526,4 +526,4 @@ def _unaccounted_s(profile: Profile, subject: Subject, whole: SmallPass) -> floa
     cost = CostModel(profile, subject.shape)
     loads = subject.loads(whole.names, whole.lengths, whole.rank)
     # Parts are medians of their own, whose sum may exceed the whole by noise.
-    return max(whole.seconds - cost.pass_s(loads, 1), 0.0)
+    return max(whole.seconds - float(cost.passes_s(loads, [whole_pass(loads)]).sum()), 0.0)

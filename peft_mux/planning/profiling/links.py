@@ -25,7 +25,7 @@ from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks, Turns
 from peft_mux.engine.tensor.parallel import TensorLinks, cut_model
 from peft_mux.planning.profiling.subject import RANKS, Subject, config_of
 from peft_mux.scheduler.costs.hardware import MOST_SLOWDOWN, Link, Overlap
-from peft_mux.scheduler.costs.latency import ALL_REDUCES_PER_LAYER, CostModel
+from peft_mux.scheduler.costs.latency import ALL_REDUCES_PER_LAYER, CostModel, whole_pass
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.subgraphs.passes import PassTimes, Stretch, TimedSubgraph, pass_times, turns_timeline
 
@@ -267,7 +267,9 @@ def held_to_passes(overlap: Overlap, profile: Profile, subject: Subject, shards:
         links.close()
     dist.all_reduce(measured, op=dist.ReduceOp.MAX)
     cost = CostModel(replace(profile, overlap=overlap), shape, devices_per_stage=shards.devices)
-    passes = [pass_times(cost.pass_parts(loads, 1), Stretch(shape.num_layers))] * _NUM_PASSES_turn_costs
+    passes = [
+        pass_times(cost.pass_parts(loads, [whole_pass(loads)]), Stretch(shape.num_layers))
+    ] * _NUM_PASSES_turn_costs
     apart_s, turns_s = measured.tolist()
     found = fitted_costs(overlap, passes, apart_s, turns_s, num_sums=ALL_REDUCES_PER_LAYER * shape.num_layers)
     # Each process has a profile of its own, and so another fit: the first one's is that of all.

@@ -22,11 +22,11 @@ import numpy as np
 
 from peft_mux.scheduler.cluster.trace import TaskKind
 from peft_mux.scheduler.costs.curves import Curve
-from peft_mux.scheduler.costs.hardware import Cluster, Link
+from peft_mux.scheduler.costs.hardware import Cluster, Device, Link
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.model_shape import ModelShape
-from peft_mux.scheduler.costs.profile import Profile, Roofline, analytic_profile
+from peft_mux.scheduler.costs.profile import STREAMING_PART, Profile, analytic_profile, launch_s
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
@@ -127,7 +127,7 @@ class InstanceModel:
         profile = analytic_profile(devices.device, shape, link=devices.intra_node)
         # HF-PEFT alone runs a model operator by operator.
         if self.system == "hf-peft":
-            profile = eager_profile(profile, Roofline(devices.device, shape, 1), shape)
+            profile = eager_profile(profile, devices.device, shape)
         self._cost = CostModel(profile, shape, num_stages=devices.num_devices)
         self._memory = MemoryModel(shape, num_stages=devices.num_devices)
 
@@ -211,7 +211,7 @@ _PLANS: dict[str, tuple[str, Schedule]] = {
 }
 
 
-def eager_profile(profile: Profile, roof: Roofline, shape: ModelShape) -> Profile:
+def eager_profile(profile: Profile, device: Device, shape: ModelShape) -> Profile:
     """Return a profile of unfused operators: what Hugging Face models and PEFT run without compilation.
 
     Base products and the attention product stay as they are; element-wise operators move more bytes and are launched
@@ -220,15 +220,16 @@ def eager_profile(profile: Profile, roof: Roofline, shape: ModelShape) -> Profil
 
     Args:
         profile: analytic profile of fused operators.
-        roof: roofline of the same device.
+        device: data sheet of the same device.
         shape: layers and widths of the backbone.
     """
     bytes_per_token = _EAGER_READS * (shape.hidden_size + shape.intermediate_size) * shape.activation_bytes
     # Adapters are in the tasks' loads by width; PEFT's extra reads are added for the four projections of attention.
-    widths = sum(roof.widths[:4])
+    widths = 4 * shape.hidden_size + 2 * (shape.attention_size + shape.key_value_size)
     bytes_per_token += _EAGER_ADAPTER_READS * widths * shape.activation_bytes
-    extra_s = roof.bytes_s(_EAGER_POINTS * bytes_per_token) + _EAGER_LAUNCHES * roof.launch_s
-    layer = Curve.measured(_EAGER_POINTS, profile.layer_s(_EAGER_POINTS) + extra_s)
+    bytes_per_s = STREAMING_PART * device.memory_bytes_per_s
+    extra_s = _EAGER_POINTS * bytes_per_token / bytes_per_s + _EAGER_LAUNCHES * launch_s(device)
+    layer = Curve.measured(_EAGER_POINTS, profile.layer(_EAGER_POINTS) + extra_s)
     return replace(profile, layer=layer, versions=(*profile.versions, ("operators", "eager")))
 
 

@@ -105,15 +105,18 @@ class AdapterTable:
 
     @classmethod
     def measured(
-        cls, ranks: ArrayLike, widths: ArrayLike, tokens: ArrayLike, values: NDArray[Any], *, level: bool = True
+        cls, ranks: ArrayLike, widths: ArrayLike, tokens: ArrayLike, measurements: NDArray[Any], *, level: bool = True
     ) -> AdapterTable:
         """Return the table of measurements `[ranks, widths, tokens]`; `level` levels noise along tokens and ranks."""
-        array = np.asarray(values, dtype=float)
+        array = np.asarray(measurements, dtype=float)
         if level:
             array = np.apply_along_axis(_levelled, 2, array)
             array = np.apply_along_axis(_levelled, 0, array)
-        axes = (tuple(np.asarray(points, dtype=float).tolist()) for points in (ranks, widths, tokens))
-        return cls(*axes, tuple(tuple(tuple(row.tolist()) for row in plane) for plane in array))
+        rank_points, width_points, token_points = (
+            tuple(np.asarray(points, dtype=float).tolist()) for points in (ranks, widths, tokens)
+        )
+        values = tuple(tuple(map(tuple, plane)) for plane in array.tolist())
+        return cls(rank_points, width_points, token_points, values)
 
     @classmethod
     def constant(cls, value: float) -> AdapterTable:

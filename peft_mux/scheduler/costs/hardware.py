@@ -1,8 +1,8 @@
 """Devices by their data sheets, the links between them, and how far sums over a link are hidden by computing.
 
-Data sheets say what a device could do, and `Device.efficiency` which part of its peak large matrix products reach. Plans
-can be made from them for machines that are not at hand; a measured profile (`peft_mux.planning.profiling.backbone`)
-needs none of this.
+Data sheets say what a device could do, and `Device.efficiency` which part of its peak large matrix products reach.
+Plans can be made from them for machines that are not at hand; a measured profile
+(`peft_mux.planning.profiling.backbone`) needs none of this.
 """
 
 from __future__ import annotations
@@ -61,7 +61,8 @@ class Overlap:
     """What a profile knows about passes that take turns (M §3.4.2).
 
     Attributes:
-        skew: how much longer than its own time each sum is waited for, as a part of the computing before it: ranks never
+        skew: how much longer than its own time each sum is waited for, as a part of the computing before it: ranks
+            never
             finish at the same time, and one after another all of them wait for the last.
         slowdown: part of its speed that computing loses during a sum, from 0 (the network makes the sums) to 0.99
             (the same cores compute and sum).

@@ -2,9 +2,9 @@
 
 Shapes: P passes, S stages, M tasks, W widths of adapters, K different lowest layers.
 
-`PassWork` is what passes amount to whatever the stages: tokens, targets, and seconds of one layer. Most of it is of real
-passes, with the rows that they hold. Only the fusion of Eq. 6 compares all M^2 ranges of tasks, whose rows are not cut
-into passes: there it is of mean micro-batches, a C-th of each global batch. `CostModel.stage_parts` turns it into
+`PassWork` is what passes amount to whatever the stages: tokens, targets, and seconds of one layer. Most of it is of
+real passes, with the rows that they hold. Only the fusion of Eq. 6 compares all M^2 ranges of tasks, whose rows are not
+cut into passes: there it is of mean micro-batches, a C-th of each global batch. `CostModel.stage_parts` turns it into
 seconds of a stage, part by part; everything else is read off that.
 
 Where the paper slips or is silent, decided here:
@@ -371,9 +371,7 @@ class CostModel:
         """Return the seconds of real passes on each stage, forward and backward, `[P, S]`."""
         return self.pass_times(loads, passes)[1]
 
-    def pass_parts(
-        self, loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]], *, stage: int = 0
-    ) -> PassParts:
+    def pass_parts(self, loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]], *, stage: int = 0) -> PassParts:
         """Return what a mean one of these passes computes on a stage between the sums over its devices.
 
         Profiles have no parts of a layer: its base operators and adapters are divided as their weights are.

@@ -1,8 +1,8 @@
 """Which tasks may run now: those that fit into memory together, by priority; the others wait (M §3.3, Eq. 5).
 
 A running task is never stopped for one that arrives: its optimizer state is there already, and its user was promised
-progress. The others are admitted in the order of priority, then of arrival, as long as they are predicted to fit. A task
-that is too large for what is left is skipped and does not hold up the others.
+progress. The others are admitted in the order of priority, then of arrival, as long as they are predicted to fit. A
+task that is too large for what is left is skipped and does not hold up the others.
 """
 
 from __future__ import annotations

@@ -53,9 +53,9 @@ def fuse(latency_s: NDArray[np.float64], num_stages: int, *, num_micro_batches: 
     """Fuse tasks into the hTasks of least estimated latency (M §3.3, Eq. 6).
 
     The result minimises share * sum(L) + (1 - share) * max(L) over all partitions into consecutive ranges. A bound on
-    the longest latency makes the sum a shortest path; the bound is then searched for by branch and bound over the sorted
-    latencies. D(bound), the least sum under a bound, never grows with the bound, so that a range of bounds lo..hi cannot
-    give less than share * D(hi) + (1 - share) * lo.
+    the longest latency makes the sum a shortest path; the bound is then searched for by branch and bound over the
+    sorted latencies. D(bound), the least sum under a bound, never grows with the bound, so that a range of bounds
+    lo..hi cannot give less than share * D(hi) + (1 - share) * lo.
 
     Args:
         latency_s: [M, M], seconds of 0 or more; entry [i, j] with j >= i is L(H_{i->j}) of Eq. 4 for tasks i to j, both
@@ -92,7 +92,8 @@ def fuse(latency_s: NDArray[np.float64], num_stages: int, *, num_micro_batches: 
             below = int(np.searchsorted(bounds, longest_s)) - 1
             if low <= below:
                 heapq.heappush(ranges, (share * sum_s + (1 - share) * float(bounds[low]), low, below, sum_s))
-        # Above the probe a sum may be as low as is known for the whole range, but the longest is the next bound or more.
+        # Above the probe a sum may be as low as is known for the whole range, but the longest is the next bound or
+        # more.
         if middle < high:
             above_s = share * least_sum_s + (1 - share) * float(bounds[middle + 1])
             heapq.heappush(ranges, (above_s, middle + 1, high, least_sum_s))

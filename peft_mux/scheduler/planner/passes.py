@@ -10,7 +10,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 from numpy.typing import NDArray
 
 from peft_mux.data.packing.passes import (
@@ -77,7 +76,13 @@ class CutHTask:
 
 
 def cut_htask(
-    loads: Sequence[TaskLoad], cost: CostModel, rules: PassRules, max_tokens: int, num_passes: int, *, stable: bool = True
+    loads: Sequence[TaskLoad],
+    cost: CostModel,
+    rules: PassRules,
+    max_tokens: int,
+    num_passes: int,
+    *,
+    stable: bool = True,
 ) -> CutHTask:
     """Cut an hTask into about so many passes, and predict their seconds.
 

@@ -6,18 +6,19 @@
     group      hTasks into buckets, for every number of buckets (Eq. 7)
     template   of each grouping, simulated; the fastest that fits is the plan (§3.4.1)
 
-A single device is a pipeline of one stage. What differs there: nothing ties hTasks to a common number of passes, so that
-each range of tasks has the number that is predicted to be fastest for it, and any order of buckets is as fast.
+A single device is a pipeline of one stage. What differs there: nothing ties hTasks to a common number of passes, so
+that each range of tasks has the number that is predicted to be fastest for it, and any order of buckets is as fast.
 
 M sets the number C of micro-batches by hand, and four for each stage is common. Few micro-batches leave stages idle at
 both ends of a step; many pay the fixed part of a pass again and again, and there are no more than a task has rows. On
 several stages C is searched: candidates that cannot beat the best one so far are left out, and around the best the
 search is refined.
 
-If the devices of a stage sum over one another (tensor parallelism), several passes may take turns (M §3.4.2). More passes
-in turns hide more of the sums, and hold the memory of all of them. Plans are made for one width after another, each with
-that memory, and the fastest that fits is taken. Sums hidden or not, latencies of hTasks then no longer add up: on one
-stage partitions into every number of hTasks are compared, each grouped by Eq. 7 into every number of buckets.
+If the devices of a stage sum over one another (tensor parallelism), several passes may take turns (M §3.4.2). More
+passes in turns hide more of the sums, and hold the memory of all of them. Plans are made for one width after another,
+each with that memory, and the fastest that fits is taken. Sums hidden or not, latencies of hTasks then no longer add
+up: on one stage partitions into every number of hTasks are compared, each grouped by Eq. 7 into every number of
+buckets.
 """
 
 from __future__ import annotations
@@ -213,14 +214,14 @@ class _Search:
             return self._best
         self._try_numbers()
         best = self._best
-        if best is not None and not self.budget.drains:
-            if MOST_STEPS * sum(map(len, best.template.actions)) <= _MOST_ACTIONS:
-                # Begun with the fastest that is drained: most others are then known to be slower, and not simulated.
-                self.drains, self._seen = False, set()
-                step_s = window_step_s(best.template, best.bucket_loads, links=self.budget.links)
-                self._best = best._replace(step_s=step_s)
-                self._try_numbers()
-                best = self._best
+        num_actions = 0 if best is None else sum(map(len, best.template.actions))
+        if best is not None and not self.budget.drains and MOST_STEPS * num_actions <= _MOST_ACTIONS:
+            # Begun with the fastest that is drained: most others are then known to be slower, and not simulated.
+            self.drains, self._seen = False, set()
+            step_s = window_step_s(best.template, best.bucket_loads, links=self.budget.links)
+            self._best = best._replace(step_s=step_s)
+            self._try_numbers()
+            best = self._best
         if best is None:
             assert self._fault is not None, "some number of micro-batches was tried"
             raise self._fault
@@ -310,10 +311,10 @@ class _Search:
         own = self.loads[interval[0] : interval[1]]
         if not self.budget.rules.split_long_sequences:  # more passes than rows are as many as rows
             count = max(1, min(count, sum(len(load.lengths) for load in own)))
-        if (*interval, count) not in self._cuts:
-            cut = cut_htask(own, self.cost, self.budget.rules, self.admission.max_tokens, count)
-            self._cuts[*interval, count] = cut
-        return self._cuts[*interval, count]
+        key = (*interval, count)
+        if key not in self._cuts:
+            self._cuts[key] = cut_htask(own, self.cost, self.budget.rules, self.admission.max_tokens, count)
+        return self._cuts[key]
 
     # --------------------------------------------- seconds of ranges of tasks
 
@@ -487,7 +488,9 @@ class _Search:
                 largest = max(largest, math.ceil(max(likely, cut.held_tokens)))
             in_flight = 1
             if self.width > 1:
-                in_flight = max(len(own) for bucket in buckets for own in self.times.groups_of([cuts[i] for i in bucket]))
+                in_flight = max(
+                    len(own) for bucket in buckets for own in self.times.groups_of([cuts[i] for i in bucket])
+                )
             memory = self.memory.estimate(self.loads, largest, in_flight)
             peak_bytes = (memory.peak_bytes,)
         else:

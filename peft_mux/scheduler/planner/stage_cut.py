@@ -92,9 +92,9 @@ def choose_layers(
     """Return how many layers each stage shall have.
 
     The fastest of the cuts is taken under which memory holds all tasks with the smallest micro-batches that the planner
-    tries and as many of them in flight as 1F1B has: smaller micro-batches cost less than unequal stages. If no cut does,
-    the same with one in flight; if none does either, the cut whose fullest stage is the least full, and the planner lets
-    tasks wait.
+    tries and as many of them in flight as 1F1B has: smaller micro-batches cost less than unequal stages. If no cut
+    does, the same with one in flight; if none does either, the cut whose fullest stage is the least full, and the
+    planner lets tasks wait.
 
     Args:
         loads: the loads of all tasks; without any rows, layers are as equal as can be.
@@ -147,7 +147,9 @@ def choose_layers(
         if min(room) >= num_chunks and sum(room) >= num_layers:
             return balanced_layers(stage_s, num_layers, room, least=num_chunks)
     bytes_of = {
-        (stage, layers): held_bytes(stage, layers, longest, 1) for stage in range(num_stages) for layers in range(1, most + 1)
+        (stage, layers): held_bytes(stage, layers, longest, 1)
+        for stage in range(num_stages)
+        for layers in range(1, most + 1)
     }
     return balanced_layers(
         lambda stage, _, layers: bytes_of[stage, layers], num_layers, (most,) * num_stages, least=num_chunks

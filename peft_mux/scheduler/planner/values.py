@@ -7,8 +7,8 @@ from typing import Literal
 
 from peft_mux.data.packing.passes import PassRules
 from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.costs.latency import PassParts
+from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule
 

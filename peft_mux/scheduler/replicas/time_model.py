@@ -682,8 +682,7 @@ def layer_times(facts: ReplicaFacts, tp: int, max_tokens: int) -> list[LayerTime
         # with b cannot be told from those without.
         largest = max(2, longest // length)
         for size in sorted({int(size) for size in np.geomspace(1, largest, _SIZE_POINTS)} | {1, 2}):
-            terms = cost.uniform_terms(facts.loads, size, length)
-            seconds = terms.stage_s(0, facts.shape.num_layers) + facts.profile.pass_overhead_s
+            seconds = cost.uniform_pass_s(facts.loads, size, length)
             times.append(LayerTime(tp, length, size, seconds / facts.shape.num_layers))
     return times
 

@@ -29,8 +29,8 @@ from peft_mux.engine.tensor.parallel import TensorLinks, cut_model
 from peft_mux.modeling.adapters.lora.layer import rows_needed_now
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.sharding import reduce_input_gradient, reduce_output
-from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.costs.latency import PassParts
+from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.values import HTask, TurnPlan
 from peft_mux.scheduler.subgraphs.passes import Stretch, pass_times, turn_order

@@ -23,7 +23,7 @@ from peft_mux.scheduler.cluster.result import Replay
 from peft_mux.scheduler.cluster.trace import NON_UNIFORM, UNIFORM, Recipe, TaskKind, TracedTask, read_trace
 from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.memory import ModelShape
-from peft_mux.scheduler.costs.profile import Roofline, analytic_profile
+from peft_mux.scheduler.costs.profile import analytic_profile
 
 SHAPE = ModelShape(8, 1024, 2816, 1024, 1024, 32000, 2 * 130_000_000, 2)
 SPEC = InstanceSpec(parse_devices("2xA40"), SHAPE, max_tasks=3, micro_batch_counts=(4,))
@@ -235,9 +235,9 @@ def test_sharing_trains_more_tokens_a_second_than_one_task_alone() -> None:
 def test_eager_operators_are_slower_at_every_number_of_tokens() -> None:
     device = SPEC.devices.device
     profile = analytic_profile(device, SHAPE)
-    eager = eager_profile(profile, Roofline(device, SHAPE, 1), SHAPE)
+    eager = eager_profile(profile, device, SHAPE)
     for tokens in (1, 64, 1000, 16384):
-        assert eager.layer_s(tokens) > profile.layer_s(tokens)
+        assert eager.layer(tokens) > profile.layer(tokens)
     assert MODELS["hf-peft"].speed([LONG]).step_s > MODELS["nemo"].speed([LONG]).step_s
 
 

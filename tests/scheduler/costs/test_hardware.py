@@ -1,12 +1,16 @@
-"""Devices, links and the text that names a cluster."""
+"""Devices, links, and the text that names a cluster."""
 
 from __future__ import annotations
+
+import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, Device, Link, parse_devices
+from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, Link, parse_devices
+from peft_mux.scheduler.pipeline.load import LinkMap
 
 
 @given(st.sampled_from(sorted(DEVICES)), st.integers(1, 512))
@@ -17,18 +21,19 @@ def test_a_count_and_a_name_make_a_cluster_of_that_many_devices(name: str, count
 
 
 @pytest.mark.parametrize("text", ["h200", "1xH200", " 1 x h200 ", "1*H200"])
-def test_spelling_of_devices_is_taken_lightly(text: str) -> None:
+def test_devices_may_be_spelled_in_several_ways(text: str) -> None:
     assert parse_devices(text) == parse_devices("1xH200")
 
 
-def test_an_unknown_device_names_those_that_are_known_and_the_closest_one() -> None:
-    with pytest.raises(ValueError, match=r"'A100-80'.*A40, A100-40GB.*Did you mean A100-80GB\?"):
-        parse_devices("4xA100-80")
-
-
-@pytest.mark.parametrize("text", ["", "four A40", "4x", "x4", "0xA40", "-1xA40"])
-def test_text_that_names_no_cluster_is_refused_with_an_example(text: str) -> None:
-    with pytest.raises(ValueError, match="such as 4xA100-80GB"):
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("4xA100-80", r"'A100-80'.*A40, A100-40GB.*Did you mean A100-80GB\?"),
+        *((text, "such as 4xA100-80GB") for text in ("", "four A40", "4x", "x4", "0xA40", "-1xA40")),
+    ],
+)
+def test_text_that_names_no_cluster_is_refused_with_what_is_allowed(text: str, message: str) -> None:
+    with pytest.raises(ValueError, match=message):
         parse_devices(text)
 
 
@@ -36,12 +41,9 @@ def test_devices_of_one_node_are_linked_faster_than_those_of_two() -> None:
     cluster = parse_devices("16xH100-80GB")
     assert cluster.link(0, 7) == cluster.intra_node
     assert cluster.link(7, 8) == cluster.inter_node
-    assert cluster.link(0, 7).bytes_per_s > cluster.link(7, 8).bytes_per_s
-
-
-def test_a_link_to_a_device_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="second is 4; allowed: 0 to 3"):
-        parse_devices("4xA40").link(0, 4)
+    assert cluster.intra_node.bytes_per_s > cluster.inter_node.bytes_per_s
+    with pytest.raises(ValueError, match="second is 16; allowed: 0 to 15"):
+        cluster.link(0, 16)
 
 
 def test_newer_devices_of_one_maker_are_faster_in_every_number() -> None:
@@ -52,16 +54,33 @@ def test_newer_devices_of_one_maker_are_faster_in_every_number() -> None:
     assert h100.memory_bytes < h200.memory_bytes
 
 
+def test_a_message_takes_the_latency_and_its_bytes_over_the_bandwidth() -> None:
+    link = Link(latency_s=1e-5, bytes_per_s=1e9)
+    assert link.transfer_s(1e9) == pytest.approx(1.00001)
+    assert link.transfer_s(0) == 1e-5
+    assert Link(0.25, math.inf).transfer_s(10**12) == 0.25
+    stages = LinkMap.of(link, 4, 1)
+    assert (stages.seconds(1, 2, 10**9), stages.seconds(2, 2, 10**9)) == (link.transfer_s(10**9), 0.0)
+
+
 @pytest.mark.parametrize(
-    ("field", "value"), [("memory_bytes", 0), ("flops_per_s", -1.0), ("memory_bytes_per_s", 0.0), ("efficiency", 1.5)]
+    ("latency_s", "bytes_per_s", "field"),
+    [
+        (-1.0, 1.0, "latency_s is -1.0"),
+        (math.inf, 1.0, "latency_s is inf"),
+        (0.0, 0.0, "bytes_per_s is 0.0"),
+        (0.0, math.nan, "bytes_per_s is nan"),
+    ],
 )
-def test_a_device_with_an_impossible_number_is_refused_by_field(field: str, value: float) -> None:
-    numbers = {"memory_bytes": 1, "flops_per_s": 1.0, "memory_bytes_per_s": 1.0, "efficiency": 0.5}
-    with pytest.raises(ValueError, match=f"{field} is {value}; allowed"):
-        Device("none", **{**numbers, field: value})
+def test_a_link_that_cannot_be_is_refused_by_field(latency_s: float, bytes_per_s: float, field: str) -> None:
+    with pytest.raises(ValueError, match=f"{field}; allowed: "):
+        Link(latency_s, bytes_per_s)
 
 
-def test_a_cluster_without_devices_is_refused() -> None:
-    link = Link(0.0, 1.0)
+def test_devices_that_cannot_be_are_refused_by_field() -> None:
+    with pytest.raises(ValueError, match=r"efficiency is 1.5; allowed: above 0 and up to 1"):
+        replace(DEVICES["A40"], efficiency=1.5)
+    with pytest.raises(ValueError, match=r"memory_bytes is 0; allowed: more than 0"):
+        replace(DEVICES["A40"], memory_bytes=0)
     with pytest.raises(ValueError, match="num_devices is 0; allowed: 1 or more"):
-        Cluster(DEVICES["A40"], 0, 8, link, link)
+        Cluster(DEVICES["A40"], 0, 8, Link(0.0, 1.0), Link(0.0, 1.0))

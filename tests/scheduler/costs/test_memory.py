@@ -12,25 +12,14 @@ from hypothesis import strategies as st
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad, weight_gradient_bytes
 from peft_mux.scheduler.costs.memory import (
     MemoryModel,
-    ModelShape,
     activation_bytes_per_token,
-    estimate_memory,
     split_layers,
 )
 from peft_mux.scheduler.costs.model_shape import FrozenParts
 from tests.scheduler.plan_cases import SHAPE as SMALL
+from tests.scheduler.planner.cases import LLAMA_7B
 
 SHAPE = replace(SMALL, num_layers=8)
-LLAMA_7B = ModelShape(
-    num_layers=32,
-    hidden_size=4096,
-    intermediate_size=11008,
-    attention_size=4096,
-    key_value_size=4096,
-    vocab_size=32000,
-    backbone_bytes=13_476_000_000,
-    activation_bytes=2,
-)
 
 
 def a_task(parameters: int = 1000, name: str = "a") -> TaskLoad:
@@ -58,18 +47,6 @@ def test_activations_are_those_counted_times_tokens_micro_batches_and_the_share_
     assert model.activation_bytes(50, 1) == 12_500
     estimates = [model.estimate_stage([], 50, in_flight, 0) for in_flight in (1, 3)]
     assert [estimate.activation_bytes for estimate in estimates] == [37_500, 112_500]
-
-
-def test_without_a_count_activations_are_the_analytic_number() -> None:
-    for checkpointing in (False, True):
-        model = MemoryModel(SHAPE, checkpointing=checkpointing)
-        expected = 100 * activation_bytes_per_token(SHAPE, checkpointing=checkpointing)
-        assert model.activation_bytes(100) == expected
-
-
-def test_checkpointing_keeps_less() -> None:
-    kept = [MemoryModel(LLAMA_7B, checkpointing=flag).activation_bytes(1024) for flag in (False, True)]
-    assert kept[1] < kept[0] / 4
 
 
 def test_the_loss_lies_on_the_last_stage_in_bf16_on_cuda_and_beside_its_fp32_copy_elsewhere() -> None:
@@ -119,12 +96,6 @@ def test_the_most_tokens_fit_and_one_more_does_not(
         assert model.peak_bytes(tasks, most + 1, in_flight, stage) > limit_bytes
 
 
-@given(st.integers(0, 2000), st.integers(0, 2000), st.integers(1, 3))
-def test_more_tokens_never_need_less(tokens: int, more: int, in_flight: int) -> None:
-    model = MemoryModel(SHAPE)
-    assert model.peak_bytes([a_task()], tokens + more, in_flight) >= model.peak_bytes([a_task()], tokens, in_flight)
-
-
 def test_the_peak_is_the_sum_of_its_parts_and_that_of_the_fullest_stage() -> None:
     model = MemoryModel(LLAMA_7B, num_stages=3)
     estimate = model.estimate([a_task()], 500, 2)
@@ -132,12 +103,6 @@ def test_the_peak_is_the_sum_of_its_parts_and_that_of_the_fullest_stage() -> Non
     assert estimate.peak_bytes == max(stages)
     parts = (estimate.backbone_bytes, estimate.adapter_bytes, estimate.activation_bytes, estimate.workspace_bytes)
     assert sum(parts) == estimate.peak_bytes
-
-
-def test_the_allocators_margin_counts_on_what_comes_and_goes() -> None:
-    plain, wide = (MemoryModel(SHAPE, allocator_margin=margin).estimate([a_task()], 500) for margin in (0.0, 0.5))
-    moving = plain.activation_bytes + plain.workspace_bytes
-    assert wide.peak_bytes - plain.peak_bytes == pytest.approx(0.5 * moving, abs=1)
 
 
 PARTS = FrozenParts(
@@ -264,11 +229,6 @@ def test_impossible_settings_are_refused_by_field(arguments: dict[str, object], 
         MemoryModel(SHAPE, **arguments)  # type: ignore[arg-type]
 
 
-def test_a_stage_that_is_not_there_is_refused() -> None:
-    with pytest.raises(ValueError, match="stage is 1; allowed: 0 to 0"):
-        MemoryModel(SHAPE).static_bytes([], 1)
-
-
 def adapted(rank: int, *widths: int, name: str = "a") -> TaskLoad:
     return replace(a_task(name=name), adapters=tuple(AdapterLoad(rank, width) for width in widths))
 
@@ -298,30 +258,6 @@ def test_sums_of_weight_gradients_are_workspace_on_cuda_alone_and_add_to_the_gra
         margin = 1 + model.margin
         estimates = [model.estimate_stage(own, 2**17, 1, 0).workspace_bytes for own in ([a_task()], tasks)]
         assert estimates[1] - estimates[0] == pytest.approx(margin * expected, abs=2)
-
-
-# ------------------------------------------------------------ one device, by a formula
-
-
-def test_the_backbone_counts_once_and_every_adapter_with_its_optimizer_state() -> None:
-    one, many = (
-        estimate_memory(SMALL, sizes, max_tokens=256, checkpointing=False, block_bytes=0)
-        for sizes in ([100], [100] * 9)
-    )
-    assert one.backbone_bytes == many.backbone_bytes == 1_000_000
-    assert one.adapter_bytes == 100 * (4 + 4 + 8 + 4), "weight, gradient, two moments, last good copy; all in fp32"
-    assert many.adapter_bytes == 9 * one.adapter_bytes
-    assert many.peak_bytes == sum(many.parts.values())
-
-
-@given(st.integers(1, 4096), st.integers(1, 4096))
-def test_activations_grow_with_the_tokens_of_a_pass_and_with_nothing_else(few: int, more: int) -> None:
-    first, second = (
-        estimate_memory(SMALL, [10], max_tokens=tokens, checkpointing=False, block_bytes=0)
-        for tokens in (few, few + more)
-    )
-    per_token = activation_bytes_per_token(SMALL, checkpointing=False)
-    assert second.activation_bytes - first.activation_bytes == more * per_token
 
 
 def test_checkpointing_keeps_one_row_a_layer_and_one_layer_at_a_time() -> None:

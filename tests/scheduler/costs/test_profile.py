@@ -13,19 +13,9 @@ from hypothesis import strategies as st
 
 from peft_mux.scheduler.costs.curves import AdapterTable, Curve
 from peft_mux.scheduler.costs.hardware import DEVICES, Link
-from peft_mux.scheduler.costs.memory import ModelShape
 from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts, Profile, analytic_profile, corrected, profile_key
+from tests.scheduler.planner.cases import LLAMA_7B
 
-LLAMA_7B = ModelShape(
-    num_layers=32,
-    hidden_size=4096,
-    intermediate_size=11008,
-    attention_size=4096,
-    key_value_size=4096,
-    vocab_size=32000,
-    backbone_bytes=13_476_000_000,
-    activation_bytes=2,
-)
 TIMES = st.lists(st.floats(0, 10), min_size=1, max_size=8)
 
 
@@ -53,11 +43,11 @@ def a_profile() -> Profile:
 # --------------------------------------------------------------------- curves
 
 
-@given(TIMES)
-def test_a_measured_curve_never_falls_whatever_the_noise(values: list[float]) -> None:
-    curve = Curve.measured([2.0**n for n in range(len(values))], values)
-    found = curve(np.linspace(0, 2.0 ** len(values), 60))
-    assert np.all(np.diff(found) >= -1e-12)
+@given(TIMES, st.booleans())
+def test_a_measured_curve_never_falls_whatever_the_noise(values: list[float], is_quadratic: bool) -> None:
+    curve = Curve.measured([2.0**n for n in range(len(values))], values, is_quadratic=is_quadratic)
+    found = curve(np.linspace(0, 2.0 ** (len(values) + 2), 60))
+    assert np.all(np.diff(found) >= -1e-9)
 
 
 @given(st.lists(st.floats(0, 10), min_size=1, max_size=8).map(sorted))
@@ -83,12 +73,6 @@ def test_attention_goes_on_as_the_square_beyond_what_was_measured() -> None:
     assert Curve((10.0,), (2.0,), is_quadratic=True)(30) == pytest.approx(18)
 
 
-@given(st.lists(st.floats(0, 10), min_size=1, max_size=8))
-def test_a_quadratic_curve_never_falls_beyond_its_points_either(values: list[float]) -> None:
-    curve = Curve.measured([2.0**n for n in range(len(values))], values, is_quadratic=True)
-    assert np.all(np.diff(curve(np.linspace(0, 2.0 ** (len(values) + 2), 60))) >= -1e-9)
-
-
 def test_both_kinds_of_profile_continue_attention_by_its_square() -> None:
     profile = analytic_profile(DEVICES["A40"], LLAMA_7B)
     assert profile.attention.is_quadratic
@@ -97,15 +81,20 @@ def test_both_kinds_of_profile_continue_attention_by_its_square() -> None:
     assert profile.reach["attention"] == 2**17
 
 
-def test_a_curve_that_falls_is_refused_with_the_way_to_level_it() -> None:
-    with pytest.raises(ValueError, match=r"not falling. Use Curve.measured"):
-        Curve((1.0, 2.0), (2.0, 1.0))
-
-
-@pytest.mark.parametrize("counts", [(), (2.0, 1.0), (0.0, 1.0), (1.0, 1.0)])
-def test_points_that_do_not_ascend_are_refused(counts: tuple[float, ...]) -> None:
-    with pytest.raises(ValueError, match="counts"):
-        Curve(counts, tuple(1.0 for _ in counts))
+@pytest.mark.parametrize(
+    ("counts", "values", "message"),
+    [
+        ((1.0, 2.0), (2.0, 1.0), "not falling. Use Curve.measured"),
+        ((), (), "counts has 0"),
+        ((2.0, 1.0), (1.0, 1.0), "counts"),
+        ((0.0, 1.0), (1.0, 1.0), "counts"),
+    ],
+)
+def test_points_that_are_no_curve_are_refused(
+    counts: tuple[float, ...], values: tuple[float, ...], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        Curve(counts, values)
 
 
 def test_an_adapter_table_gives_its_points_back_and_is_linear_between_them() -> None:
@@ -152,19 +141,14 @@ def test_text_that_is_no_profile_is_refused(text: str) -> None:
 
 
 def test_the_key_changes_with_device_dtype_model_and_versions_but_not_with_the_order_of_versions() -> None:
-    keys = {
-        profile_key("cpu", "float32", "m", {"torch": "2"}),
-        profile_key("gpu", "float32", "m", {"torch": "2"}),
-        profile_key("cpu", "bfloat16", "m", {"torch": "2"}),
-        profile_key("cpu", "float32", "n", {"torch": "2"}),
-        profile_key("cpu", "float32", "m", {"torch": "3"}),
-    }
-    assert len(keys) == 5
+    given = ("cpu", "float32", "m", {"torch": "2"})
+    others = [("gpu", *given[1:]), ("cpu", "bfloat16", *given[2:]), ("cpu", "float32", "n", given[3])]
+    assert len({profile_key(*one) for one in (given, *others, (*given[:3], {"torch": "3"}))}) == 5
     assert profile_key("c", "d", "m", {"a": "1", "b": "2"}) == profile_key("c", "d", "m", {"b": "2", "a": "1"})
 
 
 def test_utilisation_is_full_unless_something_else_was_measured() -> None:
-    assert a_profile().adapter_utilization(8, 100, np.array([1, 1000])) == pytest.approx([1.0, 1.0])
+    assert a_profile().utilization(8, 100, np.array([1, 1000]), grows=False) == pytest.approx([1.0, 1.0])
 
 
 # ------------------------------------------------------------------- feedback
@@ -177,14 +161,14 @@ def test_each_part_of_a_profile_follows_its_own_factor_and_nothing_else_changes(
     assert after.link is not None
     ratios = {
         "pass": after.pass_overhead_s / before.pass_overhead_s,
-        "layer": after.layer_s(40) / before.layer_s(40),
-        "embedding": after.embedding_s(40) / before.embedding_s(40),
-        "head": after.head_s(40) / before.head_s(40),
-        "attention": after.attention_s(40) / before.attention_s(40),
+        "layer": after.layer(40) / before.layer(40),
+        "embedding": after.embedding(40) / before.embedding(40),
+        "head": after.head(40) / before.head(40),
+        "attention": after.attention(40) / before.attention(40),
         "call": after.attention_call_s / before.attention_call_s,
-        "adapter": after.adapter_s(12, 150, 40) / before.adapter_s(12, 150, 40),
+        "adapter": after.adapter(12, 150, 40) / before.adapter(12, 150, 40),
         "link": after.link.transfer_s(10**6) / before.link.transfer_s(10**6),
-        "optimizer": after.optimizer_s(40) / before.optimizer_s(40),
+        "optimizer": after.optimizer(40) / before.optimizer(40),
         "step": after.step_overhead_s / before.step_overhead_s,
     }
     assert list(ratios.values()) == pytest.approx([2, 3, 3, 3, 5, 5, 7, 11, 13, 13])
@@ -208,7 +192,7 @@ def test_an_analytic_profile_says_so_and_grows_with_the_work(name: str) -> None:
     assert profile.source == "analytic"
     assert profile.device == name
     counts = np.array([64, 1024, 16384])
-    for seconds in (profile.layer_s, profile.attention_s, profile.head_s, profile.embedding_s, profile.optimizer_s):
+    for seconds in (profile.layer, profile.attention, profile.head, profile.embedding, profile.optimizer):
         assert np.all(np.diff(seconds(counts)) >= 0)
         assert seconds(16384) > seconds(64) > 0
 
@@ -219,23 +203,14 @@ def test_large_products_reach_the_stated_efficiency_and_small_ones_wait_for_the_
     weights = 4 * 4096 * 4096 + 3 * 4096 * 11008
     many = 16384
     arithmetic_s = 4 * many * weights / (device.flops_per_s * device.efficiency)
-    assert arithmetic_s < profile.layer_s(many) < 1.15 * arithmetic_s
-    assert profile.layer_s(16) > 2 * 2 * weights / device.memory_bytes_per_s
-    assert profile.layer_s(64) < 2 * profile.layer_s(16)
+    assert arithmetic_s < profile.layer(many) < 1.15 * arithmetic_s
+    assert profile.layer(16) > 2 * 2 * weights / device.memory_bytes_per_s
+    assert profile.layer(64) < 2 * profile.layer(16)
 
 
 @settings(max_examples=20)
 @given(st.integers(1, 256), st.integers(1, 4096))
 def test_utilisation_of_an_adapter_is_a_part_and_grows_with_tokens(rank: int, tokens: int) -> None:
     profile = analytic_profile(DEVICES["H200"], LLAMA_7B)
-    less, more = profile.adapter_utilization(rank, 8192, np.array([tokens, 2 * tokens]))
+    less, more = profile.utilization(rank, 8192, np.array([tokens, 2 * tokens]), grows=False)
     assert 0 < less <= more <= 1
-
-
-def test_adapters_on_a_cpu_keep_it_busy_one_at_a_time() -> None:
-    assert analytic_profile(DEVICES["cpu"], LLAMA_7B).adapter_utilization(8, 8192, 16) == 1.0
-
-
-def test_no_devices_for_a_stage_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_devices_per_stage is 0; allowed: 1 or more"):
-        analytic_profile(DEVICES["A40"], LLAMA_7B, 0)

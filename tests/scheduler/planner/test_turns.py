@@ -15,7 +15,6 @@ from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
-from peft_mux.scheduler.planner.policies import POLICIES
 from tests.scheduler.planner.cases import A40, LLAMA_7B, load
 
 LINK = Link(2e-5, 2e10)
@@ -48,7 +47,7 @@ def width_of(outcome: Outcome) -> int:
 
 
 @given(MIXES)
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6, deadline=None)
 def test_the_width_that_is_chosen_is_predicted_to_be_about_the_best_and_fits(loads: list[TaskLoad]) -> None:
     auto = planned(loads, "auto")
     fixed = [planned(loads, width) for width in (1, 2, 3, 4)]
@@ -151,9 +150,8 @@ def test_a_width_that_no_task_fits_with_is_refused_with_one_that_fits() -> None:
     assert "interleaved_passes" not in str(refused.value)
 
 
-@pytest.mark.parametrize("policy", POLICIES)
-def test_every_policy_keeps_its_partition_in_turns(policy: str) -> None:
+def test_policies_keep_their_partitions_in_turns() -> None:
     loads = [load(f"t{i}", 64, 8) for i in range(4)]
-    outcome = plan_tasks(loads, *models(), Budget(4096, LIMIT, interleaved_passes=2), policy=policy)
-    expected = {"together": 1, "interleaved": 4, "sequential": 1}.get(policy, len(outcome.htasks))
-    assert len(outcome.htasks) == expected
+    for policy, count in (("together", 1), ("interleaved", 4), ("sequential", 1)):
+        outcome = plan_tasks(loads, *models(), Budget(4096, LIMIT, interleaved_passes=2), policy=policy)
+        assert len(outcome.htasks) == count

@@ -4,16 +4,14 @@ from __future__ import annotations
 
 import numpy as np
 
-from peft_mux.scheduler.planner.policies import Partition
+from peft_mux.scheduler.planner.policies import Partition, Policy
 
 
-class Pairs:
+class Pairs(Policy):
     """Neighbours in the order of token counts, two by two."""
 
     name = "pairs"
     words = "tasks fused two by two"
-    runs_alone = False
-    search_schedule = None
 
     def partitions(self, latency_s: np.ndarray, num_stages: int, num_micro_batches: int) -> list[Partition]:
         starts = range(0, len(latency_s), 2)
