@@ -24,7 +24,7 @@ from transformers.training_args import OptimizerNames
 from peft_mux.errors import ConfigError, Fault, closest, is_integer, is_real, raise_faults, shown
 from peft_mux.scheduler.dispatching.dispatch import Policy
 from peft_mux.scheduler.pipeline.template import SCHEDULES
-from peft_mux.scheduler.planner.policies import policy_names
+from peft_mux.scheduler.planner.policies import POLICIES
 
 LOGGERS_OF_MANY_RUNS = ("tensorboard", "wandb", "mlflow", "trackio")
 """Loggers that can keep a run for each task (`reporting.trackers`); the others know one run per process."""
@@ -376,7 +376,7 @@ _SWITCH_OR_AUTO = Rule(lambda value: isinstance(value, bool) or _equals(value, "
 _CHOICES: Mapping[str, Iterable[str]] = _by_name(
     {
         "overlong_policy": ("truncate", "drop", "error"),
-        "planner": policy_names(),
+        "planner": POLICIES,
         "pipeline_schedule": SCHEDULES,
         "pipeline_flush": ("auto", "every_step"),
         "dispatch": get_args(Policy),

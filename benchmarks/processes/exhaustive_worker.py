@@ -22,7 +22,7 @@ from benchmarks.training.mux import trainer_for
 from benchmarks.training.workloads import ModelSpec, TaskWorkload, Workload
 from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.planner.policies import Partition, register_policy, unregister_policy
+from peft_mux.scheduler.planner.policies import Partition, Policy, register_policy, unregister_policy
 
 MICRO_BATCHES = (1, 2, 4)
 WIDTHS = {"pp2": (1,), "tp2": (1, 2, 3, 4)}
@@ -32,12 +32,11 @@ _STEPS = 100_000
 """Steps of a run that is ended before."""
 
 
-class OnePartition:
+class OnePartition(Policy):
     """A policy of one partition, whatever it costs."""
 
     name = _NAME
     words = "one partition"
-    runs_alone = False
     search_schedule: Schedule | None = "mux"
 
     def __init__(self, partition: Partition) -> None:

@@ -94,7 +94,7 @@ class Plan:
         pad_to_chunks: whether each task's part of a stream is filled up to whole chunks.
         memory: predicted peak of the fullest stage by part, in bytes of one device.
         device: name of the device that the plan was made for.
-        policy: how tasks were put together, one of `policies.policy_names()`.
+        policy: how tasks were put together, one of `policies.POLICIES`.
         buckets: for each bucket the indices of the hTasks that share its pipeline clock (M §3.4).
         template: what each stage runs, in order; `None` for a plan without running tasks.
         bucket_loads: what each bucket costs on each stage, as the template was timed with.

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import Any
 
-from peft_mux.scheduler.planner.policies import policy_words
+from peft_mux.scheduler.planner.policies import POLICIES
 from peft_mux.scheduler.planner.values import HTask, TaskShare
 from peft_mux.scheduler.units import bytes_text, seconds_text, time_band
 
@@ -105,11 +105,12 @@ def _times(plan: Any) -> list[str]:
         return []
     source = {"measured": "profile measured on this device", "analytic": "analytic profile, not measured"}
     words = source.get(plan.profile_source, plan.profile_source)
+    # A plan may come from a process that knows other policies.
+    policy = POLICIES[plan.policy].words if plan.policy in POLICIES else plan.policy
     without = ", without the tasks that wait" if plan.waiting else ""
     return [
         f"time ({words})  {seconds_text(plan.step_s)} a step {time_band(plan.profile_source).words},"
-        f" {plan.tokens_per_s:,.0f} tokens/s;"
-        f" {policy_words(plan.policy)}",
+        f" {plan.tokens_per_s:,.0f} tokens/s; {policy}",
         *([] if plan.run_times is None else [f"        {plan.run_times}{without}"]),
     ]
 

@@ -1,4 +1,4 @@
-"""What is measured decides: a profile that is wrong in one part ends in the plan of the right one, where it may."""
+"""Measured times: a wrong profile ends in the plan of the right one if `measured_times` is "plan"."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import pytest
 
 from peft_mux import ConfigError, MultiTaskTrainer, Task
 from peft_mux.engine.work import PassClock, StepTimes, TaskInPass
+from peft_mux.planning.learning import TimeCorrection
 from peft_mux.scheduler.costs.curves import Curve
 from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts, Profile
 from peft_mux.scheduler.plan import Plan
@@ -21,7 +22,8 @@ _PASS_S = 0.05
 _SQUARE_S = 2e-7
 """What a pass takes whatever its size, and a layer for the square of its tokens, on the machine that is pretended: far
 more than the two layers of these models need."""
-_DECIDES = {"measured_times": "plan", "replan_steps": 6, "logging_steps": 1}
+_DECIDES = {"measured_times": "plan", "replan_steps": 6, "replan_gain": 0.0, "logging_steps": 1}
+"""Any gain counts: what lies between passes is not pretended, and takes most of a step on a busy machine."""
 
 
 def tasks_of_many_lengths() -> list[Task]:
@@ -78,19 +80,24 @@ def records_of(folder: Path, event: str) -> list[dict[str, Any]]:
     return [record for record in map(json.loads, lines) if record.get("event") == event]
 
 
-def test_a_profile_that_is_wrong_in_one_part_ends_in_the_plan_of_the_right_one(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    pretend_machine(monkeypatch)
-    wrong, right = stored_profile(tmp_path / "wrong", 1e-4), stored_profile(tmp_path / "right", _PASS_S)
-    expected = shape_of(make_trainer(tasks_of_many_lengths(), tmp_path / "b", cost_profile=right).plan())
+def followed_plans(*steps: int) -> tuple[list[Plan], Recorder]:
+    """Return the plans that a run follows in some steps, and what records them."""
     plans: list[Plan] = []
 
     def look(trainer: MultiTaskTrainer) -> None:
         assert trainer._plans.current is not None
         plans.append(trainer._plans.current)
 
-    recorder = Recorder(at_begin=dict.fromkeys((0, _NUM_STEPS - 1), look))
+    return plans, Recorder(at_begin=dict.fromkeys(steps, look))
+
+
+def test_a_profile_that_is_wrong_in_one_part_ends_in_the_plan_of_the_right_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pretend_machine(monkeypatch)
+    wrong, right = stored_profile(tmp_path / "wrong", 1e-4), stored_profile(tmp_path / "right", _PASS_S)
+    expected = shape_of(make_trainer(tasks_of_many_lengths(), tmp_path / "b", cost_profile=right).plan())
+    plans, recorder = followed_plans(0, _NUM_STEPS - 1)
     folder = tmp_path / "run"
     run = train(tasks_of_many_lengths(), folder, recorder=recorder, cost_profile=wrong, **_DECIDES)
     first, last = (shape_of(plan) for plan in plans)
@@ -106,16 +113,10 @@ def test_a_profile_that_is_wrong_in_one_part_ends_in_the_plan_of_the_right_one(
         assert_same(run, train([task], tmp_path / f"alone-{task.name}"), task.name, 1e-5)
 
 
-def test_by_default_times_are_told_and_the_plan_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_by_default_times_are_reported_and_the_plan_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_machine(monkeypatch)
     wrong = stored_profile(tmp_path / "wrong", 1e-4)
-    plans: list[Plan] = []
-
-    def look(trainer: MultiTaskTrainer) -> None:
-        assert trainer._plans.current is not None
-        plans.append(trainer._plans.current)
-
-    recorder = Recorder(at_begin=dict.fromkeys((0, 9), look))
+    plans, recorder = followed_plans(0, 9)
     folder = tmp_path / "run"
     tasks = [replace(task, max_steps=10) for task in tasks_of_many_lengths()]
     run = train(tasks, folder, recorder=recorder, cost_profile=wrong, replan_steps=1, logging_steps=1)
@@ -125,7 +126,7 @@ def test_by_default_times_are_told_and_the_plan_stays(tmp_path: Path, monkeypatc
     assert not records_of(folder, "replanned")
 
 
-def test_a_run_goes_on_with_the_times_that_its_plan_was_made_with(tmp_path: Path) -> None:
+def test_a_resumed_run_keeps_the_times_that_its_plan_was_made_with(tmp_path: Path) -> None:
     learnt = Parts(3.0, 2.0, 1.0, 1.5, 1.0, 4.0)
 
     def teach(trainer: MultiTaskTrainer) -> None:
@@ -150,3 +151,23 @@ def test_a_run_goes_on_with_the_times_that_its_plan_was_made_with(tmp_path: Path
 def test_what_times_decide_is_checked_by_name(field: str, value: Any, tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=rf"args\.{field}: got .*allowed"):
         make_trainer([small_task("a", data_seed=1)], tmp_path, **{field: value})
+
+
+@pytest.mark.parametrize(("ratio", "is_corrected"), [(1.4, True), (1.0, False)])
+def test_a_forecast_that_is_wrong_is_corrected_in_the_output_once(
+    ratio: float,
+    is_corrected: bool,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    monkeypatch.setattr(TimeCorrection, "observe", lambda self, *_: setattr(self, "time_ratio", ratio))
+    run = train([small_task("a", data_seed=1, max_steps=9)], tmp_path)
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("time: measured")]
+    assert [line.startswith("time: measured 1.4x of predicted (") for line in lines] == [True] * is_corrected
+    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    found = [record for record in records if record["event"] == "forecast"]
+    assert len(found) == is_corrected
+    for record in found:
+        assert record["corrected_s"] == pytest.approx(1.4 * record["predicted_s"])
+        assert run.trainer._plans.current is not None

@@ -10,7 +10,6 @@ import pytest
 import torch
 
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.engine.dispatch import BatchRows
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import StepResult
@@ -34,22 +33,14 @@ class FakeCorrection(TimeCorrection):
 
 
 class FakePlanner:
-    """Admits the tasks that it is told to admit."""
+    """Admits the tasks that it is given."""
 
     def __init__(self, calls: Calls, admitted: tuple[str, ...]) -> None:
         self.calls, self.admitted = calls, admitted
         self.correction = FakeCorrection(calls)
-        self.models: list[Any] = []
-
-    def plan_for(self, model: Any, *, num_replicas: int) -> None:
-        assert num_replicas == 1
-        self.models.append(model)
-
-    def forget_cuts(self) -> None:
-        self.calls.note("forget cuts")
-
-    def typical_batches(self, runs: Any) -> list[BatchRows]:
-        return [BatchRows(run.name, 0, (4, 4)) for run in runs]
+        self.cuts: dict[int, tuple[int, ...]] = {}
+        self.model: Any = None
+        self.num_replicas = 0
 
     def plan(self, runs: Any, **options: Any) -> Any:
         self.calls.note("plan", options.get("devices"), *(run.name for run in runs))
@@ -80,7 +71,7 @@ def step_of(*names: str) -> StepResult:
     return StepResult({name: torch.tensor(1.0) for name in names}, dict.fromkeys(names, 10), 25)
 
 
-def test_a_plan_made_anew_starts_whom_it_admits_and_tells_the_others_why_they_wait(tmp_path: Path) -> None:
+def test_a_new_plan_starts_the_tasks_that_it_admits_and_gives_the_others_a_reason(tmp_path: Path) -> None:
     run, calls = make_run(tmp_path), Calls()
     plans, _ = follower(run, calls)
     plan = plans.replan()
@@ -92,7 +83,7 @@ def test_a_plan_made_anew_starts_whom_it_admits_and_tells_the_others_why_they_wa
     assert calls[-1] == "follow", "the executor follows the plan from the next step on"
 
 
-def test_before_the_weights_are_loaded_a_plan_starts_nobody(tmp_path: Path) -> None:
+def test_a_plan_starts_no_task_before_the_weights_are_loaded(tmp_path: Path) -> None:
     run, calls = make_run(tmp_path), Calls()
     plans, _ = follower(run, calls, is_placed=False)
     plans.replan()
@@ -120,7 +111,7 @@ def test_tasks_that_ended_or_paused_are_not_planned_for(tmp_path: Path) -> None:
     assert calls[-1] == ("plan", None, "a")
 
 
-def test_passes_hold_what_was_asked_for_until_a_plan_says_what_fits(tmp_path: Path) -> None:
+def test_passes_hold_the_asked_tokens_until_a_plan_says_what_fits(tmp_path: Path) -> None:
     run = make_run(tmp_path, max_tokens_per_micro_batch=512)
     plans, _ = follower(run, Calls())
     assert plans.max_tokens == 512
@@ -128,11 +119,13 @@ def test_passes_hold_what_was_asked_for_until_a_plan_says_what_fits(tmp_path: Pa
     assert plans.max_tokens == 48
 
 
-def test_stages_are_cut_by_a_plan_that_knows_of_no_earlier_cut(tmp_path: Path) -> None:
+def test_stages_are_cut_by_a_plan_that_has_no_earlier_cut(tmp_path: Path) -> None:
     run, calls = make_run(tmp_path), Calls()
-    plans, _ = follower(run, calls)
+    plans, planner = follower(run, calls)
+    planner.cuts[2] = (3, 1)
     plans.plan_stages()
-    assert calls[-2:] == ["forget cuts", ("plan", None, "a", "b")]
+    assert calls[-1] == ("plan", None, "a", "b")
+    assert planner.cuts == {}
 
 
 def test_a_process_that_is_alone_learns_from_each_step_at_once_and_once(tmp_path: Path) -> None:
@@ -158,6 +151,6 @@ def test_one_of_several_processes_learns_what_the_slowest_took(tmp_path: Path, m
     assert calls[-1] == ("observe", 10, 0.75)
 
 
-def test_the_planner_is_told_when_the_model_has_become_another(tmp_path: Path) -> None:
+def test_the_planner_gets_the_model_that_is_placed(tmp_path: Path) -> None:
     _, planner = follower(make_run(tmp_path), Calls())
-    assert planner.models == ["outline"]
+    assert (planner.model, planner.num_replicas) == ("outline", 1)

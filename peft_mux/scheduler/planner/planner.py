@@ -98,7 +98,7 @@ def plan_tasks(
         cost: predicts the seconds of passes and steps; its stages are those of the plan.
         memory: predicts the bytes of the same stages.
         budget: the tokens, memory and schedule that the plan may use.
-        policy: how tasks are put together, one of `policy_names()`.
+        policy: how tasks are put together, one of `policies.POLICIES`.
         running: names of tasks that run already; they are admitted before others, whatever their priority.
 
     Raises:

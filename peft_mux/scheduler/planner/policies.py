@@ -116,10 +116,8 @@ class Mux(Policy):
         return [Partition(fused.intervals, is_grouped=True), *others]
 
 
-_BY_NAME: dict[str, Policy] = {policy.name: policy for policy in (Mux(), Together(), Interleaved(), Sequential())}
-
-POLICIES = tuple(_BY_NAME)
-"""The policies that come with the package; `policy_names()` also lists those that were registered since."""
+POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Mux(), Together(), Interleaved(), Sequential())}
+"""All policies by name: those of the package, then those that `register_policy` added."""
 
 
 def register_policy(policy: Policy) -> None:
@@ -128,9 +126,9 @@ def register_policy(policy: Policy) -> None:
     Raises:
         ValueError: if another policy has this name.
     """
-    if policy.name in _BY_NAME:
+    if policy.name in POLICIES:
         raise ValueError(f"a policy is named {policy.name!r} already; allowed: a name of its own.")
-    _BY_NAME[policy.name] = policy
+    POLICIES[policy.name] = policy
 
 
 def unregister_policy(name: str) -> None:
@@ -139,7 +137,7 @@ def unregister_policy(name: str) -> None:
     Raises:
         ValueError: if no policy has this name.
     """
-    del _BY_NAME[policy_named(name).name]
+    del POLICIES[policy_named(name).name]
 
 
 def policy_named(name: str) -> Policy:
@@ -148,16 +146,6 @@ def policy_named(name: str) -> Policy:
     Raises:
         ValueError: if no policy has this name.
     """
-    if name not in _BY_NAME:
-        raise ValueError(f"policy is {name!r}; allowed: {', '.join(_BY_NAME)}.")
-    return _BY_NAME[name]
-
-
-def policy_names() -> tuple[str, ...]:
-    """Return the names of all policies, in the order in which they were registered."""
-    return tuple(_BY_NAME)
-
-
-def policy_words(name: str) -> str:
-    """Return the phrase for a policy in a printed plan; the name itself if the policy is not known here."""
-    return _BY_NAME[name].words if name in _BY_NAME else name
+    if name not in POLICIES:
+        raise ValueError(f"policy is {name!r}; allowed: {', '.join(POLICIES)}.")
+    return POLICIES[name]

@@ -33,7 +33,7 @@ class ReplicaPlanner:
     Args:
         facts: what the costs of a replica depend on; its loads are the tasks of the run with their whole batches.
         max_tokens: most tokens of one pass, as the run has it; only a longer sequence makes a longer pass.
-        policy: how tasks are put together on each replica, one of `policy_names()`.
+        policy: how tasks are put together on each replica, one of `policies.POLICIES`.
         schedule: the schedule of replicas with several stages.
 
     Raises:

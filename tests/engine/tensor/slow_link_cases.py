@@ -14,8 +14,8 @@ from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.planning.learning import PassPrices
 from peft_mux.scheduler.costs.curves import Curve
 from peft_mux.scheduler.costs.hardware import DEVICES, Link, Overlap
-from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.profile import Parts, Profile, analytic_profile, summed
+from peft_mux.scheduler.costs.latency import CostModel, whole_pass
+from peft_mux.scheduler.costs.profile import Parts, Profile, analytic_profile
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.times import TurnTimes
 from tests.engine.processes.cases import TIMEOUT_S
@@ -92,15 +92,16 @@ def train(rank: int, folder: Path, given: str, machine: str) -> Learnt:
 
 def prices_of(trainer: Any, profile: str) -> PassPrices:
     planner = trainer._plans.planner
-    shape, (_, _, loads) = planner.shape, planner._priced
     known = Profile.from_json(Path(profile).read_text(encoding="utf-8"))
-    return PassPrices(CostModel(known, shape, devices_per_stage=2), loads, 0)
+    loads = {load.name: load for load in planner._last_inputs.loads}
+    return PassPrices(CostModel(known, planner.shape, devices_per_stage=2), loads, 0)
 
 
 def on_machine(one: PassTime, prices: PassPrices) -> PassTime:
     """Return what passes take there, however busy this machine is."""
-    cost, rows = prices.cost, [prices._rows(own) for own in one.passes]
-    if len(rows) > 1:
-        return replace(one, seconds=TurnTimes(cost).group_s([cost.pass_parts(own, 1) for own in rows]))
-    parts = summed(cost.parts_of_pass(own) for own in rows)
-    return replace(one, seconds=parts.total, waited_s=None if one.waited_s is None else parts.communication)
+    if len(one.passes) > 1:
+        rows = [prices._rows(own) for own in one.passes]
+        parts = [prices.cost.pass_parts(own, [whole_pass(own)]) for own in rows]
+        return replace(one, seconds=TurnTimes(prices.cost).group_s(parts))
+    predicted = prices.of(one)
+    return replace(one, seconds=predicted.total, waited_s=None if one.waited_s is None else predicted.communication)

@@ -31,7 +31,7 @@ MIXES = st.lists(st.tuples(st.sampled_from([16, 64, 128, 256]), st.integers(1, 1
 # ------------------------------------------------------------------ one device
 
 
-@given(MIXES, st.sampled_from(POLICIES))
+@given(MIXES, st.sampled_from(list(POLICIES)))
 @settings(max_examples=40, deadline=None)
 def test_every_task_is_in_one_htask_or_waits_with_a_reason(loads: list[TaskLoad], policy: str) -> None:
     outcome = plan_tasks(loads, *models(), Budget(4096), policy=policy)
@@ -160,7 +160,7 @@ def test_passes_shrink_where_memory_is_short() -> None:
 # --------------------------------------------------------------- several stages
 
 
-@given(MIXES, st.sampled_from([2, 4]), st.sampled_from(POLICIES))
+@given(MIXES, st.sampled_from([2, 4]), st.sampled_from(list(POLICIES)))
 @settings(max_examples=25, deadline=None)
 def test_a_plan_of_several_stages_verifies_and_holds_its_limit(
     loads: list[TaskLoad], num_stages: int, policy: str

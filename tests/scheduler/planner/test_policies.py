@@ -19,7 +19,6 @@ from peft_mux.scheduler.planner.policies import (
     Partition,
     Policy,
     policy_named,
-    policy_names,
     register_policy,
     unregister_policy,
 )
@@ -28,7 +27,7 @@ from tests.scheduler.planner.cases import load, models
 from tests.scheduler.planner.toy_policy import Pairs
 
 LOADS = [load("long", 512, 4), load("b", 64, 16), load("c", 128), load("d", 32, 4), load("e", 256)]
-every_policy = pytest.mark.parametrize("policy", [policy_named(name) for name in policy_names()], ids=policy_names())
+every_policy = pytest.mark.parametrize("policy", list(POLICIES.values()), ids=list(POLICIES))
 
 
 @st.composite
@@ -98,8 +97,7 @@ def test_a_printed_plan_says_its_policy_in_words_and_comes_back_from_json(policy
 
 
 def test_the_policies_that_come_with_the_package_keep_their_names_their_order_and_their_homes() -> None:
-    assert POLICIES == ("mux", "together", "interleaved", "sequential")
-    assert policy_names() == POLICIES
+    assert list(POLICIES) == ["mux", "together", "interleaved", "sequential"]
 
 
 def test_baselines_have_one_partition_and_group_nothing() -> None:
@@ -134,7 +132,7 @@ def pairs() -> Iterator[Policy]:
     policy = Pairs()
     register_policy(policy)
     yield policy
-    if policy.name in policy_names():
+    if policy.name in POLICIES:
         unregister_policy(policy.name)
 
 

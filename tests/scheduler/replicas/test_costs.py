@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from peft_mux.scheduler.costs.latency import CostModel
+from peft_mux.scheduler.costs.latency import CostModel, whole_pass
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.deployment.space import candidate_configs
 from peft_mux.scheduler.replicas.configs import ParallelConfig
@@ -109,4 +109,5 @@ def test_a_layer_takes_what_the_cost_model_says_of_such_a_micro_batch(tp: int, n
     )
     link = CLUSTER.intra_node if tp <= CLUSTER.devices_per_node else CLUSTER.inter_node
     cost = CostModel(facts.profile, SHAPE_7B, devices_per_stage=tp, tensor_link=link)
-    assert found.seconds == pytest.approx(cost.pass_s(loads, 1) / SHAPE_7B.num_layers)
+    seconds = cost.passes_s(loads, [whole_pass(loads)]).item()
+    assert found.seconds == pytest.approx(seconds / SHAPE_7B.num_layers)

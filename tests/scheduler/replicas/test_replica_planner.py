@@ -8,6 +8,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
+from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.planner.planner import Budget, plan_tasks
 from peft_mux.scheduler.replicas.configs import ParallelConfig
@@ -33,7 +34,8 @@ def test_a_pipeline_is_planned_with_its_stages_and_its_links() -> None:
     assert outcome is not None
     assert outcome.template is not None
     assert len(outcome.peak_bytes) == 4
-    slow = ReplicaPlanner(replace(FACTS, links=replace(FACTS.links, devices_per_node=4)), max_tokens=4096)  # type: ignore[type-var]
+    slow_links = replace(FACTS.links, devices_per_node=4, inter_node=Link(1e-4, 1e9))  # type: ignore[type-var]
+    slow = ReplicaPlanner(replace(FACTS, links=slow_links), max_tokens=4096)
     assert slow.step_s(deep, chat) > PLANNER.step_s(deep, chat)
 
 
