@@ -15,14 +15,14 @@ import itertools
 import statistics
 from typing import NamedTuple
 
+from benchmarks.planner.subgraphs.adapter_fusion import fuse_adapters, fuse_within
+from benchmarks.planner.subgraphs.graph import OperatorGraph, segment, with_priorities
+from benchmarks.planner.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
+from benchmarks.planner.subgraphs.schedule import schedule, sequential_schedule, simulate_streams
 from peft_mux.scheduler.costs.hardware import Link, parse_devices
 from peft_mux.scheduler.costs.latency import all_reduce_s
 from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import analytic_profile
-from peft_mux.scheduler.subgraphs.adapter_fusion import fuse_adapters, fuse_within
-from peft_mux.scheduler.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
-from peft_mux.scheduler.subgraphs.schedule import schedule, sequential_schedule, simulate_streams
-from peft_mux.scheduler.subgraphs.segments import OperatorGraph, segment, with_priorities
 
 LLAMA_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, 13_400_000_000, 2)
 DEVICES, LAYERS = 2, 2

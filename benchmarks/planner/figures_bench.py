@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+from benchmarks.planner.cluster.trace import TaskKind
 from peft_mux.data.packing.passes import PassRules, TaskRows, cut_into_passes
-from peft_mux.scheduler.cluster.trace import TaskKind
 from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad

@@ -19,7 +19,7 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from benchmarks.paths import RESULTS
-from peft_mux.scheduler.cluster.trace import TaskKind
+from benchmarks.planner.cluster.trace import TaskKind
 from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner import case_two, cluster
+from benchmarks.planner import case_two
 from benchmarks.planner import choices as planner_choices
 from benchmarks.planner import figures as planner_figures
 from benchmarks.planner import policies as planner_policies
 from benchmarks.planner import times as planner
+from benchmarks.planner.cluster import __main__ as cluster
 
 
 def test_a_missing_trace_is_said_with_the_way_to_get_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -7,9 +7,10 @@ from dataclasses import replace
 
 import pytest
 
+from benchmarks.planner.subgraphs.graph import segment
+from benchmarks.planner.subgraphs.layers import LayerLatency, layer_graph
 from peft_mux.scheduler.costs.hardware import Overlap
 from peft_mux.scheduler.costs.latency import PassParts
-from peft_mux.scheduler.subgraphs.layers import LayerLatency, layer_graph
 from peft_mux.scheduler.subgraphs.passes import (
     GroupedPass,
     Stretch,
@@ -20,7 +21,6 @@ from peft_mux.scheduler.subgraphs.passes import (
     turns_timeline,
 )
 from peft_mux.scheduler.subgraphs.schedule import LaunchQueue
-from peft_mux.scheduler.subgraphs.segments import segment
 
 PARTS = PassParts(
     tokens=64.0,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 import statistics
 
@@ -11,16 +10,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.subgraphs.exhaustive import best_schedule
-from peft_mux.scheduler.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
-from peft_mux.scheduler.subgraphs.schedule import (
+from benchmarks.planner.subgraphs.exhaustive import best_schedule
+from benchmarks.planner.subgraphs.graph import Operator, OperatorGraph, Subgraph, segment, with_priorities
+from benchmarks.planner.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
+from benchmarks.planner.subgraphs.schedule import (
     Launch,
-    LaunchSchedule,
+    compute_stall_s,
+    launches_of,
     schedule,
     sequential_schedule,
     simulate_streams,
 )
-from peft_mux.scheduler.subgraphs.segments import Operator, OperatorGraph, Subgraph, segment, with_priorities
 
 LAYER = LayerLatency(qkv_s=6.0, attention_s=3.0, output_s=2.0, gate_up_s=8.0, down_s=4.0, all_reduce_s=1.5)
 Graphs = tuple[tuple[Subgraph, ...], ...]
@@ -105,33 +105,13 @@ def naive_algorithm_1(graphs: Graphs) -> list[tuple[str, float]]:
     [
         ([("a", ()), ("a", ())], r"operators of hTask 'h' repeat the names \['a'\]"),
         ([("a", ("b",))], r"depends_on of 'a' in hTask 'h' names 'b'"),
-        ([("a", ("b",)), ("b", ("a",))], r"depends_on of hTask 'h' has a cycle through some of \['a', 'b'\]"),
-        ([("a", ("a",))], r"has a cycle through some of \['a'\]"),
+        ([("a", ("b",)), ("b", ("a",))], r"depends_on of hTask 'h' has a cycle through some of"),
+        ([("a", ("a",))], r"has a cycle through some of"),
     ],
 )
 def test_a_graph_refuses_doubled_and_unknown_names_and_cycles(operators, message: str) -> None:
     with pytest.raises(ValueError, match=message):
         OperatorGraph("h", ("t",), tuple(Operator(name, "compute", 1.0, before) for name, before in operators))
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"kind": "gemm"}, "kind of operator 'a' is 'gemm'; allowed: compute, communication, adapter"),
-        ({"latency_s": -1.0}, "latency_s of operator 'a' is -1.0"),
-        ({"latency_s": float("nan")}, "latency_s of operator 'a' is nan"),
-        ({"utilization": 1.5}, "utilization of operator 'a' is 1.5; allowed: 0 to 1"),
-        ({"depends_on": ("b", "b")}, "allowed: each name once"),
-    ],
-)
-def test_an_operator_says_what_is_wrong_with_a_field(fields: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        Operator(**{"name": "a", "kind": "compute", "latency_s": 1.0, **fields})
-
-
-def test_an_htask_without_tasks_is_refused() -> None:
-    with pytest.raises(ValueError, match="tasks of hTask 'h' is"):
-        OperatorGraph("h", (), ())
 
 
 @pytest.mark.parametrize(
@@ -158,23 +138,6 @@ def test_one_device_has_no_all_reduce_and_a_layer_without_adapters_is_cut_only_b
         ["qkv", "attention", "output", "output.all_reduce"],
         ["gate_up", "down", "down.all_reduce"],
     ]
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"direction": "both"}, "direction is 'both'"),
-        ({"num_layers": 0}, "num_layers is 0; allowed: 1 or more"),
-        ({"tasks": ["other"]}, "name the task 't'; allowed: other"),
-    ],
-)
-def test_a_layer_graph_says_what_is_wrong_with_an_argument(fields: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        layer_graph("h", LAYER, [AdapterLatency("t", "qkv", 1.0)], **{"tasks": ["t"], **fields})
-    with pytest.raises(ValueError, match="linear of the adapter of task 't' is 'lm_head'"):
-        AdapterLatency("t", "lm_head", 1.0)
-    with pytest.raises(ValueError, match=r"down_s is -4\.0"):
-        LayerLatency(6.0, 3.0, 2.0, 8.0, -4.0, 0.0)
 
 
 def test_a_decoder_layer_is_cut_as_the_docstring_draws_it() -> None:
@@ -279,7 +242,7 @@ def test_what_runs_beside_a_communication_does_not_delay_its_start() -> None:
     ]
     graphs = [segment(OperatorGraph("h", ("t",), tuple(operators)))]
     assert [item.name for item in graphs[0]] == ["a", "b"]
-    launches = LaunchSchedule((Launch("h", "a", 0.0), Launch("h", "b", 0.0)))
+    launches = (Launch("h", "a", 0.0), Launch("h", "b", 0.0))
     assert simulate_streams(launches, graphs).spans[0].communication_start_s == 1.0
 
 
@@ -296,21 +259,21 @@ def test_the_output_projection_beside_its_add_hides_more_than_beside_the_attenti
     beside_add, beside_attention = bucket(3.0, 2.25), bucket(5.0, 0.25)
     better, worse = (simulate_streams(schedule(graphs), graphs) for graphs in (beside_add, beside_attention))
     assert better.compute_busy_s == worse.compute_busy_s
-    assert better.compute_stall_s == 0.0
-    assert worse.compute_stall_s == pytest.approx(1.5 - 0.25), "only the Add of the other hTask hides it"
+    assert compute_stall_s(better) == 0.0
+    assert compute_stall_s(worse) == pytest.approx(1.5 - 0.25), "only the Add of the other hTask hides it"
 
 
 @settings(max_examples=200)
 @given(BUCKETS)
 def test_the_schedule_equals_algorithm_1_written_naively(graphs: Graphs) -> None:
-    launches = [(launch.key, launch.t_s) for launch in schedule(graphs).launches]
+    launches = [(launch.key, launch.t_s) for launch in schedule(graphs)]
     assert launches == naive_algorithm_1(graphs)
 
 
 @settings(max_examples=100)
 @given(BUCKETS)
 def test_the_schedule_holds_each_subgraph_once_after_all_that_it_depends_on(graphs: Graphs) -> None:
-    order = [launch.key for launch in schedule(graphs).launches]
+    order = [launch.key for launch in schedule(graphs)]
     place = {key: number for number, key in enumerate(order)}
     assert sorted(order) == sorted(item.key for graph in graphs for item in graph)
     for item in (item for graph in graphs for item in graph):
@@ -319,7 +282,7 @@ def test_the_schedule_holds_each_subgraph_once_after_all_that_it_depends_on(grap
 
 def test_equal_subgraphs_go_by_the_order_of_the_htasks_and_then_by_name() -> None:
     graphs = ((unit("z", "second", 1.0), unit("y", "second", 1.0)), (unit("a", "first", 1.0), unit("b", "first", 2.0)))
-    keys = [launch.key for launch in schedule(graphs).launches]
+    keys = [launch.key for launch in schedule(graphs)]
     assert keys == ["first/b", "second/y", "second/z", "first/a"]
 
 
@@ -327,20 +290,11 @@ def test_depth_goes_before_latency() -> None:
     graphs = with_priorities(
         [[unit("short", "h0", 1.0), unit("long", "h0", 9.0, 0.0, ("h0/short",))], [unit("x", "h1", 0.5)]]
     )
-    assert [(launch.key, launch.t_s) for launch in schedule(graphs).launches] == [
+    assert [(launch.key, launch.t_s) for launch in schedule(graphs)] == [
         ("h0/short", 0.0),
         ("h1/x", 1.0),
         ("h0/long", 1.5),
     ]
-
-
-def test_the_schedule_comes_back_from_json() -> None:
-    graphs = [segment(a_layer("h0")), segment(a_layer("h1"))]
-    launches = schedule(graphs)
-    assert LaunchSchedule.from_json(launches.to_json()) == launches
-    assert json.loads(launches.to_json())["launches"][0] == {"htask": "h0", "name": "layer0.qkv", "t_s": 0.0}
-    with pytest.raises(ValueError, match="format_version is 99; allowed: 1"):
-        LaunchSchedule.from_dict({"format_version": 99, "launches": []})
 
 
 def test_scheduling_refuses_cycles_doubled_keys_and_graphs_that_are_missing() -> None:
@@ -363,9 +317,9 @@ def test_simulating_refuses_a_schedule_of_something_else() -> None:
         ((a,), r"leaves out \['h0/b'\]"),
     ]:
         with pytest.raises(ValueError, match=message):
-            simulate_streams(LaunchSchedule(launches), graphs)
+            simulate_streams(launches, graphs)
     with pytest.raises(ValueError, match=r"compute_slowdown is 1.0; allowed: 0 to below 1"):
-        simulate_streams(LaunchSchedule((a, b)), graphs, compute_slowdown=1.0)
+        simulate_streams((a, b), graphs, compute_slowdown=1.0)
 
 
 @settings(max_examples=100)
@@ -376,7 +330,7 @@ def test_no_stream_runs_two_things_at_once_and_nothing_starts_before_what_it_nee
     subgraphs = {item.key: item for graph in graphs for item in graph}
     launches = schedule(graphs)
     timeline = simulate_streams(launches, graphs, compute_slowdown=slowdown)
-    spans = dict(zip((launch.key for launch in launches.launches), timeline.spans, strict=True))
+    spans = dict(zip((launch.key for launch in launches), timeline.spans, strict=True))
     for key, span in spans.items():
         assert all(spans[other].end_s <= span.compute_start_s for other in subgraphs[key].depends_on)
         assert span.compute_start_s <= span.compute_end_s <= span.communication_start_s <= span.end_s
@@ -397,7 +351,7 @@ def test_no_stream_runs_two_things_at_once_and_nothing_starts_before_what_it_nee
 def test_computing_is_slower_just_while_communication_runs() -> None:
     for sent_s, end_s in [(10.0, 1.0 + 8.0), (2.0, 1.0 + 2.0 + 3.0)]:
         graphs = [[unit("a", "h0", 1.0, sent_s)], [unit("b", "h1", 4.0)]]
-        launches = LaunchSchedule((Launch("h0", "a", 0.0), Launch("h1", "b", 0.0)))
+        launches = (Launch("h0", "a", 0.0), Launch("h1", "b", 0.0))
         timeline = simulate_streams(launches, graphs, compute_slowdown=0.5)
         assert timeline.spans[1].compute_end_s == end_s
         assert timeline.compute_busy_s == end_s
@@ -410,7 +364,7 @@ def test_one_htask_alone_keeps_its_sequential_time(direction: str) -> None:
     blocked = simulate_streams(sequential_schedule(graphs), graphs, overlap=False)
     assert overlapped.makespan_s == pytest.approx(blocked.makespan_s)
     assert blocked.makespan_s == pytest.approx(2 * (23 + 4 * 0.75 + 2 * 1.5))
-    assert blocked.compute_utilization == pytest.approx(26 / 29)
+    assert blocked.compute_busy_s / blocked.makespan_s == pytest.approx(26 / 29)
 
 
 def test_without_overlap_interleaving_takes_as_long_as_one_task_after_another() -> None:
@@ -434,7 +388,7 @@ def test_communication_of_equal_htasks_is_hidden_except_at_the_end(
     layer = LayerLatency(*map(float, base), all_reduce_s=float(all_reduce))
     graphs = [segment(a_layer(f"h{number}", direction, 2, layer)) for number in range(num_htasks)]
     timeline = simulate_streams(schedule(graphs), graphs)
-    assert timeline.compute_stall_s == pytest.approx(all_reduce), "the last all-reduce has nothing left to hide under"
+    assert compute_stall_s(timeline) == pytest.approx(all_reduce), "the last all-reduce has nothing left to hide under"
     assert timeline.communication_busy_s == pytest.approx(num_htasks * 4 * all_reduce)
 
 
@@ -445,8 +399,7 @@ def permuted_best_s(graphs: Graphs) -> float:
     for order in itertools.permutations(items):
         seen: set[str] = set()
         if all(seen.issuperset(item.depends_on) and not seen.add(item.key) for item in order):
-            launches = LaunchSchedule(tuple(Launch(item.htask, item.name, 0.0) for item in order))
-            best_s = min(best_s, simulate_streams(launches, graphs).makespan_s)
+            best_s = min(best_s, simulate_streams(launches_of(order), graphs).makespan_s)
     return best_s
 
 

@@ -8,8 +8,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from peft_mux.scheduler.subgraphs.schedule import Launch, LaunchSchedule
-from peft_mux.scheduler.subgraphs.segments import Subgraph, by_key, with_priorities
+from benchmarks.planner.subgraphs.graph import Subgraph, by_key, with_priorities
+from benchmarks.planner.subgraphs.schedule import LaunchSchedule, launches_of
 
 MAX_SUBGRAPHS = 12
 
@@ -34,12 +34,7 @@ def best_schedule(graphs: Sequence[Sequence[Subgraph]]) -> tuple[LaunchSchedule,
     with_priorities(graphs)  # refuses cycles and unknown dependencies
     search = _Search(list(subgraphs.values()))
     search.extend([], 0.0, 0.0, {})
-    launches: list[Launch] = []
-    t_s = 0.0
-    for key in search.best_order:
-        launches.append(Launch(subgraphs[key].htask, subgraphs[key].name, t_s))
-        t_s += subgraphs[key].latency_s
-    return LaunchSchedule(tuple(launches)), search.best_s
+    return launches_of([subgraphs[key] for key in search.best_order]), search.best_s
 
 
 @dataclass(slots=True)

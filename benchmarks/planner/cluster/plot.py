@@ -6,8 +6,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from peft_mux.errors import ConfigError
-from peft_mux.scheduler.cluster.result import Replay
+from benchmarks.planner.cluster.result import Replay
 
 _FORMATS = (".png", ".svg")
 
@@ -21,17 +20,13 @@ def save_replays(cases: Mapping[str, Sequence[Replay]], path: Path) -> Path:
 
     Raises:
         ValueError: for no case, a case without replays, or another kind of file.
-        ConfigError: if matplotlib is not installed.
     """
     if path.suffix not in _FORMATS:
         raise ValueError(f"path ends in {path.suffix!r}; allowed: {', '.join(_FORMATS)}. Choose one.")
     if not cases or not all(cases.values()):
         raise ValueError("cases hold nothing to draw; allowed: one case or more, each with one replay or more.")
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("plots: got no matplotlib; allowed: pip install 'peft-mux[plots]'.") from error
+    import matplotlib
+    from matplotlib.figure import Figure
 
     figure = Figure(figsize=(13, 3.6 * len(cases)), layout="constrained")
     rows = figure.subplots(len(cases), 3, squeeze=False)

@@ -12,8 +12,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
-from peft_mux.scheduler.subgraphs.schedule import LaunchSchedule, schedule, simulate_streams
-from peft_mux.scheduler.subgraphs.segments import (
+from benchmarks.planner.subgraphs.graph import (
     Operator,
     OperatorGraph,
     Subgraph,
@@ -22,6 +21,7 @@ from peft_mux.scheduler.subgraphs.segments import (
     topological_order,
     with_priorities,
 )
+from benchmarks.planner.subgraphs.schedule import LaunchSchedule, schedule, simulate_streams
 
 _TOLERANCE = 1e-12
 """Relative; sums of the same latencies in another order differ by less."""

@@ -13,11 +13,10 @@ are not part of these graphs.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
-from peft_mux.scheduler.subgraphs.segments import Operator, OperatorGraph
+from benchmarks.planner.subgraphs.graph import Operator, OperatorGraph
 
 LINEARS = ("qkv", "output", "gate_up", "down")
 # Megatron-LM's cut: row-parallel layers add up results in the forward pass, column-parallel ones gradients of their
@@ -40,9 +39,6 @@ class LayerLatency:
         gate_up_s: seconds of gate and up projections with the norm before them and the activation function.
         down_s: seconds of the down projection.
         all_reduce_s: seconds of one all-reduce of the hidden states; 0 leaves the all-reduces out (one device).
-
-    Raises:
-        ValueError: for a latency that is negative or not finite.
     """
 
     qkv_s: float
@@ -51,11 +47,6 @@ class LayerLatency:
     gate_up_s: float
     down_s: float
     all_reduce_s: float
-
-    def __post_init__(self) -> None:
-        for field, value in asdict(self).items():
-            if not (math.isfinite(value) and value >= 0):
-                raise ValueError(f"{field} is {value}; allowed: finite seconds, 0 or more. Profile the layer again.")
 
     def of(self, operator: str) -> float:
         """Return the latency of a base operator, in seconds.
@@ -78,9 +69,6 @@ class AdapterLatency:
         add_s: seconds of adding its result to that of the base operator.
         utilization: share of the device that the adapter fills, 0 to 1 (u_a of M Eq. 3).
         type: the type of the adapter; adapters of different types are never fused with each other.
-
-    Raises:
-        ValueError: for an unknown linear layer.
     """
 
     task: str
@@ -89,13 +77,6 @@ class AdapterLatency:
     add_s: float = 0.0
     utilization: float = 1.0
     type: str = "lora"
-
-    def __post_init__(self) -> None:
-        if self.linear not in LINEARS:
-            raise ValueError(
-                f"linear of the adapter of task {self.task!r} is {self.linear!r}; allowed: {', '.join(LINEARS)}. "
-                "Name the projection that it is attached to."
-            )
 
 
 def layer_graph(
@@ -116,11 +97,7 @@ def layer_graph(
         tasks: names of the tasks that the hTask fuses.
         direction: the pass that the graph is of, "forward" or "backward".
         num_layers: number of layers, one after another.
-
-    Raises:
-        ValueError: for an unknown direction, no layer, or an adapter of a task that is not in `tasks`.
     """
-    _check_graph(htask, adapters, tasks, direction, num_layers)
     operators: list[Operator] = []
     after: tuple[str, ...] = ()
     for number in range(num_layers):
@@ -136,21 +113,6 @@ def layer_graph(
                 operators.append(Operator(name, "communication", latency.all_reduce_s, (operators[-1].name,)))
             after = (operators[-1].name,)
     return OperatorGraph(htask, tuple(tasks), tuple(operators))
-
-
-def _check_graph(
-    htask: str, adapters: Sequence[AdapterLatency], tasks: Sequence[str], direction: str, num_layers: int
-) -> None:
-    if direction not in _PASSES:
-        raise ValueError(f"direction is {direction!r}; allowed: forward, backward. Build one graph for each.")
-    if num_layers < 1:
-        raise ValueError(f"num_layers is {num_layers}; allowed: 1 or more. Leave stages without layers out.")
-    for adapter in adapters:
-        if adapter.task not in tasks:
-            raise ValueError(
-                f"adapters of hTask {htask!r} name the task {adapter.task!r}; allowed: {', '.join(tasks)}. "
-                "Add it to tasks."
-            )
 
 
 def _operator(

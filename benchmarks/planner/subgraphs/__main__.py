@@ -17,11 +17,12 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from peft_mux.scheduler.subgraphs.adapter_fusion import fuse_adapters
-from peft_mux.scheduler.subgraphs.exhaustive import best_schedule
-from peft_mux.scheduler.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
-from peft_mux.scheduler.subgraphs.schedule import StreamTimeline, schedule, sequential_schedule, simulate_streams
-from peft_mux.scheduler.subgraphs.segments import Operator, OperatorGraph, Subgraph, segment, with_priorities
+from benchmarks.planner.subgraphs.adapter_fusion import fuse_adapters
+from benchmarks.planner.subgraphs.exhaustive import best_schedule
+from benchmarks.planner.subgraphs.graph import Operator, OperatorGraph, Subgraph, segment, with_priorities
+from benchmarks.planner.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
+from benchmarks.planner.subgraphs.schedule import schedule, sequential_schedule, simulate_streams
+from peft_mux.scheduler.subgraphs.schedule import StreamTimeline
 
 HIDDEN, INTERMEDIATE, RANK, DEGREE, ELEMENT_BYTES = 4096, 11008, 16, 4, 2
 """Llama-7B, LoRA of rank 16 at all linear layers, 4-way tensor parallelism, bf16."""
@@ -259,7 +260,7 @@ def print_figure_18() -> None:
     print(f"  {'':<46} {'ms':>7} {'busy':>7} | paper ms   busy")
     for name, timeline, paper_s, paper_busy in rows:
         print(
-            f"  {name:<46} {timeline.makespan_s * 1e3:>7.1f} {timeline.compute_utilization:>7.1%} |"
+            f"  {name:<46} {timeline.makespan_s * 1e3:>7.1f} {timeline.compute_busy_s / timeline.makespan_s:>7.1%} |"
             f" {paper_s * 1e3:>8.1f} {paper_busy:>6.1%}"
         )
     paper_busy_s, alone_busy_s = FIGURE_18_OVERLAP_S * FIGURE_18_OVERLAP_BUSY, FIGURE_18_LAYER_S * FIGURE_18_BUSY
@@ -339,7 +340,7 @@ def print_times() -> None:
         schedule_s = best_of(lambda cut=cut: schedule(cut))
         simulate_s = best_of(lambda cut=cut, launches=launches: simulate_streams(launches, cut))
         line = (
-            f"  {htasks} hTasks x {layers:>2} layers: {len(launches.launches):>5} subgraphs, "
+            f"  {htasks} hTasks x {layers:>2} layers: {len(launches):>5} subgraphs, "
             f"segment {segment_s * 1e3:.1f} ms, schedule {schedule_s * 1e3:.1f} ms, simulate {simulate_s * 1e3:.1f} ms"
         )
         if layers <= 8:

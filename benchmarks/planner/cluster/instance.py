@@ -20,7 +20,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from peft_mux.scheduler.cluster.trace import TaskKind
+from benchmarks.planner.cluster.trace import TaskKind
 from peft_mux.scheduler.costs.curves import Curve
 from peft_mux.scheduler.costs.hardware import Cluster, Device, Link
 from peft_mux.scheduler.costs.latency import CostModel

@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.subgraphs.adapter_fusion import fuse_adapters, fuse_site, fuse_within, fused_latency_s
-from peft_mux.scheduler.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
-from peft_mux.scheduler.subgraphs.schedule import schedule, sequential_schedule, simulate_streams
-from peft_mux.scheduler.subgraphs.segments import Operator, OperatorGraph, segment, with_priorities
+from benchmarks.planner.subgraphs.adapter_fusion import fuse_adapters, fuse_site, fuse_within, fused_latency_s
+from benchmarks.planner.subgraphs.graph import Operator, OperatorGraph, segment, with_priorities
+from benchmarks.planner.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
+from benchmarks.planner.subgraphs.schedule import compute_stall_s, schedule, sequential_schedule, simulate_streams
 
 LAYER = LayerLatency(qkv_s=6.0, attention_s=3.0, output_s=2.0, gate_up_s=8.0, down_s=4.0, all_reduce_s=1.5)
 
@@ -90,7 +90,7 @@ def test_single_task_htasks_of_a_bucket_share_their_adapters_at_every_site() -> 
     assert add.depends_on == ("h2/layer0.qkv", "h0/layer0.qkv.lora.t0a")
     saved_s = 4 * (3 - 1) * 1.0  # three adapters of 1 s take 1 s together
     assert bucket.unfused_makespan_s - bucket.makespan_s == pytest.approx(saved_s)
-    assert simulate_streams(bucket.launches, bucket.graphs).compute_stall_s == pytest.approx(1.5)
+    assert compute_stall_s(simulate_streams(bucket.launches, bucket.graphs)) == pytest.approx(1.5)
 
 
 def test_cross_graph_dependencies_are_kept_by_the_schedule() -> None:
@@ -99,7 +99,7 @@ def test_cross_graph_dependencies_are_kept_by_the_schedule() -> None:
     fused = fuse_site(graphs, "layer0.qkv.lora")
     assert fused is not None
     assert fused[0][1].fused_with == ("h1/layer0.qkv.lora.t1a",)
-    place = {launch.key: number for number, launch in enumerate(schedule(fused).launches)}
+    place = {launch.key: number for number, launch in enumerate(schedule(fused))}
     assert place["h1/layer0.qkv.add"] > place["h0/layer0.qkv.lora.t0a"]
     with pytest.raises(ValueError, match=r"names 'h0/layer0\.qkv\.lora\.t0a'; allowed: keys of the given subgraphs"):
         sequential_schedule(fused)
@@ -134,8 +134,8 @@ def test_fusing_the_adds_would_stop_the_overlap_of_the_all_reduces() -> None:
     apart = with_priorities([segment(graph) for graph in bucket(False)])
     together = fuse_site([segment(graph) for graph in bucket(True)], "add")
     assert together is not None
-    assert simulate_streams(schedule(apart), apart).compute_stall_s == 0.0
-    assert simulate_streams(schedule(together), together).compute_stall_s == pytest.approx(1.5)
+    assert compute_stall_s(simulate_streams(schedule(apart), apart)) == 0.0
+    assert compute_stall_s(simulate_streams(schedule(together), together)) == pytest.approx(1.5)
 
 
 def test_an_adapter_that_ends_in_a_communication_is_not_fused() -> None:

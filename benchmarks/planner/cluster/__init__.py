@@ -1,4 +1,4 @@
 """Replay of a trace of tasks on a cluster (M section 5.4). It reproduces figures of the paper; no run depends on it.
 
-Nothing else of the package imports this folder: benchmarks and tests do.
+`python -m benchmarks.planner.cluster` runs it.
 """

@@ -1,26 +1,22 @@
-"""`OperatorGraph`: the operators of one hTask in one pass through a pipeline stage, as a directed acyclic graph.
+"""Operators of one hTask, and `segment`, which cuts them into subgraphs: the smallest units of a launch (M §3.4.2).
 
-The graph of M §3.4.2 ("Dependency-Aware Graph Construction"): what `peft_mux.scheduler.subgraphs.segments` cuts into
-subgraphs. `peft_mux.scheduler.subgraphs.layers` builds it for decoder layers.
+An `OperatorGraph` is a directed acyclic graph ("Dependency-Aware Graph Construction"); `layers` builds those of decoder
+layers. Example, one decoder layer forward under tensor parallelism with an adapter at every linear layer; the number is
+the priority (topological depth), `*` marks an adapter::
+
+    0 qkv    1 qkv.add, attention    3 output, output.add, all_reduce    4 gate_up    5 gate_up.add    7 down, ...
+        0 qkv*                  2 output*                                    4 gate_up*            6 down*
+
+`schedule` orders subgraphs and says when they run; `exhaustive` finds the best order of small buckets;
+`adapter_fusion` fuses adapters of several tasks (M §3.4.3).
 """
-
-# MERGED: `segment` cuts an operator graph into subgraphs, the smallest units that are launched (M §3.4.2).
-# MERGED: Example, one decoder layer forward under tensor parallelism with an adapter at every linear layer; the
-# MERGED: number is the
-# MERGED: priority (topological depth), `*` marks an adapter:
-# MERGED: 0 qkv    1 qkv.add, attention    3 output, output.add, all_reduce    4 gate_up    5 gate_up.add    7 down,
-# MERGED: ...
-# MERGED:     0 qkv*                  2 output*                                    4 gate_up*            6 down*
-# MERGED: `schedule` orders them, `streams` simulates an order, `adapter_fusion` fuses their adapters.
 
 from __future__ import annotations
 
+import graphlib
 import heapq
-import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-
-OPERATOR_KINDS = ("compute", "communication", "adapter")
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +31,6 @@ class Operator:
         utilization: share of the device that it fills, 0 to 1: u_a of M Eq. 3. Read of adapters only.
         site: place and adapter type, such as "layer0.qkv.lora". Adapters of one site can be fused into one kernel;
             an empty site is never fused. Read of adapters only.
-
-    Raises:
-        ValueError: for an unknown kind, a latency or utilization out of range, or a doubled dependency.
     """
 
     name: str
@@ -46,26 +39,6 @@ class Operator:
     depends_on: tuple[str, ...] = ()
     utilization: float = 1.0
     site: str = ""
-
-    def __post_init__(self) -> None:
-        if self.kind not in OPERATOR_KINDS:
-            raise ValueError(
-                f"kind of operator {self.name!r} is {self.kind!r}; allowed: {', '.join(OPERATOR_KINDS)}. "
-                "Name one of them."
-            )
-        if not (math.isfinite(self.latency_s) and self.latency_s >= 0):
-            raise ValueError(
-                f"latency_s of operator {self.name!r} is {self.latency_s}; allowed: finite seconds, 0 or more. "
-                "Profile the operator again."
-            )
-        if not 0 <= self.utilization <= 1:
-            raise ValueError(
-                f"utilization of operator {self.name!r} is {self.utilization}; allowed: 0 to 1. Divide percents by 100."
-            )
-        if len(set(self.depends_on)) != len(self.depends_on):
-            raise ValueError(
-                f"depends_on of operator {self.name!r} is {self.depends_on}; allowed: each name once. Drop the repeats."
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +51,7 @@ class OperatorGraph:
         operators: the operators of the hTask, in any order.
 
     Raises:
-        ValueError: for no task, a doubled or unknown operator name, or a cycle.
+        ValueError: for a doubled or unknown operator name, or a cycle.
     """
 
     htask: str
@@ -86,10 +59,6 @@ class OperatorGraph:
     operators: tuple[Operator, ...]
 
     def __post_init__(self) -> None:
-        if not self.tasks:
-            raise ValueError(
-                f"tasks of hTask {self.htask!r} is (); allowed: one name or more. Name the tasks it holds."
-            )
         names = [operator.name for operator in self.operators]
         doubled = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
         if doubled:
@@ -116,10 +85,7 @@ def topological_order(depends_on: Mapping[str, Sequence[str]], owner: str) -> tu
     Raises:
         ValueError: for a dependency that is no node, or a cycle.
     """
-    names = list(depends_on)
-    index = {name: number for number, name in enumerate(names)}
-    followers: list[list[int]] = [[] for _ in names]
-    in_degree = [0] * len(names)
+    index = {name: number for number, name in enumerate(depends_on)}
     for name, dependencies in depends_on.items():
         for dependency in dependencies:
             if dependency not in index:
@@ -127,24 +93,21 @@ def topological_order(depends_on: Mapping[str, Sequence[str]], owner: str) -> tu
                     f"depends_on of {name!r} in {owner} names {dependency!r}; allowed: names of the same graphs. "
                     "Add that one or drop the dependency."
                 )
-            followers[index[dependency]].append(index[name])
-            in_degree[index[name]] += 1
-    # Positions come in ascending order, which is a heap already.
-    ready = [number for number, degree in enumerate(in_degree) if degree == 0]
-    order: list[str] = []
-    while ready:
-        number = heapq.heappop(ready)
-        order.append(names[number])
-        for follower in followers[number]:
-            in_degree[follower] -= 1
-            if in_degree[follower] == 0:
-                heapq.heappush(ready, follower)
-    if len(order) < len(names):
-        stuck = sorted(set(names) - set(order), key=index.__getitem__)
+    sorter = graphlib.TopologicalSorter(depends_on)
+    try:
+        sorter.prepare()
+    except graphlib.CycleError as error:
         raise ValueError(
-            f"depends_on of {owner} has a cycle through some of {stuck[:8]}; allowed: no cycle. "
+            f"depends_on of {owner} has a cycle through some of {error.args[1][:8]}; allowed: no cycle. "
             "Drop one dependency of it."
-        )
+        ) from error
+    ready: list[tuple[int, str]] = []
+    order: list[str] = []
+    while sorter.is_active():
+        for name in sorter.get_ready():
+            heapq.heappush(ready, (index[name], name))
+        order.append(heapq.heappop(ready)[1])
+        sorter.done(order[-1])
     return tuple(order)
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import random
-import sys
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -16,11 +15,10 @@ pytest.importorskip("simpy", reason="simpy is not installed")
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.errors import ConfigError
-from peft_mux.scheduler.cluster.instance import SYSTEMS, InstanceModel, InstanceSpec, eager_profile
-from peft_mux.scheduler.cluster.replay import ReplaySettings, replay
-from peft_mux.scheduler.cluster.result import Replay
-from peft_mux.scheduler.cluster.trace import NON_UNIFORM, UNIFORM, Recipe, TaskKind, TracedTask, read_trace
+from benchmarks.planner.cluster.instance import SYSTEMS, InstanceModel, InstanceSpec, eager_profile
+from benchmarks.planner.cluster.replay import ReplaySettings, replay
+from benchmarks.planner.cluster.result import Replay
+from benchmarks.planner.cluster.trace import NON_UNIFORM, UNIFORM, TaskKind, TracedTask, read_trace
 from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.memory import ModelShape
 from peft_mux.scheduler.costs.profile import analytic_profile
@@ -311,47 +309,12 @@ def test_the_adapted_week_has_the_figures_of_the_paper(shared_data: Path) -> Non
     assert len(tasks) / (7 * 24 * 60) == pytest.approx(2.59, abs=0.005)
 
 
-# ----------------------------------------------------------------------- input
-
-
-@pytest.mark.parametrize(
-    ("make", "message"),
-    [
-        (lambda: TaskKind(0, 1, 1), "tokens_per_sequence is 0"),
-        (lambda: TracedTask(-1, 1, SHORT), "submit_s is -1"),
-        (lambda: TracedTask(0, 0, SHORT), "duration_s is 0"),
-        (lambda: Recipe(()), "datasets is empty"),
-        (lambda: Recipe(("cola",)), "datasets include 'cola'"),
-        (lambda: LONG.load("a", SHAPE, padded_to=64), "padded_to is 64"),
-        (lambda: InstanceModel("deepspeed", SPEC), "system is 'deepspeed'"),
-        (lambda: replace(SPEC, max_tasks=0), "max_tasks is 0"),
-        (lambda: replace(SPEC, micro_batch_counts=()), "micro_batch_counts is"),
-        (lambda: ReplaySettings(0), "num_gpus is 0"),
-        (lambda: ReplaySettings(4, "random"), "placement is 'random'"),  # type: ignore[arg-type]
-        (lambda: ReplaySettings(4, horizon_s=0), "horizon_s is 0"),
-        (lambda: ReplaySettings(4, queue_limit=-1), "queue_limit is -1"),
-        (lambda: run([task(0, 1)], num_gpus=1), "num_gpus is 1; allowed: 2 or more"),
-        (lambda: run([task(9, 1), task(0, 1)]), "tasks are out of order"),
-        (lambda: read_trace(Path("absent.csv"), UNIFORM, every=0), "every is 0"),
-    ],
-)
-def test_bad_input_is_refused_with_the_field_and_the_value(make: object, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        make()  # type: ignore[operator]
-
-
-def test_without_simpy_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "simpy", None)
-    with pytest.raises(ConfigError, match=r"peft-mux\[cluster\]"):
-        run([task(0, 1)])
-
-
 # --------------------------------------------------------------------- drawing
 
 
 def test_replays_are_drawn_into_a_png_file(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from peft_mux.scheduler.cluster.plot import save_replays
+    from benchmarks.planner.cluster.plot import save_replays
 
     tasks = [task(0, 100), task(3, 50, LONG)]
     path = save_replays({"two tasks": [run(tasks, system) for system in SYSTEMS]}, tmp_path / "cluster.png")

@@ -20,11 +20,11 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.paths import RESULTS, ROOT
-from peft_mux.scheduler.cluster.instance import SYSTEMS, InstanceModel, InstanceSpec
-from peft_mux.scheduler.cluster.plot import save_replays
-from peft_mux.scheduler.cluster.replay import ReplaySettings, replay
-from peft_mux.scheduler.cluster.result import Replay
-from peft_mux.scheduler.cluster.trace import NON_UNIFORM, UNIFORM, Recipe, TracedTask, read_trace
+from benchmarks.planner.cluster.instance import SYSTEMS, InstanceModel, InstanceSpec
+from benchmarks.planner.cluster.plot import save_replays
+from benchmarks.planner.cluster.replay import ReplaySettings, replay
+from benchmarks.planner.cluster.result import Replay
+from benchmarks.planner.cluster.trace import NON_UNIFORM, UNIFORM, Recipe, TracedTask, read_trace
 from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.memory import ModelShape
 

@@ -2,7 +2,7 @@
 
 Assumptions, which `assumptions` puts into sentences for the reader of a `Replay`:
 
-* The cluster is cut into instances of equal size, one backbone each (`peft_mux.scheduler.cluster.instance`).
+* The cluster is cut into instances of equal size, one backbone each (`benchmarks.planner.cluster.instance`).
 * First come, first served: only the oldest waiting task is ever placed. It opens a new instance while GPUs are free
   ("spread"), or joins the fullest instance with room first ("fill"); otherwise the instance with fewest tasks that has
   room for it; otherwise it waits, and all behind it too. Placing costs no time; nobody is moved or preempted.
@@ -22,15 +22,13 @@ import math
 from collections import deque
 from collections.abc import Generator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 
-from peft_mux.errors import ConfigError
-from peft_mux.scheduler.cluster.instance import InstanceModel, Speed
-from peft_mux.scheduler.cluster.result import Replay, TaskRecord
-from peft_mux.scheduler.cluster.trace import TaskKind, TracedTask
+import simpy
 
-if TYPE_CHECKING:
-    import simpy
+from benchmarks.planner.cluster.instance import InstanceModel, Speed
+from benchmarks.planner.cluster.result import Replay, TaskRecord
+from benchmarks.planner.cluster.trace import TaskKind, TracedTask
 
 Placement = Literal["spread", "fill"]
 
@@ -83,12 +81,7 @@ def replay(
 
     Raises:
         ValueError: for tasks out of order, a cluster smaller than one instance, or a task that fits no empty instance.
-        ConfigError: if simpy is not installed.
     """
-    try:
-        import simpy
-    except ImportError as error:
-        raise ConfigError("cluster replay: got no simpy; allowed: pip install 'peft-mux[cluster]'.") from error
     gpus = model.spec.devices.num_devices
     if settings.num_gpus < gpus:
         raise ValueError(f"num_gpus is {settings.num_gpus}; allowed: {gpus} or more, the GPUs of one instance.")
