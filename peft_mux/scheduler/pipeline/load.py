@@ -1,4 +1,4 @@
-"""What a pipeline has to carry: the load of a bucket on each stage, the links between stages, and the room for it."""
+"""Inputs of a pipeline: the load of each bucket on each stage, and the links between stages."""
 
 from __future__ import annotations
 
@@ -13,23 +13,22 @@ from peft_mux.scheduler.costs.hardware import Link
 class BucketLoad:
     """What one micro-batch of a bucket of hTasks costs on each of the S stages (M §3.4.1, "Computation Homogeneity").
 
-    M takes all micro-batches of a bucket for equal. Rows are whole, so that some are longer: `weights` tells by how
-    much each takes more or less than the mean. Bytes are those of the largest, which a limit has to allow; messages are
-    of the mean.
+    M takes all micro-batches of a bucket as equal. Rows are not split, so some micro-batches are longer: `weights` says
+    by how much each differs from the mean. Bytes are those of the largest, which has to fit a limit; messages are of
+    the mean.
 
     Attributes:
-        name: the name that is shown in messages and drawings.
+        name: the name in messages and drawings.
         forward_s: seconds of a forward on each stage.
-        backward_s: seconds of a backward on each stage; left empty, it equals `forward_s`, which is M's premise for
+        backward_s: seconds of a backward on each stage; empty for the same as `forward_s`, which is M's premise for
             PEFT (no weight gradients of the backbone).
         activation_bytes: bytes held on each stage from the start of the forward until the end of the backward.
         output_bytes: bytes of one message between neighbouring stages, in either direction.
         num_micro_batches: C, micro-batches of the bucket in one iteration.
-        weights: seconds of each micro-batch over the mean ones, which `forward_s` and `backward_s` are; empty where all
-            are equal.
+        weights: seconds of each micro-batch over the mean ones, `forward_s` and `backward_s`; empty if all are equal.
 
     Raises:
-        ValueError: if a number is negative or not finite, or the fields speak of different numbers of stages.
+        ValueError: if a number is negative or not finite, or fields differ in the number of stages.
     """
 
     name: str
@@ -42,63 +41,43 @@ class BucketLoad:
 
     def __post_init__(self) -> None:
         if not self.backward_s:
-            # A frozen dataclass lets itself be completed in this way alone.
+            # A frozen dataclass can be completed in this way only.
             object.__setattr__(self, "backward_s", self.forward_s)
-        where = f"bucket {self.name!r}"
-        num_stages = len(self.forward_s)
+        where, num_stages, count = f"bucket {self.name!r}", len(self.forward_s), self.num_micro_batches
         if num_stages == 0:
             raise ValueError(f"{where}: forward_s is empty; allowed: seconds of each stage, one or more.")
-        for field, values in (("backward_s", self.backward_s), ("activation_bytes", self.activation_bytes)):
+        for field in ("forward_s", "backward_s", "activation_bytes"):
+            values = getattr(self, field)
             if len(values) != num_stages:
                 raise ValueError(
                     f"{where}: {field} has {len(values)} numbers; allowed: {num_stages}, as many as forward_s has."
                 )
-        for field in ("forward_s", "backward_s", "activation_bytes"):
-            bad = [value for value in getattr(self, field) if not math.isfinite(value) or value < 0]
-            if bad:
-                raise ValueError(f"{where}: {field} contains {bad[0]}; allowed: finite numbers of 0 or more.")
+            for value in values:
+                if not math.isfinite(value) or value < 0:
+                    raise ValueError(f"{where}: {field} contains {value}; allowed: finite numbers of 0 or more.")
         if self.output_bytes < 0:
             raise ValueError(f"{where}: output_bytes is {self.output_bytes}; allowed: 0 or more.")
-        if self.num_micro_batches < 1:
-            raise ValueError(f"{where}: num_micro_batches is {self.num_micro_batches}; allowed: 1 or more.")
-        self._check_weights(where)
-
-    def _check_weights(self, where: str) -> None:
-        if not self.weights:
-            return
-        count = self.num_micro_batches
-        are_numbers = all(math.isfinite(weight) and weight >= 0 for weight in self.weights)
-        if len(self.weights) != count or not are_numbers or not math.isclose(sum(self.weights), count, rel_tol=1e-6):
-            raise ValueError(
-                f"{where}: weights are {self.weights}; allowed: none, or {count} numbers of 0 or more that add up to"
-                f" {count}, one for each micro-batch."
-            )
+        if count < 1:
+            raise ValueError(f"{where}: num_micro_batches is {count}; allowed: 1 or more.")
+        if self.weights:
+            are_numbers = all(math.isfinite(weight) and weight >= 0 for weight in self.weights)
+            if (
+                len(self.weights) != count
+                or not are_numbers
+                or not math.isclose(sum(self.weights), count, rel_tol=1e-6)
+            ):
+                raise ValueError(
+                    f"{where}: weights are {self.weights}; allowed: none, or {count} numbers of 0 or more that add up"
+                    f" to {count}, one for each micro-batch."
+                )
 
     @property
     def num_stages(self) -> int:
         """S."""
         return len(self.forward_s)
 
-    @property
-    def least_weight(self) -> float:
-        """The weight of the shortest micro-batch."""
-        return min(self.weights, default=1.0)
-
-    @property
-    def greatest_weight(self) -> float:
-        """The weight of the longest micro-batch."""
-        return max(self.weights, default=1.0)
-
-    def weight(self, micro_batch: int) -> float:
-        """Return the seconds of a micro-batch over the mean ones.
-
-        Args:
-            micro_batch: the micro-batch, counted from 0.
-        """
-        return self.weights[micro_batch] if self.weights else 1.0
-
     def chunk_bytes(self, stage: int, chunk: int, num_chunks: int) -> int:
-        """Return the bytes that one virtual stage of a device holds of a micro-batch; all chunks add up to the whole.
+        """Return the bytes that one virtual stage of a device holds of a micro-batch.
 
         Args:
             stage: the device, counted from 0.
@@ -106,7 +85,7 @@ class BucketLoad:
             num_chunks: virtual stages of a device.
         """
         share, rest = divmod(self.activation_bytes[stage], num_chunks)
-        # The first chunks take what does not divide, so that all of them add up to the whole.
+        # The first chunks take the remainder, so that all chunks add up to the whole.
         return share + (chunk < rest)
 
 
@@ -115,8 +94,8 @@ class LinkMap:
     """Which link joins two stages of a pipeline; without links, messages take no time.
 
     Attributes:
-        links: link i joins stages i and i + 1; the last of S links, where virtual stages make the pipeline a ring,
-            joins stages S - 1 and 0.
+        links: link i joins stages i and i + 1. If virtual stages make the pipeline a ring, there are S links, and the
+            last one joins stages S - 1 and 0.
     """
 
     links: tuple[Link, ...]
@@ -201,33 +180,3 @@ def per_stage_bytes(field: str, values: Sequence[int] | None, num_stages: int) -
         if value < 0:
             raise ValueError(f"{field} of stage {stage} is {value}; allowed: 0 or more bytes.")
     return tuple(values)
-
-
-def room_bytes(
-    buckets: Sequence[BucketLoad], memory_limit_bytes: Sequence[int] | None, static_bytes: Sequence[int] | None
-) -> tuple[int, ...] | None:
-    """Return the bytes that each stage has for activations: its limit less what lies there always; `None` for no limit.
-
-    Args:
-        buckets: the loads of all buckets, of which each micro-batch has to fit by itself.
-        memory_limit_bytes: bytes that each stage may hold; `None` for no limit.
-        static_bytes: bytes that lie on each stage always; `None` for none.
-
-    Raises:
-        ValueError: if one micro-batch of some bucket does not fit on some stage.
-    """
-    num_stages = checked_num_stages(buckets)
-    limits = per_stage_bytes("memory_limit_bytes", memory_limit_bytes, num_stages)
-    statics = per_stage_bytes("static_bytes", static_bytes, num_stages) or (0,) * num_stages
-    if limits is None:
-        return None
-    room = tuple(limit - static for limit, static in zip(limits, statics, strict=True))
-    for bucket in buckets:
-        for stage in range(num_stages):
-            if bucket.activation_bytes[stage] > room[stage]:
-                raise ValueError(
-                    f"bucket {bucket.name!r} on stage {stage}: one micro-batch holds {bucket.activation_bytes[stage]:,}"
-                    f" bytes; allowed: {room[stage]:,} (memory limit {limits[stage]:,} less {statics[stage]:,} static)."
-                    " Take smaller micro-batches, put fewer tasks into the bucket, or use more stages."
-                )
-    return room

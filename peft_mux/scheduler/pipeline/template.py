@@ -1,12 +1,12 @@
 """The pipeline template: what each stage runs, in order, over all buckets (M §3.4.1, Figure 10).
 
 A template is a value: the engine executes its lists, the simulator times them, drawings show them. Memory depends
-on the order alone, so a template that fits in simulation fits whatever the real latencies turn out to be.
+on the order alone, so a template that fits in simulation fits whatever the real latencies are.
 
 `gpipe`: all forwards, then all backwards, in the given order of buckets; under a memory limit in waves, each as
 long as every stage can hold. `1f1b`: the micro-batches of all buckets one after another in the given order, not
 drained between buckets, at most S - s of them in flight on stage s (counted from 0). `interleaved_1f1b`:
-Megatron-LM's order with `num_chunks` virtual stages a device, at most 2 (S - 1 - s) + (num_chunks - 1) g + 1
+Megatron-LM's order with `num_chunks` virtual stages per device, at most 2 (S - 1 - s) + (num_chunks - 1) g + 1
 chunks in flight, g being the longest group (`group_micro_batches`; S in Megatron-LM). `mux`: M's template:
 
 1. buckets by first-stage latency, longest first (ties by index);
@@ -14,25 +14,25 @@ chunks in flight, g being the longest group (`group_micro_batches`; S in Megatro
 3. forwards launched eagerly, as many in flight as memory holds, a backward that is ready going first.
 
 M delays a launch at the first stage if any stage would run out of memory. Here each stage delays its own
-forwards, which never launches later than M's rule and holds the same limits. M does not say what its template is
+forwards, which never launches later than M's rule and keeps the same limits. M does not say what its template is
 on virtual stages: here `mux` with several chunks keeps rules 1 and 2 in the interleaved order with its bound on
 chunks in flight. Launching more eagerly there put forwards of later groups before chunks that others wait for,
 and made simulated iterations longer.
 
 A template of several steps is not drained between them, as M's is after each iteration. Adapters of tasks are disjoint,
-so that what must be over before a bucket's forwards of step k + 1 is step k of that bucket, while others may be under
-way. Its last backward on the first stage ends it on all stages.
+so before the forwards of a bucket's step k + 1 only step k of that bucket has to end, while other buckets may still run
+theirs. Its last backward on the first stage ends it on all stages.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, NamedTuple, get_args
+from typing import Any, Literal, get_args
 
 from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.pipeline.launch import Clock, Launch, ListScheduler, Move, group_micro_batches
-from peft_mux.scheduler.pipeline.load import BucketLoad, LinkMap, checked_num_stages, room_bytes
+from peft_mux.scheduler.pipeline.launch import ListScheduler, Move, Slot, group_micro_batches
+from peft_mux.scheduler.pipeline.load import BucketLoad, LinkMap, checked_num_stages, per_stage_bytes
 
 __all__ = ["SCHEDULES", "Action", "BucketLoad", "PipelineTemplate", "Schedule", "Slot", "build_template"]
 
@@ -40,20 +40,6 @@ FORMAT_VERSION = 1
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "mux"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
-
-
-class Slot(NamedTuple):
-    """A micro-batch of a template.
-
-    Attributes:
-        bucket: index into the buckets as the caller gave them.
-        micro_batch: index of the micro-batch within the bucket.
-        step: step of the template, from 0.
-    """
-
-    bucket: int
-    micro_batch: int
-    step: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -143,14 +129,11 @@ class PipelineTemplate:
             data: the JSON types of a template in this format version.
 
         Raises:
-            ValueError: for another format version, or a field that is missing.
+            ValueError: for another format version.
         """
         version = data.get("format_version")
         if version != FORMAT_VERSION:
             raise ValueError(f"format_version: got {version!r}; allowed: {FORMAT_VERSION}.")
-        for field in ("schedule", "num_stages", "num_chunks", "actions"):
-            if field not in data:
-                raise ValueError(f"{field} is missing; allowed: what PipelineTemplate.to_dict wrote.")
         rows = tuple(
             tuple(Action(kind, bucket, micro_batch, stage, *rest) for kind, bucket, micro_batch, *rest in row)
             for stage, row in enumerate(data["actions"])
@@ -187,56 +170,60 @@ def build_template(
     """
     num_stages = checked_num_stages(buckets)
     _check_schedule(schedule, num_chunks)
-    room = room_bytes(buckets, memory_limit_bytes, static_bytes)
-    stream = _launch_stream(buckets, schedule, num_steps)
-    if schedule == "gpipe":
-        # A wave fits on every stage, so that all stages run the same order.
-        orders = [_waves(stream, buckets, room)] * num_stages
-    else:
-        link_map = LinkMap.of(links, num_stages, num_chunks)
-        orders = _list_schedule(stream, buckets, schedule, num_chunks=num_chunks, links=link_map, room=room)
-    rows = tuple(
-        tuple(_action(kind, stream[place], stage, chunk) for kind, place, chunk in moves)
-        for stage, moves in enumerate(orders)
-    )
-    return PipelineTemplate(schedule, num_stages, num_chunks, rows, num_steps)
-
-
-def _action(kind: str, launch: Launch, stage: int, chunk: int) -> Action:
-    return Action(kind, launch.bucket, launch.micro_batch, stage, chunk, launch.step)
-
-
-def _launch_stream(buckets: Sequence[BucketLoad], schedule: Schedule, num_steps: int) -> list[Launch]:
-    """Return the launches in order: step by step, and in each the micro-batches of one bucket after another."""
+    limits = per_stage_bytes("memory_limit_bytes", memory_limit_bytes, num_stages)
+    statics = per_stage_bytes("static_bytes", static_bytes, num_stages) or (0,) * num_stages
+    room_bytes = None if limits is None else [limit - static for limit, static in zip(limits, statics, strict=True)]
+    if limits is not None and room_bytes is not None:
+        for bucket in buckets:
+            for stage, room in enumerate(room_bytes):
+                if bucket.activation_bytes[stage] > room:
+                    raise ValueError(
+                        f"bucket {bucket.name!r} on stage {stage}: one micro-batch holds"
+                        f" {bucket.activation_bytes[stage]:,} bytes; allowed: {room:,} (memory limit"
+                        f" {limits[stage]:,} less {statics[stage]:,} static). Take smaller micro-batches, put fewer"
+                        " tasks into the bucket, or use more stages."
+                    )
     order = range(len(buckets))
     if schedule == "mux":  # rule 1; a stable sort keeps ties in the order of buckets
         order = sorted(order, key=lambda index: -buckets[index].forward_s[0])
-    return [
-        Launch(index, number, step)
+    stream = [
+        Slot(index, number, step)
         for step in range(num_steps)
         for index in order
         for number in range(buckets[index].num_micro_batches)
     ]
-
-
-def _list_schedule(
-    stream: Sequence[Launch],
-    buckets: Sequence[BucketLoad],
-    schedule: Schedule,
-    *,
-    num_chunks: int,
-    links: LinkMap,
-    room: Sequence[int] | None,
-) -> list[list[Move]]:
-    """Return what each device runs, in order, under the caps of 1F1B, or eagerly as M's template has it."""
-    # With virtual stages, eager launches made simulated iterations longer (see the top of this file).
-    is_eager = schedule == "mux" and num_chunks == 1
-    # 1F1B orders by counts alone, as in textbooks; what M's template launches depends on the real latencies.
-    clock = Clock.real(buckets, links) if is_eager else Clock.unit(buckets)
-    groups = group_micro_batches(stream, buckets, num_chunks, room)
-    # Groups differ in size where memory is short or micro-batches are left over: the longest needs most.
-    caps = None if is_eager else _caps(buckets[0].num_stages, num_chunks, max(map(len, groups)))
-    return ListScheduler(stream, buckets, groups=groups, num_chunks=num_chunks, clock=clock, caps=caps, room=room).run()
+    link_map = LinkMap.of(links, num_stages, num_chunks)
+    if schedule == "gpipe":
+        # A wave fits on every stage, so that all stages run the same order.
+        orders = [_waves(stream, buckets, room_bytes)] * num_stages
+    else:
+        # With virtual stages, eager launches made simulated iterations longer (see the top of this file).
+        is_eager = schedule == "mux" and num_chunks == 1
+        groups = group_micro_batches(stream, buckets, num_chunks, room_bytes)
+        # The most chunks in flight on each stage: the warm-up forwards of 1F1B, by Megatron-LM's formula, and the one
+        # that alternates with backwards. Groups differ in size; the longest needs most.
+        caps = [num_stages - stage for stage in range(num_stages)]
+        if num_chunks > 1:
+            most = (num_chunks - 1) * max(map(len, groups))
+            caps = [2 * (num_stages - 1 - stage) + most + 1 for stage in range(num_stages)]
+        # 1F1B orders by counts alone, as in textbooks; what M's template launches depends on the real latencies.
+        orders = ListScheduler(
+            stream,
+            buckets,
+            groups=groups,
+            num_chunks=num_chunks,
+            links=link_map if is_eager else None,
+            caps=None if is_eager else caps,
+            room_bytes=room_bytes,
+        ).run()
+    rows = tuple(
+        tuple(
+            Action(kind, stream[place].bucket, stream[place].micro_batch, stage, chunk, stream[place].step)
+            for kind, place, chunk in moves
+        )
+        for stage, moves in enumerate(orders)
+    )
+    return PipelineTemplate(schedule, num_stages, num_chunks, rows, num_steps)
 
 
 def _check_schedule(schedule: str, num_chunks: int) -> None:
@@ -250,31 +237,18 @@ def _check_schedule(schedule: str, num_chunks: int) -> None:
         raise ValueError(f"num_chunks is {num_chunks}; allowed for {schedule}: 1. For more, take interleaved_1f1b.")
 
 
-def _caps(num_stages: int, num_chunks: int, group_size: int) -> list[int]:
-    """Return the most chunks in flight on each stage: the warm-up forwards of 1F1B and one more."""
-    if num_chunks == 1:
-        return [num_stages - stage for stage in range(num_stages)]
-    # Megatron-LM's number of warm-up forwards, and the one that alternates with backwards.
-    return [2 * (num_stages - 1 - stage) + (num_chunks - 1) * group_size + 1 for stage in range(num_stages)]
-
-
-def _waves(stream: Sequence[Launch], buckets: Sequence[BucketLoad], room: Sequence[int] | None) -> list[Move]:
+def _waves(stream: Sequence[Slot], buckets: Sequence[BucketLoad], room_bytes: Sequence[int] | None) -> list[Move]:
     """Return GPipe's order: all forwards of a step, all backwards; under a limit, in waves that all stages can hold."""
-    moves: list[Move] = []
-    wave: list[int] = []
-    held = [0] * buckets[0].num_stages
-
-    def flush() -> None:
-        moves.extend(("F", place, 0) for place in wave)
-        moves.extend(("B", place, 0) for place in wave)
-
-    for place, launch in enumerate(stream):
-        needs = buckets[launch.bucket].activation_bytes
-        is_full = room is not None and any(has + need > most for has, need, most in zip(held, needs, room, strict=True))
-        if is_full or (wave and stream[wave[-1]].step != launch.step):
-            flush()
-            wave, held = [], [0] * len(held)
-        wave.append(place)
+    waves: list[list[int]] = []
+    held: list[int] = []
+    for place, slot in enumerate(stream):
+        needs = buckets[slot.bucket].activation_bytes
+        is_new = not waves or stream[waves[-1][-1]].step != slot.step
+        if not is_new and room_bytes is not None:
+            is_new = any(has + need > room for has, need, room in zip(held, needs, room_bytes, strict=True))
+        if is_new:
+            waves.append([])
+            held = [0] * len(needs)
+        waves[-1].append(place)
         held = [has + need for has, need in zip(held, needs, strict=True)]
-    flush()
-    return moves
+    return [(kind, place, 0) for wave in waves for kind in "FB" for place in wave]

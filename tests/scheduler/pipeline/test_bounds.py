@@ -8,13 +8,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.pipeline.simulator import (
-    closed_form_1f1b_s,
-    closed_form_gpipe_s,
-    lemma_1_s,
-    lower_bound_s,
-    simulate,
-)
+from benchmarks.planner.closed_forms import closed_form_1f1b_s, closed_form_gpipe_s, lemma_1_s
+from peft_mux.scheduler.pipeline.simulator import lower_bound_s, simulate
 from peft_mux.scheduler.pipeline.template import Action, BucketLoad, PipelineTemplate, Schedule, build_template
 from tests.scheduler.pipeline.cases import VARIANTS, even, one_bucket, uneven_buckets
 
@@ -149,21 +144,6 @@ def test_mux_is_faster_than_one_bucket_after_another_in_the_manner_of_figure_10(
     result = simulate(build_template(buckets, "mux"), buckets)
     assert result.makespan_s < makespan_s(list(reversed(buckets)), "1f1b") < in_turn
     assert result.bubble_s[-1] == 0
-
-
-@pytest.mark.parametrize(
-    ("latencies", "count", "message"),
-    [
-        ([], 1, "stage latencies are empty"),
-        ([1.0, -2.0], 1, "stage latencies contain -2.0"),
-        ([1.0], 0, "num_micro_batches is 0; allowed: 1 or more"),
-    ],
-)
-def test_closed_forms_refuse_what_is_no_pipeline(latencies: list[float], count: int, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        closed_form_1f1b_s(latencies, count)
-    with pytest.raises(ValueError, match=message):
-        closed_form_gpipe_s(latencies, latencies, count)
 
 
 def test_the_lower_bound_refuses_no_chunks() -> None:

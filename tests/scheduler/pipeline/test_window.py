@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.simulator import (
     build_window,
-    can_overlap,
     lower_bound_s,
     simulate,
     steady_lower_bound_s,
@@ -47,7 +46,6 @@ def test_a_bucket_by_itself_gains_nothing() -> None:
     template = build_template(buckets, "mux")
     assert simulate(build_window(template, buckets, 5), buckets).step_s == simulate(template, buckets).makespan_s
     assert window_step_s(template, buckets) == simulate(template, buckets).makespan_s
-    assert not can_overlap(template, 1)
 
 
 @settings(max_examples=60)
