@@ -1,8 +1,8 @@
-"""Inline SVG of time lines and memory: readable on light and on dark ground, as all text has the colour around it."""
+"""Drawings of a plan: its time line and memory as text, as inline SVG and as a picture.
 
-# MERGED: `MemoryBar`: what the predicted peak of a plan's fullest stage is made of, against the memory of a device.
-# MERGED: Drawings of a simulated pipeline: who runs what when, and what each stage holds, as text or as a picture.
-# MERGED: A plan as HTML, which notebooks show in place of its text.
+SVG is readable on light and dark backgrounds, because text takes the colour of its surroundings; `report.html` and
+notebooks show it without matplotlib, which only draws picture files.
+"""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ MEMORY_COLORS = (0, 1, 2, 4, 5, 6, 8, 9)
 FREE = 7
 """The colour of memory that is free."""
 NEARLY_FULL = 0.95
-"""Share of a device's memory from which on it is shown in red."""
+"""Share of a device's memory above which it is shown in red."""
 _LABEL_WIDTH, _ROW, _WIDTH = 150, 26, 760
 _GAP_FROM = 4
-"""Pixels from which on a bar gives one of them up to the gap behind it."""
+"""Bars wider than this many pixels give one of them up for a gap to the next bar."""
 
 
 class Bar(NamedTuple):
@@ -43,7 +43,7 @@ class Bar(NamedTuple):
         start: where it begins, in the unit of the drawing.
         end: where it ends.
         color: index into `PALETTE`.
-        words: what is told of it, when one points at it.
+        words: its tooltip.
         is_light: whether it is drawn lighter, as forwards are.
     """
 
@@ -67,8 +67,8 @@ def rows_svg(
     Args:
         rows: label and bars of each row.
         end: where the axis ends, in the unit of the bars.
-        end_words: what stands at its end.
-        mark: where a line goes through all rows; 0 for none.
+        end_words: the label at its end.
+        mark: where a vertical line crosses all rows; 0 for none.
         alarms: numbers of the rows that are framed in red.
     """
     scale = (_WIDTH - _LABEL_WIDTH - 10) / (end or 1.0)
@@ -113,14 +113,14 @@ def rows_svg(
 def memory_svg(
     rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], limit_bytes: int | None, device_bytes: int | None = None
 ) -> str:
-    """Draw what memory is made of, a row for each device or stage; parts of one name have one colour.
+    """Draw the parts of memory, a row for each device or stage; parts of one name have one colour.
 
-    What is free is drawn as well, and a row that is nearly full is framed in red.
+    Free memory is drawn as well, and a row that is nearly full is framed in red.
 
     Args:
         rows: label of each row, and the names and bytes of its parts.
         limit_bytes: what a plan may fill, drawn as a line; `None` for no limit.
-        device_bytes: what a device holds; `None` where that is not known, so that the limit counts as its size.
+        device_bytes: memory of a device; `None` if unknown, so that the limit counts as its size.
     """
     totals = [sum(size for _, size in parts) for _, parts in rows]
     largest, size = max(totals, default=0.0), device_bytes or limit_bytes
@@ -143,17 +143,12 @@ def memory_svg(
 
 
 def shows_size(size_bytes: float, used_bytes: float) -> bool:
-    """Whether memory is drawn to its end: one far beyond what is used would leave nothing to be seen of the parts."""
+    """Return whether to draw memory to its end: if it is far larger than what is used, the parts would be invisible."""
     return size_bytes <= 4 * used_bytes
 
 
 def legend(names: Sequence[str], colors: Sequence[int] = range(len(PALETTE))) -> str:
-    """Return the names of colours, in their order.
-
-    Args:
-        names: what the colours stand for.
-        colors: their indices into the palette; they begin again where there are more names.
-    """
+    """Return an HTML legend of names and their colours: indices into the palette, repeated if there are more names."""
     shown = [PALETTE[colors[number % len(colors)]] for number in range(len(names))]
     return " ".join(
         f'<span style="display:inline-block;margin-right:1em"><span style="color:{color}">&#9632;</span> '
@@ -163,28 +158,28 @@ def legend(names: Sequence[str], colors: Sequence[int] = range(len(PALETTE))) ->
 
 
 def memory_legend(names: Collection[str]) -> str:
-    """Return the names of the colours that `memory_svg` gives to parts, and that of what is free."""
+    """Return the legend of the colours that `memory_svg` gives to parts and to free memory."""
     colors = [MEMORY_COLORS[number % len(MEMORY_COLORS)] for number in range(len(names))]
     return legend([*names, "free"], [*colors, FREE])
 
 
 def time_end(seconds: float) -> str:
-    """Return what stands at the end of an axis of time."""
+    """Return the label at the end of a time axis."""
     return seconds_text(seconds)
 
 
-_LETTERS = "#ao+w"
-"""What stands for the parts in text, in their order; what is free is "."."""
+_PART_LETTERS = "#ao+w"
+"""The letters of the parts in text, in their order; "." is free memory."""
 _INDENT = " " * 8
 
 
 class MemoryBar(NamedTuple):
-    """The parts of a peak, and the memory that they have to fit into.
+    """The parts of the predicted peak of a plan's fullest stage, and the memory that they have to fit into.
 
     Attributes:
         parts: name and bytes of each part, in the order in which they are drawn.
-        size_bytes: bytes that there are; `None` where that is not known.
-        is_device: whether these are all of a device's, rather than as many as a plan may fill of it.
+        size_bytes: bytes of that memory; `None` if unknown.
+        is_device: whether that is a whole device, rather than the limit of a plan.
     """
 
     parts: tuple[tuple[str, int], ...]
@@ -198,19 +193,21 @@ class MemoryBar(NamedTuple):
 
     @property
     def is_nearly_full(self) -> bool:
-        """Whether the peak takes more than 95 % of what there is, which drawings show in red."""
+        """Whether the peak takes more than 95 % of the memory, which drawings show in red."""
         return self.size_bytes is not None and self.peak_bytes > NEARLY_FULL * self.size_bytes
 
     def lines(self, width: int = 50) -> list[str]:
-        """Return the bar in characters, what is free, and what its letters stand for.
+        """Return the bar in characters, the free memory, and the meaning of its letters.
 
         Args:
             width: characters of the bar.
         """
         whole = max(self.peak_bytes, self.size_bytes or 0, 1)
         ends = [math.ceil(width * at / whole) for at in accumulate((size for _, size in self.parts), initial=0)]
-        drawn = "".join(letter * (end - start) for letter, (start, end) in zip(_LETTERS, pairwise(ends), strict=True))
-        legend = [f"{letter} {name}" for letter, (name, _) in zip(_LETTERS, self.parts, strict=True)]
+        drawn = "".join(
+            letter * (end - start) for letter, (start, end) in zip(_PART_LETTERS, pairwise(ends), strict=True)
+        )
+        legend = [f"{letter} {name}" for letter, (name, _) in zip(_PART_LETTERS, self.parts, strict=True)]
         if self.size_bytes is None:
             return [f"{_INDENT}[{drawn:.<{width}}]", f"{_INDENT}{', '.join(legend)}"]
         of = "the device's" if self.is_device else "the"
@@ -224,7 +221,7 @@ class MemoryBar(NamedTuple):
         ]
 
     def draw(self, axes: Axes) -> None:
-        """Draw the bar into a picture, in GiB, or MiB where it is less; framed in red where it is nearly full."""
+        """Draw the bar into a picture, in GiB or MiB; framed in red if it is nearly full."""
         unit, name_of_unit = (2**30, "GiB") if self.peak_bytes >= 2**30 else (2**20, "MiB")
         edge: dict[str, Any] = {"edgecolor": "white"}
         if self.is_nearly_full:
@@ -237,7 +234,6 @@ class MemoryBar(NamedTuple):
         title = f"memory of the fullest stage: {self.peak_bytes / unit:.2f} {name_of_unit}"
         if self.size_bytes is not None:
             free = self.size_bytes / unit - at
-            # A device far larger than what is used would leave nothing to be seen of the parts.
             if free > 0 and shows_size(self.size_bytes, self.peak_bytes):
                 axes.barh(0, free, left=at, color=PALETTE[FREE], alpha=0.3, label=f"free {free:.2f}", **edge)
             title += f" of {self.size_bytes / unit:.2f}, {self.peak_bytes / self.size_bytes:.0%}"
@@ -247,18 +243,18 @@ class MemoryBar(NamedTuple):
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
 
 
-_LETTERS_gantt = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
+_BUCKET_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
 _IDLE = "."
 _MIN_SLOTS = 20
 _LABELLED_SHARE = 0.018
-"""A bar gets its label (bucket.micro-batch) where it takes at least this share of the time axis."""
+"""A bar gets its label (bucket.micro-batch) if it takes at least this share of the time axis."""
 
 
 def gantt_text(simulation: Simulation, width: int = 100) -> str:
     """Draw one iteration in characters.
 
-    One row a stage, one character a time slot: the letter of the bucket that runs for most of the slot, upper case
-    for a forward and lower case for a backward, "." where the stage is idle for longer than it runs any of them.
+    One row per stage, one character per time slot: the letter of the bucket that runs for most of the slot, upper case
+    for a forward and lower case for a backward, "." if the stage is idle for longer than it runs any of them.
 
     Args:
         simulation: the simulated iteration to draw.
@@ -272,15 +268,36 @@ def gantt_text(simulation: Simulation, width: int = 100) -> str:
     num_slots = width - margin
     if num_slots < _MIN_SLOTS:
         raise ValueError(f"width is {width}; allowed: {_MIN_SLOTS + margin} or more for {len(labels)} stages.")
-    rows = [
+    makespan_s = simulation.makespan_s
+    lines = [
+        f"makespan {_milliseconds(makespan_s, makespan_s)} ms, {simulation.num_stages} stages, "
+        f"{simulation.utilization:.0%} of device time busy"
+    ]
+    lines += [
         f"{label:<{margin - 2}}|{_row([s for s in simulation.spans if s.device == stage], simulation, num_slots)}|"
         for stage, label in enumerate(labels)
     ]
-    head = (
-        f"makespan {_milliseconds(simulation.makespan_s, simulation.makespan_s)} ms, {simulation.num_stages} stages, "
-        f"{simulation.utilization:.0%} of device time busy"
-    )
-    return "\n".join([head, *rows, _axis(simulation.makespan_s, num_slots, margin - 1), *_legend(simulation, width)])
+
+    # The time axis: each number begins below the slot of its instant, the last one ends at the end.
+    axis = [" "] * (margin - 1 + num_slots)
+    # Marks of 12 characters or more stay apart from each other and from the one at the end.
+    for slot in range(0, num_slots, max(num_slots // 5, 12)):
+        text = _milliseconds(makespan_s * slot / num_slots, makespan_s)
+        if slot + len(text) + 12 <= num_slots:
+            axis[margin - 1 + slot : margin - 1 + slot + len(text)] = text
+    end = f"{_milliseconds(makespan_s, makespan_s)} ms"
+    axis[-len(end) :] = end
+    lines.append("".join(axis))
+
+    # The legend; buckets beyond the alphabet begin it again.
+    line = "upper case forward, lower case backward, . idle:"
+    for index, name in enumerate(simulation.bucket_names):
+        entry = f"{_BUCKET_LETTERS[index % len(_BUCKET_LETTERS)]} {name}"
+        if len(line) + 2 + len(entry) > width:
+            lines.append(line)
+            line = " "
+        line += f"  {entry}"
+    return "\n".join([*lines, line])
 
 
 def _row(spans: Sequence[Span], simulation: Simulation, num_slots: int) -> str:
@@ -299,7 +316,7 @@ def _row(spans: Sequence[Span], simulation: Simulation, num_slots: int) -> str:
             covered[slot] += share_s
             if share_s > longest[slot]:
                 longest[slot] = share_s
-                letter = _LETTERS_gantt[span.action.bucket % len(_LETTERS_gantt)]
+                letter = _BUCKET_LETTERS[span.action.bucket % len(_BUCKET_LETTERS)]
                 row[slot] = letter if span.action.kind == "F" else letter.lower()
     return "".join(
         _IDLE if slot_s - busy_s > most_s else char for char, busy_s, most_s in zip(row, covered, longest, strict=True)
@@ -313,44 +330,13 @@ def _milliseconds(seconds: float, makespan_s: float) -> str:
     return f"{seconds * 1e3:.{decimals}f}"
 
 
-def _axis(makespan_s: float, num_slots: int, indent: int) -> str:
-    """Return the time axis: numbers that begin below the slot of their instant, the last one ending at the end."""
-    line = [" "] * (indent + num_slots)
-    # Marks of 12 characters or more stay apart from each other and from the one at the end.
-    step = max(num_slots // 5, 12)
-    for slot in range(0, num_slots, step):
-        text = _milliseconds(makespan_s * slot / num_slots, makespan_s)
-        if slot + len(text) + 12 <= num_slots:
-            line[indent + slot : indent + slot + len(text)] = text
-    end = f"{_milliseconds(makespan_s, makespan_s)} ms"
-    line[-len(end) :] = end
-    return "".join(line)
-
-
-def _legend(simulation: Simulation, width: int) -> list[str]:
-    """Return what the letters mean; buckets beyond the alphabet begin it again."""
-    entries = [
-        f"{_LETTERS_gantt[index % len(_LETTERS_gantt)]} {name}" for index, name in enumerate(simulation.bucket_names)
-    ]
-    lines, line = [], "upper case forward, lower case backward, . idle:"
-    for entry in entries:
-        if len(line) + 2 + len(entry) > width and line:
-            lines.append(line)
-            line = " "
-        line += f"  {entry}"
-    return [*lines, line]
-
-
 def save_gantt(simulation: Simulation, path: Path, draw_below: Callable[[Axes], None] | None = None) -> Path:
-    """Draw one iteration as a picture in the manner of M Figure 10: light forwards, dark backwards.
+    """Draw one iteration as a picture in the style of M Figure 10: light forwards, dark backwards.
 
     Args:
         simulation: the simulated iteration to draw.
         path: the file to write, a PNG or an SVG by its suffix.
-        draw_below: draws what belongs below the iteration; nothing where it is `None`.
-
-    Returns:
-        `path`, now a written file.
+        draw_below: draws into the axes below the iteration; `None` for no such axes.
 
     Raises:
         ConfigError: if matplotlib is not installed.
@@ -360,113 +346,99 @@ def save_gantt(simulation: Simulation, path: Path, draw_below: Callable[[Axes], 
         raise ValueError(f"path is {path.name!r}; allowed: a name that ends in .png or .svg.")
     try:
         import matplotlib
+        from matplotlib import colormaps
+        from matplotlib.colors import to_rgb
         from matplotlib.figure import Figure
     except ImportError as error:
         raise ConfigError("plots: got no matplotlib; allowed: pip install 'peft-mux[plots]'.") from error
-    heights = [1.4 + 0.55 * simulation.num_stages, *([] if draw_below is None else [1.6])]
+    num_stages, names, makespan_s = simulation.num_stages, simulation.bucket_names, simulation.makespan_s
+    heights = [1.4 + 0.55 * num_stages, *([] if draw_below is None else [1.6])]
     figure = Figure(figsize=(11, sum(heights)), layout="constrained")
     grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
     axes = figure.add_subplot(grid[0])
     if draw_below is not None:
         draw_below(figure.add_subplot(grid[1]))
-    _draw_bars(axes, simulation)
-    axes.set_yticks(range(simulation.num_stages), [f"stage {stage}" for stage in range(simulation.num_stages)])
+
+    # One collection of bars for each bucket, direction and stage.
+    spans: dict[tuple[int, str, int], list[tuple[float, float]]] = {}
+    for span in simulation.spans:
+        bucket, seconds = span.action.bucket, span.end_s - span.start_s
+        spans.setdefault((bucket, span.action.kind, span.device), []).append((span.start_s * 1e3, seconds * 1e3))
+        if seconds >= _LABELLED_SHARE * makespan_s:
+            middle = (span.start_s + span.end_s) / 2 * 1e3
+            axes.text(middle, span.device, f"{bucket}.{span.action.micro_batch}", ha="center", va="center", fontsize=6)
+    palette = colormaps["tab10" if len(names) <= 10 else "tab20"]
+    named: set[int] = set()
+    for (bucket, kind, device), intervals in sorted(spans.items()):
+        dark = to_rgb(palette(bucket % palette.N))
+        is_named = kind == "B" and bucket not in named
+        axes.broken_barh(
+            intervals,
+            (device - 0.4, 0.8),
+            facecolors=tuple(0.45 * part + 0.55 for part in dark) if kind == "F" else dark,
+            edgecolor="white",
+            linewidth=0.4,
+            label=names[bucket] if is_named else None,
+        )
+        if is_named:
+            named.add(bucket)
+
+    axes.set_yticks(range(num_stages), [f"stage {stage}" for stage in range(num_stages)])
     axes.invert_yaxis()
-    axes.set_xlim(0, simulation.makespan_s * 1e3)
+    axes.set_xlim(0, makespan_s * 1e3)
     axes.set_xlabel("ms")
     axes.set_title("pipeline (light: forward, dark: backward)")
-    axes.legend(
-        loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", ncols=1 + len(simulation.bucket_names) // 17
-    )
+    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", ncols=1 + len(names) // 17)
     # A fixed salt and no date: the same plan draws the same bytes.
     with matplotlib.rc_context({"svg.hashsalt": "peft_mux"}):
         figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else {})
     return path
 
 
-def _draw_bars(axes: Axes, simulation: Simulation) -> None:
-    """Draw the bars of all actions, one collection for each bucket and direction."""
-    from matplotlib import colormaps
-    from matplotlib.colors import to_rgb
-
-    palette = colormaps["tab10" if len(simulation.bucket_names) <= 10 else "tab20"]
-    spans: dict[tuple[int, str, int], list[tuple[float, float]]] = {}
-    for span in simulation.spans:
-        interval = span.start_s * 1e3, (span.end_s - span.start_s) * 1e3
-        spans.setdefault((span.action.bucket, span.action.kind, span.device), []).append(interval)
-        if span.end_s - span.start_s >= _LABELLED_SHARE * simulation.makespan_s:
-            middle = (span.start_s + span.end_s) / 2 * 1e3
-            label = f"{span.action.bucket}.{span.action.micro_batch}"
-            axes.text(middle, span.device, label, ha="center", va="center", fontsize=6)
-    named: set[int] = set()
-    for (bucket, kind, device), intervals in sorted(spans.items()):
-        red, green, blue = to_rgb(palette(bucket % palette.N))
-        light = tuple(0.45 * part + 0.55 for part in (red, green, blue))
-        axes.broken_barh(
-            intervals,
-            (device - 0.4, 0.8),
-            facecolors=light if kind == "F" else (red, green, blue),
-            edgecolor="white",
-            linewidth=0.4,
-            label=simulation.bucket_names[bucket] if kind == "B" and bucket not in named else None,
-        )
-        if kind == "B":
-            named.add(bucket)
-
-
-def memory_bars_text(
-    peak_bytes: Sequence[int], limit_bytes: Sequence[int], names: Sequence[str], *, width: int = 40
-) -> str:
-    """Draw how full the memory of each stage or device gets: one bar each, "#" up to the peak of its limit.
+def memory_bars_text(peak_bytes: Sequence[int], limit_bytes: Sequence[int], *, width: int = 40) -> str:
+    """Draw how full the memory of each stage gets: one bar each, "#" up to its peak.
 
     Args:
-        peak_bytes: the most bytes that each stage or device holds at once.
+        peak_bytes: the most bytes that each stage holds at once.
         limit_bytes: the most bytes that each may hold.
-        names: the label of each row.
         width: characters of a full bar.
-
-    Raises:
-        ValueError: if the three are not equally long, or a limit is not positive.
     """
-    if not len(peak_bytes) == len(limit_bytes) == len(names):
-        raise ValueError(
-            f"peak_bytes, limit_bytes and names have {len(peak_bytes)}, {len(limit_bytes)} and {len(names)} entries;"
-            " allowed: one of each for every row."
-        )
-    label_width = max(map(len, names), default=0)
+    label_width = len(f"stage {len(peak_bytes) - 1}")
     lines = []
-    for peak, limit, name in zip(peak_bytes, limit_bytes, names, strict=True):
-        if limit <= 0:
-            raise ValueError(f"limit_bytes of {name!r} is {limit}; allowed: more than 0.")
+    for stage, (peak, limit) in enumerate(zip(peak_bytes, limit_bytes, strict=True)):
         filled = min(width, math.ceil(width * peak / limit))
         unit_name, unit = ("GiB", 2**30) if limit >= 2**30 else ("MiB", 2**20)
         over = f"  over by {(peak - limit) / unit:.2f} {unit_name}" if peak > limit else ""
         lines.append(
-            f"{name:<{label_width}}  [{'#' * filled}{'.' * (width - filled)}]"
+            f"{f'stage {stage}':<{label_width}}  [{'#' * filled}{'.' * (width - filled)}]"
             f"  {peak / unit:.2f} of {limit / unit:.2f} {unit_name}  {peak / limit:.0%}{over}"
         )
     return "\n".join(lines)
 
 
 def plan_html(plan: Any) -> str:
-    """Return the summary of a plan, its time line and its memory.
+    """Return the summary of a plan, its time line and its memory, as notebooks show them.
 
     Args:
-        plan: the `Plan`, which itself imports this.
+        plan: the `Plan`, whose module imports this one.
     """
     text = f"<pre style='line-height:1.3;overflow:auto'>{escape(plan.summary())}</pre>"
     if plan.template is None:
         return text
+    simulation = plan.timeline()
+    stages = [(f"stage {stage}", planned_bars(simulation, stage)) for stage in range(simulation.num_stages)]
+    timeline = rows_svg(stages, simulation.makespan_s, seconds_text(simulation.makespan_s))
     red = f"<b style='color:{ALARM}'>more than 95 % is taken</b> "
     words = f"memory of the fullest stage, predicted: {red * plan.memory_bar.is_nearly_full}"
+    memory = memory_svg([("planned", planned_parts(plan))], plan.limit_bytes, plan.device_bytes)
     return (
-        f"{text}<div>a step, predicted: {legend(bucket_names(plan))} paler: forward</div>{timeline_svg(plan)}"
-        f"<div>{words}{memory_legend(plan.memory.parts)}</div>{planned_memory_svg(plan)}"
+        f"{text}<div>a step, predicted: {legend(bucket_names(plan))} paler: forward</div>{timeline}"
+        f"<div>{words}{memory_legend(plan.memory.parts)}</div>{memory}"
     )
 
 
 def bucket_names(plan: Any) -> list[str]:
-    """Return the tasks of each bucket, in words; of many the first ones."""
+    """Return a name for each bucket: its tasks, or the first four of many."""
     names = []
     for bucket in plan.buckets:
         tasks = [task for index in bucket for task in plan.htasks[index].tasks]
@@ -474,22 +446,15 @@ def bucket_names(plan: Any) -> list[str]:
     return names
 
 
-def timeline_svg(plan: Any) -> str:
-    """Draw when each pass of a step runs on each stage, as it was predicted."""
-    simulation = plan.timeline()
-    rows = [(f"stage {stage}", planned_bars(simulation, stage)) for stage in range(simulation.num_stages)]
-    return rows_svg(rows, simulation.makespan_s, time_end(simulation.makespan_s))
-
-
 def planned_bars(simulation: Simulation, stage: int) -> list[Bar]:
-    """Return the forwards and backwards of a stage, in seconds from the beginning of the step."""
+    """Return the bars of the forwards and backwards of a stage, in seconds from the start of the step."""
     return [
         Bar(
             span.start_s,
             span.end_s,
             span.action.bucket,
             f"{simulation.bucket_names[span.action.bucket]}, {'forward' if span.action.kind == 'F' else 'backward'}: "
-            f"{time_end(span.end_s - span.start_s)}",
+            f"{seconds_text(span.end_s - span.start_s)}",
             is_light=span.action.kind == "F",
         )
         for span in simulation.spans
@@ -498,10 +463,5 @@ def planned_bars(simulation: Simulation, stage: int) -> list[Bar]:
 
 
 def planned_parts(plan: Any) -> list[tuple[str, float]]:
-    """Return the names and bytes of what the predicted peak of the fullest stage is made of."""
+    """Return the names and bytes of the parts of the fullest stage's predicted peak."""
     return [(name, float(size)) for name, size in plan.memory.parts.items()]
-
-
-def planned_memory_svg(plan: Any) -> str:
-    """Draw what the predicted peak of the fullest stage is made of, against what a device may hold."""
-    return memory_svg([("planned", planned_parts(plan))], plan.limit_bytes, plan.device_bytes)

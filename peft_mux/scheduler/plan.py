@@ -1,12 +1,9 @@
-"""`RunTimes`: what all steps of some tasks take one task after another, and together as they are planned."""
+"""`Plan`: a frozen, serialisable description of what runs together, in how many passes, how fast, and in which memory.
 
-# MERGED: `Plan`: a frozen, serialisable account of what runs together, in how many passes, how fast, and in how much
-# MERGED: memory.
-# MERGED: The engine executes a plan and nothing else; the same value prints, draws and travels as JSON. Tasks of an
-# MERGED: hTask share
-# MERGED: every pass (spatial multiplexing); hTasks follow each other (temporal multiplexing); on several stages,
-# MERGED: hTasks of a
-# MERGED: bucket share a pipeline clock and buckets are interleaved by the template (M §3.3, §3.4).
+The engine executes a plan and nothing else; the same value prints, draws and travels as JSON. Tasks of an hTask share
+every pass (spatial multiplexing); hTasks follow each other (temporal multiplexing); on several stages, hTasks of a
+bucket share a pipeline clock and buckets are interleaved by the template (M §3.3, §3.4).
+"""
 
 from __future__ import annotations
 
@@ -29,11 +26,11 @@ from peft_mux.scheduler.units import MEMORY, seconds_text, time_band
 
 
 class RunTimes(NamedTuple):
-    """Predicted times of the same steps, taken in two ways.
+    """Predicted times of the same steps, one task after another and together.
 
     Attributes:
-        in_turn_s: seconds of the steps of one task after another.
-        together_s: seconds of the same steps as they are planned, until the last task has ended.
+        in_turn_s: seconds of all steps of one task after another.
+        together_s: seconds of the same steps as planned, until the last task has ended.
     """
 
     in_turn_s: float
@@ -41,7 +38,7 @@ class RunTimes(NamedTuple):
 
     @property
     def ratio(self) -> float:
-        """Times that the steps together are faster."""
+        """How many times faster the steps are together."""
         return self.in_turn_s / self.together_s
 
     def __str__(self) -> str:
@@ -53,15 +50,15 @@ class RunTimes(NamedTuple):
 
 
 def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float) -> RunTimes | None:
-    """Return both times; `None` for a single task, and where a time is not known.
+    """Return both times; `None` for a single task, or if a time is unknown.
 
-    Tasks end at different steps, and nothing is planned for what is left of them then. What a step of all saves over
-    theirs alone is taken to fall in even parts with each task that ends, to nothing for the last one: so it is of time
-    that passes take whatever they hold.
+    Tasks end at different steps, and the steps after that are not planned. What a step of all tasks saves over their
+    steps alone is assumed to shrink in equal parts with each task that ends, to nothing for the last one, as the fixed
+    time of passes does.
 
     Args:
         num_steps: steps of each task.
-        alone_s: predicted seconds of a step of each task by itself; 0 where that is not known.
+        alone_s: predicted seconds of a step of each task by itself; 0 if unknown.
         step_s: predicted seconds of a step of all tasks.
     """
     if len(alone_s) < 2 or not all(alone_s) or not any(num_steps) or not step_s:
@@ -73,7 +70,7 @@ def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float)
     ends = [*(steps for steps, _ in tasks[1:]), 0]
     for others, ((steps, own_s), end) in enumerate(zip(tasks, ends, strict=True)):
         running_s, longest_s = running_s + own_s, max(longest_s, own_s)
-        # No company makes a step faster than its longest task is by itself.
+        # A step is never faster than its longest task by itself.
         together_s += (steps - end) * max(running_s - others * saved_s, min(longest_s, step_s))
     return RunTimes(sum(steps * own_s for steps, own_s in tasks), together_s)
 
@@ -88,7 +85,7 @@ class Plan:
     Attributes:
         htasks: the hTasks of a step, in the order in which they run.
         shares: what each running task brings into a step, in the order in which the tasks came.
-        max_tokens_per_micro_batch: the most tokens of one pass: as asked for, or less where no more fits into memory.
+        max_tokens_per_micro_batch: the most tokens of one pass: as requested, or less if no more fits into memory.
             Only a single sequence that is longer makes a longer pass.
         chunk_size: tokens of a chunk (M §3.5).
         pad_to_chunks: whether each task's part of a stream is filled up to whole chunks.
@@ -98,21 +95,21 @@ class Plan:
         buckets: for each bucket the indices of the hTasks that share its pipeline clock (M §3.4).
         template: what each stage runs, in order; `None` for a plan without running tasks.
         bucket_loads: what each bucket costs on each stage, as the template was timed with.
-        step_s: predicted seconds of a step of all tasks, of the busiest replica; 0 where nothing is predicted.
+        step_s: predicted seconds of a step of all tasks, of the busiest replica; 0 if nothing is predicted.
         peak_bytes: predicted peak of each stage, in bytes of one device.
         limit_bytes: memory of a device that the plan may fill, in bytes; `None` for no limit.
-        profile_source: where predicted times come from, "measured" or "analytic"; "" where nothing is predicted.
+        profile_source: where predicted times come from, "measured" or "analytic"; "" if nothing is predicted.
         waiting: the tasks that are not in this plan, each with its reason.
         notes: remarks for the reader, such as rows that will be cut.
         num_replicas: replicas among which each task's global batch is divided; hTasks and passes are those of one.
-        layers_per_stage: decoder layers of each of the S stages; empty where that was not planned.
-        link: the link between stages that the template was timed with; `None` where messages take no time.
+        layers_per_stage: decoder layers of each of the S stages; empty if that was not planned.
+        link: the link between stages that the template was timed with; `None` if messages take no time.
         devices_per_stage: devices that share every layer of a stage (tensor parallelism).
-        passes: for each replica the passes of a typical step, in the order in which they are made; empty where that was
+        passes: for each replica the passes of a typical step, in the order in which they are made; empty if that was
             not planned.
-        turns: how passes take turns where they wait for sums over these devices (M §3.4.2); `None` where they run one
-            after another.
-        device_bytes: memory of a device, in bytes; `None` where that is not known.
+        turns: how passes that wait for sums over these devices take turns (M §3.4.2); `None` if they run one after
+            another.
+        device_bytes: memory of a device, in bytes; `None` if unknown.
     """
 
     htasks: tuple[HTask, ...]
@@ -147,18 +144,18 @@ class Plan:
 
     @property
     def tokens_per_s(self) -> float | None:
-        """Predicted throughput; `None` where nothing is predicted."""
+        """Predicted throughput; `None` if nothing is predicted."""
         return self.tokens_per_step / self.step_s if self.step_s else None
 
     @property
     def run_times(self) -> RunTimes | None:
-        """Predicted times of all steps of its tasks, in turn and together; `None` for one task, or where unknown."""
+        """Predicted times of all steps of its tasks, in turn and together; `None` for one task, or if unknown."""
         steps, alone_s = [share.num_steps for share in self.shares], [share.alone_s for share in self.shares]
         return run_times(steps, alone_s, self.step_s)
 
     @property
     def forecast(self) -> dict[str, Any]:
-        """Seconds of a step and peak bytes of the fullest stage, with bands and sources; of all steps where known."""
+        """Seconds of a step, peak bytes of the fullest stage, both with bands and sources, and times of all steps."""
         time = time_band(self.profile_source).around(self.step_s) if self.step_s else None
         times = self.run_times
         run = {} if times is None else {"run": {**times._asdict(), "ratio": times.ratio}}
@@ -166,7 +163,7 @@ class Plan:
 
     @property
     def memory_bar(self) -> MemoryBar:
-        """What the peak of the fullest stage is made of, against the device or, where it is unknown, the limit."""
+        """The parts of the fullest stage's peak, compared with the device or, if that is unknown, with the limit."""
         is_device = self.device_bytes is not None
         return MemoryBar(tuple(self.memory.parts.items()), self.device_bytes or self.limit_bytes, is_device)
 
@@ -177,24 +174,16 @@ class Plan:
 
     @property
     def passes_in_turns(self) -> int:
-        """The most passes that take turns; 1 where they run one after another."""
+        """The most passes that take turns; 1 if they run one after another."""
         return 1 if self.turns is None else self.turns.width
 
     def bucket_of(self, task: str) -> int | None:
-        """Return the index of the bucket that a task runs in, or `None` while it waits.
-
-        Args:
-            task: name of a task.
-        """
+        """Return the index of the bucket that a task runs in, or `None` while it waits."""
         htask = self.htask_of(task)
         return next((number for number, bucket in enumerate(self.buckets) if htask in bucket), None)
 
     def htask_of(self, task: str) -> int | None:
-        """Return the index of the hTask that a task runs in, or `None` while it waits.
-
-        Args:
-            task: name of a task.
-        """
+        """Return the index of the hTask that a task runs in, or `None` while it waits."""
         return next((index for index, htask in enumerate(self.htasks) if task in htask.tasks), None)
 
     def timeline(self) -> Simulation:
@@ -213,9 +202,6 @@ class Plan:
 
     def explain(self, task: str) -> str:
         """Return in sentences what one task shares, waits for and needs.
-
-        Args:
-            task: name of a task that runs or waits.
 
         Raises:
             ValueError: for a task that the plan does not know.
@@ -245,17 +231,12 @@ class Plan:
         return save_gantt(self.timeline(), Path(path), self.memory_bar.draw)
 
     def memory_bars(self) -> str:
-        """Return a bar for the peak of each stage, against the limit, or against the fullest where there is none."""
+        """Return a bar for the peak of each stage, relative to the limit or, without one, to the fullest stage."""
         peaks = self.peak_bytes or (self.memory.peak_bytes,)
-        limits = (self.limit_bytes or max(peaks),) * len(peaks)
-        return memory_bars_text(peaks, limits, [f"stage {number}" for number in range(len(peaks))])
+        return memory_bars_text(peaks, (self.limit_bytes or max(peaks),) * len(peaks))
 
     def diff(self, other: Plan) -> str:
-        """Return what changes from this plan to another, a line each; empty where nothing does.
-
-        Args:
-            other: the plan that takes the place of this one.
-        """
+        """Return what changes from this plan to the one that replaces it, a line each; empty if nothing does."""
         return changes_text(self, other)
 
     def __str__(self) -> str:
@@ -263,7 +244,7 @@ class Plan:
         return self.summary()
 
     def __repr__(self) -> str:
-        """Return `summary()` too: at a prompt the fields would be pages long."""
+        """Return `summary()`: at a prompt the fields would be pages long."""
         return self.summary()
 
     def _repr_html_(self) -> str:
@@ -287,38 +268,31 @@ class Plan:
         Raises:
             ValueError: for another format version.
         """
-        data: dict[str, Any] = json.loads(text)
+        data = _with_tuples(json.loads(text))
         version = data.pop("format_version", None)
         if version != FORMAT_VERSION:
             raise ValueError(f"format_version: got {version!r}; allowed: {FORMAT_VERSION}.")
         data.pop("forecast", None)  # follows from the rest
-        template = data.pop("template")
-        read = {
-            "htasks": tuple(HTask(**{**item, "tasks": tuple(item["tasks"])}) for item in data.pop("htasks")),
-            "shares": tuple(TaskShare(**item) for item in data.pop("shares")),
-            "memory": MemoryEstimate(**data.pop("memory")),
-            "buckets": tuple(tuple(bucket) for bucket in data.pop("buckets")),
-            "template": None if template is None else PipelineTemplate.from_dict(template),
-            "bucket_loads": tuple(_bucket_load(item) for item in data.pop("bucket_loads")),
-            "peak_bytes": tuple(data.pop("peak_bytes")),
-            "waiting": tuple(Waiting(**item) for item in data.pop("waiting")),
-            "notes": tuple(data.pop("notes")),
-            "layers_per_stage": tuple(data.pop("layers_per_stage")),
-            "passes": tuple(tuple(_planned_pass(one) for one in own) for own in data.pop("passes", ())),
-            "link": None if (link := data.pop("link")) is None else Link(**link),
-            "turns": None if (turns := data.pop("turns", None)) is None else _turn_plan(turns),
-        }
-        return cls(**read, **data)
+        for name, kind in (
+            ("htasks", HTask),
+            ("shares", TaskShare),
+            ("bucket_loads", BucketLoad),
+            ("waiting", Waiting),
+        ):
+            data[name] = tuple(kind(**item) for item in data[name])
+        data["passes"] = tuple(tuple(PlannedPass(**one) for one in own) for own in data.get("passes", ()))
+        data["memory"] = MemoryEstimate(**data["memory"])
+        if data["template"] is not None:
+            data["template"] = PipelineTemplate.from_dict(data["template"])
+        if data["link"] is not None:
+            data["link"] = Link(**data["link"])
+        if (turns := data.get("turns")) is not None:
+            data["turns"] = TurnPlan(**{**turns, "parts": tuple(PassParts(**parts) for parts in turns["parts"])})
+        return cls(**data)
 
 
-def _planned_pass(item: dict[str, Any]) -> PlannedPass:
-    return PlannedPass(**{**item, "tasks": tuple(item["tasks"])})
-
-
-def _bucket_load(item: dict[str, Any]) -> BucketLoad:
-    fields: dict[str, Any] = {name: tuple(value) if isinstance(value, list) else value for name, value in item.items()}
-    return BucketLoad(**fields)
-
-
-def _turn_plan(item: dict[str, Any]) -> TurnPlan:
-    return TurnPlan(**{**item, "parts": tuple(PassParts(**parts) for parts in item["parts"])})
+def _with_tuples(value: Any) -> Any:
+    """Return a value of JSON with tuples for lists."""
+    if isinstance(value, dict):
+        return {name: _with_tuples(item) for name, item in value.items()}
+    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value

@@ -1,15 +1,11 @@
-"""Amounts in words, for messages and tables."""
+"""Amounts in words, and how far predicted times and memory may be off.
 
-# MERGED: How far predicted times and memory may be off, and what tells so.
-# MERGED: The bands of a measured profile and of memory are the worst errors of `benchmarks.planner.accuracy` that are
-# MERGED: stored in
-# MERGED: `benchmarks/results/planner-accuracy*.json`, rounded up to whole 5 %: a test holds them to these files. They
-# MERGED: were found
-# MERGED: with a backbone on a CPU. A profile from data sheets was never held against its device: what else runs
-# MERGED: there, the number
-# MERGED: of threads and the rate that sizes as small as these reach make it an order of magnitude (a factor of 5 was
-# MERGED: seen on a
-# MERGED: shared CPU).
+The bands of a measured profile and of memory are the worst errors of `benchmarks.planner.accuracy` that are stored in
+`benchmarks/results/planner-accuracy*.json`, rounded up to whole 5 %; a test compares them with these files. They were
+measured with a backbone on a CPU. A profile from data sheets was never compared with its device: other processes, the
+number of threads and the low rates of such small sizes make it an order of magnitude (a factor of 5 was seen on a
+shared CPU).
+"""
 
 from __future__ import annotations
 
@@ -42,13 +38,13 @@ def seconds_text(seconds: float) -> str:
 
 
 class Band(NamedTuple):
-    """Between which multiples of a predicted value the real one is expected.
+    """The multiples of a predicted value between which the real one is expected.
 
     Attributes:
         low: least multiple.
         high: greatest multiple.
         words: the band in words.
-        source: what the prediction is made from, and so the band.
+        source: what the prediction is made from.
     """
 
     low: float
