@@ -2,7 +2,37 @@
 
 `plan_tasks` decides which tasks share their passes, and in which order stages run them (MuxTune). `plan_deployment`
 decides which replicas to deploy, and `dispatch` which of them trains which sequences of a step (LobRA). Each returns a
-frozen value. A run's own `Plan` adds to that of `plan_tasks` what only the run knows, and travels as JSON.
+frozen value. The `Plan` of a run adds what only the run knows, and travels as JSON.
+
+The papers' terms, from a task to a plan, and where they are (`docs/paper_map.md` has every section)::
+
+    MuxTune
+      task                 batch lengths and adapter sizes        costs/loads.py       TaskLoad
+        | costs            latency, Eq. 3 and 4                   costs/latency.py     CostModel, from a
+        |                                                         costs/profile.py     Profile, measured or analytic
+        |                  memory, Eq. 5                          costs/memory.py      MemoryModel
+        |                  admission (who waits)                  planner/admission.py admit
+        v fusion           Eq. 6: tasks that share every pass     planner/fusion.py    fuse
+      hTask                                                       planner/values.py    HTask
+        |                  policies to compare with               planner/policies.py  POLICIES
+        v grouping         Eq. 7: hTasks on one clock             planner/grouping.py  group
+      bucket               C micro-batches on S stages            pipeline/load.py     BucketLoad
+        |
+        |- between stages, section 3.4.1: pipeline template       pipeline/template.py build_template
+        |    its list scheduling; time line, windows, bounds      pipeline/launch.py, pipeline/simulator.py
+        |- inside a stage, section 3.4.2: Algorithm 1, subgraphs  subgraphs/           LaunchQueue, turn_groups
+        v
+      plan                 all of it: planner/planner.py          plan.py              Plan, printed by plan_text.py
+                                                                                       and drawn by drawing.py
+    LobRA
+      replica              <tensor, pipeline> parallel sizes      replicas/configs.py  ParallelConfig
+        |                  step time, Eq. 10 to 12                replicas/            ReplicaTimeModel
+        v deployment       Eq. 1 and 2, Theorem 1                 deployment/search.py plan_deployment
+      deployment plan                                             deployment/plan.py   DeploymentPlan
+        |                  lengths to buckets, Eq. 4              dispatching/bucketing.py
+        v                  balanced dispatch of a step, Eq. 3     dispatching/dispatch.py
+
+A bucket is a group of hTasks in MuxTune and a range of sequence lengths in LobRA.
 """
 
 from __future__ import annotations
@@ -32,46 +62,29 @@ if TYPE_CHECKING:
     from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
     from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
-_HOMES = {
-    "AdapterLoad": "costs.loads",
-    "BucketLoad": "pipeline.load",
-    "Bucketing": "dispatching.bucketing",
-    "Budget": "planner.values",
-    "Cluster": "costs.hardware",
-    "CostModel": "costs.latency",
-    "DeploymentPlan": "deployment.plan",
-    "Device": "costs.hardware",
-    "Dispatch": "dispatching.dispatch",
-    "DoesNotFitError": "planner.admission",
-    "HTask": "planner.values",
-    "Link": "costs.hardware",
-    "MemoryEstimate": "costs.memory",
-    "MemoryModel": "costs.memory",
-    "ModelShape": "costs.model_shape",
-    "Outcome": "planner.values",
-    "POLICIES": "planner.policies",
-    "ParallelConfig": "replicas.configs",
-    "Partition": "planner.policies",
-    "PipelineTemplate": "pipeline.template",
-    "PlannedPass": "planner.values",
-    "Plan": "plan",
-    "Policy": "planner.policies",
-    "Profile": "costs.profile",
-    "ReplicaGroup": "replicas.configs",
-    "ReplicaTimeModel": "replicas.time_model",
-    "Simulation": "pipeline.simulator",
-    "TaskLoad": "costs.loads",
-    "TaskShare": "planner.values",
-    "Waiting": "planner.values",
-    "analytic_profile": "costs.profile",
-    "bucket_boundaries": "dispatching.bucketing",
-    "dispatch": "dispatching.dispatch",
-    "parse_devices": "costs.hardware",
-    "plan_deployment": "deployment.search",
-    "plan_tasks": "planner.planner",
-    "policy_named": "planner.policies",
-    "register_policy": "planner.policies",
+_NAMES = {
+    "costs.hardware": "Cluster Device Link parse_devices",
+    "costs.latency": "CostModel",
+    "costs.loads": "AdapterLoad TaskLoad",
+    "costs.memory": "MemoryEstimate MemoryModel",
+    "costs.model_shape": "ModelShape",
+    "costs.profile": "Profile analytic_profile",
+    "deployment.plan": "DeploymentPlan",
+    "deployment.search": "plan_deployment",
+    "dispatching.bucketing": "Bucketing bucket_boundaries",
+    "dispatching.dispatch": "Dispatch dispatch",
+    "pipeline.load": "BucketLoad",
+    "pipeline.simulator": "Simulation",
+    "pipeline.template": "PipelineTemplate",
+    "plan": "Plan",
+    "planner.admission": "DoesNotFitError",
+    "planner.planner": "plan_tasks",
+    "planner.policies": "POLICIES Partition Policy policy_named register_policy",
+    "planner.values": "Budget HTask Outcome PlannedPass TaskShare Waiting",
+    "replicas.configs": "ParallelConfig ReplicaGroup",
+    "replicas.time_model": "ReplicaTimeModel",
 }
+_HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "POLICIES",
@@ -116,7 +129,7 @@ __all__ = [
 
 
 def __dir__() -> list[str]:
-    """List the public names, used already or not."""
+    """List the public names, also those not used yet."""
     return sorted({*globals(), *__all__})
 
 
