@@ -126,33 +126,6 @@ def test_tasks_start_in_the_order_in_which_they_came_and_all_work_is_done(
     assert max(running for _, running, _, _ in result.timeline) <= 2 * MODELS[system].max_tasks
 
 
-def test_a_task_alone_on_the_reference_system_takes_its_duration() -> None:
-    (record,) = run([task(7.0, 1234.0, LONG)], "nemo").records
-    assert record.start_s == 7.0
-    assert record.end_s == pytest.approx(1241.0)
-
-
-def test_without_sharing_the_next_task_starts_when_the_one_before_it_ends() -> None:
-    first, second = run([task(0, 100), task(10, 50)], "nemo", num_gpus=2).records
-    assert second.start_s == pytest.approx(100.0)
-    assert second.end_s == pytest.approx(150.0)
-    assert first.end_s == pytest.approx(100.0)
-
-
-def test_an_arrival_slows_a_running_task_only_from_then_on() -> None:
-    first, second = task(0, 100), task(40, 1000)
-    model = MODELS["muxtune"]
-    alone_s, both_s = model.speed([SHORT]).step_s, model.speed([SHORT, SHORT]).step_s
-    expected_s = 40 + (work_steps(first) - 40 / alone_s) * both_s
-    assert run([first, second], num_gpus=2).records[0].end_s == pytest.approx(expected_s)
-
-
-def test_equal_tasks_that_come_together_end_together() -> None:
-    records = run([task(5, 100)] * 3, num_gpus=2).records
-    expected_s = 5 + work_steps(task(5, 100)) * MODELS["muxtune"].speed([SHORT] * 3).step_s
-    assert [record.end_s for record in records] == [pytest.approx(expected_s)] * 3
-
-
 # ------------------------------------------------------------------- placement
 
 
@@ -163,10 +136,6 @@ def test_spread_opens_an_instance_while_gpus_are_free_and_fill_joins_first() -> 
     assert slower
     assert spread.records[0].end_s < fill.records[0].end_s  # type: ignore[operator]
     assert fill.allocated_gpu_s < spread.allocated_gpu_s
-
-
-def test_gpus_that_make_no_whole_instance_stay_idle() -> None:
-    assert run([task(0, 100)] * 2, "nemo", num_gpus=3).records[1].start_s == pytest.approx(100.0)
 
 
 def test_a_full_queue_turns_tasks_away() -> None:
@@ -184,11 +153,6 @@ def test_at_the_horizon_only_what_was_trained_by_then_counts() -> None:
     assert result.completion_s == ()
     assert result.waiting_s == (0.0,)
     assert result.summary()["completion_minutes"] is None
-
-
-def test_without_a_horizon_the_replay_ends_with_the_last_task() -> None:
-    result = run([task(0, 100), task(20, 10)], num_gpus=2)
-    assert result.elapsed_s == max(record.end_s for record in result.records)  # type: ignore[type-var]
 
 
 def test_figures_are_means_and_percentiles_in_minutes() -> None:
@@ -277,27 +241,6 @@ def test_a_trace_is_sorted_thinned_and_cut(tmp_path: Path) -> None:
     tasks = read_trace(path, UNIFORM)
     assert [(one.submit_s, one.duration_s) for one in tasks] == [(10, 1), (30, 3), (40, 4), (50, 5)]
     assert [one.submit_s for one in read_trace(path, UNIFORM, every=2, until_s=40)] == [10]
-
-
-@pytest.mark.parametrize(
-    ("text", "message"),
-    [
-        ("submit_s,seconds\n1,2\n", "lacks the column duration_s"),
-        ("submit_s,duration_s\n1,long\n", "line 2 of trace.csv has submit_s '1' and duration_s 'long'"),
-    ],
-)
-def test_a_trace_that_cannot_be_read_says_where(tmp_path: Path, text: str, message: str) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_text(text)
-    with pytest.raises(ValueError, match=message):
-        read_trace(path, UNIFORM)
-
-
-def test_a_recipe_draws_the_same_kinds_for_its_seed_and_others_for_another() -> None:
-    assert NON_UNIFORM.draw(5) == NON_UNIFORM.draw(50)[:5]
-    assert NON_UNIFORM.draw(50) != replace(NON_UNIFORM, seed=1).draw(50)
-    assert {kind.tokens_per_sequence for kind in UNIFORM.draw(50)} == {128}
-    assert {kind.tokens_per_sequence for kind in NON_UNIFORM.draw(50)} == {64, 128, 256}
 
 
 def test_the_adapted_week_has_the_figures_of_the_paper(shared_data: Path) -> None:
