@@ -31,8 +31,8 @@ from peft_mux.scheduler.deployment.composed import compose_deployment
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import TaskLengths, candidate_configs, joint_sample
 from peft_mux.scheduler.dispatching.bucketing import interval_tokens
+from peft_mux.scheduler.replicas.facts import ReplicaFacts, replica_time_model
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
-from peft_mux.scheduler.replicas.time_model import ReplicaFacts, replica_time_model
 
 SHAPE_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, backbone_bytes=13_476_839_424, activation_bytes=2)
 LONGEST = 8192
@@ -88,14 +88,13 @@ def facts_of(loads: tuple[TaskLoad, ...], devices: Cluster) -> ReplicaFacts:
     )
 
 
-def compare(num_gpus: int, batch_size: int, seed: int, workers: int = 1) -> dict[str, Any]:
+def compare(num_gpus: int, batch_size: int, seed: int) -> dict[str, Any]:
     """Return both deployments of one set of tasks, and what they take.
 
     Args:
         num_gpus: devices that may be used.
         batch_size: rows of each task in a step.
         seed: seed of the drawn tasks.
-        workers: processes that solve.
     """
     loads, tasks = drawn_tasks(batch_size, seed)
     facts = facts_of(loads, parse_devices(f"{num_gpus}xA100-40GB"))
@@ -103,12 +102,10 @@ def compare(num_gpus: int, batch_size: int, seed: int, workers: int = 1) -> dict
     search: dict[str, Any] = {"interval": interval_tokens(max(lengths)), "time_limit_s": TIME_LIMIT_S}
     start = time.perf_counter()
     curve = replica_time_model(facts, candidate_configs(facts, num_gpus))
-    single = plan_deployment(
-        lengths, global_batch, num_gpus, curve, budget_s=SINGLE_BUDGET_S, workers=workers, **search
-    )
+    single = plan_deployment(lengths, global_batch, num_gpus, curve, budget_s=SINGLE_BUDGET_S, **search)
     single_s = time.perf_counter() - start
     planner = ReplicaPlanner(facts, max_tokens=PASS_TOKENS)
-    found = compose_deployment(tasks, single, curve, planner, budget_s=COMPOSED_BUDGET_S, workers=workers, **search)
+    found = compose_deployment(tasks, single, curve, planner, budget_s=COMPOSED_BUDGET_S, **search)
     return {
         "num_gpus": num_gpus,
         "batch_size": batch_size,
@@ -155,11 +152,10 @@ def main(arguments: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpus", type=int, nargs="+", default=[4, 8, 16, 64])
     parser.add_argument("--loads", nargs="+", choices=LOADS, default=list(LOADS))
     parser.add_argument("--seeds", type=int, default=3)
-    parser.add_argument("--workers", type=int, default=1)
     parser.add_argument("--write", action="store_true", help="write JSON into benchmarks/results/")
     options = parser.parse_args(arguments)
     rows = [
-        compare(num_gpus, LOADS[load], seed, options.workers)
+        compare(num_gpus, LOADS[load], seed)
         for num_gpus in options.gpus
         for load in options.loads
         for seed in range(options.seeds)

@@ -13,6 +13,7 @@ import argparse
 import platform
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,13 @@ from typing import Any
 import numpy as np
 import pulp
 
+from benchmarks.lobra.boundaries import uniform_boundaries
 from benchmarks.paths import SHARED_DATA
-from peft_mux.scheduler.dispatching.ahead import DispatchPlanner
-from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries, fixed_bucketing, uniform_boundaries
+from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries, fixed_bucketing
 from peft_mux.scheduler.dispatching.dispatch import DEFAULT_RELATIVE_GAP, Dispatch, dispatch, predict_replica_s, refine
 from peft_mux.scheduler.dispatching.ilp import solve_ilp
 from peft_mux.scheduler.dispatching.problem import DispatchProblem, build_problem, length_based, relocate
-from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup, TimeModel
+from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel, fit_layer, read_layer_profile
 
 DATA = SHARED_DATA / "lobra"
@@ -80,14 +81,14 @@ class AnalyticModel:
         return np.where(sequences > 0, (work + self.launch) / config.pp, 0.0)
 
     def linear_terms(self, config: ParallelConfig, lengths: Sequence[int], max_tokens: int) -> tuple[np.ndarray, float]:
-        """See `TimeModel`."""
+        """See `ReplicaTimeModel`."""
         sizes = np.asarray(lengths, dtype=np.float64)
         fullest = max_tokens // sizes
         full_s = self.pass_s(config, fullest, sizes)
         return full_s / fullest, float((config.pp - 1) * full_s.max())
 
     def step_s(self, config: ParallelConfig, counts: Sequence[int], lengths: Sequence[int], max_tokens: int) -> float:
-        """See `TimeModel`."""
+        """See `ReplicaTimeModel`."""
         sizes, numbers = np.asarray(lengths, dtype=np.float64), np.asarray(counts, dtype=np.float64)
         fullest = max_tokens // sizes
         full_s = self.pass_s(config, fullest, sizes)
@@ -96,7 +97,7 @@ class AnalyticModel:
         return float((numbers // fullest * full_s + rest_s).sum() + (config.pp - 1) * longest_s)
 
 
-def find_model(folder: Path) -> tuple[TimeModel, str]:
+def find_model(folder: Path) -> tuple[ReplicaTimeModel, str]:
     """Return the model of the stored profile, or the analytic one, and what it is."""
     profile = folder / "profile_time_llama_7B.csv"
     if not profile.is_file():
@@ -127,7 +128,7 @@ def timed(run: Callable[[], Dispatch]) -> tuple[Dispatch, float]:
     return found, (time.perf_counter() - start) * 1e3
 
 
-def replicas_s(problem: DispatchProblem, model: TimeModel, ceilings: np.ndarray) -> float:
+def replicas_s(problem: DispatchProblem, model: ReplicaTimeModel, ceilings: np.ndarray) -> float:
     """Return the makespan by the time model where every replica has all its ceilings.
 
     Args:
@@ -157,7 +158,7 @@ def print_bucketing(steps: list[list[int]]) -> None:
         print(f"  {num_buckets:>2}  {ratios[0]:8.1%}  {ratios[1]:8.1%}    {np.median(times):8.2f}")
 
 
-def print_policies(bucketings: list[Bucketing], model: TimeModel) -> None:
+def print_policies(bucketings: list[Bucketing], model: ReplicaTimeModel) -> None:
     """Print how fast each policy makes a step, and how long it takes to decide."""
     print("\nPolicies: predicted seconds of a step (mean), and milliseconds to decide")
     print("  policy                      seconds   median      90 %      max")
@@ -174,16 +175,16 @@ def print_policies(bucketings: list[Bucketing], model: TimeModel) -> None:
         print(f"  {name:<24}  {mean_s:9.3f} {quantiles([ms for _, ms in runs])}")
 
 
-def print_parts(bucketings: list[Bucketing], model: TimeModel) -> None:
+def print_parts(bucketings: list[Bucketing], model: ReplicaTimeModel) -> None:
     """Print what the ILP and the moves after it are each worth, at the ceilings of Eq. 3."""
     rows, moves = [], []
     for bucketing in bucketings:
         problem = build_problem(GROUPS, bucketing, model)
         moved = relocate(problem, length_based(problem))
         answer = solve_ilp(problem, moved, time_limit_s=10, relative_gap=DEFAULT_RELATIVE_GAP)
-        solved = moved if answer is None else answer.ceilings
+        solved = moved if answer is None else answer[0]
         start = time.perf_counter()
-        refined, num_moves, _ = refine(problem, GROUPS, model, solved)
+        refined, num_moves = refine(problem, GROUPS, model, solved)
         moves.append(num_moves)
         milliseconds = (time.perf_counter() - start) * 1e3
         makespans = [replicas_s(problem, model, ceilings) for ceilings in (moved, solved, refined)]
@@ -196,7 +197,7 @@ def print_parts(bucketings: list[Bucketing], model: TimeModel) -> None:
     print(f"  moves of a step                          {np.median(moves):.0f} (median), {max(moves)} at most")
 
 
-def print_solvers(bucketings: list[Bucketing], model: TimeModel) -> None:
+def print_solvers(bucketings: list[Bucketing], model: ReplicaTimeModel) -> None:
     """Print what the installed solvers take at several gaps, with and without a warm start."""
     print(
         "\nSolvers and relative gaps: milliseconds of dispatch(), predicted seconds of a step (mean), how many proven"
@@ -219,17 +220,22 @@ def print_solvers(bucketings: list[Bucketing], model: TimeModel) -> None:
                 )
 
 
-def print_overlap(steps: list[list[int]], model: TimeModel) -> None:
+def print_overlap(steps: list[list[int]], model: ReplicaTimeModel) -> None:
     """Print how long a step waits for its dispatch where the one before takes half a second."""
     waits = []
-    with DispatchPlanner(GROUPS, model) as planner:
-        planner.submit(steps[0])
+    limits = [group.max_tokens for group in GROUPS]
+
+    def solve(lengths: list[int]) -> None:
+        dispatch(GROUPS, bucket_boundaries(lengths, limits=limits), model)
+
+    with ThreadPoolExecutor(1) as thread:
+        pending = thread.submit(solve, steps[0])
         for position in range(len(steps)):
             start = time.perf_counter()
-            planner.result()
+            pending.result()
             waits.append((time.perf_counter() - start) * 1e3)
             if position + 1 < len(steps):
-                planner.submit(steps[position + 1])
+                pending = thread.submit(solve, steps[position + 1])
             time.sleep(0.5)
     print(
         f"\nBackground thread, steps of 0.5 s: the first waits {waits[0]:.1f} ms, "

@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+from benchmarks.lobra.boundaries import step_gpu_seconds
 from benchmarks.lobra.steps import (
     BATCHES_IN_SAMPLE,
     NUM_GPUS,
@@ -30,7 +31,7 @@ from benchmarks.lobra.steps import (
     lognormal,
 )
 from benchmarks.paths import SHARED_DATA
-from peft_mux.scheduler.deployment.baselines import lobra_sequential, step_gpu_seconds, task_fused, task_sequential
+from peft_mux.scheduler.deployment.baselines import lobra_sequential, task_fused, task_sequential
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import TaskLengths, joint_sample
 from peft_mux.scheduler.dispatching.bucketing import bucket_boundaries

@@ -1,7 +1,7 @@
 """Prints LobRA's time model, plans and savings beside the figures of the paper (PVLDB 18(8), 2616-2625).
 
 python -m benchmarks.lobra                       about 2 minutes, one thread
-python -m benchmarks.lobra --data FOLDER --seeds 3 --steps 5 --workers 2
+python -m benchmarks.lobra --data FOLDER --seeds 3 --steps 5
 
 The folder holds what its authors published: the time of one layer of Llama2-7B by tensor parallel degree, length and
 micro-batch (`profile_time_llama_7B.csv`), the most tokens of a micro-batch (`max_tokens_llama_7B_6tasks.csv`), their
@@ -22,12 +22,12 @@ from typing import Any
 
 import numpy as np
 
+from benchmarks.lobra.boundaries import step_gpu_seconds, uniform_boundaries
 from benchmarks.paths import SHARED_DATA
-from peft_mux.scheduler.deployment.baselines import lobra_sequential, step_gpu_seconds, task_fused, task_sequential
+from peft_mux.scheduler.deployment.baselines import lobra_sequential, task_fused, task_sequential
 from peft_mux.scheduler.deployment.plan import DeploymentPlan
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import TaskLengths, count_plans
-from peft_mux.scheduler.dispatching.bucketing import uniform_boundaries
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel, fit_layer, read_layer_profile, read_max_tokens
 
@@ -392,17 +392,14 @@ def ways_to_plan(published: Sequence[Any], num_gpus: int) -> list[tuple[str, dic
     return ways
 
 
-def print_planning_times(inputs: Inputs, seed: int, workers: int) -> None:
+def print_planning_times(inputs: Inputs, seed: int) -> None:
     """Print how long planning takes over numbers of GPUs.
 
     Args:
         inputs: the published profile and tables.
         seed: seed of the drawn lengths.
-        workers: processes that solve deployments.
     """
-    print(
-        f"4. Planning time beside L Table 5 (70B there, 7B here), {workers} worker(s), lognormal lengths, seed {seed}"
-    )
+    print(f"4. Planning time beside L Table 5 (70B there, 7B here), lognormal lengths, seed {seed}")
     tasks = inputs.tasks(lognormal, np.random.default_rng(seed), BATCHES_IN_SAMPLE)
     lengths, batch = all_lengths(tasks), sum(task.batch_size for task in tasks)
     print(
@@ -413,7 +410,7 @@ def print_planning_times(inputs: Inputs, seed: int, workers: int) -> None:
         published = inputs.tables["table5_70B_plan_seconds_none_proposal_both"][str(num_gpus)]
         for kind, options, paper_s in ways_to_plan(published, num_gpus):
             start = time.perf_counter()
-            plan = plan_deployment(lengths, batch, num_gpus, inputs.model, workers=workers, **options)
+            plan = plan_deployment(lengths, batch, num_gpus, inputs.model, **options)
             seconds = time.perf_counter() - start
             stats = plan.statistics
             paper = "-" if paper_s is None else f"{paper_s:.2f}"
@@ -446,7 +443,6 @@ def main() -> None:
     parser.add_argument("--data", type=Path, default=default, help="folder of the published profile and tables")
     parser.add_argument("--seeds", type=int, default=5, help="how many seeds, from 0")
     parser.add_argument("--steps", type=int, default=5, help="batches for each seed in table 3")
-    parser.add_argument("--workers", type=int, default=1, help="processes in table 4")
     arguments = parser.parse_args()
     if not arguments.data.is_dir():
         parser.error(f"--data is {arguments.data}, which is no folder; give the one with paper_tables.json")
@@ -457,7 +453,7 @@ def main() -> None:
     tasks = inputs.tasks(lognormal, np.random.default_rng(0), BATCHES_IN_SAMPLE)
     print_one_plan(plan_deployment(all_lengths(tasks), sum(task.batch_size for task in tasks), NUM_GPUS, inputs.model))
     print_savings(inputs, seeds, arguments.steps)
-    print_planning_times(inputs, 0, arguments.workers)
+    print_planning_times(inputs, 0)
 
 
 if __name__ == "__main__":

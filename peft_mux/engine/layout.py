@@ -1,8 +1,8 @@
 """`ParallelLayout`: which process holds which part of which replica of the backbone.
 
 A replica is one copy of the backbone, spread over `tp * pp` processes; LobRA (section 2.2) writes it <tp,pp>. Replicas
-may be unlike one another. Ranks are given out replica by replica, stage by stage, and the tensor parallel ranks of a
-stage, which communicate most, lie side by side. For <2,2>, <1,1>::
+may differ. Ranks are assigned replica by replica, stage by stage, and the tensor parallel ranks of a stage, which
+communicate most and mostly share a node, are neighbours. For <2,2>, <1,1>::
 
     rank      0        1        2        3        4
     replica   0        0        0        0        1
@@ -14,7 +14,9 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
-from typing import NamedTuple
+from itertools import groupby
+from operator import attrgetter
+from typing import Any, NamedTuple
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
@@ -64,11 +66,6 @@ class ParallelLayout:
     def of(cls, world_size: int, *, tp: int = 1, pp: int = 1) -> ParallelLayout:
         """Return as many equal replicas as there are processes for.
 
-        Args:
-            world_size: number of processes of the run.
-            tp: tensor parallel degree of each replica.
-            pp: pipeline stages of each replica.
-
         Raises:
             ValueError: if the processes cannot be divided so.
         """
@@ -84,23 +81,19 @@ class ParallelLayout:
     def parse(cls, text: str) -> ParallelLayout:
         """Return the layout that LobRA's notation stands for, such as "<1,1>x2, <2,1>".
 
-        Args:
-            text: the degrees of each replica in that notation.
-
         Raises:
             ValueError: for a text that is not in that notation.
         """
         # A comma within <tp,pp> separates degrees, not replicas.
-        items = [item for item in re.split(r"[;+]|,(?![^<]*>)", text) if item.strip()]
-        matches = [_REPLICAS.fullmatch(item.strip()) for item in items]
-        if not items or not all(matches):
+        items = [item.strip() for item in re.split(r"[;+]|,(?![^<]*>)", text) if item.strip()]
+        matches = [match for item in items if (match := _REPLICAS.fullmatch(item))]
+        if not items or len(matches) < len(items):
             raise ValueError(
                 f"replicas is {text!r}; allowed: tensor and pipeline degrees of each replica, such as"
                 ' "<1,1>x2, <2,1>x1".'
             )
         replicas = []
         for match in matches:
-            assert match is not None, "checked above"
             tp, pp, count = match.groups(default="1")
             # Before a list is made of so many: no run has them, and it would fill the memory.
             if max(map(len, (tp, pp, count))) > _MOST_DIGITS:
@@ -133,55 +126,51 @@ class ParallelLayout:
         """Whether all replicas have one configuration."""
         return len(set(self.replicas)) == 1
 
+    @property
+    def places(self) -> tuple[Place, ...]:
+        """Where each process stands, by rank."""
+        return tuple(
+            Place(index, stage, tp_rank)
+            for index, replica in enumerate(self.replicas)
+            for stage in range(replica.pp)
+            for tp_rank in range(replica.tp)
+        )
+
     def place(self, rank: int) -> Place:
         """Return where a process stands.
-
-        Args:
-            rank: global rank of the process.
 
         Raises:
             ValueError: for a rank that the layout does not have.
         """
-        first = 0
-        for index, replica in enumerate(self.replicas):
-            if first <= rank < first + replica.num_gpus:
-                # Tensor parallel ranks side by side: they communicate most, and neighbours mostly share a node.
-                return Place(index, *divmod(rank - first, replica.tp))
-            first += replica.num_gpus
-        raise ValueError(f"rank is {rank}; allowed: 0 to {self.world_size - 1}, as {self} has.")
+        if not 0 <= rank < self.world_size:
+            raise ValueError(f"rank is {rank}; allowed: 0 to {self.world_size - 1}, as {self} has.")
+        return self.places[rank]
 
     def rank(self, place: Place) -> int:
         """Return the global rank of the process at a place."""
-        first = sum(replica.num_gpus for replica in self.replicas[: place.replica])
-        return first + place.stage * self.replicas[place.replica].tp + place.tp_rank
+        return self.places.index(place)
 
     @property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of the stages of every pipeline: one pipeline for each replica and tensor parallel rank."""
-        return tuple(
-            tuple(self.rank(Place(index, stage, tp_rank)) for stage in range(replica.pp))
-            for index, replica in enumerate(self.replicas)
-            for tp_rank in range(replica.tp)
-        )
+        return self._ranks_by("replica", "tp_rank")
 
     @property
     def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of every tensor parallel group: one group for each replica and stage."""
-        return tuple(
-            tuple(self.rank(Place(index, stage, tp_rank)) for tp_rank in range(replica.tp))
-            for index, replica in enumerate(self.replicas)
-            for stage in range(replica.pp)
-        )
+        return self._ranks_by("replica", "stage")
 
     @property
     def stage_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that hold the same weights, where replicas are alike: one group for each stage and rank of it."""
-        first = self.replicas[0]
-        return tuple(
-            tuple(self.rank(Place(index, stage, tp_rank)) for index in range(self.num_replicas))
-            for stage in range(first.pp)
-            for tp_rank in range(first.tp)
-        )
+        """Ranks that hold the same weights, if replicas are equal: one group for each stage and rank of it."""
+        return self._ranks_by("stage", "tp_rank")
+
+    def _ranks_by(self, *coordinates: str) -> tuple[tuple[int, ...], ...]:
+        """Return the ranks of places that have some coordinates in common, in the order of ranks."""
+        groups: dict[Any, list[int]] = {}
+        for rank, place in enumerate(self.places):
+            groups.setdefault(attrgetter(*coordinates)(place), []).append(rank)
+        return tuple(map(tuple, groups.values()))
 
     @property
     def leaders(self) -> tuple[int, ...]:
@@ -190,23 +179,15 @@ class ParallelLayout:
 
     def __str__(self) -> str:
         """Return LobRA's notation."""
-        parts: list[tuple[ParallelConfig, int]] = []
-        for replica in self.replicas:
-            if parts and parts[-1][0] == replica:
-                parts[-1] = replica, parts[-1][1] + 1
-            else:
-                parts.append((replica, 1))
-        return ", ".join(f"{config}x{count}" for config, count in parts)
+        runs = ((config, len(list(run))) for config, run in groupby(self.replicas))
+        return ", ".join(f"{config}x{count}" for config, count in runs)
 
 
 def layout_of(args: MultiTaskTrainingArguments) -> ParallelLayout:
-    """Return how the processes of a run are laid out.
-
-    Args:
-        args: the arguments of the run.
+    """Return how the processes of a run are laid out, as its arguments say.
 
     Raises:
-        ConfigError: if they cannot be divided as the arguments say.
+        ConfigError: if they cannot be divided so.
     """
     tp, pp, world_size = args.tensor_parallel_size, args.pipeline_parallel_size, args.world_size
     if args.replicas is None:
@@ -228,14 +209,10 @@ def layout_of(args: MultiTaskTrainingArguments) -> ParallelLayout:
 
 
 def layout_of_text(replicas: str, world_size: int) -> ParallelLayout:
-    """Return the layout that LobRA's notation stands for.
-
-    Args:
-        replicas: the degrees of each replica, such as "<1,1>x2, <2,1>".
-        world_size: number of processes of the run.
+    """Return the layout that LobRA's notation stands for, such as "<1,1>x2, <2,1>".
 
     Raises:
-        ConfigError: if it cannot be read, or is of another number of processes.
+        ConfigError: if it cannot be read, or is of another number of processes than `world_size`.
     """
     try:
         layout = ParallelLayout.parse(replicas)

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from functools import partial
+from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.tasks.task_run import TaskRun
@@ -18,18 +18,10 @@ from peft_mux.planning.planner import Planner
 from peft_mux.planning.targets import data_sheet_cluster, memory_limit_bytes, run_profile
 from peft_mux.scheduler.costs.hardware import Cluster, known_device
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.profile import Profile, analytic_profile, corrected
+from peft_mux.scheduler.costs.profile import analytic_profile, corrected
 from peft_mux.scheduler.replicas.configs import ParallelConfig
-from peft_mux.scheduler.replicas.time_model import (
-    ReplicaFacts,
-    ReplicaTimeModel,
-    fit_layer,
-    least_bytes,
-    read_layer_profile,
-    read_max_tokens,
-    replica_time_model,
-    token_limits,
-)
+from peft_mux.scheduler.replicas.facts import ReplicaFacts, replica_time_model
+from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel, fit_layer, read_layer_profile, read_max_tokens
 from peft_mux.scheduler.units import bytes_text
 
 _DEVICES_PER_NODE = 8
@@ -66,17 +58,36 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
         )
         for run in runs
     )
+    limit, links = memory_limit_bytes(args), cluster
     if cluster is None:
-        # With what was learnt of it, where that decides: dispatch and re-deployment plan as passes do.
-        profile = corrected(run_profile(args, shape).profile, planner.correction.factors)
-        limit = memory_limit_bytes(args)
+        # With what was learned of it, if that decides: dispatch and re-deployment plan as passes do.
+        factors = planner.correction.factors
+        profile = corrected(run_profile(args, shape).profile, factors)
         device_type = args.device.type
+        if profile.link is None and (links := data_sheet_cluster(profile, _DEVICES_PER_NODE)) is not None:
+            intra_node, inter_node = (
+                link.slowed(factors.communication) for link in (links.intra_node, links.inter_node)
+            )
+            links = replace(links, intra_node=intra_node, inter_node=inter_node)
     else:
-        profile, limit = _profile_of(planner, cluster), cluster.device.memory_bytes
+        # A stored profile is used if it is of these devices, else numbers from data sheets.
+        stored = None if args.cost_profile is None else run_profile(args, shape).profile
+        if stored is not None and (
+            stored.device == cluster.device.name
+            or known_device(stored.device, cluster.device.memory_bytes) == cluster.device
+        ):
+            profile = stored
+        else:
+            profile = analytic_profile(cluster.device, shape)
         device_type = "cpu" if cluster.device.name == "cpu" else "cuda"
-    # What the user asks for counts on any devices, before their data sheets.
-    if args.memory_limit_gib is not None:
-        limit = memory_limit_bytes(args)
+        # What the user asks for counts on any devices, before their data sheets.
+        if args.memory_limit_gib is None:
+            limit = cluster.device.memory_bytes
+    # Of a stream only the first rows are known; max_length bounds the others.
+    most_tokens = (
+        run.hyper.max_length if run.loader.steps_per_epoch is None else max(run.loader.sample_lengths, default=0)
+        for run in runs
+    )
     return ReplicaFacts(
         shape=shape,
         profile=profile,
@@ -88,10 +99,9 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
             device_type=device_type,
         ),
         limit_bytes=limit,
-        # Of a stream only the first rows are known; max_length bounds the others.
-        pass_tokens=max(args.max_tokens_per_micro_batch, *(_most_tokens(run) for run in runs)),
-        links=cluster or _own_links(profile, planner.correction.factors.communication),
-        supports=partial(_is_supported, planner.model.backbone, adapts_parameters=_adapt_parameters(planner, runs)),
+        pass_tokens=max(args.max_tokens_per_micro_batch, *most_tokens),
+        links=links,
+        supports=supported_configs(planner, runs),
     )
 
 
@@ -99,29 +109,27 @@ def run_time_model(planner: Planner, runs: Sequence[TaskRun], layout: ParallelLa
     """Return the time model of a run's replicas, for `DispatchedShares`; configurations that hold nothing are left out.
 
     Raises:
-        ConfigError: where none of them holds a token.
+        ConfigError: if none of them holds a token.
     """
-    facts = run_facts(planner, runs)
-    return time_model_of(facts, tuple(dict.fromkeys(layout.replicas)), runs)
+    return time_model_of(run_facts(planner, runs), tuple(dict.fromkeys(layout.replicas)), runs)
 
 
 def time_model_of(facts: ReplicaFacts, configs: Sequence[ParallelConfig], runs: Sequence[TaskRun]) -> ReplicaTimeModel:
     """Return the time model of these configurations; those that hold nothing are left out.
 
     Raises:
-        ConfigError: where none of them holds a token, naming the tasks.
+        ConfigError: if none of them holds a token, naming the tasks.
     """
-    if not token_limits(facts, configs):
-        config = configs[-1]
+    try:
+        return replica_time_model(facts, configs)
+    except ValueError as error:
         names = ", ".join(f'"{run.name}"' for run in runs)
-        least = least_bytes(facts, config)
         raise ConfigError(
-            f"replicas: the backbone and the adapters of {names} take {bytes_text(least)} on a device of {config}, the "
-            f"most divided of {', '.join(map(str, configs))}; allowed: up to {bytes_text(facts.limit_bytes or 0)}, the "
-            "memory that a plan may fill. Use more or larger devices, or a quantised backbone, or raise "
-            "memory_limit_gib."
-        )
-    return replica_time_model(facts, configs)
+            f"replicas: the backbone and the adapters of {names} take {bytes_text(facts.least_bytes(configs[-1]))} on a"
+            f" device of {configs[-1]}, the most divided of {', '.join(map(str, configs))}; allowed: up to "
+            f"{bytes_text(facts.limit_bytes or 0)}, the memory that a plan may fill. Use more or larger devices, or a "
+            "quantised backbone, or raise memory_limit_gib."
+        ) from error
 
 
 def measured_time_model(
@@ -135,10 +143,9 @@ def measured_time_model(
     try:
         fits = fit_layer(read_layer_profile(files.layer_times))
         # Times were measured for each tensor parallel degree; pipelines are made of the same layers.
-        known = tuple(config for config in configs if config.tp in fits)
-        if files.max_tokens is None:
-            limits = dict(replica_time_model(facts, known).max_tokens) if known else {}
-        else:
+        known = [config for config in configs if config.tp in fits]
+        limits = facts.token_limits(known)
+        if files.max_tokens is not None:
             limits = {config: tokens for config, tokens in read_max_tokens(files.max_tokens).items() if config in known}
         return ReplicaTimeModel(fits, facts.shape.num_layers, limits)
     except (OSError, ValueError) as error:
@@ -146,46 +153,22 @@ def measured_time_model(
         raise ConfigError(f"layer profile {where}: {error}") from error
 
 
-def _profile_of(planner: Planner, cluster: Cluster) -> Profile:
-    """Return the stored profile of a run if it is of these devices, else numbers from data sheets."""
-    if planner.args.cost_profile is not None:
-        stored = run_profile(planner.args, planner.shape).profile
-        if (
-            stored.device == cluster.device.name
-            or known_device(stored.device, cluster.device.memory_bytes) == cluster.device
-        ):
-            return stored
-    return analytic_profile(cluster.device, planner.shape)
-
-
-def _most_tokens(run: TaskRun) -> int:
-    return run.hyper.max_length if run.loader.steps_per_epoch is None else max(run.loader.sample_lengths, default=0)
-
-
-def _own_links(profile: Profile, factor: float) -> Cluster | None:
-    """Return the links of a device that was not measured together with one, so many times as slow."""
-    cluster = None if profile.link is not None else data_sheet_cluster(profile, _DEVICES_PER_NODE)
-    if cluster is None or factor == 1.0:
-        return cluster
-    return replace(cluster, intra_node=cluster.intra_node.slowed(factor), inter_node=cluster.inter_node.slowed(factor))
-
-
-def _adapt_parameters(planner: Planner, runs: Sequence[TaskRun]) -> bool:
-    """Return whether some task adapts bare parameters, such as experts, which only whole models hold."""
+def supported_configs(planner: Planner, runs: Sequence[TaskRun]) -> Callable[[ParallelConfig], bool]:
+    """Return a function that says whether the engine can cut the backbone and these tasks' adapters so."""
     model = planner.model
-    configs = (model.peft_config[model.adapter_of(run.name)] for run in runs)
-    return any(getattr(config, "target_parameters", None) for config in configs)
+    adapters = [model.peft_config[model.adapter_of(run.name)] for run in runs]
+    # Bare parameters, such as experts, are adapted in whole models only.
+    adapts_parameters = any(getattr(config, "target_parameters", None) for config in adapters)
 
+    @cache
+    def can_cut(tp: int, is_whole: bool) -> bool:
+        try:
+            if not is_whole:
+                family_of(model.backbone)
+            if tp > 1:
+                blocks_of(model.backbone, tp)
+        except UnsupportedModelError:
+            return False
+        return is_whole or not adapts_parameters
 
-def _is_supported(backbone: Any, config: ParallelConfig, *, adapts_parameters: bool) -> bool:
-    """Return whether the engine can cut the backbone so."""
-    try:
-        if config.num_gpus > 1:
-            if adapts_parameters:
-                return False
-            family_of(backbone)
-        if config.tp > 1:
-            blocks_of(backbone, config.tp)
-    except UnsupportedModelError:
-        return False
-    return True
+    return lambda config: can_cut(config.tp, config.num_gpus == 1)

@@ -18,7 +18,7 @@ from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import run_time_model
 from peft_mux.reporting.pass_report import PassReport, StepSeconds, TokenCounts
 from peft_mux.scheduler.costs.profile import Parts
-from peft_mux.scheduler.dispatching.ahead import ReplicaRates
+from peft_mux.scheduler.dispatching.rates import ReplicaRates
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.passes import planned_passes
 from peft_mux.task import TaskStatus

@@ -1,18 +1,16 @@
 """`Relocation`: moves a run to other replicas between two steps (L section 5.1, dynamic batches).
 
-Moving is saving all tasks, making every part of the model anew and going on from what was saved; the backbone is read
-again from where it came, never written.
+A move saves all tasks, builds every part of the model again and resumes from what was saved. The backbone is read again
+from its source, never written.
 """
 
 from __future__ import annotations
 
 import time
 
-from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.checkpoint.task_state import TaskState, put_snapshot
 from peft_mux.engine.layout import ParallelLayout, layout_of_text
 from peft_mux.engine.model_part import ModelPart
-from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import CheckpointError, ConfigError, UnsupportedModelError
 from peft_mux.planning.deployment import redeploy as decide_on_move
 from peft_mux.scheduler.deployment.plan import DEFAULT_RESTART_S
@@ -24,7 +22,7 @@ from peft_mux.trainer.world import World
 
 
 class _NotSavedError(CheckpointError):
-    """A run could not be saved before a move; nothing was let go of yet."""
+    """A run could not be saved before a move; nothing was released yet."""
 
 
 class Relocation:
@@ -32,8 +30,8 @@ class Relocation:
 
     Args:
         run: the run under way.
-        world: all processes of the run, laid out anew by a move.
-        placement: the model of this process, made anew by a move.
+        world: all processes of the run; a move changes their layout.
+        placement: the model of this process; a move builds it again.
         plans: predicts what other replicas would take.
 
     Raises:
@@ -41,7 +39,7 @@ class Relocation:
     """
 
     def __init__(self, run: Run, world: World, placement: Placement, plans: PlanFollower) -> None:
-        """Check that a run that shall move can; move nowhere yet."""
+        """Check that a run with `redeploy=True` can move; do not move yet."""
         self._run, self._world, self._placement, self._plans = run, world, placement, plans
         self._target: ModelPart | None = None
         self._deployed_for: tuple[str, ...] = ()
@@ -50,7 +48,7 @@ class Relocation:
             self._check_can_move()
 
     def redeploy(self, replicas: str) -> None:
-        """Move the run to other replicas: now, or while it trains at the next step. Every process calls this alike.
+        """Move the run to other replicas: now, or while it trains at the next step. Every process must make this call.
 
         Args:
             replicas: as LobRA writes them, such as "<2,1>, <1,1>x2"; for as many processes as there are.
@@ -75,7 +73,11 @@ class Relocation:
         # The first call compares with nothing: the replicas that a run begins on were chosen for these tasks.
         has_changed, self._deployed_for = names != (self._deployed_for or names), names
         if self._target is None and has_changed and self._run.args.redeploy:
-            self._target = self._part_that_pays()
+            # Rank 0 decides, as predicted times differ between processes.
+            processes = self._world.processes
+            if replicas := processes.gather(self._replicas_that_pay() if processes.is_main else "")[0]:
+                layout = ParallelLayout.parse(replicas)
+                self._target = ModelPart(self._placement.source, self._run.args, layout, processes.rank)
         if self._target is None:
             return False
         try:
@@ -104,14 +106,6 @@ class Relocation:
 
     # ------------------------------------------------------------------ the decision
 
-    def _part_that_pays(self) -> ModelPart | None:
-        """Return this process's part of a better deployment; rank 0 decides, as times differ between processes."""
-        processes = self._world.processes
-        replicas = processes.gather(self._replicas_that_pay() if processes.is_main else "")[0]
-        if not replicas:
-            return None
-        return ModelPart(self._placement.source, self._run.args, ParallelLayout.parse(replicas), processes.rank)
-
     def _replicas_that_pay(self) -> str:
         """Return better replicas for the present tasks; "" where there are none, or they cannot be had."""
         runs, old = self._run.table.plannable, self._world.layout
@@ -132,29 +126,26 @@ class Relocation:
 
     def _move(self, target: ModelPart) -> None:
         """Save all tasks, give up the model, and load the part of the new replicas that this process holds."""
-        with self._placement.lock:  # no thread looks at a model that is let go of
-            self._move_locked(target)
-
-    def _move_locked(self, target: ModelPart) -> None:
-        self._target = None
-        started, before, was_placed = time.perf_counter(), self._world.layout, self._placement.is_placed
-        if was_placed:
-            # Nobody lets go of a part before all tasks are saved: where that fails, the model is still there.
-            self._save()
-            self._world.processes.wait_for_all()
-            self._placement.release_model()
-        self._world.set_layout(target.layout)
-        self._placement.describe_part(target)
-        if was_placed:
-            self._placement.materialise(self._plans.plan_stages)
-            self._restore()
-        # The next decision reckons with what a move really takes here.
-        self._restart_s = seconds = time.perf_counter() - started
-        self._run.log.event("redeployed", replicas=str(target.layout), before=str(before), seconds=seconds)
-        self._run.log.say(f"replicas {target.layout} instead of {before}, after {seconds:.1f} s")
+        with self._placement.lock:  # no other thread may use a model that is released
+            self._target = None
+            started, before, was_placed = time.perf_counter(), self._world.layout, self._placement.is_placed
+            if was_placed:
+                # No process releases its part before all tasks are saved: if that fails, the model is still there.
+                self._save()
+                self._world.processes.wait_for_all()
+                self._placement.release_model()
+            self._world.set_layout(target.layout)
+            self._placement.describe_part(target)
+            if was_placed:
+                self._placement.materialise(self._plans.plan_stages)
+                self._restore()
+            # The next decision uses the measured cost of a move.
+            self._restart_s = seconds = time.perf_counter() - started
+            self._run.log.event("redeployed", replicas=str(target.layout), before=str(before), seconds=seconds)
+            self._run.log.say(f"replicas {target.layout} instead of {before}, after {seconds:.1f} s")
 
     def _save(self) -> None:
-        """Save all tasks that go on.
+        """Save all tasks that are not finished.
 
         Raises:
             CheckpointError: on every process, if any of them could not save, or the adapter of a task that has ended is
@@ -173,20 +164,17 @@ class Relocation:
         assert folder is not None, "redeploy is refused without a folder"
         self._world.processes.wait_for_all()  # others read what the first one has written
         for run in self._run.table:
-            # It has taken no step: its adapter is drawn anew from its seed, and it gets an optimizer when it starts.
+            # It has taken no step: its adapter is initialised from its seed, and it gets an optimizer when it starts.
             if run.status is TaskStatus.WAITING:
                 continue
             if run.status.is_final:
-                self._restore_ended(run, folder)
+                model = self._placement.placed.model
+                try:
+                    weights = model.saved_weights(run.name, folder.task_folder(run.name))
+                    put_snapshot(run, model, TaskState(weights, {}, {}, {}))
+                except CheckpointError as error:
+                    # Its adapter was not written, so the task has none here.
+                    self._run.log.warn(f'task "{run.name}": its adapter is not here any more: {error}')
                 continue
             self._placement.make_optimizer(run)
             folder.restore(run, run.step, self._run.log.warn)
-
-    def _restore_ended(self, run: TaskRun, folder: RunFolder) -> None:
-        """Read the adapter of a task that has ended; where that was not written, the task has nothing here."""
-        model = self._placement.placed.model
-        try:
-            weights = model.saved_weights(run.name, folder.task_folder(run.name))
-            put_snapshot(run, model, TaskState(weights, {}, {}, {}))
-        except CheckpointError as error:
-            self._run.log.warn(f'task "{run.name}": its adapter is not here any more: {error}')

@@ -21,7 +21,6 @@ from peft_mux.planning.deployment import notes_on, redeploy, times_from
 from peft_mux.planning.replica_facts import run_facts, run_time_model
 from peft_mux.scheduler.costs.hardware import Link, parse_devices
 from peft_mux.scheduler.replicas.configs import ParallelConfig
-from peft_mux.scheduler.replicas.time_model import memory_tokens
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 
@@ -211,7 +210,7 @@ def test_the_time_model_of_a_run_knows_its_replicas_and_what_they_hold(file: Pat
     model = run_time_model(trainer._plans.planner, trainer.table.plannable, layout)
     assert set(model.configurations) == {ONE, TWO}
     assert model.max_tokens[ONE] == 200
-    assert model.max_tokens[TWO] == memory_tokens(facts_of(trainer), TWO)
+    assert model.max_tokens[TWO] == facts_of(trainer).memory_tokens(TWO)
     assert model.max_tokens[TWO] > 200
 
 

@@ -13,8 +13,9 @@ from transformers import AutoModelForCausalLM
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.heads import output_head
-from peft_mux.planning.replica_facts import _adapt_parameters
+from peft_mux.planning.replica_facts import supported_configs
 from peft_mux.planning.shapes import cut_layers, frozen_parts
+from peft_mux.scheduler.replicas.configs import ParallelConfig
 from tests.engine.families import family_cases as cases
 
 FP32 = torch.float32
@@ -54,4 +55,5 @@ def test_tasks_on_the_experts_of_a_mixture_are_planned_on_whole_models_alone() -
     }
     planner: Any = SimpleNamespace(model=MultiTaskPeftModel(cases.backbone("qwen3_moe"), configs, verify=False))
     runs: list[Any] = [SimpleNamespace(name=name) for name in configs]
-    assert [_adapt_parameters(planner, [run]) for run in runs] == [True, False]
+    for config, supported in ((ParallelConfig(1, 1), [True, True]), (ParallelConfig(1, 2), [False, True])):
+        assert [supported_configs(planner, [run])(config) for run in runs] == supported

@@ -13,8 +13,7 @@ a replica that stays idle. Groups with k_i = 0 need none here either.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 
@@ -27,19 +26,6 @@ _BOUND_SLACK = 1e-6
 """Relative room above a known makespan, so that rounding inside a solver cannot cut off the known solution."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class IlpAnswer:
-    """What a solver found.
-
-    Attributes:
-        ceilings: most sequences of each bucket on any replica of each group, int64 of shape `(groups, buckets)`.
-        proven: whether the solver says that no answer is better by more than the gap.
-    """
-
-    ceilings: np.ndarray
-    proven: bool
-
-
 def solve_ilp(
     problem: DispatchProblem,
     known: np.ndarray,
@@ -48,17 +34,21 @@ def solve_ilp(
     time_limit_s: float,
     relative_gap: float,
     start_from_known: bool = False,
-) -> IlpAnswer | None:
-    """Return the best ceilings that the solver finds, or None where it finds none.
+) -> tuple[np.ndarray, bool] | None:
+    """Return the best ceilings that the solver finds, or None if it finds none.
 
     Args:
         problem: the linear form of the step.
         known: ceilings that hold every sequence, int64 of shape `(groups, buckets)`; their makespan bounds T from
             above.
-        solver: name of a PuLP solver, a PuLP solver itself, or None for the bundled CBC.
+        solver: name of a PuLP solver, a PuLP solver itself, or None for HiGHS if it is installed, else bundled CBC.
         time_limit_s: seconds after which the best answer found so far is taken.
         relative_gap: how far above the optimum the answer's makespan may be, relative to it.
         start_from_known: whether a solver that takes a first solution is given `known`.
+
+    Returns:
+        Most sequences of each bucket on any replica of each group, int64 of shape `(groups, buckets)`, and whether the
+        solver has proven that no answer is better by more than the gap.
 
     Raises:
         ValueError: for a name that PuLP does not know.
@@ -66,49 +56,9 @@ def solve_ilp(
     """
     import pulp
 
-    makespan_s = float(problem.group_s(known).max())
-    programme, variables = _build_programme(pulp, problem, makespan_s)
-    if start_from_known:
-        _set_start(variables, problem, known, makespan_s)
-    programme.solve(_find_solver(pulp, solver, time_limit_s, relative_gap, start_from_known))
-    if programme.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
-        return None
-    ceilings = np.zeros(problem.sequence_s.shape, dtype=np.int64)
-    for (group, bucket), variable in variables.ceilings.items():
-        ceilings[group, bucket] = round(variable.value())
-    # Solvers hold constraints within a tolerance; an answer that rounding makes too small is none.
-    if (problem.num_replicas @ ceilings < problem.num_sequences).any():
-        return None
-    return IlpAnswer(ceilings, programme.sol_status == pulp.LpSolutionOptimal)
-
-
-class _Variables(NamedTuple):
-    """The unknowns of a programme, as PuLP variables.
-
-    Attributes:
-        makespan: the objective T, in units of the known makespan.
-        ceilings: the ceilings x_ij, by group and bucket.
-        used: the binary u_i, by group; groups without a constant have none.
-    """
-
-    makespan: Any
-    ceilings: dict[tuple[int, int], Any]
-    used: dict[int, Any]
-
-
-def _set_start(variables: _Variables, problem: DispatchProblem, known: np.ndarray, makespan_s: float) -> None:
-    """Give every variable its value in the known solution; one left out would count as 0, which is not feasible."""
-    for (group, bucket), variable in variables.ceilings.items():
-        variable.setInitialValue(int(known[group, bucket]))
-    for group, variable in variables.used.items():
-        variable.setInitialValue(int(known[group].any()))
-    variables.makespan.setInitialValue(float(problem.group_s(known).max()) / (makespan_s or 1.0))
-
-
-def _build_programme(pulp: Any, problem: DispatchProblem, makespan_s: float) -> tuple[Any, _Variables]:
-    """Return the programme in units of the known makespan, and its unknowns."""
-    # With a makespan near 1 the absolute tolerances of a solver mean the same for any model.
-    unit_s = makespan_s or 1.0
+    known_s = float(problem.group_s(known).max())
+    # In units of the known makespan, the absolute tolerances of a solver mean the same for any model.
+    unit_s = known_s or 1.0
     programme = pulp.LpProblem("dispatch", pulp.LpMinimize)
     # PuLP 4 makes variables by `add_variable` alone, PuLP 2 by `LpVariable` alone.
     new_variable = getattr(programme, "add_variable", pulp.LpVariable)
@@ -117,14 +67,13 @@ def _build_programme(pulp: Any, problem: DispatchProblem, makespan_s: float) -> 
     programme += makespan
     # A ceiling above ceil(B_j / p_i) would hold more than the bucket has.
     most = -(-problem.num_sequences // problem.num_replicas[:, None])
-    pairs = [(int(group), int(bucket)) for group, bucket in np.argwhere(problem.fits & (most > 0))]
-    variables = {
+    ceilings = {
         (group, bucket): new_variable(f"x_{group}_{bucket}", 0, int(most[group, bucket]), cat="Integer")
-        for group, bucket in pairs
+        for group, bucket in np.argwhere(problem.fits & (most > 0)).tolist()
     }
     all_used: dict[int, Any] = {}
     for group, constant_s in enumerate(problem.constant_s.tolist()):
-        own = {bucket: variables[member, bucket] for member, bucket in pairs if member == group}
+        own = {bucket: x for (member, bucket), x in ceilings.items() if member == group}
         terms = [float(problem.sequence_s[group, bucket]) / unit_s * x for bucket, x in own.items()]
         if constant_s and own:
             # u_i: a group that gets no sequence does not pay its constant.
@@ -134,25 +83,45 @@ def _build_programme(pulp: Any, problem: DispatchProblem, makespan_s: float) -> 
                 programme += x <= int(most[group, bucket]) * used
         programme += pulp.lpSum(terms) <= makespan
     for bucket, num_sequences in enumerate(problem.num_sequences.tolist()):
-        held = [int(problem.num_replicas[group]) * variables[group, b] for group, b in pairs if b == bucket]
         if num_sequences:
+            held = [int(problem.num_replicas[group]) * x for (group, own), x in ceilings.items() if own == bucket]
             programme += pulp.lpSum(held) >= num_sequences
-    return programme, _Variables(makespan, variables, all_used)
+    if start_from_known:
+        # One left out would count as 0, which is not feasible.
+        for (group, bucket), variable in ceilings.items():
+            variable.setInitialValue(int(known[group, bucket]))
+        for group, variable in all_used.items():
+            variable.setInitialValue(int(known[group].any()))
+        makespan.setInitialValue(known_s / unit_s)
+    programme.solve(_find_solver(pulp, solver, time_limit_s, relative_gap, start_from_known))
+    if programme.sol_status not in (pulp.LpSolutionOptimal, pulp.LpSolutionIntegerFeasible):
+        return None
+    found = np.zeros(problem.sequence_s.shape, dtype=np.int64)
+    for place, variable in ceilings.items():
+        found[place] = round(variable.value() or 0.0)
+    # Solvers hold constraints within a tolerance; an answer that rounding makes too small is none.
+    if (problem.num_replicas @ found < problem.num_sequences).any():
+        return None
+    return found, programme.sol_status == pulp.LpSolutionOptimal
 
 
 def _find_solver(pulp: Any, solver: Any, time_limit_s: float, relative_gap: float, start_from_known: bool) -> Any:
     """Return a silent PuLP solver; one that is passed in keeps its own limits."""
     if solver is not None and not isinstance(solver, str):
         return solver
-    name = solver or next(name for name in _CBC_NAMES if name in pulp.listSolvers())
-    check_solver_name(name)
+    if solver is None:
+        known = pulp.listSolvers()
+        # HiGHS is the faster one if its package (highspy) is installed; CBC comes with PuLP.
+        has_highs = "HiGHS" in known and pulp.getSolver("HiGHS").available()
+        solver = "HiGHS" if has_highs else next(name for name in _CBC_NAMES if name in known)
+    check_solver_name(solver)
     options: dict[str, Any] = {"msg": False, "timeLimit": time_limit_s, "gapRel": relative_gap}
-    if name in _CBC_NAMES:
-        # No number of threads is given: without one, CBC runs in one thread.
-        options |= {"warmStart": start_from_known}
-    elif name == "HiGHS":
+    # CBC gets no number of threads: without one it runs in one thread, and `threads=1` was seen to hang (docs/log.md).
+    if solver == "HiGHS":
         options |= {"threads": 1, "warmStart": start_from_known}
-    return pulp.getSolver(name, **options)
+    elif solver in _CBC_NAMES:
+        options |= {"warmStart": start_from_known}
+    return pulp.getSolver(solver, **options)
 
 
 def check_solver_name(name: str) -> None:
@@ -160,7 +129,7 @@ def check_solver_name(name: str) -> None:
 
     Raises:
         ValueError: with the names that are installed.
-        ImportError: where PuLP is absent.
+        ImportError: if PuLP is absent.
     """
     import pulp
 

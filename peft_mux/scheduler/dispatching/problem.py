@@ -1,14 +1,12 @@
-"""One step's dispatch in numbers: what a sequence of each bucket costs on each group of replicas (L Eq. 3).
+"""One step's dispatch in numbers, and the rules that dispatch it without a solver.
 
-Rows are groups of replicas, columns are buckets. A *ceiling* x[i, j] is the most sequences of bucket j that any replica
-of group i gets; with p_i replicas the group can hold p_i x[i, j] of them, and by Eq. 3 its time is that of a replica
-with all its ceilings. Every rule and the ILP answer with such a matrix, and `counts_from_ceilings` makes of it how many
-sequences each group gets.
+The linear form of L Eq. 3 says what a sequence of each bucket costs on each group of replicas. Rows are groups of
+replicas, columns are buckets. A *ceiling* x[i, j] is the most sequences of bucket j that any replica of group i gets;
+with p_i replicas the group can hold p_i x[i, j] of them, and by Eq. 3 its time is that of a replica with all its
+ceilings. Every rule and the ILP answer with such a matrix, or with the counts that make it.
+
+The rules are the baselines of L Figure 4(b) and 4(c), the fallback of a step, and the first bound of the ILP.
 """
-
-# MERGED: Dispatch without a solver: by length, uniformly, as in the last step, and by moving work off the slowest
-# MERGED: group.
-# MERGED: These are the baselines of L Figure 4(b) and 4(c), what a step falls back on, and the first bound for the ILP.
 
 from __future__ import annotations
 
@@ -18,10 +16,11 @@ from dataclasses import dataclass
 import numpy as np
 
 from peft_mux.scheduler.dispatching.bucketing import Bucketing
-from peft_mux.scheduler.replicas.configs import ReplicaGroup, TimeModel
+from peft_mux.scheduler.replicas.configs import ReplicaGroup
+from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
 RELATIVE_ROUNDING = 1e-9
-"""Relative difference of two times that is rounding; a search that followed smaller gains could go on for ever."""
+"""Relative difference of two times that is rounding; a search that followed smaller gains might never end."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -31,7 +30,7 @@ class DispatchProblem:
     Attributes:
         sequence_s: seconds that a sequence of each bucket takes on a replica of each group, float64 of shape
             `(groups, buckets)`; inf where a bucket does not fit.
-        constant_s: seconds of a replica that has any sequence, besides those, float64 of shape `(groups,)`.
+        constant_s: seconds of a replica that has any sequence, in addition to those, float64 of shape `(groups,)`.
         num_replicas: replicas in each group (p_i in L), int64 of shape `(groups,)`.
         num_sequences: sequences of the step in each bucket (B_j in L), int64 of shape `(buckets,)`.
         lengths: padded length of each bucket in tokens, int64 of shape `(buckets,)`.
@@ -51,22 +50,18 @@ class DispatchProblem:
 
     @property
     def fits(self) -> np.ndarray:
-        """Return whether a bucket fits into a group: bool of shape `(groups, buckets)`."""
+        """Whether a bucket fits into a group: bool of shape `(groups, buckets)`."""
         return self.lengths <= self.max_tokens[:, None]
 
     def group_s(self, ceilings: np.ndarray) -> np.ndarray:
-        """Return the seconds of each group in the linear form: float64 of shape `(groups,)`.
-
-        Args:
-            ceilings: most sequences of each bucket on any replica of each group, of shape `(groups, buckets)`.
-        """
+        """Return the seconds of each group with these ceilings: float64 of shape `(groups,)`."""
         # A ceiling of 0 times inf would be NaN.
         finite_s = np.where(self.fits, self.sequence_s, 0.0)
         return (finite_s * ceilings).sum(axis=1) + self.constant_s * (ceilings.sum(axis=1) > 0)
 
 
 def build_problem(
-    groups: Sequence[ReplicaGroup], bucketing: Bucketing, time_model: TimeModel, *, pads: bool = True
+    groups: Sequence[ReplicaGroup], bucketing: Bucketing, time_model: ReplicaTimeModel, *, pads: bool = True
 ) -> DispatchProblem:
     """Return the linear form for one batch.
 
@@ -74,11 +69,11 @@ def build_problem(
         groups: the replicas that the batch is dispatched to, by configuration.
         bucketing: padded lengths of the batch, and how many sequences each has.
         time_model: predicts the seconds of one replica.
-        pads: whether sequences are padded to their bucket, as in the paper; else they are priced by its mean length.
+        pads: whether sequences are padded to their bucket, as in the paper; otherwise they are priced by its mean
+            length.
 
     Raises:
-        ValueError: for no groups, a bucket with sequences that fits no group, or a time model that answers in another
-            shape or with negative or infinite seconds.
+        ValueError: for no groups, or a bucket with sequences that fits no group.
     """
     if not groups:
         raise ValueError("groups is empty; allowed: one group of replicas or more. Plan a deployment first.")
@@ -86,18 +81,22 @@ def build_problem(
     num_sequences = np.asarray(bucketing.counts, dtype=np.int64)
     priced = lengths if pads else np.asarray(bucketing.mean_lengths or bucketing.boundaries, dtype=np.int64)
     max_tokens = np.array([group.max_tokens for group in groups], dtype=np.int64)
-    _check_that_all_fit(lengths, num_sequences, int(max_tokens.max()))
+    too_long = lengths[(lengths > max_tokens.max()) & (num_sequences > 0)]
+    if too_long.size:
+        raise ValueError(
+            f"a bucket is padded to {int(too_long[-1])} tokens; allowed: at most {int(max_tokens.max())}, the longest "
+            "that any replica supports. Truncate the sequences, or deploy a configuration with more GPUs per replica."
+        )
     sequence_s = np.full((len(groups), len(lengths)), np.inf)
     constant_s = np.zeros(len(groups))
     for index, group in enumerate(groups):
         supported = priced[lengths <= group.max_tokens].tolist()
         if not supported:
             continue
-        per_sequence_s, constant = time_model.linear_terms(group.config, supported, group.max_tokens)
-        _check_terms(per_sequence_s, constant, len(supported), group)
+        per_sequence_s, bubble_s = time_model.linear_terms(group.config, supported, group.max_tokens)
         # Lengths ascend, so that what fits comes first.
-        sequence_s[index, : len(supported)] = group.slowness * np.asarray(per_sequence_s)
-        constant_s[index] = group.slowness * constant
+        sequence_s[index, : len(supported)] = group.slowness * per_sequence_s
+        constant_s[index] = group.slowness * bubble_s
     return DispatchProblem(
         sequence_s=sequence_s,
         constant_s=constant_s,
@@ -118,7 +117,7 @@ def ceilings_of(problem: DispatchProblem, counts: np.ndarray) -> np.ndarray:
 def counts_from_ceilings(problem: DispatchProblem, ceilings: np.ndarray) -> np.ndarray:
     """Return how many sequences each group gets: d_ij <= p_i x_ij, with column sums B_j.
 
-    Where the ceilings leave room for more than B_j, the group that is slowest in the linear form gets fewer.
+    If the ceilings leave room for more than B_j, the group that is slowest in the linear form gets fewer.
     """
     counts = ceilings * problem.num_replicas[:, None]
     slowest_first = np.argsort(-problem.group_s(ceilings), kind="stable")
@@ -129,24 +128,6 @@ def counts_from_ceilings(problem: DispatchProblem, ceilings: np.ndarray) -> np.n
         counts[index] -= removed
         excess -= removed
     return counts
-
-
-def _check_that_all_fit(lengths: np.ndarray, num_sequences: np.ndarray, longest_supported: int) -> None:
-    too_long = lengths[(lengths > longest_supported) & (num_sequences > 0)]
-    if too_long.size:
-        raise ValueError(
-            f"a bucket is padded to {int(too_long[-1])} tokens; allowed: at most {longest_supported}, the longest that "
-            "any replica supports. Truncate the sequences, or deploy a configuration with more GPUs per replica."
-        )
-
-
-def _check_terms(per_sequence_s: np.ndarray, constant_s: float, num_buckets: int, group: ReplicaGroup) -> None:
-    terms = np.append(np.asarray(per_sequence_s, dtype=np.float64), constant_s)
-    if terms.shape != (num_buckets + 1,) or not np.isfinite(terms).all() or (terms < 0).any():
-        raise ValueError(
-            f"linear_terms of {group.config} gave {per_sequence_s} and {constant_s}; allowed: {num_buckets} finite "
-            "seconds of 0 or more, and one constant likewise. Correct the time model."
-        )
 
 
 def length_based(problem: DispatchProblem) -> np.ndarray:
@@ -200,8 +181,8 @@ def uniform(problem: DispatchProblem) -> np.ndarray:
 def carried_over(problem: DispatchProblem, last_lengths: np.ndarray, last_counts: np.ndarray) -> np.ndarray:
     """Return counts with each group's share of a bucket as in another step's dispatch.
 
-    The bucket of that step is the nearest in padded length whose sequences lie on groups that support this one's; where
-    there is none the bucket goes by length. Rounded down, with what is left given to the largest remainders.
+    The bucket of that step is the nearest in padded length whose sequences lie on groups that support this one's; if
+    there is none, the bucket goes by length. Shares are rounded down, and what is left goes to the largest remainders.
 
     Args:
         problem: the linear form of this step.
@@ -209,16 +190,18 @@ def carried_over(problem: DispatchProblem, last_lengths: np.ndarray, last_counts
             `(other buckets,)`.
         last_counts: sequences of each of those buckets on each group, int64 of shape `(groups, other buckets)`.
     """
-    # Buckets for which the other step has no example stay by length.
     counts = length_based(problem)
     for bucket, length in enumerate(problem.lengths.tolist()):
-        fits = problem.fits[:, bucket]
+        fits, total = problem.fits[:, bucket], int(problem.num_sequences[bucket])
         usable = np.flatnonzero((last_counts[fits] > 0).any(axis=0))
-        if not usable.size or not problem.num_sequences[bucket]:
+        if not usable.size or not total:
             continue
         nearest = usable[np.abs(last_lengths[usable] - length).argmin()]
         weights = np.where(fits, last_counts[:, nearest], 0)
-        counts[:, bucket] = _apportion(int(problem.num_sequences[bucket]), weights)
+        # In integers: remainders that are equal stay so, and then the first group gets more.
+        shares, remainders = np.divmod(total * weights, weights.sum())
+        shares[np.argsort(-remainders, kind="stable")[: total - int(shares.sum())]] += 1
+        counts[:, bucket] = shares
     return counts
 
 
@@ -259,13 +242,3 @@ def relocate(problem: DispatchProblem, counts: np.ndarray) -> np.ndarray:
         ceilings[slowest, bucket] -= 1
         ceilings[receiver, bucket] += added[receiver, bucket]
         group_s[slowest], group_s[receiver] = giver_s[bucket], receiver_s[receiver, bucket]
-
-
-def _apportion(total: int, weights: np.ndarray) -> np.ndarray:
-    """Return integers near `total * weights / sum(weights)` that add up to `total`."""
-    # In integers: remainders that are equal stay so, and then the first group gets more.
-    scaled = total * weights
-    shares = scaled // weights.sum()
-    remainders = scaled - shares * weights.sum()
-    shares[np.argsort(-remainders, kind="stable")[: total - int(shares.sum())]] += 1
-    return shares

@@ -1,16 +1,11 @@
-"""The words that deployment and dispatch share: parallel configurations, groups of replicas, and what a time model is.
+"""Parallel configurations, and groups of equal replicas.
 
-A fine-tuning replica is one copy of the backbone under one parallel configuration (L section 2.2). This file measures
-and solves nothing.
+A fine-tuning replica is one copy of the backbone under one parallel configuration (L section 2.2).
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Protocol
-
-import numpy as np
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -22,7 +17,7 @@ class ParallelConfig:
         pp: pipeline parallel degree: stages among which the layers are divided.
 
     Raises:
-        ValueError: where a degree is below 1.
+        ValueError: if a degree is below 1.
     """
 
     tp: int
@@ -51,10 +46,10 @@ class ReplicaGroup:
         config: how every replica of the group is spread over GPUs.
         count: number of replicas in the group (p_i in L).
         max_tokens: most tokens that a micro-batch may have, and so the longest padded sequence (M in L Eq. 10).
-        slowness: what its replicas take over what the time model says of their configuration, as measured.
+        slowness: measured seconds of its replicas over those that the time model predicts for their configuration.
 
     Raises:
-        ValueError: where there is no replica, no token fits, or a slowness is not above 0.
+        ValueError: if there is no replica, no token fits, or the slowness is not above 0.
     """
 
     config: ParallelConfig
@@ -84,60 +79,6 @@ class ReplicaGroup:
         return f"{self.config}x{self.count}"
 
 
-class TimeModel(Protocol):
-    """Predicts how long one replica takes for its share of a step (L Appendix D, Eq. 10-12).
-
-    Every length that is passed is at most `max_tokens`; lengths ascend. Implementations are deterministic, and
-    `step_s` never falls when a count grows.
-    """
-
-    def step_s(self, config: ParallelConfig, counts: Sequence[int], lengths: Sequence[int], max_tokens: int) -> float:
-        """Return the seconds in which one replica trains `counts[j]` sequences padded to `lengths[j]` each.
-
-        Micro-batches of bucket j hold `max_tokens // lengths[j]` sequences. No sequences at all take 0 s.
-
-        Args:
-            config: how the replica is spread over GPUs.
-            counts: sequences of each bucket on this replica.
-            lengths: padded length of each bucket in tokens, ascending.
-            max_tokens: most tokens of a micro-batch on this replica.
-        """
-        ...
-
-    def linear_terms(self, config: ParallelConfig, lengths: Sequence[int], max_tokens: int) -> tuple[np.ndarray, float]:
-        """Return the model in the form of the ILP: seconds per sequence of each bucket, and seconds for any at all.
-
-        A replica with counts d_j takes about `sum_j d_j * per_sequence_s[j] + constant_s`, and 0 where all d_j are 0.
-        The first spreads the time of a full micro-batch over its sequences; the second holds what does not grow with
-        their number, such as the bubble of a pipeline. Shapes: `(len(lengths),)` float64, and a scalar.
-
-        Args:
-            config: how the replica is spread over GPUs.
-            lengths: padded length of each bucket in tokens, ascending.
-            max_tokens: most tokens of a micro-batch on this replica.
-        """
-        ...
-
-
-class DeployableTimeModel(TimeModel, Protocol):
-    """A time model that knows what can be deployed; the deployment search asks for nothing else."""
-
-    @property
-    def max_tokens(self) -> Mapping[ParallelConfig, int]:
-        """Most tokens of a micro-batch by configuration, and so the longest sequence; its keys can be deployed."""
-        ...
-
-    @property
-    def configurations(self) -> tuple[ParallelConfig, ...]:
-        """What can be deployed: by GPUs, then by tensor parallel degree."""
-        ...
-
-    def throughput(self, config: ParallelConfig, length_tokens: int, num_micro_batches: int) -> float:
-        """Return tokens per GPU and second over full micro-batches of one length; 0 where none fits (L Table 3).
-
-        Args:
-            config: a configuration of `max_tokens`.
-            length_tokens: tokens of each sequence.
-            num_micro_batches: full micro-batches over which the throughput is taken.
-        """
-        ...
+def layout_text(groups: tuple[ReplicaGroup, ...]) -> str:
+    """Return the replicas of a deployment in the paper's notation, such as "<1,1>x4, <2,1>x1"."""
+    return ", ".join(map(str, groups))

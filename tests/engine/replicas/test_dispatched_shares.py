@@ -83,7 +83,7 @@ def test_a_step_that_is_shorter_than_a_solver_takes_to_start_is_divided_by_moves
     assert_complete(short.divide(batches), batches)
     solved.begin(batches)
     assert short.solved is not None
-    assert (short.solved.dispatch.status, short.solved.dispatch.note) == ("by moves", "")
+    assert (short.solved.status, short.solved.note) == ("by moves", "")
     assert max(short.expected_s) < 1.1 * max(solved.expected_s)
 
 
@@ -126,7 +126,7 @@ def test_a_step_is_divided_although_the_solver_finds_nothing(solver: Any) -> Non
     divided = shares.divide(batches)
     assert_complete(divided, batches)
     assert shares.solved is not None
-    assert shares.solved.dispatch.status == "greedy fallback"
+    assert shares.solved.status == "greedy fallback"
     assert max(max(own, default=0) for own in lengths_by_replica(divided, batches)) == 900
 
 

@@ -56,15 +56,12 @@ def test_each_row_lies_in_one_item_and_items_of_several_rows_fit_everywhere(
     for found in row_items(batches, num_replicas, least):
         for batch, rows, tokens in zip(batches, found.rows, found.tokens, strict=True):
             assert sorted(row for own in rows for row in own) == list(range(len(batch.lengths)))
-            computed = [
-                batch.alone(own[0]) if len(own) == 1 or batch.trie is None else batch.trie.num_computed(own)
-                for own in rows
-            ]
+            computed = [batch.num_computed(own) for own in rows]
             for own, count, apart in zip(rows, tokens, computed, strict=True):
                 assert 1 <= count <= apart
                 assert len(own) == 1 or apart <= least
                 assert apart <= least or count == apart, "what some replicas do not hold goes by what it is"
-            together = sum(batch.lengths) if batch.trie is None else batch.trie.num_computed(range(len(batch.lengths)))
+            together = batch.num_computed(range(len(batch.lengths)))
             # Half a token an item is lost to rounding.
             assert together - len(rows) / 2 <= sum(tokens) <= sum(batch.lengths)
 

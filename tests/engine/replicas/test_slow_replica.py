@@ -10,7 +10,7 @@ import pytest
 from peft_mux.data.packing.passes import even_shares
 from peft_mux.engine.dispatch import DispatchedShares
 from peft_mux.engine.layout import ParallelLayout
-from peft_mux.scheduler.dispatching.ahead import ReplicaRates
+from peft_mux.scheduler.dispatching.rates import ReplicaRates
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas import dispatch_cases, slow_cases
 

@@ -4,82 +4,37 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import numpy as np
 
-from peft_mux.scheduler.deployment.search import expected_bucketing, replica_groups
+from peft_mux.scheduler.deployment.search import expected_bucketing
 from peft_mux.scheduler.deployment.solve import restrict
 from peft_mux.scheduler.deployment.space import configurations_that_fit
-from peft_mux.scheduler.dispatching.bucketing import DEFAULT_INTERVAL_TOKENS, DEFAULT_NUM_BUCKETS
 from peft_mux.scheduler.dispatching.problem import DispatchProblem, build_problem
 from peft_mux.scheduler.replicas.configs import ReplicaGroup
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
-_MOST_GPUS = 16
-"""The number of deployments grows without measure beyond; this file is for checks."""
 
+def exact_step_s(
+    lengths: Sequence[int], global_batch: int, num_gpus: int, time_model: ReplicaTimeModel, *, interval: int
+) -> float:
+    """Return the seconds of a step of the best of all deployments, in the form of Eq. 2, each with its best dispatch.
 
-@dataclass(frozen=True, slots=True)
-class ExactDeployment:
-    """The optimum of L Eq. 2.
-
-    Attributes:
-        groups: the replicas of a best deployment, by configuration.
-        step_s: seconds of a step in the form of Eq. 2.
+    GPUs may idle. No heuristic, bound or solver takes part; a dispatch as slow as the best so far is not followed.
+    Exponential.
     """
-
-    groups: tuple[ReplicaGroup, ...]
-    step_s: float
-
-
-def exact_deployment(
-    lengths: Sequence[int],
-    global_batch: int,
-    num_gpus: int,
-    time_model: ReplicaTimeModel,
-    *,
-    num_buckets: int = DEFAULT_NUM_BUCKETS,
-    interval: int = DEFAULT_INTERVAL_TOKENS,
-) -> ExactDeployment:
-    """Return the best of all deployments of all configurations, idle GPUs allowed, each with its best dispatch.
-
-    No heuristic, bound or solver takes part; a dispatch as slow as the best so far is not followed. Exponential.
-
-    Args:
-        lengths: lengths of a sample of all tasks' sequences, in tokens.
-        global_batch: sequences of one step of all tasks together (B in L).
-        num_gpus: GPUs that may be used (N in L), at most 16.
-        time_model: predicts the seconds of one replica, and knows the configurations to choose from.
-        num_buckets: most buckets of padded lengths (R in L).
-        interval: distance of candidate boundaries of buckets, in tokens.
-
-    Raises:
-        ValueError: for more than 16 GPUs, and for what `plan_deployment` refuses.
-    """
-    if num_gpus > _MOST_GPUS:
-        raise ValueError(f"num_gpus is {num_gpus}; allowed: at most {_MOST_GPUS} here. Use plan_deployment.")
-    bucketing = expected_bucketing(
-        lengths, global_batch, time_model, num_gpus, num_buckets=num_buckets, interval=interval
-    )
+    bucketing = expected_bucketing(lengths, global_batch, time_model, num_gpus, interval=interval)
     configs = configurations_that_fit(time_model, num_gpus, bucketing.boundaries[-1])
     candidates = [ReplicaGroup(config, 1, time_model.max_tokens[config]) for config in configs]
     full = build_problem(candidates, bucketing, time_model)
-    best_s, best_counts = np.inf, (0,) * len(configs)
-    for counts in _all_counts(num_gpus, full.num_gpus):
-        problem = restrict(full, np.array(counts))
-        if problem.max_tokens.max() < bucketing.boundaries[-1]:
+    best_s = np.inf
+    for counts in itertools.product(*(range(num_gpus // size + 1) for size in full.num_gpus.tolist())):
+        if not 0 < np.dot(counts, full.num_gpus) <= num_gpus:
             continue
-        if (step_s := _best_dispatch_s(problem, best_s)) < best_s:
-            best_s, best_counts = step_s, counts
-    return ExactDeployment(replica_groups(configs, best_counts, time_model), best_s)
-
-
-def _all_counts(num_gpus: int, sizes: np.ndarray) -> Iterator[tuple[int, ...]]:
-    """Yield the replicas of each size in every combination that `num_gpus` have room for, but for none at all."""
-    for counts in itertools.product(*(range(num_gpus // size + 1) for size in sizes.tolist())):
-        if 0 < np.dot(counts, sizes) <= num_gpus:
-            yield counts
+        problem = restrict(full, np.array(counts))
+        if problem.max_tokens.max() >= bucketing.boundaries[-1]:
+            best_s = min(best_s, _best_dispatch_s(problem, best_s))
+    return best_s
 
 
 def _best_dispatch_s(problem: DispatchProblem, limit_s: float) -> float:

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from peft_mux.errors import ConfigError
-from peft_mux.scheduler.deployment.baselines import task_fused
+from peft_mux.scheduler.deployment.baselines import Baseline, task_fused
 from peft_mux.scheduler.deployment.plan import DeploymentPlan
-from peft_mux.scheduler.deployment.report import Alternative, ConfigRow, DeploymentReport, save_deployment
+from peft_mux.scheduler.deployment.report import ConfigRow, DeploymentReport, save_deployment
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import TaskLengths
 from peft_mux.scheduler.dispatching.dispatch import dispatch
@@ -62,8 +62,8 @@ def report_of(plan: DeploymentPlan, model: ReplicaTimeModel) -> DeploymentReport
         configs=rows,
         by_length=dispatch(plan.groups, plan.bucketing, model, policy="length"),
         alternatives=(
-            Alternative.from_baseline(task_fused(tasks, 16, model), 16),
-            Alternative("Task-Sequential", (), None, None, "no task fits"),
+            task_fused(tasks, 16, model),
+            Baseline("Task-Sequential", note="no task fits"),
         ),
         notes=("one remark",),
     )
@@ -104,7 +104,8 @@ def test_a_report_as_json_says_what_to_run_and_keeps_the_plan() -> None:
     assert data["replicas"] == "<1,1>x4, <2,1>x2, <8,1>x1"
     assert data["gpu_seconds"] == pytest.approx(16 * data["expected_step_s"])
     assert data["utilisation"]["<8,1>x1"] == pytest.approx(report.plan.utilisation[2])
-    assert DeploymentPlan.from_json(json.dumps(data["plan"])) == report.plan
+    assert data["plan"]["groups"][0] == {"config": {"tp": 1, "pp": 1}, "count": 4, "max_tokens": 2048}
+    assert data["plan"]["candidates"][0]["verdict"] == "chosen"
     assert [one["name"] for one in data["alternatives"]] == ["Task-Fused", "Task-Sequential"]
 
 

@@ -13,9 +13,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.deployment.baselines import lobra_sequential, step_gpu_seconds, task_fused, task_sequential
+from peft_mux.scheduler.deployment.baselines import lobra_sequential, task_fused, task_sequential
+from peft_mux.scheduler.deployment.bounds import cheapest_bound_s, dual_bound_s, length_based_bound_s
 from peft_mux.scheduler.deployment.plan import DeploymentPlan
-from peft_mux.scheduler.deployment.search import PlanBounds, expected_bucketing, plan_deployment
+from peft_mux.scheduler.deployment.search import expected_bucketing, plan_deployment
 from peft_mux.scheduler.deployment.solve import SolverOptions, solve_plan
 from peft_mux.scheduler.deployment.space import (
     TaskLengths,
@@ -34,17 +35,17 @@ from peft_mux.scheduler.replicas.time_model import (
     read_layer_profile,
     read_max_tokens,
 )
-from tests.scheduler.deployment.exhaustive import exact_deployment
+from tests.scheduler.deployment.exhaustive import exact_step_s
 
 EXACT = SolverOptions(relative_gap=0.0)
 INTERVAL = 512
 SHORT, MIDDLE, LONG = 512, 1536, 3072
 
 
-def length_based_bound_s(groups: Sequence[ReplicaGroup], bucketing: Bucketing, model: ReplicaTimeModel) -> float:
+def theorem_1_s(groups: Sequence[ReplicaGroup], bucketing: Bucketing, model: ReplicaTimeModel) -> float:
     """Return sum_i N_i t_i / N of one deployment under length-based dispatch (L Theorem 1), in seconds."""
     problem = build_problem(groups, bucketing, model)
-    return float(PlanBounds(problem).length_based_s(problem.num_replicas[None, :])[0])
+    return float(length_based_bound_s(problem, problem.num_replicas[None, :])[0])
 
 
 def make_model(
@@ -92,11 +93,8 @@ def test_enumeration_is_every_deployment_that_leaves_no_room_for_a_replica(num_g
     assert count_plans(num_gpus, sizes) == len(wanted)
 
 
-def test_sixty_four_gpus_have_as_many_deployments_as_partitions_into_powers_of_two_up_to_eight() -> None:
-    assert count_plans(64, [1, 2, 4, 8]) == 969
-
-
 def test_the_number_of_deployments_is_known_without_making_them() -> None:
+    assert count_plans(64, [1, 2, 4, 8]) == 969  # partitions of 64 into powers of two up to eight
     assert count_plans(256, [1, 2, 2, 4, 4, 4, 8, 8, 8, 8, 16, 16, 16, 16]) > 10**11
     first = next(enumerate_plans(256, [1, 2, 2, 4, 4, 4, 8, 8, 8, 8, 16, 16, 16, 16], at_once=100))
     assert 0 < len(first) <= 100
@@ -182,10 +180,10 @@ def test_a_threshold_of_fifteen_percent_costs_time_only_where_the_least_bound_is
 
 
 def test_the_default_threshold_seldom_changes_the_plan_and_then_by_little() -> None:
-    """Few sequences on few GPUs, where Theorem 1, which knows no rounding, is at its worst; 60 drawn cases."""
+    """Few sequences on few GPUs, where Theorem 1, which knows no rounding, is at its worst; 30 drawn cases."""
     rng = np.random.default_rng(0)
     ratios = []
-    for _ in range(60):
+    for _ in range(30):
         model = make_model(tuple(rng.uniform(1.05, 1.6, 2)), rng.uniform(0.1, 3.0), pipeline=bool(rng.integers(2)))
         numbers = rng.integers(1, 13), rng.integers(0, 6), rng.integers(0, 4)
         lengths = [length for length, count in zip((SHORT, MIDDLE, LONG), numbers, strict=True) for _ in range(count)]
@@ -197,7 +195,7 @@ def test_the_default_threshold_seldom_changes_the_plan_and_then_by_little() -> N
         assert found_s is not None
         ratios.append(found_s / best_s)
     changed = [ratio for ratio in ratios if ratio > 1 + 1e-6]
-    assert len(changed) <= 6, f"{len(changed)} of 60 plans are slower for the filter: {changed}"
+    assert len(changed) <= 4, f"{len(changed)} of 30 plans are slower for the filter: {changed}"
     assert max(ratios) < 1.2
 
 
@@ -211,15 +209,15 @@ def test_bounds_never_exceed_the_solved_time(
     groups = [ReplicaGroup(c, p, model.max_tokens[c]) for c, p in zip(configs, counts, strict=True) if p]
     bucketing = expected_bucketing(lengths, len(lengths), model, 4, interval=INTERVAL)
     problem = build_problem(groups, bucketing, model)
-    bounds, row = PlanBounds(problem), problem.num_replicas[None, :]
-    gpu_s = bounds.gpu_s
+    row = problem.num_replicas[None, :]
+    gpu_s = problem.sequence_s * problem.num_gpus[:, None]
     premise = all((np.diff(column[np.isfinite(column)]) >= -1e-12).all() for column in gpu_s.T)
     solved_s = solve_plan(problem, 0.0, EXACT).step_s * (1 + 1e-6)
     if premise:
-        assert length_based_bound_s(groups, bucketing, model) <= solved_s
-    assert bounds.cheapest_s(row)[0] <= solved_s
-    assert bounds.dual_s(row, rounding=False)[0] <= solved_s
-    assert bounds.dual_s(row)[0] <= solved_s
+        assert theorem_1_s(groups, bucketing, model) <= solved_s
+    assert cheapest_bound_s(problem, row)[0] <= solved_s
+    assert dual_bound_s(problem, row, rounding=False)[0] <= solved_s
+    assert dual_bound_s(problem, row)[0] <= solved_s
 
 
 def test_theorem_1_is_the_gpu_seconds_of_length_based_dispatch_over_the_gpus() -> None:
@@ -230,7 +228,7 @@ def test_theorem_1_is_the_gpu_seconds_of_length_based_dispatch_over_the_gpus() -
     small_s = model.step_s(small, [4], [512], 1024)
     large_s = model.step_s(large, [2], [3072], 4096)
     groups = [ReplicaGroup(small, 2, 1024), ReplicaGroup(large, 1, 4096)]
-    assert length_based_bound_s(groups, bucketing, model) == pytest.approx((2 * small_s + 4 * large_s) / 6)
+    assert theorem_1_s(groups, bucketing, model) == pytest.approx((2 * small_s + 4 * large_s) / 6)
 
 
 def test_theorem_1_can_fail_without_its_premise_and_the_other_bounds_do_not() -> None:
@@ -240,10 +238,9 @@ def test_theorem_1_can_fail_without_its_premise_and_the_other_bounds_do_not() ->
     bucketing = Bucketing((512,), (40,), 0)
     problem = build_problem(groups, bucketing, model)
     solved_s = solve_plan(problem, 0.0, EXACT).step_s
-    bounds = PlanBounds(problem)
-    assert length_based_bound_s(groups, bucketing, model) > solved_s
-    assert bounds.cheapest_s(problem.num_replicas[None, :])[0] <= solved_s
-    assert bounds.dual_s(problem.num_replicas[None, :])[0] <= solved_s
+    assert theorem_1_s(groups, bucketing, model) > solved_s
+    assert cheapest_bound_s(problem, problem.num_replicas[None, :])[0] <= solved_s
+    assert dual_bound_s(problem, problem.num_replicas[None, :])[0] <= solved_s
 
 
 @settings(max_examples=12, deadline=None)
@@ -257,21 +254,9 @@ def test_theorem_1_can_fail_without_its_premise_and_the_other_bounds_do_not() ->
 def test_the_plan_is_as_fast_as_the_best_of_everything(
     model: ReplicaTimeModel, lengths: list[int], num_gpus: int
 ) -> None:
-    exact = exact_deployment(lengths, len(lengths), num_gpus, model, interval=INTERVAL)
+    exact_s = exact_step_s(lengths, len(lengths), num_gpus, model, interval=INTERVAL)
     planned = plan(lengths, num_gpus, model, proposal=False, threshold=1.0)
-    assert planned.candidates[0].step_s == pytest.approx(exact.step_s, rel=1e-6)
-
-
-def test_the_judge_refuses_what_it_could_not_finish() -> None:
-    with pytest.raises(ValueError, match="allowed: at most 16 here"):
-        exact_deployment([512], 1, 17, make_model())
-
-
-def test_the_plan_does_not_depend_on_the_number_of_workers() -> None:
-    lengths = [SHORT] * 40 + [MIDDLE] * 9 + [LONG] * 3
-    alone, together = (plan(lengths, 8, make_model(), lower_bound_filter=False, workers=n) for n in (1, 2))
-    assert alone.groups == together.groups
-    assert alone.candidates == together.candidates
+    assert planned.candidates[0].step_s == pytest.approx(exact_s, rel=1e-6)
 
 
 def test_every_gpu_that_can_hold_a_replica_does() -> None:
@@ -298,7 +283,6 @@ def test_a_solver_that_fails_leaves_a_plan_by_the_rules() -> None:
     said = f"the solver failed on {stats.num_failed} of {stats.num_solved} deployments, which are timed by rules alone"
     assert f"{said}; first error: RuntimeError: no solver here" in planned.summary()
     assert "not to the end" not in planned.summary()
-    assert DeploymentPlan.from_json(planned.to_json()) == planned
     assert sum(map(sum, planned.expected.counts)) == len(lengths)
 
 
@@ -320,7 +304,6 @@ def test_a_search_whose_time_is_spent_says_by_how_much_its_plan_may_miss_the_bes
         f"{spent}no deployment that was not solved to the end is more than {stats.gap:.1%} faster" in planned.summary()
     )
     assert [row.verdict for row in planned.candidates].count("not tried: the time for planning was spent") > 0
-    assert DeploymentPlan.from_json(planned.to_json()) == planned
 
 
 def test_an_unknown_solver_is_refused_before_anything_is_enumerated() -> None:
@@ -334,7 +317,7 @@ def test_an_unknown_solver_is_refused_before_anything_is_enumerated() -> None:
         ({"threshold": -0.1}, "threshold is -0.1; allowed: 0 or more"),
         ({"time_limit_s": 0}, "time_limit_s is 0; allowed: more than 0"),
         ({"relative_gap": -1}, "relative_gap is -1; allowed: 0 or more"),
-        ({"workers": 0}, "workers is 0; allowed: 1 or more"),
+        ({"max_candidates": 0}, "max_candidates is 0; allowed: 1 or more"),
         ({"budget_s": 0.0}, "budget_s is 0.0; allowed: more than 0, or None"),
         ({"max_plans": 3}, "allowed: at most max_plans = 3"),
     ],
@@ -359,14 +342,6 @@ def test_every_deployment_of_a_small_case_is_in_the_table_with_its_verdict() -> 
     solved = [candidate.step_s for candidate in planned.candidates if candidate.step_s is not None]
     assert len(solved) == stats.num_solved + stats.num_bound_met
     assert solved == sorted(solved)
-
-
-def test_the_plan_survives_json() -> None:
-    planned = plan([SHORT] * 30 + [LONG] * 2, 8, make_model())
-    assert DeploymentPlan.from_json(planned.to_json()) == planned
-    text = json.dumps({**json.loads(planned.to_json()), "format_version": 0})
-    with pytest.raises(ValueError, match="format_version: got 0"):
-        DeploymentPlan.from_json(text)
 
 
 def test_summary_and_picture_name_every_group_and_bucket() -> None:
@@ -403,16 +378,6 @@ def test_lobra_sequential_mixes_replicas_within_a_task() -> None:
     assert len(alone.deployments[0]) == 1
     assert len(alone.deployments[1]) > 1
     assert alone.gpu_seconds <= task_sequential(TASKS, 8, make_model(), interval=INTERVAL).gpu_seconds
-
-
-def test_gpu_seconds_of_a_batch_fall_with_better_dispatch() -> None:
-    groups = (ReplicaGroup(ParallelConfig(1, 1), 4, 1024), ReplicaGroup(ParallelConfig(4, 1), 1, 4096))
-    lengths = [SHORT] * 60 + [LONG] * 2
-    by_length, balanced = (
-        step_gpu_seconds(groups, lengths, 8, make_model(), policy=policy, boundaries=(512, 3072))
-        for policy in ("length", "balanced")
-    )
-    assert balanced < 0.9 * by_length
 
 
 def lognormal_lengths(mean: float, skewness: float, longest: int, number: int, rng: np.random.Generator) -> list[int]:

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from itertools import product
 from typing import Any
 
@@ -40,13 +39,11 @@ class MicroBatchModel:
     """L Eq. 12 with t(b, s) = b (s + s^2 / 4000) / tp^0.8 + 20 in arbitrary units, or its linear form alone."""
 
     ceilings: bool = True
-    threads: list[str] = field(default_factory=list)
 
     def _pass_s(self, config: ParallelConfig, sequences: int, length: int) -> float:
         return (sequences * (length + length**2 / 4000) / config.tp**0.8 + 20) / config.pp if sequences else 0.0
 
     def linear_terms(self, config: ParallelConfig, lengths: Sequence[int], max_tokens: int) -> tuple[np.ndarray, float]:
-        self.threads.append(threading.current_thread().name)
         fulls = [self._pass_s(config, max_tokens // length, length) for length in lengths]
         per_sequence = [full / (max_tokens // length) for full, length in zip(fulls, lengths, strict=True)]
         return np.array(per_sequence), (config.pp - 1) * max(fulls)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import sys
 from dataclasses import replace
 from itertools import product
-from typing import Any
+from pathlib import Path
+from typing import Any, cast
 
 import numpy as np
 import pulp
@@ -13,9 +14,25 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.dispatching.ahead import plan_step
+from peft_mux.scheduler.dispatching import dispatch as dispatch_module
 from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries
-from peft_mux.scheduler.dispatching.dispatch import Dispatch, Refined, assign_sequences, dispatch
+from peft_mux.scheduler.dispatching.dispatch import (
+    deal_buckets,
+    dispatch,
+    predict_replica_s,
+    refine,
+    split_within_group,
+)
+from peft_mux.scheduler.dispatching.ilp import solve_ilp
+from peft_mux.scheduler.dispatching.problem import (
+    build_problem,
+    carried_over,
+    ceilings_of,
+    counts_from_ceilings,
+    length_based,
+    relocate,
+)
+from peft_mux.scheduler.dispatching.rates import ReplicaRates
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from tests.scheduler.dispatching.cases import (
     FIGURE_4,
@@ -33,10 +50,14 @@ from tests.scheduler.dispatching.cases import (
     some_groups,
 )
 
+Case = tuple[list[ReplicaGroup], Bucketing]
+MODEL = MicroBatchModel()
+PIPELINE_GROUPS = some_groups((1, 1, 3, 1024), (1, 4, 2, 4096), (2, 1, 2, 4096), (4, 1, 2, 8192))
+
 # ------------------------------------------------------- the example of L section 3
 
 
-def test_balanced_dispatch_of_figure_4_evens_out_what_dispatch_by_length_leaves_idle() -> None:
+def test_balanced_dispatch_of_figure_4_uses_the_gpus_that_dispatch_by_length_leaves_idle() -> None:
     groups = figure_4_groups((4, 2, 0, 1))
     by_length = dispatch(groups, FIGURE_4, TableModel(), policy="length")
     balanced = dispatch(groups, FIGURE_4, TableModel())
@@ -47,14 +68,9 @@ def test_balanced_dispatch_of_figure_4_evens_out_what_dispatch_by_length_leaves_
     assert min(balanced.group_s) > 0.97 * balanced.makespan_s
     assert balanced.status == "optimal"
     assert_nothing_is_lost(groups, FIGURE_4, balanced)
-
-
-def test_longer_sequences_of_figure_4_stay_where_they_fit_and_shorter_ones_move_up() -> None:
-    first, second, last = dispatch(figure_4_groups((4, 2, 0, 1)), FIGURE_4, TableModel()).counts
-    assert last[2:] == (16, 4)
-    assert first[1:] == (0, 0, 0)
-    assert second[2:] == (0, 0)
-    assert second[0] > 0
+    first, second, last = balanced.counts
+    assert (first[1:], second[2:], last[2:]) == ((0, 0, 0), (0, 0), (16, 4)), "longer ones stay where they fit"
+    assert second[0] > 0, "shorter ones move up"
     assert last[1] > 0
 
 
@@ -77,16 +93,20 @@ def test_the_replicas_that_the_paper_names_for_figure_4_are_the_best_of_all_on_1
 
 @given(small_cases())
 @settings(max_examples=30, deadline=None)
-def test_balanced_dispatch_is_as_fast_as_the_best_of_all_dispatches(
-    case: tuple[list[ReplicaGroup], Bucketing],
-) -> None:
+def test_balanced_dispatch_and_its_programme_reach_the_optimum_of_equation_3(case: Case) -> None:
     groups, bucketing = case
     model = MicroBatchModel(ceilings=False)
-    found = dispatch(groups, bucketing, model, relative_gap=0.0)
     best_s = brute_force_eq_3(groups, bucketing, model)
+    found = dispatch(groups, bucketing, model, relative_gap=0.0)
     assert_nothing_is_lost(groups, bucketing, found)
     assert found.status == "optimal"
     assert found.makespan_s <= best_s * (1 + 1e-6), "replicas get no more than their ceilings"
+    problem = build_problem(groups, bucketing, model)
+    answer = solve_ilp(problem, ceilings_of(problem, length_based(problem)), time_limit_s=10, relative_gap=0.0)
+    assert answer is not None
+    ceilings, is_proven = answer
+    assert is_proven
+    assert float(problem.group_s(ceilings).max()) == pytest.approx(best_s, rel=1e-6)
 
 
 @given(st.lists(st.integers(1, 4096), min_size=1, max_size=80), st.sampled_from([None, RaisingSolver()]))
@@ -94,34 +114,29 @@ def test_balanced_dispatch_is_as_fast_as_the_best_of_all_dispatches(
 def test_balanced_dispatch_is_never_slower_than_dispatch_by_length(lengths: list[int], solver: Any) -> None:
     groups = some_groups((1, 1, 4, 1024), (1, 2, 2, 1024), (2, 1, 1, 2048), (4, 1, 1, 4096))
     bucketing = bucket_boundaries(lengths, 6, 256)
-    model = MicroBatchModel()
-    by_length = dispatch(groups, bucketing, model, policy="length")
-    assert dispatch(groups, bucketing, model, solver=solver).makespan_s <= by_length.makespan_s
+    by_length = dispatch(groups, bucketing, MODEL, policy="length")
+    assert dispatch(groups, bucketing, MODEL, solver=solver).makespan_s <= by_length.makespan_s
 
 
-def test_dispatch_by_length_is_taken_where_all_else_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatch_by_length_is_taken_if_all_else_is_slower(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, bucketing = some_groups((1, 1, 6, 1024), (4, 1, 1, 4096)), Bucketing((512, 1024), (12, 6), 0)
     on_the_last = np.array([[0, 0], [12, 6]])
-    monkeypatch.setattr(
-        sys.modules["peft_mux.scheduler.dispatching.dispatch"], "refine", lambda *_: Refined(on_the_last, 0, True)
-    )
-    by_length = dispatch(groups, bucketing, MicroBatchModel(), policy="length")
+    monkeypatch.setattr(sys.modules[dispatch.__module__], "refine", lambda *_: (on_the_last, 0))
+    by_length = dispatch(groups, bucketing, MODEL, policy="length")
     assert by_length.counts == ((12, 6), (0, 0))
-    assert dispatch(groups, bucketing, MicroBatchModel()).counts == by_length.counts
+    assert dispatch(groups, bucketing, MODEL).counts == by_length.counts
 
 
 def test_a_pipeline_that_gets_nothing_costs_nothing() -> None:
     groups = some_groups((4, 1, 1, 1000), (1, 16, 1, 1000))
-    found = dispatch(groups, Bucketing((1000,), (1,), 0), MicroBatchModel(), relative_gap=0.0)
+    found = dispatch(groups, Bucketing((1000,), (1,), 0), MODEL, relative_gap=0.0)
     assert found.counts == ((1,), (0,))
     assert found.group_s[1] == 0.0
 
 
 @given(small_cases(), st.integers(1, 4))
 @settings(max_examples=15, deadline=None)
-def test_a_warm_start_changes_the_makespan_by_no_more_than_the_gap(
-    case: tuple[list[ReplicaGroup], Bucketing], factor: int
-) -> None:
+def test_a_warm_start_changes_the_makespan_by_no_more_than_the_gap(case: Case, factor: int) -> None:
     groups, bucketing = case
     model = MicroBatchModel(ceilings=False)
     last = dispatch(groups, replace(bucketing, counts=tuple(factor * c for c in bucketing.counts)), model)
@@ -134,32 +149,38 @@ def test_a_warm_start_changes_the_makespan_by_no_more_than_the_gap(
 
 
 @given(st.lists(st.integers(1, 8192), min_size=1, max_size=120), st.sampled_from(POLICIES), st.integers(1, 8))
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=30, deadline=None)
 def test_every_sequence_is_trained_once_by_a_replica_that_supports_it(
     lengths: list[int], policy: Any, num_buckets: int
 ) -> None:
-    work = plan_step(lengths, THREE_GROUPS, MicroBatchModel(), num_buckets=num_buckets, policy=policy)
-    assert_nothing_is_lost(THREE_GROUPS, work.bucketing, work.dispatch)
-    assert sorted(index for replica in work.assignment for index in replica) == list(range(len(lengths)))
-    supported = [group.max_tokens for group in THREE_GROUPS for _ in range(group.count)]
-    replicas = [replica for group in work.dispatch.replica_counts for replica in group]
-    buckets = work.bucketing.bucket_of(lengths)
-    for indices, max_tokens, counts in zip(work.assignment, supported, replicas, strict=True):
-        assert list(indices) == sorted(indices)
-        assert all(lengths[index] <= max_tokens for index in indices)
-        assert np.bincount(buckets[list(indices)], minlength=len(counts)).tolist() == list(counts)
+    bucketing = bucket_boundaries(lengths, num_buckets, limits=[group.max_tokens for group in THREE_GROUPS])
+    found = dispatch(THREE_GROUPS, bucketing, MODEL, policy=policy)
+    assert_nothing_is_lost(THREE_GROUPS, bucketing, found)
+    assert replace(dispatch(THREE_GROUPS, bucketing, MODEL, policy=policy), solve_s=0) == replace(found, solve_s=0)
+    replicas = [replica for group in found.replica_counts for replica in group]
+    buckets = bucketing.bucket_of(lengths)
+    owners = deal_buckets(np.argsort(lengths, kind="stable"), buckets, replicas)
+    for number, counts in enumerate(replicas):
+        assert np.bincount(buckets[owners == number], minlength=len(counts)).tolist() == list(counts)
+
+
+def test_sequences_of_a_bucket_are_dealt_in_all_lengths() -> None:
+    lengths = np.arange(1, 101)
+    owners = deal_buckets(np.argsort(-lengths), np.zeros(100, dtype=np.int64), [[25]] * 4)
+    tokens = [int(lengths[owners == number].sum()) for number in range(4)]
+    assert max(tokens) - min(tokens) <= 100, "dealing by position alone would leave some 1,250 between two replicas"
 
 
 def test_dispatch_by_length_takes_the_smallest_configuration_that_supports_a_bucket() -> None:
     groups = some_groups((4, 1, 1, 8192), (1, 1, 3, 1024), (2, 1, 2, 2048))
-    found = dispatch(groups, Bucketing((512, 1024, 2048, 4096), (9, 5, 4, 2), 0), MicroBatchModel(), policy="length")
+    found = dispatch(groups, Bucketing((512, 1024, 2048, 4096), (9, 5, 4, 2), 0), MODEL, policy="length")
     assert found.counts == ((0, 0, 0, 2), (9, 5, 0, 0), (0, 0, 4, 0))
     assert found.status == "by rule"
 
 
 def test_dispatch_by_length_balances_groups_that_support_the_same_lengths() -> None:
     groups = some_groups((1, 1, 1, 1024), (1, 2, 1, 1024), (4, 1, 1, 4096))
-    first, second, last = dispatch(groups, Bucketing((1024,), (40,), 0), MicroBatchModel(), policy="length").counts
+    first, second, last = dispatch(groups, Bucketing((1024,), (40,), 0), MODEL, policy="length").counts
     assert last == (0,)
     assert first[0] + second[0] == 40
     assert 12 <= first[0] <= 14, "two stages are twice as fast as one but for their bubble"
@@ -167,16 +188,166 @@ def test_dispatch_by_length_balances_groups_that_support_the_same_lengths() -> N
 
 def test_uniform_dispatch_gives_equal_replicas_equal_counts_within_one() -> None:
     groups = some_groups((2, 1, 3, 2048), (2, 1, 2, 2048))
-    found = dispatch(groups, Bucketing((512, 1024), (12, 23), 0), MicroBatchModel(), policy="uniform")
+    found = dispatch(groups, Bucketing((512, 1024), (12, 23), 0), MODEL, policy="uniform")
     totals = [sum(replica) for group in found.replica_counts for replica in group]
     assert sorted(totals) == [7] * 5
 
 
-def test_the_same_input_gives_the_same_dispatch() -> None:
-    lengths = np.random.default_rng(3).integers(10, 8000, size=60).tolist()
-    first, second = (plan_step(lengths, THREE_GROUPS, MicroBatchModel()) for _ in range(2))
-    assert first.assignment == second.assignment
-    assert replace(first.dispatch, solve_s=0) == replace(second.dispatch, solve_s=0)
+@given(
+    st.lists(st.integers(0, 40), min_size=1, max_size=8),
+    st.integers(1, 9),
+    st.lists(st.floats(0.0, 10.0), min_size=8, max_size=8),
+)
+@settings(max_examples=60, deadline=None)
+def test_replicas_of_a_group_differ_by_at_most_the_costliest_sequence(
+    counts: list[int], num_replicas: int, seconds: list[float]
+) -> None:
+    costs = seconds[: len(counts)]
+    shares = split_within_group(counts, num_replicas, costs)
+    assert [sum(column) for column in zip(*shares, strict=True)] == counts
+    for share in shares:
+        for part, total in zip(share, counts, strict=True):
+            assert part in (total // num_replicas, -(-total // num_replicas))
+    loads = [float(np.dot(share, costs)) for share in shares]
+    assert max(loads) - min(loads) <= max(costs) + 1e-9
+
+
+# ---------------------------------------------------------- moves and the programme
+
+
+@given(small_cases())
+@settings(max_examples=20, deadline=None)
+def test_moves_lose_nothing_slow_nothing_and_end_when_no_single_one_helps(case: Case) -> None:
+    groups, bucketing = case
+    problem = build_problem(groups, bucketing, MODEL)
+    start = ceilings_of(problem, length_based(problem))
+    relocated = relocate(problem, length_based(problem))
+    assert problem.group_s(relocated).max() <= problem.group_s(start).max()
+    refined, num_moves = refine(problem, groups, MODEL, start)
+    assert num_moves < dispatch_module._MOST_MOVES
+    for ceilings in (relocated, refined):
+        assert (problem.num_replicas @ ceilings >= problem.num_sequences).all()
+        assert (ceilings[~problem.fits] == 0).all()
+
+    def makespan_s(ceilings: np.ndarray) -> float:
+        rows = zip(groups, ceilings.tolist(), strict=True)
+        return max(predict_replica_s(problem, group, MODEL, row) for group, row in rows)
+
+    assert makespan_s(refined) <= makespan_s(start)
+    for giver, receiver in product(range(len(groups)), repeat=2):
+        for bucket in range(bucketing.num_buckets):
+            moved = refined.copy()
+            moved[giver, bucket] -= 1
+            lacking = max(0, int(problem.num_sequences[bucket] - problem.num_replicas @ moved[:, bucket]))
+            moved[receiver, bucket] += -(-lacking // groups[receiver].count)
+            if moved[giver, bucket] >= 0 and (giver != receiver) and (problem.fits[receiver, bucket] or not lacking):
+                assert makespan_s(moved) >= makespan_s(refined) * (1 - 1e-6)
+
+
+class StartReader(pulp.LpSolver):
+    """Returns the first solution that it is given, and remembers which constraints that breaks."""
+
+    name = "START_READER"
+
+    def actualSolve(self, lp: Any, **arguments: Any) -> int:
+        # PuLP 4 gives a list for a call, PuLP 2 a mapping.
+        held = lp.constraints
+        constraints = cast("Any", held() if callable(held) else held.values())
+        self.broken = [str(constraint) for constraint in constraints if not constraint.valid(1e-9)]
+        self.unset = [variable.name for variable in lp.variables() if variable.varValue is None]
+        self.outside = [variable.name for variable in lp.variables() if not self.unset and not variable.valid(1e-9)]
+        lp.assignStatus(pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible)
+        return pulp.LpStatusOptimal
+
+
+@given(small_cases())
+@settings(max_examples=30, deadline=None)
+def test_a_known_dispatch_is_a_feasible_start_of_the_whole_programme(case: Case) -> None:
+    problem = build_problem(*case, MODEL)
+    known, reader = relocate(problem, length_based(problem)), StartReader()
+    answer = solve_ilp(problem, known, solver=reader, time_limit_s=1.0, relative_gap=0.0, start_from_known=True)
+    assert (reader.unset, reader.outside, reader.broken) == ([], [], [])
+    assert answer is not None
+    assert (answer[0] == known).all()
+
+
+def test_cbc_accepts_the_start_of_a_deployment_with_a_pipeline(tmp_path: Path) -> None:
+    bucketing = Bucketing((300, 500, 1000, 2000, 3000, 8000), (91, 40, 21, 13, 7, 1), 0)
+    problem = build_problem(PIPELINE_GROUPS, bucketing, MODEL)
+    known = relocate(problem, length_based(problem))
+    assert problem.constant_s.any(), "no group has a variable for its use"
+    assert known[1].any(), "the pipeline is idle in the start"
+    log = tmp_path / "cbc.log"
+    name = next(name for name in ("PULP_CBC_CMD", "COIN_CMD") if name in pulp.listSolvers())
+    solver = pulp.getSolver(name, msg=False, warmStart=True, logPath=str(log), timeLimit=10, gapRel=0.01)
+    solve_ilp(problem, known, solver=solver, time_limit_s=10, relative_gap=0.01, start_from_known=True)
+    said = log.read_text(encoding="utf-8")
+    assert "MIPStart provided solution with cost" in said
+    assert float(said.partition("MIPStart provided solution with cost ")[2].split()[0]) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_highs_finds_the_same_makespan_as_cbc_if_it_is_installed() -> None:
+    pytest.importorskip("highspy")
+    highs, cbc = (
+        dispatch(PIPELINE_GROUPS, Bucketing((300, 1000, 8000), (91, 21, 1), 0), MODEL, solver=name, relative_gap=0.0)
+        for name in (None, "PULP_CBC_CMD")
+    )
+    assert (highs.status, highs.makespan_s) == ("optimal", pytest.approx(cbc.makespan_s))
+
+
+def test_moves_see_the_micro_batch_that_the_linear_form_does_not() -> None:
+    groups = some_groups((1, 1, 1, 1000), (1, 1, 1, 1000))
+
+    class DearPass(MicroBatchModel):
+        def _pass_s(self, config: ParallelConfig, sequences: int, length: int) -> float:
+            return 100.0 + sequences if sequences else 0.0
+
+    problem = build_problem(groups, Bucketing((100, 1000), (30, 1), padding_tokens=0), DearPass())
+    uneven = np.array([[11, 1], [19, 0]])
+    assert [predict_replica_s(problem, groups[0], DearPass(), row) for row in uneven.tolist()] == [312.0, 219.0]
+    assert refine(problem, groups, DearPass(), uneven)[0].tolist() == [[10, 1], [20, 0]]
+
+
+def test_moves_that_are_stopped_by_their_number_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    bucketing = Bucketing((500, 1000, 2000), (60, 21, 7), 0)
+    assert dispatch(THREE_GROUPS, bucketing, MODEL, solver=StoppedSolver()).note == ""
+    monkeypatch.setattr(sys.modules[dispatch.__module__], "_MOST_MOVES", 0)
+    stopped = dispatch(THREE_GROUPS, bucketing, MODEL, solver=StoppedSolver())
+    assert stopped.note == "moves were stopped after 0, more may help"
+
+
+def test_ceilings_with_room_take_it_off_the_slowest_group() -> None:
+    groups = some_groups((1, 1, 2, 1000), (1, 1, 1, 1000))
+    problem = build_problem(groups, Bucketing((500,), (8,), padding_tokens=0), MODEL)
+    assert counts_from_ceilings(problem, np.array([[3], [3]])).tolist() == [[5], [3]]
+    assert counts_from_ceilings(problem, np.array([[2], [5]])).tolist() == [[4], [4]]
+
+
+@given(small_cases(), small_cases())
+@settings(max_examples=30, deadline=None)
+def test_a_carried_over_dispatch_loses_nothing_whatever_the_last_step_was(case: Case, other: Case) -> None:
+    groups, bucketing = case
+    problem = build_problem(groups, bucketing, MODEL)
+    last = dispatch(groups, replace(other[1], boundaries=(100, 300, 500)[: other[1].num_buckets]), MODEL)
+    carried = carried_over(problem, np.array(last.boundaries), np.array(last.counts))
+    assert (carried.sum(axis=0) == problem.num_sequences).all()
+    assert (carried[~problem.fits] == 0).all()
+
+
+def test_a_carried_over_dispatch_keeps_the_shares_of_the_nearest_bucket() -> None:
+    problem = build_problem(THREE_GROUPS, Bucketing((768, 1792, 8192), (10, 7, 3), 0), MODEL)
+    last = np.array([[12, 4, 0], [6, 0, 2], [0, 0, 4]])
+    carried = carried_over(problem, np.array([512, 1024, 2048]), last)
+    assert carried.tolist() == [[7, 0, 0], [3, 2, 0], [0, 5, 3]]
+
+
+@pytest.mark.parametrize(("tp", "kept"), [(2, 1), (4, 2)])
+def test_work_moves_to_an_idle_pipeline_only_if_that_pays_for_its_bubble(tp: int, kept: int) -> None:
+    groups = some_groups((tp, 1, 1, 1000), (1, 8, 1, 1000))
+    problem = build_problem(groups, Bucketing((1000,), (2,), padding_tokens=0), MODEL)
+    alone_s, shared_s = (float(problem.group_s(np.array(x)).max()) for x in ([[2], [0]], [[1], [1]]))
+    assert (shared_s < alone_s) == (kept == 1)
+    assert relocate(problem, np.array([[2], [0]])).tolist() == [[kept], [2 - kept]]
 
 
 # ------------------------------------------------------------------------ fallback
@@ -197,107 +368,101 @@ def test_a_solver_that_fails_leaves_a_greedy_dispatch_that_says_why(solver: Any,
     found = dispatch(groups, FIGURE_4, TableModel(), solver=solver)
     assert found.status == "greedy fallback"
     assert found.note.startswith(note)
-    assert found.note in str(found)
     assert_nothing_is_lost(groups, FIGURE_4, found)
     assert found.makespan_s <= dispatch(groups, FIGURE_4, TableModel(), policy="length").makespan_s
 
 
-def test_dispatch_works_where_pulp_is_absent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dispatch_works_without_pulp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pulp", None)
     found = dispatch(figure_4_groups((4, 2, 0, 1)), FIGURE_4, TableModel(), solver="HiGHS")
     assert found.status == "greedy fallback"
     assert "pulp" in found.note
 
 
-def test_an_answer_that_is_not_proven_says_so() -> None:
+def test_the_status_says_whether_an_answer_is_proven_or_needed_no_solver() -> None:
     found = dispatch(figure_4_groups((4, 2, 0, 1)), FIGURE_4, TableModel(), solver=StoppedSolver())
     assert found.status == "feasible within the time limit"
-
-
-def test_where_nothing_can_be_chosen_no_solver_is_asked() -> None:
-    groups = some_groups((4, 1, 3, 8192))
-    found = dispatch(groups, Bucketing((512, 4096), (7, 4), 0), MicroBatchModel(), solver=RaisingSolver())
-    assert found.status == "optimal"
-    assert found.counts == ((7, 4),)
+    alone = some_groups((4, 1, 3, 8192))
+    found = dispatch(alone, Bucketing((512, 4096), (7, 4), 0), MODEL, solver=RaisingSolver())
+    assert (found.status, found.counts) == ("optimal", ((7, 4),))
 
 
 # ----------------------------------------------------------------------- bad input
 
 
-def test_a_bucket_longer_than_every_replica_supports_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"padded to 9000 tokens; allowed: at most 8192, the longest that any replica"):
-        dispatch(THREE_GROUPS, Bucketing((512, 9000), (1, 1), 0), MicroBatchModel())
-    with pytest.raises(ValueError, match=r"lengths\[1\] is 9000; allowed: at most 8192"):
-        plan_step([10, 9000], THREE_GROUPS, MicroBatchModel())
+@pytest.mark.parametrize(
+    ("groups", "bucketing", "options", "message"),
+    [
+        (THREE_GROUPS, (512,), {"policy": "best"}, 'policy is \'best\'; allowed: "balanced", "length" or "uniform"'),
+        (THREE_GROUPS, (512,), {"time_limit_s": 0}, "time_limit_s is 0; allowed: more than 0"),
+        (THREE_GROUPS, (512,), {"relative_gap": -1}, "relative_gap is -1; allowed: 0 or more"),
+        (THREE_GROUPS, (512,), {"solver": "CBD"}, "solver is 'CBD'; allowed: a solver of PuLP. Installed here: .*PULP"),
+        (THREE_GROUPS, (512, 9000), {}, "padded to 9000 tokens; allowed: at most 8192, the longest that any replica"),
+        ([], (512,), {}, "groups is empty; allowed: one group of replicas or more"),
+    ],
+)
+def test_bad_arguments_are_refused_with_what_is_allowed(
+    groups: list[ReplicaGroup], bucketing: tuple[int, ...], options: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(ValueError, match=message):
+        dispatch(groups, Bucketing(bucketing, (4,) * len(bucketing), 0), MODEL, **options)
 
 
 def test_an_empty_bucket_may_be_longer_than_every_replica_supports() -> None:
-    found = dispatch(THREE_GROUPS, Bucketing((512, 9000), (4, 0), 0), MicroBatchModel())
+    found = dispatch(THREE_GROUPS, Bucketing((512, 9000), (4, 0), 0), MODEL)
     assert sum(row[0] for row in found.counts) == 4
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"policy": "best"}, 'policy is \'best\'; allowed: "balanced", "length" or "uniform"'),
-        ({"time_limit_s": 0}, "time_limit_s is 0; allowed: more than 0"),
-        ({"relative_gap": -1}, "relative_gap is -1; allowed: 0 or more"),
-        ({"solver": "CBD"}, "solver is 'CBD'; allowed: a solver of PuLP. Installed here: .*PULP_CBC_CMD"),
-    ],
-)
-def test_a_bad_option_is_refused_with_what_is_allowed(options: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        dispatch(THREE_GROUPS, Bucketing((512,), (4,), 0), MicroBatchModel(), **options)
-
-
-def test_no_groups_and_bad_groups_are_refused() -> None:
-    with pytest.raises(ValueError, match="groups is empty; allowed: one group of replicas or more"):
-        dispatch([], Bucketing((512,), (4,), 0), MicroBatchModel())
+def test_a_warm_start_over_other_groups_and_bad_groups_are_refused() -> None:
+    bucketing = Bucketing((512,), (4,), 0)
+    other = dispatch(some_groups((1, 1, 2, 1024)), bucketing, MODEL)
+    with pytest.raises(ValueError, match=r"warm_start has groups of \[2\] replicas; allowed: \[3, 2, 1\]"):
+        dispatch(THREE_GROUPS, bucketing, MODEL, warm_start=other)
     with pytest.raises(ValueError, match="count is 0; allowed: 1 or more"):
         ReplicaGroup(ParallelConfig(1, 1), 0, 100)
     with pytest.raises(ValueError, match="pp is 0; allowed: 1 or more"):
         ParallelConfig(1, 0)
 
 
-def test_a_warm_start_over_other_groups_is_refused() -> None:
-    bucketing = Bucketing((512,), (4,), 0)
-    other = dispatch(some_groups((1, 1, 2, 1024)), bucketing, MicroBatchModel())
-    with pytest.raises(ValueError, match=r"warm_start has groups of \[2\] replicas; allowed: \[3, 2, 1\]"):
-        dispatch(THREE_GROUPS, bucketing, MicroBatchModel(), warm_start=other)
-
-
-def test_lengths_of_another_step_are_not_assigned() -> None:
-    work = plan_step([10, 20, 900], THREE_GROUPS, MicroBatchModel())
-    with pytest.raises(ValueError, match="Pass the lengths of the same step"):
-        assign_sequences(work.dispatch, work.bucketing, [10, 900, 900])
-
-
-def test_a_time_model_that_answers_in_another_shape_is_named() -> None:
-    model = MicroBatchModel()
-    model.linear_terms = lambda *_: (np.zeros(5), 0.0)  # type: ignore[method-assign]
-    with pytest.raises(ValueError, match=r"linear_terms of <1,1> gave .*allowed: 1 finite seconds"):
-        dispatch(THREE_GROUPS, Bucketing((512,), (4,), 0), model)
-
-
 # ---------------------------------------------------------------------------- values
 
 
-def test_a_dispatch_comes_back_from_json_as_it_was() -> None:
-    found = dispatch(THREE_GROUPS, Bucketing((512, 4096), (20, 3), 0), MicroBatchModel())
-    assert Dispatch.from_json(found.to_json()) == found
-    with pytest.raises(ValueError, match="format_version: got None; allowed: 1"):
-        Dispatch.from_json("{}")
-
-
-def test_a_printed_dispatch_shows_the_counts_and_seconds_of_each_group() -> None:
-    found = dispatch(figure_4_groups((4, 2, 0, 1)), FIGURE_4, TableModel(), policy="length")
-    lines = str(found).splitlines()
-    assert lines[0].startswith(f"dispatch  length, by rule, {found.makespan_s:.3f} s a step")
-    assert lines[2].split() == ["group", "0", "196", "0", "0", "0", f"{found.group_s[0]:.3f}", "s"]
-    assert len(lines) == 5
-
-
-def test_configurations_and_groups_print_as_in_the_paper() -> None:
+def test_configurations_and_groups_print_and_order_as_in_the_paper() -> None:
     assert str(ReplicaGroup(ParallelConfig(2, 4), 3, 100)) == "<2,4>x3"
     assert ReplicaGroup(ParallelConfig(2, 4), 3, 100).num_gpus == 24
     assert sorted([ParallelConfig(2, 1), ParallelConfig(1, 8)])[0] == ParallelConfig(1, 8)
+
+
+# ------------------------------------------------------------------ measured rates
+
+SHARES = st.lists(st.floats(0.1, 10), min_size=3, max_size=3)
+
+
+@given(st.lists(SHARES, min_size=8, max_size=8), st.floats(1.5, 8), st.floats(0.01, 100))
+def test_a_slow_replica_is_recognised_whatever_the_shares_and_the_unit(
+    steps: list[list[float]], slower: float, unit: float
+) -> None:
+    rates = ReplicaRates(3)
+    for shares in steps:
+        rates.observe([unit * share for share in shares], [shares[0], slower * shares[1], shares[2]])
+    first, second, third = rates.slowness
+    assert first == third == 1.0
+    assert slower**0.7 < second <= 1.06 * slower
+
+
+@given(st.floats(10, 1000))
+def test_one_odd_step_does_little_and_is_forgotten(odd: float) -> None:
+    rates = ReplicaRates(3)
+    rates.observe([1, 1, 1], [1, odd, 1])
+    assert max(rates.slowness) < 1.6
+    for _ in range(15):
+        rates.observe([1, 1, 1], [1, 1, 1])
+    assert rates.slowness == (1.0, 1.0, 1.0)
+
+
+@pytest.mark.parametrize("measured", [[1.0, 1.02], [0.0, 3.0], [0.0, 0.0]])
+def test_noise_and_a_replica_by_itself_leave_replicas_equal(measured: list[float]) -> None:
+    rates = ReplicaRates(2)
+    for _ in range(20):
+        rates.observe([1, 1], measured)
+    assert rates.slowness == (1.0, 1.0)

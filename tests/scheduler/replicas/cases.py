@@ -7,7 +7,7 @@ from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.replicas.configs import ParallelConfig
-from peft_mux.scheduler.replicas.time_model import ReplicaFacts
+from peft_mux.scheduler.replicas.facts import ReplicaFacts
 
 SHAPE_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, backbone_bytes=13_476_839_424, activation_bytes=2)
 CLUSTER = parse_devices("16xA100-40GB")

@@ -1,11 +1,10 @@
-"""Plans of single replicas, and the linear forms that are fitted to them."""
+"""Plans of single replicas."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from peft_mux.scheduler.costs.hardware import Link
@@ -13,7 +12,6 @@ from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.planner.planner import Budget, plan_tasks
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
-from peft_mux.scheduler.replicas.time_model import PlannedLoad, PlannedTerms, PlannedTimeModel, fit_terms, token_limits
 from tests.scheduler.replicas.cases import EIGHT, FACTS, LOADS, ONE, TWO
 
 ROWS = tuple(load.lengths for load in LOADS)
@@ -49,7 +47,7 @@ def test_a_task_without_rows_is_updated_all_the_same_and_a_replica_without_any_d
 
 
 def test_rows_that_a_replica_does_not_hold_have_no_plan() -> None:
-    limit = token_limits(FACTS, [ONE])[ONE]
+    limit = FACTS.token_limits([ONE])[ONE]
     assert math.isfinite(PLANNER.step_s(ONE, ((limit,), ())))
     assert PLANNER.step_s(ONE, ((limit + 1,), ())) == math.inf
 
@@ -65,44 +63,3 @@ def test_a_policy_of_one_task_at_a_time_has_no_plan_of_a_step_of_all() -> None:
     with pytest.raises(ValueError, match="policy is 'sequential'; allowed: one that runs all tasks in a step"):
         ReplicaPlanner(FACTS, max_tokens=4096, policy="sequential")
     assert ReplicaPlanner(FACTS, max_tokens=4096, policy="together").step_s(EIGHT, ROWS) > 0
-
-
-# ------------------------------------------------------------------------- fits
-
-TERMS = PlannedTerms(0.02, 1e-4, 3e-5, 2e-9)
-LENGTHS = (64, 256, 1024)
-
-
-def made(*counts: int) -> PlannedLoad:
-    pairs = zip(counts, LENGTHS, strict=True)
-    return PlannedLoad(
-        counts, LENGTHS, TERMS.fixed_s + sum(count * TERMS.sequence_s(length) for count, length in pairs)
-    )
-
-
-def test_a_fit_to_seconds_of_its_own_form_finds_it_again() -> None:
-    fitted = fit_terms([made(1, 0, 0), made(8, 0, 0), made(0, 4, 0), made(0, 0, 2), made(5, 5, 5)])
-    for field in ("fixed_s", "each_s", "token_s", "square_s"):
-        assert getattr(fitted, field) == pytest.approx(getattr(TERMS, field), rel=1e-6)
-    assert fitted.mean_relative_error < 1e-9
-
-
-def test_plans_that_do_not_fit_are_left_out_of_a_fit_and_nothing_else_is_refused() -> None:
-    known = [made(1, 0, 0), made(0, 4, 0)]
-    nowhere = PlannedLoad((0, 0, 9), LENGTHS, math.inf)
-    assert fit_terms([*known, nowhere]) == fit_terms(known)
-    with pytest.raises(ValueError, match="loads has no plan that fits"):
-        fit_terms([nowhere])
-
-
-def test_the_model_is_exactly_its_linear_form() -> None:
-    model = PlannedTimeModel({ONE: TERMS}, {ONE: 2048})
-    per_sequence_s, constant_s = model.linear_terms(ONE, LENGTHS, 2048)
-    assert model.step_s(ONE, (3, 0, 2), LENGTHS, 2048) == pytest.approx(
-        per_sequence_s @ np.array([3, 0, 2]) + constant_s
-    )
-    assert model.step_s(ONE, (0, 0, 0), LENGTHS, 2048) == 0.0
-    assert model.throughput(ONE, 4096, 16) == 0.0
-    assert model.throughput(ONE, 64, 16) < model.throughput(ONE, 64, 64)
-    with pytest.raises(ValueError, match="allowed: the same configurations, one or more"):
-        PlannedTimeModel({ONE: TERMS}, {TWO: 2048})

@@ -1,8 +1,9 @@
-"""The time model: planted curves come back, Eq. 10 to 12 hold, and the real profile meets the paper's own table."""
+"""The time model: planted curves are found again, Eq. 10 to 12 hold, and the real profile meets the paper's table."""
 
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -87,13 +88,10 @@ def test_no_allowed_coefficients_nearby_fit_better(seed: int) -> None:
             assert loss(moved) >= loss(found) * (1 - 1e-9)
 
 
-def test_one_length_alone_is_refused() -> None:
+def test_one_length_alone_and_a_falling_curve_are_refused() -> None:
     rows = [LayerTime(1, 512, size, 1e-3 * size) for size in (1, 2, 4, 8, 16, 32)]
     with pytest.raises(ValueError, match="three or more lengths"):
         fit_layer(rows)
-
-
-def test_a_falling_curve_is_refused() -> None:
     with pytest.raises(ValueError, match="six finite numbers of 0 or more"):
         LayerFit((0.0, 0.0, -1e-6, 0.0, 0.0, 1.0))
 
@@ -123,22 +121,23 @@ def test_layers_that_do_not_divide_give_the_slowest_stage() -> None:
     assert uneven == pytest.approx(3 * (1 + 1) * curve(PLANTED, 4, 1024))
 
 
-def test_no_sequences_take_no_time() -> None:
-    assert model(stages=4).step_s(ParallelConfig(1, 4), [0, 0], [512, 1024], 4096) == 0.0
-
-
 @settings(max_examples=60, deadline=None)
 @given(
-    coefficients, st.lists(st.integers(0, 40), min_size=3, max_size=3), st.integers(0, 2), st.sampled_from([1, 2, 4])
+    coefficients,
+    st.lists(st.integers(0, 40), min_size=3, max_size=3),
+    st.integers(0, 2),
+    st.sampled_from([1, 2, 4]),
+    st.booleans(),
 )
-def test_a_step_never_falls_when_a_count_grows(
-    planted: tuple[float, ...], counts: list[int], grown: int, stages: int
+def test_a_step_never_falls_when_a_count_grows_and_takes_no_time_without_sequences(
+    planted: tuple[float, ...], counts: list[int], grown: int, stages: int, packs: bool
 ) -> None:
     config = ParallelConfig(1, stages)
-    times = model(planted, stages=stages)
+    times = replace(model(planted, stages=stages), packs=packs)
     more = [count + (index == grown) for index, count in enumerate(counts)]
     lengths = [256, 1000, 3000]
     assert times.step_s(config, more, lengths, 4096) >= times.step_s(config, counts, lengths, 4096) * (1 - 1e-12)
+    assert times.step_s(config, [0, 0, 0], lengths, 4096) == 0.0
 
 
 @settings(max_examples=60, deadline=None)
@@ -157,36 +156,67 @@ def test_linear_terms_are_the_step_where_micro_batches_are_full(
     if stages == 1:
         assert step_s == pytest.approx(linear_s)
     elif batches[2]:  # the longest length is there, and with it the bubble of the linear form
-        fit, num_layers = times.largest_stage(config)
-        full_s = [num_layers * fit.layer_s(4096 // length, length) for length in lengths]
+        full_s = [4 // stages * curve(planted, 4096 // length, length) for length in lengths]
         most, present = max(full_s), [seconds for seconds, full in zip(full_s, batches, strict=True) if full]
         assert step_s == pytest.approx(linear_s + constant_s * max(present) / most if most else 0.0)
 
 
-def test_a_length_beyond_the_memory_is_refused() -> None:
+# ------------------------------------------------------------------ packed passes
+
+
+@pytest.mark.parametrize("stages", [1, 2])
+def test_full_packed_passes_of_one_length_take_what_the_paper_says(stages: int) -> None:
+    config, padded = ParallelConfig(1, stages), model(stages=stages)
+    packed = replace(padded, packs=True)
+    assert packed.step_s(config, [12], [1024], 4096) == pytest.approx(padded.step_s(config, [12], [1024], 4096))
+
+
+def test_sequences_of_different_lengths_share_a_pass_instead_of_one_for_each_bucket() -> None:
+    fit = LayerFit((1e-9, 0, 1e-6, 0, 0, 1e-3))
+    padded = ReplicaTimeModel({1: fit}, num_layers=4, max_tokens={ONE: 1024})
+    counts, lengths = [1, 1, 1], [64, 100, 256]
+    each_s = 4 * sum(fit.terms(length)[1] for length in lengths)
+    assert replace(padded, packs=True).step_s(ONE, counts, lengths, 1024) == pytest.approx(4 * 1e-3 + each_s)
+    assert padded.step_s(ONE, counts, lengths, 1024) == pytest.approx(3 * 4 * 1e-3 + each_s)
+
+
+@given(coefficients, st.lists(st.integers(0, 9), min_size=3, max_size=3))
+def test_the_linear_form_of_packed_passes_never_exceeds_a_step(planted: tuple[float, ...], counts: list[int]) -> None:
+    packed = replace(model(planted), packs=True)
+    lengths = [256, 1000, 3000]
+    each_s, constant_s = packed.linear_terms(ONE, lengths, 4096)
+    assert constant_s == 0.0
+    assert np.dot(counts, each_s) <= packed.step_s(ONE, counts, lengths, 4096) * (1 + 1e-12)
+
+
+@pytest.mark.parametrize("packs", [False, True])
+def test_slowness_multiplies_every_time_of_its_configuration(packs: bool) -> None:
+    two = ParallelConfig(1, 2)
+    plain = replace(model(one=1, two=2), packs=packs)
+    slow = replace(plain, slowness={two: 1.5})
+    arguments = ([5, 2, 1], [256, 1000, 3000], 4096)
+    assert slow.step_s(ONE, *arguments) == plain.step_s(ONE, *arguments)
+    assert slow.step_s(two, *arguments) == pytest.approx(1.5 * plain.step_s(two, *arguments))
+    for found, expected in zip(
+        slow.linear_terms(two, *arguments[1:]), plain.linear_terms(two, *arguments[1:]), strict=True
+    ):
+        np.testing.assert_allclose(found, 1.5 * np.asarray(expected))
+    assert slow.throughput(two, 256, 4) == pytest.approx(plain.throughput(two, 256, 4) / 1.5)
+    assert plain.throughput(two, 5000, 4) == 0.0
+
+
+# ------------------------------------------------------------------- refusals, files
+
+
+def test_what_a_model_cannot_know_is_refused() -> None:
     with pytest.raises(ValueError, match="lengths has 4097; allowed: at most max_tokens = 4096"):
         model().step_s(ONE, [1], [4097], 4096)
-
-
-def test_a_configuration_without_a_fit_is_refused() -> None:
     with pytest.raises(ValueError, match=r"tp of <2,1> is 2; allowed: \[1\]"):
         ReplicaTimeModel({1: LayerFit(PLANTED)}, 4, {ParallelConfig(2, 1): 4096})
-
-
-def test_more_stages_than_layers_are_refused() -> None:
     with pytest.raises(ValueError, match="at most num_layers = 4"):
         model(stages=8)
-
-
-def test_the_model_survives_json() -> None:
-    times = ReplicaTimeModel(fit_layer(measure(PLANTED)), 4, {ParallelConfig(1, 2): 4096, ONE: 2048})
-    assert ReplicaTimeModel.from_json(times.to_json()) == times
-
-
-def test_json_of_another_version_is_refused() -> None:
-    text = json.dumps({**json.loads(model().to_json()), "format_version": 99})
-    with pytest.raises(ValueError, match="format_version: got 99"):
-        ReplicaTimeModel.from_json(text)
+    with pytest.raises(ValueError, match="max_tokens is empty"):
+        ReplicaTimeModel({1: LayerFit(PLANTED)}, 4, {})
 
 
 def test_readers_take_milliseconds_and_name_a_missing_column(tmp_path: Path) -> None:
@@ -204,20 +234,18 @@ def test_a_configuration_that_comes_twice_is_refused(tmp_path: Path) -> None:
         read_max_tokens(limits)
 
 
-def test_the_real_profile_fits_within_five_percent(shared_data: Path) -> None:
-    folder = shared_data / "lobra"
-    if not folder.is_dir():
+@pytest.fixture(scope="module")
+def folder(shared_data: Path) -> Path:
+    """Return the folder of the published profile."""
+    if not (shared_data / "lobra").is_dir():
         pytest.skip("../shared/data/lobra absent")
+    return shared_data / "lobra"
+
+
+def test_the_model_meets_the_published_profile_and_step_times_within_five_percent(folder: Path) -> None:
     fits = fit_layer(read_layer_profile(folder / "profile_time_llama_7B.csv"))
     assert list(fits) == [1, 2, 4, 8]
     assert max(fit.mean_relative_error for fit in fits.values()) < 0.05
-
-
-def test_the_model_meets_the_papers_own_step_times_within_five_percent(shared_data: Path) -> None:
-    folder = shared_data / "lobra"
-    if not folder.is_dir():
-        pytest.skip("../shared/data/lobra absent")
-    fits = fit_layer(read_layer_profile(folder / "profile_time_llama_7B.csv"))
     tables = json.loads((folder / "paper_tables.json").read_text())
     errors = []
     for tp, pp, dp, length, chunks, seconds, _ in tables["table11_7B_16gpu_batch64_tp_pp_dp_seq_chunks_lobra_nemo_s"]:

@@ -1,4 +1,4 @@
-"""Time models from a profile of one device: limits of each configuration, and times that grow as they must."""
+"""What follows from a profile of one device: limits of each configuration, and layer times that grow as they must."""
 
 from __future__ import annotations
 
@@ -10,62 +10,48 @@ from peft_mux.scheduler.costs.latency import CostModel, whole_pass
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.deployment.space import candidate_configs
 from peft_mux.scheduler.replicas.configs import ParallelConfig
-from peft_mux.scheduler.replicas.time_model import (
-    layer_times,
-    least_bytes,
-    memory_tokens,
-    replica_time_model,
-    token_limits,
-)
+from peft_mux.scheduler.replicas.facts import layer_times, replica_time_model
 from tests.scheduler.replicas.cases import CLUSTER, EIGHT, FACTS, LOADS, ONE, SHAPE_7B, TWO
-
-# ------------------------------------------------------------------------- limits
 
 
 def test_more_devices_per_replica_hold_longer_sequences() -> None:
-    tokens = [memory_tokens(FACTS, ParallelConfig(tp, 1)) for tp in (1, 2, 4, 8)]
-    assert tokens == sorted(tokens, key=lambda number: number or 0)
-    assert len(set(tokens)) == 4
-    assert tokens[0] is not None
-    assert tokens[0] < 16000 < (tokens[3] or 0)
+    tokens = [FACTS.memory_tokens(ParallelConfig(tp, 1)) or 0 for tp in (1, 2, 4, 8)]
+    assert tokens == sorted(set(tokens))
+    assert 0 < tokens[0] < 16000 < tokens[3]
 
 
-def test_the_limit_is_exactly_what_the_memory_model_allows_on_the_fullest_stage() -> None:
-    config = ParallelConfig(2, 4)
-    tokens = memory_tokens(FACTS, config)
+@pytest.mark.parametrize("config", [ParallelConfig(2, 4), ParallelConfig(1, 7)])
+def test_the_limit_is_exactly_what_the_memory_model_allows_on_the_fullest_stage(config: ParallelConfig) -> None:
+    tokens = FACTS.memory_tokens(config)
     assert tokens is not None
-    model = replace(FACTS.memory, num_stages=4, devices_per_stage=2)
+    model = replace(FACTS.memory, num_stages=config.pp, devices_per_stage=config.tp)
 
     def peak(count: int) -> int:
-        return max(model.peak_bytes(LOADS, count, in_flight=4 - stage, stage=stage) for stage in range(4))
+        stages = range(config.pp)
+        return max(model.peak_bytes(LOADS, count, in_flight=config.pp - stage, stage=stage) for stage in stages)
 
     assert peak(tokens) <= CLUSTER.device.memory_bytes < peak(tokens + 1)
 
 
 def test_micro_batches_hold_no_more_than_a_pass_or_the_longest_sequence() -> None:
-    assert token_limits(FACTS, [EIGHT]) == {EIGHT: 16000}
+    assert FACTS.token_limits([EIGHT]) == {EIGHT: 16000}
     short = replace(FACTS, loads=(LOADS[0],))
-    assert token_limits(short, [EIGHT]) == {EIGHT: 4096}
-    assert token_limits(replace(short, limit_bytes=None), [ONE]) == {ONE: 4096}
-    assert memory_tokens(replace(short, limit_bytes=None), ONE) is None
+    assert short.token_limits([EIGHT]) == {EIGHT: 4096}
+    unlimited = replace(short, limit_bytes=None)
+    assert (unlimited.token_limits([ONE]), unlimited.memory_tokens(ONE)) == ({ONE: 4096}, None)
 
 
 def test_configurations_that_hold_nothing_are_left_out() -> None:
     tight = replace(FACTS, limit_bytes=10 * 10**9)
-    assert set(token_limits(tight, [ONE, EIGHT])) == {EIGHT}
-    assert least_bytes(tight, ONE) > 10 * 10**9 > least_bytes(tight, EIGHT)
-
-
-# -------------------------------------------------------------------------- times
+    assert set(tight.token_limits([ONE, EIGHT])) == {EIGHT}
+    assert tight.least_bytes(ONE) > 10 * 10**9 > tight.least_bytes(EIGHT)
 
 
 def test_a_layer_is_faster_on_two_devices_but_not_twice_as_fast() -> None:
     one, two = (layer_times(FACTS, tp, 16000) for tp in (1, 2))
-    assert [(time.length_tokens, time.num_sequences) for time in one] == [
-        (time.length_tokens, time.num_sequences) for time in two
-    ]
-    largest_one, largest_two = (max(times, key=lambda time: time.seconds) for times in (one, two))
-    assert largest_one.seconds / 2 < largest_two.seconds < largest_one.seconds
+    assert [replace(time, tp=2, seconds=1) for time in one] == [replace(time, seconds=1) for time in two]
+    largest_one, largest_two = (max(time.seconds for time in times) for times in (one, two))
+    assert largest_one / 2 < largest_two < largest_one
 
 
 def test_the_sums_of_shards_across_nodes_cost_more_than_within_one() -> None:
@@ -74,14 +60,10 @@ def test_the_sums_of_shards_across_nodes_cost_more_than_within_one() -> None:
     assert layer_times(FACTS, 8, 4096) == layer_times(within, 8, 4096)
 
 
-def test_the_fitted_curve_stays_near_the_times_that_it_was_made_from() -> None:
+def test_the_fitted_curve_is_near_its_times_and_larger_replicas_have_lower_throughput_as_in_table_3() -> None:
     model = replica_time_model(FACTS, candidate_configs(FACTS, 16))
     assert max(fit.mean_relative_error for fit in model.fits.values()) < 0.1
     assert max(model.max_tokens.values()) == 16000
-
-
-def test_larger_replicas_have_lower_throughput_per_device_as_in_table_3() -> None:
-    model = replica_time_model(FACTS, [ONE, TWO, EIGHT])
     rates = [model.throughput(config, 2048, 16) for config in (ONE, TWO, EIGHT)]
     assert rates == sorted(rates, reverse=True)
 
