@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
-from peft_mux.modeling.backbone.families import FAILING, FAMILIES, has_own_plan
+from peft_mux.modeling.backbone.families import FAILING, FAMILIES, OWN_PLANS
 
 _LAYOUTS = ("one process", "dp", "pp", "tp", "pp x tp", "FSDP2", "FSDP2 x pp")
 _HEAD = """\
@@ -34,23 +33,19 @@ _NOTES = """\
 
 def page() -> str:
     """Return the page, in Markdown."""
-    reasons = "".join(f"* `{kind}` is not divided: {reason}.\n" for kind, reason in FAILING.items())
-    return "\n".join([_HEAD.format(count=len(FAMILIES)), *_table(), "", reasons + _NOTES])
-
-
-def _table() -> Iterator[str]:
-    yield f"| model type | plan | {' | '.join(_LAYOUTS)} |"
-    yield f"|---|---|{'---|' * len(_LAYOUTS)}"
+    lines = [
+        _HEAD.format(count=len(FAMILIES)),
+        f"| model type | plan | {' | '.join(_LAYOUTS)} |",
+        f"|---|---|{'---|' * len(_LAYOUTS)}",
+    ]
+    whole_layers = "probed | probed | no | no | no | probed | no"
     for kind in FAMILIES:
-        plan = "ours" if has_own_plan(kind) else "transformers"
-        yield _row(kind, plan, ("yes",) * 7)
-    for kind in FAILING:
-        yield _row(kind, "transformers", ("probed", "probed", "no", "no", "no", "probed", "no"))
-    yield _row("any other", "", ("probed", "probed", "no", "no", "no", "probed", "no"))
-
-
-def _row(kind: str, plan: str, answers: tuple[str, ...]) -> str:
-    return f"| {kind} | {plan} | {' | '.join(answers)} |"
+        plan = "ours" if kind in OWN_PLANS else "transformers"
+        lines.append(f"| {kind} | {plan} | {' | '.join(['yes'] * len(_LAYOUTS))} |")
+    lines += [f"| {kind} | transformers | {whole_layers} |" for kind in FAILING]
+    lines += [f"| any other |  | {whole_layers} |", ""]
+    lines += [f"* `{kind}` is not divided: {reason}." for kind, reason in FAILING.items()]
+    return "\n".join([*lines, _NOTES])
 
 
 if __name__ == "__main__":

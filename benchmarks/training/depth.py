@@ -52,7 +52,7 @@ def measure(spec: ModelSpec, tasks: tuple[TaskWorkload, ...], upper: set[int]) -
     with_s, without_s = [], []
     for _ in range(ROUNDS):
         with_s.append(_pass_s(model, batch))
-        with mock.patch.object(Stream, "begin_at_the_bottom", return_value=None):
+        with mock.patch.object(Stream, "reset_adapter_tracking", return_value=None):
             without_s.append(_pass_s(model, batch))
     return with_s, without_s
 

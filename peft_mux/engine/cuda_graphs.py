@@ -477,7 +477,7 @@ class CapturedPass:
         for slab in self._slabs:
             slab.refresh_copies()
         with self._precision():
-            terms_M = self._model.packed.target_losses(self._inputs.batch, self._passes, self._attention)
+            terms_M = self._model.target_losses(self._inputs.batch, self._passes, self._attention)
             losses_N = self._inputs.per_task(terms_M)
         losses_N.sum().backward()
         self.losses_N.copy_(losses_N.detach())
@@ -797,7 +797,7 @@ def reason_against(model: MultiTaskPeftModel) -> str | None:
         return reason
     if model.objectives.smoothed(model.tasks):
         return "a task smooths its labels (label_smoothing_factor)"
-    if model.noise.is_on:
+    if model.noise.alphas:
         return "a task adds noise to its embeddings (neftune_noise_alpha)"
     if encoders_of(model):
         return "a task's prompt stands before each of its sequences"

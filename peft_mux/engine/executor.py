@@ -41,10 +41,9 @@ from peft_mux.engine.processes import Processes
 from peft_mux.engine.tensor.interleaving import Chain, Interleaving
 from peft_mux.engine.work import PassClock, StepResult, StepSums, StepWork
 from peft_mux.modeling.adapters.prompts.prompts import project_prompts
-from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.model import MultiTaskPeftModel, MuxOutput
 from peft_mux.modeling.objectives.heads import token_outputs
 from peft_mux.modeling.objectives.objective import BATCH_VALUES, REFERENCE
-from peft_mux.modeling.packed_forward import MuxOutput
 from peft_mux.modeling.stream import Kept, KeyValueStore
 from peft_mux.scheduler.plan import Plan
 
@@ -399,8 +398,8 @@ class Executor:
         found: list[torch.Tensor | None] = []
         with self.precision():
             for micro_batch in micro_batches:
-                self.model.packed.prepare(micro_batch.task_names)
-                found.append(self.model.packed.target_losses(micro_batch.to(self.device)))
+                self.model.prepare_pass(micro_batch.task_names)
+                found.append(self.model.target_losses(micro_batch.to(self.device)))
         return found
 
     def shared(self, values: torch.Tensor) -> torch.Tensor:
@@ -410,7 +409,7 @@ class Executor:
     def sequence_logits(self, micro_batch: MuxBatch) -> list[torch.Tensor] | None:
         """Return the logits of every sequence: `[L, V]` for language models, `[C]` for classifiers."""
         with self.precision():
-            return self.model.packed.sequence_logits(micro_batch.to(self.device))
+            return self.model.sequence_logits(micro_batch.to(self.device))
 
     def gather(self, value: Any) -> list[Any]:
         """Return what every process of the run has given, by rank, where processes hold parts of the model."""

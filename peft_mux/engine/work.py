@@ -16,8 +16,7 @@ from typing import Any, NamedTuple, Protocol
 import torch
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.packed_forward import MuxOutput
+from peft_mux.modeling.model import MultiTaskPeftModel, MuxOutput
 from peft_mux.scheduler.plan import Plan
 
 

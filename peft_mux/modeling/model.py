@@ -1,26 +1,26 @@
-"""Where rows may share the tokens that they begin with, and why not elsewhere (`docs/prefixes.md`).
+"""`MultiTaskPeftModel`: a PEFT model that holds the adapters of many tasks and runs them all in one pass.
 
-A token's activations are a function of it and of what comes before it, so that rows which begin alike have those of
-their beginning in common, and each one's gradients add up. That holds where nothing is drawn for each row, no token
-sees a later one, and nothing but tokens comes before a row.
+A pass of a packed batch has three parts: `prepare_pass` binds the gradients of its tasks, `multiplexing` lets the
+attached layers and attention read the batch, and `hidden_states` runs the backbone. `forward` does all of them and
+takes the losses; pipeline stages, captured passes and profiles use the parts.
+
+`TaskView` is one task of such a model, used like the PEFT model that it would be alone.
+
+Shape letters: T tokens, U tokens that are computed, N tasks, M targets, D hidden features, V vocabulary, L tokens of a
+sequence, C classes.
 """
-
-# MERGED: `TaskView`: one task of a `MultiTaskPeftModel`, used like the PEFT model that it would be alone.
-# MERGED: `Proofs`: what is shown on a model itself before it trains, as configurations do not tell everything about
-# MERGED: one.
-# MERGED: `MultiTaskPeftModel`: a PEFT model that holds the adapters of many tasks and runs them all in one pass.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from contextlib import AbstractContextManager, contextmanager
-from functools import partial
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager, nullcontext
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from peft import PeftConfig, PeftModel
-from peft.tuners.tuners_utils import BaseTunerLayer, set_adapter
+from peft.tuners.tuners_utils import set_adapter
 from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
@@ -48,33 +48,33 @@ from peft_mux.modeling.adapters.prompts.prompts import (
     virtual_labels,
     without_layers,
 )
-from peft_mux.modeling.attention.attention_stream import PromptPass
-from peft_mux.modeling.attention.packed import register_attention
+from peft_mux.modeling.attention.attention_stream import AttentionStream, KeyValueRows
+from peft_mux.modeling.attention.packed import ATTENTION_NAME, register_attention
 from peft_mux.modeling.attention.rows import ReadRows
-from peft_mux.modeling.backbone.modules import CLASSIFICATION, is_meta, language_model, last_layer_alone
-from peft_mux.modeling.backbone.probe import ComputingPath, check_backbone, check_packing, path_of
+from peft_mux.modeling.backbone.modules import is_meta, language_model, modules_below_adapters, without_head
+from peft_mux.modeling.backbone.probe import ComputingPath, check_backbone, check_packing, path_of, position_offset
 from peft_mux.modeling.backbone.quantized import prepare_quantized
-from peft_mux.modeling.interface import EmbeddingNoise, MultiplexedModel, enable_checkpointing
 from peft_mux.modeling.last_layer import LastLayer
-from peft_mux.modeling.objectives.objective import TokenOutputs
-from peft_mux.modeling.objectives.task_objective import TaskObjectives
-from peft_mux.modeling.packed_forward import PackedForward, PackedModel
+from peft_mux.modeling.neftune import EmbeddingNoise
+from peft_mux.modeling.objectives.objective import Statistics, TokenOutputs
+from peft_mux.modeling.objectives.task_objective import StreamLosses, TaskObjectives
 from peft_mux.modeling.registry import TaskRegistry
-from peft_mux.modeling.stream import Stream
+from peft_mux.modeling.stream import Passes, Stream
 from peft_mux.storage import write_checksums
 
 
 def reason_of_backbone(backbone: Any) -> str | None:
-    """Return why no task on a backbone may share tokens, a clause; `None` where tasks may.
+    """Return why no task on a backbone may share the tokens that its rows begin with, a clause; `None` where tasks may.
 
-    Args:
-        backbone: the transformers model, possibly with adapters, possibly without weights.
+    The activations of a token depend on it and on what comes before it, so rows that begin alike share those of their
+    beginning (`docs/prefixes.md`). This needs a backbone that draws nothing for each row and whose tokens see no later
+    ones; it may have adapters, and may have no weights.
     """
-    for name, module in _own_modules(language_model(backbone)):
+    for name, module in modules_below_adapters(language_model(backbone)):
         if getattr(module, "is_causal", True) is False:
             return f"every token of {type(backbone).__name__} sees later ones"
         for key, value in vars(module).items():
-            # Modules of dropout, and attention modules that hand their probability on.
+            # Dropout modules, and attention modules that pass their dropout probability on.
             is_dropout = key == "p" and isinstance(module, nn.Dropout)
             if (is_dropout or "drop" in key) and isinstance(value, float) and value > 0.0:
                 return f"the backbone's own dropout ({name}, {value:g}) is drawn for each row"
@@ -82,11 +82,7 @@ def reason_of_backbone(backbone: Any) -> str | None:
 
 
 def reason_of_adapter(config: PeftConfig) -> str | None:
-    """Return why a task with an adapter may not share tokens, a clause; `None` where it may.
-
-    Args:
-        config: the adapter's configuration.
-    """
+    """Return why a task with an adapter may not share tokens (see `reason_of_backbone`); `None` where it may."""
     if prompt_kind_of(config) is not None:
         return "its rows begin with a learnt prompt"
     if kind_of(config).draws_noise:
@@ -97,13 +93,42 @@ def reason_of_adapter(config: PeftConfig) -> str | None:
     return None
 
 
-def _own_modules(model: nn.Module, name: str = "") -> Iterator[tuple[str, nn.Module]]:
-    """Yield the modules of a model but for those that adapters have brought."""
-    yield name, model
-    for key, child in model.named_children():
-        if isinstance(model, BaseTunerLayer) and key != "base_layer":
-            continue
-        yield from _own_modules(child, f"{name}.{key}" if name else key)
+def require_whole(model: MultiTaskPeftModel, what: str) -> None:
+    """Raise a `ConfigError` if a model is one of several stages or shards; `what` was asked of it."""
+    if model.num_stages * model.tp_size > 1 or isinstance(model.backbone.base_model, FSDPModule):
+        raise ConfigError(
+            f"{what}: got a backbone that is divided among processes; allowed: a whole one. Load the saved adapter"
+            " with PeftModel.from_pretrained in one process."
+        )
+
+
+def require_all_layers(model: MultiTaskPeftModel, what: str) -> None:
+    """Raise a `ConfigError` if a model is one of several pipeline stages; `what` was asked of it."""
+    if model.num_stages > 1:
+        raise ConfigError(
+            f"{what}: got one of {model.num_stages} pipeline stages of the model, which has its own layers alone;"
+            " allowed: a whole model, or shards of one (tensor_parallel_size). Load the saved adapter with"
+            " PeftModel.from_pretrained in one process."
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class MuxOutput:
+    """What a multiplexed forward pass returns.
+
+    Attributes:
+        losses: `[N]`, each task's part of its mean loss; their sum may be differentiated.
+        task_names: the N tasks, in the order of `losses`.
+        statistics: for each of them what is logged with its loss, `[K]` without gradient; `None` where nothing is.
+    """
+
+    losses: torch.Tensor
+    task_names: tuple[str, ...]
+    statistics: Statistics = ()
+
+    def detached(self) -> MuxOutput:
+        """Return it without the graph, which callers must not keep beyond the backward."""
+        return replace(self, losses=self.losses.detach())
 
 
 class TaskView:
@@ -111,16 +136,15 @@ class TaskView:
 
     Args:
         model: the multi-task model that holds the task.
-        adapter: internal id of the task.
+        name: name of the task.
     """
 
-    def __init__(self, model: MultiplexedModel, adapter: str) -> None:
+    def __init__(self, model: MultiTaskPeftModel, name: str) -> None:
         """Remember which adapter to select."""
-        self._model = model
-        self._adapter = adapter
+        self._model, self._name, self._adapter = model, name, model.adapter_of(name)
 
     @contextmanager
-    def selected(self) -> Iterator[MultiplexedModel]:
+    def selected(self) -> Iterator[MultiTaskPeftModel]:
         """Make this task the active adapter of the PEFT model for the time of the `with` block."""
         model = self._model
         before = model.active_adapter
@@ -137,7 +161,7 @@ class TaskView:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Run the transformers model's forward with this task's adapter.
 
-        Where the model is cut into shards (tensor parallelism), all of them have to call this with the same arguments;
+        If the model is cut into shards (tensor parallelism), all of them have to call this with the same arguments;
         likewise `generate`, with the same state of torch's random numbers if it samples.
 
         Raises:
@@ -165,100 +189,7 @@ class TaskView:
         """
         require_whole(self._model, "merge_and_unload")
         with self.selected() as model:
-            merged = model.merge_and_unload_adapter(self._adapter)
-        return merged
-
-    @property
-    def _name(self) -> str:
-        return next(name for name in self._model.tasks if self._model.adapter_of(name) == self._adapter)
-
-
-def require_whole(model: MultiplexedModel, what: str) -> None:
-    """Refuse what only a process can do that holds the whole model.
-
-    Args:
-        model: what this process holds.
-        what: was asked for, for the message.
-
-    Raises:
-        ConfigError: if the model is one of several stages or shards.
-    """
-    if model.num_stages * model.tp_size > 1 or isinstance(model.backbone.base_model, FSDPModule):
-        raise ConfigError(
-            f"{what}: got a backbone that is divided among processes; allowed: a whole one. Load the saved adapter"
-            " with PeftModel.from_pretrained in one process."
-        )
-
-
-def require_all_layers(model: MultiplexedModel, what: str) -> None:
-    """Refuse what a stage of a pipeline cannot do alone.
-
-    Args:
-        model: what this process holds.
-        what: was asked for, for the message.
-
-    Raises:
-        ConfigError: if the model is one of several stages.
-    """
-    if model.num_stages > 1:
-        raise ConfigError(
-            f"{what}: got one of {model.num_stages} pipeline stages of the model, which has its own layers alone;"
-            " allowed: a whole model, or shards of one (tensor_parallel_size). Load the saved adapter with"
-            " PeftModel.from_pretrained in one process."
-        )
-
-
-class Proofs:
-    """Shows on a model that packing changes no result, nor the last layer where it computes some rows alone.
-
-    Args:
-        is_asked: whether anything is to be shown.
-    """
-
-    def __init__(self, *, is_asked: bool) -> None:
-        """Show nothing yet."""
-        self._is_asked = is_asked
-        self._paths: set[ComputingPath] = set()
-
-    def show(self, model: PackedModel) -> None:
-        """Hold packed against separate results on a model's backbone, and its last layer against itself.
-
-        Args:
-            model: a model with at least one task, with its weights.
-
-        Raises:
-            UnsupportedModelError: if packed and separate results differ.
-        """
-        # The probe's rows are of one task, and modules of the others are many.
-        with only_adapter(model.backbone, model.adapter_of(model.tasks[0])):
-            check_packing(model)
-            model.last_layer.prove(model, partial(states_of_probe, model))
-        model.train(model.training)
-        self._paths.add(path_of(model))
-
-    def show_once(self, model: PackedModel) -> None:
-        """Do so where it is asked for and was not done on this device and in this precision.
-
-        Args:
-            model: a model with at least one task, with its weights.
-
-        Raises:
-            UnsupportedModelError: if packed and separate results differ.
-        """
-        if self._is_asked and path_of(model) not in self._paths:
-            self.show(model)
-
-
-def states_of_probe(model: PackedModel, batch: MuxBatch, read: ReadRows | None) -> torch.Tensor:
-    """Return the last hidden states `[T, D]` of a batch that goes through the last layer of a model alone.
-
-    Args:
-        model: the model.
-        batch: the micro-batch, on the model's device.
-        read: the rows that are read; `None` for all.
-    """
-    with last_layer_alone(model.backbone), model.packed.multiplexing(batch):
-        return model.packed.hidden_states(batch, read=read)
+            return merging.merge_and_unload(model, model.registry.tuners, self._adapter)
 
 
 class MultiTaskPeftModel(PeftModel):
@@ -276,13 +207,14 @@ class MultiTaskPeftModel(PeftModel):
         num_labels: classes of a task's head, for sequence classification; the backbone's where absent.
         is_head_new: the backbone's classification head was not loaded but made at random; then each task's head is
             drawn from the task's seed instead of copied.
-        verify: hold packed against separate results on the backbone before anything else (a few short sequences);
-            `None` to leave that to `verify_once`, when the model lies where it will train, `False` for never.
+        verify: compare packed with separate results on the backbone before anything else (a few short sequences);
+            `None` to leave that to `verify_once`, when the model is where it will train, `False` for never.
 
     Attributes:
-        registry: the tasks that the model holds, their parameters, and where these lie.
+        registry: the tasks that the model holds, their parameters, and where these are in memory.
         stream: what the attached layers read of the micro-batch in flight.
-        last_layer: whether the last layer computes the rows alone whose outputs are read.
+        prompts: runs the learnt prompts of tasks, once a pass and task.
+        last_layer: whether the last layer computes only the rows whose outputs are read.
         objectives: which loss each task is trained towards, and the head that they all read.
         noise: which tasks have noise on their embeddings in training.
         module_names: name of each module within the backbone.
@@ -324,9 +256,10 @@ class MultiTaskPeftModel(PeftModel):
         self.noise = EmbeddingNoise(self.stream)
         self.module_names: dict[nn.Module, str] = {}
         self._origin = origin = Origin(model)
-        self._prompts = Prompts()
-        self._proofs = Proofs(is_asked=verify is not False)
+        self.prompts = Prompts()
         self.last_layer = LastLayer()
+        # The devices and precisions in which packing was verified; `None` if that is never wanted.
+        self._verified: set[ComputingPath] | None = None if verify is False else set()
         # PEFT makes its tuner with a first adapter; all further ones are added to it.
         first, *others = peft_configs
         seeds, num_labels = seeds or {}, num_labels or {}
@@ -360,11 +293,6 @@ class MultiTaskPeftModel(PeftModel):
         return self.backbone.device
 
     @property
-    def is_classifier(self) -> bool:
-        """Whether the backbone is a sequence classifier."""
-        return self.objectives.head.kind == CLASSIFICATION
-
-    @property
     def tasks(self) -> tuple[str, ...]:
         """Names of the tasks, in the order in which they came."""
         return self.registry.tasks
@@ -388,7 +316,7 @@ class MultiTaskPeftModel(PeftModel):
             peft_configs: `PeftConfig` of each new task by name.
             seeds: fixes the initial adapter weights of a task; 42 where absent.
             num_labels: classes of a task's head, for sequence classification; the backbone's where absent.
-            are_checked: the configurations were held against the whole model, of which this is a part.
+            are_checked: the configurations were checked against the whole model, of which this is a part.
 
         Raises:
             ConfigError: naming every fault of every new task; then none is added.
@@ -428,7 +356,7 @@ class MultiTaskPeftModel(PeftModel):
             print(f"{name}: trainable params: {count:,d} || all params: {total:,d} || {share}")  # noqa: T201
 
     def adopt_parameters(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Let parameters be those of a task, in flat buffers of their own; none where its adapter lies elsewhere."""
+        """Make parameters those of a task, in flat buffers of their own; none if its adapter is in other processes."""
         self.registry.adopt(name, parameters, self.device)
 
     def was_given(self, name: str, config: PeftConfig) -> bool:
@@ -442,11 +370,11 @@ class MultiTaskPeftModel(PeftModel):
             parameter.requires_grad_(True)
 
     def name_modules(self) -> None:
-        """Read off anew which modules the backbone has now, and under which names."""
+        """Update `module_names` to the modules that the backbone has now."""
         self.module_names = {module: name for name, module in self.backbone.named_modules()}
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Move or cast as any module does, and lay the adapters out anew."""
+        """Move or cast as any module does, and lay the adapters out again."""
         # `to` and `half` give every parameter memory of its own, so none is a view of its task's buffer any more.
         result = super()._apply(*args, **kwargs)
         self.registry.lay_out(self.device)
@@ -515,7 +443,7 @@ class MultiTaskPeftModel(PeftModel):
 
     def task_view(self, name: str) -> TaskView:
         """Return one task's model, for `generate` and plain forward passes."""
-        return TaskView(self, self.adapter_of(name))
+        return TaskView(self, name)
 
     def select_adapter(self, adapter: str) -> None:
         """Make the adapter of an internal id the one that plain forwards use, in the layers of every PEFT type."""
@@ -532,10 +460,6 @@ class MultiTaskPeftModel(PeftModel):
         ):
             yield
 
-    def merge_and_unload_adapter(self, adapter: str) -> Any:
-        """Return the backbone with one adapter (internal id) merged in; as in PEFT, all are gone afterwards."""
-        return merging.merge_and_unload(self, self.registry.tuners, adapter)
-
     def unload(self) -> Any:
         """Take all tasks out and return the backbone as it came, for another model; this one holds nothing any more.
 
@@ -548,28 +472,31 @@ class MultiTaskPeftModel(PeftModel):
         return self.backbone
 
     def verify(self) -> None:
-        """Hold packed against separate results on the backbone; see `peft_mux.modeling.backbone.probe`.
+        """Compare packed with separate results on the backbone; see `peft_mux.modeling.backbone.probe`.
+
+        The last layer is compared with itself where it computes only some rows; see `LastLayer`.
 
         Raises:
             UnsupportedModelError: if packed and separate results differ.
         """
-        self._proofs.show(self)
+        # The probe's rows belong to one task, and the modules of the others are many.
+        with only_adapter(self.backbone, self.adapter_of(self.tasks[0])):
+            check_packing(self)
+            self.last_layer.prove(self)
+        self.train(self.training)
+        if self._verified is not None:
+            self._verified.add(path_of(self))
 
     def verify_once(self) -> None:
-        """Do so unless it was done on this device and in this precision, or the model was built with `verify=False`.
+        """Verify unless that was done on this device and in this precision, or the model was built with `verify=False`.
 
         Raises:
             UnsupportedModelError: if packed and separate results differ.
         """
-        self._proofs.show_once(self)
+        if self._verified is not None and path_of(self) not in self._verified:
+            self.verify()
 
-    # ---------------------------------------------------------------- forward
-
-    @property
-    def packed(self) -> PackedForward:
-        """Passes of packed batches, and the parts of which these are made."""
-        # Made anew: held, it would keep the model in a circle, and its memory until garbage is collected.
-        return PackedForward(self)
+    # ---------------------------------------------------------------- passes
 
     def forward(self, mux_batch: Any = None, *args: Any, **kwargs: Any) -> Any:
         """Run a `MuxBatch` through the backbone and all of its tasks' adapters at once.
@@ -588,23 +515,14 @@ class MultiTaskPeftModel(PeftModel):
         require_all_layers(self, "a forward pass")
         if not isinstance(mux_batch, MuxBatch):
             args = args if mux_batch is None else (mux_batch, *args)
-            return self._plain_forward(*args, **kwargs)
-        return self.packed.losses(mux_batch)
-
-    def _plain_forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._has_active_prompt:
-            return plain_call(self, self.active_adapter, args, kwargs)
-        return super().forward(*args, **kwargs)
-
-    def generate(self, *args: Any, **kwargs: Any) -> Any:
-        """Generate with the active adapter, as PEFT does."""
-        if self._has_active_prompt:
-            return plain_call(self, self.active_adapter, args, kwargs, generate=True)
-        return super().generate(*args, **kwargs)
-
-    @property
-    def _has_active_prompt(self) -> bool:
-        return not self._prompts.is_off and self.active_adapter in encoders_of(self)
+            if self._has_active_prompt:
+                return plain_call(self, self.active_adapter, args, kwargs)
+            return super().forward(*args, **kwargs)
+        self.prepare_pass(mux_batch.task_names)
+        with self.multiplexing(mux_batch):
+            hidden_TD = self.hidden_states(mux_batch, read=self.last_layer.rows(self, mux_batch))
+            found = self.stream_losses(hidden_TD, mux_batch)
+        return MuxOutput(found.losses_N, mux_batch.task_names, found.statistics)
 
     def token_logprobs(self, mux_batch: MuxBatch) -> dict[str, TokenOutputs]:
         """Return what every target of each task has as log-probability, with gradient, for losses of one's own.
@@ -626,9 +544,187 @@ class MultiTaskPeftModel(PeftModel):
         require_all_layers(self, "log-probabilities of tokens")
         if not self.objectives.head.kind.is_shared:
             raise ConfigError("token_logprobs: got a classifier; allowed: a causal language model.")
-        return {outputs.task: outputs for outputs in self.packed.token_outputs(mux_batch)}
+        self.prepare_pass(mux_batch.task_names)
+        with self.multiplexing(mux_batch):
+            hidden_TD = self.hidden_states(mux_batch, read=self.last_layer.rows(self, mux_batch))
+            found = self.objectives.head.outputs(hidden_TD, mux_batch, self)
+        return {outputs.task: outputs for outputs in found}
+
+    def target_losses(
+        self, batch: MuxBatch, passes: Passes | None = None, attention: AttentionStream | None = None
+    ) -> torch.Tensor:
+        """Return the negative log-likelihood `[M]` of each target.
+
+        Nothing is bound or refreshed, and nothing that is made here needs to outlive the pass.
+
+        Args:
+            batch: the packed stream, on the model's device.
+            passes: the batch's rows, bound to adapters, for each kind of adapters that is attached; made by default.
+            attention: what attention reads of the same batch; made by default.
+        """
+        with self.multiplexing(batch, passes):
+            read = None if attention is not None else self.last_layer.rows(self, batch)
+            return self.objectives.head.terms(self.hidden_states(batch, attention, read=read), batch, self)
+
+    @torch.no_grad()
+    def sequence_logits(self, batch: MuxBatch) -> list[torch.Tensor]:
+        """Return the logits of every sequence: `[L, V]` for language models, `[C]` for classifiers.
+
+        Args:
+            batch: the packed stream, on the model's device.
+        """
+        self.prepare_pass(batch.task_names)
+        with self.multiplexing(batch):
+            return self.objectives.head.logits(self.hidden_states(batch), batch, self)
+
+    @torch.compiler.disable()
+    def prepare_pass(self, tasks: Iterable[str]) -> None:
+        """Bind the gradients of the tasks of a pass, and update the copies of weights that kernels read."""
+        for name in tasks:
+            slab = self.registry.slab_of(name)
+            # Before the forward pass: tables of the kernels hold the addresses to which the backward pass will add.
+            if torch.is_grad_enabled():
+                slab.bind_gradients()
+            slab.refresh_copies()
+
+    @contextmanager
+    def multiplexing(
+        self, batch: MuxBatch, passes: Passes | None = None, not_reached: frozenset[str] = frozenset()
+    ) -> Iterator[None]:
+        """Let the attached layers and attention read a batch for the time of the `with` block.
+
+        Args:
+            batch: the micro-batch, its tensors on the model's device.
+            passes: passes that were made of the same batch before; `None` to make them.
+            not_reached: `Stream.adapters_not_reached` when what is recomputed now was first computed.
+        """
+        backbone = self.backbone
+        self.noise.watch(backbone)
+        attention = backbone.config._attn_implementation
+        # Only while a stream is read: `generate` and plain forwards keep the attention that the backbone came with.
+        if attention != ATTENTION_NAME:
+            backbone.config._attn_implementation = ATTENTION_NAME
+        try:
+            with self.stream.reading(batch, self.adapters, passes, not_reached):
+                yield
+        finally:
+            if attention != ATTENTION_NAME:
+                backbone.config._attn_implementation = attention
+
+    def hidden_states(
+        self,
+        batch: MuxBatch,
+        attention: AttentionStream | None = None,
+        *,
+        rows: KeyValueRows | None = None,
+        read: ReadRows | None = None,
+    ) -> torch.Tensor:
+        """Return the `[T, D]` last hidden states of a batch that is multiplexed, `[U, D]` where tokens are shared.
+
+        Args:
+            batch: the micro-batch, on the model's device.
+            attention: the layouts of its sequences; made by default.
+            rows: keys and values of rows that are being completed, of which the batch is prompts or newest tokens.
+            read: the rows that will be read, if the last layer need compute no others (`LastLayer`); the states of
+                others have no meaning then. `None` for all. Ignored with `attention`.
+        """
+        backbone = self.backbone
+        # Positions are given, as the model would count through the whole stream.
+        position_ids = batch.computed(batch.position_ids) + position_offset(backbone)
+        arguments: dict[str, Any] = {"input_ids": batch.computed(batch.input_ids), "position_ids": position_ids}
+        # Prompts are computed once for the whole pass: where activations are recomputed, they read the same ones.
+        prompts = self.prompts.of_pass(self, batch)
+        if prompts is not None:
+            assert attention is None, "passes with prompts are not captured"
+            if prompts.position_shift is not None:
+                arguments["position_ids"] = position_ids + batch.computed(prompts.position_shift)
+            if prompts.rows is not None and prompts.embeddings is not None:
+                words_1TD = backbone.get_input_embeddings()(arguments.pop("input_ids"))
+                embeddings = prompts.embeddings.to(words_1TD.dtype)
+                # Copied into place, not masked: a task's NaN stays in its rows, and so do gradients. Tasks with virtual
+                # tokens share none, so each of these has a row of its own.
+                virtual_rows = batch.rows_of(prompts.rows)
+                arguments["inputs_embeds"] = words_1TD[0].index_copy(0, virtual_rows, embeddings).unsqueeze(0)
+        if attention is None:
+            prefixes = None if prompts is None else prompts.prefixes
+            attention = AttentionStream(self.stream, batch, self.module_names, prefixes, rows, read)
+        arguments["mux_stream"] = attention
+        if batch.token_type_ids is not None:
+            arguments["token_type_ids"] = batch.computed(batch.token_type_ids)
+        # A decoder would fill a cache of keys and values that nothing reads; encoders do not know the argument.
+        if hasattr(backbone.config.get_text_config(), "use_cache"):
+            arguments["use_cache"] = False
+        self.stream.reset_adapter_tracking()
+        with self.objectives.head.bypassed(backbone):
+            return without_head(backbone)(**arguments).last_hidden_state[0]
+
+    def stream_losses(self, hidden_TD: torch.Tensor, batch: MuxBatch) -> StreamLosses:
+        """Return the losses from the last hidden states of a batch that is multiplexed; in training with penalties.
+
+        A penalty on the adapter itself belongs to the step and to no token. So the one pass that holds the first token
+        of a task's global batch carries all of it, however many micro-batches and processes there are.
+        """
+        found = self.objectives.losses(hidden_TD, batch, self)
+        penalised = self.registry.penalised
+        if not self.training or not penalised:
+            return found
+        losses = list(found.losses_N.unbind())
+        for index, name in enumerate(batch.task_names):
+            if name not in penalised:
+                continue
+            places = batch.token_places[batch.task_offsets[index] : batch.task_offsets[index + 1]]
+            has_first_token = (places == 0).sum()
+            if has_first_token.is_cpu and not has_first_token:  # on other devices, asking would wait
+                continue
+            config = self.peft_config[self.adapter_of(name)]
+            penalty = penalised[name].penalty(config, self.registry.parameters_of(name))
+            losses[index] = losses[index] + penalty * has_first_token
+        return found._replace(losses_N=torch.stack(losses))
+
+    def activation_checkpointing_enable(self, **kwargs: Any) -> None:
+        """Recompute each layer's activations in the backward pass, reading the micro-batch they came from.
+
+        Args:
+            **kwargs: further arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant=True` is refused.
+
+        Raises:
+            ConfigError: if reentrant checkpointing is asked for.
+        """
+        if kwargs.pop("use_reentrant", False):
+            raise ConfigError(
+                "use_reentrant: got True; allowed: False, as adapters sit inside the checkpointed layers."
+            )
+
+        def contexts() -> tuple[Any, Any]:
+            stream = self.stream
+            if stream.batch is None:
+                return nullcontext(), nullcontext()
+            # The backward pass may run when the stream reads another batch, or none: it reads the batch, the passes and
+            # the adapters not reached of the forward.
+            again = self.multiplexing(stream.batch, stream.passes, stream.adapters_not_reached)
+            return nullcontext(), again
+
+        # Dropout draws depend on seed and place, so no state of a generator has to be kept to repeat them.
+        options = {"use_reentrant": False, "context_fn": contexts, "preserve_rng_state": False, **kwargs}
+        # Older releases of transformers have the second name alone.
+        if hasattr(self.backbone, "activation_checkpointing_enable"):
+            self.backbone.activation_checkpointing_enable(activation_checkpointing_kwargs=options)
+        else:
+            self.backbone.gradient_checkpointing_enable(gradient_checkpointing_kwargs=options)
+
+    gradient_checkpointing_enable = activation_checkpointing_enable
 
     # --------------------------------------------------------------- prompts
+
+    @property
+    def _has_active_prompt(self) -> bool:
+        return not self.prompts.is_off and self.active_adapter in encoders_of(self)
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Generate with the active adapter, as PEFT does."""
+        if self._has_active_prompt:
+            return plain_call(self, self.active_adapter, args, kwargs, generate=True)
+        return super().generate(*args, **kwargs)
 
     @property
     def virtual_labels(self) -> dict[str, tuple[int, ...]]:
@@ -638,14 +734,6 @@ class MultiTaskPeftModel(PeftModel):
         """
         return virtual_labels({name: self.peft_config[adapter] for name, adapter in self.adapters.items()})
 
-    def prompt_pass(self, batch: MuxBatch) -> PromptPass | None:
-        """Return what learnt prompts bring into a pass; `None` where no task of it has one."""
-        return self._prompts.of_pass(self, batch)
-
-    def without_prompts(self) -> AbstractContextManager[None]:
-        """Leave learnt prompts out of the passes in the `with` block; their rows have no virtual tokens there."""
-        return self._prompts.switched_off()
-
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:
         """Switch all adapters off for the time of the `with` block, as PEFT does; prompts too."""
@@ -654,7 +742,7 @@ class MultiTaskPeftModel(PeftModel):
                 yield
             return
         # PEFT would ask the type of the active adapter alone.
-        with without_layers(self.backbone), self.without_prompts():
+        with without_layers(self.backbone), self.prompts.switched_off():
             yield
 
     @contextmanager
@@ -668,13 +756,3 @@ class MultiTaskPeftModel(PeftModel):
             select_biases(self.backbone, self.active_adapter or None)
             # PEFT turns gradients back on for the active adapter only.
             self.mark_trainable()
-
-    def activation_checkpointing_enable(self, **kwargs: Any) -> None:
-        """Recompute each layer's activations in the backward pass, reading the micro-batch they came from.
-
-        Args:
-            **kwargs: further arguments of `torch.utils.checkpoint.checkpoint`; `use_reentrant=True` is refused.
-        """
-        enable_checkpointing(self, kwargs)
-
-    gradient_checkpointing_enable = activation_checkpointing_enable

@@ -374,7 +374,7 @@ class TaskRegistry:
         for name in dict.fromkeys(names):
             adapter = self.forget(name)
             model.objectives.forget(name)
-            model.noise.forget(adapter)
+            model.noise.assign(adapter, 0.0)
             model.stream.clear_tables()
             forget_biases(model.backbone, adapter)
             self.tuners.delete(model, adapter)

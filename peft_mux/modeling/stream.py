@@ -1,8 +1,12 @@
-"""Keys and values of long sequences between the passes of their parts (M §3.5: KV reuse across chunks).
+"""What the attached layers read of the micro-batch in flight, and keys and values between the passes of its parts.
 
-A part of a sequence attends to the keys and values of all parts before it. What a layer computed them with belongs to
-the graph of an earlier pass, so a later pass reads detached copies, leaves of its own graph. Gradients then gather in
-the leaves, and the earlier pass takes them up in its own backward::
+Adapted layers get no extra arguments from model code, so each of them holds a reference to its model's one `Stream`. It
+says which rows belong to which task (Dispatch, M §3.2) and where a token stands in its task's global batch (for
+dropout). Between two passes the stream is idle, and every attached module behaves as PEFT and transformers wrote it.
+
+`KeyValueStore` connects the parts of a long sequence (M §3.5: KV reuse across chunks). A part attends to the keys and
+values of all parts before it, which belong to the graphs of earlier passes. So a later pass reads detached copies,
+leaves of its own graph; gradients gather there, and the earlier pass reads them in its own backward::
 
     part 0   x0 -> k0, v0 ..................... dk0, dv0 -> dx0     third
                     | detached                    ^ what the leaves have gathered
@@ -12,21 +16,13 @@ the leaves, and the earlier pass takes them up in its own backward::
 
 Keys are kept as attention sees them, after rotary embedding. A leaf shares its memory with what the pass computed.
 
-Shape letters: G key-value heads, L tokens of a part, C channels of a head.
+Shape letters: T tokens, N tasks, G key-value heads, L tokens of a part, C channels of a head.
 """
-
-# MERGED: `Stream`: what the attached modules need to know about the micro-batch that is in flight.
-# MERGED: Adapted layers get no extra arguments from model code, so each holds a reference to its model's one
-# MERGED: `Stream`: which
-# MERGED: rows belong to which task (Dispatch, M §3.2), and where a token stands in its task's global batch (for
-# MERGED: dropout).
-# MERGED: Outside a multiplexed pass the stream is idle, and every attached module behaves as PEFT and transformers
-# MERGED: wrote it.
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
 
@@ -38,12 +34,29 @@ from peft_mux.errors import UnsupportedModelError
 from peft_mux.kernels import philox
 
 
+@contextmanager
+def temporary_attributes(target: Any, **values: Any) -> Iterator[None]:
+    """Set attributes of one object for the time of the `with` block, and restore what it had of its own before.
+
+    On a module they hide its methods and submodules of these names.
+    """
+    own = vars(target)
+    before = {name: own[name] for name in values if name in own}
+    own.update(values)
+    try:
+        yield
+    finally:
+        for name in values:
+            del own[name]
+        own.update(before)
+
+
 class Kept(NamedTuple):
     """Keys and values of one part in one layer.
 
     Attributes:
         layer: name of the attention module.
-        part: the tokens of a sequence that they are of.
+        part: the tokens of a sequence that they belong to.
         computed: keys and values `[G, L, C]` in the graph of their pass.
         leaves: the same values, as later parts read them.
     """
@@ -54,7 +67,7 @@ class Kept(NamedTuple):
     leaves: tuple[torch.Tensor, torch.Tensor]
 
     def roots(self) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return what later parts add to the backward of this part's pass: tensors and their gradients."""
+        """Return the tensors, with their gradients, that later parts add to the backward of this part's pass."""
         pairs = zip(self.computed, self.leaves, strict=True)
         return [(tensor, leaf.grad) for tensor, leaf in pairs if leaf.grad is not None]
 
@@ -62,7 +75,7 @@ class Kept(NamedTuple):
 class KeyValueStore:
     """Holds, for each layer of a process, what later parts of unfinished sequences will read.
 
-    From the forward of a part to its backward; without gradients, to the forward of the last part.
+    An entry lives from the forward of its part to the backward; without gradients, to the forward of the last part.
     """
 
     def __init__(self) -> None:
@@ -78,7 +91,7 @@ class KeyValueStore:
 
     @contextmanager
     def recording(self) -> Iterator[list[Kept]]:
-        """Note what a forward pass keeps, in a list that its backward needs, and `release` after it."""
+        """Record what a forward pass keeps, in a list that its backward needs; `release` it afterwards."""
         before, self._recorded = self._recorded, []
         try:
             yield self._recorded
@@ -86,22 +99,16 @@ class KeyValueStore:
             self._recorded = before
 
     def keep(self, layer: str, part: SequencePart, keys_GLC: torch.Tensor, values_GLC: torch.Tensor) -> None:
-        """Keep what later parts will read.
+        """Keep the keys and values of a part that more of its sequence follows.
 
-        A pass whose activations are recomputed has kept its keys and values already; then nothing happens.
-
-        Args:
-            layer: name of the attention module.
-            part: a part that more of its sequence follows.
-            keys_GLC: keys `[G, L, C]` after rotary embedding.
-            values_GLC: values `[G, L, C']`.
+        A pass whose activations are recomputed has kept them already; then nothing happens.
 
         Raises:
             UnsupportedModelError: if a layer attends twice in one pass.
-            RuntimeError: if gradients are wanted, and nobody records what their backward needs.
+            RuntimeError: if gradients are needed and no list records what their backward needs.
         """
         parts = self._kept.setdefault((layer, part.sequence), {})
-        # Nobody records while activations are recomputed: what the first forward kept still holds.
+        # While activations are recomputed nothing is recorded: what the first forward kept is still valid.
         if self._recorded is None and torch.is_grad_enabled():
             if part.start in parts:
                 return
@@ -109,7 +116,7 @@ class KeyValueStore:
                 f'a part of a sequence of task "{part.task}" ran outside a chain, so that gradients would not reach it;'
                 " allowed: chains of parts that peft_mux.engine.executor runs, or passes under torch.no_grad()."
             )
-        # Kept once more under the same name, the second attention's keys would take the place of the first's.
+        # The second attention's keys would replace those of the first one.
         if any(kept.layer == layer and kept.part == part for kept in self._recorded or ()):
             raise UnsupportedModelError(
                 f"{layer} attends more than once in a pass, so its keys and values cannot be told apart; allowed: one"
@@ -118,24 +125,26 @@ class KeyValueStore:
         if part.start == 0:
             parts.clear()  # a step that failed may have left something
         computed = keys_GLC, values_GLC
-        leaves = _leaf(keys_GLC), _leaf(values_GLC)
-        parts[part.start] = kept = Kept(layer, part, computed if torch.is_grad_enabled() else leaves, leaves)
+        # Detached, so that the backward of a later part ends here and not in the graph of an earlier pass.
+        keys, values = (tensor.detach().requires_grad_(tensor.requires_grad) for tensor in computed)
+        kept = Kept(layer, part, computed if torch.is_grad_enabled() else (keys, values), (keys, values))
+        parts[part.start] = kept
         if self._recorded is not None:
             self._recorded.append(kept)
 
     def earlier(
         self, layer: str, part: SequencePart, window: int | None = None
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Return the keys and values `[G, L, C]` of the parts before one, in order; within its window, if it has one.
+        """Return the keys and values `[G, L, C]` of the parts before one, in order.
 
         Args:
             layer: name of the attention module.
             part: the part whose queries read them.
-            window: a query sees this many tokens, itself included; `None` for all.
+            window: a query sees this many tokens, itself included; keys outside are left out. `None` for all.
         """
         parts = self._kept.get((layer, part.sequence), {})
         earlier = [parts[start] for start in sorted(parts) if start < part.start]
-        # A gap would be a wrong result and no error: attention cannot know that keys are missing.
+        # A gap would give a wrong result without an error: attention cannot know that keys are missing.
         assert [0, *(kept.part.end for kept in earlier)] == [*(kept.part.start for kept in earlier), part.start], (
             f"parts before token {part.start} of a sequence of {part.task} are missing in {layer}"
         )
@@ -149,15 +158,11 @@ class KeyValueStore:
         ]
 
     def forget(self, layer: str, part: SequencePart) -> None:
-        """Free what a layer holds of a sequence; where there is no backward, its last part is the last reader."""
+        """Free what a layer holds of a sequence: without a backward pass, its last part is the last reader."""
         self._kept.pop((layer, part.sequence), None)
 
     def release(self, recorded: list[Kept]) -> None:
-        """Free what a pass has kept, after its backward; all later parts are done then.
-
-        Args:
-            recorded: the list of `recording`; it is emptied.
-        """
+        """Free what a pass has kept, after its backward; `recorded` is the list of `recording`, which is emptied."""
         for kept in recorded:
             parts = self._kept.get((kept.layer, kept.part.sequence), {})
             # Chains run their backwards in reverse, so parts go from the last to the first.
@@ -169,11 +174,6 @@ class KeyValueStore:
     def clear(self) -> None:
         """Free everything: a step that failed leaves its chains unfinished."""
         self._kept.clear()
-
-
-def _leaf(tensor: torch.Tensor) -> torch.Tensor:
-    # Detached, so that the backward of a later part ends here and does not run through the graph of an earlier pass.
-    return tensor.detach().requires_grad_(tensor.requires_grad)
 
 
 class RowSegment(NamedTuple):
@@ -198,29 +198,16 @@ class RowSegment(NamedTuple):
         return philox.draw_seed(self.task_seed, self.step, module_name)
 
 
-class AdapterPass(Protocol):
-    """One pass of one micro-batch, as the layers of one kind of adapters see it."""
-
-    def update(self, segments: tuple[RowSegment, ...]) -> None:
-        """Let a pass of fixed size stand for other rows of the same adapters, in the same memory.
-
-        Args:
-            segments: the rows of each adapter, in the same order; a segment may be empty.
-        """
-        ...
-
-    def reason_against_capture(self) -> str | None:
-        """Return a clause that says why a computed pass of fixed size cannot be replayed; `None` where it can."""
-        ...
-
-
 class PassMaker(Protocol):
     """What one kind of adapters keeps for one model, and makes the passes of its layers from."""
 
     def begin_pass(
         self, segments: tuple[RowSegment, ...], places: torch.Tensor, *, has_fixed_size: bool = False
-    ) -> AdapterPass:
+    ) -> Any:
         """Return what the layers of this kind need to know of one pass.
+
+        A pass of fixed size also has `update(segments)`, which lets it stand for other rows of the same adapters in the
+        same memory (a segment may be empty), and `reason_against_capture()`: a clause, or `None`.
 
         Args:
             segments: the rows of each task.
@@ -234,12 +221,12 @@ class PassMaker(Protocol):
         ...
 
     def tells(self, adapter: str) -> bool:
-        """Whether all weights of an adapter are in layers that take it out of `Stream.unmet` when they are computed."""
+        """Return whether all layers with weights of an adapter remove it from `Stream.adapters_not_reached`."""
         ...
 
 
 NO_ADAPTER = ""
-"""Adapter id that no layer knows: that of padding, and of rows in a pass without adapters."""
+"""Adapter id that no layer knows: the one of padding, and of rows in a pass without adapters."""
 
 Passes = Mapping[str, Any]
 """The pass of each kind of adapters that is attached, by the kind's name."""
@@ -253,212 +240,80 @@ class Stream:
     Attributes:
         makers: what makes the passes of a kind of adapters, by the kind's name; for kinds that have tasks in the model.
         version: changes whenever an adapter came, went or moved; what was derived from addresses before is stale.
-        passes: the pass of each kind, for layers that see every token; empty while idle or inside `selected_rows`.
         batch: the micro-batch, or `None` while idle.
         segments: rows of each task in the activations that modules see now.
         places: int64 `[rows]`, place of each row in its task's global batch.
-        num_rows: rows that modules see now: the tokens, or fewer where tokens are shared and inside `selected_rows`.
+        num_rows: rows that modules see now: the tokens, or fewer where tokens are shared or rows selected.
+        passes: the pass of each kind of adapters, for layers that see these rows; empty while idle or where layers
+            compute a selection of rows slice by slice.
         num_attention_calls: how often packed attention ran, since the stream was made.
         num_passes: how often a batch was dispatched; recomputations count.
         key_values: keys and values of long sequences, between the passes of their parts.
         has_adapters: whether rows are bound to the adapters of their tasks; if not, to none (`without_adapters`).
-        unmet: adapters that the pass in flight has not come to yet: nothing below needs the gradients of their rows.
-            Empty where that is not known.
-        lowest_layers: of adapters the number of the lowest layer that has weights of them, in the whole model; 0 where
-            rows go all the way down. Known of those that a stage was told of, which does not see the layers below it.
-        left_out: layers whose outputs nobody reads now; siblings that are computed with them go on without.
-
-    Args:
-        makers: what makes the passes of a kind of adapters, by the kind's name; none by default.
+        adapters_not_reached: adapters that no layer of the pass in flight has applied yet: nothing below needs the
+            gradients of their rows. Empty where that is not known.
+        lowest_layers: number of the lowest layer, in the whole model, that has weights of an adapter; 0 where rows go
+            all the way down. A pipeline stage, which does not see the layers below it, is told these numbers.
+        left_out: layers whose outputs nothing reads now, though their siblings are computed.
     """
 
     def __init__(self, makers: Mapping[str, PassMaker] | None = None) -> None:
         """Make an idle stream."""
         self.makers: dict[str, PassMaker] = dict(makers or {})
         self.version = 0
-        self.passes: Passes = _NO_PASSES
         self.batch: MuxBatch | None = None
         self.segments: tuple[RowSegment, ...] = ()
         self.places: torch.Tensor = torch.empty(0, dtype=torch.int64)
         self.num_rows = 0
+        self.passes: Passes = _NO_PASSES
         self.num_attention_calls = 0
         self.num_passes = 0
         self.key_values = KeyValueStore()
         self.has_adapters = True
-        self.unmet: frozenset[str] = frozenset()
+        self.adapters_not_reached: frozenset[str] = frozenset()
         self.lowest_layers: dict[str, int] = {}
         self.left_out: frozenset[nn.Module] = frozenset()
-
-    def begin_at_the_bottom(self) -> None:
-        """Let the pass in flight stop the gradients of each task's rows at its lowest adapter; before any layer of it.
-
-        Raises:
-            AssertionError: outside of a pass.
-        """
-        assert self.batch is not None, "only a pass can begin"
-        adapters = [segment.adapter for segment in self.segments if segment.adapter != NO_ADAPTER]
-        self.unmet = frozenset(a for a in adapters if any(maker.tells(a) for maker in self.makers.values()))
-
-    def begin_above(self, first_layer: int) -> None:
-        """Do so in a stage: adapters without weights below it are still to come, perhaps in a later stage.
-
-        Args:
-            first_layer: number of the lowest layer of the stage.
-        """
-        self.unmet = self.adapters_above(first_layer, self.segments)
-
-    def adapters_above(self, first_layer: int, segments: Sequence[RowSegment]) -> frozenset[str]:
-        """Return the adapters of some rows that have no weights below a layer; none where that is not known.
-
-        Args:
-            first_layer: number of the layer.
-            segments: rows of each task.
-        """
-        lowest, least = self.lowest_layers, max(1, first_layer)
-        return frozenset(one.adapter for one in segments if lowest.get(one.adapter, 0) >= least)
-
-    @contextmanager
-    def without_adapters(self) -> Iterator[None]:
-        """Let the passes of the `with` block be those of the backbone alone: no layer knows the adapter of a row."""
-        before, self.has_adapters = self.has_adapters, False
-        try:
-            yield
-        finally:
-            self.has_adapters = before
 
     @property
     def is_idle(self) -> bool:
         """Whether no multiplexed pass is running."""
         return self.batch is None
 
-    def pass_of(self, kind: str) -> Any:
-        """Return the pass of a kind of adapters, by the kind's name; `None` while there is none."""
-        return self.passes.get(kind)
+    # ------------------------------------------------------------------ a pass
 
-    def maker_of(self, kind: str) -> Any:
-        """Return what makes the passes of an attached kind of adapters, by the kind's name."""
-        return self.makers[kind]
-
-    def clear_tables(self) -> None:
-        """Let every kind forget where adapters lie; needed whenever one came, went or moved."""
-        # Captured passes compare it, as the addresses that they replay may be others now.
-        self.version += 1
-        for maker in self.makers.values():
-            maker.clear()
-
-    def begin_passes(
-        self, segments: tuple[RowSegment, ...], places: torch.Tensor, *, has_fixed_size: bool = False
-    ) -> dict[str, AdapterPass]:
-        """Return the pass of each attached kind of adapters for given rows; see `PassMaker.begin_pass`."""
-        return {
-            name: maker.begin_pass(segments, places, has_fixed_size=has_fixed_size)
-            for name, maker in self.makers.items()
-        }
-
-    @contextmanager
     def reading(
         self,
         batch: MuxBatch,
         adapters: Mapping[str, str],
         passes: Passes | None = None,
-        unmet: frozenset[str] = frozenset(),
-    ) -> Iterator[Stream]:
+        not_reached: frozenset[str] = frozenset(),
+    ) -> AbstractContextManager[None]:
         """Dispatch the rows of `batch` for the time of the `with` block.
 
         Args:
             batch: the micro-batch, its tensors on the model's device.
             adapters: internal adapter id of each task name.
             passes: passes that were made of the same batch before, where activations are recomputed or captured.
-            unmet: adapters that the pass had not come to yet when what is recomputed now was first computed.
+            not_reached: `adapters_not_reached` when what is recomputed now was first computed.
         """
-        # Put back at the end, as a recomputation may run amid the pass of another batch.
-        before = self.batch, self.segments, self.places, self.num_rows, self.passes, self.unmet
         # Recomputations count, so that layers see what a pass before has left over.
         self.num_passes += 1
-        self.batch, self.unmet = batch, unmet
-        self.segments = self.segments_of(batch, batch.computed_offsets, adapters)
-        self.places = batch.computed(batch.token_places)
-        self.num_rows = batch.num_computed
-        # Those of before where there are some: captured launches read their tables, at their addresses.
-        self.passes = passes or self.begin_passes(self.segments, self.places)
-        try:
-            yield self
-        finally:
-            self.batch, self.segments, self.places, self.num_rows, self.passes, self.unmet = before
-
-    @contextmanager
-    def selected_rows(
-        self, offsets: tuple[int, ...], places: torch.Tensor, adapters: Mapping[str, str]
-    ) -> Iterator[Stream]:
-        """Let modules see a selection of rows, sorted by task: pooled sequences, or rows that have a target.
-
-        Args:
-            offsets: offsets of the batch's tasks among the selected rows, `N + 1` numbers.
-            places: int64 `[rows]`, place of each selected row in its task's global batch.
-            adapters: internal adapter id of each task name.
-        """
-        assert self.batch is not None, "rows can only be selected inside reading()"
-        with self._seeing(self.segments_of(self.batch, offsets, adapters), places, offsets[-1]):
-            yield self
-
-    @contextmanager
-    def read_rows(self, rows: torch.Tensor, offsets: tuple[int, ...]) -> Iterator[None]:
-        """Let layers see some of the rows that they see now, sorted by task: those whose outputs are read.
-
-        Args:
-            rows: int64 `[R]`, their numbers.
-            offsets: where each of the batch's tasks begins among them, `N + 1` numbers.
-        """
-        assert self.batch is not None, "rows can only be read inside reading()"
-        segments, owners = [], iter(self.segments)
-        for (first, last), (start, end) in zip(pairwise(self.batch.computed_offsets), pairwise(offsets), strict=True):
-            owner = next(owners) if last > first else None
-            if owner is not None and end > start:
-                segments.append(owner._replace(start=start, end=end))
-        places = self.places.index_select(0, rows)
-        passes = self.begin_passes(tuple(segments), places)
-        with self._seeing(tuple(segments), places, offsets[-1], passes):
-            yield
-
-    @contextmanager
-    def leaving_out(self, modules: frozenset[nn.Module]) -> Iterator[None]:
-        """Let layers be left out where others are computed with them, in the `with` block."""
-        self.left_out = modules
-        try:
-            yield
-        finally:
-            self.left_out = frozenset()
-
-    @contextmanager
-    def only(self, segment: RowSegment) -> Iterator[Stream]:
-        """Let modules see the rows of one task alone, out of those that they see now.
-
-        Args:
-            segment: one of the stream's `segments`.
-        """
-        num_rows = segment.end - segment.start
-        places = self.places[segment.start : segment.end]
-        with self._seeing((segment._replace(start=0, end=num_rows),), places, num_rows):
-            yield self
-
-    @contextmanager
-    def _seeing(
-        self,
-        segments: tuple[RowSegment, ...],
-        places: torch.Tensor,
-        num_rows: int,
-        # Tables of the passes in flight are of all tokens; without others of these rows, layers fall back to slices.
-        passes: Passes = _NO_PASSES,
-    ) -> Iterator[None]:
-        before = self.segments, self.places, self.num_rows, self.passes
-        self.segments, self.places, self.num_rows, self.passes = segments, places, num_rows, passes
-        try:
-            yield
-        finally:
-            self.segments, self.places, self.num_rows, self.passes = before
+        segments = self.segments_of(batch, batch.computed_offsets, adapters)
+        places = batch.computed(batch.token_places)
+        # Restored at the end, as a recomputation may run in the midst of another batch's pass.
+        return temporary_attributes(
+            self,
+            batch=batch,
+            segments=segments,
+            places=places,
+            num_rows=batch.num_computed,
+            # Given ones where there are any: captured launches read their tables, at their addresses.
+            passes=passes or self.begin_passes(segments, places),
+            adapters_not_reached=not_reached,
+        )
 
     def segments_of(
-        self, batch: MuxBatch, offsets: tuple[int, ...], adapters: Mapping[str, str]
+        self, batch: MuxBatch, offsets: Sequence[int], adapters: Mapping[str, str]
     ) -> tuple[RowSegment, ...]:
         """Return the rows of each task that has some.
 
@@ -474,3 +329,86 @@ class Stream:
             )
             if end > start
         )
+
+    def begin_passes(
+        self, segments: tuple[RowSegment, ...], places: torch.Tensor, *, has_fixed_size: bool = False
+    ) -> dict[str, Any]:
+        """Return the pass of each attached kind of adapters for given rows; see `PassMaker.begin_pass`."""
+        return {
+            name: maker.begin_pass(segments, places, has_fixed_size=has_fixed_size)
+            for name, maker in self.makers.items()
+        }
+
+    def clear_tables(self) -> None:
+        """Let every kind forget where adapters lie; needed whenever one came, went or moved."""
+        # Captured passes compare it, as the addresses that they replay may be others now.
+        self.version += 1
+        for maker in self.makers.values():
+            maker.clear()
+
+    def without_adapters(self) -> AbstractContextManager[None]:
+        """Run the passes of the `with` block through the backbone alone: no layer knows the adapter of a row."""
+        return temporary_attributes(self, has_adapters=False)
+
+    # ----------------------------------------------------- rows of a pass
+
+    def selected_rows(
+        self, offsets: Sequence[int], places: torch.Tensor, adapters: Mapping[str, str]
+    ) -> AbstractContextManager[None]:
+        """Let modules see a selection of rows, sorted by task: pooled sequences, or rows that have a target.
+
+        Args:
+            offsets: offsets of the batch's tasks among the selected rows, `N + 1` numbers.
+            places: int64 `[rows]`, place of each selected row in its task's global batch.
+            adapters: internal adapter id of each task name.
+        """
+        assert self.batch is not None, "rows can only be selected inside reading()"
+        segments = self.segments_of(self.batch, offsets, adapters)
+        # Without tables of their own for these rows, layers compute slice by slice.
+        return temporary_attributes(self, segments=segments, places=places, num_rows=offsets[-1], passes=_NO_PASSES)
+
+    def read_rows(self, rows: torch.Tensor, offsets: Sequence[int]) -> AbstractContextManager[None]:
+        """Let layers see only some of the rows that they see now, sorted by task: those whose outputs are read.
+
+        Args:
+            rows: int64 `[R]`, their numbers.
+            offsets: where each of the batch's tasks begins among them, `N + 1` numbers.
+        """
+        assert self.batch is not None, "rows can only be read inside reading()"
+        found, owners = [], iter(self.segments)
+        for (first, last), (start, end) in zip(pairwise(self.batch.computed_offsets), pairwise(offsets), strict=True):
+            owner = next(owners) if last > first else None
+            if owner is not None and end > start:
+                found.append(owner._replace(start=start, end=end))
+        segments, places = tuple(found), self.places.index_select(0, rows)
+        passes = self.begin_passes(segments, places)
+        return temporary_attributes(self, segments=segments, places=places, num_rows=offsets[-1], passes=passes)
+
+    def only(self, segment: RowSegment) -> AbstractContextManager[None]:
+        """Let modules see the rows of one of the stream's segments alone, out of those that they see now."""
+        num_rows = segment.end - segment.start
+        own, places = segment._replace(start=0, end=num_rows), self.places[segment.start : segment.end]
+        return temporary_attributes(self, segments=(own,), places=places, num_rows=num_rows, passes=_NO_PASSES)
+
+    # ------------------------------------------------ how deep gradients go
+
+    def reset_adapter_tracking(self, first_layer: int | None = None) -> None:
+        """Begin a pass whose gradients end, for the rows of each task, at the lowest layer with its adapter.
+
+        Args:
+            first_layer: number of the lowest layer of a pipeline stage; adapters without weights below it are still to
+                come, perhaps in a later stage. `None` for a whole model.
+        """
+        assert self.batch is not None, "only a pass can begin"
+        if first_layer is not None:
+            self.adapters_not_reached = self.adapters_above(first_layer, self.segments)
+            return
+        adapters = [segment.adapter for segment in self.segments if segment.adapter != NO_ADAPTER]
+        self.adapters_not_reached = frozenset(
+            adapter for adapter in adapters if any(maker.tells(adapter) for maker in self.makers.values())
+        )
+
+    def adapters_above(self, first_layer: int, segments: Sequence[RowSegment]) -> frozenset[str]:
+        """Return the adapters of some rows that have no weights below a layer; none where that is not known."""
+        lowest, least = self.lowest_layers, max(1, first_layer)
+        return frozenset(one.adapter for one in segments if lowest.get(one.adapter, 0) >= least)

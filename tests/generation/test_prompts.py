@@ -10,20 +10,16 @@ from peft_mux.data.dataset import tokenize_dataset
 from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.errors import DataError
-from peft_mux.modeling.generation.prompts import PromptReader, PromptRow
+from peft_mux.modeling.generation.prompts import PromptRow, read_prompts
 from tests.data.test_tokenize import TEMPLATE, WORDS, words_tokenizer
 
 PAIR = {"prompt": "the cat sat on a", "completion": " mat"}
+OPTIONS = TokenizeOptions(task="own", max_length=64, vocab_size=len(WORDS), chat_template=TEMPLATE)
 CHAT = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat home"}]
 
 
 def read(rows: list[Any], *, limit: int | None = None, max_tokens: int | None = None) -> tuple[PromptRow, ...]:
-    return reader().read(rows, limit=limit, max_tokens=max_tokens)
-
-
-def reader(**settings: Any) -> PromptReader:
-    options = TokenizeOptions(task="own", max_length=64, vocab_size=len(WORDS), chat_template=TEMPLATE, **settings)
-    return PromptReader(options, words_tokenizer())
+    return read_prompts(rows, OPTIONS, words_tokenizer(), limit=limit, max_tokens=max_tokens)[0]
 
 
 def words(row: PromptRow) -> str:
@@ -65,10 +61,10 @@ def test_the_loss_of_training_begins_at_the_token_after_the_prompt() -> None:
 
 def test_rows_beyond_the_limit_are_not_read_and_long_prompts_are_left_out_and_counted() -> None:
     assert len(read([PAIR, PAIR, 3], limit=2)) == 2
-    one = reader()
-    kept = one.read([PAIR, {**PAIR, "prompt": "the cat"}], limit=None, max_tokens=3)
+    rows = [PAIR, {**PAIR, "prompt": "the cat"}]
+    kept, num_too_long = read_prompts(rows, OPTIONS, words_tokenizer(), limit=None, max_tokens=3)
     assert [row.prompt for row in kept] == ["the cat"]
-    assert one.num_too_long == 1
+    assert num_too_long == 1
 
 
 @pytest.mark.parametrize(
@@ -94,4 +90,4 @@ def test_prompts_behind_which_nothing_fits_and_runs_without_a_tokenizer_are_refu
     with pytest.raises(DataError, match=r"shortest has more than 2 tokens; allowed: .* Lower max_new_tokens"):
         read([PAIR], max_tokens=2)
     with pytest.raises(DataError, match=r"tasks\.own\.eval_generate: got no tokenizer"):
-        PromptReader(TokenizeOptions(task="own", max_length=64), None)
+        read_prompts([PAIR], OPTIONS, None, limit=None, max_tokens=None)

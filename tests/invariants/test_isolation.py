@@ -358,13 +358,13 @@ def test_the_draws_of_a_task_do_not_depend_on_how_many_tasks_there_are(
 def test_a_changed_sample_changes_no_other_logit() -> None:
     model = model_of("a", "b").eval()
     task_rows = {"a": lab.rows(1, 4, 3, 20), "b": lab.rows(2, 3, 3, 33)}
-    before = model.packed.sequence_logits(batch_of(task_rows))
+    before = model.sequence_logits(batch_of(task_rows))
     places = [(name, index) for name, rows in task_rows.items() for index in range(len(rows))]
     for changed, (name, index) in enumerate(places):
         altered = {task: [dict(row) for row in rows] for task, rows in task_rows.items()}
         ids = altered[name][index]["input_ids"]
         altered[name][index]["input_ids"] = [1 + token % (lab.VOCABULARY - 1) for token in ids]
-        after = model.packed.sequence_logits(batch_of(altered))
+        after = model.sequence_logits(batch_of(altered))
         same = [torch.equal(a, b) for a, b in zip(before, after, strict=True)]
         assert same == [place != changed for place in range(len(places))]
 

@@ -392,7 +392,7 @@ def test_the_logits_of_every_sequence_are_those_of_the_model_alone(architecture:
     make, targets = LANGUAGE_MODELS[architecture]
     backbone, task_rows = filled(make), rows()
     model = multiplexed(backbone, targets)
-    found = iter(model.packed.sequence_logits(packed(task_rows)))
+    found = iter(model.sequence_logits(packed(task_rows)))
     for name, config in configs(backbone, targets).items():
         plain, _ = alone(backbone, config, model.task_parameters(name))
         for row in task_rows[name]:
@@ -433,7 +433,7 @@ def test_each_task_has_a_head_of_its_own_size() -> None:
         for name in model.tasks
     }
     assert shapes == {"a": [5], "b": [3]}
-    logits = model.packed.sequence_logits(packed(rows(classes=3)))
+    logits = model.sequence_logits(packed(rows(classes=3)))
     assert [len(row) for row in logits] == [5, 5, 5, 5, 3, 3, 3]
 
 

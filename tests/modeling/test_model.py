@@ -368,7 +368,7 @@ def test_every_supported_option_means_what_it_means_to_plain_peft(options: dict[
     with torch.no_grad():
         for key, value in own.items():
             value.copy_(model.task_parameters("a")[key])
-        found = model.packed.sequence_logits(batch_of("other", "a"))[3:]
+        found = model.sequence_logits(batch_of("other", "a"))[3:]
         bounds = batch_of("other", "a").cu_seqlens.tolist()[3:]
         for logits, start, end in zip(found, bounds[:-1], bounds[1:], strict=True):
             wanted = plain(input_ids=batch_of("other", "a").input_ids[:, start:end]).logits[0]
@@ -515,7 +515,7 @@ def test_a_saved_task_loads_in_plain_peft_with_equal_logits(tmp_path: Path) -> N
     model.save_pretrained(tmp_path)
     assert sorted(path.name for path in tmp_path.iterdir()) == ["a", "b"]
     batch = batch_of("a", "b")
-    packed = iter(model.packed.sequence_logits(batch))
+    packed = iter(model.sequence_logits(batch))
     bounds = iter(batch.cu_seqlens.tolist())
     start = next(bounds)
     for name in "ab":

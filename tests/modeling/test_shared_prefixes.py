@@ -152,6 +152,7 @@ def test_every_loss_reads_the_same(case: LossCase) -> None:
 
 
 def test_the_head_sees_each_row_with_a_label_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = model_of("Llama")
     seen: list[int] = []
     plain = token_losses.linear_cross_entropy
 
@@ -162,7 +163,7 @@ def test_the_head_sees_each_row_with_a_label_once(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(token_losses, "linear_cross_entropy", counting)
     rows = tuple(TokenSequence(row, row, index) for index, row in enumerate(hard_rows()))
     batch = stream_of(rows).sharing([True], LEAST)
-    model_of("Llama")(batch)
+    model(batch)
     # A row's last token has no label; the branches of a row have one each.
     different = {(row[: end + 1].tobytes(), row[end + 1]) for row in hard_rows() for end in range(len(row) - 1)}
     assert seen[0] < len(batch.target_rows)

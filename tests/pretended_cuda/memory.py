@@ -51,7 +51,7 @@ def _kept_on_device(model: MultiTaskPeftModel, *, bf16: bool) -> int:
     ]
     (batch,) = ChunkPackingCollator().micro_batches(batches, max_tokens=sum(LENGTHS))
     moved = batch.to("cuda")
-    model.packed.prepare(batch.task_names)
+    model.prepare_pass(batch.task_names)
     slabs = [model.registry.slab_of(name) for name in model.tasks]
     for slab in slabs:
         slab.refresh_copies()

@@ -298,9 +298,9 @@ def really_kept_bytes(model: MultiTaskPeftModel, autocast: torch.dtype | None = 
 
     precision = torch.autocast("cpu", dtype=autocast, enabled=autocast is not None)
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
-    with precision, hooks, model.packed.multiplexing(batch):
-        hidden_TD = model.packed.hidden_states(batch)
-        losses.target_losses(hidden_TD, model.backbone, batch, model.stream, model.adapters)
+    with precision, hooks, model.multiplexing(batch):
+        hidden_TD = model.hidden_states(batch)
+        losses.target_losses(hidden_TD, batch, model)
     return kept.num_bytes
 
 

@@ -38,7 +38,7 @@ from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import StepResult, StepSums, StepWork
 from peft_mux.errors import PlanError
-from peft_mux.modeling.packed_forward import MuxOutput
+from peft_mux.modeling.model import MuxOutput
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 from peft_mux.scheduler.plan import Plan
 

@@ -29,7 +29,7 @@ from peft_mux.engine.pipeline.links import Key, Messages, PipelineLinks
 from peft_mux.engine.pipeline.stage import StageModel, StagePass
 from peft_mux.engine.tensor.interleaving import Interleaving
 from peft_mux.engine.work import StepSums
-from peft_mux.modeling.packed_forward import MuxOutput
+from peft_mux.modeling.model import MuxOutput
 from peft_mux.modeling.stream import Kept, KeyValueStore
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 from peft_mux.scheduler.plan import Plan

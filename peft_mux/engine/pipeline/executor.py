@@ -138,7 +138,7 @@ class BucketBarriers:
         self.norms[end.step] |= norms
         self._dead.update(self._update(end.step, dict(zip(names, losses_N.unbind(), strict=True)), norms))
         # Kernels in another dtype read copies of the weights.
-        self._model.packed.prepare(names)
+        self._model.prepare_pass(names)
 
 
 T = TypeVar("T")

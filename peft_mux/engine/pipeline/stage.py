@@ -56,7 +56,7 @@ from peft_mux.modeling.backbone.quantized import quantization_method
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.objective import Statistics
 from peft_mux.modeling.sharding import Entrance, Exit, Handover, NoPositions, PassThrough
-from peft_mux.modeling.stream import Passes
+from peft_mux.modeling.stream import Passes, temporary_attributes
 from peft_mux.scheduler.costs.memory import split_layers
 
 
@@ -221,7 +221,7 @@ class StageModel:
         Args:
             tasks: names of the tasks that take part in the step.
         """
-        self.model.packed.prepare(tasks)
+        self.model.prepare_pass(tasks)
 
     def forward(self, virtual_stage: int, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> StagePass:
         """Run a micro-batch through one virtual stage.
@@ -240,39 +240,40 @@ class StageModel:
                 f"hidden_TD is {got} at place {virtual_stage}; allowed: None at place 0, [T, D] at all others."
             )
         model = self.model
-        with model.packed.multiplexing(batch), self.only(virtual_stage):
+        with model.multiplexing(batch), self.only(virtual_stage):
             is_last = virtual_stage == self.layout.last_virtual_stage
-            model.stream.begin_above(self.layout.layers_of(virtual_stage).start)
+            model.stream.reset_adapter_tracking(self.layout.layers_of(virtual_stage).start)
             output = self._hidden_states(batch, hidden_TD, model.last_layer.rows(model, batch) if is_last else None)
             if not is_last:
                 return StagePass(output, model.stream.passes)
-            losses = self.model.packed.losses_of(output, batch)
+            losses = self.model.stream_losses(output, batch)
             return StagePass(losses.losses_N, model.stream.passes, losses.statistics)
 
     @torch.no_grad()
     def target_losses(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor:
-        """Run a micro-batch through the last virtual stage; return as `PackedForward.target_losses` does.
+        """Run a micro-batch through the last virtual stage; return as `MultiTaskPeftModel.target_losses` does.
 
         Args:
             batch: the micro-batch, its tensors on the device.
             hidden_TD: `[T, D]` output of the virtual stage before; `None` where there is none.
         """
-        with self.model.packed.multiplexing(batch), self.only(self.layout.last_virtual_stage):
-            read = self.model.last_layer.rows(self.model, batch)
-            return self.model.packed.terms_of(self._hidden_states(batch, hidden_TD, read), batch)
+        model = self.model
+        with model.multiplexing(batch), self.only(self.layout.last_virtual_stage):
+            output_TD = self._hidden_states(batch, hidden_TD, model.last_layer.rows(model, batch))
+            return model.objectives.head.terms(output_TD, batch, model)
 
     @torch.no_grad()
     def sequence_logits(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> list[torch.Tensor]:
-        """Run a micro-batch through the last virtual stage; return as `PackedForward.sequence_logits` does.
+        """Run a micro-batch through the last virtual stage; return as `MultiTaskPeftModel.sequence_logits` does.
 
         Args:
             batch: the micro-batch, its tensors on the device.
             hidden_TD: `[T, D]` output of the virtual stage before; `None` where there is none.
         """
         model, virtual_stage = self.model, self.layout.last_virtual_stage
-        with model.packed.multiplexing(batch), self.only(virtual_stage):
+        with model.multiplexing(batch), self.only(virtual_stage):
             output_TD = self._hidden_states(batch, hidden_TD)
-            return model.packed.logits_of(output_TD, batch)
+            return model.objectives.head.logits(output_TD, batch, model)
 
     def prove_last_layer(self) -> None:
         """Hold the last layer, where it lies here, against itself on some of its rows (`LastLayer`)."""
@@ -283,7 +284,7 @@ class StageModel:
         virtual_stage = self.layout.last_virtual_stage
         given = torch.randn(batch.num_tokens, self.hidden_size, generator=torch.Generator().manual_seed(0))
         hidden_TD = given.to(self.model.device, self.dtype) if virtual_stage > 0 else None
-        with self.model.packed.multiplexing(batch), self.only(virtual_stage):
+        with self.model.multiplexing(batch), self.only(virtual_stage):
             return self._hidden_states(batch, hidden_TD, read)
 
     def _hidden_states(
@@ -300,7 +301,8 @@ class StageModel:
         else:
             # For its shape and dtype alone: what the model makes of it ends where the entrance stands.
             arguments["inputs_embeds"] = hidden_TD.detach().unsqueeze(0)
-        with self._handover.of_pass(None if hidden_TD is None else hidden_TD.unsqueeze(0)):
+        received = None if hidden_TD is None else hidden_TD.unsqueeze(0)
+        with temporary_attributes(self._handover, received=received, given=None):
             output = self._base(**arguments).last_hidden_state
             given = self._handover.given
             return (output if given is None else given)[0]
@@ -356,13 +358,13 @@ class StageModel:
         chosen = [layer if index in own else PassThrough(layer) for index, layer in enumerate(layers)]
         modules: dict[str, nn.Module] = {}
         if virtual_stage > 0:
-            chosen[0] = Entrance(self._handover, layers[0])
+            chosen[0] = Entrance(layers[0], self._handover)
             modules |= {name: PassThrough() for name in self._held(family.embeddings)}
             # Learned positions are added in virtual stage 0; here the model code would look up some that it lacks.
             if family.positions is not None:
                 modules[family.positions] = NoPositions(self._dtype)
         if virtual_stage < last:
-            chosen[own.stop] = Exit(self._handover, layers[own.stop])
+            chosen[own.stop] = Exit(layers[own.stop], self._handover)
             modules |= {name: PassThrough() for name in self._held(family.after)}
         return {family.layers: nn.ModuleList(chosen), **modules}
 

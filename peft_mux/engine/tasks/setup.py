@@ -25,7 +25,7 @@ from peft_mux.engine.tasks.task_run import BestMetric, TaskRun
 from peft_mux.errors import ConfigError, DataError
 from peft_mux.modeling.adapters.prompts.kinds import prompt_kind_of
 from peft_mux.modeling.backbone.probe import max_positions
-from peft_mux.modeling.generation.prompts import PromptReader, PromptRow
+from peft_mux.modeling.generation.prompts import PromptRow, read_prompts
 
 
 def make_task_runs(
@@ -164,11 +164,10 @@ def _read_eval_prompts(
     if generated is None:
         return ()
     room = None if options.max_positions is None else options.max_positions - generated.max_new_tokens
-    reader = PromptReader(options, tokenizer)
-    found = reader.read(rows, limit=generated.num_rows, max_tokens=room)
-    if reader.num_too_long:
+    found, num_too_long = read_prompts(rows, options, tokenizer, limit=generated.num_rows, max_tokens=room)
+    if num_too_long:
         warnings.warn(
-            f"tasks.{resolved.name}.eval_generate: {reader.num_too_long:,} held-out prompts left out, as no "
+            f"tasks.{resolved.name}.eval_generate: {num_too_long:,} held-out prompts left out, as no "
             f"{generated.max_new_tokens:,} tokens fit behind them. Lower max_new_tokens.",
             UserWarning,
             stacklevel=2,

@@ -43,7 +43,6 @@ from peft_mux.modeling.sharding import (
     PassThrough,
     Piece,
     VocabParallelHead,
-    complete_logits,
     count_own_heads,
     norm_over_all_ranks,
     reduce_input_gradient,
@@ -380,7 +379,7 @@ class TensorParallelModel:
         """Return the handle of the hook of a layer; `None` where it has none."""
         words = getattr(getattr(layer, "base_layer", layer), "vocab_parallel_head", None)
         if words is not None:
-            return complete_logits(layer, words)
+            return layer.register_forward_hook(words.complete_logits)
         if cut.is_row:
             return reduce_output(layer, self.links)
         # Elsewhere the block does this for all of its column-parallel layers together.

@@ -206,7 +206,7 @@ class MultiplexedBottleneck(MultiplexedForward):
     def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
         super().__init__(module, name, stream)
         self.members = (self,)
-        self.number = stream.maker_of(NAME).enroll(self)
+        self.number = stream.makers[NAME].enroll(self)
 
     def grouped(self, adapter: str) -> GroupedAdapter | None:
         """Return the bottleneck of an adapter as one of LoRA; `None` if the adapter has none here."""
@@ -224,7 +224,7 @@ class MultiplexedBottleneck(MultiplexedForward):
         if layer.disable_adapters or not any(self.grouped(segment.adapter) for segment in self.stream.segments):
             return y
         y_TK, launches, p_TC = rows_of(y), None, y
-        own_pass: LoraPass | None = None if torch.compiler.is_compiling() else self.stream.pass_of(NAME)
+        own_pass: LoraPass | None = None if torch.compiler.is_compiling() else self.stream.passes.get(NAME)
         if own_pass is not None and (tables := own_pass.tables_of(self, y.dtype)) is not None:
             downs: list[tuple[Any, dict[str, Any]]] = []
             for part in (tables.joint, *tables.apart):

@@ -26,7 +26,6 @@ from peft_mux.modeling.adapters.prompts.prompts import (
     prompt_state,
     saved_tensor,
 )
-from peft_mux.modeling.interface import MultiplexedModel
 from peft_mux.modeling.sharding import Piece
 from peft_mux.storage import CHECKSUMS_NAME, load_tensors, verify_checksums
 
@@ -36,7 +35,7 @@ ADAPTER_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
 """The files of an adapter, which the `adapter_checksums.json` next to them covers."""
 
 
-def adapter_state(model: MultiplexedModel, adapter: str) -> dict[str, torch.Tensor]:
+def adapter_state(model: Any, adapter: str) -> dict[str, torch.Tensor]:
     """Return an adapter's tensors under the keys that PEFT saves them with.
 
     Raises:
@@ -64,11 +63,11 @@ def adapter_state(model: MultiplexedModel, adapter: str) -> dict[str, torch.Tens
     return state if form is None else form.saved(state)
 
 
-def _parameters_of(model: MultiplexedModel, adapter: str) -> dict[str, nn.Parameter]:
+def _parameters_of(model: Any, adapter: str) -> dict[str, nn.Parameter]:
     return model.task_parameters(next(name for name, known in model.adapters.items() if known == adapter))
 
 
-def _saved_form(model: MultiplexedModel, adapter: str) -> Any:
+def _saved_form(model: Any, adapter: str) -> Any:
     return kind_of(model.peft_config[adapter]).saved_form(model.backbone, adapter)
 
 
@@ -90,9 +89,7 @@ def _key_in(state: Mapping[str, torch.Tensor], name: str) -> str:
 # ---------------------------------------------------------------------- writing
 
 
-def save_adapter(
-    model: MultiplexedModel, adapter: str, folder: Path, weights: Mapping[str, torch.Tensor] | None = None
-) -> None:
+def save_adapter(model: Any, adapter: str, folder: Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
     """Write `adapter_config.json` and `adapter_model.safetensors` into `folder`, as a solo PEFT model would.
 
     Args:
@@ -137,7 +134,7 @@ def save_adapter(
 # ---------------------------------------------------------------------- reading
 
 
-def load_adapter(model: MultiplexedModel, adapter: str, folder: Path) -> None:
+def load_adapter(model: Any, adapter: str, folder: Path) -> None:
     """Read an adapter's weights; every tensor must be there and finite, and no other.
 
     Raises:
@@ -176,9 +173,7 @@ def load_adapter(model: MultiplexedModel, adapter: str, folder: Path) -> None:
         set_peft_model_state_dict(model, state if form is None else form.loaded(state), adapter_name=adapter)
 
 
-def read_adapter(
-    model: MultiplexedModel, adapter: str, folder: Path, pieces: Mapping[str, Piece]
-) -> dict[str, torch.Tensor]:
+def read_adapter(model: Any, adapter: str, folder: Path, pieces: Mapping[str, Piece]) -> dict[str, torch.Tensor]:
     """Return the tensors of a saved adapter by parameter name: those that a process has a piece of.
 
     Args:
@@ -289,7 +284,7 @@ def saved_adapters(root: Path) -> SavedAdapters:
     return SavedAdapters(folders, configs, labels)
 
 
-def load_adapters(model: MultiplexedModel, saved: SavedAdapters) -> None:
+def load_adapters(model: Any, saved: SavedAdapters) -> None:
     """Read the weights of all adapters of a folder into a model that was built with their configurations.
 
     Raises:

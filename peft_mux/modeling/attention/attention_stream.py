@@ -1,45 +1,43 @@
-"""Learnt keys and values in front of the sequences of a task (prefix tuning), in every layer.
+"""`AttentionStream`: what attention reads of a micro-batch, passed through the model call to every layer.
 
-A prefix is no token: it has no queries, and stands before the first token of each of its task's sequences::
+In addition to the batch that is
+
+* parts of long sequences, whose keys and values later passes read (`KeyValueStore`),
+* `Prefixes`: learnt keys and values in front of the sequences of a task (prefix tuning), in every layer. A prefix is no
+  token: it has no queries, and stands before the first token of each of its task's sequences::
 
     prefix of 2 keys     keys    p p | 0 1 2
                   query 0        x x | x . .
                   query 1        x x | x x .
                   query 2        x x | x x x
 
-Shape letters: S sequences, n sequences of a rectangle, G key-value heads, V keys of a prefix, L keys of a sequence, C
-channels of a head.
-"""
+* `KeyValueRows`: keys and values of rows that `generate` completes token by token,
+* `LayerCalls`: the two calls of a last layer that computes only some of its rows.
 
-# MERGED: `PromptPass`: what learnt prompts bring into one pass, as the embeddings and attention read it.
-# MERGED: Shape letters: T tokens of the stream, R rows of virtual tokens, D hidden features.
-# MERGED: `AttentionStream`: what attention reads of a micro-batch, handed through the model call to every layer.
-# MERGED: Shape letters: T tokens, S sequences.
+Shape letters: T tokens, S sequences, n sequences of a rectangle, G key-value heads, V keys of a prefix, L keys of a
+sequence, K keys of all sequences, C channels of a head; B rows that are completed; U computed rows, R rows that are
+read; D hidden features.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from peft_mux.data.batch import MuxBatch
+from peft_mux.data.batch import MuxBatch, SequencePart
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.attention.prefix_tree import TreeLayouts
-from peft_mux.modeling.attention.rows import (
-    LENGTH_STEP,
-    KeyValueRows,
-    LayerCalls,
-    Layout,
-    ReadRows,
-    build_layout,
-    copied_to,
-)
-from peft_mux.modeling.attention.scores import PartsInFlight
+from peft_mux.modeling.attention.rows import LENGTH_STEP, Layout, ReadRows, build_layout, copied_to
+from peft_mux.modeling.attention.scores import QKV, Scores, attend
 from peft_mux.modeling.stream import Stream
+
+# -------------------------------------------------------------- learnt prompts
 
 
 class Prefixes:
@@ -62,11 +60,11 @@ class Prefixes:
         return 0 if number is None else self._layers[number][0].shape[1]
 
     def before(
-        self, module: nn.Module, index: int, keys: torch.Tensor, values: torch.Tensor
+        self, module: Any, index: int, keys: torch.Tensor, values: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return keys and values behind those of their prefix, `[n, G, V + L, C]`.
 
-        Where attention slides a window, a later part of a long row has only the keys of earlier ones that it sees; then
+        If attention slides a window, a later part of a long row has only the keys of earlier ones that it sees; then
         the prefix is beyond the window, and stays so.
 
         Args:
@@ -81,52 +79,25 @@ class Prefixes:
         number = self.of_sequence[index]
         if number is None:
             return keys, values
-        layer = 2 * self._layer_of(module, number)
+        name, layer = type(module).__name__, getattr(module, "layer_idx", None)
+        if not isinstance(layer, int) or not 0 <= 2 * layer < len(self._layers[number]):
+            raise UnsupportedModelError(
+                f"{name} has layer number {layer}, for which a prefix has no keys; allowed: models whose attention"
+                " modules are numbered from 0. Use PROMPT_TUNING, which needs no layers."
+            )
         pair = []
-        for prefix_GVC, own in zip(self._layers[number][layer : layer + 2], (keys, values), strict=True):
-            self._check(module, prefix_GVC, own)
+        for prefix_GVC, own in zip(self._layers[number][2 * layer : 2 * layer + 2], (keys, values), strict=True):
+            heads, _, channels = prefix_GVC.shape
+            if (heads, channels) != (own.shape[1], own.shape[3]):
+                raise UnsupportedModelError(
+                    f"{name} (layer {layer}) has {own.shape[1]} heads of {own.shape[3]} channels, and the prefix"
+                    f" {heads} of {channels}; allowed: models whose layers all have the heads that their configuration"
+                    " tells. Use PROMPT_TUNING, which needs no layers."
+                )
             # Expanded, so that the backward is one sum over the sequences, in their order.
             shared = prefix_GVC.to(own.dtype).expand(own.shape[0], -1, -1, -1)
             pair.append(torch.cat([shared, own], dim=2))
         return pair[0], pair[1]
-
-    def before_all(
-        self,
-        module: nn.Module,
-        keys_GKC: torch.Tensor,
-        values_GKC: torch.Tensor,
-        num_keys: tuple[int, ...],
-    ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
-        """Return keys and values of a whole stream, those of each sequence behind its prefix, and how many each has.
-
-        Args:
-            module: the attention module that attends.
-            keys_GKC: keys of all sequences one after another, with those of earlier parts.
-            values_GKC: their values.
-            num_keys: number of keys of each of the S sequences.
-        """
-        own = zip(keys_GKC.split(num_keys, dim=1), values_GKC.split(num_keys, dim=1), strict=True)
-        pairs = [self.before(module, index, k[None], v[None]) for index, (k, v) in enumerate(own)]
-        keys, values = (torch.cat(side, dim=2)[0] for side in zip(*pairs, strict=True))
-        return keys, values, tuple(pair[0].shape[2] for pair in pairs)
-
-    def _layer_of(self, module: nn.Module, number: int) -> int:
-        layer = getattr(module, "layer_idx", None)
-        if not isinstance(layer, int) or not 0 <= 2 * layer < len(self._layers[number]):
-            raise UnsupportedModelError(
-                f"{type(module).__name__} has layer number {layer}, for which a prefix has no keys; allowed: models"
-                " whose attention modules are numbered from 0. Use PROMPT_TUNING, which needs no layers."
-            )
-        return layer
-
-    def _check(self, module: nn.Module, prefix_GVC: torch.Tensor, own: torch.Tensor) -> None:
-        heads, channels = prefix_GVC.shape[0], prefix_GVC.shape[2]
-        if (heads, channels) != (own.shape[1], own.shape[3]):
-            raise UnsupportedModelError(
-                f"{type(module).__name__} (layer {module.layer_idx}) has {own.shape[1]} heads of {own.shape[3]}"
-                f" channels, and the prefix {heads} of {channels}; allowed: models whose layers all have the heads that"
-                " their configuration tells. Use PROMPT_TUNING, which needs no layers."
-            )
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,9 +105,9 @@ class PromptPass:
     """The prompts of the tasks of one micro-batch; each was computed once, whatever the number of its sequences.
 
     Attributes:
-        rows: int64 `[R]`, rows of the stream that are virtual tokens; `None` where there are none.
-        embeddings: `[R, D]`, what stands in those rows in place of embeddings of words.
-        prefixes: learnt keys and values in front of sequences; `None` where there are none.
+        rows: int64 `[R]`, rows of the stream that are virtual tokens; `None` if there are none.
+        embeddings: `[R, D]`, what replaces the embeddings of words in those rows.
+        prefixes: learnt keys and values in front of sequences; `None` if there are none.
         position_shift: int64 `[1, T]`, by how much prefixes move each token's position; `None` for not at all.
     """
 
@@ -145,22 +116,161 @@ class PromptPass:
     prefixes: Prefixes | None
     position_shift: torch.Tensor | None
 
-    def embedded(self, words_1TD: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
-        """Return embeddings of words with those of virtual tokens in their rows.
+
+# ------------------------------------------------------------------- generation
+
+_GROWTH = 64
+"""Columns by which memory grows at a time, so that a pass writes in place and copies nothing."""
+
+
+class KeyValueRows:
+    """Keeps the keys and values of every layer, by row, while rows are completed token by token.
+
+    Prompts come as one packed stream, and attend as any stream does; their keys and values are then laid out by row,
+    shorter rows behind zeros. After that every pass brings one token of each row, which attends only to its own row.
+    Rows share a call but no arithmetic, so a row with NaN harms no other.
+
+    Args:
+        lengths: how many tokens of each row come in the packed stream, in which rows follow one another.
+        device: where keys and values are.
+    """
+
+    def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
+        """Keep nothing yet."""
+        self._num_columns = max(lengths)
+        columns = torch.arange(self._num_columns, device=device)
+        self._first_B = self._num_columns - torch.tensor(list(lengths), device=device)
+        self._is_padded = len(set(lengths)) > 1
+        # Row by row, which is the order of the stream.
+        self._places = (columns >= self._first_B[:, None]).nonzero(as_tuple=True)
+        self._is_reading = True
+        self._layers: dict[str, list[torch.Tensor]] = {}
+        self._masks: dict[int | None, torch.Tensor | None] = {}
+
+    def next_column(self) -> None:
+        """Expect one token of every row in the next pass."""
+        self._is_reading = False
+        self._num_columns += 1
+        self._masks.clear()
+
+    def select(self, rows: Sequence[int]) -> None:
+        """Keep the rows of these numbers, in their order from now on, and forget the others."""
+        numbers = torch.tensor(list(rows), device=self._first_B.device)
+        self._first_B = self._first_B[numbers]
+        self._layers = {name: [x[numbers] for x in kept] for name, kept in self._layers.items()}
+
+    def attend(self, layer: str, qkv: QKV, scores: Scores) -> torch.Tensor | None:
+        """Keep the keys and values of a pass, and attend; return `None` while prompts are read.
 
         Args:
-            words_1TD: embeddings `[1, T, D]`, of placeholders in the rows of virtual tokens.
-            rows: int64 `[R]`, the rows of virtual tokens among them.
+            layer: name of the attention module.
+            qkv: queries `[1, H, B, C]`, keys and values `[1, G, B, C]`; of prompts T in place of B.
+            scores: what is done to scores.
+
+        Returns:
+            Outputs `[1, B, H, C]`.
         """
-        assert self.embeddings is not None, "there are virtual tokens"
-        # Copied, not masked: a task's NaN stays in its rows, and the backward takes each row's gradient as it is.
-        return words_1TD[0].index_copy(0, rows, self.embeddings.to(words_1TD.dtype)).unsqueeze(0)
+        query, *new = (x[0].transpose(0, 1) for x in qkv)
+        if self._is_reading:
+            self._layers[layer] = []
+            for x_TGC in new:
+                num_columns = self._num_columns + _GROWTH
+                x_BLGC = x_TGC.new_zeros(len(self._first_B), num_columns, *x_TGC.shape[1:])
+                x_BLGC[self._places] = x_TGC
+                self._layers[layer].append(x_BLGC.transpose(1, 2).contiguous())
+            return None
+        last, kept = self._num_columns - 1, self._layers[layer]
+        if kept[0].shape[2] <= last:
+            kept = [torch.cat([x, x.new_zeros(*x.shape[:2], _GROWTH, x.shape[3])], dim=2) for x in kept]
+            self._layers[layer] = kept
+        for x, newest_BGC in zip(kept, new, strict=True):
+            x[:, :, last] = newest_BGC
+        k_BGLC, v_BGLC = (x[:, :, : self._num_columns] for x in kept)
+        # A query comes last in its row, so what it sees is a matter of columns: all layers with one window share it.
+        mask = self._visible_columns(scores.window)
+        out = attend(query[:, :, None], k_BGLC, v_BGLC, scores._replace(is_causal=False), mask)
+        return out[:, :, 0][None]
+
+    def _visible_columns(self, window: int | None) -> torch.Tensor | None:
+        """Return which columns each row sees, `[B, 1, 1, L]`; `None` if it is all of them."""
+        if window not in self._masks:
+            begin = 0 if window is None else max(self._num_columns - window, 0)
+            mask = None
+            if self._is_padded or begin > 0:
+                columns = torch.arange(self._num_columns, device=self._first_B.device)
+                mask = (columns >= self._first_B.clamp(min=begin)[:, None])[:, None, None]
+            self._masks[window] = mask
+        return self._masks[window]
+
+
+# ------------------------------------------------------------------- last layer
+
+
+class KeysReady(Exception):
+    """Ends a layer's first call: its keys and values are there."""
+
+
+class LayerCalls:
+    """What attention does in the two calls of a layer: first the keys of all rows, then the queries of those read.
+
+    Args:
+        rows: int64 `[R]`, numbers of the rows that are read.
+        has_own_queries: whether queries are computed in the second call, of the rows that are read; otherwise one
+            projection makes queries, keys and values, in the first.
+
+    Attributes:
+        attention: the module that attended in the first call; `None` before it.
+        reached: called when the second call asks for attention; `None` for nothing.
+    """
+
+    def __init__(self, rows: torch.Tensor, *, has_own_queries: bool) -> None:
+        """Expect the first call."""
+        self.rows, self._has_own_queries = rows, has_own_queries
+        self.attention: Any = None
+        self.reached: Callable[[], object] | None = None
+        self._of_all: QKV | None = None
+
+    def of_all(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> QKV:
+        """Return queries `[1, H, U, C]`, keys and values `[1, G, U, C]` of all rows, in the second call.
+
+        Queries of rows that are not read may be zeros: nothing reads what they attend to, and no gradient comes from
+        it. Keys and values of the second call have no meaning.
+
+        Raises:
+            KeysReady: in the first call.
+        """
+        if self._of_all is None:
+            self.attention, self._of_all = module, (query, key, value)
+            raise KeysReady
+        if self.reached is not None:
+            self.reached()
+        all_queries, keys, values = self._of_all
+        if not self._has_own_queries:
+            return all_queries, keys, values
+        shape = (*query.shape[:2], keys.shape[2], query.shape[3])
+        return query.new_zeros(shape).index_copy(2, self.rows, query), keys, values
+
+
+# ----------------------------------------------------------------------- a pass
 
 
 class AttentionStream:
-    """Carries the stream and its layouts into the attention function, as an argument of the model call.
+    """Carries a micro-batch and its layouts into the attention function, as an argument of the model call.
 
     Layouts are built once per micro-batch and shared by all layers.
+
+    Args:
+        stream: the model's stream, which counts the calls and holds keys and values of long sequences.
+        batch: the micro-batch in flight.
+        module_names: name of every attention module, for dropout draws and messages.
+        prefixes: learnt keys and values in front of some of the sequences.
+        rows: keys and values of rows that are being completed, of which the batch is prompts or newest tokens.
+        read: the rows whose outputs of the last layer are read; `None` for all.
+
+    Attributes:
+        calls: set while a layer computes only some of its rows.
+        max_length: tokens of the longest sequence.
+        parts: the sequences that are parts of longer ones, by their number in the stream; `None` for a batch without.
     """
 
     def __init__(
@@ -172,58 +282,36 @@ class AttentionStream:
         rows: KeyValueRows | None = None,
         read: ReadRows | None = None,
     ) -> None:
-        """Bind a micro-batch.
-
-        Args:
-            stream: the model's stream, which counts the calls and holds keys and values of long sequences.
-            batch: the micro-batch in flight.
-            module_names: name of every attention module, for dropout draws and messages.
-            prefixes: learnt keys and values in front of some of the sequences.
-            rows: keys and values of rows that are being completed, of which the batch is prompts or newest tokens.
-            read: the rows whose outputs of the last layer are read; `None` for all.
-        """
-        self.rows = rows
-        self.read = read
+        """Bind a micro-batch."""
+        self.stream, self.batch, self.module_names = stream, batch, module_names
+        self.prefixes, self.rows, self.read = prefixes, rows, read
         self.calls: LayerCalls | None = None
-        self.stream = stream
-        self.batch = batch
-        self.module_names = module_names
         self.max_length = max(batch.sequence_lengths, default=0)
-        self.parts = PartsInFlight(batch, stream.key_values) if batch.parts else None
-        self.prefixes = prefixes
-        self._tree: TreeLayouts | None = None
-        # By causality, as a model may have layers of both kinds.
+        self.parts: dict[int, SequencePart] | None = None
+        if batch.parts:
+            self.parts = {index: part for index, part in enumerate(batch.parts) if not part.is_whole}
+        # By causality, as a model may have layers of both kinds; by number of keys, as layers with and without a window
+        # need not agree.
         self._layouts: dict[bool, Layout] = {}
         self._key_bounds: dict[tuple[int, ...], torch.Tensor] = {}
 
-    @property
+    @cached_property
     def tree(self) -> TreeLayouts | None:
-        """The layouts of the prefix tree; `None` where there is none, or where all tokens have to be laid out."""
+        """The layouts of the prefix tree; `None` if there is none, or if all tokens have to be laid out."""
         shared = self.batch.shared
         if shared is None or self.parts is not None or self.prefixes is not None:
             return None
-        if self._tree is None:
-            self._tree = TreeLayouts(shared.tree, self.batch.input_ids.device)
-        return self._tree
-
-    @contextmanager
-    def in_calls(self, calls: LayerCalls) -> Iterator[None]:
-        """Let attention in the `with` block be that of a layer which computes some of its rows alone."""
-        self.calls = calls
-        try:
-            yield
-        finally:
-            self.calls = None
+        return TreeLayouts(shared.tree, self.batch.input_ids.device)
 
     def layout(self, *, is_causal: bool) -> Layout:
         """Return the rectangles for causal or full attention."""
         if is_causal not in self._layouts:
             # Without causality every query would see the padded keys.
             step = LENGTH_STEP if is_causal else 1
+            apart = () if self.parts is None else tuple(self.parts)
+            kinds = () if self.prefixes is None else self.prefixes.of_sequence
             device = self.batch.input_ids.device
-            apart = () if self.parts is None else tuple(self.parts.of_sequence)
-            owners = () if self.prefixes is None else self.prefixes.of_sequence
-            self._layouts[is_causal] = build_layout(self.batch.sequence_lengths, step, device, apart, owners)
+            self._layouts[is_causal] = build_layout(self.batch.sequence_lengths, step, device, apart, kinds)
         return self._layouts[is_causal]
 
     def key_bounds(self, num_keys: tuple[int, ...]) -> torch.Tensor:
@@ -232,8 +320,49 @@ class AttentionStream:
         Args:
             num_keys: number of keys of each sequence; a part has more of them than queries.
         """
-        # By number of keys, as layers with and without a window need not agree.
         if num_keys not in self._key_bounds:
             bounds = torch.tensor([0, *np.cumsum(num_keys)], dtype=torch.int32)
             self._key_bounds[num_keys] = copied_to(bounds, self.batch.input_ids.device)
         return self._key_bounds[num_keys]
+
+    def keep_parts(self, layer: str, key: torch.Tensor, value: torch.Tensor) -> None:
+        """Keep the keys and values `[1, G, T, C]` that later parts will read; after rotary embedding (M §3.5)."""
+        lengths = self.batch.sequence_lengths
+        starts = np.cumsum(lengths) - lengths
+        for index, part in (self.parts or {}).items():
+            # Nothing reads the keys of a last part after its own pass.
+            if part.has_more:
+                rows = slice(int(starts[index]), int(starts[index]) + lengths[index])
+                self.stream.key_values.keep(layer, part, key[0, :, rows], value[0, :, rows])
+
+    def with_context(
+        self, module: nn.Module, index: int, keys: torch.Tensor, values: torch.Tensor, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Return keys and values `[n, G, L, C]` behind those of earlier parts and behind their prefix.
+
+        Args:
+            module: the attention module that attends.
+            index: number in the stream of one of the n sequences, which have one prefix; a part comes alone.
+            keys: keys of the sequences' own tokens.
+            values: their values.
+            window: a query sees this many tokens, itself included; keys that none sees are left out.
+        """
+        part = None if self.parts is None else self.parts.get(index)
+        if part is not None:
+            earlier = self.stream.key_values.earlier(self.module_names[module], part, window)
+            if earlier:
+                keys = torch.cat([*(pair[0] for pair in earlier), keys[0]], dim=1)[None]
+                values = torch.cat([*(pair[1] for pair in earlier), values[0]], dim=1)[None]
+        return (keys, values) if self.prefixes is None else self.prefixes.before(module, index, keys, values)
+
+    def stream_with_context(
+        self, module: nn.Module, key: torch.Tensor, value: torch.Tensor, window: int | None
+    ) -> tuple[torch.Tensor, torch.Tensor, tuple[int, ...]]:
+        """Return `with_context` of all sequences of a stream, `[1, G, K, C]`, and how many keys each of them has."""
+        lengths = self.batch.sequence_lengths
+        if self.parts is None and self.prefixes is None:
+            return key, value, lengths
+        own = enumerate(zip(key.split(lengths, dim=2), value.split(lengths, dim=2), strict=True))
+        pairs = [self.with_context(module, index, k, v, window) for index, (k, v) in own]
+        keys, values = (torch.cat(side, dim=2) for side in zip(*pairs, strict=True))
+        return keys, values, tuple(pair[0].shape[2] for pair in pairs)

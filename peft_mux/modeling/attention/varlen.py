@@ -1,11 +1,11 @@
 """Attention over a packed stream in one call, on CUDA: flash attention that reads where each sequence begins.
 
-Torch brings the kernel (`torch.nn.attention.varlen`), under signatures that change from version to version; where its
-build has none, the packages `flash_attn_interface` and `flash_attn` do. There is none for a CPU: `varlen_support` says
-so, or what else is in the way, and the caller takes scaled-dot-product attention.
+Torch brings the kernel (`torch.nn.attention.varlen`), under signatures that change from version to version; if its
+build has none, the packages `flash_attn_interface` and `flash_attn` may. There is none for a CPU: `varlen_support` says
+so, or what else is in the way, and the caller uses scaled-dot-product attention.
 
-Nothing passed on depends on which sequences happen to be together, but for `cu_seqlens` itself and the launch size: see
-`_lengths`.
+Nothing passed to the kernel depends on which sequences happen to be together, except for `cu_seqlens` and the launch
+size.
 
 Shape letters: T tokens, S sequences, H heads, G key-value heads (G divides H), C channels of a head.
 """
@@ -41,26 +41,16 @@ class VarlenKernel(NamedTuple):
     Attributes:
         library: `torch` or the name of a package.
         function: the library's attention function.
-        parameters: names of the function's parameters; what it has none for is done here or left out.
+        parameters: names of the function's parameters; without one of them, its work is done here or left out.
     """
 
     library: str
     function: Callable[..., Any]
     parameters: frozenset[str]
 
-    @property
-    def takes_gqa(self) -> bool:
-        """Whether there may be fewer key-value heads than heads."""
-        return self.library != "torch" or "enable_gqa" in self.parameters
-
 
 def as_kernel(library: str, function: Callable[..., Any]) -> VarlenKernel | None:
-    """Describe a library's function, or return `None` if it cannot be told to be causal within a window.
-
-    Args:
-        library: `torch` or the name of a package.
-        function: its attention over sequences of varying length.
-    """
+    """Describe the attention function of a library; `None` if it takes no causal window."""
     parameters = frozenset(inspect.signature(function).parameters)
     return VarlenKernel(library, function, parameters) if "window_size" in parameters else None
 
@@ -68,23 +58,18 @@ def as_kernel(library: str, function: Callable[..., Any]) -> VarlenKernel | None
 @functools.cache
 def varlen_kernel() -> VarlenKernel | None:
     """Return torch's own kernel, or that of a flash attention package, or `None`; found once a process."""
+    candidates = [(package, package, "flash_attn_varlen_func") for package in _PACKAGES]
     if torch.backends.cuda.is_flash_attention_available():
-        kernel = _imported("torch", "torch.nn.attention.varlen", "varlen_attn")
-        if kernel is not None:
-            return kernel
-    for package in _PACKAGES:
-        kernel = _imported(package, package, "flash_attn_varlen_func")
+        candidates.insert(0, ("torch", "torch.nn.attention.varlen", "varlen_attn"))
+    for library, module, name in candidates:
+        try:
+            function = getattr(importlib.import_module(module), name)
+        except (ImportError, AttributeError, OSError):  # absent, another version, built for another CUDA
+            continue
+        kernel = as_kernel(library, function)
         if kernel is not None:
             return kernel
     return None
-
-
-def _imported(library: str, module: str, name: str) -> VarlenKernel | None:
-    try:
-        function = getattr(importlib.import_module(module), name)
-    except (ImportError, AttributeError, OSError):  # absent, other version, built for another CUDA
-        return None
-    return as_kernel(library, function)
 
 
 def varlen_support(
@@ -103,8 +88,8 @@ def varlen_support(
         device: where the stream lies.
         dtype: the precision of queries, keys and values.
         head_dim: number C of channels of a head's queries and keys.
-        value_dim: number of channels of a head's values, where it may be another.
-        softcap: bound of the scores; `None` for no bound.
+        value_dim: number of channels of a head's values; by default `head_dim`.
+        softcap: bound of the scores; `None` for none.
         dropout: probability with which an attention weight is dropped.
         has_sinks: whether the softmax has a learnt extra term.
     """
@@ -135,11 +120,7 @@ def varlen_support(
 
 @functools.cache
 def warn_once(reason: str) -> None:
-    """Warn that a GPU computes attention the slower way; once for each reason.
-
-    Args:
-        reason: what `varlen_support` returned, a clause.
-    """
+    """Warn once that a GPU computes attention the slower way, for a reason of `varlen_support`."""
     warnings.warn(f"attention is computed by groups of sequences of equal length, as {reason}.", stacklevel=2)
 
 
@@ -171,7 +152,7 @@ def varlen_attention(
         window: a query sees this many tokens, itself included; `None` for all. Causal attention only.
         scaling: factor of the scores.
         kernel: the library's function; by default what `varlen_kernel` finds.
-        keys: int32 `[S + 1]` bounds and greatest number of the keys of each sequence, where they are not those of the
+        keys: int32 `[S + 1]` bounds and greatest number of the keys of each sequence, if they are not those of the
             queries. Queries are the last tokens that there are keys of: flash attention since 2.1 aligns causality so.
 
     Returns:
@@ -189,74 +170,36 @@ def varlen_attention(
         raise ValueError(f"{k_TGC.shape[1]} key-value heads for {q_THC.shape[1]} heads; allowed: a divisor.")
     # The kernels count the tokens to the left of the query, without the query.
     reach = (-1 if window is None else window - 1, 0 if is_causal else -1)
-    call = _call_torch if kernel.library == "torch" else _call_package
-    q_THC, k_TGC, v_TGC = (_with_dense_channels(x) for x in (q_THC, k_TGC, v_TGC))
+    # The kernels take any strides but those of the channels, which must be adjacent.
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THC, k_TGC, v_TGC))
     bounds, longest = (cu_seqlens, max_length) if keys is None else keys
-    lengths = _lengths(max_length, window)[0], _lengths(longest, window)[1]
-    return call(kernel, (q_THC, k_TGC, v_TGC), (cu_seqlens, bounds), lengths, reach, scaling)
-
-
-def _lengths(max_length: int, window: int | None) -> tuple[int, int]:
-    """Return the greatest lengths of queries and of keys that the kernel is told.
-
-    They size its launch, and may be too large. But it also chooses other code where they are 1, or within the window:
-    a sequence would be computed by other code alone than beside a longer one.
-    """
-    return max(max_length, 2), max(max_length, 2 if window is None else window, 2)
-
-
-def _call_torch(
-    kernel: VarlenKernel,
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    cu_seqlens: tuple[torch.Tensor, torch.Tensor],
-    lengths: tuple[int, int],
-    reach: tuple[int, int],
-    scaling: float,
-) -> torch.Tensor:
-    q_THC, k_TGC, v_TGC = qkv
-    options: dict[str, Any] = {"scale": scaling, "window_size": reach}
-    groups = q_THC.shape[1] // k_TGC.shape[1]
-    if kernel.takes_gqa:
-        options["enable_gqa"] = groups > 1
-    elif groups > 1:
-        k_TGC, v_TGC = _repeated(k_TGC, groups), _repeated(v_TGC, groups)
+    # Lengths size the launch, and may be too large. But the kernel also chooses other code if they are 1, or within the
+    # window: a sequence would be computed by other code alone than with a longer one in the batch.
+    num_queries, num_keys = max(max_length, 2), max(longest, 2 if window is None else window, 2)
+    options: dict[str, Any] = {"window_size": reach}
     if "num_splits" in kernel.parameters:
         options["num_splits"] = 1  # where keys are split depends on the longest sequence, and so would the sums
-    return kernel.function(q_THC, k_TGC, v_TGC, *cu_seqlens, *lengths, **options)
-
-
-def _call_package(
-    kernel: VarlenKernel,
-    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    cu_seqlens: tuple[torch.Tensor, torch.Tensor],
-    lengths: tuple[int, int],
-    reach: tuple[int, int],
-    scaling: float,
-) -> torch.Tensor:
-    options: dict[str, Any] = {
-        "cu_seqlens_q": cu_seqlens[0],
-        "cu_seqlens_k": cu_seqlens[1],
-        "max_seqlen_q": lengths[0],
-        "max_seqlen_k": lengths[1],
-        "softmax_scale": scaling,
-        "causal": reach[1] == 0,
-        "window_size": reach,
-    }
-    # Torch's kernel looks at the global switch by itself; the packages have to be told.
+    if kernel.library == "torch":
+        groups = q.shape[1] // k.shape[1]
+        if "enable_gqa" in kernel.parameters:
+            options["enable_gqa"] = groups > 1
+        elif groups > 1:
+            # Expanded, so that the backward is a sum in a fixed order and not an addition by index.
+            k, v = (x[:, :, None].expand(-1, -1, groups, -1).flatten(1, 2) for x in (k, v))
+        return kernel.function(q, k, v, cu_seqlens, bounds, num_queries, num_keys, scale=scaling, **options)
     if "deterministic" in kernel.parameters:
+        # Torch's kernel looks at the global switch by itself; the packages have to be told.
         options["deterministic"] = torch.are_deterministic_algorithms_enabled()
-    if "num_splits" in kernel.parameters:
-        # As for torch's kernel: splits would follow from the longest sequence, and the sums from them.
-        options["num_splits"] = 1
-    out = kernel.function(*qkv, **options)
+    out = kernel.function(
+        q,
+        k,
+        v,
+        cu_seqlens_q=cu_seqlens,
+        cu_seqlens_k=bounds,
+        max_seqlen_q=num_queries,
+        max_seqlen_k=num_keys,
+        softmax_scale=scaling,
+        causal=is_causal,
+        **options,
+    )
     return out[0] if isinstance(out, tuple) else out  # some versions add the logarithm of the softmax's divisor
-
-
-def _with_dense_channels(x: torch.Tensor) -> torch.Tensor:
-    # The kernels take any strides but those of the channels, which have to lie side by side.
-    return x if x.stride(-1) == 1 else x.contiguous()
-
-
-def _repeated(x_TGC: torch.Tensor, groups: int) -> torch.Tensor:
-    """`[T, G, C] -> [T, G * groups, C]`; its backward is a sum in a fixed order, not an addition by index."""
-    return x_TGC[:, :, None].expand(-1, -1, groups, -1).flatten(1, 2)

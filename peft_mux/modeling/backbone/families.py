@@ -1,9 +1,9 @@
-"""Which architectures pipelines and tensor parallelism divide, and where their parts lie: `FAMILIES`, `family_of`.
+"""Which architectures pipelines and tensor parallelism divide, and where their parts are: `FAMILIES`, `family_of`.
 
-Where they lie is read off transformers' own plans: the configuration class of an architecture says which modules come
-before the decoder layers and which behind (`base_model_pp_plan`), and how layers are cut (`base_model_tp_plan`). Only
-where it says nothing does a plan of the same form stand here. A plan is no proof: each model type of `FAMILIES` was
-held against one process.
+Transformers' own plans say where: the configuration class of an architecture names the modules before the decoder
+layers and behind them (`base_model_pp_plan`), and how layers are cut (`base_model_tp_plan`). `OWN_PLANS` has plans of
+the same form for architectures without one. A plan is no proof: each model type of `FAMILIES` was compared with one
+process.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from peft_mux.errors import UnsupportedModelError
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """What is known of the architectures of one family; names are those of modules within the base model.
+    """How the architectures of one family are divided; names are those of modules within the base model.
 
     Attributes:
         layers: the list of decoder layers.
-        embeddings: what lies before the first decoder layer; it belongs to the first stage.
-        after: what lies behind the last decoder layer; it belongs to the last stage.
+        embeddings: what is before the first decoder layer; it belongs to the first stage.
+        after: what is behind the last decoder layer; it belongs to the last stage.
         tp_plan: how tensor parallelism cuts a decoder layer: transformers' word for it, by name within the layer.
-        positions: which of `embeddings` are learned positions, looked up whatever hidden states come in; `None` where
+        positions: which of `embeddings` are learned positions, looked up whatever hidden states come in; `None` if
             positions are rotary.
     """
 
@@ -43,7 +43,7 @@ FAMILIES = (
     *("ministral", "ministral3", "mistral", "mixtral", "olmo", "olmo2", "olmo3", "opt", "phi", "phi3", "qwen2"),
     *("qwen2_moe", "qwen3", "qwen3_moe", "seed_oss", "smollm3", "solar_open", "starcoder2", "vaultgemma", "youtu"),
 )
-"""Model types whose stages and shards were held against one process (`tests/engine/families`)."""
+"""Model types whose stages and shards were compared with one process (`tests/engine/families`)."""
 
 FAILING = {
     "aria_text": "the matrices of its experts lie the other way round",
@@ -51,9 +51,9 @@ FAILING = {
     "gemma4_unified_text": "its shards differ from one process by more than rounding",
     "hrm_text": "its layers are two lists, which run in turns",
 }
-"""Model types that have a plan and did not come through, with the reason."""
+"""Model types that have a plan and failed this comparison, with the reason."""
 
-_OWN_PLANS = {
+OWN_PLANS = {
     "gpt2": Family(
         layers="h",
         embeddings=("wte", "wpe", "drop"),
@@ -85,13 +85,10 @@ _OWN_PLANS = {
 
 
 def family_of(backbone: Any) -> Family:
-    """Return what is known of a backbone's family, for pipeline stages and whatever else cuts it.
-
-    Args:
-        backbone: the transformers model, possibly without weights.
+    """Return how a backbone, possibly without weights, is divided.
 
     Raises:
-        UnsupportedModelError: for a model type that was not held against one process, or did not come through.
+        UnsupportedModelError: for a model type that was not compared with one process, or failed.
     """
     config = backbone.config
     kind = getattr(config, "model_type", None)
@@ -101,17 +98,9 @@ def family_of(backbone: Any) -> Family:
             f"{type(backbone).__name__} (model type {kind!r}) cannot be cut into stages or shards{reason}; allowed:"
             f" {', '.join(FAMILIES)}. Train it in one process, with data parallelism, or with shard_backbone=True."
         )
-    return _OWN_PLANS[kind] if kind in _OWN_PLANS else _from_plans(config)
-
-
-def has_own_plan(kind: str) -> bool:
-    """Whether a plan stands here, as transformers has none for the model type."""
-    return kind in _OWN_PLANS
-
-
-def _from_plans(config: Any) -> Family:
-    """Return what the plans of a configuration say."""
+    if kind in OWN_PLANS:
+        return OWN_PLANS[kind]
     names = list(config.base_model_pp_plan)
-    layers = names.index("layers")
+    place = names.index("layers")
     tp_plan = {key.removeprefix("layers.*."): style for key, style in config.base_model_tp_plan.items()}
-    return Family("layers", tuple(names[:layers]), tuple(names[layers + 1 :]), tp_plan)
+    return Family("layers", tuple(names[:place]), tuple(names[place + 1 :]), tp_plan)

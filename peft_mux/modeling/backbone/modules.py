@@ -1,21 +1,15 @@
-"""What the modules of a backbone are: frozen weights, and which of them can be adapted."""
+"""What the modules of a backbone are: frozen weights, adaptable layers, output heads and the list of decoder layers.
 
-# MERGED: The kinds of output head that a backbone may end in, as far as class names and PEFT's task types tell them.
-# MERGED: What each computes on a packed stream is in `peft_mux.modeling.objectives`; adapters only need what stands
-# MERGED: here.
-# MERGED: The decoder layers of a backbone: where their list is, which of them are alike, and how to do with the first
-# MERGED: few.
-# MERGED: What is asked of every kind of layer need not be asked of all layers: the packing probe and the count of
-# MERGED: what a pass
-# MERGED: keeps look at the first layers, as many as it takes to have one of each kind. Layers are of one kind where
-# MERGED: their code,
-# MERGED: their own numbers and flags, their parameters' shapes and their adapters are the same.
+What is asked of every kind of layer need not be asked of all layers: the packing probe and the count of what a pass
+keeps look at the first layers, as many as it takes to have one of each kind. Layers are of one kind if their code,
+their own numbers and flags, their parameters' shapes and their adapters are the same.
+"""
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -25,6 +19,8 @@ from torch import nn
 from transformers.pytorch_utils import Conv1D
 
 from peft_mux.modeling.sharding import plain_type
+
+# ------------------------------------------------------------------- frozen parts
 
 
 def frozen_weight(base_layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | None]:
@@ -44,14 +40,14 @@ def frozen_weight(base_layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | 
 
 
 def without_head(backbone: Any) -> Any:
-    """Return what a backbone computes its last hidden states with: its base model, or its decoder where it has none."""
+    """Return what a backbone computes its last hidden states with: its base model, or its decoder if it has none."""
     base = backbone.base_model
-    # Where the attribute that `base_model_prefix` names is not there, transformers gives the whole model (Llama 4).
+    # If the attribute that `base_model_prefix` names is missing, transformers gives the whole model (Llama 4).
     return getattr(backbone, "model", base) if base is backbone else base
 
 
 def language_model(backbone: Any) -> Any:
-    """Return what rows of text go through: the base model, or the part of it that is a model of language."""
+    """Return what rows of text go through: the base model, or the part of it that is the language model."""
     base = without_head(backbone)
     if backbone.config.get_text_config() is backbone.config:
         return base
@@ -66,7 +62,7 @@ def modules_beside_text(backbone: Any) -> tuple[str, ...]:
         return ()
     names = {module: name for name, module in backbone.named_modules()}
     found, parent = [], base
-    # Down the way from the base model to its language model: what else hangs there is something else.
+    # Down the path from the base model to its language model, collecting the siblings.
     while parent is not text:
         way = f"{names[text]}."
         children = [(f"{names[parent]}.{child}", module) for child, module in parent.named_children()]
@@ -76,15 +72,13 @@ def modules_beside_text(backbone: Any) -> tuple[str, ...]:
 
 
 def is_router(module: nn.Module) -> bool:
-    """Whether a module is a router of a mixture that is written as a linear layer, but returns several tensors."""
+    """Return whether a module is a router of a mixture, a linear layer by class that returns several tensors."""
     return isinstance(module, nn.Linear) and "Router" in type(module).__name__
 
 
 HEAD_NAMES = ("classifier", "score")
-"""Modules that PEFT trains beside the adapter for sequence classification."""
+"""Modules that PEFT trains in addition to the adapter for sequence classification."""
 
-
-_EMBEDDINGS = (nn.Embedding,)
 _OF_TASKS = re.compile(r"\.(modules_to_save|own_bias)\.")
 _WRAPPED = re.compile(r"\.(base_layer|original_module|modules_to_save|token_adapter|lora_[^.]+)\.")
 _BASE_LAYERS = re.compile(r"(\.token_adapter)?(\.base_layer)+$")
@@ -98,31 +92,26 @@ def adaptable_modules(backbone: nn.Module) -> dict[str, nn.Module]:
             name = name.removesuffix(".original_module")  # of which tasks train copies
         if ".modules_to_save." in name or ".original_module" in name:
             continue
-        if isinstance(module, (nn.Linear, Conv1D, *_EMBEDDINGS)):
+        if isinstance(module, (nn.Linear, Conv1D, nn.Embedding)):
             modules[_BASE_LAYERS.sub("", name)] = module
     return modules
 
 
 def frozen_parameters(backbone: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Yield each parameter of a backbone but for those of adapters and of tasks' heads.
+    """Yield each parameter of a backbone, without those of adapters and of tasks' heads.
 
     Yields:
-        its name, as if no tuner layer lay around its module, and the parameter.
+        its name, as if no tuner layer were around its module, and the parameter.
     """
     seen: set[int] = set()
     for name, module in modules_below_adapters(backbone):
         is_tuned = isinstance(module, BaseTunerLayer)
         for own, parameter in () if is_tuned else module.named_parameters(name, recurse=False):
-            # Tied weights have the name under which they are met first.
+            # Tied weights have the name under which they come first.
             if id(parameter) not in seen and not _OF_TASKS.search(own):
                 seen.add(id(parameter))
-                yield _plain_name(own), parameter
-
-
-def _plain_name(name: str) -> str:
-    """Return the name of a frozen parameter as if nothing lay around its module; that of a task's head stays."""
-    name = name.replace(".token_adapter.base_layer", "").replace(".base_layer", "")
-    return name if name.startswith(HEAD_NAMES) else name.replace(".original_module", "")
+                own = own.replace(".token_adapter.base_layer", "").replace(".base_layer", "")
+                yield own if own.startswith(HEAD_NAMES) else own.replace(".original_module", ""), parameter
 
 
 def module_names(backbone: nn.Module) -> list[str]:
@@ -132,16 +121,16 @@ def module_names(backbone: nn.Module) -> list[str]:
 
 
 def is_inside_wrapper(name: str) -> bool:
-    """Whether a module lies inside of what PEFT has put around another, by its name."""
+    """Return whether a module is inside of what PEFT has put around another, by its name."""
     return _WRAPPED.search(f".{name}.") is not None
 
 
 def modules_around_adapters(
     model: nn.Module, passed_over: Callable[[nn.Module], bool] = lambda layer: True
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module once by name, as `named_modules` does, but for those of the adapters in tuner layers.
+    """Yield each module once by name, as `named_modules` does, without those of the adapters in tuner layers.
 
-    There are several of these a layer and task, so going through them for each task takes time by the square of tasks.
+    There are several of these a layer and task, so visiting them for each task takes time by the square of tasks.
 
     Args:
         model: a model with adapters.
@@ -153,14 +142,14 @@ def modules_around_adapters(
 
 
 def modules_below_adapters(backbone: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module once by name, but for what PEFT keeps in tuner layers beside the layers that they wrap."""
+    """Yield each module once by name, without what PEFT keeps in tuner layers in addition to the layers they wrap."""
     return _walk(backbone, lambda _, key, child: key != "base_layer")
 
 
 def _walk(
     model: nn.Module, is_left_out: Callable[[nn.Module, str, nn.Module], bool]
 ) -> Iterator[tuple[str, nn.Module]]:
-    """Yield each module once by name, as `named_modules` does, but for some children of tuner layers."""
+    """Yield each module once by name, as `named_modules` does, without some children of tuner layers."""
     seen: set[nn.Module] = set()
     waiting: list[tuple[str, nn.Module]] = [("", model)]
     while waiting:
@@ -176,14 +165,17 @@ def _walk(
 
 
 def put_module(model: nn.Module, name: str, module: nn.Module) -> None:
-    """Put a module in the place of the one of a name."""
+    """Replace the module of a name."""
     parent, _, child = name.rpartition(".")
     setattr(model.get_submodule(parent), child, module)
 
 
 def is_meta(model: nn.Module) -> bool:
-    """Whether a model is a description without weights."""
+    """Return whether a model is a description without weights."""
     return next(model.parameters()).is_meta
+
+
+# ------------------------------------------------------------------- output heads
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,10 +184,10 @@ class HeadKind:
 
     Attributes:
         name: says in messages which tasks it serves, as in "classification tasks".
-        task_types: the `task_type`s of PEFT that ask for it; `None` where a configuration may leave it open.
+        task_types: the `task_type`s of PEFT that ask for it; `None` if a configuration may leave it open.
         auto_class: name of the class of transformers that loads backbones with this head.
-        trained_modules: names of the modules that PEFT trains a copy of for each task; none where the head is frozen.
-        advice: tells the owner of another backbone how to get this head.
+        trained_modules: names of the modules that PEFT trains a copy of for each task; none if the head is frozen.
+        advice: tells the user of another backbone how to get this head.
     """
 
     name: str
@@ -208,11 +200,6 @@ class HeadKind:
     def is_shared(self) -> bool:
         """Whether all tasks share one frozen head, rather than train a small one each."""
         return not self.trained_modules
-
-    @property
-    def class_suffix(self) -> str:
-        """What the class names of backbones with this head contain, such as `ForCausalLM`."""
-        return self.auto_class.removeprefix("AutoModel")
 
 
 CLASSIFICATION = HeadKind(
@@ -237,9 +224,10 @@ SUPPORTED_TASK_TYPES = tuple(task_type for kind in HEAD_KINDS for task_type in k
 
 
 def head_kind_of(backbone: Any) -> HeadKind:
-    """Return the kind of head that a backbone's class name tells."""
+    """Return the kind of head of a backbone, by the end of its class name, such as `ForCausalLM`."""
     name = type(backbone).__name__
-    return next((kind for kind in HEAD_KINDS if kind.class_suffix in name), HEAD_KINDS[-1])
+    found = (kind for kind in HEAD_KINDS if kind.auto_class.removeprefix("AutoModel") in name)
+    return next(found, HEAD_KINDS[-1])
 
 
 def head_kind_for(task_type: str | None) -> HeadKind:
@@ -249,13 +237,15 @@ def head_kind_for(task_type: str | None) -> HeadKind:
     return next((kind for kind in HEAD_KINDS if task_type in kind.task_types), HEAD_KINDS[-1])
 
 
+# ----------------------------------------------------------------- decoder layers
+
 _PLACES = frozenset({"layer_idx", "layer_id", "layer_index", "layer_number", "idx", "index", "training"})
-"""Attributes that say where a layer is, not what it does."""
+"""Attributes that say where a layer is, not what it computes."""
 _PLAIN = (bool, int, float, str, type(None))
 
 
 class LayerList(NamedTuple):
-    """A list of layers, and where it hangs.
+    """A list of layers, and its place in the model.
 
     Attributes:
         parent: the module that holds the list.
@@ -269,11 +259,7 @@ class LayerList(NamedTuple):
 
 
 def find_layers(backbone: Any) -> LayerList | None:
-    """Return the list of the layers that rows of text go through; `None` where they are not in one list.
-
-    Args:
-        backbone: a transformers model, possibly with adapters.
-    """
+    """Return the list of the layers that rows of text go through; `None` if they are not in one list."""
     count = getattr(backbone.config.get_text_config(), "num_hidden_layers", None)
     for parent in language_model(backbone).modules():
         for name, child in parent.named_children():
@@ -283,12 +269,7 @@ def find_layers(backbone: Any) -> LayerList | None:
 
 
 def kinds_of_layers(backbone: Any, layers: Sequence[nn.Module]) -> list[int]:
-    """Return a number for each layer, the same for those that are alike.
-
-    Args:
-        backbone: the model that they are of, whose configuration may tell their types.
-        layers: its layers, in order, with the adapters that they have.
-    """
+    """Return a number for each layer of a backbone, the same for layers of one kind; adapters count."""
     types = getattr(backbone.config.get_text_config(), "layer_types", None) or [None] * len(layers)
     numbers: dict[Any, int] = {}
     return [
@@ -297,12 +278,12 @@ def kinds_of_layers(backbone: Any, layers: Sequence[nn.Module]) -> list[int]:
 
 
 def num_telling_layers(kinds: Sequence[int]) -> int:
-    """Return how many of the first layers it takes to have one of each kind, and not the first where there is another.
+    """Return how many of the first layers it takes to have one of each kind, not counting the first if possible.
 
-    The first layer is left out as it may be unlike others of its kind in what it is given.
+    The first layer may differ from others of its kind in its inputs.
 
     Args:
-        kinds: a number for each layer, the same for those that are alike.
+        kinds: a number for each layer, the same for layers of one kind.
 
     Example:
         >>> num_telling_layers([0, 0, 0, 0]), num_telling_layers([0, 1, 0, 1]), num_telling_layers([0, 1, 1, 1])
@@ -316,40 +297,19 @@ def num_telling_layers(kinds: Sequence[int]) -> int:
     return len(kinds)
 
 
-@contextmanager
-def first_layers(backbone: Any, count: int) -> Iterator[None]:
-    """Let a backbone have its first layers only, for the time of the block.
+def first_layers(backbone: Any, count: int) -> AbstractContextManager[None]:
+    """Keep only the first layers of a backbone for the time of the `with` block; a count of 0 stands for all."""
+    return some_layers(backbone, slice(count or None))
 
-    Args:
-        backbone: a transformers model, possibly with adapters.
-        count: how many of its layers stay; 0 for all, which stay as well where they are not in one list.
-    """
+
+@contextmanager
+def some_layers(backbone: Any, part: slice) -> Iterator[None]:
+    """Keep only some layers of a backbone for the time of the `with` block; all if they are not in one list."""
     found = find_layers(backbone)
-    if found is None or not 0 < count < len(found.layers):
+    if found is None or len(found.layers[part]) == len(found.layers):
         yield
         return
-    with _with_layers(backbone, found, found.layers[:count]):
-        yield
-
-
-@contextmanager
-def last_layer_alone(backbone: Any) -> Iterator[None]:
-    """Let a backbone have its last layer only, for the time of the block; all where they are not in one list.
-
-    Args:
-        backbone: a transformers model, possibly with adapters.
-    """
-    found = find_layers(backbone)
-    if found is None:
-        yield
-        return
-    with _with_layers(backbone, found, found.layers[-1:]):
-        yield
-
-
-@contextmanager
-def _with_layers(backbone: Any, found: LayerList, layers: Iterable[nn.Module]) -> Iterator[None]:
-    config, kept = backbone.config.get_text_config(), nn.ModuleList(layers)
+    config, kept = backbone.config.get_text_config(), nn.ModuleList(found.layers[part])
     setattr(found.parent, found.name, kept)
     config.num_hidden_layers = len(kept)
     try:
@@ -360,20 +320,21 @@ def _with_layers(backbone: Any, found: LayerList, layers: Iterable[nn.Module]) -
 
 
 def _signature(module: nn.Module) -> tuple[Any, ...]:
-    """Return what a module computes, as far as attributes tell it."""
+    """Return what a module computes, as far as its attributes say."""
     own = vars(module)
-    plain = [(key, value) for key, value in own.items() if key not in _PLACES and isinstance(value, _PLAIN)]
+    plain: list[tuple[str, Any]] = [
+        (key, value) for key, value in own.items() if key not in _PLACES and isinstance(value, _PLAIN)
+    ]
     children: list[Any] = [(name, child) for name, child in module.named_children()]
     if isinstance(module, BaseTunerLayer):
-        # Of adapters their numbers (ranks, scales) tell all, and there may be many.
-        plain += [(key, _plain_items(value)) for key, value in own.items() if isinstance(value, dict)]
+        # Adapters, of which there may be many, differ in their numbers (ranks, scales). No strings: among them are the
+        # names of the modules.
+        for key, values in own.items():
+            if isinstance(values, dict):
+                numbers = [(name, one) for name, one in values.items() if isinstance(one, (bool, int, float))]
+                plain.append((key, tuple(numbers)))
         plain += [(name, tuple(child.keys())) for name, child in children if isinstance(child, nn.ModuleDict)]
         children = [(name, child) for name, child in children if name == "base_layer"]
     parameters = [(name, tuple(value.shape)) for name, value in own["_parameters"].items() if value is not None]
     inside = [(name, _signature(child)) for name, child in children]
     return (type(module), tuple(sorted(plain, key=str)), tuple(parameters), tuple(inside))
-
-
-def _plain_items(values: dict[Any, Any]) -> tuple[Any, ...]:
-    # No words: among them are the names of the modules.
-    return tuple((key, value) for key, value in values.items() if isinstance(value, (bool, int, float)))

@@ -1,15 +1,15 @@
 """Backbones whose linear layers bitsandbytes holds in 4 or 8 bits.
 
-The library's own kernels compute such a layer and its input gradient; the adapters come on top, on their own rows
+The library's own kernels compute such a layer and its input gradient; adapters add to it on their own rows
 (`MultiplexedLinear.alone`). What would break a promise is refused by name:
 
 * 8-bit layers with an outlier threshold: a feature that is large in one row is computed in another precision for all
   rows of the call, so that one task changes its neighbours. With `llm_int8_threshold=0.0` every row stands alone.
-* 4-bit layers that bitsandbytes has repacked for inference on CPUs (AVX512-BF16), which it does unasked in evaluation
-  mode: that path has no input gradient and rounds the scales. `prepare_quantized` keeps it from happening.
+* 4-bit layers that bitsandbytes has repacked for inference on CPUs (AVX512-BF16), as it does by default in evaluation
+  mode: that path has no input gradient and rounds the scales. `prepare_quantized` prevents it.
 * quantised heads, whose weights the fused loss reads, and other libraries' quantisation.
 
-bitsandbytes is imported only where something is quantised.
+bitsandbytes is imported only if something is quantised.
 
 Shape letters: T rows, D input features, K output features.
 """
@@ -55,15 +55,7 @@ def quantized_layers(backbone: nn.Module) -> Iterator[tuple[str, Any, int]]:
 
 
 def base_output(layer: nn.Module, x: torch.Tensor, name: str) -> torch.Tensor:
-    """Return what a frozen layer of another kind than ours makes of `x`, computed by itself.
-
-    Args:
-        layer: the frozen layer, quantised or not.
-        x: `[..., D]`, the layer's input.
-        name: the layer's name, for the message.
-
-    Returns:
-        `[..., K]`, the layer's output without adapters.
+    """Return the output `[..., K]` for `x [..., D]` of a frozen layer that is no plain linear one, by its own forward.
 
     Raises:
         UnsupportedModelError: if the layer loses the gradient of `x`, which would stop the layers below from training.
@@ -83,84 +75,63 @@ def base_output(layer: nn.Module, x: torch.Tensor, name: str) -> torch.Tensor:
 def prepare_quantized(backbone: Any) -> None:
     """Check a loaded backbone, and keep bitsandbytes from repacking its 4-bit weights in evaluation mode.
 
-    Does nothing to a backbone that is not quantised; may be called again.
-
-    Args:
-        backbone: transformers model, adapters injected or not.
+    Does nothing to a backbone that is not quantised; may be called again, with adapters or without.
 
     Raises:
         ConfigError: naming every kind of layer that would change results.
     """
-    raise_faults(_backbone_faults(backbone))
-    for _, layer, bits in quantized_layers(backbone):
-        if bits == 4:
-            layer.support_avx512bf16_for_cpu = False
-
-
-def _backbone_faults(backbone: Any) -> list[Fault]:
     method = quantization_method(getattr(backbone, "config", None))
     if method not in (None, _METHOD):
-        return [_method_fault("model", method)]
+        raise_faults([_method_fault("model", method)])
+    # Every module of the output head or the classification head, with the name of that head.
+    output = backbone.get_output_embeddings() if hasattr(backbone, "get_output_embeddings") else None
+    inside = set() if output is None else set(output.modules())
+    roots = {module: name.split(".")[0] for name, module in backbone.named_modules()}
+    heads = {module: root for module, root in roots.items() if root in HEAD_NAMES or module in inside}
     faults: dict[str, Fault] = {}
-    heads = _heads(backbone)
     for name, layer, bits in quantized_layers(backbone):
+        where = f"model.{name}"
         if layer in heads:
             faults["head"] = Fault(
-                f"model.{name}",
+                where,
                 f"a head in {bits} bits",
                 "a head in full precision, which the loss reads",
                 f'Add "{heads[layer]}" to llm_int8_skip_modules.',
             )
         if bits == 8 and layer.state.threshold > 0.0:
-            faults["threshold"] = _threshold_fault(f"model.{name}", layer.state.threshold)
+            faults["threshold"] = _threshold_fault(where, layer.state.threshold, _LOAD_FIX)
         if bits == 8 and layer.state.has_fp16_weights:
-            faults["fp16"] = _fp16_fault(f"model.{name}")
+            faults["fp16"] = _fp16_fault(where)
         if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
             faults["packed"] = Fault(
-                f"model.{name}",
+                where,
                 "4-bit weights that bitsandbytes has repacked for inference on this CPU",
                 "4-bit weights as they were loaded, which have input gradients",
                 "Load the backbone anew, and do not run it in evaluation mode before.",
             )
-    return list(faults.values())
-
-
-def _heads(backbone: Any) -> dict[nn.Module, str]:
-    """Return every module of the output head or the classification head, with the name of that head."""
-    output = backbone.get_output_embeddings() if hasattr(backbone, "get_output_embeddings") else None
-    inside = set() if output is None else set(output.modules())
-    roots = {module: name.split(".")[0] for name, module in backbone.named_modules()}
-    return {module: root for module, root in roots.items() if root in HEAD_NAMES or module in inside}
+    raise_faults(list(faults.values()))
+    for _, layer, bits in quantized_layers(backbone):
+        if bits == 4:
+            layer.support_avx512bf16_for_cpu = False
 
 
 _LOAD_FIX = "Load with BitsAndBytesConfig(load_in_8bit=True, llm_int8_threshold=0.0)."
 _STORED_FIX = "Set it to 0.0 in quantization_config of the model's config.json; the stored weights stay as they are."
 
 
-def _threshold_fault(where: str, threshold: float, fix: str = _LOAD_FIX) -> Fault:
-    return Fault(
-        where,
-        f"8 bits with llm_int8_threshold={threshold}",
-        "llm_int8_threshold=0.0, as outliers of one task would change the precision of all rows",
-        fix,
-    )
+def _threshold_fault(where: str, threshold: float, fix: str) -> Fault:
+    allowed = "llm_int8_threshold=0.0, as outliers of one task would change the precision of all rows"
+    return Fault(where, f"8 bits with llm_int8_threshold={threshold}", allowed, fix)
 
 
 def _fp16_fault(where: str) -> Fault:
-    return Fault(
-        where,
-        "llm_int8_has_fp16_weight=True",
-        "False, as a frozen backbone needs no 16-bit copy of its weights",
-    )
+    allowed = "False, as a frozen backbone needs no 16-bit copy of its weights"
+    return Fault(where, "llm_int8_has_fp16_weight=True", allowed)
 
 
 def _method_fault(where: str, method: str | None) -> Fault:
-    return Fault(
-        where,
-        f"a backbone quantised by {method}",
-        f"{_METHOD} (4 or 8 bits), or no quantisation",
-        "Load the weights in full precision with a BitsAndBytesConfig.",
-    )
+    fix = "Load the weights in full precision with a BitsAndBytesConfig."
+    return Fault(where, f"a backbone quantised by {method}", f"{_METHOD} (4 or 8 bits), or no quantisation", fix)
 
 
 # ---------------------------------------------------------------------- options
@@ -200,14 +171,37 @@ def quantization_of(config: Any, model_init_kwargs: Mapping[str, Any]) -> Any:
         given = stored
     if given is None:
         return None
-    _library(where)
-    options = _as_options(given, where, is_stored=stored is not None)
-    raise_faults(_option_faults(options, where, is_stored=stored is not None))
+    _import_bitsandbytes(where)
+    from transformers import BitsAndBytesConfig
+
+    options = given
+    if not isinstance(given, BitsAndBytesConfig):
+        if not isinstance(given, Mapping):
+            got = type(given).__name__
+            raise ConfigError(f"{where}: got {got}; allowed: a BitsAndBytesConfig, or a mapping of one.")
+        known = {key.removeprefix("_") for key in BitsAndBytesConfig().to_dict()}
+        odd = sorted(set(given) - known)
+        if odd and stored is None:  # what another release has stored is transformers' to read
+            raise_faults([Fault(f"{where}.{key}", "it", ", ".join(sorted(known)), closest(key, known)) for key in odd])
+        wanted = {key: value for key, value in given.items() if key in known and key != "quant_method"}
+        try:
+            options = BitsAndBytesConfig(**wanted)
+        except (TypeError, ValueError, AttributeError) as error:
+            raise ConfigError(f"{where}: got options that transformers refuses: {error}") from error
+    faults = []
+    if not (options.load_in_4bit or options.load_in_8bit):
+        faults.append(Fault(where, "neither load_in_4bit nor load_in_8bit", "one of the two"))
+    elif options.load_in_8bit and options.llm_int8_threshold > 0.0:
+        fix = _LOAD_FIX if stored is None else _STORED_FIX
+        faults.append(_threshold_fault(f"{where}.llm_int8_threshold", options.llm_int8_threshold, fix))
+    if options.load_in_8bit and options.llm_int8_has_fp16_weight:
+        faults.append(_fp16_fault(f"{where}.llm_int8_has_fp16_weight"))
+    raise_faults(faults)
     return options
 
 
-def _library(where: str) -> Any:
-    """Import bitsandbytes; transformers, too, asks for it as soon as options are written down."""
+def _import_bitsandbytes(where: str) -> Any:
+    """Return the library; transformers, too, asks for it as soon as options are written down."""
     try:
         return importlib.import_module(_METHOD)
     except Exception as error:  # a wheel for another platform raises what its loader raises
@@ -218,37 +212,8 @@ def _library(where: str) -> Any:
         ) from error
 
 
-def _as_options(given: Any, where: str, *, is_stored: bool) -> Any:
-    from transformers import BitsAndBytesConfig
-
-    if isinstance(given, BitsAndBytesConfig):
-        return given
-    if not isinstance(given, Mapping):
-        raise ConfigError(f"{where}: got {type(given).__name__}; allowed: a BitsAndBytesConfig, or a mapping of one.")
-    known = {key.removeprefix("_") for key in BitsAndBytesConfig().to_dict()}
-    odd = sorted(set(given) - known)
-    if odd and not is_stored:  # what another release has stored is transformers' to read
-        raise_faults([Fault(f"{where}.{key}", "it", ", ".join(sorted(known)), closest(key, known)) for key in odd])
-    wanted = {key: value for key, value in given.items() if key in known and key != "quant_method"}
-    try:
-        return BitsAndBytesConfig(**wanted)
-    except (TypeError, ValueError, AttributeError) as error:
-        raise ConfigError(f"{where}: got options that transformers refuses: {error}") from error
-
-
-def _option_faults(options: Any, where: str, *, is_stored: bool) -> list[Fault]:
-    if not (options.load_in_4bit or options.load_in_8bit):
-        return [Fault(where, "neither load_in_4bit nor load_in_8bit", "one of the two")]
-    faults, fix = [], _STORED_FIX if is_stored else _LOAD_FIX
-    if options.load_in_8bit and options.llm_int8_threshold > 0.0:
-        faults.append(_threshold_fault(f"{where}.llm_int8_threshold", options.llm_int8_threshold, fix))
-    if options.load_in_8bit and options.llm_int8_has_fp16_weight:
-        faults.append(_fp16_fault(f"{where}.llm_int8_has_fp16_weight"))
-    return faults
-
-
 def require_bitsandbytes(options: Any, device: torch.device) -> None:
-    """See that bitsandbytes is there and can compute a layer and its input gradient on a device, by doing it once.
+    """Check that bitsandbytes can compute a layer and its input gradient on a device, by doing it once.
 
     Args:
         options: the `BitsAndBytesConfig` of the backbone.
@@ -258,50 +223,44 @@ def require_bitsandbytes(options: Any, device: torch.device) -> None:
         ConfigError: saying what is missing and what to do.
     """
     bits = 4 if options.load_in_4bit else 8
-    where, library = f"model: got {bits}-bit weights", _library("model")
+    where, library = f"model: got {bits}-bit weights", _import_bitsandbytes("model")
+    width = 64
+    x = torch.ones(2, width, device=device, requires_grad=True)
     try:
-        gradient = _tried_gradient(library, options, bits, device)
+        if bits == 4:
+            layer = library.nn.Linear4bit(
+                width,
+                width,
+                compute_dtype=options.bnb_4bit_compute_dtype,
+                compress_statistics=options.bnb_4bit_use_double_quant,
+                quant_type=options.bnb_4bit_quant_type,
+                quant_storage=options.bnb_4bit_quant_storage,
+            )
+        else:
+            layer = library.nn.Linear8bitLt(width, width, has_fp16_weights=False, threshold=options.llm_int8_threshold)
+        # Fixed numbers: this must not draw from the global generator.
+        layer.weight.data.copy_(torch.linspace(-1.0, 1.0, width * width).view(width, width))
+        # Moving to the device is what quantises. The caller may have turned gradients off.
+        layer = layer.requires_grad_(False).to(device)
+        with torch.enable_grad():
+            layer(x).sum().backward()
     except Exception as error:  # the library's own kinds, by backend
         raise ConfigError(
             f"{where}, which bitsandbytes {library.__version__} cannot compute on {device} ({error}); allowed: devices "
             "that it supports. Install a release for this platform, or load weights that are not quantised."
         ) from error
-    if gradient is None or not bool(torch.isfinite(gradient).all()):
+    if x.grad is None or not bool(torch.isfinite(x.grad).all()):
         raise ConfigError(
             f"{where}, for which bitsandbytes {library.__version__} gives no input gradients on {device}; allowed: "
             "devices where it does. Install a newer release, or load weights that are not quantised."
         )
 
 
-def _tried_gradient(library: Any, options: Any, bits: int, device: torch.device) -> torch.Tensor | None:
-    width = 64
-    if bits == 4:
-        layer = library.nn.Linear4bit(
-            width,
-            width,
-            compute_dtype=options.bnb_4bit_compute_dtype,
-            compress_statistics=options.bnb_4bit_use_double_quant,
-            quant_type=options.bnb_4bit_quant_type,
-            quant_storage=options.bnb_4bit_quant_storage,
-        )
-    else:
-        layer = library.nn.Linear8bitLt(width, width, has_fp16_weights=False, threshold=options.llm_int8_threshold)
-    # Fixed numbers: this must not draw from the global generator.
-    layer.weight.data.copy_(torch.linspace(-1.0, 1.0, width * width).view(width, width))
-    # Moving to the device is what quantises.
-    layer = layer.requires_grad_(False).to(device)
-    x = torch.ones(2, width, device=device, requires_grad=True)
-    # The caller may have turned gradients off.
-    with torch.enable_grad():
-        layer(x).sum().backward()
-    return x.grad
-
-
 # ------------------------------------------------------- describing and counting
 
 
 def quantize_description(backbone: Any, options: Any) -> None:
-    """Put bitsandbytes' layers into a model on the meta device, those that loading will put there.
+    """Put the layers of bitsandbytes that loading makes into a model on the meta device.
 
     Args:
         backbone: a model on the meta device, with a configuration of its own, which is written into.
@@ -335,7 +294,7 @@ def weight_bytes(layer: Any, bits: int) -> int:
 
 
 def scales(layer: Any, bits: int) -> tuple[str, list[torch.Tensor]]:
-    """Return what tells a quantised layer apart besides its integers: the format in words, and its scales.
+    """Return what identifies a quantised layer in addition to its integers: the format in words, and its scales.
 
     Args:
         layer: a layer of bitsandbytes, with weights.

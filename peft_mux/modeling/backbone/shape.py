@@ -1,12 +1,13 @@
-"""Reads off a transformers model what the planner needs to know of it, without touching its weights."""
+"""Reads from a transformers model what the planner needs to know of it, and a digest of its frozen weights.
 
-# MERGED: A digest of the frozen weights, equal however they are laid out over processes.
+The shape is read without touching the weights. The digest is the same however weights are divided among processes.
+"""
 
 from __future__ import annotations
 
 import hashlib
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import nn
@@ -15,7 +16,6 @@ from peft_mux.modeling.backbone.modules import frozen_parameters
 from peft_mux.modeling.backbone.quantized import quantized_layers, scales, weight_bytes
 from peft_mux.scheduler.costs.model_shape import ModelShape
 
-_LAYERS = ("num_hidden_layers", "n_layer", "n_layers")
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 """What configurations call the number of experts that a token goes to."""
 
@@ -30,79 +30,61 @@ def model_shape(backbone: nn.Module, config: Any, *, dtype: torch.dtype, activat
         activation_dtype: the dtype in which the backbone computes.
     """
     text = config.get_text_config()
+    num_layers = _first(text, "num_hidden_layers", "n_layer", "n_layers", default=1)
     hidden = _first(text, "hidden_size", "n_embd", "dim", default=1)
-    mlp = _mlp_widths(backbone, text, hidden)
     heads = _first(text, "num_attention_heads", "n_head", default=1)
     channels = getattr(text, "head_dim", None) or hidden // heads
     frozen = {id(parameter): parameter for _, parameter in frozen_parameters(backbone)}
     quantized = {id(layer.weight): weight_bytes(layer, bits) for _, layer, bits in quantized_layers(backbone)}
     # A quantised weight counts packed words, not elements; its bytes come from its layer.
     plain = sum(parameter.numel() for key, parameter in frozen.items() if key not in quantized)
+    used, held, routed_share = _mlp_widths(backbone, text, hidden, num_layers)
     return ModelShape(
-        num_layers=_first(text, *_LAYERS, default=1),
+        num_layers=num_layers,
         hidden_size=hidden,
-        intermediate_size=mlp.used,
+        intermediate_size=used,
         attention_size=heads * channels,
         key_value_size=_first(text, "num_key_value_heads", default=heads) * channels,
         vocab_size=text.vocab_size,
         backbone_bytes=plain * dtype.itemsize + sum(quantized.values()),
         activation_bytes=activation_dtype.itemsize,
-        held_intermediate_size=None if mlp.used == mlp.held else mlp.held,
-        routed_share=mlp.routed_share,
+        held_intermediate_size=None if used == held else held,
+        routed_share=routed_share,
         caps_logits=getattr(config, "final_logit_softcapping", None) is not None,
     )
 
 
-class _MlpWidths(NamedTuple):
-    """Widths inside the MLPs of a mean layer: what a token passes through, and what there is."""
+def _mlp_widths(backbone: nn.Module, text: Any, hidden: int, num_layers: int) -> tuple[int, int, float]:
+    """Return the widths inside the MLPs of a mean layer: what a token passes through, and what there is.
 
-    used: int
-    held: int
-    routed_share: float
-
-
-def _mlp_widths(backbone: nn.Module, text: Any, hidden: int) -> _MlpWidths:
+    The third number is the share of the routed experts that a token goes to.
+    """
     dense = _first(text, "intermediate_size", "n_inner", "ffn_dim", "hidden_dim", default=4 * hidden)
-    names = {name: module for name, module in backbone.named_modules() if _inner_width(module, hidden) is not None}
-    if not names:
-        return _MlpWidths(dense, dense, 1.0)
     chosen = _first(text, *_CHOSEN_EXPERTS, default=1)
-    used = held = 0
-    for name, experts in names.items():
-        width, shared = _inner_width(experts, hidden) or 0, _shared_width(backbone, name)
-        count = len(_matrix(experts))
+    used = held = num_mixtures = most_experts = 0
+    for name, experts in backbone.named_modules():
+        # The second matrices of all experts, `[E, ...]`.
+        matrix = experts._parameters.get("down_proj")
+        if matrix is None or matrix.dim() != 3:
+            continue
+        # One of the two is the width of the residual stream, whichever way the matrices lie.
+        count, width = len(matrix), matrix.shape[2] if matrix.shape[1] == hidden else matrix.shape[1]
+        # Experts that every token passes through in addition to those of the mixture.
+        parent = backbone.get_submodule(name.replace(".base_layer", "").rpartition(".")[0])
+        shared = sum(
+            int(linear.in_features)  # type: ignore[arg-type]
+            for path, linear in parent.named_modules()
+            if "shared" in path and path.endswith("down_proj") and hasattr(linear, "in_features")
+        )
         # Experts that are not sorted by token all see every token (Llama 4).
         used += width * (chosen if hasattr(experts, "is_transposed") else count) + shared
         held += width * count + shared
-    num_layers = max(_first(text, *_LAYERS, default=1), len(names))
-    others = dense * (num_layers - len(names))
-    count = max(len(_matrix(experts)) for experts in names.values())
-    return _MlpWidths((used + others) // num_layers, (held + others) // num_layers, min(1.0, chosen / count))
-
-
-def _matrix(experts: Any) -> torch.Tensor:
-    """Return `[E, ...]`, the second matrices of all experts, seen through adapters."""
-    return experts.down_proj
-
-
-def _inner_width(module: nn.Module, hidden: int) -> int | None:
-    """Return the width inside one expert of a module that holds several; `None` for any other module."""
-    matrix = module._parameters.get("down_proj")
-    if matrix is None or matrix.dim() != 3:
-        return None
-    # One of the two is the width of the residual stream, whichever way the matrices lie.
-    return matrix.shape[2] if matrix.shape[1] == hidden else matrix.shape[1]
-
-
-def _shared_width(backbone: nn.Module, experts: str) -> int:
-    """Return the width of the experts that every token passes through beside those of a mixture."""
-    parent = experts.replace(".base_layer", "").rpartition(".")[0]
-    linears = (
-        module
-        for name, module in backbone.get_submodule(parent).named_modules()
-        if "shared" in name and name.endswith("down_proj") and hasattr(module, "in_features")
-    )
-    return sum(int(module.in_features) for module in linears)  # type: ignore[arg-type]
+        num_mixtures, most_experts = num_mixtures + 1, max(most_experts, count)
+    if not num_mixtures:
+        return dense, dense, 1.0
+    num_layers = max(num_layers, num_mixtures)
+    others = dense * (num_layers - num_mixtures)
+    return (used + others) // num_layers, (held + others) // num_layers, min(1.0, chosen / most_experts)
 
 
 def _first(config: Any, *names: str, default: int) -> int:
@@ -118,19 +100,15 @@ _SAMPLE_BYTES = 256
 
 @torch.no_grad()
 def weight_samples(backbone: Any) -> dict[str, str]:
-    """Return what tells each frozen tensor from another: shape, type, and a digest of its first 256 bytes.
+    """Return the shape, the type and a digest of the first 256 bytes of each frozen tensor, by name.
 
-    Formats and scales of quantised layers take part. Task heads are left out, and so is what lies outside the base
-    model. Of a backbone that is cut into stages, each process has the names of its own layers; taken before weights are
+    Formats and scales of quantised layers take part. Task heads are left out, and so is what is outside the base model.
+    In a backbone that is cut into stages, each process has the names of its own layers. To be called before weights are
     sharded, as the first bytes of a shard are others.
-
-    Args:
-        backbone: the transformers model, with its weights.
     """
     samples = {}
     for name, parameter in frozen_parameters(backbone.base_model):
-        form = f"{tuple(parameter.shape)} {parameter.dtype}"
-        samples[name] = f"{form} {_digest(parameter)}"
+        samples[name] = f"{tuple(parameter.shape)} {parameter.dtype} {_digest(parameter)}"
     for name, layer, bits in quantized_layers(backbone.base_model):
         form, tensors = scales(layer, bits)
         samples[f"{name} format"] = f"{form} {' '.join(map(_digest, tensors))}"
@@ -140,8 +118,8 @@ def weight_samples(backbone: Any) -> dict[str, str]:
 def fingerprint(kind: str, samples: Mapping[str, str]) -> str:
     """Return one digest for a whole backbone.
 
-    It tells another model, another size, another dtype or other weights of the same model; a few changed values deep
-    inside a tensor it does not see.
+    It differs for another model, another size, another dtype or other weights of the same model; it does not notice a
+    few changed values deep inside a tensor.
 
     Args:
         kind: name of the backbone's class.
@@ -154,7 +132,7 @@ def fingerprint(kind: str, samples: Mapping[str, str]) -> str:
 
 
 def backbone_fingerprint(backbone: Any) -> str:
-    """Return the digest of a backbone that lies whole in this process."""
+    """Return the digest of a backbone that is whole in this process."""
     return fingerprint(type(backbone).__name__, weight_samples(backbone))
 
 

@@ -1,77 +1,52 @@
-"""How a generated text is held against the text that a row asks for: metrics of single rows, averaged over all."""
+"""How completions are asked for, drawn, returned and judged: `SamplingOptions`, `GenerateOptions`, `Completion`.
 
-# MERGED: How completions are drawn (`SamplingOptions`), and how an evaluation generates and judges them
-# MERGED: (`GenerateOptions`).
-# MERGED: Names and meanings are those of `transformers.GenerationConfig`. Nothing here imports torch.
-# MERGED: What `generate` is asked for, and what it returns: one value a row.
+Names and meanings are those of `transformers.GenerationConfig`; settings without a meaning here are refused by name.
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Literal, TypeVar
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from peft_mux.errors import Fault, closest, is_integer, is_real, is_text, raise_faults, shown
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
 
-
-def normalised(text: str) -> str:
-    """Return a text without what answers are not judged by: case, runs of white space, and a full stop at the end.
-
-    Signs and articles stay, as "-5" is not "5", and "A" may be the letter of a choice.
-    """
-    return " ".join(text.casefold().split()).removesuffix(".")
-
-
-def exact_match(completion: str, reference: str) -> float:
-    """Return 1 where a completion is the reference, both normalised; else 0."""
-    return float(normalised(completion) == normalised(reference))
-
-
-def contains(completion: str, reference: str) -> float:
-    """Return 1 where a completion has the reference in it, both normalised; else 0."""
-    return float(normalised(reference) in normalised(completion))
-
-
-def f1(completion: str, reference: str) -> float:
-    """Return the harmonic mean of precision and recall of a completion's words, as SQuAD has it."""
-    got, wanted = normalised(completion).split(), normalised(reference).split()
-    if not got or not wanted:
-        return float(got == wanted)
-    shared = sum((Counter(got) & Counter(wanted)).values())
-    return 2 * shared / (len(got) + len(wanted))
-
-
-ANSWER_METRICS: dict[str, Callable[[str, str], float]] = {"exact_match": exact_match, "contains": contains, "f1": f1}
-"""By name, the metrics of a completion and its reference, from 0 to 1."""
-
-
-def mean_metric(name: str, completions: Sequence[str], references: Sequence[str]) -> float:
-    """Return the mean of a metric of `ANSWER_METRICS` over rows; at least one row."""
-    judge = ANSWER_METRICS[name]
-    return sum(map(judge, completions, references)) / len(references)
-
-
 _MOST_TOKENS = 10**6
+_MOST_SEED = 2**63 - 1
 _FILTERS = {"temperature": 1.0, "top_k": 0, "top_p": 1.0, "min_p": 0.0}
 """What only draws look at, with the values that change nothing."""
 _HARMLESS = frozenset({"transformers_version", "bos_token_id", "pad_token_id", "use_cache", "cache_implementation"})
-"""Fields of a `GenerationConfig` that every checkpoint carries and that change no completion here."""
-_ADVICE = {
-    "max_length": "Set max_new_tokens, which does not count the prompt.",
-    "num_beams": "Draw, or be greedy.",
-    "max_tokens": "Set max_new_tokens.",
-    "stop": "Set stop_strings.",
-}
-"""What stands here for settings of transformers and of vLLM."""
-Options = TypeVar("Options", bound="SamplingOptions")
+"""Fields of a `GenerationConfig` that every checkpoint has and that change no completion here."""
+
+
+def unknown_faults(given: Mapping[str, Any], known: Collection[str], advice: Mapping[str, str]) -> list[Fault]:
+    """Return a fault for each setting that does not exist, with advice by its name or the closest name."""
+    return [
+        Fault(name, shown(value), f"settings of {', '.join(known)}", advice.get(name) or closest(name, known))
+        for name, value in given.items()
+        if name not in known
+    ]
+
+
+class _KnownSettings:
+    """Refuses keyword arguments that do not exist with the one that was meant, which Python would not."""
+
+    __slots__ = ()
+    _advice: ClassVar[Mapping[str, str]] = {}
+
+    def __new__(cls, *args: Any, **settings: Any) -> Any:
+        known = [item.name for item in fields(cls)]  # type: ignore[arg-type]
+        raise_faults(unknown_faults(settings, known, cls._advice))
+        return object.__new__(cls)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class SamplingOptions:
+class SamplingOptions(_KnownSettings):
     """How the completion of a prompt is drawn; every row of a batch may have options of its own.
 
     Attributes:
@@ -93,6 +68,14 @@ class SamplingOptions:
         ConfigError: naming every field that cannot be used, or would be ignored.
     """
 
+    _advice: ClassVar[Mapping[str, str]] = {
+        "max_length": "Set max_new_tokens, which does not count the prompt.",
+        "num_beams": "Draw, or be greedy.",
+        "max_tokens": "Set max_new_tokens.",
+        "stop": "Set stop_strings.",
+    }
+    """What to set here for settings of transformers and of vLLM."""
+
     max_new_tokens: int = 64
     do_sample: bool = False
     temperature: float = 1.0
@@ -104,17 +87,43 @@ class SamplingOptions:
     eos_token_id: int | Sequence[int] | None = None
     seed: int = 42
 
-    def __new__(cls: type[Options], *args: Any, **settings: Any) -> Options:
-        """Refuse settings that there are not with the one that was meant, which Python would not."""
-        raise_faults(unknown_faults(settings, cls.__dataclass_fields__))
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
         """Check every field."""
         # As transformers takes one text or one token for a list of it.
         if isinstance(self.stop_strings, str):
             object.__setattr__(self, "stop_strings", (self.stop_strings,))
-        raise_faults(_sampling_faults(self))
+        stops, eos, penalty = self.stop_strings, self.eos_token_id, self.repetition_penalty
+        eos_ids = eos if isinstance(eos, (list, tuple)) else [0 if eos is None else eos]
+        rules = {
+            "max_new_tokens": (
+                is_integer(self.max_new_tokens, 1, _MOST_TOKENS),
+                f"an integer from 1 to {_MOST_TOKENS}",
+            ),
+            "do_sample": (isinstance(self.do_sample, bool), "True or False"),
+            "temperature": (is_real(self.temperature) and self.temperature > 0, "a finite number above 0"),
+            "top_k": (is_integer(self.top_k, 0, _MOST_TOKENS), "an integer of at least 0"),
+            "top_p": (is_real(self.top_p) and 0 < self.top_p <= 1, "a number above 0, at most 1"),
+            "min_p": (is_real(self.min_p) and 0 <= self.min_p <= 1, "a number from 0 to 1"),
+            "repetition_penalty": (is_real(penalty) and penalty > 0, "a finite number above 0"),
+            "stop_strings": (
+                isinstance(stops, (list, tuple)) and all(map(is_text, stops)),
+                "texts of at least one character",
+            ),
+            "eos_token_id": (
+                bool(eos_ids) and all(is_integer(one, 0, _MOST_TOKENS) for one in eos_ids),
+                "a token id, a list of them, or None",
+            ),
+            "seed": (is_integer(self.seed, 0, _MOST_SEED), "an integer in [0, 2**63)"),
+        }
+        faults = [
+            Fault(name, shown(getattr(self, name)), allowed) for name, (fits, allowed) in rules.items() if not fits
+        ]
+        if not faults and not self.do_sample:
+            unused = [f"{name}={getattr(self, name)}" for name, idle in _FILTERS.items() if getattr(self, name) != idle]
+            if unused:
+                got = f"False beside {', '.join(unused)}"
+                faults.append(Fault("do_sample", got, "True with these", "Set do_sample=True."))
+        raise_faults(faults)
 
     @property
     def eos_token_ids(self) -> tuple[int, ...] | None:
@@ -122,10 +131,72 @@ class SamplingOptions:
         given = self.eos_token_id
         return None if given is None else (given,) if isinstance(given, int) else tuple(given)
 
-    @property
-    def filters(self) -> tuple[float, ...]:
-        """What the scores of a row pass through before its draw; rows with equal filters pass together."""
-        return self.repetition_penalty, self.temperature, self.top_k, self.top_p, self.min_p
+
+def sampling_options(config: SamplingOptions | GenerationConfig | None, settings: Mapping[str, Any]) -> SamplingOptions:
+    """Return options from what a caller has, in either form, and what replaces single fields of it.
+
+    Args:
+        config: our own options, those of transformers, or nothing for the defaults.
+        settings: fields by name.
+
+    Raises:
+        ConfigError: naming every field that is not known here.
+    """
+    known = [item.name for item in fields(SamplingOptions)]
+    given: dict[str, Any] = {}
+    if isinstance(config, SamplingOptions):
+        pass
+    elif hasattr(config, "to_diff_dict"):
+        # What is off asks for nothing; transformers writes some of it when it makes this from a model's configuration.
+        set_fields: dict[str, Any] = config.to_diff_dict()  # type: ignore[union-attr]
+        set_fields = {name: value for name, value in set_fields.items() if value is not False}
+        given = {name: one for name, one in set_fields.items() if name not in _HARMLESS and not name.startswith("_")}
+    elif config is not None:
+        allowed = "a SamplingOptions, a transformers.GenerationConfig, or None"
+        raise_faults([Fault("generation_config", shown(config), allowed)])
+    given |= settings
+    raise_faults(unknown_faults(given, known, SamplingOptions._advice))
+    return replace(config, **given) if isinstance(config, SamplingOptions) else SamplingOptions(**given)
+
+
+# ------------------------------------------------------------------- evaluations
+
+
+def normalised(text: str) -> str:
+    """Return a text without what answers are not judged by: case, runs of white space, and a full stop at the end.
+
+    Signs and articles stay, as "-5" is not "5", and "A" may be the letter of a choice.
+    """
+    return " ".join(text.casefold().split()).removesuffix(".")
+
+
+def exact_match(completion: str, reference: str) -> float:
+    """Return 1 if a completion is the reference, both normalised; else 0."""
+    return float(normalised(completion) == normalised(reference))
+
+
+def contains(completion: str, reference: str) -> float:
+    """Return 1 if a completion contains the reference, both normalised; else 0."""
+    return float(normalised(reference) in normalised(completion))
+
+
+def f1(completion: str, reference: str) -> float:
+    """Return the harmonic mean of precision and recall of a completion's words, as SQuAD defines it."""
+    got, wanted = normalised(completion).split(), normalised(reference).split()
+    if not got or not wanted:
+        return float(got == wanted)
+    shared = sum((Counter(got) & Counter(wanted)).values())
+    return 2 * shared / (len(got) + len(wanted))
+
+
+ANSWER_METRICS: dict[str, Callable[[str, str], float]] = {"exact_match": exact_match, "contains": contains, "f1": f1}
+"""By name, the metrics of a completion and its reference, from 0 to 1."""
+
+
+def mean_metric(name: str, completions: Sequence[str], references: Sequence[str]) -> float:
+    """Return the mean of a metric of `ANSWER_METRICS` over rows; at least one row."""
+    judge = ANSWER_METRICS[name]
+    return sum(map(judge, completions, references)) / len(references)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -152,13 +223,24 @@ class GenerateOptions(SamplingOptions):
         """Check every field."""
         if isinstance(self.metrics, str) or callable(self.metrics):
             object.__setattr__(self, "metrics", (self.metrics,))
-        # By its name: a class with slots is made anew, and `super()` would look for the one before.
+        # By its name: dataclasses with slots are created twice, and `super()` would look for the first class.
         SamplingOptions.__post_init__(self)
-        raise_faults(_judging_faults(self))
+        allowed, faults = f"{', '.join(ANSWER_METRICS)}, or functions of (prompts, completions, references)", []
+        if not isinstance(self.metrics, (list, tuple)):
+            faults.append(Fault("metrics", shown(self.metrics), f"a list of {allowed}"))
+        else:
+            for metric in self.metrics:
+                if not callable(metric) and (not isinstance(metric, str) or metric not in ANSWER_METRICS):
+                    faults.append(Fault("metrics", shown(metric), allowed, closest(metric, ANSWER_METRICS)))  # type: ignore[arg-type]
+        if self.num_rows is not None and not is_integer(self.num_rows, 1, _MOST_TOKENS):
+            faults.append(Fault("num_rows", shown(self.num_rows), "an integer of at least 1, or None for all rows"))
+        if not is_integer(self.num_logged, 0, _MOST_TOKENS):
+            faults.append(Fault("num_logged", shown(self.num_logged), "an integer of at least 0"))
+        raise_faults(faults)
 
     @property
     def metric_names(self) -> tuple[str, ...] | None:
-        """Keys of the metrics; `None` where a function of the user's makes some."""
+        """Keys of the metrics; `None` if a function of the user's makes some."""
         names = [metric for metric in self.metrics if isinstance(metric, str)]
         return tuple(f"eval_{name}" for name in names) if len(names) == len(self.metrics) else None
 
@@ -169,121 +251,14 @@ class GenerateOptions(SamplingOptions):
         return {**{item.name: getattr(self, item.name) for item in fields(self)}, "metrics": names}
 
 
-def sampling_options(config: SamplingOptions | GenerationConfig | None, settings: Mapping[str, Any]) -> SamplingOptions:
-    """Return options from what a caller has, in either form, and what replaces single fields of it.
-
-    Args:
-        config: our own options, those of transformers, or nothing for the defaults.
-        settings: fields by name.
-
-    Raises:
-        ConfigError: naming every field that is not known here.
-    """
-    known = [item.name for item in fields(SamplingOptions)]
-    if isinstance(config, SamplingOptions):
-        raise_faults(unknown_faults(settings, known))
-        return replace(config, **settings)
-    given = {} if config is None else _set_fields(config)
-    raise_faults(unknown_faults({**given, **settings}, known))
-    return SamplingOptions(**{**given, **settings})
-
-
-def _set_fields(config: Any) -> dict[str, Any]:
-    """Return the fields of a `GenerationConfig` that somebody has set and that mean something here."""
-    if not hasattr(config, "to_diff_dict"):
-        allowed = "a SamplingOptions, a transformers.GenerationConfig, or None"
-        raise_faults([Fault("generation_config", shown(config), allowed)])
-    # What is off asks for nothing; transformers writes some of it where it makes this from a model's configuration.
-    given = {name: value for name, value in config.to_diff_dict().items() if value is not False}
-    return {name: value for name, value in given.items() if name not in _HARMLESS and not name.startswith("_")}
-
-
-def unknown_faults(
-    given: Mapping[str, Any], known: Collection[str], advice: Mapping[str, str] | None = None
-) -> list[Fault]:
-    """Return a fault for each setting that there is not, with what was meant.
-
-    Args:
-        given: the settings by name.
-        known: names of those that there are.
-        advice: what to do about names of other places.
-    """
-    advice = _ADVICE if advice is None else advice
-    return [
-        Fault(name, shown(value), f"settings of {', '.join(known)}", advice.get(name) or closest(name, known))
-        for name, value in given.items()
-        if name not in known
-    ]
-
-
-def _sampling_faults(options: SamplingOptions) -> list[Fault]:
-    rules = {
-        "max_new_tokens": (is_integer(options.max_new_tokens, 1, _MOST_TOKENS), f"an integer from 1 to {_MOST_TOKENS}"),
-        "do_sample": (isinstance(options.do_sample, bool), "True or False"),
-        "temperature": (is_real(options.temperature) and options.temperature > 0, "a finite number above 0"),
-        "top_k": (is_integer(options.top_k, 0, _MOST_TOKENS), "an integer of at least 0"),
-        "top_p": (is_real(options.top_p) and 0 < options.top_p <= 1, "a number above 0, at most 1"),
-        "min_p": (is_real(options.min_p) and 0 <= options.min_p <= 1, "a number from 0 to 1"),
-        "repetition_penalty": (
-            is_real(options.repetition_penalty) and options.repetition_penalty > 0,
-            "a finite number above 0",
-        ),
-        "stop_strings": (_is_list(options.stop_strings, is_text), "texts of at least one character"),
-        "eos_token_id": (_is_eos(options.eos_token_id), "a token id, a list of them, or None"),
-        "seed": (is_seed(options.seed), "an integer in [0, 2**63)"),
-    }
-    faults = [
-        Fault(name, shown(getattr(options, name)), allowed) for name, (is_fine, allowed) in rules.items() if not is_fine
-    ]
-    if not faults and not options.do_sample:
-        unused = {name: getattr(options, name) for name, idle in _FILTERS.items() if getattr(options, name) != idle}
-        got = ", ".join(f"{name}={value}" for name, value in unused.items())
-        if unused:
-            faults.append(Fault("do_sample", f"False beside {got}", "True with these", "Set do_sample=True."))
-    return faults
-
-
-def _judging_faults(options: GenerateOptions) -> list[Fault]:
-    faults = []
-    allowed = f"{', '.join(ANSWER_METRICS)}, or functions of (prompts, completions, references)"
-    if not isinstance(options.metrics, (list, tuple)):
-        faults.append(Fault("metrics", shown(options.metrics), f"a list of {allowed}"))
-    else:
-        faults += [
-            Fault("metrics", shown(metric), allowed, closest(metric, ANSWER_METRICS))  # type: ignore[arg-type]
-            for metric in options.metrics
-            if not callable(metric) and (not isinstance(metric, str) or metric not in ANSWER_METRICS)
-        ]
-    if options.num_rows is not None and not is_integer(options.num_rows, 1, _MOST_TOKENS):
-        faults.append(Fault("num_rows", shown(options.num_rows), "an integer of at least 1, or None for all rows"))
-    if not is_integer(options.num_logged, 0, _MOST_TOKENS):
-        faults.append(Fault("num_logged", shown(options.num_logged), "an integer of at least 0"))
-    return faults
-
-
-def is_seed(value: object) -> bool:
-    """Return whether draws may be made from a value."""
-    return is_integer(value, 0, 2**63 - 1)
-
-
-def _is_eos(value: object) -> bool:
-    return (
-        value is None
-        or is_integer(value, 0, _MOST_TOKENS)
-        or (bool(value) and _is_list(value, lambda one: is_integer(one, 0, _MOST_TOKENS)))
-    )
-
-
-def _is_list(value: object, is_fine: Callable[[object], bool]) -> bool:
-    return isinstance(value, (list, tuple)) and all(map(is_fine, value))
-
+# ------------------------------------------------------- requests and completions
 
 Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 """A text, token ids, or messages with `role` and `content`, which go through the tokenizer's chat template."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
-class GenerationRequest:
+class GenerationRequest(_KnownSettings):
     """A prompt with options of its own.
 
     Attributes:
@@ -296,27 +271,25 @@ class GenerationRequest:
         ConfigError: naming every field that is of a wrong type.
     """
 
+    _advice: ClassVar[Mapping[str, str]] = {
+        item.name: f"Write options=SamplingOptions({item.name}=...)." for item in fields(SamplingOptions)
+    }
+
     task: str
     prompt: Prompt
     options: SamplingOptions | None = None
     seed: int | None = None
 
-    def __new__(cls, *args: Any, **settings: Any) -> GenerationRequest:
-        """Refuse settings that there are not by saying where they belong or what was meant, which Python would not."""
-        drawn = SamplingOptions.__dataclass_fields__
-        of_options = {name: f"Write options=SamplingOptions({name}=...)." for name in drawn}
-        raise_faults(unknown_faults(settings, cls.__dataclass_fields__, of_options))
-        return object.__new__(cls)
-
     def __post_init__(self) -> None:
         """Check what is not checked with the prompt."""
-        rules = {
-            "task": (isinstance(self.task, str), "the name of a task"),
-            "options": (isinstance(self.options, SamplingOptions | None), "SamplingOptions(...), or None"),
-            "seed": (self.seed is None or is_seed(self.seed), "an integer in [0, 2**63), or None"),
-        }
-        wrong = {name: allowed for name, (is_fine, allowed) in rules.items() if not is_fine}
-        raise_faults([Fault(name, shown(getattr(self, name)), allowed) for name, allowed in wrong.items()])
+        faults = []
+        if not isinstance(self.task, str):
+            faults.append(Fault("task", shown(self.task), "the name of a task"))
+        if not isinstance(self.options, SamplingOptions | None):
+            faults.append(Fault("options", shown(self.options), "SamplingOptions(...), or None"))
+        if self.seed is not None and not is_integer(self.seed, 0, _MOST_SEED):
+            faults.append(Fault("seed", shown(self.seed), "an integer in [0, 2**63), or None"))
+        raise_faults(faults)
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -331,7 +304,7 @@ class Completion:
         logprobs: natural log-probability of each token of the completion under the model, before temperature, filters
             and penalties.
         finish_reason: "stop" for an end-of-sequence token or a stop string, "length" for `max_new_tokens`, and
-            "non_finite" where the model's next logits were NaN or infinite; such a row ends there, and it alone.
+            "non_finite" if the model's next logits were NaN or infinite; such a row ends there, and it alone.
         seed: what the draws were made from.
     """
 

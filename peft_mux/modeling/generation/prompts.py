@@ -1,14 +1,13 @@
-"""The prompts of held-out rows, and what each row asks for: what an evaluation completes, and is held against.
+"""The prompts of held-out rows, and the text that each row has as its completion: what an evaluation completes.
 
-A prompt ends where the loss on the completion begins, as in training (`RowTokenizer`), so that a model is asked to go
-on from just the tokens after which it has learnt to.
+A prompt ends where the loss on the completion begins, as in training (`RowTokenizer`), so that a model continues from
+just the tokens after which it has learnt to.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterable
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -17,12 +16,9 @@ from peft_mux.data.rows import RowCells
 from peft_mux.data.tokenize import TokenizeOptions, common_prefix
 from peft_mux.errors import DataError
 
-_SPLIT = "eval_dataset"
 
-
-@dataclass(frozen=True, slots=True)
-class PromptRow:
-    """A prompt and what its row asks for.
+class PromptRow(NamedTuple):
+    """A prompt and the completion that its row has.
 
     Attributes:
         ids: the tokens of the prompt.
@@ -35,102 +31,77 @@ class PromptRow:
     reference: str
 
 
-class PromptReader:
-    """Reads prompts off the held-out rows of a task.
+def read_prompts(
+    rows: Iterable[Any], options: TokenizeOptions, tokenizer: Any, *, limit: int | None, max_tokens: int | None
+) -> tuple[tuple[PromptRow, ...], int]:
+    """Return the prompts of held-out rows, and how many were left out because they are too long.
 
     Args:
+        rows: dicts of columns that were tokenised before without a fault.
         options: how the rows of the task become tokens.
         tokenizer: a tokenizer of transformers.
-
-    Attributes:
-        num_too_long: prompts that were left out because no completion fits behind them.
+        limit: how many rows are read, from the first one on; `None` for all.
+        max_tokens: longer prompts are left out; `None` for no limit.
 
     Raises:
-        DataError: if there is no tokenizer.
+        DataError: if there is no tokenizer or rows have no prompts, naming the row and column whose prompt cannot be
+            read; or if all prompts are too long.
     """
-
-    def __init__(self, options: TokenizeOptions, tokenizer: Any) -> None:
-        """Read nothing yet."""
-        self._where = f"tasks.{options.task}.{_SPLIT}"
-        if tokenizer is None:
+    field = f"tasks.{options.task}.eval_generate"
+    if tokenizer is None:
+        raise DataError(
+            f"{field}: got no tokenizer; allowed: a processing_class, which reads completions as text. Pass"
+            " processing_class=AutoTokenizer.from_pretrained(...)."
+        )
+    where = f"tasks.{options.task}.eval_dataset"
+    cells = RowCells(where, options.vocab_size, tokenizer, options.chat_template)
+    found: list[PromptRow] = []
+    num_too_long = 0
+    data_format: DataFormat | None = None
+    for index, row in enumerate(rows):
+        if index == limit:
+            break
+        data_format = data_format or detect_format(list(row), where=where, row_form=options.row_form)
+        if data_format not in (DataFormat.MESSAGES, DataFormat.PROMPT_COMPLETION):
             raise DataError(
-                f"tasks.{options.task}.eval_generate: got no tokenizer; allowed: a processing_class, which reads "
-                "completions as text. Pass processing_class=AutoTokenizer.from_pretrained(...)."
+                f"{field}: got held-out rows of {data_format}, which have no prompts; allowed: rows with "
+                '"prompt" and "completion", or "messages". Set eval_generate=None.'
             )
-        self._options, self._tokenizer = options, tokenizer
-        self._cells = RowCells(self._where, options.vocab_size, tokenizer, options.chat_template)
-        self.num_too_long = 0
+        prompt = _read_prompt(row, index, data_format, cells, tokenizer)
+        if max_tokens is not None and len(prompt.ids) > max_tokens:
+            num_too_long += 1
+        else:
+            found.append(prompt)
+    if not found:
+        raise DataError(
+            f"{field}: got held-out prompts of which the shortest has more than {max_tokens} tokens; allowed: prompts "
+            "behind which the completion fits. Lower max_new_tokens."
+        )
+    return tuple(found), num_too_long
 
-    def read(self, rows: Iterable[Any], *, limit: int | None, max_tokens: int | None) -> tuple[PromptRow, ...]:
-        """Return the prompts of rows, in their order.
 
-        Args:
-            rows: dicts of columns that were tokenised before without a fault.
-            limit: how many rows are read, from the first one on; `None` for all.
-            max_tokens: longer prompts are left out and counted; `None` for no limit.
-
-        Raises:
-            DataError: if rows have no prompts, or naming the row and column whose prompt cannot be read; or if all
-                prompts are too long.
-        """
-        found: list[PromptRow] = []
-        data_format: DataFormat | None = None
-        for index, row in enumerate(rows):
-            if index == limit:
-                break
-            data_format = data_format or self._format(row)
-            prompt = self._from_messages(row, index) if data_format is DataFormat.MESSAGES else self._pair(row, index)
-            if max_tokens is not None and len(prompt.ids) > max_tokens:
-                self.num_too_long += 1
-            else:
-                found.append(prompt)
-        if not found:
-            raise DataError(
-                f"tasks.{self._options.task}.eval_generate: got held-out prompts of which the shortest has more than "
-                f"{max_tokens} tokens; allowed: prompts behind which the completion fits. Lower max_new_tokens."
-            )
-        return tuple(found)
-
-    def _format(self, row: Mapping[str, Any]) -> DataFormat:
-        """Return which of the two forms with prompts the rows have."""
-        found = detect_format(list(row), where=self._where, row_form=self._options.row_form)
-        if found not in (DataFormat.MESSAGES, DataFormat.PROMPT_COMPLETION):
-            raise DataError(
-                f"tasks.{self._options.task}.eval_generate: got held-out rows of {found}, which have no prompts; "
-                'allowed: rows with "prompt" and "completion", or "messages". Set eval_generate=None.'
-            )
-        return found
-
-    def _pair(self, row: Mapping[str, Any], index: int) -> PromptRow:
-        if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
-            prompt, completion = (self._cells.messages(row, column, index) for column in ("prompt", "completion"))
-            return self._chat_prompt(prompt, completion, "completion", index)
-        prompt, completion = (self._cells.text(row, column, index) for column in ("prompt", "completion"))
-        ids, whole = (self._tokenizer(text)["input_ids"] for text in (prompt, prompt + completion))
-        return PromptRow(self._checked(ids, whole, "prompt", index), prompt, completion)
-
-    def _from_messages(self, row: Mapping[str, Any], index: int) -> PromptRow:
-        messages = self._cells.messages(row, "messages", index)
+def _read_prompt(row: Any, index: int, data_format: DataFormat, cells: RowCells, tokenizer: Any) -> PromptRow:
+    if data_format is DataFormat.MESSAGES:
+        column, messages = "messages", cells.messages(row, "messages", index)
         if len(messages) < 2 or messages[-1]["role"] != "assistant":
             got = f"{len(messages)} messages, the last of them of {messages[-1]['role']!r:.60}"
-            raise self._cells.error(index, "messages", got, "an answer of the assistant at the end, to be generated")
-        return self._chat_prompt(messages[:-1], messages[-1:], "messages", index)
-
-    def _chat_prompt(
-        self, prompt: list[dict[str, Any]], answer: list[dict[str, Any]], column: str, index: int
-    ) -> PromptRow:
-        ids, _ = self._cells.encode_chat(prompt, column, index, is_prompt=True)
-        whole, _ = self._cells.encode_chat(prompt + answer, column, index)
-        kept = self._checked(ids, whole, column, index)
-        return PromptRow(kept, self._tokenizer.decode(kept), "\n".join(_text(message) for message in answer))
-
-    def _checked(self, ids: list[int], whole: list[int], column: str, index: int) -> tuple[int, ...]:
-        """Return the tokens of a prompt that do not merge with those of the completion."""
+            raise cells.error(index, column, got, "an answer of the assistant at the end, to be generated")
+        prompt, answer = messages[:-1], messages[-1:]
+    elif isinstance(row["prompt"], list) or isinstance(row["completion"], list):
+        column = "completion"
+        prompt, answer = (cells.messages(row, name, index) for name in ("prompt", "completion"))
+    else:
+        text, reference = (cells.text(row, name, index) for name in ("prompt", "completion"))
+        ids, whole = (tokenizer(one)["input_ids"] for one in (text, text + reference))
         kept = np.asarray(ids[: common_prefix(ids, whole)], dtype=np.int64)
-        return tuple(self._cells.checked_ids(kept, index, column).tolist())
-
-
-def _text(message: Mapping[str, Any]) -> str:
-    content = message["content"]
-    # One that only calls tools has none.
-    return content if isinstance(content, str) else "".join(part["text"] for part in content or ())
+        return PromptRow(tuple(cells.checked_ids(kept, index, "prompt").tolist()), text, reference)
+    ids, _ = cells.encode_chat(prompt, column, index, is_prompt=True)
+    whole, _ = cells.encode_chat(prompt + answer, column, index)
+    # The tokens of the prompt that do not merge with those of the completion.
+    kept = np.asarray(ids[: common_prefix(ids, whole)], dtype=np.int64)
+    kept_ids = tuple(cells.checked_ids(kept, index, column).tolist())
+    texts = []
+    for message in answer:
+        content = message["content"]  # None in a message that only calls tools
+        texts.append(content if isinstance(content, str) else "".join(part["text"] for part in content or ()))
+    return PromptRow(kept_ids, tokenizer.decode(kept_ids), "\n".join(texts))

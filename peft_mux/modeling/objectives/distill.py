@@ -1,4 +1,4 @@
-"""Distillation from given log-probabilities of a teacher: of its K likeliest words, say, for each target.
+"""Distillation from given log-probabilities of a teacher, such as those of its K likeliest words for each target.
 
 With p the teacher's probabilities of the K words of a target and q the student's, over the whole vocabulary:
 
@@ -6,7 +6,7 @@ With p the teacher's probabilities of the K words of a target and q the student'
     forward_kl         sum_k p_k (log p_k - log q_k)
     forward_kl_tail    the same, and all other words as one more: p = 1 - sum_k p_k, q likewise
 
-Where K is the whole vocabulary, the last two are the divergence itself. Terms are averaged over the target tokens of
+If K is the whole vocabulary, the last two are the divergence itself. Terms are averaged over the target tokens of
 the global batch. There is no temperature: with it, the softmax over the words that were not given would be needed.
 
 Shape letters: M targets, K words a target.
@@ -21,7 +21,7 @@ import torch
 from peft_mux.data.formats import LANGUAGE_ROWS, DataFormat, TokenColumn
 from peft_mux.errors import Fault
 from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
-from peft_mux.modeling.objectives.objective import BaseObjective, LossArgs, TaskLoss, TokenOutputs, register_objective
+from peft_mux.modeling.objectives.objective import LossArgs, Objective, TaskLoss, TokenOutputs, register_objective
 
 _LEAST_TAIL = 1e-6
 """Least probability of all other words: below it, rounding in fp32 decides."""
@@ -38,13 +38,13 @@ class DistillArgs(LossArgs):
     renormalize: bool = False
 
     def faults(self, where: str) -> list[Fault]:
-        """Return that nothing is left for other words where probabilities are divided by their sum."""
+        """Return a fault for `forward_kl_tail` with renormalised probabilities, which leave nothing for other words."""
         if self.renormalize and self.loss_type == "forward_kl_tail":
             return [Fault(f"{where}.renormalize", "True", 'False with loss_type "forward_kl_tail"')]
         return []
 
 
-class DistillLoss(BaseObjective):
+class DistillLoss(Objective):
     """How far the student's distribution of each target is from the teacher's; see the module."""
 
     name = "distill"

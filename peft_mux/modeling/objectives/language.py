@@ -4,7 +4,7 @@ Rows may weigh their targets: `weights` w of a token, or several `target_ids` of
 loss of a step is the weighted mean over its global batch, `sum(w * nll) / sum(w)`.
 
 With `label_smoothing_factor` epsilon, the loss is that of transformers' `LabelSmoother`: `(1 - epsilon)` times this
-mean, plus epsilon times the same mean of what all words of the vocabulary have on average.
+mean, plus epsilon times the same mean of the average over all words of the vocabulary.
 """
 
 from __future__ import annotations
@@ -16,13 +16,13 @@ import torch
 
 from peft_mux.data.formats import LANGUAGE_ROWS
 from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
-from peft_mux.modeling.objectives.objective import BaseObjective, LossArgs, TaskLoss, TokenOutputs, register_objective
+from peft_mux.modeling.objectives.objective import LossArgs, Objective, TaskLoss, TokenOutputs, register_objective
 
 _GREATEST_EXPONENT = 700.0
 """Just below the natural logarithm of the greatest float, about 709.8."""
 
 
-class LanguageLoss(BaseObjective):
+class LanguageLoss(Objective):
     """Mean negative log-likelihood of the target tokens (supervised fine-tuning)."""
 
     name = "sft"
@@ -36,16 +36,29 @@ class LanguageLoss(BaseObjective):
 
     def loss(self, outputs: TokenOutputs, args: LossArgs) -> TaskLoss:
         """Return the sum over the targets, divided by the number or the weights of the targets of the global batch."""
-        nll = _mean_nll(outputs)
+        if "weights" in outputs.columns or outputs.word_logprobs_MK is None:
+            nll = self._mean(outputs, outputs.nll_M)
+        else:
+            weighted_MK = outputs.word_logprobs_MK * outputs.columns["target_weights"]
+            nll = -weighted_MK.sum() / (outputs.totals["target_weights"] or 1.0)
         share = args.label_smoothing_factor
         if not share:
             return TaskLoss(nll)
-        assert outputs.spread_M is not None, "the head is told of tasks that smooth their labels"
-        of_all_words = _mean(outputs, outputs.nll_M + outputs.spread_M)
+        assert outputs.spread_M is not None, "the head is told which tasks smooth their labels"
+        of_all_words = self._mean(outputs, outputs.nll_M + outputs.spread_M)
         return TaskLoss((1 - share) * nll + share * of_all_words, nll.detach()[None])
 
+    def _mean(self, outputs: TokenOutputs, terms_M: torch.Tensor) -> torch.Tensor:
+        """Return this micro-batch's part of the mean of terms, each with the weight of its target."""
+        if "weights" in outputs.columns:
+            return (terms_M * outputs.columns["weights"]).sum() / (outputs.totals["weights"] or 1.0)
+        if outputs.word_logprobs_MK is not None:
+            weights_M = outputs.columns["target_weights"].sum(dim=1)
+            return (terms_M * weights_M).sum() / (outputs.totals["target_weights"] or 1.0)
+        return terms_M.sum() * outputs.loss_weight
+
     def statistic_names(self, args: LossArgs) -> tuple[str, ...]:
-        """Return the name of the mean without smoothing, where the loss is another one."""
+        """Return the name of the mean without smoothing, if the loss is another one."""
         return ("nll",) if args.label_smoothing_factor else ()
 
     def metrics(self, loss: float, statistics: Mapping[str, float]) -> dict[str, float]:
@@ -56,24 +69,6 @@ class LanguageLoss(BaseObjective):
     def metric_names(self, args: LossArgs) -> tuple[str, ...]:
         """Return the names of these two."""
         return ("eval_loss", "eval_perplexity")
-
-
-def _mean_nll(outputs: TokenOutputs) -> torch.Tensor:
-    """Return this micro-batch's part of the mean over the targets, or the words, that rows name."""
-    if "weights" in outputs.columns or outputs.word_logprobs_MK is None:
-        return _mean(outputs, outputs.nll_M)
-    weights_MK = outputs.columns["target_weights"]
-    return -(outputs.word_logprobs_MK * weights_MK).sum() / (outputs.totals["target_weights"] or 1.0)
-
-
-def _mean(outputs: TokenOutputs, terms_M: torch.Tensor) -> torch.Tensor:
-    """Return this micro-batch's part of the mean of terms, each of the weight that its target has."""
-    if "weights" in outputs.columns:
-        return (terms_M * outputs.columns["weights"]).sum() / (outputs.totals["weights"] or 1.0)
-    if outputs.word_logprobs_MK is not None:
-        weights_M = outputs.columns["target_weights"].sum(dim=1)
-        return (terms_M * weights_M).sum() / (outputs.totals["target_weights"] or 1.0)
-    return terms_M.sum() * outputs.loss_weight
 
 
 register_objective(LanguageLoss())

@@ -1,34 +1,35 @@
-"""`LossArgs`: the arguments of a loss as a frozen dataclass, read from `Task.objective_args`, all faults at once."""
+"""What a task is trained towards: `Objective`, with its arguments, what it reads and returns, and output heads.
 
-# MERGED: What the losses of one task read of one micro-batch: `TokenOutputs` and `SequenceOutputs`, and what they
-# MERGED: return.
-# MERGED: Shape letters: M targets, S sequences and R rows of this task in this micro-batch, C classes, K numbers.
-# MERGED: `OutputHead`: what a kind of output head computes on a packed stream, whatever loss is taken of it.
-# MERGED: `Objective`: one loss that a task may be trained towards, and all of them by name.
-# MERGED: Two levels. What a pass computes once for all its tasks, whatever their losses, is the `OutputHead`'s: for
-# MERGED: language
-# MERGED: models one linear cross-entropy over the targets of all tasks. A loss is a pure function of what that gave
-# MERGED: for *one*
-# MERGED: task in *one* micro-batch. A new one is a class in a file of this folder, registered there, and imported in
-# MERGED: `__init__.py`::
-# MERGED:     class MyLoss(TokenObjective):
-# MERGED:         name, loss_types = "my-loss", ("plain",)  # a task asks for it with Task(objective="my-loss")
-# MERGED:         def loss(self, outputs: TokenOutputs, args: LossArgs) -> TaskLoss:
-# MERGED:             return TaskLoss(outputs.mean_over_tokens(outputs.nll_M**2))
-# MERGED:     register_objective(MyLoss())
-# MERGED: A loss divides by sums over the task's *global* batch (`outputs.totals`), so no split into micro-batches and
-# MERGED: no number
-# MERGED: of processes changes its gradient (promise 1 of the design).
+There are two levels. What a pass computes once for all its tasks, whatever their losses, belongs to the `OutputHead`:
+for language models one linear cross-entropy over the targets of all tasks. An `Objective` is a pure function of what
+that gave for *one* task in *one* micro-batch. A new one is a class in a file of this folder, registered there, and
+imported in `__init__.py`::
+
+    class MyLoss(Objective):
+        name, loss_types = "my-loss", ("plain",)  # a task asks for it with Task(objective="my-loss")
+        head, row_form = LANGUAGE_HEAD, LANGUAGE_ROWS
+
+        def loss(self, outputs: TokenOutputs, args: LossArgs) -> TaskLoss:
+            return TaskLoss(outputs.mean_over_tokens(outputs.nll_M**2))
+
+    register_objective(MyLoss())
+
+A loss divides by sums over the task's *global* batch (`outputs.totals`), so no split into micro-batches and no number
+of processes changes its gradient (promise 1 of the design).
+
+Shape letters: T tokens, D hidden features; M targets, S sequences and R rows of a task in a micro-batch, C classes, K
+numbers.
+"""
 
 from __future__ import annotations
 
 import math
 import types
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager
-from dataclasses import MISSING, Field, dataclass, field, fields
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import MISSING, dataclass, field, fields
 from itertools import accumulate, pairwise
-from typing import Any, ClassVar, Literal, NamedTuple, Protocol, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, Union, get_args, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -37,37 +38,38 @@ from peft_mux.data.batch import Columns, MuxBatch
 from peft_mux.data.formats import RowForm
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.errors import Fault, closest, raise_faults, shown
-from peft_mux.modeling.attention.rows import ReadRows
+from peft_mux.modeling.attention.rows import ReadRows, rows_of_targets
 from peft_mux.modeling.backbone.modules import HeadKind, head_kind_of
-from peft_mux.modeling.stream import Stream
+
+# ------------------------------------------------------------------ arguments
 
 T = TypeVar("T", bound="LossArgs")
 
 _OF_THE_TASK = ("loss_type", "label_smoothing_factor")
 """Arguments that are fields of `Task` itself."""
-
 _BEYOND_FLOATS = 2**1000
 SEVERAL = "+"
-"""Between the names of variants that are added up, where a loss may be several at once."""
+"""Between the names of variants that are added up, if a loss may be several at once."""
+_TYPE_WORDS = {float: "a finite number", int: "an integer", bool: "True or False", str: "a string", type(None): "None"}
 
 
 @dataclass(frozen=True, kw_only=True)
 class LossArgs:
-    """Arguments of a loss; a subclass has a field, with its default, for each that may be set.
+    """Arguments of a loss, read from `Task.objective_args`; a subclass has a field with its default for each of them.
 
     Attributes:
-        loss_type: which variant of the loss; it is `Task.loss_type`, and none of `Task.objective_args`.
-        label_smoothing_factor: share of the loss that all words of the vocabulary have alike; a field of `Task`, too.
+        loss_type: which variant of the loss; it is `Task.loss_type`, and not in `Task.objective_args`.
+        label_smoothing_factor: share of the loss that is equal for all words of the vocabulary; a field of `Task`, too.
     """
 
     loss_type: str = ""
     label_smoothing_factor: float = 0.0
 
     refused: ClassVar[Mapping[str, str]] = {}
-    """Arguments that are known from TRL but not honoured, with the reason and what to do instead."""
+    """Arguments that are known from TRL but not supported, with the reason and what to do instead."""
 
     def faults(self, where: str) -> list[Fault]:
-        """Return what is wrong with arguments beside one another; `where` is their path, `tasks.a.objective_args`."""
+        """Return which arguments do not fit together; `where` is their path, `tasks.a.objective_args`."""
         return []
 
 
@@ -75,7 +77,7 @@ def argument(default: Any, allowed: str, holds: Callable[[Any], bool]) -> Any:
     """Return a field of `LossArgs`.
 
     Args:
-        default: what stands where nothing is set; `None` may always be given where it is the default.
+        default: its value if nothing is set; `None` may always be given if it is the default.
         allowed: what may be given, for messages.
         holds: whether a value of the right type may be given.
     """
@@ -102,28 +104,44 @@ def read_args(kind: type[T], given: object, loss_type: str, where: str) -> tuple
 
     Args:
         kind: the dataclass of the arguments.
-        given: what stands in `Task.objective_args`: a mapping, or `None` for nothing.
+        given: the value of `Task.objective_args`: a mapping, or `None` for nothing.
         loss_type: which variant of the loss, one of the loss's own.
         where: path for messages: `tasks.a.objective_args`.
 
     Returns:
-        The arguments, `None` where there is a fault; and all faults.
+        The arguments, `None` if there is a fault; and all faults.
     """
     if given is not None and (not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given)):
         return None, [Fault(where, shown(given), "a dict of arguments by name")]
     values: Mapping[str, Any] = given or {}
     known = {item.name: item for item in fields(kind) if item.name not in _OF_THE_TASK and item.init}
-    faults = [_unknown(name, values[name], kind, list(known), where) for name in values if name not in known]
+    faults = []
+    for name in values:
+        if name in kind.refused:
+            fix = f"{name} is not supported: {kind.refused[name]}."
+            faults.append(Fault(f"{where}.{name}", shown(values[name]), ", ".join(known) or "none with this loss", fix))
+        elif name not in known:
+            fix = f"Set Task.{name}." if name in _OF_THE_TASK else closest(name, list(known))
+            allowed = ", ".join(known) or "none with this loss"
+            faults.append(Fault(f"{where}.{name}", "an unknown argument", allowed, fix))
     hints = get_type_hints(kind)
     read = {}
     for name, item in known.items():
-        if name not in values:
-            if item.default is MISSING and item.default_factory is MISSING:
-                faults.append(Fault(f"{where}.{name}", "nothing", _allowed(item, hints[name])))
+        hint = hints[name]
+        kinds = get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
+        if name in values:
+            value = read[name] = _converted(values[name], kinds)
+            holds = item.metadata.get("holds")
+            if _fits(value, kinds) and (value is None or holds is None or holds(value)):
+                continue
+        elif item.default is not MISSING or item.default_factory is not MISSING:
             continue
-        read[name] = _converted(values[name], hints[name])
-        if not _fits(read[name], item, hints[name]):
-            faults.append(Fault(f"{where}.{name}", shown(values[name]), _allowed(item, hints[name])))
+        words = [
+            " or ".join(map(repr, get_args(one))) if get_origin(one) is Literal else _TYPE_WORDS.get(one, "a value")
+            for one in kinds
+        ]
+        got = shown(values[name]) if name in values else "nothing"
+        faults.append(Fault(f"{where}.{name}", got, str(item.metadata.get("allowed", " or ".join(words)))))
     if faults:
         return None, faults
     args = kind(loss_type=loss_type, **read)
@@ -131,69 +149,44 @@ def read_args(kind: type[T], given: object, loss_type: str, where: str) -> tuple
     return (None if faults else args), faults
 
 
-def _unknown(name: str, value: object, kind: type[LossArgs], known: list[str], where: str) -> Fault:
-    allowed = ", ".join(known) or "none with this loss"
-    if name in kind.refused:
-        return Fault(f"{where}.{name}", shown(value), allowed, f"{name} is not supported: {kind.refused[name]}.")
-    hint = f"Set Task.{name}." if name in _OF_THE_TASK else closest(name, known)
-    return Fault(f"{where}.{name}", "an unknown argument", allowed, hint)
-
-
-def _converted(value: Any, hint: Any) -> Any:
+def _converted(value: Any, kinds: Sequence[Any]) -> Any:
     """Return lists of a file as the tuples that a frozen dataclass holds, and whole numbers as floats."""
-    tuples = [kind for kind in _kinds(hint) if get_origin(kind) is tuple]
+    tuples = [kind for kind in kinds if get_origin(kind) is tuple]
     if isinstance(value, (list, tuple)) and tuples:
-        return tuple(_converted(one, get_args(tuples[0])[0]) for one in value)
-    if isinstance(value, int) and not isinstance(value, bool) and float in _kinds(hint) and int not in _kinds(hint):
+        return tuple(_converted(one, get_args(tuples[0])[:1]) for one in value)
+    if isinstance(value, int) and not isinstance(value, bool) and float in kinds and int not in kinds:
         return float(value) if abs(value) < _BEYOND_FLOATS else value
     return value
 
 
-def _kinds(hint: Any) -> tuple[Any, ...]:
-    return get_args(hint) if get_origin(hint) in (Union, types.UnionType) else (hint,)
-
-
-def _fits(value: Any, item: Field[Any], hint: Any) -> bool:
-    if value is None:
-        return type(None) in _kinds(hint)
-    if not any(_is_of(value, kind) for kind in _kinds(hint)):
+def _fits(value: Any, kinds: Sequence[Any]) -> bool:
+    """Return whether a value is of one of some kinds: types, `Literal`s, tuples of one type, or functions."""
+    if isinstance(value, float) and not math.isfinite(value):
         return False
-    if not _is_finite(value):
-        return False
-    return bool(item.metadata.get("holds", lambda value: True)(value))
+    for kind in kinds:
+        if get_origin(kind) is Literal:
+            fits = value in get_args(kind)
+        elif get_origin(kind) is tuple:
+            fits = isinstance(value, tuple) and all(_fits(one, get_args(kind)[:1]) for one in value)
+        elif isinstance(kind, type):
+            fits = isinstance(value, kind) and not (kind in (int, float) and isinstance(value, bool))
+        else:
+            fits = callable(value)
+        if fits:
+            return True
+    return False
 
 
-def _is_finite(value: Any) -> bool:
-    return not isinstance(value, float) or math.isfinite(value)
-
-
-def _is_of(value: Any, kind: Any) -> bool:
-    if get_origin(kind) is Literal:
-        return value in get_args(kind)
-    if get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_is_of(one, get_args(kind)[0]) and _is_finite(one) for one in value)
-    if kind in (int, float) and isinstance(value, bool):
-        return False
-    return isinstance(value, kind) if isinstance(kind, type) else callable(value)
-
-
-def _allowed(item: Field[Any], hint: Any) -> str:
-    words = {float: "a finite number", int: "an integer", bool: "True or False", str: "a string", type(None): "None"}
-    kinds = [
-        " or ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else words.get(kind, "a value")
-        for kind in _kinds(hint)
-    ]
-    return str(item.metadata.get("allowed", " or ".join(kinds)))
-
+# ------------------------------------------------- what losses read and return
 
 REFERENCE = "ref_logprobs"
 """Token column with the log-probability of each target under the backbone without adapters; see `TokenOutputs`."""
 
 WORDS = ("target_ids", "teacher_ids")
-"""Token columns that name words whose log-probabilities are wanted beside that of the target."""
+"""Token columns that name words whose log-probabilities are wanted in addition to that of the target."""
 
 BATCH_VALUES = "batch_values"
-"""Row value under which sums over the global batch lie, which a pass before this one has made."""
+"""Row value that holds sums over the global batch, which a pass before this one has made."""
 
 
 class TaskLoss(NamedTuple):
@@ -201,13 +194,17 @@ class TaskLoss(NamedTuple):
 
     Attributes:
         loss: fp32 scalar with gradient: this micro-batch's part of the mean over the task's global batch.
-        statistics: fp32 `[K]` without gradient, parts of what is logged beside the loss; `None` where there is nothing.
-            Like the loss they are divided by sums over the global batch already, so that the parts of all micro-batches
-            and processes add up to the figures of the step.
+        statistics: fp32 `[K]` without gradient, parts of what is logged with the loss; `None` if there is nothing. Like
+            the loss they are divided by sums over the global batch already, so that the parts of all micro-batches and
+            processes add up to the figures of the step.
     """
 
     loss: torch.Tensor
     statistics: torch.Tensor | None = None
+
+
+Statistics = tuple[torch.Tensor | None, ...]
+"""Statistics `[K]` of each task of a stream; `None` for those whose loss has none."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -220,8 +217,8 @@ class TaskOutputs:
         loss_weight: 1 / number of loss terms in the task's global batch.
         row_values: values of the rows, float32 `[R]`, by name.
         totals: sums over the task's global batch, by name: see `peft_mux.data.batch.batch_totals`.
-        batch_values: `[K]` sums over the global batch of what `Objective.batch_values` returned; `None` where there
-            are none.
+        batch_values: `[K]` sums over the global batch of what `Objective.batch_values` returned; `None` if there are
+            none.
     """
 
     task: str
@@ -230,11 +227,6 @@ class TaskOutputs:
     row_values: Columns = field(default_factory=dict)
     totals: Mapping[str, float] = field(default_factory=dict)
     batch_values: torch.Tensor | None = None
-
-    @property
-    def anchor(self) -> torch.Tensor:
-        """A scalar that depends on all outputs of the task: the loss of what has failed hangs on it."""
-        raise NotImplementedError
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -247,10 +239,10 @@ class TokenOutputs(TaskOutputs):
         row_sequences: number of sequences of each of the R rows.
         columns: token columns of the rows at their targets, `[M]` or `[M, K]`, by name.
         word_logprobs_MK: fp32 `[M, K]` with gradient, log-probabilities of the words that a row names for each target
-            (`target_ids`, `teacher_ids`); `None` where it names none.
+            (`target_ids`, `teacher_ids`); `None` if it names none.
         spread_M: fp32 `[M]` with gradient, by how many nats the mean over all words of their negative log-likelihood
             exceeds that of the target (`cross_entropy/spreads.py`); `None` for tasks whose labels are not smoothed.
-        batch: the micro-batch that the targets are of; `None` where no loss asks for their ids.
+        batch: the micro-batch that the targets belong to; `None` if no loss asks for their ids.
         index: number of the task in the micro-batch.
     """
 
@@ -262,11 +254,6 @@ class TokenOutputs(TaskOutputs):
     columns: Columns = field(default_factory=dict)
     word_logprobs_MK: torch.Tensor | None = None
     spread_M: torch.Tensor | None = None
-
-    @property
-    def anchor(self) -> torch.Tensor:
-        """The sum over the targets."""
-        return self.nll_M.sum()
 
     @property
     def targets_M(self) -> torch.Tensor:
@@ -304,7 +291,7 @@ class TokenOutputs(TaskOutputs):
         return _sums(values_M, self.row_counts)
 
     def per_row(self, values_S: torch.Tensor) -> torch.Tensor:
-        """Return values of sequences as `[R, n]`, where every row has n sequences (2 for chosen and rejected)."""
+        """Return values of sequences as `[R, n]`, if every row has n sequences (2 for chosen and rejected)."""
         return values_S.view(len(self.row_sequences), -1)
 
     def mean_over_rows(self, terms_R: torch.Tensor) -> torch.Tensor:
@@ -332,11 +319,6 @@ class SequenceOutputs(TaskOutputs):
     row_sequences: tuple[int, ...] = ()
     problem_type: str | None = None
 
-    @property
-    def anchor(self) -> torch.Tensor:
-        """The sum of the logits."""
-        return self.logits_SC.float().sum()
-
 
 def common_fields(batch: MuxBatch, index: int) -> dict[str, Any]:
     """Return the fields of `TaskOutputs` for a task of a micro-batch, by its number in the stream."""
@@ -357,75 +339,61 @@ def _sums(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
     return torch.stack([part.sum() for part in parts]) if parts else values.new_zeros(0)
 
 
-@dataclass(frozen=True, slots=True)
-class HeadPass:
-    """What the output head of a pass is computed with, once the hidden states are there.
+# -------------------------------------------------------------- output heads
+
+
+class OutputHead:
+    """One kind of output head: what it computes on a packed stream, whatever loss is taken of it.
+
+    Methods get `model`, the `MultiTaskPeftModel` whose stream reads the micro-batch.
 
     Attributes:
-        backbone: the transformers model whose last module or modules are the head.
-        stream: reads the micro-batch of the pass.
-        adapters: internal adapter id of each task name.
-        smoothed: tasks whose losses also read how likely all other words are (`TokenOutputs.spread_M`).
+        kind: which backbones end in such a head, and which tasks need one.
+        example_label: class label of a made-up sequence; `None` if sequences need none.
     """
 
-    backbone: Any
-    stream: Stream
-    adapters: Mapping[str, str]
-    smoothed: frozenset[str] = frozenset()
-
-
-class OutputHead(Protocol):
-    """One kind of output head; an entry of `HEADS`."""
-
-    @property
-    def kind(self) -> HeadKind:
-        """Which backbones end in such a head, and which tasks need one."""
-        ...
-
-    @property
-    def example_label(self) -> int | None:
-        """Class label of a made-up sequence; `None` where sequences need none."""
-        ...
+    kind: HeadKind
+    example_label: int | None = None
 
     def prepare(self, backbone: Any, adapter: str, classes: int | None, seed: int, *, is_new: bool) -> None:
-        """Make what a task trains of the head, after its adapter was injected.
+        """Make what a task trains of the head, after its adapter was injected; by default nothing.
 
         Args:
             backbone: transformers model that holds the adapter.
             adapter: internal adapter id of the task.
-            classes: number of classes of the task; `None` for that of the backbone.
+            classes: number of classes of the task; `None` for the backbone's.
             seed: fixes the weights that are drawn.
             is_new: whether the backbone's own head was made at random rather than loaded.
+
+        Raises:
+            ConfigError: if the head cannot have so many classes.
         """
-        ...
 
     def bypassed(self, backbone: Any) -> AbstractContextManager[None]:
         """Keep the backbone's base model from computing a part of the head by itself, during the `with` block."""
-        ...
+        return nullcontext()
 
     def read_rows(self, batch: MuxBatch, backbone: Any) -> ReadRows | None:
-        """Return the rows whose hidden states `outputs` and `terms` read; `None` where that is not known."""
-        ...
+        """Return the rows whose hidden states `outputs` and `terms` read; `None` if that is not known."""
+        return rows_of_targets(batch)
 
-    def outputs(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> Sequence[TaskOutputs]:
-        """Return what the losses of each task of a micro-batch read, computed once for all of them.
+    def outputs(
+        self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any, smoothed: Collection[str] = ()
+    ) -> Sequence[Any]:
+        """Return what the losses of each task of a micro-batch read (`TaskOutputs`), computed once for all of them.
 
-        Each depends on rows of its own task only, so that nothing of one task reaches another.
-
-        Args:
-            hidden_TD: the last hidden states `[T, D]`.
-            batch: the micro-batch, its tensors on the device of the hidden states.
-            head: what the output head is computed with.
+        Each depends only on rows of its own task, so that nothing of one task reaches another. Losses of `smoothed`
+        tasks also read how likely all other words are (`TokenOutputs.spread_M`).
         """
-        ...
+        raise NotImplementedError
 
-    def terms(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> torch.Tensor:
-        """Return the negative log-likelihoods `[M]` of all targets, for passes that are captured as CUDA graphs."""
-        ...
+    def terms(self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any) -> torch.Tensor:
+        """Return the negative log-likelihoods `[M]` of all targets; only of language models."""
+        raise NotImplementedError("passes of classifiers are not captured.")
 
-    def logits(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> list[torch.Tensor]:
-        """Return the logits of every sequence in the order of the stream, from the `[T, D]` last hidden states."""
-        ...
+    def logits(self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any) -> list[torch.Tensor]:
+        """Return the logits of every sequence in the order of the stream."""
+        raise NotImplementedError
 
     def labels(self, batch: TaskBatch, micro_batch: MuxBatch) -> Iterator[np.ndarray]:
         """Yield the labels of every sequence in the order of the stream, as `compute_metrics` takes them.
@@ -434,22 +402,11 @@ class OutputHead(Protocol):
             batch: the rows of one task.
             micro_batch: the same rows, all of them, as a stream.
         """
-        ...
+        raise NotImplementedError
 
 
 HEADS: dict[str, OutputHead] = {}
 """Every kind of head by the name of its kind."""
-
-
-def register_head(head: OutputHead) -> None:
-    """Add a kind of head to `HEADS`.
-
-    Raises:
-        ValueError: if one is registered for this kind already.
-    """
-    if head.kind.name in HEADS:
-        raise ValueError(f'the head "{head.kind.name}" is registered already; allowed: one entry a kind.')
-    HEADS[head.kind.name] = head
 
 
 def head_of(backbone: Any) -> OutputHead:
@@ -457,138 +414,39 @@ def head_of(backbone: Any) -> OutputHead:
     return HEADS[head_kind_of(backbone).name]
 
 
+# -------------------------------------------------------------------- losses
+
 OWN = "own"
 """Name of the entry that runs a user's own function."""
 
-Statistics = tuple[torch.Tensor | None, ...]
-"""Statistics `[K]` of each task of a stream; `None` for those whose loss has none."""
 
+class Objective:
+    """One loss; an entry of `OBJECTIVES`.
 
-class Objective(Protocol):
-    """One loss; an entry of `OBJECTIVES`."""
+    Attributes:
+        name: the `Task.objective` that asks for it.
+        loss_types: its variants by their `Task.loss_type`, the default first.
+        head: the output head that it reads.
+        row_form: the form of the rows that it reads.
+        refused_loss_types: variants that are known from TRL but not trained towards, and why.
+        takes_several: whether `Task.loss_type` may be a list of variants, whose losses are added up.
+        Args: the dataclass of its arguments.
+        reference_columns: token columns or row values that make the pass without adapters needless, if rows bring all
+            of them.
+        num_batch_values: how many numbers of the whole global batch it needs before its loss can be taken. Then a pass
+            without gradient comes first, of which `batch_values` makes these.
+        is_default: whether tasks of its kind of head have it if nothing names another one.
+        uses_totals: whether it divides by `TaskOutputs.totals`; otherwise by the number of terms (`loss_weight`).
+        takes_smoothing: whether `label_smoothing_factor` may be set, which its arguments then have.
+        has_logits: whether `compute_metrics` may be given the logits and labels of its rows.
+        eager_reason: why a pass with it cannot be captured as a CUDA graph, as a clause; `None` if it can, because its
+            terms are the negative log-likelihoods of the targets.
+        prepass_sequence: which sequence of each row, from 0, is read only by passes without gradient; `None` for none.
+    """
 
-    @property
-    def name(self) -> str:
-        """The `Task.objective` that asks for it."""
-        ...
-
-    @property
-    def loss_types(self) -> tuple[str, ...]:
-        """Its variants by their `Task.loss_type`, the default first."""
-        ...
-
-    @property
-    def refused_loss_types(self) -> Mapping[str, str]:
-        """Variants that are known from TRL but not trained towards, and why."""
-        ...
-
-    @property
-    def takes_several(self) -> bool:
-        """Whether `Task.loss_type` may be a list of variants, whose losses are added up."""
-        ...
-
-    @property
-    def Args(self) -> type[LossArgs]:
-        """The dataclass of its arguments."""
-        ...
-
-    @property
-    def reference_columns(self) -> tuple[str, ...]:
-        """Token columns or row values that make the pass without adapters needless, where rows bring all of them."""
-        ...
-
-    @property
-    def num_batch_values(self) -> int:
-        """How many numbers of the whole global batch it needs before its loss can be taken.
-
-        Then a pass without gradient comes first, of which `batch_values` makes these.
-        """
-        ...
-
-    @property
-    def is_default(self) -> bool:
-        """Whether tasks of its kind of head have it where nothing tells another one."""
-        ...
-
-    @property
-    def uses_totals(self) -> bool:
-        """Whether it divides by `TaskOutputs.totals`; otherwise by the number of terms (`loss_weight`)."""
-        ...
-
-    @property
-    def takes_smoothing(self) -> bool:
-        """Whether `label_smoothing_factor` may be set, which its arguments then have."""
-        ...
-
-    @property
-    def has_logits(self) -> bool:
-        """Whether `compute_metrics` may be given the logits and labels of its rows."""
-        ...
-
-    @property
-    def eager_reason(self) -> str | None:
-        """Why a pass with it cannot be captured as a CUDA graph, as a clause; `None` where it can.
-
-        Then its terms are the negative log-likelihoods of the targets.
-        """
-        ...
-
-    @property
-    def head(self) -> OutputHead:
-        """The output head that it reads."""
-        ...
-
-    @property
-    def row_form(self) -> RowForm:
-        """The form of the rows that it reads."""
-        ...
-
-    @property
-    def prepass_sequence(self) -> int | None:
-        """Which sequence of each row, from 0, passes without gradient read alone; `None` for none."""
-        ...
-
-    def rows(self, args: Any) -> RowForm:
-        """Return the form of the rows that a variant of it reads."""
-        ...
-
-    def needs_batch_values(self, args: Any) -> bool:
-        """Whether a variant of it needs numbers of the whole global batch beforehand."""
-        ...
-
-    def needs_reference(self, args: Any) -> bool:
-        """Whether it needs the log-probabilities of the backbone without adapters (`TokenOutputs`)."""
-        ...
-
-    def statistic_names(self, args: Any) -> tuple[str, ...]:
-        """Return the names of the K statistics of `TaskLoss`, those of TRL where it has them."""
-        ...
-
-    def batch_values(self, outputs: Any, args: Any) -> torch.Tensor:
-        """Return `[num_batch_values]`, the part of a micro-batch in numbers of the global batch."""
-        ...
-
-    def loss(self, outputs: Any, args: Any) -> TaskLoss:
-        """Return the loss of one task in one micro-batch.
-
-        Args:
-            outputs: `TokenOutputs` or `SequenceOutputs`, as its head has it.
-            args: its arguments, of class `Args`.
-        """
-        ...
-
-    def metrics(self, loss: float, statistics: Mapping[str, float]) -> dict[str, float]:
-        """Return the metrics of an evaluation from its mean loss, and its statistics by name."""
-        ...
-
-    def metric_names(self, args: Any) -> tuple[str, ...]:
-        """Return the names of the metrics that `metrics` returns."""
-        ...
-
-
-class BaseObjective:
-    """What most losses have in common; see `Objective`."""
-
+    name: str
+    loss_types: tuple[str, ...]
+    head: OutputHead
     row_form: RowForm
     refused_loss_types: Mapping[str, str] = {}
     takes_several: bool = False
@@ -600,35 +458,43 @@ class BaseObjective:
     takes_smoothing: bool = False
     has_logits: bool = True
     eager_reason: str | None = "a task's loss is more than the sum over its targets"
-
     prepass_sequence: int | None = None
 
     def rows(self, args: Any) -> RowForm:
-        """Return one form for all variants."""
+        """Return the form of the rows that a variant of it reads."""
         return self.row_form
 
     def needs_reference(self, args: Any) -> bool:
-        """Return that it needs none."""
+        """Return whether it needs the log-probabilities of the backbone without adapters (`TokenOutputs`)."""
         return False
 
     def needs_batch_values(self, args: Any) -> bool:
-        """Return whether it has any."""
+        """Return whether a variant of it needs numbers of the whole global batch beforehand."""
         return bool(self.num_batch_values)
 
     def statistic_names(self, args: Any) -> tuple[str, ...]:
-        """Return that there are none."""
+        """Return the names of the K statistics of `TaskLoss`, those of TRL if it has them."""
         return ()
 
     def batch_values(self, outputs: Any, args: Any) -> torch.Tensor:
-        """Refuse: there are none."""
+        """Return `[num_batch_values]`, the part of a micro-batch in numbers of the global batch."""
         raise NotImplementedError("a loss with batch values says what they are.")
 
+    def loss(self, outputs: Any, args: Any) -> TaskLoss:
+        """Return the loss of one task in one micro-batch.
+
+        Args:
+            outputs: `TokenOutputs` or `SequenceOutputs`, as its head makes them.
+            args: its arguments, of class `Args`.
+        """
+        raise NotImplementedError
+
     def metrics(self, loss: float, statistics: Mapping[str, float]) -> dict[str, float]:
-        """Return the mean loss, and the statistics as they are."""
+        """Return the metrics of an evaluation from its mean loss, and its statistics by name."""
         return {"eval_loss": loss} | {f"eval_{name}": value for name, value in statistics.items()}
 
     def metric_names(self, args: Any) -> tuple[str, ...]:
-        """Return those of the loss and of the statistics."""
+        """Return the names of the metrics that `metrics` returns."""
         return ("eval_loss", *(f"eval_{name}" for name in self.statistic_names(args)))
 
 
@@ -637,19 +503,10 @@ OBJECTIVES: dict[str, Objective] = {}
 
 
 def register_objective(objective: Objective) -> None:
-    """Add a loss to `OBJECTIVES`.
-
-    Raises:
-        ValueError: if its name is taken.
-    """
+    """Add a loss to `OBJECTIVES`; raise `ValueError` if its name is taken."""
     if objective.name in OBJECTIVES:
         raise ValueError(f'the objective "{objective.name}" is registered already; allowed: a name of its own.')
     OBJECTIVES[objective.name] = objective
-
-
-def unregister_objective(name: str) -> None:
-    """Take a loss out of `OBJECTIVES`; models must no longer hold tasks with it."""
-    del OBJECTIVES[name]
 
 
 def objectives_of(kind: HeadKind) -> list[Objective]:
@@ -659,16 +516,12 @@ def objectives_of(kind: HeadKind) -> list[Objective]:
 
 
 def objective_for(kind: HeadKind) -> Objective:
-    """Return the loss of a kind of head where a task says nothing of it."""
+    """Return the loss of a kind of head for tasks that name none."""
     return objectives_of(kind)[0]
 
 
 def default_args(objective: Objective) -> LossArgs:
-    """Return the arguments of a loss where nothing is set.
-
-    Raises:
-        ConfigError: if one has no default.
-    """
+    """Return the arguments of a loss if nothing is set; raise `ConfigError` if one has no default."""
     args, faults = read_args(objective.Args, None, objective.loss_types[0], f"objective_args of {objective.name}")
     raise_faults(faults)
     assert args is not None, "no arguments are a fault"

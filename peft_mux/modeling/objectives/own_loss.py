@@ -1,7 +1,7 @@
 """The loss that a user writes: `Task(objective=my_function)`, run under the guard of `guard_user_code`.
 
-The function's own backward runs at once, up to the log-probabilities that it was given; so whatever it raises, there or
-in its forward, fails its task alone, and never the backward pass that all tasks share.
+The function's own backward runs at once, up to the log-probabilities that it was given. So whatever it raises, there or
+in its forward, fails only its task, and never the backward pass that all tasks share.
 """
 
 from __future__ import annotations
@@ -15,14 +15,7 @@ import torch
 from peft_mux.data.formats import LANGUAGE_ROWS
 from peft_mux.errors import DataError, shown
 from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
-from peft_mux.modeling.objectives.objective import (
-    OWN,
-    BaseObjective,
-    LossArgs,
-    TaskLoss,
-    TokenOutputs,
-    register_objective,
-)
+from peft_mux.modeling.objectives.objective import OWN, LossArgs, Objective, TaskLoss, TokenOutputs, register_objective
 from peft_mux.user_code import guard_user_code
 
 
@@ -34,15 +27,15 @@ class OwnArgs(LossArgs):
         function: takes `TokenOutputs`; returns a scalar that is this micro-batch's part of the mean over the global
             batch (`outputs.mean_over_rows(...)`, `outputs.mean_over_tokens(...)`), or a term of each target, `[M]`,
             whose mean over the targets of the global batch is the loss.
-        needs_reference: whether `outputs.reference_logprobs_M` shall be there.
+        needs_reference: whether `outputs.reference_logprobs_M` is needed.
     """
 
     function: Callable[[Any], Any]
     needs_reference: bool = False
 
 
-class OwnLoss(BaseObjective):
-    """Whatever a function makes of the log-probabilities of a task's targets; rows are never split among passes."""
+class OwnLoss(Objective):
+    """What a function makes of the log-probabilities of a task's targets; rows are never split among passes."""
 
     name = OWN
     loss_types = ("own",)
@@ -58,36 +51,32 @@ class OwnLoss(BaseObjective):
         """Return what the function makes of the targets.
 
         Raises:
-            UserCodeError: whatever the function raises, or what is wrong with what it returns.
+            UserCodeError: what the function raises, or what is wrong with what it returns.
         """
         words_MK = outputs.word_logprobs_MK
         given = [outputs.nll_M] if words_MK is None else [outputs.nll_M, words_MK]
         with guard_user_code(outputs.task, "objective"), torch.enable_grad():
             # Copies: what a function writes in place would reach the outputs, and the backward pass, of all tasks.
             nll_M, *words = leaves = [values.detach().clone().requires_grad_() for values in given]
-            own = replace(outputs, nll_M=nll_M, word_logprobs_MK=words[0] if words else None)
-            loss = _checked(args.function(own), outputs)
+            value = args.function(replace(outputs, nll_M=nll_M, word_logprobs_MK=words[0] if words else None))
+            num_targets = len(nll_M)
+            is_floats = isinstance(value, torch.Tensor) and value.is_floating_point()
+            if is_floats and value.ndim == 0:
+                loss = value.float()
+            elif is_floats and value.shape == (num_targets,):
+                loss = outputs.mean_over_tokens(value.float())
+            else:
+                got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
+                raise DataError(
+                    f"the objective returned {got}; allowed: a scalar of floats, or one term for each of the "
+                    f"{num_targets} targets. Return outputs.mean_over_rows(terms) for one term a row."
+                )
             gradients = [torch.zeros_like(values) for values in leaves]
             if loss.requires_grad and outputs.nll_M.requires_grad:
                 gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-            # A plain tensor beside the losses of the others, wherever the function has computed, and with what.
+            # A plain tensor like the losses of the other tasks, whatever the function has computed with, and where.
             number = outputs.nll_M.detach().new_empty(()).copy_(loss.detach())
         return TaskLoss(_WithGradients.apply(number, *gradients, *given))
-
-
-def _checked(value: Any, outputs: TokenOutputs) -> torch.Tensor:
-    """Return what a function has returned as the scalar that it stands for."""
-    num_targets = len(outputs.nll_M)
-    if isinstance(value, torch.Tensor) and value.is_floating_point():
-        if value.ndim == 0:
-            return value.float()
-        if value.shape == (num_targets,):
-            return outputs.mean_over_tokens(value.float())
-    got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
-    raise DataError(
-        f"the objective returned {got}; allowed: a scalar of floats, or one term for each of the {num_targets} "
-        "targets. Return outputs.mean_over_rows(terms) for one term a row."
-    )
 
 
 class _WithGradients(torch.autograd.Function):

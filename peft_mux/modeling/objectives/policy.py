@@ -19,8 +19,8 @@ from peft_mux.errors import Fault
 from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
 from peft_mux.modeling.objectives.objective import (
     REFERENCE,
-    BaseObjective,
     LossArgs,
+    Objective,
     TaskLoss,
     TokenOutputs,
     above,
@@ -39,7 +39,7 @@ class PolicyArgs(LossArgs):
     Attributes:
         epsilon: by how much a ratio may fall below 1 before it is clipped.
         epsilon_high: by how much it may exceed 1, by default `epsilon`; for "cispo" the greatest ratio itself.
-        delta: greatest ratio on the side that is not clipped; `None` for none.
+        delta: greatest ratio on the side that is not clipped; `None` for no bound.
         beta: weight of the divergence from the backbone without adapters, or from `ref_logprobs` of the rows.
         importance_sampling_level: whether ratios are of tokens or, as in GSPO, geometric means over rows.
         max_completion_length: tokens by which "dr_grpo" divides each row.
@@ -56,7 +56,7 @@ class PolicyArgs(LossArgs):
 
     @property
     def high(self) -> float:
-        """`epsilon_high`, or `epsilon` where it is not set."""
+        """`epsilon_high`, or `epsilon` if it is not set."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
 
     def faults(self, where: str) -> list[Fault]:
@@ -74,7 +74,7 @@ class PolicyArgs(LossArgs):
         return faults
 
 
-class PolicyLoss(BaseObjective):
+class PolicyLoss(Objective):
     """Minus the advantage times the ratio of probabilities, in the variants that TRL has; see the module."""
 
     name = "policy"
@@ -108,17 +108,25 @@ class PolicyLoss(BaseObjective):
     def loss(self, outputs: TokenOutputs, args: PolicyArgs) -> TaskLoss:
         """Return the mean over the rollouts of the global batch, as the variant takes it."""
         logprobs_M, advantages_M = outputs.logprobs_M, outputs.columns["advantages"]
-        old_M = outputs.columns.get("old_logprobs", logprobs_M.detach())
-        ratio_M = torch.exp(_level(logprobs_M - old_M, outputs, args))
+        log_ratio_M = logprobs_M - outputs.columns.get("old_logprobs", logprobs_M.detach())
+        if args.importance_sampling_level == "sequence" and outputs.row_counts:
+            # Split and joined, not scattered: a NaN of one row stays there.
+            rows = log_ratio_M.split(list(outputs.row_counts))
+            log_ratio_M = torch.cat([row.mean().expand(len(row)) for row in rows])
+        ratio_M = torch.exp(log_ratio_M)
         statistics = []
         kl_M = None
         if args.beta != 0:
-            kl_M = _divergence(logprobs_M, outputs)
+            reference_M = outputs.reference_logprobs_M
+            assert reference_M is not None, "rows bring it, or a pass without adapters"
+            # The unbiased estimate of the divergence that is never negative (Schulman's k3).
+            difference_M = reference_M - logprobs_M
+            kl_M = torch.exp(difference_M) - difference_M - 1
             kl_M = kl_M * ratio_M if args.use_bias_correction_kl else kl_M
             statistics.append(outputs.mean_over_tokens(kl_M.detach()))
         if args.loss_type == "cispo":
             terms_M = -ratio_M.clamp(max=args.high).detach() * advantages_M * logprobs_M
-            statistics.append(_share((ratio_M > args.high) & (advantages_M > 0), outputs, args))
+            statistics.append(_clipped_share((ratio_M > args.high) & (advantages_M > 0), outputs, args))
         elif args.loss_type == "importance_sampling":
             terms_M = -ratio_M * advantages_M
         else:
@@ -127,48 +135,29 @@ class PolicyLoss(BaseObjective):
             terms_M = -torch.min(ratio_M * advantages_M, clipped_M * advantages_M)
             low_M = (ratio_M < 1 - args.epsilon) & (advantages_M < 0)
             high_M = (ratio_M > 1 + args.high) & (advantages_M > 0)
-            statistics += [_share(clips_M, outputs, args) for clips_M in (low_M, high_M, low_M | high_M)]
+            statistics += [_clipped_share(clips_M, outputs, args) for clips_M in (low_M, high_M, low_M | high_M)]
         if kl_M is not None:
             terms_M = terms_M + args.beta * kl_M
-        return TaskLoss(_normalised(terms_M, outputs, args), torch.stack(statistics) if statistics else None)
+        if args.loss_type == "grpo":
+            loss = outputs.mean_over_rows(_row_means(terms_M, outputs))
+        elif args.loss_type == "dr_grpo":
+            loss = outputs.mean_over_rows(outputs.row_sums(terms_M)) / args.max_completion_length
+        else:
+            loss = outputs.mean_over_tokens(terms_M)
+        return TaskLoss(loss, torch.stack(statistics) if statistics else None)
 
 
-def _level(log_ratio_M: torch.Tensor, outputs: TokenOutputs, args: PolicyArgs) -> torch.Tensor:
-    """Return log-ratios of tokens, or the mean over its row for each token."""
-    if args.importance_sampling_level == "token":
-        return log_ratio_M
-    # Split and joined, not scattered: a NaN of one row stays there.
-    rows = log_ratio_M.split(list(outputs.row_counts))
-    return torch.cat([row.mean().expand(len(row)) for row in rows]) if rows else log_ratio_M
-
-
-def _divergence(logprobs_M: torch.Tensor, outputs: TokenOutputs) -> torch.Tensor:
-    """Return the unbiased estimate of the divergence from the reference that is never negative (Schulman's k3)."""
-    reference_M = outputs.reference_logprobs_M
-    assert reference_M is not None, "rows bring it, or a pass without adapters"
-    difference_M = reference_M - logprobs_M
-    return torch.exp(difference_M) - difference_M - 1
-
-
-def _share(clips_M: torch.Tensor, outputs: TokenOutputs, args: PolicyArgs) -> torch.Tensor:
+def _clipped_share(clips_M: torch.Tensor, outputs: TokenOutputs, args: PolicyArgs) -> torch.Tensor:
     """Return this micro-batch's part of the share of ratios that are clipped: of tokens, or of rows."""
     if args.importance_sampling_level == "token":
         return outputs.mean_over_tokens(clips_M.float())
-    # All ratios of a row are one; advantages of its tokens may still differ.
+    # All ratios of a row are equal; advantages of its tokens may still differ.
     return outputs.mean_over_rows(_row_means(clips_M.float(), outputs))
 
 
 def _row_means(values_M: torch.Tensor, outputs: TokenOutputs) -> torch.Tensor:
     counts = torch.tensor(outputs.row_counts, dtype=values_M.dtype, device=values_M.device)
     return outputs.row_sums(values_M) / counts.clamp(min=1)
-
-
-def _normalised(terms_M: torch.Tensor, outputs: TokenOutputs, args: PolicyArgs) -> torch.Tensor:
-    if args.loss_type == "grpo":
-        return outputs.mean_over_rows(_row_means(terms_M, outputs))
-    if args.loss_type == "dr_grpo":
-        return outputs.mean_over_rows(outputs.row_sums(terms_M)) / args.max_completion_length
-    return outputs.mean_over_tokens(terms_M)
 
 
 register_objective(PolicyLoss())

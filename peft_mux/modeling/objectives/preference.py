@@ -1,36 +1,21 @@
-"""Options of DPO: what TRL would refuse or pass over is refused here by name."""
+"""Losses of preferences: DPO and its relatives, KTO, ORPO and reward models, as TRL's trainers compute them.
 
-# MERGED: What losses of pairs read: log-probabilities of the chosen and of the rejected answers, and of a reference.
-# MERGED: Shape letters: R rows, each a pair of answers to one prompt.
-# MERGED: Direct preference optimisation: the losses of TRL's `DPOTrainer` as functions of log-probabilities.
-# MERGED: Shape letters: R rows, each a pair of answers to one prompt.
-# MERGED: Odds ratio preference optimisation, as in TRL's `ORPOTrainer`: no reference, and the chosen row is learnt as
-# MERGED: well.
-# MERGED: Shape letters: R rows, each a pair of answers to one prompt.
-# MERGED: Reward modelling: the losses of TRL's `RewardTrainer`, of the scores that a model with one output gives to
-# MERGED: two texts.
-# MERGED: Shape letters: R rows, each a pair of texts.
-# MERGED: Losses of single answers that are good or bad: KTO and the unpaired form of APO, as in TRL's `KTOTrainer`.
-# MERGED: Shape letters: R rows, each one answer to one prompt.
-# MERGED: `dpo`: direct preference optimisation and its relatives, with the backbone without adapters as the reference.
-# MERGED: Shape letters: M targets, S sequences and R rows of a task in a micro-batch; S is 2R, chosen and rejected in
-# MERGED: turn.
-# MERGED: `kto`: answers that are good or bad, each for itself, with the backbone without adapters as the reference.
-# MERGED: How far the model has moved from the reference is estimated on answers to other prompts of the same global
-# MERGED: batch: each
-# MERGED: prompt with the answer before it, which is the second sequence of a row (`mismatched`). Those sequences are
-# MERGED: read in the
-# MERGED: passes without gradient only.
-# MERGED: Shape letters: M targets and R rows of a task in a micro-batch.
-# MERGED: `orpo`: odds ratio preference optimisation, which needs no reference.
-# MERGED: Shape letters: M targets and R rows of a task in a micro-batch.
-# MERGED: `reward`: models that score texts, learnt from pairs of a better and a worse one.
-# MERGED: Shape letters: S sequences and R rows of a task in a micro-batch; S is 2R, chosen and rejected in turn.
+    dpo      pairs of answers to one prompt, with the backbone without adapters as the reference; several losses may be
+             added up
+    kto      answers that are good or bad, each for itself (also the unpaired form of APO), with the same reference
+    orpo     odds ratio preference optimisation: no reference, and the chosen row is learnt as well
+    reward   models with one output that score texts, learnt from pairs of a better and a worse one
+
+Each takes the means over the pairs or answers of the task's global batch, and logs statistics under TRL's names.
+
+Shape letters: M targets, S sequences and R rows of a task in a micro-batch. In pairs S is 2R, chosen and rejected in
+turn.
+"""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import ClassVar, Literal
@@ -45,8 +30,8 @@ from peft_mux.modeling.objectives.classification import CLASSIFICATION_HEAD
 from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
 from peft_mux.modeling.objectives.objective import (
     SEVERAL,
-    BaseObjective,
     LossArgs,
+    Objective,
     SequenceOutputs,
     TaskLoss,
     TokenOutputs,
@@ -56,8 +41,37 @@ from peft_mux.modeling.objectives.objective import (
     register_objective,
 )
 
+REWARD_STATISTICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/accuracies",
+    "rewards/margins",
+    "logps/chosen",
+    "logps/rejected",
+)
+"""What losses of pairs log, under TRL's names; all are means over the pairs of the global batch."""
+
+
+def reward_statistics(
+    outputs: TokenOutputs,
+    chosen_rewards_R: torch.Tensor,
+    rejected_rewards_R: torch.Tensor,
+    chosen_R: torch.Tensor,
+    rejected_R: torch.Tensor,
+) -> torch.Tensor:
+    """Return the micro-batch's parts of `REWARD_STATISTICS`, from rewards and log-probabilities of the answers."""
+    chosen, rejected = chosen_rewards_R.detach(), rejected_rewards_R.detach()
+    figures = (chosen, rejected, (chosen > rejected).float(), chosen - rejected, chosen_R.detach(), rejected_R.detach())
+    return torch.stack([outputs.mean_over_rows(figure_R) for figure_R in figures])
+
+
+# ------------------------------------------------------------------------ DPO
+
 DISABLE_DROPOUT = "the dropout of each task is that of its peft_config; set lora_dropout=0 there, as TRL would"
 """Why `disable_dropout` of TRL's configurations is no option here."""
+_LARGEST_EXPONENT = 80.0
+"""Below the natural logarithm of the greatest fp32 number, about 88.7; the same bound as in TRL."""
+_LEAST_POWER = 1e-6
 _DIVERGING = {"sigmoid", "sigmoid_norm", "hinge", "ipo", "exo_pair", "robust", "discopop", "sft"}
 _SMOOTHED = {"sigmoid", "exo_pair", "robust"}
 
@@ -102,44 +116,39 @@ class DPOArgs(LossArgs):
         return tuple((self.loss_type or "sigmoid").split(SEVERAL))
 
     def faults(self, where: str) -> list[Fault]:
-        """Return what is wrong with options beside one another, also where no loss would read one."""
-        chosen = set(self.loss_types)
-        return [
-            *self._smoothing_faults(chosen, where),
-            *self._divergence_faults(chosen, where),
-            *self._other_faults(chosen, where),
-        ]
+        """Return which options do not fit together, also those that none of the losses would read."""
+        chosen, faults = set(self.loss_types), []
 
-    def _smoothing_faults(self, chosen: set[str], where: str) -> list[Fault]:
-        field, value = f"{where}.label_smoothing", self.label_smoothing
-        if value == 0.5 and "robust" in chosen:
-            return [Fault(field, "0.5 for the loss robust", "a number below 0.5", "At 0.5 labels tell nothing.")]
-        if value == 0 and "exo_pair" in chosen:
-            return [Fault(field, "0 for the loss exo_pair", "a number above 0", "Its paper recommends 1e-3.")]
-        return [_unread(field, value, _SMOOTHED)] if value and not chosen & _SMOOTHED else []
+        def unread(name: str, readers: set[str]) -> Fault:
+            got = f"{shown(getattr(self, name))}, which no loss here reads"
+            return Fault(f"{where}.{name}", got, f"none, or one of {', '.join(sorted(readers))}")
 
-    def _divergence_faults(self, chosen: set[str], where: str) -> list[Fault]:
-        value = self.f_divergence_type
-        if value != "reverse_kl" and not chosen <= _DIVERGING:
-            got = f"{value!r} for {', '.join(sorted(chosen - _DIVERGING))}"
+        smoothing = f"{where}.label_smoothing"
+        if self.label_smoothing == 0.5 and "robust" in chosen:
+            got, allowed = "0.5 for the loss robust", "a number below 0.5"
+            faults.append(Fault(smoothing, got, allowed, "At 0.5 labels tell nothing."))
+        elif self.label_smoothing == 0 and "exo_pair" in chosen:
+            got, allowed = "0 for the loss exo_pair", "a number above 0"
+            faults.append(Fault(smoothing, got, allowed, "Its paper recommends 1e-3."))
+        elif self.label_smoothing and not chosen & _SMOOTHED:
+            faults.append(unread("label_smoothing", _SMOOTHED))
+        divergence = self.f_divergence_type
+        if divergence != "reverse_kl" and not chosen <= _DIVERGING:
+            got = f"{divergence!r} for {', '.join(sorted(chosen - _DIVERGING))}"
             allowed = f"reverse_kl, or the losses {', '.join(sorted(_DIVERGING))} alone"
-            return [Fault(f"{where}.f_divergence_type", got, allowed)]
-        if value != "alpha_divergence" and self.f_alpha_divergence_coef != DPOArgs().f_alpha_divergence_coef:
+            faults.append(Fault(f"{where}.f_divergence_type", got, allowed))
+        elif divergence != "alpha_divergence" and self.f_alpha_divergence_coef != DPOArgs.f_alpha_divergence_coef:
             got, allowed = shown(self.f_alpha_divergence_coef), "none unless f_divergence_type is 'alpha_divergence'"
-            return [Fault(f"{where}.f_alpha_divergence_coef", got, allowed)]
-        return []
-
-    def _other_faults(self, chosen: set[str], where: str) -> list[Fault]:
-        faults, weights = [], self.loss_weights
+            faults.append(Fault(f"{where}.f_alpha_divergence_coef", got, allowed))
+        weights = self.loss_weights
         if weights is not None and len(weights) != len(self.loss_types):
             allowed = f"a list of {len(self.loss_types)} numbers, one for each of loss_type"
             faults.append(Fault(f"{where}.loss_weights", shown(list(weights)), allowed))
-        if self.discopop_tau != DPOArgs().discopop_tau and "discopop" not in chosen:
-            faults.append(_unread(f"{where}.discopop_tau", self.discopop_tau, {"discopop"}))
+        if self.discopop_tau != DPOArgs.discopop_tau and "discopop" not in chosen:
+            faults.append(unread("discopop_tau", {"discopop"}))
         if chosen == {"sft"} and self.ld_alpha is not None:
-            faults.append(
-                Fault(f"{where}.ld_alpha", f"{self.ld_alpha}, which sft does not read", "none with sft alone")
-            )
+            got = f"{self.ld_alpha}, which sft does not read"
+            faults.append(Fault(f"{where}.ld_alpha", got, "none with sft alone"))
         return faults
 
 
@@ -148,14 +157,6 @@ REFUSED_LOSSES: Mapping[str, str] = dict.fromkeys(
     'it sorts the answers of a whole batch, which micro-batches and processes share out; the nearest is "sigmoid"',
 )
 """Losses of `DPOTrainer` that are not trained towards, and why."""
-
-
-def _unread(field: str, value: object, readers: set[str]) -> Fault:
-    return Fault(field, f"{shown(value)}, which no loss here reads", f"none, or one of {', '.join(sorted(readers))}")
-
-
-_LARGEST_EXPONENT = 80.0
-"""Below the natural logarithm of the greatest fp32 number, about 88.7; the same bound as in TRL."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -181,257 +182,154 @@ class Pairs:
     rejected_tokens_R: torch.Tensor
     chosen_nll_R: torch.Tensor
 
-    @property
-    def chosen_logratios_R(self) -> torch.Tensor:
-        """Log of how much likelier than under the reference each chosen answer is."""
-        return self.chosen_R - self.reference_chosen_R
 
-    @property
-    def rejected_logratios_R(self) -> torch.Tensor:
-        """Log of how much likelier than under the reference each rejected answer is."""
-        return self.rejected_R - self.reference_rejected_R
+DPO_LOSSES = (
+    "sigmoid",
+    "hinge",
+    "ipo",
+    "exo_pair",
+    "nca_pair",
+    "robust",
+    "bco_pair",
+    "sppo_hard",
+    "apo_zero",
+    "apo_down",
+    "discopop",
+    "sft",
+    "sigmoid_norm",
+)
+"""The losses by TRL's names."""
 
 
-def reverse_kl(logratios_R: torch.Tensor, coefficient: float) -> torch.Tensor:
-    """Return the log-ratios themselves: the scores of DPO as it was published."""
+def f_divergence(name: str, logratios_R: torch.Tensor, coefficient: float) -> torch.Tensor:
+    """Return the derivative `f'(t)` of the f-divergence that holds the model near the reference (f-DPO).
+
+    Args:
+        name: TRL's name of it; for the reverse Kullback-Leibler divergence the log-ratios themselves are the scores.
+        logratios_R: logarithms of the ratios `t` of probabilities.
+        coefficient: the order of `alpha_divergence`.
+    """
+    match name:
+        case "forward_kl":  # 1 - 1 / t
+            return 1 - torch.exp(-logratios_R)
+        case "js_divergence":  # log(2t / (t + 1))
+            return math.log(2) + F.logsigmoid(logratios_R)
+        # (t^(a-1) - 1) / (a - 1), and its limit log(t) at a = 1
+        case "alpha_divergence" if abs(coefficient - 1.0) >= _LEAST_POWER:
+            power = coefficient - 1.0
+            return (torch.exp(torch.clamp(power * logratios_R, max=_LARGEST_EXPONENT)) - 1.0) / power
     return logratios_R
 
 
-def forward_kl(logratios_R: torch.Tensor, coefficient: float) -> torch.Tensor:
-    """Return `f'(t) = 1 - 1/t` of the ratios `t`."""
-    return 1 - torch.exp(-logratios_R)
-
-
-def js_divergence(logratios_R: torch.Tensor, coefficient: float) -> torch.Tensor:
-    """Return `f'(t) = log(2t / (t + 1))` of the ratios `t`."""
-    return math.log(2) + F.logsigmoid(logratios_R)
-
-
-def alpha_divergence(logratios_R: torch.Tensor, coefficient: float) -> torch.Tensor:
-    """Return `f'(t) = (t^(a-1) - 1) / (a - 1)` of the ratios `t`, and its limit `log(t)` at a = 1."""
-    power = coefficient - 1.0
-    if abs(power) < 1e-6:
-        return logratios_R
-    return (torch.exp(torch.clamp(power * logratios_R, max=_LARGEST_EXPONENT)) - 1.0) / power
-
-
-DIVERGENCES = {
-    "reverse_kl": reverse_kl,
-    "forward_kl": forward_kl,
-    "js_divergence": js_divergence,
-    "alpha_divergence": alpha_divergence,
-}
-"""Derivatives of the f-divergences that may hold the model near the reference (f-DPO), by TRL's names."""
-
-
 def dpo_losses(pairs: Pairs, args: DPOArgs) -> torch.Tensor:
-    """Return the loss `[R]` of each pair; the loss of a batch is their mean.
-
-    Args:
-        pairs: log-probabilities of the answers.
-        args: which losses, and their options.
-    """
-    score = DIVERGENCES[args.f_divergence_type]
-    scores = _Scores(
-        score(pairs.chosen_logratios_R, args.f_alpha_divergence_coef),
-        score(pairs.rejected_logratios_R, args.f_alpha_divergence_coef),
-    )
+    """Return the loss `[R]` of each pair, the sum of the losses that are chosen; the loss of a batch is their mean."""
     weights = args.loss_weights or (1.0,) * len(args.loss_types)
-    losses = [
-        DPO_LOSSES[name](pairs, scores, args) * weight for name, weight in zip(args.loss_types, weights, strict=True)
-    ]
+    losses = [dpo_loss(name, pairs, args) * weight for name, weight in zip(args.loss_types, weights, strict=True)]
     return torch.stack(losses).sum(dim=0)
 
 
-@dataclass(frozen=True, slots=True)
-class _Scores:
-    """Log-ratios as the f-divergence shapes them; with the reverse Kullback-Leibler divergence as they are."""
+def dpo_loss(name: str, pairs: Pairs, args: DPOArgs) -> torch.Tensor:
+    """Return one of `DPO_LOSSES` for each pair, `[R]`."""
+    beta, flipped = args.beta, args.label_smoothing
+    chosen_R = pairs.chosen_R - pairs.reference_chosen_R
+    rejected_R = pairs.rejected_R - pairs.reference_rejected_R
+    score_chosen_R = f_divergence(args.f_divergence_type, chosen_R, args.f_alpha_divergence_coef)
+    score_rejected_R = f_divergence(args.f_divergence_type, rejected_R, args.f_alpha_divergence_coef)
+    delta_R = score_chosen_R - score_rejected_R
+    logits_R = beta * delta_R
+    match name:
+        case "sigmoid":  # DPO (arXiv 2305.18290, equation 7), with label smoothing cDPO
+            return -(1 - flipped) * F.logsigmoid(logits_R) - flipped * F.logsigmoid(-logits_R)
+        case "hinge":  # SLiC (arXiv 2305.10425)
+            return torch.relu(1 - logits_R)
+        case "exo_pair":  # EXO for pairs (arXiv 2402.00856, equation 16)
+            right_R = torch.sigmoid(logits_R) * (F.logsigmoid(logits_R) - math.log1p(-flipped))
+            return right_R + torch.sigmoid(-logits_R) * (F.logsigmoid(-logits_R) - math.log(flipped))
+        case "nca_pair":  # noise contrastive alignment (arXiv 2402.05369)
+            chosen, rejected = beta * chosen_R, beta * rejected_R
+            return -F.logsigmoid(chosen) - 0.5 * F.logsigmoid(-chosen) - 0.5 * F.logsigmoid(-rejected)
+        case "robust":  # robust DPO (arXiv 2403.00409): unbiased if a known share of labels is wrong
+            clean_R, wrong_R = -(1 - flipped) * F.logsigmoid(logits_R), -flipped * F.logsigmoid(-logits_R)
+            return (clean_R - wrong_R) / (1 - 2 * flipped)
+        case "bco_pair":  # binary classifier optimisation (arXiv 2404.04656)
+            return -F.logsigmoid(beta * chosen_R) - F.logsigmoid(-beta * rejected_R)
+        case "sppo_hard":  # SPPO with certain preferences (arXiv 2405.00675, equation 4.7)
+            return (chosen_R - 0.5 / beta) ** 2 + (rejected_R + 0.5 / beta) ** 2
+        case "apo_zero":  # chosen answers are better than the model's own (arXiv 2408.06266, equation 7)
+            return 1 - torch.sigmoid(beta * chosen_R) + torch.sigmoid(beta * rejected_R)
+        case "apo_down":  # chosen answers are worse than the model's own (arXiv 2408.06266, equation 8)
+            return torch.sigmoid(beta * chosen_R) + 1 - torch.sigmoid(beta * (chosen_R - rejected_R))
+        case "discopop":  # a blend of a logistic and an exponential loss (arXiv 2406.08414, equation 5)
+            blend_R = torch.sigmoid(logits_R / args.discopop_tau)
+            return -F.logsigmoid(logits_R) * (1 - blend_R) + torch.exp(-logits_R) * blend_R
+        case "sft":  # the negative log-likelihood of the chosen answers, whose mean is one over tokens
+            return pairs.chosen_nll_R
+    # The remaining losses read means over tokens rather than sums.
+    mean_chosen_R = score_chosen_R / pairs.chosen_tokens_R.clamp(min=1)
+    mean_delta_R = mean_chosen_R - score_rejected_R / pairs.rejected_tokens_R.clamp(min=1)
+    if name == "ipo":  # IPO (arXiv 2310.12036, equation 17)
+        return (mean_delta_R - 1 / (2 * beta)) ** 2
+    return -F.logsigmoid(beta * mean_delta_R)
 
-    chosen_R: torch.Tensor
-    rejected_R: torch.Tensor
 
-    @property
-    def delta_R(self) -> torch.Tensor:
-        return self.chosen_R - self.rejected_R
+class DPOLoss(Objective):
+    """The losses of `trl.DPOTrainer` on rows with a chosen and a rejected answer; several may be added up."""
 
-    def mean_delta_R(self, pairs: Pairs) -> torch.Tensor:
-        """Return the difference of the means over tokens."""
-        return self.chosen_R / pairs.chosen_tokens_R.clamp(min=1) - self.rejected_R / pairs.rejected_tokens_R.clamp(
-            min=1
+    name = "dpo"
+    loss_types = DPO_LOSSES
+    refused_loss_types = REFUSED_LOSSES
+    takes_several = True
+    Args = DPOArgs
+    head = LANGUAGE_HEAD
+    row_form = PAIR_ROWS
+    reference_columns = REFERENCE_COLUMNS
+    has_logits = False
+
+    def needs_reference(self, args: DPOArgs) -> bool:
+        """Return that it does."""
+        return True
+
+    def statistic_names(self, args: DPOArgs) -> tuple[str, ...]:
+        """Return the rewards and the log-probabilities."""
+        return REWARD_STATISTICS
+
+    def loss(self, outputs: TokenOutputs, args: DPOArgs) -> TaskLoss:
+        """Return the mean over the pairs of the global batch."""
+        logprobs_M, reference_M = outputs.logprobs_M, outputs.reference_logprobs_M
+        plain_R2 = sums_R2 = outputs.per_row(outputs.sequence_sums(logprobs_M))
+        if args.ld_alpha is not None:
+            # Targets beyond the length of the row's shorter answer count less.
+            weights: list[float] = []
+            for chosen, rejected in list(pairwise((*outputs.sequence_counts, 0)))[::2]:
+                shared = min(chosen, rejected)
+                for count in (chosen, rejected):
+                    weights += [1.0] * shared + [args.ld_alpha] * (count - shared)
+            weights_M = torch.tensor(weights, dtype=torch.float32).to(logprobs_M.device, non_blocking=True)
+            sums_R2 = outputs.per_row(outputs.sequence_sums(logprobs_M * weights_M))
+            reference_M = None if reference_M is None else reference_M * weights_M
+        if all(name in outputs.row_values for name in REFERENCE_COLUMNS):
+            reference_chosen_R, reference_rejected_R = (outputs.row_values[name] for name in REFERENCE_COLUMNS)
+        else:
+            assert reference_M is not None, "a pass without adapters comes before this loss"
+            reference_R2 = outputs.per_row(outputs.sequence_sums(reference_M))
+            reference_chosen_R, reference_rejected_R = reference_R2.unbind(dim=1)
+        chosen_R, rejected_R = sums_R2.unbind(dim=1)
+        pairs = Pairs(
+            chosen_R,
+            rejected_R,
+            reference_chosen_R,
+            reference_rejected_R,
+            chosen_tokens_R=outputs.row_values["chosen_tokens"],
+            rejected_tokens_R=outputs.row_values["rejected_tokens"],
+            chosen_nll_R=-plain_R2[:, 0]
+            * (outputs.totals["num_rows"] / max(outputs.totals["num_target_tokens/0"], 1.0)),
         )
+        rewards = args.beta * (chosen_R - reference_chosen_R), args.beta * (rejected_R - reference_rejected_R)
+        statistics = reward_statistics(outputs, *rewards, chosen_R, rejected_R)
+        return TaskLoss(outputs.mean_over_rows(dpo_losses(pairs, args)), statistics)
 
 
-def sigmoid(pairs: Pairs, scores: _Scores, args: DPOArgs) -> torch.Tensor:
-    """Return the loss of DPO (arXiv 2305.18290, equation 7), with label smoothing that of cDPO."""
-    logits_R, flipped = args.beta * scores.delta_R, args.label_smoothing
-    return -(1 - flipped) * F.logsigmoid(logits_R) - flipped * F.logsigmoid(-logits_R)
-
-
-def sigmoid_norm(pairs: Pairs, scores: _Scores, args: DPOArgs) -> torch.Tensor:
-    """Return the loss of DPO on means over tokens rather than sums."""
-    return -F.logsigmoid(args.beta * scores.mean_delta_R(pairs))
-
-
-def hinge(pairs: Pairs, scores: _Scores, args: DPOArgs) -> torch.Tensor:
-    """Return the hinge loss of SLiC (arXiv 2305.10425)."""
-    return torch.relu(1 - args.beta * scores.delta_R)
-
-
-def ipo(pairs: Pairs, scores: _Scores, args: DPOArgs) -> torch.Tensor:
-    """Return the loss of IPO (arXiv 2310.12036, equation 17) on means over tokens."""
-    return (scores.mean_delta_R(pairs) - 1 / (2 * args.beta)) ** 2
-
-
-def exo_pair(pairs: Pairs, scores: _Scores, args: DPOArgs) -> torch.Tensor:
-    """Return the loss of EXO for pairs (arXiv 2402.00856, equation 16)."""
-    logits_R, flipped = args.beta * scores.delta_R, args.label_smoothing
-    chosen_R = torch.sigmoid(logits_R) * (F.logsigmoid(logits_R) - math.log1p(-flipped))
-    return chosen_R + torch.sigmoid(-logits_R) * (F.logsigmoid(-logits_R) - math.log(flipped))
-
-
-def nca_pair(pairs: Pairs, scores: _Scores, args: DPOArgs) -> torch.Tensor:
-    """Return the loss of noise contrastive alignment for pairs (arXiv 2402.05369)."""
-    chosen_R, rejected_R = args.beta * pairs.chosen_logratios_R, args.beta * pairs.rejected_logratios_R
-    return -F.logsigmoid(chosen_R) - 0.5 * F.logsigmoid(-chosen_R) - 0.5 * F.logsigmoid(-rejected_R)
-
-
-def robust(pairs: Pairs, scores: _Scores, args: DPOArgs) -> torch.Tensor:
-    """Return the loss of robust DPO (arXiv 2403.00409): unbiased where a known share of labels is wrong."""
-    logits_R, flipped = args.beta * scores.delta_R, args.label_smoothing
-    clean_R, wrong_R = -(1 - flipped) * F.logsigmoid(logits_R), -flipped * F.logsigmoid(-logits_R)
-    return (clean_R - wrong_R) / (1 - 2 * flipped)
-
-
-def bco_pair(pairs: Pairs, scores: _Scores, args: DPOArgs) -> torch.Tensor:
-    """Return the loss of binary classifier optimisation for pairs (arXiv 2404.04656)."""
-    return -F.logsigmoid(args.beta * pairs.chosen_logratios_R) - F.logsigmoid(-args.beta * pairs.rejected_logratios_R)
-
-
-def sppo_hard(pairs: Pairs, scores: _Scores, args: DPOArgs) -> torch.Tensor:
-    """Return the loss of SPPO with certain preferences (arXiv 2405.00675, equation 4.7)."""
-    half = 0.5 / args.beta
-    return (pairs.chosen_logratios_R - half) ** 2 + (pairs.rejected_logratios_R + half) ** 2
-
-
-def apo_zero(pairs: Pairs, scores: _Scores, args: DPOArgs) -> torch.Tensor:
-    """Return the loss of APO where chosen answers are better than the model's own (arXiv 2408.06266, equation 7)."""
-    chosen_R = 1 - torch.sigmoid(args.beta * pairs.chosen_logratios_R)
-    return chosen_R + torch.sigmoid(args.beta * pairs.rejected_logratios_R)
-
-
-def apo_down(pairs: Pairs, scores: _Scores, args: DPOArgs) -> torch.Tensor:
-    """Return the loss of APO where chosen answers are worse than the model's own (arXiv 2408.06266, equation 8)."""
-    chosen_R, rejected_R = pairs.chosen_logratios_R, pairs.rejected_logratios_R
-    return torch.sigmoid(args.beta * chosen_R) + 1 - torch.sigmoid(args.beta * (chosen_R - rejected_R))
-
-
-def discopop(pairs: Pairs, scores: _Scores, args: DPOArgs) -> torch.Tensor:
-    """Return the loss of DiscoPOP (arXiv 2406.08414, equation 5): a blend of a logistic and an exponential loss."""
-    logits_R = args.beta * scores.delta_R
-    blend_R = torch.sigmoid(logits_R / args.discopop_tau)
-    return -F.logsigmoid(logits_R) * (1 - blend_R) + torch.exp(-logits_R) * blend_R
-
-
-def sft(pairs: Pairs, scores: _Scores, args: DPOArgs) -> torch.Tensor:
-    """Return the negative log-likelihood of the chosen answers, whose mean is one over tokens."""
-    return pairs.chosen_nll_R
-
-
-DPO_LOSSES: Mapping[str, Callable[[Pairs, _Scores, DPOArgs], torch.Tensor]] = {
-    loss.__name__: loss
-    for loss in (
-        sigmoid,
-        hinge,
-        ipo,
-        exo_pair,
-        nca_pair,
-        robust,
-        bco_pair,
-        sppo_hard,
-        apo_zero,
-        apo_down,
-        discopop,
-        sft,
-        sigmoid_norm,
-    )
-}
-"""Each loss by TRL's name of it: from log-probabilities, their scores and options to the losses `[R]`."""
-
-
-@dataclass(frozen=True, kw_only=True)
-class ORPOArgs(LossArgs):
-    """Options of ORPO, by their names in `trl.experimental.orpo.ORPOConfig`.
-
-    Attributes:
-        beta: weight of the odds ratio beside the negative log-likelihood; lambda in the paper.
-    """
-
-    beta: float = at_least(0, 0.1)
-
-    refused: ClassVar[Mapping[str, str]] = {
-        "disable_dropout": DISABLE_DROPOUT,
-        "max_completion_length": "it is of encoder-decoders; max_length of the task limits prompt and answer together",
-    }
-
-
-def log_odds(chosen_R: torch.Tensor, rejected_R: torch.Tensor) -> torch.Tensor:
-    """Return the logarithms `[R]` of the odds ratios of pairs of answers (arXiv 2403.07691, equations 4 and 7).
-
-    Args:
-        chosen_R: mean log-probability of the tokens of each chosen answer, in nats.
-        rejected_R: the same of the rejected answers.
-    """
-    return (chosen_R - rejected_R) - (_log1mexp(chosen_R) - _log1mexp(rejected_R))
-
-
-def odds_ratio_losses(log_odds_R: torch.Tensor, args: ORPOArgs) -> torch.Tensor:
-    """Return the losses `[R]` of odds ratios, which are added to the negative log-likelihood of the chosen rows."""
-    return -args.beta * F.logsigmoid(log_odds_R)
-
-
-def _log1mexp(values: torch.Tensor) -> torch.Tensor:
-    """Return log(1 - exp(x)) of negative numbers, by whichever form cancels less."""
-    near_zero = values >= -math.log(2)
-    # Each form gets numbers that it can take: a derivative that is not finite would be NaN even where it is not chosen.
-    far = torch.log1p(-torch.exp(torch.where(near_zero, -1.0, values)))
-    near = torch.log(-torch.expm1(torch.where(near_zero, values, -math.log(2))))
-    return torch.where(near_zero, near, far)
-
-
-@dataclass(frozen=True, kw_only=True)
-class RewardArgs(LossArgs):
-    """Options of reward modelling, by their names in `trl.RewardConfig`.
-
-    Attributes:
-        center_rewards_coefficient: weight of the squared sum of a pair's scores, which draws scores towards 0 on the
-            mean (arXiv 2312.09244, equation 2); `None` for 0.
-    """
-
-    center_rewards_coefficient: float | None = at_least(0, None)
-
-    refused: ClassVar[Mapping[str, str]] = {"disable_dropout": DISABLE_DROPOUT}
-
-
-def reward_losses(
-    chosen_R: torch.Tensor, rejected_R: torch.Tensor, margins_R: torch.Tensor | None, args: RewardArgs
-) -> torch.Tensor:
-    """Return the loss `[R]` of each pair, that of Bradley and Terry; the loss of a batch is their mean.
-
-    Args:
-        chosen_R: scores of the better texts.
-        rejected_R: scores of the worse texts.
-        margins_R: by how much the better one shall be ahead; `None` for 0.
-        args: options of the loss.
-    """
-    ahead_R = chosen_R - rejected_R
-    losses_R = -F.logsigmoid(ahead_R if margins_R is None else ahead_R - margins_R)
-    if args.center_rewards_coefficient is None:
-        return losses_R
-    return losses_R + args.center_rewards_coefficient * (chosen_R + rejected_R) ** 2
-
-
-KTO_LOSSES = ("kto", "apo_zero_unpaired")
-"""The losses by TRL's names; the first one measures answers by how far the model has moved on others."""
+# ------------------------------------------------------------------------ KTO
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -472,117 +370,17 @@ def kto_losses(
     return weights_R * (1 - torch.sigmoid(args.beta * (logratios_R - kl) * signs_R))
 
 
-REWARD_STATISTICS = (
-    "rewards/chosen",
-    "rewards/rejected",
-    "rewards/accuracies",
-    "rewards/margins",
-    "logps/chosen",
-    "logps/rejected",
-)
-"""What losses of pairs log, under TRL's names; all are means over the pairs of the global batch."""
-
-
-class DPOLoss(BaseObjective):
-    """The losses of `trl.DPOTrainer` on rows with a chosen and a rejected answer; several may be added up."""
-
-    name = "dpo"
-    loss_types = tuple(DPO_LOSSES)
-    refused_loss_types = REFUSED_LOSSES
-    takes_several = True
-    Args = DPOArgs
-    head = LANGUAGE_HEAD
-    row_form = PAIR_ROWS
-    reference_columns = REFERENCE_COLUMNS
-    has_logits = False
-
-    def needs_reference(self, args: DPOArgs) -> bool:
-        """Return that it does."""
-        return True
-
-    def statistic_names(self, args: DPOArgs) -> tuple[str, ...]:
-        """Return the rewards and the log-probabilities."""
-        return REWARD_STATISTICS
-
-    def loss(self, outputs: TokenOutputs, args: DPOArgs) -> TaskLoss:
-        """Return the mean over the pairs of the global batch."""
-        pairs = _pairs(outputs, args)
-        rewards = args.beta * pairs.chosen_logratios_R, args.beta * pairs.rejected_logratios_R
-        statistics = reward_statistics(outputs, *rewards, pairs.chosen_R, pairs.rejected_R)
-        return TaskLoss(outputs.mean_over_rows(dpo_losses(pairs, args)), statistics)
-
-
-def reward_statistics(
-    outputs: TokenOutputs,
-    chosen_rewards_R: torch.Tensor,
-    rejected_rewards_R: torch.Tensor,
-    chosen_R: torch.Tensor,
-    rejected_R: torch.Tensor,
-) -> torch.Tensor:
-    """Return the micro-batch's parts of `REWARD_STATISTICS`.
-
-    Args:
-        outputs: what the losses are of.
-        chosen_rewards_R: reward of each chosen answer.
-        rejected_rewards_R: reward of each rejected answer.
-        chosen_R: log-probability of each chosen answer.
-        rejected_R: log-probability of each rejected answer.
-    """
-    chosen, rejected = chosen_rewards_R.detach(), rejected_rewards_R.detach()
-    figures = (chosen, rejected, (chosen > rejected).float(), chosen - rejected, chosen_R.detach(), rejected_R.detach())
-    return torch.stack([outputs.mean_over_rows(figure_R) for figure_R in figures])
-
-
-def _pairs(outputs: TokenOutputs, args: DPOArgs) -> Pairs:
-    """Return the log-probabilities of the answers in sums over their tokens."""
-    logprobs_M = outputs.logprobs_M
-    plain_R2 = outputs.per_row(outputs.sequence_sums(logprobs_M))
-    weights_M = None if args.ld_alpha is None else _weights(outputs, args.ld_alpha)
-    sums_R2 = plain_R2 if weights_M is None else outputs.per_row(outputs.sequence_sums(logprobs_M * weights_M))
-    tokens = max(outputs.totals["num_target_tokens/0"], 1.0)
-    values = outputs.row_values
-    return Pairs(
-        *sums_R2.unbind(dim=1),
-        *_references(outputs, weights_M),
-        chosen_tokens_R=values["chosen_tokens"],
-        rejected_tokens_R=values["rejected_tokens"],
-        chosen_nll_R=-plain_R2[:, 0] * (outputs.totals["num_rows"] / tokens),
-    )
-
-
-def _references(outputs: TokenOutputs, weights_M: torch.Tensor | None) -> tuple[torch.Tensor, ...]:
-    """Return the reference log-probabilities of chosen and rejected answers, as rows bring them or as computed."""
-    if all(name in outputs.row_values for name in REFERENCE_COLUMNS):
-        return tuple(outputs.row_values[name] for name in REFERENCE_COLUMNS)
-    reference_M = outputs.reference_logprobs_M
-    assert reference_M is not None, "a pass without adapters comes before this loss"
-    if weights_M is not None:
-        reference_M = reference_M * weights_M
-    return outputs.per_row(outputs.sequence_sums(reference_M)).unbind(dim=1)
-
-
-def _weights(outputs: TokenOutputs, alpha: float) -> torch.Tensor:
-    """Return the weight of each target `[M]`: 1 up to the length of the row's shorter answer, and `alpha` beyond."""
-    weights: list[float] = []
-    for chosen, rejected in list(pairwise((*outputs.sequence_counts, 0)))[::2]:
-        shared = min(chosen, rejected)
-        for count in (chosen, rejected):
-            weights += [1.0] * shared + [alpha] * (count - shared)
-    return torch.tensor(weights, dtype=torch.float32).to(outputs.nll_M.device, non_blocking=True)
-
-
-register_objective(DPOLoss())
-
-
-class KTOLoss(BaseObjective):
+class KTOLoss(Objective):
     """The losses of `trl.KTOTrainer` on rows with an answer and a verdict.
 
-    With `kto` it differs from TRL where batches are of several processes or accumulated: there each micro-batch of TRL
-    has pairs and an estimate of its own, here the global batch has one.
+    With `kto`, how far the model has moved from the reference is estimated on answers to other prompts of the same
+    global batch: each prompt with the answer before it, which is the second sequence of a row (`mismatched`). Only the
+    passes without gradient read those sequences. This differs from TRL if batches come from several processes or are
+    accumulated: there each micro-batch has pairs and an estimate of its own, here the global batch has one.
     """
 
     name = "kto"
-    loss_types = KTO_LOSSES
+    loss_types = ("kto", "apo_zero_unpaired")
     Args = KTOArgs
     head = LANGUAGE_HEAD
     row_form = SINGLE_ROWS
@@ -608,57 +406,79 @@ class KTOLoss(BaseObjective):
 
     def batch_values(self, outputs: TokenOutputs, args: KTOArgs) -> torch.Tensor:
         """Return the sum over the mismatched answers of their log-ratios, and the number of these."""
-        logratios_R = outputs.sequence_sums(outputs.logprobs_M - _reference(outputs))
+        reference_M = outputs.reference_logprobs_M
+        assert reference_M is not None, "a pass without adapters comes before this loss"
+        logratios_R = outputs.sequence_sums(outputs.logprobs_M - reference_M)
         return torch.stack([logratios_R.sum(), logratios_R.new_tensor(float(len(logratios_R)))])
 
     def loss(self, outputs: TokenOutputs, args: KTOArgs) -> TaskLoss:
         """Return the mean over the answers of the global batch."""
         logprobs_R = outputs.sequence_sums(outputs.logprobs_M)
-        logratios_R = logprobs_R - _answer_references(outputs)
-        desirable_R, kl = outputs.row_values["desirable"] > 0, _moved(outputs)
+        reference_R = outputs.row_values.get("ref_logps")
+        if reference_R is None:
+            reference_M = outputs.reference_logprobs_M
+            assert reference_M is not None, "a pass without adapters comes before this loss"
+            reference_R = outputs.sequence_sums(reference_M)
+        logratios_R, desirable_R = logprobs_R - reference_R, outputs.row_values["desirable"] > 0
+        # The mean log-ratio of the mismatched answers of the global batch, at least 0; 0 if it has none.
+        sums = outputs.batch_values
+        kl = outputs.nll_M.new_zeros(()) if sums is None else (sums[0] / sums[1]).clamp(min=0)
         losses_R = kto_losses(logratios_R, desirable_R, kl, args)
-        rewards_R, logps_R = args.beta * logratios_R.detach(), logprobs_R.detach()
-        good = outputs.totals["desirable"]
-        counts = ((desirable_R, good), (~desirable_R, outputs.totals["num_rows"] - good))
+        num_good = outputs.totals["desirable"]
+        groups = ((desirable_R, num_good), (~desirable_R, outputs.totals["num_rows"] - num_good))
+        # Parts of means over the good and the bad answers of the global batch; NaN if it has none of them.
         rewards, logps = (
-            [_mean(figure_R, mask_R, count) for mask_R, count in counts] for figure_R in (rewards_R, logps_R)
+            [torch.where(mask_R, figure_R, 0.0).sum() / (count or math.nan) for mask_R, count in groups]
+            for figure_R in (args.beta * logratios_R.detach(), logprobs_R.detach())
         )
-        moved = outputs.mean_over_rows(kl.expand(len(logps_R)))
+        moved = outputs.mean_over_rows(kl.expand(len(logprobs_R)))
         statistics = torch.stack([*rewards, rewards[0] - rewards[1], *logps, moved])
         return TaskLoss(outputs.mean_over_rows(losses_R), statistics)
 
     def metrics(self, loss: float, statistics: Mapping[str, float]) -> dict[str, float]:
-        """Return the mean loss and the statistics, without those of good or bad answers where there are none."""
+        """Return the mean loss and the statistics, without those of good or bad answers if there are none."""
         return super().metrics(loss, {name: value for name, value in statistics.items() if not math.isnan(value)})
 
 
-def _mean(figures_R: torch.Tensor, mask_R: torch.Tensor, count: float) -> torch.Tensor:
-    """Return this micro-batch's part of a mean over some rows of the global batch; NaN where it has none of them."""
-    return torch.where(mask_R, figures_R, 0.0).sum() / (count or math.nan)
+# ----------------------------------------------------------------------- ORPO
 
 
-def _reference(outputs: TokenOutputs) -> torch.Tensor:
-    reference_M = outputs.reference_logprobs_M
-    assert reference_M is not None, "a pass without adapters comes before this loss"
-    return reference_M
+@dataclass(frozen=True, kw_only=True)
+class ORPOArgs(LossArgs):
+    """Options of ORPO, by their names in `trl.experimental.orpo.ORPOConfig`.
+
+    Attributes:
+        beta: weight of the odds ratio beside the negative log-likelihood; lambda in the paper.
+    """
+
+    beta: float = at_least(0, 0.1)
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "disable_dropout": DISABLE_DROPOUT,
+        "max_completion_length": "it is of encoder-decoders; max_length of the task limits prompt and answer together",
+    }
 
 
-def _answer_references(outputs: TokenOutputs) -> torch.Tensor:
-    """Return the reference log-probability of each answer, as rows bring it or as computed."""
-    given = outputs.row_values.get("ref_logps")
-    return outputs.sequence_sums(_reference(outputs)) if given is None else given
+def log_odds(chosen_R: torch.Tensor, rejected_R: torch.Tensor) -> torch.Tensor:
+    """Return the logarithms `[R]` of the odds ratios of pairs of answers (arXiv 2403.07691, equations 4 and 7).
+
+    Args:
+        chosen_R: mean log-probability of the tokens of each chosen answer, in nats.
+        rejected_R: the same of the rejected answers.
+    """
+    return (chosen_R - rejected_R) - (_log1mexp(chosen_R) - _log1mexp(rejected_R))
 
 
-def _moved(outputs: TokenOutputs) -> torch.Tensor:
-    """Return the mean log-ratio of the mismatched answers of the global batch, at least 0; 0 where it has none."""
-    sums = outputs.batch_values
-    return outputs.nll_M.new_zeros(()) if sums is None else (sums[0] / sums[1]).clamp(min=0)
+def _log1mexp(values: torch.Tensor) -> torch.Tensor:
+    """Return log(1 - exp(x)) of negative numbers, by whichever form cancels less."""
+    near_zero = values >= -math.log(2)
+    # Each form gets numbers that it can take: a derivative that is not finite would be NaN even where it is not chosen.
+    far = torch.log1p(-torch.exp(torch.where(near_zero, -1.0, values)))
+    near = torch.log(-torch.expm1(torch.where(near_zero, values, -math.log(2))))
+    return torch.where(near_zero, near, far)
 
 
-register_objective(KTOLoss())
-
-
-class ORPOLoss(BaseObjective):
+class ORPOLoss(Objective):
     """The loss of `trl.experimental.orpo.ORPOTrainer`: log-likelihood of the chosen rows, and odds against the others.
 
     The negative log-likelihood is a mean over all tokens of the chosen rows, their prompts too; the odds are of means
@@ -680,25 +500,54 @@ class ORPOLoss(BaseObjective):
         """Return the mean over the chosen tokens and over the pairs of the global batch."""
         nll_R = outputs.per_row(outputs.sequence_sums(outputs.nll_M))[:, 0]
         nll = nll_R.sum() / max(outputs.totals["num_target_tokens/0"], 1.0)
-        chosen_R, rejected_R = _mean_logprobs(outputs).unbind(dim=1)
+        is_answer_M = outputs.columns["is_answer"] > 0
+        sums_S = outputs.sequence_sums(torch.where(is_answer_M, outputs.logprobs_M, 0.0))
+        means_R2 = outputs.per_row(sums_S / outputs.sequence_sums(is_answer_M.float()))
+        chosen_R, rejected_R = means_R2.unbind(dim=1)
         odds_R = log_odds(chosen_R, rejected_R)
-        loss = nll + outputs.mean_over_rows(odds_ratio_losses(odds_R, args))
+        log_ratio_R = F.logsigmoid(odds_R)
+        loss = nll + outputs.mean_over_rows(-args.beta * log_ratio_R)
         rewards = reward_statistics(outputs, args.beta * chosen_R, args.beta * rejected_R, chosen_R, rejected_R)
-        figures = (nll, outputs.mean_over_rows(F.logsigmoid(odds_R)), outputs.mean_over_rows(odds_R))
+        figures = (nll, outputs.mean_over_rows(log_ratio_R), outputs.mean_over_rows(odds_R))
         return TaskLoss(loss, torch.cat([rewards, torch.stack(figures).detach()]))
 
 
-def _mean_logprobs(outputs: TokenOutputs) -> torch.Tensor:
-    """Return the mean log-probability of the tokens of each answer, `[R, 2]`."""
-    is_answer_M = outputs.columns["is_answer"] > 0
-    sums_S = outputs.sequence_sums(torch.where(is_answer_M, outputs.logprobs_M, 0.0))
-    return outputs.per_row(sums_S / outputs.sequence_sums(is_answer_M.float()))
+# --------------------------------------------------------------------- rewards
 
 
-register_objective(ORPOLoss())
+@dataclass(frozen=True, kw_only=True)
+class RewardArgs(LossArgs):
+    """Options of reward modelling, by their names in `trl.RewardConfig`.
+
+    Attributes:
+        center_rewards_coefficient: weight of the squared sum of a pair's scores, which draws scores towards 0 on the
+            mean (arXiv 2312.09244, equation 2); `None` for 0.
+    """
+
+    center_rewards_coefficient: float | None = at_least(0, None)
+
+    refused: ClassVar[Mapping[str, str]] = {"disable_dropout": DISABLE_DROPOUT}
 
 
-class RewardLoss(BaseObjective):
+def reward_losses(
+    chosen_R: torch.Tensor, rejected_R: torch.Tensor, margins_R: torch.Tensor | None, args: RewardArgs
+) -> torch.Tensor:
+    """Return the loss `[R]` of each pair, that of Bradley and Terry; the loss of a batch is their mean.
+
+    Args:
+        chosen_R: scores of the better texts.
+        rejected_R: scores of the worse texts.
+        margins_R: by how much the better one shall be ahead; `None` for 0.
+        args: options of the loss.
+    """
+    ahead_R = chosen_R - rejected_R
+    losses_R = -F.logsigmoid(ahead_R if margins_R is None else ahead_R - margins_R)
+    if args.center_rewards_coefficient is None:
+        return losses_R
+    return losses_R + args.center_rewards_coefficient * (chosen_R + rejected_R) ** 2
+
+
+class RewardLoss(Objective):
     """The loss of `trl.RewardTrainer` on a classifier with one output."""
 
     name = "reward"
@@ -723,4 +572,5 @@ class RewardLoss(BaseObjective):
         return TaskLoss(losses_R.sum() * outputs.loss_weight, statistics)
 
 
-register_objective(RewardLoss())
+for _loss in (DPOLoss(), KTOLoss(), ORPOLoss(), RewardLoss()):
+    register_objective(_loss)

@@ -25,13 +25,11 @@ from peft_mux.modeling.objectives.objective import (
     OBJECTIVES,
     OWN,
     SEVERAL,
-    HeadPass,
     LossArgs,
     Objective,
     OutputHead,
     Statistics,
     TaskLoss,
-    TaskOutputs,
     default_args,
     head_of,
     objective_for,
@@ -270,19 +268,19 @@ class TaskObjectives:
         """Return the different losses of some tasks, in the order in which they come first."""
         return [OBJECTIVES[name] for name in dict.fromkeys(self._assigned(task).objective for task in tasks)]
 
-    def losses(self, hidden_TD: torch.Tensor, batch: MuxBatch, head: HeadPass) -> StreamLosses:
+    def losses(self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any) -> StreamLosses:
         """Return the losses of a micro-batch: each task's part of the mean over its global batch.
 
         Args:
             hidden_TD: the last hidden states `[T, D]`.
             batch: micro-batch that the hidden states are of.
-            head: what the output head is computed with.
+            model: the `MultiTaskPeftModel` whose stream reads the micro-batch.
         """
-        head = replace(head, smoothed=self.smoothed(batch.task_names))
-        found = [self._loss(outputs) for outputs in self.head.outputs(hidden_TD, batch, head)]
+        smoothed = self.smoothed(batch.task_names)
+        found = [self._loss(outputs) for outputs in self.head.outputs(hidden_TD, batch, model, smoothed)]
         return StreamLosses(torch.stack([one.loss for one in found]), tuple(one.statistics for one in found))
 
-    def _loss(self, outputs: TaskOutputs) -> TaskLoss:
+    def _loss(self, outputs: Any) -> TaskLoss:
         """Return the loss of one task; NaN, which fails the task, if its own function has failed."""
         objective, args = self.of(outputs.task), self.args_of(outputs.task)
         if objective.name != OWN:
@@ -293,7 +291,7 @@ class TaskObjectives:
         except UserCodeError as error:
             self.failures[outputs.task] = f"objective: {error}"
             # With a graph: a pass of this task alone would have nothing to differentiate.
-            return TaskLoss(outputs.anchor * float("nan"))
+            return TaskLoss(outputs.nll_M.sum() * float("nan"))
         finally:
             self.own_seconds[outputs.task] += time.perf_counter() - began  # type: ignore[assignment]
 

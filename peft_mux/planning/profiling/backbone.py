@@ -301,7 +301,7 @@ class PartTimes:
             tensors.append(x.transpose(1, 2).requires_grad_())
 
         def run() -> None:
-            with subject.model.packed.multiplexing(batch):
+            with subject.model.multiplexing(batch):
                 out = subject.run_attention(tensors[0], tensors[1], tensors[2], stream)
             torch.autograd.grad(out, tensors, torch.ones_like(out))
 
@@ -347,7 +347,7 @@ class PartTimes:
         def run() -> None:
             for layer in layers:
                 layer._disable_adapters = not has_adapters
-            with model.packed.multiplexing(batch), self.subject.precision():
+            with model.multiplexing(batch), self.subject.precision():
                 torch.autograd.backward(group.outputs(x_TD), gradients, inputs=[x_TD])
             for layer in layers:
                 layer._disable_adapters = False

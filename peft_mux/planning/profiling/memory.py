@@ -395,11 +395,11 @@ def _forward(model: MultiTaskPeftModel, batch: MuxBatch, kept: _SavedStorages) -
     """Run the forward up to the losses; heads that each task has for itself are small, and left out."""
     # The forward alone says what a pass keeps: autograd packs each tensor as it is saved.
     hooks = torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor)
-    with hooks, model.objectives.of_made_up_rows(), model.packed.multiplexing(batch):
-        hidden_TD = model.packed.hidden_states(batch)
+    with hooks, model.objectives.of_made_up_rows(), model.multiplexing(batch):
+        hidden_TD = model.hidden_states(batch)
         if model.objectives.head.kind.is_shared:
             # Whatever is made of them, the log-likelihoods are what takes memory; made-up rows lack what losses read.
-            model.packed.terms_of(hidden_TD, batch)
+            model.objectives.head.terms(hidden_TD, batch, model)
 
 
 class _SavedStorages:

@@ -153,9 +153,9 @@ class Subject:
         batch = self.one_task_batch(tokens)
 
         def run() -> None:
-            with self._without_adapters(has_layers), self.model.packed.multiplexing(batch):
+            with self._without_adapters(has_layers), self.model.multiplexing(batch):
                 with self._attention_left_out(), self.precision():
-                    hidden_TD = self.model.packed.hidden_states(batch)
+                    hidden_TD = self.model.hidden_states(batch)
                     if not forward_only:
                         hidden_TD.backward(torch.ones_like(hidden_TD))
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 from unittest import mock
@@ -23,7 +22,7 @@ from peft_mux.engine.tensor.parallel import TensorLinks, cut_model
 from peft_mux.modeling.backbone.families import FAMILIES
 from peft_mux.modeling.backbone.modules import find_layers
 from peft_mux.modeling.last_layer import LastLayerForward
-from peft_mux.modeling.model import MultiTaskPeftModel, states_of_probe
+from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.engine.families import family_cases as cases
 from tests.engine.families.test_families import check_as_alone
 from tests.engine.pipeline import stage_cases
@@ -68,7 +67,7 @@ def train(kind: str, layout: ParallelLayout, processes: Processes, links: Tensor
     if replica.pp > 1:
         stage = StageModel(model, StageLayout.of(cases.NUM_LAYERS, replica.pp), place.stage)
     else:
-        model.last_layer.prove(model, partial(states_of_probe, model))
+        model.last_layer.prove(model)
     cut_model(model, links)
     if stage is not None:
         stage.prove_last_layer()

@@ -99,7 +99,7 @@ def test_gradients_are_those_of_stages_that_go_all_the_way_down(
     found = gradients(names, num_chunks)
     assert sum(left_out) > 0, "some product was made for some rows alone"
     left_out.clear()
-    monkeypatch.setattr(Stream, "begin_above", lambda stream, first_layer: None)
+    monkeypatch.setattr(Stream, "reset_adapter_tracking", lambda stream, first_layer: None)
     wanted = gradients(names, num_chunks)
     assert not any(left_out)
     assert found.keys() == wanted.keys()
@@ -123,9 +123,9 @@ def test_tasks_without_adapters_in_a_stage_or_below_it_need_no_gradient_from_it(
     names = tuple(LOWEST)
     for stage, first_layer, unmet in ((first, 0, {"second", "upper", "last"}), (second, 2, {"upper", "last"})):
         model = stage.model
-        with model.packed.multiplexing(batch_of(names)):
-            model.stream.begin_above(first_layer)
-            assert model.stream.unmet == {model.adapter_of(name) for name in unmet}
+        with model.multiplexing(batch_of(names)):
+            model.stream.reset_adapter_tracking(first_layer)
+            assert model.stream.adapters_not_reached == {model.adapter_of(name) for name in unmet}
 
 
 # ------------------------------------------------------------------- messages

@@ -348,10 +348,10 @@ def _bytes_of_a_pass(name: str, links: TensorLinks) -> dict[str, int]:
 def _logits(shape: str, links: TensorLinks) -> float:
     """Return by how much logits of sequences differ from those of one process."""
     batch = one_batch()
-    expected = mux_model(ShardCase(shape)).eval().packed.sequence_logits(batch)
+    expected = mux_model(ShardCase(shape)).eval().sequence_logits(batch)
     model = mux_model(ShardCase(shape)).eval()
     cut_model(model, links)
-    pairs = zip(model.packed.sequence_logits(batch), expected, strict=True)
+    pairs = zip(model.sequence_logits(batch), expected, strict=True)
     return max((one - other).abs().max().item() for one, other in pairs)
 
 

@@ -36,10 +36,10 @@ def pass_of(names: tuple[str, ...], *, recomputes: bool = False) -> tuple[list[i
     if recomputes:
         model.activation_checkpointing_enable()
     parallel.cut_model(model, links)  # type: ignore[arg-type]
-    model.packed.prepare(names)
+    model.prepare_pass(names)
     batch = batch_of(names)
-    with model.packed.multiplexing(batch):
-        output_TD = model.packed.hidden_states(batch)
+    with model.multiplexing(batch):
+        output_TD = model.hidden_states(batch)
     links.heights.clear()
     output_TD.backward(torch.ones_like(output_TD))
     found = {

@@ -190,7 +190,7 @@ def model_of(**fields: Any) -> MultiTaskPeftModel:
 def noise_of(model: MultiTaskPeftModel, batch: MuxBatch) -> list[torch.Tensor]:
     """Return what the gates of task "a" are drawn with, in each layer."""
     found = []
-    with model.packed.multiplexing(batch, None):
+    with model.multiplexing(batch, None):
         rows = model.stream.segments[0]
         for number in (0, 1):
             layer: Any = model.backbone.get_submodule(f"model.layers.{number}.self_attn.q_proj")

@@ -26,7 +26,7 @@ from transformers import (
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.backbone import probe
 from peft_mux.modeling.backbone.modules import adaptable_modules
-from peft_mux.modeling.backbone.probe import max_positions, rope_limit
+from peft_mux.modeling.backbone.probe import max_positions
 from peft_mux.modeling.backbone.shape import backbone_fingerprint, model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 
@@ -217,7 +217,6 @@ def test_scaling_that_looks_at_the_longest_row_limits_rows_to_where_it_does_not(
 ) -> None:
     config = LlamaConfig(**SIZE)
     config.rope_parameters = {"rope_theta": 10_000.0, **rope}
-    assert rope_limit(config) == limit
     assert max_positions(config) == (limit or 64)
 
 

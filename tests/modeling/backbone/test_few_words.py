@@ -1,4 +1,4 @@
-"""A head that has few of its words for a while."""
+"""A head that gives the logits of its first words only, for a while."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification, LlamaConfig
 
-from peft_mux.modeling.backbone.probe import few_words
+from peft_mux.modeling.backbone.probe import truncated_head
 
 CONFIG = LlamaConfig(
     vocab_size=300, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_hidden_layers=1, pad_token_id=0
@@ -28,7 +28,7 @@ def test_it_has_the_logits_of_its_first_words_and_reads_all_of_them_and_is_whole
     model = backbone(tied=tied)
     ids, weight = torch.tensor([[299, 1, 150]]), model.lm_head.weight
     whole = model(ids).logits
-    with few_words(model, 7):
+    with truncated_head(model, 7):
         torch.testing.assert_close(model(ids).logits, whole[..., :7])
     assert model.lm_head.weight is weight
     assert (model.lm_head.weight is model.model.embed_tokens.weight) == tied
@@ -38,7 +38,7 @@ def test_it_has_the_logits_of_its_first_words_and_reads_all_of_them_and_is_whole
 def test_it_is_whole_again_after_a_fault() -> None:
     model = backbone()
     weight = model.lm_head.weight
-    with pytest.raises(RuntimeError, match="of the block"), few_words(model, 7):
+    with pytest.raises(RuntimeError, match="of the block"), truncated_head(model, 7):
         raise RuntimeError("of the block")
     assert model.lm_head.weight is weight
 
@@ -52,8 +52,8 @@ def test_heads_that_are_short_or_of_their_own_kind_and_models_without_one_stay_a
     short, own = backbone(), backbone()
     own.lm_head = OwnHead(16, 300, bias=False)
     ids = torch.tensor([[1, 2]])
-    with few_words(short, 300), few_words(own, 7):
+    with truncated_head(short, 300), truncated_head(own, 7):
         assert short(ids).logits.shape[-1] == own(ids).logits.shape[-1] == 300
     classifier = AutoModelForSequenceClassification.from_config(CONFIG)
-    with few_words(classifier, 1):
+    with truncated_head(classifier, 1):
         assert classifier(ids).logits.shape[-1] == 2

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache, partial
+from functools import cache
 from typing import Any
 
 import numpy as np
@@ -23,7 +23,7 @@ from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor, prepared
 from peft_mux.modeling.backbone.modules import find_layers
 from peft_mux.modeling.last_layer import LastLayerForward
-from peft_mux.modeling.model import MultiTaskPeftModel, states_of_probe
+from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.sharding import norm_over_all_ranks
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.cases import CASES as ADAPTER_CASES
@@ -302,9 +302,9 @@ def test_a_task_alone_has_what_it_has_beside_another() -> None:
 
 def test_logits_of_all_tokens_are_computed_where_they_are_asked_for() -> None:
     model, batch = model_of("Llama").eval(), some_rows()
-    found = model.packed.sequence_logits(batch)
+    found = model.sequence_logits(batch)
     with computing_all_rows(model):
-        wanted = model.packed.sequence_logits(batch)
+        wanted = model.sequence_logits(batch)
     for mine, theirs in zip(found, wanted, strict=True):
         assert torch.equal(mine, theirs)
     model.train()
@@ -341,7 +341,7 @@ def test_an_architecture_that_is_not_proven_computes_all_rows_and_says_why(layer
     backbone = tiny_llama()
     backbone.model.layers[-1].__class__ = layer
     model = MultiTaskPeftModel(backbone, {"a": ADAPTER_CASES[PeftType.LORA].make(0)}, verify=False)
-    model.last_layer.prove(model, partial(states_of_probe, model))
+    model.last_layer.prove(model)
     assert model.last_layer.reason is not None
     assert re.search(reason, model.last_layer.reason)
     assert model.last_layer.rows(model, stream_of(completions((9, 1)))) is None

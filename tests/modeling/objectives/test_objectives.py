@@ -27,13 +27,11 @@ from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
 from peft_mux.modeling.objectives.objective import (
     OBJECTIVES,
     OWN,
-    BaseObjective,
     LossArgs,
     Objective,
     TaskLoss,
     TokenOutputs,
     register_objective,
-    unregister_objective,
 )
 from peft_mux.modeling.objectives.task_objective import find_loss
 from peft_mux.task import EarlyStopping, Task
@@ -53,7 +51,7 @@ BACKBONES = {CLASSIFICATION: LlamaForSequenceClassification, TOKEN_CLASSIFICATIO
 # --------------------------------------------------------------- new losses
 
 
-class SquaredSurprise(BaseObjective):
+class SquaredSurprise(Objective):
     """A loss of language models that the package does not have: the square of each target's negative log-likelihood."""
 
     name = "squared-surprise"
@@ -89,7 +87,7 @@ def _toy() -> Iterator[None]:
     """Registers the loss that asks for pairs, a reference and batch values."""
     register_objective(PairLoss())
     yield
-    unregister_objective(PairLoss.name)
+    del OBJECTIVES[PairLoss.name]
 
 
 @pytest.fixture
@@ -104,7 +102,7 @@ def added() -> Iterator[Callable[[Any], Objective]]:
 
     yield add
     for name in names:
-        unregister_objective(name)
+        del OBJECTIVES[name]
 
 
 # ----------------------------------------------------- what a test is made of
@@ -212,15 +210,15 @@ def test_no_split_into_micro_batches_changes_the_loss_or_a_statistic(case: LossC
 def test_a_nan_in_rows_of_one_task_leaves_the_bits_of_the_other(case: LossCase) -> None:
     model = model_for(case, "a", "b")
     (batch,) = ready(model, [case.batch("a", 1), case.batch("b", 2)])
-    with torch.no_grad(), model.packed.multiplexing(batch):
-        whole_TD = model.packed.hidden_states(batch)
+    with torch.no_grad(), model.multiplexing(batch):
+        whole_TD = model.hidden_states(batch)
 
     def run(poison: bool) -> tuple[torch.Tensor, torch.Tensor]:
         hidden_TD = whole_TD.clone()
         hidden_TD[: batch.task_offsets[1]] += float("nan") if poison else 0.0
         hidden_TD.requires_grad_()
-        with model.packed.multiplexing(batch):
-            losses = model.packed.losses_of(hidden_TD, batch)
+        with model.multiplexing(batch):
+            losses = model.stream_losses(hidden_TD, batch)
         (gradient,) = torch.autograd.grad(losses.losses_N.sum(), hidden_TD)
         others = [torch.zeros(0) if losses.statistics[1] is None else losses.statistics[1]]
         return torch.cat([losses.losses_N.detach(), *others]), gradient[batch.task_offsets[1] :]
@@ -239,7 +237,7 @@ def test_every_sequence_has_its_own_logits_and_labels_for_metrics(case: LossCase
     rows = case.batch("a", 1)
     (batch,) = streams([rows])
     labels = list(case.objective.head.labels(rows, batch))
-    assert len(model.packed.sequence_logits(batch)) == len(labels) == len(rows.sequences)
+    assert len(model.sequence_logits(batch)) == len(labels) == len(rows.sequences)
     needs_label = case.objective.row_form.needs_label
     several = [row.row_values.get("class_labels", row.class_label) for row in rows.sequences]
     wanted = [
@@ -406,15 +404,15 @@ def test_a_nan_of_one_loss_leaves_the_bits_of_another_in_the_same_pass(added: Ca
     model = model_of(OBJECTIVES["sft"], "a", "b")
     model.objectives.assign("b", added(SquaredSurprise()))
     (batch,) = streams([CASES[0].batch(name, seed) for seed, name in enumerate("ab")])
-    with torch.no_grad(), model.packed.multiplexing(batch):
-        whole_TD = model.packed.hidden_states(batch)
+    with torch.no_grad(), model.multiplexing(batch):
+        whole_TD = model.hidden_states(batch)
     found = []
     for poison in (0.0, float("nan")):
         hidden_TD = whole_TD.clone()
         hidden_TD[: batch.task_offsets[1]] += poison
         hidden_TD.requires_grad_()
-        with model.packed.multiplexing(batch):
-            losses_N = model.packed.losses_of(hidden_TD, batch).losses_N
+        with model.multiplexing(batch):
+            losses_N = model.stream_losses(hidden_TD, batch).losses_N
         (gradient,) = torch.autograd.grad(losses_N.sum(), hidden_TD)
         found.append((losses_N.detach(), gradient[batch.task_offsets[1] :]))
     (clean, gradient), (poisoned, poisoned_gradient) = found

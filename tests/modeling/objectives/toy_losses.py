@@ -12,7 +12,7 @@ from torch.nn import functional as F
 from peft_mux.data.formats import LANGUAGE_ROWS
 from peft_mux.data.task_batch import TokenSequence
 from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
-from peft_mux.modeling.objectives.objective import BaseObjective, LossArgs, Objective, TaskLoss, TokenOutputs, above
+from peft_mux.modeling.objectives.objective import LossArgs, Objective, TaskLoss, TokenOutputs, above
 from tests.invariants import mux_lab as lab
 from tests.modeling.objectives.judged_row import JudgedRow
 
@@ -24,7 +24,7 @@ class PairArgs(LossArgs):
     beta: float = above(0.0, 0.5)
 
 
-class PairLoss(BaseObjective):
+class PairLoss(Objective):
     """Prefers the first sequence of each row to the second, by more than the backbone does and the batch does."""
 
     name = "toy-pairs"

@@ -5,8 +5,8 @@ products are computed together over the whole stream.
 
 The backward pass of a task's rows ends at the task's lowest adapter. A pass meets adapters from the bottom to the top,
 and what a layer reads depends on the weights of a task only if an adapter of the task was computed before. So the rows
-of tasks that a pass has not met yet (`Stream.unmet`) need no gradient there, and the products with frozen weights,
-which take most of a backward pass, are made for the others alone.
+of tasks whose adapters a pass has not reached (`Stream.adapters_not_reached`) need no gradient there, and the products
+with frozen weights, which take most of a backward pass, are made for the others alone.
 
 Shape letters: T rows of the stream, N of one task, D input features, K output features.
 """
@@ -46,7 +46,8 @@ _LEAST_SHARE = 8
 def lowest_layer(parameters: Iterable[str]) -> int:
     """Return the number of the lowest layer, from 0, that a task has weights in, by the names of its parameters.
 
-    It is 0 if rows need gradients all the way down, as for weights in embeddings, experts and heads (`Stream.unmet`).
+    It is 0 if rows need gradients all the way down, as for weights in embeddings, experts and heads: see
+    `Stream.adapters_not_reached`.
     """
     found = [_LAYER_OF_FACTOR.search(name) for name in parameters]
     return min((int(one.group(1)) if one is not None else 0 for one in found), default=0)
@@ -79,9 +80,9 @@ def rows_needed_now(stream: Stream, num_rows: int) -> tuple[Rows, ...] | None:
         num_rows: rows of the tensor in question; if they are not the stream's, it is unknown whose they are.
     """
     # A compiled graph must not depend on which adapters were met.
-    if torch.compiler.is_compiling() or not stream.unmet or num_rows != stream.num_rows:
+    if torch.compiler.is_compiling() or not stream.adapters_not_reached or num_rows != stream.num_rows:
         return None
-    return rows_needed(stream.segments, stream.unmet)
+    return rows_needed(stream.segments, stream.adapters_not_reached)
 
 
 class MultiplexedLinear(MultiplexedForward):
@@ -216,7 +217,7 @@ class LinearGroup:
     def __init__(self, members: list[MultiplexedLinear], stream: Stream) -> None:
         self.members = members
         self.stream = stream
-        self.number = stream.maker_of(NAME).enroll(self)
+        self.number = stream.makers[NAME].enroll(self)
         self.num_columns = 0
         self.are_apart = False
         self._x: torch.Tensor | None = None
@@ -236,7 +237,7 @@ class LinearGroup:
     def outputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return `[..., K]` of each layer, for `x [..., D]`."""
         self.members[0].check_rows(x, x.shape[-1])
-        needed = self._meet() if self.stream.unmet else None
+        needed = self._meet() if self.stream.adapters_not_reached else None
         lead, is_sliced = x.shape[:-1], False
         # A loop and no generators, which cost as much as a launch: this runs in every pass of every layer.
         for member in self.members:
@@ -249,7 +250,7 @@ class LinearGroup:
                     is_sliced = True
                     if runs_kernels(x.device):
                         say_once("kernels draw dropout for whole inputs only, not on row-parallel layers.")
-        lora_pass: Any = None if is_sliced else self.stream.pass_of(NAME)
+        lora_pass: Any = None if is_sliced else self.stream.passes.get(NAME)
         if lora_pass is not None:
             device_type = x.device.type
             autocast = torch.is_autocast_enabled(device_type)
@@ -280,13 +281,13 @@ class LinearGroup:
         stream = self.stream
         if torch.compiler.is_compiling() or any(member.module.disable_adapters for member in self.members):
             # A compiled graph must not depend on which adapters were met, and a frozen pass may need input gradients.
-            stream.unmet = frozenset()
+            stream.adapters_not_reached = frozenset()
             return None
-        needed = rows_needed(stream.segments, stream.unmet)
+        needed = rows_needed(stream.segments, stream.adapters_not_reached)
         layers: list[Any] = [member.module for member in self.members]
-        met = {a for a in stream.unmet if any(a in layer.lora_A for layer in layers)}
+        met = {a for a in stream.adapters_not_reached if any(a in layer.lora_A for layer in layers)}
         met |= {a for member in self.members for a in member._steps}
-        stream.unmet = stream.unmet - met
+        stream.adapters_not_reached = stream.adapters_not_reached - met
         return needed
 
     def shared_output(self, member: MultiplexedLinear, x: torch.Tensor) -> torch.Tensor:

@@ -104,7 +104,7 @@ def test_a_task_of_nan_stays_alone_whatever_its_type() -> None:
         kept = parameter.detach().clone()
         with torch.no_grad():
             parameter.fill_(float("nan"))
-        model.packed.prepare(NAMES)
+        model.prepare_pass(NAMES)
         losses = model(batch).losses
         others = [other for other in range(len(NAMES)) if other != number]
         assert torch.equal(losses[others], healthy[others]), f"{name} reaches its neighbours"

@@ -69,7 +69,7 @@ def test_tasks_of_different_depth_have_the_gradients_of_a_full_backward(
             model.gradient_checkpointing_enable()
     found = gradients(models[0], names)
     assert any(left_out), "some product was made for some rows alone"
-    monkeypatch.setattr(Stream, "begin_at_the_bottom", lambda stream: None)
+    monkeypatch.setattr(Stream, "reset_adapter_tracking", lambda stream: None)
     left_out.clear()
     wanted = gradients(models[1], names)
     assert not any(left_out)
@@ -84,16 +84,16 @@ def test_a_task_whose_adapter_lies_elsewhere_too_goes_all_the_way_down(monkeypat
     words = LoraConfig(r=2, target_modules=["embed_tokens", "down_proj"])
     model = model_of("top", scales=scales, words=words)
     seen: list[frozenset[str]] = []
-    begin = Stream.begin_at_the_bottom
+    begin = Stream.reset_adapter_tracking
 
     def noted(stream: Stream) -> None:
         begin(stream)
-        seen.append(stream.unmet)
+        seen.append(stream.adapters_not_reached)
 
-    monkeypatch.setattr(Stream, "begin_at_the_bottom", noted)
+    monkeypatch.setattr(Stream, "reset_adapter_tracking", noted)
     model(batch_of("top", "scales", "words"))
     assert seen == [frozenset({model.adapter_of("top")})]
-    assert model.stream.unmet == frozenset(), "the stream is idle"
+    assert model.stream.adapters_not_reached == frozenset(), "the stream is idle"
 
 
 def test_a_pass_without_adapters_keeps_the_gradients_of_its_input() -> None:

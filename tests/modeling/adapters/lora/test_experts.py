@@ -231,7 +231,7 @@ def test_what_is_saved_comes_back_in_plain_peft_and_here(tmp_path: Path) -> None
             alone(qwen3_moe, config, 0)[0].save_pretrained(tmp_path / "plain")
             mine, theirs = (_saved_config(tmp_path / folder) for folder in (name, "plain"))
             assert mine == theirs, name
-        merged = model.merge_and_unload_adapter(model.adapter_of("both"))
+        merged = model.task_view("both").merge_and_unload()
         assert not any(isinstance(module, ParamWrapper) for module in merged.modules())
 
 

@@ -213,7 +213,7 @@ def depths() -> dict[str, Any]:
     """Return how far gradients that stop at each task's lowest adapter are from those that go all the way down."""
     linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
     low, high = config(8), LoraConfig(r=4, target_modules=linear, layers_to_transform=[1])
-    packed, begin, found = batch("abc", 5, 8), Stream.begin_at_the_bottom, {}
+    packed, begin, found = batch("abc", 5, 8), Stream.reset_adapter_tracking, {}
     heights: dict[str, list[int]] = {"stops": [], "goes down": []}
     plain_add = Base.add_input_gradient
     for how, begins in (("stops", begin), ("goes down", lambda stream: None)):
@@ -228,11 +228,11 @@ def depths() -> dict[str, Any]:
             for name in "abc":
                 for weight in model.task_parameters(name).values():
                     weight.add_(0.05)
-        Stream.begin_at_the_bottom, Base.add_input_gradient = begins, noted  # type: ignore[method-assign]
+        Stream.reset_adapter_tracking, Base.add_input_gradient = begins, noted  # type: ignore[method-assign]
         try:
             found[how] = one_pass(model, packed)
         finally:
-            Stream.begin_at_the_bottom, Base.add_input_gradient = begin, plain_add  # type: ignore[method-assign]
+            Stream.reset_adapter_tracking, Base.add_input_gradient = begin, plain_add  # type: ignore[method-assign]
     return {
         "difference": worst(found["stops"], found["goes down"]),
         "rows": {how: sum(n) for how, n in heights.items()},
@@ -551,7 +551,7 @@ def opened(model: MultiTaskPeftModel, packed: MuxBatch, name: str) -> tuple[Any,
         for module_name, module in model.backbone.named_modules()
         if module_name.endswith(name) and (forward := module.__dict__.get("forward")) is not None
     )
-    current = model.stream.pass_of("LORA")
+    current = model.stream.passes["LORA"]
     assert current is not None
     x = torch.randn(packed.num_tokens, 32, generator=torch.Generator().manual_seed(0), requires_grad=True)
     widths = [member.module.out_features for member in group.members]
@@ -561,8 +561,8 @@ def opened(model: MultiTaskPeftModel, packed: MuxBatch, name: str) -> tuple[Any,
 @pytest.mark.parametrize("name", ["layers.0.self_attn.q_proj", "layers.1.mlp.gate_proj", "layers.0.self_attn.o_proj"])
 def test_the_forward_operator_keeps_the_rules_of_operators(name: str) -> None:
     model, packed = mux_model(), batch()
-    model.packed.prepare(packed.task_names)
-    with model.packed.multiplexing(packed):
+    model.prepare_pass(packed.task_names)
+    with model.multiplexing(packed):
         checks = torch.library.opcheck(torch.ops.peft_mux.lora_group.default, opened(model, packed, name))
     assert set(checks.values()) == {"SUCCESS"}
     assert len(checks) == 4
@@ -570,8 +570,8 @@ def test_the_forward_operator_keeps_the_rules_of_operators(name: str) -> None:
 
 def test_the_backward_operator_keeps_the_rules_of_operators() -> None:
     model, packed = mux_model(), batch()
-    model.packed.prepare(packed.task_names)
-    with model.packed.multiplexing(packed), torch.no_grad():
+    model.prepare_pass(packed.task_names)
+    with model.multiplexing(packed), torch.no_grad():
         x, anchor, handle, number, widths, columns = opened(model, packed, "layers.0.self_attn.q_proj")
         *ys, saved = torch.ops.peft_mux.lora_group(x, anchor, handle, number, widths, columns)
         dys = [torch.ones_like(y) for y in ys]

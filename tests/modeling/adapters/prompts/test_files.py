@@ -52,7 +52,7 @@ def test_plain_peft_loads_a_saved_prompt_and_answers_as_its_view_does(
     with torch.no_grad():
         wanted = judge(input_ids=IDS, **ids).logits
         assert torch.equal(model.task_view(form)(input_ids=IDS).logits, wanted)
-        (logits,) = model.packed.sequence_logits(packed(model, {form: [IDS[0].tolist()]}))
+        (logits,) = model.sequence_logits(packed(model, {form: [IDS[0].tolist()]}))
     # Of virtual tokens there are no logits.
     assert logits.shape == (5, 97)
     torch.testing.assert_close(logits, wanted[0, -5:], rtol=1e-4, atol=1e-5)

@@ -296,7 +296,7 @@ def test_switched_off_prompts_leave_the_backbone_alone() -> None:
     rows = {form: rows_of(form) for form in model.tasks}
     bare = ChunkPackingCollator()([{"task": task, "input_ids": ids} for task, own in rows.items() for ids in own])
     with model.without_adapters(), torch.no_grad():
-        found = model.packed.sequence_logits(bare)
+        found = model.sequence_logits(bare)
         with pytest.raises(ConfigError, match=r"allowed: 0, as many as its prompt has in this pass"):
             model(packed(model, rows))
     backbone = tiny_llama().eval()

@@ -44,11 +44,6 @@ def scores(*, scaling: float = CHANNELS**-0.5, **kind: Any) -> Scores:
     return Scores(scaling, is_causal=True, **{"window": None, "softcap": None, **kind})
 
 
-def by_rectangles(qkv: Sequence[torch.Tensor], tree: TreeLayouts, kind: Scores) -> torch.Tensor:
-    q, k, v = qkv
-    return attention._by_rectangles((q, k, v), tree, kind._replace(window=tree.narrowed(kind.window)))
-
-
 def by_one_call(qkv: Sequence[torch.Tensor], tree: TreeLayouts, kind: Scores) -> torch.Tensor:
     """Attend as on CUDA, by a kernel that computes on a CPU what flash attention does."""
     q, k, v = qkv
@@ -68,7 +63,7 @@ def by_blocks(qkv: Sequence[torch.Tensor], tree: TreeLayouts, kind: Scores) -> t
 WAYS: dict[str, Attend] = {
     "by blocks": by_blocks,
     "on a cpu": lambda qkv, tree, kind: tree_attention((qkv[0], qkv[1], qkv[2]), tree, kind),
-    "by rectangles": by_rectangles,
+    "by rectangles": lambda qkv, tree, kind: attention.tree_rectangles((qkv[0], qkv[1], qkv[2]), tree, kind),
     "in one call": by_one_call,
 }
 
@@ -162,7 +157,7 @@ def test_outputs_and_gradients_are_those_of_each_sequence_alone(way: str, kind: 
 @pytest.mark.parametrize("way", WAYS)
 def test_long_nodes_have_the_same_outputs_and_gradients(way: str, kind: str) -> None:
     tree = tree_of(LONG)
-    found = TreeLayouts(tree, CPU).depth_first(None)
+    found = TreeLayouts(tree, CPU).depth_first
     assert found.long_nodes
     assert [own.masks[0] for own in found.gathered] == [None], "short nodes, and no tree that is computed at once"
     check(way, LONG, tree, states(tree.num_rows, 2), scores(**KINDS[kind]))
@@ -198,7 +193,7 @@ def test_rows_of_two_beginnings_may_alternate() -> None:
     one, other = family(4, 5, 6), family(5, 3, 8, start=(9,) * 18, seed=1)
     rows = [row for pair in zip(one, other, strict=True) for row in pair]
     tree = tree_of(rows)
-    assert TreeLayouts(tree, CPU).depth_first(None).order is not None, "the test needs rows out of depth-first order"
+    assert TreeLayouts(tree, CPU).depth_first.order is not None, "the test needs rows out of depth-first order"
     for way in WAYS:
         check(way, rows, tree, states(tree.num_rows, 2), scores())
 

@@ -34,15 +34,15 @@ def test_blocks_lead_every_query_once_to_all_keys_above_its_node_that_its_window
     rows: list[np.ndarray], window: int | None
 ) -> None:
     for tree in trees(rows):
-        found = TreeLayouts(tree, CPU).depth_first(window)
+        found = TreeLayouts(tree, CPU, window).depth_first
         order = np.arange(tree.num_rows) if found.order is None else found.order.numpy()
         assert sorted(order) == list(range(tree.num_rows))
         seen: dict[int, list[int]] = {row: [] for row in range(tree.num_rows)}
-        for queries, keys, mask in found.blocks:
+        for queries, keys, mask, is_blind in found.blocks:
             for place, row in enumerate(order[queries]):
-                chosen = slice(None) if mask is None else (mask.added[place] == 0).numpy()
+                chosen = slice(None) if mask is None else (mask[place] == 0).numpy()
                 seen[row] += order[keys][chosen].tolist()
-                assert mask is None or bool(mask.is_blind[place]) == (not chosen.any())
+                assert is_blind is None or bool(is_blind[place]) == (not chosen.any())
         at_once = by_masks(found, order)
         assert not any(seen[row] for row in at_once)
         for number, node in enumerate(tree.nodes):
@@ -84,14 +84,14 @@ def test_small_trees_are_computed_at_once_and_large_ones_by_blocks() -> None:
     given_rows = [*rows(45, 5, 4), *rows(400, 60, 8), *rows(0, 40, 1), *rows(20, 8, 2)]
     tree = build_prefix_tree(given_rows, [0] * len(given_rows))
     assert tree is not None
-    found = TreeLayouts(tree, CPU).depth_first(None)
+    found = TreeLayouts(tree, CPU).depth_first
     assert len(found.blocks) == 1
     sizes = [sum(one.num_sequences for one in own.layout.rectangles) for own in found.gathered]
     assert sizes == [2], "the questions with their answers; what is left is long"
     # Which trees these are depends on no other tree.
     alone = build_prefix_tree(given_rows[:4], [0] * 4)
     assert alone is not None
-    (own,) = TreeLayouts(alone, CPU).depth_first(None).gathered
+    (own,) = TreeLayouts(alone, CPU).depth_first.gathered
     (rectangle,) = own.layout.rectangles
     assert rectangle.length in [one.length for one in found.gathered[0].layout.rectangles]
 
@@ -102,7 +102,7 @@ def test_gathered_keys_are_those_from_the_root_on_that_a_window_leaves(
     rows: list[np.ndarray], window: int | None
 ) -> None:
     for tree in trees(rows):
-        found = TreeLayouts(tree, CPU).paths(window)
+        found = TreeLayouts(tree, CPU, window).paths
         assert found.bounds.tolist() == [0, *itertools.accumulate(found.num_keys)]
         for number, (keys, node) in enumerate(zip(found.rows.split(list(found.num_keys)), tree.nodes, strict=True)):
             before = rows_before(tree, number)
@@ -115,8 +115,8 @@ def test_gathered_keys_are_those_from_the_root_on_that_a_window_leaves(
 @given(WORDS, st.sampled_from([None, 1, 2, 5]))
 def test_each_row_of_a_rectangle_has_the_keys_before_its_node(rows: list[np.ndarray], window: int | None) -> None:
     for tree in trees(rows):
-        layouts = TreeLayouts(tree, CPU)
-        found, paths = layouts.before(window), layouts.paths(window)
+        layouts = TreeLayouts(tree, CPU, window)
+        found, paths = layouts.before, layouts.paths
         number_at = {int(found.rectangles.row_of_token[node.start]): n for n, node in enumerate(tree.nodes)}
         by_node = paths.rows.split(list(paths.num_keys))
         for rectangle, keys in zip(found.rectangles.rectangles, found.rows.split(found.sizes), strict=True):
@@ -132,17 +132,14 @@ def test_layouts_are_built_once_for_all_layers() -> None:
     assert tree is not None
     layouts = TreeLayouts(tree, CPU)
     assert layouts.bounds is layouts.bounds
-    for window in (None, 4):
-        assert layouts.depth_first(window) is layouts.depth_first(window)
-        assert layouts.paths(window) is layouts.paths(window)
-        assert layouts.before(window) is layouts.before(window)
-    assert layouts.paths(4) is not layouts.paths(None)
+    assert layouts.depth_first is layouts.within(None).depth_first
+    for name in ("depth_first", "paths", "before"):
+        assert getattr(layouts.within(4), name) is getattr(layouts.within(4), name)
+        assert getattr(layouts.within(4), name) is not getattr(layouts, name)
 
 
 def test_a_window_as_long_as_the_longest_sequence_is_none() -> None:
     tree = build_prefix_tree([np.arange(30), np.arange(40)], [0, 0])
     assert tree is not None
     layouts = TreeLayouts(tree, CPU)
-    assert layouts.narrowed(None) is None
-    assert layouts.narrowed(40) is None
-    assert layouts.narrowed(39) == 39
+    assert [layouts.within(window).window for window in (None, 40, 39)] == [None, None, 39]

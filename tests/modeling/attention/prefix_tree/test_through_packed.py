@@ -17,7 +17,6 @@ from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.attention import packed
 from peft_mux.modeling.attention.attention_stream import AttentionStream, Prefixes
 from peft_mux.modeling.attention.packed import packed_attention
-from peft_mux.modeling.attention.rows import to_computed, to_stream
 from peft_mux.modeling.stream import Stream
 from tests.modeling.attention.test_packed import Attention, relative, states
 
@@ -54,8 +53,9 @@ def attend(batch: MuxBatch, qkv: Sequence[torch.Tensor], prefixes: Prefixes | No
 def over_all_tokens(batch: MuxBatch, qkv: Sequence[torch.Tensor], **kind: Any) -> torch.Tensor:
     """Return what the computed rows get in the stream that shares nothing."""
     assert batch.shared is not None
-    out = attend(replace(batch, shared=None), [to_stream(x, batch.shared) for x in qkv], **kind)
-    return to_computed(out[None], batch.shared)[0]
+    rows = batch.shared.row_of_token
+    out = attend(replace(batch, shared=None), [x[:, :, rows] for x in qkv], **kind)
+    return out[batch.shared.computed]
 
 
 @pytest.fixture
@@ -65,7 +65,7 @@ def nothing_laid_out(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: Any) -> None:
         raise AssertionError("the tree was not used")
 
-    monkeypatch.setattr(packed, "to_stream", refuse)
+    monkeypatch.setattr(packed, "take_rows", refuse)
 
 
 @pytest.mark.parametrize("kind", KINDS)
