@@ -560,7 +560,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Check all fields before `TrainingArguments` completes them."""
-        raise_faults([*_field_faults(self), *_combination_faults(self)])
+        raise_faults(_faults(self))
         # transformers refuses bf16 on a machine without an accelerator unless `use_cpu` is set.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         # The best weights are kept in memory, so evaluations and checkpoints need not fall together as Trainer asks.
@@ -621,8 +621,8 @@ SETTABLE_FIELDS = frozenset(
 """Names of the arguments that may be set; all others must keep their defaults."""
 
 
-def _field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
-    """Return a fault for each value that its field may not hold, one by one."""
+def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
+    """Return a fault for each value that its field may not hold, and for fields that do not go together."""
     faults = []
     for item in fields(args):
         if not item.init:  # it is derived from the other fields
@@ -639,12 +639,6 @@ def _field_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
             rule = _RULES.get(item.name) or type_rule(item.type)
             if not rule.is_valid(value):
                 faults.append(Fault(where, shown(value), rule.allowed))
-    return faults
-
-
-def _combination_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
-    """Return a fault for each field that has no effect, or cannot work, with the others as they are."""
-    faults = []
     if args.tf32 is True and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8):
         faults.append(Fault("args.tf32", "True", "False or None", "Reason: it needs a GPU of Ampere or later."))
     if args.cuda_graphs is True and (args.use_cpu is True or not torch.cuda.is_available()):

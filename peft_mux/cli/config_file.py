@@ -110,7 +110,22 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         ConfigError: naming every fault, with its line where it has one.
     """
     path = Path(path)
-    data, lines, faults = _read_yaml(path)
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path}: cannot be read: {error}; allowed: UTF-8. Save it as UTF-8.") from error
+    except FileNotFoundError as error:
+        raise ConfigError(
+            f"file: got {str(path)!r}, which is not there; allowed: a YAML file. peft-mux init {path} writes one."
+        ) from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path}: cannot be read: {error}") from error
+    node, data = _parsed(text, str(path))
+    if not isinstance(data, dict):
+        allowed = f"a mapping with the keys {', '.join(_TOP_KEYS)}"
+        raise ConfigError(f"{path}: got {type(data).__name__}; allowed: {allowed}.")
+    lines: dict[str, int] = {}  # of each key, by its dotted path
+    faults = _look_at_keys(node, "", lines, set())
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -189,30 +204,6 @@ def _parsed(text: str, where: str) -> tuple[Any, Any]:
     # What PyYAML raises of values such as the date 2024-13-01, or a number of 5,000 digits.
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(f"{where}: is not YAML: a value cannot be read: {error}. Write it in quotes.") from error
-
-
-def _read_yaml(path: Path) -> tuple[dict[str, Any], dict[str, int], list[Fault]]:
-    """Return what a file holds, the line of each key by its dotted path, and what is wrong with keys.
-
-    Raises:
-        ConfigError: if the file cannot be read, or is no mapping in YAML.
-    """
-    try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: cannot be read: {error}; allowed: UTF-8. Save it as UTF-8.") from error
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"file: got {str(path)!r}, which is not there; allowed: a YAML file. peft-mux init {path} writes one."
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
-    node, data = _parsed(text, str(path))
-    if not isinstance(data, dict):
-        allowed = f"a mapping with the keys {', '.join(_TOP_KEYS)}"
-        raise ConfigError(f"{path}: got {type(data).__name__}; allowed: {allowed}.")
-    lines: dict[str, int] = {}
-    return data, lines, _look_at_keys(node, "", lines, set())
 
 
 def _look_at_keys(node: yaml.MappingNode, prefix: str, lines: dict[str, int], seen: set[int]) -> list[Fault]:

@@ -83,11 +83,20 @@ def doctor(arguments: argparse.Namespace) -> int:
         amiss.append(f"only {free_gib:.1f} GiB free on this disk")
     # As far as that is known without asking the Hub.
     hub = "a token is there" if get_token() else "no token: `hf auth login` before you push"
+    kernels = "torch (no GPU)"
+    if devices:
+        from peft_mux.kernels.adamw.update import joint_update
+
+        try:
+            kernels = "torch" if joint_update(torch.device("cuda")) is None else "triton"
+        except Exception as error:  # whatever a compiler, a driver or a library says
+            amiss.append(f"Triton's kernels do not run: {error}")
+            kernels = "torch, as Triton's do not run"
     found = {
         "python": f"{platform.python_version()} on {platform.platform()}",
         "versions": {name: installed_version(name) or "not installed" for name in _PACKAGES},
         "devices": devices or [f"cpu, {os.cpu_count()} cores, {torch.get_num_threads()} threads"],
-        "kernels": _kernels(amiss) if devices else "torch (no GPU)",
+        "kernels": kernels,
         "disk": f"{free_gib:.1f} GiB free here",
         "hub": hub + (" (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""),
         "amiss": amiss,
@@ -102,18 +111,6 @@ def doctor(arguments: argparse.Namespace) -> int:
             value = ", ".join(f"{name} {own}" for name, own in value.items())
         print(f"{key:<10} {value}")
     return 1 if amiss else 0
-
-
-def _kernels(amiss: list[str]) -> str:
-    """Try a kernel on the GPU."""
-    from peft_mux.kernels.adamw.update import joint_update
-
-    try:
-        update = joint_update(torch.device("cuda"))
-    except Exception as error:  # whatever a compiler, a driver or a library says
-        amiss.append(f"Triton's kernels do not run: {error}")
-        return "torch, as Triton's do not run"
-    return "triton" if update is not None else "torch"
 
 
 def print_schema(arguments: argparse.Namespace) -> int:

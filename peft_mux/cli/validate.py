@@ -29,7 +29,7 @@ def validate(arguments: argparse.Namespace) -> int:
     """
     # It has read the rows and no weights.
     trainer = make_trainer(read_config(arguments.file, arguments.overrides))
-    found = {run.name: _rows_of_task(run, trainer.processing_class) for run in trainer.table}
+    found = {run.name: rows_of_task(run, trainer.processing_class) for run in trainer.table}
     if arguments.json:
         print(json.dumps(found, indent=1))
     else:
@@ -38,7 +38,7 @@ def validate(arguments: argparse.Namespace) -> int:
     return 1 if any(one["in_both"] for one in found.values()) else 0
 
 
-def _rows_of_task(run: Any, tokenizer: Any) -> dict[str, Any]:
+def rows_of_task(run: Any, tokenizer: Any) -> dict[str, Any]:
     """Return what a task trains on, as plain JSON.
 
     Args:

@@ -76,9 +76,12 @@ class ChunkPackingCollator:
                 labels = with_given_targets(np.asarray(row.get("labels", ids), dtype=np.int64), columns)
                 sequence = TokenSequence(ids, labels, index, class_label=row.get("label"), token_columns=columns)
                 sequences.append(with_virtual_tokens(sequence, self.virtual_labels.get(name, ())))
-                named, first = (_named_columns(one) for one in (sequences[-1], sequences[0]))
+                named, first = (
+                    ", ".join(f"{name} {['L', *values.shape[1:]]}" for name, values in one.token_columns.items())
+                    for one in (sequences[-1], sequences[0])
+                )
                 if named != first:
-                    got = f"columns of tokens {named}, where the first row has {first}"
+                    got = f"columns of tokens {named or 'none'}, where the first row has {first or 'none'}"
                     raise DataError(f"features of {name!r} row {index}: got {got}; allowed: the same in all rows.")
             step, seed = int(rows[0].get("step", 0)), int(rows[0].get("seed", 0))
             batches.append(TaskBatch(name, step, seed, tuple(sequences)))
@@ -138,11 +141,6 @@ class ChunkPackingCollator:
                     stream.pad_task(chunk_size, self.pad_token_id, int(places[task][-1]))
             micro_batches.append(stream.finish().sharing([tries[task] is not None for task in tasks]))
         return micro_batches
-
-
-def _named_columns(sequence: TokenSequence) -> str:
-    columns = sequence.token_columns.items()
-    return ", ".join(f"{name} {['L', *values.shape[1:]]}" for name, values in columns) or "none"
 
 
 class _MicroBatchBuilder:

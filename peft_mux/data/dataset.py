@@ -134,8 +134,8 @@ def tokenize_dataset(
     sequences: list[TokenSequence] = []
     errors: list[str] = []
     more = ""
-    view = options.row_form.view
-    for index, row in enumerate(_rows(dataset if view is None else view(dataset, where), where)):
+    rows, view = _rows(dataset, where), options.row_form.view
+    for index, row in enumerate(rows if view is None else view(rows, where)):
         if len(errors) == _MAX_ERRORS:
             more = " (and perhaps more)"
             break

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import difflib
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -86,7 +86,7 @@ class RowForm:
         token_columns: columns of tokenised rows with a number for each token, by name.
         read: takes a `RowTokenizer`, a row and its index, and returns its `TokenSequence`, or `None` if it is left out
             (and counted); `None` for text to continue, which `RowTokenizer` reads itself.
-        view: takes a dataset and its name for messages, and returns a dataset of which each row makes one sequence;
+        view: takes the rows of a dataset and its name for messages, and yields rows of which each makes one sequence;
             `None` if every row does.
         num_labels: number of outputs of a head for these rows; `None` if it follows from the rows or the task.
         arrange: takes the rows of a global batch and the number of tokens to which they are limited, and returns them
@@ -101,7 +101,7 @@ class RowForm:
     token_columns: Mapping[str, TokenColumn] = field(default_factory=dict, hash=False)
     read: Callable[[Any, Mapping[str, Any], int], Any] | None = None
     marks: tuple[str, ...] = ()
-    view: Callable[[Any, str], Any] | None = None
+    view: Callable[[Iterator[Any], str], Iterator[Any]] | None = None
     num_labels: int | None = None
     arrange: Callable[[tuple[Any, ...], int], tuple[Any, ...]] | None = None
 

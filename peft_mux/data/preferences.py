@@ -15,7 +15,7 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import islice
+from itertools import chain, islice
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -353,57 +353,41 @@ class UnpairedRow(dict[str, Any]):
         self.column = column
 
 
-class UnpairedRows:
-    """A dataset of pairs read as one of single answers, twice as long.
+def unpaired(rows: Iterator[Any], where: str) -> Iterator[Any]:
+    """Yield the rows of a dataset of single answers as they are; of pairs, yield both answers of each.
+
+    The chosen answers of a block come before its rejected ones.
 
     Args:
-        dataset: rows with `chosen` and `rejected`, and perhaps `prompt`.
+        rows: single answers, or rows with `chosen` and `rejected`, and perhaps `prompt`; the first one decides.
         where: the dataset, for messages: `tasks.sql.train_dataset`.
+
+    Raises:
+        DataError: naming the pair that lacks an answer.
     """
-
-    def __init__(self, dataset: Any, where: str) -> None:
-        """Store the pairs."""
-        self.dataset = dataset
-        self.cells = RowCells(where)
-
-    def __len__(self) -> int:
-        """Return the number of answers."""
-        return 2 * len(self.dataset)
-
-    def __iter__(self) -> Iterator[UnpairedRow]:
-        """Yield the answers, the chosen ones of a block before its rejected ones.
-
-        Raises:
-            DataError: naming the pair that lacks an answer.
-        """
-        rows = iter(enumerate(islice(self.dataset, len(self.dataset))))
-        while block := list(islice(rows, _BLOCK)):
-            for column in ("chosen", "rejected"):
-                for origin, given in block:
-                    row = checked_row(given, origin, self.cells.where)
-                    for name in ("chosen", "rejected"):
-                        if not isinstance(row.get(name), (str, list)) or not row[name]:
-                            got, allowed = f"{row.get(name)!r:.60}", "a text or a list of messages"
-                            raise self.cells.error(origin, name, got, allowed)
-                    others = {name: value for name, value in row.items() if name not in ("chosen", "rejected")}
-                    prompt, answer = others.get("prompt"), row[column]
-                    if prompt is None or (isinstance(prompt, str) and isinstance(answer, list)):
-                        length = _shared_length(row["chosen"], row["rejected"])
-                        others["prompt"], answer = answer[:length], answer[length:]
-                    single = {**others, "completion": answer, "label": column == "chosen"}
-                    yield UnpairedRow(single, origin, column)
-
-
-def unpaired(dataset: Any, where: str) -> Any:
-    """Return a dataset of single answers; as it is if its first row is one.
-
-    Args:
-        dataset: rows that can be counted and read again.
-        where: the dataset, for messages.
-    """
-    first = next(iter(dataset), None)
-    is_paired = isinstance(first, Mapping) and "chosen" in first and "rejected" in first and "completion" not in first
-    return UnpairedRows(dataset, where) if is_paired else dataset
+    first = next(rows, None)
+    if first is None:
+        return
+    rows = chain((first,), rows)
+    if not isinstance(first, Mapping) or "completion" in first or not {"chosen", "rejected"} <= first.keys():
+        yield from rows
+        return
+    numbered = enumerate(rows)
+    while block := list(islice(numbered, _BLOCK)):
+        for column in ("chosen", "rejected"):
+            for origin, given in block:
+                row = checked_row(given, origin, where)
+                for name in ("chosen", "rejected"):
+                    if not isinstance(row.get(name), (str, list)) or not row[name]:
+                        got, allowed = f"{row.get(name)!r:.60}", "a text or a list of messages"
+                        raise RowCells(where).error(origin, name, got, allowed)
+                others = {name: value for name, value in row.items() if name not in ("chosen", "rejected")}
+                prompt, answer = others.get("prompt"), row[column]
+                if prompt is None or (isinstance(prompt, str) and isinstance(answer, list)):
+                    length = _shared_length(row["chosen"], row["rejected"])
+                    others["prompt"], answer = answer[:length], answer[length:]
+                single = {**others, "completion": answer, "label": column == "chosen"}
+                yield UnpairedRow(single, origin, column)
 
 
 def _read_single(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:

@@ -13,8 +13,6 @@ from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.errors import DataError
 from peft_mux.user_code import describe_error
 
-MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios", "pixel_values")
-"""Columns that TRL trains vision and audio models on; rows that have something in them are refused."""
 _ROUNDING = 0.01
 """By how much a log-probability may exceed 0: half precision of another program rounds so."""
 
@@ -119,18 +117,6 @@ class RowCells:
             raise self.error(index, "attention_mask", "a hole in the middle", "zeros at the ends only (padding)")
         return self.checked_ids(ids[mask], index, "input_ids"), mask
 
-    def refuse_media(self, row: Mapping[str, Any], index: int) -> None:
-        """Refuse a row with images, videos or sounds, which a run would silently ignore.
-
-        Raises:
-            DataError: naming the first column that holds some; empty ones, as mixed datasets have them, pass.
-        """
-        for column in MEDIA_COLUMNS:
-            value = row.get(column)
-            if value is not None and not (isinstance(value, (list, tuple, str)) and not value):
-                allowed = "None or nothing, as only text is trained on: no images, videos or sounds, on any backbone"
-                raise self.error(index, column, type(value).__name__, allowed)
-
     def token_columns(
         self, columns: Mapping[str, TokenColumn], row: Mapping[str, Any], index: int, keep: np.ndarray
     ) -> dict[str, np.ndarray]:
@@ -152,7 +138,31 @@ class RowCells:
                     needed = "a number for each of input_ids" if column.is_required else f'one beside "{column.beside}"'
                     raise self.error(index, name, "no such column, or None", needed)
                 continue
-            found[name] = self._token_column(name, column, row[name], index, keep)
+            length, array = len(keep), None
+            with suppress(ValueError, TypeError):  # numpy's, of lists of unequal lengths and of None
+                array = np.asarray(row[name], dtype=np.float64)
+            if array is not None and array.ndim == 0 and column.may_be_row:
+                array = np.full(length, array)
+            if array is None or array.ndim != 1 + column.is_wide or len(array) != length or array.size == 0:
+                got = f"{row[name]!r:.60}" if array is None else f"shape {list(array.shape)}"
+                allowed = f"{length} lists of K numbers" if column.is_wide else f"{length} numbers"
+                allowed += ", one for each of input_ids" + (" (or one number for all)" if column.may_be_row else "")
+                raise self.error(index, name, got, allowed)
+            values = array[keep]
+            if column.is_ids:
+                if not np.array_equal(array, np.floor(array)):
+                    raise self.error(index, name, "numbers with fractions, or no numbers", "token ids")
+                found[name] = values.astype(np.int64)
+                self.checked_ids(found[name].reshape(-1), index, name, empty_allowed=True)
+                continue
+            found[name] = values = values.astype(np.float32)
+            if not np.isfinite(values).all():
+                raise self.error(index, name, "a number that is not finite", "finite numbers")
+            if column.is_non_negative and values.size and float(values.min()) < 0:
+                raise self.error(index, name, str(values.min()), "numbers of at least 0")
+            if column.is_logprob and values.size and float(values.max()) > _ROUNDING:
+                allowed = "natural logarithms of probabilities, at most 0"
+                raise self.error(index, name, str(values.max()), allowed)
         for name in found:
             if columns[name].not_beside in found:
                 raise self.error(index, name, f'a value beside "{columns[name].not_beside}"', "one of the two")
@@ -161,34 +171,6 @@ class RowCells:
                 got = f"shape {list(found[name].shape)}"
                 raise self.error(index, name, got, f'{list(found[other].shape)}, as "{other}" has')
         return found
-
-    def _token_column(self, name: str, column: TokenColumn, value: Any, index: int, keep: np.ndarray) -> np.ndarray:
-        length, array = len(keep), None
-        with suppress(ValueError, TypeError):  # numpy's, of lists of unequal lengths and of None
-            array = np.asarray(value, dtype=np.float64)
-        if array is not None and array.ndim == 0 and column.may_be_row:
-            array = np.full(length, array)
-        if array is None or array.ndim != 1 + column.is_wide or len(array) != length or array.size == 0:
-            got = f"{value!r:.60}" if array is None else f"shape {list(array.shape)}"
-            allowed = f"{length} lists of K numbers" if column.is_wide else f"{length} numbers"
-            allowed += ", one for each of input_ids" + (" (or one number for all)" if column.may_be_row else "")
-            raise self.error(index, name, got, allowed)
-        values = array[keep]
-        if column.is_ids:
-            if not np.array_equal(array, np.floor(array)):
-                raise self.error(index, name, "numbers with fractions, or no numbers", "token ids")
-            values = values.astype(np.int64)
-            self.checked_ids(values.reshape(-1), index, name, empty_allowed=True)
-            return values
-        values = values.astype(np.float32)
-        if not np.isfinite(values).all():
-            raise self.error(index, name, "a number that is not finite", "finite numbers")
-        if column.is_non_negative and values.size and float(values.min()) < 0:
-            raise self.error(index, name, str(values.min()), "numbers of at least 0")
-        if column.is_logprob and values.size and float(values.max()) > _ROUNDING:
-            allowed = "natural logarithms of probabilities, at most 0"
-            raise self.error(index, name, str(values.max()), allowed)
-        return values
 
     # ------------------------------------------------------------------------------------------------------ messages
 

@@ -223,8 +223,3 @@ def virtual_tokens_of_sequences(batch: MuxBatch) -> tuple[int, ...]:
     starts = [part.start for part in batch.parts] or [0] * batch.num_sequences
     counts = np.minimum(np.maximum(wanted - np.asarray(starts), 0), batch.sequence_lengths)
     return tuple(counts.tolist())
-
-
-def ignored(num_tokens: int) -> tuple[int, ...]:
-    """Return the labels of a number of virtual tokens that are not predicted."""
-    return (IGNORE_INDEX,) * num_tokens

@@ -32,6 +32,9 @@ from peft_mux.user_code import describe_error
 
 Value = TypeVar("Value")
 
+MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios", "pixel_values")
+"""Columns of vision and audio models in TRL; rows with something in them are refused, as a run would ignore it."""
+
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class TokenizeOptions:
@@ -205,7 +208,14 @@ class RowTokenizer(RowCells):
             for column in REQUIRED_COLUMNS[self.data_format]:
                 if column not in row:
                     raise self.error(index, column, "no such column", "the same columns in every row")
-            self.refuse_media(row, index)
+            for column in MEDIA_COLUMNS:
+                value = row.get(column)
+                # Empty cells pass, as mixed datasets have them.
+                if value is not None and not (isinstance(value, (list, tuple, str)) and not value):
+                    allowed = (
+                        "None or nothing, as only text is trained on: no images, videos or sounds, on any backbone"
+                    )
+                    raise self.error(index, column, type(value).__name__, allowed)
             read = self.options.row_form.read
             sequence = self._read(row, index) if read is None else read(self, row, index)
             if sequence is None:
@@ -447,24 +457,19 @@ def _read_labelled(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> 
         return TokenSequence(*kept, index, 0, types, row_values={CLASS_LABELS: array})
     if num_values:
         raise reader.error(index, column, repr(value), f"a list of {num_values} numbers, as before")
-    return TokenSequence(*kept, index, _class_or_value(reader, value, index, column), types)
-
-
-def _class_or_value(reader: RowTokenizer, value: Any, index: int, column: str) -> int | float:
     # Rows in numpy format hold numpy's scalars, whose integers are no `int`.
-    if isinstance(value, np.generic):
-        value = value.item()
+    number: Any = value.item() if isinstance(value, np.generic) else value
     classes = reader.options.num_labels
-    if isinstance(value, float) and np.isfinite(value) and classes in (None, 1):
-        return value
-    if isinstance(value, int) and not isinstance(value, bool):
-        # One class is a regression, where whole numbers are values, too.
-        if classes == 1 and abs(value) < _BEYOND_NUMBERS:
-            return float(value)
-        if classes != 1 and 0 <= value < (classes or _BEYOND_CLASSES):
-            return value
-    allowed = f"a class from 0 to {classes - 1}" if classes else "a class (int, at least 0) or a value (float)"
-    raise reader.error(index, column, repr(value), allowed)
+    is_whole = isinstance(number, int) and not isinstance(number, bool)
+    # One class is a regression, in which whole numbers are values, too.
+    if is_whole and classes == 1 and abs(number) < _BEYOND_NUMBERS:
+        number = float(number)
+    is_class = is_whole and classes != 1 and 0 <= number < (classes or _BEYOND_CLASSES)
+    is_value = isinstance(number, float) and np.isfinite(number) and classes in (None, 1)
+    if not is_class and not is_value:
+        allowed = f"a class from 0 to {classes - 1}" if classes else "a class (int, at least 0) or a value (float)"
+        raise reader.error(index, column, repr(number), allowed)
+    return TokenSequence(*kept, index, number, types)
 
 
 LABELLED_ROWS = RowForm(

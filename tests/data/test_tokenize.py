@@ -515,14 +515,13 @@ def test_one_row_is_a_dataset() -> None:
     assert (len(data), data.report.num_kept, data.report.num_tokens) == (1, 1, 3)
 
 
-def test_a_string_of_ten_megabytes_is_cut_within_a_few_seconds() -> None:
-    # Words of a hundred letters: a tokenizer's own speed is no matter of this test.
-    text = f"{'cat' * 33} " * (10 * 2**20 // 100)
+def test_a_string_of_a_megabyte_is_cut_within_a_second() -> None:
+    # Words of a hundred letters: the test is not about the tokenizer's speed.
+    text = f"{'cat' * 33} " * (2**20 // 100)
     started = time.process_time()
     data = tokenised([{"text": text}], words_tokenizer(), max_length=64)
-    assert len(data[0]) == 64
-    assert data.report.num_truncated == 1
-    assert time.process_time() - started < 10
+    assert (len(data[0]), data.report.num_truncated) == (64, 1)
+    assert time.process_time() - started < 2
 
 
 def test_the_fingerprint_tells_rows_labels_and_classes_apart() -> None:

@@ -105,6 +105,11 @@ def test_the_example_of_the_module_comes_out_as_drawn() -> None:
     assert best_fit_decreasing([7, 5, 4, 3, 1], 8) == [[0, 4], [1, 3], [2]]
 
 
+def test_items_go_into_rooms_that_are_there_before_packs_are_opened() -> None:
+    assert best_fit_decreasing([5, 3, 9], 10, rooms=[4, 0, 6]) == [[1], [], [0], [2]]
+    assert best_fit_decreasing([], 10, rooms=[4]) == [[]]
+
+
 @pytest.mark.parametrize("lengths", [[0, 1], [-1], [9], [8, 9]])
 def test_an_item_that_no_pack_holds_is_refused(lengths: list[int]) -> None:
     with pytest.raises(ValueError, match=r"lengths: got .*allowed: 1 to 8"):

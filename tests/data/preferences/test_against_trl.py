@@ -203,7 +203,7 @@ def test_more_pairs_than_datasets_maps_at_a_time_come_in_its_order() -> None:
 
     rows = [{"prompt": f"p{place}", "chosen": f"c{place}", "rejected": f"r{place}"} for place in range(1203)]
     expected = list(unpair_preference_dataset(Dataset.from_list(rows)))
-    assert [dict(row) for row in unpaired(rows, "rows")] == expected
+    assert [dict(row) for row in unpaired(iter(rows), "rows")] == expected
 
 
 @pytest.mark.parametrize("max_length", [12, 1024])

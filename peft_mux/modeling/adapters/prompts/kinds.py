@@ -23,7 +23,7 @@ from peft.utils.constants import TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCES
 from peft.utils.other import _prepare_prompt_learning_config
 from torch import nn
 
-from peft_mux.data.task_batch import IGNORE_INDEX, ignored
+from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.errors import Fault, shown
 from peft_mux.modeling.adapters.catalogue import ENTRIES, Category
 from peft_mux.modeling.adapters.fields import value_faults
@@ -47,7 +47,7 @@ class PromptKind(AdapterKind):
         if _is_prefix(config):
             return ()
         if not isinstance(config, CPTConfig):
-            return ignored(config.num_virtual_tokens)
+            return (IGNORE_INDEX,) * config.num_virtual_tokens
         # CPT's tokens are examples, whose answers (types 4, 8, ...) are targets of the loss as well.
         pairs = zip(config.cpt_token_ids or (), config.cpt_tokens_type_mask or (), strict=True)
         return tuple(token if kind > 0 and kind % 4 == 0 else IGNORE_INDEX for token, kind in pairs)

@@ -1,0 +1,148 @@
+"""Rows with classes and columns of numbers for each token: what is read, and what is refused by row and column."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import numpy as np
+import pytest
+
+from peft_mux.data.dataset import TokenizedDataset, tokenize_dataset
+from peft_mux.data.formats import LANGUAGE_ROWS
+from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence, batch_totals, with_virtual_tokens
+from peft_mux.data.tokenize import LABELLED_ROWS, TAGGED_ROWS, TokenizeOptions
+from peft_mux.errors import DataError
+from peft_mux.modeling.objectives.objective import OBJECTIVES
+
+
+def read(rows: Any, form: Any, tokenizer: Any = None, **options: Any) -> TokenizedDataset:
+    settings = TokenizeOptions(task="a", max_length=16, row_form=form, **options)
+    return tokenize_dataset(rows, options=settings, tokenizer=tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("first", "second", "allowed"),
+    [(1, [0, 1], "one class or one value, as before"), ([0, 1], 1, "a list of 2 numbers, as before")],
+)
+def test_rows_with_a_class_and_rows_with_a_list_of_numbers_do_not_mix(
+    first: object, second: object, allowed: str
+) -> None:
+    rows = [{"input_ids": [1, 2], "label": label} for label in (first, second)]
+    with pytest.raises(DataError, match=f"row 1 column label: got .*; allowed: {allowed}"):
+        read(rows, LABELLED_ROWS)
+
+
+class _Words:
+    """A tokenizer of two tokens a word, between two special tokens."""
+
+    is_fast = True
+
+    def __call__(self, words: list[str], *, is_split_into_words: bool) -> Any:
+        class Encoded(dict):  # type: ignore[type-arg]
+            def word_ids(self) -> list[int | None]:
+                return [None, *[number for number in range(len(words)) for _ in range(2)], None]
+
+        return Encoded(input_ids=[1, *[5] * (2 * len(words)), 2])
+
+
+def sequence(row: dict[str, Any], form: Any = TAGGED_ROWS, **options: Any) -> Any:
+    return read([row], form, _Words(), vocab_size=20, **options)[0]
+
+
+def test_the_first_token_of_each_word_has_its_class() -> None:
+    found = sequence({"tokens": ["a", "b"], "ner_tags": [3, 4]})
+    assert found.labels.tolist() == [-100, 3, -100, 4, -100, -100]
+    assert found.labels_itself
+    assert found.num_targets == 2
+
+
+@pytest.mark.parametrize(
+    ("row", "told"),
+    [
+        ({"tokens": ["a"], "ner_tags": [1, 2]}, "2 classes; allowed: 1"),
+        ({"tokens": [], "ner_tags": []}, "a list of words"),
+        ({"input_ids": [4, 5], "labels": [0, 7]}, "got 7; allowed: classes from 0 to 2"),
+        ({"input_ids": [4, 5]}, "no such column"),
+    ],
+)
+def test_wrong_classes_are_named_by_row_and_column(row: dict[str, Any], told: str) -> None:
+    with pytest.raises(DataError, match="row 0 column") as error:
+        sequence(row, num_labels=3)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("columns", "told"),
+    [
+        ({"weights": [1.0]}, "shape [1]; allowed: 3 numbers"),
+        ({"weights": [1.0, -1.0, 0.0]}, "at least 0"),
+        ({"weights": [1.0, float("nan"), 0.0]}, "not finite"),
+        ({"target_ids": [[1, 2]] * 3}, 'one beside "target_ids"'),
+        ({"target_ids": [[1, 99]] * 3, "target_weights": [[1, 1]] * 3}, "token id 99"),
+        ({"target_ids": [[1, 2]] * 3, "target_weights": [[1]] * 3}, "as"),
+    ],
+)
+def test_wrong_numbers_of_tokens_are_named_by_row_and_column(columns: dict[str, Any], told: str) -> None:
+    with pytest.raises(DataError, match="row 0 column") as error:
+        sequence({"input_ids": [4, 5, 6], **columns}, LANGUAGE_ROWS)
+    assert told in str(error.value)
+
+
+@pytest.mark.parametrize("ignored", [{"labels": [1, -100, 2, 3]}, {"completion_mask": [1, 0, 1, 1]}])
+def test_a_token_that_the_row_ignores_is_no_target_though_it_has_several(ignored: dict[str, Any]) -> None:
+    several = {"target_ids": [[7, 8]] * 4, "target_weights": [[1, 1]] * 4}
+    found = sequence({"input_ids": [1, 2, 3, 4], **several, **ignored}, LANGUAGE_ROWS)
+    assert found.labels.tolist() == [7, -100, 7, 7]
+    assert batch_totals(TaskBatch("a", 0, 0, (found,)))["target_weights"] == 4
+
+
+def taught(num_words: int, logprob: float = -2.0) -> dict[str, Any]:
+    words = list(range(1, num_words + 1))
+    return {"input_ids": [1, 2, 3], "teacher_ids": [words] * 3, "teacher_logprobs": [[logprob] * num_words] * 3}
+
+
+@pytest.mark.parametrize(
+    ("objective", "rows", "match"),
+    [
+        ("distill", [taught(2), taught(3)], "row 1 column teacher_ids: got 3 numbers a token; allowed: 2, as in the"),
+        ("distill", [taught(2, 0.5)], "row 0 column teacher_logprobs: got 0.5; allowed: natural logarithms"),
+        (
+            "policy",
+            [{"input_ids": [1, 2], "advantages": 1.0, "old_logprobs": [-1.0, 0.3]}],
+            "row 0 column old_logprobs: got 0.3",
+        ),
+    ],
+)
+def test_rows_of_other_widths_and_probabilities_for_their_logarithms_are_refused(
+    objective: str, rows: list[dict[str, Any]], match: str
+) -> None:
+    with pytest.raises(DataError, match=match):
+        read(rows, OBJECTIVES[objective].row_form)
+
+
+def test_rounding_of_a_log_probability_above_zero_is_let_be() -> None:
+    assert len(read([taught(1, 1e-3)], OBJECTIVES["distill"].row_form)) == 1
+
+
+def test_each_sequence_of_a_row_begins_with_virtual_tokens() -> None:
+    ids = np.array([5, 6, 7, 8, 9])
+    row = TokenSequence(
+        ids,
+        ids.copy(),
+        3,
+        is_one_term=True,
+        starts=(3,),
+        token_columns={"weights": np.arange(5.0)},
+        row_values={"m": 2.0},
+    )
+    made = with_virtual_tokens(row, (IGNORE_INDEX,) * 2)
+    assert made.input_ids.tolist() == [0, 0, 5, 6, 7, 0, 0, 8, 9]
+    x = IGNORE_INDEX
+    assert made.labels.tolist() == [x, x, 5, 6, 7, x, x, 8, 9]
+    assert made.token_columns["weights"].tolist() == [0, 0, 0, 1, 2, 0, 0, 3, 4]
+    assert (made.starts, made.num_virtual_tokens, made.row_values, made.row) == ((5,), 2, {"m": 2.0}, 3)
+
+
+def test_a_row_without_a_prompt_stays_as_it_is() -> None:
+    row = TokenSequence(np.array([5, 6]), np.array([5, 6]), 0)
+    assert with_virtual_tokens(row, ()) is row
