@@ -39,7 +39,19 @@ def export(arguments: argparse.Namespace) -> int:
         done = "merged" if arguments.merge else "copied"
         print(json.dumps({done: str(output)}) if arguments.json else f"{done}: {output}")
         return 0
-    command, refused = _serve_command(adapters)
+    # Without a task: the command that serves all adapters with vLLM, and why it does not serve the others.
+    refused = {name: reason for name, one in adapters.items() if (reason := _reason_against(one))}
+    served = {name: one for name, one in adapters.items() if name not in refused}
+    command = ""
+    if served:
+        rank = max(max([one["r"], *(one.get("rank_pattern") or {}).values()]) for one in served.values())
+        max_rank = next((allowed for allowed in _RANKS if allowed >= rank), rank)
+        base = next(iter(served.values())).get("base_model_name_or_path") or "BASE_MODEL"
+        modules = " ".join(f"{name}={shlex.quote(str(one['folder']))}" for name, one in served.items())
+        command = (
+            f"vllm serve {shlex.quote(base)} --enable-lora --max-loras {len(served)} --max-lora-rank {max_rank} "
+            f"--lora-modules {modules}"
+        )
     if arguments.json:
         print(json.dumps({"command": command, "refused": refused}, indent=1))
     else:
@@ -65,22 +77,6 @@ def _adapters(root: Path) -> dict[str, dict[str, Any]]:
     if not found:
         raise ConfigError(f"run: got {str(root)!r}, which holds no adapters; allowed: the output_dir of a run.")
     return found
-
-
-def _serve_command(adapters: dict[str, dict[str, Any]]) -> tuple[str, dict[str, str]]:
-    """Return the command that serves adapters with vLLM, and why it does not serve the others."""
-    refused = {name: reason for name, one in adapters.items() if (reason := _reason_against(one))}
-    served = {name: one for name, one in adapters.items() if name not in refused}
-    if not served:
-        return "", refused
-    rank = max(max([one["r"], *(one.get("rank_pattern") or {}).values()]) for one in served.values())
-    base = next(iter(served.values())).get("base_model_name_or_path") or "BASE_MODEL"
-    modules = " ".join(f"{name}={shlex.quote(str(one['folder']))}" for name, one in served.items())
-    max_rank = next((allowed for allowed in _RANKS if allowed >= rank), rank)
-    return (
-        f"vllm serve {shlex.quote(base)} --enable-lora --max-loras {len(served)} --max-lora-rank {max_rank} "
-        f"--lora-modules {modules}"
-    ), refused
 
 
 def _reason_against(config: dict[str, Any]) -> str:

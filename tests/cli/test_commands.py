@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import signal
-import subprocess
 import sys
 from pathlib import Path
 
@@ -15,11 +14,12 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
-import peft_mux
+from peft_mux.cli.config_file import read_config
 from peft_mux.cli.main import main
 from peft_mux.demo.small_llama import make_backbone, make_tokenizer
 from peft_mux.planning.profiling import backbone as profiling
 from peft_mux.trainer.loop import StepLoop
+from peft_mux.trainer.trainer import MultiTaskTrainer
 
 ROWS = [{"prompt": f"say {word}", "completion": f" {word}"} for word in ("one", "two", "three", "four", "five", "six")]
 TASKS = """\
@@ -67,9 +67,11 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 # ------------------------------------------------------------------- train
 
 
-def test_train_writes_adapters_that_plain_peft_loads_and_ends_with_0(
+def test_train_writes_the_adapters_of_python_which_plain_peft_loads_and_ends_with_0(
     file: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    config = read_config(file, [f"output_dir={tmp_path / 'python'}"])
+    MultiTaskTrainer(config.model, config.args, config.tasks).train()
     assert main(["train", str(file)]) == 0
     said = capsys.readouterr().out
     out = tmp_path / "out"
@@ -83,6 +85,8 @@ def test_train_writes_adapters_that_plain_peft_loads_and_ends_with_0(
         learned = [value for key, value in adapter.named_parameters() if "lora_B" in key]
         assert learned
         assert all(torch.count_nonzero(value) for value in learned), f"{name} was not trained"
+        weights = [tmp_path / place / name / "adapter_model.safetensors" for place in ("out", "python")]
+        assert weights[0].read_bytes() == weights[1].read_bytes()
     written = {path.name for path in out.iterdir()} - {"losses.png"}  # where matplotlib is
     assert written == {
         "sql",
@@ -99,49 +103,36 @@ def test_train_writes_adapters_that_plain_peft_loads_and_ends_with_0(
     assert sorted(losses) == [("math", 1), ("math", 2), ("sql", 1), ("sql", 2), ("sql", 3)]
 
 
-def test_train_gives_the_same_adapters_as_python(file: Path, tmp_path: Path) -> None:
-    from peft_mux.cli.config_file import read_config
-    from peft_mux.trainer.trainer import MultiTaskTrainer
-
-    assert main(["train", str(file)]) == 0
-    config = read_config(file, [f"output_dir={tmp_path / 'python'}"])
-    MultiTaskTrainer(config.model, config.args, config.tasks).train()
-    for name in ("sql", "math"):
-        weights = [tmp_path / place / name / "adapter_model.safetensors" for place in ("out", "python")]
-        assert weights[0].read_bytes() == weights[1].read_bytes()
-
-
-def test_train_obeys_set(file: Path, tmp_path: Path) -> None:
-    arguments = ["train", str(file), "--set", "tasks.math.max_steps=1", "--set", f"output_dir={tmp_path / 'other'}"]
-    assert main([*arguments, "--set", "tasks.math.peft.r=3"]) == 0
-    config = json.loads((tmp_path / "other" / "config.json").read_text(encoding="utf-8"))["tasks"]
-    assert (config["math"]["num_steps"], config["math"]["peft_config"]["r"]) == (1, 3)
-    assert (config["sql"]["num_steps"], config["sql"]["peft_config"]["r"]) == (3, 4)
-    assert not (tmp_path / "out").exists()
-
-
-def test_tokens_of_the_environment_are_written_nowhere(
+def test_train_obeys_set_and_writes_tokens_of_the_environment_nowhere(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MUX_TOKEN", "hf_secret_of_the_owner")
-    tokens = ["run.hub_token=${MUX_TOKEN}", "model_init_kwargs.token=${MUX_TOKEN}"]
-    assert main(["train", str(file), *(part for token in tokens for part in ("--set", token))]) == 0
-    said = capsys.readouterr()
-    files = {path.name: path.read_bytes() for path in (tmp_path / "out").rglob("*") if path.is_file()}
+    changes = ["run.hub_token=${MUX_TOKEN}", "model_init_kwargs.token=${MUX_TOKEN}", "tasks.math.max_steps=1"]
+    changes += [f"output_dir={tmp_path / 'other'}", "tasks.math.peft.r=3"]
+    assert main(["train", str(file), *(part for change in changes for part in ("--set", change))]) == 0
+    files = {path.name: path.read_bytes() for path in (tmp_path / "other").rglob("*") if path.is_file()}
+    config = json.loads(files["config.json"])["tasks"]
+    assert (config["math"]["num_steps"], config["math"]["peft_config"]["r"]) == (1, 3)
+    assert (config["sql"]["num_steps"], config["sql"]["peft_config"]["r"]) == (3, 4)
+    assert not (tmp_path / "out").exists()
     assert {"config.json", "report.html", "metrics.jsonl"} <= files.keys()
     assert [name for name, data in files.items() if b"hf_secret" in data] == []
+    said = capsys.readouterr()
     assert "hf_secret" not in said.out + said.err
 
 
-def test_a_second_train_is_refused_and_resume_goes_on(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_a_second_train_is_refused_before_a_model_or_rows_are_read_and_resume_continues(
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["train", str(file)]) == 0
     capsys.readouterr()
-    assert "output_dir" in refused(["train", str(file)], capsys)
     before = (tmp_path / "out" / "sql" / "adapter_model.safetensors").read_bytes()
     assert main(["train", str(file), "--resume"]) == 0
     assert (tmp_path / "out" / "sql" / "adapter_model.safetensors").read_bytes() == before
+    monkeypatch.setattr("peft_mux.cli.commands.make_trainer", lambda config: pytest.fail("a trainer was made"))
+    assert "which holds a run" in refused(["train", str(file)], capsys)
+    new = f"output_dir={tmp_path / 'new'}"
+    assert "holds no state of a run" in refused(["train", str(file), "--resume", "--set", new], capsys)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
@@ -178,20 +169,6 @@ def test_an_interrupt_before_training_ends_with_130_and_no_traceback(
     monkeypatch.setattr("peft_mux.cli.commands.read_config", interrupted)
     assert main(["train", str(file)]) == 130
     assert capsys.readouterr().err == "interrupted\n"
-
-
-def test_resume_without_a_run_is_refused(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "holds no state of a run" in refused(["train", str(file), "--resume"], capsys)
-
-
-def test_a_folder_that_cannot_be_trained_in_is_told_before_a_model_or_rows_are_looked_at(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", str(file)]) == 0
-    monkeypatch.setattr("peft_mux.cli.commands.make_trainer", lambda config: pytest.fail("a trainer was made"))
-    assert "which holds a run" in refused(["train", str(file)], capsys)
-    new = f"output_dir={tmp_path / 'new'}"
-    assert "holds no state of a run" in refused(["train", str(file), "--resume", "--set", new], capsys)
 
 
 def test_resume_with_more_steps_and_another_rate_says_so(
@@ -262,7 +239,9 @@ def test_a_profile_is_measured_once_and_read_again_until_asked_anew(
     assert found["profile"] == json.loads(output.read_text(encoding="utf-8"))
 
 
-def test_plan_shows_every_task_and_the_memory(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_shows_every_task_and_the_memory_and_makes_no_folder(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["plan", str(file)]) == 0
     said = capsys.readouterr().out
     assert "plan  2 tasks on cpu" in said
@@ -270,6 +249,7 @@ def test_plan_shows_every_task_and_the_memory(file: Path, capsys: pytest.Capture
     assert ["sql", "3"] in [[words[0], words[4]] for words in lines if len(words) == 6]
     assert ["math", "2"] in [[words[0], words[4]] for words in lines if len(words) == 6]
     assert "memory (analytic estimate)  peak" in said
+    assert not (tmp_path / "out").exists(), "output_dir may be a path meant for another machine"
 
 
 def test_a_terminal_shows_memory_that_is_nearly_full_in_red(
@@ -287,12 +267,6 @@ def test_a_terminal_shows_memory_that_is_nearly_full_in_red(
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
     assert main(["plan", str(file)]) == 0
     assert "\x1b" not in capsys.readouterr().out
-
-
-def test_plan_makes_no_folder(file: Path, tmp_path: Path) -> None:
-    # An empty folder of a run that never was is litter, and output_dir may be a path meant for another machine.
-    assert main(["plan", str(file)]) == 0
-    assert not (tmp_path / "out").exists()
 
 
 def test_plan_as_json_can_be_read(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -342,10 +316,6 @@ def test_rows_of_an_unknown_form_end_with_2_by_task(
     assert 'Did you mean "prompt"?' in said
 
 
-def test_a_missing_file_ends_with_2(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "absent.yaml" in refused(["train", str(tmp_path / "absent.yaml")], capsys)
-
-
 def test_a_missing_tokenizer_ends_with_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "absent-tokenizer" in refused(["plan", str(file), "--set", "tokenizer=absent-tokenizer"], capsys)
 
@@ -387,12 +357,3 @@ def test_every_command_tells_of_its_options(
     assert caught.value.code == 0
     said = capsys.readouterr().out
     assert all(option in said for option in options)
-
-
-def test_the_package_runs_as_a_module(tmp_path: Path) -> None:
-    environment = {**os.environ, "PYTHONPATH": str(Path(peft_mux.__file__).parents[1]), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "peft_mux", "--help"]
-    shown = subprocess.run(command, capture_output=True, text=True, env=environment, cwd=tmp_path, check=False)
-    assert shown.returncode == 0
-    assert all(command in shown.stdout for command in ("usage: peft-mux", "demo", "train", "plan"))
-    assert list(tmp_path.iterdir()) == []
