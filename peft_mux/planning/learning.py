@@ -168,7 +168,7 @@ class TimeCorrection:
 
     Attributes:
         time_ratio: measured over predicted time of a step, smoothed; `None` before anything was observed.
-        factors: what plans are made with now; all 1 until `apply_measured_factors`.
+        factors: what plans are made with now; all 1 unless measured times are applied.
         agreed: what was learnt on all processes together, as of the last `agree`.
         num_passes: measurements on all processes, as of the last `agree`.
     """
@@ -308,10 +308,6 @@ class TimeCorrection:
         """Whether a part takes another time than plans are made with, by more than noise explains."""
         pairs = zip(self.factors, self.agreed, strict=True)
         return any(abs(math.log(now / before)) > _SAME for before, now in pairs)
-
-    def apply_measured_factors(self) -> None:
-        """Make plans with what all processes have agreed on, from now on."""
-        self.factors = self.agreed
 
     def __str__(self) -> str:
         """Return one line; "" if nothing was measured."""

@@ -63,6 +63,7 @@ class PlanFollower:
         pass_report: the passes of this process's replica, as planned and as run.
         seconds: what the passes and updates of all steps took on this process.
         token_counts: computed and asked tokens of these passes.
+        dispatch_clock: what dividing rows among unlike replicas has cost under all plans; `None` before the first one.
         followed: the plan that was followed for most steps so far, and its last step as it was timed on this process.
     """
 
@@ -75,7 +76,7 @@ class PlanFollower:
         # Rows that were read early belong to their tasks, and outlive a plan.
         self._ahead = BatchesAhead(run.log.delays.note)
         self._steps: StepSource | None = None
-        self._clock: DispatchClock | None = None
+        self.dispatch_clock: DispatchClock | None = None
         self._last_step: StepTime | None = None
         self.pass_report = PassReport()
         self.seconds = StepSeconds()
@@ -155,7 +156,7 @@ class PlanFollower:
         """
         correction = self.planner.correction
         if self._applies_times:
-            correction.apply_measured_factors()
+            correction.factors = correction.agreed
         plan = self._plan_for(self.own_pipeline)
         correction.begin_plan()
         admitted = {name for htask in plan.htasks for name in htask.tasks}
@@ -249,11 +250,6 @@ class PlanFollower:
         return asked if self.current is None else self.current.max_tokens_per_micro_batch
 
     @property
-    def dispatch_clock(self) -> DispatchClock | None:
-        """What dividing rows among unlike replicas has cost; `None` if no plan has been followed."""
-        return self._clock if self._steps is None else self._steps.shares.clock
-
-    @property
     def own_pipeline(self) -> dict[str, Any]:
         """How the processes of this run share the backbone, as the planner takes it."""
         return {
@@ -266,9 +262,7 @@ class PlanFollower:
     def _new_steps(self, plan: Plan) -> StepSource | None:
         """Return what turns a plan into steps; `None` if there is nothing to do."""
         if self._steps is not None:
-            # What dividing has cost is counted over the whole run, over all its plans.
             self._steps.shares.close()
-            self._clock = self._steps.shares.clock
         layout, processes, args = self._world.layout, self._world.processes, self._run.args
         runs = self._run.table.plannable
         if not runs:
@@ -281,10 +275,11 @@ class PlanFollower:
             None if layout.are_alike else run_time_model(self.planner, runs, layout),
             processes,
             policy=policy,
-            clock=self._clock,
+            clock=self.dispatch_clock,
             rates=self._rates,
             cuts_rows=args.split_long_sequences,
         )
+        self.dispatch_clock = shares.clock
         return StepSource(plan, self._collator, processes, layout, shares, self._ahead)
 
     # ------------------------------------------------------------------ steps

@@ -174,7 +174,7 @@ class CostModel:
         backbone_shards: replicas that divide the frozen weights of each stage (FSDP2) and gather them in every pass.
 
     Raises:
-        ValueError: for counts below 1, or layers that do not add up.
+        ValueError: for layers that do not add up.
 
     Example:
         >>> cost = CostModel(profile, shape, num_stages=4)  # doctest: +SKIP
@@ -192,9 +192,6 @@ class CostModel:
         tensor_link: Link | None = None,
         backbone_shards: int = 1,
     ) -> None:
-        for field, value in (("devices_per_stage", devices_per_stage), ("backbone_shards", backbone_shards)):
-            if value < 1:
-                raise ValueError(f"{field} is {value}; allowed: 1 or more. Use 1 for no split.")
         self.profile = profile
         self.shape = shape
         self.num_stages = num_stages

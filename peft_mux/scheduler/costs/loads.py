@@ -21,24 +21,12 @@ class AdapterLoad:
         cut_width: the part of `width` that tensor parallelism divides: outputs of column-parallel layers, inputs of
             row-parallel ones; 0 for a layer that stays whole.
         is_routed: whether `rank` is the rank of all experts of a mixture together, of which a token uses some.
-
-    Raises:
-        ValueError: if rank or width is below 1, or `cut_width` is not within the width.
     """
 
     rank: int
     width: int
     cut_width: int = 0
     is_routed: bool = False
-
-    def __post_init__(self) -> None:
-        for field in ("rank", "width"):
-            if getattr(self, field) < 1:
-                raise ValueError(
-                    f"{field} is {getattr(self, field)}; allowed: 1 or more. Leave out layers without an adapter."
-                )
-        if not 0 <= self.cut_width <= self.width:
-            raise ValueError(f"cut_width is {self.cut_width}; allowed: 0 to {self.width}, the width. Correct it.")
 
     def device_width(self, devices: int) -> float:
         """Return the input plus output features of the factors on each of the devices that share the layer."""
@@ -66,9 +54,6 @@ class TaskLoad:
         shared: how many tokens of each sequence other sequences compute if all are in one pass; empty for none.
         trie: the shared prefixes of its rows, to cut them into passes by; `None` if they share nothing.
         lowest_layer: the layer of its lowest adapter, counted from 0: its rows need no gradient below.
-
-    Raises:
-        ValueError: for a sequence without tokens, negative numbers, or more that is cut than there is.
     """
 
     name: str
@@ -86,27 +71,6 @@ class TaskLoad:
     shared: tuple[int, ...] = ()
     trie: RowTrie | None = None
     lowest_layer: int = 0
-
-    def __post_init__(self) -> None:
-        if min(self.lengths, default=1) < 1:
-            raise ValueError(
-                f"lengths of task {self.name!r} include {min(self.lengths)}; allowed: 1 token or more. Leave out empty "
-                "sequences."
-            )
-        counts = ("num_targets", "trainable_parameters", "num_steps", "longest_row_tokens", "cut_parameters")
-        for field in (*counts, "lowest_layer"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field} of task {self.name!r} is {getattr(self, field)}; allowed: 0 or more.")
-        if self.shared and len(self.shared) != len(self.lengths):
-            raise ValueError(
-                f"shared of task {self.name!r} has {len(self.shared)} numbers; allowed: {len(self.lengths)}, one for"
-                " each of its lengths, or none."
-            )
-        if self.cut_parameters > self.trainable_parameters:
-            raise ValueError(
-                f"cut_parameters of task {self.name!r} is {self.cut_parameters}; allowed: up to its"
-                f" {self.trainable_parameters} trainable_parameters."
-            )
 
     @property
     def tokens(self) -> int:

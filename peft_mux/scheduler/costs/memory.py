@@ -127,10 +127,6 @@ class MemoryModel:
         backbone_shards: replicas that divide the frozen weights of each stage (FSDP2); each gathers one unit at a time.
         passes_in_turns: passes that compute in turns (M §3.4.2); each of them stops in the middle of a layer or of the
             loss, and holds its transient buffers until its turn comes again.
-
-    Raises:
-        ValueError: for counts below 1, layers that do not add up, negative numbers, or layers that are divided among
-            replicas and within them.
     """
 
     shape: ModelShape
@@ -143,21 +139,6 @@ class MemoryModel:
     device_type: str = "cuda"
     backbone_shards: int = 1
     passes_in_turns: int = 1
-
-    def __post_init__(self) -> None:
-        for field in ("devices_per_stage", "backbone_shards", "passes_in_turns"):
-            if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; allowed: 1 or more. Use 1 for one.")
-        if self.backbone_shards > 1 and self.devices_per_stage > 1:
-            raise ValueError(
-                f"backbone_shards is {self.backbone_shards} beside stages of {self.devices_per_stage} devices; allowed:"
-                " 1, or stages of one device. Divide each layer one way."
-            )
-        for field in ("activation_bytes_per_token", "allocator_margin"):
-            value = getattr(self, field)
-            if value is not None and not 0 <= value < math.inf:
-                raise ValueError(f"{field} is {value}; allowed: 0 or more, or None for the default.")
-        split_layers(self.shape.num_layers, self.num_stages, self.layers_per_stage)
 
     @property
     def margin(self) -> float:
@@ -211,12 +192,13 @@ class MemoryModel:
 
     def max_tokens(self, loads: Sequence[TaskLoad], limit_bytes: int, in_flight: int = 1, stage: int = 0) -> int:
         """Return the most tokens of a micro-batch with which a stage stays within a limit; 0 if none do."""
-
-        def peak_bytes(tokens: int) -> int:
-            return self.peak_bytes(loads, tokens, in_flight, stage)
-
         # Bytes never fall as tokens grow.
-        return max(0, bisect_right(range(_MANY_TOKENS + 1), limit_bytes, key=peak_bytes) - 1)
+        fitting = bisect_right(
+            range(_MANY_TOKENS + 1),
+            limit_bytes,
+            key=lambda tokens: self.peak_bytes(loads, tokens, in_flight, stage),
+        )
+        return max(0, fitting - 1)
 
     def estimate(self, loads: Sequence[TaskLoad], tokens: float, in_flight: int = 1) -> MemoryEstimate:
         """Return the fullest stage's memory by part."""
@@ -227,9 +209,17 @@ class MemoryModel:
         self, loads: Sequence[TaskLoad], tokens: float, in_flight: int = 1, stage: int = 0
     ) -> MemoryEstimate:
         """Return one stage's memory by part; the allocator's margin counts as workspace."""
-        if in_flight < 0 or tokens < 0:
-            raise ValueError(f"in_flight is {in_flight} and tokens {tokens}; allowed: 0 or more. Correct them.")
-        share, devices = self._num_layers(stage) / self.shape.num_layers, self.devices_per_stage
+        num_layers, devices, parts = self._num_layers(stage), self.devices_per_stage, self.shape.parts
+        share = num_layers / self.shape.num_layers
+        ends = {"is_first": stage == 0, "is_last": stage == self.num_stages - 1}
+        if parts is None:  # Eq. 5 spreads the backbone evenly, embedding and head included
+            backbone = self.shape.backbone_bytes * share / devices
+        else:
+            backbone = parts.device_bytes(num_layers, **ends, devices=devices)
+        if self.backbone_shards > 1:
+            parts = parts or FrozenParts.even(self.shape.backbone_bytes, self.shape.num_layers)
+            # In addition to its part of the weights, a device holds the unit that it computes with.
+            backbone = backbone / self.backbone_shards + parts.gathered_bytes(**ends)
         parameters = share * sum(load.device_parameters(devices) for load in loads)
         # Kernels read copies in the dtype of the activations, unless that is the dtype of the weights.
         copies = self.shape.activation_bytes if self.shape.activation_bytes != _ADAPTER_ITEM_BYTES else 0
@@ -238,7 +228,7 @@ class MemoryModel:
         update = _UPDATE_BYTES_PER_PARAMETER * share * max((one.device_parameters(devices) for one in loads), default=0)
         workspace = max(self.workspace_bytes(tokens, stage, loads), math.ceil(update) - activations)
         return MemoryEstimate(
-            backbone_bytes=self._backbone_bytes(stage),
+            backbone_bytes=math.ceil(backbone),
             adapter_bytes=math.ceil((_ADAPTER_BYTES_PER_PARAMETER + copies) * parameters),
             activation_bytes=activations,
             workspace_bytes=workspace + math.ceil(self.margin * (activations + workspace)),
@@ -246,19 +236,4 @@ class MemoryModel:
         )
 
     def _num_layers(self, stage: int) -> int:
-        if not 0 <= stage < self.num_stages:
-            raise ValueError(f"stage is {stage}; allowed: 0 to {self.num_stages - 1}. Count stages from 0.")
         return split_layers(self.shape.num_layers, self.num_stages, self.layers_per_stage)[stage]
-
-    def _backbone_bytes(self, stage: int) -> int:
-        num_layers, parts, devices = self._num_layers(stage), self.shape.parts, self.devices_per_stage
-        ends = {"is_first": stage == 0, "is_last": stage == self.num_stages - 1}
-        if parts is None:  # Eq. 5 spreads the backbone evenly, embedding and head included
-            held = self.shape.backbone_bytes * (num_layers / self.shape.num_layers) / devices
-        else:
-            held = parts.device_bytes(num_layers, **ends, devices=devices)
-        if self.backbone_shards == 1:
-            return math.ceil(held)
-        parts = parts or FrozenParts.even(self.shape.backbone_bytes, self.shape.num_layers)
-        # In addition to its part of the weights, a device holds the unit that it computes with.
-        return math.ceil(held / self.backbone_shards + parts.gathered_bytes(**ends))

@@ -24,9 +24,6 @@ class FrozenParts:
         after_bytes: bytes of the last norm and what else follows the layers; they lie on the last stage.
         head_bytes: bytes of the output head, which tensor parallelism divides; they lie on the last stage.
         is_tied: whether the head is the embedding's weight, which takes no room of its own if both lie on one stage.
-
-    Raises:
-        ValueError: for negative numbers, or more that is cut than a layer has.
     """
 
     before_bytes: int
@@ -35,13 +32,6 @@ class FrozenParts:
     after_bytes: int
     head_bytes: int
     is_tied: bool = False
-
-    def __post_init__(self) -> None:
-        for field in ("before_bytes", "layer_bytes", "cut_bytes", "after_bytes", "head_bytes"):
-            if getattr(self, field) < 0:
-                raise ValueError(f"{field} is {getattr(self, field)}; allowed: 0 or more. Count the weights anew.")
-        if self.cut_bytes > self.layer_bytes:
-            raise ValueError(f"cut_bytes is {self.cut_bytes}; allowed: 0 to {self.layer_bytes}, the bytes of a layer.")
 
     @classmethod
     def even(cls, backbone_bytes: int, num_layers: int) -> FrozenParts:

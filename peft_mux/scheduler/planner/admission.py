@@ -33,14 +33,6 @@ class Admission:
     waiting: tuple[Waiting, ...]
     max_tokens: int
 
-    def in_order_of_arrival(self, members: Sequence[TaskLoad]) -> tuple[str, ...]:
-        """Return the names of some tasks in the order in which they came.
-
-        That is their order in the stream of a pass, which affects its rounding.
-        """
-        own = {load.name for load in members}
-        return tuple(load.name for load in self.in_order if load.name in own)
-
 
 class DoesNotFitError(ValueError):
     """Not even one task fits into memory.

@@ -25,7 +25,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
@@ -78,10 +78,6 @@ _LEAST_GAIN_OF_TURNS = 0.01
 """Part of a step that turns have to save: predictions are no more accurate, and turns hold more memory."""
 
 
-class TurnsDoNotFitError(ValueError):
-    """The number of passes in turns that was asked for does not fit into memory."""
-
-
 def plan_tasks(
     loads: Sequence[TaskLoad],
     cost: CostModel,
@@ -102,7 +98,8 @@ def plan_tasks(
         running: names of tasks that run already; they are admitted before others, whatever their priority.
 
     Raises:
-        ValueError: for an unknown policy, two tasks of one name, or if not even one task fits.
+        ValueError: for an unknown policy, two tasks of one name, if not even one task fits, or if the number of passes
+            in turns that was asked for does not.
     """
     chosen = policy_named(policy)
     names = [load.name for load in loads]
@@ -120,7 +117,19 @@ def plan_tasks(
 
     asked = budget.interleaved_passes
     if asked != "auto":
-        return _plan_as_asked(plan_at, asked)
+        try:
+            return plan_at(asked)
+        except ValueError as fault:
+            for width in range(min(asked - 1, MOST_PASSES_IN_TURNS), 0, -1):
+                try:
+                    plan_at(width)
+                except ValueError:
+                    continue
+                raise ValueError(
+                    f'interleaved_passes is {asked}; allowed: "auto", or an integer up to {width}. With {asked}:'
+                    f" {fault}"
+                ) from fault
+            raise
     best = plan_at(1)
     # Nothing is gained if no pass waits for others, or if it is unknown what is gained.
     if cost.devices_per_stage == 1 or cost.profile.overlap is None:
@@ -137,22 +146,6 @@ def plan_tasks(
             break
         best = found
     return best
-
-
-def _plan_as_asked(plan_at: Callable[[int], Outcome], asked: int) -> Outcome:
-    """Return the plan for so many passes in turns; if they do not fit, say how many do."""
-    try:
-        return plan_at(asked)
-    except ValueError as fault:
-        for width in range(min(asked - 1, MOST_PASSES_IN_TURNS), 0, -1):
-            try:
-                plan_at(width)
-            except ValueError:
-                continue
-            raise TurnsDoNotFitError(
-                f'interleaved_passes is {asked}; allowed: "auto", or an integer up to {width}. With {asked}: {fault}'
-            ) from fault
-        raise
 
 
 class _Grouping(NamedTuple):
@@ -515,8 +508,15 @@ class _Search:
                     )
                 )
                 max_tokens = max(1, min(max_tokens, int(growth * max(cut.held_tokens for cut in cuts))))
+        # Tasks lie in the stream of a pass in the order in which they came, which affects its rounding.
+        arrived = [load.name for load in self.admission.in_order]
         htasks = tuple(
-            HTask(self.admission.in_order_of_arrival(cut.loads), cut.num_passes, cut.mean_tokens, cut.pass_s)
+            HTask(
+                tuple(sorted((load.name for load in cut.loads), key=arrived.index)),
+                cut.num_passes,
+                cut.mean_tokens,
+                cut.pass_s,
+            )
             for cut in cuts
         )
         return Outcome(

@@ -119,9 +119,6 @@ class Budget:
         recomputes: whether activations are recomputed in the backward, as its sums then are.
         drains: whether a pipeline is drained at the end of every step; else plans are compared by steps between which
             it is not, which need fewer micro-batches to keep stages busy.
-
-    Raises:
-        ValueError: for numbers below 1.
     """
 
     max_tokens: int
@@ -134,12 +131,6 @@ class Budget:
     interleaved_passes: int | Literal["auto"] = 1
     recomputes: bool = False
     drains: bool = True
-
-    def __post_init__(self) -> None:
-        for name in ("max_tokens", "num_micro_batches", "num_chunks"):
-            value = getattr(self, name)
-            if value is not None and value < 1:
-                raise ValueError(f"{name} of a budget is {value}; allowed: 1 or more.")
 
 
 @dataclass(frozen=True, slots=True)

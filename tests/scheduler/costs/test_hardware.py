@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, Link, parse_devices
+from peft_mux.scheduler.costs.hardware import DEVICES, Link, parse_devices
 from peft_mux.scheduler.pipeline.load import LinkMap
 
 
@@ -42,8 +41,6 @@ def test_devices_of_one_node_are_linked_faster_than_those_of_two() -> None:
     assert cluster.link(0, 7) == cluster.intra_node
     assert cluster.link(7, 8) == cluster.inter_node
     assert cluster.intra_node.bytes_per_s > cluster.inter_node.bytes_per_s
-    with pytest.raises(ValueError, match="second is 16; allowed: 0 to 15"):
-        cluster.link(0, 16)
 
 
 def test_newer_devices_of_one_maker_are_faster_in_every_number() -> None:
@@ -75,12 +72,3 @@ def test_a_message_takes_the_latency_and_its_bytes_over_the_bandwidth() -> None:
 def test_a_link_that_cannot_be_is_refused_by_field(latency_s: float, bytes_per_s: float, field: str) -> None:
     with pytest.raises(ValueError, match=f"{field}; allowed: "):
         Link(latency_s, bytes_per_s)
-
-
-def test_devices_that_cannot_be_are_refused_by_field() -> None:
-    with pytest.raises(ValueError, match=r"efficiency is 1.5; allowed: above 0 and up to 1"):
-        replace(DEVICES["A40"], efficiency=1.5)
-    with pytest.raises(ValueError, match=r"memory_bytes is 0; allowed: more than 0"):
-        replace(DEVICES["A40"], memory_bytes=0)
-    with pytest.raises(ValueError, match="num_devices is 0; allowed: 1 or more"):
-        Cluster(DEVICES["A40"], 0, 8, Link(0.0, 1.0), Link(0.0, 1.0))

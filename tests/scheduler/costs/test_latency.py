@@ -283,31 +283,9 @@ def test_a_loss_sums_three_numbers_a_target_and_shard_for_each_block_and_one_gra
     ("arguments", "message"),
     [
         ({"num_stages": 9}, "num_stages is 9; allowed: 1 to 8"),
-        ({"devices_per_stage": 0}, "devices_per_stage is 0; allowed: 1 or more"),
         ({"num_stages": 2, "layers_per_stage": (4, 5)}, "allowed: 2 numbers of 1 or more that add up to 8"),
     ],
 )
 def test_impossible_stages_are_refused(arguments: dict[str, Any], message: str) -> None:
     with pytest.raises(ValueError, match=message):
         CostModel(PROFILE, SHAPE, **arguments)
-
-
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"cut_parameters": 500_001}, "cut_parameters of task 'a' is 500001; allowed: up to its 500000 trainable"),
-        ({"lengths": (5, 0)}, "lengths of task 'a' include 0; allowed: 1 token or more"),
-        ({"num_targets": -1}, "num_targets of task 'a' is -1; allowed: 0 or more"),
-        ({"shared": (1,)}, "shared of task 'a' has 1 numbers; allowed: 2"),
-    ],
-)
-def test_loads_out_of_range_are_refused_by_field(fields: dict[str, Any], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(TASK, **fields)
-
-
-def test_adapters_out_of_range_are_refused_by_field() -> None:
-    with pytest.raises(ValueError, match="rank is 0; allowed: 1 or more"):
-        AdapterLoad(0, 128)
-    with pytest.raises(ValueError, match="cut_width is 129; allowed: 0 to 128"):
-        AdapterLoad(4, 128, 129)

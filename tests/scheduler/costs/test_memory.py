@@ -187,18 +187,6 @@ def test_frozen_weights_in_another_precision_take_that_part_of_the_bytes_everywh
     assert SHAPE.in_precision(0.5).parts is None
 
 
-@pytest.mark.parametrize(
-    ("fields", "message"),
-    [
-        ({"layer_bytes": 5}, "cut_bytes is 90000; allowed: 0 to 5"),
-        ({"head_bytes": -1}, "head_bytes is -1; allowed: 0 or more"),
-    ],
-)
-def test_parts_that_cannot_be_are_refused(fields: dict[str, int], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        replace(PARTS, **fields)
-
-
 @given(st.integers(1, 100), st.integers(1, 100))
 def test_layers_are_split_as_equally_as_can_be(num_layers: int, num_stages: int) -> None:
     if num_stages > num_layers:
@@ -208,25 +196,6 @@ def test_layers_are_split_as_equally_as_can_be(num_layers: int, num_stages: int)
     layers = split_layers(num_layers, num_stages)
     assert (sum(layers), len(layers)) == (num_layers, num_stages)
     assert max(layers) - min(layers) <= 1
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        ({"devices_per_stage": 0}, "devices_per_stage is 0; allowed: 1 or more"),
-        ({"backbone_shards": 0}, "backbone_shards is 0; allowed: 1 or more"),
-        (
-            {"backbone_shards": 2, "devices_per_stage": 2},
-            "backbone_shards is 2 beside stages of 2 devices; allowed: 1, or",
-        ),
-        ({"allocator_margin": -0.1}, "allocator_margin is -0.1; allowed: 0 or more"),
-        ({"activation_bytes_per_token": float("nan")}, "activation_bytes_per_token is nan; allowed: 0 or more"),
-        ({"layers_per_stage": (7,)}, "layers_per_stage is"),
-    ],
-)
-def test_impossible_settings_are_refused_by_field(arguments: dict[str, object], message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        MemoryModel(SHAPE, **arguments)  # type: ignore[arg-type]
 
 
 def adapted(rank: int, *widths: int, name: str = "a") -> TaskLoad:
