@@ -21,7 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from peft_mux.scheduler.planner.fusion import cheapest_partition, fuse, fusion_order
+from peft_mux.scheduler.planner.fusion import cheapest_partition, fuse
 from peft_mux.scheduler.planner.grouping import group
 
 PERCENT = 0.02
@@ -94,7 +94,7 @@ def draw_instance(draw: random.Random, num_tasks: tuple[int, int]) -> Instance:
     """Draw tokens, stages, micro-batches and saturation."""
     tokens = [round(math.exp(draw.uniform(math.log(32), math.log(4096)))) for _ in range(draw.randint(*num_tasks))]
     return Instance(
-        tokens=tuple(tokens[index] for index in fusion_order(tokens)),
+        tokens=tuple(sorted(tokens)),
         num_stages=draw.choice([1, 2, 4]),
         num_micro_batches=draw.choice([2, 4, 8]),
         hardware=Hardware(saturation_tokens=draw.choice([256, 512, 1024])),
@@ -185,7 +185,7 @@ def fused_makespan_s(instance: Instance, charged_whole: str, *, knows_c: bool, e
     """
     number, latency_s = instance.num_micro_batches if knows_c else 1, instance.latency_s()
     if charged_whole == "longest":
-        intervals = fuse(latency_s, instance.num_stages, num_micro_batches=number).intervals
+        intervals = fuse(latency_s, instance.num_stages, num_micro_batches=number)
     else:
         cost = number / (instance.num_stages - 1 + number) * latency_s
         # Only the lowest hTask begins with task 0, so that charging it whole keeps the charges additive.
@@ -254,9 +254,7 @@ def print_times() -> None:
             start = time.perf_counter()
             fusion = fuse(latency, num_stages, num_micro_batches=number)
             seconds = time.perf_counter() - start
-            print(
-                f"  {num_tasks:5} tasks, S {num_stages}, C {number:2}: {seconds:7.4f}  {len(fusion.intervals)} hTasks"
-            )
+            print(f"  {num_tasks:5} tasks, S {num_stages}, C {number:2}: {seconds:7.4f}  {len(fusion)} hTasks")
     print("\nseconds of group(), every number of buckets: slowest call and all calls")
     for num_htasks in (10, 64):
         draw = random.Random(num_htasks)

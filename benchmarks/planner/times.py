@@ -25,7 +25,7 @@ from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape
 from peft_mux.scheduler.costs.profile import analytic_profile
-from peft_mux.scheduler.planner.fusion import fuse, fusion_order
+from peft_mux.scheduler.planner.fusion import fuse
 from peft_mux.scheduler.planner.planner import Budget, plan_tasks
 from peft_mux.scheduler.planner.policies import POLICIES
 
@@ -62,8 +62,7 @@ def median_s(work: Callable[[], object], repeats: int) -> float:
 
 def time_fusion(count: int, num_stages: int, repeats: int) -> tuple[float, float]:
     """Return seconds of predicting the latencies of all ranges of tasks, and of fusing by them."""
-    drawn = random_loads(count)
-    loads = [drawn[index] for index in fusion_order([load.tokens for load in drawn])]
+    loads = sorted(random_loads(count), key=lambda load: load.tokens)
     cost, _ = models(num_stages)
     latency_s = cost.latency_matrix(loads, NUM_MICRO_BATCHES)
     predict_s = median_s(lambda: cost.latency_matrix(loads, NUM_MICRO_BATCHES), repeats)

@@ -101,16 +101,9 @@ def _profile_notes(profile: Profile, args: MultiTaskTrainingArguments, shape: Mo
 
 def data_sheet_cluster(profile: Profile, num_devices: int) -> Cluster | None:
     """Return devices of the kind that a profile was made for, with their links; `None` without a data sheet of them."""
-    if profile.device in DEVICES:
-        name = profile.device
-    elif profile.device.startswith("cpu"):
-        name = "cpu"
-    else:
-        device = known_device(profile.device, 0)
-        if device is None:
-            return None
-        name = device.name
-    return parse_devices(f"{num_devices}x{name}")
+    name = "cpu" if profile.device.startswith("cpu") else profile.device
+    device = DEVICES.get(name) or known_device(name, 0)
+    return None if device is None else parse_devices(f"{num_devices}x{device.name}")
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

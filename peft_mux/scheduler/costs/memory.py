@@ -32,6 +32,8 @@ _UPDATE_BYTES_PER_PARAMETER = 8
 """Two buffers of the size of the weights while AdamW updates a page."""
 _TRANSIENT_COPIES = 4
 """Gradients that a decoder layer holds at once in its backward pass, each as wide as its MLP."""
+_GATHERED_COPIES = 2
+"""A gathered unit, and the message that it is copied out of, or the one that the next unit arrives in."""
 _MANY_TOKENS = 2**40
 """More tokens than any pass has, where the search for a bound ends."""
 _ALLOCATOR_MARGINS = {"cpu": 0.6, "cuda": 0.05}
@@ -219,7 +221,10 @@ class MemoryModel:
         if self.backbone_shards > 1:
             parts = parts or FrozenParts.even(self.shape.backbone_bytes, self.shape.num_layers)
             # In addition to its part of the weights, a device holds the unit that it computes with.
-            backbone = backbone / self.backbone_shards + parts.gathered_bytes(**ends)
+            before = parts.before_bytes if ends["is_first"] else 0
+            after = max(parts.after_bytes, parts.head_bytes) if ends["is_last"] else 0
+            gathered = _GATHERED_COPIES * max(parts.layer_bytes, before, after)
+            backbone = backbone / self.backbone_shards + gathered
         parameters = share * sum(load.device_parameters(devices) for load in loads)
         # Kernels read copies in the dtype of the activations, unless that is the dtype of the weights.
         copies = self.shape.activation_bytes if self.shape.activation_bytes != _ADAPTER_ITEM_BYTES else 0

@@ -9,9 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
-_GATHERED_COPIES = 2
-"""A gathered unit, and the message that it is copied out of, or the one that the next unit arrives in."""
-
 
 @dataclass(frozen=True, slots=True)
 class FrozenParts:
@@ -53,12 +50,6 @@ class FrozenParts:
         # On a single stage a tied head is the embedding, which is counted already.
         head = 0.0 if self.is_tied and is_first else self.head_bytes / devices
         return num_layers * layer + is_first * self.before_bytes + is_last * (self.after_bytes + head)
-
-    def gathered_bytes(self, *, is_first: bool, is_last: bool) -> int:
-        """Return what a device of a stage holds of whole weights while it computes, if replicas divide the weights."""
-        before = self.before_bytes if is_first else 0
-        after = max(self.after_bytes, self.head_bytes) if is_last else 0
-        return _GATHERED_COPIES * max(self.layer_bytes, before, after)
 
 
 @dataclass(frozen=True, slots=True)

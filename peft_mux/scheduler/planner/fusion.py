@@ -21,8 +21,6 @@ from __future__ import annotations
 
 import heapq
 import itertools
-from collections.abc import Sequence
-from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
@@ -31,26 +29,8 @@ Interval = tuple[int, int]
 """Half-open range of tasks in fusion order: one hTask."""
 
 
-@dataclass(frozen=True, slots=True)
-class Fusion:
-    """Tasks fused into hTasks.
-
-    Attributes:
-        intervals: one half-open range of tasks per hTask, ascending, together all tasks.
-        objective_s: estimated latency of an iteration: one hTask whole, the share of all others, in seconds.
-    """
-
-    intervals: tuple[Interval, ...]
-    objective_s: float
-
-
-def fusion_order(tokens: Sequence[float]) -> tuple[int, ...]:
-    """Return the indices of tasks by ascending token count, equal ones by index (M §3.3)."""
-    return tuple(sorted(range(len(tokens)), key=lambda index: tokens[index]))
-
-
-def fuse(latency_s: NDArray[np.float64], num_stages: int, *, num_micro_batches: int) -> Fusion:
-    """Fuse tasks into the hTasks of least estimated latency (M §3.3, Eq. 6).
+def fuse(latency_s: NDArray[np.float64], num_stages: int, *, num_micro_batches: int) -> tuple[Interval, ...]:
+    """Return the hTasks of least estimated latency, each a range of tasks, ascending, together all (M §3.3, Eq. 6).
 
     The result minimises share * sum(L) + (1 - share) * max(L) over all partitions into consecutive ranges. A bound on
     the longest latency makes the sum a shortest path; the bound is then searched for by branch and bound over the
@@ -59,7 +39,7 @@ def fuse(latency_s: NDArray[np.float64], num_stages: int, *, num_micro_batches: 
 
     Args:
         latency_s: [M, M], seconds of 0 or more; entry [i, j] with j >= i is L(H_{i->j}) of Eq. 4 for tasks i to j, both
-            included, counted from 0 in `fusion_order`; inf if Eq. 5 says that they do not fit. Entries below the
+            included, counted from 0 by ascending tokens; inf if Eq. 5 says that they do not fit. Entries below the
             diagonal are not read.
         num_stages: S, stages of the pipeline.
         num_micro_batches: C of each hTask.
@@ -71,23 +51,24 @@ def fuse(latency_s: NDArray[np.float64], num_stages: int, *, num_micro_batches: 
     share = num_micro_batches / (num_stages - 1 + num_micro_batches)
     # The longest latency of any partition is an entry of the matrix: no other bound need be tried.
     bounds = np.unique(latency[np.isfinite(latency)])
-    best = Fusion((), np.inf)
+    best: tuple[Interval, ...] = ()
+    best_s = np.inf
     # What a range of bounds can give at best, its first and last bound, and the least sum under its last bound.
     ranges = [(0.0, 0, len(bounds) - 1, 0.0)]
     while ranges:
         least_s, low, high, least_sum_s = heapq.heappop(ranges)
         # Ranges come in the order of what they can give at best: if this one cannot win, none can.
-        if low > high or least_s >= best.objective_s:
+        if low > high or least_s >= best_s:
             break
         # The first probe leaves the longest free: it shows whether anything fits, and is the answer for S = 1.
-        middle = (low + high) // 2 if best.intervals else high
+        middle = (low + high) // 2 if best else high
         intervals = cheapest_partition(np.where(latency <= bounds[middle], latency, np.inf))
         if intervals is not None:
             latencies = [float(latency[start, stop - 1]) for start, stop in intervals]
             sum_s, longest_s = sum(latencies), max(latencies)
             objective_s = share * sum_s + (1 - share) * longest_s
-            if objective_s < best.objective_s:
-                best = Fusion(intervals, objective_s)
+            if objective_s < best_s:
+                best, best_s = intervals, objective_s
             # Down to its own longest, no lower bound gives a lower sum: continue below that.
             below = int(np.searchsorted(bounds, longest_s)) - 1
             if low <= below:
@@ -97,7 +78,7 @@ def fuse(latency_s: NDArray[np.float64], num_stages: int, *, num_micro_batches: 
         if middle < high:
             above_s = share * least_sum_s + (1 - share) * float(bounds[middle + 1])
             heapq.heappush(ranges, (above_s, middle + 1, high, least_sum_s))
-    if not best.intervals:
+    if not best:
         task = int(np.argmax(np.isinf(latency.diagonal())))
         raise ValueError(
             f"latency_s[{task}, {task}] is inf: task {task} (in fusion order) does not fit in memory even "

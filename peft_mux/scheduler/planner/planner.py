@@ -47,7 +47,7 @@ from peft_mux.scheduler.pipeline.simulator import (
 )
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule, build_template
 from peft_mux.scheduler.planner.admission import Admission, admit, least_pass_tokens
-from peft_mux.scheduler.planner.fusion import Interval, cheapest_partition, fusion_order
+from peft_mux.scheduler.planner.fusion import Interval, cheapest_partition
 from peft_mux.scheduler.planner.grouping import Buckets, group
 from peft_mux.scheduler.planner.passes import CutHTask, cut_htask, planned_passes
 from peft_mux.scheduler.planner.policies import Policy, policy_named
@@ -176,7 +176,8 @@ class _Search:
     ) -> None:
         assert budget.interleaved_passes != "auto", "widths are tried one by one"
         self.admission, self.cost, self.memory, self.budget, self.policy = admission, cost, memory, budget, policy
-        self.loads = [admission.admitted[index] for index in fusion_order([load.tokens for load in admission.admitted])]
+        # Fusion joins neighbours in the order of token counts (M §3.3).
+        self.loads = sorted(admission.admitted, key=lambda load: load.tokens)
         self.stages = range(cost.num_stages)
         self.width = budget.interleaved_passes
         self.times = TurnTimes(cost, self.width, recomputes=budget.recomputes)

@@ -20,7 +20,7 @@ class Partition(NamedTuple):
 
     Attributes:
         intervals: the half-open range of tasks of each hTask, ascending; together they hold every task once. Tasks are
-            counted from 0 in the order of `fusion_order`.
+            counted from 0 by ascending tokens.
         is_grouped: whether hTasks may share a bucket: groupings into every number of buckets are then simulated
             (M §3.4), and the fastest is taken. Otherwise every hTask is a bucket by itself.
     """
@@ -113,7 +113,7 @@ class Mux(Policy):
             if not others:
                 raise
             return others
-        return [Partition(fused.intervals, is_grouped=True), *others]
+        return [Partition(fused, is_grouped=True), *others]
 
 
 POLICIES: dict[str, Policy] = {policy.name: policy for policy in (Mux(), Together(), Interleaved(), Sequential())}
