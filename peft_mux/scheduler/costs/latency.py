@@ -17,7 +17,7 @@ Where the paper slips or is silent, decided here:
   one width form a set; with equal target modules that gives the same sum.
 * Eq. 3 divides base operators by N_g. What tensor parallelism leaves whole is not divided here: the embedding and the
   launches of attention calls; of an adapter, the factor that is not cut. Products that are too small to fill a part of
-  a device take more than a part of the time, which the profile has to say (`analytic_profile` does).
+  a device take more than a part of the time, which the profile includes (`analytic_profile` does so).
 * Eq. 3 leaves the sums over the devices of a stage out, as M §3.4.2 hides them. They are added in full here; if passes
   take turns, `peft_mux.scheduler.planner.times` charges what others' computing does not hide, from `pass_parts`. The
   gatherings of a backbone that replicas divide (FSDP2) are added in full, too. Both are rings: n devices add b bytes in
@@ -235,48 +235,6 @@ class CostModel:
             lowest=np.where(tokens > 0, lowest, self.shape.num_layers).min(axis=1, initial=self.shape.num_layers),
         )
 
-    def range_work(self, loads: Sequence[TaskLoad], num_micro_batches: int) -> PassWork:
-        """Return what the mean micro-batch of every range of consecutive tasks amounts to.
-
-        Entry [i, j] is of tasks i to j, both included; entries below the diagonal mean nothing.
-        """
-        profile, num_tasks = self.profile, len(loads)
-        of_tasks = [(load.tokens, load.num_targets, len(load.lengths)) for load in loads]
-        tokens, targets, num_rows = np.array(of_tasks, dtype=float).reshape(num_tasks, 3).T / num_micro_batches
-        attention_s = np.array(
-            [
-                np.sum(profile.attention(np.array(load.lengths))) - np.sum(profile.attention(np.array(load.shared)))
-                for load in loads
-            ]
-        )
-        calls = np.zeros((num_tasks, num_tasks))
-        if profile.attention_call_s:
-            # A micro-batch of a C-th of the sequences has at most as many groups as sequences.
-            groups = [{-(-length // _LENGTH_STEP) for length in load.lengths} for load in loads]
-            has_group = np.array([[group in own for group in sorted(set().union(*groups))] for own in groups])
-            for start in range(num_tasks):
-                calls[start, start:] = np.logical_or.accumulate(has_group[start:]).sum(axis=1)
-            calls = np.minimum(calls, range_sums(num_rows))
-        weighted_s, alone_s = self._adapter_times(loads, tokens)
-        lowest, lowest_layers = _lowest_layers(loads)
-        adapters_s = np.zeros((len(lowest_layers), num_tasks, num_tasks))
-        for place, layer in enumerate(lowest_layers):
-            has_adapter = lowest <= layer
-            for weighted, alone in zip(weighted_s * has_adapter, alone_s * has_adapter, strict=True):
-                longest_s = np.maximum.accumulate(np.triu(np.broadcast_to(alone, (num_tasks, num_tasks))), axis=1)
-                adapters_s[place] += np.maximum(range_sums(weighted), longest_s)
-        lowest_of_range = np.where(np.tri(num_tasks, k=-1, dtype=bool), self.shape.num_layers, lowest[None, :])
-        return PassWork(
-            tokens=range_sums(tokens),
-            targets=range_sums(targets),
-            products_s=profile.layer(range_sums(tokens)),
-            attention_s=range_sums(attention_s / num_micro_batches),
-            calls=calls,
-            lowest_layers=lowest_layers,
-            adapters_s=adapters_s,
-            lowest=np.minimum.accumulate(lowest_of_range, axis=1),
-        )
-
     def _adapter_times(self, loads: Sequence[TaskLoad], tokens: _Array) -> tuple[_Array, _Array]:
         """Return u_a t_a and t_a of Eq. 3, summed over each task's adapters of each width: two `[W, ..., M]`.
 
@@ -428,10 +386,47 @@ class CostModel:
         Returns:
             Seconds, float [M, M]; entry [i, j] is of tasks i to j, both included; inf below the diagonal.
         """
-        work = self.range_work(loads_in_order, num_micro_batches)
+        # The work of a mean micro-batch of each range; entries below the diagonal mean nothing.
+        profile, num_tasks = self.profile, len(loads_in_order)
+        of_tasks = [(load.tokens, load.num_targets, len(load.lengths)) for load in loads_in_order]
+        tokens, targets, num_rows = np.array(of_tasks, dtype=float).reshape(num_tasks, 3).T / num_micro_batches
+        attention_s = np.array(
+            [
+                np.sum(profile.attention(np.array(load.lengths))) - np.sum(profile.attention(np.array(load.shared)))
+                for load in loads_in_order
+            ]
+        )
+        calls = np.zeros((num_tasks, num_tasks))
+        if profile.attention_call_s:
+            # A micro-batch of a C-th of the sequences has at most as many groups as sequences.
+            groups = [{-(-length // _LENGTH_STEP) for length in load.lengths} for load in loads_in_order]
+            has_group = np.array([[group in own for group in sorted(set().union(*groups))] for own in groups])
+            for start in range(num_tasks):
+                calls[start, start:] = np.logical_or.accumulate(has_group[start:]).sum(axis=1)
+            calls = np.minimum(calls, range_sums(num_rows))
+        weighted_s, alone_s = self._adapter_times(loads_in_order, tokens)
+        lowest, lowest_layers = _lowest_layers(loads_in_order)
+        adapters_s = np.zeros((len(lowest_layers), num_tasks, num_tasks))
+        for place, layer in enumerate(lowest_layers):
+            has_adapter = lowest <= layer
+            for weighted, alone in zip(weighted_s * has_adapter, alone_s * has_adapter, strict=True):
+                longest_s = np.maximum.accumulate(np.triu(np.broadcast_to(alone, (num_tasks, num_tasks))), axis=1)
+                adapters_s[place] += np.maximum(range_sums(weighted), longest_s)
+        below_diagonal = np.tri(num_tasks, k=-1, dtype=bool)
+        lowest_of_range = np.where(below_diagonal, self.shape.num_layers, lowest[None, :])
+        work = PassWork(
+            tokens=range_sums(tokens),
+            targets=range_sums(targets),
+            products_s=profile.layer(range_sums(tokens)),
+            attention_s=range_sums(attention_s / num_micro_batches),
+            calls=calls,
+            lowest_layers=lowest_layers,
+            adapters_s=adapters_s,
+            lowest=np.minimum.accumulate(lowest_of_range, axis=1),
+        )
         stages_s = [self.stage_parts(stage, work).total for stage in range(self.num_stages)]
         latency_s = sum(stages_s[:-1]) + num_micro_batches * np.max(stages_s, axis=0)
-        return np.where(np.tri(len(loads_in_order), k=-1, dtype=bool), math.inf, latency_s)
+        return np.where(below_diagonal, math.inf, latency_s)
 
     def uniform_pass_s(self, loads: Sequence[TaskLoad], num_sequences: int, length: int) -> float:
         """Return the seconds of a pass of sequences of one length, of which each task has its part of the tokens."""

@@ -40,9 +40,9 @@ class TaskShare:
         tokens_per_step: mean tokens of its global batch.
         num_steps: optimizer steps that it takes from its first to its last.
         adapter_parameters: trainable parameters of its adapter.
-        computed_share: part of these tokens that is computed where the whole batch is in one pass: less than all where
-            its rows begin alike.
-        alone_s: predicted seconds of its step if it trained alone on the same devices; 0 where that was not predicted.
+        computed_share: part of these tokens that is computed if the whole batch is in one pass: less than all if its
+            rows share prefixes.
+        alone_s: predicted seconds of its step if it trained alone on the same devices; 0 if that was not predicted.
     """
 
     name: str
@@ -90,7 +90,7 @@ class TurnPlan:
 
     Attributes:
         width: the most passes of a group.
-        parts: what a mean pass of each hTask computes between its sums, for the order of turns; empty where nothing is
+        parts: what a mean pass of each hTask computes between its sums, for the order of turns; empty if nothing is
             known of that, and tokens order them.
         saved_s: predicted seconds of a step that turns hide of the sums over devices.
     """
@@ -109,12 +109,12 @@ class Budget:
         limit_bytes: memory of a device that the plan may fill, in bytes; `None` for no limit.
         num_micro_batches: C, passes of each hTask that has as many rows; by default the number is searched for with
             which the predicted step is shortest and fits into memory.
-        schedule: the schedule that a pipeline runs. A policy with a schedule of its own to search under (such as "mux")
+        schedule: the schedule that a pipeline runs. A policy that searches under its own schedule (such as "mux")
             chooses its buckets under that one in any case; this one is then built over them.
         num_chunks: virtual stages of a device, for schedules that interleave them.
-        links: the link between neighbouring stages; `None` where messages take no time.
+        links: the link between neighbouring stages; `None` if messages take no time.
         rules: whether rows are cut, and how long chunks are, as the engine's collator has it.
-        interleaved_passes: the most passes that take turns where they wait for sums over the devices of a stage;
+        interleaved_passes: the most passes that take turns while they wait for sums over the devices of a stage;
             "auto" for the number that is predicted to be fastest and fits.
         recomputes: whether activations are recomputed in the backward, as its sums then are.
         drains: whether a pipeline is drained at the end of every step; else plans are compared by steps between which
@@ -140,16 +140,16 @@ class Outcome:
     Attributes:
         htasks: the hTasks of a step, in the order in which they run.
         buckets: for each bucket the indices of the hTasks that share its pipeline clock (M §3.4).
-        template: what each stage runs, in order; `None` where nothing runs.
+        template: what each stage runs, in order; `None` if nothing runs.
         bucket_loads: what each bucket costs on each stage, as the template was timed with.
         step_s: predicted seconds of a step of all tasks, updates included.
         peak_bytes: predicted peak of each stage, in bytes of one device.
         waiting: the tasks that are left out, each with its reason.
-        max_tokens: the most tokens of a pass, as asked for or as fits into memory; more only where a sequence is
+        max_tokens: the most tokens of a pass, as asked for or as fits into memory; more only if a sequence is
             longer.
-        memory: the peak of the fullest stage by part; `None` where nothing runs.
+        memory: the peak of the fullest stage by part; `None` if nothing runs.
         passes: the passes of a typical step, as its rows are cut.
-        turns: how passes take turns; `None` where they run one after another.
+        turns: how passes take turns; `None` if they run one after another.
     """
 
     htasks: tuple[HTask, ...]
