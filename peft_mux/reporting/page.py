@@ -37,11 +37,10 @@ from peft_mux.scheduler.drawing import (
     memory_legend,
     memory_svg,
     planned_bars,
-    planned_parts,
     rows_svg,
-    time_end,
 )
 from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.units import seconds_text
 from peft_mux.storage import write_file
 
 Curves = Mapping[str, Curve]
@@ -384,12 +383,12 @@ def timeline_html(plan: Plan | None, steps: Sequence[MeasuredStep]) -> str:
             for one in step.passes:
                 bucket = next((found for name in one.tasks if (found := plan.bucket_of(name)) is not None), 0)
                 names = ", ".join(one.tasks[:4]) + (f" and {len(one.tasks) - 4} more" if len(one.tasks) > 4 else "")
-                bars.append(Bar(at_s, at_s + one.seconds, bucket, f"{names}: {time_end(one.seconds)}"))
+                bars.append(Bar(at_s, at_s + one.seconds, bucket, f"{names}: {seconds_text(one.seconds)}"))
                 at_s += one.seconds
             end = max(end, at_s)
             rows.append((f"measured process {step.rank}" if len(steps) > 1 else "measured", bars))
     return (
-        f'<div class="wide">{rows_svg(rows, end, time_end(end))}</div>'
+        f'<div class="wide">{rows_svg(rows, end, seconds_text(end))}</div>'
         f"<div>{legend(bucket_names(plan))}</div>"
         "<p class=note>Planned is a typical step, forwards paler than backwards, by the profile "
         f"({plan.profile_source or 'none'}). Measured is the last step that followed this plan: forward and backward "
@@ -398,8 +397,8 @@ def timeline_html(plan: Plan | None, steps: Sequence[MeasuredStep]) -> str:
 
 
 def _memory_html(facts: RunFacts, plan: Plan) -> str:
-    rows = [("planned", planned_parts(plan))]
-    rows += [(f"process {one.rank}", [("measured", float(one.peak_bytes))]) for one in facts.records if one.peak_bytes]
+    rows = [("planned", list(plan.memory.parts.items()))]
+    rows += [(f"process {one.rank}", [("measured", one.peak_bytes)]) for one in facts.records if one.peak_bytes]
     of_host = (
         " Measured is the most that a process has held of the host, with Python and all its libraries, which no plan "
         "counts."

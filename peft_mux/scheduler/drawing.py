@@ -163,11 +163,6 @@ def memory_legend(names: Collection[str]) -> str:
     return legend([*names, "free"], [*colors, FREE])
 
 
-def time_end(seconds: float) -> str:
-    """Return the label at the end of a time axis."""
-    return seconds_text(seconds)
-
-
 _PART_LETTERS = "#ao+w"
 """The letters of the parts in text, in their order; "." is free memory."""
 _INDENT = " " * 8
@@ -430,7 +425,7 @@ def plan_html(plan: Any) -> str:
     timeline = rows_svg(stages, simulation.makespan_s, seconds_text(simulation.makespan_s))
     red = f"<b style='color:{ALARM}'>more than 95 % is taken</b> "
     words = f"memory of the fullest stage, predicted: {red * plan.memory_bar.is_nearly_full}"
-    memory = memory_svg([("planned", planned_parts(plan))], plan.limit_bytes, plan.device_bytes)
+    memory = memory_svg([("planned", list(plan.memory.parts.items()))], plan.limit_bytes, plan.device_bytes)
     return (
         f"{text}<div>a step, predicted: {legend(bucket_names(plan))} paler: forward</div>{timeline}"
         f"<div>{words}{memory_legend(plan.memory.parts)}</div>{memory}"
@@ -460,8 +455,3 @@ def planned_bars(simulation: Simulation, stage: int) -> list[Bar]:
         for span in simulation.spans
         if span.device == stage
     ]
-
-
-def planned_parts(plan: Any) -> list[tuple[str, float]]:
-    """Return the names and bytes of the parts of the fullest stage's predicted peak."""
-    return [(name, float(size)) for name, size in plan.memory.parts.items()]
