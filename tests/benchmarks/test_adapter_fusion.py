@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from benchmarks.planner.subgraphs.adapter_fusion import fuse_adapters, fuse_site, fuse_within, fused_latency_s
 from benchmarks.planner.subgraphs.graph import Operator, OperatorGraph, segment, with_priorities
 from benchmarks.planner.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
-from benchmarks.planner.subgraphs.schedule import compute_stall_s, schedule, sequential_schedule, simulate_streams
+from benchmarks.planner.subgraphs.schedule import compute_stall_s, schedule, simulate_streams
 
 LAYER = LayerLatency(qkv_s=6.0, attention_s=3.0, output_s=2.0, gate_up_s=8.0, down_s=4.0, all_reduce_s=1.5)
 
@@ -63,20 +63,6 @@ def test_fusion_of_one_task_is_that_task() -> None:
     assert (bucket.fused_sites, bucket.makespan_s) == ((), bucket.unfused_makespan_s)
 
 
-def test_adapters_of_different_types_or_without_a_site_are_not_fused() -> None:
-    adapters = [AdapterLatency("a", "qkv", 1.0), AdapterLatency("b", "qkv", 1.0, type="ia3")]
-    graph = layer_graph("h", LAYER, adapters, tasks=["a", "b"])
-    assert fuse_within(graph) == graph
-    nowhere = OperatorGraph("h", ("a", "b"), (adapter("x", (), ""), adapter("y", (), "")))
-    assert fuse_within(nowhere) == nowhere
-
-
-def test_adapters_that_depend_on_each_other_stay_apart() -> None:
-    operators = (adapter("a", (), "s"), Operator("mid", "compute", 1.0, ("a",)), adapter("b", ("mid",), "s"))
-    graph = OperatorGraph("h", ("t", "u"), operators)
-    assert fuse_within(graph) == graph
-
-
 def test_single_task_htasks_of_a_bucket_share_their_adapters_at_every_site() -> None:
     (bucket,) = fuse_adapters([[an_htask(number) for number in range(3)]])
     assert bucket.fused_sites == tuple(f"layer0.{linear}.lora" for linear in LINEARS)
@@ -91,31 +77,6 @@ def test_single_task_htasks_of_a_bucket_share_their_adapters_at_every_site() -> 
     saved_s = 4 * (3 - 1) * 1.0  # three adapters of 1 s take 1 s together
     assert bucket.unfused_makespan_s - bucket.makespan_s == pytest.approx(saved_s)
     assert compute_stall_s(simulate_streams(bucket.launches, bucket.graphs)) == pytest.approx(1.5)
-
-
-def test_cross_graph_dependencies_are_kept_by_the_schedule() -> None:
-    deep, shallow = an_htask(0, num_layers=2), an_htask(1)
-    graphs = [segment(deep), segment(shallow)]
-    fused = fuse_site(graphs, "layer0.qkv.lora")
-    assert fused is not None
-    assert fused[0][1].fused_with == ("h1/layer0.qkv.lora.t1a",)
-    place = {launch.key: number for number, launch in enumerate(schedule(fused))}
-    assert place["h1/layer0.qkv.add"] > place["h0/layer0.qkv.lora.t0a"]
-    with pytest.raises(ValueError, match=r"names 'h0/layer0\.qkv\.lora\.t0a'; allowed: keys of the given subgraphs"):
-        sequential_schedule(fused)
-
-
-def test_add_operators_are_never_fused() -> None:
-    (bucket,) = fuse_adapters([[an_htask(number) for number in range(4)]])
-    adds = [
-        (item.htask, operator.name)
-        for graph in bucket.graphs
-        for item in graph
-        for operator in item.operators
-        if operator.name.endswith(".add")
-    ]
-    assert sorted(adds) == sorted((f"h{n}", f"layer0.{linear}.add") for n in range(4) for linear in LINEARS)
-    assert not any(".add" in key for graph in bucket.graphs for item in graph for key in item.fused_with)
 
 
 def test_fusing_the_adds_would_stop_the_overlap_of_the_all_reduces() -> None:
@@ -136,16 +97,6 @@ def test_fusing_the_adds_would_stop_the_overlap_of_the_all_reduces() -> None:
     assert together is not None
     assert compute_stall_s(simulate_streams(schedule(apart), apart)) == 0.0
     assert compute_stall_s(simulate_streams(schedule(together), together)) == pytest.approx(1.5)
-
-
-def test_an_adapter_that_ends_in_a_communication_is_not_fused() -> None:
-    graphs = [
-        OperatorGraph(f"h{n}", ("t",), (adapter("a", (), "s"), Operator("sent", "communication", 1.0, ("a",))))
-        for n in range(2)
-    ]
-    (bucket,) = fuse_adapters([graphs])
-    assert (bucket.fused_sites, bucket.rejected_sites) == ((), ())
-    assert [item.name for graph in bucket.graphs for item in graph] == ["a", "a"]
 
 
 def test_htasks_of_several_tasks_are_not_fused_with_others() -> None:

@@ -145,7 +145,7 @@ def test_a_decoder_layer_is_cut_as_the_docstring_draws_it() -> None:
     assert output.depends_on == ("h0/layer0.qkv.add", "h0/layer0.output.lora.t")
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(operator_graphs())
 def test_segments_hold_each_operator_once_and_keep_its_dependencies(graph: OperatorGraph) -> None:
     cut = segment(graph)
@@ -164,7 +164,7 @@ def test_segments_hold_each_operator_once_and_keep_its_dependencies(graph: Opera
                 assert name not in names or names.index(name) < names.index(operator.name)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(operator_graphs())
 def test_segments_isolate_adapters_and_end_in_the_communication_of_their_operators(graph: OperatorGraph) -> None:
     operators = {operator.name: operator for operator in graph.operators}
@@ -188,36 +188,6 @@ def test_segments_isolate_adapters_and_end_in_the_communication_of_their_operato
 
 def sent(operators: dict[str, Operator]) -> frozenset[str]:
     return frozenset(name for name, operator in operators.items() if operator.kind == "communication")
-
-
-def test_a_communication_of_two_branches_that_need_each_other_stays_alone_instead_of_closing_a_cycle() -> None:
-    operators = [
-        Operator("a", "compute", 1.0),
-        Operator("b", "compute", 1.0),
-        Operator("first", "communication", 1.0, ("a", "b")),
-        Operator("second", "communication", 1.0, ("b", "a")),
-    ]
-    cut = segment(OperatorGraph("h", ("t",), tuple(operators)))
-    assert [item.name for item in cut] == ["a", "b", "first", "second"]
-    assert [item.priority for item in cut] == [0, 0, 1, 1]
-
-
-def test_a_communication_is_not_appended_to_an_earlier_communication_whose_subgraph_others_need() -> None:
-    operators = [
-        Operator("a", "compute", 1.0),
-        Operator("first", "communication", 1.0, ("a",)),
-        Operator("b", "compute", 1.0, ("a",)),
-        Operator("second", "communication", 1.0, ("first", "b")),
-        Operator("lora", "adapter", 1.0, ("b",)),
-        Operator("end", "compute", 1.0, ("lora",)),
-    ]
-    cut = segment(OperatorGraph("h", ("t",), tuple(operators)))
-    assert [[operator.name for operator in item.operators] for item in cut] == [
-        ["a", "first"],
-        ["b", "second"],
-        ["lora"],
-        ["end"],
-    ]
 
 
 def test_what_runs_beside_a_communication_does_not_delay_its_start() -> None:
@@ -249,7 +219,7 @@ def test_the_output_projection_beside_its_add_hides_more_than_beside_the_attenti
     assert compute_stall_s(worse) == pytest.approx(1.5 - 0.25), "only the Add of the other hTask hides it"
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(BUCKETS)
 def test_the_schedule_equals_algorithm_1_written_naively(graphs: Graphs) -> None:
     launches = [(launch.key, launch.t_s) for launch in schedule(graphs)]
@@ -270,17 +240,6 @@ def test_equal_subgraphs_go_by_the_order_of_the_htasks_and_then_by_name() -> Non
     graphs = ((unit("z", "second", 1.0), unit("y", "second", 1.0)), (unit("a", "first", 1.0), unit("b", "first", 2.0)))
     keys = [launch.key for launch in schedule(graphs)]
     assert keys == ["first/b", "second/y", "second/z", "first/a"]
-
-
-def test_depth_goes_before_latency() -> None:
-    graphs = with_priorities(
-        [[unit("short", "h0", 1.0), unit("long", "h0", 9.0, 0.0, ("h0/short",))], [unit("x", "h1", 0.5)]]
-    )
-    assert [(launch.key, launch.t_s) for launch in schedule(graphs)] == [
-        ("h0/short", 0.0),
-        ("h1/x", 1.0),
-        ("h0/long", 1.5),
-    ]
 
 
 @settings(max_examples=100)
@@ -363,7 +322,7 @@ def test_the_exhaustive_search_finds_the_best_of_all_permutations(seed: int) -> 
     assert simulate_streams(launches, graphs).makespan_s == pytest.approx(best_s)
 
 
-@settings(max_examples=200)
+@settings(max_examples=80)
 @given(BUCKETS)
 def test_algorithm_1_takes_at_most_twice_as_long_as_the_best_order(graphs: Graphs) -> None:
     assert simulate_streams(schedule(graphs), graphs).makespan_s <= 2 * best_schedule(graphs)[1] + 1e-9
@@ -377,7 +336,7 @@ def test_the_bound_of_two_is_tight() -> None:
 
 def test_algorithm_1_is_near_the_best_order_where_communication_is_shorter_than_compute() -> None:
     ratios = []
-    for seed in range(400):
+    for seed in range(150):
         graphs = random_bucket(random.Random(seed), 8, short_communication=True)
         ratios.append(simulate_streams(schedule(graphs), graphs).makespan_s / best_schedule(graphs)[1])
     assert min(ratios) >= 1 - 1e-12
