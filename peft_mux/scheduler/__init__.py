@@ -22,8 +22,7 @@ The papers' terms, from a task to a plan, and where they are (`docs/paper_map.md
         |    its list scheduling; time line, windows, bounds      pipeline/launch.py, pipeline/simulator.py
         |- inside a stage, section 3.4.2: Algorithm 1, subgraphs  subgraphs/           LaunchQueue, turn_groups
         v
-      plan                 all of it: planner/planner.py          plan.py              Plan, printed by plan_text.py
-                                                                                       and drawn by drawing.py
+      plan                 all of it: planner/planner.py          plan.py              Plan, drawn by drawing.py
     LobRA
       replica              <tensor, pipeline> parallel sizes      replicas/configs.py  ParallelConfig
         |                  step time, Eq. 10 to 12                replicas/            ReplicaTimeModel

@@ -20,9 +20,9 @@ from peft_mux.scheduler.drawing import MemoryBar, gantt_text, memory_bars_text, 
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
 from peft_mux.scheduler.pipeline.template import PipelineTemplate
-from peft_mux.scheduler.plan_text import changes_text, plan_text, task_text
+from peft_mux.scheduler.planner.policies import POLICIES
 from peft_mux.scheduler.planner.values import HTask, PlannedPass, TaskShare, TurnPlan, Waiting
-from peft_mux.scheduler.units import MEMORY, seconds_text, time_band
+from peft_mux.scheduler.units import MEMORY, bytes_text, seconds_text, time_band
 
 
 class RunTimes(NamedTuple):
@@ -76,6 +76,9 @@ def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float)
 
 
 FORMAT_VERSION = 4
+_MOST_NOTES = 12
+"""Notes of a plan that its text has."""
+_SOURCES = {"measured": "profile measured on this device", "analytic": "analytic profile, not measured"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -198,7 +201,54 @@ class Plan:
 
     def summary(self) -> str:
         """Return the plan as a table, a row for each task under its hTask."""
-        return plan_text(self)
+        width = max(map(len, ["task", *(share.name for share in self.shares), *(one.name for one in self.waiting)]))
+        htasks = f"{len(self.htasks)} hTask{'' if len(self.htasks) == 1 else 's'}"
+        stages = "" if self.num_stages == 1 else f", {self.num_stages} stages, {len(self.buckets)} buckets"
+        lines = [
+            f"plan  {len(self.shares)} tasks on {self.device}, {htasks}{stages}, chunks of {self.chunk_size} tokens",
+            f"  {'task':<{width}}  hTask  batch  tokens/step   steps  trainable",
+        ]
+        for number, htask in enumerate(self.htasks, start=1):
+            shares = [share for share in self.shares if share.name in htask.tasks]
+            lines += [
+                f"  {share.name:<{width}}  {number:>5}  {share.batch_size:>5}  {share.tokens_per_step:>11,.0f}"
+                f"  {share.num_steps:>6,}  {share.adapter_parameters:>9,}"
+                for share in shares
+            ]
+            lines += [
+                f"  {share.name:<{width}}  computed / asked tokens {share.computed_share:.0%}: its rows begin alike"
+                for share in shares
+                if share.computed_share < 1
+            ]
+            size = f" of about {htask.tokens_per_micro_batch:,.0f} tokens" if htask.tokens_per_micro_batch else ""
+            bound = f" (at most {self.max_tokens_per_micro_batch:,})"
+            time = f", {seconds_text(htask.pass_s)} each" if htask.pass_s else ""
+            lines.append(f"  hTask {number}: {_passes(htask)} a step{size}{bound}{time}")
+        if self.turns is not None:
+            groups = "; ".join(", ".join(str(index + 1) for index in bucket) for bucket in self.buckets)
+            saved = f", which saves {seconds_text(self.turns.saved_s)} a step" if self.turns.saved_s else ""
+            lines.append(f"  up to {self.turns.width} passes of a bucket take turns{saved}; hTasks by bucket: {groups}")
+        lines += [f"  {one.name:<{width}}  waits: {one.reason}" for one in self.waiting]
+        lines.append("")
+        if self.step_s and self.tokens_per_s is not None:
+            source = _SOURCES.get(self.profile_source, self.profile_source)
+            # A plan may come from a process that knows other policies.
+            policy = POLICIES[self.policy].words if self.policy in POLICIES else self.policy
+            lines.append(
+                f"time ({source})  {seconds_text(self.step_s)} a step {time_band(self.profile_source).words},"
+                f" {self.tokens_per_s:,.0f} tokens/s; {policy}"
+            )
+            if self.run_times is not None:
+                without = ", without the tasks that wait" if self.waiting else ""
+                lines.append(f"        {self.run_times}{without}")
+        lines += [self.memory.summary(), *self.memory_bar.lines()]
+        if self.limit_bytes is not None:
+            share = self.memory.peak_bytes / self.limit_bytes
+            lines.append(f"        {share:.0%} of the {bytes_text(self.limit_bytes)} that a device may use")
+        lines += [f"note  {note}" for note in self.notes[:_MOST_NOTES]]
+        if len(self.notes) > _MOST_NOTES:
+            lines.append(f"note  ... and {len(self.notes) - _MOST_NOTES} more, in notes")
+        return "\n".join(lines)
 
     def explain(self, task: str) -> str:
         """Return in sentences what one task shares, waits for and needs.
@@ -206,7 +256,42 @@ class Plan:
         Raises:
             ValueError: for a task that the plan does not know.
         """
-        return task_text(self, task)
+        waiting = {one.name: one.reason for one in self.waiting}
+        if task in waiting:
+            return f"{task} waits: {waiting[task]}"
+        index = self.htask_of(task)
+        share = next((share for share in self.shares if share.name == task), None)
+        if index is None or share is None:
+            known = ", ".join([share.name for share in self.shares] + list(waiting))
+            raise ValueError(f"task is {task!r}; allowed: {known}.")
+
+        htask, others = self.htasks[index], self._company(task)
+        company = f"shares its passes with {', '.join(others)}" if others else "has its passes to itself"
+        sentences = [
+            f"{task} {company} (hTask {index + 1} of {len(self.htasks)}).",
+            f"Each step takes {_passes(htask)} of about {htask.tokens_per_micro_batch:,.0f} tokens,"
+            f" {share.tokens_per_step:,.0f} of a step's tokens being its own"
+            f" ({share.tokens_per_step / max(self.tokens_per_step, 1):.0%} of all tasks').",
+        ]
+        bucket = next((bucket for bucket in self.buckets if index in bucket), ())
+        neighbours = [name for other in bucket if other != index for name in self.htasks[other].tasks]
+        if self.turns is not None and neighbours:
+            sentences.append(
+                f"Its passes take turns with those of {', '.join(neighbours)}, up to {self.turns.width} at a time: one"
+                " computes while the sums of the others are under way."
+            )
+        if share.computed_share < 1:
+            sentences.append(
+                f"Its rows begin alike: of their tokens {share.computed_share:.0%} are computed where they share one"
+                " pass."
+            )
+        if self.step_s:
+            sentences.append(
+                f"Its hTask takes {seconds_text(htask.micro_batches * htask.pass_s)} of the step's"
+                f" {seconds_text(self.step_s)}; {share.num_steps:,} steps take"
+                f" {seconds_text(share.num_steps * self.step_s)} in this company."
+            )
+        return " ".join([*sentences, f"It trains {share.adapter_parameters:,} parameters of its own."])
 
     def gantt(self, width: int = 100) -> str:
         """Return a drawing of a step for the terminal: a row for each stage, a letter for each hTask or bucket.
@@ -236,8 +321,36 @@ class Plan:
         return memory_bars_text(peaks, (self.limit_bytes or max(peaks),) * len(peaks))
 
     def diff(self, other: Plan) -> str:
-        """Return what changes from this plan to the one that replaces it, a line each; empty if nothing does."""
-        return changes_text(self, other)
+        """Return what changes from this plan to the one that replaces it, a line each; empty if nothing does.
+
+        First the tasks that start, wait or leave, or share their passes with other tasks than before, then numbers.
+        """
+        old = {share.name for share in self.shares}
+        new = {share.name for share in other.shares}
+        waits = {one.name: one.reason for one in other.waiting}
+        lines = [f"+ {share.name} starts" for share in other.shares if share.name not in old]
+        lines += [
+            f"- {share.name} {f'waits: {waits[share.name]}' if share.name in waits else 'leaves'}"
+            for share in self.shares
+            if share.name not in new
+        ]
+        for name in (share.name for share in other.shares if share.name in old):
+            then, now = (", ".join(plan._company(name)) or "nobody" for plan in (self, other))
+            if then != now:
+                lines.append(f"~ {name} shares its passes with {now}, before with {then}")
+        shown = {"step_s": seconds_text, "policy": str, "max_tokens_per_micro_batch": str, "passes_in_turns": str}
+        for name, text in shown.items():
+            if getattr(self, name) != getattr(other, name):
+                lines.append(f"~ {name}: {text(getattr(self, name))} -> {text(getattr(other, name))}")
+        peaks = self.memory.peak_bytes, other.memory.peak_bytes
+        if peaks[0] != peaks[1]:
+            lines.append(f"~ peak memory: {bytes_text(peaks[0])} -> {bytes_text(peaks[1])}")
+        return "\n".join(lines)
+
+    def _company(self, task: str) -> list[str]:
+        """Return the other tasks of a task's hTask, none while it waits."""
+        index = self.htask_of(task)
+        return [] if index is None else [name for name in self.htasks[index].tasks if name != task]
 
     def __str__(self) -> str:
         """Return `summary()`."""
@@ -289,6 +402,10 @@ class Plan:
         if (turns := data.get("turns")) is not None:
             data["turns"] = TurnPlan(**{**turns, "parts": tuple(PassParts(**parts) for parts in turns["parts"])})
         return cls(**data)
+
+
+def _passes(htask: HTask) -> str:
+    return f"{htask.micro_batches} pass{'es' if htask.micro_batches > 1 else ''}"
 
 
 def _with_tuples(value: Any) -> Any:
