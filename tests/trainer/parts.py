@@ -24,6 +24,7 @@ from peft_mux.planning.learning import TimeCorrection
 from peft_mux.reporting.callbacks import RunCallbacks, TaskCallbacks
 from peft_mux.reporting.pass_report import PassReport, StepSeconds, TokenCounts
 from peft_mux.reporting.run_log import RunLog
+from peft_mux.reporting.screen import Progress
 from peft_mux.task import Task, TaskStatus
 from peft_mux.trainer.plan_follower import FollowedPlan
 from peft_mux.trainer.run import Run, output_folder
@@ -37,20 +38,13 @@ class Calls(list[Any]):
         self.append(what[0] if len(what) == 1 else what)
 
 
-class Screen:
+class Screen(Progress):
     """Keeps the lines that a run shows."""
 
     def __init__(self) -> None:
+        super().__init__()
         self.lines: list[str] = []
         self.is_stopped = False
-        self.shows_losses = False
-        self.width = None
-
-    def start(self, tasks: Any) -> None:
-        del tasks
-
-    def advance(self, tasks: Any) -> None:
-        del tasks
 
     def log(self, line: str) -> None:
         self.lines.append(line)
