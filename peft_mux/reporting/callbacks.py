@@ -1,7 +1,7 @@
 """HF `TrainerCallback`s for a run of many tasks.
 
 Callbacks of the trainer (`RunCallbacks`) see the run: its state counts run steps, logs have `task/metric` keys, and
-they receive the events of `peft_mux.task.EVENTS` about tasks and plans (`TaskNews`). Callbacks of a `Task`
+they receive the events of `peft_mux.task.EVENTS` about tasks and plans. Callbacks of a `Task`
 (`TaskCallbacks`) see only that task, with plain keys (`loss`, `eval_loss`). If they ask for
 `should_training_stop`, that task stops and no other.
 """
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -52,79 +52,11 @@ def hears_steps(callback: Any) -> bool:
     return any(method is not getattr(TrainerCallback, event) for event, method in own.items())
 
 
-class TaskNews:
-    """Collects events about tasks until callbacks are called with them, in the order in which they happened.
-
-    Callbacks are called later than the change itself: whatever they raise or ask for, every task is settled and saved.
-
-    Args:
-        call: calls one event of `peft_mux.task.EVENTS` of every callback that has it, with the facts that belong to it,
-            and returns whether there was one.
-
-    Attributes:
-        plan: the plan that the next steps follow.
-    """
-
-    def __init__(self, call: Callable[..., bool]) -> None:
-        """Collect nothing yet."""
-        self.plan: Plan | None = None
-        self._call = call
-        self._waiting: deque[tuple[str, dict[str, Any]]] = deque()
-        self._begun: set[str] = set()
-        self._paused: set[str] = set()
-        self._reported_plan: Plan | None = None
-
-    def begin(self, runs: Iterable[TaskRun]) -> None:
-        """Begin a training: running tasks are about to take their first step in it, and follow their first plan."""
-        self._waiting.clear()
-        self._begun, self._paused, self._reported_plan = set(), set(), None
-        for run in runs:
-            self.changed(run, None)
-        # Tasks that were paused before are no news.
-        self._waiting = deque(news for news in self._waiting if news[0] == "on_task_begin")
-
-    def note(self, event: str, run: TaskRun, folder: Path | None = None) -> None:
-        """Collect an event of a task; `folder` holds its present adapter, `None` if there is none."""
-        if event == "on_task_register":
-            self._begun.discard(run.name)
-            self._paused.discard(run.name)
-        facts = {"task": run.name, "task_state": run.state, "status": run.status, "reason": run.reason}
-        self._waiting.append((event, {**facts, "adapter_folder": folder}))
-
-    def changed(self, run: TaskRun, folder: Path | None) -> None:
-        """Collect the events that the present status of a task means."""
-        if run.status is TaskStatus.PAUSED:
-            self._paused.add(run.name)
-            self.note("on_task_pause", run, folder)
-            return
-        if run.name in self._paused and not run.status.is_final:
-            self.note("on_task_resume", run, folder)
-        self._paused.discard(run.name)
-        if run.status is TaskStatus.RUNNING and run.name not in self._begun:
-            self._begun.add(run.name)
-            self.note("on_task_begin", run, folder)
-        elif run.status is TaskStatus.FAILED:
-            self.note("on_task_fail", run, folder)
-        elif run.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
-            self.note("on_task_end", run, folder)
-
-    def tell(self) -> bool:
-        """Call callbacks with all collected events; return whether any of them has one, and may ask for something."""
-        is_heard = False
-        # One after another, because a callback may cause more events.
-        while self._waiting:
-            event, facts = self._waiting.popleft()
-            is_heard |= self._call(event, **facts)
-        plan, before = self.plan, self._reported_plan
-        # If no task runs, no step will follow the plan.
-        if plan is not None and plan.htasks and plan != before:
-            self._reported_plan = plan
-            is_heard |= self._call("on_plan", plan=plan, before=before)
-        return is_heard
-
-
 class RunCallbacks:
     """Calls the callbacks of the run, with its one state and its one control.
+
+    Events of tasks are collected and passed on later, in the order in which they happened: whatever callbacks raise or
+    ask for, every task is then settled and saved.
 
     Args:
         handler: the trainer's own handler, to which users add their callbacks.
@@ -133,7 +65,7 @@ class RunCallbacks:
         control: what callbacks ask of the run; they may change it or return another one.
 
     Attributes:
-        news: events about tasks and plans.
+        plan: the plan that the next steps follow.
     """
 
     def __init__(
@@ -145,13 +77,71 @@ class RunCallbacks:
     ) -> None:
         """Call nothing yet."""
         self.handler, self.args, self.state, self.control = handler, args, state, control
-        self.news = TaskNews(self._call_task_event)
+        self.plan: Plan | None = None
+        self._reported_plan: Plan | None = None
+        self._waiting: deque[tuple[str, dict[str, Any]]] = deque()
+        self._begun: set[str] = set()
+        self._paused: set[str] = set()
 
     def call(self, event: str, *facts: Any) -> None:
         """Call an event of every callback, with what belongs to it: the numbers of `on_log`, or of `on_evaluate`."""
         answer = getattr(self.handler, event)(self.args, self.state, self.control, *facts)
         # Copied, because other parts of the run hold the control too.
         vars(self.control).update(vars(answer))
+
+    def log(self, logs: dict[str, float]) -> None:
+        """Keep `task/metric` numbers in the state of the run, and hand them to its callbacks and integrations."""
+        self.state.log_history.append({**logs, "step": self.state.global_step})
+        with disable_key_rewriting():
+            self.call("on_log", NamedLogs(logs))
+
+    def begin_training(self, runs: Iterable[TaskRun]) -> None:
+        """Forget what earlier trainings reported: running tasks take their first step, and follow their first plan."""
+        self._waiting.clear()
+        self._begun, self._paused, self._reported_plan = set(), set(), None
+        for run in runs:
+            self.note_status(run, None)
+        # Tasks that were paused before are no news.
+        self._waiting = deque(news for news in self._waiting if news[0] == "on_task_begin")
+
+    def note_event(self, event: str, run: TaskRun, folder: Path | None = None) -> None:
+        """Collect an event of a task; `folder` holds its present adapter, `None` if there is none."""
+        if event == "on_task_register":
+            self._begun.discard(run.name)
+            self._paused.discard(run.name)
+        facts = {"task": run.name, "task_state": run.state, "status": run.status, "reason": run.reason}
+        self._waiting.append((event, {**facts, "adapter_folder": folder}))
+
+    def note_status(self, run: TaskRun, folder: Path | None) -> None:
+        """Collect the events that the present status of a task means."""
+        if run.status is TaskStatus.PAUSED:
+            self._paused.add(run.name)
+            self.note_event("on_task_pause", run, folder)
+            return
+        if run.name in self._paused and not run.status.is_final:
+            self.note_event("on_task_resume", run, folder)
+        self._paused.discard(run.name)
+        if run.status is TaskStatus.RUNNING and run.name not in self._begun:
+            self._begun.add(run.name)
+            self.note_event("on_task_begin", run, folder)
+        elif run.status is TaskStatus.FAILED:
+            self.note_event("on_task_fail", run, folder)
+        elif run.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
+            self.note_event("on_task_end", run, folder)
+
+    def call_task_events(self) -> bool:
+        """Call callbacks with all collected events; return whether any of them has one, and may ask for something."""
+        is_heard = False
+        # One after another, because a callback may cause more events.
+        while self._waiting:
+            event, facts = self._waiting.popleft()
+            is_heard |= self._call_task_event(event, **facts)
+        plan, before = self.plan, self._reported_plan
+        # If no task runs, no step will follow the plan.
+        if plan is not None and plan.htasks and plan != before:
+            self._reported_plan = plan
+            is_heard |= self._call_task_event("on_plan", plan=plan, before=before)
+        return is_heard
 
     def _call_task_event(self, event: str, **facts: Any) -> bool:
         """Call an event that transformers does not have; return whether any callback has it."""
@@ -161,12 +151,6 @@ class RunCallbacks:
             answer = getattr(callback, event)(self.args, self.state, self.control, **facts)
             vars(self.control).update({} if answer is None else vars(answer))
         return bool(listening)
-
-    def log(self, logs: dict[str, float]) -> None:
-        """Keep `task/metric` numbers in the state of the run, and hand them to its callbacks and integrations."""
-        self.state.log_history.append({**logs, "step": self.state.global_step})
-        with disable_key_rewriting():
-            self.call("on_log", NamedLogs(logs))
 
 
 class TaskCallbacks:

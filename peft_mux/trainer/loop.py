@@ -245,14 +245,14 @@ class StepLoop:
         if not run.saver.is_current:
             self._save()
         run.hub.wait()
-        run.callbacks.news.tell()
+        run.callbacks.call_task_events()
         return self._reporter.finish(
             seconds, waited_s, self._num_stream_tokens - first_token, run.state.global_step - first_step
         )
 
     def _take_steps(self) -> None:
         """Take steps, and all that is due between two of them, until no process takes another one."""
-        self._run.callbacks.news.begin(self._run.table)
+        self._run.callbacks.begin_training(self._run.table)
         # Callbacks may have asked for tasks in on_train_begin, and others before it.
         self._membership.apply_commands()
         self._tell_changes()
@@ -273,7 +273,7 @@ class StepLoop:
 
     def _tell_changes(self) -> None:
         """Tell callbacks what has become of tasks, and do what they ask for then."""
-        while self._run.callbacks.news.tell():
+        while self._run.callbacks.call_task_events():
             self._membership.apply_commands()
 
     def step(self) -> None:

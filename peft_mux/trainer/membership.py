@@ -283,7 +283,7 @@ class Lifecycle:
         run = self._run.table[event.task]
         if not event.status.is_final:
             self._run.log.status(event, run.step)
-            self._run.callbacks.news.changed(run, self._run.saver.place(run))
+            self._run.callbacks.note_status(run, self._run.saver.place(run))
             return
         # No log need come after this one, so the losses since the last one are logged now.
         if self._run.args.logging_strategy != "no":
@@ -333,7 +333,7 @@ class Lifecycle:
         """Log how a task has ended; once."""
         self._run.log.status(TaskEvent(run.name, run.status, run.reason), run.step)
         self._run.table.note_told(run.name)
-        self._run.callbacks.news.changed(run, self._run.saver.place(run))
+        self._run.callbacks.note_status(run, self._run.saver.place(run))
         write_task_files(self._run, run)
 
 
@@ -489,7 +489,7 @@ class Membership:
             for run in runs:
                 self._run.table.add(run)
                 self._run.saver.note_arrival(run.name)
-                self._run.callbacks.news.note("on_task_register", run)
+                self._run.callbacks.note_event("on_task_register", run)
             if self._run.is_in_train:  # else what there is then is described when training begins
                 self._run.saver.describe_arrivals(self._run.root)
         finally:
@@ -514,7 +514,7 @@ class Membership:
         self._run.log.note_removed(run, place)
         self._drop(name)
         self._run.saver.note_removed(run)
-        self._run.callbacks.news.note("on_task_remove", run, place)
+        self._run.callbacks.note_event("on_task_remove", run, place)
         self._run.log.event("status", task=name, step=run.step, status="removed")
 
     def _require_saved(self, name: str) -> None:

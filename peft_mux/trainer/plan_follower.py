@@ -169,7 +169,7 @@ class PlanFollower:
                 run.reason = reasons.get(run.name, "")
         self._steps = self._new_steps(plan)
         self.current = plan if self._steps is None else self._with_dispatched_rows(plan, self._steps.shares)
-        self._run.callbacks.news.plan = self.current
+        self._run.callbacks.plan = self.current
         if self._placement.is_placed:
             self._placement.placed.executor.follow(plan)
         return plan
