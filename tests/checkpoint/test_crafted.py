@@ -239,13 +239,3 @@ def test_a_pipe_in_the_place_of_the_metrics_is_refused_at_once(strategy: str, tm
     os.mkfifo(tmp_path / "metrics.jsonl")
     with pytest.raises(CheckpointError, match=r"metrics\.jsonl, which is a pipe"):
         lab.train(tasks(), tmp_path, save_strategy=strategy)
-
-
-def test_a_link_under_a_temporary_name_of_the_metrics_is_not_written_through(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    outside = root.parent / "outside"
-    outside.write_bytes(b"precious")
-    (root / "metrics.tmp").symlink_to(outside)
-    resume(root, capsys)
-    assert outside.read_bytes() == b"precious"

@@ -110,17 +110,6 @@ def test_later_records_and_a_torn_last_line_are_dropped_in_silence(tmp_path: Pat
     assert said == []
 
 
-def test_a_planted_link_is_neither_written_through_nor_left(tmp_path: Path) -> None:
-    run, outside = tmp_path / "run", tmp_path / "outside"
-    run.mkdir()
-    outside.write_bytes(b"precious")
-    (run / "metrics.tmp").symlink_to(outside)
-    (run / METRICS_NAME).write_text(f"{json.dumps(record(1))}\n{json.dumps(record(2))}\n")
-    log_of(run)[0].truncate_after(1)
-    assert outside.read_bytes() == b"precious"
-    assert steps(run / METRICS_NAME) == [1]
-
-
 @pytest.mark.parametrize("kind", ["pipe", "folder", "link"])
 def test_what_is_no_regular_file_is_refused_before_it_is_opened(kind: str, tmp_path: Path) -> None:
     path = tmp_path / METRICS_NAME

@@ -52,10 +52,7 @@ def test_each_split_is_warned_of_once(tmp_path: Path) -> None:
     assert [line.split(".")[2].split(":")[0] for line in lines] == ["train_dataset", "eval_dataset"]
     assert "20 of 24 rows cut to 16 tokens" in lines[0]
     assert "1 of 5 rows without targets left out" in lines[1]
-
-
-def test_whole_rows_are_not_warned_of(tmp_path: Path) -> None:
-    assert warned(own_task(SHORT), tmp_path)[1] == []
+    assert warned(own_task(SHORT), tmp_path)[1] == [], "whole rows are not warned of"
 
 
 def test_a_run_says_at_its_start_what_it_trains_on_without_being_asked_for_a_plan(
