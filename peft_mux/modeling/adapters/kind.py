@@ -332,12 +332,6 @@ def register_kind(kind: AdapterKind) -> AdapterKind:
     return kind
 
 
-def unregister_kind(peft_type: PeftType) -> None:
-    """Refuse tasks of a PEFT type from now on; no model may hold one."""
-    del KINDS[peft_type]
-    _kind_of_class.cache_clear()
-
-
 def find_kind(config: PeftConfig) -> AdapterKind | None:
     """Return the kind of a configuration; `None` if its type cannot be trained."""
     # Configurations can be changed after they are made, and not every value can be looked up.

@@ -41,36 +41,27 @@ class FactoredAdapter(SlicedAdapter):
         layer: Any = self.module
         # A mask over the rows of the weight is drawn for the whole of it.
         drops = layer.training and bool(layer.rank_dropout[adapter])
-        added = None
-        if not self.stream.is_idle and not drops and isinstance(layer.get_base_layer(), nn.Linear):
-            added = (_hadamard if hasattr(layer, "hada_w1_a") else _kronecker)(layer, adapter, x)
-        return self._peft_product(adapter, x, *args, **kwargs) if added is None else added * layer.scaling[adapter]
-
-
-def _hadamard(layer: Any, adapter: str, x: torch.Tensor) -> torch.Tensor | None:
-    """Return LoHa's product as one of low rank; `None` if the weight is less work."""
-    if adapter in layer.hada_t1:
-        return None
-    left_1, right_1 = layer.hada_w1_a[adapter], layer.hada_w1_b[adapter]
-    left_2, right_2 = layer.hada_w2_a[adapter], layer.hada_w2_b[adapter]
-    (num_out, rank), num_in = left_1.shape, right_1.shape[1]
-    if rank * rank * (num_in + num_out) >= num_in * num_out:
-        return None
-    a_RD = (right_1[:, None] * right_2[None]).flatten(0, 1)
-    b_KR = (left_1[:, :, None] * left_2[:, None]).flatten(1)
-    return F.linear(F.linear(layer._cast_input_dtype(x, a_RD.dtype), a_RD), b_KR)
-
-
-def _kronecker(layer: Any, adapter: str, x: torch.Tensor) -> torch.Tensor | None:
-    """Return LoKr's product, factor by factor; `None` if it has factors of convolutions."""
-    if adapter in layer.lokr_t2:
-        return None
-    whole_1, whole_2 = layer.lokr_w1, layer.lokr_w2
-    outer = whole_1[adapter] if adapter in whole_1 else layer.lokr_w1_a[adapter] @ layer.lokr_w1_b[adapter]
-    inner = whole_2[adapter] if adapter in whole_2 else layer.lokr_w2_a[adapter] @ layer.lokr_w2_b[adapter]
-    x = layer._cast_input_dtype(x, outer.dtype)
-    z = F.linear(x.unflatten(-1, (outer.shape[1], inner.shape[1])), inner)
-    return F.linear(z.transpose(-1, -2), outer).transpose(-1, -2).flatten(-2)
+        has_convolutions = adapter in getattr(layer, "hada_t1", ()) or adapter in getattr(layer, "lokr_t2", ())
+        is_linear = isinstance(layer.get_base_layer(), nn.Linear) and not has_convolutions
+        if self.stream.is_idle or drops or not is_linear:
+            return self._peft_product(adapter, x, *args, **kwargs)
+        if hasattr(layer, "hada_w1_a"):
+            left_1, right_1 = layer.hada_w1_a[adapter], layer.hada_w1_b[adapter]
+            left_2, right_2 = layer.hada_w2_a[adapter], layer.hada_w2_b[adapter]
+            (num_out, rank), num_in = left_1.shape, right_1.shape[1]
+            if rank * rank * (num_in + num_out) >= num_in * num_out:
+                return self._peft_product(adapter, x, *args, **kwargs)
+            a_RD = (right_1[:, None] * right_2[None]).flatten(0, 1)
+            b_KR = (left_1[:, :, None] * left_2[:, None]).flatten(1)
+            added = F.linear(F.linear(layer._cast_input_dtype(x, a_RD.dtype), a_RD), b_KR)
+        else:
+            whole_1, whole_2 = layer.lokr_w1, layer.lokr_w2
+            outer = whole_1[adapter] if adapter in whole_1 else layer.lokr_w1_a[adapter] @ layer.lokr_w1_b[adapter]
+            inner = whole_2[adapter] if adapter in whole_2 else layer.lokr_w2_a[adapter] @ layer.lokr_w2_b[adapter]
+            x = layer._cast_input_dtype(x, outer.dtype)
+            z = F.linear(x.unflatten(-1, (outer.shape[1], inner.shape[1])), inner)
+            added = F.linear(z.transpose(-1, -2), outer).transpose(-1, -2).flatten(-2)
+        return added * layer.scaling[adapter]
 
 
 class FactoredKind(SlicedKind):

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 from peft_mux.modeling.adapters.catalogue import TypeEntry
-from peft_mux.modeling.adapters.kind import KINDS, CutLayers, Shapes, register_kind, unregister_kind
+from peft_mux.modeling.adapters.kind import KINDS, CutLayers, Shapes, register_kind
 from peft_mux.modeling.adapters.sliced import SlicedKind
 from peft_mux.scheduler.costs.loads import AdapterLoad
 
@@ -28,15 +28,12 @@ class ToyKind(SlicedKind):
 
 @contextmanager
 def registered(*kinds: Any) -> Iterator[None]:
-    """Let tasks of other types be trained, or of a type by another kind, for the time of the `with` block."""
-    before = {kind.peft_type: KINDS.get(kind.peft_type) for kind in kinds}
+    """Let tasks of a type be trained by another kind, for the time of the `with` block."""
+    before = [KINDS[kind.peft_type] for kind in kinds]
     for kind in kinds:
         register_kind(kind)
     try:
         yield
     finally:
-        for peft_type, kind in before.items():
-            if kind is None:
-                unregister_kind(peft_type)
-            else:
-                register_kind(kind)
+        for kind in before:
+            register_kind(kind)

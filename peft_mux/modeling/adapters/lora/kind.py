@@ -38,7 +38,8 @@ from peft_mux.modeling.adapters.lora.config import (
 from peft_mux.modeling.adapters.lora.layer import LinearGroup, MultiplexedLinear
 from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
 from peft_mux.modeling.adapters.lora.parameters import MultiplexedParameters
-from peft_mux.modeling.adapters.lora.row_steps import initial_factors, keep_factors
+from peft_mux.modeling.adapters.lora.row_steps import RowSteps, initial_factors, keep_factors
+from peft_mux.modeling.adapters.own import own_biases
 from peft_mux.modeling.adapters.sliced import SlicedAdapter
 from peft_mux.modeling.backbone.modules import frozen_weight, modules_around_adapters
 from peft_mux.modeling.slabs import Slot, round_up_to_group
@@ -229,7 +230,10 @@ class LoraKind(AdapterKind):
                     # A sibling is called with other activations since an adapter of another type came to its layer.
                     forward.group = LinearGroup([forward], stream)
                 forward.group.count_columns()
-                forward.find_steps()
+                layer: Any = forward.module
+                adapters = (*layer.lora_A, *own_biases(layer.get_base_layer()))
+                steps = {adapter: RowSteps(layer, adapter) for adapter in adapters}
+                forward.steps = {adapter: own for adapter, own in steps.items() if own}
 
     # ----------------------------------------------------------- parameters
 

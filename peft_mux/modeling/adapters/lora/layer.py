@@ -28,7 +28,7 @@ from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, Rows, grou
 from peft_mux.modeling.adapters.kind import MultiplexedForward
 from peft_mux.modeling.adapters.lora.lora_pass import GroupedAdapter, say_once
 from peft_mux.modeling.adapters.lora.row_steps import RowSteps, dropout_of
-from peft_mux.modeling.adapters.own import own_bias_added, own_biases
+from peft_mux.modeling.adapters.own import own_bias_added
 from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.backbone.quantized import base_output
 from peft_mux.modeling.slabs import round_up_to_group
@@ -86,48 +86,41 @@ def rows_needed_now(stream: Stream, num_rows: int) -> tuple[Rows, ...] | None:
 
 
 class MultiplexedLinear(MultiplexedForward):
-    """The frozen linear layer once over the stream, and each task's LoRA on its own rows."""
+    """The frozen linear layer once over the stream, and each task's LoRA on its own rows.
+
+    Attributes:
+        group: the layers that are computed together with this one.
+        steps: what adapters do beyond the grouped product, if anything; kept up to date by `LoraKind.arrange`.
+    """
 
     adds_own_biases = True
 
     def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
         super().__init__(module, name, stream)
         self.group = LinearGroup([self], stream)
-        self._steps: dict[str, RowSteps] = {}
+        self.steps: dict[str, RowSteps] = {}
 
     def __call__(self, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the layer's output; outside of a pass PEFT's own, for the adapter that is selected."""
         if self.stream.batch is not None:
             return self.multiplexed(x)
         y, layer = self.original(x, *args, **kwargs), self.module
-        if self._steps and not layer.disable_adapters and not layer.merged:
+        if self.steps and not layer.disable_adapters and not layer.merged:
             for adapter in layer.active_adapters:  # type: ignore[union-attr]
-                if adapter in self._steps:  # what PEFT does not know of: initial factors, and the task's own bias
-                    y = self._steps[adapter].without_initial(x, y)
+                if adapter in self.steps:  # what PEFT does not know of: initial factors, and the task's own bias
+                    y = self.steps[adapter].without_initial(x, y)
                     y = own_bias_added(layer.get_base_layer(), adapter, y)  # type: ignore[operator]
         return y
-
-    def find_steps(self) -> None:
-        """Find the adapters that do more than the grouped product; needed whenever one came."""
-        layer: Any = self.module
-        found = {adapter: RowSteps(layer, adapter) for adapter in (*layer.lora_A, *own_biases(layer.get_base_layer()))}
-        self._steps = {adapter: steps for adapter, steps in found.items() if steps}
 
     # ------------------------------------------------------- its adapters
 
     def grouped(self, adapter: str) -> GroupedAdapter | None:
         """Return an adapter that the grouped product computes; `None` for others, which steps compute, if any."""
         layer: Any = self.module
-        if adapter not in layer.lora_A or (adapter in self._steps and not self._steps[adapter].is_grouped()):
+        if adapter not in layer.lora_A or (adapter in self.steps and not self.steps[adapter].is_grouped()):
             return None
         a, b = layer.lora_A[adapter].weight, layer.lora_B[adapter].weight
         return GroupedAdapter(a, b, layer.scaling[adapter], dropout_of(layer, adapter))
-
-    def weights_of(self, adapter: str) -> list[nn.Parameter]:
-        """Return the weights of an adapter that only this layer reads."""
-        layer: Any = self.module
-        parts = [getattr(layer, name, {}) for name in ("lora_A", "lora_B", "lora_magnitude_vector")]
-        return [weight for part in parts if adapter in part for weight in part[adapter].parameters()]
 
     # ---------------------------------------------------- its frozen layer
 
@@ -152,7 +145,7 @@ class MultiplexedLinear(MultiplexedForward):
     def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[..., K]`."""
         y = self.group.shared_output(self, x) if len(self.group.members) > 1 else self.product(x)
-        return self._stepped(x, y) if self._steps else y
+        return self._stepped(x, y) if self.steps else y
 
     def product(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[..., K]` of the layer computed by itself, before the steps of its adapters."""
@@ -162,11 +155,11 @@ class MultiplexedLinear(MultiplexedForward):
     @torch.compiler.disable()
     def _stepped(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the outputs `[..., K]` after each task's own steps on its rows."""
-        if self.module.disable_adapters or not any(one.adapter in self._steps for one in self.stream.segments):
+        if self.module.disable_adapters or not any(one.adapter in self.steps for one in self.stream.segments):
             return y
         parts = []
         for segment, x_ND, y_NK in self.each_task(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])):
-            steps = self._steps.get(segment.adapter)
+            steps = self.steps.get(segment.adapter)
             drop = functools.partial(self._dropped, segment)
             parts.append(y_NK if steps is None else steps(x_ND, y_NK, drop))
         return torch.cat(parts).view_as(y)
@@ -193,7 +186,7 @@ class MultiplexedLinear(MultiplexedForward):
 
     def reason_against_graphs(self) -> str | None:
         """Return why no pass through this layer can be captured; `None` if it can."""
-        if self._steps:
+        if self.steps:
             return f"a task's adapter does more on its own rows than the grouped product ({self.name})"
         return None if self.is_plain else f"layers are quantised ({self.name})"
 
@@ -286,7 +279,7 @@ class LinearGroup:
         needed = rows_needed(stream.segments, stream.adapters_not_reached)
         layers: list[Any] = [member.module for member in self.members]
         met = {a for a in stream.adapters_not_reached if any(a in layer.lora_A for layer in layers)}
-        met |= {a for member in self.members for a in member._steps}
+        met |= {a for member in self.members for a in member.steps}
         stream.adapters_not_reached = stream.adapters_not_reached - met
         return needed
 

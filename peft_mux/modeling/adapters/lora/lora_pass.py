@@ -84,10 +84,11 @@ class LoraGroups:
         """Return whether all weights of an adapter are in linear layers of the groups; see `PassMaker.tells`."""
         if adapter not in self._is_linear_only:
             slab = self.slab_of(adapter)
-            members = [member for group in self.groups.values() for member in group.members]
+            held = set()
             # Nothing is known here of other layers, such as experts.
-            linear = [member for member in members if hasattr(member, "weights_of")]
-            held = {id(weight) for member in linear for weight in member.weights_of(adapter)}
+            for layer in [member.module for group in self.groups.values() for member in group.members]:
+                for part in (getattr(layer, name, {}) for name in ("lora_A", "lora_B", "lora_magnitude_vector")):
+                    held |= {id(weight) for weight in part[adapter].parameters()} if adapter in part else set()
             own = set() if slab is None else {number for page in slab.pages for number in page.entries}
             self._is_linear_only[adapter] = bool(own) and own <= held
         return self._is_linear_only[adapter]
