@@ -48,56 +48,12 @@ def test_a_task_that_is_not_held_is_refused_with_the_name_that_was_meant() -> No
     assert registry.tasks == ("first", "second")
 
 
-def test_parameters_are_views_of_their_tasks_slab_and_keep_their_values() -> None:
-    registry = registry_of("a", "b")
-    for name, fill in (("a", 1.0), ("b", 2.0)):
-        (page,) = registry.slab_of(name).pages
-        storage = page.values.untyped_storage().data_ptr()
-        own = registry.parameters_of(name)
-        assert all(item.untyped_storage().data_ptr() == storage for item in own.values())
-        assert (own[NAME_OF_A] == fill).all()
-        assert own[NAME_OF_B].t().is_contiguous(), "the kind says how a parameter lies"
-    assert len(list(registry.parameters())) == 4
-
-
-def test_slabs_are_found_by_the_internal_id_until_the_task_leaves() -> None:
-    registry = registry_of("a", "b")
-    assert registry.slab_of_adapter("t000002") is registry.slab_of("b")
-    registry.forget("b")
-    assert registry.slab_of_adapter("t000002") is None
-    assert registry.slab_of_adapter("") is None
-
-
-def test_described_parameters_have_no_slab_until_they_are_adopted_with_values() -> None:
-    registry, config = TaskRegistry(), LoraConfig(r=2)
-    registry.add("a", config)
-    assert registry.parameters_of("a") == {}
-    with torch.device("meta"):
-        described = factors(2)
-    registry.adopt("a", described, are_described=True)
-    assert registry.slab_of_adapter("t000001") is None
-    registry.lay_out(torch.device("cpu"))
-    assert registry.slab_of_adapter("t000001") is None
-    registry.adopt("a", factors(2))
-    assert registry.slab_of("a") is registry.slab_of_adapter("t000001")
-
-
 def test_a_task_without_parameters_here_has_a_slab_that_nothing_reads() -> None:
     registry, config = TaskRegistry(), LoraConfig(r=2)
     registry.add("elsewhere", config)
     registry.adopt("elsewhere", {}, torch.device("cpu"))
     registry.slab_of("elsewhere").bind_gradients()
     assert list(registry.parameters()) == []
-
-
-def test_laying_out_anew_follows_parameters_that_were_cast() -> None:
-    registry = registry_of("a")
-    for parameter in registry.parameters():
-        parameter.data = parameter.data.double()
-    before = registry.slab_of("a")
-    registry.lay_out(torch.device("cpu"))
-    assert registry.slab_of("a") is not before
-    assert [page.values.dtype for page in registry.slab_of("a").pages] == [torch.float64]
 
 
 def test_pieces_are_whole_until_told_otherwise_and_leave_with_their_task() -> None:
