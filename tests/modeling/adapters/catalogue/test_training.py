@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -24,7 +25,14 @@ from tests.modeling.adapters.test_kinds import packed, perturbed
 
 # Prompts, which have no layers, have tests of their own in `tests/modeling/adapters/prompts`.
 TYPES = [peft_type for peft_type, kind in KINDS.items() if not isinstance(kind, PromptKind)]
-EVERY_TYPE = pytest.mark.parametrize("peft_type", TYPES, ids=[one.name for one in TYPES])
+
+
+def types(chosen: Iterable[PeftType]) -> pytest.MarkDecorator:
+    """Return a mark that runs a test once for each of some types."""
+    return pytest.mark.parametrize("peft_type", list(chosen), ids=lambda one: one.name)
+
+
+EVERY_TYPE = types(TYPES)
 NAMES = [one.name.lower() for one in TYPES]
 
 
@@ -47,21 +55,19 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> lab.Run:
     return lab.train(tasks, tmp_path_factory.mktemp("run"), recorder=lab.Recorder(keep_weights=False))
 
 
-@EVERY_TYPE
+# What plain PEFT draws from the generator is compared with a run of its own in the next test.
+@types(one for one in TYPES if not CASES[one].is_random)
 def test_in_a_run_of_all_types_each_trains_as_plain_peft_trains_it_alone(run: lab.Run, peft_type: PeftType) -> None:
     name = peft_type.name.lower()
-    if CASES[peft_type].is_random:
-        pytest.skip("plain PEFT draws it from the generator; the next test holds it against a run of its own")
     verdict = lab.judge(run.trainer, task(name, NAMES.index(name)))
     lab.assert_as_judged(run, {name: verdict})
     assert verdict.losses[-1] != verdict.losses[0], "it has learned something"
 
 
-@EVERY_TYPE
+# What dropout modules draw is tested in test_kinds.py.
+@types(one for one in TYPES if CASES[one].is_random or one.name in ("LOHA", "BOFT"))
 def test_what_is_drawn_at_random_is_the_same_alone_and_in_micro_batches(peft_type: PeftType, tmp_path: Path) -> None:
     name, case = peft_type.name.lower(), CASES[peft_type]
-    if not case.is_random and name not in ("loha", "boft"):
-        pytest.skip("what dropout modules draw is held in test_kinds.py")
     assert case.dropped is not None
     dropped = with_config(task(name), case.dropped())
     alone = lab.train([dropped], tmp_path / "alone")
@@ -127,22 +133,15 @@ def test_plain_peft_merges_disables_adds_and_deletes_what_was_saved(peft_type: P
         assert relative(wanted, bare) > 1e-5, "the adapter does something"
         with judge.disable_adapter():
             assert torch.equal(judge(input_ids=ids).logits, bare)
-        if peft_type.name not in ONE_ADAPTER:
-            judge.add_adapter("second", copy.deepcopy(judge.peft_config["default"]))
-            judge.delete_adapter("second")
-            assert torch.equal(judge(input_ids=ids).logits, wanted)
+        judge.add_adapter("second", copy.deepcopy(judge.peft_config["default"]))
+        judge.delete_adapter("second")
+        assert torch.equal(judge(input_ids=ids).logits, wanted)
         if CASES[peft_type].merges:
             assert torch.allclose(judge.merge_and_unload()(input_ids=ids).logits, wanted, atol=1e-4)
 
 
-ONE_ADAPTER: tuple[str, ...] = ()
-"""Types of which PEFT itself cannot hold a second adapter beside a first."""
-
-
-@EVERY_TYPE
+@types(one for one in TYPES if CASES[one].merges)
 def test_a_task_is_merged_into_the_backbone_as_plain_peft_merges_it(peft_type: PeftType) -> None:
-    if not CASES[peft_type].merges:
-        pytest.skip("PEFT does not merge it")
     configs = {"x": CASES[PeftType.LORA].make(0), "a": CASES[peft_type].make(0), "b": CASES[peft_type].make(1)}
     model = MultiTaskPeftModel(tiny_llama(), configs, verify=False).eval()
     for name in model.tasks:
