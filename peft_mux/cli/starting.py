@@ -85,12 +85,11 @@ def doctor(arguments: argparse.Namespace) -> int:
     hub = "a token is there" if get_token() else "no token: `hf auth login` before you push"
     kernels = "torch (no GPU)"
     if devices:
-        from peft_mux.kernels.adamw.update import joint_update
+        from peft_mux.kernels.availability import reason_against_kernels
 
-        try:
-            kernels = "torch" if joint_update(torch.device("cuda")) is None else "triton"
-        except Exception as error:  # whatever a compiler, a driver or a library says
-            amiss.append(f"Triton's kernels do not run: {error}")
+        reason, kernels = reason_against_kernels(torch.device("cuda")), "triton"
+        if reason is not None:
+            amiss.append(f"Triton's kernels do not run: {reason}")
             kernels = "torch, as Triton's do not run"
     found = {
         "python": f"{platform.python_version()} on {platform.platform()}",

@@ -83,7 +83,7 @@ def _card_runs_kernels(index: int) -> bool:
     reason = reason_against_kernels(torch.device("cuda", index))
     if reason is not None:
         warnings.warn(
-            "grouped LoRA and bottlenecks, the fused loss and joint AdamW steps are computed in torch, task by task, "
+            "grouped LoRA and bottlenecks and the fused loss are computed in torch, task by task, "
             f"and not by Triton kernels, as {reason}.",
             stacklevel=3,
         )

@@ -34,7 +34,7 @@ from benchmarks.kernels import run as kernels
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.kernels.problem import Result
 from peft_mux.engine.tasks import optimizer as task_optimizer
-from peft_mux.kernels.adamw import update as multi_adamw
+from peft_mux.kernels import adamw as multi_adamw
 from tests.paths import ROOT
 
 ABSENT = ("datasets", "pulp", "bitsandbytes")

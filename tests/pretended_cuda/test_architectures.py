@@ -49,7 +49,7 @@ def assert_as_promised(seen: dict[str, Any], name: str, form: str) -> None:
     else:
         assert reasons == []
     assert (VARLEN in seen["attention"]) == (not reasons), seen["attention"]
-    for kernel in ("shrink_kernel", "expand_kernel", "wgrad_kernel", "multi_adamw_kernel"):
+    for kernel in ("shrink_kernel", "expand_kernel", "wgrad_kernel"):
         assert seen["launches"].get(kernel, 0) > 0, kernel
 
 

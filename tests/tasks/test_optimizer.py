@@ -21,8 +21,8 @@ from peft_mux.arguments import MultiTaskTrainingArguments, supported_optimizers,
 from peft_mux.engine.tasks.optimizer import OPTIONS, LastGood, TaskOptimizer, joint_steps_taken
 from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.engine.work import StepResult
-from peft_mux.kernels.adamw import update as multi_adamw
-from peft_mux.kernels.adamw.pages import PageUpdate
+from peft_mux.kernels import adamw as multi_adamw
+from peft_mux.kernels.adamw import PageUpdate
 from peft_mux.modeling import slabs
 from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.task import task_arguments

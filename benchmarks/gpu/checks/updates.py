@@ -101,8 +101,7 @@ def _stepped(
     settings: Settings, dtype: torch.dtype, company: Sequence[int], poisoned: int | None = None
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Return the pages of each task after its steps together with the others; `poisoned` has a NaN in its loss."""
-    from peft_mux.kernels.adamw.pages import PageUpdate
-    from peft_mux.kernels.adamw.update import total_norms
+    from peft_mux.kernels.adamw import PageUpdate, foreach_update, total_norms
 
     pages = {index: _page(settings, dtype, index) for index in company}
     for step in range(NUM_STEPS):
@@ -124,16 +123,8 @@ def _stepped(
             )
             for column, (index, page) in enumerate(pages.items())
         ]
-        _joint_step(settings, updates, verdicts)
+        foreach_update(updates, verdicts)
     return pages
-
-
-def _joint_step(settings: Settings, updates: Sequence[Any], verdicts_2N: torch.Tensor) -> None:
-    """Take the step that a GPU takes; without Triton, its reference."""
-    from peft_mux.kernels.adamw.update import foreach_update, kernel_update
-
-    update = kernel_update if settings.wants_kernels else foreach_update
-    update(updates, verdicts_2N)
 
 
 def _exact(settings: Settings, dtype: torch.dtype, index: int) -> dict[str, torch.Tensor]:

@@ -9,7 +9,7 @@ aside before the step changes them, so that a task whose step blew it up can be 
 # MERGED: (AdamW's
 # MERGED: momentum and decay act on zero gradients), so both are done task by task. On CUDA the AdamW steps of all
 # MERGED: tasks are one
-# MERGED: launch all the same (`peft_mux.kernels.adamw.update`): each task's optimizer keeps its settings and its state,
+# MERGED: launch all the same (`peft_mux.kernels.adamw`): each task's optimizer keeps its settings and its state,
 # MERGED: and only the arithmetic is done for it.
 # MERGED: What a task asks of its optimizer and schedule, tried out before any weight is read.
 # MERGED: Trainer passes over options that an optimizer does not know, and schedules compute their rates only when
@@ -32,8 +32,8 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from peft_mux.arguments import ELEMENTWISE, MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
-from peft_mux.kernels.adamw import update as multi_adamw
-from peft_mux.kernels.adamw.pages import DTYPES, PageUpdate
+from peft_mux.kernels import adamw as multi_adamw
+from peft_mux.kernels.adamw import DTYPES, PageUpdate
 from peft_mux.modeling.slabs import TaskSlab, decays
 from peft_mux.task import HyperParameters, task_arguments
 

@@ -30,7 +30,7 @@ from peft_mux.engine.tasks.optimizer import (
 from peft_mux.engine.tasks.resolved import ResolvedTask
 from peft_mux.engine.work import StepResult
 from peft_mux.errors import ConfigError
-from peft_mux.kernels.adamw import update as multi_adamw
+from peft_mux.kernels import adamw as multi_adamw
 from peft_mux.modeling.generation.prompts import PromptRow
 from peft_mux.modeling.model import reason_of_adapter
 from peft_mux.scheduler.pipeline.simulator import MOST_STEPS
