@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -16,7 +16,7 @@ from torch import nn
 
 from benchmarks.kernels.problem import CannotRunError, Problem, Result, Step
 from peft_mux.kernels.lora.function import LoraGroupFunction
-from peft_mux.kernels.lora.group import Adapter, Base, LoraGroup
+from peft_mux.kernels.lora.group import Adapter, Base, KernelCall, LoraGroup
 from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, grouped_lora_slices
 from peft_mux.kernels.lora.tables import SegmentTables
 from peft_mux.modeling.adapters.lora.kind import lora_slot
@@ -75,23 +75,6 @@ class Launch(NamedTuple):
     num_bytes: int
 
 
-class _Call(NamedTuple):
-    """The group on the rows of a problem, as `LoraGroupFunction` calls it; weights rotate with the inputs."""
-
-    group: LoraGroup
-    bases: Sequence[Base]
-    tables: SegmentTables
-    places: torch.Tensor
-
-    def forward(self, x_TD: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        return self.group.forward(x_TD, self.bases, self.tables, self.places)
-
-    def backward(
-        self, dys_TK: Sequence[torch.Tensor], x_TD: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
-    ) -> torch.Tensor | None:
-        return self.group.backward(dys_TK, x_TD, saved, self.bases, self.tables, self.places, needs_dx=needs_dx)
-
-
 class MuxGroup:
     """A step through the kernels, in the memory layout of training.
 
@@ -144,7 +127,7 @@ class MuxGroup:
         """Run forward and backward; the gradients of the factors are added to what is there."""
         inputs = self.problem.inputs(call)
         bases = [Base(weight, None, len(weight)) for weight in inputs.weights]
-        lora_call = _Call(self.group, bases, self.tables, self.places)
+        lora_call = KernelCall(self.group, bases, self.tables, self.places)
         x = inputs.x.detach().requires_grad_()
         ys = LoraGroupFunction.apply(x, self.anchor, lora_call, self.problem.dtype)
         (dx,) = torch.autograd.grad(ys, [x], inputs.dys)

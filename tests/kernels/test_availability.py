@@ -1,4 +1,4 @@
-"""Kernels are used where a first one runs, and nowhere else; why not is told once.
+"""Kernels are used where a first one runs, and nowhere else; one warning says why not.
 
 As a script, in Triton's interpreter: the trial kernel writes what it should.
 """
@@ -22,7 +22,7 @@ needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, re
 
 
 @pytest.fixture(autouse=True)
-def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def _forget_cards(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     caches: list[Any] = [availability.has_triton, availability._card_runs_kernels, availability._reason_against_card]
     monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda index: "A Card")
@@ -35,8 +35,6 @@ def _asked_anew(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 def stub_trial(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) -> list[torch.device]:
-    from peft_mux.kernels import availability as trial
-
     tried: list[torch.device] = []
 
     def try_kernel(device: torch.device) -> None:
@@ -44,11 +42,11 @@ def stub_trial(monkeypatch: pytest.MonkeyPatch, error: Exception | None = None) 
         if error is not None:
             raise error
 
-    monkeypatch.setattr(trial, "try_kernel", try_kernel)
+    monkeypatch.setattr(availability, "try_kernel", try_kernel)
     return tried
 
 
-def test_a_cpu_runs_none_and_is_not_told_of_it() -> None:
+def test_a_cpu_runs_no_kernels_and_gets_no_warning() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert not availability.runs_kernels(torch.device("cpu"))
@@ -75,7 +73,7 @@ def test_a_card_is_tried_once_and_then_used(monkeypatch: pytest.MonkeyPatch) -> 
         RuntimeError(""),
     ],
 )
-def test_a_launch_that_fails_leaves_the_card_to_torch_and_tells_the_cause_once(
+def test_a_launch_that_fails_leaves_the_card_to_torch_with_one_warning(
     monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     tried = stub_trial(monkeypatch, error)
@@ -99,28 +97,28 @@ def test_a_card_without_bf16_products_is_not_tried(
     assert tried == []
 
 
-def test_absent_triton_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_absent_triton_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     with pytest.warns(UserWarning, match="as Triton is absent"):
         assert not availability.runs_kernels(CUDA)
 
 
 @needs_triton
-def test_the_trial_kernel_writes_what_it_is_held_against() -> None:
+def test_the_trial_kernel_writes_one() -> None:
     assert run_script(__file__, TRITON_INTERPRET="1").split() == ["written"]
 
 
 @needs_triton
 def test_a_kernel_that_writes_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
-    from peft_mux.kernels import availability as trial
+    from peft_mux.kernels.lora import device
 
     class Idle:
         def __getitem__(self, grid: tuple[int, ...]) -> Any:
             return lambda out: None
 
-    monkeypatch.setattr(trial, "_trial_kernel", Idle())
+    monkeypatch.setattr(device, "trial_kernel", Idle())
     with pytest.raises(RuntimeError, match=r"wrote \[0.0\] instead of \[1.0\]"):
-        trial.try_kernel(torch.device("cpu"))
+        availability.try_kernel(torch.device("cpu"))
 
 
 if __name__ == "__main__":

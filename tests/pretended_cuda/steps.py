@@ -143,7 +143,7 @@ def forget_the_last_card() -> None:
     """Let this process ask and tell anew what it does once: cases share a process, and not a card."""
     for once in (varlen.warn_once, availability._card_runs_kernels, availability._reason_against_card):
         once.cache_clear()
-    tunings._cuda_device_name.cache_clear()
+    tunings.gpu_model.cache_clear()
 
 
 # ------------------------------------------------------------------ what is trained

@@ -67,13 +67,11 @@ def _lora_pass(
 ) -> dict[int, dict[str, torch.Tensor]]:
     """Return y, dx (adapters' part), da and db of each task of `company`, from memory that was NaN."""
     from peft_mux.kernels.lora import launch as lora
-    from peft_mux.kernels.lora.launch import Factors
-    from peft_mux.kernels.lora.tables import RankTable, SegmentTables
+    from peft_mux.kernels.lora.tables import Factors, RankTable, SegmentTables
 
     company = list(company)
     data = [_lora_task(device, tasks[index], widths, dtype, index) for index in company]
     lengths, ranks = [tasks[index][0] for index in company], [tasks[index][1] for index in company]
-    first_rows = [sum(ranks[:place]) for place in range(len(ranks))]
     tables = SegmentTables(lengths, [_lora_seeds(index)[0] for index in company], device=device)
     scales, dropouts = [0.5 + index for index in company], [tasks[index][2] for index in company]
     table = RankTable(ranks, scales, dropouts=dropouts, device=device)
@@ -87,7 +85,9 @@ def _lora_pass(
     y, dx = torch.full_like(dy, float("nan")), torch.full_like(x, float("nan"))
     da, db = blank(a, widths[0], torch.float32), blank(bt, widths[1], torch.float32)
     drop: dict[str, Any] = {"places": places, "module_seed": _lora_seeds(0)[1]}
-    of_a, of_b, of_da, of_db = (Factors.of_slab(slab, first_rows, ranks) for slab in (a, bt, da, db))
+    of_a, of_b, of_da, of_db = (
+        Factors([part if len(part) else None for part in slab.split(ranks)], slab.shape[1]) for slab in (a, bt, da, db)
+    )
     lora.shrink(x, of_a, s, tables, table, scaled=False, **drop)
     lora.expand(s, of_b, y, tables, table, scaled=True)
     lora.shrink(dy, of_b, ds, tables, table, scaled=True)

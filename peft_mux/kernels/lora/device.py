@@ -1,4 +1,4 @@
-"""What runs on the device: the Triton kernels that `launch.py` starts, and the Philox draws inside of them.
+"""The Triton kernels of grouped LoRA, which `launch.py` starts, and the Philox draws inside of them.
 
 A program works on rows of one segment only, and reads neither rows nor columns of S nor rows of a slab that are not
 that segment's: a NaN stays with the task that has it. How a segment is cut into blocks follows from its own rank and
@@ -16,6 +16,12 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+
+
+@triton.jit
+def trial_kernel(out_ptr):
+    """Write 1, to show whether kernels can be compiled and launched on a device."""
+    tl.store(out_ptr, 1.0)
 
 
 @triton.jit

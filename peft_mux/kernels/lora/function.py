@@ -13,26 +13,18 @@ Shape letters: T rows of the stream, D features read, K features of a layer.
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Callable, Sequence
-from typing import Any, Protocol
+from collections.abc import Callable
+from typing import Any
 
 import torch
+
+from peft_mux.kernels.lora.group import KernelCall, SliceCall
 
 _MAX_PASSES = 256
 
 
-class GroupCall(Protocol):
-    """A group of linear layers in one pass."""
-
-    def forward(self, x_TD: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return each layer's output `[..., K]` for `x_TD`, and what the backward pass needs besides `x_TD`."""
-        ...
-
-    def backward(
-        self, dys_TK: Sequence[torch.Tensor], x_TD: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
-    ) -> torch.Tensor | None:
-        """Add to the gradients of the factors, and return that of `x_TD`."""
-        ...
+GroupCall = KernelCall | SliceCall
+"""A group of linear layers in one pass."""
 
 
 class LoraGroupFunction(torch.autograd.Function):

@@ -1,15 +1,14 @@
-"""What is computed slice by slice: whose rows lie where, and which adapters share a product.
+"""A frozen linear layer with the LoRA adapters of many tasks on top, over one packed stream, by products on slices.
+
+    S_g = drop(x_g) A_g^T          y = x W^T + b;    y_g += s_g S_g B_g^T            (M Eq. 1)
+    dS_g = s_g dy_g B_g            dB_g = s_g dy_g^T S_g        dA_g = dS_g^T drop(x_g)
+    dx = dy W;                     dx_g += mask_g * (dS_g A_g)                       (M Eq. 2)
+
+The base product runs once over all rows; each task touches only its own rows, by slices and never by masks that
+multiply, so that a NaN of one task (0 * NaN = NaN) reaches no other.
 
 Shape letters: T rows of the stream, D input features, K output features, R rank.
 """
-
-# MERGED: A frozen linear layer with the LoRA adapters of many tasks on top, over one packed stream.
-# MERGED:     S_g = drop(x_g) A_g^T          y = x W^T + b;    y_g += s_g S_g B_g^T            (M Eq. 1)
-# MERGED:     dS_g = s_g dy_g B_g            dB_g = s_g dy_g^T S_g        dA_g = dS_g^T drop(x_g)
-# MERGED:     dx = dy W;                     dx_g += mask_g * (dS_g A_g)                       (M Eq. 2)
-# MERGED: The base GEMM runs once over all rows; each task touches only its own rows, by slices and never by masks that
-# MERGED: multiply, so that a NaN of one task (0 * NaN = NaN) reaches no other.
-# MERGED: Shape letters: T rows of the stream, D input features, K output features, R rank.
 
 from __future__ import annotations
 
@@ -98,11 +97,6 @@ class Bundle(NamedTuple):
     segment: LoraSegment
     members: tuple[tuple[int, int, float], ...]
 
-    @property
-    def rows(self) -> slice:
-        """The rows that the adapters read."""
-        return slice(self.segment.start, self.segment.end)
-
     def split(self, x_R: torch.Tensor, factors: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
         """Return each member's rows of a tensor whose first dimension is the summed rank."""
         return x_R.split([len(factors[2 * number]) for _, number, _ in self.members])
@@ -110,12 +104,22 @@ class Bundle(NamedTuple):
     def joint_a(self, factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
         """Return the members' factors A as one `[summed R, D]`; a view where they lie side by side."""
         owners = [factors[2 * number].detach() for _, number, _ in self.members]
-        joint = adjacent(owners)
+        joint = _adjacent(owners)
         return torch.cat([a.to(dtype) for a in owners]) if joint is None else joint.to(dtype)
 
 
-def bundles(slices: Sequence[LinearSlice]) -> list[Bundle]:
-    """Gather the adapters of each task; one with dropout stands alone, as its draws are its own."""
+def all_factors(slices: Sequence[LinearSlice]) -> list[torch.Tensor]:
+    """Return A and B of all adapters, slice by slice: those of adapter n are factors 2n and 2n + 1."""
+    return [factor for part in slices for pair in part.factors for factor in pair]
+
+
+def bundles_with_s(
+    slices: Sequence[LinearSlice], factors: Sequence[torch.Tensor], saved: torch.Tensor
+) -> Iterator[tuple[Bundle, torch.Tensor]]:
+    """Gather the adapters of each task; yield each bundle with its `S [R, rows]`, a part of `saved`.
+
+    An adapter with dropout is a bundle by itself, because its draws are its own.
+    """
     shared: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
     alone: list[Bundle] = []
     number = 0
@@ -128,36 +132,15 @@ def bundles(slices: Sequence[LinearSlice]) -> list[Bundle]:
             else:
                 alone.append(Bundle(segment, (member,)))
             number += 1
-    return [Bundle(LoraSegment(*rows, 1.0), tuple(members)) for rows, members in shared.items()] + alone
-
-
-def num_saved(slices: Sequence[LinearSlice]) -> int:
-    """Return how many elements of S `slices_forward` writes."""
-    return sum(
-        len(a) * (segment.end - segment.start)
-        for part in slices
-        for segment, (a, _) in zip(part.segments, part.factors, strict=True)
-    )
-
-
-def all_factors(slices: Sequence[LinearSlice]) -> list[torch.Tensor]:
-    """Return A and B of all adapters, slice by slice: those of adapter n are factors 2n and 2n + 1."""
-    return [factor for part in slices for pair in part.factors for factor in pair]
-
-
-def bundles_with_s(
-    slices: Sequence[LinearSlice], factors: Sequence[torch.Tensor], saved: torch.Tensor
-) -> Iterator[tuple[Bundle, torch.Tensor]]:
-    """Yield each bundle with its `S [R, rows]`, a part of `saved`."""
     offset = 0
-    for bundle in bundles(slices):
+    for bundle in [Bundle(LoraSegment(*rows, 1.0), tuple(members)) for rows, members in shared.items()] + alone:
         rank = sum(len(factors[2 * number]) for _, number, _ in bundle.members)
         num_rows = bundle.segment.end - bundle.segment.start
         yield bundle, saved[offset : offset + rank * num_rows].view(rank, num_rows)
         offset += rank * num_rows
 
 
-def adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
+def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
     """Return matrices that follow each other in memory as one, without a copy; `None` where they do not."""
     first = parts[0]
     if len(parts) == 1:
@@ -221,7 +204,12 @@ class GroupedLoraFunction(torch.autograd.Function):
     ) -> tuple[torch.Tensor, ...]:
         """Compute each `y`; save `x` and S."""
         x = x_TD.to(dtype)
-        saved = x.new_empty(num_saved(slices))
+        num_saved = sum(
+            len(a) * (segment.end - segment.start)
+            for part in slices
+            for segment, (a, _) in zip(part.segments, part.factors, strict=True)
+        )
+        saved = x.new_empty(num_saved)
         ys = slices_forward(x, slices, places, saved)
         ctx.save_for_backward(x, places, saved)
         ctx.slices, ctx.dtype, ctx.input_dtype, ctx.needed = slices, dtype, x_TD.dtype, needed
@@ -244,26 +232,33 @@ class GroupedLoraFunction(torch.autograd.Function):
 def slices_forward(
     x_TD: torch.Tensor, slices: Sequence[LinearSlice], places: torch.Tensor, saved: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """Return each `y`; autograd sees nothing of it.
+    """Return each `y`, without autograd.
 
     Args:
         x_TD: `[T, D]` activations, in the dtype to compute in.
         slices: the frozen layers with their adapters.
         places: int64 `[T]`, place of each row in its task's global batch, for dropout.
-        saved: flat tensor of at least `num_saved` elements, to be filled with S.
+        saved: flat tensor that receives S: for each adapter its rank times its rows, or more.
     """
-    factors = all_factors(slices)
-    ys = tuple(_base_output(x_TD, part) for part in slices)
-    if x_TD.is_meta:  # a description, of which shapes are asked alone: many tasks' products would take seconds
-        return ys
+    factors, dtype = all_factors(slices), x_TD.dtype
+    ys = []
+    for part in slices:
+        if part.weight_KD is None:
+            ys.append(x_TD.new_zeros(len(x_TD), part.out_features))
+        else:
+            ys.append(F.linear(x_TD, part.weight_KD.to(dtype), None if part.bias_K is None else part.bias_K.to(dtype)))
+    if x_TD.is_meta:  # only shapes are asked for: the products of many tasks would take seconds
+        return tuple(ys)
     for bundle, s_RT in bundles_with_s(slices, factors, saved):
+        rows = slice(bundle.segment.start, bundle.segment.end)
+        kept = _kept(x_TD, bundle.segment, places)
+        x_g = x_TD[rows] if kept is None else philox.dropped(x_TD[rows], kept, bundle.segment.dropout)
         # x is read once for all factors A of the task; S is kept transposed, with the rank first.
-        torch.mm(bundle.joint_a(factors, x_TD.dtype), _dropped(x_TD, bundle.segment, places).t(), out=s_RT)
-        rows = bundle.rows
+        torch.mm(bundle.joint_a(factors, dtype), x_g.t(), out=s_RT)
         for (index, number, scale), s in zip(bundle.members, bundle.split(s_RT, factors), strict=True):
             # Scaled and added within the product, on the task's own rows: no activation is copied.
-            ys[index][rows].addmm_(s.t(), factors[2 * number + 1].to(x_TD.dtype).t(), alpha=scale)
-    return ys
+            ys[index][rows].addmm_(s.t(), factors[2 * number + 1].to(dtype).t(), alpha=scale)
+    return tuple(ys)
 
 
 def slices_backward(
@@ -294,67 +289,48 @@ def slices_backward(
     dx = _base_input_gradient(x_TD, dys_TK, [part.weight_KD for part in slices], needed) if needs_dx else None
     gradients: list[Any] = [None] * len(factors)
     for bundle, s_RT in bundles_with_s(slices, factors, saved):
-        rows = bundle.rows
+        rows = slice(bundle.segment.start, bundle.segment.end)
         ds_RT = torch.empty_like(s_RT)
         parts = zip(bundle.members, bundle.split(s_RT, factors), bundle.split(ds_RT, factors), strict=True)
         for (index, number, scale), s, ds in parts:
             b, dy_g = factors[2 * number + 1], dys_TK[index][rows]
             torch.mm(b.to(dtype).t().contiguous(), dy_g.t(), out=ds).mul_(scale)
-            gradients[2 * number + 1] = _b_gradient(b, s, dy_g, scale)
+            if _adds_in_place(b, dtype):
+                # B's gradient is [K, R]; its transpose lets the product write it without a copy.
+                b.grad.t().addmm_(s, dy_g, alpha=scale)  # type: ignore[union-attr]
+            else:
+                db = (s @ dy_g).mul_(scale).t()
+                gradients[2 * number + 1] = db.to(b.dtype, memory_format=torch.contiguous_format)
         # Drawn once more, from seed and place: a mask that was kept would take memory for every layer.
         kept = _kept(x_TD, bundle.segment, places)
         x_g = x_TD[rows] if kept is None else philox.dropped(x_TD[rows], kept, bundle.segment.dropout)
-        _write_a_gradients(bundle, factors, ds_RT, x_g, gradients)
+        owners = [factors[2 * number] for _, number, _ in bundle.members]
+        are_in_place = all(_adds_in_place(a, dtype) for a in owners)
+        joint = _adjacent([a.grad for a in owners]) if are_in_place else None  # type: ignore[misc]
+        if joint is not None:
+            # Gradients lie side by side in a task's slab, as the factors A do, and one product adds to all of them.
+            joint.addmm_(ds_RT, x_g)
+        else:
+            for (_, number, _), da in zip(bundle.members, bundle.split(ds_RT @ x_g, factors), strict=True):
+                a = factors[2 * number]
+                if are_in_place:
+                    a.grad.add_(da)  # type: ignore[union-attr]
+                else:
+                    gradients[2 * number] = da.to(a.dtype)
         if dx is None or not (needed is None or any(part.start <= rows.start < part.end for part in needed)):
             continue
-        a = bundle.joint_a(factors, dtype)
+        a_RD = bundle.joint_a(factors, dtype)
         if kept is None:
-            dx[rows].addmm_(ds_RT.t(), a)
+            dx[rows].addmm_(ds_RT.t(), a_RD)
         else:
-            dx[rows] += philox.dropped(ds_RT.t() @ a, kept, bundle.segment.dropout)
+            dx[rows] += philox.dropped(ds_RT.t() @ a_RD, kept, bundle.segment.dropout)
     return dx, gradients
 
 
 def _adds_in_place(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a product may be added to the parameter's gradient directly: it has one, and no hook wants to see it."""
+    """Whether a product may be added to the parameter's gradient directly: it has one, and no hook reads it."""
     is_watched = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     return parameter.is_leaf and parameter.grad is not None and parameter.grad.dtype == dtype and not is_watched
-
-
-def _b_gradient(b: torch.Tensor, s_RT: torch.Tensor, dy_TK: torch.Tensor, scale: float) -> torch.Tensor | None:
-    """Return `dB`, or add it to the gradient that is there."""
-    if _adds_in_place(b, dy_TK.dtype):
-        # B's gradient is [K, R]; its transpose lets the product write it without a copy.
-        b.grad.t().addmm_(s_RT, dy_TK, alpha=scale)  # type: ignore[union-attr]
-        return None
-    return (s_RT @ dy_TK).mul_(scale).t().to(b.dtype, memory_format=torch.contiguous_format)
-
-
-def _write_a_gradients(
-    bundle: Bundle, factors: Sequence[torch.Tensor], ds_RT: torch.Tensor, x_TD: torch.Tensor, gradients: list[Any]
-) -> None:
-    """Put each `dA` into `gradients`, or add them to the gradients that are there."""
-    owners = [factors[2 * number] for _, number, _ in bundle.members]
-    are_in_place = all(_adds_in_place(a, x_TD.dtype) for a in owners)
-    joint = adjacent([a.grad for a in owners]) if are_in_place else None  # type: ignore[misc]
-    if joint is not None:
-        # Gradients lie side by side in a task's slab, as the factors A do, and one product adds to all of them.
-        joint.addmm_(ds_RT, x_TD)
-        return
-    da_RD = ds_RT @ x_TD
-    for (_, number, _), a, da in zip(bundle.members, owners, bundle.split(da_RD, factors), strict=True):
-        if are_in_place and a.grad is not None:
-            a.grad.add_(da)
-        else:
-            gradients[2 * number] = da.to(a.dtype)
-
-
-def _base_output(x: torch.Tensor, part: LinearSlice) -> torch.Tensor:
-    """Return the frozen layer's own output; zeros where the caller adds it."""
-    if part.weight_KD is None:
-        return x.new_zeros(len(x), part.out_features)
-    bias = None if part.bias_K is None else part.bias_K.to(x.dtype)
-    return F.linear(x, part.weight_KD.to(x.dtype), bias)
 
 
 def _base_input_gradient(
@@ -383,43 +359,3 @@ def _kept(x: torch.Tensor, segment: LoraSegment, places: torch.Tensor) -> torch.
         return None
     rows = slice(segment.start, segment.end)
     return philox.keep_mask(segment.seed, places[rows], x.shape[-1], segment.dropout, segment.window)
-
-
-def _dropped(x: torch.Tensor, segment: LoraSegment, places: torch.Tensor) -> torch.Tensor:
-    """Return the rows of a segment after its dropout."""
-    kept, rows = _kept(x, segment, places), x[segment.start : segment.end]
-    return rows if kept is None else philox.dropped(rows, kept, segment.dropout)
-
-
-def reference_grouped_lora(
-    x_TD: torch.Tensor,
-    weight_KD: torch.Tensor | None,
-    bias_K: torch.Tensor | None,
-    segments: Sequence[LoraSegment],
-    factors: Sequence[tuple[torch.Tensor, torch.Tensor]],
-    *,
-    places: torch.Tensor,
-    out_features: int,
-) -> torch.Tensor:
-    """Return what `grouped_lora_slices` returns of one layer, written for reading and left to autograd.
-
-    Args:
-        x_TD: `[T, D]` activations, sorted by task.
-        weight_KD: frozen weight `[K, D]`; `None` for the adapters' part alone.
-        bias_K: frozen bias `[K]`, or `None`.
-        segments: rows of the tasks that have an adapter here.
-        factors: `(A [R, D], B [K, R])` per segment; ranks may differ.
-        places: int64 `[T]`, place of each row in its task's global batch, for dropout.
-        out_features: number of output features, K.
-    """
-    if weight_KD is None:
-        y = x_TD.new_zeros(len(x_TD), out_features)
-    else:
-        y = F.linear(x_TD, weight_KD, bias_K)
-    delta = torch.zeros_like(y)
-    # Put together from rows and not masked: 0 * NaN would carry one task's NaN into another.
-    for segment, (a, b) in zip(segments, factors, strict=True):
-        x_g = _dropped(x_TD, segment, places)
-        added = segment.scale * (x_g @ a.t() @ b.t())
-        delta = torch.cat((delta[: segment.start], added, delta[segment.end :]))
-    return y + delta

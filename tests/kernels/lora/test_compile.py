@@ -64,10 +64,9 @@ SWEEP = [
 
 def constants_of(variant: Variant) -> dict[str, object]:
     from peft_mux.kernels.lora import tables
-    from peft_mux.kernels.lora import tables as tunings
 
     element_size = 4 if variant.dtype == "fp32" else 2
-    tile = tunings.tiles(variant.kernel, variant.device, variant.width, variant.block_ranks, element_size)
+    tile = tables.tiles(variant.kernel, variant.device, variant.block_ranks, element_size)
     if variant.kernel == "reduce":
         return {"D": variant.width, "BLOCK_R": 16, "BLOCK_D": tile.columns, "ACCUMULATE": True, "tile": tile}
     width, columns = ("K", "BLOCK_K") if variant.kernel == "expand" else ("D", "BLOCK_D")

@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from transformers.pytorch_utils import Conv1D
 
 from peft_mux.kernels import philox
-from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, grouped_lora_slices, reference_grouped_lora
+from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, grouped_lora_slices
 
 PROPERTY = settings(deadline=None, max_examples=60)
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
@@ -33,6 +33,33 @@ def grouped_lora(
     """Return the output of one layer, as the reference takes its arguments."""
     (y,) = grouped_lora_slices(x_TD, [LinearSlice(weight_KD, bias_K, out_features, segments, factors)], places)
     return y
+
+
+def reference_grouped_lora(
+    x_TD: torch.Tensor,
+    weight_KD: torch.Tensor | None,
+    bias_K: torch.Tensor | None,
+    segments: Sequence[LoraSegment],
+    factors: Sequence[tuple[torch.Tensor, torch.Tensor]],
+    *,
+    places: torch.Tensor,
+    out_features: int,
+) -> torch.Tensor:
+    """Return what `grouped_lora_slices` returns for one layer, written for reading and left to autograd."""
+    y = x_TD.new_zeros(len(x_TD), out_features)
+    if weight_KD is not None:
+        y = torch.nn.functional.linear(x_TD, weight_KD, bias_K)
+    delta = torch.zeros_like(y)
+    # Put together from rows and not masked: 0 * NaN would carry one task's NaN into another.
+    for segment, (a, b) in zip(segments, factors, strict=True):
+        rows = slice(segment.start, segment.end)
+        x_g = x_TD[rows]
+        if segment.dropout:
+            kept = philox.keep_mask(segment.seed, places[rows], x_TD.shape[-1], segment.dropout)
+            x_g = philox.dropped(x_g, kept, segment.dropout)
+        added = segment.scale * (x_g @ a.t() @ b.t())
+        delta = torch.cat((delta[: segment.start], added, delta[segment.end :]))
+    return y + delta
 
 
 class Case(NamedTuple):

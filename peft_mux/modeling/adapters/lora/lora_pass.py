@@ -24,9 +24,8 @@ from peft_mux.kernels import philox
 from peft_mux.kernels.availability import runs_kernels
 from peft_mux.kernels.lora.function import PASSES, LoraGroupFunction
 from peft_mux.kernels.lora.group import Adapter, KernelCall, LoraGroup, SliceCall
-from peft_mux.kernels.lora.launch import DTYPES
 from peft_mux.kernels.lora.reference import Rows
-from peft_mux.kernels.lora.tables import SegmentTables
+from peft_mux.kernels.lora.tables import DTYPES, SegmentTables
 from peft_mux.modeling.slabs import TaskSlab
 
 if TYPE_CHECKING:
@@ -204,7 +203,7 @@ class LoraPass:
             # Once a pass and not once a layer, because every parameter of every task is looked at.
             slabs = (groups.slab_of(adapter) for adapter in self.adapters)
             self._watched = frozenset(number for slab in slabs if slab is not None for number in slab.watched())
-            sizes = {"max_tokens": len(places), "max_segments": len(segments)} if has_fixed_size else {}
+            sizes = {"max_tokens": len(places)} if has_fixed_size else {}
             self.segment_tables = SegmentTables(*_lengths_and_seeds(segments), device=places.device, **sizes)
 
     def update(self, segments: tuple[RowSegment, ...]) -> None:
