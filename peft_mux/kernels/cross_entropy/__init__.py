@@ -1,9 +1,5 @@
-"""The cross-entropy of a frozen output head, without the logits of the whole batch.
+"""The cross-entropy of an output head, without the logits of the whole batch.
 
-Read in this order:
-
-1. `linear.py`: the head, the reference in torch, and the autograd function that goes through blocks of rows.
-2. `device.py`: the Triton kernel, which makes losses and gradients of one block of logits.
-3. `vocab_parallel.py`: the same for a head whose vocabulary is cut over several processes.
-4. `spreads.py`: what label smoothing reads beside.
+`linear.py` has the head and the losses in torch, block by block, for a whole vocabulary and for one that is cut over
+several processes. `device.py` has the Triton kernel, which makes losses and gradients of one block of logits.
 """

@@ -5,7 +5,7 @@ exponentials; the second overwrites every logit by the derivative of the row's l
 host synchronisation, and no arithmetic shared by two rows: a row's bits depend on that row alone, and a NaN stays in
 the row that has it.
 
-Importing this file imports Triton; only the caller that has chosen it does so.
+Importing this file imports Triton, so callers import it only once they have chosen kernels.
 
 Shape letters: M rows, V vocabulary.
 """
@@ -16,8 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""What the logits may be held in; the arithmetic is fp32 in any case."""
+from peft_mux.kernels.cross_entropy.linear import KERNEL_DTYPES
 
 _MAX_BLOCK = 8192
 _ROW_ALIGNMENT = 16  # elements
@@ -55,27 +54,24 @@ def _absorb(maximum, total, logits):
 
 
 @triton.jit
-def _derivative(logits, slope, columns, target, shift, factor, weight):
-    """Return weight * d loss / d raw logits: (softmax - one-hot) times the slope of scale and soft-cap."""
+def _derivative(logits, slope, columns, target, shift, factor):
+    """Return d loss / d raw logits: (softmax - one-hot) times the slope of scale and soft-cap."""
     # exp(x - max) / sum and not exp(x - logsumexp): the latter rounds at the size of the logits.
     probabilities = tl.exp(logits - shift) * factor
-    return tl.where(columns == target, probabilities - 1.0, probabilities) * slope * weight
+    return tl.where(columns == target, probabilities - 1.0, probabilities) * slope
 
 
 @triton.jit
 def _cross_entropy_kernel(
     logits_ptr,
     targets_ptr,
-    weights_ptr,
     losses_ptr,
     row_stride,
-    ignore_index,
     scale,
     softcap,
     V: tl.constexpr,
     BLOCK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
     WITH_GRADIENT: tl.constexpr,
 ):
     """Write the loss of one row, and its gradient over the row's logits."""
@@ -85,55 +81,43 @@ def _cross_entropy_kernel(
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     lanes = tl.arange(0, BLOCK)
     target = tl.load(targets_ptr + row)
-    if target == ignore_index:
-        tl.store(losses_ptr + row, 0.0)
-        if WITH_GRADIENT:
-            zeros = tl.zeros([BLOCK], dtype=tl.float32).to(logits_ptr.dtype.element_ty)
-            for block in range(FULL):
-                tl.store(row_ptr + block * BLOCK + lanes, zeros)
-            if TAIL > 0:
-                tl.store(row_ptr + FULL * BLOCK + lanes, zeros, mask=lanes < TAIL)
-    else:
-        # A target outside of the vocabulary cannot raise here: it makes a NaN of its row instead.
-        known = (target >= 0) & (target < V)
-        # Read before the first pass: its reductions are barriers, after which no warp can still be reading while
-        # another one already overwrites.
-        raw_target = tl.load(row_ptr + target, mask=known, other=0.0)
-        target_logit = _transformed(raw_target, scale, softcap, HAS_SOFTCAP)[0]
-        target_logit = tl.where(known, target_logit, float("nan"))
+    # A target outside of the vocabulary cannot raise here: it makes a NaN of its row instead.
+    known = (target >= 0) & (target < V)
+    # Read before the first pass: its reductions are barriers, after which no warp can still be reading while
+    # another one already overwrites.
+    raw_target = tl.load(row_ptr + target, mask=known, other=0.0)
+    target_logit = _transformed(raw_target, scale, softcap, HAS_SOFTCAP)[0]
+    target_logit = tl.where(known, target_logit, float("nan"))
 
-        maximum = tl.full([], float("-inf"), dtype=tl.float32)
-        total = tl.full([], 0.0, dtype=tl.float32)
-        for block in range(FULL):
-            raw = tl.load(row_ptr + block * BLOCK + lanes)
-            logits = _transformed(raw, scale, softcap, HAS_SOFTCAP)[0]
-            maximum, total = _absorb(maximum, total, logits)
+    maximum = tl.full([], float("-inf"), dtype=tl.float32)
+    total = tl.full([], 0.0, dtype=tl.float32)
+    for block in range(FULL):
+        raw = tl.load(row_ptr + block * BLOCK + lanes)
+        logits = _transformed(raw, scale, softcap, HAS_SOFTCAP)[0]
+        maximum, total = _absorb(maximum, total, logits)
+    if TAIL > 0:
+        raw = tl.load(row_ptr + FULL * BLOCK + lanes, mask=lanes < TAIL, other=0.0)
+        logits = _transformed(raw, scale, softcap, HAS_SOFTCAP)[0]
+        maximum, total = _absorb(maximum, total, tl.where(lanes < TAIL, logits, float("-inf")))
+    shift = _shift(maximum)
+    # In this order a row whose target is far ahead of all others keeps its small loss.
+    tl.store(losses_ptr + row, (shift - target_logit) + tl.log(total))
+
+    if WITH_GRADIENT:
+        factor = tl.where(known, 1.0 / total, float("nan"))
+        # From the end back to the start: what was read last is the likeliest to be still in a cache.
         if TAIL > 0:
-            raw = tl.load(row_ptr + FULL * BLOCK + lanes, mask=lanes < TAIL, other=0.0)
-            logits = _transformed(raw, scale, softcap, HAS_SOFTCAP)[0]
-            maximum, total = _absorb(maximum, total, tl.where(lanes < TAIL, logits, float("-inf")))
-        shift = _shift(maximum)
-        # In this order a row whose target is far ahead of all others keeps its small loss.
-        tl.store(losses_ptr + row, (shift - target_logit) + tl.log(total))
-
-        if WITH_GRADIENT:
-            weight = 1.0
-            if HAS_WEIGHTS:
-                weight = tl.load(weights_ptr + row).to(tl.float32)
-            factor = tl.where(known, 1.0 / total, float("nan"))
-            # From the end back to the start: what was read last is the likeliest to be still in a cache.
-            if TAIL > 0:
-                columns = FULL * BLOCK + lanes
-                raw = tl.load(row_ptr + columns, mask=lanes < TAIL, other=0.0)
-                logits, slope = _transformed(raw, scale, softcap, HAS_SOFTCAP)
-                gradient = _derivative(logits, slope, columns, target, shift, factor, weight)
-                tl.store(row_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=lanes < TAIL)
-            for block in range(FULL):
-                columns = (FULL - 1 - block) * BLOCK + lanes
-                raw = tl.load(row_ptr + columns)
-                logits, slope = _transformed(raw, scale, softcap, HAS_SOFTCAP)
-                gradient = _derivative(logits, slope, columns, target, shift, factor, weight)
-                tl.store(row_ptr + columns, gradient.to(logits_ptr.dtype.element_ty))
+            columns = FULL * BLOCK + lanes
+            raw = tl.load(row_ptr + columns, mask=lanes < TAIL, other=0.0)
+            logits, slope = _transformed(raw, scale, softcap, HAS_SOFTCAP)
+            gradient = _derivative(logits, slope, columns, target, shift, factor)
+            tl.store(row_ptr + columns, gradient.to(logits_ptr.dtype.element_ty), mask=lanes < TAIL)
+        for block in range(FULL):
+            columns = (FULL - 1 - block) * BLOCK + lanes
+            raw = tl.load(row_ptr + columns)
+            logits, slope = _transformed(raw, scale, softcap, HAS_SOFTCAP)
+            gradient = _derivative(logits, slope, columns, target, shift, factor)
+            tl.store(row_ptr + columns, gradient.to(logits_ptr.dtype.element_ty))
 
 
 def launch_shape(vocab_size: int) -> tuple[int, int]:
@@ -159,25 +143,21 @@ def cross_entropy_(
     *,
     scale: float = 1.0,
     softcap: float | None = None,
-    row_weights_M: torch.Tensor | None = None,
-    ignore_index: int = -100,
     with_gradient: bool = True,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the negative log-likelihood of each row, and turn the logits into its gradient, in place.
 
     The loss is that of `softcap * tanh(scale * logits / softcap)`, or of `scale * logits` without a soft-cap; the
-    gradient is over `logits_MV` as they come in. A target that is neither `ignore_index` nor in the vocabulary makes
-    NaNs of its row: an exception would need a synchronisation with the host.
+    gradient is over `logits_MV` as they come in. A target outside the vocabulary makes NaNs of its row: an exception
+    would need a synchronisation with the host.
 
     Args:
-        logits_MV: `[M, V]` in bf16, fp16 or fp32; columns adjacent, any row stride (`row_stride` names a fast one).
-            Holds `row_weights * d loss / d logits` afterwards, unless `with_gradient` is false.
+        logits_MV: `[M, V]` in bf16, fp16 or fp32; columns adjacent, any row stride (`row_stride` returns a fast one).
+            Holds `d loss / d logits` afterwards, unless `with_gradient` is false.
         targets_M: int64 `[M]`, index of each row's target in the vocabulary.
-        scale: what the logits are multiplied by.
+        scale: multiplies the logits.
         softcap: bounds the scaled logits smoothly; `None` for no bound.
-        row_weights_M: `[M]`, multiplies the gradient of each row, not its loss; ones by default.
-        ignore_index: rows with this target have loss 0 and gradient 0, whatever their logits are.
         with_gradient: false to leave the logits as they are.
         out: contiguous fp32 `[M]` to write the losses to; allocated by default.
 
@@ -188,8 +168,20 @@ def cross_entropy_(
         ValueError: if a shape, a dtype or the layout is not as above.
     """
     losses = torch.empty(len(logits_MV), dtype=torch.float32, device=logits_MV.device) if out is None else out
-    _check(logits_MV, targets_M, row_weights_M, losses)
     num_rows, vocab_size = logits_MV.shape
+    if logits_MV.dtype not in KERNEL_DTYPES or (logits_MV.stride(1) != 1 and vocab_size > 1):
+        raise ValueError(
+            f"logits are {logits_MV.dtype}, columns {logits_MV.stride(1)} elements apart; allowed: bf16, fp16 or fp32, "
+            "adjacent columns."
+        )
+    if targets_M.dtype != torch.int64 or targets_M.shape != (num_rows,) or not targets_M.is_contiguous():
+        raise ValueError(
+            f"targets are {targets_M.dtype} of shape {tuple(targets_M.shape)}; allowed: contiguous int64 [{num_rows}]."
+        )
+    if losses.dtype != torch.float32 or losses.shape != (num_rows,) or not losses.is_contiguous():
+        raise ValueError(
+            f"out is {losses.dtype} of shape {tuple(losses.shape)}; allowed: contiguous float32 [{num_rows}]."
+        )
     if num_rows == 0:
         return losses
     block, num_warps = launch_shape(vocab_size)
@@ -197,43 +189,14 @@ def cross_entropy_(
         _cross_entropy_kernel[(num_rows,)](
             logits_MV,
             targets_M,
-            losses if row_weights_M is None else row_weights_M,  # never read without weights
             losses,
             logits_MV.stride(0),
-            ignore_index,
             float(scale),
             1.0 if softcap is None else float(softcap),
             V=vocab_size,
             BLOCK=block,
             HAS_SOFTCAP=softcap is not None,
-            HAS_WEIGHTS=row_weights_M is not None,
             WITH_GRADIENT=with_gradient,
             num_warps=num_warps,  # pyright: ignore[reportCallIssue] - of the launch, not of the kernel
         )
     return losses
-
-
-def _check(
-    logits_MV: torch.Tensor, targets_M: torch.Tensor, row_weights_M: torch.Tensor | None, losses_M: torch.Tensor
-) -> None:
-    if logits_MV.ndim != 2 or logits_MV.dtype not in DTYPES:
-        raise ValueError(
-            f"logits are {logits_MV.dtype} of shape {tuple(logits_MV.shape)}; allowed: [M, V] in bf16, fp16 or fp32."
-        )
-    num_rows, vocab_size = logits_MV.shape
-    if vocab_size == 0:
-        raise ValueError("the vocabulary has no entries; allowed: 1 or more.")
-    if logits_MV.stride(1) != 1 and vocab_size > 1:
-        raise ValueError(f"the columns of the logits are {logits_MV.stride(1)} elements apart; allowed: 1.")
-    if num_rows > 1 and logits_MV.stride(0) < vocab_size:
-        raise ValueError(f"rows of the logits overlap (row stride {logits_MV.stride(0)}); allowed: at least V.")
-    if targets_M.dtype != torch.int64 or targets_M.shape != (num_rows,) or not targets_M.is_contiguous():
-        raise ValueError(
-            f"targets are {targets_M.dtype} of shape {tuple(targets_M.shape)}; allowed: contiguous int64 [{num_rows}]."
-        )
-    if row_weights_M is not None and (row_weights_M.shape != (num_rows,) or not row_weights_M.is_contiguous()):
-        raise ValueError(f"row weights have shape {tuple(row_weights_M.shape)}; allowed: contiguous [{num_rows}].")
-    if losses_M.dtype != torch.float32 or losses_M.shape != (num_rows,) or not losses_M.is_contiguous():
-        raise ValueError(
-            f"out is {losses_M.dtype} of shape {tuple(losses_M.shape)}; allowed: contiguous float32 [{num_rows}]."
-        )

@@ -1,42 +1,31 @@
-"""Cross-entropy of a frozen output head, in blocks of rows: the logits of the whole stream never exist.
+"""Cross-entropy of an output head, in blocks of rows: the logits of the whole stream never exist.
 
 Only rows with a target are passed in. The gradient of the hidden states is computed in the forward pass, while a
-block's logits are at hand; the head is frozen, so it gets no gradient. Own code because the libraries that fuse head
-and loss (Liger, cut-cross-entropy) need Triton and reduce to one scalar, and we need a loss per row on any device.
+block's logits are available; the head is frozen, so it gets no gradient. The libraries that fuse head and loss (Liger,
+cut-cross-entropy) need Triton and reduce to one scalar; here there is a loss per row, on any device.
 
-Shape letters: M rows with a target, D hidden features, V vocabulary.
+Where the vocabulary is cut into shards (M section 3.4.2), shard s has the logits of its words. With the greatest logit
+m_s, the sum e_s = sum exp(z - m_s), and the target's logit t_s (0 where the target is another shard's), all `[rows]`::
+
+    m = max_s m_s      log Z = m + log sum_s e_s exp(m_s - m)      loss = log Z - sum_s t_s
+
+One sum over the shards brings all three to every shard: each writes into its part of a buffer of zeros. All shards then
+compute the same bits. `d loss / d hidden` is a sum over shards too, in the backward pass.
+
+Label smoothing needs the *spread* of each target, how far its logit is above the mean logit::
+
+    mean_v -log p_v  =  log Z - mean_v z_v  =  nll + (z_t - mean_v z_v)
+
+so that the loss of transformers' `LabelSmoother` is `(1 - epsilon) nll + epsilon (nll + spread)`. A frozen linear head
+gives the spread without any logits: it is `h (W_t - mean_v W_v)`. Each shard has a part of every spread.
+
+Nothing of a row enters another row, so a NaN stays in its task.
+
+Shape letters: M rows with a target, D hidden features, V vocabulary (of this shard).
 """
-
-# MERGED: Cross-entropy of an output head whose vocabulary is cut into shards, exact, in blocks of rows (M section
-# MERGED: 3.4.2).
-# MERGED: Shard s holds the logits of its own vocabulary. With the greatest logit m_s, the sum e_s = sum exp(z - m_s),
-# MERGED: and the
-# MERGED: target's logit t_s (0 where the target lies elsewhere), all of `[rows]`::
-# MERGED:     m = max_s m_s      log Z = m + log sum_s e_s exp(m_s - m)      loss = log Z - sum_s t_s
-# MERGED: One sum over the shards brings all three to everybody: each writes into its own part of a buffer of zeros.
-# MERGED: All shards
-# MERGED: then compute the same bits. `d loss / d hidden` is a sum over shards too, made in the backward pass. Nothing
-# MERGED: of a row
-# MERGED: enters another row, so a NaN stays in its task.
-# MERGED: There is no fused kernel for a part of a vocabulary: on a GPU too, this takes several passes over a block of
-# MERGED: logits.
-# MERGED: Shape letters: M rows with a target, D hidden features, V vocabulary of this shard.
-# MERGED: How far targets lie above the other words, which is what label smoothing adds to a cross-entropy.
-# MERGED: With logits z over V words, the mean over all words of their negative log-likelihood is that of the target,
-# MERGED: plus how far
-# MERGED: its logit lies above the mean logit, its *spread*::
-# MERGED:     mean_v -log p_v  =  log Z - mean_v z_v  =  nll + (z_t - mean_v z_v)
-# MERGED: So the loss of transformers' `LabelSmoother`, `(1 - epsilon) nll + epsilon mean_v -log p_v`, needs the logit
-# MERGED: of the
-# MERGED: target and the mean logit alone. A frozen linear head gives their difference without any logits: it is
-# MERGED: `h (W_t - mean_v W_v)`. Where a vocabulary is cut into shards, each has a part of every spread, and their
-# MERGED: sum is the
-# MERGED: whole.
-# MERGED: Shape letters: M targets, D hidden features, V words of this shard.
 
 from __future__ import annotations
 
-import functools
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -68,6 +57,8 @@ _LEAST_ROWS = 16
 _TILE_ROWS = 128
 COPIED_ROWS = 16
 """Rows of logits whose exponentials are made at once where only their sums are wanted; few, as they are a copy."""
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of hidden states for which there is a fused kernel; its arithmetic is fp32 in any case."""
 
 
 class Head(NamedTuple):
@@ -117,20 +108,6 @@ def block_rows(vocab_size: int, device_type: str) -> int:
     return rows // _TILE_ROWS * _TILE_ROWS if device_type != "cpu" and rows >= _TILE_ROWS else rows
 
 
-@functools.cache
-def _device_kernel() -> Any:
-    """Return the file with the fused loss, imported when it is first wanted."""
-    from peft_mux.kernels.cross_entropy import device
-
-    return device
-
-
-def _fused_kernel(hidden_MD: torch.Tensor) -> Any | None:
-    """Return the fused loss if it runs on this device and in this dtype."""
-    kernel = _device_kernel() if runs_kernels(hidden_MD.device) else None
-    return kernel if kernel is not None and hidden_MD.dtype in kernel.DTYPES else None
-
-
 def linear_cross_entropy(
     hidden_MD: torch.Tensor, head: Head, targets_M: torch.Tensor, *, rows_per_block: int | None = None
 ) -> torch.Tensor:
@@ -148,81 +125,96 @@ def linear_cross_entropy(
     rows = rows_per_block or block_rows(head.weight.shape[0], hidden_MD.device.type)
     # The dtype follows from the hidden states, in both passes; autocast would cast each product by itself.
     with torch.autocast(hidden_MD.device.type, enabled=False):
-        return LinearCrossEntropyFunction.apply(hidden_MD, head, targets_M, rows)
+        return _LinearCrossEntropy.apply(hidden_MD, head, targets_M, rows, 0, None)
 
 
-class LinearCrossEntropyFunction(torch.autograd.Function):
-    """Forward computes the losses and, block by block, `d loss / d hidden` before the row weights are known."""
+class _LinearCrossEntropy(torch.autograd.Function):
+    """Forward computes the losses and, block by block, this shard's part of `d loss / d hidden`."""
 
     @staticmethod
     def forward(
-        ctx: Any, hidden_MD: torch.Tensor, head: Head, targets_M: torch.Tensor, rows_per_block: int
+        ctx: Any,
+        hidden_MD: torch.Tensor,
+        head: Head,
+        targets_M: torch.Tensor,
+        rows_per_block: int,
+        first: int,
+        links: TensorParallelLinks | None,
     ) -> torch.Tensor:
         """Compute the losses; keep the gradient of each row, to be scaled in the backward pass."""
-        needs_gradient = ctx.needs_input_grad[0]
         # Filled in the forward pass: the backward one would have to make the logits again.
-        gradient = torch.empty_like(hidden_MD) if needs_gradient else None
+        gradient = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
         losses = hidden_MD.new_empty(len(hidden_MD), dtype=torch.promote_types(hidden_MD.dtype, torch.float32))
-        kernel = _fused_kernel(hidden_MD)
-        blocks = [slice(start, start + rows_per_block) for start in range(0, len(hidden_MD), rows_per_block)]
-        if kernel is not None:
-            _fused_blocks(kernel, hidden_MD, head, targets_M, blocks, losses, gradient)
-            blocks = []
-        for rows in blocks:
-            logits, targets = head.logits(hidden_MD[rows]), targets_M[rows, None]
-            parts = [part.logsumexp(dim=-1, keepdim=True) for part in logits.split(COPIED_ROWS)]
-            log_normaliser = torch.cat(parts)
-            losses[rows] = (log_normaliser - logits.gather(1, targets)).squeeze(1)
-            if gradient is not None:
-                gradient[rows] = hidden_gradient(logits, log_normaliser, targets, head, hidden_MD.dtype)
+        # There is no fused kernel for a part of a vocabulary.
+        if links is None and runs_kernels(hidden_MD.device) and hidden_MD.dtype in KERNEL_DTYPES:
+            _fused_blocks(hidden_MD, head, targets_M, rows_per_block, losses, gradient)
+        else:
+            for start in range(0, len(hidden_MD), rows_per_block):
+                rows = slice(start, start + rows_per_block)
+                logits = head.logits(hidden_MD[rows])
+                if links is None:
+                    local, is_here = targets_M[rows, None], None
+                    log_normaliser = torch.cat(
+                        [part.logsumexp(dim=-1, keepdim=True) for part in logits.split(COPIED_ROWS)]
+                    )
+                    losses[rows] = (log_normaliser - logits.gather(1, local)).squeeze(1)
+                else:
+                    local, is_here = targets = Targets.of(targets_M[rows], first, logits.shape[1])
+                    log_normaliser, losses[rows] = _normaliser_and_losses(logits, targets, links)
+                if gradient is not None:
+                    gradient[rows] = _hidden_gradient(logits, log_normaliser, local, head, hidden_MD.dtype, is_here)
         # Rows are weighted in the backward pass, where their weights arrive: a task divides by its global batch.
         if gradient is not None:
             ctx.save_for_backward(gradient)
+        ctx.links = links
         return losses
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_losses_M: torch.Tensor) -> tuple[Any, ...]:
-        """Scale each row's gradient by what flows into its loss."""
+        """Scale each row's gradient by the gradient of its loss, and add the shards' parts up."""
         (gradient,) = ctx.saved_tensors
-        return gradient * d_losses_M[:, None].to(gradient.dtype), None, None, None
+        d_hidden_MD = gradient * d_losses_M[:, None].to(gradient.dtype)
+        if ctx.links is not None:
+            # Each shard has the part of its own words; the hidden states, and so their gradient, are the same on all.
+            ctx.links.all_reduce(d_hidden_MD).wait()
+        return d_hidden_MD, None, None, None, None, None
 
 
 def _fused_blocks(
-    kernel: Any,
     hidden_MD: torch.Tensor,
     head: Head,
     targets_M: torch.Tensor,
-    blocks: list[slice],
+    rows_per_block: int,
     losses_M: torch.Tensor,
     gradient_MD: torch.Tensor | None,
 ) -> None:
-    """Fill losses and gradient with three launches a block: logits, loss over them in place, and back."""
+    """Fill losses and gradient with three launches per block: logits, loss over them in place, and back."""
+    # Imported here, as it needs Triton.
+    from peft_mux.kernels.cross_entropy.device import cross_entropy_, row_stride
+
     weight = head.weight.to(hidden_MD.dtype)
     bias = None if head.bias is None else head.bias.to(hidden_MD.dtype)
-    num_rows = min(len(hidden_MD), blocks[0].stop) if blocks else 0
     # One buffer for the logits of all blocks; its rows begin on whole words, whatever the size of the vocabulary.
-    buffer = hidden_MD.new_empty(num_rows, kernel.row_stride(len(weight)))[:, : len(weight)]
-    for rows in blocks:
+    buffer = hidden_MD.new_empty(min(len(hidden_MD), rows_per_block), row_stride(len(weight)))[:, : len(weight)]
+    for start in range(0, len(hidden_MD), rows_per_block):
+        rows = slice(start, start + rows_per_block)
         hidden = hidden_MD[rows]
         logits = buffer[: len(hidden)]
         if bias is None:
             torch.mm(hidden, weight.t(), out=logits)
         else:
             torch.addmm(bias, hidden, weight.t(), out=logits)
-        kernel.cross_entropy_(
-            logits,
-            targets_M[rows],
-            scale=head.scale,
-            softcap=head.softcap,
-            with_gradient=gradient_MD is not None,
-            out=losses_M[rows],
+        needs_gradient = gradient_MD is not None
+        scale, softcap = head.scale, head.softcap
+        cross_entropy_(
+            logits, targets_M[rows], scale=scale, softcap=softcap, with_gradient=needs_gradient, out=losses_M[rows]
         )
         if gradient_MD is not None:
             torch.mm(logits, weight, out=gradient_MD[rows])
 
 
-def hidden_gradient(
+def _hidden_gradient(
     logits: torch.Tensor,
     log_normaliser: torch.Tensor,
     targets: torch.Tensor,
@@ -252,11 +244,6 @@ def hidden_gradient(
     elif head.scale != 1.0:
         probabilities.mul_(head.scale)
     return probabilities.to(hidden_dtype) @ head.weight.to(hidden_dtype)
-
-
-def reference_linear_cross_entropy(hidden_MD: torch.Tensor, head: Head, targets_M: torch.Tensor) -> torch.Tensor:
-    """Return the same as `linear_cross_entropy`, with all logits at once and left to autograd."""
-    return F.cross_entropy(head.logits(hidden_MD), targets_M, reduction="none")
 
 
 class Waitable(Protocol):
@@ -342,51 +329,10 @@ def vocab_parallel_linear_cross_entropy(
     # From the whole vocabulary: parts differ by a word, and all shards must cut the same blocks.
     rows = rows_per_block or block_rows(-(-vocab_size // links.size), hidden_MD.device.type)
     with torch.autocast(hidden_MD.device.type, enabled=False):
-        return _LinearCrossEntropy.apply(hidden_MD, head, targets_M, first, links, rows)
+        return _LinearCrossEntropy.apply(hidden_MD, head, targets_M, rows, first, links)
 
 
-class _LinearCrossEntropy(torch.autograd.Function):
-    """Forward computes the losses and, block by block, this shard's part of `d loss / d hidden`."""
-
-    @staticmethod
-    def forward(
-        ctx: Any,
-        hidden_MD: torch.Tensor,
-        head: Head,
-        targets_M: torch.Tensor,
-        first: int,
-        links: TensorParallelLinks,
-        rows_per_block: int,
-    ) -> torch.Tensor:
-        """Compute the losses; keep this shard's part of the gradient of each row."""
-        gradient = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
-        losses = hidden_MD.new_empty(len(hidden_MD), dtype=torch.promote_types(hidden_MD.dtype, torch.float32))
-        for start in range(0, len(hidden_MD), rows_per_block):
-            rows = slice(start, start + rows_per_block)
-            logits = head.logits(hidden_MD[rows])
-            targets = Targets.of(targets_M[rows], first, logits.shape[1])
-            log_normaliser, losses[rows] = normaliser_and_losses(logits, targets, links)
-            if gradient is not None:
-                gradient[rows] = hidden_gradient(
-                    logits, log_normaliser, targets.local_M, head, hidden_MD.dtype, targets.is_here_M
-                )
-        if gradient is not None:
-            ctx.save_for_backward(gradient)
-        ctx.links = links
-        return losses
-
-    @staticmethod
-    @torch.autograd.function.once_differentiable
-    def backward(ctx: Any, d_losses_M: torch.Tensor) -> tuple[Any, ...]:
-        """Scale each row's gradient by what flows into its loss, and add the shards' parts up."""
-        (gradient,) = ctx.saved_tensors
-        d_hidden_MD = gradient * d_losses_M[:, None].to(gradient.dtype)
-        # Each shard has the part of its own words; the hidden states, and so their gradient, are the same on all.
-        ctx.links.all_reduce(d_hidden_MD).wait()
-        return d_hidden_MD, None, None, None, None, None
-
-
-def normaliser_and_losses(
+def _normaliser_and_losses(
     logits_MV: torch.Tensor, targets: Targets, links: TensorParallelLinks
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the logarithm of the softmax's denominator over all shards `[M, 1]`, and the losses `[M]`.
@@ -412,12 +358,6 @@ def normaliser_and_losses(
     return log_normaliser_M[:, None], log_normaliser_M - target_logits.sum(dim=0)
 
 
-def _softmax_minus_one_hot(logits: torch.Tensor, log_normaliser: torch.Tensor, targets: Targets) -> torch.Tensor:
-    """Return `softmax - one_hot` of this shard's words, in the memory of the logits."""
-    probabilities = logits.sub_(log_normaliser).exp_()
-    return probabilities.scatter_add_(1, targets.local_M, -targets.is_here_M.to(logits.dtype))
-
-
 class VocabParallelCrossEntropy(torch.autograd.Function):
     """The same from logits, for heads that tasks adapt: differentiable in this shard's logits."""
 
@@ -435,7 +375,7 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
             links: how this shard sums with the other ones.
         """
         targets = Targets.of(targets_M, first, logits_MV.shape[1])
-        log_normaliser, losses_M = normaliser_and_losses(logits_MV, targets, links)
+        log_normaliser, losses_M = _normaliser_and_losses(logits_MV, targets, links)
         ctx.save_for_backward(logits_MV, log_normaliser, *targets)
         return losses_M
 
@@ -445,7 +385,8 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         """Return the gradient of this shard's logits."""
         logits_MV, log_normaliser, local_M, is_here_M = ctx.saved_tensors
         # In a copy: what was saved for the backward pass may be asked for again.
-        errors_MV = _softmax_minus_one_hot(logits_MV.clone(), log_normaliser, Targets(local_M, is_here_M))
+        errors_MV = logits_MV.clone().sub_(log_normaliser).exp_()
+        errors_MV.scatter_add_(1, local_M, -is_here_M.to(logits_MV.dtype))
         return errors_MV.mul_(d_losses_M[:, None]), None, None, None
 
 
@@ -470,11 +411,21 @@ def linear_spreads(
     """
     size = len(head.weight) if vocab_size is None else vocab_size
     targets = Targets.of(targets_M, first, len(head.weight))
-    # The dtype follows from the hidden states, as in the losses that this is added to.
+    # The dtype follows from the hidden states, as in the losses to which this is added.
     with torch.autocast(hidden_MD.device.type, enabled=False):
         if head.softcap is not None:
             return _CappedSpreads.apply(hidden_MD, head, targets, size)
-        return _linear_spreads(hidden_MD, head, targets, size)
+        # Products with differences of the head's rows.
+        dtype = torch.promote_types(hidden_MD.dtype, torch.float32)
+        total_D = sum(part.to(dtype).sum(dim=0) for part in head.weight.split(_WORDS_AT_ONCE))
+        own_M = targets.local_M.squeeze(1)
+        above_MD = head.weight.index_select(0, own_M).to(dtype).where(targets.is_here_M, 0.0) - total_D / size
+        spreads_M = (hidden_MD.to(dtype) * above_MD).sum(dim=1)
+        if head.bias is not None:
+            bias = head.bias.to(dtype)
+            of_target_M = bias.index_select(0, own_M).where(targets.is_here_M.squeeze(1), 0.0)
+            spreads_M = spreads_M + of_target_M - bias.sum() / size
+        return spreads_M * head.scale
 
 
 def spreads_of_logits(logits_MV: torch.Tensor, targets: Targets, vocab_size: int) -> torch.Tensor:
@@ -489,26 +440,13 @@ def spreads_of_logits(logits_MV: torch.Tensor, targets: Targets, vocab_size: int
     return of_target_M - logits_MV.sum(dim=1) / vocab_size
 
 
-def _linear_spreads(hidden_MD: torch.Tensor, head: Head, targets: Targets, size: int) -> torch.Tensor:
-    """Return the spreads under a head without a soft-cap: products with differences of its rows."""
-    dtype = torch.promote_types(hidden_MD.dtype, torch.float32)
-    total_D = sum(part.to(dtype).sum(dim=0) for part in head.weight.split(_WORDS_AT_ONCE))
-    own_M = targets.local_M.squeeze(1)
-    above_MD = head.weight.index_select(0, own_M).to(dtype).where(targets.is_here_M, 0.0) - total_D / size
-    spreads_M = (hidden_MD.to(dtype) * above_MD).sum(dim=1)
-    if head.bias is not None:
-        bias = head.bias.to(dtype)
-        of_target_M = bias.index_select(0, own_M).where(targets.is_here_M.squeeze(1), 0.0)
-        spreads_M = spreads_M + of_target_M - bias.sum() / size
-    return spreads_M * head.scale
-
-
 class _CappedSpreads(torch.autograd.Function):
     """The spreads under a head with a soft-cap: of logits that are made block by block, and not kept."""
 
     @staticmethod
     def forward(ctx: Any, hidden_MD: torch.Tensor, head: Head, targets: Targets, size: int) -> torch.Tensor:
         """Compute the spreads; keep the gradient of each, as the logits are not there in the backward pass."""
+        assert head.softcap is not None, "heads without one need no logits"
         spreads_M = hidden_MD.new_empty(len(hidden_MD), dtype=torch.promote_types(hidden_MD.dtype, torch.float32))
         gradient_MD = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
         step = block_rows(len(head.weight), hidden_MD.device.type)
@@ -518,7 +456,11 @@ class _CappedSpreads(torch.autograd.Function):
             logits = head.logits(hidden_MD[rows])
             spreads_M[rows] = spreads_of_logits(logits, own, size)
             if gradient_MD is not None:
-                gradient_MD[rows] = _capped_gradient(logits, own, head, size, hidden_MD.dtype)
+                above = torch.full_like(logits, -1.0 / size)
+                above.scatter_add_(1, own.local_M, own.is_here_M.to(logits.dtype))
+                # 1 - tanh^2 is the derivative of tanh.
+                above.mul_(logits.div_(head.softcap).square_().neg_().add_(1.0).mul_(head.scale))
+                gradient_MD[rows] = above.to(hidden_MD.dtype) @ head.weight.to(hidden_MD.dtype)
         if gradient_MD is not None:
             ctx.save_for_backward(gradient_MD)
         return spreads_M
@@ -529,15 +471,3 @@ class _CappedSpreads(torch.autograd.Function):
         """Scale each gradient by what flows into its spread."""
         (gradient_MD,) = ctx.saved_tensors
         return gradient_MD * d_spreads_M[:, None].to(gradient_MD.dtype), None, None, None
-
-
-def _capped_gradient(
-    logits: torch.Tensor, targets: Targets, head: Head, size: int, hidden_dtype: torch.dtype
-) -> torch.Tensor:
-    """Return `d spread / d hidden` of a block, `[M, D]`; overwrites the logits."""
-    assert head.softcap is not None, "heads without one need no logits"
-    above = torch.full_like(logits, -1.0 / size)
-    above.scatter_add_(1, targets.local_M, targets.is_here_M.to(logits.dtype))
-    # 1 - tanh^2 is the derivative of tanh.
-    above.mul_(logits.div_(head.softcap).square_().neg_().add_(1.0).mul_(head.scale))
-    return above.to(hidden_dtype) @ head.weight.to(hidden_dtype)

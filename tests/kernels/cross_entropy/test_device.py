@@ -24,7 +24,6 @@ from torch.nn import functional as F
 from tests.children import run_script
 from tests.kernels.interpreter import keep_patches
 
-IGNORE = -100
 TRANSFORMS: dict[str, dict[str, Any]] = {
     "plain": {},
     "scale": {"scale": 0.25},
@@ -45,10 +44,6 @@ class Case(NamedTuple):
     targets: torch.Tensor
     options: dict[str, Any] = {}
 
-    @property
-    def transform(self) -> dict[str, Any]:
-        return {key: self.options[key] for key in ("scale", "softcap") if key in self.options}
-
 
 def random_case(num_rows: int, vocab_size: int, *, spread: float = 2.0, seed: int = 0, **options: Any) -> Case:
     """Return random logits and targets."""
@@ -62,14 +57,6 @@ def edited(case: Case, edit: Callable[[torch.Tensor, torch.Tensor], None], **opt
     logits, targets = case.logits.clone(), case.targets.clone()
     edit(logits, targets)
     return Case(logits, targets, {**case.options, **options})
-
-
-def _ignore(*rows: int) -> Callable[[torch.Tensor, torch.Tensor], None]:
-    def edit(logits: torch.Tensor, targets: torch.Tensor) -> None:
-        targets[list(rows)] = IGNORE
-        logits[rows[0]] = float("nan")
-
-    return edit
 
 
 def _write(where: Any, value: float) -> Callable[[torch.Tensor, torch.Tensor], None]:
@@ -121,20 +108,13 @@ def build_cases() -> dict[str, Case]:
         for transform, options in TRANSFORMS.items():
             case = random_case(4, 9001, seed=3, **options)
             cases[f"{name} {transform}"] = case._replace(logits=case.logits.to(dtype))
-    weights = torch.tensor([0.5, -2.0, 0.0, 3.0, 1e-3])
     return cases | {
         "small": small,
         "large": large,
         "row 2 alone": Case(small.logits[2:3].clone(), small.targets[2:3].clone()),
         "padded": padded(random_case(4, 8200, seed=5), 8208),
-        "some ignored": edited(small, _ignore(1, 4)),
-        "all ignored": edited(large, _ignore(*range(4))),
-        "other ignore index": edited(small, _aim(3, 7), ignore_index=7),
         "no rows": Case(small.logits[:0].clone(), small.targets[:0].clone()),
-        "weights": Case(small.logits, small.targets, {"row_weights_M": weights, "scale": 0.5}),
-        "bf16 weights": Case(small.logits, small.targets, {"row_weights_M": weights.to(torch.bfloat16)}),
         "no gradient": Case(large.logits, large.targets, {"with_gradient": False, "softcap": 3.0}),
-        "no gradient, but ignored": edited(small, _ignore(1), with_gradient=False),
         "gradient too": Case(large.logits, large.targets, {"softcap": 3.0}),
         "huge": random_case(6, 9001, spread=1e4, seed=6),
         "huge and capped": random_case(6, 9001, spread=1e4, seed=6, softcap=30.0),
@@ -210,10 +190,8 @@ def reference(case: Case) -> Result:
     softcap = case.options.get("softcap")
     if softcap is not None:
         transformed = softcap * torch.tanh(transformed / softcap)
-    ignore = case.options.get("ignore_index", IGNORE)
-    losses = F.cross_entropy(transformed, case.targets, reduction="none", ignore_index=ignore)
-    weights = case.options.get("row_weights_M", torch.ones(len(losses))).double()
-    (gradient,) = torch.autograd.grad((losses * weights).sum(), logits)
+    losses = F.cross_entropy(transformed, case.targets, reduction="none")
+    (gradient,) = torch.autograd.grad(losses.sum(), logits)
     return Result(losses.detach(), gradient)
 
 
@@ -283,19 +261,6 @@ def test_a_target_of_minus_infinity_costs_infinitely_much_and_has_a_finite_gradi
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["some ignored", "all ignored", "other ignore index"])
-def test_ignored_rows_have_loss_0_and_gradient_0_whatever_they_hold(results: Results, name: str) -> None:
-    found, case = results[name], results.cases[name]
-    ignored = case.targets == case.options.get("ignore_index", IGNORE)
-    assert ignored.any()
-    assert (found.losses[ignored] == 0).all()
-    assert (found.logits[ignored] == 0).all()
-    wanted = results["large" if name == "all ignored" else "small"]
-    assert torch.equal(found.losses[~ignored], wanted.losses[~ignored])
-    assert torch.equal(found.logits[~ignored], wanted.logits[~ignored])
-
-
-@needs_triton
 def test_a_row_has_the_same_bits_alone_and_in_company(results: Results) -> None:
     alone, company = results["row 2 alone"], results["small"]
     assert torch.equal(alone.losses, company.losses[2:3])
@@ -308,20 +273,10 @@ def test_no_rows_give_no_losses(results: Results) -> None:
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["weights", "bf16 weights"])
-def test_row_weights_multiply_the_gradient_and_not_the_loss(results: Results, name: str) -> None:
-    assert_near(results, name)
-    assert (results[name].logits[2] == 0).all()
-
-
-@needs_triton
 def test_without_gradient_the_logits_stay_and_the_losses_are_the_same(results: Results) -> None:
     assert torch.equal(results["no gradient"].logits, results.cases["large"].logits.double())
     assert torch.equal(results["no gradient"].losses, results["gradient too"].losses)
     assert not torch.equal(results["gradient too"].logits, results["no gradient"].logits)
-    ignored = results["no gradient, but ignored"]
-    assert ignored.losses[1] == 0
-    assert torch.isnan(ignored.logits[1]).all()
 
 
 @needs_triton
@@ -370,13 +325,9 @@ def test_a_target_outside_of_the_vocabulary_makes_nans_of_its_row_alone(results:
 
 
 BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
-    "float64": ({"dtype": torch.float64}, "allowed: [M, V] in bf16, fp16 or fp32"),
-    "three dimensions": ({"shape": (2, 3, 4)}, "allowed: [M, V]"),
-    "vocabulary": ({"shape": (3, 0)}, "the vocabulary has no entries"),
-    "columns apart": ({"transposed": True}, "columns of the logits"),
+    "float64": ({"dtype": torch.float64}, "allowed: bf16, fp16 or fp32"),
+    "columns apart": ({"transposed": True}, "adjacent columns"),
     "int32 targets": ({"targets": torch.int32}, "allowed: contiguous int64"),
-    "too many weights": ({"weights": 9}, "allowed: contiguous [3]"),
-    "rows overlap": ({"overlap": True}, "rows of the logits overlap"),
     "out in bf16": ({"out": torch.bfloat16}, "allowed: contiguous float32 [3]"),
 }
 
@@ -390,13 +341,10 @@ def complain() -> None:
         logits = torch.zeros(spec.get("shape", (3, 8)), dtype=spec.get("dtype", torch.float32))
         if "transposed" in spec:
             logits = torch.zeros(8, 3).t()
-        if "overlap" in spec:
-            logits = torch.zeros(3, 8).as_strided((3, 8), (4, 1))
         targets = torch.zeros(len(logits), dtype=spec.get("targets", torch.int64))
-        weights = torch.ones(spec["weights"]) if "weights" in spec else None
         out = torch.empty(len(logits), dtype=spec["out"]) if "out" in spec else None
         try:
-            cross_entropy_(logits, targets, row_weights_M=weights, out=out)
+            cross_entropy_(logits, targets, out=out)
             messages[name] = "accepted"
         except ValueError as error:
             messages[name] = str(error)
@@ -427,12 +375,12 @@ def compile_for_sm90() -> None:
     from peft_mux.kernels.cross_entropy import device as module
 
     kernel = module._cross_entropy_kernel
-    types = {"targets_ptr": "*i64", "weights_ptr": "*fp32", "losses_ptr": "*fp32", "scale": "fp32", "softcap": "fp32"}
+    types = {"targets_ptr": "*i64", "losses_ptr": "*fp32", "scale": "fp32", "softcap": "fp32"}
     tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
     report = {}
     for dtype, vocab, softcap in COMPILED:
         block, warps = module.launch_shape(vocab)
-        constants = {"V": vocab, "BLOCK": block, "HAS_SOFTCAP": softcap, "HAS_WEIGHTS": True, "WITH_GRADIENT": True}
+        constants = {"V": vocab, "BLOCK": block, "HAS_SOFTCAP": softcap, "WITH_GRADIENT": True}
         names = kernel.arg_names
         known = {**types, "logits_ptr": dtype}
         signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
@@ -481,7 +429,7 @@ def test_on_a_gpu_losses_and_gradient_are_those_of_torch_in_float64(transform: s
 
     for vocab in (53, 50257, 128256):
         case = random_case(33, vocab, seed=vocab, **TRANSFORMS[transform])
-        case = edited(case._replace(logits=case.logits.to(DTYPES[dtype])), _aim(7, IGNORE))
+        case = case._replace(logits=case.logits.to(DTYPES[dtype]))
         logits, targets = case.logits.cuda(), case.targets.cuda()
         losses = cross_entropy_(logits, targets, **case.options)
         wanted = reference(case)
