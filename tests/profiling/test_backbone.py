@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import time
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
@@ -19,12 +20,10 @@ from transformers import Gemma2Config, Gemma2ForCausalLM, GPT2Config, GPT2LMHead
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.kernels.cross_entropy.linear import block_rows
 from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, SegmentTables
-from peft_mux.modeling.backbone.modules import num_telling_layers
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives import heads as losses
 from peft_mux.planning.profiling import backbone as profiling
-from peft_mux.planning.profiling import backbone as profiling_parts
 from peft_mux.planning.profiling import memory as profiling_memory
 from peft_mux.planning.profiling.backbone import Stopwatch, profile_backbone
 from peft_mux.planning.profiling.memory import _SavedStorages, count_activation_bytes_per_token, forget
@@ -72,7 +71,8 @@ def a_model(backbone: nn.Module | None = None) -> MultiTaskPeftModel:
 
 @pytest.fixture(scope="module")
 def measured() -> Profile:
-    return profile_backbone(a_backbone(), device="cpu", dtype=torch.float32, budget_s=2.0)
+    # By the time of this process alone, because a busy machine would drown small parts in noise.
+    return profile_backbone(a_backbone(), device="cpu", dtype=torch.float32, budget_s=2.0, timer=time.process_time)
 
 
 # -------------------------------------------------------------------- profile
@@ -80,10 +80,10 @@ def measured() -> Profile:
 
 def test_a_measured_profile_says_so_and_every_part_takes_time(measured: Profile) -> None:
     assert measured.source == "measured"
-    parts = (measured.layer_s, measured.attention_s, measured.head_s, measured.embedding_s)
+    parts = (measured.layer, measured.attention, measured.head, measured.embedding)
     # No time is compared with another: what else the machine does at the moment decides that, too.
     assert all(part(tokens) > 0 for part in parts for tokens in (16, 2048))
-    assert all(measured.optimizer_s(parameters) > 0 for parameters in (10_000, 4_000_000))
+    assert all(measured.optimizer(parameters) > 0 for parameters in (10_000, 4_000_000))
     assert 0 < measured.forward_fraction < 1
 
 
@@ -191,13 +191,13 @@ def test_a_backbone_of_another_architecture_is_profiled_too() -> None:
 def test_the_clock_warms_up_and_takes_medians_of_at_least_two() -> None:
     ticks = iter([0.0, 9.0, 10.0, 13.0, 20.0, 21.0])  # warm-up of 9 s, then 3 s and 1 s
     stopwatch = Stopwatch(torch.device("cpu"), 1.0, timer=lambda: next(ticks))
-    assert stopwatch.measure(lambda: None, share=0.0) == 2.0
+    assert stopwatch.measure(lambda: None, share=0.0) == [2.0]
 
 
 def test_functions_that_are_compared_are_taken_in_turns() -> None:
     calls: list[str] = []
     stopwatch = Stopwatch(torch.device("cpu"), 1.0)
-    stopwatch.measure_all([lambda: calls.append("a"), lambda: calls.append("b")], share=0.0)
+    stopwatch.measure(lambda: calls.append("a"), lambda: calls.append("b"), share=0.0)
     assert calls == ["a", "b"] * 3
 
 
@@ -221,16 +221,17 @@ def pretend(patch: pytest.MonkeyPatch, fake: FakeTime) -> None:
         fake.work(len(hidden))
         return hidden.sum(1)
 
-    parts = profiling_parts.PartTimes
-    patch.setattr(profiling_parts, "linear_cross_entropy", loss)
+    patch.setattr(profiling, "linear_cross_entropy", loss)
     patch.setattr(Subject, "layers_runner", lambda self, tokens, **how: lambda: fake.work(4 * tokens))
     patch.setattr(Subject, "pass_runner", lambda self, lengths, names: lambda: fake.work(sum(lengths)))
-    patch.setattr(parts, "_attention_runner", lambda self, lengths: lambda: fake.work(sum(n * n for n in lengths) / 64))
-    patch.setattr(parts, "_group_runner", lambda self, group, batch, x, **how: lambda: fake.work(batch.num_tokens))
-    patch.setattr(parts, "_update_runner", lambda self, count: lambda: fake.work(count / 500))
+    patch.setattr(
+        Subject, "attention_runner", lambda self, lengths: lambda: fake.work(sum(n * n for n in lengths) / 64)
+    )
+    patch.setattr(Subject, "group_runner", lambda self, group, batch, x, **how: lambda: fake.work(batch.num_tokens))
+    patch.setattr(Subject, "update_runner", lambda self, count: lambda: fake.work(count / 500))
 
 
-@pytest.mark.parametrize("s_per_token", [1e-6, 1e-4, 5e-4, 1e-3])
+@pytest.mark.parametrize("s_per_token", [1e-6, 1e-3])
 def test_a_slow_device_is_measured_up_to_smaller_sizes_but_within_the_budget(
     s_per_token: float, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -259,8 +260,7 @@ def test_a_slow_device_is_measured_up_to_smaller_sizes_but_within_the_budget(
 def test_adapters_are_measured_on_one_layer_whatever_the_number_of_layers() -> None:
     def widths(num_layers: int) -> list[int]:
         subject = Subject(a_backbone(num_layers), device=torch.device("cpu"), dtype=torch.float32)
-        groups = profiling_parts.PartTimes(subject, Stopwatch(torch.device("cpu"), 1.0))._groups_of_one_layer()
-        return [len(group.members) for group in groups]
+        return [len(group.members) for group in profiling._groups_of_one_layer(subject)]
 
     assert widths(1) == widths(4) == [3, 1, 2, 1]
 
@@ -270,7 +270,7 @@ def test_layers_are_run_without_adapters_and_adapters_without_layers() -> None:
     for name in subject.model.tasks:
         for page in subject.model.registry.slab_of(name).pages:
             page.values.grad.zero_()  # type: ignore[union-attr]
-    subject.run_layers(32)
+    subject.layers_runner(32)()
     gradients = [
         page.values.grad for name in subject.model.tasks for page in subject.model.registry.slab_of(name).pages
     ]
@@ -329,7 +329,6 @@ def test_layers_that_are_alike_are_counted_as_those_that_are_run(
     monkeypatch.setattr(profiling_memory, "num_telling_layers", len)
     forget()
     assert counted == count_activation_bytes_per_token(model, LENGTHS)
-    assert num_telling_layers(profiling_memory._kinds_of_layers(model)) in (2, 3)
 
 
 def test_counting_neither_needs_weights_nor_changes_the_model() -> None:

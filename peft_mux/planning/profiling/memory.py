@@ -1,13 +1,9 @@
-"""How much memory of the host this process may have."""
+"""Host memory of this process, and the bytes that a pass keeps for its backward.
 
-# MERGED: `AutocastOnMeta`: what autocast does to dtypes, on the meta device, for which torch has none.
-# MERGED: Which operations compute in which dtype is what torch documents for CUDA and for CPUs
-# MERGED: (https://docs.pytorch.org/docs/stable/amp.html); those are listed that models of transformers use.
-# MERGED: What was counted on a description stands for every model that is described alike, as long as the process
-# MERGED: lives.
-# MERGED: Trainers that are made one after another over the same tasks (sweeps, resumed runs, notebooks) count once.
-# MERGED: Counts the bytes that a pass keeps for its backward, on the meta device: neither weights nor a device are
-# MERGED: needed.
+The bytes are counted on the meta device: neither weights nor a device are needed. A count is kept as long as the
+process lives and serves every model with the same description, so that trainers that are made one after another over
+the same tasks (sweeps, resumed runs, notebooks) count once.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +14,7 @@ from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import psutil
 import torch
@@ -43,161 +39,38 @@ _OWN_GROUPS = Path("/proc/self/cgroup")
 
 
 def host_memory_bytes() -> int | None:
-    """Return the host's memory, or what the container or job of this process is given of it; `None` if nobody knows."""
+    """Return the host's memory, or the limit of this process's container or job; `None` if neither is known.
+
+    Limits are those of the control groups that this process is in, and of those around them; only Linux has any.
+    """
     try:
         total = psutil.virtual_memory().total
     except (psutil.Error, OSError):
         return None
-    return min([total, *_group_limits(_GROUPS, _OWN_GROUPS)])
-
-
-def _group_limits(groups: Path, own_groups: Path) -> Iterator[int]:
-    """Give the limits of the control groups that this process is in, and of those around them; Linux alone has any.
-
-    Args:
-        groups: where the kernel shows control groups, those of version 1 by controller.
-        own_groups: the file that says which groups this process is in: lines of `number:controllers:path`.
-    """
-    try:
-        lines = own_groups.read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError):
-        return
+    # Lines of `number:controllers:path`.
+    lines = _text_of(_OWN_GROUPS).splitlines()
+    limits = [total]
     for controllers, path in [line.split(":", 2)[1:] for line in lines if line.count(":") >= 2]:
         if controllers == "":  # version 2
-            top, name = groups, "memory.max"
+            top, name = _GROUPS, "memory.max"
         elif "memory" in controllers.split(","):
-            top, name = groups / "memory", "memory.limit_in_bytes"
+            top, name = _GROUPS / "memory", "memory.limit_in_bytes"
         else:
             continue
-        # Within a container the path may be that of the host, of which the container's own group alone is seen, on top.
+        # Within a container the path may be that of the host; then only the container's own group is seen, on top.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts) + 1):
-            yield from _limit(top.joinpath(*parts[:depth], name))
+            text = _text_of(top.joinpath(*parts[:depth], name)).strip()
+            if text.isdecimal() and int(text) > 0:  # "max" is no limit
+                limits.append(int(text))
+    return min(limits)
 
 
-def _limit(file: Path) -> Iterator[int]:
+def _text_of(file: Path) -> str:
     try:
-        text = file.read_text(encoding="utf-8").strip()
+        return file.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError):
-        return
-    if text.isdecimal() and int(text) > 0:  # "max" is no limit
-        yield int(text)
-
-
-_LOWER: frozenset[Callable[..., Any]] = frozenset(
-    (F.linear, F.scaled_dot_product_attention, F.conv1d, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm,
-     Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm, Tensor.__matmul__)
-)  # fmt: skip
-"""Products, in the dtype of autocast."""
-
-_FULL_ON_CUDA: frozenset[Callable[..., Any]] = frozenset(
-    (F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.softplus, torch.pow, torch.rsqrt, torch.exp, torch.log,
-     torch.softmax, torch.sum, torch.cumsum, Tensor.pow, Tensor.__pow__, Tensor.rsqrt, Tensor.exp, Tensor.log,
-     Tensor.softmax, Tensor.sum, Tensor.cumsum)
-)  # fmt: skip
-"""Operations that CUDA's autocast computes in fp32; that of CPUs leaves all of them alone."""
-
-
-class Weights(Protocol):
-    """Tells weights from activations."""
-
-    def is_weight(self, tensor: Tensor) -> bool:
-        """Whether a tensor is a weight, or a copy of one."""
-        ...
-
-    def leave_out(self, tensor: Tensor) -> None:
-        """Take a copy of a weight for one."""
-        ...
-
-
-class AutocastOnMeta:
-    """Autocast of the meta device, on or off.
-
-    Args:
-        dtype: the dtype of autocast; `None` where it is off.
-        device_type: "cuda" or "cpu", the device whose lists are followed.
-    """
-
-    def __init__(self, dtype: torch.dtype | None, device_type: str) -> None:
-        """Begin in this state."""
-        self.dtype = dtype
-        self._full = _FULL_ON_CUDA if device_type == "cuda" else frozenset()
-
-    @contextmanager
-    def asked(self) -> Iterator[None]:
-        """Answer questions about autocast on the meta device, where torch raises; others are passed on."""
-        is_enabled, dtype_of, autocast = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast
-
-        def known(*args: Any) -> bool:
-            return self.dtype is not None if args == ("meta",) else is_enabled(*args)
-
-        def known_dtype(device_type: str) -> torch.dtype:
-            if device_type == "meta" and self.dtype is not None:
-                return self.dtype
-            return dtype_of("cpu" if device_type == "meta" else device_type)
-
-        def entered(device_type: str, *args: Any, **kwargs: Any) -> Any:
-            if device_type != "meta":
-                return autocast(device_type, *args, **kwargs)
-            return nullcontext() if kwargs.get("enabled", True) else self._switched_off()
-
-        torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast = known, known_dtype, entered  # type: ignore[assignment]
-        try:
-            yield
-        finally:
-            torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast = is_enabled, dtype_of, autocast  # type: ignore[assignment]
-
-    @contextmanager
-    def casting(self, weights: Weights) -> Iterator[None]:
-        """Cast what operations read, as autocast does.
-
-        Args:
-            weights: tells which tensors are weights, whose casts no pass has for itself.
-        """
-        with _Casts(self, weights):
-            yield
-
-    @contextmanager
-    def _switched_off(self) -> Iterator[None]:
-        before, self.dtype = self.dtype, None
-        try:
-            yield
-        finally:
-            self.dtype = before
-
-    def dtype_in(self, function: Callable[..., Any]) -> torch.dtype | None:
-        """Return the dtype that an operation computes in, or `None` where that of its inputs decides."""
-        if self.dtype is None:
-            return None
-        if function in _LOWER:
-            return self.dtype
-        return torch.float32 if function in self._full else None
-
-
-class _Casts(TorchFunctionMode):
-    """Casts the inputs of operations."""
-
-    def __init__(self, state: AutocastOnMeta, weights: Weights) -> None:
-        super().__init__()
-        self._state, self._weights = state, weights
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        dtype = self._state.dtype_in(func)
-        if dtype is None:
-            return func(*args, **kwargs)
-        args = tuple(self._cast(value, dtype) for value in args)
-        kwargs = {name: self._cast(value, dtype) for name, value in kwargs.items()}
-        with self._state._switched_off():  # what an operation is made of is not cast again
-            return func(*args, **kwargs)
-
-    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
-        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype in (dtype, torch.float64):
-            return value
-        cast = value.to(dtype)
-        if self._weights.is_weight(value):
-            self._weights.leave_out(cast)
-        return cast
+        return ""
 
 
 Description = tuple[Hashable, ...]
@@ -205,52 +78,33 @@ _MOST = 64
 _COUNTED: dict[tuple[Description, Hashable], float] = {}
 
 
-def counted_once(of: Description | None, how: Hashable, count: Callable[[], float]) -> float:
-    """Return what was counted of a description, and count where nothing was; what raises is counted anew.
-
-    Args:
-        of: what describes the model (`description_of`); `None` to count in any case.
-        how: what else the number depends on.
-        count: counts.
-    """
-    if of is None:
-        return count()
-    if (of, how) not in _COUNTED:
-        counted = count()
-        if len(_COUNTED) >= _MOST:
-            _COUNTED.clear()
-        _COUNTED[of, how] = counted
-    return _COUNTED[of, how]
-
-
 def forget() -> None:
-    """Count everything anew from now on."""
+    """Drop all counts that were kept."""
     _COUNTED.clear()
 
 
 def description_of(model: MultiTaskPeftModel) -> Description | None:
-    """Return all that a model which is made anew without data is made of: architecture, adapters and their kinds.
+    """Return everything that decides on a model made without data: architecture, adapters and their kinds.
 
-    `None` where a configuration holds what cannot be told apart by its values.
+    `None` where a configuration has values that cannot be compared.
     """
+
+    def plain(value: Any) -> Any:
+        if isinstance(value, PretrainedConfig) or (is_dataclass(value) and not isinstance(value, type)):
+            return [type(value).__qualname__, vars(value)]
+        if isinstance(value, set | frozenset):
+            return sorted(value)
+        if isinstance(value, torch.dtype):
+            return str(value)
+        raise TypeError(value)
+
     adapters = [model.peft_config[model.adapter_of(name)] for name in model.tasks]
     try:
-        texts = [json.dumps(vars(one), default=_plain, sort_keys=True) for one in (model.backbone.config, *adapters)]
+        texts = [json.dumps(vars(one), default=plain, sort_keys=True) for one in (model.backbone.config, *adapters)]
     except (TypeError, ValueError):
         return None
     kinds = [(type(config), kind_of(config)) for config in adapters]
     return (type(model.backbone), model.tasks, *texts, *(one for pair in kinds for one in pair))
-
-
-def _plain(value: Any) -> Any:
-    """Return a value of a configuration as JSON may hold it."""
-    if isinstance(value, PretrainedConfig) or (is_dataclass(value) and not isinstance(value, type)):
-        return [type(value).__qualname__, vars(value)]
-    if isinstance(value, set | frozenset):
-        return sorted(value)
-    if isinstance(value, torch.dtype):
-        return str(value)
-    raise TypeError(value)
 
 
 def count_activation_bytes_per_token(
@@ -264,19 +118,18 @@ def count_activation_bytes_per_token(
 ) -> float:
     """Return the bytes that a pass keeps for its backward, divided by its tokens.
 
-    The forward of the backbone's description, with all of the model's tasks, is run without data, and the storages that
-    autograd saves are counted once each; weights are left out. Of layers that are alike the first are run. Attention is
-    counted as a fused kernel keeps it: queries, keys, values, outputs, and one number a head.
+    The forward of a copy of the model without data, with all of its tasks, runs on the meta device, and the storages
+    that autograd saves are counted once each; weights are left out. Of layers that are alike the first are run.
+    Attention is counted as a fused kernel keeps it: queries, keys, values, outputs, and one number per head.
 
     Args:
         model: the model with the tasks' adapters, or a description of it (on the meta device); not changed.
         lengths: number of tokens of each sequence of a typical micro-batch; the tasks get them in turn.
-        dtype: the dtype in which weights are held; by default that of the model's.
-        autocast: the dtype of autocast, under which products are in it and what else comes near keeps its own; `None`
-            for none.
-        device_type: "cuda" or "cpu", as autocast leaves other operations in fp32 on each.
-        checkpointing: whether activations are recomputed: then each layer keeps its input alone, and one of them all
-            while it is recomputed.
+        dtype: the dtype of the weights; by default that of the model.
+        autocast: the dtype of autocast, in which products are computed; `None` for none.
+        device_type: "cuda" or "cpu", because autocast leaves other operations in fp32 on each.
+        checkpointing: whether activations are recomputed: then each layer keeps only its input, and one of them
+            everything while it is recomputed.
 
     Returns:
         The analytic number, with a warning, where something of the forward does not run without data.
@@ -286,24 +139,33 @@ def count_activation_bytes_per_token(
     """
     if not lengths or min(lengths) < 1:
         raise ValueError(f"lengths are {tuple(lengths[:5])}; allowed: one or more, of 1 token or more.")
-    held: torch.dtype = dtype or plain_backbone(model).dtype
+    backbone = plain_backbone(model)
+    held: torch.dtype = dtype or backbone.dtype
     try:
-        kinds = _kinds_of_layers(model)
-        # A model that is described already is run as it is, and may be unlike what its configuration says.
-        description = None if is_meta(plain_backbone(model)) else description_of(model)
+        found = find_layers(backbone)
+        # A number for each layer, the same for those that are alike; none where that is not known.
+        kinds = [] if found is None else kinds_of_layers(backbone, list(found.layers))
+        # A model on the meta device is run as it is, and may differ from its configuration.
+        description = None if is_meta(backbone) else description_of(model)
         how = (tuple(kinds), tuple(lengths), held, autocast, device_type)
-        counted = counted_once(description, how, lambda: _kept_per_token(model, kinds, lengths, *how[2:]))
-    # Of a kind that cannot be described without weights, too.
+        counted = None if description is None else _COUNTED.get((description, how))
+        if counted is None:
+            counted = _kept_per_token(model, kinds, lengths, held, autocast, device_type)
+            if len(_COUNTED) >= _MOST:
+                _COUNTED.clear()
+            if description is not None:
+                _COUNTED[description, how] = counted
+    # Also of a kind of adapter that needs weights.
     except (NotImplementedError, RuntimeError, ConfigError) as error:
         warnings.warn(
             f"activations are estimated by formula, as the forward does not run without data: {error}",
             stacklevel=2,
         )
-        shape = model_shape(plain_backbone(model), config_of(model), dtype=held, activation_dtype=autocast or held)
+        shape = model_shape(backbone, config_of(model), dtype=held, activation_dtype=autocast or held)
         return float(memory.activation_bytes_per_token(shape, checkpointing=checkpointing))
     if not checkpointing:
         return counted
-    shape = model_shape(plain_backbone(model), config_of(model), dtype=held, activation_dtype=held)
+    shape = model_shape(backbone, config_of(model), dtype=held, activation_dtype=held)
     # The residual stream is in the dtype of the weights, also under autocast.
     return shape.num_layers * shape.hidden_size * shape.activation_bytes + counted / shape.num_layers
 
@@ -317,42 +179,47 @@ def _kept_per_token(
     device_type: str,
 ) -> float:
     """Return the bytes that a pass without checkpointing keeps for each token, the layers being of these kinds."""
-    state = AutocastOnMeta(autocast, device_type)
-    with _FusedAttentionOnMeta(), state.asked():
-        with _described(model, held, num_telling_layers(kinds)) as described:
-            kept = _SavedStorages(described)
-            with _training_mode(described), state.casting(kept), kept.by_layer(described.backbone):
-                _forward(described, _batch(described, lengths), kept)
-    return (kept.num_bytes + _bytes_of_others(kinds, kept.layer_bytes)) / sum(lengths)
-
-
-def _kinds_of_layers(model: MultiTaskPeftModel) -> list[int]:
-    """Return a number for each layer, the same for those that are alike; none where that is not known."""
-    backbone = plain_backbone(model)
-    found = find_layers(backbone)
-    return [] if found is None else kinds_of_layers(backbone, list(found.layers))
-
-
-def _bytes_of_others(kinds: Sequence[int], layer_bytes: Sequence[int]) -> int:
-    """Return what the layers behind those that were run would have kept: what the last one of their kind has."""
-    last = dict(zip(kinds, layer_bytes, strict=False))
-    return sum(last[kind] for kind in kinds[len(layer_bytes) :])
+    mode = _AutocastOnMeta(autocast, device_type)
+    with mode.replaces_torch(), _described(model, held, num_telling_layers(kinds)) as described:
+        kept = mode.kept = _SavedStorages(described)
+        names = [described.tasks[number % len(described.tasks)] for number in range(len(lengths))]
+        virtual = described.virtual_labels
+        rows: list[dict[str, Any]] = [
+            # The lengths count virtual tokens; the collator adds as many as the task has.
+            {
+                "task": name,
+                "input_ids": [1] * max(1, length - len(virtual.get(name, ()))),
+                "label": described.objectives.head.example_label,
+            }
+            for name, length in zip(names, lengths, strict=True)
+        ]
+        was_training = described.training
+        described.train()
+        try:
+            with mode, kept.by_layer(described.backbone):
+                _forward(described, ChunkPackingCollator(virtual_labels=virtual)(rows).to("meta"), kept)
+        finally:
+            described.train(was_training)
+    # The layers after those that were run would have kept what the last one of their kind has.
+    last = dict(zip(kinds, kept.layer_bytes, strict=False))
+    of_others = sum(last[kind] for kind in kinds[len(kept.layer_bytes) :])
+    return (kept.num_bytes + of_others) / sum(lengths)
 
 
 @contextmanager
 def _described(model: MultiTaskPeftModel, dtype: torch.dtype, num_layers: int) -> Iterator[MultiTaskPeftModel]:
     """Give the model without data, and for the time of the block with its first layers only.
 
-    It is the model itself, if it has no data and would run so, else made anew.
+    This is the model itself, if it has no data and runs like this, otherwise a new one.
 
     Args:
         model: the model.
-        dtype: the dtype in which weights are held.
+        dtype: the dtype of the weights.
         num_layers: how many layers stay; 0 for all.
     """
     given = plain_backbone(model)
     is_whole = model.num_stages * model.tp_size == 1
-    is_quantized = next(quantized_layers(given), None) is not None  # its layers compute on nothing but data
+    is_quantized = next(quantized_layers(given), None) is not None  # its layers compute only on data
     if is_meta(given) and given.dtype == dtype and is_whole and not is_quantized:
         with first_layers(given, num_layers):
             yield model
@@ -367,38 +234,14 @@ def _described(model: MultiTaskPeftModel, dtype: torch.dtype, num_layers: int) -
         yield described
 
 
-@contextmanager
-def _training_mode(model: MultiTaskPeftModel) -> Iterator[None]:
-    """Let a model train for the time of the block."""
-    before = model.training
-    model.train()
-    try:
-        yield
-    finally:
-        model.train(before)
-
-
-def _batch(model: MultiTaskPeftModel, lengths: Sequence[int]) -> MuxBatch:
-    """Return a micro-batch of sequences of these lengths, of the tasks in turn, without data."""
-    names = [model.tasks[number % len(model.tasks)] for number in range(len(lengths))]
-    label = model.objectives.head.example_label
-    virtual = model.virtual_labels
-    rows: list[dict[str, Any]] = [
-        # The lengths count virtual tokens, of which the collator makes as many as the task has.
-        {"task": name, "input_ids": [1] * max(1, length - len(virtual.get(name, ()))), "label": label}
-        for name, length in zip(names, lengths, strict=True)
-    ]
-    return ChunkPackingCollator(virtual_labels=virtual)(rows).to("meta")
-
-
 def _forward(model: MultiTaskPeftModel, batch: MuxBatch, kept: _SavedStorages) -> None:
-    """Run the forward up to the losses; heads that each task has for itself are small, and left out."""
+    """Run the forward up to the losses; the heads of single tasks are small, and left out."""
     # The forward alone says what a pass keeps: autograd packs each tensor as it is saved.
     hooks = torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor)
     with hooks, model.objectives.of_made_up_rows(), model.multiplexing(batch):
         hidden_TD = model.hidden_states(batch)
         if model.objectives.head.kind.is_shared:
-            # Whatever is made of them, the log-likelihoods are what takes memory; made-up rows lack what losses read.
+            # The log-likelihoods take the memory, whatever is computed from them; made-up rows lack what losses read.
             model.objectives.head.terms(hidden_TD, batch, model)
 
 
@@ -451,16 +294,93 @@ class _SavedStorages:
         return tensor
 
 
-class _FusedAttentionOnMeta(TorchFunctionMode):
-    """Stands in for what a description cannot do, or would do in another way than a device.
+_LOWER: frozenset[Callable[..., Any]] = frozenset(
+    (F.linear, F.scaled_dot_product_attention, F.conv1d, torch.matmul, torch.mm, torch.bmm, torch.addmm, torch.baddbmm,
+     Tensor.matmul, Tensor.mm, Tensor.bmm, Tensor.addmm, Tensor.baddbmm, Tensor.__matmul__)
+)  # fmt: skip
+"""Products, in the dtype of autocast."""
 
-    Attention would be taken apart into written-out weights, which no fused kernel keeps.
+_FULL_ON_CUDA: frozenset[Callable[..., Any]] = frozenset(
+    (F.layer_norm, F.group_norm, F.softmax, F.log_softmax, F.softplus, torch.pow, torch.rsqrt, torch.exp, torch.log,
+     torch.softmax, torch.sum, torch.cumsum, Tensor.pow, Tensor.__pow__, Tensor.rsqrt, Tensor.exp, Tensor.log,
+     Tensor.softmax, Tensor.sum, Tensor.cumsum)
+)  # fmt: skip
+"""Operations that CUDA's autocast computes in fp32; CPUs compute them in the dtype of their inputs."""
+
+
+class _AutocastOnMeta(TorchFunctionMode):
+    """What autocast does to dtypes, on the meta device, for which torch has none; and attention as a fused kernel.
+
+    Which operations compute in which dtype follows the documentation of torch for CUDA and for CPUs
+    (https://docs.pytorch.org/docs/stable/amp.html), for the operations that models of transformers use. Attention
+    would otherwise be decomposed into weights that no fused kernel keeps.
+
+    Args:
+        dtype: the dtype of autocast; `None` where it is off.
+        device_type: "cuda" or "cpu", the device whose lists are followed.
+
+    Attributes:
+        kept: the storages that are counted; knows which tensors are weights.
     """
 
+    def __init__(self, dtype: torch.dtype | None, device_type: str) -> None:
+        super().__init__()
+        self._dtype = dtype
+        self._full = _FULL_ON_CUDA if device_type == "cuda" else frozenset()
+        self.kept: _SavedStorages | None = None
+
+    @contextmanager
+    def replaces_torch(self) -> Iterator[None]:
+        """Answer questions about autocast on the meta device, where torch raises; others are passed on."""
+        is_enabled, dtype_of, autocast = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast
+
+        def known(*args: Any) -> bool:
+            return self._dtype is not None if args == ("meta",) else is_enabled(*args)
+
+        def known_dtype(device_type: str) -> torch.dtype:
+            if device_type == "meta" and self._dtype is not None:
+                return self._dtype
+            return dtype_of("cpu" if device_type == "meta" else device_type)
+
+        def entered(device_type: str, *args: Any, **kwargs: Any) -> Any:
+            if device_type != "meta":
+                return autocast(device_type, *args, **kwargs)
+            return nullcontext() if kwargs.get("enabled", True) else self._switched_off()
+
+        torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast = known, known_dtype, entered  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast = is_enabled, dtype_of, autocast  # type: ignore[assignment]
+
+    @contextmanager
+    def _switched_off(self) -> Iterator[None]:
+        before, self._dtype = self._dtype, None
+        try:
+            yield
+        finally:
+            self._dtype = before
+
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if func is torch.nn.functional.scaled_dot_product_attention:
+        kwargs = kwargs or {}
+        is_full = self._dtype is not None and func in self._full
+        dtype = torch.float32 if is_full else self._dtype if func in _LOWER else None
+        if dtype is not None:
+            args = tuple(self._cast(value, dtype) for value in args)
+            kwargs = {name: self._cast(value, dtype) for name, value in kwargs.items()}
+        if func is F.scaled_dot_product_attention:
             return _FusedAttentionStub.apply(*args[:3])
-        return func(*args, **(kwargs or {}))
+        with self._switched_off() if dtype is not None else nullcontext():  # an operation's parts are not cast again
+            return func(*args, **kwargs)
+
+    def _cast(self, value: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(value, Tensor) or not value.is_floating_point() or value.dtype in (dtype, torch.float64):
+            return value
+        cast = value.to(dtype)
+        assert self.kept is not None, "set before anything runs"
+        if self.kept.is_weight(value):
+            self.kept.leave_out(cast)
+        return cast
 
 
 class _FusedAttentionStub(torch.autograd.Function):

@@ -10,12 +10,14 @@ from typing import Any
 import torch
 from peft import LoraConfig
 from torch import nn
+from transformers import AttentionInterface
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.modeling.adapters.kind import MultiplexedForward
 from peft_mux.modeling.adapters.lora.layer import LinearGroup
-from peft_mux.modeling.attention.packed import ATTENTION_NAME, packed_attention
+from peft_mux.modeling.attention.attention_stream import AttentionStream
+from peft_mux.modeling.attention.packed import packed_attention
 from peft_mux.modeling.backbone.modules import language_model
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -25,7 +27,7 @@ from peft_mux.scheduler.costs.model_shape import ModelShape
 RANKS = (4, 16, 64)
 _TASKS_PER_RANK = {"cpu": 2}
 _DEFAULT_TASKS_PER_RANK = 8
-"""A CPU runs adapters one after another, so that a few of them tell the time of one."""
+"""A CPU runs adapters one after another, so that a few of them are enough to time one."""
 _MOST_LAYERS = 4
 _LEFT_OUT_ATTENTION = "peft_mux_no_attention"
 
@@ -50,7 +52,7 @@ def shortened_config(config: Any, num_layers: int | None) -> Any:
         if getattr(text, "layer_types", None) is not None:
             text.layer_types = text.layer_types[:num_layers]
         text.num_hidden_layers = num_layers
-    # The one that every architecture has: attention is ours in the passes that are run.
+    # The only one that every architecture has: attention is ours in the passes that are run.
     config._attn_implementation = "eager"
     return config
 
@@ -67,10 +69,8 @@ class Subject:
         model: the copy, with `tasks_per_rank` adapters of each of `RANKS`.
         tasks_per_rank: adapters that are run together.
         num_layers: number of decoder layers of the copy.
-        device: the device that the copy lies on.
+        device: the device of the copy.
         dtype: the dtype that the copy computes in.
-        attention_call: an attention module, the shapes of its queries, keys and values, and its other arguments, as
-            the layers called it first; `None` before layers were run.
     """
 
     def __init__(self, model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -93,14 +93,24 @@ class Subject:
             # As in training: gradients are added to flat buffers, so that no measurement allocates any.
             self.model.registry.slab_of(name).bind_gradients()
         self._groups = self.linear_groups()
-        self._layer_list = _layer_list(language_model(self.model.backbone), self.num_layers)
-        self.attention_call: tuple[nn.Module, tuple[torch.Size, ...], dict[str, Any]] | None = None
-
-    @property
-    def widths(self) -> list[int]:
-        """Input plus output features of the adapted linear layers of one decoder layer."""
-        layers: list[Any] = [member.module for group in self._groups for member in group.members]
-        return [layer.in_features + layer.out_features for layer in layers[: len(layers) // self.num_layers]]
+        base_model = language_model(self.model.backbone)
+        # The owner and name of the list of decoder layers.
+        self._layer_list = next(
+            (
+                (parent, name)
+                for parent in base_model.modules()
+                for name, child in parent.named_children()
+                if isinstance(child, nn.ModuleList) and len(child) == self.num_layers
+            ),
+            None,
+        )
+        if self._layer_list is None:
+            raise ValueError(
+                f"{type(base_model).__name__} has no list of {self.num_layers} layers; allowed: transformers models "
+                "that keep their layers in one ModuleList. Give a stored profile, or plan with data-sheet numbers."
+            )
+        # An attention module, the shapes of its queries, keys and values, and its other arguments.
+        self._attention_call: tuple[nn.Module, tuple[torch.Size, ...], dict[str, Any]] | None = None
 
     @property
     def shape(self) -> ModelShape:
@@ -109,28 +119,25 @@ class Subject:
         return model_shape(backbone, backbone.config, dtype=self.dtype, activation_dtype=self.dtype)
 
     def loads(self, names: Sequence[str], lengths: Sequence[int], rank: int) -> list[TaskLoad]:
-        """Return what a pass of one sequence of each of some tasks is to the cost model.
+        """Return the loads of a pass with one sequence of each of some tasks, for the cost model.
 
         Args:
             names: the tasks.
             lengths: tokens of the sequence of each.
             rank: rank of their adapters.
         """
-        adapters = tuple(AdapterLoad(rank, width) for width in self.widths)
+        layers: list[Any] = [member.module for group in self._groups for member in group.members]
+        of_one_layer = layers[: len(layers) // self.num_layers]
+        adapters = tuple(AdapterLoad(rank, layer.in_features + layer.out_features) for layer in of_one_layer)
         return [
             TaskLoad(name, (length,), num_targets=length - 1, adapters=adapters, trainable_parameters=0)
             for name, length in zip(names, lengths, strict=True)
         ]
 
     def batch(self, lengths: Sequence[int], names: Sequence[str]) -> MuxBatch:
-        """Return a micro-batch of sequences, each of the task named beside it."""
+        """Return a micro-batch of sequences, each of the task with the same index."""
         rows = [{"task": name, "input_ids": [1] * length} for name, length in zip(names, lengths, strict=True)]
         return ChunkPackingCollator()(rows).to(self.device)
-
-    def one_task_batch(self, tokens: int, length: int = 64) -> MuxBatch:
-        """Return a micro-batch of one task with so many tokens, in sequences of `length` or less."""
-        lengths = [length] * (tokens // length) + ([tokens % length] if tokens % length else [])
-        return self.batch(lengths, [self.model.tasks[0]] * len(lengths))
 
     def precision(self) -> AbstractContextManager[Any]:
         """Return the autocast context under which the engine would run."""
@@ -138,38 +145,89 @@ class Subject:
             return torch.autocast(self.device.type, dtype=self.dtype)
         return nullcontext()
 
-    def run_layers(self, tokens: int, *, forward_only: bool = False) -> None:
-        """Run all layers over a stream, without adapters and without the attention product."""
-        self.layers_runner(tokens, forward_only=forward_only)()
-
     def layers_runner(self, tokens: int, *, has_layers: bool = True, forward_only: bool = False) -> Callable[[], None]:
-        """Return a function that runs the base operators, forward and backward.
+        """Return a function that runs the base operators without adapters and without the attention product.
 
         Args:
-            tokens: number of tokens of the stream.
+            tokens: number of tokens of the stream, in sequences of 64 or less.
             has_layers: whether to run the layers too, or only what lies before and after them.
             forward_only: whether to leave the backward out.
         """
-        batch = self.one_task_batch(tokens)
+        lengths = [64] * (tokens // 64) + ([tokens % 64] if tokens % 64 else [])
+        batch = self.batch(lengths, [self.model.tasks[0]] * len(lengths))
 
         def run() -> None:
-            with self._without_adapters(has_layers), self.model.multiplexing(batch):
-                with self._attention_left_out(), self.precision():
-                    hidden_TD = self.model.hidden_states(batch)
-                    if not forward_only:
-                        hidden_TD.backward(torch.ones_like(hidden_TD))
+            with self._base_operators(batch, has_layers), self.precision():
+                hidden_TD = self.model.hidden_states(batch)
+                if not forward_only:
+                    hidden_TD.backward(torch.ones_like(hidden_TD))
 
         return run
 
     def pass_runner(self, lengths: Sequence[int], names: Sequence[str]) -> Callable[[], None]:
         """Return a function that runs a whole pass as the engine does, from collating on."""
-        rows = [{"task": name, "input_ids": [1] * length} for name, length in zip(names, lengths, strict=True)]
 
         def run() -> None:
-            batch = ChunkPackingCollator()(rows).to(self.device)
+            batch = self.batch(lengths, names)
             with self.precision(), self.model.objectives.of_made_up_rows():
                 output = self.model(batch)
             output.losses.sum().backward()
+
+        return run
+
+    def attention_runner(self, lengths: Sequence[int]) -> Callable[[], None]:
+        """Return a function that runs one layer's attention product over sequences, forward and backward.
+
+        The layers have to be run before, because they show how attention is called.
+        """
+        assert self._attention_call is not None, "layers are run before attention"
+        module, shapes, arguments = self._attention_call
+        batch = self.batch(lengths, [self.model.tasks[0]] * len(lengths))
+        stream = AttentionStream(self.model.stream, batch, self.model.module_names)
+        q, k, v = (
+            torch.randn(1, sum(lengths), shape[1], shape[3], device=self.device, dtype=self.dtype)
+            .transpose(1, 2)
+            .requires_grad_()
+            for shape in shapes
+        )
+
+        def run() -> None:
+            with self.model.multiplexing(batch):
+                out = packed_attention(module, q, k, v, None, mux_stream=stream, **arguments)[0]
+            torch.autograd.grad(out, [q, k, v], torch.ones_like(out))
+
+        return run
+
+    def group_runner(
+        self, group: LinearGroup, batch: MuxBatch, x_TD: torch.Tensor, *, has_adapters: bool = True
+    ) -> Callable[[], None]:
+        """Return a function that runs a group of linear layers, forward and backward."""
+        x_TD = x_TD.requires_grad_()
+        layers: list[Any] = [member.module for member in group.members]
+        gradients = [x_TD.new_ones(len(x_TD), layer.out_features) for layer in layers]
+
+        def run() -> None:
+            for layer in layers:
+                layer._disable_adapters = not has_adapters
+            with self.model.multiplexing(batch), self.precision():
+                torch.autograd.backward(group.outputs(x_TD), gradients, inputs=[x_TD])
+            for layer in layers:
+                layer._disable_adapters = False
+
+        return run
+
+    def update_runner(self, count: int) -> Callable[[], None]:
+        """Return a function that does to one page of parameters what a step of a task does."""
+        page = nn.Parameter(torch.zeros(count, device=self.device))
+        page.grad = torch.full_like(page, 1e-3)
+        copied = page.detach().clone()
+        optimizer = torch.optim.AdamW([page], lr=1e-4)
+
+        def run() -> None:
+            nn.utils.get_total_norm([page.grad])  # type: ignore[list-item]
+            torch._foreach_copy_([copied], [page.detach()])
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=False)
 
         return run
 
@@ -182,59 +240,46 @@ class Subject:
                 found.setdefault(id(forward.group), forward.group)
         return list(found.values())
 
-    def drop_base_weights(self) -> None:
-        """Take the frozen matrices out of all adapted layers, so that their adapters can be run alone."""
-        for group in self.linear_groups():
-            for member in group.members:
-                layer: Any = member.module
-                layer.base_layer = nn.Identity()
-
     @contextmanager
-    def _without_adapters(self, has_layers: bool) -> Iterator[None]:
-        """Switch adapters off, let gradients flow down to the embeddings, and take the layers out if so wanted."""
-        # As PEFT's own switch would, but for its report on all layers, which takes longer than a layer does.
+    def _base_operators(self, batch: MuxBatch, has_layers: bool) -> Iterator[None]:
+        """Run a batch, for the time of the block, with adapters off and attention that returns its queries.
+
+        Gradients flow down to the embeddings: without adapters nothing below would need one, and there would be no
+        backward to time.
+
+        Args:
+            batch: the micro-batch that is run.
+            has_layers: whether the decoder layers stay in.
+        """
+
+        def hand_queries_on(module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> tuple[Any, None]:
+            if self._attention_call is None:
+                plain = {key: value for key, value in kwargs.items() if key != "mux_stream"}
+                self._attention_call = module, (q.shape, k.shape, v.shape), plain
+            return _QueriesOnly.apply(q, k, v), None
+
+        AttentionInterface.register(_LEFT_OUT_ATTENTION, hand_queries_on)
+        # As PEFT's own switch would, except for its report on all layers, which takes longer than a layer does.
         tuned: list[Any] = [member.module for group in self._groups for member in group.members]
         for layer in tuned:
             layer._disable_adapters = True
-        embeddings = self.model.backbone.get_input_embeddings()
-        # Without adapters nothing below would need a gradient, and there would be no backward to time.
-        hook = embeddings.register_forward_hook(lambda module, inputs, output: output.detach().requires_grad_())
-        parent, name = self._layer_list
+        backbone = self.model.backbone
+        hook = backbone.get_input_embeddings().register_forward_hook(
+            lambda module, inputs, output: output.detach().requires_grad_()
+        )
+        parent, name = self._layer_list  # type: ignore[misc]
         layers = getattr(parent, name)
         if not has_layers:
             setattr(parent, name, nn.ModuleList())
         try:
-            yield
+            with self.model.multiplexing(batch):  # which sets and resets the attention
+                backbone.config._attn_implementation = _LEFT_OUT_ATTENTION
+                yield
         finally:
             setattr(parent, name, layers)
             hook.remove()
             for layer in tuned:
                 layer._disable_adapters = False
-
-    @contextmanager
-    def _attention_left_out(self) -> Iterator[None]:
-        """Let attention return its queries for the time of the block, and keep how it was called."""
-        from transformers import AttentionInterface
-
-        AttentionInterface.register(_LEFT_OUT_ATTENTION, self._hand_queries_on)
-        config = self.model.backbone.config
-        config._attn_implementation = _LEFT_OUT_ATTENTION
-        try:
-            yield
-        finally:
-            config._attn_implementation = ATTENTION_NAME
-
-    def _hand_queries_on(self, module: nn.Module, q: Any, k: Any, v: Any, mask: Any, **kwargs: Any) -> tuple[Any, None]:
-        if self.attention_call is None:
-            plain = {key: value for key, value in kwargs.items() if key != "mux_stream"}
-            self.attention_call = module, (q.shape, k.shape, v.shape), plain
-        return _QueriesOnly.apply(q, k, v), None
-
-    def run_attention(self, q: Any, k: Any, v: Any, mux_stream: Any) -> torch.Tensor:
-        """Run the attention product as the backbone calls it."""
-        assert self.attention_call is not None, "layers are run before attention"
-        module, _, kwargs = self.attention_call
-        return packed_attention(module, q, k, v, None, mux_stream=mux_stream, **kwargs)[0]
 
 
 class _QueriesOnly(torch.autograd.Function):
@@ -243,7 +288,7 @@ class _QueriesOnly(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         ctx.shapes = k.shape, v.shape
-        # Contiguous, as attention's output is: the projection behind it would else be timed with a copy.
+        # Contiguous, as attention's output is: otherwise the projection after it would be timed with a copy.
         return q.transpose(1, 2)[..., : v.shape[-1]].contiguous()
 
     @staticmethod
@@ -251,15 +296,3 @@ class _QueriesOnly(torch.autograd.Function):
         grad = grads[0].transpose(1, 2)
         k_shape, v_shape = ctx.shapes
         return grad, grad[:, : k_shape[1]], grad[:, : v_shape[1]]
-
-
-def _layer_list(base_model: nn.Module, num_layers: int) -> tuple[nn.Module, str]:
-    """Return the owner and name of the list of decoder layers."""
-    for parent in base_model.modules():
-        for name, child in parent.named_children():
-            if isinstance(child, nn.ModuleList) and len(child) == num_layers:
-                return parent, name
-    raise ValueError(
-        f"{type(base_model).__name__} has no list of {num_layers} layers; allowed: transformers models that keep their "
-        "layers in one ModuleList. Give a stored profile, or plan with data-sheet numbers."
-    )
