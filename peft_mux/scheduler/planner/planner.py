@@ -65,6 +65,8 @@ _LARGEST_TO_MEAN_PASS = 1.5
 """A step of up to half as many tokens again as a typical one is cut into as many passes (`data.packing.passes`)."""
 _WORTH_MORE = 0.995
 """Part of the makespan found so far that another number has to beat: simulating many micro-batches takes seconds."""
+_LARGE_ACTIONS = 2_000
+"""Actions of a step from which simulating every number of micro-batches would take seconds; the search ends earlier."""
 _MOST_ACTIONS = 8_000
 """Actions of steps between which a pipeline is not drained, beyond which such steps are not searched for: in so long
 ones draining costs little, and planning would take seconds."""
@@ -248,7 +250,7 @@ class _Search:
         """Compare what the policy makes of each number, ascending, until none can be faster than what was found."""
         num_slower = 0
         for count in counts:
-            is_new, is_slower = False, True
+            is_new, is_slower, best = False, True, self._best
             latency_s = self._range_latencies(count)
             for partition in self.policy.partitions(latency_s, self.cost.num_stages, count):
                 cuts = [self._cut(interval, count) for interval in partition.intervals]
@@ -267,6 +269,9 @@ class _Search:
             # Where the bound of a pass asks for more, small numbers all come to the same passes, which shows nothing.
             # The work of a step grows with its passes. Not quite evenly, as rows are whole, hence two in a row.
             if is_new:
+                num_actions = 0 if best is None else sum(map(len, best.template.actions))
+                if num_actions > _LARGE_ACTIONS and self._best is best:
+                    is_slower = True
                 num_slower = num_slower + 1 if is_slower else 0
             if num_slower == 2:
                 return
