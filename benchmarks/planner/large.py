@@ -73,7 +73,15 @@ def write_run(folder: Path, num_tasks: int) -> Path:
 def plan_seconds(checkout: Path, tasks: Path, devices: str) -> tuple[float, str]:
     """Plan with the code of a checkout; return the CPU seconds of the process, and what it chose with its seconds."""
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    environment = {**os.environ, "PYTHONPATH": str(checkout), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": str(checkout),
+        "OMP_NUM_THREADS": "1",
+        "HF_HUB_OFFLINE": "1",
+        # Each checkout reads the rows itself.
+        "HF_DATASETS_CACHE": tempfile.mkdtemp(dir=tasks.parent),
+        "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    }
     command = [sys.executable, "-m", "peft_mux", "plan", str(tasks), "--deployment", "--devices", devices, "--json"]
     printed = subprocess.run(command, env=environment, cwd=tasks.parent, stdout=subprocess.PIPE, text=True, check=True)
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
