@@ -141,7 +141,7 @@ def train_mux_with_graphs(settings: Settings, backbone: Any, workload: Any, pass
 def started_tasks(settings: Settings, model: Any, workload: Any) -> Any:
     """Return the tasks of a workload as a run has them once they train: a constant rate, no decay, clipping at 1."""
     from peft_mux.arguments import MultiTaskTrainingArguments
-    from peft_mux.engine.tasks.optimizer import LastGood, TaskOptimizer
+    from peft_mux.engine.tasks.optimizer import LastFiniteWeights, TaskOptimizer
     from peft_mux.engine.tasks.resolved import resolve_tasks
     from peft_mux.engine.tasks.setup import make_task_run
     from peft_mux.engine.tasks.task_run import TaskTable
@@ -165,7 +165,7 @@ def started_tasks(settings: Settings, model: Any, workload: Any) -> Any:
         slab = model.registry.slab_of(own.name)
         slab.bind_gradients()
         run.optimizer = TaskOptimizer(own.name, model.task_parameters(own.name), run.hyper, run.num_steps, args, slab)
-        run.last_good = LastGood({f"page_{number}": page.values for number, page in enumerate(slab.pages)})
+        run.last_good = LastFiniteWeights({f"page_{number}": page.values for number, page in enumerate(slab.pages)})
         run.status = TaskStatus.RUNNING
         table.add(run)
     return table

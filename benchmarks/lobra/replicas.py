@@ -95,11 +95,11 @@ def _child(options: argparse.Namespace) -> None:
     )
     trainer = MultiTaskTrainer(str(Path(options.folder) / "backbone"), args, _tasks(options.steps))
     output = trainer.train()
-    if trainer._world.processes.is_main:
+    if trainer._run.processes.is_main:
         clock = trainer._plans.dispatch_clock
         measured = {
             "step_s": output.metrics["train_runtime"] / options.steps,
-            "tokens": [record.tokens for record in trainer._world.records],
+            "tokens": [record.tokens for record in trainer._run.records],
             "clock": {"solve_s": clock.solve_s, "waited_s": clock.waited_s, "num_ahead": clock.num_ahead},
             "hidden_share": clock.hidden_share,
             "losses": {

@@ -43,7 +43,7 @@ def train(job: dict[str, Any]) -> dict[str, Any] | None:
 
     trainer.add_callback(Ends())
     trainer.train()
-    if not trainer._world.processes.is_main:
+    if not trainer._run.processes.is_main:
         return None
     losses = {
         task.name: [entry["loss"] for entry in trainer.task_states[task.name].log_history if "loss" in entry]

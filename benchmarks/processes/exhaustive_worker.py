@@ -81,7 +81,7 @@ class _Trial(TrainerCallback):
 
     def _finals(self) -> Iterator[int]:
         """Return the turns of the fastest plans and of the planner's own, the same on both ranks."""
-        medians = self.trainer._world.processes.gather([statistics.median(own) for own in self.seconds])
+        medians = self.trainer._run.processes.gather([statistics.median(own) for own in self.seconds])
         total = [sum(own) for own in zip(*medians, strict=True)]
         fastest = sorted(range(len(total)), key=total.__getitem__)[: self.options.finalists]
         self.order = list(dict.fromkeys([0, *fastest]))
@@ -92,7 +92,7 @@ class _Trial(TrainerCallback):
         plans = self.trainer._plans
         plans.current = plan
         plans._steps = plans._new_steps(plan)
-        self.trainer._placement.placed.executor.follow(plan)
+        self.trainer._placement.executor.follow(plan)
 
     def _all_plans(self) -> list[Plan]:
         """Return the planner's own plan, and all others that differ from it and from each other."""

@@ -98,7 +98,7 @@ def measure_run(configs: dict[str, Any], backbone: Any, *, are_alike: bool) -> t
             output_dir=folder, save_strategy="no", report_to="none", disable_tqdm=True, use_cpu=True
         )
         trainer, made_s = timed(lambda: MultiTaskTrainer(model, args, tasks), time.perf_counter)
-        _, opened_s = timed(lambda: trainer._opening.open(None), time.perf_counter)
+        _, opened_s = timed(lambda: trainer._loop.opening.open(None), time.perf_counter)
     return made_s, opened_s
 
 

@@ -31,7 +31,7 @@ def main() -> None:
     case = Case(options.mix, options.tasks, 2, "full", ModelSpec())
     with tempfile.TemporaryDirectory() as folder:
         trainer = trainer_for(case.model.build, case.workload(), folder, False)
-        trainer._opening.open(None)
+        trainer._loop.opening.open(None)
         parts: dict[str, list[float]] = {}
         for _ in range(options.repeats):
             result = timed("forward and backward", parts, lambda: run(trainer))
@@ -59,7 +59,7 @@ def timed(name: str, parts: dict[str, list[float]], act: Callable[[], Any]) -> A
 
 def run(trainer: Any) -> Any:
     """Run the passes of one step."""
-    return trainer._placement.placed.executor.run(trainer._plans.next_work())
+    return trainer._placement.executor.run(trainer._plans.next_work())
 
 
 def run_without_adapters(trainer: Any) -> None:

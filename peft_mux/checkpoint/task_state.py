@@ -71,7 +71,7 @@ def take_snapshot(run: TaskRun, model: Any) -> TaskState:
         return state
     last_good = {
         name: part.detach().clone().contiguous()
-        for page, copy in zip(model.registry.slab_of(run.name).pages, run.last_good.state().values(), strict=True)
+        for page, copy in zip(model.registry.slab_of(run.name).pages, run.last_good.weights.values(), strict=True)
         for name, parameter in parameters.items()
         if (part := page.part(parameter, copy)) is not None
     }
@@ -99,7 +99,7 @@ def put_snapshot(run: TaskRun, model: Any, state: TaskState, *, from_step: int |
         return
     # The state of an ended task has only the weights that it ended with.
     last_good = own.copies.get(LAST_GOOD) or own.weights
-    for page, copy in zip(model.registry.slab_of(run.name).pages, run.last_good.state().values(), strict=True):
+    for page, copy in zip(model.registry.slab_of(run.name).pages, run.last_good.weights.values(), strict=True):
         for name, parameter in parameters.items():
             part = page.part(parameter, copy)
             if part is not None and name in last_good:

@@ -3,15 +3,14 @@
 A record reaches up to four places: the task's state (`log_history`), the task's own callbacks (plain keys), the
 callbacks of the run and its integrations (`task/metric` keys), and `metrics.jsonl`. A line goes to the screen.
 
-`Delays` measures how long the own code of each task makes the others wait. `RowNotes` reports rows that are cut or left
-out: when a task begins, when a stream leaves out its first row, and at the end.
+`RowNotes` reports rows that are cut or left out: when a task begins, when a stream leaves out its first row, and at
+the end.
 """
 
 from __future__ import annotations
 
 import logging
 import time
-from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -21,12 +20,13 @@ from weakref import WeakSet
 from transformers import TrainerState
 
 from peft_mux.data.dataset import DataReport
-from peft_mux.engine.tasks.task_run import TaskEvent, TaskRun, TaskTable
+from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.reporting.metrics_file import MetricsLog
+from peft_mux.reporting.recorders import RunTimes
 from peft_mux.reporting.report import ReportRow, report_row
 from peft_mux.reporting.screen import Progress, peak_bytes
-from peft_mux.reporting.views import TaskTimes, rate_text, time_text
+from peft_mux.reporting.views import rate_text, time_text
 from peft_mux.task import TaskStatus
 
 _MOST_REPORTS = 6
@@ -35,11 +35,6 @@ _MOST_LOSSES = 12
 """Losses of more tasks than this are not listed in a line."""
 _logger = logging.getLogger(__name__)
 
-CALL_LIMIT_S = 1.0
-"""Seconds that one call of a task's own code may take without being told of."""
-SHARE_LIMIT = 0.1
-"""Share of the run's time that all calls of one task may take without being told of, once they have taken a second."""
-
 
 class Record(Protocol):
     """Writes a record of the run."""
@@ -47,68 +42,6 @@ class Record(Protocol):
     def __call__(self, event: str, **facts: Any) -> None:
         """Write it."""
         ...
-
-
-class Delays:
-    """Adds up what the own code of tasks takes: their callbacks, their metrics, and waiting for their rows.
-
-    A task is told of when one of its calls takes longer than `CALL_LIMIT_S`, or all of them together more than
-    `SHARE_LIMIT` of the run; then again each time that its total has doubled, and with its total in the end.
-
-    Args:
-        warn: prints a line that nobody may miss.
-        record: writes a record of the run.
-        clock: returns seconds; another one for tests.
-    """
-
-    def __init__(
-        self, warn: Callable[[str], None], record: Record, *, clock: Callable[[], float] = time.perf_counter
-    ) -> None:
-        """Begin to count the time of the run."""
-        self._warn, self._record, self._clock = warn, record, clock
-        self._began_s = clock()
-        self._seconds: defaultdict[str, Counter[str]] = defaultdict(Counter)
-        self._told_s: dict[str, float] = {}
-
-    def note(self, task: str, what: str, seconds: float) -> None:
-        """Take note of a call; this is the `Listener` of the tasks' own code.
-
-        Args:
-            task: name of the task.
-            what: what of it has run.
-            seconds: seconds that it took.
-        """
-        self._seconds[task][what] += seconds  # type: ignore[assignment]
-        total_s = self.total_s(task)
-        # First, as it spares the clock at nearly every call.
-        if total_s < max(CALL_LIMIT_S, 2 * self._told_s.get(task, 0.0)):
-            return
-        if seconds < CALL_LIMIT_S and total_s < SHARE_LIMIT * (self._clock() - self._began_s):
-            return
-        self._told_s[task] = total_s
-        self._record("delay", task=task, what=what, seconds=seconds, total_s=total_s)
-        self._warn(f"{task}: its {what} made the other tasks wait for {seconds:.1f} s ({total_s:.1f} s in all)")
-
-    def total_s(self, task: str) -> float:
-        """Return the seconds that a task's own code took so far."""
-        return sum(self._seconds[task].values())
-
-    def record_totals(self) -> None:
-        """Write one record for each task that took a second or more, with the seconds of each kind of its code."""
-        for task in self._seconds:
-            self._record_total(task)
-
-    def forget(self, task: str) -> None:
-        """Write the total of a task that leaves, and keep nothing of it."""
-        self._record_total(task)
-        self._seconds.pop(task, None)
-        self._told_s.pop(task, None)
-
-    def _record_total(self, task: str) -> None:
-        seconds = self._seconds.get(task, {})
-        total_s = sum(seconds.values())
-        if total_s >= CALL_LIMIT_S:
-            self._record("delay_total", task=task, total_s=total_s, **{f"{kind}_s": s for kind, s in seconds.items()})
 
 
 class RowNotes:
@@ -196,9 +129,8 @@ class RunLog:
         progress: the screen; silent until training begins.
         callbacks: the callbacks of each task that was started, by the name of the task.
         is_shown: whether this process is the one that prints.
-        delays: how long each task's own code made the others wait.
         rows: what became of the rows of each task.
-        times: how long the steps of each task took.
+        times: seconds of the steps, of each task, and of the tasks' own code.
         removed: the lines of removed tasks in the report.
     """
 
@@ -217,9 +149,8 @@ class RunLog:
         self.progress: Progress = Progress(is_silent=True)
         self.callbacks: dict[str, TaskCallbacks] = {}
         self.is_shown = is_shown
-        self.delays = Delays(self.warn, self.event)
         self.rows = RowNotes(self.say, self.warn, self.event)
-        self.times = TaskTimes()
+        self.times = RunTimes()
         self.removed: list[ReportRow] = []
         self._emit = emit
         self._counted = (time.perf_counter(), -1, 0)
@@ -234,14 +165,29 @@ class RunLog:
         if task in self.callbacks:
             callbacks.trackers.take(self.callbacks[task].trackers)
         self.callbacks[task] = callbacks
-        callbacks.listener = callbacks.trackers.listener = self.delays.note
+        callbacks.listener = callbacks.trackers.listener = self.note_own_code
 
     def drop_callbacks(self, task: str) -> None:
         """Call the callbacks of a task that has left no more, and end its runs in loggers."""
         left = self.callbacks.pop(task, None)
         if left is not None:
             left.trackers.end()
-        self.delays.forget(task)
+        self.record_own_code([task])
+        self.times.forget_own_code(task)
+
+    def note_own_code(self, task: str, what: str, seconds: float) -> None:
+        """Count a call of a task's own code, and warn if the others wait for it long; the `Listener` of such code."""
+        total_s = self.times.add_own_code(task, what, seconds)
+        if total_s is not None:
+            self.event("delay", task=task, what=what, seconds=seconds, total_s=total_s)
+            self.warn(f"{task}: its {what} made the other tasks wait for {seconds:.1f} s ({total_s:.1f} s in all)")
+
+    def record_own_code(self, tasks: Iterable[str] | None = None) -> None:
+        """Write what the own code of tasks (by default of all) took, for each task where it took a second or more."""
+        for task, own in self.times.own_code_s().items():
+            if tasks is None or task in tasks:
+                seconds = {f"{kind}_s": seconds for kind, seconds in own.items()}
+                self.event("delay_total", task=task, total_s=sum(own.values()), **seconds)
 
     def end_trackers(self) -> None:
         """End the runs of all tasks in loggers, as an error ends the training."""
@@ -298,13 +244,13 @@ class RunLog:
         logs: dict[str, float] = {}
         losses: dict[str, float] = {}
         for run in self.table if runs is None else runs:
-            loss = run.loss_mean.read()
+            loss, statistics = run.loss_mean.read(run.resolved.objective.statistic_names(run.resolved.loss_args))
             if loss is None:
                 continue
             own = {"loss": loss, "grad_norm": run.last_gradient_norm}
             if run.optimizer is not None:
                 own["learning_rate"] = run.optimizer.learning_rate
-            own |= run.read_statistics()
+            own |= statistics
             self.numbers(run, "train", own)
             losses[run.name] = loss
             logs |= _prefixed(run.name, own)
@@ -342,13 +288,13 @@ class RunLog:
         self._emit(logs)
         return logs
 
-    def status(self, event: TaskEvent, step: int) -> None:
-        """Log a change in the life of a task."""
-        self.event("status", task=event.task, step=step, status=event.status.value, reason=event.reason)
-        tell = self.warn if event.status is TaskStatus.FAILED else self.say
-        tell(f"{event.task}: {event.status.value}{f' ({event.reason})' if event.reason else ''}")
-        if event.status.is_final and event.task in self.callbacks:
-            self.callbacks[event.task].trackers.end()
+    def status(self, run: TaskRun) -> None:
+        """Log the status that a task has now."""
+        self.event("status", task=run.name, step=run.step, status=run.status.value, reason=run.reason)
+        say = self.warn if run.status is TaskStatus.FAILED else self.say
+        say(f"{run.name}: {run.status.value}{f' ({run.reason})' if run.reason else ''}")
+        if run.status.is_final and run.name in self.callbacks:
+            self.callbacks[run.name].trackers.end()
 
     def event(self, event: str, **facts: Any) -> None:
         """Write a record of the run to `metrics.jsonl`."""

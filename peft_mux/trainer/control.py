@@ -1,18 +1,13 @@
-"""`Mailbox`: requests to a run, and their answers, as files in its folder; any number of processes may write at once.
+"""Requests of other programs to a run (`peft-mux pause | resume | remove | add`), as files in its folder.
 
     <folder>/control/<time>-<process>-<random>.request.json     written aside and renamed, so it is whole or absent
     <folder>/control/<the same>.answer.json
 
-Each request has a file of its own, so that no two of them meet; the order of their names is that of their times.
+Each request has its own file, so any number of processes may write at once; names sort by time. `Mailbox` writes and
+reads the files. `Control` is the thread of the run that looks into the folder twice a second and passes what it finds
+to `Membership`, which carries it out between two steps, with several processes on all of them. The first process
+answers.
 """
-
-# MERGED: `AdapterFiles`: adapters that are written or uploaded because somebody asks for them, not because a step is
-# MERGED: due.
-# MERGED: `Control`: what `peft-mux pause | resume | remove | add` ask of a run through its folder, done as any other
-# MERGED: command.
-# MERGED: A thread of each process looks into the folder twice a second and hands what it finds to `Membership`, which
-# MERGED: carries it
-# MERGED: out between two steps, where several processes train on all of them alike. The first process answers.
 
 from __future__ import annotations
 
@@ -26,14 +21,10 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
-from peft_mux.checkpoint.hub import check_push, push_task
-from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.errors import ConfigError, PeftMuxError, ProcessError
 from peft_mux.storage import read_regular, write_file
 from peft_mux.task import Task
-from peft_mux.trainer.membership import Answer, Membership
-from peft_mux.trainer.placement import Placement
-from peft_mux.trainer.plan_follower import PlanFollower
+from peft_mux.trainer.membership import Command, Membership
 from peft_mux.trainer.run import Run
 from peft_mux.user_code import describe_error
 
@@ -54,10 +45,7 @@ class Mailbox:
         self.folder = root / CONTROL_FOLDER
 
     def send(self, request: Mapping[str, Any]) -> str:
-        """Write a request, and return its name.
-
-        Args:
-            request: what is asked for, as plain JSON.
+        """Write a request, plain JSON, and return its name.
 
         Raises:
             CheckpointError: if it cannot be written.
@@ -68,31 +56,25 @@ class Mailbox:
         return name
 
     def requests(self) -> list[tuple[str, dict[str, Any]]]:
-        """Return all requests with their names, oldest first; what cannot be read is an empty one."""
+        """Return all requests with their names, oldest first; one that cannot be read is empty."""
         if not self.folder.is_dir() or self.folder.is_symlink():
             return []
         names = sorted(path.name.removesuffix(_REQUEST) for path in self.folder.glob(f"*{_REQUEST}"))
         return [(name, _read(self.folder / f"{name}{_REQUEST}")) for name in names]
 
     def answer(self, name: str, value: Mapping[str, Any]) -> None:
-        """Answer a request, and take it away; a disk that takes nothing costs the answer and nothing else.
-
-        Args:
-            name: its name.
-            value: the answer, as plain JSON.
-        """
+        """Answer a request and delete it; a disk that takes nothing costs only the answer."""
         with suppress(Exception):
             write_file(self.folder / f"{name}{_ANSWER}", json.dumps(dict(value)).encode())
-        with suppress(OSError):
-            (self.folder / f"{name}{_REQUEST}").unlink()
+        self.withdraw(name)
 
     def wait(self, name: str, timeout_s: float, is_heard: Callable[[], object] = lambda: True) -> dict[str, Any] | None:
-        """Return the answer to a request, and take it away; `None` where none came in time.
+        """Return the answer to a request and delete it; `None` if none came in time.
 
         Args:
-            name: its name.
+            name: name of the request.
             timeout_s: seconds to wait at most.
-            is_heard: whether there is still somebody who may answer; asked again and again.
+            is_heard: whether a run is still there that may answer; called again and again.
         """
         path, until = self.folder / f"{name}{_ANSWER}", time.monotonic() + timeout_s
         while not path.is_file():
@@ -107,7 +89,7 @@ class Mailbox:
         return found
 
     def withdraw(self, name: str) -> bool:
-        """Take a request back; return whether nobody had taken it up."""
+        """Delete a request; return whether it was still there."""
         try:
             (self.folder / f"{name}{_REQUEST}").unlink()
         except OSError:
@@ -125,61 +107,6 @@ def _read(path: Path) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-class AdapterFiles:
-    """Writes and uploads adapters as they are now, between two steps of a run.
-
-    Args:
-        run: the run.
-        placement: the model of this process.
-        plans: tells how a model that is not loaded yet is cut into stages.
-        membership: knows the tasks, and when the run may be asked.
-    """
-
-    def __init__(self, run: Run, placement: Placement, plans: PlanFollower, membership: Membership) -> None:
-        """Write nothing yet."""
-        self._run, self._placement, self._plans, self._membership = run, placement, plans, membership
-
-    def save(self, folder: str | Path | None = None) -> None:
-        """Write every task's adapter, each at the root of its sub-folder, loadable by plain PEFT.
-
-        Args:
-            folder: where the sub-folders go; by default the run's own.
-        """
-        self._membership.queue.ask("save_model", lambda: self._save(Path(folder or self._run.root)))
-
-    def _save(self, folder: Path) -> None:
-        self._placement.materialise(self._plans.plan_stages)
-        saver = self._run.saver
-        for run in self._run.table:
-            # On every process: where each holds a part of the adapter, the writer needs all of them.
-            weights = saver.full_weights(run)
-            if saver.is_writer:
-                RunFolder(folder, self._placement.model).save_adapter(run.name, weights)
-
-    def push(self, task: str, repo_id: str, options: Mapping[str, Any]) -> Any:
-        """Upload one task's adapter with a model card, and return what the Hub says; `None` where others write.
-
-        Args:
-            task: name of the task.
-            repo_id: repository on the Hub, such as "me/sql-lora"; made where absent.
-            options: `token`, `private`, `revision` and `commit_message`, as `huggingface_hub` takes them.
-
-        Raises:
-            ConfigError: for a task that is not there or not trained, or where the Hub refuses.
-        """
-        run, saver = self._membership.run_of(task), self._run.saver
-        check_push(run, repo_id, options)
-
-        def push() -> Any:
-            weights = saver.full_weights(run)  # on every process, though one of them writes
-            if not saver.is_writer:
-                return None
-            own = {"folder": saver.place(run), "num_tasks": len(list(self._run.table))}
-            return push_task(self._placement.model, run, weights, repo_id, options, **own)
-
-        return self._membership.queue.ask(f"push_to_hub {task}", push)
-
-
 POLL_S = 0.5
 """Seconds between two looks into the folder."""
 END_S = 5.0
@@ -187,15 +114,15 @@ END_S = 5.0
 
 
 class Control:
-    """Takes requests of other processes while a run trains.
+    """Takes requests of other programs while a run trains.
 
     Args:
-        run: the run under way, in whose folder the requests lie.
+        run: the run under way, in whose folder the requests are.
         membership: carries them out.
 
     Attributes:
-        read_tasks: reads the tasks of a request to add some: a file, and which of its tasks. `None` where the program
-            that trains cannot read such files; then adding is refused.
+        read_tasks: reads the tasks of an `add` request from a file, by their names. `None` if the program that trains
+            cannot read such files; then adding is refused.
     """
 
     def __init__(self, run: Run, membership: Membership) -> None:
@@ -217,7 +144,13 @@ class Control:
         ended = self._ended = threading.Event()
         if is_alone:
             self.take()
-        thread = threading.Thread(target=self._listen, args=(ended,), name="control", daemon=True)
+
+        def listen() -> None:
+            while not ended.wait(POLL_S):
+                with suppress(OSError):  # a fault of the folder must not end the thread
+                    self.take()
+
+        thread = threading.Thread(target=listen, name="control", daemon=True)
         thread.start()
         try:
             yield
@@ -227,43 +160,32 @@ class Control:
             if thread.is_alive():
                 self._run.log.warn("control: a request to add tasks still reads its rows; it is not done")
 
-    def _listen(self, ended: threading.Event) -> None:
-        while not ended.wait(POLL_S):
-            # What the folder is made of is no reason to hear nobody any more.
-            with suppress(OSError):
-                self.take()
-
     def take(self) -> None:
-        """Hand on what was asked for since the last look."""
+        """Pass on what was asked for since the last look."""
         for name, request in self._mailbox.requests():
             if name in self._taken:
                 continue
             self._taken.add(name)
             try:
                 answer, done = self._give(request)
-            # Whoever asks is told; nothing that was asked for ends a run.
-            except Exception as error:
+            except Exception as error:  # goes to the program that asks; no request ends a run
                 self._answer(name, error, "")
                 continue
             answer.add_done_callback(lambda own, name=name, done=done: self._answer(name, own.exception(0), done))
 
-    def _give(self, request: dict[str, Any]) -> tuple[Answer, str]:
-        """Ask `Membership` for what a request says; return its answer, and what to say when it is done."""
+    def _give(self, request: dict[str, Any]) -> tuple[Command, str]:
+        """Give a request to `Membership`; return the command, and what to say when it is done."""
         command, task = request.get("command"), request.get("task")
-        if command == "add":
-            return self._add(request)
-        if command not in ("pause", "resume", "remove") or not isinstance(task, str):
+        if command in ("pause", "resume") and isinstance(task, str):
+            is_paused = command == "pause"
+            return self._membership.set_paused(task, is_paused), f"{task}: {'paused' if is_paused else 'goes on'}"
+        if command == "remove" and isinstance(task, str):
+            saves = request.get("save") is not False
+            return self._membership.remove(task, save=saves), f"{task}: removed{'' if saves else ', not saved'}"
+        if command != "add":
             raise ConfigError(
                 f"control: got {command!r}; allowed: pause, resume, remove or add, with the name of a task."
             )
-        if command == "remove":
-            saves = request.get("save") is not False
-            return self._membership.remove(task, save=saves), f"{task}: removed{'' if saves else ', not saved'}"
-        if command == "pause":
-            return self._membership.pause(task), f"{task}: paused"
-        return self._membership.resume(task), f"{task}: goes on"
-
-    def _add(self, request: dict[str, Any]) -> tuple[Answer, str]:
         if self.read_tasks is None:
             raise ConfigError(
                 "control: got add for a run that was not started by peft-mux train; allowed: "
@@ -273,7 +195,7 @@ class Control:
         tasks = self.read_tasks(str(request.get("file")), names)
         if ended.is_set():  # reading has taken longer than the run
             raise ProcessError("control: the run has ended before the rows of these tasks were read.")
-        # Unless they are named, those are meant that the run does not have.
+        # Without names, those are meant that the run does not have.
         tasks = [task for task in tasks if names or task.name not in self._run.table]
         if not tasks:
             raise ConfigError("control: got a file whose tasks are all part of the run; allowed: one with new tasks.")
@@ -285,5 +207,5 @@ class Control:
         if error is None:
             self._mailbox.answer(name, {"ok": True, "said": done, "run_step": self._run.state.global_step})
         else:
-            told = str(error) if isinstance(error, PeftMuxError) else describe_error(error)
-            self._mailbox.answer(name, {"ok": False, "said": told})
+            text = str(error) if isinstance(error, PeftMuxError) else describe_error(error)
+            self._mailbox.answer(name, {"ok": False, "said": text})

@@ -1,4 +1,4 @@
-"""What a trainer is given: the tasks, in a list or in the short form, and the arguments of Trainer that it refuses."""
+"""Checks of what a trainer is given: its tasks, in a list or in the short form, its callbacks, and its launch."""
 
 from __future__ import annotations
 
@@ -14,8 +14,24 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.errors import ConfigError, Fault, raise_faults, shown
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.reporting.trackers import without_shared_tracker
 from peft_mux.storage import check_task_names, unwritable
 from peft_mux.task import Task, event_faults
+
+_OF_THE_TASK = "Set it on the Task"
+_WHERE = {
+    "compute_metrics": _OF_THE_TASK,
+    "preprocess_logits_for_metrics": _OF_THE_TASK,
+    "peft_config": _OF_THE_TASK,
+    "train_batch_size": _OF_THE_TASK,
+    "data_collator": "Sequences are packed by ChunkPackingCollator",
+    "model_init": "Give the model, or its name",
+    "optimizers": "Every task has an optimizer of its own; set optim on the Task",
+    "optimizer_cls_and_kwargs": "Every task has an optimizer of its own; set optim on the Task",
+    "compute_loss_func": "Set loss_type on the Task",
+    "tokenizer": "Pass it as processing_class",
+}
+"""Where the setting of an argument of Trainer belongs; other arguments have no meaning for many tasks."""
 
 
 def refuse_trainer_arguments(given: Mapping[str, Any]) -> None:
@@ -25,68 +41,47 @@ def refuse_trainer_arguments(given: Mapping[str, Any]) -> None:
         ConfigError: naming each one that is set, and where its setting belongs.
     """
     # `None` is the default of most of them: code that passes them on unset asks for nothing.
-    set_ones = {name: value for name, value in given.items() if value is not None}
-    if not set_ones:
-        return
-    where = {
-        "compute_metrics": "Set it on the Task",
-        "preprocess_logits_for_metrics": "Set it on the Task",
-        "data_collator": "Sequences are packed by ChunkPackingCollator",
-        "model_init": "Give the model, or its name",
-        "optimizers": "Every task has an optimizer of its own; set optim on the Task",
-        "optimizer_cls_and_kwargs": "Every task has an optimizer of its own; set optim on the Task",
-        "compute_loss_func": "Set loss_type on the Task",
-        "peft_config": "Set it on the Task",
-        "tokenizer": "Pass it as processing_class",
-        "train_batch_size": "Set it on the Task",
-    }
-    faults = [
-        Fault(
-            name,
-            type(value).__name__,
-            "nothing",
-            f"{where.get(name, 'It has no meaning for many tasks')}.",
-        )
-        for name, value in set_ones.items()
-    ]
-    raise_faults(faults)
+    raise_faults(
+        [
+            Fault(name, type(value).__name__, "nothing", f"{_WHERE.get(name, 'It has no meaning for many tasks')}.")
+            for name, value in given.items()
+            if value is not None
+        ]
+    )
 
 
 @contextmanager
-def without_empty_folder(folder: Path) -> Iterator[None]:
-    """Take back an empty folder that comes into being meanwhile: Trainer makes `output_dir`, a plan must not.
+def trainer_constructor(args: MultiTaskTrainingArguments, folder: Path) -> Iterator[None]:
+    """Undo what the constructor of Trainer does for one model, in the `with` block.
+
+    It makes `output_dir`, which a plan must not, one repository on the Hub, and trackers for all tasks together.
 
     Args:
-        folder: the folder to take back, with those of its parents that are not there yet either.
+        args: the arguments of the run.
+        folder: the folder of the run; it is removed with those of its parents that did not exist, if they are empty.
 
     Raises:
-        CheckpointError: if it cannot be made.
+        CheckpointError: if the folder cannot be made.
     """
     # The innermost first, as a folder is empty only when those in it are gone.
     missing = [path for path in (folder, *folder.parents) if not path.exists()]
+    pushes, args.push_to_hub = args.push_to_hub, False
     try:
-        yield
+        with without_shared_tracker(args):
+            yield
     except OSError as error:
         if error.filename is None or Path(error.filename) not in (folder, *folder.parents):
             raise
         raise unwritable(folder, error) from error
+    finally:
+        args.push_to_hub = pushes
     for path in missing:
         with suppress(OSError):  # not empty
             path.rmdir()
 
 
-@contextmanager
-def without_hub(args: MultiTaskTrainingArguments) -> Iterator[None]:
-    """Let `push_to_hub` be off meanwhile: Trainer would make one repository for all tasks."""
-    before, args.push_to_hub = args.push_to_hub, False
-    try:
-        yield
-    finally:
-        args.push_to_hub = before
-
-
 def check_callbacks(callbacks: Iterable[Any]) -> None:
-    """Refuse callbacks that know one model with one metric where they are given to the run, and misspelt events.
+    """Refuse callbacks that know one model with one metric if they are given to the run, and misspelt events.
 
     Raises:
         ConfigError: naming them, and where they belong or how they are spelt.
@@ -105,11 +100,11 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
     raise_faults(faults)
 
 
-def check_processes(args: MultiTaskTrainingArguments) -> None:
-    """Refuse a launch of which fewer processes came than were asked for, or of a kind that is not built.
+def check_launch(args: MultiTaskTrainingArguments) -> None:
+    """Refuse a launch with fewer processes than were asked for, or of a kind that is not supported.
 
-    `accelerate launch --cpu --num_processes 2` starts one process without a word; only the address at which it should
-    have met the others shows that there were to be more.
+    `accelerate launch --cpu --num_processes 2` starts one process without a warning; only the address at which it
+    should have met the others shows that there were to be more.
 
     Raises:
         ConfigError: naming what was started, and what to type.
@@ -124,7 +119,11 @@ def check_processes(args: MultiTaskTrainingArguments) -> None:
                 "python script.py."
             )
         return
-    kinds = [kind for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG") if _is_launched_with(kind)]
+    kinds = [
+        kind
+        for kind in ("FSDP", "DEEPSPEED", "MEGATRON_LM", "PARALLELISM_CONFIG")
+        if os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() in ("1", "true")
+    ]
     if kinds:
         raise ConfigError(
             f"processes: got a launch with {', '.join(kinds)}; allowed: plain processes, each with the whole model "
@@ -133,7 +132,7 @@ def check_processes(args: MultiTaskTrainingArguments) -> None:
 
 
 def processes_asked_of_launcher(environment: Mapping[str, str]) -> str | None:
-    """Return how many processes a launcher was asked for where that is more than one, else `None`.
+    """Return how many processes a launcher was asked for if that is more than one, else `None`.
 
     Args:
         environment: environment variables of a process that is alone, by name.
@@ -142,20 +141,16 @@ def processes_asked_of_launcher(environment: Mapping[str, str]) -> str | None:
     stated = next((count for count in counts if count.isdigit()), None)
     if stated is not None:
         return stated if int(stated) > 1 else None
-    # accelerate's launcher sets the precision always, and an address only where it was asked for several processes.
+    # accelerate's launcher always sets the precision, and an address only if it was asked for several processes.
     by_accelerate = "ACCELERATE_MIXED_PRECISION" in environment and "MASTER_PORT" in environment
     return "several" if by_accelerate else None
 
 
-def _is_launched_with(kind: str) -> bool:
-    return os.environ.get(f"ACCELERATE_USE_{kind}", "false").lower() in ("1", "true")
-
-
 def check_evaluation(args: MultiTaskTrainingArguments, tasks: Sequence[Task]) -> None:
-    """Refuse a run that shall evaluate but has nothing to evaluate on.
+    """Refuse a run that is to evaluate but has nothing to evaluate on.
 
     Raises:
-        ConfigError: naming each argument of evaluations that is set where no task has held-out rows.
+        ConfigError: naming each argument of evaluations that is set while no task has held-out rows.
     """
     if any(task.eval_dataset is not None for task in tasks):
         return
@@ -182,7 +177,7 @@ def task_list(
     """Return the tasks, from the list or from the short form.
 
     Args:
-        model: what the trainer was given as its model; the short form needs a `MultiTaskPeftModel`.
+        model: the model of the trainer; the short form needs a `MultiTaskPeftModel`.
         tasks: the list of tasks, or `None` for the short form.
         train_dataset: rows by task name, in the short form.
         eval_dataset: held-out rows by task name, in the short form.
@@ -190,22 +185,43 @@ def task_list(
     Raises:
         ConfigError: if there is no task, or both forms are used.
     """
-    if tasks is None:
-        return _short_form(model, train_dataset, eval_dataset or {})
-    if train_dataset is not None or eval_dataset is not None:
-        raise ConfigError("train_dataset: got rows beside tasks; allowed: one of the two. Put the rows on the tasks.")
-    require_tasks(tasks)
-    if not tasks:
-        raise ConfigError("tasks: got an empty list; allowed: a list of at least one Task.")
-    check_task_names(task.name for task in tasks)
-    return list(tasks)
+    if tasks is not None:
+        if train_dataset is not None or eval_dataset is not None:
+            raise ConfigError(
+                "train_dataset: got rows beside tasks; allowed: one of the two. Put the rows on the tasks."
+            )
+        require_tasks(tasks)
+        if not tasks:
+            raise ConfigError("tasks: got an empty list; allowed: a list of at least one Task.")
+        check_task_names(task.name for task in tasks)
+        return list(tasks)
+    held_out = {} if eval_dataset is None else eval_dataset
+    if not isinstance(model, MultiTaskPeftModel) or not isinstance(train_dataset, Mapping):
+        raise ConfigError(
+            "tasks: got None; allowed: a list of Task, or a MultiTaskPeftModel with train_dataset={name: rows, ...}."
+        )
+    is_of_model = set(train_dataset) == set(model.tasks)
+    if not isinstance(held_out, Mapping) or not is_of_model or not set(held_out) <= set(train_dataset):
+        raise ConfigError(
+            f"train_dataset: got rows for {', '.join(train_dataset)}; allowed: rows for exactly the tasks of the model "
+            f"({', '.join(model.tasks)}), and held-out rows for some of them."
+        )
+    return [
+        Task(
+            name=name,
+            peft_config=model.peft_config[model.adapter_of(name)],
+            train_dataset=train_dataset[name],
+            eval_dataset=held_out.get(name),
+        )
+        for name in model.tasks
+    ]
 
 
 def require_tasks(tasks: object) -> None:
-    """Refuse what is no list of tasks.
+    """Refuse a value that is not a list of tasks.
 
     Raises:
-        ConfigError: saying what came, and how a list is written.
+        ConfigError: naming the value, and how a list is written.
     """
     if isinstance(tasks, Task):
         raise ConfigError("tasks: got a single Task; allowed: a list of at least one Task. Write [task].")
@@ -217,40 +233,18 @@ def require_tasks(tasks: object) -> None:
         raise ConfigError(f"tasks: got {', '.join(wrong)} in the list; allowed: a list of at least one Task.")
 
 
-def _short_form(model: Any, train: Mapping[str, Any] | None, held_out: Mapping[str, Any]) -> list[Task]:
-    if not isinstance(model, MultiTaskPeftModel) or not isinstance(train, Mapping):
-        raise ConfigError(
-            "tasks: got None; allowed: a list of Task, or a MultiTaskPeftModel with train_dataset={name: rows, ...}."
-        )
-    if not isinstance(held_out, Mapping) or set(train) != set(model.tasks) or not set(held_out) <= set(train):
-        raise ConfigError(
-            f"train_dataset: got rows for {', '.join(train)}; allowed: rows for exactly the tasks of the model "
-            f"({', '.join(model.tasks)}), and held-out rows for some of them."
-        )
-    return [
-        Task(
-            name=name,
-            peft_config=model.peft_config[model.adapter_of(name)],
-            train_dataset=train[name],
-            eval_dataset=held_out.get(name),
-        )
-        for name in model.tasks
-    ]
-
-
 def make_collator(args: MultiTaskTrainingArguments, tokenizer: Any) -> ChunkPackingCollator:
-    """Return what packs the rows of a run.
+    """Return what packs the rows of a run into micro-batches.
 
     Args:
         args: the arguments of the run, which say how chunks are cut.
         tokenizer: the tokenizer of the run, or `None`.
     """
-    pad_token_id = getattr(tokenizer, "pad_token_id", None)
     return ChunkPackingCollator(
         chunk_size=args.chunk_size,
         min_chunk_size=args.min_chunk_size,
         pad_to_chunks=args.pad_to_chunks,
-        # Padding is a sequence of its own without targets, so that its id changes no result.
-        pad_token_id=pad_token_id or 0,
+        # Padding is a sequence of its own without targets, so its id changes no result.
+        pad_token_id=getattr(tokenizer, "pad_token_id", None) or 0,
         split_long_sequences=args.split_long_sequences,
     )

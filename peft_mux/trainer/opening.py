@@ -1,10 +1,15 @@
-"""`Opening`: what `train` does before its first step: load, open the run folder, restore the tasks, plan, tell."""
+"""`Opening`: what `train` does before its first step: connect, check the run folder, load, restore the tasks, plan."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
+from transformers import TrainerState
+
+from peft_mux.checkpoint.records import task_settings
 from peft_mux.checkpoint.run_folder import (
     RunFolder,
     open_other_folder,
@@ -13,7 +18,10 @@ from peft_mux.checkpoint.run_folder import (
     resume_tasks,
 )
 from peft_mux.checkpoint.saver import describe_run, numerics_of
-from peft_mux.errors import CheckpointError
+from peft_mux.engine.agreement import require_consistent
+from peft_mux.engine.tasks.task_run import BestMetric, LossMean
+from peft_mux.errors import CheckpointError, Fault, installed_version, raise_faults
+from peft_mux.modeling.backbone.shape import fingerprint
 from peft_mux.reporting.banner import BackboneFacts, banner_lines
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.screen import make_progress
@@ -21,7 +29,10 @@ from peft_mux.task import TaskStatus
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run
-from peft_mux.trainer.world import World
+
+_PACKAGES = ("torch", "transformers", "peft", "accelerate", "peft-mux")
+_OWN_ARGUMENTS = frozenset({"local_rank", "log_level", "log_level_replica", "logging_dir"})
+"""Arguments that may differ between processes."""
 
 
 class Opening:
@@ -29,192 +40,195 @@ class Opening:
 
     Args:
         run: the run to open.
-        world: all processes of the run.
         placement: the model of this process.
         plans: makes the first plan.
     """
 
-    def __init__(self, run: Run, world: World, placement: Placement, plans: PlanFollower) -> None:
+    def __init__(self, run: Run, placement: Placement, plans: PlanFollower) -> None:
         """Open nothing yet."""
-        self._run, self._world, self._placement, self._plans = run, world, placement, plans
-        self._has_trained = False
+        self._run, self._placement, self._plans = run, placement, plans
 
     def connect(self, resume: str | bool | None) -> str | bool | None:
-        """Connect the processes, and return what they go on from.
+        """Connect the processes and compare what they were given; return what to resume from.
 
         Args:
-            resume: what `train` was told; nothing for what the arguments say, as far as the run has not trained before.
+            resume: the argument of `train`; if it is not set, that of the run counts until it has trained once.
 
         Raises:
-            CheckpointError: if the step before was cut off where only a saved state can be gone on from.
-            ConfigError: if processes were given unlike settings.
+            CheckpointError: if the last step was cut off while tasks were updated, or there is nothing to resume from.
+            ConfigError: on every process, naming each rank and field that differs.
+            ProcessError: if another process does not come.
         """
-        # The argument is for a run that begins, or it would throw away what this trainer has done since.
-        resume = resume or (None if self._has_trained else self._run.args.resume_from_checkpoint)
-        if not resume:
-            self._require_whole_step()
-        # Compared before anything is loaded: unlike settings are told in seconds, and could be a hang later on.
-        self._world.connect(resume=resume)
+        run = self._run
+        # The argument of the run is for its beginning, or it would throw away what this trainer has done since.
+        resume = resume or (None if run.has_trained else run.args.resume_from_checkpoint)
+        if not resume and run.is_updating:
+            raise CheckpointError(
+                f"train: got a run whose step {run.state.global_step + 1} was cut off while its tasks were "
+                "updated; allowed: train(resume_from_checkpoint=True), which goes on from the last saved state."
+            )
+        run.processes.connect()
+        # Before anything is loaded: unequal settings are reported in seconds, and could hang the run later on.
+        if not run.processes.is_alone:
+            # The argument of `train` takes precedence over that of the run, which has the same name.
+            arguments = {key: value for key, value in run.args.to_dict().items() if key not in _OWN_ARGUMENTS}
+            facts: dict[str, Any] = {
+                "version": {name: installed_version(name) or "not installed" for name in _PACKAGES},
+                "args": {**arguments, "resume_from_checkpoint": resume or None},
+                "tasks": {own.name: task_settings(own) for own in run.table},
+            }
+            require_consistent(run.processes, facts)
+        root = run.root if resume is True else Path(resume or "")
+        # Only the process that writes needs to see the folder. Whether somebody else keeps the run's own folder, if it
+        # exists, is found out first, by keeping it.
+        if resume and run.saver.is_writer and not (root == run.root and root.is_dir()):
+            require_state(root)
         return resume
 
-    def check_resumed(self, resume: str | bool | None) -> None:
-        """Look for what is to be gone on from, before anything is made or loaded.
-
-        Raises:
-            CheckpointError: if it is not there.
-        """
-        root = self._run.root if resume is True else Path(resume or "")
-        # Only the process that writes needs to see the folder. Whether the run's own one, where it is there, belongs to
-        # somebody else is found out first, by keeping it.
-        if resume and self._run.saver.is_writer and not (root == self._run.root and root.is_dir()):
-            require_state(root)
-
-    def check_folder(self, resume: str | bool | None) -> None:
-        """Look at the run folder, which this process keeps now, before weights are loaded.
-
-        Raises:
-            CheckpointError: if it holds a run that is not resumed, or none to be resumed.
-        """
-        saver = self._run.saver
-        if resume and saver.is_writer:
-            require_state(self._run.root if resume is True else Path(resume))
-        if not resume and saver.is_writer and saver.folder is None and self._run.args.save_strategy != "no":
-            refuse_held_folder(self._run.root)
-
-    def open(self, resume: str | bool | None) -> None:
-        """Load the model, open the run folder, restore the tasks, and plan.
+    @contextmanager
+    def opened(self, resume: str | bool | None) -> Iterator[None]:
+        """Connect, keep the run folder in the `with` block, load the model, restore the tasks, and plan.
 
         Args:
-            resume: `True` for the newest state in the run folder, another run's folder, or nothing to go on from where
-                the run is.
+            resume: the argument of `train`: `True` for the newest state in the run folder, another run's folder, or
+                nothing to continue from where the run is.
 
         Raises:
             CheckpointError: if there is nothing to resume from, or the folder holds a run that is not resumed.
-            ConfigError: if nothing fits into memory.
+            ConfigError: if processes differ, or nothing fits into memory.
         """
-        placed = self._placement.materialise(self._plans.plan_stages)
-        fingerprint = self._world.compare_frozen_weights(type(placed.model.backbone).__name__, placed.samples)
-        self._open_folder(fingerprint)
-        if resume:
-            self._restore(self._run.root if resume is True else Path(resume), fingerprint)
-        elif not self._has_trained and self._run.saver.folder is not None:
-            # What a run that was killed before its first save has logged is no part of this one.
-            self._run.log.metrics.truncate_after(-1)
-        self._drop_gradients()
-        self._has_trained = True
-        # After the tasks are restored, as those that have ended or are paused take no part in a plan.
-        plan = self._plans.replan()
-        if self._run.saver.is_writer:
-            describe_run(self._run.root, self._run.args, self._run.table, plan)
-        # A stop that ended the training before this one would end it before its first step. Not later than here: once
-        # signals are listened to, one of them may have asked for a stop.
-        self._run.control.should_training_stop, self._run.interrupted_by = False, 0
+        saver, root = self._run.saver, self._run.root
+        # Connected first, so that the others learn at once if the folder is somebody else's.
+        resume = self.connect(resume)
+        with saver.keep_folder(root, goes_on=not resume):
+            # Checked before weights are loaded.
+            if resume and saver.is_writer:
+                require_state(root if resume is True else Path(resume))
+            if not resume and saver.is_writer and saver.folder is None and self._run.args.save_strategy != "no":
+                refuse_held_folder(root)
+            self.open(resume)
+            yield
 
-    def _require_whole_step(self) -> None:
-        """Refuse to go on from a step that some tasks have taken and others have not.
-
-        Raises:
-            CheckpointError: saying what to go on from.
-        """
-        if self._run.is_updating:
-            raise CheckpointError(
-                f"train: got a run whose step {self._run.state.global_step + 1} was cut off while its tasks were "
-                "updated; allowed: train(resume_from_checkpoint=True), which goes on from the last saved state."
-            )
-
-    def _drop_gradients(self) -> None:
-        """Forget what a step that was cut off has added up: the step is taken again, from its beginning."""
-        for run in self._run.table:
-            if run.optimizer is not None:
-                run.optimizer.zero_gradients()
-
-    def _open_folder(self, fingerprint: str) -> None:
-        """Open the run folder, unless it is open or nothing is to be saved; then the metrics file and the progress."""
-        args, root, saver = self._run.args, self._run.root, self._run.saver
+    def open(self, resume: str | bool | None) -> None:
+        """Load the model, open the run folder, restore the tasks, and plan; see `opened`."""
+        run, args, root, saver = self._run, self._run.args, self._run.root, self._run.saver
+        backbone = self._compare_frozen_weights(self._placement.load(self._plans.plan_stages))
         if saver.folder is None and args.save_strategy != "no":
             saver.folder = RunFolder(
                 root,
-                self._placement.placed.model,
+                self._placement.model,
                 keep=args.save_total_limit,
                 is_writer=saver.is_writer,
-                fingerprint=fingerprint,
+                fingerprint=backbone,
             )
         if saver.is_writer:
             root.mkdir(parents=True, exist_ok=True)
-        self._run.log.open(
+        run.log.open(
             MetricsLog(root if saver.is_writer else None),
             make_progress(enabled=not args.disable_tqdm, is_main_process=args.process_index == 0, device=args.device),
         )
+        if resume:
+            self._restore(root if resume is True else Path(resume), backbone)
+        elif not run.has_trained and saver.folder is not None:
+            # What a run that was killed before its first save has logged is not part of this one.
+            run.log.metrics.truncate_after(-1)
+        # What a step that was cut off has added up: the step is taken again, from its beginning.
+        for own in run.table:
+            if own.optimizer is not None:
+                own.optimizer.zero_gradients()
+        run.has_trained = True
+        # After the tasks are restored, as those that have ended or are paused take no part in a plan.
+        plan = self._plans.replan()
+        if saver.is_writer:
+            describe_run(root, args, run.table, plan)
+        # A stop that ended the training before this one would end it before its first step. Not later than here: once
+        # signals are handled, one of them may have asked for a stop.
+        run.control.should_training_stop, run.interrupted_by = False, 0
 
-    def _restore(self, root: Path, fingerprint: str) -> None:
-        """Start all tasks and put them back to where a run's newest state left them."""
-        table, log, saver = self._run.table, self._run.log, self._run.saver
-        stepped = [run.name for run in table if run.step > 0]
-        for run in table:
-            if self._has_trained:
-                run.start_over()
-            # A state is read into an optimizer, so that every task has to have one first.
-            if run.status is TaskStatus.WAITING:
-                self._placement.start(run)
-        folder = saver.folder
-        if folder is None or root != folder.root:
-            model = self._placement.placed.model
-            folder = open_other_folder(root, model, is_writer=saver.is_writer, fingerprint=fingerprint)
-        self._world.processes.wait_for_all()  # others read the folder when the first one has put it in order
-        self._run.state.global_step = resume_tasks(folder, table, log.warn)
-        self._require_restored(stepped, folder)
-        self._plans.restore_times(folder.records()[-1][0].numerics)
-        self._run.is_updating = False
-        # Steps after the state are taken again, and must not stand in the file twice.
-        log.metrics.truncate_after(self._run.state.global_step)
-        saver.take_over(folder, log.warn)
+    def _compare_frozen_weights(self, samples: Mapping[str, str]) -> str:
+        """Compare the frozen weights of all processes; return the digest of the whole backbone.
 
-    def _require_restored(self, names: Sequence[str], folder: RunFolder) -> None:
-        """Require that tasks which have taken steps in this trainer are part of the state that it went back to.
+        Args:
+            samples: a digest of each weight that this process holds.
 
         Raises:
-            CheckpointError: naming each that is not: its initial weights are gone.
+            ConfigError: on every process, naming a weight that several of them hold and that differs.
         """
-        saved = {name for record, _ in folder.records()[-1:] for name in (*record.tasks, *record.removed)}
-        lost = [name for name in names if name not in saved]
+        whole: dict[str, str] = {}
+        faults = []
+        for rank, own in enumerate(self._run.processes.gather(dict(samples))):
+            odd = next((name for name in own if whole.get(name, own[name]) != own[name]), None)
+            if odd is not None:
+                where = f"rank {rank}: model.frozen weights (digest) of {odd}"
+                allowed = f"{whole[odd]}, as on the processes before it"
+                faults.append(Fault(where, own[odd], allowed, "Start every process with the same model."))
+            whole = {**own, **whole}  # the first process that holds a weight sets the rule for the others
+        raise_faults(faults)
+        return fingerprint(type(self._placement.model.backbone).__name__, whole)
+
+    def _restore(self, root: Path, backbone: str) -> None:
+        """Start all tasks and put them back to where a run's newest state left them.
+
+        Raises:
+            CheckpointError: if there is no such state, or it lacks a task that has taken steps in this trainer: its
+                initial weights are gone.
+        """
+        run, saver = self._run, self._run.saver
+        stepped = [own.name for own in run.table if own.step > 0]
+        for own in run.table:
+            if run.has_trained:  # forget everything but the weights, before a state is loaded
+                own.end(TaskStatus.WAITING)
+                own.step, own.num_tokens, own.best_weights = 0, 0, {}
+                own.best, own.loss_mean = BestMetric(own.task, own.hyper), LossMean()
+                own.last_loss = own.last_gradient_norm = float("nan")
+                own.state = TrainerState(max_steps=own.num_steps)
+            # A state is read into an optimizer, so every task needs one first.
+            if own.status is TaskStatus.WAITING:
+                self._placement.start(own)
+        folder = saver.folder
+        if folder is None or root != folder.root:
+            folder = open_other_folder(root, self._placement.model, is_writer=saver.is_writer, fingerprint=backbone)
+        run.processes.wait_for_all()  # others read the folder when the first one has put it in order
+        run.state.global_step = resume_tasks(folder, run.table, run.log.warn)
+        record = folder.records()[-1][0]
+        lost = [name for name in stepped if name not in record.tasks and name not in record.removed]
         if lost:
             raise CheckpointError(
                 f"resume_from_checkpoint: got {folder.root}, whose newest state does not have {', '.join(lost)}, which "
                 "has taken steps in this trainer; allowed: tasks of that state. Make a new trainer to resume with, or "
                 "remove the task and register it again."
             )
+        self._plans.restore_times(record.numerics)
+        run.is_updating = False
+        # Steps after the state are taken again, and must not be in the file twice.
+        run.log.metrics.truncate_after(run.state.global_step)
+        saver.take_over(folder, run.log.warn)
 
     def begin(self) -> None:
-        """Switch the run to training, and tell callbacks."""
-        run = self._run
-        # From here on commands wait for a step boundary, those of on_train_begin below among them.
+        """Switch the run to training, print the banner, and call `on_train_begin`."""
+        run, plan = self._run, self._plans.current
+        # From here on commands wait for a step boundary, those of on_train_begin below included.
         run.is_in_train = True
-        for line in self._banner() if run.log.is_shown else ():
-            run.log.say(line)
+        if run.log.is_shown and plan is not None:
+            model, source = self._placement.outline, self._placement.source
+            counts = [sum(own.numel() for own in model.task_parameters(name).values()) for name in model.tasks]
+            kind = type(model.backbone).__name__
+            facts = BackboneFacts(
+                source.model if isinstance(source.model, str) else getattr(source.config, "_name_or_path", "") or kind,
+                kind,
+                model.backbone.num_parameters() - sum(counts),
+                str(source.dtype).removeprefix("torch."),
+                numerics_of(run.args)["attention"],
+            )
+            layout = run.layout
+            processes = "" if run.processes.is_alone else f"{layout.world_size} processes, replicas {layout}"
+            words = {"adapter_parameters": counts, "processes": processes, "root": run.root}
+            for line in banner_lines(run.args, facts, list(run.table), plan, **words):
+                run.log.say(line)
         run.log.begin()
         run.log.rows.begin(*run.table)
-        # Where tasks stand at the beginning is no change to tell of.
+        # The status of tasks at the beginning is not a change to report.
         run.table.collect()
         run.callbacks.call("on_train_begin")
         for callbacks in run.log.callbacks.values():
             callbacks.call("on_train_begin")
-
-    def _banner(self) -> list[str]:
-        """Return the lines with which the run begins; none where it follows no plan."""
-        run, plan = self._run, self._plans.current
-        if plan is None:
-            return []
-        runs = list(run.table)
-        model = self._placement.outline
-        counts = [sum(own.numel() for own in model.task_parameters(name).values()) for name in model.tasks]
-        source, layout = self._placement.source, self._world.layout
-        kind = type(model.backbone).__name__
-        facts = BackboneFacts(
-            source.model if isinstance(source.model, str) else getattr(source.config, "_name_or_path", "") or kind,
-            kind,
-            model.backbone.num_parameters() - sum(counts),
-            str(source.dtype).removeprefix("torch."),
-            numerics_of(run.args)["attention"],
-        )
-        processes = "" if self._world.processes.is_alone else f"{layout.world_size} processes, replicas {layout}"
-        return banner_lines(run.args, facts, runs, plan, adapter_parameters=counts, processes=processes, root=run.root)

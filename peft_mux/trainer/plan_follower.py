@@ -11,37 +11,38 @@ from peft_mux.engine.dispatch import BatchRows, DispatchClock, DispatchedShares
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.steps import BatchesAhead, StepSource
 from peft_mux.engine.tasks.task_run import TaskRun
-from peft_mux.engine.work import StepResult, StepTimes, StepWork
+from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.errors import PeftMuxError
 from peft_mux.planning.loads import part_of
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import run_time_model
-from peft_mux.reporting.pass_report import PassReport, StepSeconds, TokenCounts
+from peft_mux.reporting.recorders import PassReport
 from peft_mux.scheduler.costs.profile import Parts
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.passes import planned_passes
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.placement import Placement
-from peft_mux.trainer.run import Run, StepTime
-from peft_mux.trainer.world import World
+from peft_mux.trainer.run import Run
 
 _SAVED_AS = "time factor, "
 _MOST_TOKENS = "most tokens of a pass"
 
 
-class FollowedPlan(NamedTuple):
-    """A plan and what came of it.
+class StepTime(NamedTuple):
+    """What a step took on this process.
 
     Attributes:
-        plan: the plan; `None` before the first one.
-        num_steps: steps that followed it.
-        times: the passes of the last of these, as they were timed on this process.
+        plan: the plan that the step followed; `None` if there was none.
+        num_tokens: tokens of the global batches of all tasks, on all processes.
+        seconds: seconds that the passes and updates took.
+        passes_s: seconds of these from the first pass to the end of the last one.
     """
 
-    plan: Plan | None = None
-    num_steps: int = 0
-    times: StepTimes = StepTimes()
+    plan: Plan | None
+    num_tokens: int
+    seconds: float
+    passes_s: float
 
 
 class PlanFollower:
@@ -52,7 +53,6 @@ class PlanFollower:
 
     Args:
         run: the run under way.
-        world: all processes of the run.
         placement: the model of this process, which starts the tasks that a plan admits.
         planner: makes the plans of this run.
         collator: packs the rows of each step.
@@ -60,41 +60,32 @@ class PlanFollower:
     Attributes:
         planner: makes the plans, and learns from the times of steps.
         current: the plan that is followed; `None` before the first one.
-        pass_report: the passes of this process's replica, as planned and as run.
-        seconds: what the passes and updates of all steps took on this process.
-        token_counts: computed and asked tokens of these passes.
+        pass_report: the passes and tokens of this process's replica, as planned and as run.
         dispatch_clock: what dividing rows among unlike replicas has cost under all plans; `None` before the first one.
-        followed: the plan that was followed for most steps so far, and its last step as it was timed on this process.
     """
 
-    def __init__(
-        self, run: Run, world: World, placement: Placement, planner: Planner, collator: ChunkPackingCollator
-    ) -> None:
+    def __init__(self, run: Run, placement: Placement, planner: Planner, collator: ChunkPackingCollator) -> None:
+        """Follow no plan yet."""
         self.planner = planner
         self.current: Plan | None = None
-        self._run, self._world, self._placement, self._collator = run, world, placement, collator
+        self._run, self._placement, self._collator = run, placement, collator
         # Rows that were read early belong to their tasks, and outlive a plan.
-        self._ahead = BatchesAhead(run.log.delays.note)
+        self._ahead = BatchesAhead(run.log.note_own_code)
         self._steps: StepSource | None = None
         self.dispatch_clock: DispatchClock | None = None
         self._last_step: StepTime | None = None
-        self.pass_report = PassReport()
-        self.seconds = StepSeconds()
-        self.followed = self._following = FollowedPlan()
-        self.token_counts = TokenCounts()
-        self._counted_before = self.pass_report, self.token_counts
+        self.pass_report = self._counted_before = PassReport()
         self._waited_s = 0.0
         self._looked_at = 0
         self._rates: ReplicaRates | None = None
         self._rates_of: ParallelLayout | None = None
         # Whether measured times change what runs together.
         self._applies_times = run.args.measured_times == "plan"
-        placement.subscribe(self._follow_model)
         run.saver.decided_by = self._saved_decisions
 
-    def _follow_model(self) -> None:
+    def follow_model(self) -> None:
         """Plan for the model that there is now, and for as many replicas as there are now."""
-        self.planner.model, self.planner.num_replicas = self._placement.outline, self._world.layout.num_replicas
+        self.planner.model, self.planner.num_replicas = self._placement.outline, self._run.layout.num_replicas
 
     # ------------------------------------------------------------------ plans
 
@@ -163,15 +154,15 @@ class PlanFollower:
         reasons = {one.name: one.reason for one in plan.waiting}
         for run in [run for run in self._run.table if run.status is TaskStatus.WAITING]:
             # A plan may be made before there are weights; then the one that `train` begins with starts the tasks.
-            if run.name in admitted and self._placement.is_placed:
+            if run.name in admitted and self._placement.is_loaded:
                 self._placement.start(run)
             if run.status is TaskStatus.WAITING:
                 run.reason = reasons.get(run.name, "")
         self._steps = self._new_steps(plan)
         self.current = plan if self._steps is None else self._with_dispatched_rows(plan, self._steps.shares)
         self._run.callbacks.plan = self.current
-        if self._placement.is_placed:
-            self._placement.placed.executor.follow(plan)
+        if self._placement.is_loaded:
+            self._placement.executor.follow(plan)
         return plan
 
     def _with_dispatched_rows(self, plan: Plan, shares: DispatchedShares) -> Plan:
@@ -199,7 +190,7 @@ class PlanFollower:
         Returns:
             Whether there is another plan now.
         """
-        run, correction, processes = self._run, self.planner.correction, self._world.processes
+        run, correction, processes = self._run, self.planner.correction, self._run.processes
         # Since the last check, as a pipeline that is not flushed takes several steps between two checks.
         steps_since = run.state.global_step - self._looked_at
         if not self._applies_times or self.current is None or steps_since < run.args.replan_steps:
@@ -223,7 +214,7 @@ class PlanFollower:
     def share_times(self) -> None:
         """Exchange what each process has learnt of times; every process calls this at once."""
         correction = self.planner.correction
-        correction.agree(self._world.processes.gather(correction.numbers()))
+        correction.agree(self._run.processes.gather(correction.numbers()))
 
     def _saved_decisions(self) -> dict[str, float]:
         """Return what a state has to hold so that a resumed run follows the plan that it had."""
@@ -255,7 +246,7 @@ class PlanFollower:
         return {
             "num_stages": self._placement.part.num_stages,
             # All processes must admit the same tasks: unlike replicas plan as the least divided kind would.
-            "devices_per_stage": self._placement.part.tp_size if self._world.layout.are_alike else 1,
+            "devices_per_stage": self._placement.part.tp_size if self._run.layout.are_alike else 1,
             "schedule": self._run.args.pipeline_schedule,
         }
 
@@ -263,7 +254,7 @@ class PlanFollower:
         """Return what turns a plan into steps; `None` if there is nothing to do."""
         if self._steps is not None:
             self._steps.shares.close()
-        layout, processes, args = self._world.layout, self._world.processes, self._run.args
+        layout, processes, args = self._run.layout, self._run.processes, self._run.args
         runs = self._run.table.plannable
         if not runs:
             return None
@@ -288,7 +279,7 @@ class PlanFollower:
         """Return the next step of all running tasks; if reading it takes time, the one after it is begun."""
         assert self._steps is not None, "a run that has running tasks follows a plan"
         running = self._run.table.running
-        self._waited_s = self._world.processes.waited_s
+        self._waited_s = self._run.processes.waited_s
         work = self._steps.next(running)
         self._compare_passes(work)
         self._run.log.rows.step(running)
@@ -305,7 +296,7 @@ class PlanFollower:
         """
         self.planner.most_tokens = max_tokens
         self._ahead.put_back()
-        self.pass_report, self.token_counts = self._counted_before
+        self.pass_report = self._counted_before
         self.replan()
         assert self._steps is not None, "a run that has running tasks follows a plan"
         again = self._steps.next(run for run in self._run.table.running if run.name not in work.failures)
@@ -315,7 +306,7 @@ class PlanFollower:
     def next_works(self, num_steps: int) -> list[StepWork]:
         """Return the next steps of all running tasks, within which no task ends; fewer if rows cannot be read."""
         assert self._steps is not None, "a run that has running tasks follows a plan"
-        self._waited_s = self._world.processes.waited_s
+        self._waited_s = self._run.processes.waited_s
         works = self._steps.window(self._run.table.running, num_steps)
         self._run.log.rows.step(self._run.table.running)
         for work in works:
@@ -323,12 +314,11 @@ class PlanFollower:
         return works
 
     def _compare_passes(self, work: StepWork) -> None:
-        """Count whether a step has the passes of the plan."""
-        replica = self._world.layout.place(self._world.processes.rank).replica
-        self._counted_before = self.pass_report, self.token_counts
-        self.token_counts = self.token_counts.after(work.micro_batches)
-        if self.current is not None and replica < len(self.current.passes):
-            self.pass_report = self.pass_report.after(self.current.passes[replica], work.micro_batches)
+        """Count whether a step has the passes that the plan says."""
+        replica = self._run.layout.place(self._run.processes.rank).replica
+        passes = () if self.current is None else self.current.passes
+        planned = passes[replica] if replica < len(passes) else None
+        self._counted_before, self.pass_report = self.pass_report, self.pass_report.after(planned, work.micro_batches)
 
     def drop_read_ahead(self, name: str) -> None:
         """Forget what was read early of a task that was removed."""
@@ -344,21 +334,17 @@ class PlanFollower:
             seconds: seconds of its passes and updates.
             num_steps: so many steps took this time each, if a pipeline is not flushed between them.
         """
-        times = self._placement.placed.executor.clock.take()
-        before = self._following.num_steps if self._following.plan is self.current else 0
-        self.seconds.add(seconds, num_steps, is_first=not before)
-        self._following = FollowedPlan(self.current, before + num_steps, times)
-        if self._following.num_steps >= self.followed.num_steps:
-            self.followed = self._following
+        times = self._placement.executor.clock.take()
+        self._run.log.times.add_steps(self.current, seconds, num_steps, times)
         width = 1 if self.current is None else self.current.passes_in_turns
         prices = self.planner.prices(self._placement.part.place.stage, width)
         if prices is not None:
             # In a window of steps without a flush, what lies between passes cannot be told: it says nothing.
-            between_s = seconds - times.span_s - (self._world.processes.waited_s - self._waited_s)
+            between_s = seconds - times.span_s - (self._run.processes.waited_s - self._waited_s)
             self.planner.correction.observe_passes(times, between_s, result.num_tokens, prices)
         # With its plan: by the time that the processes have exchanged their times, there may be another one.
         self._last_step = StepTime(self.current, sum(result.num_tokens.values()), seconds, times.span_s)
-        if self._world.processes.is_alone:
+        if self._run.processes.is_alone:
             self.observe_step_time(seconds)
 
     @property

@@ -18,7 +18,6 @@ from peft_mux.task import TaskStatus
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run
-from peft_mux.trainer.world import World
 
 
 class _NotSavedError(CheckpointError):
@@ -30,7 +29,6 @@ class Relocation:
 
     Args:
         run: the run under way.
-        world: all processes of the run; a move changes their layout.
         placement: the model of this process; a move builds it again.
         plans: predicts what other replicas would take.
 
@@ -38,9 +36,9 @@ class Relocation:
         ConfigError: if `redeploy=True` and the run could never move.
     """
 
-    def __init__(self, run: Run, world: World, placement: Placement, plans: PlanFollower) -> None:
+    def __init__(self, run: Run, placement: Placement, plans: PlanFollower) -> None:
         """Check that a run with `redeploy=True` can move; do not move yet."""
-        self._run, self._world, self._placement, self._plans = run, world, placement, plans
+        self._run, self._placement, self._plans = run, placement, plans
         self._target: ModelPart | None = None
         self._deployed_for: tuple[str, ...] = ()
         self._restart_s = DEFAULT_RESTART_S
@@ -74,7 +72,7 @@ class Relocation:
         has_changed, self._deployed_for = names != (self._deployed_for or names), names
         if self._target is None and has_changed and self._run.args.redeploy:
             # Rank 0 decides, as predicted times differ between processes.
-            processes = self._world.processes
+            processes = self._run.processes
             if replicas := processes.gather(self._replicas_that_pay() if processes.is_main else "")[0]:
                 layout = ParallelLayout.parse(replicas)
                 self._target = ModelPart(self._placement.source, self._run.args, layout, processes.rank)
@@ -108,12 +106,12 @@ class Relocation:
 
     def _replicas_that_pay(self) -> str:
         """Return better replicas for the present tasks; "" where there are none, or they cannot be had."""
-        runs, old = self._run.table.plannable, self._world.layout
+        runs, old = self._run.table.plannable, self._run.layout
         try:
             decision = decide_on_move(self._plans.planner, runs, old, restart_s=self._restart_s)
             self._run.log.say(str(decision))
             layout = ParallelLayout.parse(decision.new)
-            if not decision.pays or layout.world_size != self._world.processes.world_size:
+            if not decision.pays or layout.world_size != self._run.processes.world_size:
                 return ""
             self._placement.part_for_layout(layout)
         except (ConfigError, UnsupportedModelError) as error:
@@ -128,16 +126,16 @@ class Relocation:
         """Save all tasks, give up the model, and load the part of the new replicas that this process holds."""
         with self._placement.lock:  # no other thread may use a model that is released
             self._target = None
-            started, before, was_placed = time.perf_counter(), self._world.layout, self._placement.is_placed
+            started, before, was_placed = time.perf_counter(), self._run.layout, self._placement.is_loaded
             if was_placed:
                 # No process releases its part before all tasks are saved: if that fails, the model is still there.
                 self._save()
-                self._world.processes.wait_for_all()
+                self._run.processes.wait_for_all()
                 self._placement.release_model()
-            self._world.set_layout(target.layout)
+            self._run.layout = target.layout
             self._placement.describe_part(target)
             if was_placed:
-                self._placement.materialise(self._plans.plan_stages)
+                self._placement.load(self._plans.plan_stages)
                 self._restore()
             # The next decision uses the measured cost of a move.
             self._restart_s = seconds = time.perf_counter() - started
@@ -152,7 +150,7 @@ class Relocation:
                 not on the disk.
         """
         is_saved = self._run.saver.save_run() and not self._run.saver.unsaved
-        if not all(self._world.processes.gather(is_saved)):
+        if not all(self._run.processes.gather(is_saved)):
             raise _NotSavedError(
                 f"redeploy: the tasks could not be saved at step {self._run.state.global_step}, so they stay where they"
                 " are; allowed: a folder that can be written to. Free space in output_dir."
@@ -162,13 +160,13 @@ class Relocation:
         """Put every task back to where `_save` left it, in the new part of the model."""
         folder = self._run.saver.folder
         assert folder is not None, "redeploy is refused without a folder"
-        self._world.processes.wait_for_all()  # others read what the first one has written
+        self._run.processes.wait_for_all()  # others read what the first one has written
         for run in self._run.table:
             # It has taken no step: its adapter is initialised from its seed, and it gets an optimizer when it starts.
             if run.status is TaskStatus.WAITING:
                 continue
             if run.status.is_final:
-                model = self._placement.placed.model
+                model = self._placement.model
                 try:
                     weights = model.saved_weights(run.name, folder.task_folder(run.name))
                     put_snapshot(run, model, TaskState(weights, {}, {}, {}))

@@ -1,39 +1,22 @@
-"""`Run`: what all parts of a trainer read of the run under way."""
-
-# MERGED: Card, picture and tokenizer files of a task, written when it has ended, or the run has.
+"""`Run`: what the parts of a trainer share about the run under way."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import NamedTuple
 
 from transformers import TrainerControl, TrainerState
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.hub import HubPushes, write_extras
 from peft_mux.checkpoint.saver import Saver
+from peft_mux.engine.layout import ParallelLayout, layout_of
+from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
 from peft_mux.reporting.callbacks import RunCallbacks
+from peft_mux.reporting.report import RankRecord
 from peft_mux.reporting.run_log import RunLog
-from peft_mux.scheduler.plan import Plan
 from peft_mux.user_code import describe_error
-
-
-class StepTime(NamedTuple):
-    """What a step took on this process.
-
-    Attributes:
-        plan: the plan that the step followed; `None` where there was none.
-        num_tokens: tokens of the global batches of all tasks, on all processes.
-        seconds: seconds that the passes and updates took.
-        passes_s: seconds of these from the first pass to the end of the last one.
-    """
-
-    plan: Plan | None
-    num_tokens: int
-    seconds: float
-    passes_s: float
 
 
 @dataclass
@@ -42,18 +25,22 @@ class Run:
 
     Attributes:
         args: the arguments that the trainer was given.
-        table: all tasks, with where each of them stands.
+        table: all tasks, with the state of each.
         state: the run's own `TrainerState`; its `global_step` counts steps of the run, not of a task.
         control: what callbacks ask of the run.
         callbacks: the run's own callbacks, called with `state` and `control`.
         log: takes every number and event.
         saver: writes adapters and states.
         hub: uploads adapters (`push_to_hub=True`).
+        processes: all processes of the run. They build the same trainer over the same tasks and agree on each step.
+        layout: which process makes up which replica; a move to other replicas changes it.
         is_in_train: whether `train` is between its first and its last step.
-        is_updating: whether tasks are being updated. Where it still is after a step was cut off, some tasks have taken
-            that step and others have not, so that nothing but a saved state can be gone on from.
-        interrupted_by: number of the signal that the last training was ended by; 0 for none.
-        best_task: the task that the last lines of the run suggest to merge; "" for none before the others.
+        is_updating: whether tasks are being updated. If a step was cut off meanwhile, some tasks have taken it and
+            others have not, so that training can only resume from a saved state.
+        has_trained: whether `train` was called before.
+        interrupted_by: number of the signal that ended the last training; 0 for none.
+        best_task: the task that the last lines of the run suggest to merge; "" for the first one.
+        records: what each process did in the last training, by rank; empty before it.
     """
 
     args: MultiTaskTrainingArguments
@@ -64,54 +51,52 @@ class Run:
     log: RunLog
     saver: Saver
     hub: HubPushes
+    processes: Processes
+    layout: ParallelLayout
     is_in_train: bool = False
     is_updating: bool = False
+    has_trained: bool = False
     interrupted_by: int = 0
     best_task: str = ""
+    records: tuple[RankRecord, ...] = ()
 
     @property
     def root(self) -> Path:
         """Folder of the run."""
         return output_folder(self.args)
 
-    def interrupt(self, number: int) -> None:
-        """Ask for an end at the next step boundary because of a signal."""
-        self.interrupted_by = number
-        self.request_stop()
 
-    def request_stop(self) -> None:
-        """Ask for an end at the next step boundary."""
-        self.control.should_training_stop = True
-
-
-def open_run(callbacks: RunCallbacks, table: TaskTable, *, is_main: bool) -> Run:
-    """Return a run that begins, with what tells of it and writes its files.
+def make_run(callbacks: RunCallbacks, table: TaskTable) -> Run:
+    """Return a run that has not begun.
 
     Args:
         callbacks: the run's own callbacks, with its arguments, its state and its control.
         table: all tasks.
-        is_main: whether this process is the one that prints and writes.
+
+    Raises:
+        ConfigError: if the processes cannot be laid out as the arguments say.
     """
     args, state = callbacks.args, callbacks.state
-    log = RunLog(table, state, callbacks.log, is_shown=is_main)
-    saver = Saver(table, args, log, is_writer=is_main)
+    processes, layout = Processes.of(args), layout_of(args)
+    log = RunLog(table, state, callbacks.log, is_shown=processes.is_main)
+    saver = Saver(table, args, log, is_writer=processes.is_main)
     hub = HubPushes(args, output_folder(args), log.warn)
-    return Run(args, table, state, callbacks.control, callbacks, log, saver, hub)
+    return Run(args, table, state, callbacks.control, callbacks, log, saver, hub, processes, layout)
 
 
 def output_folder(args: MultiTaskTrainingArguments) -> Path:
-    """Return the folder of a run, made by nobody yet."""
+    """Return the folder of a run, which need not exist yet."""
     return Path(args.output_dir or "peft_mux_output")
 
 
 def mark_main_process(state: TrainerState, args: MultiTaskTrainingArguments) -> None:
-    """Tell callbacks, through the state that they are given, whether this process is the one that writes."""
+    """Set in the state that callbacks are given whether this process is the one that writes."""
     state.is_world_process_zero = args.process_index == 0
     state.is_local_process_zero = args.local_process_index == 0
 
 
 def write_task_files(run: Run, own: TaskRun) -> None:
-    """Write what lies beside a task's adapter, where that lies on the disk as it is now; a failure is told of.
+    """Write the extra files of a task's saved adapter (model card, plot, tokenizer); failures are logged, not raised.
 
     Args:
         run: the run.
@@ -130,6 +115,5 @@ def write_task_files(run: Run, own: TaskRun) -> None:
             tokenizer=handler.processing_class,
             vocab_size=getattr(config, "vocab_size", None),
         )
-    # The adapter is safe; what lies beside it is no reason to end a run.
-    except Exception as error:
+    except Exception as error:  # the adapter is safe, so this must not end the run
         run.log.warn(f"{folder}: its card could not be written ({describe_error(error)})")

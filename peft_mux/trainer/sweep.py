@@ -1,14 +1,10 @@
-"""The tasks of a sweep: one for each combination of settings."""
+"""`sweep`: one task with many settings, trained together on one backbone, and ranked by held-out rows.
 
-# MERGED: Successive halving: at a few steps of its training each task stays only if it is among the better half.
-# MERGED: A task is held against those that have come to the same step, before it or with it, so that tasks which had
-# MERGED: to wait for
-# MERGED: memory are judged like the others (asynchronous successive halving, Li et al. 2020). What stays is not
-# MERGED: touched: a task
-# MERGED: that ends early changes nothing for those that go on.
-# MERGED: `SweepResult`: the tasks of a sweep from best to worst, as text, as a table of a notebook and as a picture.
-# MERGED: `Referee`: a callback of the run that compares the tasks of sweeps at their rungs, and ends the losers.
-# MERGED: `sweep`: one task with many settings, trained together on one backbone.
+With `early_stop="halving"`, at a few steps of its training (rungs) a task stays only if it is among the better half. It
+is compared with the tasks that have come to the same step, before it or with it, so that tasks that had to wait for
+memory are judged like the others (asynchronous successive halving, Li et al. 2020). The tasks that stay are not
+touched: a task that ends early changes nothing for them.
+"""
 
 from __future__ import annotations
 
@@ -29,7 +25,6 @@ from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import ConfigError, Fault, PeftMuxError, closest, raise_faults, shown
 from peft_mux.modeling.adapters.files import ADAPTER_NAMES
 from peft_mux.reporting.views import Curve, curve_of, number_text
-from peft_mux.storage import write_file
 from peft_mux.task import TASK_FIELDS, EarlyStopping, Task, TaskStatus
 from peft_mux.trainer.trainer import MultiTaskTrainer
 
@@ -61,17 +56,28 @@ def sweep_tasks(task: Task, grid: Mapping[str, Sequence[Any]]) -> tuple[Contest,
         grid: values by field of the `Task`, or of its adapter as `peft_config.<field>`.
 
     Raises:
-        ConfigError: naming every field and value that cannot be.
+        ConfigError: naming every field and value that cannot be swept.
     """
     raise_faults(_grid_faults(task, grid))
     # Counted before any is made: a range may stand for more than memory holds.
     count = math.prod(map(len, grid.values()))
     if not 2 <= count <= _MOST_TASKS:
         raise ConfigError(f"sweep: got {count} combinations; allowed: 2 to {_MOST_TASKS}.")
-    combinations = [dict(zip(grid, values, strict=True)) for values in product(*grid.values())]
-    digits = max(2, len(str(len(combinations))))
-    tasks = [_variant(task, f"{task.name}-{number:0{digits}}", own) for number, own in enumerate(combinations, start=1)]
-    return Contest(task.name, {one.name: own for one, own in zip(tasks, combinations, strict=True)}), tasks
+    digits = max(2, len(str(count)))
+    members, tasks = {}, []
+    for number, values in enumerate(product(*grid.values()), start=1):
+        settings = dict(zip(grid, values, strict=True))
+        own = {key: value for key, value in settings.items() if not key.startswith(_PEFT)}
+        peft = {key.removeprefix(_PEFT): value for key, value in settings.items() if key.startswith(_PEFT)}
+        try:
+            config = replace(task.peft_config, **peft)
+        except (ValueError, TypeError) as error:
+            given = ", ".join(f"{key}={shown(value)}" for key, value in peft.items())
+            raise ConfigError(f"sweep: PEFT refuses {given}: {error}") from error
+        name = f"{task.name}-{number:0{digits}}"
+        tasks.append(replace(task, name=name, peft_config=config, **own))
+        members[name] = settings
+    return Contest(task.name, members), tasks
 
 
 def _grid_faults(task: Task, grid: Mapping[str, Sequence[Any]]) -> list[Fault]:
@@ -83,7 +89,7 @@ def _grid_faults(task: Task, grid: Mapping[str, Sequence[Any]]) -> list[Fault]:
     for name, values in grid.items():
         where = f"sweep.{name}"
         if name not in allowed:
-            # What people call r is not the name most like it, which is that of the ranks by layer.
+            # The closest name to "rank" would be that of the ranks by layer.
             asked = _PEFT + "r" if name in ("rank", "r", _PEFT + "rank") and _PEFT + "r" in allowed else name
             hint = closest(asked, allowed) or "Fields of the adapter are written peft_config.r."
             faults.append(Fault(where, "a field that cannot be swept", "a field of Task, or peft_config.<field>", hint))
@@ -100,19 +106,8 @@ def _grid_faults(task: Task, grid: Mapping[str, Sequence[Any]]) -> list[Fault]:
     return faults
 
 
-def _variant(task: Task, name: str, settings: Mapping[str, Any]) -> Task:
-    own = {key: value for key, value in settings.items() if not key.startswith(_PEFT)}
-    peft = {key.removeprefix(_PEFT): value for key, value in settings.items() if key.startswith(_PEFT)}
-    try:
-        config = replace(task.peft_config, **peft)
-    except (ValueError, TypeError) as error:
-        given = ", ".join(f"{key}={shown(value)}" for key, value in peft.items())
-        raise ConfigError(f"sweep: PEFT refuses {given}: {error}") from error
-    return replace(task, name=name, peft_config=config, **own)
-
-
 def rungs(num_steps: int, num_tasks: int) -> tuple[int, ...]:
-    """Return the steps at which tasks are compared: doubling, so that one of `num_tasks` goes on to the end.
+    """Return the steps at which tasks are compared: doubling, so that one of `num_tasks` trains to the end.
 
     Args:
         num_steps: steps of the whole training.
@@ -131,16 +126,15 @@ def losers(values: Mapping[str, float], alive: set[str], *, maximise: bool) -> l
         alive: the tasks among these that have come to it now.
         maximise: whether a greater metric is the better one.
     """
-    # Of equals the first one stays; what is no number is the worst.
-    ranked = sorted(values, key=lambda name: _cost(values[name], maximise=maximise))
+
+    def cost(name: str) -> float:
+        if not math.isfinite(values[name]):
+            return math.inf
+        return -values[name] if maximise else values[name]
+
+    ranked = sorted(values, key=cost)  # of equals the first one stays
     better = set(ranked[: math.ceil(len(ranked) / 2)])
     return [name for name in ranked if name in alive and name not in better]
-
-
-def _cost(value: float, *, maximise: bool) -> float:
-    if not math.isfinite(value):
-        return math.inf
-    return -value if maximise else value
 
 
 @dataclass(frozen=True, slots=True)
@@ -150,12 +144,12 @@ class RankedTask:
     Attributes:
         name: name of the task.
         settings: the settings that were swept, by field.
-        value: the metric that it is ranked by; `None` where it was never evaluated.
+        value: the metric that it is ranked by; `None` if it was never evaluated.
         step: the step at which it had that value.
         num_steps: steps that it would have taken.
         status: how it has ended.
         curve: the metric at each of its evaluations.
-        place: folder of its adapter; `None` where nothing was saved.
+        place: folder of its adapter; `None` if nothing was saved.
     """
 
     name: str
@@ -170,13 +164,13 @@ class RankedTask:
 
 @dataclass(frozen=True, slots=True)
 class SweepResult:
-    """What came of a sweep.
+    """The result of a sweep.
 
     Attributes:
         name: name of the task that was swept.
         metric: the metric that tasks are ranked by.
         ranking: the tasks, best first: those that came further stand before those that ended earlier.
-        place: folder with a copy of the best adapter; `None` where nothing was saved.
+        place: folder with a copy of the best adapter; `None` if nothing was saved.
     """
 
     name: str
@@ -189,27 +183,26 @@ class SweepResult:
         """The best task."""
         return self.ranking[0]
 
+    def _rows(self) -> list[list[str]]:
+        """Return the cells of the ranking, the heads first."""
+        rows = [["", "task", *self.best.settings, self.metric, "step", "status"]]
+        for number, one in enumerate(self.ranking, start=1):
+            settings = [f"{value:g}" if isinstance(value, float) else str(value) for value in one.settings.values()]
+            step = f"{one.step}/{one.num_steps}"
+            rows.append([str(number), one.name, *settings, number_text(one.value), step, one.status])
+        return rows
+
     def __str__(self) -> str:
         """Return the ranking as a table."""
-        cells = [self._heads(), *(self._cells(number, one) for number, one in enumerate(self.ranking, start=1))]
-        widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-        rows = ["  ".join(cell.ljust(width) for cell, width in zip(own, widths, strict=True)).rstrip() for own in cells]
-        place = f"\nbest adapter: {self.place}" if self.place else ""
-        return "\n".join(rows) + place
+        rows = self._rows()
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        lines = ["  ".join(cell.ljust(width) for cell, width in zip(own, widths, strict=True)).rstrip() for own in rows]
+        return "\n".join(lines) + (f"\nbest adapter: {self.place}" if self.place else "")
 
     def _repr_html_(self) -> str:
         """Return the ranking as a table of HTML."""
-        rows = [self._heads(), *(self._cells(number, one) for number, one in enumerate(self.ranking, start=1))]
-        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+        body = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in self._rows())
         return f"<b>sweep {escape(self.name)}</b><table>{body}</table>"
-
-    def _heads(self) -> Sequence[str]:
-        return ["", "task", *self.best.settings, self.metric, "step", "status"]
-
-    def _cells(self, number: int, one: RankedTask) -> Sequence[str]:
-        settings = [f"{value:g}" if isinstance(value, float) else str(value) for value in one.settings.values()]
-        step = f"{one.step}/{one.num_steps}"
-        return [str(number), one.name, *settings, number_text(one.value), step, one.status]
 
     def plot(self, path: str | Path) -> Path:
         """Draw the metric of each task over its steps into a PNG, the best one thick.
@@ -239,30 +232,33 @@ class SweepResult:
         axes.legend(title=", ".join(self.best.settings), fontsize="small")
         image = io.BytesIO()
         figure.savefig(image, format="png", dpi=120)
-        write_file(Path(path), image.getvalue())
+        storage.write_file(Path(path), image.getvalue())
         return Path(path)
 
 
 class Referee(TrainerCallback):
     """Has tasks evaluated at their rungs and at their end, and ends those that lose.
 
-    What it knows it reads from the logs of the tasks, so that a resumed run goes on as the first one would have.
+    It reads everything from the logs of the tasks, so that a resumed run continues as the first one would have.
 
     Args:
         trainer: trains the tasks.
         contests: the sweeps, each a contest of its own.
         metric: name of the metric by which tasks are ranked.
-        halves: whether losers end at rungs; else all tasks train to their end.
+        halves: whether losers end at rungs; otherwise all tasks train to their end.
+
+    Raises:
+        ConfigError: if a task of a sweep ends with its best adapter, which the evaluations of the sweep would decide.
     """
 
     def __init__(self, trainer: MultiTaskTrainer, contests: Iterable[Contest], *, metric: str, halves: bool) -> None:
-        """Tell the tasks at which of their steps they are evaluated."""
+        """Set the steps at which the tasks are evaluated."""
         self.trainer, self.contests = trainer, tuple(contests)
         self.metric, self.maximise = metric, EarlyStopping(metric=metric).maximise
         self._rungs: dict[str, tuple[int, ...]] = {}
         self._due: dict[str, set[str]] = {}
         for contest in self.contests:
-            for name in contest.members:
+            for name, settings in contest.members.items():
                 run = trainer.table[name]
                 if run.hyper.load_best_model_at_end:
                     raise ConfigError(
@@ -271,8 +267,14 @@ class Referee(TrainerCallback):
                     )
                 self._rungs[name] = rungs(run.num_steps, len(contest.members)) if halves else ()
                 run.own_eval_steps = frozenset({*self._rungs[name], run.num_steps})
-                # Or a folder of another sweep would be ranked by settings that nothing was trained with.
-                run.swept = _swept(contest.members[name])
+                # Must not change when resumed, or a folder of another sweep would be ranked by these settings. The
+                # number of steps follows from two of them.
+                length = {"num_steps"} if settings.keys() & {"max_steps", "num_train_epochs"} else set()
+                run.swept = frozenset({*settings, *length})
+
+    def _runs(self, contest: Contest) -> list[TaskRun]:
+        # A task may have been removed meanwhile.
+        return [self.trainer.table[name] for name in contest.members if name in self.trainer.table]
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         """Note which tasks have come to a rung; they are evaluated now."""
@@ -286,35 +288,44 @@ class Referee(TrainerCallback):
             due = [run for run in self._runs(contest) if run.name in self._due.get(contest.name, ())]
             # One whose evaluation failed is out already.
             alive = [run for run in due if run.status is TaskStatus.RUNNING]
-            if alive and all(self.value(run, run.step) is not None for run in alive):
-                self._due[contest.name] = set()
-                self._decide(contest, alive)
+            if not alive or any(self._value(run, run.step) is None for run in alive):
+                continue
+            self._due[contest.name] = set()
+            # By the number of the rung: tasks of a contest may have unequal numbers of steps.
+            numbers = {run.name: self._rungs[run.name].index(run.step) for run in alive}
+            for number in sorted(set(numbers.values())):
+                self._end_losers(contest, number, {name for name, own in numbers.items() if own == number})
 
-    def _decide(self, contest: Contest, alive: list[TaskRun]) -> None:
-        # By the number of the rung: tasks of a contest may have unlike numbers of steps.
-        for number in sorted({self._rungs[run.name].index(run.step) for run in alive}):
-            here = {run.name for run in alive if self._rungs[run.name].index(run.step) == number}
-            values = self.values_at(contest, number)
-            out = losers(values, here, maximise=self.maximise)
-            for name in out:
-                run = self.trainer.table[name]
-                run.end(TaskStatus.STOPPED_EARLY, f"halving: {self.metric} {values[name]:.6g} at step {run.step}")
-            shown = sorted(here - set(out), key=lambda name: values[name], reverse=self.maximise)
-            line = ", ".join(f"{name} {values[name]:.4f}" for name in shown[:8])
-            self.trainer.tell(f"sweep {contest.name}: {len(shown)} of {len(here)} go on: {line}")
+    def _end_losers(self, contest: Contest, number: int, here: set[str]) -> None:
+        """End the tasks that lose among those that have come to a rung now."""
+        values: dict[str, float] = {}
+        for run in self._runs(contest):
+            steps = self._rungs[run.name]
+            if number < len(steps) and (value := self._value(run, steps[number])) is not None:
+                values[run.name] = value
+        out = losers(values, here, maximise=self.maximise)
+        for name in out:
+            run = self.trainer.table[name]
+            run.end(TaskStatus.STOPPED_EARLY, f"halving: {self.metric} {values[name]:.6g} at step {run.step}")
+        left = sorted(here - set(out), key=lambda name: values[name], reverse=self.maximise)
+        line = ", ".join(f"{name} {values[name]:.4f}" for name in left[:8])
+        self.trainer.log_line(f"sweep {contest.name}: {len(left)} of {len(here)} go on: {line}")
+
+    def _value(self, run: TaskRun, step: int) -> float | None:
+        """Return the metric of a task at one of its steps; `None` if it was not evaluated there."""
+        entries: list[Mapping[str, Any]] = [entry for entry in run.state.log_history if entry.get("step") == step]
+        if points := curve_of(entries, self.metric):
+            return points[-1][1]
+        return float("nan") if any(self.metric in entry for entry in entries) else None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Have the run suggest the adapter that won, of several sweeps that of the first."""
+        """Have the run suggest the adapter that won, of several sweeps the one of the first."""
         rankings = [self.ranking(contest) for contest in self.contests]
         best = [ranking[0].name for ranking in rankings if ranking and ranking[0].value is not None]
-        self.trainer.prefer(best[0] if best else "")
+        self.trainer.set_best_task(best[0] if best else "")
 
     def ranking(self, contest: Contest) -> list[RankedTask]:
-        """Return the tasks of a sweep, best first: those that came further stand before those that ended earlier.
-
-        Args:
-            contest: the sweep.
-        """
+        """Return the tasks of a sweep, best first: those that came further stand before those that ended earlier."""
         rows = []
         for run in self._runs(contest):
             curve = curve_of(run.state.log_history, self.metric)
@@ -324,44 +335,10 @@ class Referee(TrainerCallback):
 
         def order(row: RankedTask) -> tuple[bool, float, float]:
             value = float("inf") if row.value is None else -row.value if self.maximise else row.value
-            # A loss of fewer steps is no match for one of more.
+            # A loss of fewer steps cannot be compared with one of more.
             return row.status == TaskStatus.FAILED, -row.step / max(row.num_steps, 1), value
 
         return sorted(rows, key=order)
-
-    def values_at(self, contest: Contest, number: int) -> dict[str, float]:
-        """Return the metric of each task at one of its rungs, as far as it has come to it.
-
-        Args:
-            contest: the sweep.
-            number: which of its rungs, counted from 0.
-        """
-        found = {}
-        for run in self._runs(contest):
-            steps = self._rungs[run.name]
-            if number < len(steps) and (value := self.value(run, steps[number])) is not None:
-                found[run.name] = value
-        return found
-
-    def value(self, run: TaskRun, step: int) -> float | None:
-        """Return the metric of a task at one of its steps; `None` where it was not evaluated there."""
-        entries: list[Mapping[str, Any]] = [entry for entry in run.state.log_history if entry.get("step") == step]
-        if points := curve_of(entries, self.metric):
-            return points[-1][1]
-        return float("nan") if any(self.metric in entry for entry in entries) else None
-
-    def _runs(self, contest: Contest) -> list[TaskRun]:
-        # A task may have been removed meanwhile.
-        return [self.trainer.table[name] for name in contest.members if name in self.trainer.table]
-
-
-def _swept(settings: Mapping[str, Any]) -> frozenset[str]:
-    """Return what a checkpoint calls the settings of a sweep; those of the adapter may never change."""
-    length = {"num_steps"} if settings.keys() & {"max_steps", "num_train_epochs"} else set()
-    return frozenset({*settings, *length})
-
-
-EARLY_STOPS = (None, "halving")
 
 
 def sweep(
@@ -387,13 +364,13 @@ def sweep(
         early_stop: "halving" ends the worse half of the tasks at doubling steps, so that one or two train to their end;
             by default all do.
         metric: metric of the evaluations to rank by; the smaller the better for names that end with `loss` or
-            `perplexity`, else the greater.
+            `perplexity`, otherwise the greater.
         resume_from_checkpoint: as `MultiTaskTrainer.train` takes it.
         **options: further arguments of `MultiTaskTrainer`, such as `processing_class`.
 
     Returns:
-        The ranking, which `print` shows as text and a notebook as a table. Where the run is saved, the best adapter
-        lies in the run folder under the name of the task.
+        The ranking, which `print` shows as text and a notebook as a table. If the run is saved, the best adapter is in
+        the run folder under the name of the task.
 
     Raises:
         ConfigError: naming every setting that cannot be run.
@@ -407,14 +384,14 @@ def sweep(
     referee = add_referee(trainer, [contest], early_stop=early_stop, metric=metric)
     trainer.train(resume_from_checkpoint=resume_from_checkpoint)
     (result,) = end_sweeps(trainer, referee, is_told=False)
-    trainer.tell(f"sweep {result.name}: best {result.best.name}, {metric} {number_text(result.best.value)}")
+    trainer.log_line(f"sweep {result.name}: best {result.best.name}, {metric} {number_text(result.best.value)}")
     return result
 
 
 def add_referee(
     trainer: MultiTaskTrainer, contests: Iterable[Contest], *, early_stop: str | None, metric: str = "eval_loss"
 ) -> Referee:
-    """Let the tasks of sweeps be compared while a trainer trains them.
+    """Compare the tasks of sweeps while a trainer trains them.
 
     Args:
         trainer: has the tasks, and perhaps others.
@@ -425,7 +402,7 @@ def add_referee(
     Raises:
         ConfigError: for another way to stop early.
     """
-    if early_stop not in EARLY_STOPS:
+    if early_stop not in (None, "halving"):
         raise ConfigError(f'sweep.early_stop: got {shown(early_stop)}; allowed: "halving" or None.')
     referee = Referee(trainer, contests, metric=metric, halves=early_stop is not None)
     if referee.contests:
@@ -439,7 +416,7 @@ def end_sweeps(trainer: MultiTaskTrainer, referee: Referee, *, is_told: bool = T
     Args:
         trainer: has trained.
         referee: has compared the tasks.
-        is_told: whether rankings are printed; a caller who is given them prints them as text or as a table.
+        is_told: whether rankings are printed here; otherwise the caller prints them as text or as a table.
 
     Raises:
         ConfigError: if no task of a sweep was evaluated by the metric.
@@ -448,20 +425,16 @@ def end_sweeps(trainer: MultiTaskTrainer, referee: Referee, *, is_told: bool = T
     for contest in referee.contests:
         ranking = referee.ranking(contest)
         if not ranking or (ranking[0].value is None and not trainer.interrupted_by):
-            known = f"no task has {referee.metric}; allowed: a metric of its evaluations"
-            raise ConfigError(f"sweep {contest.name}: {known}.{_failures(trainer, ranking)}")
+            failed = [one.name for one in ranking if one.status == TaskStatus.FAILED]
+            reasons = "; ".join(f"{name}: {trainer.table[name].reason}" for name in failed[:3])
+            more = f", and {len(failed) - 3} more" if len(failed) > 3 else ""
+            known = f"no task has {referee.metric}; allowed: a metric of its evaluations."
+            raise ConfigError(f"sweep {contest.name}: {known}{f' Failed: {reasons}{more}.' if failed else ''}")
         result = SweepResult(contest.name, referee.metric, tuple(ranking), _keep_best(trainer, contest, ranking[0]))
         if is_told:
-            trainer.tell(f"sweep {contest.name}\n{result}")
+            trainer.log_line(f"sweep {contest.name}\n{result}")
         results.append(result)
     return results
-
-
-def _failures(trainer: MultiTaskTrainer, ranking: Sequence[RankedTask]) -> str:
-    """Return why tasks of a sweep have failed, in a sentence; "" where none has."""
-    failed = [f"{one.name}: {trainer.table[one.name].reason}" for one in ranking if one.status == TaskStatus.FAILED]
-    more = f", and {len(failed) - 3} more" if len(failed) > 3 else ""
-    return f" Failed: {'; '.join(failed[:3])}{more}." if failed else ""
 
 
 def _keep_best(trainer: MultiTaskTrainer, contest: Contest, best: RankedTask) -> Path | None:
@@ -470,15 +443,15 @@ def _keep_best(trainer: MultiTaskTrainer, contest: Contest, best: RankedTask) ->
         return None
     folder = best.place.parent / contest.name
     lies = f"it lies in {best.place}"
-    # A task of that name may have come while the sweep trained; and what stands there may lead elsewhere.
+    # A task of that name may have come while the sweep trained; and a link may lead elsewhere.
     if contest.name in trainer.task_statuses or folder.is_symlink():
-        trainer.tell(f"sweep {contest.name}: its best adapter is not copied, as {folder} is not its own; {lies}")
+        trainer.log_line(f"sweep {contest.name}: its best adapter is not copied, as {folder} is not its own; {lies}")
         return None
     try:
         folder.mkdir(exist_ok=True)
         for name in ADAPTER_NAMES:
             storage.write_file(folder / name, (best.place / name).read_bytes())
     except (OSError, PeftMuxError) as error:
-        trainer.tell(f"sweep {contest.name}: its best adapter could not be copied ({error}); {lies}")
+        trainer.log_line(f"sweep {contest.name}: its best adapter could not be copied ({error}); {lies}")
         return None
     return folder

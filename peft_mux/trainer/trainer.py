@@ -1,21 +1,30 @@
-"""Which methods of `transformers.Trainer` work for many tasks, and what to call in place of the others.
+"""`MultiTaskTrainer`: several PEFT tasks on one frozen backbone, trained together, each as if it were alone.
 
-Trainer's own loops know one model with one loss, one optimizer and one set of rows. A method of theirs that were left
-alone would do something else than its name says (`push_to_hub` would upload the adapters of every owner), so each is
-either in `WORKING`, or replaced by one that raises.
+The trainer makes the parts of a run; each of its methods asks one of them::
+
+    Run                    what all parts share: arguments, tasks, state, log, saver, processes     run.py
+    Placement              the model of this process                                                placement.py
+    PlanFollower           which tasks share their passes, and the work of each step                plan_follower.py
+    TrainingLoop           takes the steps; `train_step` is one of them                             loop.py
+      .opening             begins and resumes a training                                            opening.py
+      .membership          tasks that come, pause, end and leave                                    membership.py
+      .relocation          moves the run to other replicas                                          relocation.py
+      .evaluator           held-out rows, early stopping                                            evaluation.py
+      .reporter            logs, and what is left at the end                                        reporter.py
+      .control             requests of other programs through the run folder                        control.py
+
+Trainer's own loops know one model with one loss, one optimizer and one set of rows. Its public methods that would do
+something else than their name says here (`push_to_hub` would upload the adapters of all users) are refused.
 """
-
-# MERGED: `MultiTaskTrainer`: several PEFT tasks on one frozen backbone, trained together, each as if it were alone.
-# MERGED: The trainer makes the parts of a run and holds them; each of its methods asks one of them. Read `loop.py`
-# MERGED: for a step,
-# MERGED: `placement.py` for the model, `plan_follower.py` for what runs together.
 
 from __future__ import annotations
 
+import inspect
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from transformers import (
@@ -30,6 +39,8 @@ from transformers import trainer as hf_trainer
 from transformers.trainer_utils import TrainOutput
 
 from peft_mux.arguments import MultiTaskTrainingArguments, require_arguments
+from peft_mux.checkpoint.hub import check_push, push_task
+from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.engine.allocator import keeping_freed_memory
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.tasks.resolved import resolve_tasks
@@ -37,15 +48,15 @@ from peft_mux.engine.tasks.setup import make_task_runs
 from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.errors import ConfigError, Fault, raise_faults
 from peft_mux.planning.deployment import report_deployment
+from peft_mux.planning.planner import Planner
 from peft_mux.planning.profiling.backbone import profile_backbone
 from peft_mux.planning.profiling.links import Shards, measure_link, overlap_among
 from peft_mux.planning.replica_facts import LayerProfile
 from peft_mux.reporting.callbacks import RunCallbacks, TaskFlowCallback
 from peft_mux.reporting.page import run_html
-from peft_mux.reporting.pass_report import PassReport
+from peft_mux.reporting.recorders import PassReport
 from peft_mux.reporting.report import RunReport
 from peft_mux.reporting.screen import show_view
-from peft_mux.reporting.trackers import without_shared_tracker
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.deployment.report import DeploymentReport
 from peft_mux.scheduler.plan import Plan
@@ -53,95 +64,55 @@ from peft_mux.task import Task, TaskStatus
 from peft_mux.trainer.inputs import (
     check_callbacks,
     check_evaluation,
-    check_processes,
+    check_launch,
+    make_collator,
     refuse_trainer_arguments,
     require_tasks,
     task_list,
-    without_empty_folder,
-    without_hub,
+    trainer_constructor,
 )
-from peft_mux.trainer.parts import make_parts
+from peft_mux.trainer.loop import TrainingLoop
 from peft_mux.trainer.placement import Placement
-from peft_mux.trainer.run import mark_main_process, open_run, output_folder
-from peft_mux.trainer.world import World
+from peft_mux.trainer.plan_follower import PlanFollower
+from peft_mux.trainer.run import make_run, mark_main_process, output_folder
 
 WORKING = frozenset(
-    # Written anew by `MultiTaskTrainer`.
+    # Overridden by `MultiTaskTrainer`.
     "train evaluate save_model push_to_hub log "
     # Callbacks of the run.
     "add_callback pop_callback remove_callback "
-    # Numbers that a script prints or writes beside the run.
+    # Numbers that a script prints or writes next to the run.
     "log_metrics metrics_format save_metrics save_state get_num_trainable_parameters get_optimizer_cls_and_kwargs "
     # Processes; the constructor of Trainer calls the last of them.
     "is_local_process_zero is_world_process_zero end create_accelerator_and_postprocess".split()
 )
-"""Methods that do what their name says."""
+"""Public methods of Trainer that do what their name says."""
 
-_STEPS = "train(), which packs the rows of all tasks into passes and steps each task by itself"
-_OPTIMIZERS = "optim, learning_rate, lr_scheduler_type and weight_decay of a Task: each has an optimizer of its own"
-_ROWS = "the datasets of a Task: trainer.table[name].loader yields the rows of each of its steps"
-_SIZES = "args.tensor_parallel_size, args.pipeline_parallel_size and args.replicas, which say how processes share work"
-
-REFUSED: dict[str, str] = {
-    **dict.fromkeys(
-        (
-            "training_step compute_loss compute_loss_context_manager autocast_smart_context_manager get_batch_samples "
-            "set_initial_training_values"
-        ).split(),
-        _STEPS,
+_INSTEAD = {
+    "training_step compute_loss": "train(), which packs the rows of all tasks and steps each task by itself",
+    "create_optimizer create_scheduler create_optimizer_and_scheduler": (
+        "optim, learning_rate, lr_scheduler_type and weight_decay of a Task: each has an optimizer of its own"
     ),
-    **dict.fromkeys(
-        (
-            "create_optimizer create_scheduler create_optimizer_and_scheduler get_decay_parameter_names "
-            "get_optimizer_group"
-        ).split(),
-        _OPTIMIZERS,
+    "get_train_dataloader get_eval_dataloader get_test_dataloader": (
+        "train_dataset and eval_dataset of a Task: trainer.table[name].loader yields the rows of each of its steps"
     ),
-    **dict.fromkeys("get_train_dataloader num_examples".split(), _ROWS),
-    **dict.fromkeys("get_tp_size get_cp_size get_sp_size".split(), _SIZES),
     "get_total_train_batch_size": "trainer.table[name].hyper.train_batch_size, the global batch of one task",
     "get_learning_rates": "the log_history of trainer.task_states[name], which has the learning_rate of one task",
-    "get_eval_dataloader": "eval_dataset of a Task, which evaluate(name) reads",
-    "get_test_dataloader": "eval_dataset of a Task, which evaluate(name) reads",
-    "predict": (
+    "predict evaluation_loop prediction_step": (
         "evaluate(name) for metrics on eval_dataset of a Task, or trainer.model.task_view(name), which generates and "
         "gives logits with the adapter of that task"
     ),
-    "evaluation_loop": "evaluate(name), or evaluate() for all tasks",
-    "prediction_step": "evaluate(name), or evaluate() for all tasks",
     "hyperparameter_search": "one Task for each setting: they train together, and each ends with its own metrics",
-    "call_model_init": "the model, or its name, in the constructor",
-    "create_model_card": "push_to_hub(name, repo_id=...), which writes the card of one task's adapter",
-    "init_hf_repo": "push_to_hub(name, repo_id=...), which makes the repository of one task's adapter",
-    "floating_point_ops": "plan(), which predicts the time of each pass",
-    "store_flos": "plan(), which predicts the time of each pass",
+    "create_model_card init_hf_repo": "push_to_hub(name, repo_id=...), which uploads one task's adapter with a card",
 }
-"""Methods that cannot mean anything for many tasks, each with what to use instead."""
-
-_Class = TypeVar("_Class", bound=type)
-
-
-def refuse_methods_of_trainer(kind: _Class) -> _Class:
-    """Let every method in `REFUSED` raise a `ConfigError`, and return the class.
-
-    Args:
-        kind: the class that inherits them.
-    """
-    for name, instead in REFUSED.items():
-        setattr(kind, name, _refusing(name, instead))
-    return kind
+REFUSED: dict[str, str] = {
+    name: "train(), plan() and evaluate() of MultiTaskTrainer, which run all tasks together"
+    for name, item in inspect.getmembers(Trainer, callable)
+    if not name.startswith("_") and name not in WORKING
+} | {name: instead for names, instead in _INSTEAD.items() for name in names.split()}
+"""Public methods of Trainer that cannot mean anything for many tasks, each with what to use instead."""
 
 
-def _refusing(name: str, instead: str) -> Callable[..., Any]:
-    def refuse(self: Any, *args: Any, **kwargs: Any) -> None:
-        raise_faults([Fault(f"trainer.{name}", "a call", instead, "Trainer's own is for one task.")], ConfigError)
-
-    refuse.__name__ = name
-    refuse.__doc__ = f"Raise a `ConfigError`: use {instead}."
-    return refuse
-
-
-@refuse_methods_of_trainer
 class MultiTaskTrainer(Trainer):
     """Trains many PEFT tasks at once; a `transformers.Trainer` whose one model serves them all.
 
@@ -150,12 +121,12 @@ class MultiTaskTrainer(Trainer):
             `MultiTaskPeftModel`.
         args: the arguments of the run; their hyper-parameters are the defaults of tasks that do not set their own.
         tasks: the tasks to train, at least one. May be left out with a `MultiTaskPeftModel` and `train_dataset`.
-        processing_class: tokenizer; by default that of `model` where it is a hub id or folder.
+        processing_class: tokenizer; by default that of `model` if it is a hub id or folder.
         train_dataset: short form for equal hyper-parameters: rows by task name, for a `MultiTaskPeftModel`.
         eval_dataset: held-out rows by task name, in the short form.
-        callbacks: `TrainerCallback`s that see the run, also what becomes of its tasks (`MultiTaskTrainerCallback`);
+        callbacks: `TrainerCallback`s that see the run, also the events of its tasks (`MultiTaskTrainerCallback`);
             those of a `Task` see the task.
-        model_init_kwargs: for `from_pretrained` where `model` is a hub id or folder.
+        model_init_kwargs: for `from_pretrained` if `model` is a hub id or folder.
         **unsupported: Trainer's other arguments have no meaning for many tasks; they are refused.
 
     Raises:
@@ -192,18 +163,18 @@ class MultiTaskTrainer(Trainer):
         source = BackboneSource(model, run_args, processing_class, model_init_kwargs or {})
         resolved = resolve_tasks(given, run_args)
         source.check(resolved)
-        check_processes(run_args)
+        check_launch(run_args)
         check_evaluation(run_args, given)
         check_callbacks(callbacks or ())
         self.table = TaskTable(make_task_runs(resolved, run_args, source.tokenizer, source.config))
         described = source.describe([run.resolved for run in self.table])
-        with without_empty_folder(output_folder(run_args)), without_hub(run_args), without_shared_tracker(run_args):
+        with trainer_constructor(run_args, output_folder(run_args)):
             super().__init__(
                 model=described,
                 args=run_args,
                 processing_class=source.tokenizer,
                 callbacks=list(callbacks or ()),
-                # Held-out rows are the tasks'; Trainer itself asks for some where eval_strategy is set.
+                # Held-out rows are the tasks'; Trainer itself asks for some if eval_strategy is set.
                 eval_dataset=[],  # type: ignore[arg-type]
             )
         # The default is another one in notebooks, whose table has a single task in mind.
@@ -212,31 +183,32 @@ class MultiTaskTrainer(Trainer):
         self.add_callback(TaskFlowCallback())
         self.state = TrainerState()
         mark_main_process(self.state, run_args)
-        self._make_parts(source, described)
 
-    def _make_parts(self, source: BackboneSource, described: Any) -> None:
-        self._world = world = World(self.args, self.table)
-        callbacks = RunCallbacks(self.callback_handler, self.args, self.state, self.control)
-        self._run = run = open_run(callbacks, self.table, is_main=world.processes.is_main)
-        self._placement = Placement(run, world, source, described)
-        self._placement.subscribe(self._hand_out_model)
-        parts = make_parts(run, world, self._placement, source, self.processing_class)
-        self._plans, self._evaluator, self._membership = parts.plans, parts.evaluator, parts.membership
-        self._relocation, self._reporter, self._opening = parts.relocation, parts.reporter, parts.opening
-        self.control_channel, self._files, self._loop = parts.control, parts.files, parts.loop
+        run = make_run(RunCallbacks(self.callback_handler, run_args, self.state, self.control), self.table)
+        placement = Placement(run, source, described)
+        collator = make_collator(run_args, self.processing_class)
+        planner = Planner(placement.outline, source, run_args, collator, num_replicas=run.layout.num_replicas)
+        plans = PlanFollower(run, placement, planner, collator)
+        self._run, self._placement, self._plans = run, placement, plans
+        self._loop = loop = TrainingLoop(run, placement, plans, collator)
+        self._membership, self._evaluator, self._reporter = loop.membership, loop.evaluator, loop.reporter
+        self.control_channel = loop.control
+        placement.on_change = self._use_model
+        self._use_model()
 
-    def _hand_out_model(self) -> None:
-        """Hand the present model to the callbacks, the log and the saver, which hold the one before it."""
-        self.model = self.model_wrapped = self.callback_handler.model = self._placement.model
-        self._run.log.use_model(self.model)
-        self._run.saver.use_model(self.model)
+    def _use_model(self) -> None:
+        """Pass the present model to everything that holds the one before it."""
+        model = self.model = self.model_wrapped = self.callback_handler.model = self._placement.model
+        self._run.log.use_model(model)
+        self._run.saver.use_model(model)
+        self._plans.follow_model()
 
     # ------------------------------------------------------------- overview
 
     @property
     def is_in_train(self) -> bool:
         """Whether `train` is under way."""
-        # Trainer's constructor runs before the parts are made.
+        # Trainer's constructor reads it before the parts are made.
         return "_run" in vars(self) and self._run.is_in_train
 
     @is_in_train.setter
@@ -245,7 +217,7 @@ class MultiTaskTrainer(Trainer):
 
     @property
     def interrupted_by(self) -> int:
-        """Number of the signal that ended the last training; 0 where none did."""
+        """Number of the signal that ended the last training; 0 if none did."""
         return self._run.interrupted_by
 
     @property
@@ -260,40 +232,50 @@ class MultiTaskTrainer(Trainer):
 
     @property
     def task_statuses(self) -> dict[str, TaskStatus]:
-        """Where each task stands."""
+        """Status of each task."""
         return {run.name: run.status for run in self.table}
 
     @property
     def pass_reports(self) -> tuple[PassReport, ...]:
-        """Planned against executed passes of each replica, from the last training; empty before it."""
+        """Planned and executed passes of each replica, from the last training; empty before it."""
         return self._reporter.pass_reports
 
     def report(self) -> RunReport:
-        """Return a table of all tasks: how each ended, its losses, its time, and where its adapter lies; a string."""
+        """Return a table of all tasks: how each ended, its losses, its time, and its adapter's folder; a string."""
         return self._reporter.report()
 
-    def tell(self, line: str) -> None:
-        """Print a line beside the progress, on the process that prints."""
+    def log_line(self, line: str) -> None:
+        """Print a line above the progress table, on the process that prints."""
         if self._run.log.is_shown:
             self._run.log.say(line)
 
-    def prefer(self, task: str) -> None:
+    def tell(self, line: str) -> None:
+        """Call `log_line`, the new name of this method."""
+        warnings.warn("MultiTaskTrainer.tell is now log_line.", DeprecationWarning, stacklevel=2)
+        self.log_line(line)
+
+    def set_best_task(self, task: str) -> None:
         """Have the last lines of the run suggest to merge this task's adapter, such as the best one of a sweep."""
         self._run.best_task = task
 
+    def prefer(self, task: str) -> None:
+        """Call `set_best_task`, the new name of this method."""
+        warnings.warn("MultiTaskTrainer.prefer is now set_best_task.", DeprecationWarning, stacklevel=2)
+        self.set_best_task(task)
+
     def adapter_folder(self, task: str) -> Path | None:
-        """Return the folder with a task's adapter as it is now; `None` where the disk has none, or an older one."""
+        """Return the folder with a task's adapter as it is now; `None` if the disk has none, or an older one."""
         return self._run.saver.place(self._membership.run_of(task))
 
     def show(self) -> None:
-        """Show the run as it stands: a table in a terminal; in a notebook with its curves, also after a reload.
+        """Show the run as it is: a table in a terminal; in a notebook with its curves, also after a reload.
 
-        A trainer that has not trained shows what its `output_dir` has of a run, such as after the kernel was restarted.
+        A trainer that has not trained shows what its `output_dir` has of a run, such as after a restart of the kernel.
         """
         show_view(self._reporter.view())
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows of a trainer: the run as it stands."""
+        """Return what a notebook shows of a trainer: the run as it is."""
         return run_html(self._reporter.view())
 
     def plot_losses(self, path: str | Path | None = None) -> Path:
@@ -319,7 +301,7 @@ class MultiTaskTrainer(Trainer):
         return self._membership.queue.ask("plan", lambda: self._plans.plan(devices, **stages))
 
     def plan_deployment(self, devices: str | None = None, *, measured: LayerProfile | None = None) -> DeploymentReport:
-        """Return the replicas that would train these tasks fastest (LobRA), and what stands beside them.
+        """Return the replicas that would train these tasks fastest (LobRA), and the alternatives.
 
         Args:
             devices: such as "16xA100-40GB"; by default those that the run was started on.
@@ -333,22 +315,22 @@ class MultiTaskTrainer(Trainer):
     def measure_profile(self, budget_s: float = 60.0, *, folder: Path | None = None, refresh: bool = False) -> Profile:
         """Measure how long the parts of a step take on this device, for `cost_profile`; reads and changes no weights.
 
-        Where there are several processes, each must call this; the link between them is measured too, and
-        what passes in turns hide.
+        If there are several processes, each must call this; the link between them is measured too, and how much passes
+        in turns hide.
 
         Args:
-            budget_s: seconds that this may take; where tensor parallel ranks share layers, passes through cut layers
-                may take a quarter of it more.
+            budget_s: seconds that this may take; if tensor parallel ranks share layers, passes through cut layers may
+                take a quarter of it more.
             folder: folder of stored profiles, from which one that fits is read instead; `None` to store nothing.
             refresh: measure although a stored profile fits.
 
         Raises:
             UnsupportedModelError: if the layers cannot be cut for the tensor parallel ranks that the run has.
         """
-        device = self.args.device
+        device, processes = self.args.device, self._run.processes
         dtype = torch.bfloat16 if self.args.bf16 else self._placement.source.dtype
-        shards = Shards(self._world.processes, self._world.layout.tensor_groups)
-        with self._world.processes.together():
+        shards = Shards(processes, self._run.layout.tensor_groups)
+        with processes.together():
             return profile_backbone(
                 self.model,
                 device=device,
@@ -367,11 +349,11 @@ class MultiTaskTrainer(Trainer):
 
         Args:
             resume_from_checkpoint: `True` for the newest state in `output_dir`, or another run's folder. Every task
-                goes on exactly where that state left it, also in a trainer that has trained since.
+                continues exactly where that state left it, also in a trainer that has trained since.
             **unsupported: Trainer's other arguments are refused.
 
         Returns:
-            Number of run steps, mean of the tasks' last losses, and metrics with `task/metric` keys. Where Ctrl-C or
+            Number of run steps, mean of the tasks' last losses, and metrics with `task/metric` keys. If Ctrl-C or
             SIGTERM has ended the training, `interrupted_by` among the metrics is the number of the signal.
 
         Raises:
@@ -379,7 +361,7 @@ class MultiTaskTrainer(Trainer):
             ConfigError: if another thread trains.
         """
         refuse_trainer_arguments(unsupported)
-        with self._world.processes.together(), keeping_freed_memory(self.args.device):
+        with self._run.processes.together(), keeping_freed_memory(self.args.device):
             return self._loop.train(resume_from_checkpoint)
 
     def evaluate(self, task: str | None = None, **unsupported: Any) -> dict[str, float]:  # type: ignore[override]
@@ -396,39 +378,59 @@ class MultiTaskTrainer(Trainer):
             ConfigError: for a name that no task has, or a task without held-out rows.
         """
         refuse_trainer_arguments(unsupported)
-        label = "evaluate" if task is None else f"evaluate {task}"
-        return self._membership.queue.ask(label, lambda: self._evaluate(task))
 
-    def _evaluate(self, task: str | None) -> dict[str, float]:
-        self._placement.materialise(self._plans.plan_stages)
-        held_out = [run for run in self.table if run.eval_data is not None]
-        runs = held_out if task is None else [self._membership.run_of(task)]
-        answers = self._evaluator.generate(runs)
-        return {
-            f"{run.name}/{key}": value
-            for run in runs
-            for key, value in self._evaluator.metrics(run, answers.get(run.name)).items()
-        }
+        def evaluate() -> dict[str, float]:
+            self._placement.load(self._plans.plan_stages)
+            held_out = [run for run in self.table if run.eval_data is not None]
+            runs = held_out if task is None else [self._membership.run_of(task)]
+            answers = self._evaluator.generate(runs)
+            return {
+                f"{run.name}/{key}": value
+                for run in runs
+                for key, value in self._evaluator.metrics(run, answers.get(run.name)).items()
+            }
+
+        return self._membership.queue.ask("evaluate" if task is None else f"evaluate {task}", evaluate)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write every task's adapter, each at the root of its sub-folder, loadable by plain PEFT."""
-        self._files.save(output_dir)
+
+        def save() -> None:
+            self._placement.load(self._plans.plan_stages)
+            folder, saver = Path(output_dir or self._run.root), self._run.saver
+            for run in self.table:
+                # On every process: if each holds a part of the adapter, the writer needs all of them.
+                weights = saver.full_weights(run)
+                if saver.is_writer:
+                    RunFolder(folder, self._placement.model).save_adapter(run.name, weights)
+
+        self._membership.queue.ask("save_model", save)
 
     def push_to_hub(self, task: str = "", *, repo_id: str = "", **options: Any) -> Any:  # type: ignore[override]
-        """Upload one task's adapter as it is now, with a model card, and return what the Hub says; nothing else.
+        """Upload one task's adapter as it is now, with a model card and nothing else; return the answer of the Hub.
 
         Args:
             task: name of the task.
-            repo_id: repository on the Hub, such as "me/sql-lora"; made where absent.
+            repo_id: repository on the Hub, such as "me/sql-lora"; made if absent.
             **options: `token`, `private`, `revision` and `commit_message`, as `huggingface_hub` takes them.
 
         Raises:
-            ConfigError: for a task that is not there or not trained, or where the Hub refuses.
+            ConfigError: for a task that does not exist or is not trained, or if the Hub refuses.
         """
-        return self._files.push(task, repo_id, options)
+        run, saver = self._membership.run_of(task), self._run.saver
+        check_push(run, repo_id, options)
+
+        def push() -> Any:
+            weights = saver.full_weights(run)  # on every process, though one of them writes
+            if not saver.is_writer:
+                return None
+            own = {"folder": saver.place(run), "num_tasks": len(list(self.table))}
+            return push_task(self._placement.model, run, weights, repo_id, options, **own)
+
+        return self._membership.queue.ask(f"push_to_hub {task}", push)
 
     def add_callback(self, callback: TrainerCallback | type[TrainerCallback]) -> None:
-        """Have one more callback see the run.
+        """Add a callback to the run.
 
         Raises:
             ConfigError: for one that belongs to a task, or with a misspelt event of tasks.
@@ -437,7 +439,7 @@ class MultiTaskTrainer(Trainer):
         super().add_callback(callback)
 
     def log(self, logs: Mapping[str, float]) -> None:  # type: ignore[override]
-        """Hand numbers of the run to its callbacks and loggers, under the present step."""
+        """Pass numbers of the run to its callbacks and loggers, under the present step."""
         self._run.callbacks.log(dict(logs))
 
     # ------------------------------------------------------------- while it trains
@@ -448,8 +450,8 @@ class MultiTaskTrainer(Trainer):
         Their configuration and rows are checked here, in the caller's thread.
 
         Returns:
-            A future that tells when they have come in, or why not: what PEFT refuses only when it makes the adapter is
-            also told as a warning and in `metrics.jsonl`. Of several processes, each has to ask.
+            A future that is done when they have been added or refused: what PEFT refuses only when it makes the adapter
+            is also logged as a warning and in `metrics.jsonl`. With several processes, each has to ask.
 
         Raises:
             ConfigError: naming every setting that cannot be run; then none is added.
@@ -461,17 +463,17 @@ class MultiTaskTrainer(Trainer):
     def remove_task(self, name: str, *, save: bool = True) -> Future[None]:
         """Take a task out at the next step boundary; its adapter is written first unless `save` is `False`.
 
-        The future tells when it is out, here as in `pause_task` and `resume_task`.
+        The future is done when the task is out; likewise in `pause_task` and `resume_task`.
         """
         return self._membership.remove(name, save=save)
 
     def pause_task(self, name: str) -> Future[None]:
         """Keep a task's exact state and take no steps of it until `resume_task`."""
-        return self._membership.pause(name)
+        return self._membership.set_paused(name, True)
 
     def resume_task(self, name: str) -> Future[None]:
-        """Let a paused task go on where it stopped."""
-        return self._membership.resume(name)
+        """Let a paused task continue from the same step."""
+        return self._membership.set_paused(name, False)
 
     def redeploy(self, replicas: str) -> None:
         """Move the run to other replicas; while `train` runs, at the next step. Every process calls this alike.
@@ -482,4 +484,19 @@ class MultiTaskTrainer(Trainer):
         Raises:
             ConfigError: if there are not as many processes, or the model cannot be read again.
         """
-        self._membership.queue.ask(f"redeploy {replicas}", lambda: self._relocation.redeploy(replicas))
+        self._membership.queue.ask(f"redeploy {replicas}", lambda: self._loop.relocation.redeploy(replicas))
+
+
+def _refusing(name: str, instead: str) -> Callable[..., Any]:
+    def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
+        if "_run" not in vars(self):  # called by Trainer's own constructor
+            return getattr(Trainer, name)(self, *args, **kwargs)
+        raise_faults([Fault(f"trainer.{name}", "a call", instead, "Trainer's own is for one task.")], ConfigError)
+
+    refuse.__name__ = name
+    refuse.__doc__ = f"Raise a `ConfigError`: use {instead}."
+    return refuse
+
+
+for _name, _instead in REFUSED.items():
+    setattr(MultiTaskTrainer, _name, _refusing(_name, _instead))

@@ -18,7 +18,7 @@ from peft_mux.cli.config_file import read_config
 from peft_mux.cli.main import main
 from peft_mux.demo.small_llama import make_backbone, make_tokenizer
 from peft_mux.planning.profiling import backbone as profiling
-from peft_mux.trainer.loop import StepLoop
+from peft_mux.trainer.loop import TrainingLoop
 from peft_mux.trainer.trainer import MultiTaskTrainer
 
 ROWS = [{"prompt": f"say {word}", "completion": f" {word}"} for word in ("one", "two", "three", "four", "five", "six")]
@@ -144,14 +144,14 @@ def test_a_training_that_a_signal_ends_says_where_it_was_saved_and_its_status_te
     number: int,
     status: int,
 ) -> None:
-    step = StepLoop.step
+    step = TrainingLoop.train_step
 
-    def interrupted(self: StepLoop) -> None:
+    def interrupted(self: TrainingLoop) -> None:
         step(self)
         os.kill(os.getpid(), number)
 
     with monkeypatch.context() as patches:
-        patches.setattr(StepLoop, "step", interrupted)
+        patches.setattr(TrainingLoop, "train_step", interrupted)
         assert main(["train", str(file)]) == status
     said = capsys.readouterr().out
     name, out = signal.Signals(number).name, tmp_path / "out"

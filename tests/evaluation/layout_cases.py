@@ -145,7 +145,7 @@ def _run(
     trainer.train()
     evaluated = trainer.evaluate(name)
     refusals = _refusals(trainer.model, name) if trainer.model.num_stages * trainer.model.tp_size > 1 else []
-    trainer._world.processes.wait_for_all()
+    trainer._run.processes.wait_for_all()
     return Measured(
         statuses={run.name: (run.status.value, run.reason) for run in trainer.table},
         evaluations={

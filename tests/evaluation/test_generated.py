@@ -11,7 +11,6 @@ from peft import LoraConfig, PeftModel, PrefixTuningConfig, PromptTuningConfig
 from peft_mux import ConfigError, DataError, EarlyStopping, GenerateOptions, MultiTaskPeftModel
 from peft_mux.modeling.generation.options import mean_metric
 from peft_mux.trainer import evaluation as generated
-from peft_mux.trainer.evaluation import EvaluationShare
 from tests.data.test_tokenize import words_tokenizer
 from tests.engine.processes.cases import launch, values
 from tests.evaluation import generation_cases as cases
@@ -171,19 +170,6 @@ def test_settings_of_generation_may_change_when_a_run_is_resumed(tmp_path: Path)
     second = cases.trainer([changed], tmp_path, save_strategy="steps", save_steps=4)
     second.train(resume_from_checkpoint=True)
     assert "eval_f1" not in second.evaluate()
-
-
-def test_each_replica_generates_its_share_and_a_fault_on_one_is_told_by_all() -> None:
-    def broken(prompts: list[str], texts: list[str], references: list[str]) -> dict[str, float]:
-        raise ValueError("here")
-
-    task = cases.task("cats", eval_generate=GenerateOptions(metrics=(broken,)))
-    fine = cases.task("cats")
-    answers = generated.Answers(["a"], ["b"], ["b"])
-    share = EvaluationShare(0, 2, lambda value: [value, ({}, "ValueError: there")])
-    for one, reason in ((task, "ValueError: here"), (fine, "ValueError: there")):
-        with pytest.raises(generated.MetricsError, match=reason):
-            generated.answer_metrics(one, answers, share=share)
 
 
 @pytest.mark.slow

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peft_mux.trainer.evaluation import EvaluationShare
+from peft_mux.errors import MetricsError
+from peft_mux.trainer.evaluation import EvaluationShare, agreed_metrics
+from peft_mux.user_code import UserCodeError
 
 
 @given(st.integers(0, 40), st.integers(1, 6))
@@ -29,3 +32,14 @@ def test_a_replica_by_itself_asks_nobody() -> None:
         raise AssertionError("nobody is there")
 
     assert EvaluationShare(0, 1, gather).merged({1: "b", 0: "a"}) == {0: "a", 1: "b"}
+
+
+def test_a_function_that_fails_on_one_process_fails_the_evaluation_on_all() -> None:
+    own = UserCodeError("ValueError: here")
+    for found, error, reason in (
+        ([({}, "ValueError: here"), ({"eval_f": 1.0}, None)], own, "here"),
+        ([({"eval_f": 1.0}, None), ({}, "ValueError: there")], None, "there"),
+    ):
+        with pytest.raises(MetricsError, match=reason):
+            agreed_metrics(found, error)
+    assert agreed_metrics([(None, None), ({"eval_f": 1.0}, None)], None) == {"eval_f": 1.0}, "a stage has no logits"

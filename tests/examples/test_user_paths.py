@@ -71,7 +71,7 @@ def test_a_classifier_goes_the_same_way_alone_and_after_one_of_two_classes(
 def head_of(encoder: str, task: Task, folder: Path) -> torch.Tensor:
     args = MultiTaskTrainingArguments(output_dir=str(folder), save_strategy="no", report_to="none", use_cpu=True)
     trainer = MultiTaskTrainer(encoder, args, [task], processing_class=_NoTokenizer())
-    trainer._placement.materialise(trainer._plans.plan_stages)
+    trainer._placement.load(trainer._plans.plan_stages)
     _, wrapper = head_module(trainer.model.backbone)
     weight = wrapper.modules_to_save[trainer.model.adapter_of(task.name)].weight
     return weight.detach().clone()

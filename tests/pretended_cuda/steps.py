@@ -22,7 +22,7 @@ from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine import cuda_graphs as captured_inputs
 from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.engine.executor import Executor
-from peft_mux.engine.tasks.optimizer import LastGood, TaskOptimizer
+from peft_mux.engine.tasks.optimizer import LastFiniteWeights, TaskOptimizer
 from peft_mux.engine.tasks.resolved import resolve_tasks
 from peft_mux.engine.tasks.task_run import BestMetric, TaskRun, TaskTable
 from peft_mux.engine.work import StepWork
@@ -256,10 +256,10 @@ def _task_run(case: Case, name: str, model: MultiTaskPeftModel, args: MultiTaskT
         eval_data=None,
         num_steps=5,
         state=TrainerState(),
-        best=BestMetric(task),
+        best=BestMetric(task, hyper),
         status=TaskStatus.RUNNING,
         optimizer=TaskOptimizer(name, model.task_parameters(name), hyper, 5, args, slab),
-        last_good=LastGood({str(index): page.values for index, page in enumerate(slab.pages)}),
+        last_good=LastFiniteWeights({str(index): page.values for index, page in enumerate(slab.pages)}),
     )
 
 

@@ -12,8 +12,8 @@ import pytest
 from transformers import TrainerCallback
 
 from peft_mux import EarlyStopping, MultiTaskTrainer, MultiTaskTrainingArguments
+from peft_mux.reporting.recorders import RunTimes
 from peft_mux.reporting.report import ReportRow, RunReport, next_lines
-from peft_mux.reporting.views import TaskTimes
 from tests.invariants.mux_lab import rows, small_task, tiny_llama
 
 
@@ -159,7 +159,7 @@ def test_a_task_is_given_the_time_of_its_own_steps_only() -> None:
             self.name, self.step, self.num_tokens = name, 5, 70
 
     now = [0.0]
-    times, a, b = TaskTimes(lambda: now[0]), Shown("a"), Shown("b")
+    times, a, b = RunTimes(lambda: now[0]), Shown("a"), Shown("b")
     times.begin([a, b])  # type: ignore[list-item]
     for seconds, stepping in ((1.0, [a, b]), (2.0, [b]), (4.0, [a])):
         now[0] += seconds
@@ -172,7 +172,7 @@ def test_a_task_is_given_the_time_of_its_own_steps_only() -> None:
 
 def test_the_time_of_a_step_of_several_tasks_is_divided_by_their_tokens() -> None:
     now = [0.0]
-    times = TaskTimes(lambda: now[0])
+    times = RunTimes(lambda: now[0])
     a, b = (SimpleNamespace(name=name, step=0, num_tokens=1000) for name in "ab")
     times.begin([a, b])  # type: ignore[list-item]
     assert times.share("a") is None, "no step was taken"

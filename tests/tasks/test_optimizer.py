@@ -18,7 +18,7 @@ from transformers import Adafactor, Trainer, TrainerCallback, get_scheduler
 
 from peft_mux import ConfigError, MultiTaskTrainer
 from peft_mux.arguments import MultiTaskTrainingArguments, supported_optimizers, supported_schedules
-from peft_mux.engine.tasks.optimizer import OPTIONS, LastGood, TaskOptimizer, joint_steps_taken
+from peft_mux.engine.tasks.optimizer import OPTIONS, LastFiniteWeights, TaskOptimizer, count_joint_steps
 from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.engine.work import StepResult
 from peft_mux.kernels import adamw as multi_adamw
@@ -340,12 +340,10 @@ def steps_of(optimizers: list[TaskOptimizer]) -> list[int]:
     """Take a joint step; return which one it was for each page."""
     pages = []
     for task, optimizer in enumerate(optimizers):
-        last_good = LastGood({str(index): page for index, page in enumerate(optimizer.parameters)})
+        last_good = LastFiniteWeights({str(index): page for index, page in enumerate(optimizer.parameters)})
         pages += optimizer.page_updates(task, last_good)
     multi_adamw.foreach_update(pages, torch.ones(2, len(optimizers)))
-    joint_steps_taken(optimizers)
-    for optimizer in optimizers:
-        optimizer.joint_step_counted()
+    count_joint_steps(optimizers)
     return [page.step for page in pages]
 
 
@@ -360,7 +358,7 @@ def test_steps_that_others_take_are_counted_and_counters_are_read_no_more_than_n
     assert reads == [], "a counter on a device is waited for when it is read, and that of a first step is known"
     optimizer.optimizer.step()
     assert steps_of([optimizer]) == [5]
-    optimizer.load_state_dict(optimizer.state_dict())
+    optimizer.optimizer.load_state_dict(optimizer.optimizer.state_dict())
     assert steps_of([optimizer]) == [6]
 
 
@@ -396,7 +394,7 @@ def test_what_a_joint_step_would_not_do_right_steps_by_itself(
     tmp_path: Path, change: Callable[[TaskOptimizer], None]
 ) -> None:
     optimizer = slab_optimizer(tmp_path)
-    last_good = LastGood({"page": optimizer.parameters[0]})
+    last_good = LastFiniteWeights({"page": optimizer.parameters[0]})
     assert len(optimizer.page_updates(0, last_good)) == 1
     change(optimizer)
     assert optimizer.page_updates(0, last_good) == []
@@ -405,7 +403,7 @@ def test_what_a_joint_step_would_not_do_right_steps_by_itself(
 @pytest.mark.parametrize("settings", [{"optim": "sgd"}, {"dtype": torch.float64}], ids=str)
 def test_other_optimizers_and_types_do_not_join(tmp_path: Path, settings: dict[str, Any]) -> None:
     optimizer = slab_optimizer(tmp_path, **settings)
-    assert optimizer.page_updates(0, LastGood({"page": optimizer.parameters[0]})) == []
+    assert optimizer.page_updates(0, LastFiniteWeights({"page": optimizer.parameters[0]})) == []
 
 
 # ------------------------------------------------------------------- schedules

@@ -131,7 +131,7 @@ def test_the_factor_of_a_run_with_such_a_loss_is_refused_when_the_trainer_is_mad
         lab.make_trainer(tasks, tmp_path, label_smoothing_factor=0.1)
     tasks[1] = task("pairs", 1, rows=PAIRS, objective="dpo", label_smoothing_factor=0)
     lab.make_trainer(tasks, tmp_path, label_smoothing_factor=0.1)
-    with pytest.raises(ConfigError, match=r"args\.label_smoothing_factor: got None; allowed: a value"):
+    with pytest.raises(ConfigError, match=r"args\.label_smoothing_factor: got None; allowed: a number from 0 to 1"):
         MultiTaskTrainingArguments(str(tmp_path), use_cpu=True, label_smoothing_factor=None)  # type: ignore[arg-type]
 
 

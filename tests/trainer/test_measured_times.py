@@ -136,7 +136,9 @@ def test_a_resumed_run_keeps_the_times_that_its_plan_was_made_with(tmp_path: Pat
         return [small_task("own", data_seed=1, max_steps=num_steps)]
 
     saving = {"save_strategy": "steps", "save_steps": 2, "measured_times": "plan", "replan_steps": 50}
-    stop = Recorder(at_begin={1: teach}, at_end={3: lambda trainer: trainer._run.request_stop()})
+    stop = Recorder(
+        at_begin={1: teach}, at_end={3: lambda trainer: setattr(trainer.control, "should_training_stop", True)}
+    )
     train(tasks(8), tmp_path, recorder=stop, **saving)
     seen: list[Parts] = []
     looking = Recorder(at_begin={4: lambda trainer: seen.append(trainer._plans.planner.correction.factors)})

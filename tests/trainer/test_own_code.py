@@ -12,7 +12,7 @@ import torch
 from transformers import TrainerCallback
 
 from peft_mux import EarlyStopping
-from peft_mux.reporting import run_log as delays
+from peft_mux.reporting import recorders
 from tests.invariants.mux_lab import Run, assert_bit_identical, make_trainer, small_task, train
 from tests.trainer.neighbours import (
     Stream,
@@ -219,7 +219,7 @@ def test_what_own_code_costs_the_others_is_told_by_task_and_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Every call passes a limit of nothing; each one is told once its task's total has doubled.
-    monkeypatch.setattr(delays, "CALL_LIMIT_S", 0.0)
+    monkeypatch.setattr(recorders, "CALL_LIMIT_S", 0.0)
     slow = {
         "callback": bad_task(callbacks=[Does(lambda **_: None)]),
         "compute_metrics": bad_task(eval_steps=1, compute_metrics=lambda _: {"f": 1.0}),

@@ -10,8 +10,6 @@ import pytest
 import torch
 
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import StepResult
 from peft_mux.planning.learning import TimeCorrection
 from peft_mux.task import TaskStatus
@@ -60,11 +58,11 @@ def follower(
     run: Run, calls: Calls, *, admitted: tuple[str, ...] = ("a",), is_placed: bool = True, is_alone: bool = True
 ) -> tuple[PlanFollower, FakePlanner]:
     placement: Any = FakePlacement(calls)
-    placement.is_placed = is_placed
-    processes = Processes() if is_alone else SimpleNamespace(is_alone=False, waited_s=0.0)
-    world: Any = SimpleNamespace(layout=ParallelLayout.of(1), processes=processes)
+    placement.is_loaded = is_placed
+    if not is_alone:
+        run.processes = SimpleNamespace(is_alone=False, waited_s=0.0)  # type: ignore[assignment]
     planner: Any = FakePlanner(calls, admitted)
-    return PlanFollower(run, world, placement, planner, ChunkPackingCollator()), planner
+    return PlanFollower(run, placement, planner, ChunkPackingCollator()), planner
 
 
 def step_of(*names: str) -> StepResult:
@@ -96,7 +94,7 @@ def test_a_plan_that_is_only_asked_for_changes_nothing(tmp_path: Path) -> None:
     plans, _ = follower(run, calls)
     plans.plan()
     plans.plan("4xA100-80GB")
-    assert [call for call in calls if call != "subscribe"] == [
+    assert calls == [
         ("plan", None, "a", "b"),
         ("plan", "4xA100-80GB", "a", "b"),
     ]
@@ -149,8 +147,3 @@ def test_one_of_several_processes_learns_what_the_slowest_took(tmp_path: Path, m
     assert ("observe", 10, 0.5) not in calls
     plans.observe_step_time(0.75)
     assert calls[-1] == ("observe", 10, 0.75)
-
-
-def test_the_planner_gets_the_model_that_is_placed(tmp_path: Path) -> None:
-    _, planner = follower(make_run(tmp_path), Calls())
-    assert (planner.model, planner.num_replicas) == ("outline", 1)

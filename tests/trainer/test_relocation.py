@@ -10,7 +10,6 @@ import pytest
 
 from peft_mux import CheckpointError, ConfigError
 from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.processes import Processes
 from peft_mux.scheduler.deployment.plan import Redeployment
 from peft_mux.task import TaskStatus
 from peft_mux.trainer import relocation as relocation_module
@@ -38,14 +37,9 @@ class Movable(FakePlacement):
 
 def relocation_of(run: Run, calls: Calls, *, model: Any = "a/folder", is_placed: bool = True) -> Relocation:
     placement: Any = Movable(calls)
-    placement.source.model, placement.is_placed = model, is_placed
-    world: Any = SimpleNamespace(
-        layout=ParallelLayout.of(1),
-        processes=Processes(),
-        set_layout=lambda layout: calls.note("relocate", str(layout)),
-    )
-    plans: Any = FakePlans(run, calls)
-    return Relocation(run, world, placement, plans)
+    placement.source.model, placement.is_loaded = model, is_placed
+    plans: Any = FakePlans()
+    return Relocation(run, placement, plans)
 
 
 @pytest.fixture
@@ -65,9 +59,8 @@ def test_a_run_moves_by_saving_letting_go_and_restoring(run: Run) -> None:
     assert calls == [
         ("part", "<1,1>x1"),
         "let go",
-        ("relocate", "<1,1>x1"),
         ("describe", "<1,1>x1"),
-        "materialise",
+        "load",
         ("equip", "a"),
         ("equip", "b"),
     ]
@@ -77,7 +70,8 @@ def test_a_run_moves_by_saving_letting_go_and_restoring(run: Run) -> None:
 def test_a_model_that_is_not_loaded_yet_is_only_described_anew(run: Run) -> None:
     calls = Calls()
     relocation_of(run, calls, is_placed=False).redeploy("<1,1>")
-    assert calls == [("part", "<1,1>x1"), ("relocate", "<1,1>x1"), ("describe", "<1,1>x1")]
+    assert calls == [("part", "<1,1>x1"), ("describe", "<1,1>x1")]
+    assert str(run.layout) == "<1,1>x1"
 
 
 def test_while_a_run_trains_it_moves_at_the_step_boundary_once(run: Run) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -212,7 +214,7 @@ def test_a_folder_that_holds_a_run_and_one_that_holds_none_are_told_before_weigh
     from peft_mux.trainer.placement import Placement
 
     make_trainer([small_task("a", data_seed=1, max_steps=2)], tmp_path / "run", save_strategy="steps").train()
-    monkeypatch.setattr(Placement, "materialise", lambda *_: pytest.fail("weights were loaded"))
+    monkeypatch.setattr(Placement, "load", lambda *_: pytest.fail("weights were loaded"))
     again = make_trainer([small_task("a", data_seed=1, max_steps=2)], tmp_path / "run", save_strategy="steps")
     with pytest.raises(CheckpointError, match=r"which holds a run; allowed: .*peft-mux train FILE --resume"):
         again.train()
@@ -270,6 +272,10 @@ class FakeHub:
     def create_commit(self, repo_id: str, operations: Any, *, commit_message: str, revision: Any) -> None:
         del revision
         self.pushed.append((repo_id, commit_message, sorted(one.path_in_repo for one in operations)))
+
+    def run_as_future(self, function: Callable[[], Any]) -> Future[Any]:
+        with ThreadPoolExecutor(max_workers=1) as pool:
+            return pool.submit(function)
 
 
 @pytest.fixture

@@ -90,6 +90,13 @@ def test_a_script_may_print_and_write_its_numbers_beside_the_run(
     assert json.loads((root / "trainer_state.json").read_text())["global_step"] == 2
 
 
+def test_old_names_of_methods_still_work_with_a_warning(trained: Run) -> None:
+    with pytest.warns(DeprecationWarning, match="log_line"):
+        trained.trainer.tell("a line")
+    with pytest.warns(DeprecationWarning, match="set_best_task"):
+        trained.trainer.prefer("theirs")
+
+
 def test_the_trainable_parameters_are_those_of_all_tasks(trained: Run) -> None:
     own = [trained.trainer.model.task_parameters(name).values() for name in ("mine", "theirs")]
     assert trained.trainer.get_num_trainable_parameters() == sum(p.numel() for values in own for p in values)

@@ -76,20 +76,20 @@ class Steps:
     def __init__(self, model: ModelSpec, workload: Workload, folder: str, share_prefixes: bool | str) -> None:
         """Build the model and get ready for the first step."""
         self.trainer = trainer_for(model.build, workload, folder, False, share_prefixes=share_prefixes)
-        self.trainer._opening.open(None)
+        self.trainer._loop.opening.open(None)
 
     def take(self) -> tuple[float, dict[str, float]]:
         """Take a step; return its seconds of the processor, and the losses before its update."""
         start_s = now_s()
-        self.trainer._loop.step()
+        self.trainer._loop.train_step()
         seconds = now_s() - start_s
         return seconds, {run.name: run.last_loss for run in self.trainer.table}
 
     @property
     def computed(self) -> float:
         """Tokens of the rows so far over those that went through the backbone."""
-        counts = self.trainer._plans.token_counts
-        return sum(counts.asked.values()) / sum(counts.computed.values())
+        report = self.trainer._plans.pass_report
+        return sum(report.asked_tokens.values()) / sum(report.computed_tokens.values())
 
 
 def workload_of(set_up: SetUp, num_tasks: int, num_steps: int) -> tuple[Workload, list[Batches]]:

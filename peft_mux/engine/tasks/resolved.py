@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 
-from peft import PeftConfig, PromptLearningConfig
+from peft import PeftConfig
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.formats import RowForm
@@ -58,12 +58,6 @@ class ResolvedTask:
     def needs_reference(self) -> bool:
         """Whether its loss needs the log-probabilities of the backbone without the adapter."""
         return self.objective.needs_reference(self.loss_args)
-
-    @property
-    def reference_columns(self) -> tuple[str, ...]:
-        """The reference columns that every row must have: there is no pass without a learnt prompt to compute them."""
-        is_prompt = isinstance(self.task.peft_config, PromptLearningConfig)
-        return self.objective.reference_columns if is_prompt and self.needs_reference else ()
 
 
 def resolve_tasks(tasks: Iterable[Task], args: MultiTaskTrainingArguments) -> list[ResolvedTask]:

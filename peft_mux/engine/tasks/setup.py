@@ -13,10 +13,12 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
+from peft import PromptLearningConfig
 from transformers import TrainerState
 
 from peft_mux.arguments import MOST_STEPS, MultiTaskTrainingArguments
-from peft_mux.data.dataset import TaskLoader, TokenizedDataset, open_rows, tokenize_dataset
+from peft_mux.data.dataset import TaskLoader, open_rows, tokenize_dataset
+from peft_mux.data.packing.prefixes import begin_alike
 from peft_mux.data.streams import ReadAhead, StreamLoader
 from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.engine.tasks.optimizer import check_optimizer
@@ -26,6 +28,7 @@ from peft_mux.errors import ConfigError, DataError
 from peft_mux.modeling.adapters.prompts.kinds import prompt_kind_of
 from peft_mux.modeling.backbone.probe import max_positions
 from peft_mux.modeling.generation.prompts import PromptRow, read_prompts
+from peft_mux.modeling.model import reason_of_adapter
 
 
 def make_task_runs(
@@ -59,10 +62,13 @@ def make_task_runs(
 def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, tokenizer: Any, config: Any) -> TaskRun:
     """Return one task ready to be started; see `make_task_runs`."""
     task, hyper = resolved.task, resolved.hyper
-    kind, positions = prompt_kind_of(task.peft_config), max_positions(config)
+    kind, positions, reference_columns = prompt_kind_of(task.peft_config), max_positions(config), ()
     if kind is not None and positions is not None:
         # Those of the prompt come before a row's; `max_length` is of the row alone, as in TRL.
         positions -= cast(Any, task.peft_config).num_virtual_tokens
+    if isinstance(task.peft_config, PromptLearningConfig) and resolved.needs_reference:
+        # There is no pass without a learnt prompt that could compute them.
+        reference_columns = resolved.objective.reference_columns
     options = TokenizeOptions(
         task=task.name,
         max_length=hyper.max_length,
@@ -75,7 +81,7 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
         vocab_size=config.get_text_config().vocab_size,
         max_positions=positions,
         virtual_labels=() if kind is None else kind.virtual_labels(task.peft_config),
-        reference_columns=resolved.reference_columns,
+        reference_columns=reference_columns,
     )
     loader = _make_loader(resolved, options, tokenizer)
     if loader.report.warning:
@@ -100,13 +106,18 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
             # Every evaluation goes through all held-out rows, so a stream of them is read once and kept.
             where = f"tasks.{task.name}.eval_dataset"
             with _naming(where):
-                rows = ReadAhead(_all_rows(rows), where=where, timeout_s=hyper.data_timeout_s).take()
+                rows = ReadAhead((list(own) for own in (rows,)), where=where, timeout_s=hyper.data_timeout_s).take()
         eval_data = tokenize_dataset(rows, options=options, tokenizer=tokenizer, split="eval_dataset")
         if eval_data.report.warning:
             warnings.warn(eval_data.report.warning, UserWarning, stacklevel=2)
         eval_prompts = _read_eval_prompts(resolved, rows, options, tokenizer)
+    form, num_labels = resolved.objective.row_form, task.num_labels
+    if not (form.needs_label or form.has_token_labels):
+        num_labels = form.num_labels
+    elif num_labels is None and isinstance(loader, TaskLoader):
+        num_labels = loader.dataset.num_classes()  # one more than the greatest label
     return TaskRun(
-        resolved=replace(resolved, num_labels=_num_labels(resolved, loader)),
+        resolved=replace(resolved, num_labels=num_labels),
         loader=loader,
         eval_data=eval_data,
         num_steps=num_steps,
@@ -116,15 +127,32 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
     )
 
 
-def _num_labels(resolved: ResolvedTask, loader: Any) -> int | None:
-    """Return the number of classes of the task's head: its own, or one more than its greatest label."""
-    form = resolved.objective.row_form
-    if not (form.needs_label or form.has_token_labels):
-        return form.num_labels
-    if resolved.task.num_labels is not None:
-        return resolved.task.num_labels
-    dataset = getattr(loader, "dataset", None)
-    return dataset.num_classes() if isinstance(dataset, TokenizedDataset) else None
+_SAMPLE_ROWS = 64
+
+
+def decide_sharing(runs: Iterable[TaskRun], args: MultiTaskTrainingArguments, backbone_reason: str | None) -> None:
+    """Let tasks share the tokens that their rows begin with if that is exact; note why others do not.
+
+    It is noted if the user asked for sharing, or if rows of the task do share a beginning.
+
+    Args:
+        runs: the tasks.
+        args: the arguments of the run.
+        backbone_reason: why no task on the backbone may share (`peft_mux.modeling.model`), or `None`.
+    """
+    for run in runs:
+        reason = backbone_reason or reason_of_adapter(run.task.peft_config)
+        if reason is None and run.hyper.neftune_noise_alpha:
+            reason = f"its neftune_noise_alpha={run.hyper.neftune_noise_alpha:g} is drawn for each row"
+        if reason is None and args.pad_to_chunks:
+            reason = "pad_to_chunks=True asks for streams of equal shapes"
+        run.loader.shares_prefixes = reason is None and args.share_prefixes is not False
+        if reason is None or args.share_prefixes is False:
+            continue
+        if args.share_prefixes is True or begin_alike(
+            row.input_ids[start:end] for row in run.loader.sample(_SAMPLE_ROWS) for start, end in row.sequence_bounds
+        ):
+            run.sharing_remark = f"{run.name}: tokens that rows begin with alike are computed for each row, as {reason}"
 
 
 def _make_loader(resolved: ResolvedTask, options: TokenizeOptions, tokenizer: Any) -> Any:
@@ -182,7 +210,3 @@ def _naming(where: str) -> Iterator[None]:
         yield
     except DataError as error:
         raise error if where in str(error) else DataError(f"{where}: {error}") from error.__cause__
-
-
-def _all_rows(stream: Iterable[Any]) -> Iterator[list[Any]]:
-    yield list(stream)

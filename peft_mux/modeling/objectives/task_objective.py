@@ -277,23 +277,19 @@ class TaskObjectives:
             model: the `MultiTaskPeftModel` whose stream reads the micro-batch.
         """
         smoothed = self.smoothed(batch.task_names)
-        found = [self._loss(outputs) for outputs in self.head.outputs(hidden_TD, batch, model, smoothed)]
+        found = []
+        for outputs in self.head.outputs(hidden_TD, batch, model, smoothed):
+            objective, args = self.of(outputs.task), self.args_of(outputs.task)
+            began = time.perf_counter()
+            try:
+                found.append(objective.loss(outputs, args))
+            except UserCodeError as error:
+                self.failures[outputs.task] = f"objective: {error}"
+                # NaN fails the task. With a graph: a pass of this task alone would have nothing to differentiate.
+                found.append(TaskLoss(outputs.nll_M.sum() * float("nan")))
+            if objective.name == OWN:
+                self.own_seconds[outputs.task] += time.perf_counter() - began  # type: ignore[assignment]
         return StreamLosses(torch.stack([one.loss for one in found]), tuple(one.statistics for one in found))
-
-    def _loss(self, outputs: Any) -> TaskLoss:
-        """Return the loss of one task; NaN, which fails the task, if its own function has failed."""
-        objective, args = self.of(outputs.task), self.args_of(outputs.task)
-        if objective.name != OWN:
-            return objective.loss(outputs, args)
-        began = time.perf_counter()
-        try:
-            return objective.loss(outputs, args)
-        except UserCodeError as error:
-            self.failures[outputs.task] = f"objective: {error}"
-            # With a graph: a pass of this task alone would have nothing to differentiate.
-            return TaskLoss(outputs.nll_M.sum() * float("nan"))
-        finally:
-            self.own_seconds[outputs.task] += time.perf_counter() - began  # type: ignore[assignment]
 
     def take_failures(self) -> dict[str, str]:
         """Return why tasks' own loss functions have failed, by task, and forget it."""

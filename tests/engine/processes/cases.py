@@ -233,7 +233,7 @@ def run(folder: Path, tasks: Sequence[Task], *, resume: bool = False, recorder: 
         weights={name: {key: value.numpy() for key, value in own.items()} for name, own in weights.items()},
         statuses={run.name: (run.status.value, run.reason) for run in trainer.table},
         step=trainer.state.global_step,
-        num_bytes=trainer._placement.placed.executor.sync.num_bytes,
+        num_bytes=trainer._placement.executor.sync.num_bytes,
         report=trainer.report(),
     )
 

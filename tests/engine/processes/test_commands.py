@@ -9,7 +9,7 @@ import pytest
 
 from peft_mux import ConfigError
 from peft_mux.errors import ProcessError
-from peft_mux.trainer.membership import Answer, CommandQueue
+from peft_mux.trainer.membership import Command, CommandQueue
 
 
 def carry_out_all(queue: CommandQueue) -> Callable[[bool], bool]:
@@ -41,7 +41,7 @@ def test_where_nobody_trains_a_command_is_done_at_once_and_its_error_is_the_call
 def test_while_a_run_trains_a_command_waits_for_its_owner_who_answers() -> None:
     queue, done = CommandQueue(), []
     with queue.training(lambda failed: False):
-        answers: list[Answer] = []
+        answers: list[Command] = []
         in_a_thread(lambda: answers.append(queue.give("add", lambda: done.append("added") or 5)))
         (answer,) = answers
         assert not answer.done()
@@ -111,7 +111,7 @@ def test_what_is_left_when_a_run_has_failed_is_answered_as_not_done() -> None:
             answers.append(queue.give("pause a", lambda: None))
             raise RuntimeError("out of memory")
 
-    answers: list[Answer] = []
+    answers: list[Command] = []
     with pytest.raises(RuntimeError, match="out of memory"):
         fail()
     with pytest.raises(ProcessError, match="pause a: not done, as the run has ended"):

@@ -114,7 +114,7 @@ def train(
     watcher = watcher or Watcher()
     trainer = lab.make_trainer(tasks, folder, model=model, recorder=watcher, **options)
     trainer.train(resume_from_checkpoint=resume or None)
-    trainer._world.processes.wait_for_all()
+    trainer._run.processes.wait_for_all()
     names = [run.name for run in trainer.table]
     adapters = {name: load_file(folder / name / "adapter_model.safetensors") for name in names}
     return LaidOut(

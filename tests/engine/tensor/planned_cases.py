@@ -63,6 +63,6 @@ def train_in_turns(rank: int, folder: Path, model: str, arguments: dict[str, Any
     watcher = PlanWatcher()
     laid = layout_cases.train(folder, model, layout_cases.tasks_of("llama"), watcher=watcher, **arguments)
     trainer: Any = watcher.trainer
-    executor = trainer._placement.placed.executor
+    executor = trainer._placement.executor
     interleaving = getattr(executor, "actions", executor).interleaving
     return InTurns(laid, watcher.plans, list(interleaving.decisions))

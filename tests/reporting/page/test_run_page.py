@@ -60,11 +60,13 @@ def test_the_measured_step_is_one_of_the_plan_that_was_followed_longest(run: tup
     trainer, folder = run
     page = (folder / "report.html").read_text(encoding="utf-8")
     drawing = next(svg for svg in re.findall(r"<svg.*?</svg>", page) if ">measured<" in svg)
-    followed = trainer._plans.followed
-    assert followed.num_steps == 8
-    assert {share.name for share in followed.plan.shares} == {"a", "b"}
+    followed = trainer._run.log.times.followed
+    assert followed is not None
+    plan, times = followed
+    assert plan is not None
+    assert {share.name for share in plan.shares} == {"a", "b"}
     words = [title.text for title in ElementTree.fromstring(drawing).iter() if title.tag == "title"]
-    spans, passes = len(followed.plan.timeline().spans), len(followed.times.passes)
+    spans, passes = len(plan.timeline().spans), len(times.passes)
     assert passes > 1, "the case is too easy"
     assert len(words) == spans + passes
     assert {word.split(":")[0] for word in words[spans:]} <= {"a", "b", "a, b", "b, a"}
