@@ -400,7 +400,7 @@ _RULES: Mapping[str, Rule] = {
             "per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch min_chunk_size": _COUNT,
             "tensor_parallel_size pipeline_parallel_size replan_steps": _COUNT,
             "chunk_size save_total_limit num_micro_batches": _optional(_COUNT),
-            "share_prefixes last_layer_at_targets cuda_graphs": _SWITCH_OR_AUTO,
+            "share_prefixes last_layer_at_targets": _SWITCH_OR_AUTO,
             "lr_scheduler_kwargs activation_checkpointing_kwargs gradient_checkpointing_kwargs": _OPTIONS,
             "project trackio_static_space_id": _TEXT,
             "output_dir": Rule(lambda value: value is None or _is_path(value), "the path of a folder"),
@@ -479,10 +479,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
         quarantine_policy: what happens to a task with a non-finite loss or gradient: "quarantine" fails that task,
             keeps its last good adapter and continues; "stop" ends the run.
         cuda_graphs: capture passes of equal shape as CUDA graphs and replay them, which saves the time that the host
-            takes to launch them. "auto", the default, does so on CUDA for shapes that come again, where each process
-            holds the whole backbone, once a replay is proven to give the losses and gradients of the eager pass. Where
-            it does not, or a pass cannot be captured, passes run as ever, and the run says why. True leaves the proof
-            out, and is refused where there is no GPU.
+            takes to launch them. Passes that cannot be captured run eagerly, and the run says why. Refused without a
+            GPU.
         tensor_parallel_size: processes that share every layer of a replica of the backbone.
         pipeline_parallel_size: stages of whole layers of a replica; the remaining processes make further replicas,
             which share the rows of each step.
@@ -536,9 +534,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
     replan_steps: int = field(default=20, metadata={"help": "Steps after which another plan is looked for."})
     replan_gain: float = field(default=0.05, metadata={"help": "By what part it must be faster to be followed."})
     quarantine_policy: str = field(default="quarantine", metadata={"help": "quarantine or stop."})
-    cuda_graphs: bool | str = field(
-        default="auto", metadata={"help": "Replay passes as CUDA graphs: True, False, auto."}
-    )
+    cuda_graphs: bool = field(default=False, metadata={"help": "Replay passes as CUDA graphs."})
     tensor_parallel_size: int = field(default=1, metadata={"help": "Processes that share every layer."})
     pipeline_parallel_size: int = field(default=1, metadata={"help": "Stages of whole layers."})
     replicas: str | None = field(default=None, metadata={"help": 'Unequal replicas, such as "<2,1>, <1,1>x2".'})
@@ -642,7 +638,7 @@ def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     if args.tf32 is True and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8):
         faults.append(Fault("args.tf32", "True", "False or None", "Reason: it needs a GPU of Ampere or later."))
     if args.cuda_graphs is True and (args.use_cpu is True or not torch.cuda.is_available()):
-        faults.append(Fault("args.cuda_graphs", "True", 'False or "auto"', "Reason: a CPU has no CUDA graphs."))
+        faults.append(Fault("args.cuda_graphs", "True", "False", "Reason: a CPU has no CUDA graphs."))
     saving, evaluating = (getattr(one, "value", one) for one in (args.save_strategy, args.eval_strategy))
     if args.push_to_hub is True and _equals(saving, "no"):
         allowed, fix = 'save_strategy "steps" or "epoch"', "What is uploaded is what was saved."

@@ -19,10 +19,10 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tensor.interleaving import Interleaving, PlannedTurns, TurnLinks, Turns
-from peft_mux.engine.tensor.parallel import TensorLinks, cut_model
+from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks, Turns
+from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.scheduler.subgraphs.passes import Latency, PassTimes, Stretch, TimedSubgraph, latency_of, turns_timeline
+from peft_mux.scheduler.subgraphs.passes import PassTimes, TimedSubgraph, latency_of, turns_timeline
 
 NUM_SHARDS = 2
 TOKENS = (256, 192, 224, 160)
@@ -153,7 +153,7 @@ class Worker:
         configs = {name: LoraConfig(r=16, target_modules="all-linear") for name in htask_names()}
         spec = ModelSpec(num_layers=num_layers)
         self.model = MultiTaskPeftModel(spec.build(), configs, verify=False).train()
-        cut_model(self.model, self.links)
+        TensorParallelModel(self.model, self.links)
         self.batches = micro_batches()
         assert len(self.batches) == len(TOKENS)
         self.interleaving = Interleaving(self.model, self.links, width=len(TOKENS))
@@ -187,8 +187,9 @@ class Worker:
             self.slow.clear()
             self.processes.wait_for_all()
             turns: Turns[None] = Turns([lambda depth: 1.0])
-            with self.links.in_turns(turns):
-                turns.run([lambda: self.one_pass(index)])
+            self.links.turns = turns
+            turns.run([lambda: self.one_pass(index)])
+            self.links.turns = None
             spans = turns.spans
             compute_s = [span.end_s - span.compute_start_s for span in spans]
             seen.append((compute_s, [span.compute_start_s - span.start_s for span in spans[1:]]))
@@ -216,7 +217,8 @@ class Worker:
         profiles = [self.profile(index, 5) for index in range(count)]
         passes = [times_of(profile, speed) for profile in profiles]
         self.slow.speed = speed
-        self.interleaving.turns = MeasuredTurns(self.batches, passes)
+        measured = {id(batch): latency_of(times) for batch, times in zip(self.batches, passes, strict=False)}
+        self.interleaving.latency = lambda chain, stretch: measured[id(chain[0])]
         seen = []
         for _ in range(NUM_PICTURED):
             seconds = self.timed(self.in_turns, count)
@@ -226,17 +228,6 @@ class Worker:
         _, turns, sums = min(seen)
         planned = [tuple(asdict(span).values()) for span in turns_timeline(passes).spans]
         return {"planned": planned, "turns": turns, "sums": sums}
-
-
-class MeasuredTurns(PlannedTurns):
-    """Turns by the measured latencies of each micro-batch."""
-
-    def __init__(self, batches: Sequence[MuxBatch], passes: Sequence[PassTimes]) -> None:
-        super().__init__(width=len(batches))
-        self._measured = {id(batch): latency_of(times) for batch, times in zip(batches, passes, strict=False)}
-
-    def latency(self, chain: Sequence[MuxBatch], stretch: Stretch | None) -> Latency:
-        return self._measured[id(chain[0])]
 
 
 def times_of(profile: Profile, speed: Speed) -> PassTimes:

@@ -187,8 +187,7 @@ class Worker:
         self.model = self.stage.model
         self.sync = GradientSync(self.model, self.processes, ParallelLayout.of(NUM_STAGES, pp=NUM_STAGES))
         unmeasured = self.loads(1, [(1.0,) * 2] * settings.num_tasks)
-        plan = PipelinePlan.of_buckets(template_of("1f1b", unmeasured, link), [(name,) for name in settings.tasks])
-        self.executor = PipelineExecutor(self.stage, plan, self.processes)
+        self.executor = PipelineExecutor(self.stage, self._plan("1f1b", unmeasured), self.processes)
         self.outboxes = [CountedOutbox(outbox) for outbox in self.executor.links.outgoing.values()]
         self.executor.links.outgoing = dict(zip(self.executor.links.outgoing, self.outboxes, strict=True))
         self.timeline = Timeline(self.processes)
@@ -240,7 +239,7 @@ class Worker:
     def profile(self, work: StepWork, seen: Latencies) -> None:
         """Take forward and backward of a micro-batch of every task on this stage, while the other does the same."""
         first = {batch.task_names[0]: batch for batch in reversed(work.micro_batches)}
-        self.stage.prepare(work.tasks)
+        self.model.prepare_pass(work.tasks)
         hidden_TD = None
         if self.rank > 0:
             hidden_TD = torch.randn(self.settings.num_tokens, self.stage.hidden_size).requires_grad_()
@@ -314,9 +313,8 @@ class Worker:
         return Latencies({name: [] for name in self.settings.tasks}, {name: [] for name in self.settings.tasks})
 
     def _plan(self, schedule: str, loads: Sequence[BucketLoad]) -> PipelinePlan:
-        return PipelinePlan.of_buckets(
-            template_of(schedule, loads, self.link), [(name,) for name in self.settings.tasks]
-        )
+        tasks = tuple((name,) for name in self.settings.tasks)
+        return PipelinePlan(template_of(schedule, loads, self.link), tasks, tuple((i,) for i in range(len(tasks))))
 
     def _step(self, work: StepWork, row: Row) -> list[list[Any]]:
         """Take one step; return what each stage ran when, in seconds since it began."""
@@ -351,7 +349,10 @@ class Worker:
     def _closed_forms(self, work: StepWork, row: Row) -> None:
         """Note what a step of this work has to send, whatever the schedule."""
         settings = self.settings
-        row.closed_form_summed_bytes = self.processes.gather(self.sync.bytes_per_step(work.tasks))
+        # Gradients that both stages hold, and 12 bytes for the loss and the norm of each task.
+        cells = [self.sync.cells_of(name) for name in work.tasks]
+        own_bytes = sum(bundle.num_bytes for one in cells for bundle in one.bundles) + 12 * len(work.tasks)
+        row.closed_form_summed_bytes = self.processes.gather(own_bytes)
         # T D 4 bytes for each micro-batch, forward over the cut by one stage and back by the other.
         row.closed_form_bytes = len(work.micro_batches) * settings.num_tokens * settings.model.hidden_size * 4
 

@@ -1,10 +1,10 @@
-"""Keeps freed memory in the process while a CPU trains, in huge pages: the C library else gives it back after a pass.
+"""Keeps freed memory in the process while a CPU trains, in huge pages: glibc otherwise returns it after each pass.
 
 A pass allocates its activations and frees them in its backward. glibc returns a freed top of the heap, and every block
-that it has mapped by itself to the system, which hands out zeroed pages again at the next pass: a page fault for every
-4 KiB of it, each time. And products over pages of 4 KiB wait for the addresses of these; Linux makes pages of 2 MiB
-where a program asks for them (docs/log.md). Nothing here changes what is computed, and other C libraries and systems
-are left alone.
+that it has mapped by itself, to the system, which hands out zeroed pages again at the next pass: a page fault for every
+4 KiB of it, each time. Also, products over pages of 4 KiB wait for the addresses of these; Linux uses pages of 2 MiB if
+a program asks for them (docs/log.md). Nothing here changes what is computed, and other C libraries and systems are left
+alone.
 """
 
 from __future__ import annotations
@@ -31,13 +31,13 @@ def keeping_freed_memory(device: torch.device) -> Iterator[None]:
     """Let the process keep what it frees for the time of the `with` block, and give it back at the end.
 
     Args:
-        device: that trains; only on a CPU does memory come from the C library.
+        device: the device that trains; only on a CPU does memory come from the C library.
     """
-    library = _glibc() if device.type == "cpu" else None
-    if library is None:
+    library: Any = ctypes.CDLL(None) if device.type == "cpu" and sys.platform.startswith("linux") else None
+    if library is None or not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt")):
         yield
         return
-    # Both are needed: a block that is mapped by itself goes back when it is freed, whatever the other says. A greater
+    # Both are needed: a block that is mapped by itself is returned when it is freed, whatever the other says. A higher
     # threshold for mapping would not do: glibc allows 32 MiB at most, and logits of a large vocabulary are beyond it.
     library.mallopt(_M_MMAP_MAX, 0)
     library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
@@ -51,12 +51,18 @@ def keeping_freed_memory(device: torch.device) -> Iterator[None]:
 
 
 def _ask_for_huge_pages(library: Any) -> None:
-    """Let what the heap grows by be of huge pages, as far as half of the machine's memory; a refusal changes nothing.
+    """Let the heap grow in huge pages, up to half of the machine's memory; a refusal changes nothing.
 
     The heap grows at once, by a block that is freed untouched: pages become memory when they are written to. So nothing
-    is done where addresses count as memory.
+    is done on systems that count addresses as memory.
     """
-    if not _addresses_are_free():
+    import resource  # only Unix has it
+
+    limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
+    overcommit = Path("/proc/sys/vm/overcommit_memory")
+    if any(limit != resource.RLIM_INFINITY for limit in limits) or not overcommit.exists():
+        return
+    if overcommit.read_text(encoding="ascii").strip() == "2":
         return
     num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     library.malloc.restype = library.sbrk.restype = ctypes.c_void_p
@@ -67,28 +73,6 @@ def _ask_for_huge_pages(library: Any) -> None:
         return
     start, end = -(-block // _HUGE_PAGE_BYTES) * _HUGE_PAGE_BYTES, library.sbrk(ctypes.c_ssize_t(0))
     library.free(block)
-    # Elsewhere than on the heap, as in a thread's own arena, a block lies behind the end of it.
+    # Blocks that are not on the heap, as in a thread's own arena, lie behind the end of it.
     if start < end:
         library.madvise(start, end - start, _MADV_HUGEPAGE)
-
-
-def _addresses_are_free() -> bool:
-    """Whether the system lets a process hold more addresses than it uses memory."""
-    import resource  # systems without glibc may lack it
-
-    if any(
-        resource.getrlimit(kind)[0] != resource.RLIM_INFINITY for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA)
-    ):
-        return False
-    try:
-        return Path("/proc/sys/vm/overcommit_memory").read_text(encoding="ascii").strip() != "2"
-    except OSError:
-        return False
-
-
-def _glibc() -> ctypes.CDLL | None:
-    """Return the C library where it is glibc."""
-    if not sys.platform.startswith("linux"):
-        return None
-    library = ctypes.CDLL(None)
-    return library if hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt") else None

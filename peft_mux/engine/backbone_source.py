@@ -37,18 +37,6 @@ _LOADING_ERRORS += (torch.serialization.pickle.UnpicklingError,)  # pickled weig
 """What transformers raises of files and options that it cannot make a model of."""
 
 
-def _nearest_folder(name: str) -> str:
-    """Return what to do where a name that is no folder is nearly one of those that are here."""
-    here = [path.parent.name for path in Path.cwd().glob("*/config.json")]
-    return "" if "/" in name else closest(name, here)
-
-
-def _is_missing_folder(name: str) -> bool:
-    """Whether a name can only be that of a folder, which is not there; hub ids have at most one slash."""
-    is_path = Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
-    return is_path and not Path(name).exists()
-
-
 class BackboneSource:
     """Describes and loads the model of a run.
 
@@ -68,12 +56,17 @@ class BackboneSource:
     def __init__(
         self, model: Any, args: MultiTaskTrainingArguments, tokenizer: Any, model_init_kwargs: Mapping[str, Any]
     ) -> None:
-        """Read the configuration, and the tokenizer where none is given."""
-        raise_faults(_option_faults(model_init_kwargs))
+        """Read the configuration, and the tokenizer if none is given."""
+        where, given = "model_init_kwargs", model_init_kwargs
+        if not isinstance(given, Mapping) or not all(isinstance(key, str) for key in given):
+            raise_faults([Fault(where, shown(given), "a dict of options of from_pretrained, by name")])
+        trust = given.get("trust_remote_code", False)
+        if not isinstance(trust, bool):
+            raise_faults([Fault(f"{where}.trust_remote_code", shown(trust), "True or False")])
         self.model = model
         self.args = args
-        # `None` makes transformers ask on standard input whether a model's own code may run; here it is said, or no.
-        self.trust_remote_code = bool(model_init_kwargs.get("trust_remote_code", False))
+        # `None` makes transformers ask on standard input whether a model's own code may run.
+        self.trust_remote_code = trust
         self.model_init_kwargs = {key: value for key, value in model_init_kwargs.items() if key != "trust_remote_code"}
         self.quantization: Any = None
         if isinstance(model, str):
@@ -99,15 +92,19 @@ class BackboneSource:
         try:
             config = AutoConfig.from_pretrained(name, trust_remote_code=self.trust_remote_code, **options)
         except _LOADING_ERRORS as error:
-            if _is_missing_folder(name):
+            # Hub ids have at most one slash.
+            is_path = Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
+            if is_path and not Path(name).exists():
                 raise ConfigError(
                     f'model: got "{name}", which is not there; allowed: a folder with a config.json, or a hub id. '
                     "Check the path."
                 ) from error
-            told = f"{self._told(error)} {_nearest_folder(name)}".rstrip()
+            here = [path.parent.name for path in Path.cwd().glob("*/config.json")]
+            nearest = "" if "/" in name else closest(name, here)
+            told = f"{self._told(error)} {nearest}".rstrip()
             raise ConfigError(f'model: got "{name}", which cannot be read: {told}') from error
         if tokenizer is None:
-            # Rows that are tokenised already need none; others are refused by name where there is none.
+            # Rows that are tokenised already need none; others are refused by name if there is none.
             with suppress(*_LOADING_ERRORS):
                 tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code, **options)
         return config, tokenizer
@@ -130,7 +127,11 @@ class BackboneSource:
             own = peft_config_faults(task.peft_config, f"tasks.{task.name}")
             if not own and against is not None:
                 own = target_faults(task.peft_config, against.backbone, f"tasks.{task.name}")  # type: ignore[arg-type]
-            faults += own + _smoothing_faults(task, self.args)
+            faults += own
+            # The run smooths labels, but the task's loss has none to smooth; a share of the task's own was checked.
+            share = self.args.label_smoothing_factor if task.task.label_smoothing_factor is None else 0.0
+            fix = f"Set label_smoothing_factor=0 on the task {task.name}."
+            faults += smoothing_faults(task.objective, share, "args.label_smoothing_factor", fix)
         kinds = _head_kinds(tasks)
         if len(kinds) > 1:
             names = ", ".join(task.name for task in tasks if task.head_kind == kinds[0])
@@ -147,13 +148,30 @@ class BackboneSource:
     def describe(self, tasks: Sequence[ResolvedTask]) -> MultiTaskPeftModel:
         """Return the multi-task model; without weights where they are still to be loaded."""
         if isinstance(self.model, MultiTaskPeftModel):
-            return self._completed(self.model, tasks)
+            model = self.model
+            fix = "Rename the task, or give the model without this adapter."
+            got = "another configuration than that of the model's adapter of this name"
+            held = [task for task in tasks if task.name in model.tasks]
+            raise_faults(
+                [
+                    Fault(f"tasks.{task.name}.peft_config", got, "the same one", fix)
+                    for task in held
+                    if not model.was_given(task.name, task.peft_config)
+                ]
+            )
+            missing = [task for task in tasks if task.name not in model.tasks]
+            if missing:
+                model.register_tasks(configs_of(missing), seeds=seeds_of(missing), num_labels=num_labels_of(missing))
+            return assign_settings(model, tasks)
         if isinstance(self.model, str):
             config = self._sized_config(tasks)
             # Quantisation is written into the configuration, from which the weights are still to be loaded.
             config = config if self.quantization is None else copy.deepcopy(config)
-            with torch.device("meta"):
-                backbone = self._from_config(tasks, config)
+            try:
+                with torch.device("meta"):
+                    backbone = self._auto_class(tasks).from_config(config, trust_remote_code=self.trust_remote_code)
+            except _LOADING_ERRORS as error:
+                raise ConfigError(f'model: got "{self.model}", which cannot be built: {self._told(error)}') from error
             if self.quantization is not None:
                 quantize_description(backbone, self.quantization)
             return self._wrap(backbone, tasks)
@@ -166,7 +184,10 @@ class BackboneSource:
             return described
         options = dict(self.model_init_kwargs)
         options.setdefault("dtype", torch.bfloat16 if self.args.bf16 else "auto")
-        options |= self._quantization_options()
+        if self.quantization is not None:
+            options["device_map"] = self.model_init_kwargs.get("device_map", {"": self.args.device})
+            if "quantization_config" in self.model_init_kwargs:  # else the format is stored
+                options["quantization_config"] = copy.deepcopy(self.quantization)
         config = self._sized_config(tasks)
         try:
             backbone, report = self._auto_class(tasks).from_pretrained(
@@ -208,15 +229,6 @@ class BackboneSource:
         except (OSError, ValueError) as error:
             raise ConfigError(f'model: got "{self.model}", whose weights cannot be loaded: {error}') from error
 
-    def _quantization_options(self) -> dict[str, Any]:
-        """Return what `from_pretrained` is told of quantisation: the format, unless stored, and where to quantise."""
-        if self.quantization is None:
-            return {}
-        options: dict[str, Any] = {"device_map": self.model_init_kwargs.get("device_map", {"": self.args.device})}
-        if "quantization_config" in self.model_init_kwargs:
-            options["quantization_config"] = copy.deepcopy(self.quantization)
-        return options
-
     def _wrap(
         self,
         backbone: Any,
@@ -235,35 +247,16 @@ class BackboneSource:
         )
         return assign_settings(model, tasks)
 
-    def _completed(self, model: MultiTaskPeftModel, tasks: Sequence[ResolvedTask]) -> MultiTaskPeftModel:
-        raise_faults(
-            [
-                Fault(
-                    f"tasks.{task.name}.peft_config",
-                    "another configuration than that of the model's adapter of this name",
-                    "the same one",
-                    "Rename the task, or give the model without this adapter.",
-                )
-                for task in tasks
-                if task.name in model.tasks and not model.was_given(task.name, task.peft_config)
-            ]
-        )
-        missing = [task for task in tasks if task.name not in model.tasks]
-        if missing:
-            model.register_tasks(configs_of(missing), seeds=seeds_of(missing), num_labels=num_labels_of(missing))
-        return assign_settings(model, tasks)
-
-    def _from_config(self, tasks: Sequence[ResolvedTask], config: Any) -> Any:
-        try:
-            return self._auto_class(tasks).from_config(config, trust_remote_code=self.trust_remote_code)
-        except _LOADING_ERRORS as error:
-            raise ConfigError(f'model: got "{self.model}", which cannot be built: {self._told(error)}') from error
-
     def _auto_class(self, tasks: Sequence[ResolvedTask]) -> Any:
         import transformers
 
-        kind = _head_kinds(tasks)[0]
-        if kind.is_shared and _has_images(self.config):
+        kind, model_type = _head_kinds(tasks)[0], getattr(self.config, "model_type", None)
+        # A model of images and text whose language head transformers knows among those of images alone.
+        if (
+            kind.is_shared
+            and model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
+            and model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+        ):
             return transformers.AutoModelForImageTextToText
         return getattr(transformers, kind.auto_class)
 
@@ -280,33 +273,6 @@ class BackboneSource:
             return self.model.dtype
         wanted = self.model_init_kwargs.get("dtype", torch.bfloat16 if self.args.bf16 else None)
         return wanted if isinstance(wanted, torch.dtype) else getattr(self.config, "dtype", None) or torch.float32
-
-
-def _smoothing_faults(task: ResolvedTask, args: MultiTaskTrainingArguments) -> list[Fault]:
-    """Return a fault where the run smooths labels but the task's loss has none to smooth; its own are looked at."""
-    share = args.label_smoothing_factor if task.task.label_smoothing_factor is None else 0.0
-    fix = f"Set label_smoothing_factor=0 on the task {task.name}."
-    return smoothing_faults(task.objective, share, "args.label_smoothing_factor", fix)
-
-
-def _has_images(config: Any) -> bool:
-    """Whether transformers knows a model with a language head for a configuration among those of images alone."""
-    model_type = getattr(config, "model_type", None)
-    return (
-        model_type in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES
-        and model_type not in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
-    )
-
-
-def _option_faults(options: object) -> list[Fault]:
-    """Return what is wrong with the options of `from_pretrained` that are read here."""
-    where = "model_init_kwargs"
-    if not isinstance(options, Mapping) or not all(isinstance(key, str) for key in options):
-        return [Fault(where, shown(options), "a dict of options of from_pretrained, by name")]
-    trust = options.get("trust_remote_code", False)
-    if not isinstance(trust, bool):
-        return [Fault(f"{where}.trust_remote_code", shown(trust), "True or False")]
-    return []
 
 
 def assign_settings(model: MultiTaskPeftModel, tasks: Iterable[ResolvedTask]) -> MultiTaskPeftModel:

@@ -1,40 +1,33 @@
-"""Cells: into which regions the pieces of all processes divide a task's parameters, and who holds each of them.
+"""Sums of gradients over the processes that hold the same adapter weights.
 
-Every process tells once which piece of each parameter it holds, in which page of which dtype. The cut points of all
-pieces together divide a parameter into cells, each of which a process holds whole or not at all. The gradient of a
-cell is summed over exactly its holders. B `[8, R]` of a column-parallel layer for <2,1>, <1,1>, <1,1>::
+Losses are divided by the number of targets of the global batch before rows are divided among replicas, so the sum of
+what the replicas compute is what one process would compute. The sum of a task begins as soon as its last backward pass
+is done here, while other tasks still compute; frozen weights are never sent::
+
+    rank 0   pass of hTask 1 | pass of hTask 2 | ...
+    all-reduce                 ~~ hTask 1 ~~~~~  ~~ hTask 2 ~~
+
+Where every process holds the whole model, a task's flat pages of gradients are summed in place. Otherwise the processes
+exchange once per task which piece of each parameter they hold. The cut points of all pieces divide a parameter into
+cells, each of which a process holds whole or not at all; the gradient of a cell is summed over exactly its holders.
+B `[8, R]` of a column-parallel layer for <2,1>, <1,1>, <1,1>::
 
     rank 0 (tp rank 0)   | 0 1 2 3 |                     cell      holders
     rank 1 (tp rank 1)             | 4 5 6 7 |           0:4       0, 2, 3
     ranks 2, 3           | 0 1 2 3   4 5 6 7 |           4:8       1, 2, 3
 
-All cells of a task with the same holders make a `Bundle`, one flat buffer. This is one rule for data parallelism, the
-partial sums of tensor parallelism, pipelines, their products, and replicas of unequal layouts (L section 4.1). Nothing
-here communicates.
+All cells of a task with the same holders form a `Bundle`, which is one flat buffer. This one rule covers data
+parallelism, the partial sums of tensor parallelism, pipelines, their products, and replicas of unequal layouts
+(L section 4.1). All processes know the bundles of all others and begin those that they take part in in one common
+order, which keeps overlapping groups of ranks from waiting for one another in a circle.
 """
-
-# MERGED: `BundledAllReduce`: sums and norms of gradients where processes hold parts of the model, whichever parts
-# MERGED: they are.
-# MERGED: once a task   gather from every process: which piece of each parameter, in which page  -> cells, bundles,
-# MERGED: groups
-# MERGED:     every step    pack | all-reduce of each bundle over its holders, asynchronous | wait | unpack
-# MERGED: All processes know the bundles of all, so each begins those that it takes part in, in one common order. That
-# MERGED: order is
-# MERGED: what keeps overlapping groups of ranks from waiting for one another in a circle.
-# MERGED: Gradient sync over adapters: every replica takes its share of each global batch; gradients of a task are
-# MERGED: summed.
-# MERGED: Losses are divided by the number of targets of the global batch before anything is divided among replicas,
-# MERGED: so the sum
-# MERGED: of what the replicas compute is what one process would. Frozen weights are never sent.
-# MERGED:     rank 0   pass of hTask 1 | pass of hTask 2 | ...
-# MERGED: all-reduce                 ~~ hTask 1 ~~~~~  ~~ hTask 2 ~~      each task: one flat buffer a page, or a
-# MERGED: bundle
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -48,6 +41,8 @@ from peft_mux.errors import ProcessError
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.objective import OWN
 from peft_mux.modeling.sharding import Piece
+
+# ------------------------------------------------------------------ who holds what
 
 
 class HeldParameter(NamedTuple):
@@ -67,7 +62,7 @@ class HeldParameter(NamedTuple):
 
 
 class HeldPage(NamedTuple):
-    """What a process tells the others of one of its pages.
+    """One page of a task, as a process describes it to the others.
 
     Attributes:
         dtype: dtype of the weights in the page.
@@ -81,7 +76,38 @@ class HeldPage(NamedTuple):
 
 
 Holding = tuple[HeldPage, ...]
-"""All pages of a task in a process; empty where no adapter of the task lies there."""
+"""All pages of a task in a process; empty if no adapter of the task lies there."""
+
+
+def holding_of(model: MultiTaskPeftModel, name: str) -> Holding:
+    """Return the pages of a task that lie in a process.
+
+    Args:
+        model: the part of the model that lies in the process.
+        name: name of the task.
+    """
+    parameters, pieces = model.task_parameters(name), model.registry.pieces_of(name)
+    pages = []
+    for page in model.registry.slab_of(name).pages:
+        # By address, as a parameter is a view of its page and does not refer to it.
+        storage = page.values.untyped_storage().data_ptr()
+        members = [
+            HeldParameter(key, int(item.storage_offset()), tuple(item.stride()), pieces[key])
+            for key, item in parameters.items()
+            if item.untyped_storage().data_ptr() == storage
+        ]
+        # Sorted, so that equal pages compare equal in whatever order a process registered the parameters.
+        members.sort(key=lambda member: member.offset)
+        pages.append(HeldPage(page.values.dtype, page.values.numel(), tuple(members)))
+    return tuple(pages)
+
+
+def pieces_of(holding: Holding) -> dict[str, Piece]:
+    """Return which part of each parameter a process holds, by parameter name."""
+    return {parameter.name: parameter.piece for page in holding for parameter in page.parameters}
+
+
+# ------------------------------------------------------------------ cells and bundles
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,7 +120,7 @@ class Cell:
         start: first index of the region along `dim`.
         end: index behind the last one along `dim`.
         num_elements: elements of the region.
-        holders: ranks that hold the region, ascending.
+        holders: ranks that hold the region, ascending; the first one counts it in gradient norms.
         adders: ranks among the holders whose gradients are summands; the others would count the same gradient twice.
     """
 
@@ -106,13 +132,8 @@ class Cell:
     holders: tuple[int, ...]
     adders: tuple[int, ...]
 
-    @property
-    def owner(self) -> int:
-        """The one rank that counts this cell where each must be counted once."""
-        return self.holders[0]
-
     def view(self, part: torch.Tensor, piece: Piece) -> torch.Tensor:
-        """Return this cell's region of what a holder has.
+        """Return this cell's region of a holder's tensor.
 
         Args:
             part: tensor of `piece.part_shape`, such as the holder's gradient.
@@ -139,7 +160,7 @@ class Bundle:
         holders: ranks that take part in the all-reduce, at least two.
         dtype: dtype of the gradients.
         cells: the cells, in the order in which they lie in the buffer.
-        page: page that all holders have alike and sum in place; `None` where cells are packed into a buffer.
+        page: page that is identical on all holders and is summed in place; `None` if cells are packed into a buffer.
     """
 
     holders: tuple[int, ...]
@@ -148,17 +169,13 @@ class Bundle:
     page: HeldPage | None = None
 
     @property
-    def num_elements(self) -> int:
-        """Elements of the buffer."""
-        return sum(cell.num_elements for cell in self.cells) if self.page is None else self.page.num_elements
-
-    @property
     def num_bytes(self) -> int:
         """Bytes of the buffer."""
-        return self.num_elements * self.dtype.itemsize
+        count = sum(cell.num_elements for cell in self.cells) if self.page is None else self.page.num_elements
+        return count * self.dtype.itemsize
 
     def pack(self, rank: int, gradients: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]) -> torch.Tensor:
-        """Return what a holder adds, flat; zeros where its gradient is not a summand.
+        """Return a holder's summand, flat; zeros for cells whose gradient it does not add.
 
         Args:
             rank: rank of the holder.
@@ -168,8 +185,7 @@ class Bundle:
         parts = []
         for cell in self.cells:
             region = cell.view(gradients[cell.name], pieces[cell.name]).reshape(-1)
-            # Zeros: this holder computed the same gradient as another one, which would count twice, yet it needs the
-            # sum.
+            # Zeros: this holder computed the same gradient as another one, yet it needs the sum.
             parts.append(region if rank in cell.adders else torch.zeros_like(region))
         return torch.cat(parts)
 
@@ -193,37 +209,75 @@ def divide(pieces: Sequence[Mapping[str, Piece]]) -> tuple[Cell, ...]:
         pieces: for each rank, which part of each parameter it holds, by parameter name.
 
     Raises:
-        ValueError: naming a parameter whose pieces do not fit together, or a region that nobody holds or adds.
+        ValueError: naming a parameter whose pieces do not fit together, or a region that no process holds or adds.
     """
-    # By rank and then by the holder's own order: all processes gathered the same, so they get one order.
-    holders: dict[str, dict[int, Piece]] = {}
+    # By rank and then by the holder's own order: all processes gathered the same pieces, so they get one order.
+    held_by: dict[str, dict[int, Piece]] = {}
     for rank, own in enumerate(pieces):
         for name, piece in own.items():
-            holders.setdefault(name, {})[rank] = piece
-    return tuple(cell for name, held in holders.items() for cell in _cells(name, held))
+            held_by.setdefault(name, {})[rank] = piece
+    cells = []
+    for name, held in held_by.items():
+        shapes = {piece.shape for piece in held.values()}
+        dims = {piece.dim for piece in held.values() if not piece.is_whole}
+        if len(shapes) > 1 or len(dims) > 1:
+            raise ValueError(
+                f"{name}: got pieces of shapes {sorted(shapes)}, cut along dimensions {sorted(dims)}; allowed: one"
+                " shape, cut along one dimension by all processes. Load the same model and adapter in each."
+            )
+        shape, dim = shapes.pop(), dims.pop() if dims else 0
+        size = shape[dim] if shape else 1
+        ranges = {rank: ((0, size),) if piece.is_whole else piece.ranges for rank, piece in held.items()}
+        # At every edge of any process: between two neighbouring edges each process holds all or nothing (L 4.1).
+        cuts = sorted({0, size}.union(*(edge for own in ranges.values() for edge in own)))
+        for start, end in zip(cuts, cuts[1:], strict=False):
+            holders = tuple(
+                sorted(rank for rank, own in ranges.items() if any(a <= start and end <= b for a, b in own))
+            )
+            adders = tuple(rank for rank in holders if held[rank].adds)
+            if not adders:
+                raise ValueError(
+                    f"{name}: got indices {start} to {end - 1} of {size} along dimension {dim} that"
+                    f" {'no adding' if holders else 'no'} process holds; allowed: every one in at least one process"
+                    " that adds its gradient."
+                )
+            num_elements = torch.Size(shape).numel() // size * (end - start)
+            cells.append(Cell(name, dim, start, end, num_elements, holders, adders))
+    return tuple(cells)
 
 
 def bundles(cells: Sequence[Cell], holdings: Sequence[Holding]) -> tuple[Bundle, ...]:
     """Return the all-reduces of a task, in one order for all processes; cells of one holder need none.
 
-    A page that all its holders have alike, and to which all of them add, is summed as it lies.
+    A page that is identical on all its holders, and to which all of them add, is summed in place.
 
     Args:
         cells: all cells of the task, from `divide`.
         holdings: for each rank, the pages of the task that it holds.
 
     Raises:
-        ValueError: if a parameter has other dtypes in other processes.
+        ValueError: if a parameter has different dtypes in different processes.
     """
-    dtypes = _dtypes(holdings)
+    dtypes: dict[str, torch.dtype] = {}
+    ranks_of_page: dict[HeldPage, tuple[int, ...]] = {}
+    for rank, holding in enumerate(holdings):
+        for page in holding:
+            ranks_of_page[page] = (*ranks_of_page.get(page, ()), rank)
+            for parameter in page.parameters:
+                known = dtypes.setdefault(parameter.name, page.dtype)
+                if known != page.dtype:
+                    raise ValueError(
+                        f"{parameter.name}: got {known} and {page.dtype} in different processes; allowed: one dtype."
+                        " Load the same model and adapter in each."
+                    )
     by_name: dict[str, list[Cell]] = {}
     for cell in cells:
         by_name.setdefault(cell.name, []).append(cell)
     found: list[Bundle] = []
     in_place: set[str] = set()
-    for page, ranks in _alike(holdings).items():
+    for page, ranks in ranks_of_page.items():
         own = [cell for parameter in page.parameters for cell in by_name[parameter.name]]
-        # Only then is the flat page itself the sum's buffer, and no copy is made.
+        # Only then is the flat page itself the buffer, and no copy is made.
         if len(ranks) > 1 and own and all(cell.holders == cell.adders == ranks for cell in own):
             found.append(Bundle(ranks, page.dtype, tuple(own), page))
             in_place.update(cell.name for cell in own)
@@ -235,77 +289,19 @@ def bundles(cells: Sequence[Cell], holdings: Sequence[Holding]) -> tuple[Bundle,
     return (*found, *(Bundle(ranks, dtype, tuple(own)) for (ranks, dtype), own in packed.items()))
 
 
-def pieces_of(holding: Holding) -> dict[str, Piece]:
-    """Return which part of each parameter a process holds, by parameter name."""
-    return {parameter.name: parameter.piece for page in holding for parameter in page.parameters}
-
-
-def _cells(name: str, held: Mapping[int, Piece]) -> list[Cell]:
-    """Divide one parameter at the edges of all ranges that any process holds."""
-    shapes = {piece.shape for piece in held.values()}
-    dims = {piece.dim for piece in held.values() if not piece.is_whole}
-    if len(shapes) > 1 or len(dims) > 1:
-        raise ValueError(
-            f"{name}: got pieces of shapes {sorted(shapes)}, cut along dimensions {sorted(dims)}; allowed: one shape,"
-            " cut along one dimension by all processes. Load the same model and adapter in each."
-        )
-    shape, dim = shapes.pop(), dims.pop() if dims else 0
-    size = shape[dim] if shape else 1
-    ranges = {rank: ((0, size),) if piece.is_whole else piece.ranges for rank, piece in held.items()}
-    # At every edge of any process: between two neighbouring edges each process holds all or nothing (L section 4.1).
-    cuts = sorted({0, size}.union(*(edge for own in ranges.values() for edge in own)))
-    cells = []
-    for start, end in zip(cuts, cuts[1:], strict=False):
-        holders = tuple(sorted(rank for rank, own in ranges.items() if any(a <= start and end <= b for a, b in own)))
-        adders = tuple(rank for rank in holders if held[rank].adds)
-        if not adders:
-            whose = "no adding" if holders else "no"
-            raise ValueError(
-                f"{name}: got indices {start} to {end - 1} of {size} along dimension {dim} that {whose} process holds;"
-                " allowed: every one in at least one process that adds its gradient."
-            )
-        num_elements = torch.Size(shape).numel() // size * (end - start)
-        cells.append(Cell(name, dim, start, end, num_elements, holders, adders))
-    return cells
-
-
-def _alike(holdings: Sequence[Holding]) -> dict[HeldPage, tuple[int, ...]]:
-    """Return every page with the ranks that have it, ascending."""
-    ranks: dict[HeldPage, list[int]] = {}
-    for rank, holding in enumerate(holdings):
-        for page in holding:
-            ranks.setdefault(page, []).append(rank)
-    return {page: tuple(own) for page, own in ranks.items()}
-
-
-def _dtypes(holdings: Sequence[Holding]) -> dict[str, torch.dtype]:
-    """Return the dtype of each parameter."""
-    dtypes: dict[str, torch.dtype] = {}
-    for holding in holdings:
-        for page in holding:
-            for parameter in page.parameters:
-                known = dtypes.setdefault(parameter.name, page.dtype)
-                if known != page.dtype:
-                    raise ValueError(
-                        f"{parameter.name}: got {known} and {page.dtype} in different processes; allowed: one dtype."
-                        " Load the same model and adapter in each."
-                    )
-    return dtypes
-
-
 @dataclass(frozen=True, slots=True)
 class TaskCells:
-    """What a process knows of a task after all processes have exchanged what they hold of it.
+    """The cells of a task, as one process sees them after all processes have exchanged what they hold.
 
     Attributes:
         rank: rank of this process.
         own: pages of the task that this process holds.
-        pieces: what of each parameter this process holds, by parameter name.
+        pieces: which part of each parameter this process holds, by parameter name.
         cells: all cells of the task, over all processes.
         bundles: the bundles that this process takes part in, in the common order.
         counted_pages: numbers of the pages that this process counts in gradient norms as a whole.
-        counted_cells: the cells that this process counts in gradient norms beside those pages.
-        in_place: for each bundle, the number of the page that is summed as it lies; `None` for a packed bundle.
+        counted_cells: the cells that this process counts in gradient norms in addition to those pages.
+        in_place: for each bundle, the number of the page that is summed in place; `None` for a packed bundle.
     """
 
     rank: int
@@ -319,7 +315,7 @@ class TaskCells:
 
     @classmethod
     def of(cls, rank: int, own: Holding, cells: tuple[Cell, ...], found: Sequence[Bundle]) -> TaskCells:
-        """Return what one process knows of a task; a cell is counted by its owner.
+        """Return the view of one process; a cell is counted by the first of its holders.
 
         Args:
             rank: rank of the process.
@@ -327,7 +323,7 @@ class TaskCells:
             cells: all cells of the task, over all processes.
             found: all bundles of the task, over all processes.
         """
-        pages, counted = [], {cell: None for cell in cells if cell.owner == rank}
+        pages, counted = [], {cell: None for cell in cells if cell.holders[0] == rank}
         for number, page in enumerate(own):
             names = {parameter.name for parameter in page.parameters}
             held = [cell for cell in cells if cell.name in names and rank in cell.holders]
@@ -339,176 +335,8 @@ class TaskCells:
         in_place = tuple(None if bundle.page is None else own.index(bundle.page) for bundle in taken)
         return cls(rank, own, pieces_of(own), cells, taken, tuple(pages), tuple(counted), in_place)
 
-    @property
-    def num_bytes(self) -> int:
-        """Bytes that one step sums over this process and others, losses and norms aside."""
-        return sum(bundle.num_bytes for bundle in self.bundles)
 
-
-@dataclass(frozen=True, slots=True)
-class PendingBundle:
-    """A bundle whose all-reduce is under way.
-
-    Attributes:
-        bundle: the bundle that is summed.
-        buffer: flat tensor that is summed in place: a page of gradients, or packed cells.
-        pending: the all-reduce to wait for.
-        gradients: gradients of this process, by parameter name.
-        pieces: what of each parameter this process holds, by parameter name.
-    """
-
-    bundle: Bundle
-    buffer: torch.Tensor
-    pending: Pending
-    gradients: dict[str, torch.Tensor]
-    pieces: dict[str, Piece]
-
-    def wait(self) -> None:
-        """Wait for the sum, and write it over the gradients.
-
-        Raises:
-            ProcessError: if another process has failed, died or hangs.
-        """
-        self.pending.wait()
-        if self.bundle.page is None:
-            self.bundle.unpack(self.buffer, self.gradients, self.pieces)
-
-
-class BundledAllReduce:
-    """All-reduces of the gradients of all tasks, and the norms of these gradients.
-
-    Args:
-        model: the part of the model that lies in this process.
-        processes: the processes of the run, connected.
-        layout: which process holds which part of which replica.
-
-    Example:
-        >>> sums = BundledAllReduce(model, processes, ParallelLayout.parse("<2,1>, <1,1>x2"))  # doctest: +SKIP
-        >>> sums.exchange_holdings(["sst2"])  # every process  # doctest: +SKIP
-        >>> for one in sums.begin("sst2"): one.wait()  # doctest: +SKIP
-    """
-
-    def __init__(self, model: MultiTaskPeftModel, processes: Processes, layout: ParallelLayout) -> None:
-        """Know no task yet."""
-        self.model, self.processes, self.layout = model, processes, layout
-        # With the adapter id: a task that was removed and came again under its name has other tensors.
-        self._tasks: dict[str, tuple[str, TaskCells]] = {}
-
-    def exchange_holdings(self, names: Sequence[str]) -> None:
-        """Exchange what each process holds of tasks that are new; every process calls this with the same names.
-
-        Args:
-            names: the tasks of the step; those that are known already cost nothing.
-
-        Raises:
-            ProcessError: if the processes do not hold a task together.
-        """
-        adapters = {name: self.model.adapter_of(name) for name in names}
-        self._tasks = {name: known for name, known in self._tasks.items() if name in self.model.tasks}
-        new = [name for name, adapter in adapters.items() if self._tasks.get(name, ("",))[0] != adapter]
-        if not new:
-            return
-        # Once a task, not a step: what a process holds of it changes only when the task comes anew.
-        everywhere = self.processes.gather({name: holding_of(self.model, name) for name in new})
-        groups: dict[tuple[int, ...], None] = {}
-        for name in new:
-            holdings = tuple(own[name] for own in everywhere)
-            try:
-                cells = divide([pieces_of(holding) for holding in holdings])
-                found = bundles(cells, holdings)
-            except ValueError as error:
-                raise ProcessError(f'task "{name}", {error}') from error
-            self._check_replicas(name, cells)
-            # Of all bundles, also those of others: `new_group` is collective over the whole run. A dict keeps one order
-            # everywhere.
-            groups |= dict.fromkeys(bundle.holders for bundle in found)
-            rank = self.processes.rank
-            self._tasks[name] = adapters[name], TaskCells.of(rank, holdings[rank], cells, found)
-        self.processes.create_groups(groups)
-
-    def cells_of(self, name: str) -> TaskCells:
-        """Return what this process knows of a task whose holdings were exchanged."""
-        return self._tasks[name][1]
-
-    def begin(self, name: str) -> list[PendingBundle]:
-        """Begin the all-reduces of a task whose gradients are bound and complete in this process."""
-        known, slab = self.cells_of(name), self.model.registry.slab_of(name)
-        gradients = self._gradients(name)
-        begun = []
-        for bundle, number in zip(known.bundles, known.in_place, strict=True):
-            if number is None:
-                buffer = bundle.pack(known.rank, gradients, known.pieces)
-            else:
-                gradient = slab.pages[number].values.grad
-                assert gradient is not None, "gradients are bound before a step"
-                buffer = gradient
-            pending = self.processes.all_reduce(buffer, bundle.holders)
-            begun.append(PendingBundle(bundle, buffer, pending, gradients, known.pieces))
-        return begun
-
-    @torch.no_grad()
-    def squared_norms(self, names: Sequence[str]) -> torch.Tensor:
-        """Return `[N]` squared norms of what of each task's gradient is counted in this process, in float64.
-
-        Every cell is counted by one process, so that these add up to the squares of the whole gradients. In float64,
-        as the sum over processes must not depend on how the layout cut a parameter by more than fp32 shows.
-
-        Args:
-            names: the names of the N tasks.
-        """
-        device = self.processes.device
-        squares_N = torch.zeros(len(names), dtype=torch.float64, device=device)
-        for index, name in enumerate(names):
-            known, slab, gradients = self.cells_of(name), self.model.registry.slab_of(name), self._gradients(name)
-            regions = [cell.view(gradients[cell.name], known.pieces[cell.name]) for cell in known.counted_cells]
-            regions += [grad for page in known.counted_pages if (grad := slab.pages[page].values.grad) is not None]
-            if regions:
-                norms = torch._foreach_norm(regions, 2, dtype=torch.float64)
-                squares_N[index] = torch.stack(norms).square().sum()
-        return squares_N
-
-    def _gradients(self, name: str) -> dict[str, torch.Tensor]:
-        """Return the gradients of this process by parameter."""
-        found = {}
-        for key, parameter in self.model.task_parameters(name).items():
-            assert parameter.grad is not None, "gradients are bound before a step"
-            found[key] = parameter.grad
-        return found
-
-    def _check_replicas(self, name: str, cells: Sequence[Cell]) -> None:
-        """Require that the processes of every replica hold all of a task among them."""
-        of_rank = [self.layout.place(rank).replica for rank in range(self.layout.world_size)]
-        for cell in cells:
-            missing = set(range(self.layout.num_replicas)) - {of_rank[rank] for rank in cell.adders}
-            if missing:
-                raise ProcessError(
-                    f'task "{name}", {cell.name}: got no gradient of indices {cell.start} to {cell.end - 1} along'
-                    f" dimension {cell.dim} in replicas {sorted(missing)} of {self.layout}; allowed: all of it in each"
-                    " replica. Load the same model and adapter in each."
-                )
-
-
-def holding_of(model: MultiTaskPeftModel, name: str) -> Holding:
-    """Return the pages of a task that a process holds, as other processes have to know them.
-
-    Args:
-        model: the part of the model that lies in the process.
-        name: name of the task.
-    """
-    parameters, pieces = model.task_parameters(name), model.registry.pieces_of(name)
-    pages = []
-    for page in model.registry.slab_of(name).pages:
-        # By address, as a parameter is a view of its page and knows nothing of it.
-        storage = page.values.untyped_storage().data_ptr()
-        members = [
-            HeldParameter(key, int(item.storage_offset()), tuple(item.stride()), pieces[key])
-            for key, item in parameters.items()
-            if item.untyped_storage().data_ptr() == storage
-        ]
-        # Sorted, so that equal pages compare equal whatever order a process registered the parameters in.
-        members.sort(key=lambda member: member.offset)
-        pages.append(HeldPage(page.values.dtype, page.values.numel(), tuple(members)))
-    return tuple(pages)
+# ------------------------------------------------------------------ the sums of a step
 
 
 class GradientSync:
@@ -518,31 +346,38 @@ class GradientSync:
         model: the model of this process, whole or a part; the gradients of its tasks lie in flat pages.
         processes: the processes of the run.
         layout: which process holds which part of which replica; by default each process holds the whole model.
+        is_deferred: begin all sums when the passes of this process are done. Where passes gather frozen weights, a sum
+            between them could meet a gathering of another process, and NCCL does not order the collectives of one group
+            among those of another: two processes could each wait for the other's.
 
     Attributes:
+        holds_parts: whether processes hold parts of the model, so that gradients are summed bundle by bundle.
         num_tokens: tokens that went through the backbone of this process, over all steps.
-        num_bytes: bytes of the gradients, losses and norms that this process summed with others in the last step; 0
-            for a process that is alone.
-        bundled: the all-reduces of a layout whose processes hold parts of the model; `None` where each holds all of it.
+        num_bytes: bytes of the gradients, losses and norms that this process summed with others in the last step.
     """
 
-    def __init__(self, model: MultiTaskPeftModel, processes: Processes, layout: ParallelLayout | None = None) -> None:
-        """Remember the model and the processes; communicate with nobody yet."""
-        self.model, self.processes = model, processes
+    def __init__(
+        self,
+        model: MultiTaskPeftModel,
+        processes: Processes,
+        layout: ParallelLayout | None = None,
+        *,
+        is_deferred: bool = False,
+    ) -> None:
+        """Remember the model and the processes; communicate with none of them yet."""
+        self.model, self.processes, self.is_deferred = model, processes, is_deferred
+        self.layout = layout or ParallelLayout.of(processes.world_size)
+        self.holds_parts = not self.layout.is_data_parallel
+        self._is_leader = processes.rank in self.layout.leaders
         self.num_tokens, self.num_bytes = 0, 0
-        self.bundled = None
-        if layout is not None and not layout.is_data_parallel:
-            self.bundled = BundledAllReduce(model, processes, layout)
-        self._counts_losses = layout is None or processes.rank in layout.leaders
+        # With the adapter id: a task that was removed and registered again under its name has other tensors.
+        self._tasks: dict[str, tuple[str, TaskCells]] = {}
         self._order: list[str] = []
         self._passes_left: Counter[str] = Counter()
-        self._pending: list[Pending | PendingBundle] = []
+        self._pending: list[tuple[Pending, Callable[[], None] | None]] = []
 
     def begin(self, work: StepWork) -> None:
-        """Make every task of the step ready, also those of which this process has no rows: it adds zeros.
-
-        Args:
-            work: the step that is about to run.
+        """Prepare every task of the step, including those without rows in this process, which adds zeros for them.
 
         Raises:
             ProcessError: if the processes do not hold the tasks together.
@@ -551,11 +386,52 @@ class GradientSync:
         self._order, self._pending, self.num_bytes = list(work.sync_order or work.tasks), [], 0
         if self.processes.is_alone:
             return
-        if self.bundled is not None:
-            self.bundled.exchange_holdings(self._order)
+        if self.holds_parts:
+            self.exchange_holdings(self._order)
         for name in self._order:
             # Also of tasks without rows here: all-reduces are collective, so this process takes part, with zeros.
             self.model.registry.slab_of(name).bind_gradients()
+
+    def exchange_holdings(self, names: Sequence[str]) -> None:
+        """Exchange what each process holds of new tasks; every process calls this with the same names.
+
+        Raises:
+            ProcessError: if the processes do not hold a task together.
+        """
+        adapters = {name: self.model.adapter_of(name) for name in names}
+        self._tasks = {name: known for name, known in self._tasks.items() if name in self.model.tasks}
+        new = [name for name, adapter in adapters.items() if self._tasks.get(name, ("",))[0] != adapter]
+        if not new:
+            return
+        rank, layout = self.processes.rank, self.layout
+        replica_of_rank = [layout.place(number).replica for number in range(layout.world_size)]
+        # Once per task, not per step: what a process holds of a task only changes when the task is registered again.
+        everywhere = self.processes.gather({name: holding_of(self.model, name) for name in new})
+        groups: dict[tuple[int, ...], None] = {}
+        for name in new:
+            holdings = [own[name] for own in everywhere]
+            try:
+                cells = divide([pieces_of(holding) for holding in holdings])
+                found = bundles(cells, holdings)
+            except ValueError as error:
+                raise ProcessError(f'task "{name}", {error}') from error
+            for cell in cells:
+                missing = set(range(layout.num_replicas)) - {replica_of_rank[adder] for adder in cell.adders}
+                if missing:
+                    raise ProcessError(
+                        f'task "{name}", {cell.name}: got no gradient of indices {cell.start} to {cell.end - 1} along'
+                        f" dimension {cell.dim} in replicas {sorted(missing)} of {layout}; allowed: all of it in each"
+                        " replica. Load the same model and adapter in each."
+                    )
+            # Of all bundles, also those of others: `new_group` is collective over the whole run. A dict keeps one order
+            # everywhere.
+            groups |= dict.fromkeys(bundle.holders for bundle in found)
+            self._tasks[name] = adapters[name], TaskCells.of(rank, holdings[rank], cells, found)
+        self.processes.create_groups(groups)
+
+    def cells_of(self, name: str) -> TaskCells:
+        """Return the cells of a task whose holdings were exchanged."""
+        return self._tasks[name][1]
 
     def after_backward(self, micro_batch: MuxBatch) -> None:
         """Begin the all-reduces of the tasks whose gradients are complete in this process.
@@ -565,10 +441,10 @@ class GradientSync:
         """
         self.num_tokens += micro_batch.num_tokens
         self._passes_left.subtract(micro_batch.task_names)
-        # In the order of the plan, whatever completes first: a backend matches collectives by the order in which each
-        # process begins them, and processes finish their tasks in different orders.
-        while self._order and self._passes_left[self._order[0]] == 0:
-            self._begin_all_reduce(self._order.pop(0))
+        # In the order of the plan, whichever task completes first: a backend matches collectives by the order in which
+        # each process begins them, and processes finish their tasks in different orders.
+        while not self.is_deferred and self._order and self._passes_left[self._order[0]] == 0:
+            self._begin_task(self._order.pop(0))
 
     def finish(self, result: StepResult) -> StepResult:
         """Wait for all all-reduces; return the losses over the rows of all replicas, the same bits on every process.
@@ -577,52 +453,46 @@ class GradientSync:
             result: the result of this process, with the losses over the rows of its replica.
 
         Returns:
-            The result with the losses over all rows; and with gradient norms, where processes hold parts of the model.
+            The result with the losses over all rows, and with gradient norms if processes hold parts of the model.
 
         Raises:
             ProcessError: if another process has failed, died or hangs.
         """
         while self._order:
-            self._begin_all_reduce(self._order.pop(0))
+            self._begin_task(self._order.pop(0))
         if self.processes.is_alone or not result.losses:
             return result
         figures = pack(result.losses, result.statistics)
         # All processes of a replica have the same losses, which must be counted once: by the leader.
-        if not self._counts_losses:
+        if not self._is_leader:
             figures = torch.zeros_like(figures)
-        # Begun before the waits, so that it travels beside the last gradients.
-        self._sum(figures)
-        for pending in self._pending:
+        # Begun before the waits, so that it travels together with the last gradients.
+        self._begin_sum(figures)
+        for pending, unpack_sum in self._pending:
             pending.wait()
+            if unpack_sum is not None:
+                unpack_sum()
         self._pending = []
         # After the waits, as norms are of sums. A process that holds all of a task takes them from its own pages later.
-        norms = None if self.bundled is None else self.gradient_norms(list(result.losses))
+        norms = self.gradient_norms(list(result.losses)) if self.holds_parts else None
         losses, statistics = unpack(figures, result.losses, result.statistics)
-        failures = self._all_failures(result)
+        failures = result.loss_failures
+        # Only a process with rows of a task can see its loss function fail, and all must report the same reason.
+        if any(self.model.objectives.of(name).name == OWN for name in result.losses):
+            failures = {}
+            for own in self.processes.gather(result.loss_failures):
+                failures = {**own, **failures}
         return replace(result, losses=losses, statistics=statistics, norms=norms, loss_failures=failures)
 
-    def _all_failures(self, result: StepResult) -> dict[str, str]:
-        """Return why losses of tasks' own have failed on any process, the same on all."""
-        # Only a process with rows of a task can see its function fail, and all must tell the same of it.
-        if not any(self.model.objectives.of(name).name == OWN for name in result.losses):
-            return result.loss_failures
-        found: dict[str, str] = {}
-        for own in self.processes.gather(result.loss_failures):
-            found = {**own, **found}
-        return found
-
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the replicas of values that all processes of a replica have alike; all call this.
-
-        Args:
-            values: numbers of this replica; not changed.
+        """Return the sum over the replicas of values that are equal on all processes of a replica; all call this.
 
         Raises:
             ProcessError: if another process has failed, died or hangs.
         """
         if self.processes.is_alone:
             return values
-        summed = values.float().clone() if self._counts_losses else torch.zeros_like(values, dtype=torch.float32)
+        summed = values.float().clone() if self._is_leader else torch.zeros_like(values, dtype=torch.float32)
         self.processes.all_reduce(summed).wait()
         return summed
 
@@ -636,63 +506,73 @@ class GradientSync:
         Raises:
             ProcessError: if another process has failed, died or hangs.
         """
-        if self.bundled is None or self.processes.is_alone or not tasks:
+        if not self.holds_parts or self.processes.is_alone or not tasks:
             return {name: nn.utils.get_total_norm(self._page_gradients(name)) for name in tasks}
-        squares_N = self.bundled.squared_norms(tasks)
+        squares_N = self.squared_norms(tasks)
         self.num_bytes += squares_N.nbytes
         self.processes.all_reduce(squares_N).wait()
         return dict(zip(tasks, squares_N.sqrt().float().unbind(), strict=True))
 
-    def gather(self, value: Any) -> list[Any]:
-        """Return what every process has given, by rank, where processes hold parts; otherwise this one's alone.
+    @torch.no_grad()
+    def squared_norms(self, names: Sequence[str]) -> torch.Tensor:
+        """Return `[N]` squared norms of the regions of each task's gradient that this process counts, in float64.
 
-        Args:
-            value: a small plain value of this process.
+        Every cell is counted by one process, so these add up to the squares of the whole gradients. In float64, as the
+        sum over processes must not depend on how the layout cut a parameter by more than fp32 shows.
+        """
+        squares_N = torch.zeros(len(names), dtype=torch.float64, device=self.processes.device)
+        for index, name in enumerate(names):
+            known, slab, gradients = self.cells_of(name), self.model.registry.slab_of(name), self._gradients(name)
+            regions = [cell.view(gradients[cell.name], known.pieces[cell.name]) for cell in known.counted_cells]
+            regions += [grad for page in known.counted_pages if (grad := slab.pages[page].values.grad) is not None]
+            if regions:
+                norms = torch._foreach_norm(regions, 2, dtype=torch.float64)
+                squares_N[index] = torch.stack(norms).square().sum()
+        return squares_N
+
+    def gather(self, value: Any) -> list[Any]:
+        """Return a small plain value of every process, by rank; only this one's if every process holds all.
 
         Raises:
             ProcessError: if another process has failed, died or hangs.
         """
-        return [value] if self.bundled is None else self.processes.gather(value)
+        return self.processes.gather(value) if self.holds_parts else [value]
 
-    def bytes_per_step(self, tasks: Sequence[str]) -> int:
-        """Return what `num_bytes` is after a step of these tasks and their norms.
-
-        For each task the elements that this process holds together with others, in their dtype (of a page that is
-        summed as it lies, all elements), 4 bytes for its loss and for each of its statistics, and 8 for its norm where
-        processes hold parts.
-
-        Args:
-            tasks: names of the tasks; where processes hold parts, of tasks that took part in a step before.
-        """
-        if self.processes.is_alone or not tasks:
-            return 0
-        if self.bundled is not None:
-            return (
-                sum(self.bundled.cells_of(name).num_bytes for name in tasks) + 12 * len(tasks) + self._statistics(tasks)
-            )
-        pages = [page for name in tasks for page in self.model.registry.slab_of(name).pages]
-        return sum(page.values.nbytes for page in pages) + 4 * len(tasks) + self._statistics(tasks)
-
-    def _statistics(self, tasks: Sequence[str]) -> int:
-        """Return the bytes of what is logged beside the losses of tasks."""
-        return 4 * sum(len(self.model.objectives.statistic_names(name)) for name in tasks)
-
-    def _begin_all_reduce(self, name: str) -> None:
+    def _begin_task(self, name: str) -> None:
         """Begin to sum the gradients of a task, as pages or as bundles."""
-        if self.bundled is None:
+        if self.processes.is_alone:
+            return
+        if not self.holds_parts:
             for gradient in self._page_gradients(name):
-                self._sum(gradient)
-        elif not self.processes.is_alone:
-            begun = self.bundled.begin(name)
-            self.num_bytes += sum(one.bundle.num_bytes for one in begun)
-            self._pending += begun
+                self._begin_sum(gradient)
+            return
+        known, slab, gradients = self.cells_of(name), self.model.registry.slab_of(name), self._gradients(name)
+        for bundle, page in zip(known.bundles, known.in_place, strict=True):
+            if page is None:
+                buffer = bundle.pack(known.rank, gradients, known.pieces)
+                self._begin_sum(buffer, bundle.holders, partial(bundle.unpack, buffer, gradients, known.pieces))
+            else:
+                gradient = slab.pages[page].values.grad
+                assert gradient is not None, "gradients are bound before a step"
+                self._begin_sum(gradient, bundle.holders)
+
+    def _begin_sum(
+        self,
+        tensor: torch.Tensor,
+        ranks: tuple[int, ...] | None = None,
+        unpack_sum: Callable[[], None] | None = None,
+    ) -> None:
+        self.num_bytes += tensor.nbytes
+        self._pending.append((self.processes.all_reduce(tensor, ranks), unpack_sum))
 
     def _page_gradients(self, name: str) -> list[torch.Tensor]:
         pages = self.model.registry.slab_of(name).pages
         return [page.values.grad for page in pages if page.values.grad is not None]
 
-    def _sum(self, tensor: torch.Tensor) -> None:
-        if self.processes.is_alone:
-            return
-        self.num_bytes += tensor.numel() * tensor.element_size()
-        self._pending.append(self.processes.all_reduce(tensor))
+    def _gradients(self, name: str) -> dict[str, torch.Tensor]:
+        """Return the gradients of this process by parameter."""
+        found = {}
+        for key, parameter in self.model.task_parameters(name).items():
+            assert parameter.grad is not None, "gradients are bound before a step"
+            found[key] = parameter.grad
+        return found

@@ -1,23 +1,22 @@
-"""`StepSums`: losses and statistics of the tasks of a step, added up over micro-batches and over processes."""
+"""The values of a step: `StepWork` goes into an executor, `StepResult` comes out, `PassClock` times the passes.
 
-# MERGED: `PassClock`: what each pass of a step has taken on this process, read without making a device wait.
-# MERGED: What passes through the engine in a step: `StepWork` to compute, its `StepResult`, and the `StepExecutor`
-# MERGED: between.
+`StepSums` adds up losses and statistics of the tasks over micro-batches. `PassClock` reads what each pass took on this
+process without making a device wait.
+"""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from itertools import accumulate, pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.modeling.model import MultiTaskPeftModel, MuxOutput
-from peft_mux.scheduler.plan import Plan
 
 
 class StepSums:
@@ -197,28 +196,19 @@ class PassClock:
 
 
 def rows_of(micro_batch: MuxBatch) -> tuple[TaskInPass, ...]:
-    """Return what each task has in a micro-batch.
-
-    Args:
-        micro_batch: the micro-batch of a pass.
-    """
-    lengths, shared_rows = micro_batch.sequence_lengths, micro_batch.shared
-    # The head and the last layer compute a row once, whatever the number of sequences that have it in common.
-    targets = micro_batch.target_offsets if shared_rows is None else shared_rows.target_offsets
-    bounds, shared = pairwise(micro_batch.sequence_offsets), _shared_of_sequences(micro_batch)
+    """Return what each task has in the micro-batch of a pass."""
+    lengths, shared_rows, shared = micro_batch.sequence_lengths, micro_batch.shared, ()
+    targets = micro_batch.target_offsets
+    if shared_rows is not None:
+        # The head and the last layer compute a row once, whatever the number of sequences that have it in common.
+        targets = shared_rows.target_offsets
+        rows = shared_rows.tree.row_offsets((0, *accumulate(lengths)))
+        shared = tuple(length - (end - start) for length, (start, end) in zip(lengths, pairwise(rows), strict=True))
+    bounds = zip(micro_batch.task_names, pairwise(micro_batch.sequence_offsets), pairwise(targets), strict=True)
     return tuple(
-        TaskInPass(name, tuple(lengths[start:end]), targets[number + 1] - targets[number], shared[start:end])
-        for number, (name, (start, end)) in enumerate(zip(micro_batch.task_names, bounds, strict=True))
+        TaskInPass(name, tuple(lengths[start:end]), last - first, shared[start:end])
+        for name, (start, end), (first, last) in bounds
     )
-
-
-def _shared_of_sequences(micro_batch: MuxBatch) -> tuple[int, ...]:
-    """Return how many tokens of each sequence are computed for another one; nothing where none are."""
-    if micro_batch.shared is None:
-        return ()
-    rows = micro_batch.shared.tree.row_offsets((0, *accumulate(micro_batch.sequence_lengths)))
-    pairs = zip(micro_batch.sequence_lengths, pairwise(rows), strict=True)
-    return tuple(length - (end - start) for length, (start, end) in pairs)
 
 
 @dataclass(frozen=True, slots=True)
@@ -264,57 +254,22 @@ class StepResult:
     statistics: dict[str, torch.Tensor] = field(default_factory=dict)
     loss_failures: dict[str, str] = field(default_factory=dict)
 
-
-class StepExecutor(Protocol):
-    """Runs the work of a step on the part of the model that lies in this process."""
-
-    @property
-    def mux_model(self) -> Any:
-        """The `MultiTaskPeftModel` of this process, whole or a part of it."""
-        ...
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the model."""
-        ...
-
-    @property
-    def clock(self) -> PassClock:
-        """What times the passes of a step here."""
-        ...
-
-    def follow(self, plan: Plan) -> None:
-        """Follow another plan from the next step on."""
-        ...
-
-    def close(self) -> None:
-        """Close the connections that nobody else uses; all processes call this at one time."""
-        ...
-
-    def run(self, work: StepWork) -> StepResult:
-        """Compute the losses over all processes, and the gradients of what lies here."""
-        ...
-
-    def forward_losses(self, micro_batches: Sequence[MuxBatch]) -> dict[str, torch.Tensor]:
-        """Return the loss of each task in a forward pass, summed over the micro-batches; nothing is changed."""
-        ...
-
-    def forward_sums(self, micro_batches: Sequence[MuxBatch]) -> StepSums:
-        """Return losses and statistics of a forward pass, summed over the micro-batches; nothing is changed."""
-        ...
-
-    def sequence_logits(self, micro_batch: MuxBatch) -> list[torch.Tensor] | None:
-        """Return the logits of every sequence; `None` on processes that only help others to compute them."""
-        ...
-
-    def gather(self, value: Any) -> list[Any]:
-        """Return what every process has given, by rank, where they hold parts of the model; else this one's alone."""
-        ...
-
-    def non_finite_tasks(self, micro_batches: Sequence[MuxBatch]) -> list[str]:
-        """Return the tasks whose loss is not finite in a forward pass; nothing is changed."""
-        ...
-
-    def precision(self) -> AbstractContextManager[object]:
-        """Return the autocast context of the run."""
-        ...
+    @classmethod
+    def of(
+        cls,
+        work: StepWork,
+        sums: StepSums,
+        *,
+        norms: dict[str, torch.Tensor] | None = None,
+        loss_failures: dict[str, str] | None = None,
+    ) -> StepResult:
+        """Return the result of this process after its passes, whose losses and statistics were summed up."""
+        return cls(
+            sums.losses,
+            work.num_tokens,
+            sum(micro_batch.num_tokens for micro_batch in work.micro_batches),
+            work.failures,
+            norms,
+            sums.statistics,
+            loss_failures or {},
+        )

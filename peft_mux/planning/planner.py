@@ -471,9 +471,6 @@ def _run_notes(
             notes.append(f"adapters are computed task by task with torch, as {reason}")
     notes += [remark for run in runs for remark in run.loader.report.remarks]
     notes += [run.sharing_remark for run in runs if run.sharing_remark]
-    is_divided = target.num_stages * target.devices_per_stage * target.backbone_shards > 1
-    if args.cuda_graphs == "auto" and target.device_type == "cuda" and is_divided:
-        notes.append("passes are launched one by one, without CUDA graphs, as they wait for other processes on the way")
     return notes
 
 

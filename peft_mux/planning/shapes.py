@@ -1,6 +1,6 @@
 """Which layers and bytes of a backbone tensor parallelism, stages and shards divide, read off its description.
 
-The engine decides it (`engine.tensor.cut`, `engine.pipeline.stage`, `engine.fsdp.backbone`); the planner only has to
+The engine decides it (`engine.tensor.cut`, `engine.pipeline.stage`, `engine.fsdp`); the planner only has to
 know which bytes and which layers are where.
 """
 

@@ -410,7 +410,7 @@ class TaskEvaluator:
         error = None if own is None else own.error
         error = error if failure is None else UserCodeError(failure)
         seconds = 0.0 if own is None else own.seconds
-        gathered = executor.gather((found, None if error is None else str(error), seconds))
+        gathered = executor.sync.gather((found, None if error is None else str(error), seconds))
         metrics = agreed_metrics([(one, text) for one, text, _ in gathered], error)
         if own is not None:
             listener(run.name, "compute_metrics", max(seconds for _, _, seconds in gathered))

@@ -15,14 +15,13 @@ from typing import Any
 
 from peft_mux.checkpoint.task_state import TaskState, gather_task, split_state, take_snapshot
 from peft_mux.engine.backbone_source import BackboneSource
+from peft_mux.engine.executor import Executor
 from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.model_part import ModelPart
-from peft_mux.engine.parallelize import ParallelModel, register_tasks
+from peft_mux.engine.parallelize import ModelPart, ParallelModel, register_tasks
 from peft_mux.engine.tasks.optimizer import LastFiniteWeights, TaskOptimizer
 from peft_mux.engine.tasks.resolved import ResolvedTask
 from peft_mux.engine.tasks.setup import decide_sharing
 from peft_mux.engine.tasks.task_run import TaskRun
-from peft_mux.engine.work import StepExecutor
 from peft_mux.modeling.model import MultiTaskPeftModel, reason_of_backbone
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.scheduler.plan import Plan
@@ -73,7 +72,7 @@ class Placement:
         return self._parallel is not None
 
     @property
-    def executor(self) -> StepExecutor:
+    def executor(self) -> Executor:
         """What runs passes through the model; only after `load`."""
         assert self._parallel is not None, "the model is loaded before it is trained or evaluated"
         return self._parallel.executor

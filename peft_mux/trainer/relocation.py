@@ -10,7 +10,7 @@ import time
 
 from peft_mux.checkpoint.task_state import TaskState, put_snapshot
 from peft_mux.engine.layout import ParallelLayout, layout_of_text
-from peft_mux.engine.model_part import ModelPart
+from peft_mux.engine.parallelize import ModelPart
 from peft_mux.errors import CheckpointError, ConfigError, UnsupportedModelError
 from peft_mux.planning.deployment import redeploy as decide_on_move
 from peft_mux.scheduler.deployment.plan import DEFAULT_RESTART_S

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,7 +11,7 @@ from peft.tuners.lora.config import BdLoraConfig
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.model_part import check_layout
+from peft_mux.engine.layout_checks import check_layout
 from peft_mux.engine.tasks.resolved import resolve_tasks
 from peft_mux.errors import ConfigError
 from tests.invariants.mux_lab import tiny_llama
@@ -38,10 +37,8 @@ SHARDED_STAGES = ParallelLayout.of(4, pp=2), True
 def check(layout: ParallelLayout, is_sharded: bool, config: LoraConfig, folder: Any) -> None:
     args: Any = MultiTaskTrainingArguments(output_dir=str(folder), use_cpu=True)
     args.shard_backbone = is_sharded
-    source: Any = SimpleNamespace(quantization=None)
-    check_layout(
-        layout, source=source, args=args, tasks=resolve_tasks([task("own", config, 0)], args), backbone=tiny_llama()
-    )
+    tasks = resolve_tasks([task("own", config, 0)], args)
+    check_layout(layout, is_quantized=False, args=args, tasks=tasks, backbone=tiny_llama())
 
 
 @pytest.mark.parametrize("divided", DIVIDED)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import cache, partial
 from itertools import pairwise
@@ -28,7 +27,7 @@ from transformers import (
 from peft_mux.data.batch import MuxBatch, chains_of
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
-from peft_mux.engine.executor import Executor, run_chain
+from peft_mux.engine.executor import Executor
 from peft_mux.engine.work import StepWork
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.attention import packed as attention
@@ -183,7 +182,7 @@ def test_gradients_of_later_parts_reach_the_earlier_ones() -> None:
     untargeted = replace(first, labels=torch.full_like(first.labels, -100), target_rows=first.target_rows[:0])
     chain = (replace(untargeted, target_offsets=(0, 0)), work.micro_batches[1])
     model = mux_model()
-    run_chain(model, chain, nullcontext)
+    Executor(model).run_chain(chain)
     whole = mux_model()
     whole_b = task_batch("b", (64,))
     (one,) = ChunkPackingCollator().micro_batches([whole_b], max_tokens=64)

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence
-from peft_mux.engine.executor import Executor, prepared
+from peft_mux.engine.executor import Executor
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives import heads as token_losses
 from tests.modeling.objectives.cases import CASES, LossCase
@@ -144,7 +144,7 @@ def test_every_loss_reads_the_same(case: LossCase) -> None:
     found = []
     for one in (batch, batch.sharing([True, True], LEAST)):
         # References and batch values come from passes that share as well, of some tasks and of some sequences.
-        (ready,) = prepared(Executor(model), [one], ["a", "b"])
+        (ready,) = Executor(model).with_reference_values([one], ["a", "b"])
         found.append(losses_and_gradients(model, ready))
     assert batch.sharing([True, True], LEAST).num_computed < batch.num_tokens
     for mine, theirs in zip(*found, strict=True):

@@ -17,7 +17,7 @@ from peft_mux import ConfigError, MultiTaskTrainer, MultiTaskTrainingArguments, 
 from peft_mux.cli.main import main
 from peft_mux.data.packing.passes import even_shares
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel
-from peft_mux.engine.tensor.parallel import cut_model
+from peft_mux.engine.tensor.parallel import TensorParallelModel
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.planning import planner as planning_module
 from peft_mux.planning.loads import typical_lengths
@@ -108,7 +108,7 @@ def test_shards_and_stages_hold_the_weights_and_adapters_that_the_planner_counts
         else:
             devices = int(part[0])
             expected = parts.device_bytes(3, is_first=True, is_last=True, devices=devices)
-            cut_model(trainer.model, SilentLinks(0, devices))
+            TensorParallelModel(trainer.model, SilentLinks(0, devices))
             for own in loads:
                 held = sum(parameter.numel() for parameter in trainer.model.task_parameters(own.name).values())
                 assert held == own.device_parameters(devices)

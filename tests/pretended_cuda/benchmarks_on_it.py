@@ -44,7 +44,6 @@ def main(folder: Path) -> None:
     from benchmarks.gpu.report import Report
     from benchmarks.gpu.settings import Settings
     from benchmarks.training.baselines import floor
-    from peft_mux.engine import cuda_graphs as inputs
     from peft_mux.kernels.availability import runs_kernels
     from tests.pretended_cuda.device import PretendedCuda
 
@@ -63,7 +62,6 @@ def main(folder: Path) -> None:
         (torch.cuda, "empty_cache", lambda: None),
         (trainers, "graphs_here", lambda settings: Silent),
         (passes, "graphs_here", lambda settings: Silent),
-        (inputs, "_write", lambda batch, parts: None),
         (floor, "pack", packed_on_the_host),
         (sweep, "SWEEP_TOKENS", (512,)),
     ]

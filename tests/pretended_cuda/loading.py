@@ -12,7 +12,7 @@ import torch
 from peft_mux import MultiTaskTrainingArguments, Task
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.parallelize import parallelize
+from peft_mux.engine.parallelize import ModelPart
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.resolved import resolve_tasks
 from peft_mux.kernels.availability import runs_kernels
@@ -85,15 +85,7 @@ def _trained_on_cuda(given: Any, tasks: list[Task], *, bf16: bool) -> MultiTaskP
     no_samples = mock.patch("peft_mux.engine.parallelize.weight_samples", return_value={})  # there are no numbers
     with mock.patch.object(MultiTaskTrainingArguments, "device", torch.device("cuda")), no_samples:
         source = BackboneSource(given, args, None, {})
+        part = ModelPart(source, args, ParallelLayout.of(1), rank=0)
         resolved = resolve_tasks(tasks, args)
-        described = source.describe(resolved)
-        loaded = parallelize(
-            described,
-            source=source,
-            tasks=resolved,
-            args=args,
-            layout=ParallelLayout.of(1),
-            plan=None,
-            processes=Processes(),
-        )
+        loaded = part.parallelize(source.describe(resolved), resolved, None, Processes())
     return loaded.model

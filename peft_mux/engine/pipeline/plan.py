@@ -1,4 +1,4 @@
-"""What a pipeline executes: a template, and which tasks its buckets stand for.
+"""`PipelinePlan`: the template that a pipeline follows, and which tasks its buckets stand for.
 
 A template speaks of micro-batch k of bucket b. A step brings micro-batches of hTasks, as many of each as its rows of
 this step need, which may be more or fewer than the C that the plan was made with. They are spread over the C
@@ -8,14 +8,14 @@ micro-batches of their bucket in order and evenly; hTasks of one bucket follow o
     hTask x, 4 passes       x0       x1       x2    x3
     hTask y, 2 passes       y0                y1
 
-Passes that share a long sequence (`peft_mux.data.batch`) stay together in one micro-batch of their bucket: its
-forward runs them in order, its backward in reverse. Each goes on to the next stage as soon as it is done, so that one
-part is in a stage while the part before it is in the next one. Such a micro-batch holds all parts of its sequences.
+Passes that share a long sequence (`peft_mux.data.batch`) stay together in one micro-batch of their bucket: its forward
+runs them in order, its backward in reverse. Each is sent to the next stage as soon as it is done, so one part is in a
+stage while the part before it is in the next one. Such a micro-batch holds all parts of its sequences.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peft_mux.data.batch import MuxBatch, chains_of
@@ -23,7 +23,7 @@ from peft_mux.data.packing.passes import slot_of
 from peft_mux.errors import PlanError
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.load import BucketLoad
-from peft_mux.scheduler.pipeline.simulator import build_window, simulate, window_step_s
+from peft_mux.scheduler.pipeline.simulator import simulate, window_step_s
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 from peft_mux.scheduler.plan import Plan
 
@@ -36,8 +36,8 @@ class PipelinePlan:
         template: what each stage runs, in order.
         htasks: for each hTask, names of the tasks that share its passes.
         buckets: for each bucket of the template, indices of the hTasks in it.
-        loads: what each bucket costs, as the template was timed with; empty where that is not known.
-        link: the link between stages that the template was timed with; `None` where messages take no time.
+        loads: what each bucket costs, as the template was timed with; empty if that is not known.
+        link: the link between stages that the template was timed with; `None` if messages take no time.
 
     Raises:
         PlanError: if the template has another number of buckets, or a task is there twice.
@@ -63,10 +63,7 @@ class PipelinePlan:
 
     @classmethod
     def of(cls, plan: Plan) -> PipelinePlan:
-        """Return what a pipeline follows of a plan.
-
-        Args:
-            plan: the plan of the run.
+        """Return what a pipeline follows of the plan of a run.
 
         Raises:
             PlanError: for a plan without tasks.
@@ -76,43 +73,13 @@ class PipelinePlan:
         htasks = tuple(htask.tasks for htask in plan.htasks)
         return cls(plan.template, htasks, plan.buckets, plan.bucket_loads, plan.link)
 
-    @classmethod
-    def of_buckets(cls, template: PipelineTemplate, buckets: Sequence[Sequence[str]]) -> PipelinePlan:
-        """Return a plan in which every bucket is one hTask.
-
-        Args:
-            template: a template of these buckets.
-            buckets: names of the tasks in each bucket.
-        """
-        return cls(template, tuple(map(tuple, buckets)), tuple((index,) for index in range(len(buckets))))
-
     @property
     def gains_by_windows(self) -> bool:
-        """Whether steps that are not flushed are predicted to be faster than steps that are."""
+        """Whether steps without flushes between them are predicted to be faster than steps with them."""
         if not self.loads:
             return False
         flushed_s = simulate(self.template, self.loads, links=self.link).makespan_s
         return window_step_s(self.template, self.loads, links=self.link) < flushed_s
-
-    def window(self, num_steps: int) -> PipelineTemplate:
-        """Return the template of several steps between which the pipeline is not flushed.
-
-        Args:
-            num_steps: number of steps, 1 or more.
-        """
-        return build_window(self.template, self.loads, num_steps, links=self.link)
-
-    def tasks_of(self, bucket: int) -> tuple[str, ...]:
-        """Return the names of the tasks in a bucket."""
-        return tuple(name for htask in self.buckets[bucket] for name in self.htasks[htask])
-
-    def passes_per_bucket(self) -> dict[int, int]:
-        """Return C, the number of micro-batches, of each bucket."""
-        counts = dict.fromkeys(range(len(self.buckets)), 0)
-        # Any stage would do: each runs every micro-batch.
-        for action in self.template.actions[0]:
-            counts[action.bucket] = max(counts[action.bucket], 1 + action.micro_batch)
-        return counts
 
     def slots(self, micro_batches: Sequence[MuxBatch], step: int = 0) -> dict[Slot, list[MuxBatch]]:
         """Return which micro-batches each micro-batch of the template stands for; none for some, if they are few.
@@ -124,47 +91,37 @@ class PipelinePlan:
         Raises:
             PlanError: for a micro-batch of a task that is not in the plan, or of tasks of several hTasks.
         """
-        of_htask: dict[int, list[MuxBatch]] = {index: [] for index in range(len(self.htasks))}
+        htask_of = {name: index for index, htask in enumerate(self.htasks) for name in htask}
+        passes: dict[int, list[MuxBatch]] = {index: [] for index in range(len(self.htasks))}
         for micro_batch in micro_batches:
-            of_htask[self._htask_of(micro_batch)].append(micro_batch)
-        counts = self.passes_per_bucket()
+            homes = {htask_of.get(name) for name in micro_batch.task_names}
+            if None in homes or len(homes) != 1:
+                raise PlanError(
+                    f"a micro-batch holds tasks {', '.join(micro_batch.task_names)}; allowed: tasks of one hTask of the"
+                    f" plan ({'; '.join(', '.join(htask) for htask in self.htasks)}). Dispatch the step with the plan"
+                    " that the pipeline follows."
+                )
+            passes[homes.pop()].append(micro_batch)  # type: ignore[index]
+        # C of each bucket; any stage would do, as each runs every micro-batch.
+        counts = dict.fromkeys(range(len(self.buckets)), 0)
+        for action in self.template.actions[0]:
+            counts[action.bucket] = max(counts[action.bucket], 1 + action.micro_batch)
         slots: dict[Slot, list[MuxBatch]] = {
             Slot(bucket, number, step): [] for bucket, count in counts.items() for number in range(count)
         }
         for bucket, members in enumerate(self.buckets):
-            for htask in members:
-                _spread(of_htask[htask], Slot(bucket, 0, step), counts[bucket], slots)
+            for own in (passes[htask] for htask in members):
+                number = 0
+                for chain in chains_of(own):
+                    # By the number of its first pass, and the chain as a whole: parts of a sequence must not be in
+                    # different micro-batches of the template.
+                    slots[Slot(bucket, slot_of(number, len(own), counts[bucket]), step)].extend(chain)
+                    number += len(chain)
         return slots
-
-    def _htask_of(self, micro_batch: MuxBatch) -> int:
-        homes = {index for index, htask in enumerate(self.htasks) for name in micro_batch.task_names if name in htask}
-        strangers = set(micro_batch.task_names) - {name for htask in self.htasks for name in htask}
-        if strangers or len(homes) != 1:
-            raise PlanError(
-                f"a micro-batch holds tasks {', '.join(micro_batch.task_names)}; allowed: tasks of one hTask of the"
-                f" plan ({'; '.join(', '.join(htask) for htask in self.htasks)}). Dispatch the step with the plan that"
-                " the pipeline follows."
-            )
-        return homes.pop()
-
-
-def _spread(passes: Sequence[MuxBatch], first: Slot, count: int, slots: Mapping[Slot, list[MuxBatch]]) -> None:
-    """Spread the passes of an hTask evenly over the `count` micro-batches of its bucket, chains unbroken."""
-    number = 0
-    for chain in chains_of(passes):
-        # By the number of its first pass, and the chain as a whole: parts of a sequence must not be apart in the
-        # template.
-        slots[first._replace(micro_batch=slot_of(number, len(passes), count))].extend(chain)
-        number += len(chain)
 
 
 def forwards_only(like: PipelineTemplate, num_micro_batches: int) -> PipelineTemplate:
-    """Return a template of the same pipeline that takes the micro-batches of one bucket through it, one by one.
-
-    Args:
-        like: a template of the pipeline.
-        num_micro_batches: micro-batches of the bucket.
-    """
+    """Return a template of the same pipeline with the forwards of the micro-batches of one bucket, one by one."""
     rows = tuple(
         tuple(
             Action("F", 0, number, stage, chunk)

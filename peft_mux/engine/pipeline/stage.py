@@ -1,31 +1,30 @@
-"""`StageLayout`: which decoder layers lie in which process of a pipeline.
+"""`StageModel`: one stage of a multi-task model, run by the model code of transformers.
 
-Virtual stages are numbered along the way of a micro-batch: virtual stage `chunk * S + stage` follows the one before, as
-in `peft_mux.scheduler.pipeline.launch`. For 7 layers, S = 2 and 2 chunks a process, with 4 and 3 layers::
+`StageLayout` says which decoder layers lie in which process. Virtual stages are numbered in the order in which a
+micro-batch passes them: virtual stage `chunk * S + stage` follows the one before, as in
+`peft_mux.scheduler.pipeline.launch`. For 7 layers, S = 2 and 2 chunks per process, with 4 and 3 layers::
 
     virtual stage   0        1        2        3
     stage           0        1        0        1
     layers          0 1      2 3      4 5      6
     and             embedding                  final norm, head
-"""
 
-# MERGED: `StageModel`: one stage of a multi-task model, run by the model code that transformers wrote.
-# MERGED: Nothing of a decoder's forward is written anew. The base model keeps its class, its rotary embeddings, its
-# MERGED: masks and
-# MERGED: the numbers of its layers (so names, dropout draws and kinds of attention stay); what belongs to another
-# MERGED: process is
-# MERGED: replaced by modules that hand their input on, and hidden states come in and go out between layers::
-# MERGED:     virtual stage 0     embed  layer layer  exit  pass   pass
-# MERGED:     virtual stage 1     pass   enter pass   layer layer  norm  -> head, losses
-# MERGED: Where one process has several virtual stages, the modules of the others are replaced for the time of a pass.
-# MERGED: Shape letters: T tokens of a micro-batch, D hidden features, N tasks.
-# MERGED: `load_stage`: one stage of a model from a folder of safetensors; nothing but its own weights is ever read.
-# MERGED: The backbone is built without weights. Then this process's parameters are filled from the files, and those
-# MERGED: of other
-# MERGED: processes are given a shape but no memory: one element, spread over all of it. So PEFT injects adapters into
-# MERGED: a model
-# MERGED: that looks whole, and draws for each of them what it would draw in one process; what belongs elsewhere is
-# MERGED: cut off last.
+No decoder forward is reimplemented. The base model keeps its class, its rotary embeddings, its masks and the numbers of
+its layers (so names, dropout draws and kinds of attention stay). Modules of other processes are replaced by ones that
+return their input, and hidden states come in and go out between layers::
+
+    virtual stage 0     embed  layer layer  exit  pass   pass
+    virtual stage 1     pass   enter pass   layer layer  norm  -> head, losses
+
+If one process has several virtual stages, the modules of the others are replaced for the time of a pass.
+
+`load_stage` reads one stage from a folder of safetensors, and nothing but its own weights. The backbone is built
+without weights; parameters of this process are filled from the files, and those of other processes get a shape but no
+memory: one element, expanded to all of it. So PEFT injects adapters into a model that looks whole and draws what it
+would draw in one process; what belongs elsewhere is cut off last.
+
+Shape letters: T tokens of a micro-batch, D hidden features, N tasks.
+"""
 
 from __future__ import annotations
 
@@ -105,11 +104,6 @@ class StageLayout:
         return cls(num_stages, num_chunks, tuple(shares))
 
     @property
-    def num_layers(self) -> int:
-        """Decoder layers of the backbone."""
-        return sum(self.layer_counts)
-
-    @property
     def last_virtual_stage(self) -> int:
         """The virtual stage that has the final norm and the head."""
         return len(self.layer_counts) - 1
@@ -134,7 +128,7 @@ class StagePass(NamedTuple):
     Attributes:
         output: `[T, D]` hidden states; of the last virtual stage the `[N]` losses.
         passes: rows bound to adapters, by kind of adapters; kept until the backward, as compiled ones look them up.
-        statistics: of the last virtual stage, what is logged beside each loss.
+        statistics: of the last virtual stage, the statistics that are logged with each loss.
     """
 
     output: torch.Tensor
@@ -157,10 +151,13 @@ class StageModel:
         layout: which decoder layers lie in which stage.
         stage: number of the stage that this process holds.
         virtual_stages: numbers of the virtual stages of this process, in order.
+        has_head: whether this process computes the losses.
+        hidden_size: D, width of the hidden states.
+        dtype: dtype of the hidden states between virtual stages, which is that of the residual stream.
 
     Raises:
         UnsupportedModelError: for an architecture that cannot be cut.
-        ValueError: if the layout speaks of another number of layers, or of fewer stages.
+        ValueError: if the layout has another number of layers, or fewer stages.
 
     Example:
         >>> stage = StageModel(model, StageLayout.of(8, 2), stage=0)  # doctest: +SKIP
@@ -168,44 +165,50 @@ class StageModel:
     """
 
     def __init__(self, model: MultiTaskPeftModel, layout: StageLayout, stage: int) -> None:
-        """Drop what belongs elsewhere, and lay the adapters out anew."""
+        """Drop what belongs to other stages, and give the adapters buffers that hold no more than these layers."""
         self.model, self.layout, self.stage = model, layout, stage
-        self._family = family_of(model.backbone)
-        self._dtype = model.backbone.dtype
-        self._handover = Handover()
+        backbone = model.backbone
+        self._base, self._family, self._handover = backbone.base_model, family_of(backbone), Handover()
+        self.dtype, self.hidden_size = backbone.dtype, int(backbone.config.get_text_config().hidden_size)
         self.virtual_stages = layout.virtual_stages_of(stage)
+        self.has_head = layout.last_virtual_stage in self.virtual_stages
         layers = self._base.get_submodule(self._family.layers)
-        if len(layers) != layout.num_layers or not 0 <= stage < layout.num_stages:
+        if len(layers) != sum(layout.layer_counts) or not 0 <= stage < layout.num_stages:
             raise ValueError(
-                f"stage {stage} of {layout.num_stages} with {layout.num_layers} layers; allowed: a stage of a layout of"
-                f" {len(layers)} layers, as {type(model.backbone).__name__} has. Make it with StageLayout.of."
+                f"stage {stage} of {layout.num_stages} with {sum(layout.layer_counts)} layers; allowed: a stage of a"
+                f" layout of {len(layers)} layers, as {type(backbone).__name__} has. Make it with StageLayout.of."
             )
         # Of the whole model, while there is one.
         for name in model.tasks:
             model.stream.lowest_layers[model.adapter_of(name)] = lowest_layer(model.task_parameters(name))
-        self._drop_others()
+        own = {index for virtual_stage in self.virtual_stages for index in layout.layers_of(virtual_stage)}
+        for index, layer in enumerate(layers):
+            if index not in own:
+                # Replaced, not dropped: the others keep their numbers, on which names and dropout draws depend.
+                layers[index] = PassThrough(layer)
+        dropped = [] if 0 in self.virtual_stages else self._present(self._family.embeddings)
+        if not self.has_head:
+            dropped += self._present(self._family.after)
+            head = backbone.get_output_embeddings()
+            for name, module in list(backbone.named_children()):
+                if name in HEAD_NAMES or module is head:
+                    setattr(backbone, name, PassThrough())
+        for name in dropped:
+            put_module(self._base, name, PassThrough())
+        held = {id(parameter) for parameter in model.parameters()}
+        for name in model.tasks:
+            kept = {key: item for key, item in model.task_parameters(name).items() if id(item) in held}
+            # Into new buffers: a view of the whole task's page would keep all of it in memory.
+            model.adopt_parameters(name, kept)
+        model.name_modules()
+        model.stream.clear_tables()
         model.num_stages = layout.num_stages
         self._modules_at = {virtual_stage: self._modules_of(virtual_stage) for virtual_stage in self.virtual_stages}
-
-    @property
-    def has_head(self) -> bool:
-        """Whether this process computes the losses."""
-        return self.layout.last_virtual_stage in self.virtual_stages
-
-    @property
-    def hidden_size(self) -> int:
-        """D, width of the hidden states."""
-        return int(self.model.backbone.config.get_text_config().hidden_size)
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the hidden states between virtual stages: that of the residual stream."""
-        return self._dtype
 
     def gradient_rows(self, virtual_stage: int, batch: MuxBatch) -> tuple[Rows, ...] | None:
         """Return the rows of a virtual stage's input whose gradients the stages before it need; `None` for all.
 
-        They are those of tasks that have adapters further down. Every process says the same of a micro-batch.
+        They are those of tasks that have adapters further down. Every process returns the same for a micro-batch.
 
         Args:
             virtual_stage: number of a virtual stage behind the first, of this process or of another one.
@@ -215,14 +218,6 @@ class StageModel:
         segments = stream.segments_of(batch, batch.computed_offsets, self.model.adapters)
         return rows_needed(segments, stream.adapters_above(self.layout.layers_of(virtual_stage).start, segments))
 
-    def prepare(self, tasks: Sequence[str]) -> None:
-        """Bind gradients, and let kernels in another dtype see the weights as they are now; once before a step.
-
-        Args:
-            tasks: names of the tasks that take part in the step.
-        """
-        self.model.prepare_pass(tasks)
-
     def forward(self, virtual_stage: int, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> StagePass:
         """Run a micro-batch through one virtual stage.
 
@@ -230,15 +225,7 @@ class StageModel:
             virtual_stage: number of one of this process's virtual stages.
             batch: the micro-batch, its tensors on the device.
             hidden_TD: `[T, D]` output of the virtual stage before; `None` at virtual stage 0.
-
-        Raises:
-            ValueError: if hidden states are missing behind the first virtual stage.
         """
-        if (hidden_TD is None) != (virtual_stage == 0):
-            got = None if hidden_TD is None else list(hidden_TD.shape)
-            raise ValueError(
-                f"hidden_TD is {got} at place {virtual_stage}; allowed: None at place 0, [T, D] at all others."
-            )
         model = self.model
         with model.multiplexing(batch), self.only(virtual_stage):
             is_last = virtual_stage == self.layout.last_virtual_stage
@@ -246,17 +233,12 @@ class StageModel:
             output = self._hidden_states(batch, hidden_TD, model.last_layer.rows(model, batch) if is_last else None)
             if not is_last:
                 return StagePass(output, model.stream.passes)
-            losses = self.model.stream_losses(output, batch)
+            losses = model.stream_losses(output, batch)
             return StagePass(losses.losses_N, model.stream.passes, losses.statistics)
 
     @torch.no_grad()
     def target_losses(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor:
-        """Run a micro-batch through the last virtual stage; return as `MultiTaskPeftModel.target_losses` does.
-
-        Args:
-            batch: the micro-batch, its tensors on the device.
-            hidden_TD: `[T, D]` output of the virtual stage before; `None` where there is none.
-        """
+        """Run a micro-batch through the last virtual stage; return as `MultiTaskPeftModel.target_losses` does."""
         model = self.model
         with model.multiplexing(batch), self.only(self.layout.last_virtual_stage):
             output_TD = self._hidden_states(batch, hidden_TD, model.last_layer.rows(model, batch))
@@ -264,28 +246,23 @@ class StageModel:
 
     @torch.no_grad()
     def sequence_logits(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> list[torch.Tensor]:
-        """Run a micro-batch through the last virtual stage; return as `MultiTaskPeftModel.sequence_logits` does.
-
-        Args:
-            batch: the micro-batch, its tensors on the device.
-            hidden_TD: `[T, D]` output of the virtual stage before; `None` where there is none.
-        """
-        model, virtual_stage = self.model, self.layout.last_virtual_stage
-        with model.multiplexing(batch), self.only(virtual_stage):
-            output_TD = self._hidden_states(batch, hidden_TD)
-            return model.objectives.head.logits(output_TD, batch, model)
+        """Run a micro-batch through the last virtual stage; return as `MultiTaskPeftModel.sequence_logits` does."""
+        model = self.model
+        with model.multiplexing(batch), self.only(self.layout.last_virtual_stage):
+            return model.objectives.head.logits(self._hidden_states(batch, hidden_TD), batch, model)
 
     def prove_last_layer(self) -> None:
-        """Hold the last layer, where it lies here, against itself on some of its rows (`LastLayer`)."""
-        if self.has_head:
-            self.model.last_layer.prove(self.model, self._states_of_probe)
+        """Compare the last layer, if it lies here, with itself on some of its rows (`LastLayer`)."""
+        last = self.layout.last_virtual_stage
 
-    def _states_of_probe(self, batch: MuxBatch, read: ReadRows | None) -> torch.Tensor:
-        virtual_stage = self.layout.last_virtual_stage
-        given = torch.randn(batch.num_tokens, self.hidden_size, generator=torch.Generator().manual_seed(0))
-        hidden_TD = given.to(self.model.device, self.dtype) if virtual_stage > 0 else None
-        with self.model.multiplexing(batch), self.only(virtual_stage):
-            return self._hidden_states(batch, hidden_TD, read)
+        def states_of_probe(batch: MuxBatch, read: ReadRows | None) -> torch.Tensor:
+            given = torch.randn(batch.num_tokens, self.hidden_size, generator=torch.Generator().manual_seed(0))
+            hidden_TD = given.to(self.model.device, self.dtype) if last > 0 else None
+            with self.model.multiplexing(batch), self.only(last):
+                return self._hidden_states(batch, hidden_TD, read)
+
+        if self.has_head:
+            self.model.last_layer.prove(self.model, states_of_probe)
 
     def _hidden_states(
         self, batch: MuxBatch, hidden_TD: torch.Tensor | None, read: ReadRows | None = None
@@ -299,7 +276,7 @@ class StageModel:
             if batch.token_type_ids is not None:
                 arguments["token_type_ids"] = batch.computed(batch.token_type_ids)
         else:
-            # For its shape and dtype alone: what the model makes of it ends where the entrance stands.
+            # For its shape and dtype alone: what the model makes of it ends at the entrance.
             arguments["inputs_embeds"] = hidden_TD.detach().unsqueeze(0)
         received = None if hidden_TD is None else hidden_TD.unsqueeze(0)
         with temporary_attributes(self._handover, received=received, given=None):
@@ -307,90 +284,49 @@ class StageModel:
             given = self._handover.given
             return (output if given is None else given)[0]
 
-    # --------------------------------------------------------------- cutting
-
-    @property
-    def _base(self) -> Any:
-        return self.model.backbone.base_model
-
-    def _drop_others(self) -> None:
-        """Replace the modules of other stages, and drop the adapters on them."""
-        base, backbone, family = self._base, self.model.backbone, self._family
-        own = {index for virtual_stage in self.virtual_stages for index in self.layout.layers_of(virtual_stage)}
-        layers = base.get_submodule(family.layers)
-        for index, layer in enumerate(layers):
-            if index not in own:
-                # In place of dropping it: the others keep their numbers, on which names and dropout draws depend.
-                layers[index] = PassThrough(layer)
-        dropped = [] if 0 in self.virtual_stages else self._held(family.embeddings)
-        for name in dropped if self.has_head else [*dropped, *self._held(family.after)]:
-            put_module(base, name, PassThrough())
-        if not self.has_head:
-            head = backbone.get_output_embeddings()
-            for name, module in list(backbone.named_children()):
-                if name in HEAD_NAMES or module is head:
-                    setattr(backbone, name, PassThrough())
-        self._keep_own_parameters()
-
-    def _held(self, names: Sequence[str]) -> list[str]:
+    def _present(self, names: Sequence[str]) -> list[str]:
         """Return those of the names of modules that the base model has: some have none of a kind."""
         found = {name for name, _ in self._base.named_modules()}
         return [name for name in names if name in found]
-
-    def _keep_own_parameters(self) -> None:
-        """Keep of every task the parameters of this stage, in buffers that hold no more than these."""
-        model = self.model
-        held = {id(parameter) for parameter in model.parameters()}
-        for name in model.tasks:
-            own = {key: item for key, item in model.task_parameters(name).items() if id(item) in held}
-            # Into new buffers: a view of the whole task's page would keep all of it in memory.
-            model.adopt_parameters(name, own)
-        model.name_modules()
-        model.stream.clear_tables()
 
     def _modules_of(self, virtual_stage: int) -> dict[str, nn.Module]:
         """Return the modules of the base model during a pass through a virtual stage, by name.
 
         The list of layers keeps its length, as model code reads kinds of attention off a layer's position.
         """
-        base, family, last = self._base, self._family, self.layout.last_virtual_stage
-        own, layers = self.layout.layers_of(virtual_stage), base.get_submodule(family.layers)
+        family, layers = self._family, self._base.get_submodule(self._family.layers)
+        own = self.layout.layers_of(virtual_stage)
         chosen = [layer if index in own else PassThrough(layer) for index, layer in enumerate(layers)]
         modules: dict[str, nn.Module] = {}
         if virtual_stage > 0:
             chosen[0] = Entrance(layers[0], self._handover)
-            modules |= {name: PassThrough() for name in self._held(family.embeddings)}
+            modules |= {name: PassThrough() for name in self._present(family.embeddings)}
             # Learned positions are added in virtual stage 0; here the model code would look up some that it lacks.
             if family.positions is not None:
-                modules[family.positions] = NoPositions(self._dtype)
-        if virtual_stage < last:
+                modules[family.positions] = NoPositions(self.dtype)
+        if virtual_stage < self.layout.last_virtual_stage:
             chosen[own.stop] = Exit(layers[own.stop], self._handover)
-            modules |= {name: PassThrough() for name in self._held(family.after)}
+            modules |= {name: PassThrough() for name in self._present(family.after)}
         return {family.layers: nn.ModuleList(chosen), **modules}
 
     @contextmanager
     def only(self, virtual_stage: int) -> Iterator[None]:
-        """Let the base model consist of one virtual stage for the time of the `with` block.
-
-        Args:
-            virtual_stage: number of one of this process's virtual stages.
-        """
-        places = [self._place(name) for name in self._modules_at[virtual_stage]]
-        before = [modules[name] for modules, name in places]
-        # Past `setattr`, which would register and check each module anew in every pass.
-        for (modules, name), module in zip(places, self._modules_at[virtual_stage].values(), strict=True):
-            modules[name] = module
+        """Let the base model consist of one virtual stage of this process for the time of the `with` block."""
+        places: list[tuple[dict[str, Any], str, Any]] = []
+        # Past `setattr`, which would register and check each module again in every pass.
+        for name, module in self._modules_at[virtual_stage].items():
+            parent, _, leaf = name.rpartition(".")
+            modules = self._base.get_submodule(parent)._modules
+            places.append((modules, leaf, modules[leaf]))
+            modules[leaf] = module
         try:
             yield
         finally:
-            for (modules, name), module in zip(places, before, strict=True):
-                modules[name] = module
+            for modules, leaf, before in places:
+                modules[leaf] = before
 
-    def _place(self, name: str) -> tuple[dict[str, Any], str]:
-        """Return where a module of the base model is registered, and under which name."""
-        parent, _, leaf = name.rpartition(".")
-        return self._base.get_submodule(parent)._modules, leaf
 
+# ------------------------------------------------------------------ loading
 
 _INDEX, _WHOLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -431,14 +367,52 @@ def load_stage(
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     with init_empty_weights(include_buffers=False):  # rotary frequencies are computed, and in no file
         backbone = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=False)
-    backbone.tie_weights()  # weights were taken away one by one, also those that are one
-    _fill(backbone, _own_names(backbone, layout, stage), folder)
+    backbone.tie_weights()  # the weights of tied modules were taken away one by one
+    family, prefix, files = family_of(backbone), backbone.base_model_prefix, _files(folder)
+    virtual_stages, all_names = layout.virtual_stages_of(stage), list(backbone.named_parameters(remove_duplicate=False))
+    own = [f"{prefix}.{family.layers}.{index}." for number in virtual_stages for index in layout.layers_of(number)]
+    if 0 in virtual_stages:
+        own += [f"{prefix}.{name}." for name in family.embeddings]
+    if layout.last_virtual_stage in virtual_stages:
+        own += [f"{prefix}.{name}." for name in family.after]
+        head = backbone.get_output_embeddings()
+        # A head that is tied to the embedding is one parameter under two names; files may hold it under either.
+        own += [f"{name.rpartition('.')[0]}." for name, item in all_names if item is head.weight]
+    wanted: dict[Path, list[tuple[str, str]]] = {}
+    for name, parameter in list(backbone.named_parameters()):
+        if not name.startswith(tuple(own)):
+            # Not on the meta device: PEFT puts adapters on the device of the layer, and there it would draw nothing.
+            _put(backbone, name, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
+            continue
+        # Saved under one of its names, or under that within the base model alone (GPT-2's).
+        same = [other for other, item in all_names if item is parameter]
+        candidates = [key for other in same for key in (other, other.removeprefix(f"{prefix}."))]
+        key = next((key for key in candidates if key in files), None)
+        if key is None:
+            raise CheckpointError(
+                f"{folder}: got no tensor {name}; allowed: the weights of a {type(backbone).__name__} under their own"
+                " names. Load the model with from_pretrained and cut it with StageModel."
+            )
+        wanted.setdefault(files[key], []).append((name, key))
+    # File by file, as opening a shard costs more than reading one tensor of it.
+    for path, pairs in wanted.items():
+        with safe_open(path, framework="pt") as file:
+            for name, key in pairs:
+                _put(backbone, name, file.get_tensor(key).to(backbone.get_parameter(name).dtype))
+    # Buffers that are saved with the weights, such as those by which routers balance experts.
+    saved = backbone.state_dict()
+    for name, buffer in backbone.named_buffers():
+        if name in saved and name in files:
+            with safe_open(files[name], framework="pt") as file:
+                buffer.copy_(file.get_tensor(name))
+    # Again, as each parameter was replaced by itself, also one that has two names.
+    backbone.tie_weights()
     model = MultiTaskPeftModel(backbone, peft_configs, seeds=seeds, verify=False)
     return StageModel(model, layout, stage)
 
 
 def is_converted(folder: str | Path, backbone: Any) -> bool:
-    """Whether transformers renames the tensors of a folder, or puts some together, as it reads them.
+    """Return whether transformers renames or merges tensors of a folder as it reads them.
 
     It does with mixtures, whose experts lie there one by one, and with GPT-NeoX's head.
 
@@ -448,8 +422,7 @@ def is_converted(folder: str | Path, backbone: Any) -> bool:
     """
     if not get_model_conversion_mapping(backbone, add_legacy=False):
         return False
-    keys = set(_files(Path(folder)))
-    return not {name for name, _ in frozen_parameters(backbone)} <= keys
+    return not {name for name, _ in frozen_parameters(backbone)} <= set(_files(Path(folder)))
 
 
 def blank_model(
@@ -468,56 +441,6 @@ def blank_model(
         _put(backbone, name, torch.zeros((), dtype=like.dtype).expand(parameter.shape))
     backbone.tie_weights()
     return MultiTaskPeftModel(backbone, peft_configs, seeds=seeds, verify=False)
-
-
-def _own_names(backbone: Any, layout: StageLayout, stage: int) -> set[str]:
-    """Return the names of the backbone's parameters that lie in a stage."""
-    family, prefix = family_of(backbone), backbone.base_model_prefix
-    virtual_stages = layout.virtual_stages_of(stage)
-    layers = [index for virtual_stage in virtual_stages for index in layout.layers_of(virtual_stage)]
-    own = [f"{prefix}.{family.layers}.{index}." for index in layers]
-    if 0 in virtual_stages:
-        own += [f"{prefix}.{name}." for name in family.embeddings]
-    if layout.last_virtual_stage in virtual_stages:
-        own += [f"{prefix}.{name}." for name in family.after]
-        head = backbone.get_output_embeddings()
-        tied = [name for name, item in backbone.named_parameters(remove_duplicate=False) if item is head.weight]
-        # A head that is tied to the embedding is one parameter under two names; files may hold it under either.
-        own += [f"{name.rpartition('.')[0]}." for name in tied]
-    return {name for name, _ in backbone.named_parameters() if name.startswith(tuple(own))}
-
-
-@torch.no_grad()
-def _fill(backbone: Any, own: set[str], folder: Path) -> None:
-    """Give every parameter a tensor: from the files, or one that takes no memory."""
-    files = _files(folder)
-    names = [name for name, _ in backbone.named_parameters()]
-    wanted: dict[Path, list[tuple[str, str]]] = {}
-    for name in names:
-        if name in own:
-            key = _key(name, backbone, files, folder)
-            wanted.setdefault(files[key], []).append((name, key))
-        else:
-            empty = backbone.get_parameter(name)
-            # Not on the meta device: PEFT puts adapters where the layer is, and there it would draw nothing.
-            _put(backbone, name, torch.zeros((), dtype=empty.dtype).expand(empty.shape))
-    # File by file, as opening a shard costs more than reading one tensor of it.
-    for path, pairs in wanted.items():
-        with safe_open(path, framework="pt") as file:
-            for name, key in pairs:
-                _put(backbone, name, file.get_tensor(key).to(backbone.get_parameter(name).dtype))
-    _fill_buffers(backbone, files)
-    # Anew, as each parameter was replaced by itself, also one that has two names.
-    backbone.tie_weights()
-
-
-def _fill_buffers(backbone: Any, files: Mapping[str, Path]) -> None:
-    """Read the buffers that are saved beside the weights, such as those by which routers balance experts."""
-    saved = backbone.state_dict()
-    for name, buffer in backbone.named_buffers():
-        if name in saved and name in files:
-            with safe_open(files[name], framework="pt") as file:
-                buffer.copy_(file.get_tensor(name))
 
 
 def _put(backbone: Any, name: str, tensor: torch.Tensor) -> None:
@@ -544,17 +467,3 @@ def _files(folder: Path) -> dict[str, Path]:
         )
     with safe_open(folder / _WHOLE, framework="pt") as file:
         return dict.fromkeys(file.keys(), folder / _WHOLE)
-
-
-def _key(name: str, backbone: Any, files: Mapping[str, Path], folder: Path) -> str:
-    """Return under which key a parameter was saved: its name, or that within the base model alone (GPT-2's)."""
-    parameter = backbone.get_parameter(name)
-    same = [other for other, item in backbone.named_parameters(remove_duplicate=False) if item is parameter]
-    candidates = [key for other in same for key in (other, other.removeprefix(f"{backbone.base_model_prefix}."))]
-    found = next((key for key in candidates if key in files), None)
-    if found is None:
-        raise CheckpointError(
-            f"{folder}: got no tensor {name}; allowed: the weights of a {type(backbone).__name__} under their own"
-            " names. Load the model with from_pretrained and cut it with StageModel."
-        )
-    return found

@@ -1,12 +1,12 @@
-"""What tensor parallelism cuts of a backbone's decoder layers, and which indices each rank holds (M section 3.4.2).
+"""Which layers of a backbone tensor parallelism cuts, and which indices each rank holds (M section 3.4.2).
 
-Which layers are cut is told by transformers' own plan (`peft_mux.modeling.backbone.families`), whose words say how::
+The tensor parallel plan of transformers (`peft_mux.modeling.backbone.families`) says which layers are cut, and how::
 
     colwise, packed_colwise    a linear layer by its outputs; experts of a mixture by the features within an expert
     rowwise                    by its inputs
     colwise_gather_output      cut by outputs here as well: matrices that lie packed in one layer are cut one by one,
     rowwise_split_input        and norms over the whole width of queries or keys are summed
-    mla_kv_a_proj, replicated  whole; where heads are cut, its gradient is a sum over the ranks
+    mla_kv_a_proj, replicated  whole; if heads are cut, its gradient is a sum over the ranks
 
 Transformers has no rule for adapters. Here they are cut as their base layers are.
 """
@@ -41,13 +41,13 @@ _WIDE_NORMS = {"q_norm": "q_proj", "k_norm": "k_proj"}
 class Block:
     """A part of a decoder layer that tensor parallelism cuts: attention, an MLP, or the experts of a mixture.
 
-    Its column-parallel layers read what all ranks hold alike, and its row-parallel layer gives a summand of what all
-    hold alike again. So the block needs one sum of its output over the tensor parallel group in the forward pass, and
+    Its column-parallel layers read an input that is equal on all ranks, and its row-parallel layer gives a summand of
+    the block's output. So the block needs one sum of its output over the tensor parallel group in the forward pass, and
     one of its input's gradient in the backward pass (Megatron-LM).
 
     Attributes:
         layer: name of the decoder layer within the backbone.
-        module: name of the block within the decoder layer; empty where the layer itself holds the MLP (OPT).
+        module: name of the block within the decoder layer; empty if the layer itself holds the MLP (OPT).
         columns: column-parallel layers by name within the block, or parameters of experts, each with the sizes of the
             matrices that its output consists of.
         row: name of the row-parallel layer, or parameter of experts.
@@ -86,123 +86,12 @@ def blocks_of(backbone: Any, tp_size: int) -> tuple[Block, ...]:
     Raises:
         UnsupportedModelError: for an architecture that cannot be cut, or not for so many ranks.
     """
-    family = family_of(backbone)
+    family, config = family_of(backbone), backbone.config.get_text_config()
     prefix = f"{backbone.base_model_prefix}.{family.layers}"
     blocks: list[Block] = []
     for index, layer in enumerate(backbone.get_submodule(prefix)):
         if not isinstance(layer, PassThrough):
-            reader = _LayerReader(f"{prefix}.{index}", layer, backbone.config.get_text_config())
-            blocks += reader.blocks(family.tp_plan)
-    _check_sizes(backbone, blocks, tp_size)
-    return tuple(blocks)
-
-
-@dataclass
-class _Found:
-    """What the plan names in one module of a decoder layer."""
-
-    columns: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    rows: list[str] = field(default_factory=list)
-    vectors: list[str] = field(default_factory=list)
-
-
-class _LayerReader:
-    """Reads a decoder layer against a plan.
-
-    Args:
-        name: of the decoder layer within the backbone.
-        layer: the decoder layer, possibly with adapters.
-        config: the configuration of the model of language.
-    """
-
-    def __init__(self, name: str, layer: nn.Module, config: Any) -> None:
-        self.name, self.layer, self.config = name, layer, config
-
-    def blocks(self, plan: Mapping[str, str]) -> Iterator[Block]:
-        """Yield the blocks that the plan makes of the layer; what it names may be elsewhere in other layers."""
-        modules: dict[str, _Found] = {}
-        for key, style in plan.items():
-            parent, _, leaf = key.rpartition(".")
-            if (here := _at(self.layer, key)) is not None and style not in _WHOLE_STYLES:
-                self._note(modules.setdefault(parent, _Found()), leaf, style, here)
-        for module, found in modules.items():
-            if len(found.rows) != 1 or not found.columns:
-                raise self._odd(module, f"{sorted(found.columns)} and {found.rows}")
-            yield self._block(module, found)
-
-    def _note(self, found: _Found, leaf: str, style: str, here: Any) -> None:
-        if style in _ROW_STYLES:
-            found.rows.append(leaf)
-        elif style not in _COLUMN_STYLES:
-            raise self._odd(leaf, repr(style))
-        elif isinstance(here, nn.Parameter) and here.ndim < 3:
-            found.vectors.append(leaf)
-        else:
-            found.columns[leaf] = self._parts(leaf, style, features(here)[1])
-
-    def _block(self, module: str, found: _Found) -> Block:
-        inside = _at(self.layer, module) if module else self.layer
-        has_experts = isinstance(_at(inside, found.rows[0]), nn.Parameter)
-        if has_experts and {name for name, _ in inside.named_parameters()} - {*found.columns, *found.rows}:
-            raise self._odd(module, "experts with other parameters than the plan names")
-        norms = self._norms(inside, found.columns)
-        vectors = (*found.vectors, *(f"{norm}.weight" for norm in norms))
-        is_attention = "att" in module
-        return Block(self.name, module, found.columns, found.rows[0], vectors, tuple(norms), is_attention, has_experts)
-
-    def _norms(self, attention: Any, columns: Mapping[str, tuple[int, ...]]) -> list[str]:
-        """Return the norms over all heads at once."""
-        found = []
-        for norm, layer in _WIDE_NORMS.items():
-            weight = getattr(getattr(attention, norm, None), "weight", None)
-            if weight is not None and layer in columns and len(weight) != getattr(attention, "head_dim", None):
-                if tuple(weight.shape) != (sum(columns[layer]),):
-                    raise self._odd(norm, f"a norm with weights {tuple(weight.shape)}")
-                found.append(norm)
-        return found
-
-    def _parts(self, leaf: str, style: str, whole: int) -> tuple[int, ...]:
-        """Return the sizes of the matrices that the output of a column-parallel layer consists of."""
-        if leaf == "qkv_proj":
-            heads = self.config.num_attention_heads
-            groups = getattr(self.config, "num_key_value_heads", None) or heads
-            channels = whole // (heads + 2 * groups)
-            return heads * channels, groups * channels, groups * channels
-        count = _PACKED.get(leaf, 2 if style == "packed_colwise" else 1)
-        return (whole // count,) * count
-
-    def _odd(self, where: str, got: str) -> UnsupportedModelError:
-        return UnsupportedModelError(
-            f"{self.name}: the tensor parallel plan of its configuration has {got} at {where!r}; allowed: layers cut by"
-            f" outputs ({', '.join(_COLUMN_STYLES)}) before one cut by inputs ({', '.join(_ROW_STYLES)}). Set"
-            " tensor_parallel_size=1."
-        )
-
-
-def features(layer: Any) -> tuple[int, int]:
-    """Return how many features a linear layer, or a parameter `[E, K, D]` of experts, reads and gives."""
-    if isinstance(layer, nn.Parameter):
-        return layer.shape[2], layer.shape[1]
-    base = _frozen(layer)
-    return (base.nx, base.nf) if isinstance(base, Conv1D) else (base.in_features, base.out_features)
-
-
-def _at(module: Any, name: str) -> Any:
-    """Return a module or parameter by name; `None` where there is none."""
-    for leaf in name.split("."):
-        module = getattr(_frozen(module), leaf, None)
-    return module
-
-
-def _frozen(module: Any) -> Any:
-    """Return the frozen layer within the adapters around it, which are several where tasks are of several types."""
-    while (inner := getattr(module, "base_layer", None)) is not None:
-        module = inner
-    return module
-
-
-def _check_sizes(backbone: Any, blocks: Sequence[Block], tp_size: int) -> None:
-    config = backbone.config.get_text_config()
+            blocks += _blocks_of_layer(f"{prefix}.{index}", layer, family.tp_plan, config)
     sizes: dict[str, int] = {}
     if any(block.is_attention for block in blocks):
         heads = config.num_attention_heads
@@ -220,6 +109,97 @@ def _check_sizes(backbone: Any, blocks: Sequence[Block], tp_size: int) -> None:
                 f" sizes that divide the attention heads, the key-value heads and the neurons:"
                 f" {', '.join(map(str, divisors))}."
             )
+    return tuple(blocks)
+
+
+@dataclass
+class _Found:
+    """What the plan names in one module of a decoder layer."""
+
+    columns: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    rows: list[str] = field(default_factory=list)
+    vectors: list[str] = field(default_factory=list)
+
+
+def _blocks_of_layer(name: str, layer: nn.Module, plan: Mapping[str, str], config: Any) -> Iterator[Block]:
+    """Yield the blocks that a plan makes of a decoder layer, possibly with adapters.
+
+    Args:
+        name: name of the layer within the backbone.
+        layer: the decoder layer.
+        plan: the tensor parallel plan of the architecture; some of what it names may only be in other layers.
+        config: the configuration of the language model.
+    """
+
+    def odd(where: str, got: str) -> UnsupportedModelError:
+        return UnsupportedModelError(
+            f"{name}: the tensor parallel plan of its configuration has {got} at {where!r}; allowed: layers cut by"
+            f" outputs ({', '.join(_COLUMN_STYLES)}) before one cut by inputs ({', '.join(_ROW_STYLES)}). Set"
+            " tensor_parallel_size=1."
+        )
+
+    modules: dict[str, _Found] = {}
+    for key, style in plan.items():
+        parent, _, leaf = key.rpartition(".")
+        here = _at(layer, key)
+        if here is None or style in _WHOLE_STYLES:
+            continue
+        found = modules.setdefault(parent, _Found())
+        if style in _ROW_STYLES:
+            found.rows.append(leaf)
+        elif style not in _COLUMN_STYLES:
+            raise odd(leaf, repr(style))
+        elif isinstance(here, nn.Parameter) and here.ndim < 3:
+            found.vectors.append(leaf)
+        else:
+            # The sizes of the matrices that the output of a column-parallel layer consists of.
+            whole = features(here)[1]
+            if leaf == "qkv_proj":
+                heads = config.num_attention_heads
+                groups = getattr(config, "num_key_value_heads", None) or heads
+                channels = whole // (heads + 2 * groups)
+                found.columns[leaf] = heads * channels, groups * channels, groups * channels
+            else:
+                count = _PACKED.get(leaf, 2 if style == "packed_colwise" else 1)
+                found.columns[leaf] = (whole // count,) * count
+    for module, found in modules.items():
+        if len(found.rows) != 1 or not found.columns:
+            raise odd(module, f"{sorted(found.columns)} and {found.rows}")
+        inside = _at(layer, module) if module else layer
+        has_experts = isinstance(_at(inside, found.rows[0]), nn.Parameter)
+        if has_experts and {key for key, _ in inside.named_parameters()} - {*found.columns, *found.rows}:
+            raise odd(module, "experts with other parameters than the plan names")
+        norms = []
+        for norm, follows in _WIDE_NORMS.items():
+            weight = getattr(getattr(inside, norm, None), "weight", None)
+            if weight is not None and follows in found.columns and len(weight) != getattr(inside, "head_dim", None):
+                if tuple(weight.shape) != (sum(found.columns[follows]),):
+                    raise odd(norm, f"a norm with weights {tuple(weight.shape)}")
+                norms.append(norm)
+        vectors = (*found.vectors, *(f"{norm}.weight" for norm in norms))
+        yield Block(name, module, found.columns, found.rows[0], vectors, tuple(norms), "att" in module, has_experts)
+
+
+def features(layer: Any) -> tuple[int, int]:
+    """Return how many features a linear layer, or a parameter `[E, K, D]` of experts, reads and gives."""
+    if isinstance(layer, nn.Parameter):
+        return layer.shape[2], layer.shape[1]
+    base = _frozen(layer)
+    return (base.nx, base.nf) if isinstance(base, Conv1D) else (base.in_features, base.out_features)
+
+
+def _at(module: Any, name: str) -> Any:
+    """Return a module or parameter by name; `None` if there is none."""
+    for leaf in name.split("."):
+        module = getattr(_frozen(module), leaf, None)
+    return module
+
+
+def _frozen(module: Any) -> Any:
+    """Return the frozen layer within the adapters around it, which are several if tasks are of several types."""
+    while (inner := getattr(module, "base_layer", None)) is not None:
+        module = inner
+    return module
 
 
 def held_ranges(parts: Sequence[int], tp_rank: int, tp_size: int) -> Ranges:

@@ -1,26 +1,23 @@
-"""`TensorLinks`: the all-reduces of a tensor parallel group during a pass, and how many bytes they sum.
+"""`TensorParallelModel`: a multi-task model, cut in place to the part of one tensor parallel rank (M section 3.4.2).
 
-All communication of tensor parallelism goes through `TensorLinks.all_reduce`; whoever wants another hTask to compute
-while an all-reduce is under way need only come in between its beginning and its `wait`.
+Frozen weights are cut as Megatron-LM cuts them, and every task's A and B to match (`peft_mux.modeling.sharding`)::
+
+    column-parallel    W [K/n, D]    A whole, partial gradient    B [K/n, R]
+    row-parallel       W [K, D/n]    A [R, D/n]                   B whole, partial gradient
+    experts            [E, K/n, D] and [E, D, K/n], frozen: each rank has a part of every expert
+    head               W [V/n, D]    as column-parallel; a view of the embedding if they are tied
+    everything else    whole on all ranks, which compute the same bits
+
+Modules keep their classes, and the model code of transformers runs as it is; hooks put the all-reduces in
+(`peft_mux.modeling.sharding`). The bias of a row-parallel layer is rank 0's alone. All communication goes through
+`TensorLinks.all_reduce`, or through `TurnLinks` around it if passes run in turns.
+
+Shape letters: K output features, D input features, R rank of an adapter, V vocabulary, n tensor parallel ranks.
 """
-
-# MERGED: `TensorParallelModel`: a multi-task model, cut in place to what one tensor parallel rank holds (M section
-# MERGED: 3.4.2).
-# MERGED: Frozen weights are cut as Megatron-LM cuts them, and every task's A and B to match
-# MERGED: (`peft_mux.modeling.sharding`)::
-# MERGED:     column-parallel    W [K/n, D]    A whole, partial gradient    B [K/n, R]
-# MERGED:     row-parallel       W [K, D/n]    A [R, D/n]                   B whole, partial gradient
-# MERGED:     experts            [E, K/n, D] and [E, D, K/n], frozen: each rank has a part of every expert
-# MERGED:     head               W [V/n, D]    as column-parallel; a view of the embedding where they are tied
-# MERGED:     everything else    whole on all ranks, which compute the same bits
-# MERGED: Modules keep their classes, and the model code of transformers runs as it is; hooks put the all-reduces in
-# MERGED: (`peft_mux.modeling.sharding`). The bias of a row-parallel layer is rank 0's alone.
-# MERGED: Shape letters: K output features, D input features, R rank of an adapter, V vocabulary, n tensor parallel
-# MERGED: ranks.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -64,8 +61,7 @@ class TensorLinks:
     Attributes:
         index: rank of this process within its group.
         size: number of ranks in its group.
-        num_bytes: bytes of the tensors that were summed since `reset`.
-        num_sums: number of tensors that were summed since `reset`.
+        num_bytes: bytes of the tensors that were summed so far.
 
     Raises:
         ProcessError: if another process does not come within the time limit.
@@ -81,7 +77,7 @@ class TensorLinks:
                 "exactly one. Take them from ParallelLayout.tensor_groups."
             )
         self.index, self.size = list(own[0]).index(processes.rank), len(own[0])
-        self.num_bytes, self.num_sums = 0, 0
+        self.num_bytes = 0
         self._processes = processes
         self._group: Any = None
         # Every process makes every group, also those it is not in: `new_group` is collective over the whole run.
@@ -103,18 +99,13 @@ class TensorLinks:
                 "the connections between these shards are closed, as the run has moved or a pass has failed; allowed:"
                 " passes through the model of the present run. Take trainer.model anew."
             )
-        self.num_bytes += tensor.numel() * tensor.element_size()
-        self.num_sums += 1
+        self.num_bytes += tensor.nbytes
         with self._processes.communicating(_WHAT):
             return Pending(dist.all_reduce(tensor, group=self._group, async_op=True), self._processes, _WHAT)
 
-    def reset(self) -> None:
-        """Count from zero."""
-        self.num_bytes, self.num_sums = 0, 0
-
     def close(self) -> None:
         """Close the connections, so that no other rank waits for this process any longer."""
-        # Forgotten first, so that a pass after this meets the error of `all_reduce`, in words, and not a closed group.
+        # Forgotten first, so that a pass after this meets the error of `all_reduce`, and not a closed group.
         group, self._group = self._group, None
         if group is not None:
             self._processes.close_group(group)
@@ -146,39 +137,24 @@ class LayerCut:
         return sum(end - start for start, end in self.ranges)
 
     def take(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return what this process holds of a tensor, contiguous and in memory of its own.
-
-        Args:
-            whole: the whole weight or bias.
-            dim: the dimension that is cut.
-        """
+        """Return this process's part of a weight or bias that is cut along `dim`, contiguous in memory of its own."""
         piece = Piece(tuple(whole.shape), dim, self.ranges)
         # A view would keep the whole weight in memory, of which the process is to hold 1/n.
         return piece.take(whole).clone(memory_format=torch.contiguous_format)
 
-    def piece(self, dim: int | None, part: torch.Tensor) -> Piece:
-        """Return which part of a parameter of an adapter on this layer a process holds.
-
-        Args:
-            dim: the dimension of the parameter that is cut with the layer; `None` where every rank holds all of it.
-            part: the tensor that the process holds of it.
-        """
-        if dim is None:
-            return Piece.whole(part.shape)
-        shape = tuple(self.size if index == dim else length for index, length in enumerate(part.shape))
-        return Piece(shape, dim, self.ranges)
-
 
 class TensorParallelModel:
-    """One tensor parallel rank's part of a model: what was cut, and how tasks that come later are taken in.
+    """One tensor parallel rank's part of a model: which layers were cut, and how later tasks are registered.
+
+    All ranks of a group must hold the same model, whole or already cut to a stage, with the adapters of its tasks
+    injected; each makes this with its own links, and then runs the same passes.
 
     Args:
-        model: the model, whole or cut to a stage; it is cut in place.
+        model: the model; it is cut in place, unless the group has one rank.
         links: all-reduces over the tensor parallel group.
 
     Attributes:
-        model: the model, cut to what this rank holds.
-        links: all-reduces over the tensor parallel group.
+        model: the model, cut to the part of this rank.
         layers: how each layer was cut, by name within the backbone.
 
     Raises:
@@ -186,14 +162,13 @@ class TensorParallelModel:
             changed then.
 
     Example:
-        >>> links = TensorLinks(layout.tensor_groups, processes)  # doctest: +SKIP
-        >>> parallel = TensorParallelModel(model, links)  # doctest: +SKIP
+        >>> parallel = TensorParallelModel(model, TensorLinks(layout.tensor_groups, processes))  # doctest: +SKIP
         >>> model(mux_batch).losses.sum().backward()  # on every rank with the same batch  # doctest: +SKIP
     """
 
     def __init__(self, model: MultiTaskPeftModel, links: TensorParallelLinks) -> None:
         """Cut the frozen weights, and every task's adapter to match."""
-        self.model, self.links = model, links
+        self.model, self._links = model, links
         self.layers: dict[str, LayerCut] = {}
         self._hooks: dict[str, tuple[nn.Module, Any]] = {}
         if links.size == 1:
@@ -201,8 +176,13 @@ class TensorParallelModel:
         blocks = blocks_of(model.backbone, links.size)
         self._attentions = tuple(f"{block.name}." for block in blocks if block.is_attention)
         self._bare = {f"{block.name}.{leaf}" for block in blocks if not block.module for leaf in block.columns}
-        cuts, head = list(self._plan_layers(blocks)), self._plan_head()
-        # All is checked before anything is cut, so that a refused model is left as it was.
+        cuts, head = [], self._planned_head()
+        for block in blocks:
+            if not block.has_experts:
+                cuts += [self._planned(f"{block.name}.{leaf}", parts) for leaf, parts in block.columns.items()]
+                row = f"{block.name}.{block.row}"
+                cuts.append(self._planned(row, features(model.backbone.get_submodule(row))[:1], is_row=True))
+        # Everything is checked before anything is cut, so that a refused model is left as it was.
         for cut in [*cuts, *([] if head is None else [head])]:
             _check_layer(model.backbone.get_submodule(cut.name), cut.name)
         with torch.no_grad():
@@ -211,27 +191,41 @@ class TensorParallelModel:
             if head is not None:
                 self._cut_head(head)
             for block in blocks:
-                self._adjust_block(block)
+                self._cut_block(block)
         model.tp_size = links.size
         for name in model.tasks:
-            # Flat pages anew, since parameters have new shapes.
+            # New flat pages, since parameters have new shapes.
             model.adopt_parameters(name, model.task_parameters(name))
         self.register_pieces(model.tasks)
 
-    # ------------------------------------------------------------------ tasks
-
     def register_pieces(self, names: Sequence[str]) -> None:
-        """Take in tasks whose adapters have the shapes of this rank: note which pieces they are, and hook new layers.
+        """Register tasks whose adapters have the shapes of this rank: note which pieces they are, and hook new layers.
 
-        To be called after `register_tasks`, as PEFT draws adapters of the rank's own shapes; what their weights are
-        is for `TaskRegistry.place_whole` to say.
-
-        Args:
-            names: names of the tasks.
+        To be called after `register_tasks`, as PEFT draws adapters of the rank's own shapes; their weights are set by
+        `TaskRegistry.place_whole`.
         """
-        if self.links.size == 1:
+        if self._links.size == 1:
             return
-        self._hook_layers()
+        backbone, needed_rows = self.model.backbone, partial(rows_needed_now, self.model.stream)
+        for name, cut in self.layers.items():
+            layer = backbone.get_submodule(name)
+            hooked, handle = self._hooks.get(name, (None, None))
+            if hooked is layer:
+                continue
+            # The sum has to be around the adapter, which PEFT may have wrapped around the layer since: the outputs of A
+            # and B, and their gradients, are partial as well.
+            words = getattr(getattr(layer, "base_layer", layer), "vocab_parallel_head", None)
+            new = None
+            if words is not None:
+                new = layer.register_forward_hook(words.complete_logits)
+            elif cut.is_row:
+                new = reduce_output(layer, self._links)
+            elif name in self._bare:
+                # In other blocks the block does this for all of its column-parallel layers together.
+                new = reduce_input_gradient(layer, self._links, needed_rows)
+            if handle is not None:
+                handle.remove()
+            self._hooks[name] = layer, new
         for name in names:
             self.model.registry.forget_pieces(name)
             for key, parameter in self.model.task_parameters(name).items():
@@ -245,42 +239,36 @@ class TensorParallelModel:
         cut = self.layers.get(site)
         if kind is None or cut is None:
             # Layers that are not cut compute the same gradient on all ranks: it counts once, as rank 0's. But what
-            # leads to the heads of several ranks (latent attention's) has of each rank's heads a part.
+            # leads to the heads of several ranks (latent attention's) has a part for the heads of each rank.
             leads_to_heads = site.startswith(self._attentions)
-            return Piece.whole(parameter.shape, adds=leads_to_heads or self.links.index == 0)
-        return cut.piece(kind.cut_dim(key, is_row=cut.is_row), parameter)
+            return Piece.whole(parameter.shape, adds=leads_to_heads or self._links.index == 0)
+        dim = kind.cut_dim(key, is_row=cut.is_row)
+        if dim is None:
+            return Piece.whole(parameter.shape)
+        shape = tuple(cut.size if index == dim else length for index, length in enumerate(parameter.shape))
+        return Piece(shape, dim, cut.ranges)
 
-    # --------------------------------------------------------------- planning
-
-    def _plan_layers(self, blocks: tuple[Block, ...]) -> Iterator[LayerCut]:
-        """Yield how each linear layer of the decoder will be cut."""
-        for block in blocks:
-            if block.has_experts:
-                continue
-            for leaf, parts in block.columns.items():
-                yield self._planned(f"{block.name}.{leaf}", parts)
-            name = f"{block.name}.{block.row}"
-            yield self._planned(name, features(self.model.backbone.get_submodule(name))[:1], is_row=True)
+    # ------------------------------------------------------------------ planning
 
     def _planned(self, name: str, parts: Sequence[int], *, is_row: bool = False) -> LayerCut:
-        return LayerCut(name, is_row, sum(parts), held_ranges(parts, self.links.index, self.links.size))
+        return LayerCut(name, is_row, sum(parts), held_ranges(parts, self._links.index, self._links.size))
 
-    def _plan_head(self) -> LayerCut | None:
-        """Return how the output head will be cut; `None` where there is none of a language model in this process."""
+    def _planned_head(self) -> LayerCut | None:
+        """Return how the output head will be cut; `None` if there is none of a language model in this process."""
         backbone = self.model.backbone
         head = backbone.get_output_embeddings() if self.model.objectives.head.kind.is_shared else None
         if head is None or isinstance(head, PassThrough):
             return None
         name = next(name for name, module in backbone.named_modules() if module is head)
         vocab_size = features(head)[1]
-        if vocab_size < self.links.size:
+        if vocab_size < self._links.size:
             raise UnsupportedModelError(
-                f"{name} has {vocab_size} words for {self.links.size} shards; allowed: at least one word a shard. Set"
+                f"{name} has {vocab_size} words for {self._links.size} shards; allowed: at least one word a shard. Set"
                 " tensor_parallel_size to less."
             )
         return self._planned(name, [vocab_size])
 
-    # ---------------------------------------------------------------- cutting
+    # ------------------------------------------------------------------ cutting
 
     def _cut_layer(self, cut: LayerCut) -> None:
         """Cut one linear layer, and the adapters on it."""
@@ -290,15 +278,22 @@ class TensorParallelModel:
         weight = cut.take(base.weight.data, 1 if cut.is_row != is_transposed else 0)
         base.weight = nn.Parameter(weight, requires_grad=False)
         if base.bias is not None:
-            base.bias = nn.Parameter(self._bias_part(cut, base.bias.data), requires_grad=False)
+            bias_K = base.bias.data
+            if not cut.is_row:
+                bias_K = cut.take(bias_K, 0)
+            elif self._links.index > 0:
+                # Outputs of row-parallel layers are summed, so only one rank may add the bias. Zeros on the others
+                # rather than no bias: Conv1D adds one in any case.
+                bias_K = torch.zeros_like(bias_K)
+            base.bias = nn.Parameter(bias_K, requires_grad=False)
         if cut.is_row:
-            # Where its inputs lie in the whole: dropout draws for the whole width, so that shards drop what one process
-            # would.
+            # The position of its inputs in the whole: dropout draws for the whole width, so that shards drop what one
+            # process would.
             base.input_window = Window(cut.ranges[0][0], cut.size)
-        self._adjust_sizes(cut, layer, base)
+        self._set_sizes(cut, layer, base)
 
     def _cut_head(self, cut: LayerCut) -> None:
-        """Keep the rows of this rank's words: a view where the embedding is the same weight and stays whole."""
+        """Keep the rows of this rank's words: a view if the embedding is the same weight and stays whole."""
         layer: Any = self.model.backbone.get_submodule(cut.name)
         base: Any = getattr(layer, "base_layer", layer)
         ((first, end),) = cut.ranges
@@ -309,103 +304,51 @@ class TensorParallelModel:
         base.weight = nn.Parameter(weight if is_tied else weight.clone(), requires_grad=False)
         if base.bias is not None:
             base.bias = nn.Parameter(base.bias.data[first:end].clone(), requires_grad=False)
-        base.vocab_parallel_head = VocabParallelHead(self.links, first, end, cut.size)
-        self._adjust_sizes(cut, layer, base)
+        base.vocab_parallel_head = VocabParallelHead(self._links, first, end, cut.size)
+        self._set_sizes(cut, layer, base)
 
-    def _bias_part(self, cut: LayerCut, bias_K: torch.Tensor) -> torch.Tensor:
-        """Return this rank's part of a bias `[K]`."""
-        if cut.is_row:
-            # Outputs of row-parallel layers are summed, so only one rank may add the bias. Zeros on the others rather
-            # than no bias: Conv1D adds one in any case.
-            return bias_K if self.links.index == 0 else torch.zeros_like(bias_K)
-        return cut.take(bias_K, 0)
-
-    def _adjust_sizes(self, cut: LayerCut, layer: Any, base: Any) -> None:
+    def _set_sizes(self, cut: LayerCut, layer: Any, base: Any) -> None:
         """Set the new sizes of a layer, and cut every adapter on it to match."""
         self.layers[cut.name] = cut
-        features = "in_features" if cut.is_row else "out_features"
+        size_name = "in_features" if cut.is_row else "out_features"
         if isinstance(base, Conv1D):
             setattr(base, "nx" if cut.is_row else "nf", cut.num_held)
         else:
-            setattr(base, features, cut.num_held)
+            setattr(base, size_name, cut.num_held)
         if layer is base:
             return
-        setattr(layer, features, cut.num_held)
+        setattr(layer, size_name, cut.num_held)
         kind = kind_of_layer(layer)
         assert kind is not None, "layers were checked before they are cut"
         kind.cut(layer, cut)
 
-    def _adjust_block(self, block: Block) -> None:
-        """Cut what a block holds beside its layers, and let it sum the gradient of its input over the ranks."""
+    def _cut_block(self, block: Block) -> None:
+        """Cut the other parameters of a block, and let it sum the gradient of its input over the ranks."""
         module: Any = self.model.backbone.get_submodule(block.name)
         if block.has_experts:
-            self._cut_experts(block, module)
+            # Every expert, frozen as they are, by the features within it.
+            for name, parts in block.columns.items():
+                self._cut_parameter(module, name, 1, parts)
+            self._cut_parameter(module, block.row, 2)
+            reduce_output(module, self._links)
         for name in block.vectors:
             home, _, leaf = name.rpartition(".")
             self._cut_parameter(module.get_submodule(home), leaf, 0)
         for name in block.norms:
-            norm_over_all_ranks(module.get_submodule(name), self.links)
+            norm_over_all_ranks(module.get_submodule(name), self._links)
         if block.is_attention:
-            count_own_heads(module, self.model.backbone.config.get_text_config(), self.links)
+            count_own_heads(module, self.model.backbone.config.get_text_config(), self._links)
         if block.module:
-            reduce_input_gradient(module, self.links, partial(rows_needed_now, self.model.stream))
-
-    def _cut_experts(self, block: Block, experts: Any) -> None:
-        """Cut every expert, frozen as they are, by the features within it."""
-        for name, parts in block.columns.items():
-            self._cut_parameter(experts, name, 1, parts)
-        self._cut_parameter(experts, block.row, 2)
-        reduce_output(experts, self.links)
+            reduce_input_gradient(module, self._links, partial(rows_needed_now, self.model.stream))
 
     def _cut_parameter(self, home: Any, name: str, dim: int, parts: Sequence[int] = ()) -> None:
         whole = getattr(home, name).data
         cut = self._planned(name, parts or whole.shape[dim : dim + 1])
         setattr(home, name, nn.Parameter(cut.take(whole, dim), requires_grad=False))
 
-    def _hook_layers(self) -> None:
-        """Hook sums onto the layers that model code calls, anew when PEFT has wrapped some of them for a task."""
-        for name, cut in self.layers.items():
-            layer = self.model.backbone.get_submodule(name)
-            hooked, handle = self._hooks.get(name, (None, None))
-            if hooked is layer:
-                continue
-            # The sum has to stand around the adapter: what A and B give, forward or backward, is a part as well.
-            new = self._hook(layer, cut)
-            if handle is not None:
-                handle.remove()
-            self._hooks[name] = layer, new
-
-    def _hook(self, layer: Any, cut: LayerCut) -> Any:
-        """Return the handle of the hook of a layer; `None` where it has none."""
-        words = getattr(getattr(layer, "base_layer", layer), "vocab_parallel_head", None)
-        if words is not None:
-            return layer.register_forward_hook(words.complete_logits)
-        if cut.is_row:
-            return reduce_output(layer, self.links)
-        # Elsewhere the block does this for all of its column-parallel layers together.
-        if cut.name not in self._bare:
-            return None
-        return reduce_input_gradient(layer, self.links, partial(rows_needed_now, self.model.stream))
-
-
-def cut_model(model: MultiTaskPeftModel, links: TensorParallelLinks) -> TensorParallelModel:
-    """Cut a model, whole or already cut to a stage, to one tensor parallel rank's part of it, in place.
-
-    All ranks of a group must hold the same model; each calls this with its own links, and then runs the same passes.
-
-    Args:
-        model: the model, with the adapters of its tasks injected.
-        links: all-reduces over the tensor parallel group; nothing is changed where it has one rank.
-
-    Raises:
-        UnsupportedModelError: for an architecture, a number of ranks or a layer that cannot be cut; nothing is
-            changed then.
-    """
-    return TensorParallelModel(model, links)
-
 
 def _check_layer(layer: Any, name: str) -> None:
-    """Refuse what cannot be cut as a matrix."""
+    """Refuse a layer that cannot be cut as a matrix."""
     base = getattr(layer, "base_layer", layer)
     if frozen_weight(base)[0] is None:
         raise UnsupportedModelError(

@@ -19,7 +19,7 @@ import torch.distributed as dist
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks, Turns
-from peft_mux.engine.tensor.parallel import TensorLinks, cut_model
+from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.planning.profiling.subject import RANKS, Subject, config_of
 from peft_mux.scheduler.costs.hardware import MOST_SLOWDOWN, Link, Overlap
 from peft_mux.scheduler.costs.latency import ALL_REDUCES_PER_LAYER, CostModel, whole_pass
@@ -253,7 +253,7 @@ def _cut_pass_times(subject: Subject, links: TensorLinks, names: Sequence[str], 
     ways: list[Callable[[], object]] = []
     if links.size > 1:
         turn_links = TurnLinks(links)
-        cut_model(subject.model, turn_links)
+        TensorParallelModel(subject.model, turn_links)
         interleaving = Interleaving(subject.model, turn_links, width=_NUM_PASSES)
         chains: list[list[MuxBatch]] = [[subject.batch(_LENGTHS, names)] for _ in range(_NUM_PASSES)]
 

@@ -2,7 +2,7 @@
 
 M Eq. 5 spreads a backbone evenly over stages. Its embedding lies on the first stage, though, its output head on the
 last one; tensor parallelism cuts the linear layers and the head and leaves norms and the embedding whole
-(`peft_mux.engine.tensor.parallel`); and FSDP2 gathers one unit after another (`peft_mux.engine.fsdp.backbone`).
+(`peft_mux.engine.tensor.parallel`); and FSDP2 gathers one unit after another (`peft_mux.engine.fsdp`).
 """
 
 from __future__ import annotations

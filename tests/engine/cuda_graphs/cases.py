@@ -29,8 +29,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
-from peft_mux.engine import cuda_graphs as captured
-from peft_mux.engine import cuda_graphs as captured_inputs
+from peft_mux.engine import cuda_graphs
 from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.work import StepWork
@@ -150,17 +149,6 @@ class Silent(Recorded):
         pass
 
 
-class Lying(Recorded):
-    """Replays something else than it captured."""
-
-    def replay(self) -> None:
-        super().replay()
-        for gradient in Lying.gradients:
-            gradient.mul_(1.0 + 1e-5)
-
-    gradients: tuple[torch.Tensor, ...] = ()
-
-
 class Failing(Recorded):
     """Cannot be captured."""
 
@@ -235,15 +223,11 @@ def model_of(*tasks: str, dtype: torch.dtype = torch.float32) -> MultiTaskPeftMo
 class Pair:
     """The same model twice: one runs eagerly, the other one through captured passes."""
 
-    def __init__(
-        self, *tasks: str, make_graph: Callable[[], Any] = Recorded, bf16: bool = False, is_asked: bool = True
-    ) -> None:
+    def __init__(self, *tasks: str, make_graph: Callable[[], Any] = Recorded, bf16: bool = False) -> None:
         dtype = torch.bfloat16 if bf16 else torch.float32
         self.executors = [Executor(model_of(*tasks, dtype=dtype), bf16=bf16) for _ in range(2)]
         replaying = self.executors[1]
-        plain = None if is_asked else replaying._eager_pass
-        self.captured = CapturedPasses(replaying.model, replaying.precision, make_graph, plain=plain)
-        replaying.captured = self.captured
+        self.captured = replaying.captured = CapturedPasses(replaying.model, replaying.precision, make_graph)
 
     @property
     def models(self) -> list[MultiTaskPeftModel]:
@@ -368,7 +352,7 @@ def company() -> dict[str, Any]:
 
 def bounded() -> dict[str, Any]:
     """Only so many graphs are kept."""
-    before, captured.MAX_PASSES = captured.MAX_PASSES, 1
+    before, cuda_graphs.MAX_PASSES = cuda_graphs.MAX_PASSES, 1
     gc.collect()
     alive = len(Recorded.alive)
     pair = Pair("d")
@@ -377,7 +361,7 @@ def bounded() -> dict[str, Any]:
         pair.captured.run(batch({"d": (length,)}))
         gc.collect()
         counts.append([pair.captured.num_captures, len(Recorded.alive) - alive])
-    captured.MAX_PASSES = before
+    cuda_graphs.MAX_PASSES = before
     return {"counts": counts}
 
 
@@ -417,15 +401,15 @@ def poison() -> dict[str, Any]:
 def padding() -> dict[str, Any]:
     """Every amount of padding, from one token of it to all but one, at the sizes of the package and at small ones."""
     found = {}
-    small = captured_inputs.TOKEN_STEP
+    small = cuda_graphs.TOKEN_STEP
     for step, lengths in ((small, (1, 2, 15, 30, 31, 32, 33)), (256, (255, 1))):
-        captured_inputs.TOKEN_STEP = step
+        cuda_graphs.TOKEN_STEP = step
         pair = Pair("c")
         for length in lengths:
-            shape = captured_inputs.Shape.of(batch({"c": (length,)}))
+            shape = cuda_graphs.Shape.of(batch({"c": (length,)}))
             found[f"{length} of {shape.num_tokens}"] = pair.step(batch({"c": (length,)}))
             pair.update()
-    captured_inputs.TOKEN_STEP = small
+    cuda_graphs.TOKEN_STEP = small
     return found
 
 
@@ -495,82 +479,7 @@ def eagerly() -> dict[str, Any]:
     return found
 
 
-def unasked() -> dict[str, Any]:
-    """Nobody has asked for graphs: a shape is captured when it comes again, and all its passes have the same bits."""
-    pair = Pair("a", "c", is_asked=False)
-    model, small, large = pair.models[1], {"a": (5, 3), "c": (4, 2)}, {"a": (40,), "c": (9,)}
-    differences, counts, gains = [], [], []
-    with heard() as said:
-        for lengths in (small, large, small, small, large):
-            differences.append(pair.step(batch(lengths)))
-            counts.append(pair.captured.num_captures)
-            gains.append({name: gradients(model, name) for name in "ac"})
-            for one in pair.models:
-                for name in one.tasks:
-                    for page in one.registry.slab_of(name).pages:
-                        page.values.grad.zero_()
-    same = [
-        torch.equal(gains[first][task][key], gains[again][task][key])
-        for first, again in ((0, 2), (0, 3), (1, 4))
-        for task in "ac"
-        for key in gains[0][task]
-    ]
-    return {"differences": differences, "counts": counts, "same bits": all(same), "said": said}
-
-
-def unproven() -> dict[str, Any]:
-    """Nobody has asked for graphs, and those that there are cannot be shown to be right: eager passes, said once."""
-    found: dict[str, Any] = {}
-
-    def look(name: str, make_graph: Callable[[], Any], change: Callable[[Pair], None] = lambda pair: None) -> None:
-        pair = Pair("a", "b", make_graph=make_graph, is_asked=False)
-        gc.collect()
-        alive = len(Recorded.alive)
-        change(pair)
-        with heard() as said:
-            differences = []
-            for step in range(4):
-                differences.append(pair.step(batch({"a": (5,), "b": (3,)}, step=step)))
-                pair.update()
-            differences.append(pair.step(batch({"a": (7,)}, step=4)))
-        gc.collect()
-        graphs = len(Recorded.alive) - alive
-        found[name] = {"said": said, "differences": differences, "count": pair.captured.num_captures, "graphs": graphs}
-
-    def lie(pair: Pair) -> None:
-        model = pair.models[1]
-        for name in model.tasks:
-            model.registry.slab_of(name).bind_gradients()
-        Lying.gradients = tuple(page.values.grad for name in model.tasks for page in model.registry.slab_of(name).pages)
-
-    look("other numbers", Lying, lie)
-    look("capture fails", Failing)
-    write = captured_inputs._write
-
-    def wrong(batch: MuxBatch, parts: Any) -> None:
-        write(batch, parts)
-        parts["weights"] *= 1.01
-
-    captured_inputs._write = wrong
-    look("wrong inputs", Recorded)
-    captured_inputs._write = write
-    backward = _Attention.backward
-    generator = torch.Generator().manual_seed(0)
-
-    def restless(ctx: Any, *grads: Any) -> Any:
-        with unwatched():
-            found = backward(ctx, *grads)
-            return (found[0] * (1 + 1e-6 * torch.randn(found[0].shape, generator=generator)), *found[1:])
-
-    _Attention.backward = staticmethod(restless)  # type: ignore[method-assign]
-    look("restless attention", Recorded)
-    _Attention.backward = staticmethod(backward)  # type: ignore[method-assign]
-    return found
-
-
 CASES = [
-    unasked,
-    unproven,
     several_steps,
     draws,
     company,
@@ -589,7 +498,7 @@ def main(names: list[str]) -> None:
     keep_patches()
     # Only where a case listens may a pass run eagerly: it would be right, and prove nothing.
     warnings.filterwarnings("error", message="passes run eagerly")
-    captured_inputs.TOKEN_STEP = 32  # the interpreter takes its time for every row
+    cuda_graphs.TOKEN_STEP = 32  # the interpreter takes its time for every row
     lora_pass.runs_kernels = lambda device: True
     attention.varlen_support = lambda *args, **kwargs: None
     kernel = as_kernel("torch", varlen_stand_in)

@@ -18,15 +18,15 @@ from transformers.pytorch_utils import Conv1D
 
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.executor import Executor
-from peft_mux.engine.fsdp.backbone import gathering_mesh, shard_backbone
-from peft_mux.engine.fsdp.executors import DeferredSync, ShardedExecutor, ShardedPipelineExecutor, shard_stage
+from peft_mux.engine.fsdp import shard_backbone
 from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.parallelize import shard_frozen_weights
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tensor.parallel import TensorLinks, cut_model
+from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.pipeline.template import build_template
@@ -217,7 +217,7 @@ def train_layout(kind: str, layout: ParallelLayout, processes: Processes, links:
     """Train as one process of a replica of stages, shards, or both."""
     model, place, replica = mux_model(kind), layout.place(processes.rank), layout.replicas[0]
     stage = StageModel(model, StageLayout.of(NUM_LAYERS, replica.pp), place.stage) if replica.pp > 1 else None
-    cut_model(model, links)
+    TensorParallelModel(model, links)
     sync = GradientSync(model, processes, layout)
     if stage is None:
         return train(Executor(model, sync=sync), model, folder, sync)
@@ -227,10 +227,11 @@ def train_layout(kind: str, layout: ParallelLayout, processes: Processes, links:
     return seen
 
 
-def train_sharded(kind: str, processes: Processes, mesh: Any, folder: Path) -> Seen:
+def train_sharded(kind: str, processes: Processes, folder: Path) -> Seen:
     """Train with a backbone that is sharded over all processes; the first has all rows."""
     model = mux_model(kind)
-    executor = ShardedExecutor(shard_backbone(model, processes, mesh))
+    sync = GradientSync(model, processes, is_deferred=True)
+    executor = Executor(model, sync=sync, sharded=shard_backbone(model, processes))
     return train(executor, model, folder, has_rows=processes.rank == 0)
 
 
@@ -238,9 +239,10 @@ def train_sharded_stage(kind: str, layout: ParallelLayout, processes: Processes,
     """Train as one of two stages whose weights are sharded over the replicas; the first replica has all rows."""
     model, place = mux_model(kind), layout.place(processes.rank)
     stage = StageModel(model, StageLayout.of(NUM_LAYERS, layout.replicas[0].pp), place.stage)
-    backbone = shard_stage(stage, processes, layout)
-    sync = DeferredSync(model, processes, layout)
-    executor = ShardedPipelineExecutor(stage, two_stages(), backbone, pipelines=layout.pipelines, sync=sync)
+    backbone = shard_frozen_weights(model, stage, processes, layout)
+    sync = GradientSync(model, processes, layout, is_deferred=True)
+    options: dict[str, Any] = {"pipelines": layout.pipelines, "sync": sync, "sharded": backbone}
+    executor = PipelineExecutor(stage, two_stages(), processes, **options)
     seen = train(executor, model, folder, sync, has_rows=place.replica == 0)
     executor.links.close()
     return seen
@@ -256,13 +258,12 @@ def conform(rank: int, kinds: Sequence[str], folder: Path) -> dict[str, dict[str
     """Train every family as one of two stages, as one of two shards, and with half of the frozen weights."""
     processes = connected(rank, 2)
     pp, tp = ParallelLayout.of(2, pp=2), ParallelLayout.of(2, tp=2)
-    mesh = gathering_mesh(processes)
     alone, both = TensorLinks(pp.tensor_groups, processes), TensorLinks(tp.tensor_groups, processes)
     return {
         kind: {
             "pp": train_layout(kind, pp, processes, alone, folder),
             "tp": train_layout(kind, tp, processes, both, folder),
-            "fsdp": train_sharded(kind, processes, mesh, folder),
+            "fsdp": train_sharded(kind, processes, folder),
         }
         for kind in kinds
     }

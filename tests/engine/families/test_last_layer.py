@@ -18,7 +18,7 @@ from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tensor.parallel import TensorLinks, cut_model
+from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.modeling.backbone.families import FAMILIES
 from peft_mux.modeling.backbone.modules import find_layers
 from peft_mux.modeling.last_layer import LastLayerForward
@@ -68,7 +68,7 @@ def train(kind: str, layout: ParallelLayout, processes: Processes, links: Tensor
         stage = StageModel(model, StageLayout.of(cases.NUM_LAYERS, replica.pp), place.stage)
     else:
         model.last_layer.prove(model)
-    cut_model(model, links)
+    TensorParallelModel(model, links)
     if stage is not None:
         stage.prove_last_layer()
     model.last_layer.check_cut(model)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 from peft import LoraConfig
+from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
 from peft_mux.arguments import MultiTaskTrainingArguments
@@ -18,8 +19,8 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor
-from peft_mux.engine.fsdp.backbone import ShardedBackbone, gathering_mesh, shard_backbone
-from peft_mux.engine.fsdp.executors import ShardedExecutor
+from peft_mux.engine.fsdp import ShardedBackbone, shard_backbone
+from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.optimizer import TaskOptimizer, non_finite_reason
 from peft_mux.engine.work import StepWork
@@ -234,7 +235,7 @@ def train(case: Case, rank: int, folder: Path, sharded: bool) -> Seen:
         if whole is not None:
             seen.bytes_by_step.append(whole.num_bytes - before)
             own = len(work.micro_batches)
-            seen.passes.append((own, max(n[0] for n in whole.processes.exchange([own]))))
+            seen.passes.append((own, max(n[0] for n in executor.sync.processes.exchange([own]))))
         for name in names:
             norm = optimizers[name].gradient_norm()
             loss = result.losses[name].item()
@@ -249,7 +250,7 @@ def train(case: Case, rank: int, folder: Path, sharded: bool) -> Seen:
         step_work(case, NUM_STEPS, list(optimizers), rank, world_size).micro_batches
     )
     if whole is not None:
-        seen.local_bytes, seen.closed_form = whole.local_bytes, whole.bytes_per_pass()
+        seen.local_bytes, seen.closed_form = local_bytes(model), bytes_per_pass(whole, world_size)
     seen.weights = {
         name: {key: value.detach().clone().numpy() for key, value in model.task_parameters(name).items()}
         for name in optimizers
@@ -257,11 +258,37 @@ def train(case: Case, rank: int, folder: Path, sharded: bool) -> Seen:
     return seen
 
 
-def make_executor(model: MultiTaskPeftModel, rank: int, world_size: int) -> tuple[ShardedExecutor, ShardedBackbone]:
+def make_executor(model: MultiTaskPeftModel, rank: int, world_size: int) -> tuple[Executor, ShardedBackbone]:
     """Divide a model's backbone among the processes, and return what runs it."""
     processes = join(rank, world_size)
-    whole = shard_backbone(model, processes, gathering_mesh(processes))
-    return ShardedExecutor(whole), whole
+    whole = shard_backbone(model, processes)
+    return Executor(model, sync=GradientSync(model, processes, is_deferred=True), sharded=whole), whole
+
+
+def local_bytes(model: MultiTaskPeftModel) -> int:
+    """Return the bytes of frozen weights that this process holds between passes."""
+    own = {id(item) for name in model.tasks for item in model.task_parameters(name).values()}
+    frozen = [item for item in model.backbone.parameters() if id(item) not in own]
+    return sum((item.to_local() if isinstance(item, DTensor) else item).nbytes for item in frozen)
+
+
+def bytes_per_pass(backbone: ShardedBackbone, num_shards: int, virtual_stage: int = 0) -> int:
+    """Return the bytes of frozen weights that a process receives in one forward and backward: the closed form.
+
+    A unit of weights `[K_i, ...]` over n processes brings the other n - 1 shards of `ceil(K_i / n)` rows each.
+    """
+    units = {id(unit) for part in backbone._parts for unit in backbone.forward_units(part)}
+    total = 0
+    for unit in backbone.forward_units(virtual_stage) + backbone.backward_units(virtual_stage):
+        stack = [unit]
+        while stack:
+            module = stack.pop()
+            for item in module.parameters(recurse=False):
+                if isinstance(item, DTensor):
+                    rows = -(-item.shape[0] // num_shards)
+                    total += (num_shards - 1) * rows * (item.numel() // item.shape[0]) * item.element_size()
+            stack += [child for child in module.children() if id(child) not in units]
+    return total
 
 
 def join(rank: int, world_size: int) -> Processes:
@@ -320,19 +347,11 @@ def changed_between_passes(rank: int | None) -> tuple[dict[str, Any], bool]:
 
 
 def used_through_a_view(rank: int, folder: Path) -> dict[str, Any]:
-    """Use one task's model as PEFT's: by layers together, and whole, where each process does as it likes."""
+    """Use one task's model as PEFT's, and save it."""
     model = mux_model(Case("llama"))
-    _, whole = make_executor(model, rank, int(os.environ["WORLD_SIZE"]))
+    make_executor(model, rank, int(os.environ["WORLD_SIZE"]))
     model.eval()
-    view, ids = model.task_view("a"), torch.arange(1, 8)[None]
-    facts: dict[str, Any] = {"local_before": whole.local_bytes}
     with torch.no_grad():
-        facts["logits"] = view(input_ids=ids).logits.numpy()
-    with whole.unsharded():
-        before = whole.num_bytes
-        model.verify()
-        tokens = view.generate(input_ids=ids[:, : 3 + rank], max_new_tokens=4 + 2 * rank, do_sample=False)
-        facts |= {"tokens": tokens.tolist(), "bytes_within": whole.num_bytes - before}
-    facts["local_after"] = whole.local_bytes
+        logits = model.task_view("a")(input_ids=torch.arange(1, 8)[None]).logits.numpy()
     model.save_task("a", folder / f"a{rank}")
-    return facts
+    return {"logits": logits}

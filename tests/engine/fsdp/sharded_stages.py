@@ -14,14 +14,16 @@ import torch.distributed as dist
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.executor import Executor
-from peft_mux.engine.fsdp.executors import DeferredSync, ShardedPipelineExecutor, shard_stage
+from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.parallelize import shard_frozen_weights
+from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.work import StepWork
 from tests.engine.families.family_cases import gather_weights
-from tests.engine.fsdp.cases import frozen_bytes
+from tests.engine.fsdp.cases import bytes_per_pass, frozen_bytes, local_bytes
 from tests.engine.pipeline import stage_cases
 from tests.engine.pipeline.stage_cases import BUCKETS, HTASKS, LENGTHS, MAX_TOKENS, NUM_LAYERS, NUM_STEPS, Case, Seen
 
@@ -61,10 +63,10 @@ def train(rank: int, case: Case, folder: Path) -> Shown:
     layout = StageLayout.of(NUM_LAYERS, 2, num_chunks=case.num_chunks, layers_per_stage=case.layers_per_stage)
     stage = StageModel(stage_cases.mux_model(case), layout, place.stage)
     shown = Shown(Seen(), stage_bytes=frozen_bytes(stage.model))
-    backbone = shard_stage(stage, processes, LAYOUT)
-    sync = DeferredSync(stage.model, processes, LAYOUT)
     plan = PipelinePlan(stage_cases.template_of(case, 2), HTASKS, BUCKETS, tuple(stage_cases.loads_of(2, (1000, 700))))
-    executor = ShardedPipelineExecutor(stage, plan, backbone, pipelines=LAYOUT.pipelines, sync=sync)
+    executor = make_executor(stage, plan, processes)
+    backbone, sync = executor.sharded, executor.sync
+    assert backbone is not None, "it was made with one"
     optimizers = {name: stage_cases.optimizer_of(stage.model, name, folder) for name in stage.model.tasks}
     for step in range(NUM_STEPS):
         if case.poison and step == 1:
@@ -76,24 +78,29 @@ def train(rank: int, case: Case, folder: Path) -> Shown:
         shown.received = backbone.num_bytes - before
     both = [plan.slots(step_work(step, tasks, replica).micro_batches) for replica in (0, 1)]
     shown.most_passes = sum(max(len(one), len(other)) for one, other in zip(*map(dict.values, both), strict=True))
-    shown.num_passes, shown.held = len(work.micro_batches), backbone.local_bytes
-    shown.bytes_per_pass = sum(backbone.bytes_per_pass(virtual_stage=number) for number in stage.virtual_stages)
+    shown.num_passes, shown.held = len(work.micro_batches), local_bytes(stage.model)
+    shown.bytes_per_pass = sum(bytes_per_pass(backbone, 2, number) for number in stage.virtual_stages)
     rows = step_work(NUM_STEPS, list(optimizers), place.replica).micro_batches
-    shown.evaluated = {name: loss.item() for name, loss in executor.forward_losses(rows).items()}
+    shown.evaluated = {name: loss.item() for name, loss in executor.forward_sums(rows).losses.items()}
     shown.weights = {name: gather_weights(stage.model, name, sync) for name in optimizers}
     executor.links.close()
     return shown
+
+
+def make_executor(stage: StageModel, plan: PipelinePlan, processes: Processes) -> PipelineExecutor:
+    """Divide the weights of a stage among the replicas, and return what runs it."""
+    backbone = shard_frozen_weights(stage.model, stage, processes, LAYOUT)
+    sync = GradientSync(stage.model, processes, LAYOUT, is_deferred=True)
+    return PipelineExecutor(stage, plan, processes, pipelines=LAYOUT.pipelines, sync=sync, sharded=backbone)
 
 
 def follow_apart(rank: int, case: Case) -> None:
     """Take a step in which the second replica follows another template."""
     processes, place = join(rank), LAYOUT.place(rank)
     stage = StageModel(stage_cases.mux_model(case), StageLayout.of(NUM_LAYERS, 2), place.stage)
-    backbone = shard_stage(stage, processes, LAYOUT)
     other = stage_cases.CASES["llama-gpipe" if place.replica else "llama-1f1b"]
     plan = PipelinePlan(stage_cases.template_of(other, 2), HTASKS, BUCKETS)
-    sync = DeferredSync(stage.model, processes, LAYOUT)
-    executor = ShardedPipelineExecutor(stage, plan, backbone, pipelines=LAYOUT.pipelines, sync=sync)
+    executor = make_executor(stage, plan, processes)
     executor.run(step_work(0, list(stage.model.tasks), place.replica))
 
 
@@ -124,5 +131,5 @@ def evaluated_alone(case: Case, weights: Any) -> dict[str, float]:
         for name, own in weights.items():
             for key, parameter in model.task_parameters(name).items():
                 parameter.copy_(torch.from_numpy(own[key]))
-    found = Executor(model).forward_losses(stage_cases.step_work(NUM_STEPS, list(LENGTHS)).micro_batches)
+    found = Executor(model).forward_sums(stage_cases.step_work(NUM_STEPS, list(LENGTHS)).micro_batches).losses
     return {name: loss.item() for name, loss in found.items()}

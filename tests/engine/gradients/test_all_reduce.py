@@ -182,7 +182,7 @@ def test_parts_that_are_no_whole_are_an_error_on_every_process() -> None:
 # ---------------------------------------------------------------- one process
 
 
-def test_bytes_of_two_shards_are_the_partial_sums_and_two_numbers_a_task() -> None:
+def test_bytes_of_two_shards_are_the_partial_sums() -> None:
     """A of column-parallel and B of row-parallel layers, r * D * 4 bytes each; the rest lies in one shard alone."""
     layout, model = ParallelLayout.parse("<2,1>"), cases.part_of(ParallelLayout.parse("<2,1>"), 0)
 
@@ -195,10 +195,9 @@ def test_bytes_of_two_shards_are_the_partial_sums_and_two_numbers_a_task() -> No
             return [value, {name: holding_of(other, name) for name in value}]
 
     sync = GradientSync(model, Both(), layout)
-    assert sync.bundled is not None
-    sync.bundled.exchange_holdings(["some"])
+    sync.exchange_holdings(["some"])
     # q_proj is column-parallel, o_proj row-parallel; hidden size 32, rank 3, in each of 2 layers.
-    assert sync.bytes_per_step(["some"]) == 2 * (3 * 32 + 3 * 32) * 4 + 4 + 8
+    assert sum(bundle.num_bytes for bundle in sync.cells_of("some").bundles) == 2 * (3 * 32 + 3 * 32) * 4
 
 
 def test_a_process_that_is_alone_sums_nothing_and_has_the_norms_of_its_own() -> None:
@@ -207,7 +206,7 @@ def test_a_process_that_is_alone_sums_nothing_and_has_the_norms_of_its_own() -> 
     for task in cases.TASKS:
         sync.model.registry.slab_of(task).bind_gradients()
     shown = cases.seen(sync, cases.one_step(sync, layout, 0, step=1))
-    assert shown["num_bytes"] == sync.bytes_per_step(cases.TASKS) == 0
+    assert shown["num_bytes"] == 0
     for task, gradients in shown["gradients"].items():
         expected = math.sqrt(sum(float(np.square(gradient, dtype=np.float64).sum()) for gradient in gradients.values()))
         assert shown["norms"][task] == pytest.approx(expected, rel=1e-5)

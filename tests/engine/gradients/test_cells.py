@@ -38,7 +38,7 @@ def summed(
                 buffers.append(bundle.pack(rank, gradients[rank], parts[rank].pieces))
             else:
                 buffers.append(pages[rank][parts[rank].own.index(bundle.page)])
-            assert len(buffers[-1]) == bundle.num_elements
+            assert buffers[-1].nbytes == bundle.num_bytes
         total = torch.stack(buffers).sum(0)
         for rank, buffer in zip(bundle.holders, buffers, strict=True):
             buffer.copy_(total)
@@ -97,7 +97,8 @@ def test_each_process_sums_what_it_shares_with_others_and_nothing_else(task: cas
         in_place = [bundle.page for bundle in part.bundles if bundle.page is not None]
         gaps = sum(page.num_elements for page in in_place)
         gaps -= sum(math.prod(one.piece.part_shape) for page in in_place for one in page.parameters)
-        assert part.num_bytes == 8 * (sum(cell.num_elements for cell in shared) + gaps)
+        num_elements = sum(cell.num_elements for cell in shared) + gaps
+        assert sum(bundle.num_bytes for bundle in part.bundles) == 8 * num_elements
         # What is packed is one message for each set of holders.
         packed = [bundle.holders for bundle in part.bundles if bundle.page is None]
         assert len(packed) == len(set(packed))

@@ -82,14 +82,14 @@ def run_watched(schedule: Any, num_chunks: int, work: StepWork) -> list[tuple[st
     plan = PipelinePlan(template, stage_cases.HTASKS, stage_cases.BUCKETS)
     sync = cases.RecordingSync(stage.model, Processes())
     executor = PipelineExecutor(stage, plan, Processes(), sync=sync)
-    backward = executor.actions.backward
+    backward = executor._backward
 
-    def watched(action: Any) -> None:
-        backward(action)
-        done = executor.actions.slots[action.slot]
+    def watched(action: Any, traffic: Any) -> None:
+        backward(action, traffic)
+        done = traffic.slots[action.slot]
         sync.events.append(("backward", (action.chunk, [id(micro_batch) for micro_batch in done])))
 
-    executor.actions.backward = watched  # type: ignore[method-assign]
+    executor._backward = watched  # type: ignore[method-assign]
     executor.run(work)
     return sync.events
 
@@ -123,4 +123,4 @@ def test_a_pipeline_without_a_sync_adds_nothing_up_and_counts_no_norms() -> None
     executor = PipelineExecutor(stage, PipelinePlan(template, stage_cases.HTASKS, stage_cases.BUCKETS), Processes())
     result = executor.run(stage_cases.step_work(0, ["a"]))
     assert (result.norms, executor.sync.num_bytes) == (None, 0)
-    assert executor.gather("word") == ["word"]
+    assert executor.sync.gather("word") == ["word"]

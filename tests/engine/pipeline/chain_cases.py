@@ -67,18 +67,18 @@ def alone(case: stages.Case, *, is_split: bool) -> list[tuple[dict[str, float], 
 
 def watch(executor: Any, events: list[str]) -> None:
     """Note each pass and each message of hidden states as they come."""
-    forward = executor.model.forward
+    forward = executor.stage.forward
 
     def noted(place: int, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> Any:
         events.append(f"pass {place}: " + " ".join(f"{p.task}{p.row}@{p.start}" for p in batch.parts if not p.is_whole))
         return forward(place, batch, hidden_TD)
 
-    executor.model.forward = noted
+    executor.stage.forward = noted
     for (kind, target), outgoing in executor.links.outgoing.items():
         put = outgoing.put
 
         def sent(key: Any, tensor: torch.Tensor, what: str = f"{kind} to {target}", put: Any = put) -> None:
-            events.append(f"{what}: {key.bucket}.{key.micro_batch}.{key.number}/{key.chunk}")
+            events.append(f"{what}: {key.slot.bucket}.{key.slot.micro_batch}.{key.number}/{key.chunk}")
             put(key, tensor)
 
         outgoing.put = sent
@@ -87,14 +87,14 @@ def watch(executor: Any, events: list[str]) -> None:
 def run_stage(name: str, processes: Processes, folder: Path) -> None:
     """Run the steps of a case as one stage, and leave what was seen."""
     executor, _ = stages.make_stage(CASES[name], processes, folder)
-    model, events, losses = executor.model.model, [], []
+    model, events, losses = executor.model, [], []
     watch(executor, events)
     for step in range(NUM_STEPS):
         result = executor.run(step_work(step))
         losses.append({task: loss.item() for task, loss in result.losses.items()})
         save_tensors(folder / f"{name}-{step}-{processes.rank}.safetensors", gradients_of(model))
     num_events = len(events)
-    forward_losses = executor.forward_losses(step_work(NUM_STEPS).micro_batches)
+    forward_losses = executor.forward_sums(step_work(NUM_STEPS).micro_batches).losses
     facts = {
         "losses": losses,
         "events": events[:num_events],

@@ -19,6 +19,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import timedelta
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -49,6 +50,7 @@ from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.pipeline.traffic import Traffic
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.optimizer import TaskOptimizer, non_finite_reason
 from peft_mux.engine.work import StepResult, StepWork
@@ -58,7 +60,7 @@ from peft_mux.scheduler.pipeline.template import Action, BucketLoad, PipelineTem
 from peft_mux.storage import load_tensors, pack_state, save_tensors, unpack_state
 from peft_mux.task import Task, resolve
 
-VOCABULARY, NUM_LAYERS, NUM_STEPS = 97, 8, 3
+VOCABULARY, HIDDEN_SIZE, NUM_LAYERS, NUM_STEPS = 97, 32, 8, 3
 HTASKS = (("a", "b"), ("c",), ("d", "e"))
 BUCKETS = ((0, 1), (2,))
 NUM_SLOTS = (4, 3)
@@ -314,6 +316,15 @@ def loads_of(num_stages: int, activation_bytes: tuple[int, ...]) -> list[BucketL
     ]
 
 
+def traffic_of(template: PipelineTemplate, slots: Any, stage: int) -> Traffic:
+    """Return the messages of a stage without channels, all of whose gradients go back."""
+    links: Any = SimpleNamespace(incoming={}, outgoing={})
+    layout = StageLayout.of(NUM_LAYERS, template.num_stages, num_chunks=template.num_chunks)
+    model: Any = SimpleNamespace(stage=stage, layout=layout, hidden_size=HIDDEN_SIZE, dtype=torch.float32)
+    model.gradient_rows = lambda virtual_stage, batch: None
+    return Traffic(links, model, template, slots)
+
+
 def make_stage(case: Case, processes: Processes, folder: Path) -> tuple[PipelineExecutor, dict[str, Any]]:
     """Return this process's part of a case: its executor and its optimizers."""
     size = processes.world_size
@@ -331,7 +342,7 @@ def train_stage(name: str, processes: Processes, folder: Path) -> None:
     """Train a case as one stage, and write what was seen; rank 0 also writes whole states."""
     case = CASES[name]
     executor, optimizers = make_stage(case, processes, folder)
-    model = executor.model.model
+    model = executor.model
     seen = train(executor, model, optimizers, steps=range(NUM_STEPS), poisons=case.poison)
     facts = {
         "losses": seen.losses,
@@ -360,9 +371,8 @@ def train_window(name: str, processes: Processes, folder: Path) -> None:
     case_name, _, odd = name.partition("+")
     case, fails_here = CASES[case_name], bool(odd) and processes.rank == processes.world_size - 1
     executor, optimizers = make_stage(case, processes, folder)
-    model, seen = executor.model.model, Seen()
-    assert executor.sync.bundled is not None, "stages hold parts"
-    executor.sync.bundled.exchange_holdings(list(optimizers))
+    model, seen = executor.model, Seen()
+    executor.sync.exchange_holdings(list(optimizers))
 
     def update(step: int, losses: Mapping[str, torch.Tensor], norms: Mapping[str, torch.Tensor]) -> list[str]:
         for task in set(losses) - set(seen.failures):
@@ -471,7 +481,7 @@ def memory(name: str, processes: Processes, folder: Path) -> None:
 def resume(name: str, processes: Processes, folder: Path) -> None:
     """Go on for one step from the states that lie in the folder, whatever layout wrote them."""
     executor, optimizers = make_stage(CASES[name], processes, folder)
-    model = executor.model.model
+    model = executor.model
     for task in model.tasks:
         join_state(read_state(folder / f"start-{task}"), model.task_parameters(task), optimizers[task])
     seen = train(executor, model, optimizers, steps=range(NUM_STEPS - 1, NUM_STEPS))

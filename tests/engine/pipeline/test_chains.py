@@ -14,11 +14,11 @@ import torch
 
 from peft_mux.data.batch import chains_of
 from peft_mux.engine.pipeline.executor import PipelineExecutor
-from peft_mux.engine.pipeline.links import Messages
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.pipeline.traffic import Key
 from peft_mux.engine.processes import Processes
-from peft_mux.scheduler.pipeline.template import SCHEDULES, Slot, build_template
+from peft_mux.scheduler.pipeline.template import SCHEDULES, build_template
 from tests.engine.pipeline import chain_cases as cases
 from tests.engine.pipeline import stage_cases as stages
 from tests.engine.processes.cases import run_in_session
@@ -101,7 +101,7 @@ def test_each_part_is_sent_on_before_the_next_one_is_computed_and_gradients_come
 @pytest.mark.parametrize("name", ["llama-interleaved", "gpt2-mux"])
 def test_losses_without_gradients_are_those_of_one_process(name: str, folder: Path) -> None:
     model = stages.mux_model(cases.CASES[name])
-    wanted = stages.Executor(model).forward_losses(cases.step_work(cases.NUM_STEPS, is_split=False).micro_batches)
+    wanted = stages.Executor(model).forward_sums(cases.step_work(cases.NUM_STEPS, is_split=False).micro_batches).losses
     for rank in range(WORLD):
         found = facts_of(folder, name, rank)["forward_losses"]
         assert found == pytest.approx({task: loss.item() for task, loss in wanted.items()}, rel=1e-5)
@@ -136,18 +136,14 @@ def test_parts_stay_in_one_micro_batch_of_their_bucket_and_both_ends_agree_on_th
         assert len(homes) == len(chain)
         assert len(set(homes)) == 1
     for stage, row in enumerate(plan.template.actions):
-        messages = Messages(plan.template, slots, stage)
-        needed = [(a.kind, key) for a in row if messages.source(a) for key in messages.keys(a, a.chunk)]
-        arriving = [
-            (kind, key) for kind in "FB" for other in range(3) for key, *_ in messages.expected(kind, other, 32)
-        ]
-        assert sorted(needed) == sorted(arriving)
+        traffic = stages.traffic_of(plan.template, slots, stage)
+        needed = [(a.kind, Key(a.slot, n, a.chunk)) for a in row if traffic.source(a) for n in traffic.numbers(a)]
+        arriving = [(kind, one) for kind in "FB" for other in range(3) for one in traffic.expected(kind, other)]
+        assert sorted(needed) == sorted((kind, one.key) for kind, one in arriving)
         for action in row:
-            numbers = list(messages.numbers(action))
+            numbers = list(traffic.numbers(action))
             passes = slots[action.slot]
             is_reversed = action.kind == "B" and any(one.parts for one in passes)
             assert numbers == sorted(range(len(passes)), reverse=is_reversed)
-        for kind in "FB":
-            for other in range(3):
-                for key, shape, _ in messages.expected(kind, other, 32):
-                    assert shape == (slots[Slot(key.bucket, key.micro_batch)][key.number].num_tokens, 32)
+        for _, (key, shape, _) in arriving:
+            assert shape == (slots[key.slot][key.number].num_tokens, stages.HIDDEN_SIZE)

@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
 
-from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
+from peft_mux import ChunkPackingCollator, MultiTaskPeftModel, MultiTaskTrainingArguments
 from peft_mux.engine.parallelize import register_tasks
-from peft_mux.engine.pipeline.actions import StageActions, StageTraffic
-from peft_mux.engine.pipeline.links import Shelf
+from peft_mux.engine.pipeline import executor as pipeline
+from peft_mux.engine.pipeline.links import Channel
+from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel
+from peft_mux.engine.pipeline.traffic import Traffic
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.tasks.resolved import resolve_tasks
 from peft_mux.engine.work import StepSums
 from peft_mux.modeling.stream import Stream
 from peft_mux.scheduler.pipeline.template import BucketLoad, PipelineTemplate, Slot, build_template
 from tests.kernels.lora.watching import rows_left_out
+from tests.modeling.adapters.alone import task
 from tests.planning.cases import llama
 
 LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
@@ -61,7 +68,7 @@ def gradients(names: tuple[str, ...], num_chunks: int) -> Gradients:
     batch, hidden_TD, passed = batch_of(names), None, []
     for virtual_stage in range(layout.last_virtual_stage + 1):
         stage = next(one for one in stages if virtual_stage in one.virtual_stages)
-        stage.prepare(list(names))
+        stage.model.prepare_pass(list(names))
         output = stage.forward(virtual_stage, batch, hidden_TD).output
         passed.append((hidden_TD, output))
         hidden_TD = output.detach().requires_grad_()
@@ -108,12 +115,16 @@ def test_gradients_are_those_of_stages_that_go_all_the_way_down(
         torch.testing.assert_close(gradient, wanted[key], rtol=1e-5, atol=1e-8)
 
 
-def test_a_stage_knows_how_deep_the_tasks_lie_that_come_later() -> None:
+def test_a_stage_knows_how_deep_the_tasks_lie_that_come_later(tmp_path: Path) -> None:
     _, (_, second) = stages_of(1)
     model = second.model
-    late = LoraConfig(r=2, target_modules=LINEAR, layers_to_transform=[3])
-    absent = LoraConfig(r=2, target_modules=LINEAR, layers_to_transform=[1])
-    register_tasks(model, {"late": late, "absent": absent}, seeds={}, counts={}, is_whole=False, tensor_parallel=None)
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    configs = {
+        name: LoraConfig(r=2, target_modules=LINEAR, layers_to_transform=[layer])
+        for name, layer in {"late": 3, "absent": 1}.items()
+    }
+    tasks = resolve_tasks([task(name, config, 0) for name, config in configs.items()], args)
+    register_tasks(model, tasks, is_whole=False, tensor_parallel=None)
     lowest = {name: model.stream.lowest_layers[model.adapter_of(name)] for name in model.tasks}
     assert lowest == {**LOWEST, "late": 3, "absent": 1}
 
@@ -131,11 +142,11 @@ def test_tasks_without_adapters_in_a_stage_or_below_it_need_no_gradient_from_it(
 # ------------------------------------------------------------------- messages
 
 
-class Noted(Shelf):
+class Noted(Channel):
     """A channel that lies in this process, and notes the rows of each message and what was expected."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__(0, None, Processes(), "noted")
         self.sent: list[int] = []
         self.expected: list[int] = []
 
@@ -143,8 +154,8 @@ class Noted(Shelf):
         self.sent.append(len(tensor))
         super().put(key, tensor)
 
-    def expect(self, messages: Any, dtype: torch.dtype) -> None:
-        self.expected = [shape[0] for _, shape, _ in messages]
+    def expect(self, messages: Any) -> None:
+        self.expected = [one.shape[0] for one in messages]
 
 
 def template_of_one_pass() -> PipelineTemplate:
@@ -158,19 +169,19 @@ def through_two_stages(names: tuple[str, ...]) -> tuple[Gradients, Noted]:
     template, slots = template_of_one_pass(), {Slot(0, 0): [batch_of(names)]}
     up, down = Noted(), Noted()
     links: list[Any] = [
-        SimpleNamespace(incoming={("B", 1): down}, outgoing={("F", 1): up}),
-        SimpleNamespace(incoming={("F", 0): up}, outgoing={("B", 0): down}),
+        SimpleNamespace(stage=0, incoming={("B", 1): down}, outgoing={("F", 1): up}),
+        SimpleNamespace(stage=1, incoming={("F", 0): up}, outgoing={("B", 0): down}),
     ]
-    actions = [StageActions(stage) for stage in stages]
-    for stage, own, link in zip(stages, actions, links, strict=True):
-        stage.prepare(list(names))
-        own.begin(slots, StageTraffic(link, stage, template, slots))
-        own.sums = StepSums(stage.model, names, stage.model.device)
+    plan = PipelinePlan(template, (names,), ((0,),))
+    with mock.patch.object(pipeline, "PipelineLinks", side_effect=links):
+        executors = [pipeline.PipelineExecutor(stage, plan, Processes()) for stage in stages]
+    traffics = [Traffic(link, stage, template, slots) for link, stage in zip(links, stages, strict=True)]
     forwards, backwards = zip(*template.actions, strict=True)
-    for own, action in zip(actions, forwards, strict=True):
-        own.forward(action)
-    for own, action in zip(reversed(actions), reversed(backwards), strict=True):
-        own.backward(action)
+    for executor, traffic, action in zip(executors, traffics, forwards, strict=True):
+        executor.model.prepare_pass(names)
+        executor._forward(action, traffic, StepSums(executor.model, names, executor.device))
+    for executor, traffic, action in reversed(list(zip(executors, traffics, backwards, strict=True))):
+        executor._backward(action, traffic)
     return of_all_tasks(stages, names), down
 
 
@@ -205,6 +216,6 @@ def test_a_pass_is_not_run_backward_below_all_of_its_adapters(
     assert {key.split()[0] for key in found} == {"upper", "last"}
     products = len(left_out)
     left_out.clear()
-    monkeypatch.setattr(StageActions, "_goes_back", lambda actions, action, number: True)
+    monkeypatch.setattr(Traffic, "goes_back", lambda traffic, action, number: True)
     through_two_stages(("upper", "last"))
     assert len(left_out) == products + 1, "the queries, keys and values of the lowest adapted layer"

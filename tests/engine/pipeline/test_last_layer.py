@@ -30,7 +30,7 @@ def test_the_stage_that_has_the_last_layer_proves_it_and_computes_the_rows_that_
     losses = []
     for is_wanted in (True, False):
         part.model.last_layer.is_wanted, forward.was_narrowed = is_wanted, False
-        part.prepare(["a"])
+        part.model.prepare_pass(["a"])
         losses.append(part.forward(1, batch, hidden_TD).output)
         assert forward.was_narrowed == is_wanted
     assert torch.allclose(*losses, rtol=1e-6)

@@ -9,15 +9,17 @@ import pytest
 import torch
 from peft import PeftConfig, PeftType
 
-from peft_mux import MultiTaskPeftModel
+from peft_mux import MultiTaskPeftModel, MultiTaskTrainingArguments
 from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.parallelize import register_tasks
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, load_stage
+from peft_mux.engine.tasks.resolved import resolve_tasks
 from peft_mux.modeling.adapters.catalogue import Category
 from peft_mux.modeling.adapters.files import adapter_state, saved_key
 from peft_mux.modeling.adapters.kind import KINDS
 from tests.invariants.mux_lab import relative, tiny_llama
+from tests.modeling.adapters.alone import task
 from tests.modeling.adapters.cases import CASES
 from tests.modeling.adapters.test_kinds import packed, perturbed
 
@@ -45,7 +47,7 @@ def mux_model() -> MultiTaskPeftModel:
 
 def passed(stages: list[StageModel], batch: MuxBatch) -> torch.Tensor:
     for stage in stages:
-        stage.prepare(batch.task_names)
+        stage.model.prepare_pass(batch.task_names)
     hidden = stages[0].forward(0, batch, None).output
     received = hidden.detach().requires_grad_()
     losses = stages[1].forward(1, batch, received).output
@@ -88,13 +90,15 @@ def test_a_stage_that_reads_its_own_weights_alone_draws_the_adapters_of_the_whol
             assert all(torch.equal(item, whole.task_parameters(name)[key]) for key, item in own.items())
 
 
-def test_tasks_of_every_type_join_a_stage_with_what_the_whole_model_would_draw() -> None:
+def test_tasks_of_every_type_join_a_stage_with_what_the_whole_model_would_draw(tmp_path: Path) -> None:
     names = list(configs())
     seeds = {name: ord(name) for name in names}
     whole = MultiTaskPeftModel(tiny_llama(), configs(), seeds=seeds, verify=False)
     first = MultiTaskPeftModel(tiny_llama(), {"z": CASES[PeftType.LORA].make(0)}, verify=False)
     stage = StageModel(first, LAYOUT, 1)
-    register_tasks(stage.model, configs(), seeds=seeds, counts={}, is_whole=False, tensor_parallel=None)
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    tasks = resolve_tasks([task(name, config, 0, seed=seeds[name]) for name, config in configs().items()], args)
+    register_tasks(stage.model, tasks, is_whole=False, tensor_parallel=None)
     for name in names:
         own = stage.model.task_parameters(name)
         assert own

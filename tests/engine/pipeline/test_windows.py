@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 import torch
 
-from peft_mux.engine.pipeline.links import StepEnd, StepEnds
 from peft_mux.engine.pipeline.plan import PipelinePlan
+from peft_mux.engine.pipeline.traffic import StepEnd, StepEnds
 from peft_mux.scheduler.pipeline.template import build_template
 from tests.engine.pipeline import stage_cases as stages
 from tests.engine.pipeline import window_cases as cases
@@ -148,7 +148,7 @@ def check_close(found: Shown, wanted: Shown) -> None:
 
 def test_a_buckets_step_ends_behind_its_last_backward_and_before_its_next_forward() -> None:
     row = build_template(stages.loads_of(2, (1000, 700)), "mux", num_steps=2).actions[0]
-    ends = StepEnds(row)
+    ends = StepEnds.of(row)
     assert sorted(ends.after.values()) == [StepEnd(0, 0), StepEnd(0, 1), StepEnd(1, 0), StepEnd(1, 1)]
     assert sorted(ends.before.values()) == [StepEnd(0, 0), StepEnd(1, 0)]
     assert sorted(ends.last) == [StepEnd(0, 1), StepEnd(1, 1)]

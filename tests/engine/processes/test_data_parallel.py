@@ -158,8 +158,7 @@ def test_a_killed_process_is_named_at_once_and_one_process_goes_on_from_the_last
     assert outcomes[2].exit_code == -9
     for survivor in outcomes[:2]:
         assert survivor.error.startswith("ProcessError: rank")
-        assert "rank 2 (process" in survivor.error
-        assert "has died" in survivor.error
+        assert "no word of rank 2; it has ended" in survivor.error
         assert "resume_from_checkpoint=True" in survivor.error
         assert survivor.seconds < cases.TIMEOUT_S
     resumed = cases.resume_five(0, tmp_path)
@@ -314,7 +313,7 @@ class Listening(Processes):
         super().__init__(0, 2)
         self.heard: list[str] = []
 
-    def all_reduce(self, tensor: torch.Tensor) -> Pending:
+    def all_reduce(self, tensor: torch.Tensor, ranks: Any = None) -> Pending:
         self.heard.append("losses" if tensor.dim() == 1 and tensor.numel() == 3 else f"page {int(tensor[0])}")
         return Pending(None, self)
 

@@ -31,7 +31,7 @@ from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tensor.parallel import TensorLinks, cut_model
+from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.sharding import Piece
@@ -252,7 +252,7 @@ def fail_in_a_pass(rank: int) -> None:
     processes = connect()
     links = TensorLinks([(0, 1)], processes)
     model = mux_model(ShardCase("llama"))
-    cut_model(model, links)
+    TensorParallelModel(model, links)
     if rank == 1:
         model.backbone.model.layers[1].mlp.register_forward_hook(_break)
     with processes.together():
@@ -267,7 +267,7 @@ def _train_shards(names: Sequence[str], links: TensorLinks, folder: Path) -> dic
     found = {}
     for name in names:
         model = mux_model(CASES[name])
-        cut_model(model, links)
+        TensorParallelModel(model, links)
         executor = Executor(model)
         found[name] = _train(CASES[name], executor, model, links, folder)
     return found
@@ -280,7 +280,7 @@ def _train_stages(names: Sequence[str], processes: Processes, folder: Path) -> d
     for name in names:
         model = mux_model(CASES[name])
         stage = StageModel(model, StageLayout.of(NUM_LAYERS, 2), layout.place(processes.rank).stage)
-        cut_model(stage.model, links)
+        TensorParallelModel(stage.model, links)
         template = stage_cases.template_of(stage_cases.Case("llama", "mux"), 2)
         plan = PipelinePlan(template, stage_cases.HTASKS, stage_cases.BUCKETS)
         executor = PipelineExecutor(stage, plan, processes, pipelines=layout.pipelines)
@@ -335,14 +335,14 @@ def facts(links: TensorLinks) -> dict[str, Any]:
 def _bytes_of_a_pass(name: str, links: TensorLinks) -> dict[str, int]:
     """Return what was sent while a model was cut, and in one pass of tasks that adapt no head."""
     model = mux_model(CASES[name])
-    links.reset()
-    cut_model(model, links)
+    links.num_bytes = 0
+    TensorParallelModel(model, links)
     while_cutting, batch = links.num_bytes, one_batch(("a", "b"))
     whole_head = mux_model(replace(CASES[name], with_head=False))
-    cut_model(whole_head, links)
-    links.reset()
+    TensorParallelModel(whole_head, links)
+    links.num_bytes = 0
     whole_head(batch).losses.sum().backward()
-    return {"cutting": while_cutting, "pass": links.num_bytes, "sums": links.num_sums}
+    return {"cutting": while_cutting, "pass": links.num_bytes}
 
 
 def _logits(shape: str, links: TensorLinks) -> float:
@@ -350,7 +350,7 @@ def _logits(shape: str, links: TensorLinks) -> float:
     batch = one_batch()
     expected = mux_model(ShardCase(shape)).eval().sequence_logits(batch)
     model = mux_model(ShardCase(shape)).eval()
-    cut_model(model, links)
+    TensorParallelModel(model, links)
     pairs = zip(model.sequence_logits(batch), expected, strict=True)
     return max((one - other).abs().max().item() for one, other in pairs)
 
@@ -362,7 +362,7 @@ def _late_task(links: TensorLinks) -> dict[str, float]:
     whole, model = mux_model(case, configs), mux_model(case, configs)
     whole.register_tasks({"a": LATE_CONFIG}, seeds={"a": 5})
     wake(whole.task_parameters("a"))
-    shards = cut_model(model, links)
+    shards = TensorParallelModel(model, links)
     model.register_tasks({"a": LATE_CONFIG}, seeds={"a": 6})
     shards.register_pieces(["a"])
     shards.model.registry.place_whole("a", whole.task_parameters("a"))
@@ -378,7 +378,7 @@ def _dropped_chain(shape: str, links: TensorLinks) -> dict[str, float]:
     assert max(len(chain) for chain in chains_of(passes)) > 2
     work = StepWork(("a", "b"), passes, {batch.task: batch.num_tokens for batch in batches})
     whole, model, plain = mux_model(case), mux_model(case), mux_model(ShardCase(shape))
-    cut_model(model, links)
+    TensorParallelModel(model, links)
     losses = [torch.stack(list(Executor(one).run(work).losses.values())) for one in (whole, model, plain)]
     own, other = (
         torch.cat([item.grad.flatten() for item in one.task_parameters("a").values()]) for one in (whole, plain)
@@ -391,7 +391,7 @@ def _dropped_chain(shape: str, links: TensorLinks) -> dict[str, float]:
 def _generated(shape: str, links: TensorLinks) -> dict[str, Any]:
     """Return the tokens that one process and shards generate with a task's adapter, and how their logits differ."""
     whole, model = (mux_model(ShardCase(shape)).eval() for _ in range(2))
-    cut_model(model, links)
+    TensorParallelModel(model, links)
     input_ids = torch.tensor([[5, 17, 3, 60], [9, 2, 41, 8]])
     options = {"max_new_tokens": 6, "do_sample": False, "pad_token_id": 0}
     tokens = [one.task_view("a").generate(input_ids=input_ids, **options).tolist() for one in (whole, model)]
@@ -416,7 +416,7 @@ def _classifiers(links: TensorLinks) -> dict[str, float]:
     for model in models:
         for name in model.tasks:
             wake(model.task_parameters(name))
-    cut_model(models[1], links)
+    TensorParallelModel(models[1], links)
     rows = tuple(TokenSequence(np.arange(1, 9 + row), np.full(8 + row, -100), row, row % 3) for row in range(4))
     batches = [TaskBatch(name, 0, seed=1, sequences=rows) for name in configs]
     return _gaps(models[0], models[1], ChunkPackingCollator().micro_batches(batches, max_tokens=200)[0], links)
@@ -456,7 +456,7 @@ def _words_are_views(links: TensorLinks) -> dict[str, bool]:
     found = {}
     for shape in ("llama", "qwen"):
         model = mux_model(ShardCase(shape))
-        cut_model(model, links)
+        TensorParallelModel(model, links)
         embedding: Any = model.backbone.get_input_embeddings()
         storages = [weight.untyped_storage().data_ptr() for weight in (embedding.weight, model.backbone.lm_head.weight)]
         found[shape] = storages[0] == storages[1]

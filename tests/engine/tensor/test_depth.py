@@ -35,7 +35,7 @@ def pass_of(names: tuple[str, ...], *, recomputes: bool = False) -> tuple[list[i
     model, links = whole_model(), Doubling()
     if recomputes:
         model.activation_checkpointing_enable()
-    parallel.cut_model(model, links)  # type: ignore[arg-type]
+    parallel.TensorParallelModel(model, links)  # type: ignore[arg-type]
     model.prepare_pass(names)
     batch = batch_of(names)
     with model.multiplexing(batch):

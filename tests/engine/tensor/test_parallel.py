@@ -15,7 +15,7 @@ from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tensor.cut import held_ranges
-from peft_mux.engine.tensor.parallel import TensorLinks, cut_model
+from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.errors import CheckpointError, UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.sharding import Piece
@@ -232,7 +232,7 @@ def digest(model: MultiTaskPeftModel) -> dict[str, tuple[int, ...]]:
 def test_an_architecture_that_nobody_has_checked_is_refused_by_name() -> None:
     config = OlmoeConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, eos_token_id=None)
     with pytest.raises(UnsupportedModelError, match=r"'olmoe'.*gpt2, .*llama, .*shard_backbone=True"):
-        cut_model(small(OlmoeForCausalLM(config)), Mute())
+        TensorParallelModel(small(OlmoeForCausalLM(config)), Mute())
 
 
 @pytest.mark.parametrize(
@@ -248,7 +248,7 @@ def test_sizes_that_cannot_be_divided_are_refused_with_those_that_can(changed: d
     model = small(cases.backbone("llama", **changed))
     before = digest(model)
     with pytest.raises(UnsupportedModelError, match=message):
-        cut_model(model, Mute(size=tp_size))
+        TensorParallelModel(model, Mute(size=tp_size))
     assert digest(model) == before
 
 
@@ -257,20 +257,20 @@ def test_a_plan_of_transformers_that_says_something_else_is_refused() -> None:
     plan = {**model.backbone.config.base_model_tp_plan, "layers.*.mlp.up_proj": "rowwise"}
     model.backbone.config.base_model_tp_plan = plan
     with pytest.raises(UnsupportedModelError, match=r"\['gate_proj'\] and \['up_proj', 'down_proj'\] at 'mlp'"):
-        cut_model(model, Mute())
+        TensorParallelModel(model, Mute())
 
 
 def test_a_model_is_cut_once() -> None:
     model = small(cases.backbone("llama"))
-    cut_model(model, Mute())
+    TensorParallelModel(model, Mute())
     with pytest.raises(UnsupportedModelError, match=r"o_proj is cut already"):
-        cut_model(model, Mute())
+        TensorParallelModel(model, Mute())
 
 
 def test_a_single_shard_is_the_model_as_it_was() -> None:
     model = small(cases.backbone("llama"))
     before = digest(model)
-    cut_model(model, Mute(size=1)).register_pieces(["one"])
+    TensorParallelModel(model, Mute(size=1)).register_pieces(["one"])
     assert digest(model) == before
     assert model.registry.pieces == {}
 
@@ -280,7 +280,7 @@ def test_pieces_of_all_shards_make_up_every_parameter_once() -> None:
     whole = cases.mux_model(case)
     shards = [cases.mux_model(case) for _ in range(2)]
     for index, model in enumerate(shards):
-        cut_model(model, Mute(index))
+        TensorParallelModel(model, Mute(index))
     for name in whole.tasks:
         for key, parameter in whole.task_parameters(name).items():
             covered = torch.zeros(parameter.shape)
@@ -297,7 +297,7 @@ def test_pieces_of_all_shards_make_up_every_parameter_once() -> None:
 
 def test_gradients_that_all_shards_hold_alike_count_once_and_partial_ones_everywhere() -> None:
     model = cases.mux_model(cases.ShardCase("llama"))
-    cut_model(model, Mute(1))
+    TensorParallelModel(model, Mute(1))
     pieces = model.registry.pieces_of("e")
     prefix = "base_model.model.model"
     embedding = pieces[f"{prefix}.embed_tokens.lora_embedding_A"]
@@ -309,7 +309,7 @@ def test_gradients_that_all_shards_hold_alike_count_once_and_partial_ones_everyw
 
 def test_whole_weights_of_another_shape_are_refused_and_change_nothing() -> None:
     model = cases.mux_model(cases.ShardCase("llama"))
-    shards = cut_model(model, Mute())
+    shards = TensorParallelModel(model, Mute())
     before = {key: parameter.detach().clone() for key, parameter in model.task_parameters("b").items()}
     with pytest.raises(CheckpointError, match=r'task "b": got shape \[.*\] for .*q_proj.lora_B.weight; allowed: \[32'):
         shards.model.registry.place_whole("b", model.task_parameters("b"))

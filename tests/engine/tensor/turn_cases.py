@@ -19,13 +19,12 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.pipeline.actions import InterleavedActions
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
-from peft_mux.engine.tensor.parallel import TensorLinks, cut_model
+from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.modeling.adapters.lora.layer import rows_needed_now
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.sharding import reduce_input_gradient, reduce_output
@@ -149,7 +148,7 @@ def run_in_turns(
     """Return the losses of every micro-batch, and the gradients of all tasks."""
     interleaving = Interleaving(model, links, width=width)
     losses: dict[int, torch.Tensor] = {}
-    for group in interleaving.groups(alone(batches)):
+    for group in groups_of(interleaving, batches):
         found = interleaving.run(group, partial(_pass_of, model, group, nap_s))
         losses |= {id(micro_batch): values for (micro_batch,), values in zip(group, found, strict=True)}
     return [losses[id(micro_batch)] for micro_batch in batches], gradients(model)
@@ -176,6 +175,11 @@ def plan_of(buckets: tuple[tuple[int, ...], ...], width: int) -> Plan:
         buckets=buckets,
         turns=TurnPlan(width, parts),
     )
+
+
+def groups_of(interleaving: Interleaving, batches: Sequence[MuxBatch]) -> list[list[tuple[MuxBatch]]]:
+    """Return the groups in which micro-batches run, each a chain by itself."""
+    return [[(batches[index],) for index in group] for group in interleaving.groups(alone(batches))]
 
 
 def alone(batches: Sequence[MuxBatch]) -> list[tuple[MuxBatch, ...]]:
@@ -235,7 +239,7 @@ def as_shard(rank: int, world: int, recomputes: bool) -> dict[str, Any]:
     for how in ("turns", "sequence"):
         logged = OrderedLinks(TensorLinks([range(world)], processes), nap_s)
         links, model = TurnLinks(logged), whole_model(recomputes=recomputes)
-        cut_model(model, links)
+        TensorParallelModel(model, links)
         batches = micro_batches()
         losses, found = (
             run_in_turns(model, links, batches, 3, nap_s) if how == "turns" else one_after_another(model, batches)
@@ -254,13 +258,13 @@ def as_planned_shard(rank: int, world: int, recomputes: bool) -> dict[str, Any]:
     processes.connect()
     links = TurnLinks(TensorLinks([range(world)], processes))
     model = whole_model(recomputes=recomputes, adapts_head=False)
-    cut_model(model, links)
+    TensorParallelModel(model, links)
     plan = plan_of(((0, 2), (1,)), width=2)
     assert plan.turns is not None
     interleaving = Interleaving(model, links, recomputes=recomputes)
     interleaving.follow(plan)
     facts: dict[str, Any] = {"groups": [], "decided": [], "predicted": [], "by_index": []}
-    for group in interleaving.groups(alone(micro_batches())):
+    for group in groups_of(interleaving, micro_batches()):
         interleaving.run(group, partial(_pass_of, model, group, 0.002 * rank))
         sizes = [(own.task_names, own.num_tokens, len(own.target_rows)) for (own,) in group]
         facts["groups"].append(sizes)
@@ -288,18 +292,16 @@ def as_stage_shard(rank: int, world: int) -> dict[str, Any]:
         stage = StageModel(stage_cases.mux_model(case), stages, layout.place(rank).stage)
         logged = OrderedLinks(TensorLinks(layout.tensor_groups, processes), 0.002 * (rank % 2))
         links = TurnLinks(logged)
-        cut_model(stage.model, links)
-        actions = None
-        if how == "turns":
-            interleaving = Interleaving(stage.model, links, width=3)
-            actions = InterleavedActions(stage, interleaving)
-        executor = PipelineExecutor(stage, plan, processes, pipelines=layout.pipelines, actions=actions)
+        TensorParallelModel(stage.model, links)
+        interleaving = Interleaving(stage.model, links, width=3) if how == "turns" else None
+        executor = PipelineExecutor(stage, plan, processes, pipelines=layout.pipelines, interleaving=interleaving)
         facts[how] = {name: loss.item() for name, loss in executor.run(work).losses.items()}
         found[how] = gradients(stage.model)
         logs = processes.gather(logged.log)
         facts["in_order"] = facts.get("in_order", True) and logs[rank] == logs[rank ^ 1]
         executor.close()
-    facts["num_turns"] = len(interleaving.spans)
+        if interleaving is not None:
+            facts["num_turns"] = len(interleaving.spans)
     facts["num_gradients"] = len(found["turns"])
     facts["largest_difference"] = max(
         (found["turns"][key] - found["sequence"][key]).abs().max().item() for key in found["sequence"]
@@ -315,7 +317,7 @@ def failing_in_turns(rank: int, world: int) -> tuple[str, str, int]:
     num_threads = threading.active_count()
     inner = TensorLinks([range(world)], processes)
     links, model = TurnLinks(inner), whole_model()
-    cut_model(model, links)
+    TensorParallelModel(model, links)
     if rank == 0:
         model.backbone.model.layers[1].mlp.register_forward_pre_hook(_fail)
     try:

@@ -20,7 +20,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence
-from peft_mux.engine.executor import Executor, prepared
+from peft_mux.engine.executor import Executor
 from peft_mux.modeling.backbone.modules import find_layers
 from peft_mux.modeling.last_layer import LastLayerForward
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -240,7 +240,7 @@ def test_every_loss_reads_what_it_reads_of_all_rows(case: LossCase) -> None:
     model.verify()
     batches = [case.batch("a", 1), case.batch("b", 2)]
     (batch,) = ChunkPackingCollator().micro_batches(batches, max_tokens=100_000)
-    (ready,) = prepared(Executor(model), [batch], ["a", "b"])
+    (ready,) = Executor(model).with_reference_values([batch], ["a", "b"])
     read = model.objectives.head.read_rows(ready, model.backbone)
     assert read is not None
     assert_as_all_rows(model, ready, narrows=0 < read.offsets[-1] <= 0.75 * ready.num_tokens)

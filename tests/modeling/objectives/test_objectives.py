@@ -19,7 +19,7 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.formats import LANGUAGE_ROWS
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.cuda_graphs import reason_against
-from peft_mux.engine.executor import Executor, prepared
+from peft_mux.engine.executor import Executor
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -150,7 +150,7 @@ def streams(batches: list[TaskBatch], max_tokens: int = 1000) -> list[MuxBatch]:
 
 def ready(model: MultiTaskPeftModel, batches: list[TaskBatch], max_tokens: int = 1000) -> list[MuxBatch]:
     """Return micro-batches with what passes before theirs have to give."""
-    return list(prepared(Executor(model), streams(batches, max_tokens), [batch.task for batch in batches]))
+    return list(Executor(model).with_reference_values(streams(batches, max_tokens), [batch.task for batch in batches]))
 
 
 def judged(model: MultiTaskPeftModel, batch: TaskBatch) -> list[JudgedRow]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import math
-from contextlib import nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -18,7 +17,7 @@ from torch import nn
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.data.batch import MuxBatch, chains_of
 from peft_mux.data.task_batch import TaskBatch, TokenSequence, with_virtual_tokens
-from peft_mux.engine.executor import run_chain
+from peft_mux.engine.executor import Executor
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.attention import packed as attention
 from peft_mux.modeling.attention.varlen import as_kernel, varlen_attention
@@ -136,7 +135,7 @@ def streams(model: MultiTaskPeftModel, rows: dict[str, list[list[int]]], **optio
 def run_step(model: MultiTaskPeftModel, micro_batches: list[MuxBatch]) -> dict[str, float]:
     losses: dict[str, float] = {}
     for chain in chains_of(micro_batches):
-        for micro_batch, found in zip(chain, run_chain(model, chain, nullcontext), strict=True):
+        for micro_batch, found in zip(chain, Executor(model).run_chain(chain), strict=True):
             for name, loss in zip(micro_batch.task_names, found.losses.tolist(), strict=True):
                 losses[name] = losses.get(name, 0.0) + loss
     return losses

@@ -1,0 +1,295 @@
+"""`ShardedBackbone`: frozen weights sharded over data parallel processes (FSDP2); adapters stay as they are.
+
+Each decoder layer is a unit that FSDP2 gathers before its forward, frees, gathers again before its backward, and frees.
+The token embedding and the output head tie, adapt, and are read in other ways than by one call, so each of them is a
+unit that is gathered by hand once a pass. What is left (final norm, learned positions) is the unit of the base model.
+A process that holds the whole backbone has one part that passes go through; a stage of a pipeline has one for each of
+its virtual stages, with the embedding in the first one and the head in the last one::
+
+    forward     rest  embedding  layer 0  layer 1 ... layer L-1  head
+    backward    (head, if a task adapts it)  rest  layer L-1 ... layer 0
+
+A loss over a frozen head has its gradient already in the forward pass, and a frozen embedding needs none, so neither is
+gathered for backward passes. Weights are only ever gathered: they have no gradients, so nothing is reduced.
+
+Gatherings are collective. The processes that share weights are all of the run, or those that hold one stage of a
+pipeline, one in each replica::
+
+    rank      0                    1                    2                    3
+    replica   0                    0                    1                    1
+    stage     0                    1                    0                    1
+    holds     half of stage 0      half of stage 1      half of stage 0      half of stage 1
+
+Processes that have fewer passes in a step than others join the gatherings of the others without computing anything, so
+no adapter sees a pass that is not its own. In a pipeline all replicas follow one template and come to its actions in
+one order; behind its own passes of an action, a replica joins those that others have more of. No circle of waits can
+form: an action waits for earlier actions of the template on other stages, and for the same action in other replicas.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+import torch.distributed as dist
+from peft.tuners.tuners_utils import BaseTunerLayer
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, fully_shard
+
+from peft_mux.engine.processes import Processes
+from peft_mux.errors import ConfigError, UnsupportedModelError
+from peft_mux.modeling.backbone.modules import is_meta, language_model
+from peft_mux.modeling.backbone.quantized import quantized_layers
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.sharding import PassThrough
+
+
+def shard_backbone(
+    model: MultiTaskPeftModel,
+    processes: Processes,
+    sets: Sequence[Sequence[int]] | None = None,
+    parts: Mapping[int, PassPart] | None = None,
+) -> ShardedBackbone:
+    """Shard the frozen weights of a model over processes, in place; every process of the run calls this.
+
+    Each process must hold the same whole weights, of all layers or of its stage, and keeps 1/n of them. Call this after
+    the packing was probed and the fingerprint was taken, both of which read whole weights, and after the model was
+    moved and cast: FSDP2 keeps device and dtype from the first gathering on. The peak of memory is that of loading
+    the whole weights, plus one shard of the unit that is being sharded. Poolers and classification heads stay whole.
+
+    Args:
+        model: the whole model, or a stage of it, on its device, with any tasks; more may be registered later.
+        processes: the processes of the run, connected.
+        sets: ranks of the processes that hold the same weights, for each part of the backbone; by default all hold all
+            of it.
+        parts: the parts of the backbone that passes go through here, by number of the virtual stage; by default one of
+            all layers and both ends, numbered 0.
+
+    Raises:
+        ConfigError: if the weights are quantised, on no device, or sharded already.
+        UnsupportedModelError: if the decoder layers cannot be found.
+    """
+    # Groups of their own: sums of gradients run in other ones at their own pace, and must not come between gatherings.
+    groups = [processes.open_group(ranks) for ranks in sets or [range(processes.world_size)]]
+    mesh = DeviceMesh.from_group(next(group for group in groups if group is not None), processes.device.type)
+    return ShardedBackbone(model, processes, mesh, parts)
+
+
+class PassPart(NamedTuple):
+    """The part of a backbone that a pass goes through.
+
+    Attributes:
+        layers: numbers of the decoder layers, in order.
+        is_first: whether it begins with the embedding.
+        is_last: whether it ends with the output head.
+    """
+
+    layers: Sequence[int]
+    is_first: bool
+    is_last: bool
+
+
+class ShardedBackbone:
+    """A model whose frozen weights are sharded over processes; made by `shard_backbone`.
+
+    Args:
+        model: the model, or the stage of one; its weights are sharded in place.
+        processes: the processes of the run.
+        mesh: device mesh of one dimension over the processes that hold the same weights so far.
+        parts: see `shard_backbone`.
+
+    Attributes:
+        model: the model, with its adapters, slabs and names as before.
+        processes: the processes of the run.
+        num_bytes: bytes of frozen weights that this process has received so far.
+    """
+
+    def __init__(
+        self,
+        model: MultiTaskPeftModel,
+        processes: Processes,
+        mesh: DeviceMesh,
+        parts: Mapping[int, PassPart] | None = None,
+    ) -> None:
+        """Shard the units, and watch over those that FSDP2 does not free by itself."""
+        backbone = model.backbone
+        if isinstance(backbone.base_model, FSDPModule):
+            raise ConfigError("shard_backbone: got a model that is divided already; allowed: a whole one, once.")
+        if is_meta(backbone):
+            raise ConfigError("shard_backbone: got a model without weights; allowed: one that is loaded.")
+        quantised = next((name for name, *_ in quantized_layers(backbone)), None)
+        if quantised is not None:
+            raise ConfigError(
+                f"shard_backbone: got a backbone whose layer {quantised} is quantised; allowed: weights in a floating "
+                "point type. Set shard_backbone=False, or load the backbone without quantization."
+            )
+        self.model, self.processes = model, processes
+        self.num_bytes = 0
+        self._base: Any = backbone.base_model
+        self._layers = _decoder_layers(backbone)
+        ends = (backbone.get_input_embeddings(), backbone.get_output_embeddings())
+        embedding, head = (end.get_base_layer() if isinstance(end, BaseTunerLayer) else end for end in ends)
+        self._embedding: Any = None if isinstance(embedding, PassThrough) else embedding
+        self._head: Any = head if type(head) is nn.Linear else None
+        self._ends = [end for end in (self._embedding, self._head) if end is not None]
+        self._parts = dict(parts or {0: PassPart(tuple(self._layers), is_first=True, is_last=True)})
+        self._shard(mesh)
+        for unit in (self._base, *self._ends, *self._layers.values()):
+            unit.set_custom_all_gather(_Gathering(self))
+        # Let each unit begin to gather the one that the backward of the same pass comes to next, and no other. By
+        # itself FSDP2 takes the one that the latest forward has used before: of another pass, if several are in flight,
+        # so that processes with different numbers of passes would gather in different orders. A unit that names itself
+        # begins nothing, while an empty list would mean FSDP2's own way; the base model is a unit of several parts.
+        self._base.set_modules_to_backward_prefetch([self._base])
+        for part in self._parts.values():
+            order = [self._layers[number] for number in reversed(part.layers)]
+            for unit, following in zip(order, [*order[1:], order[-1]], strict=True):
+                unit.set_modules_to_backward_prefetch([following])
+        # Before FSDP2's own hook of this unit: what was left is freed before more is gathered.
+        self._base.register_forward_pre_hook(self._free_ends, prepend=True)
+        if self._embedding is not None:
+            # Its backward reads no weights; FSDP2 would gather it there all the same, once more in each pass.
+            self._embedding.set_unshard_in_backward(False)
+            self._embedding.register_forward_hook(_require_gradients)
+            # FSDP2 was told not to free the embedding, so the first layer does.
+            first = next(iter(self._layers.values()))
+            first.register_forward_pre_hook(lambda *_: self._embedding.reshard())
+        if len(self._parts) > 1:
+            # Now, as all layers are in place: within a pass the base model holds those of one virtual stage alone, and
+            # FSDP2 would take each of the others, which it meets later, for a model of its own.
+            self._base._get_fsdp_state()._lazy_init()
+
+    def agree_on_passes(self, chain_lengths: Sequence[int]) -> list[int]:
+        """Return the longest chain of passes at each position of a step, over all processes, which all call this.
+
+        Every process then runs, position by position, as many forwards and after them as many backwards as that: its
+        own, and `join_forwards` before and `join_backwards` after them for those that it lacks.
+
+        Args:
+            chain_lengths: number of passes of each of this process's own chains, in order.
+        """
+        # Two numbers first, as the lists differ in length between processes, and an exchange needs one length.
+        counts = self.processes.exchange([len(chain_lengths), max(chain_lengths, default=0)])
+        num_positions = max(number for number, _ in counts)
+        if max(longest for _, longest in counts) <= 1:
+            return [1] * num_positions
+        padded = [*chain_lengths, *[0] * (num_positions - len(chain_lengths))]
+        return [max(lengths) for lengths in zip(*self.processes.exchange(padded), strict=True)]
+
+    def join_forwards(self, num_passes: int, virtual_stage: int = 0) -> None:
+        """Take part in forwards of other processes: units are gathered in their order, and freed at once.
+
+        Args:
+            num_passes: number of passes that other processes have more.
+            virtual_stage: which of this process's parts they go through.
+        """
+        self._free_ends()
+        for unit in self.forward_units(virtual_stage) * num_passes:
+            unit.unshard()
+            # Freed at once: the joining process computes nothing, so gathered weights only take memory here.
+            unit.reshard()
+
+    def join_backwards(self, num_passes: int, virtual_stage: int = 0) -> None:
+        """Take part in backwards of other processes: units are gathered in their order, and freed at once.
+
+        Args:
+            num_passes: number of passes that other processes have more.
+            virtual_stage: which of this process's parts they go through.
+        """
+        for unit in self.backward_units(virtual_stage) * num_passes:
+            unit.unshard()
+            unit.reshard()
+
+    def begin_backward(self, virtual_stage: int) -> None:
+        """Gather the unit of the base model before the backward of a pass; executors of stages call this.
+
+        If a part ends with a layer, nothing tells FSDP2 to: whether the output of the base model belongs to the graph
+        depends on the model code behind the layers. With the head in the part this is left to FSDP2: a head that a task
+        adapts is gathered first, and processes that join gather in that order.
+
+        Args:
+            virtual_stage: which of this process's parts the pass goes through.
+        """
+        if not self._parts[virtual_stage].is_last:
+            self._base.unshard()
+
+    def forward_units(self, virtual_stage: int = 0) -> list[Any]:
+        """Return the units that a forward gathers, in order."""
+        part = self._parts[virtual_stage]
+        embedding = [self._embedding] if part.is_first and self._embedding is not None else []
+        head = [self._head] if part.is_last and self._head is not None else []
+        return [self._base, *embedding, *(self._layers[number] for number in part.layers), *head]
+
+    def backward_units(self, virtual_stage: int = 0) -> list[Any]:
+        """Return the units that a backward gathers, in order; the loss over a frozen head has its gradient already."""
+        part = self._parts[virtual_stage]
+        is_adapted = isinstance(self.model.backbone.get_output_embeddings(), BaseTunerLayer)
+        head = [self._head] if part.is_last and self._head is not None and is_adapted else []
+        return [*head, self._base, *(self._layers[number] for number in reversed(part.layers))]
+
+    def _shard(self, mesh: DeviceMesh) -> None:
+        """Let FSDP2 shard every unit; what is trained, or read without a call of its module, stays whole."""
+        kept = {item for item in self.model.backbone.parameters() if item.requires_grad}
+        pooler = getattr(self._base, "pooler", None)
+        kept |= set(pooler.parameters()) if isinstance(pooler, nn.Module) else set()
+        is_tied = len(self._ends) == 2 and self._head.weight is self._embedding.weight
+        # The warning of models that end with a reshape; nothing here changes an output in place.
+        warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
+        # From the leaves up: what a unit below has sharded, the base model no longer takes as its own.
+        for unit in self._layers.values():
+            fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=kept)
+        for end in self._ends:
+            fully_shard(end, mesh=mesh, reshard_after_forward=False)
+        if is_tied:
+            self._head.weight = self._embedding.weight  # one shard for both; each gathers it when it is needed
+        fully_shard(self._base, mesh=mesh, reshard_after_forward=True, ignored_params=kept)
+
+    def _free_ends(self, *_: Any) -> None:
+        """Free what the pass before has left gathered (a head that plain PEFT code called)."""
+        for end in self._ends:
+            end.reshard()
+
+
+@dataclass
+class _Gathering:
+    """How FSDP2 gathers a unit: counted, timed, and with an error that says which process is missing."""
+
+    backbone: ShardedBackbone
+
+    def allocate(self, size: Sequence[int], *, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, device=device)
+
+    def __call__(
+        self, output_tensor: torch.Tensor, input_tensor: torch.Tensor, group: Any, async_op: bool = False
+    ) -> Any:
+        self.backbone.num_bytes += (dist.get_world_size(group) - 1) * input_tensor.nbytes
+        with self.backbone.processes.communicating("the gathering of frozen weights"):
+            return _all_gather(output_tensor, input_tensor, group=group, async_op=async_op)
+
+
+_all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
+"""All-gather of this version of torch: the second name is deprecated where the first one exists."""
+
+
+def _decoder_layers(backbone: Any) -> dict[int, Any]:
+    """Return the decoder layers that lie in this process, by number."""
+    config = backbone.config.get_text_config()
+    count = next((getattr(config, key) for key in ("num_hidden_layers", "n_layer") if hasattr(config, key)), None)
+    found = [
+        item for item in language_model(backbone).modules() if isinstance(item, nn.ModuleList) and len(item) == count
+    ]
+    if not found:
+        raise UnsupportedModelError(
+            f"{type(backbone).__name__} has no list of {count} decoder layers; allowed with shard_backbone=True: "
+            "models whose layers are one such list. Set shard_backbone=False."
+        )
+    return {number: layer for number, layer in enumerate(found[0]) if not isinstance(layer, PassThrough)}
+
+
+def _require_gradients(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
+    """Let every layer of every pass have a backward, whatever tasks are in it: processes must gather in one order."""
+    return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output

@@ -1,1 +1,0 @@
-"""Frozen weights divided among data-parallel processes (FSDP2)."""
