@@ -232,6 +232,14 @@ def test_light_modules_are_imported_without_torch(module: str) -> None:
     assert heavy == "[]"
 
 
+def test_commands_that_look_at_a_run_or_ask_something_of_it_import_neither_transformers_nor_peft() -> None:
+    heavy = run_python(
+        "import sys, peft_mux.cli.live\n"
+        "print([name for name in ('transformers', 'peft', 'accelerate', 'bitsandbytes') if name in sys.modules])"
+    )
+    assert heavy == "[]"
+
+
 def test_one_public_name_brings_only_what_it_needs() -> None:
     loaded = run_python("import sys; from peft_mux import Plan, ConfigError; print('torch' in sys.modules)")
     assert loaded == "False"

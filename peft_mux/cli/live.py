@@ -13,7 +13,7 @@ from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.reporting.screen import table_text
 from peft_mux.reporting.views import interrupted, view_of_records
 from peft_mux.storage import keeper_of
-from peft_mux.trainer.control import Mailbox
+from peft_mux.trainer.mailbox import Mailbox
 
 _FIX = (
     "Go on with it by peft-mux train FILE --resume, and add --next to have this done then, before its first step. (A "

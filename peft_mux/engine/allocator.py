@@ -1,4 +1,6 @@
-"""Keeps freed memory in the process while a CPU trains, in huge pages: glibc otherwise returns it after each pass.
+"""Memory of the host: how much of it this process may have, and freed memory that stays in the process.
+
+`keeping_freed_memory` keeps it while a CPU trains, in huge pages: glibc otherwise returns it after each pass.
 
 A pass allocates its activations and frees them in its backward. glibc returns a freed top of the heap, and every block
 that it has mapped by itself, to the system, which hands out zeroed pages again at the next pass: a page fault for every
@@ -17,13 +19,51 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 
+_GROUPS = Path("/sys/fs/cgroup")
+_OWN_GROUPS = Path("/proc/self/cgroup")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _NEVER = -1
 _DEFAULT_TRIM_THRESHOLD, _DEFAULT_MMAP_MAX = 128 * 2**10, 65_536
 _MADV_HUGEPAGE = 14
 _HUGE_PAGE_BYTES = 2 * 2**20
+
+
+def host_memory_bytes() -> int | None:
+    """Return the host's memory, or the limit of this process's container or job; `None` if neither is known.
+
+    Limits are those of the control groups that this process is in, and of those around them; only Linux has any.
+    """
+    try:
+        total = psutil.virtual_memory().total
+    except (psutil.Error, OSError):
+        return None
+    # Lines of `number:controllers:path`.
+    lines = _text_of(_OWN_GROUPS).splitlines()
+    limits = [total]
+    for controllers, path in [line.split(":", 2)[1:] for line in lines if line.count(":") >= 2]:
+        if controllers == "":  # version 2
+            top, name = _GROUPS, "memory.max"
+        elif "memory" in controllers.split(","):
+            top, name = _GROUPS / "memory", "memory.limit_in_bytes"
+        else:
+            continue
+        # Within a container the path may be that of the host; then only the container's own group is seen, on top.
+        parts = [part for part in path.split("/") if part not in ("", "..")]
+        for depth in range(len(parts) + 1):
+            text = _text_of(top.joinpath(*parts[:depth], name)).strip()
+            if text.isdecimal() and int(text) > 0:  # "max" is no limit
+                limits.append(int(text))
+    return min(limits)
+
+
+def _text_of(file: Path) -> str:
+    try:
+        return file.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError):
+        return ""
 
 
 @contextmanager

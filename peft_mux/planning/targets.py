@@ -10,9 +10,9 @@ from typing import NamedTuple
 import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.engine.allocator import host_memory_bytes
 from peft_mux.errors import ConfigError
 from peft_mux.planning.profiling.backbone import device_name, software_versions
-from peft_mux.planning.profiling.memory import host_memory_bytes
 from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, Device, Link, known_device, parse_devices
 from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts, Profile, analytic_profile, corrected, shape_signature

@@ -24,8 +24,7 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from peft_mux.planning.profiling.memory import host_memory_bytes
-from peft_mux.reporting.page import run_html
+from peft_mux.engine.allocator import host_memory_bytes
 from peft_mux.reporting.views import (
     RunView,
     RunWatch,
@@ -379,6 +378,9 @@ class NotebookProgress(Progress):
     def _update(self, *, begins: bool = False) -> None:
         from IPython.display import HTML, display
 
+        # Not at the top: commands that only print a table must not import transformers and PEFT.
+        from peft_mux.reporting.page import run_html
+
         assert self.watch is not None, "set by the constructor"
         html = HTML(run_html(self.watch.view(with_curves=True), most_charts=_MOST_CHARTS))
         if begins:
@@ -420,6 +422,8 @@ def show_view(view: RunView) -> None:
     """Show a run once, with its curves: as HTML in a notebook, else as a table of text."""
     if in_notebook():
         from IPython.display import HTML, display
+
+        from peft_mux.reporting.page import run_html
 
         display(HTML(run_html(view)))
     else:

@@ -14,7 +14,7 @@ import pytest
 from transformers import TrainerCallback
 
 from peft_mux.cli.main import main
-from peft_mux.trainer.control import Mailbox
+from peft_mux.trainer.mailbox import Mailbox
 from tests.attacks import attack_lab as attacks
 from tests.attacks.attack_lab import nano_task, sampled
 from tests.attacks.run_files import snapshot

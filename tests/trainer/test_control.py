@@ -15,7 +15,7 @@ from transformers import TrainerCallback
 from peft_mux.cli.main import main
 from peft_mux.errors import CheckpointError
 from peft_mux.storage import FolderLock, keeper_of
-from peft_mux.trainer.control import Mailbox
+from peft_mux.trainer.mailbox import Mailbox
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import make_trainer, small_task
 

@@ -13,10 +13,8 @@ import warnings
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import is_dataclass
-from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 from torch import Tensor
 from torch.nn import functional as F
@@ -33,45 +31,6 @@ from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.planning.profiling.subject import config_of, plain_backbone, shortened_config
 from peft_mux.scheduler.costs import memory
-
-_GROUPS = Path("/sys/fs/cgroup")
-_OWN_GROUPS = Path("/proc/self/cgroup")
-
-
-def host_memory_bytes() -> int | None:
-    """Return the host's memory, or the limit of this process's container or job; `None` if neither is known.
-
-    Limits are those of the control groups that this process is in, and of those around them; only Linux has any.
-    """
-    try:
-        total = psutil.virtual_memory().total
-    except (psutil.Error, OSError):
-        return None
-    # Lines of `number:controllers:path`.
-    lines = _text_of(_OWN_GROUPS).splitlines()
-    limits = [total]
-    for controllers, path in [line.split(":", 2)[1:] for line in lines if line.count(":") >= 2]:
-        if controllers == "":  # version 2
-            top, name = _GROUPS, "memory.max"
-        elif "memory" in controllers.split(","):
-            top, name = _GROUPS / "memory", "memory.limit_in_bytes"
-        else:
-            continue
-        # Within a container the path may be that of the host; then only the container's own group is seen, on top.
-        parts = [part for part in path.split("/") if part not in ("", "..")]
-        for depth in range(len(parts) + 1):
-            text = _text_of(top.joinpath(*parts[:depth], name)).strip()
-            if text.isdecimal() and int(text) > 0:  # "max" is no limit
-                limits.append(int(text))
-    return min(limits)
-
-
-def _text_of(file: Path) -> str:
-    try:
-        return file.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError):
-        return ""
-
 
 Description = tuple[Hashable, ...]
 _MOST = 64

@@ -9,7 +9,7 @@ import psutil
 import pytest
 import torch
 
-from peft_mux.planning.profiling import memory as host_memory
+from peft_mux.engine import allocator as host_memory
 from peft_mux.planning.targets import device_memory_bytes
 from peft_mux.reporting.screen import memory_now
 
