@@ -11,7 +11,7 @@ import pytest
 from transformers import TrainerCallback
 
 from peft_mux import ConfigError, MultiTaskTrainer
-from peft_mux.trainer.placement import Placement
+from peft_mux.engine.model_part import ModelPart
 from tests.invariants.mux_lab import Recorder, make_trainer, small_task, train
 
 
@@ -44,9 +44,9 @@ def test_a_task_that_another_thread_registers_while_the_model_loads_comes_in(
 ) -> None:
     trainer = make_trainer([small_task("own", data_seed=1)], tmp_path)
     background, answers = Background(), []
-    load: Callable[..., Any] = Placement._load
+    parallelize: Callable[..., Any] = ModelPart.parallelize
 
-    def load_meanwhile(self: Placement, plan_stages: Any) -> Any:
+    def parallelize_meanwhile(self: ModelPart, *arguments: Any) -> Any:
         is_asked = threading.Event()
 
         def ask() -> None:
@@ -55,9 +55,9 @@ def test_a_task_that_another_thread_registers_while_the_model_loads_comes_in(
 
         background.start(ask)
         is_asked.wait()
-        return load(self, plan_stages)
+        return parallelize(self, *arguments)
 
-    monkeypatch.setattr(Placement, "_load", load_meanwhile)
+    monkeypatch.setattr(ModelPart, "parallelize", parallelize_meanwhile)
     trainer.train()
     background.join()
     assert background.errors == []
