@@ -32,6 +32,8 @@ LIMIT_S = 600
 RESUMED, WHOLE, HALF = "resumed", "planner mux", "half"
 """Cases: a run that is resumed, the same one uninterrupted, and its first half."""
 EQUAL = "equal"
+TRAINED = ("failed", "statuses", "logs", "output", "tensors")
+"""What of a case training decides; the rest is plans, whose predicted figures a change of the planner may move."""
 
 Shown = dict[str, Any]
 """What each case shows, by its name."""
@@ -113,13 +115,18 @@ def verdict(before: dict[str, Any], after: dict[str, Any]) -> str:
     sides = (("before", before), ("after", after))
     faults = [f"{when} failed: {one['failed']}" for when, one in sides if "failed" in one]
     faults += [f"not run {when}" for when, one in sides if not one]
-    return "; ".join(faults) or first_difference(before, after) or EQUAL
+    if faults:
+        return "; ".join(faults)
+    difference = first_difference(before, after)
+    own, other = ({name: one[name] for name in TRAINED if name in one} for one in (before, after))
+    if difference and "tensors" in own and not first_difference(own, other):
+        return f"trains to the same bits, but {difference}"
+    return difference or EQUAL
 
 
 def as_resumed(whole: dict[str, Any], resumed: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Return what must be equal of a run and of the same one that was resumed, which has a checkpoint more."""
-    names = ("failed", "statuses", "logs", "output", "tensors")
-    own, other = ({name: one[name] for name in names if name in one} for one in (whole, resumed))
+    own, other = ({name: one[name] for name in TRAINED if name in one} for one in (whole, resumed))
     if "tensors" in own and "tensors" in other:
         other["tensors"] = {name: one for name, one in other["tensors"].items() if name in own["tensors"]}
     return own, other

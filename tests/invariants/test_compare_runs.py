@@ -50,11 +50,11 @@ def test_one_bit_of_one_loss_is_a_difference() -> None:
         ({"statuses": {"a": "failed"}}, "/statuses/a: 'succeeded' before, 'failed' after"),
         ({"statuses": {}}, "/statuses/a: only before"),
         ({"statuses": {"a": "succeeded", "b": "failed"}}, "/statuses/b: only after"),
-        ({"records": [{"event": "train"}]}, "/records: 2 entries before, 1 after"),
+        ({"records": [{"event": "train"}]}, "trains to the same bits, but /records: 2 entries before, 1 after"),
         ({"output": [2.0, LOSS.hex(), {}]}, "/output/0: 2 before, 2.0 after"),
         ({"output": None}, "/output: [2, '0x1.3561d00000000p+2', {}] before, None after"),
         ({"tensors": {}}, "/tensors/a/adapter_model.safetensors: only before"),
-        ({"more": 1}, "/more: only after"),
+        ({"more": 1}, "trains to the same bits, but /more: only after"),
     ],
 )
 def test_every_kind_of_difference_is_told(other: dict[str, Any], told: str) -> None:
