@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import ctypes
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from peft_mux.engine import allocator
 from peft_mux.engine.allocator import keeping_freed_memory
 
 CHILD = """
@@ -42,10 +43,11 @@ with keeping_freed_memory(torch.device("cpu")):
     print(1024 * int(re.search(r"AnonHugePages: *([0-9]+) kB", Path("/proc/self/smaps_rollup").read_text())[1]))
 """
 _SETTING = Path("/sys/kernel/mm/transparent_hugepage/enabled")
+IS_GLIBC = sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "gnu_get_libc_version")
 HUGE_PAGES = _SETTING.read_text(encoding="ascii") if _SETTING.exists() else "[never]"
 
 
-@pytest.mark.skipif(allocator._glibc() is None, reason="the C library is not glibc")
+@pytest.mark.skipif(not IS_GLIBC, reason="the C library is not glibc")
 def test_memory_that_is_kept_costs_no_page_faults_the_next_time() -> None:
     done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)
     default, kept = map(int, done.stdout.split())
@@ -53,7 +55,7 @@ def test_memory_that_is_kept_costs_no_page_faults_the_next_time() -> None:
     assert kept < default / 10
 
 
-@pytest.mark.skipif(allocator._glibc() is None, reason="the C library is not glibc")
+@pytest.mark.skipif(not IS_GLIBC, reason="the C library is not glibc")
 @pytest.mark.skipif("[madvise]" not in HUGE_PAGES, reason="the system makes no huge pages, or without being asked")
 def test_what_is_allocated_while_training_lies_in_huge_pages() -> None:
     kept, limited = (_huge_page_bytes(limit) for limit in (False, True))
@@ -69,13 +71,13 @@ def _huge_page_bytes(is_limited: bool) -> int:
 
 
 def test_another_device_or_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    def unexpected() -> None:
+    def unexpected(name: object) -> None:
         raise AssertionError("asked for the C library")
 
     with monkeypatch.context() as patch:
-        patch.setattr(allocator, "_glibc", unexpected)
+        patch.setattr(ctypes, "CDLL", unexpected)
         with keeping_freed_memory(torch.device("cuda")):
             pass
-    monkeypatch.setattr(allocator, "_glibc", lambda: None)
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
     with keeping_freed_memory(torch.device("cpu")):
         assert torch.ones(3).sum() == 3

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, MissConfig, PeftType
+from peft import IA3Config, LoraConfig, MissConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from peft_mux import Completion, GenerationRequest, MultiTaskPeftModel, SamplingOptions, generate
+from peft_mux.modeling.adapters.catalogue import TypeEntry
 from peft_mux.modeling.adapters.sliced import SlicedKind
 from tests.generation.judge import Judge, held, prompts
 from tests.invariants import mux_lab as lab
@@ -78,8 +79,7 @@ def test_adapters_of_all_kinds_generate_side_by_side_embeddings_and_the_head_inc
         "ia3": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
         "miss": MissConfig(r=2, target_modules=["q_proj", "down_proj"]),
     }
-    miss = SlicedKind(PeftType.MISS, fields=("r", "mini_r", "miss_dropout", "init_weights"))
-    with registered(ToyKind(), miss):
+    with registered(ToyKind(), SlicedKind(TypeEntry("MISS"))):
         model = held(tiny_llama(), configs)
         rows = {name: prompts(len(name), (5, 8), VOCABULARY) for name in configs}
         found = by_task(generate(model, rows, max_new_tokens=TOKENS))

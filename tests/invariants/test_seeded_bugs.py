@@ -82,15 +82,20 @@ def step_idle_tasks_too(patch: pytest.MonkeyPatch) -> None:
 
 def begin_with_the_first_epoch_again(patch: pytest.MonkeyPatch) -> None:
     """Epochs counted from the start of the process: a resumed run repeats the order of the first epoch."""
-    first_epochs: dict[int, int] = {}
+    plain = TaskLoader.batch
 
     def batch(loader: TaskLoader, step: int) -> TaskBatch:
         epoch, place = divmod(step, loader.steps_per_epoch)
-        first = first_epochs.setdefault(id(loader), epoch)
+        first = vars(loader).setdefault("first_epoch", epoch)
         rows = loader.order(epoch - first)[place * loader.batch_size : (place + 1) * loader.batch_size]
         return TaskBatch(loader.task, step, loader.seed, tuple(loader.dataset[int(row)] for row in rows))
 
+    def sample_batches(loader: TaskLoader, num_batches: int) -> list[TaskBatch]:
+        return [plain(loader, step) for step in range(min(num_batches, loader.steps_per_epoch))]
+
     patch.setattr(TaskLoader, "batch", batch)
+    # Plans read the first batches of the first epoch, in a resumed run too.
+    patch.setattr(TaskLoader, "sample_batches", sample_batches)
 
 
 def trust_every_checkpoint(patch: pytest.MonkeyPatch) -> None:

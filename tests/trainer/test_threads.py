@@ -11,7 +11,7 @@ import pytest
 from transformers import TrainerCallback
 
 from peft_mux import ConfigError, MultiTaskTrainer
-from peft_mux.engine.model_part import ModelPart
+from peft_mux.engine.parallelize import ModelPart
 from tests.invariants.mux_lab import Recorder, make_trainer, small_task, train
 
 

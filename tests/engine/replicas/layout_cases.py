@@ -163,7 +163,9 @@ def comings_and_goings() -> dict[int, Callable[[Any], None]]:
     """Return what happens at the end of which run step, one arrival of which has no adapter in some stages."""
 
     def arrive(trainer: Any) -> None:
-        first = lab.small_task("first", data_seed=8, rank=4, length=7, max_steps=4)
+        first = lab.small_task(
+            "first", data_seed=8, rank=4, length=7, max_steps=4, target_modules=["q_proj", "v_proj", "down_proj"]
+        )
         first.peft_config.layers_to_transform = [0]
         trainer.register_tasks([late_task(), first])
         trainer.pause_task("narrow")

@@ -30,17 +30,18 @@ class Followed(NamedTuple):
 def train_with_a_slow_process(rank: int, folder: Path, slow: int, arguments: dict[str, Any]) -> Followed:
     """Train over replicas; each token takes some time everywhere, and four times as long on one process."""
     tokens: list[int] = []
-    run, passes = Executor.run, Executor._eager_output
+    run, passes = Executor.run, Executor.run_chain
 
     def count(self: Executor, work: Any) -> Any:
         tokens.append(sum(micro_batch.num_tokens for micro_batch in work.micro_batches))
         return run(self, work)
 
-    def slowly(self: Executor, micro_batch: Any) -> Any:
-        time.sleep(micro_batch.num_tokens * SECONDS_PER_TOKEN * (4 if rank == slow else 1))
-        return passes(self, micro_batch)
+    def slowly(self: Executor, chain: Any, most_passes: int = 0) -> Any:
+        num_tokens = sum(micro_batch.num_tokens for micro_batch in chain)
+        time.sleep(num_tokens * SECONDS_PER_TOKEN * (4 if rank == slow else 1))
+        return passes(self, chain, most_passes)
 
-    Executor.run, Executor._eager_output = count, slowly
+    Executor.run, Executor.run_chain = count, slowly
     tasks = [
         lab.small_task(name, data_seed=seed, length=8 + seed, train_batch_size=8, max_steps=NUM_STEPS)
         for seed, name in enumerate(("a", "b"))

@@ -43,17 +43,17 @@ class Trained(NamedTuple):
 
 def train_completions(rank: int, folder: Path, model: Any, arguments: dict[str, Any]) -> Trained:
     """Train them."""
-    narrow, plain = [], LastLayerForward._computed
+    narrow, plain = [], LastLayerForward._compute
 
     def counted(*given: Any, **named: Any) -> Any:
         narrow.extend([1] * torch.is_grad_enabled())
         return plain(*given, **named)
 
-    LastLayerForward._computed = counted  # type: ignore[method-assign]
+    LastLayerForward._compute = counted  # type: ignore[method-assign]
     try:
         laid = cases.train(folder, model or cases.backbone("llama"), completion_tasks(), **arguments)
     finally:
-        LastLayerForward._computed = plain  # type: ignore[method-assign]
+        LastLayerForward._compute = plain  # type: ignore[method-assign]
     return Trained(laid, len(narrow))
 
 
