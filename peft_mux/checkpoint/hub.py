@@ -344,7 +344,7 @@ def _prepare_upload(
     def upload() -> Any:
         try:
             api = huggingface_hub.HfApi(token=options.get("token"))
-            # A repository without an owner belongs to that of the token, whom the Hub names.
+            # A repository without an owner belongs to the user of the token; the Hub returns the full name.
             made = api.create_repo(repo_id, private=options.get("private"), exist_ok=True)
             return api.create_commit(
                 getattr(made, "repo_id", None) or repo_id,

@@ -151,7 +151,7 @@ def read_record(path: Path) -> RunRecord:
             )
         tasks, removed = tables
         if not isinstance(order, list) or not all(isinstance(name, str) for name in order) or set(order) != set(tasks):
-            raise ValueError("its order is not that of its tasks")
+            raise ValueError("its order does not name its tasks")
         if removed.keys() & tasks.keys():
             raise ValueError("a task is removed and in the run")
         numerics = value.get("numerics", {})

@@ -369,7 +369,7 @@ class RunFolder:
     def amend_record(self) -> None:
         """Update the removed tasks in the newest record; leave everything else unchanged."""
         record, _ = self.records()[-1]
-        # A task that was registered again is not in the record; it begins anew if that record is resumed from.
+        # A task that was registered again is not in the record; it starts over if that record is resumed.
         tasks = {
             name: task
             for name, task in record.tasks.items()

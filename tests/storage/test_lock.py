@@ -65,21 +65,22 @@ def test_a_killed_process_keeps_nobody_out(tmp_path: Path) -> None:
 
 
 def test_a_child_of_a_killed_process_keeps_nobody_out(tmp_path: Path) -> None:
-    grandchild: list[int] = []
     reader, writer = os.pipe()
 
     def acquire_and_fork() -> None:
         lock = FolderLock(tmp_path)
         lock.acquire()
         pid, _ = child_that(lambda: None)
-        grandchild.append(pid)
         os.write(writer, str(pid).encode())
 
     child, pipe = child_that(acquire_and_fork)
     pid = int(os.read(reader, 20))
     kill(child)
+    os.kill(pid, 0)  # the grandchild lives, and has inherited the open file
     lock = FolderLock(tmp_path)
     lock.acquire()
+    with pytest.raises(CheckpointError):
+        FolderLock(tmp_path).acquire()
     lock.release()
     os.kill(pid, signal.SIGKILL)
     for descriptor in (reader, writer, pipe):

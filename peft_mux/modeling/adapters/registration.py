@@ -23,18 +23,7 @@ from peft_mux.modeling.adapters.kind import AdapterKind
 
 @dataclass
 class OwnMethodConfig(PeftConfig):
-    """The fields that choose target modules, as PEFT's own configurations have them.
-
-    Args:
-        target_modules: names of linear layers, a regular expression over full names, or "all-linear".
-        exclude_modules: names of layers, or a regular expression, that are left out.
-        layers_to_transform: numbers of the blocks that are adapted; all by default.
-        layers_pattern: name of the list of blocks, if it has an unusual one.
-        modules_to_save: modules of which a trained copy is saved with the adapter, such as a new head.
-
-    Raises:
-        ConfigError: naming each field with what it may hold.
-    """
+    """The fields that choose target modules, as in PEFT's own configurations; the configurations document them."""
 
     own_type: ClassVar[PeftType]
     target_modules: list[str] | set[str] | str | None = None

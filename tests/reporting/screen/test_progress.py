@@ -105,16 +105,21 @@ def test_in_a_narrower_window_the_rows_that_were_wrapped_are_taken_away_too(widt
 
 
 def test_a_terminal_that_is_gone_ends_no_run() -> None:
+    tried: list[str] = []
+
     class Gone(io.StringIO):
         def write(self, text: str) -> int:
+            tried.append(text)
             raise OSError(5, "Input/output error")
 
     shown, console = live()
     shown.start([])
     console.file = Gone()
-    shown.log("lost")
+    shown.log("lost above the table")
     shown.stop()
-    Progress(Gone()).log("lost")
+    assert "lost above the table" in "".join(tried)
+    Progress(Gone()).log("lost line")
+    assert "lost line" in tried[-1]
 
 
 def test_the_memory_of_the_host_is_what_this_process_holds() -> None:
