@@ -50,7 +50,7 @@ HONOURED: dict[str, str] = {
     "qalora_group_size": _UNREAD,
     "lora_bias": "A bias on lora_B, added on the task's rows.",
     "target_parameters": "Experts of a mixture in products grouped over tasks and experts, other bare parameters task "
-    "by task. Dropout, DoRA and what else is of layers alone is refused beside it.",
+    "by task. Dropout, DoRA and other options of layers alone cannot be combined with it.",
     "use_bdlora": "The block-diagonal factor runs as PEFT wrote it, on the task's rows.",
 }
 """What becomes of each field that may be set."""

@@ -211,12 +211,11 @@ def _train_and_count(checkout: Path, shown: Path) -> None:
     sys.setprofile(note)
     count()
     sys.setprofile(None)
-    named = entered
     # The hook of the model is called by the frame of its `__call__`, which calls its forward next.
     stack = max(stacks, key=len)
     numbers = {
         "files": len({code.co_filename for code in entered}),
-        "functions": len(named),
+        "functions": len(entered),
         "frames": len(stack),
         "own_frames": sum(name.startswith(package) for name in stack),
     }

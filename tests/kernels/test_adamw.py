@@ -97,7 +97,7 @@ def test_tasks_that_are_not_finite_keep_their_bits_and_the_others_step(verdict: 
     assert str((told[0][1], told[1][1])) == str(verdict)
     for page, kept in zip(joint.pages["decaying"], before, strict=True):
         assert all(torch.equal(page[index], kept[index]) for index in (0, 2, 3, 4))
-        assert page[1].any(), "its gradient is left for whoever looks into it"
+        assert page[1].any(), "its gradient is kept for inspection"
     for name in TASKS.keys() - {"decaying"}:
         joint.assert_equal(name)
 

@@ -1,4 +1,4 @@
-"""Checks of `benchmarks.gpu`: the update of all tasks, as the kernel takes it and as a run takes it.
+"""Checks of `benchmarks.gpu`: the joint update of all tasks, by itself and in a run.
 
 `adamw`: pages of several sizes and settings against `torch.optim.AdamW` in float64, alone and together, and the pages
 of a task that is not finite. `task table`: `TaskTable.apply` on gradients of a real pass, one task poisoned.

@@ -26,7 +26,7 @@ from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from peft_mux.arguments import ELEMENTWISE, MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
-from peft_mux.kernels import adamw as multi_adamw
+from peft_mux.kernels import adamw
 from peft_mux.kernels.adamw import DTYPES, PageUpdate
 from peft_mux.modeling.slabs import TaskSlab, decays
 from peft_mux.task import HyperParameters, task_arguments
@@ -288,9 +288,9 @@ def count_joint_steps(optimizers: Sequence[TaskOptimizer]) -> None:
 
 def gradient_norms(optimizers: Sequence[TaskOptimizer]) -> list[torch.Tensor]:
     """Return the gradient norm of every task, in one call for all if the device has such a call."""
-    if any(multi_adamw.joint_update(optimizer.parameters[0].device) is None for optimizer in optimizers):
+    if any(adamw.joint_update(optimizer.parameters[0].device) is None for optimizer in optimizers):
         return [optimizer.gradient_norm() for optimizer in optimizers]
-    return multi_adamw.total_norms([optimizer.gradients for optimizer in optimizers])
+    return adamw.total_norms([optimizer.gradients for optimizer in optimizers])
 
 
 def _rate_fault(rates: Sequence[Any]) -> str:

@@ -21,7 +21,7 @@ from peft_mux.engine.tasks.optimizer import (
 from peft_mux.engine.tasks.resolved import ResolvedTask
 from peft_mux.engine.work import StepResult
 from peft_mux.errors import ConfigError
-from peft_mux.kernels import adamw as multi_adamw
+from peft_mux.kernels import adamw
 from peft_mux.modeling.generation.prompts import PromptRow
 from peft_mux.task import HyperParameters, Task, TaskStatus, greater_is_better, steps_of
 from peft_mux.user_code import UserCodeError, guard_user_code
@@ -341,7 +341,7 @@ class TaskTable:
         verdicts_2N = torch.stack([value.to(device, torch.float32) for value in (*losses.values(), *norms)]).view(2, -1)
         started = {name: self._started(name) for name in losses}
         joined: set[str] = set()
-        joint_update = multi_adamw.joint_update(device)
+        joint_update = adamw.joint_update(device)
         if joint_update is None:
             verdicts = verdicts_2N.tolist()
         else:

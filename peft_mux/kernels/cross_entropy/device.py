@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+from peft_mux.kernels.cross_entropy.linear import KERNEL_DTYPES
 
 _MAX_BLOCK = 8192
 _ROW_ALIGNMENT = 16  # elements
@@ -169,7 +169,7 @@ def cross_entropy_(
     """
     losses = torch.empty(len(logits_MV), dtype=torch.float32, device=logits_MV.device) if out is None else out
     num_rows, vocab_size = logits_MV.shape
-    if logits_MV.dtype not in _DTYPES or (logits_MV.stride(1) != 1 and vocab_size > 1):
+    if logits_MV.dtype not in KERNEL_DTYPES or (logits_MV.stride(1) != 1 and vocab_size > 1):
         raise ValueError(
             f"logits are {logits_MV.dtype}, columns {logits_MV.stride(1)} elements apart; allowed: bf16, fp16 or fp32, "
             "adjacent columns."

@@ -89,7 +89,7 @@ class Layouts:
         or adds a bias takes no number.
 
         Returns:
-            `None` where tables do not fit the rows, or these do not begin on 16 bytes: then each launch looks itself.
+            `None` if tables do not fit the rows, or rows do not begin on 16 bytes: then each launch checks its tensors.
         """
         if segments.num_rows > x_TD.shape[0] or x_TD.data_ptr() % _WORD_BYTES:
             return None

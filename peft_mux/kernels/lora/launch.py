@@ -82,7 +82,7 @@ class Launch:
             grid: number of programs in each of three dimensions.
             moving: the kernel's first arguments, tensors that lie elsewhere in each pass.
             tables: the arguments after them, tables of the pass, which begin on 16 bytes.
-            is_aligned: whether the caller knows that `moving` begin on 16 bytes.
+            is_aligned: whether the caller knows that `moving` begin on 16 bytes, except for tensors that never move.
         """
         if not is_aligned:
             address = 0
