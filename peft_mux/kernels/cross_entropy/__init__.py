@@ -3,3 +3,8 @@
 `linear.py` has the head and the losses in torch, block by block, for a whole vocabulary and for one that is cut over
 several processes. `device.py` has the Triton kernel, which makes losses and gradients of one block of logits.
 """
+
+import torch
+
+KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+"""Dtypes of logits for which there is a kernel; its arithmetic is fp32 in any case."""

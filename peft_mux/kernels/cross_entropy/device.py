@@ -16,7 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from peft_mux.kernels.cross_entropy.linear import KERNEL_DTYPES
+from peft_mux.kernels.cross_entropy import KERNEL_DTYPES
 
 _MAX_BLOCK = 8192
 _ROW_ALIGNMENT = 16  # elements

@@ -32,6 +32,7 @@ import torch
 from torch.nn import functional as F
 
 from peft_mux.kernels.availability import runs_kernels
+from peft_mux.kernels.cross_entropy import KERNEL_DTYPES
 
 
 class BlockSizes(NamedTuple):
@@ -57,8 +58,6 @@ _LEAST_ROWS = 16
 _TILE_ROWS = 128
 COPIED_ROWS = 16
 """Rows of logits whose exponentials are made at once where only their sums are wanted; few, as they are a copy."""
-KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of hidden states for which there is a fused kernel; its arithmetic is fp32 in any case."""
 
 
 class Head(NamedTuple):
