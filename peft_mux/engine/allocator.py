@@ -24,6 +24,7 @@ import torch
 
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
+_OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _M_TRIM_THRESHOLD, _M_MMAP_MAX = -1, -4
 _NEVER = -1
 _DEFAULT_TRIM_THRESHOLD, _DEFAULT_MMAP_MAX = 128 * 2**10, 65_536
@@ -79,10 +80,10 @@ def keeping_freed_memory(device: torch.device) -> Iterator[None]:
         return
     # Both are needed: a block that is mapped by itself is returned when it is freed, whatever the other says. A higher
     # threshold for mapping would not do: glibc allows 32 MiB at most, and logits of a large vocabulary are beyond it.
-    library.mallopt(_M_MMAP_MAX, 0)
-    library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
-    _ask_for_huge_pages(library)
     try:
+        library.mallopt(_M_MMAP_MAX, 0)
+        library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
+        _ask_for_huge_pages(library)
         yield
     finally:
         library.mallopt(_M_MMAP_MAX, _DEFAULT_MMAP_MAX)
@@ -99,10 +100,8 @@ def _ask_for_huge_pages(library: Any) -> None:
     import resource  # only Unix has it
 
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
-    overcommit = Path("/proc/sys/vm/overcommit_memory")
-    if any(limit != resource.RLIM_INFINITY for limit in limits) or not overcommit.exists():
-        return
-    if overcommit.read_text(encoding="ascii").strip() == "2":
+    # Without a text it is not known how the system counts.
+    if any(limit != resource.RLIM_INFINITY for limit in limits) or _text_of(_OVERCOMMIT).strip() in ("", "2"):
         return
     num_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE") // 2
     library.malloc.restype = library.sbrk.restype = ctypes.c_void_p

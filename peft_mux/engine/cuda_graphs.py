@@ -127,16 +127,22 @@ class CapturedPasses:
 
     def _capture(self, composition: Composition, shape: Shape, batch: MuxBatch) -> CapturedPass:
         assert self._make_graph is not None, "the reasons against it were asked for"
-        # Before a new graph takes its memory: graphs of adapters that have moved can never be replayed again.
-        for key in [key for key in self._passes if key[0].version != composition.version]:
+        # Before a new graph takes its memory: graphs of adapters or gradients that have moved can never be replayed.
+        for key in [key for key in self._passes if not self._is_current(key[0])]:
             del self._passes[key]
-        self._refused = {one for one in self._refused if one.version == composition.version}
+        self._refused = {one for one in self._refused if self._is_current(one)}
         while len(self._passes) >= MAX_PASSES:
             self._passes.popitem(last=False)
         captured = CapturedPass(self._model, composition.tasks, shape, self._precision)
         captured.capture(batch, self._make_graph())
         self.num_captures += 1
         return captured
+
+    def _is_current(self, composition: Composition) -> bool:
+        if composition.version != self._model.stream.version:
+            return False
+        slabs = map(self._model.registry.slab_of, composition.tasks)
+        return composition.num_bindings == tuple(slab.num_bindings for slab in slabs)
 
     def _graph_in_pool(self) -> CudaGraph:
         """Return an empty graph; the first call makes the pool and the stream that all graphs share."""

@@ -51,6 +51,7 @@ from peft_mux.engine.processes import Processes
 from peft_mux.engine.reference_passes import with_reference_values
 from peft_mux.engine.tensor.interleaving import Interleaving
 from peft_mux.engine.work import PassClock, StepResult, StepSums, StepWork
+from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.prompts.prompts import project_prompts
 from peft_mux.modeling.model import MultiTaskPeftModel, MuxOutput
 from peft_mux.modeling.stream import Kept
@@ -154,7 +155,11 @@ class Executor:
 
         Returns:
             The output of each pass, without its graph.
+
+        Raises:
+            ConfigError: if gradients are switched off.
         """
+        require_gradients()
         if self.captured is not None and not is_chained(chain):
             replayed = self.captured.run(chain[0])
             if replayed is not None:
@@ -252,6 +257,18 @@ class Executor:
         yield
         if self.sharded is not None:
             self.sharded.join_forwards(most - num_passes)
+
+
+def require_gradients() -> None:
+    """Require that gradients are switched on: without them steps would change nothing.
+
+    Raises:
+        ConfigError: if they are switched off.
+    """
+    if not torch.is_grad_enabled():
+        raise ConfigError(
+            "train: got a call without gradients; allowed: one outside torch.no_grad() and torch.inference_mode()."
+        )
 
 
 def pass_backward(output: torch.Tensor, gradient: torch.Tensor | None, kept: Sequence[Kept]) -> None:

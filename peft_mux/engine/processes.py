@@ -6,14 +6,16 @@ set of ranks that has something to sum. All have the time limit of the run (`ddp
 would not know on CPUs.
 
 A backend only reports that a connection broke or a time limit passed. So a process that fails leaves a note in the
-rendezvous store, and the others look for notes before they raise their own error. Under torchrun it also writes the
-error file from which the launcher reports the first failure.
+rendezvous store, and the others look for notes before they raise their own error. One that is killed leaves none; on
+the same host the others see that it has ended. Under torchrun a process that fails also writes the error file from
+which the launcher reports the first failure.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
+import socket
 import time
 import weakref
 from collections.abc import Iterable, Iterator, Sequence
@@ -21,6 +23,7 @@ from contextlib import contextmanager, suppress
 from datetime import timedelta
 from typing import Any, NamedTuple
 
+import psutil
 import torch
 import torch.distributed as dist
 
@@ -88,6 +91,7 @@ class Processes:
         self.waited_s = 0.0
         self._store: Any = None
         self._has_left_note = False
+        self._places: list[tuple[str, int]] = []
         self._gloo_group: Any = None
         self._device_group: Any = None
         self._groups: dict[tuple[int, ...], Any] = {}
@@ -115,6 +119,8 @@ class Processes:
         with self.communicating("the start"):
             self._gloo_group = dist.new_group(backend="gloo", timeout=timeout)
             self._device_group = self._gloo_group if self.device.type == "cpu" else dist.new_group(timeout=timeout)
+        # By rank, kept by each process, as the store may be gone when they are needed.
+        self._places = self.gather((_own_space(), os.getpid()))
 
     def create_groups(self, sets: Iterable[tuple[int, ...]]) -> None:
         """Make groups for sets of ranks, each once; a set of one rank or of all needs none.
@@ -259,13 +265,14 @@ class Processes:
             yield
         except BaseException as error:
             if self._store is not None:
-                if "TORCHELASTIC_ERROR_FILE" in os.environ:
-                    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
-
-                    get_error_handler().record_exception(error)
                 # The note first: once the connections break, the others look for one.
                 self._leave_note(f"{type(error).__name__}: {error}"[:_MAX_CHARACTERS])
                 self.close()
+                if "TORCHELASTIC_ERROR_FILE" in os.environ:
+                    from torch.distributed.elastic.multiprocessing.errors import get_error_handler
+
+                    with suppress(Exception):  # such as a full disk: the error itself must get out
+                        get_error_handler().record_exception(error)
             raise
 
     def _leave_note(self, note: str) -> None:
@@ -283,7 +290,7 @@ class Processes:
         # A process that asks is alive, and must not be blamed itself.
         self._leave_note("")
         # A connection may break before the process at its other end has written its note.
-        deadline = time.monotonic() + min(_MOST_PATIENCE_S, self.timeout_s / 10)
+        deadline = time.monotonic() + min(_MOST_PATIENCE_S, self.timeout_s)
         notes: dict[int, str] = {}
         silent = [rank for rank in range(self.world_size) if rank != self.rank]
         while silent:
@@ -292,9 +299,10 @@ class Processes:
                     if self._store.check([str(rank)]):
                         notes[rank] = self._store.get(str(rank)).decode()
             silent = [rank for rank in silent if rank not in notes]
-            failed = [f"rank {rank} failed with {note}" for rank, note in notes.items() if note]
-            if failed:
-                return f"{'; '.join(failed)}."
+            causes = [f"rank {rank} failed with {note}" for rank, note in notes.items() if note]
+            causes += [f"rank {rank} has died" for rank in silent if self._has_ended(rank)]
+            if causes:
+                return f"{'; '.join(causes)}."
             if time.monotonic() > deadline:
                 break
             time.sleep(_POLL_S)
@@ -303,10 +311,23 @@ class Processes:
         names = ", ".join(f"rank {rank}" for rank in silent)
         if any(word in str(error).lower() for word in ("timed out", "timeout")):
             return (
-                f"no word of {names} within {self.timeout_s:g} s (args.ddp_timeout); it hangs, or needs longer than"
-                " that."
+                f"no word from {names} within {self.timeout_s:g} s (args.ddp_timeout); a process hangs, or needs longer"
+                " than that."
             )
-        return f"no word of {names}; it has ended, or hangs ({error})."
+        return f"no word from {names} ({error})."
+
+    def _has_ended(self, rank: int) -> bool:
+        """Return whether a process is known to have ended; those of other hosts and containers are not known."""
+        if not self._places:
+            return False
+        space, number = self._places[rank]
+        if not space or space != _own_space():
+            return False
+        try:
+            # A zombie still has its number: the launcher may not have collected it yet.
+            return psutil.Process(number).status() in (psutil.STATUS_ZOMBIE, psutil.STATUS_DEAD)
+        except psutil.NoSuchProcess:
+            return True
 
     def close(self) -> None:
         """Close the connections through gloo, so that no other process waits for this one any longer."""
@@ -317,6 +338,14 @@ class Processes:
         for group in groups.values():
             if "gloo" in dist.get_backend(group):
                 dist.destroy_process_group(group)
+
+
+def _own_space() -> str:
+    """Return the host and the PID namespace in which the number of this process holds; "" if they are not known."""
+    try:
+        return f"{socket.gethostname()} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return ""
 
 
 _connected: weakref.WeakSet[Processes] = weakref.WeakSet()

@@ -47,11 +47,20 @@ class Command(Future[Any]):
     def __init__(self, label: str, action: Callable[[], Any], queue: CommandQueue) -> None:
         """Wait to be carried out."""
         super().__init__()
-        self.label, self._action, self._queue = label, action, queue
+        self.label, self._queue = label, queue
+        self._action: Callable[[], Any] | None = action
         self.is_of_callback = queue.is_owner
+        # The caller may keep the future for long, and the action holds tasks with their rows.
+        self.add_done_callback(lambda _: self._drop_action())
+
+    def _drop_action(self) -> None:
+        self._action = None
 
     def carry_out(self) -> Exception | None:
-        """Do it and answer; return what it raised, if anything."""
+        """Do it and answer, unless it was cancelled; return what it raised, if anything."""
+        if not self.set_running_or_notify_cancel():
+            return None
+        assert self._action is not None, "it is dropped when the future is done"
         try:
             self.set_result(self._action())
         except Exception as error:
@@ -97,7 +106,8 @@ class CommandQueue:
     def labels(self) -> list[str]:
         """Commands of other threads that wait, in the order in which they were given."""
         with self._free:
-            return [command.label for command in self._commands if not command.is_of_callback]
+            waiting = [command for command in self._commands if not command.cancelled()]
+        return [command.label for command in waiting if not command.is_of_callback]
 
     @property
     def is_owner(self) -> bool:
@@ -170,7 +180,8 @@ class CommandQueue:
                     self._commands.clear()
                     self._free.notify_all()
                 for command in left:
-                    command.set_exception(ProcessError(f"{command.label}: not done, as the run has ended."))
+                    if command.set_running_or_notify_cancel():
+                        command.set_exception(ProcessError(f"{command.label}: not done, as the run has ended."))
 
     def take(self, labels: Sequence[str] | None = None) -> list[Command]:
         """Take commands out of the queue, to be carried out.
@@ -182,8 +193,10 @@ class CommandQueue:
         with self._free:
             own = [command for command in self._commands if labels is None or command.is_of_callback]
             for label in labels or ():
-                # The first of its label that is not taken yet: equal commands are done as often as they were given.
-                own.append(next(one for one in self._commands if one.label == label and one not in own))
+                # The first of its label that is not taken yet: equal commands are done as often as they were given. One
+                # that is cancelled comes last; it is taken only if that happened after the processes had agreed.
+                equal = (one for one in self._commands if one.label == label and one not in own)
+                own.append(min(equal, key=Command.cancelled))
             for command in own:
                 self._commands.remove(command)
             return own
@@ -247,7 +260,16 @@ class Membership:
             with self._placement.lock:
                 self._arriving.difference_update(names)
             raise
-        return self.queue.give(f"register {', '.join(names)}", lambda: self._add(runs))
+        command = self.queue.give(f"register {', '.join(names)}", lambda: self._add(runs))
+        lock, arriving = self._placement.lock, self._arriving
+
+        def free_names(done: Future[Any]) -> None:
+            if done.cancelled():
+                with lock:
+                    arriving.difference_update(names)
+
+        command.add_done_callback(free_names)
+        return command
 
     def remove(self, name: str, *, save: bool) -> Command:
         """Take a task out at the next step boundary; its adapter is written first if `save` is true.

@@ -336,12 +336,15 @@ class PlanFollower:
         """
         times = self._placement.executor.clock.take()
         self._run.log.times.add_steps(self.current, seconds, num_steps, times)
-        width = 1 if self.current is None else self.current.passes_in_turns
-        prices = self.planner.prices(self._placement.part.place.stage, width)
+        correction, prices = self.planner.correction, None
+        # Prices take the host some time, also if they are not used.
+        if correction.learns_from_next_step:
+            width = 1 if self.current is None else self.current.passes_in_turns
+            prices = self.planner.prices(self._placement.part.place.stage, width)
         if prices is not None:
             # In a window of steps without a flush, what lies between passes cannot be told: it says nothing.
             between_s = seconds - times.span_s - (self._run.processes.waited_s - self._waited_s)
-            self.planner.correction.observe_passes(times, between_s, result.num_tokens, prices)
+            correction.observe_passes(times, between_s, result.num_tokens, prices)
         # With its plan: by the time that the processes have exchanged their times, there may be another one.
         self._last_step = StepTime(self.current, sum(result.num_tokens.values()), seconds, times.span_s)
         if self._run.processes.is_alone:

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from peft_mux.engine import allocator
 from peft_mux.engine.allocator import keeping_freed_memory
 
 CHILD = """
@@ -79,5 +80,46 @@ def test_another_device_or_c_library_is_left_alone(monkeypatch: pytest.MonkeyPat
         with keeping_freed_memory(torch.device("cuda")):
             pass
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
+    with keeping_freed_memory(torch.device("cpu")):
+        assert torch.ones(3).sum() == 3
+
+
+class Library:
+    """Notes the settings that a C library is given, and is broken."""
+
+    def __init__(self) -> None:
+        self.settings: dict[int, int] = {}
+
+    gnu_get_libc_version = None
+
+    def mallopt(self, name: int, value: int) -> None:
+        self.settings[name] = value
+
+    def malloc_trim(self, pad: int) -> None:
+        pass
+
+
+def test_settings_are_put_back_if_asking_for_huge_pages_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+    if not sys.platform.startswith("linux"):
+        pytest.skip("no other system has these settings")
+    library = Library()
+    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
+
+    def ask(own: Library) -> None:
+        assert set(own.settings.values()) == {0, -1}
+        raise OSError("no memory for it")
+
+    monkeypatch.setattr(allocator, "_ask_for_huge_pages", ask)
+    with pytest.raises(OSError, match="no memory for it"), keeping_freed_memory(torch.device("cpu")):
+        raise AssertionError("the block has begun")
+    assert set(library.settings.values()) == {65_536, 128 * 2**10}
+
+
+@pytest.mark.skipif(not IS_GLIBC, reason="the C library is not glibc")
+def test_a_system_that_hides_how_it_counts_memory_is_trained_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # It exists and cannot be read, as in some containers.
+    monkeypatch.setattr(allocator, "_OVERCOMMIT", tmp_path)
     with keeping_freed_memory(torch.device("cpu")):
         assert torch.ones(3).sum() == 3

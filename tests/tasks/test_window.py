@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
-from peft_mux.trainer.loop import steps_until_due
-from tests.trainer.parts import make_run
+from peft_mux.engine.pipeline.executor import PipelineExecutor
+from peft_mux.engine.tasks.task_run import UpdateOutcome
+from peft_mux.engine.work import StepResult
+from peft_mux.task import TaskStatus
+from peft_mux.trainer.loop import TrainingLoop, steps_until_due
+from tests.trainer.parts import make_run, start_all
 
 
 @pytest.mark.parametrize(
@@ -50,3 +56,32 @@ def test_a_window_ends_where_a_task_is_evaluated_saved_or_over(tmp_path: Path) -
     assert window() == 1
     object.__setattr__(other.hyper, "eval_steps", -1)
     assert window() == 1, f"after {other.loader.steps_per_epoch} steps"
+
+
+class OneBucket(PipelineExecutor):
+    """Lets one task step through a window, without a pipeline."""
+
+    def __init__(self) -> None:
+        self.stopped: list[Any] = []
+
+    def run_window(self, works: Any, update: Any) -> list[StepResult]:
+        loss, norm = {"a": torch.tensor(1.0)}, {"a": torch.tensor(2.0)}
+        self.stopped = [update(step, loss, norm) for step in range(len(works))]
+        return [StepResult(loss, {"a": 10}, 30) for _ in works]
+
+
+def test_a_task_whose_schedule_gives_out_in_a_window_keeps_the_step_that_it_has_taken(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run, executor = make_run(tmp_path), OneBucket()
+    start_all(run)
+    plans = SimpleNamespace(next_works=lambda count: [None] * count, record_step_time=lambda *_, num_steps: None)
+    parts: tuple[Any, ...] = (SimpleNamespace(executor=executor), plans, None)
+    loop = TrainingLoop(run, *parts)
+    gives_out = {"a": UpdateOutcome(1.0, 2.0, rate_failure="learning_rate: the learning rate is nan")}
+    monkeypatch.setattr(run.table, "update", lambda losses, norms: gives_out if losses else {})
+    loop._take_window(3)
+    assert executor.stopped == [{"a"}] * 3
+    assert (run.table["a"].status, run.table["a"].step) == (TaskStatus.FAILED, 1)
+    assert run.table["a"].reason == "learning_rate: the learning rate is nan at step 1"
+    assert (run.table["b"].status, run.state.global_step) == (TaskStatus.RUNNING, 3)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -17,6 +18,7 @@ from safetensors.torch import load_file
 from transformers import TrainerCallback
 
 from peft_mux import CheckpointError, ConfigError, MultiTaskTrainer, Task
+from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.errors import ForcedInterrupt
 from tests.invariants.mux_lab import Recorder, Run, make_trainer, small_task, train
 
@@ -260,6 +262,29 @@ def test_an_interrupt_ends_the_run_at_a_step_with_everything_saved_and_resumes_e
     for name in ("one", "two"):
         assert run.losses[name] + rest.losses[name] == whole.losses[name]
         assert all(torch.equal(value, whole.weights(name)[key]) for key, value in rest.weights(name).items())
+
+
+@pytest.mark.parametrize(
+    ("strategy", "way_on"),
+    [
+        ("no", 'nothing is saved (save_strategy="no"); train() of this trainer goes on from here'),
+        ("steps", "this step could not be saved in {root}, so that a new process goes on from the state before it"),
+    ],
+)
+def test_an_interrupt_whose_step_is_not_on_the_disk_says_where_a_run_goes_on(
+    strategy: str, way_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def fill_disk(_: MultiTaskTrainer) -> None:
+        monkeypatch.setattr(RunFolder, "save_record", fail)
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    def fail(*args: Any, **options: Any) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    train([small_task("own", data_seed=1)], tmp_path, recorder=act({2: fill_disk}), save_strategy=strategy)
+    said = capsys.readouterr()
+    line = f"interrupted by SIGTERM after step 3; {way_on.format(root=tmp_path)}"
+    assert line in " ".join((said.out + said.err).split())
 
 
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:

@@ -139,3 +139,18 @@ def test_a_callback_that_waits_for_what_it_asked_for_fails_its_task_instead_of_h
     trainers[0].train()
     assert trainers[0].task_statuses["impatient"] == "failed"
     assert "a wait for it in the thread that trains" in trainers[0].table["impatient"].reason
+
+
+def test_a_request_that_is_cancelled_leaves_the_run_training_and_its_name_free(tmp_path: Path) -> None:
+    answers: list[Any] = []
+
+    def ask(trainer: MultiTaskTrainer) -> None:
+        for _ in range(2):
+            answers.append(trainer.register_tasks([small_task("late", data_seed=2, max_steps=3)]))
+            answers[0].cancel()
+
+    recorder = Recorder(at_begin={2: ask})
+    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path, recorder=recorder)
+    trainer.train()
+    assert [answer.cancelled() for answer in answers] == [True, False]
+    assert trainer.task_statuses == {"own": "succeeded", "late": "succeeded"}

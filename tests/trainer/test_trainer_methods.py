@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import inspect
 import json
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ from transformers import Trainer, TrainerCallback
 from peft_mux import ConfigError, MultiTaskTrainer, MultiTaskTrainingArguments, Task
 from peft_mux.checkpoint.hub import model_card
 from peft_mux.trainer.trainer import REFUSED, WORKING
-from tests.invariants.mux_lab import Run, rows, small_task, tiny_llama, train
+from tests.invariants.mux_lab import Run, make_trainer, rows, small_task, tiny_llama, train
 
 METHODS = sorted(name for name, item in inspect.getmembers(Trainer) if callable(item) and not name.startswith("_"))
 
@@ -40,6 +41,17 @@ def test_a_refused_method_says_what_to_call_instead(name: str, trained: Run) -> 
         with pytest.raises(ConfigError, match=rf"^trainer\.{name}: got a call; allowed: ") as caught:
             getattr(trained.trainer, name)(*arguments)
     assert REFUSED[name] in str(caught.value)
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_training_without_gradients_is_refused_instead_of_changing_nothing(
+    off: Callable[[], Any], tmp_path: Path
+) -> None:
+    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path)
+    with off(), pytest.raises(ConfigError, match=r"^train: got a call without gradients; allowed: .*no_grad"):
+        trainer.train()
+    assert trainer.task_statuses == {"own": "running"}
+    assert trainer.state.global_step == 0
 
 
 def test_what_refusals_name_is_there(trained: Run) -> None:

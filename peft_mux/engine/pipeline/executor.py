@@ -36,7 +36,7 @@ from zlib import crc32
 import torch
 
 from peft_mux.data.batch import MuxBatch, is_chained
-from peft_mux.engine.executor import Executor, pass_backward
+from peft_mux.engine.executor import Executor, pass_backward, require_gradients
 from peft_mux.engine.fsdp import ShardedBackbone
 from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.pipeline.links import PipelineLinks
@@ -111,6 +111,7 @@ class PipelineExecutor(Executor):
         """Open the channels."""
         super().__init__(stage.model, bf16=bf16, sync=sync, interleaving=interleaving, sharded=sharded)
         self.stage, self.processes = stage, processes
+        self.plan = PipelinePlan.of(plan) if isinstance(plan, Plan) else plan
         self.on_action: Callable[[Action], None] | None = None
         self.spans: tuple[Span, ...] = ()
         self.most_in_flight = 0
@@ -132,7 +133,7 @@ class PipelineExecutor(Executor):
             PlanError: if its template is of another pipeline than the model was cut for.
         """
         # Without a task there is no template, yet forward passes still go through the pipeline of the last one.
-        if not (isinstance(plan, Plan) and plan.template is None and hasattr(self, "plan")):
+        if not isinstance(plan, Plan) or plan.template is not None:
             self.plan = PipelinePlan.of(plan) if isinstance(plan, Plan) else plan
             self._windows: dict[int, PipelineTemplate] = {}
             self._gains: bool | None = None
@@ -164,6 +165,7 @@ class PipelineExecutor(Executor):
             PlanError: if the work is not of the plan.
         """
         with self._closing_on_failure():
+            require_gradients()
             micro_batches = self.with_reference_values(work.micro_batches, work.tasks, total=self.sync.total)
             self.model.prepare_pass(work.tasks)
             sums = StepSums(self.model, work.tasks, self.device)
@@ -231,6 +233,7 @@ class PipelineExecutor(Executor):
             if own := [name for name in tasks if name in names]:
                 stepping[bucket] = own
         with self._closing_on_failure():
+            require_gradients()
             self.model.prepare_pass(tasks)
             sums = [StepSums(self.model, work.tasks, self.device) for work in works]
             barriers = BucketBarriers(self, template, stepping, sums, update)
@@ -368,10 +371,8 @@ class PipelineExecutor(Executor):
 
     def _forward(self, action: Action, traffic: Traffic, sums: StepSums) -> None:
         """Run the passes of an action forward; send the results on, or add up the losses of the last virtual stage."""
-        virtual_stage, micro_batches = (
-            self.stage.layout.virtual_stage(action.stage, action.chunk),
-            traffic.slots[action.slot],
-        )
+        virtual_stage = self.stage.layout.virtual_stage(action.stage, action.chunk)
+        micro_batches = traffic.slots[action.slot]
         flights = self._flights[action.slot, action.chunk] = []
         for group in self._groups(traffic.numbers(action), micro_batches):
             # All inputs before the passes run in turns: a pass that waited for a neighbour in its turn would stop the
@@ -405,10 +406,8 @@ class PipelineExecutor(Executor):
 
     def _backward(self, action: Action, traffic: Traffic) -> None:
         """Run the passes of an action backward; send the gradients of their inputs to the stage before."""
-        virtual_stage, micro_batches = (
-            self.stage.layout.virtual_stage(action.stage, action.chunk),
-            traffic.slots[action.slot],
-        )
+        virtual_stage = self.stage.layout.virtual_stage(action.stage, action.chunk)
+        micro_batches = traffic.slots[action.slot]
         flights = self._flights.pop((action.slot, action.chunk))
         for group in self._groups(traffic.numbers(action), micro_batches):
             gradients = [traffic.take(action, number) for number in group]

@@ -90,7 +90,7 @@ def test_what_a_graph_holds_is_captured_anew_when_it_changes(report: dict, event
 
 
 def test_graphs_that_are_no_longer_true_are_freed(report: dict) -> None:
-    assert [found["graphs"] for found in report["company"].values()] == [1, 1, 1, 2, 1, 2, 1]
+    assert [found["graphs"] for found in report["company"].values()] == [1, 1, 1, 2, 1, 1, 1]
 
 
 def test_graphs_beyond_the_limit_are_freed_and_captured_anew(report: dict) -> None:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import functools
 import json
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +22,7 @@ from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, load_stage
 from peft_mux.engine.pipeline.traffic import Key
 from peft_mux.engine.processes import Processes
-from peft_mux.errors import CheckpointError, PlanError, UnsupportedModelError
+from peft_mux.errors import CheckpointError, ConfigError, PlanError, UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, Slot, build_template
 from tests.engine.pipeline import stage_cases as cases
@@ -229,7 +230,7 @@ def test_when_a_stage_dies_all_others_say_so_at_once(trained: dict[Any, Path]) -
 @pytest.mark.distributed
 def test_when_a_stage_hangs_the_other_one_says_so_within_the_time_limit(trained: dict[Any, Path]) -> None:
     fact = read(trained["hangs"], "hangs-0")
-    assert "no word of rank 1" in fact["error"]
+    assert "no word from rank 1" in fact["error"]
     assert HANG_LIMIT_S * 0.9 < fact["seconds"] < 2 * HANG_LIMIT_S + 3.0  # it waits, and then asks for last words
 
 
@@ -253,6 +254,17 @@ def test_chunks_of_one_process_give_the_gradients_of_the_whole_model(shape: str)
         assert found.losses[name].item() == pytest.approx(loss.item(), rel=1e-6)
         for key, parameter in whole.task_parameters(name).items():
             torch.testing.assert_close(parts.task_parameters(name)[key].grad, parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
+def test_a_step_without_gradients_is_refused_by_name(off: Callable[[], Any]) -> None:
+    stage = StageModel(cases.mux_model(cases.Case("llama")), StageLayout.of(cases.NUM_LAYERS, 1, num_chunks=3), 0)
+    plan = replace(plan_of(1, "mux", 3), loads=cases.loads_of(1, (1000, 700)))
+    executor = PipelineExecutor(stage, plan, Processes())
+    work = cases.step_work(0, list(cases.LENGTHS))
+    for step in (lambda: executor.run(work), lambda: executor.run_window([work], lambda *_: ())):
+        with off(), pytest.raises(ConfigError, match=r"^train: got a call without gradients; allowed: .*no_grad"):
+            step()
 
 
 def test_stages_share_out_layers_and_adapters_without_rest() -> None:

@@ -10,6 +10,7 @@ import contextlib
 import io
 import multiprocessing
 import os
+import re
 import signal
 import socket
 import sys
@@ -172,6 +173,12 @@ def _worker(sender: Any, rank: int, world_size: int, port: int, part: Callable[.
         torch.distributed.destroy_process_group()
 
 
+def named_in(error: str) -> set[int]:
+    """Return the ranks that an error names as the cause of what this process did not get."""
+    cause = error.split("got no answer")[1].split(": ", 1)[1]
+    return {int(rank) for rank in re.findall(r"rank (\d+)", cause)}
+
+
 def _free_port() -> int:
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
@@ -327,8 +334,10 @@ def registered_once(rank: int, folder: Path) -> Part:
     return run(folder, five_tasks(), recorder=lab.Recorder(at_end=acts))
 
 
-def failing_alone(rank: int, folder: Path) -> Part:
-    """Train; a callback of the run raises on rank 1 alone."""
+def failing_alone(rank: int, folder: Path, error_file: str) -> Part:
+    """Train; a callback of the run raises on rank 1 alone, under a launcher that asks for a file of its error."""
+    if error_file:
+        os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / error_file)
 
     def fail(trainer: Any) -> None:
         raise OSError("the disk of rank 1 is full")

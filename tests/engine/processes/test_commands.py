@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable
 
 import pytest
@@ -145,3 +146,49 @@ def test_commands_are_taken_in_the_order_that_is_asked_for_and_as_often_as_they_
         assert [command.label for command in queue.take(())] == ["own"]
         assert [command.label for command in queue.take(["b", "a", "a"])] == ["b", "a", "a"]
         assert queue.labels == ["c"]
+
+
+def test_a_command_that_was_cancelled_is_not_done_and_those_after_it_are() -> None:
+    queue, done = CommandQueue(), []
+    with queue.training(carry_out_all(queue)):
+        first, second = (queue.give("add", lambda name=name: done.append(name)) for name in ("first", "second"))
+        assert first.cancel()
+        assert queue.labels == []
+    assert done == ["second"]
+    assert first.cancelled()
+    assert not second.cancel(), "it is done"
+
+
+def test_a_cancelled_command_of_a_thread_is_no_longer_shared_with_other_processes() -> None:
+    queue, answers = CommandQueue(), []
+    with queue.training(lambda failed: False):
+        in_a_thread(lambda: answers.extend(queue.give("a", lambda: None) for _ in range(2)))
+        answers[0].cancel()
+        assert queue.labels == ["a"]
+        assert queue.take(["a"]) == [answers[1]]
+    assert answers[0].cancelled(), "the end of the run answers it too, and does not mind"
+
+
+@pytest.mark.parametrize("end", ["done", "refused", "cancelled", "left"])
+def test_an_answer_that_is_kept_holds_nothing_of_what_was_done(end: str) -> None:
+    class Rows(list[int]):
+        """Something large."""
+
+    def ask(rows: Rows) -> Command:
+        return queue.give("add", lambda: 1 // len(rows))
+
+    queue, rows = CommandQueue(), Rows([1] if end != "refused" else [])
+    held = weakref.ref(rows)
+    with queue.training(lambda failed: False):
+        answer = ask(rows)
+        if end == "cancelled":
+            answer.cancel()
+        elif end != "left":
+            (command,) = queue.take()
+            error = command.carry_out()
+            if error is not None:
+                error.__traceback__ = None  # it shows where the error came from
+            del command, error
+    del rows
+    assert answer.done()
+    assert held() is None

@@ -24,7 +24,7 @@ from peft_mux.scheduler.costs.profile import AS_PROFILED
 from peft_mux.trainer.inputs import processes_asked_of_launcher
 from peft_mux.trainer.loop import stop_at_signal
 from tests.engine.processes import cases
-from tests.engine.processes.cases import Part, launch, values
+from tests.engine.processes.cases import Part, launch, named_in, values
 from tests.invariants.mux_lab import assert_close, small_task
 from tests.paths import ROOT
 
@@ -158,7 +158,8 @@ def test_a_killed_process_is_named_at_once_and_one_process_goes_on_from_the_last
     assert outcomes[2].exit_code == -9
     for survivor in outcomes[:2]:
         assert survivor.error.startswith("ProcessError: rank")
-        assert "no word of rank 2; it has ended" in survivor.error
+        assert ": rank 2 has died. " in survivor.error
+        assert named_in(survivor.error) == {2}
         assert "resume_from_checkpoint=True" in survivor.error
         assert survivor.seconds < cases.TIMEOUT_S
     resumed = cases.resume_five(0, tmp_path)
@@ -170,13 +171,14 @@ def test_a_killed_process_is_named_at_once_and_one_process_goes_on_from_the_last
 @pytest.mark.slow  # of which ten seconds are waited
 def test_a_process_that_stands_still_is_named_when_the_time_limit_has_passed(tmp_path: Path) -> None:
     outcomes = launch(2, cases.hung, tmp_path, 2, limit_s=15.0)
-    assert "no word of rank 1" in outcomes[0].error
+    assert "no word from rank 1" in outcomes[0].error
     assert "2 s (args.ddp_timeout)" in outcomes[0].error
     assert outcomes[0].seconds < 10
 
 
-def test_the_error_of_one_process_is_told_by_the_others(tmp_path: Path) -> None:
-    outcomes = launch(3, cases.failing_alone, tmp_path)
+@pytest.mark.parametrize("error_file", ["", "missing/error.json"], ids=["alone", "which a launcher's file cannot take"])
+def test_the_error_of_one_process_is_told_by_the_others(error_file: str, tmp_path: Path) -> None:
+    outcomes = launch(3, cases.failing_alone, tmp_path, error_file)
     assert outcomes[1].error == "OSError: the disk of rank 1 is full"
     for other in (outcomes[0], outcomes[2]):
         assert other.error.startswith("ProcessError")

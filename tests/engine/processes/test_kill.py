@@ -18,7 +18,7 @@ from safetensors.numpy import load_file
 
 from peft_mux import storage
 from tests.engine.processes import kill_cases as cases
-from tests.engine.processes.cases import Outcome, launch, values
+from tests.engine.processes.cases import Outcome, launch, named_in, values
 from tests.engine.processes.kill_cases import Kill
 from tests.engine.replicas.layout_cases import LaidOut, saved_backbone, train_five
 from tests.invariants.mux_lab import assert_close
@@ -75,9 +75,7 @@ def assert_ended_cleanly(outcomes: list[Outcome], killed: int) -> None:
             continue
         assert outcome.exit_code == 0, f"rank {rank}: {outcome}"
         assert outcome.error.startswith("ProcessError"), f"rank {rank}: {outcome.error}"
-        assert f"rank {killed}" in outcome.error.split("got no answer")[1], (
-            f"rank {rank} blames another one: {outcome.error}"
-        )
+        assert named_in(outcome.error) == {killed}, f"rank {rank} blames another one: {outcome.error}"
         assert "train(resume_from_checkpoint=True)" in outcome.error
 
 
