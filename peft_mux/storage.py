@@ -464,6 +464,7 @@ class FolderLock:
         self.root, self.is_held = root, False
         self._lock: FileLock | None = None
         self._made_root = False
+        self._pid: int | None = None
 
     def acquire(self) -> None:
         """Take the lock.
@@ -473,11 +474,13 @@ class FolderLock:
                 writable.
         """
         assert not self.is_held, "acquired once"
+        self._pid = os.getpid()
         try:
             self._made_root = not self.root.exists()
             self.root.mkdir(parents=True, exist_ok=True)
             # Made here, as filelock does not take a lock in a forked process that was made before the fork.
-            self._lock = FileLock(self.root / LOCK_NAME, thread_local=False)
+            # No soft lock in place of a missing one: after a crash it would stay.
+            self._lock = FileLock(self.root / LOCK_NAME, thread_local=False, fallback_to_soft=False)
             try:
                 # With a timeout: `keeper_of` in another process may hold the lock for a moment.
                 self._lock.acquire(timeout=0.1, poll_interval=0.02)
@@ -493,14 +496,19 @@ class FolderLock:
                     raise
             self.is_held = True
             # In a file of its own: processes that try to take the lock may truncate the lock file.
-            own = {"host": socket.gethostname(), "pid": os.getpid()}
-            (self.root / HOLDER_NAME).write_text(json.dumps(own), encoding="utf-8")
-        except OSError as error:
+            own = {"host": socket.gethostname(), "pid": self._pid}
+            write_file(self.root / HOLDER_NAME, json.dumps(own).encode())
+        except CheckpointError:
+            self.release()
+            raise
+        except (OSError, RuntimeError) as error:  # filelock raises both
             self.release()
             raise unwritable(self.root, error) from error
 
     def release(self) -> None:
-        """Release the lock if it is held."""
+        """Release the lock if this process holds it; a process forked from the holder changes nothing."""
+        if self._pid != os.getpid():
+            return
         if self._lock is not None and self.is_held:
             # Before the release: a process that opens the file from now on finds another one, and filelock tries again.
             for name in (HOLDER_NAME, LOCK_NAME):
@@ -528,13 +536,13 @@ def keeper_of(root: Path) -> str:
     except OSError:
         pass  # held; or locks are not supported, and the file below is all that is known
     try:
-        holder = json.loads((root / HOLDER_NAME).read_bytes())
+        holder = json.loads(read_regular(root / HOLDER_NAME))
         return f"process {int(holder['pid'])} on host {str(holder['host'])!r}"
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
         return "another process"  # it has not written the file yet, or could not
 
 
-def unwritable(root: Path, error: OSError) -> CheckpointError:
+def unwritable(root: Path, error: Exception) -> CheckpointError:
     """Return the refusal of a folder that a run cannot write to."""
     return CheckpointError(
         f"output_dir: got {root}, which cannot be written to ({error}); allowed: a folder with room in which this"

@@ -286,6 +286,12 @@ def test_an_unknown_argument_is_refused_with_what_was_meant() -> None:
         ("max_tokens_per_micro_batch", 1.5),
         ("chunk_size", 0),
         ("min_chunk_size", 0),
+        ("per_device_eval_batch_size", 0),
+        ("dataloader_num_workers", -3),
+        ("dataloader_prefetch_factor", -1),
+        ("eval_accumulation_steps", -1),
+        ("ddp_bucket_cap_mb", -1),
+        ("local_rank", -2),
     ],
 )
 def test_a_number_out_of_range_is_refused_by_field_with_what_came_and_what_is_allowed(field: str, value: Any) -> None:

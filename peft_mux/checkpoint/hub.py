@@ -190,6 +190,11 @@ def is_edited(card: str) -> bool:
     return _marked(card.rpartition(_MARK.partition("{")[0])[0]) != card
 
 
+def _text_of(card: Path) -> str:
+    # A card in another encoding has been written by its user; it is only compared here.
+    return card.read_text(encoding="utf-8", errors="replace")
+
+
 def write_card(folder: Path, card: ModelCard) -> bool:
     """Write a card into the folder of an adapter unless its user has written or edited one; return whether it did.
 
@@ -198,7 +203,7 @@ def write_card(folder: Path, card: ModelCard) -> bool:
         OSError: if the present card cannot be read.
     """
     path = folder / CARD_NAME
-    if path.is_symlink() or (path.exists() and is_edited(path.read_text(encoding="utf-8", errors="replace"))):
+    if path.is_symlink() or (path.exists() and is_edited(_text_of(path))):
         return False
     storage.write_file(path, str(card).encode())
     return True
@@ -327,7 +332,7 @@ def _prepare_upload(
     """
     contents = {name: (folder / name).read_bytes() for name in (CONFIG_NAME, WEIGHTS_NAME)}
     written = folder / CARD_NAME
-    if card is None and written.is_file() and not is_edited(text := written.read_text(encoding="utf-8")):
+    if card is None and written.is_file() and not is_edited(text := _text_of(written)):
         # It now loads from its repository.
         text = text.rpartition(_MARK.partition("{")[0])[0].replace(_HERE, repo_id)
         contents[CARD_NAME] = _marked(text).encode()
@@ -336,7 +341,7 @@ def _prepare_upload(
     if beside is not None:
         paths = [beside / name for name in (PICTURE_NAME, *_TOKENIZER_FILES)]
         own = beside / CARD_NAME
-        if own.is_file() and is_edited(own.read_text(encoding="utf-8")):
+        if own.is_file() and is_edited(_text_of(own)):
             paths.append(own)
         contents |= {path.name: path.read_bytes() for path in paths if path.is_file() and not path.is_symlink()}
     files = [CommitOperationAdd(path_in_repo=name, path_or_fileobj=data) for name, data in contents.items()]

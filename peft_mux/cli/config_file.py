@@ -46,6 +46,8 @@ _NOT_IN_FILES = "name peft_config train_dataset eval_dataset callbacks compute_m
 TASK_KEYS = (*DATA_KEYS, "peft", *(name for name in TASK_FIELDS if name not in _NOT_IN_FILES.split()))
 """The keys of a task in a file."""
 _TOP_KEYS = ("model", "tokenizer", "output_dir", "run", "defaults", "tasks", "model_init_kwargs")
+_MAX_BYTES, _MAX_NODES = 2**23, 200_000
+"""Limits of a file, and of its values once aliases are written out."""
 _FREE_SECTIONS = ("model_init_kwargs",)
 """Sections that are passed on as they are, in which numbers may be keys (`max_memory: {0: 10GiB}`)."""
 _WHEN_EVALUATED = ("eval_steps", "eval_delay", "eval_on_start")
@@ -111,6 +113,10 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
     """
     path = Path(path)
     try:
+        if path.exists() and not path.is_file():  # a pipe may never end
+            raise OSError("it is no regular file; allowed: a YAML file.")
+        if (size_bytes := path.stat().st_size) > _MAX_BYTES:
+            raise OSError(f"got {size_bytes} bytes; allowed: at most {_MAX_BYTES}.")
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path}: cannot be read: {error}; allowed: UTF-8. Save it as UTF-8.") from error
@@ -163,7 +169,36 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: `1e-4` is a number (YAML 1.1 wants `1.0e-4`)."""
+    """YAML as people write it: `1e-4` is a number (YAML 1.1 wants `1.0e-4`).
+
+    A few lines with aliases can stand for more values than any walk over them could visit (`a: &a [x, x]`,
+    `b: &b [*a, *a]`, ...), or contain themselves. Both are refused before any value is made.
+    """
+
+    def __init__(self, text: str, where: str) -> None:
+        super().__init__(text)
+        self._where = where
+        self._num_nodes = 0
+        self._sizes: dict[yaml.Node, int] = {}  # in nodes, of those that are complete
+
+    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
+        event, num_before = self.peek_event(), self._num_nodes
+        node = super().compose_node(parent, index)
+        assert node is not None, "the base class returns one, whatever its stubs say"
+        place = f"{self._where}: line {event.start_mark.line + 1}"
+        if not isinstance(event, yaml.AliasEvent):
+            self._num_nodes += 1
+            self._sizes[node] = self._num_nodes - num_before
+        elif node in self._sizes:
+            self._num_nodes += self._sizes[node]
+        else:
+            raise ConfigError(f"{place}: got *{event.anchor} within itself; allowed: sections that end.")
+        if self._num_nodes > _MAX_NODES:
+            raise ConfigError(
+                f"{place}: got more than {_MAX_NODES} values once aliases (*name) are written out; allowed: fewer. "
+                "Put what tasks share into the section defaults."
+            )
+        return node
 
 
 _Loader.add_implicit_resolver(
@@ -187,9 +222,11 @@ def parse_value(text: str, where: str) -> Any:
 def _parsed(text: str, where: str) -> tuple[Any, Any]:
     """Return the node of a text, which knows lines, and the value that it stands for."""
     try:
-        loader = _Loader(text)
+        loader = _Loader(text, where)
         node = loader.get_single_node()
         return node, None if node is None else loader.construct_document(node)
+    except ConfigError:
+        raise
     except yaml.YAMLError as error:
         # In one line; PyYAML draws where it is over six.
         mark, began = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
@@ -235,13 +272,20 @@ def _expand_secrets(data: dict[str, Any]) -> list[Fault]:
     for path in SECRETS:
         section, key = path.split(".")
         own = data.get(section)
-        if isinstance(own, dict) and isinstance(own.get(key), str) and "$" in own[key]:
-            text, own[key] = own[key], os.path.expandvars(own[key])
-            if "$" in own[key] or not own[key]:
-                fix = "Set it where the run is started, or leave the field out: then the log-in of the machine counts."
-                got = f"{text}, a variable of the environment that is not set"
-                faults.append(Fault(path, got, "variables that are set", fix))
-                own[key] = None
+        if not isinstance(own, dict) or not isinstance(text := own.get(key), str):
+            continue
+        names = re.findall(r"\$\{(.*?)\}", text)
+        own[key] = None  # unless all is well with it
+        # No message shows the text: it may be the secret itself.
+        if re.fullmatch(r"\$\w+", text):
+            fix = "Write ${NAME} for the variable NAME."
+            faults.append(Fault(path, "a variable without braces", "a token, or a variable in braces", fix))
+        elif missing := [f"${{{name}}}" for name in names if not os.environ.get(name)]:
+            fix = "Set it where the run is started, or leave the field out: then the log-in of the machine counts."
+            got = f"{', '.join(missing)}, a variable of the environment that is not set"
+            faults.append(Fault(path, got, "variables that are set", fix))
+        else:
+            own[key] = re.sub(r"\$\{(.*?)\}", lambda found: os.environ[found[1]], text)
     # In all other fields they are refused. Each value is visited once, as aliases may repeat it, even within itself.
     waiting: list[tuple[str, Any]] = [("", data)]
     seen: set[int] = set()

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field, replace
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-if TYPE_CHECKING:  # commands that only read metrics import this module, and need no torch
+if TYPE_CHECKING:  # commands that only read metrics import this module, and need neither transformers nor PEFT
     from peft_mux.data.batch import MuxBatch
     from peft_mux.engine.work import StepTimes
     from peft_mux.scheduler.plan import Plan

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from peft_mux.reporting.recorders import RunTimes
 
-if TYPE_CHECKING:  # commands that only read metrics import this module, and need no torch
+if TYPE_CHECKING:  # commands that only read metrics import this module, and need neither transformers nor PEFT
     from peft_mux.engine.tasks.task_run import TaskRun
 
 Curve = tuple[tuple[int, float], ...]

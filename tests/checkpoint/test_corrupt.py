@@ -268,7 +268,10 @@ def test_a_full_disk_when_one_task_ends_does_not_end_the_others(
 # --------------------------------------------------- links, paths and pickles
 
 
-@pytest.mark.parametrize("place", ["a", "a/adapter_model.safetensors", "plan.json", "state", "metrics.jsonl"])
+@pytest.mark.parametrize(
+    "place",
+    ["a", "a/adapter_model.safetensors", "plan.json", "state", "metrics.jsonl", "run.lock", "run.lock.json"],
+)
 def test_a_link_in_the_run_folder_is_never_written_through(place: str, tmp_path: Path) -> None:
     root, outside = tmp_path / "run", tmp_path / "outside"
     (root / place).parent.mkdir(parents=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import threading
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
@@ -411,11 +413,24 @@ def test_variables_of_the_environment_stand_where_secrets_do(folder: Path, monke
     assert config.tasks[0].chat_template == template, "a template has a language of its own"
 
 
+def test_a_dollar_in_a_token_or_in_the_value_of_a_variable_is_part_of_the_secret(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUX_TOKEN", "hf_$a${MUX_SET}")
+    monkeypatch.setenv("MUX_SET", "other")
+    overrides = ["run.hub_token=hf_$MUX_SET$", "model_init_kwargs.token=x${MUX_TOKEN}"]
+    config = read_config(write(folder, good(folder)), overrides)
+    assert (config.args.hub_token, config.model_init_kwargs) == ("hf_$MUX_SET$", {"token": "xhf_$a${MUX_SET}"})
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
         ("run.hub_token=${MUX_TOKEN}", "got ${MUX_TOKEN}, a variable of the environment that is not set"),
         ("model_init_kwargs.token=${MUX_EMPTY}", "got ${MUX_EMPTY}, a variable of the environment that is not set"),
+        ("run.hub_token=${MUX_SET}${MUX_EMPTY}${MUX_TOKEN}", "got ${MUX_EMPTY}, ${MUX_TOKEN}, a variable"),
+        ("run.hub_token=$MUX_SET", "got a variable without braces; allowed: a token, or a variable in braces"),
+        ("run.hub_token=hf_abc$1${MUX_TOKEN}", "got ${MUX_TOKEN}, a variable of the environment that is not set"),
         ("run.run_name=${MUX_SET}", "variables stand in run.hub_token and model_init_kwargs.token alone"),
         ("tasks.sql.dataset=${MUX_SET}/rows", "variables stand in run.hub_token and model_init_kwargs.token alone"),
         ("output_dir=runs/${MUX_SET}", "variables stand in run.hub_token and model_init_kwargs.token alone"),
@@ -433,6 +448,7 @@ def test_a_variable_that_is_not_set_or_stands_elsewhere_is_refused_with_its_fiel
     assert fault.where.endswith(f" {override.partition('=')[0]}")
     assert told in str(fault)
     assert "hf_abc" not in str(refusal.value)
+    assert "$MUX_SET" not in str(refusal.value)
 
 
 # ------------------------------------------------------------------- any text
@@ -455,6 +471,44 @@ def test_sections_nested_beyond_the_stack_are_refused(tmp_path: Path, text: str)
 def test_aliases_are_welcome() -> None:
     text = "a: &lora {r: 4}\nb: *lora\nc: {<<: *lora, r: 8}\n"
     assert parse_value(text, "x") == {"a": {"r": 4}, "b": {"r": 4}, "c": {"r": 8}}
+
+
+def test_aliases_that_stand_for_billions_of_values_are_refused_by_line(tmp_path: Path) -> None:
+    lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
+    lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
+    told = refusal(tmp_path, "model: m\n" + "\n".join(lines))
+    assert "line 7: got more than 200000 values once aliases (*name) are written out" in told
+    with pytest.raises(ConfigError, match=r"^--set run: line 6: got more than 200000 values"):
+        parse_value("\n".join(lines), "--set run")
+
+
+def test_a_section_that_contains_itself_is_refused_by_line(tmp_path: Path) -> None:
+    assert "line 2: got *x within itself" in refusal(tmp_path, "model: m\ntasks: &x {own: *x}\n")
+    assert "within itself" in refusal(tmp_path, "&x [*x]\n")
+
+
+def test_a_file_above_8_mib_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.yaml"
+    with path.open("wb") as file:
+        file.truncate(2**23 + 1)
+    with pytest.raises(ConfigError, match=rf"got {2**23 + 1} bytes; allowed: at most {2**23}"):
+        read_config(path)
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / "tasks.yaml")
+    told: list[str] = []
+
+    def read() -> None:
+        with pytest.raises(ConfigError) as caught:
+            read_config(tmp_path / "tasks.yaml")
+        told.append(str(caught.value))
+
+    thread = threading.Thread(target=read, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert told, "it waits for the pipe"
+    assert "it is no regular file" in told[0]
 
 
 # ------------------------------------------------------------------------- contents

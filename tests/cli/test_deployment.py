@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -108,6 +109,11 @@ def test_a_deployment_of_other_devices_is_shown_with_its_sources_and_alternative
     assert "length-based dispatch" in said
     assert "replicas by MuxTune's plans: " in said
     assert "hTasks, each with its passes" in said
+    replicas = said.split("hTasks, each with its passes\n")[1].split("\n\n")[0].splitlines()
+    row = r"  <\d,\d>x\d +\d+ +\d\.\d{4} +\d+  (-|[a-z+]+ x\d+(, [a-z+]+ x\d+)*)"
+    assert replicas
+    assert all(re.fullmatch(row, line) for line in replicas), replicas
+    assert "generator" not in said
     assert not (tmp_path / "out").exists(), "a plan writes nothing"
 
 

@@ -5,13 +5,14 @@ from __future__ import annotations
 import errno
 import os
 import signal
+import threading
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from peft_mux.errors import CheckpointError
-from peft_mux.storage import LOCK_NAME, FolderLock, keeper_of
+from peft_mux.storage import HOLDER_NAME, LOCK_NAME, FolderLock, keeper_of
 
 pytest.importorskip("fcntl")
 
@@ -117,14 +118,78 @@ def test_a_link_in_the_place_of_the_lock_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "outside").read_bytes() == b"precious"
 
 
-def test_a_file_system_without_locks_keeps_nobody_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS])
+def test_a_file_system_without_locks_keeps_nobody_out(
+    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(*args: object) -> None:
-        raise OSError(errno.ENOLCK, "No locks available")
+        raise OSError(code, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", refuse)
+    (tmp_path / LOCK_NAME).touch()  # a killed process has left it
     lock = FolderLock(tmp_path)
     lock.acquire()
     assert lock.is_held
     assert keeper_of(tmp_path).startswith(f"process {os.getpid()} on host")
     lock.release()
     assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("error", [NotImplementedError("no flock"), RuntimeError("a deadlock")])
+def test_an_error_of_the_lock_library_is_a_refusal_of_the_folder(
+    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fail(*args: object, **options: object) -> None:
+        raise error
+
+    monkeypatch.setattr("peft_mux.storage.FileLock.acquire", fail)
+    with pytest.raises(CheckpointError, match=f"cannot be written to .{error}"):
+        FolderLock(tmp_path / "run").acquire()
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_forked_process_that_releases_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path / "run")
+    lock.acquire()
+    child, pipe = child_that(lock.release)
+    try:
+        assert {path.name for path in (tmp_path / "run").iterdir()} == {LOCK_NAME, HOLDER_NAME}
+        with pytest.raises(CheckpointError, match=f"process {os.getpid()} on host"):
+            FolderLock(tmp_path / "run").acquire()
+    finally:
+        kill(child)
+        os.close(pipe)
+    lock.release()
+    assert not (tmp_path / "run").exists()
+
+
+def within_5_s(act: Callable[[], object]) -> object:
+    """Return what a function returns, which may not wait for anything."""
+    results: list[object] = []
+    thread = threading.Thread(target=lambda: results.append(act()), daemon=True)
+    thread.start()
+    thread.join(5)
+    assert results, "it waits, or has failed"
+    return results[0]
+
+
+def test_a_pipe_in_place_of_the_holder_file_stops_neither_training_nor_questions(tmp_path: Path) -> None:
+    os.mkfifo(tmp_path / HOLDER_NAME)
+    lock = FolderLock(tmp_path)
+    within_5_s(lambda: lock.acquire() or True)
+    assert keeper_of(tmp_path).startswith(f"process {os.getpid()} on host")
+    (tmp_path / HOLDER_NAME).unlink()
+    os.mkfifo(tmp_path / HOLDER_NAME)
+    assert within_5_s(lambda: keeper_of(tmp_path)) == "another process"
+    lock.release()
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_whose_holder_cannot_be_noted_is_released(tmp_path: Path) -> None:
+    (tmp_path / HOLDER_NAME).mkdir()
+    lock = FolderLock(tmp_path)
+    with pytest.raises(CheckpointError, match=HOLDER_NAME):
+        lock.acquire()
+    assert not lock.is_held
+    (tmp_path / HOLDER_NAME).rmdir()
+    FolderLock(tmp_path).acquire()

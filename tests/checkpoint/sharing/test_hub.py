@@ -147,3 +147,16 @@ def test_a_repository_that_is_refused_costs_a_line_and_no_other_task(
     printed = capsys.readouterr().out
     assert 'math: not on the Hub: push_to_hub: got an error of the Hub for "run-math"' in printed
     assert "sql: not on" not in printed
+
+
+def test_a_card_of_the_user_in_another_encoding_ends_no_run(
+    hub: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    card = tmp_path / "run" / "sql" / "README.md"
+    card.parent.mkdir(parents=True)
+    card.write_bytes("# für mich".encode("latin1"))
+    trainer = trained(tmp_path / "run")
+    assert set(trainer.task_statuses.values()) == {"succeeded"}
+    assert card.read_bytes() == "# für mich".encode("latin1")
+    assert "sql: not on the Hub" in capsys.readouterr().out, "the Hub takes none but UTF-8"
+    assert "adapter_model.safetensors" in hub.repositories["me/run-math"]
