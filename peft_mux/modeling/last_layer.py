@@ -36,7 +36,6 @@ _MOST_READ = 0.75
 """Part of a pass's rows above which the last layer computes all of them, including those that no loss reads."""
 _TOLERANCE = 1e-5
 """Greatest difference in fp32 on a CPU, as a share of the greatest state: products of other heights round otherwise."""
-_UNTRIED = "it was not held against the layer's own results"
 
 
 class Projections(NamedTuple):
@@ -147,14 +146,6 @@ def is_of_queries(name: str) -> bool:
     return name.startswith("q_") or name in ("query", "q")
 
 
-def has_own_queries(backbone: Any) -> bool:
-    """Return whether a projection of the last layer makes only queries; one that makes keys too computes all rows."""
-    found = find_layers(backbone)
-    if found is None or not len(found.layers):
-        return False
-    return any(is_of_queries(name.rpartition(".")[2]) for name, _ in found.layers[-1].named_modules())
-
-
 def _zeros(num_outputs: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
     # Not expanded from one zero, as some architectures clamp in place.
     return x.new_zeros(*x.shape[:-1], num_outputs)
@@ -195,7 +186,7 @@ class LastLayer:
     def __init__(self) -> None:
         """Wait to be tried."""
         self.is_wanted = True
-        self.reason: str | None = _UNTRIED
+        self.reason: str | None = "it was not compared with the layer's own results"
 
     def rows(self, model: Any, batch: MuxBatch) -> ReadRows | None:
         """Return the rows that the last layer computes in a pass whose losses are wanted; `None` for all."""
@@ -213,11 +204,6 @@ class LastLayer:
         modules = () if found is None else found.layers[-1].modules()
         if self.reason is None and any(getattr(one, "is_over_all_ranks", False) for one in modules):
             self.reason = "a norm before attention is a sum over tensor parallel ranks"
-
-    @property
-    def was_refused(self) -> bool:
-        """Whether it was tried on this model and cannot be done there."""
-        return self.reason not in (None, _UNTRIED)
 
     def prove(self, model: Any, run: Run | None = None) -> None:
         """Compare the states of rows that are read with the layer's own, on a few made-up sequences.

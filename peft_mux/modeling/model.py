@@ -27,7 +27,6 @@ from torch.distributed.fsdp import FSDPModule
 from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters import files
-from peft_mux.modeling.adapters import tuners as merging
 from peft_mux.modeling.adapters.copies import only_adapter
 from peft_mux.modeling.adapters.injection import (
     Origin,
@@ -48,6 +47,7 @@ from peft_mux.modeling.adapters.prompts.prompts import (
     virtual_labels,
     without_layers,
 )
+from peft_mux.modeling.adapters.tuners import merge_and_unload
 from peft_mux.modeling.attention.attention_stream import AttentionStream, KeyValueRows
 from peft_mux.modeling.attention.packed import ATTENTION_NAME, register_attention
 from peft_mux.modeling.attention.rows import ReadRows
@@ -189,7 +189,7 @@ class TaskView:
         """
         require_whole(self._model, "merge_and_unload")
         with self.selected() as model:
-            return merging.merge_and_unload(model, model.registry.tuners, self._adapter)
+            return merge_and_unload(model, model.registry.tuners, self._adapter)
 
 
 class MultiTaskPeftModel(PeftModel):

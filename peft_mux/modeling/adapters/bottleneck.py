@@ -223,7 +223,9 @@ class MultiplexedBottleneck(MultiplexedForward):
         y = base_output(layer.base_layer, x, self.name)
         if layer.disable_adapters or not any(self.grouped(segment.adapter) for segment in self.stream.segments):
             return y
-        y_TK, launches, p_TC = rows_of(y), None, y
+        y_TK = rows_of(y)
+        launches: _Launches | None = None
+        p_parts: Sequence[Any] = [None] * len(self.stream.segments)
         own_pass: LoraPass | None = None if torch.compiler.is_compiling() else self.stream.passes.get(NAME)
         if own_pass is not None and (tables := own_pass.tables_of(self, y.dtype)) is not None:
             downs: list[tuple[Any, dict[str, Any]]] = []
@@ -233,12 +235,12 @@ class MultiplexedBottleneck(MultiplexedForward):
                     draws = {"places": own_pass.places, "module_seed": part.module_seed} if drops else {}
                     downs.append((part, draws))
             launches = _Launches(own_pass.segment_tables, tables.num_columns, downs, tables.layers[0])
-            p_TC = _Shrink.apply(y_TK, None if y.requires_grad else own_pass.anchor, launches)
+            p_parts = self.by_segment(_Shrink.apply(y_TK, None if y.requires_grad else own_pass.anchor, launches))
         parts, hidden = [], []
         # The frozen layer has settled the dtype; autocast would cast each product by itself.
         with torch.autocast(y.device.type, enabled=False):
-            for segment, y_NK in self.each_task(y_TK):
-                rows, own = slice(segment.start, segment.end), self.grouped(segment.adapter)
+            for (segment, y_NK), p_NC in zip(self.each_task(y_TK), p_parts, strict=True):
+                own = self.grouped(segment.adapter)
                 if own is None:
                     parts.append(y_NK)
                     hidden.append(y_NK[:, :0])
@@ -246,22 +248,23 @@ class MultiplexedBottleneck(MultiplexedForward):
                 down, up = layer.bottleneck_down[segment.adapter], layer.bottleneck_up[segment.adapter]
                 b_M, c_K = (None if one.bias is None else one.bias.to(y.dtype) for one in (down, up))
                 activation = ACTIVATIONS[layer.non_linearity[segment.adapter]]
-                if launches is not None:
+                if launches is not None and p_NC is not None:
                     # Columns beyond the task's own are not initialised.
-                    p_NM = p_TC[rows, : down.out_features]
+                    p_NM = p_NC[:, : down.out_features]
                     h_NM = activation(p_NM if b_M is None else p_NM + b_M)
                     parts.append(y_NK if c_K is None else y_NK + c_K)
                     hidden.append(h_NM)
                     continue
-                read_NK = y_NK
+                a_MK = down.weight.to(y.dtype)
                 if own.dropout:
-                    seed = segment.draw_seed(self.name)
-                    read_NK = philox.dropout(y_NK, self.stream.places[rows], own.dropout, seed)
-                h_NM = activation(F.linear(read_NK, down.weight.to(y.dtype), b_M))
+                    draws = self.stream.places[segment.start : segment.end], own.dropout, segment.draw_seed(self.name)
+                    h_NM = activation(_DroppedLinear.apply(y_NK, a_MK, b_M, *draws))
+                else:
+                    h_NM = activation(F.linear(y_NK, a_MK, b_M))
                 parts.append(y_NK + F.linear(h_NM, up.weight.to(y.dtype), c_K))
             out = torch.cat(parts)
             if launches is not None:
-                h_TC = torch.cat([F.pad(h_NM, (0, p_TC.shape[1] - h_NM.shape[1])) for h_NM in hidden])
+                h_TC = torch.cat([F.pad(h_NM, (0, launches.num_columns - h_NM.shape[1])) for h_NM in hidden])
                 out = out + _Expand.apply(h_TC, launches, out.shape[1])
         return out.view_as(y)
 
@@ -280,6 +283,30 @@ class _Launches(NamedTuple):
     num_columns: int
     downs: Sequence[tuple[Any, dict[str, Any]]]
     up: Any
+
+
+class _DroppedLinear(torch.autograd.Function):
+    """`drop(y) down^T + b` of one task; the backward pass draws the dropout again, instead of keeping mask and copy."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, y_NK: torch.Tensor, down_MK: torch.Tensor, b_M: Any, places: torch.Tensor, dropout: float, seed: int
+    ) -> torch.Tensor:
+        ctx.save_for_backward(y_NK, down_MK, places)
+        ctx.draws = dropout, seed
+        return F.linear(philox.dropout(y_NK, places, dropout, seed), down_MK, b_M)
+
+    @staticmethod
+    @torch.autograd.function.once_differentiable
+    def backward(ctx: Any, dp_NM: torch.Tensor) -> tuple[Any, ...]:
+        y_NK, down_MK, places = ctx.saved_tensors
+        needs_dy, needs_down, needs_b, *_ = ctx.needs_input_grad
+        return (
+            philox.dropout(dp_NM @ down_MK, places, *ctx.draws) if needs_dy else None,
+            dp_NM.t() @ philox.dropout(y_NK, places, *ctx.draws) if needs_down else None,
+            dp_NM.sum(0) if needs_b else None,
+            *(None, None, None),
+        )
 
 
 class _Shrink(torch.autograd.Function):

@@ -137,9 +137,11 @@ def _rule_of(name: str, hint: Any, default: Any) -> _Rule:
     if origin in (list, set):
         # Strings; else positions of layers and ids of tokens.
         is_item = is_text if args == (str,) else functools.partial(is_integer, least=0)
-        # PEFT writes the configuration as JSON, for which it turns sets into lists, but no other collection.
+        # PEFT writes the configuration as JSON, for which it turns sets into lists, but no other collection. It indexes
+        # embeddings with numbers of tokens, and a tuple would be one index there.
+        kinds = (list,) if name.endswith("token_indices") else (list, set, tuple)
         return _Rule(
-            lambda value: isinstance(value, (list, set, tuple)) and all(map(is_item, value)),
+            lambda value: isinstance(value, kinds) and all(map(is_item, value)),
             "a list of strings" if is_item is is_text else "a list of integers of at least 0",
         )
     if dict in (hint, origin):

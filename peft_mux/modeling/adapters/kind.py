@@ -233,6 +233,7 @@ class AdapterKind:
 
     def narrow(self, config: Any, modules: Sequence[str]) -> None:
         """Let a copy of a configuration adapt exactly the modules of these full names."""
+        assert self.has_targets, "a prompt sits on no layer"
         config.target_modules = list(modules)
         for field in ("exclude_modules", "layers_to_transform", "layers_pattern", "target_parameters"):
             if hasattr(config, field):

@@ -330,6 +330,8 @@ def own_copy_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
         return faults
     where, embedding = f"{where}.trainable_token_indices", backbone.get_input_embeddings()
     by_layer = given if isinstance(given, dict) else {next(n for n, m in modules.items() if m is embedding): given}
+    if not by_layer:
+        faults.append(Fault(where, shown(given), _ROWS))
     for layer, indices in by_layer.items():
         faults += _row_faults(layer, indices, modules, where if by_layer is not given else f"{where}[{layer!r}]")
     for layer in by_layer:
@@ -339,10 +341,14 @@ def own_copy_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
     return faults
 
 
+_ROWS = "a list of different numbers of tokens, or a dict of such lists"
+"""What `trainable_token_indices` may hold."""
+
+
 def _row_faults(wanted: str, indices: list[int], modules: Mapping[str, nn.Module], where: str) -> list[Fault]:
     # PEFT writes the same row twice in an order of its own.
     if not 0 < len(set(indices)) == len(indices):
-        return [Fault(where, shown(indices), "a list of different numbers of tokens, or a dict of such lists")]
+        return [Fault(where, shown(indices), _ROWS)]
     found = [module for name, module in modules.items() if name.endswith(wanted)]
     plain: list[Any] = [getattr(module, "original_module", getattr(module, "base_layer", module)) for module in found]
     if not found or not all(isinstance(module, nn.Embedding | nn.Linear) for module in plain):

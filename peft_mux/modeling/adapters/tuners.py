@@ -131,6 +131,7 @@ class Tuners:
             if not has_targets:
                 remove_prompt(model, adapter)
             elif is_known:
+                configs.update(hidden)  # `delete` looks at the configurations of the others
                 configs[adapter] = config  # PEFT has taken it back, and asks for it
                 self.delete(model, adapter)
             else:

@@ -19,6 +19,7 @@ import numpy as np
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils import AuxiliaryTrainingWrapper
+from torch import nn
 from torch.nn import functional as F
 from torch.utils.checkpoint import checkpoint
 
@@ -94,9 +95,10 @@ def target_losses(
     # Rows without a target, such as those of a prompt, never meet the output head: its logits are the widest tensor.
     hidden_MD = states_of(hidden_TD, batch, batch.target_rows)
     targets_M = batch.labels[0].index_select(0, batch.target_rows)
+    module: nn.Module
     module, scale, softcap = output_head(model.backbone)
     wanted = [index for index, name in enumerate(batch.task_names) if name in smoothed]
-    if any(isinstance(module, kind) for kind in (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+    if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
         # The backward pass makes these logits again, so it needs the head's weights once more.
         hidden_MD = free_after_backward(hidden_MD, module)
         with gathered(module):

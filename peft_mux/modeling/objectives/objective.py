@@ -241,7 +241,8 @@ class TokenOutputs(TaskOutputs):
         word_logprobs_MK: fp32 `[M, K]` with gradient, log-probabilities of the words that a row names for each target
             (`target_ids`, `teacher_ids`); `None` if it names none.
         spread_M: fp32 `[M]` with gradient, by how many nats the mean over all words of their negative log-likelihood
-            exceeds that of the target (`cross_entropy/spreads.py`); `None` for tasks whose labels are not smoothed.
+            exceeds that of the target (`peft_mux.kernels.cross_entropy.linear`); `None` for tasks whose labels are not
+            smoothed.
         batch: the micro-batch that the targets belong to; `None` if no loss asks for their ids.
         index: number of the task in the micro-batch.
     """

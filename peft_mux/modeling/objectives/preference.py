@@ -85,7 +85,7 @@ class DPOArgs(LossArgs):
         label_smoothing: share of labels that is taken to be wrong: cDPO for `sigmoid` (TRL passes it over there), below
             0.5 for `robust`, above 0 for `exo_pair`.
         loss_weights: weight of each loss where `loss_type` names several; by default 1.
-        f_divergence_type: what holds the model near the reference, a key of `DIVERGENCES`.
+        f_divergence_type: what holds the model near the reference, one of TRL's names, see `f_divergence`.
         f_alpha_divergence_coef: the order of `alpha_divergence`.
         discopop_tau: temperature of the blend of `discopop`.
         ld_alpha: weight of tokens beyond the shorter answer's length (LD-DPO), from 0 to 1; `None` for 1. Reference

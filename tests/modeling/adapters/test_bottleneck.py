@@ -12,6 +12,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from peft_mux import BottleneckConfig, ChunkPackingCollator, ConfigError, MultiTaskPeftModel
+from peft_mux.data.batch import MuxBatch
 from peft_mux.kernels import philox
 from peft_mux.modeling.adapters.bottleneck import BottleneckLinear
 from tests.invariants import mux_lab as lab
@@ -89,3 +90,47 @@ def test_every_activation_and_bias_is_computed_as_plain_peft_does(dropout: float
         assert math.isclose(loss.item(), wanted.item(), rel_tol=1e-5), name
         for key, item in own.items():
             assert relative(model.task_parameters(name)[key].grad, item.grad) <= 1e-4, f"{name} {key}"
+
+
+def bottlenecks_of_three_tasks() -> tuple[MultiTaskPeftModel, MuxBatch]:
+    configs = {
+        name: BottleneckConfig(bottleneck_size=2 + number, init_weights=False, adapter_dropout=0.3 * number)
+        for number, name in enumerate("abc")
+    }
+    model = MultiTaskPeftModel(tiny_llama(), configs, verify=False).train()
+    row = lab.rows(1, 1, 9, 9)[0]["input_ids"]
+    return model, ChunkPackingCollator()([{"task": name, "input_ids": row, "seed": 5} for name in configs])
+
+
+@pytest.mark.parametrize("poisoned", "abc")
+def test_a_nan_in_a_bottleneck_reaches_no_other_task_and_changes_no_bit_of_it(poisoned: str) -> None:
+    results = []
+    for poisons in (False, True):
+        model, batch = bottlenecks_of_three_tasks()
+        if poisons:
+            with torch.no_grad():
+                next(iter(model.task_parameters(poisoned).values())).view(-1)[0] = float("nan")
+        losses = model(batch).losses
+        losses.sum().backward()
+        results.append((losses, model))
+    (losses, model), (poisoned_losses, poisoned_model) = results
+    for number, name in enumerate("abc"):
+        if name == poisoned:
+            assert poisoned_losses[number].isnan()
+            continue
+        assert torch.equal(poisoned_losses[number], losses[number])
+        for key, parameter in model.task_parameters(name).items():
+            assert torch.equal(poisoned_model.task_parameters(name)[key].grad, parameter.grad), f"{name} {key}"
+
+
+def test_under_autocast_bottlenecks_compute_in_bf16_and_their_gradients_are_fp32() -> None:
+    model, batch = bottlenecks_of_three_tasks()
+    wanted = model(batch).losses
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        losses = model(batch).losses
+    losses.sum().backward()
+    assert 0 < relative(losses, wanted) < 0.02
+    for name in "abc":
+        for key, parameter in model.task_parameters(name).items():
+            assert parameter.grad.dtype == torch.float32, f"{name} {key}"
+            assert parameter.grad.abs().sum() > 0, f"{name} {key}"

@@ -190,7 +190,7 @@ class LoraPass:
 
         def find_in_captured(group: int, dtype: torch.dtype) -> KernelCall | SliceCall:
             bound = find()
-            assert bound is not None, "whoever captures a pass holds it"
+            assert bound is not None, "the pass outlives its captured launches"
             return bound(group, dtype)
 
         # The table of passes would keep a captured pass, and with it the memory of its tables, alive.

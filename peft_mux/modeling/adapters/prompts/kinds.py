@@ -127,6 +127,9 @@ def _encoder_faults(config: Any, where: str) -> list[Fault]:
             fix = "PEFT counts the types of rows on from it, and would mask the labels of all rows."
             allowed = "types whose highest is a multiple of 4: that of an answer"
             faults.append(Fault(f"{where}.cpt_tokens_type_mask", f"{highest} as the highest type", allowed, fix))
+        for name in ("opt_projection_epsilon", "opt_projection_format_epsilon", "opt_loss_decay_factor"):
+            if (value := getattr(config, name)) < 0:
+                faults.append(Fault(f"{where}.{name}", shown(value), "a finite number of at least 0"))
         if config.opt_weighted_loss_type != "none" and config.opt_loss_decay_factor != 1.0:
             got = f"{shown(config.opt_weighted_loss_type)} by {shown(config.opt_loss_decay_factor)}"
             fix = "Not supported: tokens of a row have no weights of their own."

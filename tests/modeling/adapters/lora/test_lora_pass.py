@@ -24,6 +24,7 @@ from torch._dynamo.backends.debugging import aot_eager
 
 from peft_mux import BottleneckConfig, ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.data.batch import MuxBatch
+from peft_mux.kernels.lora import group
 from peft_mux.kernels.lora.group import Base
 from peft_mux.modeling.adapters.lora import lora_pass
 from peft_mux.modeling.stream import Stream
@@ -393,6 +394,22 @@ class Counting:
         names = [str(node.target) for node in graph.graph.nodes]
         self.operators.append([name for name in names if name.startswith("peft_mux")])
         return aot_eager(graph, examples)
+
+
+def test_adapters_that_are_too_wide_for_kernels_are_computed_task_by_task_and_a_warning_says_so(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    wide = {"wide": config(20), "narrow": config(4)}
+    model = MultiTaskPeftModel(tiny_llama(), wide, verify=False).train()
+    packed = ChunkPackingCollator()([{"task": name, **rows(1, 1, 6, 6)[0]} for name in wide])
+    on_slices = one_pass(model, packed)
+    model.zero_grad()
+    monkeypatch.setattr(lora_pass, "runs_kernels", lambda device: True)
+    monkeypatch.setattr(group, "MAX_RANK", 16)  # the widest layer of the tiny model bounds ranks, below 256
+    lora_pass.say_once.cache_clear()
+    with pytest.warns(UserWarning, match="task by task: the largest rank is 20; allowed: 1 to 16"):
+        result = one_pass(model, packed)
+    assert differing(result, on_slices) == []
 
 
 @pytest.fixture(scope="module")

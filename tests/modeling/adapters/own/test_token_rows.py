@@ -82,6 +82,8 @@ def test_a_model_with_rows_gives_its_backbone_back() -> None:
     [
         ([1, 1], "different numbers of tokens"),
         ([], "different numbers of tokens"),
+        ({}, "different numbers of tokens"),
+        ((1, 2), "a list of integers of at least 0"),
         ([-1], "a list of integers of at least 0"),
         ({"embed_tokens": [True]}, "a list of integers of at least 0"),
         ([97], "numbers of tokens below 97"),

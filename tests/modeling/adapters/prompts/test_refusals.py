@@ -65,6 +65,11 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
         {"opt_weighted_loss_type": "decay", "opt_loss_decay_factor": 0.9},
         "opt_weighted_loss_type: got 'decay' by 0.9; .*no weights of their own",
     ),
+    "negative noise": (
+        "cpt",
+        {"opt_projection_epsilon": -0.1},
+        "opt_projection_epsilon: got -0.1; allowed: a finite number of at least 0",
+    ),
     "masked rows": ("cpt", {"cpt_tokens_type_mask": [1] * 8}, "cpt_tokens_type_mask: got 1 as the highest type"),
     "beyond the vocabulary": ("cpt", {"cpt_token_ids": [99] * 8}, "cpt_token_ids: got 99; allowed: ids below 97"),
     "uneven": ("cpt", {"cpt_mask": [1]}, "cpt_mask: got 1 entries; allowed: 8, one for each of num_virtual_tokens"),
