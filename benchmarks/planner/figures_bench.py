@@ -10,12 +10,14 @@ from peft_mux.data.packing.passes import PassRules, TaskRows, cut_into_passes
 from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
-from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape
+from peft_mux.scheduler.costs.memory import MemoryModel
+from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import Schedule, build_template
-from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
+from peft_mux.scheduler.planner.planner import plan_tasks
+from peft_mux.scheduler.planner.values import Budget, Outcome
 
 LLAMA_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, 2 * 6_738_415_616, 2)
 # Two matrices of 4 D in place of three: the width inside a gated MLP of as many parameters is 8/3 D.

@@ -14,9 +14,11 @@ import argparse
 from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
-from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape
+from peft_mux.scheduler.costs.memory import MemoryModel
+from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import analytic_profile
-from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
+from peft_mux.scheduler.planner.planner import plan_tasks
+from peft_mux.scheduler.planner.values import Budget, Outcome
 
 LLAMA_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, 2 * 6_738_415_616, 2)
 MIXED = (64, 128, 256, 64)

@@ -127,7 +127,8 @@ def run_mix(tasks: Sequence[MixTask], profile: Any, options: argparse.Namespace,
     from peft_mux.modeling.model import MultiTaskPeftModel
     from peft_mux.scheduler.costs.latency import CostModel
     from peft_mux.scheduler.costs.memory import MemoryModel
-    from peft_mux.scheduler.planner.planner import Budget, plan_tasks
+    from peft_mux.scheduler.planner.planner import plan_tasks
+    from peft_mux.scheduler.planner.values import Budget
 
     backbone = ModelSpec().build()
     shape = model_shape(backbone, backbone.config, dtype=torch.float32, activation_dtype=torch.float32)

@@ -10,8 +10,9 @@ import statistics
 import time
 from typing import Any
 
+from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import lower_bound_s, simulate, verify
-from peft_mux.scheduler.pipeline.template import BucketLoad, build_template
+from peft_mux.scheduler.pipeline.template import build_template
 
 NUM_STAGES = 8
 NUM_MICRO_BATCHES = 4

@@ -23,11 +23,13 @@ from benchmarks.planner.cluster.trace import TaskKind
 from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
-from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape
+from peft_mux.scheduler.costs.memory import MemoryModel
+from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.planner.fusion import fuse
-from peft_mux.scheduler.planner.planner import Budget, plan_tasks
+from peft_mux.scheduler.planner.planner import plan_tasks
 from peft_mux.scheduler.planner.policies import POLICIES
+from peft_mux.scheduler.planner.values import Budget
 
 LLAMA_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, 2 * 6_738_415_616, 2)
 DEVICE = DEVICES["A40"]

@@ -235,10 +235,19 @@ class TimeCorrection:
 
     # --------------------------------------------------------- part by part
 
+    @property
+    def learns_from_next_step(self) -> bool:
+        """Whether `observe_passes` learns from the next step: not the first one under a plan, and of later ones some.
+
+        Pricing passes takes host time.
+        """
+        is_late = self._num_steps >= _EVERY_STEP
+        return self._num_steps > 0 and not (is_late and self._num_steps % _SOME_STEPS)
+
     def observe_passes(self, times: StepTimes, between_s: float, tasks: Iterable[str], prices: PassPrices) -> None:
         """Learn from what the passes of a step took here, and what lay between them; call this before `observe`.
 
-        The first step under a plan does not count, and of later ones only some, as pricing them takes host time.
+        Does nothing for steps that are not learnt from (`learns_from_next_step`).
 
         Args:
             times: the passes of the step, as they were timed.
@@ -246,8 +255,7 @@ class TimeCorrection:
             tasks: names of the tasks that have taken the step.
             prices: what the profile predicts for each part of a pass.
         """
-        is_late = self._num_steps >= _EVERY_STEP
-        if self._num_steps == 0 or (is_late and self._num_steps % _SOME_STEPS):
+        if not self.learns_from_next_step:
             return
         stride = -(-len(times.passes) // _MOST_PASSES) or 1
         for timed in times.passes[self._num_steps % stride :: stride]:

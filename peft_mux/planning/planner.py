@@ -44,9 +44,10 @@ from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.admission import DoesNotFitError, least_pass_tokens
 from peft_mux.scheduler.planner.passes import planned_passes
-from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
+from peft_mux.scheduler.planner.planner import plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
 from peft_mux.scheduler.planner.times import TurnTimes
+from peft_mux.scheduler.planner.values import Budget, Outcome
 from peft_mux.scheduler.units import bytes_text
 
 _CHUNKS_OF_INTERLEAVED = 2
@@ -302,7 +303,8 @@ class Planner:
         prices = PassPrices(
             self._cost_model(given, layers), {load.name: load for load in loads}, min(stage, target.num_stages - 1)
         )
-        if not TurnTimes(prices.cost).is_known:
+        turns_never_run = target.num_stages == 1 and width == 1
+        if turns_never_run or not TurnTimes(prices.cost).is_known:
             return prices
         learnt = self.correction.learnt
         known = self._cost_model(given.corrected(learnt), layers)

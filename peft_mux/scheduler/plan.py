@@ -379,29 +379,32 @@ class Plan:
             text: the JSON of a plan in this format version.
 
         Raises:
-            ValueError: for another format version.
+            ValueError: for another format version, or a field that is missing.
         """
         data = _with_tuples(json.loads(text))
         version = data.pop("format_version", None)
         if version != FORMAT_VERSION:
             raise ValueError(f"format_version: got {version!r}; allowed: {FORMAT_VERSION}.")
         data.pop("forecast", None)  # follows from the rest
-        for name, kind in (
-            ("htasks", HTask),
-            ("shares", TaskShare),
-            ("bucket_loads", BucketLoad),
-            ("waiting", Waiting),
-        ):
-            data[name] = tuple(kind(**item) for item in data[name])
-        data["passes"] = tuple(tuple(PlannedPass(**one) for one in own) for own in data.get("passes", ()))
-        data["memory"] = MemoryEstimate(**data["memory"])
-        if data["template"] is not None:
-            data["template"] = PipelineTemplate.from_dict(data["template"])
-        if data["link"] is not None:
-            data["link"] = Link(**data["link"])
-        if (turns := data.get("turns")) is not None:
-            data["turns"] = TurnPlan(**{**turns, "parts": tuple(PassParts(**parts) for parts in turns["parts"])})
-        return cls(**data)
+        try:
+            for name, kind in (
+                ("htasks", HTask),
+                ("shares", TaskShare),
+                ("bucket_loads", BucketLoad),
+                ("waiting", Waiting),
+            ):
+                data[name] = tuple(kind(**item) for item in data[name])
+            data["passes"] = tuple(tuple(PlannedPass(**one) for one in own) for own in data.get("passes", ()))
+            data["memory"] = MemoryEstimate(**data["memory"])
+            if data["template"] is not None:
+                data["template"] = PipelineTemplate.from_dict(data["template"])
+            if data["link"] is not None:
+                data["link"] = Link(**data["link"])
+            if (turns := data.get("turns")) is not None:
+                data["turns"] = TurnPlan(**{**turns, "parts": tuple(PassParts(**parts) for parts in turns["parts"])})
+            return cls(**data)
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ValueError(f"plan lacks or misnames a field ({error}); allowed: what to_json wrote.") from error
 
 
 def _passes(htask: HTask) -> str:

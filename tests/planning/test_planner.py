@@ -19,11 +19,13 @@ from peft_mux.data.packing.passes import even_shares
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel
 from peft_mux.engine.tensor.parallel import TensorParallelModel
 from peft_mux.errors import UnsupportedModelError
-from peft_mux.planning import planner as planning_module
+from peft_mux.modeling.objectives.objective import OWN
 from peft_mux.planning.loads import typical_lengths
 from peft_mux.planning.planner import Planner, is_drained
 from peft_mux.planning.shapes import cut_layers, frozen_parts
 from peft_mux.planning.targets import Target
+from peft_mux.scheduler.costs.hardware import DEVICES, Overlap
+from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.policies import register_policy, unregister_policy
 from peft_mux.trainer.inputs import make_collator
@@ -263,6 +265,37 @@ def test_a_run_keeps_the_cut_that_was_planned_first_and_other_devices_neither_re
     assert planner.plan([first], num_stages=2).layers_per_stage == alone
 
 
+# ----------------------------------------------------------------- measured times
+
+
+def test_prices_follow_what_was_learnt_of_sums_only_if_passes_may_take_turns(tmp_path: Path) -> None:
+    shape = planner_of(make_trainer(three(), tmp_path, model=llama(4))).shape
+    profile = replace(analytic_profile(DEVICES["cpu"], shape, 2), overlap=Overlap(slowdown=0.1))
+    stored = tmp_path / "profile.json"
+    stored.write_text(profile.to_json(), encoding="utf-8")
+    trainer = make_trainer(three(), tmp_path, model=llama(4), cost_profile=str(stored))
+    planner, runs = planner_of(trainer), list(trainer.table)
+    assert planner.prices(0) is None, "nothing was planned"
+    planner.plan(runs, devices_per_stage=2)
+    alone, in_turns = planner.prices(0, 1), planner.prices(0, 2)
+    planner.plan(runs, num_stages=2, devices_per_stage=2)
+    staged = planner.prices(1, 1)
+    assert alone is not None
+    assert in_turns is not None
+    assert staged is not None
+    assert [own.turns is None for own in (alone, in_turns, staged)] == [True, False, False]
+
+
+def test_passes_are_priced_only_after_steps_that_are_learnt_from(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    priced: list[int] = []
+    prices = Planner.prices
+    monkeypatch.setattr(Planner, "prices", lambda *given: priced.append(1) or prices(*given))
+    train([small_task("a", data_seed=1, max_steps=26)], tmp_path)
+    assert len(priced) == 19 + 2, "none of the first step, then each, and from the twentieth on each fifth"
+
+
 # ------------------------------------------------------------------- other devices
 
 
@@ -311,7 +344,7 @@ def test_what_no_pipeline_can_hold_is_refused_with_a_fix(tmp_path: Path, monkeyp
     def nothing_fits(*_: object, **__: object) -> None:
         raise ValueError("bucket 'bucket 1' on stage 0: one micro-batch holds 9 bytes; allowed: 5.")
 
-    monkeypatch.setattr(planning_module, "plan_tasks", nothing_fits)
+    monkeypatch.setattr("peft_mux.planning.planner.plan_tasks", nothing_fits)
     with pytest.raises(ConfigError, match=r"plan: bucket 'bucket 1' on stage 0.* Raise memory_limit_gib, take more"):
         make_trainer(three(), tmp_path).plan(devices="2xA40")
 
@@ -335,8 +368,8 @@ def test_a_plan_says_why_kernels_will_not_run(
 ) -> None:
     trainer = make_trainer(three(), tmp_path)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: is_here)
-    monkeypatch.setattr(planning_module, "has_triton", lambda: has_triton)
-    monkeypatch.setattr(planning_module, "reason_against_kernels", lambda device: reason)
+    monkeypatch.setattr("peft_mux.planning.planner.has_triton", lambda: has_triton)
+    monkeypatch.setattr("peft_mux.planning.planner.reason_against_kernels", lambda device: reason)
     notes = planner_of(trainer).plan(list(trainer.table), devices="1xA40").notes
     wanted = [] if told is None else [f"adapters are computed task by task with torch, as {told}"]
     assert [note for note in notes if "adapters are computed" in note] == wanted
@@ -407,7 +440,7 @@ def test_a_pipeline_is_drained_if_something_makes_all_stages_meet_after_most_ste
 ) -> None:
     arguments = {"logging_steps": 10, **changed.get("arguments", {})}
     args = MultiTaskTrainingArguments(str(tmp_path), report_to="none", **arguments)
-    objective = SimpleNamespace(name=planning_module.OWN if "objective" in changed else "sft")
+    objective = SimpleNamespace(name=OWN if "objective" in changed else "sft")
     run: Any = SimpleNamespace(
         resolved=SimpleNamespace(objective=objective),
         num_steps=changed.get("num_steps", 100),

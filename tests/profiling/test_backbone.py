@@ -22,16 +22,25 @@ from peft_mux.kernels.cross_entropy.linear import block_rows
 from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, SegmentTables
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives import heads as losses
-from peft_mux.planning.profiling import backbone as profiling
-from peft_mux.planning.profiling import memory as profiling_memory
-from peft_mux.planning.profiling.backbone import Stopwatch, profile_backbone
+from peft_mux.modeling.objectives import heads
+from peft_mux.planning.profiling.backbone import (
+    Stopwatch,
+    _groups_of_one_layer,
+    _identity,
+    _measure,
+    profile_backbone,
+)
 from peft_mux.planning.profiling.memory import _SavedStorages, count_activation_bytes_per_token, forget
 from peft_mux.planning.profiling.subject import RANKS, Subject
-from peft_mux.scheduler.costs import loads as kernel_buffers
-from peft_mux.scheduler.costs import memory
 from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad, weight_gradient_bytes
+from peft_mux.scheduler.costs.loads import (
+    _MAX_JOINT_RANK,
+    AdapterLoad,
+    TaskLoad,
+    loss_block_rows,
+    weight_gradient_bytes,
+)
+from peft_mux.scheduler.costs.memory import activation_bytes_per_token
 from peft_mux.scheduler.costs.profile import Profile, profile_text
 from tests.invariants.mux_lab import tiny_llama
 
@@ -121,8 +130,9 @@ def test_a_stored_profile_is_read_again_and_measured_anew_only_when_asked(
     first = profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5, folder=tmp_path)
     assert [path.stem for path in tmp_path.iterdir()] == [first.key]
     counted: list[int] = []
-    measure = profiling._measure
-    monkeypatch.setattr(profiling, "_measure", lambda *given: counted.append(1) or measure(*given))
+    monkeypatch.setattr(
+        "peft_mux.planning.profiling.backbone._measure", lambda *given: counted.append(1) or _measure(*given)
+    )
     assert profile_backbone(backbone, device="cpu", dtype=torch.float32, folder=tmp_path) == first
     assert counted == []
     profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5, folder=tmp_path, refresh=True)
@@ -157,7 +167,7 @@ def test_a_link_that_was_measured_now_takes_the_place_of_a_stored_one(tmp_path: 
 
 def test_the_key_tells_other_shapes_other_dtypes_and_other_threads_apart() -> None:
     def key(backbone: nn.Module, dtype: torch.dtype = torch.float32) -> str:
-        names = profiling._identity(backbone, torch.device("cpu"), dtype)
+        names = _identity(backbone, torch.device("cpu"), dtype)
         return "".join(str(part) for part in names.values())
 
     keys = {key(a_backbone(1)), key(a_backbone(2)), key(a_backbone(1), torch.bfloat16)}
@@ -221,7 +231,7 @@ def pretend(patch: pytest.MonkeyPatch, fake: FakeTime) -> None:
         fake.work(len(hidden))
         return hidden.sum(1)
 
-    patch.setattr(profiling, "linear_cross_entropy", loss)
+    patch.setattr("peft_mux.planning.profiling.backbone.linear_cross_entropy", loss)
     patch.setattr(Subject, "layers_runner", lambda self, tokens, **how: lambda: fake.work(4 * tokens))
     patch.setattr(Subject, "pass_runner", lambda self, lengths, names: lambda: fake.work(sum(lengths)))
     patch.setattr(
@@ -238,9 +248,9 @@ def test_a_slow_device_is_measured_up_to_smaller_sizes_but_within_the_budget(
     fake = FakeTime(s_per_token)
     pretend(monkeypatch, fake)
     subject = Subject(a_backbone(4), device=torch.device("cpu"), dtype=torch.float32)
-    names = profiling._identity(a_backbone(4), torch.device("cpu"), torch.float32)
+    names = _identity(a_backbone(4), torch.device("cpu"), torch.float32)
     stopwatch = Stopwatch(torch.device("cpu"), 60.0, timer=fake, wall=fake)
-    profile = profiling._measure(subject, stopwatch, names)
+    profile = _measure(subject, stopwatch, names)
     assert fake.now_s <= 60
     if s_per_token == 1e-6:
         assert profile.reach == {
@@ -260,7 +270,7 @@ def test_a_slow_device_is_measured_up_to_smaller_sizes_but_within_the_budget(
 def test_adapters_are_measured_on_one_layer_whatever_the_number_of_layers() -> None:
     def widths(num_layers: int) -> list[int]:
         subject = Subject(a_backbone(num_layers), device=torch.device("cpu"), dtype=torch.float32)
-        return [len(group.members) for group in profiling._groups_of_one_layer(subject)]
+        return [len(group.members) for group in _groups_of_one_layer(subject)]
 
     assert widths(1) == widths(4) == [3, 1, 2, 1]
 
@@ -300,7 +310,7 @@ def really_kept_bytes(model: MultiTaskPeftModel, autocast: torch.dtype | None = 
     hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor)
     with precision, hooks, model.multiplexing(batch):
         hidden_TD = model.hidden_states(batch)
-        losses.target_losses(hidden_TD, batch, model)
+        heads.target_losses(hidden_TD, batch, model)
     return kept.num_bytes
 
 
@@ -326,7 +336,7 @@ def test_layers_that_are_alike_are_counted_as_those_that_are_run(
 ) -> None:
     model = a_model(backbone())
     counted = count_activation_bytes_per_token(model, LENGTHS)
-    monkeypatch.setattr(profiling_memory, "num_telling_layers", len)
+    monkeypatch.setattr("peft_mux.planning.profiling.memory.num_telling_layers", len)
     forget()
     assert counted == count_activation_bytes_per_token(model, LENGTHS)
 
@@ -397,11 +407,11 @@ def test_what_does_not_run_on_a_description_is_estimated_with_a_warning(monkeypa
     def fails(*given: object) -> None:
         raise NotImplementedError("this operator has no description")
 
-    monkeypatch.setattr(losses, "target_losses", fails)
+    monkeypatch.setattr(heads, "target_losses", fails)
     with pytest.warns(UserWarning, match="estimated by formula.*this operator has no description"):
         estimated = count_activation_bytes_per_token(model, LENGTHS)
     shape = model_shape(model.backbone, model.backbone.config, dtype=torch.float32, activation_dtype=torch.float32)
-    assert estimated == memory.activation_bytes_per_token(shape, checkpointing=False)
+    assert estimated == activation_bytes_per_token(shape, checkpointing=False)
 
 
 def test_lengths_without_tokens_are_refused() -> None:
@@ -412,7 +422,7 @@ def test_lengths_without_tokens_are_refused() -> None:
 @pytest.mark.parametrize("vocab_size", [97, 4096, 32_000, 151_936, 2_000_000])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
 def test_the_planner_knows_the_blocks_of_the_loss(vocab_size: int, device_type: str) -> None:
-    assert memory.loss_block_rows(vocab_size, device_type) == block_rows(vocab_size, device_type)
+    assert loss_block_rows(vocab_size, device_type) == block_rows(vocab_size, device_type)
 
 
 @pytest.mark.parametrize("lengths", [(1,), (512, 512), (513, 1, 700), (3, 4, 5), (100_000, 28_000)])
@@ -422,4 +432,4 @@ def test_the_planner_knows_the_sums_of_weight_gradients(lengths: tuple[int, ...]
     counted = weight_gradient_bytes(loads, sum(lengths), 4096)
     allocated = tables.num_chunks * 16 * 4096 * 4  # `wgrad` makes fp32 [chunks, greatest rank, width]
     assert allocated <= counted <= allocated + (len(lengths) - 1) * 16 * 4096 * 4 + 16 * 4096 * 4
-    assert kernel_buffers._MAX_JOINT_RANK == MAX_JOINT_RANK
+    assert _MAX_JOINT_RANK == MAX_JOINT_RANK

@@ -14,7 +14,6 @@ from transformers import LlamaForCausalLM
 from peft_mux.modeling.adapters import kind as kinds
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.planning.profiling import memory
-from peft_mux.planning.profiling import memory as counted
 from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
 from tests.invariants.mux_lab import tiny_llama
 
@@ -41,9 +40,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     made: list[Any] = []
     count = memory._kept_per_token
     monkeypatch.setattr(memory, "_kept_per_token", lambda *given: made.append(given) or count(*given))
-    counted.forget()
+    memory.forget()
     yield made
-    counted.forget()
+    memory.forget()
 
 
 def test_models_that_are_alike_are_counted_once(counts: list[Any]) -> None:
@@ -72,22 +71,37 @@ def test_another_model_or_pass_is_counted_anew(other: str, counts: list[Any]) ->
     how = {"lengths": LENGTHS, **how}
     found = count_activation_bytes_per_token(model, **how)
     assert len(counts) == 2
-    counted.forget()
+    memory.forget()
     assert found == count_activation_bytes_per_token(model, **how)
 
 
 def test_another_kind_under_the_same_type_is_another_description(monkeypatch: pytest.MonkeyPatch) -> None:
     model = a_model()
-    before = counted.description_of(model)
-    assert before == counted.description_of(a_model())
+    before = memory.description_of(model)
+    assert before == memory.description_of(a_model())
     monkeypatch.setitem(kinds.KINDS, PeftType.LORA, copy.copy(kinds.kind_of(lora())))
-    assert counted.description_of(model) != before
+    assert memory.description_of(model) != before
 
 
-def test_a_configuration_that_cannot_be_compared_has_no_description() -> None:
+def test_a_model_whose_configuration_cannot_be_compared_is_counted_each_time(counts: list[Any]) -> None:
     model = a_model()
     model.backbone.config.something_of_the_owners = object()
-    assert counted.description_of(model) is None
+    assert memory.description_of(model) is None
+    first, second = (count_activation_bytes_per_token(model, LENGTHS) for _ in range(2))
+    assert first == second
+    assert len(counts) == 2
+
+
+def test_of_many_counts_the_last_are_kept_and_64_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[float] = []
+    monkeypatch.setattr(memory, "_kept_per_token", lambda *given: made.append(1.0) or float(len(made)))
+    model = a_model()
+    memory.forget()
+    for length in range(1, 3 * 64 + 1):
+        count_activation_bytes_per_token(model, (length,))
+        assert len(memory._COUNTED) <= 64
+    assert count_activation_bytes_per_token(model, (3 * 64,)) == len(made) == 3 * 64
+    memory.forget()
 
 
 def test_an_estimate_is_told_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from peft_mux.scheduler.costs.memory import MemoryEstimate, ModelShape
+from peft_mux.scheduler.costs.memory import MemoryEstimate
+from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.template import build_template
 from peft_mux.scheduler.plan import Plan

@@ -21,6 +21,21 @@ def test_a_plan_of_another_format_is_refused() -> None:
         Plan.from_json(json.dumps(data))
 
 
+@pytest.mark.parametrize("field", ["htasks", "memory", "template", "chunk_size"])
+def test_a_plan_that_lacks_a_field_is_refused_by_its_name(field: str) -> None:
+    data = json.loads(a_plan().to_json())
+    del data[field]
+    with pytest.raises(ValueError, match=f"plan lacks or misnames a field .*{field}.*; allowed: what to_json wrote"):
+        Plan.from_json(json.dumps(data))
+
+
+def test_a_plan_whose_template_lacks_a_field_is_refused_by_its_name() -> None:
+    data = json.loads(a_plan().to_json())
+    del data["template"]["actions"]
+    with pytest.raises(ValueError, match=r"template lacks or misnames a field \('actions'\)"):
+        Plan.from_json(json.dumps(data))
+
+
 def test_a_plan_cannot_be_changed() -> None:
     with pytest.raises(dataclasses.FrozenInstanceError):
         a_plan().chunk_size = 8  # type: ignore[misc]

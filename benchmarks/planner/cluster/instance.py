@@ -29,7 +29,8 @@ from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import STREAMING_PART, Profile, analytic_profile, launch_s
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import Schedule
-from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
+from peft_mux.scheduler.planner.planner import plan_tasks
+from peft_mux.scheduler.planner.values import Budget, Outcome
 
 SYSTEMS = ("hf-peft", "nemo", "sl-peft", "muxtune")
 

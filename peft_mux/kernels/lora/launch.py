@@ -135,12 +135,11 @@ def shrink(
     """
     launches = None if layout is None else w.launches.get(("shrink", layout))
     if launches is None:
-        _check(x_TD, w, s_TC, tables, ranks, places)
         drop = ranks.has_dropout and places is not None
         key = ("shrink", layout)
         if layout is None:
-            key = ("shrink", x_TD.stride(0), s_TC.stride(0), tables.block_rows, ranks, scaled, drop, module_seed)
-        launches = w.launches.get(key)
+            key = ("shrink", scaled, drop, module_seed, ranks, *_layout_of(x_TD, s_TC, tables))
+        launches = _found(key, x_TD, w, s_TC, tables, ranks, places)
     if launches is None:
         launches = w.launches[key] = []
         for lowest, highest, block_ranks in _rank_classes(ranks):
@@ -202,9 +201,13 @@ def expand(
     """
     launches = None if layout is None else w.launches.get(("expand", layout))
     if launches is None:
-        _check(y_TK, w, s_TC, tables, ranks, places)
         drop = ranks.has_dropout and places is not None
         has_bias = bias is not None
+        key = ("expand", layout)
+        if layout is None:
+            choices = scaled, drop, module_seed, has_bias, add
+            key = ("expand", *choices, ranks, *_layout_of(y_TK, s_TC, tables))
+        launches = _found(key, y_TK, w, s_TC, tables, ranks, places)
         # The dtype too: code that was compiled for another one would read the wrong bytes.
         if bias is not None and (
             drop or bias.shape != y_TK.shape[1:] or bias.dtype != y_TK.dtype or not bias.is_contiguous()
@@ -213,11 +216,6 @@ def expand(
                 f"bias of shape {tuple(bias.shape)} in {bias.dtype}; allowed: contiguous [{w.width}] in {y_TK.dtype}, "
                 "and none with dropout."
             )
-        key = ("expand", layout)
-        if layout is None:
-            choices = ranks, scaled, drop, module_seed, has_bias, add
-            key = ("expand", y_TK.stride(0), s_TC.stride(0), tables.block_rows, *choices)
-        launches = w.launches.get(key)
     if launches is None:
         launches = w.launches[key] = []
         # Without `add` every row has to be written, also those of tasks without an adapter here.
@@ -279,14 +277,11 @@ def wgrad(
     """
     prepared = None if layout is None else grad.launches.get(("wgrad", layout))
     if prepared is None:
-        _check(x_TD, grad, s_TC, tables, ranks, places, is_gradient=True)
         drop = ranks.has_dropout and places is not None
         key = ("wgrad", layout)
         if layout is None:
-            choices = ranks, scaled, drop, module_seed, accumulate
-            sizes = x_TD.stride(0), s_TC.stride(0), tables.block_rows, tables.chunk_rows
-            key = ("wgrad", x_TD.dtype, *sizes, *choices)
-        prepared = grad.launches.get(key)
+            key = ("wgrad", scaled, drop, module_seed, accumulate, ranks, *_layout_of(x_TD, s_TC, tables))
+        prepared = _found(key, x_TD, grad, s_TC, tables, ranks, places, is_gradient=True)
     if prepared is None:
         name, width = gpu_model(x_TD.device), grad.width
         launches = []
@@ -336,7 +331,14 @@ def wgrad(
         reduction((tables.num_segments, *reduced_blocks), (parts,), (tables.chunk_begin,))
 
 
-def _check(
+def _layout_of(x_TD: torch.Tensor, s_TC: torch.Tensor, tables: SegmentTables) -> tuple[Any, ...]:
+    """Return everything of the tensors and tables of a launch that decides on it or is checked, except for rows."""
+    tensors = x_TD.dtype, x_TD.shape[1], x_TD.stride(), s_TC.dtype, s_TC.shape[1], s_TC.stride()
+    return (*tensors, tables.num_segments, tables.block_rows, tables.chunk_rows)
+
+
+def _found(
+    key: tuple[Any, ...],
     x_TD: torch.Tensor,
     w: Factors,
     s_TC: torch.Tensor,
@@ -345,9 +347,20 @@ def _check(
     places: torch.Tensor | None,
     *,
     is_gradient: bool = False,
+) -> Any:
+    """Return what was prepared under a key, `None` if nothing was; types and columns are checked only then."""
+    prepared = w.launches.get(key)
+    if prepared is None:
+        _check_columns(x_TD, w, s_TC, tables, ranks, is_gradient=is_gradient)
+    _check_rows(x_TD, s_TC, tables, places)
+    return prepared
+
+
+def _check_columns(
+    x_TD: torch.Tensor, w: Factors, s_TC: torch.Tensor, tables: SegmentTables, ranks: RankTable, *, is_gradient: bool
 ) -> None:
-    """Raise where a launch would compute with the wrong type, or read or write memory that is not there."""
-    num_rows, width = x_TD.shape
+    """Raise where a launch would compute with the wrong type, or with columns or segments that are not there."""
+    width = x_TD.shape[1]
     if x_TD.dtype not in DTYPES or s_TC.dtype != x_TD.dtype:
         raise ValueError(f"activations are {x_TD.dtype}, S is {s_TC.dtype}; allowed: one of bf16, fp16, fp32 for both.")
     if w.base.dtype != (torch.float32 if is_gradient else x_TD.dtype) or w.width != width:
@@ -355,17 +368,26 @@ def _check(
             f"factors or gradients [R, {w.width}] in {w.base.dtype} for activations [T, {width}] in {x_TD.dtype}; "
             "allowed: the width of the activations, and their dtype, fp32 for gradients."
         )
-    if len(s_TC) != num_rows or s_TC.shape[1] < ranks.num_columns or s_TC.stride(1) != 1:
+    if s_TC.shape[1] < ranks.num_columns or s_TC.stride(1) != 1:
         raise ValueError(
-            f"S of shape {tuple(s_TC.shape)}; allowed: [{num_rows}, at least {ranks.num_columns}], columns adjacent."
+            f"S of shape {tuple(s_TC.shape)}; allowed: [{len(x_TD)}, at least {ranks.num_columns}], columns adjacent."
         )
     if x_TD.stride(1) != 1 and width > 1:
         raise ValueError("activations are transposed; allowed: columns that are adjacent.")
-    if tables.num_rows > num_rows or not tables.num_segments == ranks.num_segments == w.num_segments:
+    if not tables.num_segments == ranks.num_segments == w.num_segments:
         raise ValueError(
-            f"{tables.num_segments} segments of {tables.num_rows} rows, ranks of {ranks.num_segments} segments, "
-            f"factors of {w.num_segments}, {num_rows} rows of the stream; the tables do not fit."
+            f"{tables.num_segments} segments, ranks of {ranks.num_segments} segments, factors of {w.num_segments}; the "
+            "tables do not fit."
         )
+
+
+def _check_rows(x_TD: torch.Tensor, s_TC: torch.Tensor, tables: SegmentTables, places: torch.Tensor | None) -> None:
+    """Raise where a launch would read or write rows or places that are not there."""
+    num_rows, num_s_rows = x_TD.shape[0], s_TC.shape[0]
+    if num_s_rows != num_rows:
+        raise ValueError(f"S of shape {tuple(s_TC.shape)}; allowed: {num_rows} rows, as activations.")
+    if tables.num_rows > num_rows:
+        raise ValueError(f"segments of {tables.num_rows} rows, {num_rows} rows of the stream; the tables do not fit.")
     if places is not None and (places.dtype != torch.int64 or len(places) < num_rows or not places.is_contiguous()):
         raise ValueError(f"places are {places.dtype} of length {len(places)}; allowed: contiguous int64 [{num_rows}].")
 

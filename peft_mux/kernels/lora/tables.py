@@ -128,7 +128,6 @@ class SegmentTables:
 
     Attributes:
         step_seed_G: int64, the half of the dropout key that belongs to a task and its step.
-        seg_start_G: int32, first row of each segment.
         seg_end_G: int32, one past the last row of each segment.
         tile_segment: int32 `[NT]`, the segment of each tile; -1 where the tile is unused.
         tile_row: int32 `[NT]`, first row of each tile.
@@ -172,15 +171,15 @@ class SegmentTables:
             num_tiles = -(-max_tokens // block_rows) + count
             num_chunks = -(-max_tokens // chunk_rows) + count
         self._slots, begin = [], 0
-        for size in (2 * count, count, count, num_tiles, num_tiles, num_chunks, num_chunks, count + 1):
+        for size in (2 * count, count, num_tiles, num_tiles, num_chunks, num_chunks, count + 1):
             self._slots.append(slice(begin, begin + size))
             begin += -(-size // 4) * 4  # on 16 bytes: Triton compiles for each alignment that occurs
         host = self._packed(lengths, step_seeds)
         self._buffer = copy_to_device(host, torch.empty(len(host), dtype=torch.int32, device=device))
         parts = [self._buffer[slot] for slot in self._slots]
         self.step_seed_G = parts[0].view(torch.int64)
-        self.seg_start_G, self.seg_end_G, self.tile_segment, self.tile_row = parts[1:5]
-        self.chunk_segment, self.chunk_row, self.chunk_begin = parts[5:]
+        self.seg_end_G, self.tile_segment, self.tile_row = parts[1:4]
+        self.chunk_segment, self.chunk_row, self.chunk_begin = parts[4:]
         self.num_tiles, self.num_chunks = num_tiles, num_chunks
         self.of_tiles = self.tile_segment, self.tile_row, self.seg_end_G, self.step_seed_G
         self.of_chunks = self.chunk_segment, self.chunk_row, self.chunk_begin, self.seg_end_G, self.step_seed_G
@@ -206,9 +205,9 @@ class SegmentTables:
         start_G = end_G - lengths_G
         # Tiles and chunks that are not written below stay marked as unused, and their programs end at once.
         buffer = np.full(self._slots[-1].stop, _UNUSED, dtype=np.int32)
-        seeds, starts, ends, *of_tiles, chunk_segment, chunk_row, chunk_begin = (buffer[slot] for slot in self._slots)
+        seeds, ends, *of_tiles, chunk_segment, chunk_row, chunk_begin = (buffer[slot] for slot in self._slots)
         seeds.view(np.int64)[:] = [signed_seed(seed) for seed in step_seeds]
-        starts[:], ends[:] = start_G, end_G
+        ends[:] = end_G
         for size, (segment_of, row_of) in ((self.block_rows, of_tiles), (self.chunk_rows, (chunk_segment, chunk_row))):
             pieces_G = -(-lengths_G // size)
             last_G = np.cumsum(pieces_G)

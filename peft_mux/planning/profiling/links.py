@@ -1,7 +1,7 @@
 """Measures between processes: the link, and what passes in turns cost and hide (`Overlap`).
 
 `measure_link` finds how long an empty message takes, and how fast a long one is. `measure_overlap` runs products and
-sums alone, in the turns of the engine. Passes through cut layers take more than both; `held_to_passes` finds how much,
+sums alone, in the turns of the engine. Passes through cut layers take more than both; `_held_to_passes` finds how much,
 by the engine's own turns through a cut copy of the backbone's first layers.
 """
 

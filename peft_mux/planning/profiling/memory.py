@@ -1,8 +1,8 @@
 """Host memory of this process, and the bytes that a pass keeps for its backward.
 
-The bytes are counted on the meta device: neither weights nor a device are needed. A count is kept as long as the
-process lives and serves every model with the same description, so that trainers that are made one after another over
-the same tasks (sweeps, resumed runs, notebooks) count once.
+The bytes are counted on the meta device: neither weights nor a device are needed. A process keeps the last counts, 64
+at most; each serves every model with the same description, so that trainers that are made one after another over the
+same tasks (sweeps, resumed runs, notebooks) count once.
 """
 
 from __future__ import annotations

@@ -20,8 +20,6 @@ from peft_mux.scheduler.costs.loads import TaskLoad, loss_block_rows, weight_gra
 from peft_mux.scheduler.costs.model_shape import FrozenParts, ModelShape, split_layers
 from peft_mux.scheduler.units import MEMORY
 
-__all__ = ["MemoryEstimate", "MemoryModel", "ModelShape", "activation_bytes_per_token", "split_layers"]
-
 _OPTIMIZER_BYTES_PER_PARAMETER = 8
 """Two Adam moments in fp32."""
 _ADAPTER_ITEM_BYTES = 4

@@ -107,7 +107,7 @@ class DeploymentReport:
                 f"  {'replicas':<14} {'sequences':>9} {'seconds':>8} {'buckets':>7}  hTasks, each with its passes",
             ]
             for one in composed.chosen.replicas:
-                parts = (
+                parts = ", ".join(
                     f"{'+'.join(names)} x{passes}" for names, passes in zip(one.htasks, one.micro_batches, strict=True)
                 )
                 lines.append(

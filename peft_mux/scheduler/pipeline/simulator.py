@@ -16,9 +16,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.pipeline.launch import next_virtual_stage
+from peft_mux.scheduler.pipeline.launch import Slot, next_virtual_stage
 from peft_mux.scheduler.pipeline.load import BucketLoad, LinkMap, checked_num_stages, per_stage_bytes
-from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot, build_template
+from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, build_template
 
 MOST_STEPS = 8
 """Steps of the longest window: the flush at its end costs an eighth of what it would at each step."""

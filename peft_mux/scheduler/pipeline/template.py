@@ -34,8 +34,6 @@ from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.launch import ListScheduler, Move, Slot, group_micro_batches
 from peft_mux.scheduler.pipeline.load import BucketLoad, LinkMap, checked_num_stages, per_stage_bytes
 
-__all__ = ["SCHEDULES", "Action", "BucketLoad", "PipelineTemplate", "Schedule", "Slot", "build_template"]
-
 FORMAT_VERSION = 1
 
 Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "mux"]
@@ -129,17 +127,20 @@ class PipelineTemplate:
             data: the JSON types of a template in this format version.
 
         Raises:
-            ValueError: for another format version.
+            ValueError: for another format version, or a field that is missing.
         """
         version = data.get("format_version")
         if version != FORMAT_VERSION:
             raise ValueError(f"format_version: got {version!r}; allowed: {FORMAT_VERSION}.")
-        rows = tuple(
-            tuple(Action(kind, bucket, micro_batch, stage, *rest) for kind, bucket, micro_batch, *rest in row)
-            for stage, row in enumerate(data["actions"])
-        )
-        num_steps = 1 + max((action.step for row in rows for action in row), default=0)
-        return cls(data["schedule"], data["num_stages"], data["num_chunks"], rows, num_steps)
+        try:
+            rows = tuple(
+                tuple(Action(kind, bucket, micro_batch, stage, *rest) for kind, bucket, micro_batch, *rest in row)
+                for stage, row in enumerate(data["actions"])
+            )
+            num_steps = 1 + max((action.step for row in rows for action in row), default=0)
+            return cls(data["schedule"], data["num_stages"], data["num_chunks"], rows, num_steps)
+        except (KeyError, TypeError) as error:
+            raise ValueError(f"template lacks or misnames a field ({error}); allowed: what to_dict wrote.") from error
 
 
 def build_template(

@@ -302,8 +302,8 @@ class _Search:
                     cuts.append(self._cut((start, end), max(count, more)))
                 most_s = math.inf if self._best is None else self._best.step_s
                 if self._least_s(cuts) < most_s:
-                    # Without turns hTasks follow each other, so that their buckets make no difference.
-                    self._compare(cuts, 1, most_s * (1 - 1e-9), is_grouped=in_turns)
+                    # Without turns hTasks follow each other, longest first, and a bucket for each of them.
+                    self._compare(cuts, 1, most_s * (1 - 1e-9), is_grouped=self.width > 1)
 
     def _cut(self, interval: Interval, count: int) -> CutHTask:
         """Return the hTask of some tasks cut into about `count` passes; remembers what it has cut."""

@@ -148,6 +148,26 @@ def test_rows_are_checked_in_every_launch_and_layouts_in_the_first_of_each(start
     assert len(started) == 1
 
 
+def test_types_and_columns_are_checked_once_if_launches_are_alike(
+    started: list[kernels.Launch], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    checked: list[str] = []
+    plain = kernels._check_columns
+    monkeypatch.setattr(
+        kernels, "_check_columns", lambda *given, **more: (checked.append("once"), plain(*given, **more))
+    )
+    w, ranks = Factors([torch.zeros(RANK, COLUMNS)], COLUMNS), RankTable([RANK], [1.0], dropouts=[0.5])
+    drawn = {"places": torch.arange(3 * ROWS), "module_seed": 5}
+    for rows in (ROWS, 3 * ROWS, 2 * ROWS):
+        x, s, tables = torch.zeros(rows, COLUMNS), torch.zeros(rows, 8), SegmentTables([rows], [0])
+        kernels.shrink(x, w, s, tables, ranks, scaled=False, **drawn)
+        kernels.expand(s, w, x, tables, ranks, scaled=True, bias=torch.zeros(COLUMNS))
+        kernels.wgrad(s, x, w, tables, ranks, scaled=False, **drawn)
+    assert checked == ["once"] * 3
+    with pytest.raises(ValueError, match="places are"):
+        kernels.shrink(x, w, s, tables, ranks, scaled=False, places=torch.arange(ROWS), module_seed=5)
+
+
 def test_a_bias_of_another_dtype_is_refused_though_all_else_was_prepared(started: list[kernels.Launch]) -> None:
     w, ranks, tables = Factors([torch.zeros(RANK, COLUMNS)], COLUMNS), RankTable([RANK], [1.0]), SegmentTables([4], [0])
     s, y = torch.zeros(4, 8), torch.zeros(4, COLUMNS)

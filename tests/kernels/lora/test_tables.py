@@ -12,8 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peft_mux.kernels import philox
-from peft_mux.kernels.lora import tables as tunings
-from peft_mux.kernels.lora.tables import Factors, RankTable, SegmentTables
+from peft_mux.kernels.lora.tables import Factors, RankTable, SegmentTables, gpu_model, tiles
 
 LENGTHS = st.lists(st.integers(0, 150), max_size=8)
 
@@ -57,7 +56,6 @@ def test_segments_lie_end_to_end_from_row_0(lengths: list[int]) -> None:
     tables = tables_of(lengths)
     ends = np.cumsum(lengths, dtype=int).tolist()
     assert tables.seg_end_G.tolist() == ends
-    assert tables.seg_start_G.tolist() == [0, *ends][: len(lengths)]
     assert tables.num_rows == sum(lengths)
 
 
@@ -79,7 +77,7 @@ def test_an_update_leaves_nothing_of_the_step_before(steps: list[tuple[int, int]
     addresses = [tables.tile_row.data_ptr(), tables.chunk_begin.data_ptr(), tables.step_seed_G.data_ptr()]
     tables.update(after, list(range(len(after))))
     fresh = tables_of(after, max_tokens=1200)
-    for name in "step_seed_G seg_start_G seg_end_G tile_segment tile_row chunk_segment chunk_row chunk_begin".split():
+    for name in "step_seed_G seg_end_G tile_segment tile_row chunk_segment chunk_row chunk_begin".split():
         assert torch.equal(getattr(tables, name), getattr(fresh, name)), name
     assert addresses == [tables.tile_row.data_ptr(), tables.chunk_begin.data_ptr(), tables.step_seed_G.data_ptr()]
     assert tables.num_rows == sum(after)
@@ -102,7 +100,7 @@ def test_seeds_keep_all_64_bits() -> None:
 def test_every_table_begins_on_16_bytes_so_that_no_mix_compiles_anew(lengths: list[int]) -> None:
     tables = tables_of(lengths, max_tokens=1200)
     base = tables.step_seed_G.data_ptr()
-    views = [tables.seg_start_G, tables.seg_end_G, tables.tile_segment, tables.tile_row, tables.chunk_segment]
+    views = [tables.seg_end_G, tables.tile_segment, tables.tile_row, tables.chunk_segment]
     assert all((view.data_ptr() - base) % 16 == 0 for view in [*views, tables.chunk_row, tables.chunk_begin])
 
 
@@ -189,15 +187,15 @@ def test_factors_that_a_launch_could_not_read_are_refused(parts: list, message: 
 def test_neighbours_change_no_tile_size_but_only_how_deep_loads_are_pipelined() -> None:
     for kernel in ("shrink", "expand", "wgrad", "reduce"):
         for name in ("H200", "H100", "another GPU"):
-            narrow, wide = (tunings.tiles(kernel, name, block, 2) for block in (16, 64))
+            narrow, wide = (tiles(kernel, name, block, 2) for block in (16, 64))
             assert (narrow.columns, narrow.warps) == (wide.columns, wide.warps)
 
 
 def test_an_unknown_device_gets_the_default_and_the_cpu_has_no_name() -> None:
-    assert tunings.tiles("shrink", "", 16, 2) == tunings.tiles("shrink", "another GPU", 16, 2)
-    assert tunings.tiles("shrink", "", 16, 2) != tunings.tiles("shrink", "H200", 16, 2)
-    assert tunings.gpu_model(torch.device("cpu")) == ""
+    assert tiles("shrink", "", 16, 2) == tiles("shrink", "another GPU", 16, 2)
+    assert tiles("shrink", "", 16, 2) != tiles("shrink", "H200", 16, 2)
+    assert gpu_model(torch.device("cpu")) == ""
 
 
 def test_four_byte_elements_get_half_the_columns() -> None:
-    assert tunings.tiles("wgrad", "H200", 64, 4).columns * 2 == tunings.tiles("wgrad", "H200", 64, 2).columns
+    assert tiles("wgrad", "H200", 64, 4).columns * 2 == tiles("wgrad", "H200", 64, 2).columns

@@ -10,12 +10,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad, weight_gradient_bytes
-from peft_mux.scheduler.costs.memory import (
-    MemoryModel,
-    activation_bytes_per_token,
-    split_layers,
-)
-from peft_mux.scheduler.costs.model_shape import FrozenParts
+from peft_mux.scheduler.costs.memory import MemoryModel, activation_bytes_per_token
+from peft_mux.scheduler.costs.model_shape import FrozenParts, split_layers
 from tests.scheduler.plan_cases import SHAPE as SMALL
 from tests.scheduler.planner.cases import LLAMA_7B
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.pipeline.template import BucketLoad, Schedule
+from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.template import Schedule
 
 VARIANTS: list[tuple[Schedule, int]] = [
     ("gpipe", 1),

@@ -9,8 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from benchmarks.planner.closed_forms import closed_form_1f1b_s, closed_form_gpipe_s, lemma_1_s
+from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import lower_bound_s, simulate
-from peft_mux.scheduler.pipeline.template import Action, BucketLoad, PipelineTemplate, Schedule, build_template
+from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Schedule, build_template
 from tests.scheduler.pipeline.cases import VARIANTS, even, one_bucket, uneven_buckets
 
 LATENCIES = st.lists(st.integers(1, 30), min_size=1, max_size=6)

@@ -9,8 +9,9 @@ import pytest
 
 from peft_mux.errors import ConfigError
 from peft_mux.scheduler.drawing import gantt_text, memory_bars_text, save_gantt
+from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
-from peft_mux.scheduler.pipeline.template import BucketLoad, build_template
+from peft_mux.scheduler.pipeline.template import build_template
 
 
 def simulated(latencies_s: list[float], *, stages: int = 2, micro_batches: int = 1) -> Simulation:

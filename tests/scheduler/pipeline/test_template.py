@@ -11,8 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.costs.hardware import Link
+from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate, verify
-from peft_mux.scheduler.pipeline.template import Action, BucketLoad, PipelineTemplate, Schedule, build_template
+from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Schedule, build_template
 from tests.scheduler.pipeline.cases import VARIANTS, even, tightest_limit, uneven_buckets
 
 
@@ -183,6 +184,8 @@ def test_a_template_comes_back_from_json_as_it_was(schedule: Schedule, num_chunk
     [
         (lambda data: data.update(format_version=7), "format_version: got 7; allowed: 1"),
         (lambda data: data.update(schedule="zigzag"), "schedule is 'zigzag'; allowed: gpipe, 1f1b"),
+        (lambda data: data.pop("actions"), r"template lacks or misnames a field \('actions'\); allowed: what to_dict"),
+        (lambda data: data.update(actions=None), "template lacks or misnames a field"),
         (lambda data: data["actions"].pop(), "actions has 1 lists, num_stages is 2"),
     ],
 )

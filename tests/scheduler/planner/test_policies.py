@@ -96,7 +96,7 @@ def test_a_printed_plan_says_its_policy_in_words_and_comes_back_from_json(policy
 # ------------------------------------------------------------- those that come
 
 
-def test_the_policies_that_come_with_the_package_keep_their_names_their_order_and_their_homes() -> None:
+def test_the_policies_that_come_with_the_package_keep_their_names_and_their_order() -> None:
     assert list(POLICIES) == ["mux", "together", "interleaved", "sequential"]
 
 

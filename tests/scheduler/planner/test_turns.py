@@ -14,7 +14,8 @@ from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.pipeline.simulator import simulate
-from peft_mux.scheduler.planner.planner import Budget, Outcome, plan_tasks
+from peft_mux.scheduler.planner.planner import plan_tasks
+from peft_mux.scheduler.planner.values import Budget, Outcome
 from tests.scheduler.planner.cases import A40, LLAMA_7B, load
 
 LINK = Link(2e-5, 2e10)
@@ -148,6 +149,14 @@ def test_a_width_that_no_task_fits_with_is_refused_with_one_that_fits() -> None:
     with pytest.raises(ValueError, match="task 'long' alone needs") as refused:
         planned(loads, 4, limit=limit // 10)
     assert "interleaved_passes" not in str(refused.value)
+
+
+def test_without_turns_each_htask_has_a_bucket_and_the_longest_runs_first() -> None:
+    loads = [load("short", 32, 4), load("long", 256, 8), load("middle", 128, 4)]
+    outcome = plan_tasks(loads, *models(), Budget(4096, LIMIT, interleaved_passes=1), policy="interleaved")
+    assert [htask.tasks for htask in outcome.htasks] == [("long",), ("middle",), ("short",)]
+    assert outcome.buckets == ((0,), (1,), (2,))
+    assert width_of(outcome) == 1
 
 
 def test_policies_keep_their_partitions_in_turns() -> None:

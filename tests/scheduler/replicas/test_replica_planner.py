@@ -9,7 +9,8 @@ import pytest
 
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.planner.planner import Budget, plan_tasks
+from peft_mux.scheduler.planner.planner import plan_tasks
+from peft_mux.scheduler.planner.values import Budget
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
 from tests.scheduler.replicas.cases import EIGHT, FACTS, LOADS, ONE, TWO
