@@ -498,12 +498,11 @@ class FolderLock:
             # In a file of its own: processes that try to take the lock may truncate the lock file.
             own = {"host": socket.gethostname(), "pid": self._pid}
             write_file(self.root / HOLDER_NAME, json.dumps(own).encode())
-        except CheckpointError:
+        except (CheckpointError, OSError, RuntimeError) as error:  # filelock raises the last two
             self.release()
-            raise
-        except (OSError, RuntimeError) as error:  # filelock raises both
-            self.release()
-            raise unwritable(self.root, error) from error
+            if isinstance(error, CheckpointError) and error.__cause__ is None:  # another trainer holds the lock
+                raise
+            raise unwritable(self.root, error.__cause__ or error) from error
 
     def release(self) -> None:
         """Release the lock if this process holds it; a process forked from the holder changes nothing."""
@@ -542,7 +541,7 @@ def keeper_of(root: Path) -> str:
         return "another process"  # it has not written the file yet, or could not
 
 
-def unwritable(root: Path, error: Exception) -> CheckpointError:
+def unwritable(root: Path, error: BaseException) -> CheckpointError:
     """Return the refusal of a folder that a run cannot write to."""
     return CheckpointError(
         f"output_dir: got {root}, which cannot be written to ({error}); allowed: a folder with room in which this"
