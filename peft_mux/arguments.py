@@ -37,12 +37,12 @@ MOST_STEPS = 10**9
 Value = TypeVar("Value")
 
 
-def _by_name(table: Mapping[str, Value]) -> dict[str, Value]:
+def by_name(table: Mapping[str, Value]) -> dict[str, Value]:
     """Return a table with a row for each name, from one whose keys list several names."""
     return {name: value for names, value in table.items() for name in names.split()}
 
 
-ADAPTER_NAMES = _by_name(
+ADAPTER_NAMES = by_name(
     {
         "r rank lora_r lora_rank": "r",
         "alpha lora_alpha": "lora_alpha",
@@ -51,7 +51,7 @@ ADAPTER_NAMES = _by_name(
     }
 )
 """Names of an adapter's settings, and the field of `LoraConfig` that is meant."""
-RENAMED = _by_name(
+RENAMED = by_name(
     {
         # transformers
         "evaluation_strategy": "eval_strategy",
@@ -164,7 +164,7 @@ def _optional(rule: Rule) -> Rule:
     return Rule(lambda value: value is None or rule.is_valid(value), f"{rule.allowed}, or None")
 
 
-NUMBER_RULES: Mapping[str, Rule] = _by_name(
+NUMBER_RULES: Mapping[str, Rule] = by_name(
     {
         "train_batch_size num_labels": _integer(1, 2**20),
         "learning_rate": Rule(lambda value: is_real(value) and value > 0, "a finite number above 0"),
@@ -274,7 +274,7 @@ HARMLESS = (
     "logging_nan_inf_filter skip_memory_metrics"
 ).split()
 """Inherited fields that no result depends on here."""
-REASONS = _by_name(
+REASONS = by_name(
     {
         "fp16": "losses would need one scaler a task; use bf16",
         "bf16_full_eval fp16_full_eval": (
@@ -373,7 +373,7 @@ _COUNT = _integer(1)
 _TEXT = Rule(lambda value: value is None or isinstance(value, str), "a string or None")
 _OPTIONS = Rule(_is_options, "a dict of options, or None")
 _SWITCH_OR_AUTO = Rule(lambda value: isinstance(value, bool) or _equals(value, "auto"), 'True, False or "auto"')
-_CHOICES: Mapping[str, Iterable[str]] = _by_name(
+_CHOICES: Mapping[str, Iterable[str]] = by_name(
     {
         "overlong_policy": ("truncate", "drop", "error"),
         "planner": POLICIES,
@@ -391,7 +391,7 @@ _CHOICES: Mapping[str, Iterable[str]] = _by_name(
 )
 _RULES: Mapping[str, Rule] = {
     **NUMBER_RULES,
-    **_by_name(
+    **by_name(
         {
             # Trainer seeds NumPy with it too; the seed of a task may be greater.
             "seed": Rule(lambda value: is_integer(value, 0, 2**32 - 1), "an integer in [0, 2**32)"),

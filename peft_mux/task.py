@@ -10,9 +10,8 @@ from __future__ import annotations
 import copy
 import math
 import os
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Any
 
 from peft import PeftConfig
@@ -27,12 +26,9 @@ from transformers import (
 
 from peft_mux.arguments import (
     NUMBER_RULES,
-    SETTABLE_FIELDS,
     MultiTaskTrainingArguments,
     choice_faults,
-    is_default,
     is_interval,
-    reason_against,
     refuse_unknown,
     supported_optimizers,
     supported_schedules,
@@ -40,6 +36,7 @@ from peft_mux.arguments import (
 )
 from peft_mux.data.sources import RowFormat, dataset_faults, mapped, row_format_faults, rows_named
 from peft_mux.errors import ConfigError, Fault, StrEnum, closest, is_integer, is_real, raise_faults, shown
+from peft_mux.from_trl import settings_of, settings_of_trainer
 from peft_mux.modeling.generation.options import GenerateOptions
 from peft_mux.modeling.objectives.task_objective import FoundLoss, find_loss
 from peft_mux.storage import name_fault
@@ -368,10 +365,11 @@ class Task:
 
     @classmethod
     def from_sft_config(cls, name: str, config: TrainingArguments, **settings: Any) -> Task:
-        """Return the task that a `SFTConfig` of TRL, or a `TrainingArguments`, describes with rows and an adapter.
+        """Return the task that a configuration of TRL, or a `TrainingArguments`, describes with rows and an adapter.
 
-        Its settings of the run (`bf16`, `logging_steps`, `report_to`, ...) are for
-        `MultiTaskTrainingArguments.from_training_arguments`.
+        The class of the configuration decides the objective: `ORPOConfig` trains ORPO. Arguments of its loss become
+        `objective_args`, and the adapter has no dropout where TRL switches it off (`disable_dropout`). Settings of the
+        run (`bf16`, `logging_steps`, `report_to`, ...) are for `MultiTaskTrainingArguments.from_training_arguments`.
 
         Args:
             name: name of the task.
@@ -381,14 +379,14 @@ class Task:
         Raises:
             ConfigError: naming what cannot be done here, with the reason.
         """
-        own = _settings_of(config, has_eval=settings.get("eval_dataset") is not None)
-        return cls(name=name, **{**own, **settings})
+        return cls(name=name, **settings_of(config, settings))
 
     @classmethod
     def from_trainer(cls, name: str, trainer: Any, **settings: Any) -> Task:
-        """Return the task that a `Trainer` or `SFTTrainer` was made for: its rows, adapter, metrics and callbacks.
+        """Return the task that a `Trainer` or a trainer of TRL was made for: rows, adapter, loss, metrics, callbacks.
 
-        The adapter begins from its configuration, with the task's seed; the trainer's weights are not used.
+        The class of the trainer decides the objective: an `ORPOTrainer` trains ORPO. The adapter begins from its
+        configuration, with the task's seed; the trainer's weights are not used.
 
         Args:
             name: name of the task.
@@ -398,34 +396,7 @@ class Task:
         Raises:
             ConfigError: naming what cannot be done here, with the reason.
         """
-        config, model = getattr(trainer, "args", None), getattr(trainer, "model", None)
-        adapters: Any = getattr(model, "peft_config", None)
-        faults = []
-        if not isinstance(adapters, Mapping) or len(adapters) != 1:
-            allowed = "a trainer of a model with one adapter: SFTTrainer(peft_config=...), or a PeftModel"
-            faults.append(Fault("trainer.model", type(model).__name__, allowed))
-        if getattr(config, "packing", False):
-            fix = "Give its rows before they were packed: Task.from_sft_config(name, config, train_dataset=rows)."
-            faults.append(Fault("trainer.args.packing", "True", "False, as packed rows cannot be told apart", fix))
-        if getattr(trainer, "formatting_func", None) is not None:
-            faults.append(Fault("trainer.formatting_func", "a function", "rows that were mapped before"))
-        raise_faults(faults)
-        eval_dataset = trainer.eval_dataset or None
-        if isinstance(eval_dataset, Mapping):
-            raise ConfigError("trainer.eval_dataset: got several; allowed: one. Give it to Task.from_sft_config.")
-        own = _settings_of(config, has_eval=eval_dataset is not None)
-        own.pop("row_format", None)  # the trainer has tokenised its rows
-        for field_name in ("compute_metrics", "preprocess_logits_for_metrics"):
-            own[field_name] = getattr(trainer, field_name, None)
-        own |= {"peft_config": next(iter(adapters.values())), "train_dataset": trainer.train_dataset}
-        # Callbacks of the libraries are parts of their trainers; only this one is a choice of the user.
-        own["callbacks"] = [
-            callback
-            for callback in trainer.callback_handler.callbacks
-            if isinstance(callback, EarlyStoppingCallback)
-            or not type(callback).__module__.startswith(("transformers.", "trl."))
-        ]
-        return cls(name=name, **{**own, "eval_dataset": eval_dataset, **settings})
+        return cls(name=name, **settings_of_trainer(trainer, settings))
 
     @property
     def is_classification(self) -> bool:
@@ -567,57 +538,6 @@ def _evaluation_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
         allowed = "a number of steps, as a stream has no length"
         faults.append(Fault(f"{where}.max_steps", shown(task.max_steps), allowed))
     return faults
-
-
-# --------------------------------------------------------------------------------- from a configuration of Trainer, TRL
-
-_SAME_NAMES = (
-    "learning_rate num_train_epochs weight_decay lr_scheduler_kwargs warmup_steps max_grad_norm optim_args adam_beta1 "
-    "adam_beta2 adam_epsilon seed max_length completion_only_loss assistant_only_loss hub_model_id "
-    "label_smoothing_factor neftune_noise_alpha optim lr_scheduler_type"
-).split()
-_OF_EVALUATION = "eval_delay eval_on_start load_best_model_at_end metric_for_best_model greater_is_better".split()
-_SAME_LOSS = (None, "nll", "chunked_nll")
-"""TRL computes the last of them block by block, which is how it is always done here."""
-
-
-def _settings_of(config: Any, *, has_eval: bool) -> dict[str, Any]:
-    """Return the settings of a `Task` that a configuration of Trainer or TRL stands for.
-
-    Raises:
-        ConfigError: naming what cannot be done here, with the reason.
-    """
-    if not isinstance(config, TrainingArguments):
-        raise_faults(
-            [Fault("config", type(config).__name__, "a TrainingArguments of transformers, or SFTConfig of TRL")]
-        )
-    names = [item.name for item in fields(TrainingArguments) if item.init and item.name not in SETTABLE_FIELDS]
-    faults = [
-        Fault(f"config.{name}", shown(getattr(config, name)), "its default", f"Reason: {reason_against(name)}.")
-        for name in names
-        if not is_default(config, name)
-    ]
-    template = getattr(config, "chat_template_path", None)
-    if template and not Path(template).is_file():
-        faults.append(Fault("config.chat_template_path", shown(template), "a file with a Jinja template"))
-    raise_faults(faults)
-    settings = {name: getattr(config, name, None) for name in _SAME_NAMES}
-    settings["max_steps"] = config.max_steps if config.max_steps > 0 else None
-    settings["train_batch_size"] = (
-        config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
-    )
-    if has_eval:
-        settings |= {name: getattr(config, name) for name in _OF_EVALUATION}
-        if config.eval_strategy == IntervalStrategy.STEPS:
-            settings["eval_steps"] = config.eval_steps
-    if getattr(config, "loss_type", None) not in _SAME_LOSS:
-        settings["loss_type"] = config.loss_type  # type: ignore[attr-defined]
-    if template:
-        settings["chat_template"] = Path(template).read_text(encoding="utf-8")
-    if getattr(config, "dataset_text_field", "text") != "text":
-        settings["row_format"] = {"text": config.dataset_text_field}  # type: ignore[attr-defined]
-    settings = {name: getattr(value, "value", value) for name, value in settings.items()}
-    return {name: value for name, value in settings.items() if value is not None}
 
 
 # ----------------------------------------------------------------------------------------- what a task trains with

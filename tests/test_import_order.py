@@ -28,6 +28,7 @@ ROOMS = (
     "storage",
     "modeling",
     "arguments",
+    "from_trl",
     "task",
     "engine",
     "planning",

@@ -100,8 +100,10 @@ def test_a_trainer_and_its_task_train_to_the_same_losses(tmp_path: Path) -> None
         callbacks=[losses, stops],
         data_collator=lambda batch: _stacked(batch),
     )
-    task = Task.from_trainer("own", trainer, callbacks=[])
-    assert Task.from_trainer("own", trainer, eval_dataset=same).callbacks == [losses, stops], "those of its owner"
+    task = Task.from_trainer("own", trainer, train_dataset=same, callbacks=[])
+    assert Task.from_trainer("own", trainer, train_dataset=same, eval_dataset=same).callbacks == [losses, stops], (
+        "those of its owner"
+    )
     trainer.remove_callback(EarlyStoppingCallback)
     trainer.train()
     args = MultiTaskTrainingArguments.from_training_arguments(config, output_dir=str(tmp_path / "ours"))

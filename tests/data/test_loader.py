@@ -91,3 +91,13 @@ def test_tokens_per_step_and_lengths_are_those_of_the_rows() -> None:
     loader = make_loader(10, 4)
     assert loader.sample_lengths == [2] * 10
     assert loader.tokens_per_step == pytest.approx(20 / 3)
+
+
+def test_datasets_that_were_mixed_before_keep_the_order_of_the_mix() -> None:
+    from datasets import Dataset, interleave_datasets
+
+    parts = [Dataset.from_list([{"input_ids": [first + row, 1]} for row in range(8)]) for first in (1, 100)]
+    mixed = interleave_datasets(parts, probabilities=[0.8, 0.2], seed=0, stopping_strategy="all_exhausted")
+    rows = tokenize_dataset(mixed, options=OPTIONS, tokenizer=None)
+    batch = TaskLoader(rows, task="own", batch_size=len(mixed), seed=0, shuffle=False).batch(0)
+    assert [int(sequence.input_ids[0]) for sequence in batch.sequences] == [row["input_ids"][0] for row in mixed]

@@ -50,11 +50,22 @@ def hub_stream(num_rows: int = 10) -> Any:
     return Dataset.from_list(rows).to_iterable_dataset().shuffle(seed=3, buffer_size=4)
 
 
+def mixed_stream() -> Any:
+    """Return rows of two streams of unequal lengths, mixed as docs/data.md shows."""
+    from datasets import Dataset, interleave_datasets
+
+    parts = [
+        Dataset.from_list([{"input_ids": [first + row, 1]} for row in range(count)]).to_iterable_dataset()
+        for first, count in ((1, 9), (100, 4))
+    ]
+    return interleave_datasets(parts, probabilities=[0.7, 0.3], seed=0, stopping_strategy="all_exhausted")
+
+
 def plain_stream() -> Rows:
     return Rows([{"input_ids": [row + 1, row + 2]} for row in range(10)])
 
 
-@pytest.mark.parametrize("make", [plain_stream, hub_stream])
+@pytest.mark.parametrize("make", [plain_stream, hub_stream, mixed_stream])
 def test_reading_on_seeking_and_reading_again_give_the_same_batches(make: Callable[[], Any]) -> None:
     sequential = make_stream(make())
     batches = [first_tokens(sequential.batch(step)) for step in range(9)]
@@ -62,6 +73,13 @@ def test_reading_on_seeking_and_reading_again_give_the_same_batches(make: Callab
     for step in (8, 3, 0, 5, 5):
         assert first_tokens(make_stream(make()).batch(step)) == batches[step], "a fresh loader that seeks"
         assert first_tokens(sequential.batch(step)) == batches[step], "the same loader, going back"
+
+
+def test_a_mix_of_streams_is_trained_on_in_the_order_of_the_mix() -> None:
+    order = [row["input_ids"][0] for row in mixed_stream()]
+    loader = make_stream(mixed_stream(), len(order))
+    assert first_tokens(loader.batch(0)) == order
+    assert {token >= 100 for token in order} == {False, True}
 
 
 def test_a_stream_that_ends_is_read_anew_without_losing_a_row() -> None:

@@ -1,0 +1,297 @@
+"""What a configuration or a trainer of transformers or TRL means for a `Task`.
+
+The class of the trainer, or of its configuration, decides the objective: an `ORPOTrainer` trains another loss than a
+`DPOTrainer` with the same rows. Each field of a configuration is carried over, has no effect here (`NO_EFFECT`), or is
+refused by name unless it has its default. So no setting that changes training is lost.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from dataclasses import MISSING, fields
+from pathlib import Path
+from typing import Any
+
+from transformers import EarlyStoppingCallback, IntervalStrategy, TrainingArguments
+
+from peft_mux.arguments import SETTABLE_FIELDS, by_name, is_default, reason_against
+from peft_mux.errors import Fault, raise_faults, shown
+from peft_mux.modeling.objectives.objective import OBJECTIVES, Objective
+
+_OBJECTIVES = {
+    "SFT": None,  # the columns of the rows decide, as in TRL
+    "DPO": "dpo",
+    "ORPO": "orpo",
+    "CPO": "cpo",
+    "KTO": "kto",
+    "Reward": "reward",
+    "GRPO": "policy",
+}
+"""Objectives by the names of TRL's trainers and configurations, without "Trainer" and "Config"."""
+_SAME_NAMES = (
+    "learning_rate num_train_epochs weight_decay lr_scheduler_kwargs warmup_steps max_grad_norm optim_args adam_beta1 "
+    "adam_beta2 adam_epsilon seed max_length completion_only_loss assistant_only_loss hub_model_id "
+    "label_smoothing_factor neftune_noise_alpha optim lr_scheduler_type"
+).split()
+_OF_EVALUATION = "eval_delay eval_on_start load_best_model_at_end metric_for_best_model greater_is_better".split()
+_OF_ROWS = "completion_only_loss assistant_only_loss chat_template_path dataset_text_field eos_token dataset_kwargs"
+"""Fields that say how TRL tokenises rows; a trainer's rows are tokenised."""
+CARRIED = frozenset(
+    {*_SAME_NAMES, *_OF_EVALUATION, "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"}
+    | {"eval_strategy", "eval_steps", "loss_type", "chat_template_path", "dataset_text_field", "disable_dropout"}
+    | {"train_sampling_strategy"}
+)
+"""Fields that become settings of the task. Those of `objective.Args` become its `objective_args`."""
+NO_EFFECT = by_name(
+    {
+        "model_init_kwargs trust_remote_code is_encoder_decoder": "the backbone is given to MultiTaskTrainer",
+        "padding_free pad_to_multiple_of pad_token padding_value": "sequences are packed without padding",
+        "packing_strategy eval_packing": "sequences are packed by peft_mux",
+        "dataset_num_proc": "rows are tokenised once, in one process",
+        "shuffle_dataset": "Task.shuffle and Task.seed give the order of rows",
+        "activation_offloading": "it moves activations and changes no result",
+        "precompute_ref_log_probs precompute_ref_batch_size": "values of the reference are the same at any time",
+        "ref_model_mixup_alpha ref_model_sync_steps": "they are read where sync_ref_model is set, which is refused",
+        "generate_during_eval": "Task.eval_generate generates at evaluations",
+        "max_prompt_length": "rows are truncated as a whole, by max_length",
+        # Of GRPO: an objective "policy" trains on rollouts that rows bring, with their advantages.
+        "num_generations num_generations_eval generation_batch_size steps_per_generation ds3_gather_for_generation "
+        "top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty cache_implementation "
+        "max_tool_calling_iterations use_transformers_paged use_transformers_continuous_batching "
+        "transformers_continuous_batching_config vllm_mode vllm_model_impl vllm_enable_sleep_mode "
+        "vllm_structured_outputs_regex vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout "
+        "vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size "
+        "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
+        "vllm_importance_sampling_clip_min vllm_importance_sampling_cap": "rows bring rollouts that were generated",
+        "reward_weights multi_objective_aggregation scale_rewards": "rows bring advantages",
+        "log_completions log_multimodal num_completions_to_print log_unique_prompts log_completions_hub_repo": (
+            "rows bring completions, which are not logged"
+        ),
+        "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg": (
+            "they are read with the losses sapo and vespo, which are refused"
+        ),
+        "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target": (
+            "they are read where use_adaptive_entropy is set, which is refused"
+        ),
+    }
+)
+"""Fields of TRL's configurations that change no result here, and why."""
+_REASONS = by_name(
+    {
+        "packing": "a step has train_batch_size rows here, however they are packed; give train_batch_size=...",
+        "router_aux_loss_coef": "the balancing loss of routers is not offered; set it to 0",
+        "eos_token": "texts end with the tokenizer's eos_token; set it there",
+        "dataset_kwargs": "map the rows before",
+        "truncation_mode": "rows keep their beginning",
+        "sync_ref_model": "the reference does not change",
+        "use_vllm": "rows bring rollouts, and the correction for vLLM's sampling is not offered",
+        "mask_truncated_completions": "give labels of -100 to the tokens of such rows",
+        "num_iterations": "set num_train_epochs to train on the same rollouts again",
+    }
+)
+
+
+def settings_of(config: Any, given: Mapping[str, Any], *, rows_are_tokenised: bool = False) -> dict[str, Any]:
+    """Return the settings of a `Task` that a configuration of Trainer or TRL stands for.
+
+    Args:
+        config: a `TrainingArguments`, or a configuration of a trainer of TRL.
+        given: settings of the task that replace those of the configuration.
+        rows_are_tokenised: whether TRL has tokenised the rows, so that settings of tokenising are done with.
+
+    Raises:
+        ConfigError: naming what cannot be done here, with the reason.
+    """
+    if not isinstance(config, TrainingArguments):
+        allowed = "a TrainingArguments of transformers, or a configuration of TRL such as SFTConfig"
+        raise_faults([Fault("config", type(config).__name__, allowed)])
+    faults, name = _objective_of(type(config), "Config", "config")
+    objective = OBJECTIVES[name] if name else OBJECTIVES["sft"]
+    if not faults:
+        faults = _refusals(config, objective, given, rows_are_tokenised)
+    raise_faults(faults)
+    settings = {name: getattr(config, name, None) for name in _SAME_NAMES}
+    settings["max_steps"] = config.max_steps if config.max_steps > 0 else None
+    settings["train_batch_size"] = (
+        config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
+    )
+    if given.get("eval_dataset") is not None:
+        settings |= {name: getattr(config, name) for name in _OF_EVALUATION}
+        if config.eval_strategy == IntervalStrategy.STEPS:
+            settings["eval_steps"] = config.eval_steps
+    if config.train_sampling_strategy == "sequential":
+        settings["shuffle"] = False
+    settings |= _loss_settings(config, name, objective)
+    template = getattr(config, "chat_template_path", None)
+    if template:
+        settings["chat_template"] = Path(template).read_text(encoding="utf-8")
+    if getattr(config, "dataset_text_field", "text") != "text":
+        settings["row_format"] = {"text": config.dataset_text_field}  # type: ignore[attr-defined]
+    if rows_are_tokenised:
+        for name in ("row_format", "chat_template", "completion_only_loss", "assistant_only_loss"):
+            settings.pop(name, None)
+    settings = {name: getattr(value, "value", value) for name, value in settings.items()}
+    settings = {**{name: value for name, value in settings.items() if value is not None}, **given}
+    if getattr(config, "disable_dropout", False) and (adapter := given.get("peft_config")) is not None:
+        settings["peft_config"] = _without_dropout(adapter)
+    return settings
+
+
+def _objective_of(kind: type, ending: str, where: str) -> tuple[list[Fault], str | None]:
+    """Return the objective of a class of TRL, or of the class of TRL that it is derived from; `None` for Trainer's."""
+    own = [one for one in kind.__mro__ if one.__module__.startswith("trl.") and not one.__name__.startswith("_")]
+    if not own:
+        return [], None
+    name = own[0].__name__.removesuffix(ending)
+    objective = _OBJECTIVES.get(name)
+    if name in _OBJECTIVES and (objective is None or objective in OBJECTIVES):
+        return [], objective
+    offered = [f"{one}{ending}" for one, loss in _OBJECTIVES.items() if loss is None or loss in OBJECTIVES]
+    fix = "docs/losses.md lists what is not offered."
+    return [Fault(where, own[0].__name__, f"{', '.join(offered)}, or those of transformers", fix)], None
+
+
+def _refusals(config: Any, objective: Objective, given: Mapping[str, Any], rows_are_tokenised: bool) -> list[Fault]:
+    """Return a fault for each field that is set to something that a task cannot have."""
+    trainer_fields = TrainingArguments.__dataclass_fields__
+    faults = [
+        Fault(f"config.{name}", shown(getattr(config, name)), "its default", f"Reason: {reason_against(name)}.")
+        for name in [item.name for item in fields(TrainingArguments) if item.init]
+        if name not in SETTABLE_FIELDS and name not in CARRIED and not is_default(config, name)
+    ]
+    if config.train_sampling_strategy not in ("random", "sequential"):
+        got = shown(config.train_sampling_strategy)
+        faults.append(Fault("config.train_sampling_strategy", got, "random, or sequential"))
+    known = {*CARRIED, *NO_EFFECT, *(item.name for item in fields(objective.Args))}
+    known |= set(_OF_ROWS.split()) if rows_are_tokenised else set()
+    if "train_batch_size" in given:
+        known.add("packing")
+    for item in fields(config):
+        if item.name in trainer_fields or item.name in known or not item.init:
+            continue
+        value, default = getattr(config, item.name), item.default
+        default = item.default_factory() if item.default_factory is not MISSING else default
+        # `router_aux_loss_coef=None` stands for the backbone's own, which is not known here; 0 for none.
+        if value == default or (item.name == "router_aux_loss_coef" and value == 0):
+            continue
+        reason = _REASONS.get(item.name) or objective.Args.refused.get(item.name) or "it is not offered"
+        faults.append(Fault(f"config.{item.name}", shown(value), f"its default {default!r}", f"Reason: {reason}."))
+    if getattr(config, "max_length", 0) is None and "max_length" not in given:
+        faults.append(Fault("config.max_length", "None", "a number of tokens", "Set it, or give max_length=..."))
+    template = getattr(config, "chat_template_path", None)
+    if template and not rows_are_tokenised and not Path(template).is_file():
+        faults.append(Fault("config.chat_template_path", shown(template), "a file with a Jinja template"))
+    return faults
+
+
+def _loss_settings(config: Any, name: str | None, objective: Objective) -> dict[str, Any]:
+    """Return the objective, its variant and its arguments."""
+    settings: dict[str, Any] = {} if name is None else {"objective": name}
+    loss_type = getattr(config, "loss_type", None)
+    # TRL computes "chunked_nll" block by block, which is how it is always done here.
+    if loss_type not in (None, "nll", "chunked_nll"):
+        settings["loss_type"] = loss_type[0] if isinstance(loss_type, list) and len(loss_type) == 1 else loss_type
+    args = {}
+    for item in fields(objective.Args):
+        if item.name in type(config).__dataclass_fields__ and item.name not in CARRIED:
+            value = getattr(config, item.name)
+            if value != item.default:
+                args[item.name] = value
+    # A bound on what is generated, except for the loss that divides by it.
+    if loss_type != "dr_grpo":
+        args.pop("max_completion_length", None)
+    if args:
+        settings["objective_args"] = args
+    return settings
+
+
+def _without_dropout(adapter: Any) -> Any:
+    """Return a configuration of an adapter without dropout: TRL switches the dropout of the whole model off."""
+    dropouts = [name for name in vars(adapter) if name.endswith("dropout") and getattr(adapter, name)]
+    if not dropouts:
+        return adapter
+    adapter = copy.deepcopy(adapter)
+    for name in dropouts:
+        setattr(adapter, name, 0.0)
+    return adapter
+
+
+# ------------------------------------------------------------------------------------------------------------- trainers
+
+
+def settings_of_trainer(trainer: Any, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of the `Task` that a `Trainer`, or a trainer of TRL, was made for.
+
+    Args:
+        trainer: a trainer with one adapter that has not trained.
+        given: settings of the task that replace those of the trainer.
+
+    Raises:
+        ConfigError: naming what cannot be done here, with the reason.
+    """
+    raise_faults(_trainer_faults(trainer, given))
+    own: dict[str, Any] = {
+        "peft_config": next(iter(trainer.model.peft_config.values())),
+        "train_dataset": trainer.train_dataset,
+        "eval_dataset": trainer.eval_dataset or None,
+        "compute_metrics": trainer.compute_metrics,
+        "preprocess_logits_for_metrics": trainer.preprocess_logits_for_metrics,
+        # Callbacks of the libraries are parts of their trainers; only this one is a choice of the user.
+        "callbacks": [
+            callback
+            for callback in trainer.callback_handler.callbacks
+            if isinstance(callback, EarlyStoppingCallback) or not _is_of_libraries(type(callback))
+        ],
+    }
+    return settings_of(trainer.args, {**own, **given}, rows_are_tokenised=True)
+
+
+def _is_of_libraries(kind: object) -> bool:
+    return getattr(kind, "__module__", "").startswith(("transformers.", "trl."))
+
+
+def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
+    """Return what a trainer would train that its task does not."""
+    faults, _ = _objective_of(type(trainer), "Trainer", "trainer")
+    config: Any = getattr(trainer, "args", None)
+    model: Any = getattr(trainer, "model", None)
+    adapters: Any = getattr(model, "peft_config", None)
+    if not isinstance(adapters, Mapping) or len(adapters) != 1:
+        allowed = "a trainer of a model with one adapter: SFTTrainer(peft_config=...), or a PeftModel"
+        got = f"{type(model).__name__} with {', '.join(adapters)}" if adapters else type(model).__name__
+        return [*faults, Fault("trainer.model", got, allowed)]
+    if type(trainer).__name__.startswith(("GRPO", "RLOO")):
+        fix = 'Give rollouts with advantages to Task(objective="policy"): docs/losses.md.'
+        faults.append(Fault("trainer", type(trainer).__name__, "trainers whose rows are given", fix))
+    if getattr(config, "packing", False):
+        fix = "Give its rows before they were packed: Task.from_sft_config(name, config, train_dataset=rows)."
+        faults.append(Fault("trainer.args.packing", "True", "False, as packed rows cannot be told apart", fix))
+    if getattr(trainer, "formatting_func", None) is not None:
+        faults.append(Fault("trainer.formatting_func", "a function", "rows that were mapped before"))
+    if isinstance(trainer.eval_dataset, Mapping) and "eval_dataset" not in given:
+        faults.append(Fault("trainer.eval_dataset", "several", "one", "Give eval_dataset=... of one."))
+    own_loss = getattr(trainer, "compute_loss_func", None) is not None
+    if own_loss or not _is_of_libraries(type(trainer).compute_loss):
+        fix = "Give Task(objective=function): docs/losses.md."
+        faults.append(Fault("trainer.compute_loss", "a loss of your own", "the loss of its class", fix))
+    if not _is_of_libraries(type(trainer.data_collator)) and "train_dataset" not in given:
+        fix = "Give the rows as it makes them: train_dataset=..."
+        faults.append(Fault("trainer.data_collator", "one of your own", "one of transformers or TRL", fix))
+    if getattr(trainer.data_collator, "mlm", False):
+        faults.append(Fault("trainer.data_collator.mlm", "True", "False, as masked words are not offered"))
+    for name in ("optimizer", "lr_scheduler"):
+        if getattr(trainer, name, None) is not None:
+            faults.append(Fault(f"trainer.{name}", "one of your own", "None", "Set optim and lr_scheduler_type."))
+    if getattr(trainer, "ref_model", None) is not None:
+        faults.append(Fault("trainer.ref_model", "a model", "None, for the backbone without adapters"))
+    if getattr(trainer, "aux_loss_enabled", False) and getattr(trainer, "router_aux_loss_coef", 0):
+        fix = f"Reason: {_REASONS['router_aux_loss_coef']}."
+        faults.append(Fault("trainer.args.router_aux_loss_coef", shown(trainer.router_aux_loss_coef), "0", fix))
+    has_trained = trainer.state.global_step > 0 or any(
+        ".lora_B." in name and bool(parameter.any()) for name, parameter in model.named_parameters()
+    )
+    if has_trained and getattr(next(iter(adapters.values())), "init_lora_weights", False) is True:
+        allowed = "a new one, as its weights are not taken over"
+        faults.append(Fault("trainer.model", "an adapter that was trained", allowed))
+    return faults

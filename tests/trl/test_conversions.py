@@ -1,0 +1,235 @@
+"""From TRL's configurations and trainers to tasks: each field is carried over, has no effect, or is refused by name."""
+
+from __future__ import annotations
+
+import copy
+import importlib
+import pkgutil
+from collections.abc import Iterator, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from datasets import Dataset
+from peft import LoraConfig
+from transformers import TrainingArguments
+
+from peft_mux.arguments import SETTABLE_FIELDS
+from peft_mux.errors import ConfigError
+from peft_mux.from_trl import CARRIED, NO_EFFECT
+from peft_mux.task import TASK_FIELDS, Task
+from tests.invariants import mux_lab
+from tests.trl import trl_lab as lab
+
+pytest.importorskip("trl")
+
+ROLLOUTS = [{"input_ids": [3, 4, 5], "labels": [-100, 4, 5], "advantages": 1.0}] * 4
+ROWS: Mapping[str, list[dict[str, Any]]] = {
+    "SFTConfig": [{"text": "the sky", "body": "the grass"}] * 4,
+    "DPOConfig": lab.pairs(4),
+    "ORPOConfig": lab.pairs(4),
+    "CPOConfig": lab.pairs(4),
+    "KTOConfig": lab.answers(4),
+    "RewardConfig": lab.pairs(4),
+    "GRPOConfig": ROLLOUTS,
+}
+OTHER_VALUES: Mapping[str, Any] = {
+    "max_steps": 7,
+    "optim": "sgd",
+    "lr_scheduler_type": "cosine",
+    "lr_scheduler_kwargs": {"num_cycles": 2},
+    "optim_args": "momentum=0.9",
+    "chat_template_path": "no such file",
+    "metric_for_best_model": "loss",
+    "eval_strategy": "epoch",
+    "max_length": 77,
+    "f_divergence_type": "js_divergence",
+    "importance_sampling_level": "sequence",
+    "loss_weights": [2.0],
+    "dataset_text_field": "body",
+    "hub_model_id": "someone/something",
+}
+LOSSES = {"DPOConfig": ["ipo"], "GRPOConfig": "bnpo", "SFTConfig": "chunked_nll", "CPOConfig": "hinge"}
+
+
+def configurations() -> Iterator[type]:
+    """Yield each configuration of a trainer that the installed TRL has, those of its experiments included."""
+    import trl
+    import trl.experimental
+
+    names = [f"trl.experimental.{one.name}" for one in pkgutil.iter_modules(trl.experimental.__path__)]
+    found = {}
+    for module in [trl, *_imported(names)]:
+        for name in dir(module):
+            kind = getattr(module, name)
+            if isinstance(kind, type) and issubclass(kind, TrainingArguments) and kind.__module__.startswith("trl."):
+                found[f"{module.__name__}.{name}"] = kind
+    yield from (kind for _, kind in sorted(found.items()))
+
+
+def _imported(names: list[str]) -> Iterator[Any]:
+    for name in names:
+        try:
+            yield importlib.import_module(name)
+        except (ImportError, RuntimeError):  # an experiment whose libraries are absent
+            continue
+
+
+OFFERED = {kind.__name__: kind for kind in configurations() if kind.__name__ in ROWS}
+
+
+def config_of(kind: type, folder: Path, **settings: Any) -> Any:
+    own = {"output_dir": str(folder), "use_cpu": True, "bf16": False, "report_to": "none"}
+    return kind(**{**own, **settings})
+
+
+def task_of(config: Any, name: str, **settings: Any) -> Task:
+    adapter = LoraConfig(r=2, lora_dropout=0.1, task_type="SEQ_CLS" if name == "RewardConfig" else "CAUSAL_LM")
+    rows = ROWS[name]
+    return Task.from_sft_config("own", config, train_dataset=rows, eval_dataset=rows, peft_config=adapter, **settings)
+
+
+def contents(task: Task) -> dict[str, Any]:
+    found = {name: getattr(task, name) for name in TASK_FIELDS}
+    return {**found, "peft_config": task.peft_config.to_dict()}
+
+
+def another(name: str, value: Any, kind: str) -> Any:
+    """Return a value for a field that is not its default."""
+    if name == "loss_type":
+        return LOSSES.get(kind, "no such loss")
+    if name == "train_sampling_strategy":
+        return "random" if value == "sequential" else "sequential"
+    if name in OTHER_VALUES:
+        return OTHER_VALUES[name]
+    if isinstance(value, bool) or value is None:
+        return not value if isinstance(value, bool) else 0.25
+    return value + 1 if isinstance(value, int) else value / 2 + 0.01 if isinstance(value, float) else "another"
+
+
+@pytest.mark.parametrize("name", OFFERED)
+def test_no_field_of_a_configuration_is_lost(name: str, tmp_path: Path) -> None:
+    plain = config_of(OFFERED[name], tmp_path)
+    unchanged = contents(task_of(plain, name))
+    carried, wrong = set(), []
+    for item in [item for item in fields(plain) if item.init]:
+        config = copy.copy(plain)
+        setattr(config, item.name, another(item.name, getattr(plain, item.name), name))
+        try:
+            has_changed = contents(task_of(config, name)) != unchanged
+        except ConfigError as error:
+            wrong += [] if item.name in str(error) else [f"{item.name} is refused by another name: {error}"]
+            continue
+        is_of_run = item.name in SETTABLE_FIELDS - CARRIED
+        has_no_effect = item.name in NO_EFFECT or is_of_run or (item.name, name) in WITHOUT_EFFECT
+        if has_changed == has_no_effect:
+            wrong.append(f"{item.name} is {'carried over' if has_changed else 'lost'}")
+        carried |= {item.name} if has_changed else set()
+    assert wrong == []
+    assert {"learning_rate", "seed", "max_length", "per_device_train_batch_size"} <= carried
+
+
+WITHOUT_EFFECT = {
+    ("loss_type", "SFTConfig"),  # "chunked_nll" is the same loss
+    ("eval_steps", "SFTConfig"),
+    *(("eval_steps", name) for name in ROWS),  # not read unless eval_strategy is "steps"
+    *(("eval_strategy", name) for name in ROWS),  # each epoch is the run's
+    ("max_completion_length", "GRPOConfig"),  # a bound on what is generated
+}
+
+
+@pytest.mark.parametrize("kind", [kind for kind in configurations() if kind.__name__ not in ROWS])
+def test_a_configuration_whose_loss_is_not_offered_is_refused_by_its_class(kind: type, tmp_path: Path) -> None:
+    config = object.__new__(kind)  # some want servers before they can be made
+    with pytest.raises(ConfigError, match=rf"config: got {kind.__name__}; allowed: SFTConfig, DPOConfig"):
+        Task.from_sft_config("own", config, train_dataset=ROLLOUTS, peft_config=LoraConfig())
+
+
+def test_a_configuration_of_your_own_counts_as_the_one_it_is_derived_from(tmp_path: Path) -> None:
+    class OwnConfig(OFFERED["DPOConfig"]):  # type: ignore[misc, name-defined]
+        pass
+
+    task = task_of(config_of(OwnConfig, tmp_path, beta=0.5, loss_type=["sigmoid", "sft"]), "DPOConfig", max_length=33)
+    assert (task.objective, task.loss_type, task.objective_args) == ("dpo", ["sigmoid", "sft"], {"beta": 0.5})
+    assert task.max_length == 33
+    assert task.peft_config.lora_dropout == 0, "TRL switches dropout off"
+
+
+# ------------------------------------------------------------------------------------------------------------- trainers
+
+TRAINERS: Mapping[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
+    "DPO": ("trl", lab.pairs(), {"loss_type": ["robust"], "beta": 0.5, "label_smoothing": 0.2, "ld_alpha": 0.5}),
+    "ORPO": ("trl.experimental.orpo", lab.pairs(), {"beta": 0.3}),
+    "KTO": ("trl", lab.answers(), {"desirable_weight": 0.7, "beta": 0.4}),
+    "Reward": ("trl", lab.pairs(), {"center_rewards_coefficient": 0.1}),
+}
+
+
+def trainer_of(name: str, folder: Path, **settings: Any) -> Any:
+    module, rows, options = TRAINERS[name]
+    own = importlib.import_module(module)
+    config = config_of(
+        getattr(own, f"{name}Config"),
+        folder,
+        **{
+            "max_steps": lab.STEPS,
+            "per_device_train_batch_size": lab.BATCH,
+            "learning_rate": lab.RATE,
+            "train_sampling_strategy": "sequential",
+            "seed": lab.SEED,
+            "gradient_checkpointing": False,
+            "save_strategy": "no",
+            "disable_tqdm": True,
+            **options,
+            **settings,
+        },
+    )
+    is_classifier = name == "Reward"
+    return getattr(own, f"{name}Trainer")(
+        model=lab.backbone(is_classifier=is_classifier),
+        args=config,
+        train_dataset=Dataset.from_list([dict(row) for row in rows]),
+        processing_class=copy.deepcopy(lab.tokenizer()),
+        peft_config=lab.adapter(is_classifier=is_classifier),
+    )
+
+
+@pytest.mark.parametrize("name", TRAINERS)
+def test_a_task_made_of_a_trainer_of_trl_ends_with_its_weights(name: str, tmp_path: Path) -> None:
+    trainer, is_classifier = trainer_of(name, tmp_path), name == "Reward"
+    task = Task.from_trainer("own", trainer)
+    trained = lab.trained_parameters(trainer.model)
+    initial = lab.initial_weights(is_classifier=is_classifier)
+    with torch.no_grad():
+        for key, parameter in trained.items():
+            parameter.copy_(initial[key])
+    trainer.train()
+    ours = lab.our_outcomes([task], tmp_path, is_classifier=is_classifier)["own"]
+    for key, weight in trained.items():
+        assert mux_lab.relative(ours.weights[key], weight.detach()) <= 1e-4, key
+    assert any(mux_lab.relative(weight.detach(), initial[key]) > 1e-3 for key, weight in trained.items())
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda trainer: setattr(trainer, "compute_loss_func", print), "trainer.compute_loss: got a loss of your own"),
+        (lambda trainer: setattr(trainer, "ref_model", trainer.model), "trainer.ref_model: got a model"),
+        (lambda trainer: setattr(trainer, "data_collator", print), "trainer.data_collator: got one of your own"),
+        (
+            lambda trainer: trainer.create_optimizer_and_scheduler(3),
+            "trainer.optimizer: got one of your own",
+        ),
+        (
+            lambda trainer: [item.data.fill_(1) for name, item in trainer.model.named_parameters() if "lora_B" in name],
+            "trainer.model: got an adapter that was trained",
+        ),
+    ],
+)
+def test_what_a_trainer_would_train_in_another_way_is_refused(change: Any, message: str, tmp_path: Path) -> None:
+    trainer = trainer_of("DPO", tmp_path)
+    change(trainer)
+    with pytest.raises(ConfigError, match=message):
+        Task.from_trainer("own", trainer)
