@@ -32,7 +32,7 @@ from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.passes import cut_htask
 from peft_mux.scheduler.planner.times import TurnTimes
 from peft_mux.scheduler.subgraphs.passes import Direction
-from peft_mux.scheduler.units import MEASURED_TIME, seconds_text, time_band
+from peft_mux.scheduler.units import MEASURED_TIME, seconds_text
 
 _LEAST_SUMMED = 0.1
 """Part of the waiting for sums that the sums take themselves, however unequal the ranks are by the profile."""
@@ -225,11 +225,12 @@ class TimeCorrection:
             return None
         tokens = sum(share.tokens_per_step * steps_left.get(share.name, 0) for share in plan.shares)
         predicted_s = plan.step_s * tokens / plan.tokens_per_step
-        band = time_band(plan.profile_source)
-        step = f"{seconds_text(plan.step_s)} a step {band.words}, {band.source}"
+        # Without a measured profile, the prediction was an order of magnitude.
+        is_measured = plan.profile_source == "measured"
+        against = f", {ratio:.2g} times the predicted {seconds_text(plan.step_s)}" if is_measured else ""
         line = (
-            f"time: measured {ratio:.2g}x of predicted ({step});"
-            f" corrected ETA {seconds_text(predicted_s * ratio)}, before {seconds_text(predicted_s)}"
+            f"time: {seconds_text(plan.step_s * ratio, 2)} a step, measured{against};"
+            f" {seconds_text(predicted_s * ratio, 2)} left"
         )
         return Correction(ratio, predicted_s, predicted_s * ratio, line)
 

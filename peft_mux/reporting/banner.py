@@ -15,7 +15,7 @@ from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import installed_version
 from peft_mux.kernels.availability import reason_against_kernels
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.units import MEMORY, bytes_text, seconds_text, time_band
+from peft_mux.scheduler.units import MEMORY, bytes_text, step_time_text
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ def banner_lines(
     planned += [f"{passes} pass{'' if passes == 1 else 'es'} a step"]
     planned += [f"{len(plan.waiting)} tasks wait"] if plan.waiting else []
     if plan.step_s:
-        band = time_band(plan.profile_source).words
-        planned.append(f"{seconds_text(plan.step_s)} a step {band}, predicted ({plan.profile_source} profile)")
+        step = step_time_text(plan.step_s, plan.profile_source)
+        planned.append(f"{step}, predicted ({plan.profile_source} profile)")
     if not plan.htasks and not plan.waiting:
         planned = ["no task has steps to take: all have ended, or rest"]
     peak = max(plan.peak_bytes, default=plan.memory.peak_bytes)

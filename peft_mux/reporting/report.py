@@ -252,20 +252,17 @@ class InTurn(NamedTuple):
         measured_s: seconds of the steps as they were taken, together; first ones under a plan as the mean of others.
         predicted_s: seconds that the profile gives for the same steps of one task after another, times `factor`.
         factor: measured over predicted seconds of the steps together, by which the profile is corrected.
-        source: origin of the profile, "measured" or "analytic".
     """
 
     measured_s: float
     predicted_s: float
     factor: float
-    source: str
 
     def __str__(self) -> str:
         """Return one line, which says what of it was measured."""
         return (
             f"speed  steps together {self.measured_s:,.1f} s, measured; in turn {self.predicted_s:,.1f} s, predicted "
-            f"({self.source} profile, times {self.factor:.2f} as measured together): "
-            f"{self.predicted_s / self.measured_s:.2f}x"
+            f"(measured profile, times {self.factor:.2f}): {self.predicted_s / self.measured_s:.2f}x"
         )
 
 

@@ -154,6 +154,7 @@ class RunLog:
         self.removed: list[ReportRow] = []
         self._emit = emit
         self._counted = (time.perf_counter(), -1, 0)
+        self._step_s: float | None = None
 
     def open(self, metrics: MetricsLog, progress: Progress) -> None:
         """Write to a file and a screen from now on."""
@@ -270,8 +271,10 @@ class RunLog:
             logs["run/tokens_per_second"] = speed = (num_tokens - before) / (now - since)
             left = max((run.num_steps - run.step for run in self.table.running), default=0)
             if left and (num_steps := self.state.global_step - step):
-                left_s = left * (now - since) / num_steps
-                words.append(f"({rate_text(speed)} tokens/s, {time_text(left_s)} left)")
+                step_s = (now - since) / num_steps
+                # Smoothed: one slow stretch of steps says little about those to come.
+                self._step_s = step_s if self._step_s is None else 0.7 * self._step_s + 0.3 * step_s
+                words.append(f"({rate_text(speed)} tokens/s, {time_text(left * self._step_s)} left)")
         logs["run/memory_gib"] = peak_bytes() / 2**30
         if not self.progress.shows_losses:
             self.say("  ".join(words))

@@ -22,7 +22,7 @@ from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
 from peft_mux.scheduler.pipeline.template import PipelineTemplate
 from peft_mux.scheduler.planner.policies import POLICIES
 from peft_mux.scheduler.planner.values import HTask, PlannedPass, TaskShare, TurnPlan, Waiting
-from peft_mux.scheduler.units import MEMORY, bytes_text, seconds_text, time_band
+from peft_mux.scheduler.units import MEMORY, bytes_text, seconds_text, step_time_text, time_band
 
 
 class RunTimes(NamedTuple):
@@ -234,11 +234,12 @@ class Plan:
             source = _SOURCES.get(self.profile_source, self.profile_source)
             # A plan may come from a process that knows other policies.
             policy = POLICIES[self.policy].words if self.policy in POLICIES else self.policy
-            lines.append(
-                f"time ({source})  {seconds_text(self.step_s)} a step {time_band(self.profile_source).words},"
-                f" {self.tokens_per_s:,.0f} tokens/s; {policy}"
-            )
-            if self.run_times is not None:
+            is_measured = self.profile_source == "measured"
+            rate = self.tokens_per_s if is_measured else float(f"{self.tokens_per_s:.1g}")
+            step = step_time_text(self.step_s, self.profile_source)
+            lines.append(f"time ({source})  {step}, {rate:,.0f} tokens/s; {policy}")
+            # Without a measured profile, what is gained is less than what the times may be off.
+            if self.run_times is not None and is_measured:
                 without = ", without the tasks that wait" if self.waiting else ""
                 lines.append(f"        {self.run_times}{without}")
         lines += [self.memory.summary(), *self.memory_bar.lines()]

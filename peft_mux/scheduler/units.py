@@ -9,6 +9,7 @@ shared CPU).
 
 from __future__ import annotations
 
+import math
 from typing import Any, NamedTuple
 
 
@@ -24,17 +25,17 @@ def bytes_text(num_bytes: float) -> str:
     return f"{num_bytes / 2**10:.2f} KiB"
 
 
-def seconds_text(seconds: float) -> str:
-    """Return a time in the unit that suits it: ms, s, min or h, with three digits.
+def seconds_text(seconds: float, digits: int = 3) -> str:
+    """Return a time in the unit that suits it: ms, s, min or h.
 
     Args:
         seconds: the time in seconds, 0 or more.
+        digits: significant digits.
     """
-    if seconds < 1.0:
-        return f"{1000 * seconds:.3g} ms"
-    if seconds < 120.0:
-        return f"{seconds:.3g} s"
-    return f"{seconds / 60:.3g} min" if seconds < 7200 else f"{seconds / 3600:.3g} h"
+    units = ((1.0, 1e-3, "ms"), (120.0, 1.0, "s"), (7200.0, 60.0, "min"), (math.inf, 3600.0, "h"))
+    unit_s, name = next((unit_s, name) for limit_s, unit_s, name in units if seconds < limit_s)
+    # Rounded before it is printed, as one digit of 95 would be printed as 1e+02.
+    return f"{float(f'{seconds / unit_s:.{digits}g}'):g} {name}"
 
 
 class Band(NamedTuple):
@@ -69,3 +70,9 @@ MEMORY = Band(0.85, 1.15, "+-15 %", "analytic estimate")
 def time_band(profile_source: str) -> Band:
     """Return the band of times that are predicted from a profile, "measured" or "analytic"."""
     return MEASURED_TIME if profile_source == "measured" else ANALYTIC_TIME
+
+
+def step_time_text(seconds: float, profile_source: str) -> str:
+    """Return the predicted time of a step with as many digits as are known, and how far it may be off."""
+    band = time_band(profile_source)
+    return f"{seconds_text(seconds, 3 if band is MEASURED_TIME else 1)} a step {band.words}"

@@ -271,21 +271,24 @@ class Reporter:
         rows += [row for row in log.removed if row.name not in run.table]
         # Shares are of all tasks that were trained, those that have left since included.
         rows = [row._replace(time_share=log.times.share(row.name)) for row in rows]
+        profile = self._plans.planner.profile
         notes = [
-            str(self._plans.planner.correction),
+            str(self._plans.planner.correction) if profile is not None and profile.source == "measured" else "",
             str(in_turn or ""),
             *next_lines(run.root, rows, self._page, run.best_task),
         ]
         return RunReport(rows, run.records, [note for note in notes if note], not run.is_in_train)
 
     def _in_turn(self) -> InTurn | None:
-        """Return how long the steps took, and would have taken task by task; `None` if that cannot be said."""
+        """Return how long the steps took, and would have taken task by task; `None` if that is not known."""
         run, planner, times = self._run, self._plans.planner, self._run.log.times
         ratio, profile, measured_s = planner.correction.time_ratio, planner.profile, times.settled_s
         # The rows of removed tasks are gone, so the time of their steps alone cannot be predicted.
         if ratio is None or profile is None or not measured_s or run.log.removed:
             return None
+        if profile.source != "measured":
+            return None  # an order of magnitude says nothing about a gain
         taken = {own.name: times.num_steps(own) for own in run.table}
         alone_s = self._plans.alone_s([own for own in run.table if taken[own.name]])
         predicted_s = ratio * sum(taken[name] * seconds for name, seconds in alone_s.items())
-        return InTurn(measured_s, predicted_s, ratio, profile.source) if predicted_s else None
+        return InTurn(measured_s, predicted_s, ratio) if predicted_s else None

@@ -62,7 +62,7 @@ def test_a_disk_that_takes_nothing_for_a_while_costs_records_and_nothing_else(
     said = capsys.readouterr().out
     # Losses of two tasks after steps 3 and 4 (callbacks come before logs), the notice of the failed save of step 4, and
     # after step 5 what time is left, where this machine is slower than planned.
-    count = 5 + said.count("corrected ETA")
+    count = 5 + said.count(" a step, measured; ")
     assert [one["count"] for one in lost] == [count]
     assert said.count("metrics.jsonl: could not be written") == 1
     assert f"{count} records are missing" in said

@@ -289,8 +289,8 @@ def test_messages_take_what_the_link_is_known_to_be_now_and_another_number_of_st
 # ----------------------------------------------------------------------- forecast
 
 
-def compared(ratio: float | None, steps: int = 9) -> list[Correction]:
-    plan, correction = a_plan(), TimeCorrection()
+def compared(ratio: float | None, steps: int = 9, source: str = "analytic") -> list[Correction]:
+    plan, correction = replace(a_plan(), profile_source=source), TimeCorrection()
     correction.time_ratio = ratio
     left = {share.name: 10 for share in plan.shares}
     found = [correction.compare_with_plan(plan, left) for _ in range(steps)]
@@ -300,11 +300,10 @@ def compared(ratio: float | None, steps: int = 9) -> list[Correction]:
 def test_steps_that_take_longer_correct_the_forecast_once() -> None:
     (found,) = compared(1.4)
     assert (found.ratio, found.predicted_s, found.corrected_s) == pytest.approx((1.4, 12.5, 17.5))
-    assert found.line == (
-        "time: measured 1.4x of predicted (1.25 s a step (order of magnitude), analytic profile); "
-        "corrected ETA 17.5 s, before 12.5 s"
-    )
+    assert found.line == "time: 1.8 s a step, measured; 18 s left"
     assert len(compared(0.5)) == 1
+    (found,) = compared(1.4, source="measured")
+    assert found.line == "time: 1.8 s a step, measured, 1.4 times the predicted 1.25 s; 18 s left"
 
 
 @pytest.mark.parametrize(("ratio", "steps"), [(1.1, 9), (None, 9), (1.4, 4)])

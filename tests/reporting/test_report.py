@@ -55,12 +55,23 @@ def test_the_report_has_time_tokens_least_loss_speed_and_what_to_type(tmp_path: 
     assert float(best) == pytest.approx(min(trainer.table["a"].last_loss, *losses), abs=1e-4)
     assert re.fullmatch(r"\d+:\d\d", time)
     assert tokens == f"{trainer.table['a'].num_tokens:,}"
-    speed = re.search(r"steps together ([\d.]+) s, measured; in turn ([\d.]+) s, predicted \(analytic profile", report)
-    assert speed is not None
+    assert "in turn" not in report, "a profile that was not measured says nothing about a gain"
     assert f"peft-mux export {tmp_path / 'run'} --vllm" in report
     copy = pickle.loads(pickle.dumps(report))
     assert copy == report
     assert copy._repr_html_().count("<tr>") == 2
+
+
+def test_with_a_measured_profile_the_report_says_what_the_steps_would_have_taken_in_turn(tmp_path: Path) -> None:
+    tasks = [small_task("a", data_seed=1, max_steps=6), small_task("b", data_seed=2, max_steps=6)]
+    profile, path = trainer_of(tmp_path / "described", tasks).measure_profile(budget_s=0.2), tmp_path / "profile.json"
+    path.write_text(profile.to_json(), encoding="utf-8")
+    trainer = trainer_of(tmp_path / "run", tasks, cost_profile=str(path))
+    trainer.train()
+    assert re.search(
+        r"steps together [\d.]+ s, measured; in turn [\d.]+ s, predicted \(measured profile, times [\d.]+\): [\d.]+x",
+        trainer.report(),
+    )
 
 
 def test_of_a_task_that_went_back_to_its_best_adapter_the_held_out_loss_of_that_is_told(tmp_path: Path) -> None:

@@ -165,8 +165,8 @@ def test_a_forecast_that_is_wrong_is_corrected_in_the_output_once(
 ) -> None:
     monkeypatch.setattr(TimeCorrection, "observe", lambda self, *_: setattr(self, "time_ratio", ratio))
     run = train([small_task("a", data_seed=1, max_steps=9)], tmp_path)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("time: measured")]
-    assert [line.startswith("time: measured 1.4x of predicted (") for line in lines] == [True] * is_corrected
+    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("time: ")]
+    assert [" a step, measured; " in line and line.endswith(" left") for line in lines] == [True] * is_corrected
     records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
     found = [record for record in records if record["event"] == "forecast"]
     assert len(found) == is_corrected
