@@ -272,8 +272,10 @@ class Reporter:
         # Shares are of all tasks that were trained, those that have left since included.
         rows = [row._replace(time_share=log.times.share(row.name)) for row in rows]
         profile = self._plans.planner.profile
+        # Parts of an analytic profile are off by more than they say, unless plans are made of the corrected times.
+        shows_parts = (profile is not None and profile.source == "measured") or run.args.measured_times == "plan"
         notes = [
-            str(self._plans.planner.correction) if profile is not None and profile.source == "measured" else "",
+            str(self._plans.planner.correction) if shows_parts else "",
             str(in_turn or ""),
             *next_lines(run.root, rows, self._page, run.best_task),
         ]
