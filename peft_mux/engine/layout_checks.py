@@ -8,7 +8,7 @@ from typing import Any
 
 from peft_mux.arguments import ELEMENTWISE, MultiTaskTrainingArguments
 from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.tasks.resolved import ResolvedTask
+from peft_mux.engine.tasks.task_run import ResolvedTask
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import Fault, raise_faults, shown
 from peft_mux.modeling.adapters.fields import divided_model_faults

@@ -54,7 +54,7 @@ from peft_mux.modeling.stream import Kept
 from peft_mux.scheduler.pipeline.simulator import Span, build_window
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.subgraphs.passes import Direction, Stretch
+from peft_mux.scheduler.subgraphs import Direction, Stretch
 
 UpdateTasks = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Collection[str]]
 """Steps tasks by their losses and gradient norms in a step of the window; returns those that step no more in it."""

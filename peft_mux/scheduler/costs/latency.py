@@ -75,7 +75,7 @@ def all_gather_s(link: Link | None, num_devices: int, num_bytes: float) -> float
 class PassParts:
     """Seconds of the parts of one pass between its sums, on each of the devices that share its layers.
 
-    Forward and backward together unless stated otherwise. `peft_mux.scheduler.subgraphs.passes` simulates with them how
+    Forward and backward together unless stated otherwise. `peft_mux.scheduler.subgraphs` simulates with them how
     passes take turns (M §3.4.2).
 
     Attributes:

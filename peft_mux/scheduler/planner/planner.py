@@ -495,7 +495,7 @@ class _Search:
         else:
             held_bytes, workspace_bytes = self._held_bytes(cuts), self._workspace_bytes(cuts)
             verify(found.template, found.bucket_loads, memory_limit_bytes=self.limits, static_bytes=held_bytes)
-            # It was simulated without static bytes: these peaks are of micro-batches in flight alone.
+            # These peaks are of micro-batches in flight alone.
             in_flight_bytes = found.simulation.peak_bytes
             peak_bytes = tuple(own + peak for own, peak in zip(held_bytes, in_flight_bytes, strict=True))
             fullest = peak_bytes.index(max(peak_bytes))

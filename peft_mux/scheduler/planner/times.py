@@ -2,7 +2,7 @@
 
 Under tensor parallelism passes wait for sums over the devices of a stage. Passes that take turns hide them: a group of
 them is run through Algorithm 1's order on a compute and a communication stream (M §3.4.2,
-`peft_mux.scheduler.subgraphs.passes`), the order in which the engine runs it, and sums are charged as far as they show.
+`peft_mux.scheduler.subgraphs`), the order in which the engine runs it, and sums are charged as far as they show.
 Plans are made with these times, priced again at other costs (`peft_mux.planning.learning`), and compared with what
 passes really took.
 """
@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from peft_mux.data.packing.passes import slot_of
 from peft_mux.scheduler.costs.latency import CostModel, PassParts
 from peft_mux.scheduler.planner.passes import CutHTask
-from peft_mux.scheduler.subgraphs.passes import (
+from peft_mux.scheduler.subgraphs import (
     Direction,
     GroupedPass,
     Stretch,
