@@ -21,8 +21,7 @@ from peft_mux.engine.backbone_source import BackboneSource, assign_settings
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp import PassPart, ShardedBackbone, shard_backbone
 from peft_mux.engine.gradients import GradientSync
-from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.layout_checks import check_layout
+from peft_mux.engine.layout import ParallelLayout, check_layout
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.links import PipelineLinks
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, blank_model, is_converted, load_stage

@@ -15,7 +15,7 @@ The papers' terms, from a task to a plan, and where they are (`docs/paper_map.md
         v fusion           Eq. 6: tasks that share every pass     planner/fusion.py    fuse
       hTask                                                       planner/values.py    HTask
         |                  policies to compare with               planner/policies.py  POLICIES
-        v grouping         Eq. 7: hTasks on one clock             planner/grouping.py  group
+        v grouping         Eq. 7: hTasks on one clock             planner/fusion.py    group
       bucket               C micro-batches on S stages            pipeline/load.py     BucketLoad
         |
         |- between stages, section 3.4.1: pipeline template       pipeline/template.py build_template
