@@ -142,8 +142,7 @@ def started_tasks(settings: Settings, model: Any, workload: Any) -> Any:
     """Return the tasks of a workload as a run has them once they train: a constant rate, no decay, clipping at 1."""
     from peft_mux.arguments import MultiTaskTrainingArguments
     from peft_mux.engine.tasks.optimizer import LastFiniteWeights, TaskOptimizer
-    from peft_mux.engine.tasks.resolved import resolve_tasks
-    from peft_mux.engine.tasks.setup import make_task_run
+    from peft_mux.engine.tasks.setup import make_task_run, resolve_tasks
     from peft_mux.engine.tasks.task_run import TaskTable
     from peft_mux.task import Task, TaskStatus
 

@@ -21,8 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from peft_mux.scheduler.planner.fusion import cheapest_partition, fuse
-from peft_mux.scheduler.planner.grouping import group
+from peft_mux.scheduler.planner.fusion import cheapest_partition, fuse, group
 
 PERCENT = 0.02
 """What the median may lie above the best of all partitions."""

@@ -22,7 +22,7 @@ from peft_mux.engine.processes import Processes
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks, Turns
 from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.scheduler.subgraphs.passes import PassTimes, TimedSubgraph, latency_of, turns_timeline
+from peft_mux.scheduler.subgraphs import PassTimes, TimedSubgraph, latency_of, turns_timeline
 
 NUM_SHARDS = 2
 TOKENS = (256, 192, 224, 160)

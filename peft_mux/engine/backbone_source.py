@@ -16,7 +16,8 @@ import torch
 from transformers.models.auto import modeling_auto
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.engine.tasks.resolved import ResolvedTask, configs_of, num_labels_of, seeds_of
+from peft_mux.engine.tasks.setup import configs_of, num_labels_of, seeds_of
+from peft_mux.engine.tasks.task_run import ResolvedTask
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
 from peft_mux.modeling.backbone.modules import HEAD_KINDS, HEAD_NAMES, HeadKind

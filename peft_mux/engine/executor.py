@@ -40,6 +40,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 
 import torch
 
@@ -48,12 +49,13 @@ from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.engine.fsdp import ShardedBackbone
 from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.reference_passes import with_reference_values
 from peft_mux.engine.tensor.interleaving import Interleaving
 from peft_mux.engine.work import PassClock, StepResult, StepSums, StepWork
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.prompts.prompts import project_prompts
 from peft_mux.modeling.model import MultiTaskPeftModel, MuxOutput
+from peft_mux.modeling.objectives.heads import token_outputs
+from peft_mux.modeling.objectives.objective import BATCH_VALUES, REFERENCE
 from peft_mux.modeling.stream import Kept
 from peft_mux.scheduler.plan import Plan
 
@@ -194,16 +196,85 @@ class Executor:
         *,
         total: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ) -> tuple[MuxBatch, ...]:
-        """Return micro-batches with the values that some losses need before their passes (`reference_passes`).
+        """Return micro-batches with everything that the losses of their tasks need to know beforehand.
+
+        Log-probabilities of the backbone without adapters (the reference model of DPO and others), and sums over the
+        whole global batch (KTO's estimate of the KL divergence), each from passes without gradient. The passes with
+        gradient need not know of them; a step without such losses has no such pass. Every process of a replica calls
+        this; if weights are sharded, every process of the run.
 
         Args:
             micro_batches: the micro-batches of this process.
             tasks: names of the tasks of the step, the same on every process.
             total: sums numbers over the replicas; by default they are those of this replica alone, as in an evaluation.
         """
-        return with_reference_values(
-            self.model, micro_batches, tasks, forward_terms=self.forward_terms, shared=self.shared, total=total
-        )
+        objectives, ready = self.model.objectives, tuple(micro_batches)
+        referring = [name for name in tasks if objectives.of(name).needs_reference(objectives.args_of(name))]
+        if referring:
+            ready = self._with_references(ready, referring)
+        counting = [name for name in tasks if objectives.of(name).needs_batch_values(objectives.args_of(name))]
+        if counting:
+            ready = self._with_batch_values(ready, counting, total)
+            ready = tuple(_of_pass(self.model, one, counting, is_reference_pass=False) for one in ready)
+        return ready
+
+    def _with_references(self, micro_batches: tuple[MuxBatch, ...], tasks: Sequence[str]) -> tuple[MuxBatch, ...]:
+        """Add the log-probabilities of the backbone without adapters, for rows that do not bring them."""
+        model, chosen = self.model, []
+        for micro_batch in micro_batches:
+            lacking = []
+            for index, name in enumerate(micro_batch.task_names):
+                brought = {*micro_batch.target_columns[index], *micro_batch.row_values[index]}
+                wanted = model.objectives.of(name).reference_columns
+                if name in tasks and not (wanted and brought.issuperset(wanted)):
+                    lacking.append(index)
+            chosen.append(lacking)
+        parts = [_of_tasks(micro_batch, own) for micro_batch, own in zip(micro_batches, chosen, strict=True) if own]
+        was_training = model.training
+        model.eval()  # a reference depends on the row alone, so no dropout of the backbone may be drawn
+        try:
+            with model.stream.without_adapters():
+                found = iter(self.forward_terms(parts))
+        finally:
+            model.train(was_training)
+        ready = []
+        for micro_batch, own in zip(micro_batches, chosen, strict=True):
+            nll_M = next(found) if own else None
+            if nll_M is not None:
+                columns = list(micro_batch.target_columns)
+                counts = [micro_batch.target_offsets[index + 1] - micro_batch.target_offsets[index] for index in own]
+                for index, part in zip(own, nll_M.split(counts), strict=True):
+                    columns[index] = {**columns[index], REFERENCE: -part}
+                micro_batch = replace(micro_batch, target_columns=tuple(columns))
+            ready.append(micro_batch)
+        return tuple(ready)
+
+    def _with_batch_values(
+        self,
+        micro_batches: tuple[MuxBatch, ...],
+        tasks: Sequence[str],
+        total: Callable[[torch.Tensor], torch.Tensor] | None,
+    ) -> tuple[MuxBatch, ...]:
+        """Add the sums over the global batch that the losses of tasks make of their targets."""
+        model, objectives = self.model, self.model.objectives
+        sums = {name: torch.zeros(objectives.of(name).num_batch_values, device=model.device) for name in tasks}
+        chosen = [[index for index, name in enumerate(one.task_names) if name in sums] for one in micro_batches]
+        parts = [_of_tasks(micro_batch, own) for micro_batch, own in zip(micro_batches, chosen, strict=True) if own]
+        parts = [_of_pass(model, part, tasks, is_reference_pass=True) for part in parts]
+        for part, nll_M in zip(parts, self.forward_terms(parts), strict=True):
+            for outputs in () if nll_M is None else token_outputs(nll_M, part.to(model.device)):
+                own = objectives.of(outputs.task).batch_values(outputs, objectives.args_of(outputs.task))
+                sums[outputs.task] = sums[outputs.task] + own.detach()
+        values = self.shared(torch.cat(list(sums.values())))
+        values = values if total is None else total(values)
+        found = dict(zip(sums, values.split([len(one) for one in sums.values()]), strict=True))
+        ready = []
+        for micro_batch, own in zip(micro_batches, chosen, strict=True):
+            rows = list(micro_batch.row_values)
+            for index in own:
+                rows[index] = {**rows[index], BATCH_VALUES: found[micro_batch.task_names[index]]}
+            ready.append(replace(micro_batch, row_values=tuple(rows)) if own else micro_batch)
+        return tuple(ready)
 
     # ------------------------------------------------------------------ forward passes
 
@@ -288,3 +359,26 @@ def pass_backward(output: torch.Tensor, gradient: torch.Tensor | None, kept: Seq
         # One call for all roots: the losses and the kept keys and values share a graph, which a backward frees.
         tensors, gradients = zip(*roots, strict=True)
         torch.autograd.backward(tensors, gradients)
+
+
+def _of_tasks(micro_batch: MuxBatch, indices: Sequence[int]) -> MuxBatch:
+    part = micro_batch.of_tasks(indices)
+    # Rows of these losses are whole; the parts of other tasks' long rows next to them are gone.
+    return replace(part, parts=()) if all(one.is_whole for one in part.parts) else part
+
+
+def _of_pass(
+    model: MultiTaskPeftModel, micro_batch: MuxBatch, tasks: Sequence[str], *, is_reference_pass: bool
+) -> MuxBatch:
+    """Return a micro-batch with the sequences that one kind of pass reads of the rows of some tasks.
+
+    Some losses (KTO) read one sequence of each row only in the reference pass, and the others only in the pass with
+    gradient. Sequences of other tasks stay.
+    """
+    kept: list[bool] = []
+    for index, name in enumerate(micro_batch.task_names):
+        first, last = micro_batch.row_offsets[index], micro_batch.row_offsets[index + 1]
+        own = model.objectives.of(name).prepass_sequence if name in tasks else None
+        for count in micro_batch.row_sequences[first:last]:
+            kept += [own is None or (place == own) == is_reference_pass for place in range(count)]
+    return micro_batch if all(kept) else micro_batch.of_sequences(kept)

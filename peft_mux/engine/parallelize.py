@@ -21,13 +21,13 @@ from peft_mux.engine.backbone_source import BackboneSource, assign_settings
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp import PassPart, ShardedBackbone, shard_backbone
 from peft_mux.engine.gradients import GradientSync
-from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.layout_checks import check_layout
+from peft_mux.engine.layout import ParallelLayout, check_layout
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.links import PipelineLinks
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, blank_model, is_converted, load_stage
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tasks.resolved import ResolvedTask, configs_of, num_labels_of, seeds_of
+from peft_mux.engine.tasks.setup import configs_of, num_labels_of, seeds_of
+from peft_mux.engine.tasks.task_run import ResolvedTask
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.modeling.adapters.kind import kind_of

@@ -29,9 +29,8 @@ from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts
 from peft_mux.scheduler.pipeline.simulator import simulate, window_step_s
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.planner.passes import cut_htask
-from peft_mux.scheduler.planner.times import TurnTimes
-from peft_mux.scheduler.subgraphs.passes import Direction
+from peft_mux.scheduler.planner.passes import TurnTimes, cut_htask
+from peft_mux.scheduler.subgraphs import Direction
 from peft_mux.scheduler.units import MEASURED_TIME, seconds_text
 
 _LEAST_SUMMED = 0.1

@@ -24,9 +24,17 @@ from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.objective import OWN
 from peft_mux.planning.learning import PassPrices, TimeCorrection, repriced_s
-from peft_mux.planning.loads import SAMPLE_ROWS, ParameterShapes, replica_loads, task_load, task_share, whole_shapes
+from peft_mux.planning.loads import (
+    SAMPLE_ROWS,
+    ParameterShapes,
+    cut_layers,
+    frozen_parts,
+    replica_loads,
+    task_load,
+    task_share,
+    whole_shapes,
+)
 from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
-from peft_mux.planning.shapes import cut_layers, frozen_parts
 from peft_mux.planning.targets import (
     RunProfile,
     Target,
@@ -43,10 +51,9 @@ from peft_mux.scheduler.costs.profile import Parts, Profile, corrected
 from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.admission import DoesNotFitError, least_pass_tokens
-from peft_mux.scheduler.planner.passes import planned_passes
+from peft_mux.scheduler.planner.passes import TurnTimes, planned_passes
 from peft_mux.scheduler.planner.planner import plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
-from peft_mux.scheduler.planner.times import TurnTimes
 from peft_mux.scheduler.planner.values import Budget, Outcome
 from peft_mux.scheduler.units import bytes_text
 

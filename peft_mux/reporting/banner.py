@@ -4,46 +4,29 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import installed_version
 from peft_mux.kernels.availability import reason_against_kernels
+from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.units import MEMORY, bytes_text, step_time_text
 
 
-@dataclass(frozen=True, slots=True)
-class BackboneFacts:
-    """What the banner says of the backbone.
-
-    Attributes:
-        name: hub id or folder, or the class of a model that was given.
-        kind: its class.
-        num_parameters: its frozen parameters, in all processes.
-        dtype: their dtype.
-        attention: how packed sequences attend to themselves.
-    """
-
-    name: str
-    kind: str
-    num_parameters: int
-    dtype: str
-    attention: str
-
-
 def banner_lines(
     args: MultiTaskTrainingArguments,
-    backbone: BackboneFacts,
+    model: MultiTaskPeftModel,
+    source: BackboneSource,
     runs: Sequence[TaskRun],
     plan: Plan,
     *,
-    adapter_parameters: Sequence[int],
+    attention: str,
     processes: str,
     root: Path,
 ) -> list[str]:
@@ -51,22 +34,26 @@ def banner_lines(
 
     Args:
         args: the arguments of the run.
-        backbone: what all tasks share.
+        model: the whole model with the adapters of all tasks, possibly without weights.
+        source: where its backbone comes from.
         runs: its tasks.
         plan: what runs together at first.
-        adapter_parameters: trainable parameters of each task.
+        attention: how packed sequences attend to themselves.
         processes: the processes and what each holds, in words; "" for a single one.
         root: folder of the run.
     """
-    names = backbone.kind if backbone.name == backbone.kind else f"{backbone.name}: {backbone.kind}"
-    precision = ", bf16 autocast" if args.bf16 and backbone.dtype != "bfloat16" else ""
+    kind, dtype = type(model.backbone).__name__, str(source.dtype).removeprefix("torch.")
+    name = source.model if isinstance(source.model, str) else getattr(source.config, "_name_or_path", "") or kind
+    precision = ", bf16 autocast" if args.bf16 and dtype != "bfloat16" else ""
+    adapter_parameters = [sum(own.numel() for own in model.task_parameters(name).values()) for name in model.tasks]
+    num_parameters = model.backbone.num_parameters() - sum(adapter_parameters)
     kernels = reason_against_kernels(args.device)
     saved = "nothing is saved" if args.save_strategy == "no" else "Ctrl-C ends the run with everything saved"
     versions = {name: installed_version(name) or "(checkout)" for name in ("peft-mux", "transformers", "peft")}
 
     ranks = [rank for run in runs if isinstance(rank := getattr(run.task.peft_config, "r", None), int)]
     rows = [len(run.task.train_dataset) for run in runs if hasattr(run.task.train_dataset, "__len__")]
-    shares = [100 * count / max(backbone.num_parameters + count, 1) for count in adapter_parameters]
+    shares = [100 * count / max(num_parameters + count, 1) for count in adapter_parameters]
     num_streams, steps = len(runs) - len(rows), [run.num_steps for run in runs]
     tasks = [f"{len(runs)}"]
     tasks += [f"rank {_range(ranks)}"] if ranks else []
@@ -90,9 +77,9 @@ def banner_lines(
         f"peft_mux {versions['peft-mux']}  torch {torch.__version__}  transformers {versions['transformers']}  "
         f"peft {versions['peft']}  Python {platform.python_version()}",
         f"device   {device_words(args.device)}{processes and f'; {processes}'}",
-        f"model    {names}, {backbone.num_parameters:,} parameters, {backbone.dtype}{precision}",
+        f"model    {kind if name == kind else f'{name}: {kind}'}, {num_parameters:,} parameters, {dtype}{precision}",
         f"tasks    {', '.join(tasks)}",
-        f"kernels  {'Triton' if kernels is None else f'torch, not Triton: {kernels}'}; attention {backbone.attention}",
+        f"kernels  {'Triton' if kernels is None else f'torch, not Triton: {kernels}'}; attention {attention}",
         f"plan     {', '.join(planned)}",
         f"memory   {bytes_text(peak)} {MEMORY.words} at its peak, predicted{limit}",
         f"output   {root}; {saved}",

@@ -11,7 +11,6 @@ import io
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -297,75 +296,71 @@ class MeasuredStep(NamedTuple):
     passes: tuple[MeasuredPass, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class RunFacts:
-    """What the page of a run is made of.
+def page_html(
+    title: str,
+    report: RunReport,
+    view: RunView,
+    plan: Plan | None,
+    steps: Sequence[MeasuredStep],
+    *,
+    config: Mapping[str, Any],
+    versions: Mapping[str, Any],
+    remark: str,
+    is_host: bool,
+) -> str:
+    """Return the page of a run.
 
-    Attributes:
+    Args:
         title: what the run is called.
         report: its tasks at the end, and what was learned about times.
         view: the curves of its tasks.
         plan: the plan that was followed for most steps; `None` if there was none.
         steps: its last step as each process measured it, by rank.
-        records: what each process has done, by rank.
         config: all settings in effect, by section.
         versions: versions and devices, by name.
         remark: what else happened, such as an interruption; "" for nothing.
         is_host: whether the memory that processes measured is that of the host, with Python and its libraries.
     """
-
-    title: str
-    report: RunReport
-    view: RunView
-    plan: Plan | None
-    steps: Sequence[MeasuredStep]
-    records: Sequence[RankRecord]
-    config: Mapping[str, Any]
-    versions: Mapping[str, Any]
-    remark: str
-    is_host: bool
-
-
-def page_html(facts: RunFacts) -> str:
-    """Return the page."""
-    tasks = [task for task in facts.view.tasks if task.losses]
+    tasks = [task for task in view.tasks if task.losses]
     lines = [Line(task.name, task.losses, number) for number, task in enumerate(tasks[:_MOST_LINES])]
     more = f" (the first {_MOST_LINES} of {len(tasks)} tasks)" if len(tasks) > _MOST_LINES else ""
     losses = (
         f'<div class="wide">{chart_svg(f"loss of training rows{more}", lines, width=760, height=260)}</div>'
         f"<div>{legend([line.name for line in lines])}</div>"
         f"<p class=note>Each task by itself: training rows in blue, held-out rows in orange.</p>"
-        f"{charts_html(facts.view)}"
+        f"{charts_html(view)}"
     )
-    versions = "".join(
-        f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in facts.versions.items()
-    )
-    config = "".join(
-        f"<details><summary>{escape(name)}</summary><pre>{escape(str(text))}</pre></details>"
-        for name, text in facts.config.items()
+    version_rows = "".join(
+        f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in versions.items()
     )
     sections = [
-        ("Tasks", facts.report._repr_html_()),
+        ("Tasks", report._repr_html_()),
         ("Losses", losses),
-        ("A step, planned and measured", timeline_html(facts.plan, facts.steps)),
-        ("Memory, planned and measured", "" if facts.plan is None else _memory_html(facts, facts.plan)),
-        ("Versions and devices", f'<div class="wide"><table>{versions}</table></div>'),
-        ("Configuration", config),
+        ("A step, planned and measured", timeline_html(plan, steps)),
+        ("Memory, planned and measured", "" if plan is None else _memory_html(plan, report.records, is_host=is_host)),
+        ("Versions and devices", f'<div class="wide"><table>{version_rows}</table></div>'),
+        (
+            "Configuration",
+            "".join(
+                f"<details><summary>{escape(name)}</summary><pre>{escape(str(text))}</pre></details>"
+                for name, text in config.items()
+            ),
+        ),
     ]
     body = "".join(f"<h2>{name}</h2>{content}" for name, content in sections if content)
 
-    rows = facts.report.rows
-    counts = Counter(status_word(row, facts.report.is_interrupted) for row in rows)
+    rows = report.rows
+    counts = Counter(status_word(row, report.is_interrupted) for row in rows)
     words = [f"{len(rows)} task{'' if len(rows) == 1 else 's'}"]
     words[0] += f" ({', '.join(f'{count} {status}' for status, count in counts.items())})" if rows else ""
-    words.append(f"{counted(facts.view.step, 'step')} of the run")
+    words.append(f"{counted(view.step, 'step')} of the run")
     words.append(f"{sum(row.num_tokens for row in rows):,} tokens")
-    words += [f"{time_text(max(one.seconds for one in facts.records))} of training"] if facts.records else []
-    headline = f"{', '.join(words)}. {facts.remark}".strip()
+    words += [f"{time_text(max(one.seconds for one in report.records))} of training"] if report.records else []
+    headline = f"{', '.join(words)}. {remark}".strip()
     return (
-        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(facts.title)}</title>'
+        f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_PAGE_STYLE}</style></head>'
-        f"<body><h1>{escape(facts.title)}</h1><div>{escape(headline)}</div>{body}</body></html>"
+        f"<body><h1>{escape(title)}</h1><div>{escape(headline)}</div>{body}</body></html>"
     )
 
 
@@ -396,13 +391,13 @@ def timeline_html(plan: Plan | None, steps: Sequence[MeasuredStep]) -> str:
     )
 
 
-def _memory_html(facts: RunFacts, plan: Plan) -> str:
+def _memory_html(plan: Plan, records: Sequence[RankRecord], *, is_host: bool) -> str:
     rows = [("planned", list(plan.memory.parts.items()))]
-    rows += [(f"process {one.rank}", [("measured", one.peak_bytes)]) for one in facts.records if one.peak_bytes]
+    rows += [(f"process {one.rank}", [("measured", one.peak_bytes)]) for one in records if one.peak_bytes]
     of_host = (
         " Measured is the most that a process has held of the host, with Python and all its libraries, which no plan "
         "counts."
-        if facts.is_host
+        if is_host
         else " Measured is the most that was allocated on the GPU."
     )
     return (

@@ -121,7 +121,7 @@ class RunReport(str):
 
     rows: tuple[ReportRow, ...]
     is_interrupted: bool
-    _records: tuple[RankRecord, ...]
+    records: tuple[RankRecord, ...]
     _notes: tuple[str, ...]
 
     def __new__(
@@ -138,12 +138,12 @@ class RunReport(str):
         lines += [*_process_lines(records), *([""] if notes else []), *notes]
         made = super().__new__(cls, "\n".join(lines))
         made.rows, made.is_interrupted = rows, is_interrupted
-        made._records, made._notes = tuple(records), tuple(notes)
+        made.records, made._notes = tuple(records), tuple(notes)
         return made
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickle the parts, from which another process makes the report."""
-        return RunReport, (self.rows, self._records, self._notes, self.is_interrupted)
+        return RunReport, (self.rows, self.records, self._notes, self.is_interrupted)
 
     def fitted(self, width: int | None) -> str:
         """Return the text for a window of `width` characters; `None` if lines may have any length."""
@@ -189,7 +189,7 @@ class RunReport(str):
             if reason:
                 cell = f'<td style="text-align:left" colspan="{len(heads)}">{escape(reason)}</td>'
                 html.append(f'<tr class="reason">{cell}</tr>')
-        below = "\n".join([*_process_lines(self._records), "", *self._notes]).strip("\n")
+        below = "\n".join([*_process_lines(self.records), "", *self._notes]).strip("\n")
         lines = f"<pre style='white-space:pre-wrap'>{escape(below)}</pre>" if below else ""
         return f"<div style='overflow-x:auto'><table>{''.join(html)}</table></div>{lines}"
 
@@ -243,27 +243,6 @@ def _process_lines(records: Sequence[RankRecord]) -> list[str]:
         for one in records
     ]
     return ["", f"{'rank':>4}  {'tokens':>12}  {'seconds':>9}  {'of it waiting':>13}  {'peak MiB':>8}  part", *rows]
-
-
-class InTurn(NamedTuple):
-    """How long the steps of a run took, and how long those of one task after another would have taken.
-
-    Attributes:
-        measured_s: seconds of the steps as they were taken, together; first ones under a plan as the mean of others.
-        predicted_s: seconds that the profile gives for the same steps of one task after another, times `factor`.
-        factor: measured over predicted seconds of the steps together, by which the profile is corrected.
-    """
-
-    measured_s: float
-    predicted_s: float
-    factor: float
-
-    def __str__(self) -> str:
-        """Return one line, which says what of it was measured."""
-        return (
-            f"speed  steps together {self.measured_s:,.1f} s, measured; in turn {self.predicted_s:,.1f} s, predicted "
-            f"(measured profile, times {self.factor:.2f}): {self.predicted_s / self.measured_s:.2f}x"
-        )
 
 
 def next_lines(root: Path, rows: Sequence[ReportRow], report: Path | None, best: str = "") -> list[str]:

@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 from weakref import WeakSet
 
 from transformers import TrainerState
@@ -36,14 +36,6 @@ _MOST_LOSSES = 12
 _logger = logging.getLogger(__name__)
 
 
-class Record(Protocol):
-    """Writes a record of the run."""
-
-    def __call__(self, event: str, **facts: Any) -> None:
-        """Write it."""
-        ...
-
-
 class RowNotes:
     """Reports which rows are cut or left out, as a run may train for hours on four rows of twenty-four.
 
@@ -53,7 +45,7 @@ class RowNotes:
         record: writes a record of the run.
     """
 
-    def __init__(self, say: Callable[[str], None], warn: Callable[[str], None], record: Record) -> None:
+    def __init__(self, say: Callable[[str], None], warn: Callable[[str], None], record: Callable[..., None]) -> None:
         """Report nothing yet."""
         self._say, self._warn, self._record = say, warn, record
         # By loader, because another task may have the same name; weakly, because tasks leave with their rows.

@@ -54,11 +54,7 @@ class NamedLogs(dict[str, float]):
 def disable_key_rewriting() -> Iterator[None]:
     """Let the callbacks of transformers leave the keys of `NamedLogs` unchanged, in the `with` block."""
     before: Callable[[Any], Any] = integration_utils.rewrite_logs
-
-    def rewrite(logs: Any) -> Any:
-        return dict(logs) if isinstance(logs, NamedLogs) else before(logs)
-
-    integration_utils.rewrite_logs = rewrite
+    integration_utils.rewrite_logs = lambda logs: dict(logs) if isinstance(logs, NamedLogs) else before(logs)
     try:
         yield
     finally:

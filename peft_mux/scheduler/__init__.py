@@ -15,12 +15,12 @@ The papers' terms, from a task to a plan, and where they are (`docs/paper_map.md
         v fusion           Eq. 6: tasks that share every pass     planner/fusion.py    fuse
       hTask                                                       planner/values.py    HTask
         |                  policies to compare with               planner/policies.py  POLICIES
-        v grouping         Eq. 7: hTasks on one clock             planner/grouping.py  group
+        v grouping         Eq. 7: hTasks on one clock             planner/fusion.py    group
       bucket               C micro-batches on S stages            pipeline/load.py     BucketLoad
         |
         |- between stages, section 3.4.1: pipeline template       pipeline/template.py build_template
         |    its list scheduling; time line, windows, bounds      pipeline/launch.py, pipeline/simulator.py
-        |- inside a stage, section 3.4.2: Algorithm 1, subgraphs  subgraphs/           LaunchQueue, turn_groups
+        |- inside a stage, section 3.4.2: Algorithm 1, subgraphs  subgraphs.py         LaunchQueue, turn_groups
         v
       plan                 all of it: planner/planner.py          plan.py              Plan, drawn by drawing.py
     LobRA

@@ -17,8 +17,7 @@ from typing import Any
 
 import torch
 
-from peft_mux.engine.tasks.resolved import resolve_tasks
-from peft_mux.engine.tasks.setup import make_task_runs
+from peft_mux.engine.tasks.setup import make_task_runs, resolve_tasks
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import CheckpointError, ConfigError, PeftMuxError, ProcessError, closest
 from peft_mux.storage import check_task_names

@@ -22,7 +22,7 @@ from peft_mux.engine.agreement import require_consistent
 from peft_mux.engine.tasks.task_run import BestMetric, LossMean
 from peft_mux.errors import CheckpointError, Fault, installed_version, raise_faults
 from peft_mux.modeling.backbone.shape import fingerprint
-from peft_mux.reporting.banner import BackboneFacts, banner_lines
+from peft_mux.reporting.banner import banner_lines
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.screen import make_progress
 from peft_mux.task import TaskStatus
@@ -210,20 +210,17 @@ class Opening:
         # From here on commands wait for a step boundary, those of on_train_begin below included.
         run.is_in_train = True
         if run.log.is_shown and plan is not None:
-            model, source = self._placement.outline, self._placement.source
-            counts = [sum(own.numel() for own in model.task_parameters(name).values()) for name in model.tasks]
-            kind = type(model.backbone).__name__
-            facts = BackboneFacts(
-                source.model if isinstance(source.model, str) else getattr(source.config, "_name_or_path", "") or kind,
-                kind,
-                model.backbone.num_parameters() - sum(counts),
-                str(source.dtype).removeprefix("torch."),
-                numerics_of(run.args)["attention"],
+            lines = banner_lines(
+                run.args,
+                self._placement.outline,
+                self._placement.source,
+                list(run.table),
+                plan,
+                attention=numerics_of(run.args)["attention"],
+                processes="" if run.processes.is_alone else f"{run.layout.world_size} processes, replicas {run.layout}",
+                root=run.root,
             )
-            layout = run.layout
-            processes = "" if run.processes.is_alone else f"{layout.world_size} processes, replicas {layout}"
-            words = {"adapter_parameters": counts, "processes": processes, "root": run.root}
-            for line in banner_lines(run.args, facts, list(run.table), plan, **words):
+            for line in lines:
                 run.log.say(line)
         run.log.begin()
         run.log.rows.begin(*run.table)

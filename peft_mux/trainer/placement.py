@@ -19,9 +19,8 @@ from peft_mux.engine.executor import Executor
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.parallelize import ModelPart, ParallelModel, register_tasks
 from peft_mux.engine.tasks.optimizer import LastFiniteWeights, TaskOptimizer
-from peft_mux.engine.tasks.resolved import ResolvedTask
 from peft_mux.engine.tasks.setup import decide_sharing
-from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.engine.tasks.task_run import ResolvedTask, TaskRun
 from peft_mux.modeling.model import MultiTaskPeftModel, reason_of_backbone
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.scheduler.plan import Plan

@@ -18,9 +18,9 @@ from peft_mux.engine.tasks.task_run import run_interval
 from peft_mux.errors import ConfigError
 from peft_mux.reporting.banner import device_words
 from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
-from peft_mux.reporting.page import MeasuredPass, MeasuredStep, RunFacts, page_html, plot_losses, task_curves
+from peft_mux.reporting.page import MeasuredPass, MeasuredStep, page_html, plot_losses, task_curves
 from peft_mux.reporting.recorders import PassReport, pass_lines, shared_tokens
-from peft_mux.reporting.report import InTurn, RankRecord, RunReport, next_lines, report_row
+from peft_mux.reporting.report import RankRecord, RunReport, next_lines, report_row
 from peft_mux.reporting.screen import peak_bytes
 from peft_mux.reporting.views import RunView, interrupted, view_of, view_of_records
 from peft_mux.storage import keeper_of, write_file
@@ -206,7 +206,7 @@ class Reporter:
         is_written = self._run.saver.is_writer and self._run.saver.folder is not None and path.is_file()
         return path if is_written else None
 
-    def _write_page(self, in_turn: InTurn | None, steps: Sequence[MeasuredStep]) -> None:
+    def _write_page(self, in_turn: str, steps: Sequence[MeasuredStep]) -> None:
         run, followed = self._run, self._run.log.times.followed
         # `to_dict` masks tokens that a user gave as arguments.
         config: dict[str, Any] = {"arguments of the run": run.args.to_dict()}
@@ -218,13 +218,12 @@ class Reporter:
         remark = ""
         if run.interrupted_by:
             remark = f"Interrupted by {signal.Signals(run.interrupted_by).name}: it may go on."
-        facts = RunFacts(
-            title=f"peft_mux: {run.root.name}",
-            report=self._report(in_turn),
-            view=RunView(tuple(map(view_of, run.table)), run.state.global_step),
-            plan=None if followed is None else followed[0],
-            steps=steps,
-            records=run.records,
+        html = page_html(
+            f"peft_mux: {run.root.name}",
+            self._report(in_turn),
+            RunView(tuple(map(view_of, run.table)), run.state.global_step),
+            None if followed is None else followed[0],
+            steps,
             config={name: json.dumps(section, indent=2, default=str) for name, section in config.items()},
             versions={
                 "Python": f"{platform.python_version()}, {platform.platform()}",
@@ -236,7 +235,7 @@ class Reporter:
             remark=remark,
             is_host=run.args.device.type != "cuda",
         )
-        write_file(run.root / PAGE_NAME, page_html(facts).encode())
+        write_file(run.root / PAGE_NAME, html.encode())
 
     # ------------------------------------------------------------------ the run as it is now
 
@@ -265,7 +264,7 @@ class Reporter:
         """Return a table of all tasks: how each ended, its losses, its time and tokens, and its adapter's folder."""
         return self._report(self._in_turn())
 
-    def _report(self, in_turn: InTurn | None) -> RunReport:
+    def _report(self, in_turn: str) -> RunReport:
         run, log = self._run, self._run.log
         rows = [report_row(own, run.saver.place(own), log.times.seconds(own.name)) for own in run.table]
         rows += [row for row in log.removed if row.name not in run.table]
@@ -276,21 +275,26 @@ class Reporter:
         shows_parts = (profile is not None and profile.source == "measured") or run.args.measured_times == "plan"
         notes = [
             str(self._plans.planner.correction) if shows_parts else "",
-            str(in_turn or ""),
+            in_turn,
             *next_lines(run.root, rows, self._page, run.best_task),
         ]
         return RunReport(rows, run.records, [note for note in notes if note], not run.is_in_train)
 
-    def _in_turn(self) -> InTurn | None:
-        """Return how long the steps took, and would have taken task by task; `None` if that is not known."""
+    def _in_turn(self) -> str:
+        """Return in a line how long the steps took, and would have taken task by task; "" if that is not known."""
         run, planner, times = self._run, self._plans.planner, self._run.log.times
         ratio, profile, measured_s = planner.correction.time_ratio, planner.profile, times.settled_s
         # The rows of removed tasks are gone, so the time of their steps alone cannot be predicted.
         if ratio is None or profile is None or not measured_s or run.log.removed:
-            return None
+            return ""
         if profile.source != "measured":
-            return None  # an order of magnitude says nothing about a gain
+            return ""  # an order of magnitude says nothing about a gain
         taken = {own.name: times.num_steps(own) for own in run.table}
         alone_s = self._plans.alone_s([own for own in run.table if taken[own.name]])
         predicted_s = ratio * sum(taken[name] * seconds for name, seconds in alone_s.items())
-        return InTurn(measured_s, predicted_s, ratio) if predicted_s else None
+        if not predicted_s:
+            return ""
+        return (
+            f"speed  steps together {measured_s:,.1f} s, measured; in turn {predicted_s:,.1f} s, predicted "
+            f"(measured profile, times {ratio:.2f}): {predicted_s / measured_s:.2f}x"
+        )

@@ -43,8 +43,7 @@ from peft_mux.checkpoint.hub import check_push, push_task
 from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.engine.allocator import keeping_freed_memory
 from peft_mux.engine.backbone_source import BackboneSource
-from peft_mux.engine.tasks.resolved import resolve_tasks
-from peft_mux.engine.tasks.setup import make_task_runs
+from peft_mux.engine.tasks.setup import make_task_runs, resolve_tasks
 from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.errors import ConfigError, Fault, raise_faults
 from peft_mux.planning.deployment import report_deployment

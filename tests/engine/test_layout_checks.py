@@ -10,9 +10,8 @@ from peft import LoraConfig
 from peft.tuners.lora.config import BdLoraConfig
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.layout_checks import check_layout
-from peft_mux.engine.tasks.resolved import resolve_tasks
+from peft_mux.engine.layout import ParallelLayout, check_layout
+from peft_mux.engine.tasks.setup import resolve_tasks
 from peft_mux.errors import ConfigError
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.alone import task

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.heads import output_head
+from peft_mux.planning.loads import cut_layers, frozen_parts
 from peft_mux.planning.replica_facts import supported_configs
-from peft_mux.planning.shapes import cut_layers, frozen_parts
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 from tests.engine.families import family_cases as cases
 

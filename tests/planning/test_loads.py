@@ -19,10 +19,9 @@ from peft_mux.modeling.adapters.lora.layer import lowest_layer
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.planning.loads import task_load, whole_shapes
-from peft_mux.scheduler.costs.curves import AdapterTable, Curve
 from peft_mux.scheduler.costs.latency import CostModel, whole_pass
 from peft_mux.scheduler.costs.loads import TaskLoad
-from peft_mux.scheduler.costs.profile import Profile
+from peft_mux.scheduler.costs.profile import AdapterTable, Curve, Profile
 from tests.invariants.mux_lab import make_trainer, tiny_llama
 from tests.planning.cases import llama
 

@@ -14,7 +14,7 @@ from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.parallelize import ModelPart
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tasks.resolved import resolve_tasks
+from peft_mux.engine.tasks.setup import resolve_tasks
 from peft_mux.kernels.availability import runs_kernels
 from peft_mux.modeling.backbone import probe
 from peft_mux.modeling.model import MultiTaskPeftModel

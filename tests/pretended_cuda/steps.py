@@ -22,7 +22,7 @@ from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.tasks.optimizer import LastFiniteWeights, TaskOptimizer
-from peft_mux.engine.tasks.resolved import resolve_tasks
+from peft_mux.engine.tasks.setup import resolve_tasks
 from peft_mux.engine.tasks.task_run import BestMetric, TaskRun, TaskTable
 from peft_mux.engine.work import StepWork
 from peft_mux.kernels import availability

@@ -12,7 +12,7 @@ import torch.multiprocessing as multiprocessing
 
 from peft_mux.planning.profiling.links import fitted_overlap, measure_link, measure_overlap
 from peft_mux.scheduler.costs.hardware import MOST_SLOWDOWN, Overlap
-from peft_mux.scheduler.subgraphs.passes import TimedSubgraph, turns_timeline
+from peft_mux.scheduler.subgraphs import TimedSubgraph, turns_timeline
 
 
 def _measure(rank: int, folder: str) -> None:

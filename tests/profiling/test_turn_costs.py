@@ -11,7 +11,7 @@ import pytest
 from peft_mux.planning.profiling.links import fitted_costs
 from peft_mux.scheduler.costs.hardware import Overlap
 from peft_mux.scheduler.costs.profile import Profile, profile_text
-from peft_mux.scheduler.subgraphs.passes import TimedSubgraph, turns_timeline
+from peft_mux.scheduler.subgraphs import TimedSubgraph, turns_timeline
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas import layout_cases
 from tests.invariants.mux_lab import make_trainer

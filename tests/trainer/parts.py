@@ -14,8 +14,7 @@ from transformers.trainer_callback import CallbackHandler
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.layout import Place
-from peft_mux.engine.tasks.resolved import resolve_tasks
-from peft_mux.engine.tasks.setup import make_task_runs
+from peft_mux.engine.tasks.setup import make_task_runs, resolve_tasks
 from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
 from peft_mux.engine.work import PassClock
 from peft_mux.planning.learning import TimeCorrection

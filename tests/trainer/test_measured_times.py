@@ -12,8 +12,7 @@ import pytest
 from peft_mux import ConfigError, MultiTaskTrainer, Task
 from peft_mux.engine.work import PassClock, StepTimes, TaskInPass
 from peft_mux.planning.learning import TimeCorrection
-from peft_mux.scheduler.costs.curves import Curve
-from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts, Profile
+from peft_mux.scheduler.costs.profile import AS_PROFILED, Curve, Parts, Profile
 from peft_mux.scheduler.plan import Plan
 from tests.invariants.mux_lab import Recorder, assert_same, make_trainer, small_task, train
 

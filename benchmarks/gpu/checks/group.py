@@ -124,7 +124,7 @@ def _step_seed(index: int) -> int:
 
 def _computed(settings: Settings, dtype: torch.dtype, company: Sequence[int]) -> dict[int, Tensors]:
     """Return what the kernels compute for each task of `company`, in one stream."""
-    from peft_mux.kernels.lora.group import Base, LoraGroup
+    from peft_mux.kernels.lora.group import Base, KernelCall, LoraGroup
     from peft_mux.kernels.lora.tables import SegmentTables
 
     drawn = [_drawn(settings, dtype, index) for index in company]
@@ -137,8 +137,9 @@ def _computed(settings: Settings, dtype: torch.dtype, company: Sequence[int]) ->
     places = torch.cat([torch.arange(length, device=settings.device) for length in lengths])
     x = torch.cat([own["x"] for own in drawn])
     dys = [torch.cat([own[f"dy{layer}"] for own in drawn]) for layer in range(len(MODULES))]
-    ys, s = group.forward(x, bases, tables, places)
-    dx = group.backward(dys, x, s, bases, tables, places, needs_dx=True)
+    call = KernelCall(group, bases, tables, places)
+    ys, s = call.forward(x)
+    dx = call.backward(dys, x, s, needs_dx=True)
     assert dx is not None, "it was asked for"
     found: dict[int, Tensors] = {index: {"dx": part} for index, part in zip(company, dx.split(lengths), strict=True)}
     for layer, (y, of_tasks) in enumerate(zip(ys, layers, strict=True)):

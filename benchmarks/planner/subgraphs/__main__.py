@@ -22,7 +22,7 @@ from benchmarks.planner.subgraphs.exhaustive import best_schedule
 from benchmarks.planner.subgraphs.graph import Operator, OperatorGraph, Subgraph, segment, with_priorities
 from benchmarks.planner.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
 from benchmarks.planner.subgraphs.schedule import schedule, sequential_schedule, simulate_streams
-from peft_mux.scheduler.subgraphs.schedule import StreamTimeline
+from peft_mux.scheduler.subgraphs import StreamTimeline
 
 HIDDEN, INTERMEDIATE, RANK, DEGREE, ELEMENT_BYTES = 4096, 11008, 16, 4, 2
 """Llama-7B, LoRA of rank 16 at all linear layers, 4-way tensor parallelism, bf16."""

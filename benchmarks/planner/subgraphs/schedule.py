@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from benchmarks.planner.subgraphs.graph import Subgraph, by_key, subgraph_key
-from peft_mux.scheduler.subgraphs.schedule import LaunchQueue, StreamTimeline
+from peft_mux.scheduler.subgraphs import LaunchQueue, StreamTimeline
 
 
 @dataclass(frozen=True, slots=True)

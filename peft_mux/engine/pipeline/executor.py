@@ -44,7 +44,6 @@ from peft_mux.engine.pipeline.plan import PipelinePlan, forwards_only
 from peft_mux.engine.pipeline.stage import StageModel, StagePass
 from peft_mux.engine.pipeline.traffic import FIGURES_DTYPE, StepEnd, StepEnds, Traffic
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.reference_passes import needs_reference_passes
 from peft_mux.engine.tensor.interleaving import Interleaving
 from peft_mux.engine.work import StepResult, StepSums, StepWork, pack, unpack
 from peft_mux.errors import PlanError
@@ -54,7 +53,7 @@ from peft_mux.modeling.stream import Kept
 from peft_mux.scheduler.pipeline.simulator import Span, build_window
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.subgraphs.passes import Direction, Stretch
+from peft_mux.scheduler.subgraphs import Direction, Stretch
 
 UpdateTasks = Callable[[int, Mapping[str, torch.Tensor], Mapping[str, torch.Tensor]], Collection[str]]
 """Steps tasks by their losses and gradient norms in a step of the window; returns those that step no more in it."""
@@ -193,9 +192,12 @@ class PipelineExecutor(Executor):
         """
         if self._gains is None:
             self._gains = self.plan.gains_by_windows
-        has_own = any(self.model.objectives.of(name).name == OWN for name in tasks)
-        if not self._gains or not self.sync.holds_parts or has_own or needs_reference_passes(self.model, tasks):
+        if not self._gains or not self.sync.holds_parts:
             return False
+        for name in tasks:
+            own, args = self.model.objectives.of(name), self.model.objectives.args_of(name)
+            if own.name == OWN or own.needs_reference(args) or own.needs_batch_values(args):
+                return False
         self.sync.exchange_holdings(tasks)
         return all(len(cell.holders) == 1 for name in tasks for cell in self.sync.cells_of(name).cells)
 

@@ -1,4 +1,4 @@
-"""From a `ResolvedTask` to a `TaskRun`: rows tokenised, their order fixed, the number of steps known.
+"""From a `Task` to a `ResolvedTask`, its settings complete, and to a `TaskRun`: rows tokenised, steps counted.
 
 Nothing here touches the model.
 """
@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from peft import PromptLearningConfig
+from peft import PeftConfig, PromptLearningConfig
 from transformers import TrainerState
 
 from peft_mux.arguments import MOST_STEPS, MultiTaskTrainingArguments
@@ -22,13 +22,47 @@ from peft_mux.data.packing.prefixes import begin_alike
 from peft_mux.data.streams import ReadAhead, StreamLoader
 from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.engine.tasks.optimizer import check_optimizer
-from peft_mux.engine.tasks.resolved import ResolvedTask
-from peft_mux.engine.tasks.task_run import BestMetric, TaskRun
-from peft_mux.errors import ConfigError, DataError
+from peft_mux.engine.tasks.task_run import BestMetric, ResolvedTask, TaskRun
+from peft_mux.errors import ConfigError, DataError, Fault, raise_faults
 from peft_mux.modeling.adapters.prompts.kinds import prompt_kind_of
 from peft_mux.modeling.backbone.probe import max_positions
 from peft_mux.modeling.generation.prompts import PromptRow, read_prompts
 from peft_mux.modeling.model import reason_of_adapter
+from peft_mux.modeling.objectives.task_objective import find_loss
+from peft_mux.task import Task, resolve
+
+
+def resolve_tasks(tasks: Iterable[Task], args: MultiTaskTrainingArguments) -> list[ResolvedTask]:
+    """Return the tasks with their settings completed by those of the run.
+
+    Raises:
+        ConfigError: naming everything that is wrong with the losses of the tasks.
+    """
+    resolved: list[ResolvedTask] = []
+    faults: list[Fault] = []
+    for task in tasks:
+        hyper, loss = resolve(task, args), find_loss(task, f"tasks.{task.name}")
+        faults += loss.faults
+        if loss.objective is not None and loss.args is not None:
+            loss_args = replace(loss.args, label_smoothing_factor=hyper.label_smoothing_factor)
+            resolved.append(ResolvedTask(task, hyper, loss.objective, loss_args))
+    raise_faults(faults)
+    return resolved
+
+
+def configs_of(tasks: Sequence[ResolvedTask]) -> dict[str, PeftConfig]:
+    """Return the `PeftConfig` of each task by name."""
+    return {task.name: task.peft_config for task in tasks}
+
+
+def seeds_of(tasks: Sequence[ResolvedTask]) -> dict[str, int]:
+    """Return the seed of each task by name."""
+    return {task.name: task.hyper.seed for task in tasks}
+
+
+def num_labels_of(tasks: Sequence[ResolvedTask]) -> dict[str, int]:
+    """Return the number of classes of each task that has its own head, by name."""
+    return {task.name: task.num_labels for task in tasks if task.num_labels is not None}
 
 
 def make_task_runs(

@@ -1,4 +1,7 @@
-"""`TaskRun`: one task while it trains. `TaskTable`: all tasks of a run, which step together and fail alone."""
+"""`TaskRun`: one task while it trains. `TaskTable`: all tasks of a run, which step together and fail alone.
+
+`ResolvedTask` is a `Task` with everything that follows from its settings and the run's, worked out once.
+"""
 
 from __future__ import annotations
 
@@ -9,8 +12,10 @@ from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
+from peft import PeftConfig
 from transformers import TrainerState
 
+from peft_mux.data.formats import RowForm
 from peft_mux.engine.tasks.optimizer import (
     LastFiniteWeights,
     TaskOptimizer,
@@ -18,15 +23,60 @@ from peft_mux.engine.tasks.optimizer import (
     gradient_norms,
     non_finite_reason,
 )
-from peft_mux.engine.tasks.resolved import ResolvedTask
 from peft_mux.engine.work import StepResult
 from peft_mux.errors import ConfigError
 from peft_mux.kernels import adamw
+from peft_mux.modeling.backbone.modules import HeadKind
 from peft_mux.modeling.generation.prompts import PromptRow
+from peft_mux.modeling.objectives.objective import LossArgs, Objective
 from peft_mux.task import HyperParameters, Task, TaskStatus, greater_is_better, steps_of
 from peft_mux.user_code import UserCodeError, guard_user_code
 
 _logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True, slots=True)
+class ResolvedTask:
+    """A task whose settings are complete and whose loss is known.
+
+    Attributes:
+        task: the task as its user has written it.
+        hyper: its hyper-parameters, completed by the arguments of the run.
+        objective: the loss that it is trained towards.
+        loss_args: the arguments of the loss.
+        num_labels: number of classes of the task's own head; `None` if it has none, or its rows have not been read yet.
+    """
+
+    task: Task
+    hyper: HyperParameters
+    objective: Objective
+    loss_args: LossArgs
+    num_labels: int | None = None
+
+    @property
+    def name(self) -> str:
+        """Name of the task."""
+        return self.task.name
+
+    @property
+    def peft_config(self) -> PeftConfig:
+        """Configuration of its adapter."""
+        return self.task.peft_config
+
+    @property
+    def head_kind(self) -> HeadKind:
+        """The kind of output head that its loss reads."""
+        return self.objective.head.kind
+
+    @property
+    def row_form(self) -> RowForm:
+        """The form of the rows that its loss reads."""
+        return self.objective.rows(self.loss_args)
+
+    @property
+    def needs_reference(self) -> bool:
+        """Whether its loss needs the log-probabilities of the backbone without the adapter."""
+        return self.objective.needs_reference(self.loss_args)
 
 
 class BestMetric:

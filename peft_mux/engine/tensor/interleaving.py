@@ -20,7 +20,7 @@ State that passes keep in the model's stream is taken out and put back at every 
 after an error or an interrupt.
 
 The plan says which passes form a group, and how many: passes of hTasks of one bucket, never of two
-(`peft_mux.scheduler.subgraphs.passes`). The three cases of adapter fusion at run time:
+(`peft_mux.scheduler.subgraphs`). The three cases of adapter fusion at run time:
 
 1. Tasks within one hTask: their adapters of one site are one kernel launch or one loop of products on slices
    (`peft_mux.kernels.lora.group`), and their partial sums travel with the base operator's in one all-reduce.
@@ -52,16 +52,16 @@ from peft_mux.modeling.attention.packed import ATTENTION_NAME
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import KeyValueStore, Stream
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.subgraphs.passes import (
+from peft_mux.scheduler.subgraphs import (
     GroupedPass,
     Latency,
+    LaunchQueue,
     Stretch,
     latency_of,
     neighbour_groups,
     pass_times,
     turn_groups,
 )
-from peft_mux.scheduler.subgraphs.schedule import LaunchQueue
 
 T = TypeVar("T")
 
@@ -89,7 +89,7 @@ class Interleaving:
         width: most passes in a group.
         spans: beginning and end of each turn of the last group.
         decisions: the order of turns of each group of the last steps, newest last: index of the pass within its group
-            and depth of its subgraph, as `peft_mux.scheduler.subgraphs.passes.turn_order` predicts it.
+            and depth of its subgraph, as `peft_mux.scheduler.subgraphs.turn_order` predicts it.
 
     Example:
         >>> interleaving = Interleaving(model, links, width=2)  # doctest: +SKIP

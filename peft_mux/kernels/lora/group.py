@@ -109,6 +109,8 @@ class LoraGroup:
         joint: tables of the tasks whose factors A of all layers work as one; `None` where there is no such task.
         apart: for each layer, tables of the factors A of the other tasks; `None` where there is none.
         layers: for each layer, tables of the factors B; `None` where no task has an adapter in it.
+        parts_of_a: the tables of factors A that there are, in the order of their launches.
+        layouts: numbers of how passes lie.
 
     Raises:
         ValueError: if the adapters lie where kernels cannot read them, or a rank is too great.
@@ -154,109 +156,8 @@ class LoraGroup:
                     columns=starts,
                 )
             )
-        self._of_a = [part for part in (self.joint, *self.apart) if part is not None]
-        self._layouts = Layouts()
-
-    def forward(
-        self,
-        x: torch.Tensor,
-        bases: Sequence[Base],
-        segments: SegmentTables,
-        places: torch.Tensor,
-        *,
-        num_columns: int | None = None,
-    ) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return each layer's `y [..., K]`, and S for the backward pass.
-
-        Args:
-            x: `[..., D]` activations, T rows, in the dtype of the factors.
-            bases: the frozen part of each layer.
-            segments: which rows of the stream belong to which task.
-            places: int64 `[T]`, place of each row in its task's global batch, for dropout.
-            num_columns: number of columns of S, if it has to be wider than needed.
-        """
-        # Imported here, as it needs Triton, without which this file has to be importable.
-        from peft_mux.kernels.lora import launch as kernels
-
-        lead, x_TD = x.shape[:-1], rows_of(x)
-        # Not zeroed: no kernel reads columns of S that its segment has not written.
-        s_TC = x_TD.new_empty((x_TD.shape[0], num_columns or self.num_columns))
-        layout = self._layouts.of(x_TD, s_TC, segments)
-        for part in self._of_a:
-            more = _more_arguments(part, places, layout)
-            kernels.shrink(x_TD, part.values, s_TC, segments, part.ranks, scaled=False, **more)
-        outputs = []
-        for layer, base in zip(self.layers, bases, strict=True):
-            if layer is None:
-                outputs.append(base.output(x))
-                continue
-            y = x_TD.new_empty((*lead, base.out_features))
-            y_TK = rows_of(y)
-            bias = None if base.bias_K is None else _cast(base.bias_K, x_TD.dtype)
-            of_y = layout if bias is None else None
-            # The adapters' part first: the base product adds it in its own epilogue, and no kernel has to read y.
-            kernels.expand(s_TC, layer.values, y_TK, segments, layer.ranks, scaled=True, bias=bias, layout=of_y)
-            if base.weight_KD is not None:
-                y_TK.addmm_(x_TD, _cast(base.weight_KD, x_TD.dtype).t())
-            outputs.append(y)
-        return tuple(outputs), s_TC
-
-    def backward(
-        self,
-        dys: Sequence[torch.Tensor],
-        x: torch.Tensor,
-        saved: torch.Tensor,
-        bases: Sequence[Base],
-        segments: SegmentTables,
-        places: torch.Tensor,
-        *,
-        needs_dx: bool,
-    ) -> torch.Tensor | None:
-        """Add to the gradients of the factors, and return `dx [..., D]`.
-
-        Args:
-            dys: gradient `[..., K]` of each layer's output.
-            x: `[..., D]` activations that the forward pass read.
-            saved: the S `[T, C]` that the forward pass returned.
-            bases: the frozen part of each layer.
-            segments: which rows of the stream belong to which task.
-            places: int64 `[T]`, place of each row in its task's global batch, for dropout.
-            needs_dx: whether a layer below needs `dx`.
-        """
-        from peft_mux.kernels.lora import launch as kernels
-
-        x_TD = rows_of(x)
-        dys_TK = [rows_of(dy) for dy in dys]
-        # dS comes first, as dx and dA both read it (M Eq. 2).
-        ds_TC = torch.empty_like(saved)
-        layout = self._layouts.of(x_TD, saved, segments)
-        layouts = [layout if lies_like_new(dy, x_TD.dtype) else None for dy in dys_TK]
-        for layer, dy, of_dy in zip(self.layers, dys_TK, layouts, strict=True):
-            if layer is not None:
-                kernels.shrink(dy, layer.values, ds_TC, segments, layer.ranks, scaled=True, layout=of_dy)
-        dx = None
-        if needs_dx:
-            # New rows, whatever the layout of x: kernels write whole words of a row.
-            # The joint launch writes every row; without it, launches of single layers add to zeros.
-            dx = x_TD.new_zeros(x.shape) if self.joint is None else x_TD.new_empty(x.shape)
-            dx_TD = rows_of(dx)
-            # The adapters' part first, the base's on top; in this order in any company.
-            for part in self._of_a:
-                more = _more_arguments(part, places, layout)
-                add = part is not self.joint
-                kernels.expand(ds_TC, part.values, dx_TD, segments, part.ranks, scaled=False, add=add, **more)
-            for dy, base in zip(dys_TK, bases, strict=True):
-                base.add_input_gradient(dx_TD, dy)
-        for part in self._of_a:
-            if part.gradients is not None:
-                more = _more_arguments(part, places, layout)
-                kernels.wgrad(ds_TC, x_TD, part.gradients, segments, part.ranks, scaled=False, accumulate=True, **more)
-        for layer, dy, of_dy in zip(self.layers, dys_TK, layouts, strict=True):
-            if layer is not None and layer.gradients is not None:
-                kernels.wgrad(
-                    saved, dy, layer.gradients, segments, layer.ranks, scaled=True, accumulate=True, layout=of_dy
-                )
-        return dx
+        self.parts_of_a = [part for part in (self.joint, *self.apart) if part is not None]
+        self.layouts = Layouts()
 
 
 def _tables(
@@ -364,11 +265,6 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def lies_like_new(dy_TK: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a gradient lies like a new tensor of a dtype, so that the layout of x decides on its launches too."""
-    return dy_TK.dtype is dtype and dy_TK.is_contiguous() and not dy_TK.data_ptr() % _WORD_BYTES
-
-
 def _more_arguments(part: FactorTables, places: torch.Tensor, layout: int | None) -> dict[str, Any]:
     """Return the arguments of launches of A that depend on whether they draw."""
     # Launches that draw check the places of every pass, and so all of its layout.
@@ -392,15 +288,85 @@ class KernelCall(NamedTuple):
     places: torch.Tensor
     num_columns: int | None = None
 
-    def forward(self, x_TD: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return each layer's output `[T, K]`, and what the backward pass needs besides `x_TD`."""
-        return self.group.forward(x_TD, self.bases, self.segments, self.places, num_columns=self.num_columns)
+    def forward(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
+        """Return each layer's `y [..., K]` of `x [..., D]`, in the factors' dtype, and S for the backward pass."""
+        # Imported here, as it needs Triton, without which this file has to be importable.
+        from peft_mux.kernels.lora import launch as kernels
+
+        group, segments, places = self.group, self.segments, self.places
+        lead, x_TD = x.shape[:-1], rows_of(x)
+        # Not zeroed: no kernel reads columns of S that its segment has not written.
+        s_TC = x_TD.new_empty((x_TD.shape[0], self.num_columns or group.num_columns))
+        layout = group.layouts.of(x_TD, s_TC, segments)
+        for part in group.parts_of_a:
+            more = _more_arguments(part, places, layout)
+            kernels.shrink(x_TD, part.values, s_TC, segments, part.ranks, scaled=False, **more)
+        outputs = []
+        for layer, base in zip(group.layers, self.bases, strict=True):
+            if layer is None:
+                outputs.append(base.output(x))
+                continue
+            y = x_TD.new_empty((*lead, base.out_features))
+            y_TK = rows_of(y)
+            bias = None if base.bias_K is None else _cast(base.bias_K, x_TD.dtype)
+            of_y = layout if bias is None else None
+            # The adapters' part first: the base product adds it in its own epilogue, and no kernel has to read y.
+            kernels.expand(s_TC, layer.values, y_TK, segments, layer.ranks, scaled=True, bias=bias, layout=of_y)
+            if base.weight_KD is not None:
+                y_TK.addmm_(x_TD, _cast(base.weight_KD, x_TD.dtype).t())
+            outputs.append(y)
+        return tuple(outputs), s_TC
 
     def backward(
-        self, dys_TK: Sequence[torch.Tensor], x_TD: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
+        self, dys: Sequence[torch.Tensor], x: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
     ) -> torch.Tensor | None:
-        """Add to the gradients of the adapters, and return that of `x_TD` where a layer below needs it."""
-        return self.group.backward(dys_TK, x_TD, saved, self.bases, self.segments, self.places, needs_dx=needs_dx)
+        """Add to the gradients of the factors, and return `dx [..., D]` if a layer below needs it.
+
+        Args:
+            dys: gradient `[..., K]` of each layer's output.
+            x: `[..., D]` activations that the forward pass read.
+            saved: the S `[T, C]` that the forward pass returned.
+            needs_dx: whether a layer below needs `dx`.
+        """
+        from peft_mux.kernels.lora import launch as kernels
+
+        group, segments, places = self.group, self.segments, self.places
+        x_TD = rows_of(x)
+        dys_TK = [rows_of(dy) for dy in dys]
+        # dS comes first, as dx and dA both read it (M Eq. 2).
+        ds_TC = torch.empty_like(saved)
+        layout = group.layouts.of(x_TD, saved, segments)
+        layouts = [
+            # A gradient that lies like a new tensor is launched as the layout of x says.
+            layout if dy.dtype is x_TD.dtype and dy.is_contiguous() and not dy.data_ptr() % _WORD_BYTES else None
+            for dy in dys_TK
+        ]
+        for layer, dy, of_dy in zip(group.layers, dys_TK, layouts, strict=True):
+            if layer is not None:
+                kernels.shrink(dy, layer.values, ds_TC, segments, layer.ranks, scaled=True, layout=of_dy)
+        dx = None
+        if needs_dx:
+            # New rows, whatever the layout of x: kernels write whole words of a row.
+            # The joint launch writes every row; without it, launches of single layers add to zeros.
+            dx = x_TD.new_zeros(x.shape) if group.joint is None else x_TD.new_empty(x.shape)
+            dx_TD = rows_of(dx)
+            # The adapters' part first, the base's on top; in this order in any company.
+            for part in group.parts_of_a:
+                more = _more_arguments(part, places, layout)
+                add = part is not group.joint
+                kernels.expand(ds_TC, part.values, dx_TD, segments, part.ranks, scaled=False, add=add, **more)
+            for dy, base in zip(dys_TK, self.bases, strict=True):
+                base.add_input_gradient(dx_TD, dy)
+        for part in group.parts_of_a:
+            if part.gradients is not None:
+                more = _more_arguments(part, places, layout)
+                kernels.wgrad(ds_TC, x_TD, part.gradients, segments, part.ranks, scaled=False, accumulate=True, **more)
+        for layer, dy, of_dy in zip(group.layers, dys_TK, layouts, strict=True):
+            if layer is not None and layer.gradients is not None:
+                kernels.wgrad(
+                    saved, dy, layer.gradients, segments, layer.ranks, scaled=True, accumulate=True, layout=of_dy
+                )
+        return dx
 
 
 class SliceCall(NamedTuple):

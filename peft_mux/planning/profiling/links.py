@@ -24,7 +24,7 @@ from peft_mux.planning.profiling.subject import RANKS, Subject, config_of
 from peft_mux.scheduler.costs.hardware import MOST_SLOWDOWN, Link, Overlap
 from peft_mux.scheduler.costs.latency import ALL_REDUCES_PER_LAYER, CostModel, whole_pass
 from peft_mux.scheduler.costs.profile import Profile
-from peft_mux.scheduler.subgraphs.passes import PassTimes, Stretch, TimedSubgraph, pass_times, turns_timeline
+from peft_mux.scheduler.subgraphs import PassTimes, Stretch, TimedSubgraph, pass_times, turns_timeline
 
 _SMALL_ELEMENTS = 2
 _LARGE_ELEMENTS = 2**22

@@ -236,14 +236,11 @@ class _SavedStorages:
                 hook.remove()
         self.layer_bytes = [end - start for start, end in itertools.pairwise(ends)]
 
-    def leave_out(self, tensor: torch.Tensor) -> None:
-        """Do not count a tensor: it is a weight in another dtype."""
-        self._weights.add(tensor.untyped_storage()._cdata)
-        self._copies.append(tensor)  # held, so that no other takes its place
-
-    def is_weight(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is one of the model's weights."""
-        return tensor.untyped_storage()._cdata in self._weights
+    def note_cast(self, tensor: torch.Tensor, cast: torch.Tensor) -> None:
+        """Do not count a tensor that is a weight in another dtype."""
+        if tensor.untyped_storage()._cdata in self._weights:
+            self._weights.add(cast.untyped_storage()._cdata)
+            self._copies.append(cast)  # held, so that no other takes its place
 
     def keep(self, tensor: torch.Tensor) -> torch.Tensor:
         """Count a tensor that is saved; the storage is held, so that no other takes its place."""
@@ -337,8 +334,7 @@ class _AutocastOnMeta(TorchFunctionMode):
             return value
         cast = value.to(dtype)
         assert self.kept is not None, "set before anything runs"
-        if self.kept.is_weight(value):
-            self.kept.leave_out(cast)
+        self.kept.note_cast(value, cast)
         return cast
 
 

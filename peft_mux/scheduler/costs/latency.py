@@ -19,7 +19,7 @@ Where the paper slips or is silent, decided here:
   launches of attention calls; of an adapter, the factor that is not cut. Products that are too small to fill a part of
   a device take more than a part of the time, which the profile includes (`analytic_profile` does so).
 * Eq. 3 leaves the sums over the devices of a stage out, as M §3.4.2 hides them. They are added in full here; if passes
-  take turns, `peft_mux.scheduler.planner.times` charges what others' computing does not hide, from `pass_parts`. The
+  take turns, `peft_mux.scheduler.planner.passes` charges what others' computing does not hide, from `pass_parts`. The
   gatherings of a backbone that replicas divide (FSDP2) are added in full, too. Both are rings: n devices add b bytes in
   2 (n - 1) rounds of b / n bytes, and gather n parts of b / n bytes in n - 1 rounds.
 * Eq. 4 doubles the forward, as a frozen backbone has no weight gradients. If a profile has measured another ratio,
@@ -75,7 +75,7 @@ def all_gather_s(link: Link | None, num_devices: int, num_bytes: float) -> float
 class PassParts:
     """Seconds of the parts of one pass between its sums, on each of the devices that share its layers.
 
-    Forward and backward together unless stated otherwise. `peft_mux.scheduler.subgraphs.passes` simulates with them how
+    Forward and backward together unless stated otherwise. `peft_mux.scheduler.subgraphs` simulates with them how
     passes take turns (M §3.4.2).
 
     Attributes:

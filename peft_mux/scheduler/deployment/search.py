@@ -81,29 +81,6 @@ class BoundedPlans:
         return [Candidate(tuple(counts), length_s, bound_s, None, verdict) for counts, length_s, bound_s in columns]
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class FilteredPlans:
-    """Deployments that are left to solve, and those that are not.
-
-    Attributes:
-        kept: deployments that are left to solve, least bound first but for rounding.
-        over_threshold: some of those dropped by Theorem 1, least bound first.
-        out_of_reach: some of those dropped as another one is known to be faster than their bound, least bound first.
-        num_enumerated: number of all deployments.
-        num_too_short: how many have no replica that supports the longest bucket.
-        num_over_threshold: how many were dropped by Theorem 1.
-        num_out_of_reach: how many were dropped by a bound without premises.
-    """
-
-    kept: BoundedPlans
-    over_threshold: BoundedPlans
-    out_of_reach: BoundedPlans
-    num_enumerated: int
-    num_too_short: int
-    num_over_threshold: int
-    num_out_of_reach: int
-
-
 def plan_deployment(
     lengths: Sequence[int],
     global_batch: int,
@@ -184,11 +161,13 @@ def plan_deployment(
         )
     # Each candidate is a group of one replica; deployments of them differ in their numbers of replicas alone.
     problem = build_problem(replica_groups(configs, [1] * len(configs), time_model), bucketing, time_model)
-    filtered = filter_plans(problem, num_gpus, threshold if lower_bound_filter else None, max_candidates)
+    kept, dropped, numbers = filter_plans(problem, num_gpus, threshold if lower_bound_filter else None, max_candidates)
     filter_s = time.perf_counter() - start
-    kept, options = filtered.kept, SolverOptions(solver, time_limit_s, relative_gap, budget_s)
+    options = SolverOptions(solver, time_limit_s, relative_gap, budget_s)
     search = BestFirstSearch(problem, kept.counts, kept.bounds_s, options, prune=lower_bound_filter)
     statuses = [answer.status for answer in search.answers.values()]
+    # What was left to solve and then was not, but for want of time, could not beat the best.
+    numbers["num_out_of_reach"] += len(kept) - len(statuses) - len(search.unreached)
     groups = replica_groups(configs, kept.counts[search.best_row], time_model)
     return DeploymentPlan(
         groups=groups,
@@ -201,15 +180,11 @@ def plan_deployment(
             groups, bucketing, time_model, solver=solver, time_limit_s=time_limit_s, relative_gap=relative_gap
         ),
         configurations=configs,
-        candidates=_candidate_table(filtered, search)[:max_candidates],
+        candidates=(*_solved_first(kept, search), *dropped)[:max_candidates],
         statistics=PlanningStatistics(
             num_configurations=len(time_model.configurations),
             num_proposed=len(configs),
-            num_enumerated=filtered.num_enumerated,
-            num_too_short=filtered.num_too_short,
-            num_over_threshold=filtered.num_over_threshold,
-            # What was left to solve and then was not, but for want of time, could not beat the best.
-            num_out_of_reach=filtered.num_out_of_reach + len(kept) - len(statuses) - len(search.unreached),
+            **numbers,
             num_unreached=len(search.unreached),
             gap=search.gap,
             num_solved=len(statuses) - statuses.count("bound met"),
@@ -269,8 +244,10 @@ def replica_groups(
     )
 
 
-def filter_plans(full: DispatchProblem, num_gpus: int, threshold: float | None, max_dropped: int) -> FilteredPlans:
-    """Return the deployments of `num_gpus` that are left by their bounds.
+def filter_plans(
+    full: DispatchProblem, num_gpus: int, threshold: float | None, max_dropped: int
+) -> tuple[BoundedPlans, list[Candidate], dict[str, int]]:
+    """Return the deployments of `num_gpus` that are left by their bounds, and those that are not.
 
     All deployments are enumerated lazily, twice: once for the least bound of Theorem 1, and once to keep what is near
     it. The paper drops what is above "the current minimum" by more than the threshold; the minimum here is that of all
@@ -282,6 +259,11 @@ def filter_plans(full: DispatchProblem, num_gpus: int, threshold: float | None, 
         threshold: how far above the least bound of Theorem 1 a deployment's own may be, relative to it; None keeps
             every deployment that supports the longest bucket.
         max_dropped: how many of those dropped for either reason are returned.
+
+    Returns:
+        The deployments that are left to solve, least bound first but for rounding; some of those that were dropped, as
+        another one is known to be faster than their bound and then by Theorem 1, each least bound first; and how many
+        there are of each, as `PlanningStatistics` has it.
     """
     sizes = full.num_gpus.tolist()
     holds_longest = full.max_tokens >= full.lengths[-1]
@@ -321,15 +303,15 @@ def filter_plans(full: DispatchProblem, num_gpus: int, threshold: float | None, 
     order = np.lexsort((dual_bound_s(full, plans.counts, rounding=False), steps))
     plans = BoundedPlans(plans.counts, plans.length_based_s, bounds_s).take(order)
     reachable = plans.bounds_s <= known_s * (1 + RELATIVE_ROUNDING)
-    return FilteredPlans(
-        kept=plans.take(reachable),
-        over_threshold=over_threshold,
-        out_of_reach=_of_least_bound([out_of_reach, plans.take(~reachable)], max_dropped),
-        num_enumerated=num_enumerated,
-        num_too_short=num_enumerated - num_feasible,
-        num_over_threshold=num_feasible - num_within,
-        num_out_of_reach=num_within - int(reachable.sum()),
-    )
+    out_of_reach = _of_least_bound([out_of_reach, plans.take(~reachable)], max_dropped)
+    dropped = out_of_reach.candidates(_OUT_OF_REACH) + over_threshold.candidates("Theorem 1: over the threshold")
+    numbers = {
+        "num_enumerated": num_enumerated,
+        "num_too_short": num_enumerated - num_feasible,
+        "num_over_threshold": num_feasible - num_within,
+        "num_out_of_reach": num_within - int(reachable.sum()),
+    }
+    return plans.take(reachable), dropped, numbers
 
 
 def _joined(parts: Sequence[BoundedPlans]) -> BoundedPlans:
@@ -346,9 +328,9 @@ def _of_least_bound(parts: Sequence[BoundedPlans], limit: int) -> BoundedPlans:
     return every.take(np.lexsort((every.bounds_s, every.length_based_s))[:limit])
 
 
-def _candidate_table(filtered: FilteredPlans, search: BestFirstSearch) -> tuple[Candidate, ...]:
-    """Return what was considered: solved ones by time, then those out of reach, then those above the threshold."""
-    table = filtered.kept.candidates(_OUT_OF_REACH)
+def _solved_first(kept: BoundedPlans, search: BestFirstSearch) -> list[Candidate]:
+    """Return what was left to solve as rows of a plan's table: solved ones by time, then the others."""
+    table = kept.candidates(_OUT_OF_REACH)
     for row in search.unreached:
         table[row] = replace(table[row], verdict="not tried: the time for planning was spent")
     for row, answer in search.answers.items():
@@ -356,8 +338,4 @@ def _candidate_table(filtered: FilteredPlans, search: BestFirstSearch) -> tuple[
         table[row] = replace(table[row], step_s=answer.step_s, verdict=verdict)
     # The chosen one comes first, even if others are as fast.
     table.sort(key=lambda one: (one.verdict != "chosen", np.inf if one.step_s is None else one.step_s))
-    return (
-        *table,
-        *filtered.out_of_reach.candidates(_OUT_OF_REACH),
-        *filtered.over_threshold.candidates("Theorem 1: over the threshold"),
-    )
+    return table

@@ -27,7 +27,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from peft_mux.scheduler.pipeline.load import BucketLoad, LinkMap
+from peft_mux.scheduler.costs.hardware import Link
+from peft_mux.scheduler.pipeline.load import BucketLoad, message_s
 
 TICKS_PER_S = 10**12
 """The clock counts whole picoseconds, so that instants that are equal on paper compare as equal."""
@@ -130,10 +131,10 @@ class ListScheduler:
         buckets: the loads of all buckets.
         groups: the places in the stream that pass through a chunk together, as `group_micro_batches` returns them.
         num_chunks: virtual stages of a device; virtual stage `chunk * S + stage` follows the one before.
-        links: the links between stages of the real clock; `None` for a clock on which each move takes one tick and
-            messages none (the textbook order, whatever the latencies).
-        caps: chunks of micro-batches in flight on each stage, between which a device alternates; `None` for as many as
-            there is room for, a backward that is ready going first.
+        links: the link between neighbouring stages; `None` if messages take no time.
+        caps: chunks of micro-batches in flight on each stage, between which a device alternates, on a clock on which
+            each move takes one tick and messages none (the textbook order, whatever the latencies); `None` for as many
+            as there is room for, a backward that is ready going first, on the real clock.
         room_bytes: bytes for activations on each stage; `None` for no limit.
     """
 
@@ -144,7 +145,7 @@ class ListScheduler:
         *,
         groups: Sequence[range],
         num_chunks: int,
-        links: LinkMap | None,
+        links: Link | None,
         caps: Sequence[int] | None,
         room_bytes: Sequence[int] | None,
     ) -> None:
@@ -236,7 +237,7 @@ class ListScheduler:
         device.is_busy = True
         device.moves.append((kind, place, chunk))
         ticks = 1
-        if self._links is not None:
+        if self._caps is None:
             slot = self._stream[place]
             load = self._buckets[slot.bucket]
             ticks = round((load.forward_s if kind == "F" else load.backward_s)[index] * TICKS_PER_S)
@@ -256,8 +257,8 @@ class ListScheduler:
         target = next_virtual_stage(kind, index, chunk, self._num_stages, self._num_chunks)
         if target is not None:
             ticks = 0
-            if self._links is not None:
-                seconds = self._links.seconds(index, target[0], self._buckets[slot.bucket].output_bytes)
+            if self._caps is None:
+                seconds = message_s(self._links, index, target[0], self._buckets[slot.bucket].output_bytes)
                 ticks = round(seconds * TICKS_PER_S)
             # Each direction of a link carries one message at a time, in the order in which they were sent.
             arrival = max(now, self._link_free.get((index, target[0]), 0)) + ticks

@@ -1,4 +1,4 @@
-"""Inputs of a pipeline: the load of each bucket on each stage, and the links between stages."""
+"""Inputs of a pipeline: the load of each bucket on each stage, and what a message between stages takes."""
 
 from __future__ import annotations
 
@@ -89,55 +89,9 @@ class BucketLoad:
         return share + (chunk < rest)
 
 
-@dataclass(frozen=True, slots=True)
-class LinkMap:
-    """Which link joins two stages of a pipeline; without links, messages take no time.
-
-    Attributes:
-        links: link i joins stages i and i + 1. If virtual stages make the pipeline a ring, there are S links, and the
-            last one joins stages S - 1 and 0.
-    """
-
-    links: tuple[Link, ...]
-
-    @classmethod
-    def of(cls, links: Link | Sequence[Link] | None, num_stages: int, num_chunks: int) -> LinkMap:
-        """Return the links of a pipeline: none, one for all, or one for each pair of neighbours.
-
-        Args:
-            links: no link, one for all pairs of neighbours, or one for each pair.
-            num_stages: S, devices of the pipeline.
-            num_chunks: virtual stages of a device; with several the last stage sends to the first.
-
-        Raises:
-            ValueError: if there are more or fewer links than pairs of neighbours.
-        """
-        # Two stages have one link, whether or not the pipeline goes round.
-        pairs = num_stages if num_chunks > 1 and num_stages > 2 else num_stages - 1
-        if links is None:
-            return cls(())
-        if isinstance(links, Link):
-            return cls((links,) * pairs)
-        if len(links) != pairs:
-            raise ValueError(
-                f"links has {len(links)} links; allowed: {pairs}, one for each pair of neighbouring stages"
-                f" ({num_stages} stages, {num_chunks} chunks), or a single Link for all."
-            )
-        return cls(tuple(links))
-
-    def seconds(self, source: int, target: int, message_bytes: int) -> float:
-        """Return how long a message is on the way between two stages; nothing within one.
-
-        Args:
-            source: the stage that sends.
-            target: the stage that receives, a neighbour of the source or the source itself.
-            message_bytes: bytes of the message.
-        """
-        if not self.links or source == target:
-            return 0.0
-        # Only the ends of a ring are joined without being neighbours, by its last link.
-        is_neighbour = abs(source - target) == 1
-        return self.links[min(source, target) if is_neighbour else -1].transfer_s(message_bytes)
+def message_s(link: Link | None, source: int, target: int, message_bytes: int) -> float:
+    """Return the seconds of a message between two stages; none within one, or without a link."""
+    return 0.0 if link is None or source == target else link.transfer_s(message_bytes)
 
 
 def checked_num_stages(buckets: Sequence[BucketLoad]) -> int:

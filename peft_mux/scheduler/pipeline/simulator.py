@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.launch import Slot, next_virtual_stage
-from peft_mux.scheduler.pipeline.load import BucketLoad, LinkMap, checked_num_stages, per_stage_bytes
+from peft_mux.scheduler.pipeline.load import BucketLoad, checked_num_stages, message_s, per_stage_bytes
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, build_template
 
 MOST_STEPS = 8
@@ -52,7 +52,7 @@ class Simulation:
         spans: every action with its instants, by device, then by time.
         busy_s: seconds that each stage spends computing.
         bubble_s: seconds of internal bubbles of each stage: idle between its first and its last action.
-        peak_bytes: the most bytes that each stage held at once, activations and static bytes.
+        peak_bytes: the most activation bytes that each stage held at once.
         bucket_names: the name of each bucket, by its index.
         num_steps: steps that were run.
     """
@@ -85,8 +85,7 @@ def simulate(
     template: PipelineTemplate,
     buckets: Sequence[BucketLoad],
     *,
-    links: Link | Sequence[Link] | None = None,
-    static_bytes: Sequence[int] | None = None,
+    links: Link | None = None,
 ) -> Simulation:
     """Time all steps of a template.
 
@@ -96,18 +95,14 @@ def simulate(
     Args:
         template: the template to run.
         buckets: the loads of its buckets, in the order in which it was built.
-        links: none (messages take no time), one for all, or one for each pair of neighbours.
-        static_bytes: bytes that are always on each stage.
+        links: the link between neighbouring stages; `None` if messages take no time.
 
     Raises:
         ValueError: for a template that is not of these buckets, lacks or repeats an action, or comes to a halt.
     """
-    link_map = LinkMap.of(links, template.num_stages, template.num_chunks)
-    spans, faults = _run(template, buckets, link_map)
+    spans, faults = _run(template, buckets, links)
     if faults:
         raise ValueError(_listed("cannot be run", faults))
-    statics = per_stage_bytes("static_bytes", static_bytes, template.num_stages) or (0,) * template.num_stages
-    peaks = peak_activation_bytes(template, buckets)
     return Simulation(
         makespan_s=max(row[-1].end_s for row in spans),
         spans=tuple(span for row in spans for span in row),
@@ -116,7 +111,7 @@ def simulate(
             sum((later.start_s - earlier.end_s for earlier, later in zip(row, row[1:], strict=False)), 0.0)
             for row in spans
         ),
-        peak_bytes=tuple(static + peak for static, peak in zip(statics, peaks, strict=True)),
+        peak_bytes=peak_activation_bytes(template, buckets),
         bucket_names=tuple(bucket.name for bucket in buckets),
         num_steps=template.num_steps,
     )
@@ -144,7 +139,7 @@ def verify(
         ValueError: listing every violation, or saying that the template is not of these buckets.
     """
     # Whether the lists come to an end depends on their order alone: free messages are enough to find out.
-    _, faults = _run(template, buckets, LinkMap(()))
+    _, faults = _run(template, buckets, None)
     limits = per_stage_bytes("memory_limit_bytes", memory_limit_bytes, template.num_stages)
     statics = per_stage_bytes("static_bytes", static_bytes, template.num_stages) or (0,) * template.num_stages
     for stage, row in enumerate(template.actions if limits is not None else ()):
@@ -206,7 +201,7 @@ def _order_faults(template: PipelineTemplate, buckets: Sequence[BucketLoad]) -> 
 
 
 def _run(
-    template: PipelineTemplate, buckets: Sequence[BucketLoad], links: LinkMap
+    template: PipelineTemplate, buckets: Sequence[BucketLoad], links: Link | None
 ) -> tuple[list[list[Span]], list[str]]:
     """Run every device as far as its inputs allow; return the spans of each, and what is wrong with the lists."""
     num_stages, num_chunks = template.num_stages, template.num_chunks
@@ -252,10 +247,10 @@ def _run(
             target = next_virtual_stage(action.kind, device, action.chunk, num_stages, num_chunks)
             if target is not None:
                 sent = now
-                message_s = links.seconds(device, target[0], bucket.output_bytes)
+                taken_s = message_s(links, device, target[0], bucket.output_bytes)
                 # A link carries one message at a time in each direction, as in `ListScheduler`.
-                if message_s:
-                    sent = max(now, link_free.get((device, target[0]), 0.0)) + message_s
+                if taken_s:
+                    sent = max(now, link_free.get((device, target[0]), 0.0)) + taken_s
                     link_free[device, target[0]] = sent
                 arrivals[target[0]][action.kind, action.slot, target[1]] = sent
                 # What a device hands to itself it finds in this same loop.
@@ -352,7 +347,7 @@ def build_window(
     buckets: Sequence[BucketLoad],
     num_steps: int,
     *,
-    links: Link | Sequence[Link] | None = None,
+    links: Link | None = None,
 ) -> PipelineTemplate:
     """Return several steps of a template, by its own schedule, in the memory that one step takes.
 
@@ -360,7 +355,7 @@ def build_window(
         template: a template of one step.
         buckets: the loads of its buckets, in the order in which it was built.
         num_steps: steps between which the pipeline is not drained.
-        links: the links that the template was built for.
+        links: the link that the template was built for.
 
     Raises:
         ValueError: if the template is of other buckets, or `num_steps` is less than 1.
@@ -375,15 +370,13 @@ def build_window(
     )
 
 
-def window_step_s(
-    template: PipelineTemplate, buckets: Sequence[BucketLoad], *, links: Link | Sequence[Link] | None = None
-) -> float:
+def window_step_s(template: PipelineTemplate, buckets: Sequence[BucketLoad], *, links: Link | None = None) -> float:
     """Return seconds of a step in windows of `MOST_STEPS` steps, or of one by itself where that is as fast.
 
     Args:
         template: a template of one step.
         buckets: the loads of its buckets, in the order in which it was built.
-        links: the links that the template was built for.
+        links: the link that the template was built for.
     """
     flushed_s = simulate(template, buckets, links=links).makespan_s
     # Steps can overlap only if there are several stages, and buckets to fill them with.

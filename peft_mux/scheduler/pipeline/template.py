@@ -32,7 +32,7 @@ from typing import Any, Literal, get_args
 
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.launch import ListScheduler, Move, Slot, group_micro_batches
-from peft_mux.scheduler.pipeline.load import BucketLoad, LinkMap, checked_num_stages, per_stage_bytes
+from peft_mux.scheduler.pipeline.load import BucketLoad, checked_num_stages, per_stage_bytes
 
 FORMAT_VERSION = 1
 
@@ -150,7 +150,7 @@ def build_template(
     num_chunks: int = 1,
     memory_limit_bytes: Sequence[int] | None = None,
     static_bytes: Sequence[int] | None = None,
-    links: Link | Sequence[Link] | None = None,
+    links: Link | None = None,
     num_steps: int = 1,
 ) -> PipelineTemplate:
     """Order the micro-batches of all buckets on all stages, as the schedule says (see the top of this file).
@@ -162,7 +162,7 @@ def build_template(
         memory_limit_bytes: bytes that each stage may hold; `None` for no limit.
         static_bytes: bytes that lie on each stage always (weights, adapters, optimizer states); they count against the
             limit.
-        links: the links between stages, which matter to the order of `mux` with one chunk alone.
+        links: the link between neighbouring stages, which matters to the order of `mux` with one chunk alone.
         num_steps: steps between which the pipeline is not drained.
 
     Raises:
@@ -193,7 +193,6 @@ def build_template(
         for index in order
         for number in range(buckets[index].num_micro_batches)
     ]
-    link_map = LinkMap.of(links, num_stages, num_chunks)
     if schedule == "gpipe":
         # A wave fits on every stage, so that all stages run the same order.
         orders = [_waves(stream, buckets, room_bytes)] * num_stages
@@ -213,7 +212,7 @@ def build_template(
             buckets,
             groups=groups,
             num_chunks=num_chunks,
-            links=link_map if is_eager else None,
+            links=links,
             caps=None if is_eager else caps,
             room_bytes=room_bytes,
         ).run()

@@ -47,11 +47,9 @@ from peft_mux.scheduler.pipeline.simulator import (
 )
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule, build_template
 from peft_mux.scheduler.planner.admission import Admission, admit, least_pass_tokens
-from peft_mux.scheduler.planner.fusion import Interval, cheapest_partition
-from peft_mux.scheduler.planner.grouping import Buckets, group
-from peft_mux.scheduler.planner.passes import CutHTask, cut_htask, planned_passes
+from peft_mux.scheduler.planner.fusion import Buckets, Interval, cheapest_partition, group
+from peft_mux.scheduler.planner.passes import CutHTask, TurnTimes, cut_htask, planned_passes
 from peft_mux.scheduler.planner.policies import Policy, policy_named
-from peft_mux.scheduler.planner.times import TurnTimes
 from peft_mux.scheduler.planner.values import Budget, HTask, Outcome, TurnPlan
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
@@ -495,7 +493,7 @@ class _Search:
         else:
             held_bytes, workspace_bytes = self._held_bytes(cuts), self._workspace_bytes(cuts)
             verify(found.template, found.bucket_loads, memory_limit_bytes=self.limits, static_bytes=held_bytes)
-            # It was simulated without static bytes: these peaks are of micro-batches in flight alone.
+            # These peaks are of micro-batches in flight alone.
             in_flight_bytes = found.simulation.peak_bytes
             peak_bytes = tuple(own + peak for own, peak in zip(held_bytes, in_flight_bytes, strict=True))
             fullest = peak_bytes.index(max(peak_bytes))

@@ -86,7 +86,7 @@ class Waiting:
 class TurnPlan:
     """Passes that go through a stage in turns, as they wait for sums over its devices (M §3.4.2).
 
-    A group is of one bucket (M §3.4.3, case 3); `peft_mux.scheduler.subgraphs.passes` divides a step's passes.
+    A group is of one bucket (M §3.4.3, case 3); `peft_mux.scheduler.subgraphs` divides a step's passes.
 
     Attributes:
         width: the most passes of a group.

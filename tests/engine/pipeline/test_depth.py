@@ -20,7 +20,7 @@ from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel
 from peft_mux.engine.pipeline.traffic import Traffic
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tasks.resolved import resolve_tasks
+from peft_mux.engine.tasks.setup import resolve_tasks
 from peft_mux.engine.work import StepSums
 from peft_mux.modeling.stream import Stream
 from peft_mux.scheduler.pipeline.template import BucketLoad, PipelineTemplate, Slot, build_template

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 
 from peft_mux.modeling.backbone.shape import model_shape
-from peft_mux.scheduler.costs.curves import Curve
 from peft_mux.scheduler.costs.hardware import DEVICES, Link, Overlap
-from peft_mux.scheduler.costs.profile import analytic_profile
+from peft_mux.scheduler.costs.profile import Curve, analytic_profile
 from peft_mux.scheduler.plan import Plan
 from tests.engine.replicas import layout_cases
 

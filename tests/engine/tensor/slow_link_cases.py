@@ -12,12 +12,11 @@ from peft_mux import Task
 from peft_mux.engine.work import PassClock, PassTime, StepTimes
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.planning.learning import PassPrices
-from peft_mux.scheduler.costs.curves import Curve
 from peft_mux.scheduler.costs.hardware import DEVICES, Link, Overlap
 from peft_mux.scheduler.costs.latency import CostModel, whole_pass
-from peft_mux.scheduler.costs.profile import Parts, Profile, analytic_profile
+from peft_mux.scheduler.costs.profile import Curve, Parts, Profile, analytic_profile
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.planner.times import TurnTimes
+from peft_mux.scheduler.planner.passes import TurnTimes
 from tests.engine.processes.cases import TIMEOUT_S
 from tests.engine.replicas.layout_cases import backbone
 from tests.invariants import mux_lab as lab

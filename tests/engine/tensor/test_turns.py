@@ -25,7 +25,7 @@ from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks, Turns
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
 from peft_mux.modeling.attention.packed import ATTENTION_NAME
-from peft_mux.scheduler.subgraphs.passes import Stretch, latency_of, pass_times, turn_order
+from peft_mux.scheduler.subgraphs import Stretch, latency_of, pass_times, turn_order
 from tests.engine.pipeline import stage_cases
 from tests.engine.processes import cases as parallel_cases
 from tests.engine.tensor import turn_cases as cases

@@ -32,7 +32,7 @@ from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.values import HTask, TurnPlan
-from peft_mux.scheduler.subgraphs.passes import Stretch, pass_times, turn_order
+from peft_mux.scheduler.subgraphs import Stretch, pass_times, turn_order
 from tests.engine.pipeline import stage_cases
 from tests.invariants.mux_lab import rows, tiny_llama
 

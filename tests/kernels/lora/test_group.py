@@ -18,7 +18,7 @@ import pytest
 import torch
 
 from peft_mux.kernels import philox
-from peft_mux.kernels.lora.group import Adapter, Base, LoraGroup
+from peft_mux.kernels.lora.group import Adapter, Base, KernelCall, LoraGroup
 from peft_mux.kernels.lora.tables import SegmentTables
 from peft_mux.modeling.adapters.lora.kind import lora_slot
 from peft_mux.modeling.slabs import TaskSlab
@@ -254,14 +254,14 @@ def run_pass(
     lengths, seeds = [d.task.length for d in data], [d.step_seed for d in data]
     tables = SegmentTables(lengths, seeds, block_rows=16, chunk_rows=case.chunk_rows)
     places = torch.cat([torch.zeros(0, dtype=torch.int64), *[d.places for d in data]])
-    bases = bases_of(case)
+    call = KernelCall(group, bases_of(case), tables, places, num_columns)
     for rows in (before, data) if before else (data,):
         x = spread(cat([d.x for d in rows], case.in_features), case.x)
         dys = [spread(cat([d.dys[i] for d in rows], width), case.dy) for i, width in enumerate(case.widths)]
         forget_gradients(laid, data)
         with poisoned():
-            ys, saved = group.forward(x, bases, tables, places, num_columns=num_columns)
-            dx = group.backward(dys, x, saved, bases, tables, places, needs_dx=needs_dx)
+            ys, saved = call.forward(x)
+            dx = call.backward(dys, x, saved, needs_dx=needs_dx)
     assert (dx is not None) == needs_dx
     assert [y.shape for y in ys] == [(len(x), width) for width in case.widths]
     results, start = [], 0
@@ -441,8 +441,9 @@ def options() -> dict[str, Any]:
     tables = SegmentTables([d.task.length for d in data], [d.step_seed for d in data], block_rows=16, chunk_rows=32)
     x, places = cat([d.x for d in data], case.in_features), torch.cat([d.places for d in data])
     dys = [cat([d.dys[i] for d in data], width) for i, width in enumerate(case.widths)]
-    ys, saved = group.forward(x, bases_of(case), tables, places)
-    dx = group.backward(dys, x, saved, bases_of(case), tables, places, needs_dx=True)
+    call = KernelCall(group, bases_of(case), tables, places)
+    ys, saved = call.forward(x)
+    dx = call.backward(dys, x, saved, needs_dx=True)
     references = [wanted(d, case) for d in data]
     return {
         "without dx": [same_bits(left, right) for left, right in zip(kept, without_dx, strict=True)],

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.costs.hardware import DEVICES, Link, parse_devices
-from peft_mux.scheduler.pipeline.load import LinkMap
+from peft_mux.scheduler.pipeline.load import message_s
 
 
 @given(st.sampled_from(sorted(DEVICES)), st.integers(1, 512))
@@ -56,8 +56,7 @@ def test_a_message_takes_the_latency_and_its_bytes_over_the_bandwidth() -> None:
     assert link.transfer_s(1e9) == pytest.approx(1.00001)
     assert link.transfer_s(0) == 1e-5
     assert Link(0.25, math.inf).transfer_s(10**12) == 0.25
-    stages = LinkMap.of(link, 4, 1)
-    assert (stages.seconds(1, 2, 10**9), stages.seconds(2, 2, 10**9)) == (link.transfer_s(10**9), 0.0)
+    assert (message_s(link, 1, 2, 10**9), message_s(link, 2, 2, 10**9)) == (link.transfer_s(10**9), 0.0)
 
 
 @pytest.mark.parametrize(

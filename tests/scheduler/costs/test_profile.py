@@ -11,9 +11,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.costs.curves import AdapterTable, Curve
 from peft_mux.scheduler.costs.hardware import DEVICES, Link
-from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts, Profile, analytic_profile, corrected, profile_key
+from peft_mux.scheduler.costs.profile import (
+    AS_PROFILED,
+    AdapterTable,
+    Curve,
+    Parts,
+    Profile,
+    analytic_profile,
+    corrected,
+    profile_key,
+)
 from tests.scheduler.planner.cases import LLAMA_7B
 
 TIMES = st.lists(st.floats(0, 10), min_size=1, max_size=8)

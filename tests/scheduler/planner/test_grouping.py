@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.planner.grouping import EXACT_HTASKS, group
+from peft_mux.scheduler.planner.fusion import EXACT_HTASKS, group
 
 latency = st.floats(0, 10, allow_subnormal=False) | st.integers(0, 5).map(float)
 

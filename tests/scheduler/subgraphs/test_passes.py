@@ -11,8 +11,9 @@ from benchmarks.planner.subgraphs.graph import segment
 from benchmarks.planner.subgraphs.layers import LayerLatency, layer_graph
 from peft_mux.scheduler.costs.hardware import Overlap
 from peft_mux.scheduler.costs.latency import PassParts
-from peft_mux.scheduler.subgraphs.passes import (
+from peft_mux.scheduler.subgraphs import (
     GroupedPass,
+    LaunchQueue,
     Stretch,
     neighbour_groups,
     pass_times,
@@ -20,7 +21,6 @@ from peft_mux.scheduler.subgraphs.passes import (
     turn_order,
     turns_timeline,
 )
-from peft_mux.scheduler.subgraphs.schedule import LaunchQueue
 
 PARTS = PassParts(
     tokens=64.0,

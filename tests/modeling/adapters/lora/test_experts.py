@@ -18,8 +18,7 @@ from peft.tuners.lora.layer import ParamWrapper
 from torch.nn import functional as F
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel, Task
-from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.layout_checks import _bare_parameter_faults
+from peft_mux.engine.layout import ParallelLayout, _bare_parameter_faults
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.adapters.kind import KINDS
 from peft_mux.modeling.adapters.lora import parameters as parameters_file
