@@ -131,7 +131,9 @@ class BackboneSource:
             # The run smooths labels, but the task's loss has none to smooth; a share of the task's own was checked.
             share = self.args.label_smoothing_factor if task.task.label_smoothing_factor is None else 0.0
             fix = f"Set label_smoothing_factor=0 on the task {task.name}."
-            faults += smoothing_faults(task.objective, share, "args.label_smoothing_factor", fix)
+            faults += smoothing_faults(
+                task.objective, task.loss_args.loss_type, share, "args.label_smoothing_factor", fix
+            )
         kinds = _head_kinds(tasks)
         if len(kinds) > 1:
             names = ", ".join(task.name for task in tasks if task.head_kind == kinds[0])
