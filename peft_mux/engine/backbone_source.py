@@ -16,6 +16,7 @@ import torch
 from transformers.models.auto import modeling_auto
 
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.engine.tasks.optimizer import page_kind_of
 from peft_mux.engine.tasks.resolved import ResolvedTask, configs_of, num_labels_of, seeds_of
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
@@ -278,10 +279,11 @@ class BackboneSource:
 
 
 def assign_settings(model: MultiTaskPeftModel, tasks: Iterable[ResolvedTask]) -> MultiTaskPeftModel:
-    """Train some tasks of a model each towards its own loss, with its own noise; return the model."""
+    """Train some tasks of a model each towards its own loss, with its own noise and rates; return the model."""
     for task in tasks:
         model.objectives.assign(task.name, task.objective, task.loss_args)
         model.noise.assign(model.adapter_of(task.name), task.hyper.neftune_noise_alpha)
+        model.registry.divide_pages(model, task.name, page_kind_of(task.hyper))
     return model
 
 
