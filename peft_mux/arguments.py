@@ -167,7 +167,7 @@ def _optional(rule: Rule) -> Rule:
 NUMBER_RULES: Mapping[str, Rule] = by_name(
     {
         "train_batch_size num_labels": _integer(1, 2**20),
-        "learning_rate": Rule(lambda value: is_real(value) and value > 0, "a finite number above 0"),
+        "learning_rate loraplus_lr_ratio": Rule(lambda value: is_real(value) and value > 0, "a finite number above 0"),
         "num_train_epochs": Rule(
             lambda value: is_real(value) and 0 < value <= MOST_STEPS, f"a number above 0, at most {MOST_STEPS}"
         ),

@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Any
 
-from peft import PeftConfig
+from peft import LoraConfig, PeftConfig
 from transformers import (
     EarlyStoppingCallback,
     IntervalStrategy,
@@ -281,6 +281,8 @@ class Task:
             loss of next tokens (objective "sft"). `eval_loss` is smoothed, too; `eval_perplexity` is not.
         neftune_noise_alpha: strength of the noise on the embeddings of its tokens in training (NEFTune), 0 for none:
             uniform draws of (-1, 1), times `alpha / sqrt(L * D)` with L tokens of the row and D hidden features.
+        loraplus_lr_ratio: LoRA+: the learning rate of LoRA's B as a multiple of that of A, at least 1 as a rule, as in
+            PEFT's `create_loraplus_optimizer`; by default both have the same.
         hub_model_id: repository of this task's adapter if the run has `push_to_hub=True`; by default the run's
             `hub_model_id`, or the name of its folder, followed by the name of the task.
         data_timeout_s: seconds within which a stream must deliver the rows of a step once the others wait for them;
@@ -342,6 +344,7 @@ class Task:
     hub_model_id: str | None = None
     label_smoothing_factor: float | None = None
     neftune_noise_alpha: float | None = None
+    loraplus_lr_ratio: float | None = None
 
     def __new__(cls, *args: Any, **settings: Any) -> Task:
         """Refuse unknown settings with what to use instead, which Python's own error would not say."""
@@ -457,6 +460,9 @@ def _field_faults(task: Task, where: str) -> list[Fault]:
     if not isinstance(task.peft_config, PeftConfig):
         allowed = "a peft.PeftConfig such as LoraConfig(r=8)"
         faults.append(Fault(f"{where}.peft_config", type(task.peft_config).__name__, allowed))
+    if task.loraplus_lr_ratio is not None and not isinstance(task.peft_config, LoraConfig):
+        got = f"{shown(task.loraplus_lr_ratio)} with {type(task.peft_config).__name__}"
+        faults.append(Fault(f"{where}.loraplus_lr_ratio", got, "None, or a LoraConfig, whose B has a rate of its own"))
     rules = {name: rule for name, rule in NUMBER_RULES.items() if getattr(task, name) is not None or name == "priority"}
     rules |= {name: type_rule(Task.__dataclass_fields__[name].type) for name in _PLAIN_FIELDS}
     for name, rule in rules.items():
@@ -577,6 +583,7 @@ class HyperParameters:
     greater_is_better: bool | None = None
     label_smoothing_factor: float = 0.0
     neftune_noise_alpha: float = 0.0
+    loraplus_lr_ratio: float | None = None
 
 
 def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
@@ -627,6 +634,7 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
         metric_for_best_model=metric,
         greater_is_better=greater,
         neftune_noise_alpha=pick("neftune_noise_alpha") or 0.0,
+        loraplus_lr_ratio=task.loraplus_lr_ratio,
         **{name: pick(name) for name in same},
     )
 

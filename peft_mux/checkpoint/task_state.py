@@ -26,7 +26,7 @@ from peft_mux.engine.tasks.optimizer import TaskOptimizer
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.sharding import Piece
-from peft_mux.modeling.slabs import decays
+from peft_mux.modeling.slabs import PAGE_KINDS
 from peft_mux.storage import pack_state, unpack_state
 
 Moments = dict[str, Any]
@@ -35,7 +35,7 @@ LAST_GOOD = "last_good"
 """Copy of the weights from when loss and gradients were last finite."""
 BEST = "best"
 """Copy of the weights of the best evaluation; empty without one."""
-_KINDS = {"decays", "stays"}
+_KINDS = set(PAGE_KINDS)
 _NONE = "none"
 """Kind of a group without elements, in a process that holds no adapter of the task."""
 
@@ -47,9 +47,8 @@ class TaskState:
     Attributes:
         weights: the weights, by the parameters' PEFT names without the adapter id.
         moments: what the optimizer keeps for each parameter, by its name; empty before the first step.
-        settings: the settings of the optimizer's parameter groups: those with weight decay under "decays", others under
-            "stays".
-        schedule: the state of the schedule; lists with one entry per group are dicts by these two words.
+        settings: the settings of the optimizer's parameter groups, by their kinds (`PAGE_KINDS`).
+        schedule: the state of the schedule; lists with one entry per group are dicts by these kinds.
         copies: copies of the weights from other times (`LAST_GOOD`, `BEST`), by parameter.
     """
 
@@ -212,20 +211,12 @@ def join_state(
 
 
 def _kinds(optimizer: TaskOptimizer, parameters: Mapping[str, nn.Parameter]) -> list[str]:
-    """Return for each parameter group of an optimizer whether weight decay applies to it."""
-    kinds = []
-    pages = {id(page.values): page for page in ([] if optimizer.slab is None else optimizer.slab.pages)}
-    for group in optimizer.optimizer.param_groups:
-        owner = group["params"][0]
-        member = next((name for name, item in parameters.items() if _lies_in(item, owner)), None)
-        if member is None:
-            kinds.append(_NONE)
-            continue
-        # A page knows whether it decays; for a single parameter it depends on the name.
-        page = pages.get(id(owner))
-        does_decay = decays(member) if page is None else page.decays
-        kinds.append("decays" if does_decay else "stays")
-    return kinds
+    """Return the kind of each parameter group of an optimizer."""
+    groups = zip(optimizer.kinds, optimizer.optimizer.param_groups, strict=True)
+    return [
+        kind if any(_lies_in(item, group["params"][0]) for item in parameters.values()) else _NONE
+        for kind, group in groups
+    ]
 
 
 def _lies_in(parameter: torch.Tensor, owner: torch.Tensor) -> bool:

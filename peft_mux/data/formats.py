@@ -157,7 +157,8 @@ def _hint(present: list[str], row_form: RowForm) -> str:
         if all(column in present for column in columns):
             return f'These are {name} rows: set row_format="{name}" on the task.'
     if all(column in present for column in ("chosen", "rejected")):
-        return 'Rows that compare answers are for other losses: set objective="dpo", "orpo" or "reward" on the task.'
+        names = '"dpo", "cpo", "orpo" or "reward"'
+        return f"Rows that compare answers are for other losses: set objective={names} on the task."
     known = [column for data_format in row_form.formats for column in REQUIRED_COLUMNS[data_format]]
     others = [str(column) for column in present if column not in known]
     # A slip in a name, not a word with the same beginning: `input` is no `input_ids`.

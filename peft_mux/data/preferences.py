@@ -1,8 +1,9 @@
 """Rows that compare answers: the tokens, masks and order that TRL's trainers make of them.
 
 * `PAIR_ROWS`: a prompt, a chosen and a rejected answer, as in `DPOTrainer`.
-* `ODDS_ROWS`: the same as in `ORPOTrainer`: prompts and answers are joined as texts after the chat template, `BOS` and
-  `EOS` are added as ids, and the whole chosen row carries loss, its prompt too.
+* `JOINED_ROWS`: the same as in `CPOTrainer`: prompts and answers are joined as texts after the chat template, `BOS` and
+  `EOS` are added as ids.
+* `ODDS_ROWS`: these rows as in `ORPOTrainer`: the whole chosen row carries loss, its prompt too.
 * `SCORED_ROWS`: a better and a worse text, as in `RewardTrainer`.
 * `SINGLE_ROWS`: a prompt, one answer and whether it is good, as in `KTOTrainer`; pairs are read as single answers in
   the order in which TRL unpairs them. `KTO_ROWS` also has each prompt with the answer to another one.
@@ -217,14 +218,11 @@ PAIR_ROWS = RowForm(_PAIRED, is_one_term=True, read=_read_pair, marks=("prompt",
 """A chosen and a rejected answer, with loss on both."""
 
 
-# ------------------------------------------------------------------------------------------------------- odds (ORPO)
+# -------------------------------------------------------------------------------------------- joined texts (CPO, ORPO)
 
 
-def _read_odds(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:
-    """Return a row of a chosen and a rejected answer, with loss on the prompt of the chosen one as well.
-
-    The token column `is_answer` is 1 for tokens of answers; the other targets are those of the chosen row's prompt.
-    """
+def _read_joined(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:
+    """Return a row of a chosen and a rejected answer, each tokenised as one text with the prompt."""
     if reader.data_format is DataFormat.TOKENIZED_PREFERENCE:
         pair = [_tokenised_answer(reader, row, column, index) for column in ("chosen_ids", "rejected_ids")]
     else:
@@ -241,14 +239,20 @@ def _read_odds(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> Toke
             allowed = "a prompt whose tokens merge with those of an answer in its last one at most"
             raise reader.error(index, "prompt", f"prompts that differ in {differing} tokens", allowed)
     kept = _cut_answers(reader, pair, index)
-    if kept is None:
+    return None if kept is None else _two_sequences(*kept, index, {})
+
+
+def _read_odds(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:
+    """Return the same row with loss on the prompt of the chosen answer as well.
+
+    The token column `is_answer` is 1 for tokens of answers; the other targets are those of the chosen row's prompt.
+    """
+    sequence = _read_joined(reader, row, index)
+    if sequence is None:
         return None
-    chosen, rejected = kept
-    sequence = _two_sequences(chosen, rejected, index, {})
-    is_answer = np.ones(len(sequence), dtype=np.float32)
-    for first, answer in ((0, chosen), (len(chosen.ids), rejected)):
-        is_answer[first : first + answer.start] = 0.0
-    labels = np.concatenate((chosen.ids, rejected.labels()))
+    is_answer = (sequence.labels != IGNORE_INDEX).astype(np.float32)
+    end = sequence.starts[0]
+    labels = np.concatenate((sequence.input_ids[:end], sequence.labels[end:]))
     return replace(sequence, labels=labels, token_columns={"is_answer": is_answer})
 
 
@@ -290,7 +294,9 @@ def _joined_answer(reader: RowTokenizer, prompt: str, answer: str, index: int, c
     return Answer(np.asarray(ids, dtype=np.int64), start)
 
 
-ODDS_ROWS = RowForm(_PAIRED, is_one_term=True, read=_read_odds)
+JOINED_ROWS = RowForm(_PAIRED, is_one_term=True, read=_read_joined)
+"""A chosen and a rejected answer, with loss on both."""
+ODDS_ROWS = replace(JOINED_ROWS, read=_read_odds)
 """A chosen and a rejected answer, with loss on both and on the prompt of the chosen one."""
 
 

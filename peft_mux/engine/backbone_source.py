@@ -16,6 +16,7 @@ import torch
 from transformers.models.auto import modeling_auto
 
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.engine.tasks.optimizer import page_kind_of
 from peft_mux.engine.tasks.setup import configs_of, num_labels_of, seeds_of
 from peft_mux.engine.tasks.task_run import ResolvedTask
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
@@ -132,7 +133,9 @@ class BackboneSource:
             # The run smooths labels, but the task's loss has none to smooth; a share of the task's own was checked.
             share = self.args.label_smoothing_factor if task.task.label_smoothing_factor is None else 0.0
             fix = f"Set label_smoothing_factor=0 on the task {task.name}."
-            faults += smoothing_faults(task.objective, share, "args.label_smoothing_factor", fix)
+            faults += smoothing_faults(
+                task.objective, task.loss_args.loss_type, share, "args.label_smoothing_factor", fix
+            )
         kinds = _head_kinds(tasks)
         if len(kinds) > 1:
             names = ", ".join(task.name for task in tasks if task.head_kind == kinds[0])
@@ -277,10 +280,11 @@ class BackboneSource:
 
 
 def assign_settings(model: MultiTaskPeftModel, tasks: Iterable[ResolvedTask]) -> MultiTaskPeftModel:
-    """Train some tasks of a model each towards its own loss, with its own noise; return the model."""
+    """Train some tasks of a model each towards its own loss, with its own noise and rates; return the model."""
     for task in tasks:
         model.objectives.assign(task.name, task.objective, task.loss_args)
         model.noise.assign(model.adapter_of(task.name), task.hyper.neftune_noise_alpha)
+        model.registry.divide_pages(model, task.name, page_kind_of(task.hyper))
     return model
 
 

@@ -174,12 +174,11 @@ def reason_against(model: MultiTaskPeftModel) -> str | None:
     Args:
         model: the model, in the mode (training or not) that it will run in.
     """
-    objectives = model.objectives.of_all(model.tasks)
-    reason = next((objective.eager_reason for objective in objectives if objective.eager_reason), None)
+    objectives = model.objectives
+    reasons = (objectives.of(name).eager_reason(objectives.args_of(name)) for name in model.tasks)
+    reason = next(filter(None, reasons), None)
     if reason is not None:
         return reason
-    if model.objectives.smoothed(model.tasks):
-        return "a task smooths its labels (label_smoothing_factor)"
     if model.noise.alphas:
         return "a task adds noise to its embeddings (neftune_noise_alpha)"
     if encoders_of(model):

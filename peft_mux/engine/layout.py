@@ -366,15 +366,18 @@ def _bare_parameter_faults(layout: ParallelLayout, tasks: Sequence[ResolvedTask]
 
 
 def _word_faults(layout: str, tasks: Sequence[ResolvedTask]) -> list[Fault]:
-    """Return the tasks whose rows name several words for each target, which needs the whole output head at hand."""
+    """Return the tasks whose loss reads more words than each target, which needs the whole output head at hand."""
     faults = []
+    fix = "Give every process the whole output head (no tensor_parallel_size, no shard_backbone)."
     for task in tasks:
+        if task.objective.needs_entropy(task.loss_args):
+            got = f"a loss that reads entropies beside {layout}"
+            faults.append(Fault(f"tasks.{task.name}.objective_args", got, "losses without them in this layout", fix))
         columns = task.objective.row_form.token_columns
         known = {name for name, column in columns.items() if column.is_required} | columns_of(task.task.train_dataset)
         named = [name for name in WORDS if name in columns and name in known]
         if named:
             got = f'rows with "{named[0]}" beside {layout}'
             allowed = "one target for each token in this layout"
-            fix = "Give every process the whole output head (no tensor_parallel_size, no shard_backbone)."
             faults.append(Fault(f"tasks.{task.name}.train_dataset", got, allowed, fix))
     return faults

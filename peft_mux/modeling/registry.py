@@ -28,7 +28,7 @@ from peft_mux.modeling.adapters.prompts.prompts import adopt_encoder
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.backbone.modules import is_meta, modules_beside_text
 from peft_mux.modeling.sharding import Piece
-from peft_mux.modeling.slabs import TaskSlab
+from peft_mux.modeling.slabs import PageKind, TaskSlab, plain_kind
 
 
 @dataclass
@@ -40,6 +40,7 @@ class _Task:
     given: dict[str, Any]
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     slab: TaskSlab | None = None
+    page_kind: PageKind = plain_kind
 
 
 class TaskRegistry:
@@ -152,7 +153,7 @@ class TaskRegistry:
         task.parameters = dict(parameters)
         if not are_described:
             # The kind says how its kernels want to read them (`AdapterKind.slot`).
-            task.slab = TaskSlab(task.parameters, device, layout=task.kind.slot)
+            task.slab = TaskSlab(task.parameters, device, layout=task.kind.slot, kind_of=task.page_kind)
 
     def forget(self, name: str) -> str:
         """Forget a task; return the internal id of its adapter.
@@ -171,6 +172,15 @@ class TaskRegistry:
         for name, task in self._tasks.items():
             if task.slab is not None and not task.slab.is_in_place(device):
                 self.adopt(name, task.parameters, device)
+
+    def divide_pages(self, model: Any, name: str, kind_of: PageKind) -> None:
+        """Lay out a task anew where its parameters lie in pages of other kinds: tensors with one learning rate each."""
+        task = self._held(name)
+        if task.page_kind is not kind_of:
+            task.page_kind = kind_of
+            if task.slab is not None:
+                self.adopt(name, task.parameters, task.slab.pages[0].values.device)
+                model.stream.clear_tables()
 
     # --------------------------------------------------------------- pieces
 

@@ -60,6 +60,29 @@ def decays(name: str) -> bool:
     return "bias" not in name.rpartition(".")[2] and "norm" not in name.lower()
 
 
+PageKind = Callable[[str, nn.Parameter], str]
+"""Returns one of `PAGE_KINDS` for a parameter, from its PEFT name without the adapter id."""
+PAGE_KINDS = ("decays", "stays", "lora_A", "lora_embedding", "lora_B", "lora_B_stays")
+"""Parameters with one learning rate and one weight decay; those that end with "stays" have no weight decay."""
+
+
+def plain_kind(name: str, parameter: nn.Parameter) -> str:
+    """Return whether weight decay applies; the learning rate is that of the task."""
+    return "decays" if decays(name) else "stays"
+
+
+def loraplus_kind(name: str, parameter: nn.Parameter) -> str:
+    """Return the group of a parameter in LoRA+ (arXiv 2402.12354), as PEFT's `create_loraplus_optimizer` divides them.
+
+    Factors of embeddings have a rate of their own; B, and all vectors, the multiplied one.
+    """
+    if "lora_embedding_" in name:
+        return "lora_embedding"
+    if "lora_B" in name or parameter.dim() == 1:
+        return "lora_B" if decays(name) else "lora_B_stays"
+    return "lora_A"
+
+
 class _Entry(NamedTuple):
     parameter: nn.Parameter
     offset: int
@@ -90,10 +113,10 @@ class Factor(NamedTuple):
 
 
 class Page:
-    """Weights of one task that have one dtype and one weight decay.
+    """Weights of one task that have one dtype, one learning rate and one weight decay.
 
     Attributes:
-        decays: whether weight decay applies to them.
+        kind: one of `PAGE_KINDS`.
         values: 1-D, a leaf for optimizers.
         entries: where each parameter lies, by its id, because tensors compare by element.
         copies: the weights in other dtypes, which kernels read.
@@ -105,11 +128,11 @@ class Page:
         parameters: Mapping[str, nn.Parameter],
         slots: Mapping[str, Slot],
         *,
-        decays: bool,
+        kind: str,
         device: torch.device | None = None,
     ) -> None:
         """Copy the weights into a flat buffer and make the parameters views of it."""
-        self.decays = decays
+        self.kind = kind
         self.num_bindings = 0
         self.copies: dict[torch.dtype, torch.Tensor] = {}
         first = next(iter(parameters.values()), torch.zeros(0, device=device))
@@ -143,6 +166,7 @@ class TaskSlab:
             is one page of zeros that nothing reads, so that optimizers need no special case.
         device: the device on which that page lies.
         layout: returns how each parameter lies in its page.
+        kind_of: returns in which pages each parameter lies.
     """
 
     def __init__(
@@ -151,18 +175,20 @@ class TaskSlab:
         device: torch.device | None = None,
         *,
         layout: SlabLayout = plain_slot,
+        kind_of: PageKind = plain_kind,
     ) -> None:
         """Lay the weights out."""
         slots = {name: layout(name, parameter) for name, parameter in parameters.items()}
         blocks = {slot.block: number for number, slot in reversed([*enumerate(slots.values())])}
-        members: dict[tuple[torch.dtype, bool], dict[str, nn.Parameter]] = {}
+        members: dict[tuple[torch.dtype, str], dict[str, nn.Parameter]] = {}
         # Block by block, and within each block in their order.
         for name in sorted(slots, key=lambda name: (blocks[slots[name].block], slots[name].order)):
-            # A page is one tensor to an optimizer, which has one dtype and one weight decay for it.
-            members.setdefault((parameters[name].dtype, decays(name)), {})[name] = parameters[name]
+            # A page is one tensor to an optimizer, which has one dtype, one rate and one weight decay for it.
+            kind = kind_of(name, parameters[name])
+            members.setdefault((parameters[name].dtype, kind), {})[name] = parameters[name]
         with torch.no_grad():
-            self.pages = [Page(own, slots, decays=does_decay) for (_, does_decay), own in members.items()]
-            self.pages = self.pages or [Page({}, {}, decays=True, device=device)]
+            self.pages = [Page(own, slots, kind=kind) for (_, kind), own in members.items()]
+            self.pages = self.pages or [Page({}, {}, kind=PAGE_KINDS[0], device=device)]
 
     @property
     def num_bindings(self) -> int:

@@ -280,7 +280,10 @@ class Verdict:
 
 
 def judge(
-    trainer: MultiTaskTrainer, task: Task, sequence_losses: Callable[..., Iterator[torch.Tensor]] | None = None
+    trainer: MultiTaskTrainer,
+    task: Task,
+    sequence_losses: Callable[..., Iterator[torch.Tensor]] | None = None,
+    optimizer_of: Callable[[Any, Any], torch.optim.Optimizer] | None = None,
 ) -> Verdict:
     """Train one task alone with plain PEFT and an ordinary loop, on the same rows.
 
@@ -288,6 +291,7 @@ def judge(
         trainer: the trainer, which has the rows of each global batch.
         task: one of its tasks.
         sequence_losses: gives the parts of the loss of a global batch by a model; by default their mean.
+        optimizer_of: makes the optimizer for a model and the hyper-parameters of the task; by default AdamW.
     """
     run = trainer.table[task.name]
     hyper = run.hyper
@@ -295,9 +299,12 @@ def judge(
     model = get_peft_model(tiny_llama(), copy.deepcopy(task.peft_config))
     model.train()
     parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=hyper.learning_rate, eps=hyper.adam_epsilon, weight_decay=hyper.weight_decay
-    )
+    if optimizer_of is not None:
+        optimizer = optimizer_of(model, hyper)
+    else:
+        optimizer = torch.optim.AdamW(
+            parameters, lr=hyper.learning_rate, eps=hyper.adam_epsilon, weight_decay=hyper.weight_decay
+        )
     schedule = get_scheduler(hyper.lr_scheduler_type, optimizer, int(hyper.warmup_steps), run.num_steps)
     losses = []
     for step in range(run.num_steps):

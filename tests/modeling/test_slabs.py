@@ -57,7 +57,7 @@ def test_a_of_layers_with_one_input_lie_side_by_side_in_groups_of_eight_rows_and
 
 def test_what_weight_decay_leaves_alone_has_a_page_of_its_own() -> None:
     slab = TaskSlab(factors(), layout=lora_slot)
-    assert {page.decays: page.values.numel() for page in slab.pages} == {True: 3 * 64 + 24 + 16 + 16, False: 8}
+    assert {page.kind: page.values.numel() for page in slab.pages} == {"decays": 3 * 64 + 24 + 16 + 16, "stays": 8}
 
 
 def test_parameters_of_two_dtypes_get_two_pages() -> None:
@@ -90,7 +90,7 @@ def test_gradients_are_bound_once_and_keep_what_was_added() -> None:
     slab.bind_gradients()
     parameters["score.bias"].grad.fill_(2.0)  # type: ignore[union-attr]
     slab.bind_gradients()
-    assert torch.equal(next(page for page in slab.pages if not page.decays).values.grad[:5], torch.full((5,), 2.0))
+    assert torch.equal(next(page for page in slab.pages if page.kind == "stays").values.grad[:5], torch.full((5,), 2.0))
 
 
 def test_a_gradient_that_was_set_to_none_comes_back_as_zero_and_as_a_view() -> None:

@@ -6,11 +6,13 @@ Losses of every step and final weights agree within 1e-4, in fp32.
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
+from peft_mux.modeling.objectives.objective import OBJECTIVES, default_args
 from tests.trl import trl_lab as lab
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
@@ -72,6 +74,12 @@ def dpo(loss_type: Any, **options: Any) -> Case:
     return Case("DPO", lab.pairs(), {"loss_type": loss_type, **options}, settings, PAIR_METRICS)
 
 
+def cpo(loss_type: str, **options: Any) -> Case:
+    settings = {"objective": "cpo", "loss_type": loss_type, "objective_args": options}
+    metrics = PAIR_METRICS if options.get("cpo_alpha") == 0 else (*PAIR_METRICS, "nll_loss")
+    return Case("CPO", lab.pairs(), {"loss_type": loss_type, **options}, settings, metrics)
+
+
 def kto(loss_type: str, rows: list[dict[str, Any]], **options: Any) -> Case:
     settings = {"objective": "kto", "loss_type": loss_type, "objective_args": options}
     return Case("KTO", rows, {"loss_type": loss_type, **options}, settings, ANSWER_METRICS)
@@ -87,6 +95,7 @@ CASES = {
     "sft on what the assistant says": Case(
         "SFT", MESSAGES, {"assistant_only_loss": True}, {"assistant_only_loss": True}
     ),
+    "dft": Case("SFT", COMPLETIONS, {"loss_type": "dft"}, {"loss_type": "dft"}),
     "dpo": dpo("sigmoid"),
     "dpo on chats": dpo("sigmoid", beta=0.3)._replace(rows=CHATS),
     "dpo cut to 10 tokens": Case(
@@ -98,6 +107,11 @@ CASES = {
     "apo_zero": dpo("apo_zero"),
     "sigmoid and sft, longer answers weighed less": dpo(["sigmoid", "sft"], loss_weights=[1.0, 0.2], ld_alpha=0.3),
     "forward_kl": dpo("sigmoid_norm", f_divergence_type="forward_kl", beta=0.5),
+    "cpo": cpo("sigmoid", label_smoothing=0.1),
+    "cpo on chats": cpo("hinge", beta=0.4)._replace(rows=CHATS),
+    "cpo of ipo": cpo("ipo", beta=0.5, cpo_alpha=0.3),
+    "simpo": cpo("simpo", beta=2.0, simpo_gamma=1.0, cpo_alpha=0.0),
+    "alphapo": cpo("simpo", beta=2.5, alpha=0.25, cpo_alpha=0.0),
     "orpo": Case(
         "ORPO",
         lab.pairs(),
@@ -115,11 +129,14 @@ CASES = {
 FAST = "dpo"
 
 
-def theirs(case: Case, folder: Path) -> lab.Outcome:
-    from trl.experimental import orpo
+def class_of(trainer: str, kind: str) -> type[Any]:
+    from trl.experimental import cpo, orpo
 
-    home = orpo if case.trainer == "ORPO" else trl
-    trainer, config = (getattr(home, f"{case.trainer}{kind}") for kind in ("Trainer", "Config"))
+    return getattr({"CPO": cpo, "ORPO": orpo}.get(trainer, trl), f"{trainer}{kind}")
+
+
+def theirs(case: Case, folder: Path) -> lab.Outcome:
+    trainer, config = (class_of(case.trainer, kind) for kind in ("Trainer", "Config"))
     return lab.trl_outcome(trainer, config, case.rows, folder, is_classifier=case.is_classifier, **case.options)
 
 
@@ -133,6 +150,52 @@ def test_a_task_trains_as_with_the_trainer_of_trl(name: str, tmp_path: Path) -> 
     expected = theirs(case, tmp_path)
     lab.assert_same(ours, expected)
     lab.assert_same_metrics(ours, expected, case.metrics)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"temperature": 0.7, "beta": 0.1, "loss_type": "grpo"},
+        {"temperature": 1.3, "entropy_coef": 0.05, "loss_type": "dapo"},
+    ],
+    ids=lambda options: options["loss_type"],
+)
+def test_a_policy_on_given_rollouts_trains_as_with_the_trainer_of_trl(options: dict[str, Any], tmp_path: Path) -> None:
+    args = {name: value for name, value in options.items() if name != "loss_type"}
+    rows = lab.rollouts()
+    task = lab.task("a", rows, objective="policy", loss_type=options["loss_type"], objective_args=args)
+    ours = lab.our_outcomes([task], tmp_path)["a"]
+    expected = lab.grpo_outcome(rows, tmp_path, **options)
+    lab.assert_same(ours, expected)
+    lab.assert_same_metrics(ours, expected, ("entropy", "policy_loss") if "entropy_coef" in options else ("kl",))
+
+
+CONFIGS = {"sft": "SFT", "dpo": "DPO", "kto": "KTO", "cpo": "CPO", "orpo": "ORPO", "reward": "Reward", "policy": "GRPO"}
+"""TRL's configuration of each of our losses, whose arguments have the same names there."""
+NOT_IN_TRL = {
+    "classification": "a Trainer of transformers trains it",
+    "token_classification": "a Trainer of transformers trains it",
+    "distill": "TRL runs the teacher, whose numbers rows bring here",
+    "own": "it is the task's own function",
+    ("orpo", "loss_type"): "the trainer has one loss",
+    ("reward", "loss_type"): "the trainer has one loss",
+}
+
+
+def test_all_losses_and_arguments_that_trl_has_are_compared_with_it() -> None:
+    assert set(CONFIGS) | {name for name in NOT_IN_TRL if isinstance(name, str)} == set(OBJECTIVES)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_defaults_of_a_loss_are_those_of_the_installed_trl(name: str) -> None:
+    theirs = {item.name: item.default for item in fields(class_of(CONFIGS[name], "Config"))}
+    theirs |= {"loss_type": "sigmoid"} if name == "dpo" else {}  # a list of this one
+    for argument, default in vars(default_args(OBJECTIVES[name])).items():
+        if (name, argument) in NOT_IN_TRL:
+            assert argument not in theirs
+        else:
+            assert theirs[argument] == default, argument
 
 
 @pytest.mark.slow

@@ -136,6 +136,7 @@ def trl_outcome(
     *,
     is_classifier: bool = False,
     held_out: Sequence[Mapping[str, Any]] = (),
+    reward_funcs: Any = None,
     **options: Any,
 ) -> Outcome:
     """Train with a trainer of TRL.
@@ -147,6 +148,7 @@ def trl_outcome(
         folder: where it may write.
         is_classifier: whether the backbone is a classifier.
         held_out: rows to evaluate after the last step, in the same batches as the others.
+        reward_funcs: of `GRPOTrainer`.
         options: arguments beside those that all runs have.
     """
     losses: list[float] = []
@@ -183,6 +185,7 @@ def trl_outcome(
         eval_dataset=Dataset.from_list([dict(row) for row in held_out]) if held_out else None,
         processing_class=copy.deepcopy(tokenizer()),
         peft_config=peft_config,
+        **({} if reward_funcs is None else {"reward_funcs": reward_funcs}),
     )
     initial = initial_weights(is_classifier=is_classifier)
     trained = trained_parameters(made.model)
@@ -196,6 +199,57 @@ def trl_outcome(
     evaluated = made.evaluate() if held_out else {}
     final = {name: value.detach() for name, value in trained.items()}
     return Outcome(losses[:count], metrics, final, initial, evaluated)
+
+
+def rollouts() -> list[dict[str, Any]]:
+    """Return a prompt with a sampled answer and its advantage, enough of them for all steps."""
+    generator = torch.Generator().manual_seed(7)
+    found = []
+    for _ in range(STEPS * BATCH):
+        prompt, answer = (int(torch.randint(1, 7, (1,), generator=generator)) for _ in range(2))
+        ids = torch.randint(3, len(tokenizer()), (prompt + answer,), generator=generator).tolist()
+        labels = [-100] * prompt + ids[prompt:]
+        advantage = float(torch.randn(1, generator=generator))
+        found.append({"input_ids": ids, "labels": labels, "advantages": advantage})
+    return found
+
+
+def grpo_outcome(rows: Sequence[Mapping[str, Any]], folder: Path, **options: Any) -> Outcome:
+    """Train with TRL's `GRPOTrainer` on rollouts that are given in the place of those that it would sample."""
+    import trl
+
+    class Given(trl.GRPOTrainer):
+        def _generate_and_score_completions(self, inputs: Any) -> dict[str, Any]:
+            chosen = rows[self.state.global_step * BATCH :][:BATCH]
+            starts = [row["labels"].count(-100) for row in chosen]
+            prompts = [torch.tensor(row["input_ids"][:start]) for row, start in zip(chosen, starts, strict=True)]
+            answers = [torch.tensor(row["input_ids"][start:]) for row, start in zip(chosen, starts, strict=True)]
+            prompt_ids, prompt_mask = _padded(prompts, side="left")
+            ids, mask = _padded(answers, side="right")
+            found = {"prompt_ids": prompt_ids, "prompt_mask": prompt_mask, "completion_ids": ids}
+            found |= {"completion_mask": mask, "advantages": torch.tensor([row["advantages"] for row in chosen])}
+            found["num_items_in_batch"] = mask.sum()
+            if self.beta:
+                whole = torch.cat([prompt_ids, ids], dim=1), torch.cat([prompt_mask, mask], dim=1)
+                with torch.no_grad(), self.model.disable_adapter():
+                    found["ref_per_token_logps"] = self._get_per_token_logps_and_entropies(
+                        self.model, *whole, ids.shape[1]
+                    )[0]
+            return found
+
+    prompts = [{"prompt": "the sky"} for _ in rows]
+    settings = {"num_generations": 2, "max_completion_length": 8, "reward_funcs": _no_reward, **options}
+    return trl_outcome(Given, trl.GRPOConfig, prompts, folder, **settings)
+
+
+def _no_reward(completions: Sequence[Any], **_: Any) -> list[float]:
+    return [0.0] * len(completions)
+
+
+def _padded(parts: Sequence[torch.Tensor], *, side: str) -> tuple[torch.Tensor, torch.Tensor]:
+    ones = [torch.ones_like(part) for part in parts]
+    pad = torch.nn.utils.rnn.pad_sequence
+    return tuple(pad(list(own), batch_first=True, padding_side=side) for own in (parts, ones))  # type: ignore[return-value]
 
 
 def initial_weights(*, is_classifier: bool = False) -> dict[str, torch.Tensor]:

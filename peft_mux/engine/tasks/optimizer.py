@@ -28,7 +28,7 @@ from peft_mux.arguments import ELEMENTWISE, MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.kernels import adamw
 from peft_mux.kernels.adamw import DTYPES, PageUpdate
-from peft_mux.modeling.slabs import TaskSlab, decays
+from peft_mux.modeling.slabs import PAGE_KINDS, PageKind, TaskSlab, loraplus_kind, plain_kind
 from peft_mux.task import HyperParameters, task_arguments
 
 
@@ -68,6 +68,15 @@ def non_finite_reason(loss: float, gradient_norm: float) -> str | None:
     return None
 
 
+LORAPLUS_EMBEDDING_RATE = 1e-6
+"""Learning rate of factors of embeddings in LoRA+, PEFT's default, whatever the rate of the task."""
+
+
+def page_kind_of(hyper: HyperParameters) -> PageKind:
+    """Return how the parameters of a task are divided into groups with one learning rate and one weight decay."""
+    return plain_kind if hyper.loraplus_lr_ratio is None else loraplus_kind
+
+
 class _Count(NamedTuple):
     """What is known on the host of a step counter: the tensor, its version, which each write changes, and its value."""
 
@@ -92,6 +101,7 @@ class TaskOptimizer:
         optimizer: torch's optimizer.
         schedule: torch's schedule of the learning rate.
         parameters: what the optimizer steps: parameters or pages.
+        kinds: for each parameter group one of `PAGE_KINDS`.
         failure: why no further step can be taken, because the schedule gives no rate for it; else empty.
 
     Raises:
@@ -112,15 +122,22 @@ class TaskOptimizer:
         # An optimizer that looks at a parameter as a matrix, or at its norm, would see a page of many.
         self.slab = slab if hyper.optim in ELEMENTWISE else None
         if self.slab is not None:
-            with_decay = [(page.values, page.decays) for page in self.slab.pages]
+            by_kind = [(page.values, page.kind) for page in self.slab.pages]
         else:
-            with_decay = [(parameter, decays(key)) for key, parameter in parameters.items()]
+            kind_of = page_kind_of(hyper)
+            by_kind = [(parameter, kind_of(key, parameter)) for key, parameter in parameters.items()]
         # As in Trainer, biases and norms do not decay.
-        groups = [
-            {"params": [own for own, does_decay in with_decay if does_decay], "weight_decay": hyper.weight_decay},
-            {"params": [own for own, does_decay in with_decay if not does_decay], "weight_decay": 0.0},
+        multiplied = hyper.learning_rate * (hyper.loraplus_lr_ratio or 1.0)
+        rates = {"lora_embedding": LORAPLUS_EMBEDDING_RATE, "lora_B": multiplied, "lora_B_stays": multiplied}
+        self.kinds = [kind for kind in PAGE_KINDS if any(own == kind for _, own in by_kind)]
+        groups: list[dict[str, Any]] = [
+            {
+                "params": [own for own, of_own in by_kind if of_own == kind],
+                "weight_decay": 0.0 if kind.endswith("stays") else hyper.weight_decay,
+                **({"lr": rates[kind]} if kind in rates else {}),
+            }
+            for kind in self.kinds
         ]
-        groups = [group for group in groups if group["params"]]
         self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
         self.max_grad_norm = hyper.max_grad_norm
         self.failure = ""

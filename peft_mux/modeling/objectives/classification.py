@@ -213,7 +213,10 @@ class ClassificationLoss(Objective):
     row_form = LABELLED_ROWS
     is_default = True
     uses_totals = False
-    eager_reason = "a classifier takes the loss of each task on its own"
+
+    def eager_reason(self, args: LossArgs) -> str:
+        """Return that each task is computed by itself."""
+        return "a classifier takes the loss of each task on its own"
 
     def loss(self, outputs: SequenceOutputs, args: LossArgs) -> TaskLoss:
         """Return the mean over the sequences of the global batch."""
@@ -310,7 +313,10 @@ class TokenClassificationLoss(Objective):
     row_form = TAGGED_ROWS
     is_default = True
     uses_totals = False
-    eager_reason = "a classifier takes the loss of each task on its own"
+
+    def eager_reason(self, args: LossArgs) -> str:
+        """Return that each task is computed by itself."""
+        return "a classifier takes the loss of each task on its own"
 
     def loss(self, outputs: SequenceOutputs, args: LossArgs) -> TaskLoss:
         """Return the mean over the labelled tokens of the global batch."""

@@ -2,7 +2,9 @@
 
 The logits of the targets are the widest tensor of a pass. So those of all tasks are computed together, in blocks, and
 only losses leave a block: by the fused linear cross-entropy for a frozen head, by recomputed blocks for a head that
-some task adapts, and for rows that name several words for each target.
+some task adapts, for rows that name several words for each target, and for losses that read entropies.
+
+All log-probabilities of a task are those of logits divided by the temperature of its loss, mostly 1.
 
 Shape letters: T tokens, L tokens of a sequence, M targets, K words a target, V words of the vocabulary, D hidden
 features.
@@ -10,9 +12,10 @@ features.
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import accumulate, pairwise
+from itertools import accumulate, groupby, pairwise
 from typing import Any
 
 import numpy as np
@@ -113,12 +116,23 @@ def target_losses(
                 "layer."
             )
         head, words = Head(weight, bias, scale, softcap), vocab_parallel_head(module)
-        if words is None:
-            nll_M = linear_cross_entropy(hidden_MD, head, targets_M)
+
+        def losses_at(temperature: float, own_MD: torch.Tensor, own_M: torch.Tensor) -> torch.Tensor:
+            own = head_at(head, temperature)
+            if words is None:
+                return linear_cross_entropy(own_MD, own, own_M)
+            parts = {"first": words.first, "vocab_size": words.vocab_size, "links": words.links}
+            return vocab_parallel_linear_cross_entropy(own_MD, own, own_M, **parts)
+
+        # Neighbours of one temperature are computed together; mostly that is all tasks.
+        by_task = zip(model.objectives.temperatures(batch.task_names), target_counts(batch), strict=True)
+        runs = [(one, sum(count for _, count in run)) for one, run in groupby(by_task, operator.itemgetter(0))]
+        if len(runs) == 1:
+            nll_M = losses_at(runs[0][0], hidden_MD, targets_M)
         else:
-            nll_M = vocab_parallel_linear_cross_entropy(
-                hidden_MD, head, targets_M, first=words.first, vocab_size=words.vocab_size, links=words.links
-            )
+            counts = [count for _, count in runs]
+            parts = zip([one for one, _ in runs], hidden_MD.split(counts), targets_M.split(counts), strict=True)
+            nll_M = torch.cat([losses_at(*part) for part in parts])
         if not wanted:
             return nll_M, None
         spreads = []
@@ -137,6 +151,13 @@ def target_losses(
         return nll_M, torch.cat(spreads)
 
 
+def head_at(head: Head, temperature: float) -> Head:
+    """Return a head whose logits are those of another one, divided by a temperature."""
+    # tanh reads the logits divided by the cap, so a cap that is divided by the same number leaves that as it is.
+    softcap = None if head.softcap is None else head.softcap / temperature
+    return head._replace(scale=head.scale / temperature, softcap=softcap)
+
+
 def _adapted_losses(
     hidden_MD: torch.Tensor, targets_M: torch.Tensor, batch: MuxBatch, model: Any, *, has_spreads: bool
 ) -> torch.Tensor:
@@ -149,6 +170,10 @@ def _adapted_losses(
     num_words = frozen.weight.shape[0] if words is None else -(-words.vocab_size // words.links.size)
     size = block_rows(num_words, hidden_MD.device.type)
     hidden_MD = hidden_MD if words is None else copy_to_tp_region(hidden_MD, words.links)
+    temperatures = model.objectives.temperatures(batch.task_names)
+    own_M = [one for one, count in zip(temperatures, target_counts(batch), strict=True) for _ in range(count)]
+    are_scaled = any(one != 1.0 for one in temperatures)
+    temperatures_M = torch.tensor(own_M, dtype=torch.float32, device=hidden_MD.device) if are_scaled else None
 
     def block(hidden: torch.Tensor, start: int, end: int) -> torch.Tensor:
         offsets = tuple(min(max(offset - start, 0), end - start) for offset in batch.target_offsets)
@@ -159,6 +184,8 @@ def _adapted_losses(
             else:
                 with temporary_attributes(words, is_local=True):
                     logits = head_logits(model.backbone, hidden)
+        # A quotient by 1 changes no bit of another task.
+        logits = logits if temperatures_M is None else logits / temperatures_M[start:end, None]
         return _losses_of_logits(logits, targets_M[start:end], words, has_spreads=has_spreads)
 
     parts = []
@@ -187,10 +214,10 @@ def _losses_of_logits(
     return torch.stack([losses_M, reduce_from_tp_region(part_M, words.links)])
 
 
-def target_and_words(
+def outputs_of_words(
     hidden_TD: torch.Tensor, batch: MuxBatch, model: Any, task: int, *, is_smoothed: bool
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor | None]:
-    """Return the log-probabilities of a task's targets, and of the words that its rows name for each of them.
+) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the losses of a task's targets, and what its loss reads of other words than these.
 
     Only the logits of one block of targets are ever held, and made again in the backward pass.
 
@@ -202,8 +229,8 @@ def target_and_words(
         is_smoothed: whether the task smooths its labels.
 
     Returns:
-        Negative log-likelihoods `[M]` of the targets, log-probabilities `[M, K]` of the words, and for smoothed labels
-        the spreads `[M]` of the targets (`TokenOutputs.spread_M`); fp32.
+        Negative log-likelihoods `[M]` of the targets; and by their names in `TokenOutputs` the log-probabilities
+        `[M, K]` of words that rows name, the spreads `[M]` of smoothed labels, and the entropies `[M]`; fp32.
 
     Raises:
         UnsupportedModelError: if tensor parallelism divides the vocabulary.
@@ -211,19 +238,22 @@ def target_and_words(
     module, scale, softcap = output_head(model.backbone)
     if vocab_parallel_head(module) is not None:
         raise UnsupportedModelError(
-            f"tasks.{batch.task_names[task]}: got rows that name several words for each target; allowed: one target "
-            "for each token where tensor parallelism divides the vocabulary. Set tensor_parallel_size=1."
+            f"tasks.{batch.task_names[task]}: got rows that name several words for each target, or a loss that reads "
+            "entropies; allowed: one target for each token where tensor parallelism divides the vocabulary. Set "
+            "tensor_parallel_size=1."
         )
     rows_M = batch.target_rows[batch.target_offsets[task] : batch.target_offsets[task + 1]]
+    name = batch.task_names[task]
     columns = batch.target_columns[task]
-    ids_MK = next(columns[name] for name in WORDS if name in columns)
-    ids_MK = torch.cat([batch.labels[0].index_select(0, rows_M)[:, None], ids_MK], dim=1)
+    named = [columns[name] for name in WORDS if name in columns]
+    ids_MK = torch.cat([batch.labels[0].index_select(0, rows_M)[:, None], *named], dim=1)
+    temperature, has_entropy = model.objectives.temperatures([name])[0], model.objectives.needs_entropy(name)
     hidden_MD = free_after_backward(states_of(hidden_TD, batch, rows_M), module)
     places_M = batch.token_places.index_select(0, rows_M)
     size = block_rows(module.weight.shape[0], hidden_MD.device.type)
 
     def block(hidden_MD: torch.Tensor, ids_MK: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return the log-probabilities `[M, K]` of words; behind them the mean over all words, if it is read."""
+        """Return the log-probabilities `[M, K]` of words; behind them, if read, their mean and their expectation."""
         weight, bias = frozen_weight(module) if not hasattr(module, "base_layer") else (None, None)
         if weight is not None:
             # The dtype follows from the hidden states, as in the loss of one target a token.
@@ -235,9 +265,12 @@ def target_and_words(
             stream, adapters = model.stream, model.adapters
             with stream.reading(batch, adapters), stream.selected_rows(offsets, places, adapters):
                 logits_MV = head_logits(model.backbone, hidden_MD)
+        logits_MV = logits_MV if temperature == 1.0 else logits_MV / temperature
         of_words = logits_MV.gather(1, ids_MK)
         if is_smoothed:
             of_words = torch.cat([of_words, logits_MV.mean(dim=1, keepdim=True)], dim=1)
+        if has_entropy:
+            of_words = torch.cat([of_words, (logits_MV.softmax(dim=1) * logits_MV).sum(dim=1, keepdim=True)], dim=1)
         return of_words - torch.logsumexp(logits_MV, dim=1, keepdim=True)
 
     parts = []
@@ -247,10 +280,16 @@ def target_and_words(
             arguments = hidden_MD[rows], ids_MK[rows], places_M[rows]
             parts.append(checkpoint(block, *arguments, use_reentrant=False, preserve_rng_state=False))
     logprobs_MK = gather_before_backward(torch.cat(parts), module)
-    target_M, words_MK = logprobs_MK[:, 0], logprobs_MK[:, 1:]
-    if not is_smoothed:
-        return -target_M, words_MK, None
-    return -target_M, words_MK[:, :-1], target_M - words_MK[:, -1]
+    target_M, *others = logprobs_MK.split([1, ids_MK.shape[1] - 1, is_smoothed, has_entropy], dim=1)
+    words_MK, mean_M, expected_M = others
+    target_M, found = target_M.squeeze(1), {}
+    if named:
+        found["word_logprobs_MK"] = words_MK
+    if is_smoothed:
+        found["spread_M"] = target_M - mean_M.squeeze(1)
+    if has_entropy:
+        found["entropy_M"] = -expected_M.squeeze(1)
+    return -target_M, found
 
 
 class LanguageHead(OutputHead):
@@ -279,9 +318,14 @@ class LanguageHead(OutputHead):
     ) -> list[TokenOutputs]:
         """Return each task's own targets, from one linear cross-entropy over those of all tasks.
 
-        Tasks whose rows name several words for each target have a pass of the head of their own instead.
+        Tasks whose rows name several words for each target, or whose loss reads entropies, have a pass of the head of
+        their own instead.
         """
-        naming = [index for index, columns in enumerate(batch.target_columns) if not columns.keys().isdisjoint(WORDS)]
+        naming = [
+            index
+            for index, (name, columns) in enumerate(zip(batch.task_names, batch.target_columns, strict=True))
+            if not columns.keys().isdisjoint(WORDS) or model.objectives.needs_entropy(name)
+        ]
         counts, rest = target_counts(batch), batch
         if naming:
             counts = [0 if index in naming else count for index, count in enumerate(counts)]
@@ -291,16 +335,14 @@ class LanguageHead(OutputHead):
             rest = replace(batch, target_rows=torch.cat(rows), target_offsets=(0, *accumulate(counts)), shared=shared)
         nll_M, spread_M = self._losses(hidden_TD, rest, model, smoothed)
         nll = list(nll_M.split(counts))
-        spreads: dict[int, torch.Tensor] = {}
+        found: dict[int, dict[str, torch.Tensor]] = {}
         if spread_M is not None:
             parts = enumerate(spread_M.split(counts))
-            spreads = {index: own_M for index, own_M in parts if batch.task_names[index] in smoothed}
-        words: dict[int, torch.Tensor] = {}
+            found = {index: {"spread_M": own_M} for index, own_M in parts if batch.task_names[index] in smoothed}
         for index in naming:
             is_smoothed = batch.task_names[index] in smoothed
-            nll[index], words[index], own_M = target_and_words(hidden_TD, batch, model, index, is_smoothed=is_smoothed)
-            spreads |= {} if own_M is None else {index: own_M}
-        return token_outputs(nll, batch, words, spreads)
+            nll[index], found[index] = outputs_of_words(hidden_TD, batch, model, index, is_smoothed=is_smoothed)
+        return token_outputs(nll, batch, found)
 
     def logits(self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any) -> list[torch.Tensor]:
         """Return the `[L, V]` logits of every sequence but its virtual tokens, computed one sequence at a time."""
@@ -334,16 +376,14 @@ class LanguageHead(OutputHead):
 def token_outputs(
     nll: torch.Tensor | Sequence[torch.Tensor],
     batch: MuxBatch,
-    words: Mapping[int, torch.Tensor] | None = None,
-    spreads: Mapping[int, torch.Tensor] | None = None,
+    others: Mapping[int, Mapping[str, torch.Tensor]] | None = None,
 ) -> list[TokenOutputs]:
     """Return what the losses of each task of a micro-batch read.
 
     Args:
         nll: negative log-likelihoods `[M]` of all targets, or `[M_task]` of those of each task.
         batch: the micro-batch.
-        words: `[M_task, K]` log-probabilities of the words that rows name, by number of the task.
-        spreads: `[M_task]` of the tasks that smooth their labels, by number of the task.
+        others: further fields of `TokenOutputs` by number of the task, as `outputs_of_words` returns them.
     """
     # Split, not masked or scattered: 0 * NaN is NaN, so a sum over all rows would carry one task's NaN to the others.
     by_task = nll.split(target_counts(batch)) if isinstance(nll, torch.Tensor) else nll
@@ -359,8 +399,7 @@ def token_outputs(
                 sequence_counts=tuple(end - start for start, end in bounds),
                 row_sequences=batch.row_sequences[batch.row_offsets[index] : batch.row_offsets[index + 1]],
                 columns=batch.target_columns[index],
-                word_logprobs_MK=None if words is None else words.get(index),
-                spread_M=None if spreads is None else spreads.get(index),
+                **(others or {}).get(index, {}),
                 **common_fields(batch, index),
             )
         )

@@ -243,6 +243,8 @@ class TokenOutputs(TaskOutputs):
         spread_M: fp32 `[M]` with gradient, by how many nats the mean over all words of their negative log-likelihood
             exceeds that of the target (`peft_mux.kernels.cross_entropy.linear`); `None` for tasks whose labels are not
             smoothed.
+        entropy_M: fp32 `[M]` with gradient, entropy in nats of the distribution that each target is of; `None` for
+            losses that do not read it.
         batch: the micro-batch that the targets belong to; `None` if no loss asks for their ids.
         index: number of the task in the micro-batch.
     """
@@ -255,6 +257,7 @@ class TokenOutputs(TaskOutputs):
     columns: Columns = field(default_factory=dict)
     word_logprobs_MK: torch.Tensor | None = None
     spread_M: torch.Tensor | None = None
+    entropy_M: torch.Tensor | None = None
 
     @property
     def targets_M(self) -> torch.Tensor:
@@ -438,10 +441,8 @@ class Objective:
             without gradient comes first, of which `batch_values` makes these.
         is_default: whether tasks of its kind of head have it if nothing names another one.
         uses_totals: whether it divides by `TaskOutputs.totals`; otherwise by the number of terms (`loss_weight`).
-        takes_smoothing: whether `label_smoothing_factor` may be set, which its arguments then have.
+        smoothed_loss_types: its variants with which `label_smoothing_factor` may be set, which its arguments then have.
         has_logits: whether `compute_metrics` may be given the logits and labels of its rows.
-        eager_reason: why a pass with it cannot be captured as a CUDA graph, as a clause; `None` if it can, because its
-            terms are the negative log-likelihoods of the targets.
         prepass_sequence: which sequence of each row, from 0, is read only by passes without gradient; `None` for none.
     """
 
@@ -456,9 +457,8 @@ class Objective:
     num_batch_values: int = 0
     is_default: bool = False
     uses_totals: bool = True
-    takes_smoothing: bool = False
+    smoothed_loss_types: tuple[str, ...] = ()
     has_logits: bool = True
-    eager_reason: str | None = "a task's loss is more than the sum over its targets"
     prepass_sequence: int | None = None
 
     def rows(self, args: Any) -> RowForm:
@@ -468,6 +468,21 @@ class Objective:
     def needs_reference(self, args: Any) -> bool:
         """Return whether it needs the log-probabilities of the backbone without adapters (`TokenOutputs`)."""
         return False
+
+    def temperature(self, args: Any) -> float:
+        """Return the number by which logits are divided before their log-probabilities are taken."""
+        return 1.0
+
+    def needs_entropy(self, args: Any) -> bool:
+        """Return whether it reads the entropy at each target (`TokenOutputs.entropy_M`)."""
+        return False
+
+    def eager_reason(self, args: Any) -> str | None:
+        """Return why a pass with it cannot be captured as a CUDA graph, as a clause.
+
+        `None` if it can, because its terms are the negative log-likelihoods of the targets.
+        """
+        return "a task's loss is more than the sum over its targets"
 
     def needs_batch_values(self, args: Any) -> bool:
         """Return whether a variant of it needs numbers of the whole global batch beforehand."""

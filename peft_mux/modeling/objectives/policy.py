@@ -44,6 +44,8 @@ class PolicyArgs(LossArgs):
         importance_sampling_level: whether ratios are of tokens or, as in GSPO, geometric means over rows.
         max_completion_length: tokens by which "dr_grpo" divides each row.
         use_bias_correction_kl: whether the divergence is multiplied with the ratio.
+        temperature: of the sampling; log-probabilities are those of logits divided by it, also those that rows bring.
+        entropy_coef: by how much of the mean entropy of the tokens the loss is lower.
     """
 
     epsilon: float = at_least(0.0, 0.2)
@@ -52,7 +54,9 @@ class PolicyArgs(LossArgs):
     beta: float = at_least(0.0, 0.0)
     importance_sampling_level: Literal["token", "sequence"] = "token"
     max_completion_length: int = argument(512, "an integer of at least 1", lambda value: value >= 1)
-    use_bias_correction_kl: bool = False
+    use_bias_correction_kl: bool = True
+    temperature: float = above(0.0, 1.0)
+    entropy_coef: float = 0.0
 
     @property
     def high(self) -> float:
@@ -69,8 +73,8 @@ class PolicyArgs(LossArgs):
             faults.append(Fault(f"{where}.max_completion_length", got, 'its default, unless loss_type is "dr_grpo"'))
         if self.loss_type == "cispo" and self.high == 0:
             faults.append(Fault(f"{where}.epsilon_high", "0", "the greatest ratio, above 0"))
-        if self.beta == 0 and self.use_bias_correction_kl:
-            faults.append(Fault(f"{where}.use_bias_correction_kl", "True", "False where beta is 0"))
+        if self.beta == 0 and not self.use_bias_correction_kl:
+            faults.append(Fault(f"{where}.use_bias_correction_kl", "False", "its default where beta is 0"))
         return faults
 
 
@@ -98,12 +102,21 @@ class PolicyLoss(Objective):
         """Return whether the divergence counts."""
         return args.beta != 0
 
+    def temperature(self, args: PolicyArgs) -> float:
+        """Return that of the sampling."""
+        return args.temperature
+
+    def needs_entropy(self, args: PolicyArgs) -> bool:
+        """Return whether the entropy counts."""
+        return args.entropy_coef != 0
+
     def statistic_names(self, args: PolicyArgs) -> tuple[str, ...]:
-        """Return TRL's names of the divergence and of the shares of clipped ratios."""
-        kl = ("kl",) if args.beta != 0 else ()
+        """Return TRL's names of the divergence, of the shares of clipped ratios, and of the two parts of the loss."""
+        names: tuple[str, ...] = ("kl",) if args.beta != 0 else ()
         if args.loss_type in _CLIPPED:
-            return (*kl, "clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
-        return (*kl, "cispo_clip_ratio") if args.loss_type == "cispo" else kl
+            names += ("clip_ratio/low_mean", "clip_ratio/high_mean", "clip_ratio/region_mean")
+        names += ("cispo_clip_ratio",) if args.loss_type == "cispo" else ()
+        return (*names, "entropy", "policy_loss") if args.entropy_coef != 0 else names
 
     def loss(self, outputs: TokenOutputs, args: PolicyArgs) -> TaskLoss:
         """Return the mean over the rollouts of the global batch, as the variant takes it."""
@@ -144,6 +157,11 @@ class PolicyLoss(Objective):
             loss = outputs.mean_over_rows(outputs.row_sums(terms_M)) / args.max_completion_length
         else:
             loss = outputs.mean_over_tokens(terms_M)
+        if args.entropy_coef != 0:
+            assert outputs.entropy_M is not None, "the head is told which tasks read it"
+            entropy = outputs.mean_over_tokens(outputs.entropy_M)
+            statistics += [entropy.detach(), loss.detach()]
+            loss = loss - args.entropy_coef * entropy
         return TaskLoss(loss, torch.stack(statistics) if statistics else None)
 
 

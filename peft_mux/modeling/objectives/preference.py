@@ -1,8 +1,9 @@
-"""Losses of preferences: DPO and its relatives, KTO, ORPO and reward models, as TRL's trainers compute them.
+"""Losses of preferences: DPO and its relatives, KTO, CPO, ORPO and reward models, as TRL's trainers compute them.
 
     dpo      pairs of answers to one prompt, with the backbone without adapters as the reference; several losses may be
              added up
     kto      answers that are good or bad, each for itself (also the unpaired form of APO), with the same reference
+    cpo      contrastive preference optimisation, SimPO, AlphaPO: no reference, and the chosen answer is learnt as well
     orpo     odds ratio preference optimisation: no reference, and the chosen row is learnt as well
     reward   models with one output that score texts, learnt from pairs of a better and a worse one
 
@@ -24,7 +25,15 @@ import torch
 from torch.nn import functional as F
 
 from peft_mux.data.formats import RowForm
-from peft_mux.data.preferences import KTO_ROWS, ODDS_ROWS, PAIR_ROWS, REFERENCE_COLUMNS, SCORED_ROWS, SINGLE_ROWS
+from peft_mux.data.preferences import (
+    JOINED_ROWS,
+    KTO_ROWS,
+    ODDS_ROWS,
+    PAIR_ROWS,
+    REFERENCE_COLUMNS,
+    SCORED_ROWS,
+    SINGLE_ROWS,
+)
 from peft_mux.errors import Fault, shown
 from peft_mux.modeling.objectives.classification import CLASSIFICATION_HEAD
 from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
@@ -105,7 +114,7 @@ class DPOArgs(LossArgs):
         "sync_ref_model": "the reference is the backbone without adapters, which stays as it is; leave it out",
         "disable_dropout": DISABLE_DROPOUT,
         "precompute_ref_log_probs": "rows may bring ref_chosen_logps and ref_rejected_logps; else they are computed",
-        "reference_free": "TRL has taken it out, too; objective='orpo' trains without a reference",
+        "reference_free": "TRL has taken it out, too; objective='cpo' and 'orpo' train without a reference",
         "rpo_alpha": 'TRL has taken it out, too; loss_type=["sigmoid", "sft"] with loss_weights=[1.0, alpha]',
         "truncation_mode": "rows keep their beginning, as with keep_start; leave it out",
     }
@@ -440,6 +449,101 @@ class KTOLoss(Objective):
         return super().metrics(loss, {name: value for name, value in statistics.items() if not math.isnan(value)})
 
 
+# ------------------------------------------------------------------------ CPO
+
+_LIMITED_TO_ENCODER_DECODERS = "it is of encoder-decoders; max_length of the task limits prompt and answer together"
+
+
+@dataclass(frozen=True, kw_only=True)
+class CPOArgs(LossArgs):
+    """Options of CPO, by their names in `trl.experimental.cpo.CPOConfig`.
+
+    Attributes:
+        beta: factor of the difference of rewards; the regularisation `tau` of IPO.
+        label_smoothing: share of labels that is taken to be wrong, for `sigmoid` and `simpo`.
+        cpo_alpha: weight of the negative log-likelihood of the chosen answers; 0 in SimPO and AlphaPO.
+        simpo_gamma: margin by which `simpo` wants the reward of the chosen answer to be greater.
+        alpha: shape of AlphaPO's rewards `(1 - p^-alpha) / alpha`; 0 for their limit `log p`.
+    """
+
+    beta: float = above(0, 0.1)
+    label_smoothing: float = between(0, 0.5, 0.0)
+    cpo_alpha: float = at_least(0, 1.0)
+    simpo_gamma: float = 0.5
+    alpha: float = 0.0
+
+    refused: ClassVar[Mapping[str, str]] = {
+        "disable_dropout": DISABLE_DROPOUT,
+        "max_completion_length": _LIMITED_TO_ENCODER_DECODERS,
+    }
+
+    def faults(self, where: str) -> list[Fault]:
+        """Return which options this variant would ignore."""
+        faults = []
+        if self.label_smoothing and self.loss_type in ("hinge", "ipo"):
+            allowed = f'0 with loss_type "{self.loss_type}"'
+            faults.append(Fault(f"{where}.label_smoothing", shown(self.label_smoothing), allowed))
+        if self.simpo_gamma != CPOArgs.simpo_gamma and self.loss_type != "simpo":
+            allowed = 'its default, unless loss_type is "simpo"'
+            faults.append(Fault(f"{where}.simpo_gamma", shown(self.simpo_gamma), allowed))
+        return faults
+
+
+def cpo_losses(rewards_R2: torch.Tensor, args: CPOArgs) -> torch.Tensor:
+    """Return the loss `[R]` of each pair; the loss of a batch is their mean, plus that of the chosen answers.
+
+    Args:
+        rewards_R2: rewards of the chosen and of the rejected answers, before they are multiplied by `beta`.
+        args: options of the loss.
+    """
+    ahead_R = rewards_R2[:, 0] - rewards_R2[:, 1]
+    if args.loss_type == "hinge":  # SLiC (arXiv 2305.10425)
+        return torch.relu(1 - args.beta * ahead_R)
+    if args.loss_type == "ipo":  # IPO (arXiv 2310.12036, equation 17)
+        return (ahead_R - 1 / (2 * args.beta)) ** 2
+    # CPO (arXiv 2401.08417, equation 3) and SimPO (arXiv 2405.14734, equation 6)
+    logits_R = args.beta * ahead_R - (args.simpo_gamma if args.loss_type == "simpo" else 0.0)
+    flipped = args.label_smoothing
+    return -(1 - flipped) * F.logsigmoid(logits_R) - flipped * F.logsigmoid(-logits_R)
+
+
+class CPOLoss(Objective):
+    """The losses of `trl.experimental.cpo.CPOTrainer`: pairs without a reference, and the chosen answers are learnt.
+
+    Rewards are sums over the tokens of answers, and means for `ipo` and `simpo`. The negative log-likelihood is a mean
+    over all tokens of the chosen answers.
+    """
+
+    name = "cpo"
+    loss_types = ("sigmoid", "hinge", "ipo", "simpo")
+    refused_loss_types: ClassVar[Mapping[str, str]] = {
+        "alphapo": 'TRL trains loss_type="simpo" with cpo_alpha=0.0 for it; set these two, and alpha'
+    }
+    Args = CPOArgs
+    head = LANGUAGE_HEAD
+    row_form = JOINED_ROWS
+    has_logits = False
+
+    def statistic_names(self, args: CPOArgs) -> tuple[str, ...]:
+        """Return the rewards and the log-probabilities, and the part of the chosen answers if it counts."""
+        return (*REWARD_STATISTICS, "nll_loss") if args.cpo_alpha else REWARD_STATISTICS
+
+    def loss(self, outputs: TokenOutputs, args: CPOArgs) -> TaskLoss:
+        """Return the mean over the pairs and over the chosen tokens of the global batch."""
+        logps_R2 = sums_R2 = outputs.per_row(outputs.sequence_sums(outputs.logprobs_M))
+        if args.loss_type in ("ipo", "simpo"):
+            logps_R2 = sums_R2 / outputs.per_row(outputs.sequence_sums(torch.ones_like(outputs.nll_M)))
+        # AlphaPO (arXiv 2501.03884): (1 - p^-alpha) / alpha, without p itself, which underflows.
+        rewards_R2 = -torch.expm1(-args.alpha * logps_R2) / args.alpha if args.alpha else logps_R2
+        loss = outputs.mean_over_rows(cpo_losses(rewards_R2, args))
+        scaled = (args.beta * rewards_R2).unbind(dim=1)
+        statistics = reward_statistics(outputs, *scaled, *logps_R2.unbind(dim=1))
+        if args.cpo_alpha:
+            nll = -sums_R2[:, 0].sum() / max(outputs.totals["num_target_tokens/0"], 1.0)
+            loss, statistics = loss + args.cpo_alpha * nll, torch.cat([statistics, nll.detach()[None]])
+        return TaskLoss(loss, statistics)
+
+
 # ----------------------------------------------------------------------- ORPO
 
 
@@ -455,7 +559,7 @@ class ORPOArgs(LossArgs):
 
     refused: ClassVar[Mapping[str, str]] = {
         "disable_dropout": DISABLE_DROPOUT,
-        "max_completion_length": "it is of encoder-decoders; max_length of the task limits prompt and answer together",
+        "max_completion_length": _LIMITED_TO_ENCODER_DECODERS,
     }
 
 
@@ -572,5 +676,5 @@ class RewardLoss(Objective):
         return TaskLoss(losses_R.sum() * outputs.loss_weight, statistics)
 
 
-for _loss in (DPOLoss(), KTOLoss(), ORPOLoss(), RewardLoss()):
+for _loss in (DPOLoss(), KTOLoss(), CPOLoss(), ORPOLoss(), RewardLoss()):
     register_objective(_loss)

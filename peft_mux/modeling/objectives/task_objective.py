@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 from typing import Any, NamedTuple
@@ -74,7 +74,8 @@ def find_loss(task: Any, where: str) -> FoundLoss:
     if num_labels is not None and task.num_labels not in (None, num_labels):
         allowed = f"{num_labels} or None with the objective {objective.name}"
         faults.append(Fault(f"{where}.num_labels", shown(task.num_labels), allowed))
-    faults += smoothing_faults(objective, task.label_smoothing_factor, f"{where}.label_smoothing_factor")
+    at = f"{where}.label_smoothing_factor"
+    faults += smoothing_faults(objective, loss_type or objective.loss_types[0], task.label_smoothing_factor, at)
     if args is None:
         return FoundLoss(objective, None, faults)
     share = task.label_smoothing_factor
@@ -91,20 +92,24 @@ def find_loss(task: Any, where: str) -> FoundLoss:
     return FoundLoss(objective, args if loss_type else None, faults)
 
 
-def smoothing_faults(objective: Objective, share: float | None, where: str, fix: str = "") -> list[Fault]:
+def smoothing_faults(
+    objective: Objective, loss_type: str, share: float | None, where: str, fix: str = ""
+) -> list[Fault]:
     """Return a fault if the labels of a task shall be smoothed but its loss has none to smooth.
 
     Args:
         objective: the loss of the task.
+        loss_type: the variant of it.
         share: its `label_smoothing_factor`, or that of the run.
         where: path of the field, for messages.
         fix: what to do instead.
     """
-    if objective.takes_smoothing or not isinstance(share, (int, float)) or not share:
+    if loss_type in objective.smoothed_loss_types or not isinstance(share, (int, float)) or not share:
         return []
-    able = ", ".join(entry.name for entry in OBJECTIVES.values() if entry.takes_smoothing)
+    able = ", ".join(entry.name for entry in OBJECTIVES.values() if entry.smoothed_loss_types)
     own = "Its own label_smoothing is one of objective_args." if hasattr(objective.Args, "label_smoothing") else ""
-    got = f"{shown(share)} with the objective {objective.name}"
+    variant = f" and loss_type {loss_type}" if objective.smoothed_loss_types else ""
+    got = f"{shown(share)} with the objective {objective.name}{variant}"
     return [Fault(where, got, f"0 or None; more for {able}, whose targets are words", f"{fix} {own}".strip())]
 
 
@@ -264,9 +269,13 @@ class TaskObjectives:
         """Return those of some tasks that smooth their labels."""
         return frozenset(task for task in tasks if self.args_of(task).label_smoothing_factor)
 
-    def of_all(self, tasks: Sequence[str]) -> list[Objective]:
-        """Return the different losses of some tasks, in the order in which they come first."""
-        return [OBJECTIVES[name] for name in dict.fromkeys(self._assigned(task).objective for task in tasks)]
+    def temperatures(self, tasks: Iterable[str]) -> list[float]:
+        """Return the number by which the logits of each of some tasks are divided."""
+        return [self.of(task).temperature(self.args_of(task)) for task in tasks]
+
+    def needs_entropy(self, task: str) -> bool:
+        """Return whether the loss of a task reads entropies."""
+        return self.of(task).needs_entropy(self.args_of(task))
 
     def losses(self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any) -> StreamLosses:
         """Return the losses of a micro-batch: each task's part of the mean over its global batch.

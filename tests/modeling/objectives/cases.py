@@ -133,6 +133,9 @@ CASES: list[LossCase] = [
     LossCase("sft", "nll", mean_nll),
     LossCase("sft", "nll", targets.weighted_nll, rows=targets.weighted_rows, label="weights"),
     LossCase("sft", "nll", targets.several_nll, rows=targets.rows_with_several_targets, label="several-targets"),
+    LossCase("sft", "dft", targets.dynamic_nll),
+    LossCase("sft", "dft", targets.dynamic_nll, rows=targets.weighted_rows, label="weights"),
+    LossCase("sft", "dft", targets.dynamic_nll, rows=targets.rows_with_several_targets, label="several-targets"),
     SmoothedCase("sft", "nll", targets.smoothed_nll, label="smoothed"),
     SmoothedCase("sft", "nll", targets.smoothed_nll, rows=targets.weighted_rows, label="smoothed-weights"),
     SmoothedCase("sft", "nll", targets.smoothed_nll, rows=targets.rows_with_several_targets, label="smoothed-several"),
@@ -151,5 +154,7 @@ CASES: list[LossCase] = [
     LossCase("policy", "dr_grpo", rollouts.judged, {"max_completion_length": 20, "beta": 0.1}, rollouts.rows),
     LossCase("policy", "grpo", rollouts.judged, rollouts.SEQUENCE_LEVEL, rollouts.rows, "sequence-level"),
     LossCase("policy", "cispo", rollouts.judged, rollouts.CISPO, rollouts.rows_with_reference, "reference"),
+    LossCase("policy", "dapo", rollouts.judged, rollouts.COOLER, rollouts.rows, "temperature"),
+    LossCase("policy", "grpo", rollouts.judged, {**rollouts.COOLER, "entropy_coef": 0.3}, rollouts.rows, "entropy"),
 ]
 """A loss of the package comes with a case for each of its variants."""

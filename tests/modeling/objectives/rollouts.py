@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -13,6 +14,7 @@ from tests.invariants import mux_lab as lab
 from tests.modeling.objectives.judged_row import JudgedRow
 
 SEQUENCE_LEVEL = {"importance_sampling_level": "sequence", "beta": 0.05, "use_bias_correction_kl": True, "delta": 1.5}
+COOLER = {"temperature": 0.7, "beta": 0.1}
 CISPO = {"epsilon_high": 1.2, "beta": 0.2}
 
 
@@ -43,7 +45,24 @@ def rows_with_reference(rng: np.random.Generator, objective: Any) -> list[TokenS
 
 def judged(judged_rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
     """Return the loss of the variant, row by row."""
+    judged_rows = [_divided(row, args.temperature) for row in judged_rows]
     parts = [_terms(row, args) for row in judged_rows]
+    if args.entropy_coef:
+        logprobs = torch.cat([row.target_logits().log_softmax(dim=1) for row in judged_rows])
+        entropy = -(logprobs.exp() * logprobs).sum(dim=1).mean()
+        return _mean(parts, args) - args.entropy_coef * entropy
+    return _mean(parts, args)
+
+
+def _divided(row: JudgedRow, temperature: float) -> JudgedRow:
+    return replace(
+        row,
+        logits=[one / temperature for one in row.logits],
+        reference=[one / temperature for one in row.reference],
+    )
+
+
+def _mean(parts: Sequence[torch.Tensor], args: Any) -> torch.Tensor:
     if args.loss_type == "grpo":
         return torch.stack([part.mean() for part in parts]).mean()
     if args.loss_type == "dr_grpo":

@@ -45,11 +45,13 @@ def by_trl(trainer_class: Any, values: dict[str, torch.Tensor], logprobs: torch.
         off_policy_mask_threshold=None,
         use_vllm=False,
         aux_loss_enabled=False,
-        _entropy_bonus_enabled=False,
+        _entropy_bonus_enabled=args.entropy_coef != 0,
+        entropy_coef=args.entropy_coef,
+        use_adaptive_entropy=False,
         model=SimpleNamespace(training=False),
         _metrics={"eval": defaultdict(list)},
         accelerator=SimpleNamespace(num_processes=1, gather=lambda x: x, reduce=lambda x, reduction: x),
-        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, torch.zeros_like(logprobs), None),
+        _get_per_token_logps_and_entropies=lambda *_, **__: (logprobs, logprobs.exp(), None),
     )
     ids = torch.zeros_like(values["mask"])
     inputs = {
@@ -79,6 +81,7 @@ def outputs_of(values: dict[str, torch.Tensor], logprobs: torch.Tensor) -> Token
         sequence_counts=COUNTS,
         row_sequences=(1,) * len(COUNTS),
         columns={name: column[chosen] for name, column in columns.items()},
+        entropy_M=logprobs[chosen].exp(),  # any function of the same numbers
         totals={"num_rows": float(len(COUNTS)), "num_target_tokens": float(sum(COUNTS))},
     )
 
@@ -90,7 +93,9 @@ def test_loss_gradient_and_metrics_are_those_of_trl(loss_type: str, beta: float,
     trainer_class = pytest.importorskip("trl", reason="TRL, the judge of this test, is not installed").GRPOTrainer
     given: dict[str, Any] = {"beta": beta, "importance_sampling_level": level, "epsilon": 0.15, "epsilon_high": 0.25}
     given |= {"max_completion_length": 9} if loss_type == "dr_grpo" else {}
-    given |= {"epsilon_high": 1.1} if loss_type == "cispo" else {"delta": 1.6, "use_bias_correction_kl": beta > 0}
+    given |= {"epsilon_high": 1.1} if loss_type == "cispo" else {"delta": 1.6}
+    given |= {"use_bias_correction_kl": False} if beta and loss_type in ("bnpo", "cispo") else {}
+    given |= {"entropy_coef": 0.05} if loss_type in ("dapo", "dr_grpo") else {}
     args, faults = read_args(PolicyArgs, given, loss_type, "objective_args")
     assert args is not None, faults
     values = rollouts()

@@ -150,6 +150,25 @@ def judge_orpo(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
     return chosen_nll(rows, args) - args.beta * torch.stack(odds).mean()
 
 
+def judge_cpo(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
+    losses = []
+    for row in rows:
+        rewards = []
+        for number in (0, 1):
+            logps = row.logprobs(number)
+            reward = logps.mean() if args.loss_type in ("ipo", "simpo") else logps.sum()
+            rewards.append((1 - torch.exp(reward) ** -args.alpha) / args.alpha if args.alpha else reward)
+        ahead, flipped = rewards[0] - rewards[1], args.label_smoothing
+        if args.loss_type == "hinge":
+            losses.append((1 - args.beta * ahead).clamp(min=0))
+        elif args.loss_type == "ipo":
+            losses.append((ahead - 0.5 / args.beta) ** 2)
+        else:
+            logits = args.beta * (ahead - (args.simpo_gamma / args.beta if args.loss_type == "simpo" else 0))
+            losses.append(-(1 - flipped) * log_sigma(logits) - flipped * log_sigma(-logits))
+    return torch.stack(losses).mean() + args.cpo_alpha * chosen_nll(rows, args)
+
+
 def judge_kto(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
     moved = torch.zeros(())
     if args.loss_type == "kto":
@@ -181,6 +200,9 @@ PREFERENCE_CASES = [
     *(LossCase("dpo", name, judge_of(formula), _dpo_args(name), pair_rows) for name, formula in FORMULAS.items()),
     LossCase("dpo", "sft", chosen_nll, {}, pair_rows),
     LossCase("dpo", "sigmoid", judge_of(FORMULAS["sigmoid"]), {"ld_alpha": 0.4}, pair_rows, "ld"),
+    *(LossCase("cpo", kind, judge_cpo, {"beta": 0.3}, pair_rows) for kind in ("sigmoid", "hinge", "ipo")),
+    LossCase("cpo", "simpo", judge_cpo, {"beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0}, pair_rows),
+    LossCase("cpo", "sigmoid", judge_cpo, {"label_smoothing": 0.1, "alpha": -0.1}, pair_rows, "alphapo"),
     LossCase("orpo", "odds_ratio", judge_orpo, {"beta": 0.3}, pair_rows),
     LossCase("kto", "kto", judge_kto, {"beta": 0.3, "undesirable_weight": 1.5}, mismatched_rows),
     LossCase("kto", "apo_zero_unpaired", judge_kto, {"beta": 0.3, "desirable_weight": 0.5}, single_rows),
