@@ -87,7 +87,10 @@ def alone(trainer: Any, one: Task, base: Callable[[], Any]) -> Side:
     model.train()
     named = {name: item for name, item in model.named_parameters() if item.requires_grad}
     groups = [
-        {"params": [item for name, item in named.items() if decays(name.removesuffix(".default")) is does], "weight_decay": decay}
+        {
+            "params": [item for name, item in named.items() if decays(name.removesuffix(".default")) is does],
+            "weight_decay": decay,
+        }
         for does, decay in ((True, hyper.weight_decay), (False, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, lr=hyper.learning_rate)
