@@ -1,8 +1,9 @@
 """Passes without gradient before the passes of a step, for losses that need to know something beforehand.
 
-There are two kinds: log-probabilities of the backbone without adapters (the reference model of DPO and others), and
-sums over the whole global batch (KTO's estimate of the KL divergence). Their results are written into the
-micro-batches, so the passes with gradient need not know of them. A step without such losses has no such pass.
+There are two kinds: log-probabilities of a frozen model (the backbone without adapters, or with those that tasks began
+from: the reference of DPO and others), and sums over the whole global batch (KTO's estimate of the KL divergence).
+Their results are written into the micro-batches, so the passes with gradient need not know of them. A step without
+such losses has no such pass.
 """
 
 from __future__ import annotations
@@ -66,7 +67,7 @@ def with_reference_values(
 def _with_references(
     model: MultiTaskPeftModel, micro_batches: tuple[MuxBatch, ...], tasks: Sequence[str], forward_terms: ForwardTerms
 ) -> tuple[MuxBatch, ...]:
-    """Add the log-probabilities of the backbone without adapters, for rows that do not bring them."""
+    """Add the log-probabilities of the reference, for rows that do not bring them."""
     chosen = []
     for micro_batch in micro_batches:
         lacking = []
@@ -80,7 +81,8 @@ def _with_references(
     was_training = model.training
     model.eval()  # a reference depends on the row alone, so no dropout of the backbone may be drawn
     try:
-        with model.stream.without_adapters():
+        own = [name for name in tasks if name in model.registry.references]
+        with model.registry.reference_weights(own), model.stream.without_adapters(but=own):
             found = iter(forward_terms(parts))
     finally:
         model.train(was_training)
