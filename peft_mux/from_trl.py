@@ -291,7 +291,12 @@ def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
     has_trained = trainer.state.global_step > 0 or any(
         ".lora_B." in name and bool(parameter.any()) for name, parameter in model.named_parameters()
     )
-    if has_trained and getattr(next(iter(adapters.values())), "init_lora_weights", False) is True:
+    if (
+        has_trained
+        and "init_adapter" not in given
+        and getattr(next(iter(adapters.values())), "init_lora_weights", False) is True
+    ):
         allowed = "a new one, as its weights are not taken over"
-        faults.append(Fault("trainer.model", "an adapter that was trained", allowed))
+        fix = "Save it, and give init_adapter=..., its folder."
+        faults.append(Fault("trainer.model", "an adapter that was trained", allowed, fix))
     return faults

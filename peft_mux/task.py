@@ -8,10 +8,12 @@ Also here: `HyperParameters`, a task's settings completed from those of the run 
 from __future__ import annotations
 
 import copy
+import json
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig, PeftConfig
@@ -35,8 +37,19 @@ from peft_mux.arguments import (
     type_rule,
 )
 from peft_mux.data.sources import RowFormat, dataset_faults, mapped, row_format_faults, rows_named
-from peft_mux.errors import ConfigError, Fault, StrEnum, closest, is_integer, is_real, raise_faults, shown
+from peft_mux.errors import (
+    CheckpointError,
+    ConfigError,
+    Fault,
+    StrEnum,
+    closest,
+    is_integer,
+    is_real,
+    raise_faults,
+    shown,
+)
 from peft_mux.from_trl import settings_of, settings_of_trainer
+from peft_mux.modeling.adapters.files import ADAPTER_NAMES, read_config
 from peft_mux.modeling.generation.options import GenerateOptions
 from peft_mux.modeling.objectives.task_objective import FoundLoss, find_loss
 from peft_mux.storage import name_fault
@@ -236,7 +249,8 @@ class Task:
 
     Attributes:
         name: letters, digits, `_` and `-`, at most 64; unique in the run whatever the case.
-        peft_config: adapter of the task; see `peft_mux.modeling.adapters` for what is supported.
+        peft_config: adapter of the task; see `peft_mux.modeling.adapters` for what is supported. With `init_adapter` it
+            may be left out.
         train_dataset: `datasets.Dataset`, `IterableDataset`, or a list of dicts; tokenised rows
             (`input_ids`, optional `labels`, `attention_mask`), `text`, `prompt`/`completion` or `messages`;
             `text` (optional `text_pair`) and `label` for sequence classification. Or a source that
@@ -283,6 +297,9 @@ class Task:
             uniform draws of (-1, 1), times `alpha / sqrt(L * D)` with L tokens of the row and D hidden features.
         loraplus_lr_ratio: LoRA+: the learning rate of LoRA's B as a multiple of that of A, at least 1 as a rule, as in
             PEFT's `create_loraplus_optimizer`; by default both have the same.
+        init_adapter: a saved adapter whose weights the task begins with: a folder as PEFT writes it, or a hub id.
+        reference: what losses with a reference (DPO, KTO, ...) compare with: "adapter", the frozen weights of
+            `init_adapter` and the default with it, as TRL does with a `PeftModel`; or "backbone".
         hub_model_id: repository of this task's adapter if the run has `push_to_hub=True`; by default the run's
             `hub_model_id`, or the name of its folder, followed by the name of the task.
         data_timeout_s: seconds within which a stream must deliver the rows of a step once the others wait for them;
@@ -299,7 +316,7 @@ class Task:
     """
 
     name: str
-    peft_config: PeftConfig
+    peft_config: PeftConfig = None  # type: ignore[assignment]
     train_dataset: Any
     eval_dataset: Any = None
     train_batch_size: int | None = None
@@ -345,6 +362,8 @@ class Task:
     label_smoothing_factor: float | None = None
     neftune_noise_alpha: float | None = None
     loraplus_lr_ratio: float | None = None
+    init_adapter: str | os.PathLike[str] | None = None
+    reference: str | None = None
 
     def __new__(cls, *args: Any, **settings: Any) -> Task:
         """Refuse unknown settings with what to use instead, which Python's own error would not say."""
@@ -353,6 +372,8 @@ class Task:
             raise_faults([Fault("task", f"{shown(args[0])} without its name", "settings by name", fix)])
         # Copies, and tasks from another process, are made without settings.
         needed = ("name", "peft_config", "train_dataset") if settings else ()
+        if settings.get("init_adapter") is not None:
+            needed = ("name", "train_dataset")
         refuse_unknown(settings, cls.__dataclass_fields__, _where(settings.get("name")), needed)
         return object.__new__(cls)
 
@@ -363,8 +384,10 @@ class Task:
             rows, own = _opened(self, which, where)
             faults += [fault for fault in own if fault not in faults]
             object.__setattr__(self, which, rows)
+        faults += _begin_from_adapter(self, where)
         loss = find_loss(self, where)
-        raise_faults([*faults, *_field_faults(self, where), *loss.faults, *_evaluation_faults(self, where, loss)])
+        faults += [*_field_faults(self, where), *loss.faults, *_evaluation_faults(self, where, loss)]
+        raise_faults([*faults, *_reference_faults(self, where, loss)])
 
     @classmethod
     def from_sft_config(cls, name: str, config: TrainingArguments, **settings: Any) -> Task:
@@ -452,6 +475,64 @@ def _opened(task: Task, which: str, where: str) -> tuple[Any, list[Fault]]:
         return rows, faults
     faults = row_format_faults(task.row_format, rows, where, which)
     return (rows, faults) if faults else (mapped(rows, task.row_format), [])
+
+
+_RESOLVED_BY_MODEL = frozenset(
+    "base_model_name_or_path revision inference_mode peft_version auto_mapping task_type target_modules "
+    "exclude_modules layers_to_transform layers_pattern modules_to_save".split()
+)
+"""Fields in which a saved configuration may differ from a given one that means the same; tensors are compared later."""
+
+
+def _begin_from_adapter(task: Task, where: str) -> list[Fault]:
+    """Put the folder of `init_adapter`, and its configuration if none is given, into a task; return what is wrong."""
+    given = task.init_adapter
+    if given is None:
+        return []
+    field, allowed = f"{where}.init_adapter", "the folder of a PEFT adapter, or its id on the Hub"
+    if not isinstance(given, (str, os.PathLike)) or not str(given):
+        return [Fault(field, shown(given), allowed)]
+    try:
+        folder = Path(given)
+        if not folder.is_dir():
+            from huggingface_hub import snapshot_download
+
+            folder = Path(snapshot_download(str(given), allow_patterns=list(ADAPTER_NAMES)))
+        saved = read_config(folder)
+    except (OSError, ValueError, CheckpointError) as error:
+        return [Fault(field, shown(str(given)), allowed, f"{' '.join(str(error).split())}")]
+    object.__setattr__(task, "init_adapter", str(folder))
+    if task.peft_config is None:
+        object.__setattr__(task, "peft_config", saved)
+        return []
+    if not isinstance(task.peft_config, PeftConfig):
+        return []  # which is a fault of its own
+    fix = "Leave peft_config out to train the adapter as it was saved."
+    if type(task.peft_config) is not type(saved):
+        got, wanted = type(task.peft_config).__name__, f"{type(saved).__name__}, the type of {given}"
+        return [Fault(f"{where}.peft_config", got, wanted, fix)]
+    # Sets have no order in files; what PEFT completes by the model is `None` before.
+    own, there = (json.loads(json.dumps(c.to_dict(), default=sorted)) for c in (task.peft_config, saved))
+    return [
+        Fault(f"{where}.peft_config.{name}", shown(value), f"{shown(there[name])}, as in {given}", fix)
+        for name, value in own.items()
+        if name not in _RESOLVED_BY_MODEL and "init" not in name and "dropout" not in name
+        if value is not None and value != there.get(name)
+    ]
+
+
+def _reference_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
+    """Return what is wrong with `reference`, given the loss that would read it."""
+    given, field = task.reference, f"{where}.reference"
+    if given is None:
+        return []
+    if given not in ("adapter", "backbone"):
+        return [Fault(field, shown(given), "'adapter' or 'backbone'")]
+    if given == "adapter" and task.init_adapter is None:
+        return [Fault(field, shown(given), "'backbone' without init_adapter", "Set init_adapter to a saved adapter.")]
+    if loss.objective is not None and loss.args is not None and not loss.objective.needs_reference(loss.args):
+        return [Fault(field, shown(given), "None with a loss that compares with no reference")]
+    return []
 
 
 def _field_faults(task: Task, where: str) -> list[Fault]:

@@ -17,6 +17,7 @@ from typing import Any
 from peft_mux import storage
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import CheckpointError
+from peft_mux.modeling.adapters.files import weights_digest
 from peft_mux.task import TaskStatus
 
 FORMAT_VERSION = 3
@@ -295,6 +296,9 @@ def task_settings(run: TaskRun) -> dict[str, Any]:
         },
         "rows": getattr(getattr(run.loader, "dataset", None), "fingerprint", None),
         "loss": {"objective": run.resolved.objective.name, **loss_args},
+        # By its content: the reference of a resumed run is read from it again.
+        "init_adapter": None if run.task.init_adapter is None else weights_digest(Path(run.task.init_adapter)),
+        "reference": "adapter" if run.resolved.has_adapter_reference else None,
     }
     if run.task.generate_options is not None:
         settings["eval_generate"] = run.task.generate_options.described

@@ -459,8 +459,11 @@ def _make_task(name: str, settings: Mapping[str, Any], folder: Path) -> tuple[Ta
         faults += more
     without_rows = [which for which in ("train_dataset", "eval_dataset") if own.get(which, _NO_ROWS) is None]
     own |= dict.fromkeys(without_rows, _NO_ROWS)
-    own["peft_config"], more = _attempt(where, _make_peft_config, _mapping(settings.get("peft")), f"{where}.peft")
-    faults += more
+    if isinstance(start := own.get("init_adapter"), str) and (folder / start).is_dir():
+        own["init_adapter"] = str(folder / start)  # a folder next to the file, or else a hub id or a path
+    if settings.get("peft") or own.get("init_adapter") is None:
+        own["peft_config"], more = _attempt(where, _make_peft_config, _mapping(settings.get("peft")), f"{where}.peft")
+        faults += more
     for key, kind in (("early_stopping", EarlyStopping), ("eval_generate", GenerateOptions)):
         if isinstance(own.get(key), dict):
             own[key], more = _attempt(where, _make_section, kind, own[key], where, key)
@@ -469,7 +472,7 @@ def _make_task(name: str, settings: Mapping[str, Any], folder: Path) -> tuple[Ta
     for fault in more:
         # Faults that are due to a stand-in for something at fault are not the user's.
         is_of_rows = without_rows and fault.where.endswith(_OF_ROWS)
-        if not is_of_rows and not (own["peft_config"] is None and "peft_config" in fault.where):
+        if not is_of_rows and not (own.get("peft_config", "") is None and "peft_config" in fault.where):
             faults.append(fault)
     return (None, faults) if faults else (task, [])
 

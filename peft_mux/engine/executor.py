@@ -219,7 +219,7 @@ class Executor:
         return ready
 
     def _with_references(self, micro_batches: tuple[MuxBatch, ...], tasks: Sequence[str]) -> tuple[MuxBatch, ...]:
-        """Add the log-probabilities of the backbone without adapters, for rows that do not bring them."""
+        """Add the log-probabilities of the reference, for rows that do not bring them."""
         model, chosen = self.model, []
         for micro_batch in micro_batches:
             lacking = []
@@ -233,7 +233,8 @@ class Executor:
         was_training = model.training
         model.eval()  # a reference depends on the row alone, so no dropout of the backbone may be drawn
         try:
-            with model.stream.without_adapters():
+            own = [name for name in tasks if name in model.registry.references]
+            with model.registry.reference_weights(own), model.stream.without_adapters(but=own):
                 found = iter(self.forward_terms(parts))
         finally:
             model.train(was_training)

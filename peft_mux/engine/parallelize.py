@@ -30,6 +30,7 @@ from peft_mux.engine.tasks.setup import configs_of, num_labels_of, seeds_of
 from peft_mux.engine.tasks.task_run import ResolvedTask
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
+from peft_mux.errors import CheckpointError, ConfigError
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.layer import lowest_layer
 from peft_mux.modeling.backbone.modules import adaptable_modules, is_meta
@@ -169,6 +170,7 @@ class ModelPart:
             is_autocast = args.bf16 and args.device.type == "cuda"
             with torch.autocast(args.device.type, dtype=torch.bfloat16) if is_autocast else nullcontext():
                 model.verify_once()
+        begin_from_adapters(model, tasks)
         self._prepare_last_layer(model, stage)
         if args.uses_checkpointing:
             model.activation_checkpointing_enable(**args.checkpointing_kwargs)
@@ -271,8 +273,35 @@ def register_tasks(
     """
     if is_whole:
         model.register_tasks(configs_of(tasks), seeds=seeds_of(tasks), num_labels=num_labels_of(tasks))
-        assign_settings(model, tasks)
-        return
+    else:
+        _register_parts(model, tasks, tensor_parallel)
+    assign_settings(model, tasks)
+    try:
+        begin_from_adapters(model, tasks)
+    except ConfigError:
+        model.remove_tasks([task.name for task in tasks])
+        raise
+
+
+def begin_from_adapters(model: MultiTaskPeftModel, tasks: Sequence[ResolvedTask]) -> None:
+    """Give tasks the weights of the adapters that they begin from; a model without weights only compares the tensors.
+
+    Raises:
+        ConfigError: naming the task and the first tensor that is missing, extra or of another shape.
+    """
+    for task in tasks:
+        if (folder := task.task.init_adapter) is None:
+            continue
+        try:
+            model.begin_from(task.name, folder, keeps_reference=task.has_adapter_reference)
+        except CheckpointError as error:
+            raise ConfigError(f"tasks.{task.name}.init_adapter: {error}") from error
+
+
+def _register_parts(
+    model: MultiTaskPeftModel, tasks: Sequence[ResolvedTask], tensor_parallel: TensorParallelModel | None
+) -> None:
+    """Add tasks to a part of a model; see `register_tasks`."""
     whole = blank_model(model.backbone, configs_of(tasks), seeds_of(tasks))
     for task in tasks:
         name = task.name
@@ -297,4 +326,3 @@ def register_tasks(
             # Registered by name all the same: every process must count, sum and end the same tasks.
             model.register_absent(name, copy.deepcopy(completed))
         model.stream.lowest_layers[model.adapter_of(name)] = lowest_layer(drawn)
-    assign_settings(model, tasks)

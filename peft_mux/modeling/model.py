@@ -421,6 +421,28 @@ class MultiTaskPeftModel(PeftModel):
         """Read one task's adapter weights from a PEFT adapter folder; a `CheckpointError` if its tensors differ."""
         files.load_adapter(self, self.adapter_of(name), Path(folder))
 
+    def begin_from(self, name: str, folder: str | Path, *, keeps_reference: bool = False) -> None:
+        """Give a task the weights of a saved adapter; a model without weights only compares the tensors.
+
+        Args:
+            name: the task's name in the run.
+            folder: the adapter, as PEFT saves it, whole also for a part of the model.
+            keeps_reference: whether these weights stay, frozen, as the reference of the task's loss.
+
+        Raises:
+            CheckpointError: if the folder holds none, or tensors that are not of this task.
+        """
+        if is_meta(self.backbone):
+            files.matching_weights(self, self.adapter_of(name), Path(folder))
+            return
+        if self.num_stages * self.tp_size > 1:
+            self.registry.place_whole(name, self.saved_weights(name, folder))
+        else:
+            self.load_task(name, folder)
+        if keeps_reference:
+            parameters = self.task_parameters(name)
+            self.registry.references[name] = {key: item.detach().clone() for key, item in parameters.items()}
+
     @classmethod
     def from_pretrained(cls, model: Any, model_id: str | Path, **kwargs: Any) -> MultiTaskPeftModel:  # type: ignore[override]
         """Build a model with every adapter of a folder that `save_pretrained` (or a run) wrote.

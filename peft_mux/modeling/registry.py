@@ -8,7 +8,8 @@ from __future__ import annotations
 import copy
 import gc
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -58,6 +59,8 @@ class TaskRegistry:
             the gradients of processes do not add.
         penalised: kinds of the tasks that add a penalty to their loss, by name of the task.
         tuners: PEFT's tuners of the model.
+        references: frozen weights that the loss of a task compares with in place of the backbone, by task and
+            parameter: those of the adapter that it began from.
     """
 
     def __init__(self, *, is_head_new: bool = False) -> None:
@@ -66,6 +69,7 @@ class TaskRegistry:
         self.pieces: dict[tuple[str, str], Piece] = {}
         self.penalised: dict[str, AdapterKind] = {}
         self.tuners = Tuners()
+        self.references: dict[str, dict[str, torch.Tensor]] = {}
         self._tasks: dict[str, _Task] = {}
         self._by_adapter: dict[str, _Task] = {}
         self._num_added = 0
@@ -164,6 +168,7 @@ class TaskRegistry:
         adapter = self.adapter_of(name)
         del self.adapters[name], self._tasks[name], self._by_adapter[adapter]
         self.penalised.pop(name, None)
+        self.references.pop(name, None)
         self.forget_pieces(name)
         return adapter
 
@@ -217,6 +222,21 @@ class TaskRegistry:
                 )
         for key, parameter in self.parameters_of(name).items():
             parameter.copy_(pieces[key].take(tensors[key]))
+
+    @contextmanager
+    def reference_weights(self, names: Collection[str]) -> Iterator[None]:
+        """Let tasks have the weights of their `references` in the `with` block, in place, and their own after it."""
+        held = [(item, self.references[name][key]) for name in names for key, item in self.parameters_of(name).items()]
+        own = [item.detach().clone() for item, _ in held]
+        try:
+            with torch.no_grad():
+                for item, reference in held:
+                    item.copy_(reference)
+            yield
+        finally:
+            with torch.no_grad():
+                for (item, _), value in zip(held, own, strict=True):
+                    item.copy_(value)
 
     # ------------------------------------------------------ coming and going
 

@@ -21,7 +21,7 @@ Shape letters: T tokens, N tasks, G key-value heads, L tokens of a part, C chann
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple, Protocol
@@ -250,6 +250,7 @@ class Stream:
         num_passes: how often a batch was dispatched; recomputations count.
         key_values: keys and values of long sequences, between the passes of their parts.
         has_adapters: whether rows are bound to the adapters of their tasks; if not, to none (`without_adapters`).
+        always_bound: tasks whose rows are bound to their adapters even so.
         adapters_not_reached: adapters that no layer of the pass in flight has applied yet: nothing below needs the
             gradients of their rows. Empty where that is not known.
         lowest_layers: number of the lowest layer, in the whole model, that has weights of an adapter; 0 where rows go
@@ -270,6 +271,7 @@ class Stream:
         self.num_passes = 0
         self.key_values = KeyValueStore()
         self.has_adapters = True
+        self.always_bound: Collection[str] = ()
         self.adapters_not_reached: frozenset[str] = frozenset()
         self.lowest_layers: dict[str, int] = {}
         self.left_out: frozenset[nn.Module] = frozenset()
@@ -322,8 +324,9 @@ class Stream:
             offsets: offsets of the batch's tasks among the rows, `N + 1` numbers.
             adapters: internal adapter id of each task name.
         """
+        bound = adapters if self.has_adapters else self.always_bound
         return tuple(
-            RowSegment(adapters[name] if self.has_adapters else NO_ADAPTER, start, end, seed, step)
+            RowSegment(adapters[name] if name in bound else NO_ADAPTER, start, end, seed, step)
             for name, start, end, seed, step in zip(
                 batch.task_names, offsets[:-1], offsets[1:], batch.task_seeds, batch.task_steps, strict=True
             )
@@ -346,9 +349,13 @@ class Stream:
         for maker in self.makers.values():
             maker.clear()
 
-    def without_adapters(self) -> AbstractContextManager[None]:
-        """Run the passes of the `with` block through the backbone alone: no layer knows the adapter of a row."""
-        return temporary_attributes(self, has_adapters=False)
+    def without_adapters(self, *, but: Collection[str] = ()) -> AbstractContextManager[None]:
+        """Run the passes of the `with` block through the backbone alone: no layer knows the adapter of a row.
+
+        Args:
+            but: tasks whose rows keep their adapters.
+        """
+        return temporary_attributes(self, has_adapters=False, always_bound=but)
 
     # ----------------------------------------------------- rows of a pass
 

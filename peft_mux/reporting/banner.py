@@ -72,6 +72,11 @@ def banner_lines(
     if not plan.htasks and not plan.waiting:
         planned = ["no task has steps to take: all have ended, or rest"]
     peak = max(plan.peak_bytes, default=plan.memory.peak_bytes)
+    starts = []
+    for run in [run for run in runs if run.task.init_adapter is not None]:
+        reference = "this adapter" if run.resolved.has_adapter_reference else "the backbone"
+        told = f", reference: {reference}" if run.resolved.needs_reference else ""
+        starts.append(f"{run.name} from {run.task.init_adapter}{told}")
     limit = "" if plan.limit_bytes is None else f" of {bytes_text(plan.limit_bytes)} that a device may use"
     return [
         f"peft_mux {versions['peft-mux']}  torch {torch.__version__}  transformers {versions['transformers']}  "
@@ -79,6 +84,7 @@ def banner_lines(
         f"device   {device_words(args.device)}{processes and f'; {processes}'}",
         f"model    {kind if name == kind else f'{name}: {kind}'}, {num_parameters:,} parameters, {dtype}{precision}",
         f"tasks    {', '.join(tasks)}",
+        *([f"begins   {'; '.join(starts)}"] if starts else []),
         f"kernels  {'Triton' if kernels is None else f'torch, not Triton: {kernels}'}; attention {attention}",
         f"plan     {', '.join(planned)}",
         f"memory   {bytes_text(peak)} {MEMORY.words} at its peak, predicted{limit}",

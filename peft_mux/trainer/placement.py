@@ -17,7 +17,7 @@ from peft_mux.checkpoint.task_state import TaskState, gather_task, split_state, 
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.parallelize import ModelPart, ParallelModel, register_tasks
+from peft_mux.engine.parallelize import ModelPart, ParallelModel, begin_from_adapters, register_tasks
 from peft_mux.engine.tasks.optimizer import LastFiniteWeights, TaskOptimizer
 from peft_mux.engine.tasks.setup import decide_sharing
 from peft_mux.engine.tasks.task_run import ResolvedTask, TaskRun
@@ -64,6 +64,7 @@ class Placement:
         self._unshared_reason = reason_of_backbone(described.backbone)
         decide_sharing(run.table, run.args, self._unshared_reason)
         self.outline = self.part.outline(described, self.tasks)
+        begin_from_adapters(self.outline, self.tasks)
 
     @property
     def is_loaded(self) -> bool:

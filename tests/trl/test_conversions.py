@@ -128,7 +128,8 @@ def test_no_field_of_a_configuration_is_lost(name: str, tmp_path: Path) -> None:
             wrong.append(f"{item.name} is {'carried over' if has_changed else 'lost'}")
         carried |= {item.name} if has_changed else set()
     assert wrong == []
-    assert {"learning_rate", "seed", "max_length", "per_device_train_batch_size"} <= carried
+    assert {"learning_rate", "seed", "per_device_train_batch_size"} <= carried
+    assert "max_length" in carried or not hasattr(plain, "max_length")
 
 
 WITHOUT_EFFECT = {

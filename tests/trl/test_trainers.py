@@ -135,9 +135,11 @@ def class_of(trainer: str, kind: str) -> type[Any]:
     return getattr({"CPO": cpo, "ORPO": orpo}.get(trainer, trl), f"{trainer}{kind}")
 
 
-def theirs(case: Case, folder: Path) -> lab.Outcome:
+def theirs(case: Case, folder: Path, **options: Any) -> lab.Outcome:
     trainer, config = (class_of(case.trainer, kind) for kind in ("Trainer", "Config"))
-    return lab.trl_outcome(trainer, config, case.rows, folder, is_classifier=case.is_classifier, **case.options)
+    return lab.trl_outcome(
+        trainer, config, case.rows, folder, is_classifier=case.is_classifier, **case.options, **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -150,6 +152,21 @@ def test_a_task_trains_as_with_the_trainer_of_trl(name: str, tmp_path: Path) -> 
     expected = theirs(case, tmp_path)
     lab.assert_same(ours, expected)
     lab.assert_same_metrics(ours, expected, case.metrics)
+
+
+@pytest.mark.parametrize("name", ["dpo", pytest.param("kto", marks=pytest.mark.slow), "sft on completions"])
+def test_a_task_that_begins_from_an_adapter_has_it_as_its_reference_as_with_the_trainer_of_trl(
+    name: str, tmp_path: Path
+) -> None:
+    start = lab.trained_adapter(tmp_path / "start")
+    case = CASES[name]
+    task = lab.task("a", case.rows, **case.settings, init_adapter=start)
+    beside = lab.task("b", lab.pairs(), objective="dpo")
+    ours = lab.our_outcomes([task, beside], tmp_path)
+    expected = theirs(case, tmp_path, start=start)
+    lab.assert_same(ours["a"], expected)
+    lab.assert_same_metrics(ours["a"], expected, case.metrics)
+    lab.assert_same(ours["b"], theirs(CASES["dpo"], tmp_path))
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 from datasets import Dataset
-from peft import LoraConfig, get_peft_model
+from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import LlamaConfig, LlamaForCausalLM, LlamaForSequenceClassification
 
 from peft_mux.arguments import MultiTaskTrainingArguments
@@ -137,6 +137,7 @@ def trl_outcome(
     is_classifier: bool = False,
     held_out: Sequence[Mapping[str, Any]] = (),
     reward_funcs: Any = None,
+    start: Path | None = None,
     **options: Any,
 ) -> Outcome:
     """Train with a trainer of TRL.
@@ -149,6 +150,7 @@ def trl_outcome(
         is_classifier: whether the backbone is a classifier.
         held_out: rows to evaluate after the last step, in the same batches as the others.
         reward_funcs: of `GRPOTrainer`.
+        start: a saved adapter to begin from; by default one that is drawn.
         options: arguments beside those that all runs have.
     """
     losses: list[float] = []
@@ -177,18 +179,22 @@ def trl_outcome(
         disable_tqdm=True,
         **options,
     )
-    model, peft_config = backbone(is_classifier=is_classifier), adapter(is_classifier=is_classifier)
+    model = backbone(is_classifier=is_classifier)
+    if start is not None:
+        model = PeftModel.from_pretrained(model, str(start), is_trainable=True)
     made = Recording(
         model=model,
         args=args,
         train_dataset=Dataset.from_list([dict(row) for row in rows]),
         eval_dataset=Dataset.from_list([dict(row) for row in held_out]) if held_out else None,
         processing_class=copy.deepcopy(tokenizer()),
-        peft_config=peft_config,
+        peft_config=adapter(is_classifier=is_classifier) if start is None else None,
         **({} if reward_funcs is None else {"reward_funcs": reward_funcs}),
     )
-    initial = initial_weights(is_classifier=is_classifier)
     trained = trained_parameters(made.model)
+    initial = {name: value.detach().clone() for name, value in trained.items()}
+    if start is None:
+        initial = initial_weights(is_classifier=is_classifier)
     assert trained.keys() == initial.keys()
     with torch.no_grad():
         for name, parameter in trained.items():
@@ -259,6 +265,17 @@ def initial_weights(*, is_classifier: bool = False) -> dict[str, torch.Tensor]:
     return {name: value.detach().clone() for name, value in trained_parameters(model).items()}
 
 
+def trained_adapter(folder: Path) -> Path:
+    """Save an adapter that is not as it was drawn, with plain PEFT, and return its folder."""
+    torch.manual_seed(SEED)
+    model = get_peft_model(backbone(), adapter())
+    with torch.no_grad():
+        for value in trained_parameters(model).values():
+            value.add_(0.05 * torch.randn_like(value))
+    model.save_pretrained(str(folder))
+    return folder
+
+
 def trained_parameters(model: Any) -> dict[str, torch.nn.Parameter]:
     """Return the trained parameters by PEFT's names without the adapter's."""
     return {name.replace(".default", ""): value for name, value in model.named_parameters() if value.requires_grad}
@@ -275,7 +292,7 @@ def task(name: str, rows: Sequence[Mapping[str, Any]], *, is_classifier: bool = 
         "shuffle": False,
         **settings,
     }
-    config = adapter(is_classifier=is_classifier)
+    config = None if "init_adapter" in settings else adapter(is_classifier=is_classifier)
     return Task(name=name, peft_config=config, train_dataset=[dict(row) for row in rows], **options)
 
 

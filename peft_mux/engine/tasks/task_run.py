@@ -75,8 +75,13 @@ class ResolvedTask:
 
     @property
     def needs_reference(self) -> bool:
-        """Whether its loss needs the log-probabilities of the backbone without the adapter."""
+        """Whether its loss compares with log-probabilities of a frozen model (`has_adapter_reference` says which)."""
         return self.objective.needs_reference(self.loss_args)
+
+    @property
+    def has_adapter_reference(self) -> bool:
+        """Whether the reference of its loss is the adapter that it begins from."""
+        return self.needs_reference and self.task.init_adapter is not None and self.task.reference != "backbone"
 
 
 class BestMetric:

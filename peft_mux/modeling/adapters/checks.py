@@ -113,7 +113,10 @@ def _module_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
     if targets is None and not bare:
         model_type = getattr(getattr(backbone, "config", None), "model_type", None)
         if model_type in kind.default_targets:
-            return []
+            asked = copy.copy(config)
+            asked.target_modules = kind.default_targets[model_type]
+            named = {name: module for name, module in modules.items() if check_target_module_exists(asked, name)}
+            return kind.width_faults(config, named, where)
         return [Fault(field, "None", known, f'PEFT has no default for model type "{model_type}".')]
     if isinstance(targets, str):
         # PEFT, too, ignores upper and lower case here.

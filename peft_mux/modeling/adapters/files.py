@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -27,7 +28,7 @@ from peft_mux.modeling.adapters.prompts.prompts import (
     saved_tensor,
 )
 from peft_mux.modeling.sharding import Piece
-from peft_mux.storage import CHECKSUMS_NAME, load_tensors, verify_checksums
+from peft_mux.storage import CHECKSUMS_NAME, digest_file, load_tensors, verify_checksums
 
 WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
@@ -134,8 +135,10 @@ def save_adapter(model: Any, adapter: str, folder: Path, weights: Mapping[str, t
 # ---------------------------------------------------------------------- reading
 
 
-def load_adapter(model: Any, adapter: str, folder: Path) -> None:
-    """Read an adapter's weights; every tensor must be there and finite, and no other.
+def matching_weights(model: Any, adapter: str, folder: Path) -> dict[str, torch.Tensor]:
+    """Return the tensors of a saved adapter; every tensor must be there and finite, and no other.
+
+    The model may be a description without weights.
 
     Raises:
         CheckpointError: naming the file that is missing, torn or changed, or the tensors that are missing, extra, of
@@ -162,6 +165,12 @@ def load_adapter(model: Any, adapter: str, folder: Path) -> None:
             f"{folder / WEIGHTS_NAME}: got numbers that are not finite in {broken[0]}; allowed: finite weights, as any"
             " result of others is NaN. Load an older checkpoint of the task."
         )
+    return state
+
+
+def load_adapter(model: Any, adapter: str, folder: Path) -> None:
+    """Read an adapter's weights; a `CheckpointError` as of `matching_weights`."""
+    state = matching_weights(model, adapter, folder)
     if adapter in encoders_of(model):
         load_prompt(model, adapter, state, _parameters_of(model, adapter))
         return
@@ -221,6 +230,25 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     return load_tensors(path)
 
 
+def weights_digest(folder: Path) -> str:
+    """Return the SHA-256 of an adapter's weights.
+
+    Raises:
+        CheckpointError: if the file is missing.
+    """
+    path = folder / WEIGHTS_NAME
+    try:
+        facts = path.stat()
+        return _digest(path, facts.st_mtime_ns, facts.st_size)
+    except OSError as error:
+        raise CheckpointError(f"{path}: got {error}; allowed: the adapter that a task began from.") from error
+
+
+@lru_cache(maxsize=256)
+def _digest(path: Path, time_ns: int, size_bytes: int) -> str:
+    return digest_file(path)[1]
+
+
 # ---------------------------------------------------------- folders of adapters
 
 
@@ -250,24 +278,11 @@ def saved_adapters(root: Path) -> SavedAdapters:
     configs: dict[str, PeftConfig] = {}
     labels: dict[str, int] = {}
     for name, folder in folders.items():
-        path, task = folder / CONFIG_NAME, f'task "{name}"'
-        if (folder / CHECKSUMS_NAME).exists():
-            try:
-                verify_checksums(folder, [CONFIG_NAME])
-            except CheckpointError as error:
-                raise CheckpointError(f"{task}: {error}") from error
+        path, task = folder / WEIGHTS_NAME, f'task "{name}"'
         try:
-            if not path.is_file():  # PEFT would look for it in the hub; a pipe would hang
-                raise OSError("it is no regular file")
-            configs[name] = PeftConfig.from_pretrained(str(folder))
-        # Whatever PEFT raises for garbage: it has no error of its own for it.
-        except Exception as error:
-            raise CheckpointError(
-                f"{task}: {path}: got no readable configuration ({type(error).__name__}: {error}); allowed: that of a"
-                " PEFT adapter."
-            ) from error
-        configs[name].inference_mode = False
-        path = folder / WEIGHTS_NAME
+            configs[name] = read_config(folder)
+        except CheckpointError as error:
+            raise CheckpointError(f"{task}: {error}") from error
         try:
             if not path.is_file():
                 raise OSError("it is no regular file")
@@ -282,6 +297,28 @@ def saved_adapters(root: Path) -> SavedAdapters:
                 f"{task}: {path}: got no readable tensors ({error}); allowed: an intact safetensors file."
             ) from error
     return SavedAdapters(folders, configs, labels)
+
+
+def read_config(folder: Path) -> PeftConfig:
+    """Return the configuration of a saved adapter, ready for further training.
+
+    Raises:
+        CheckpointError: naming the file, if it is missing, torn or changed.
+    """
+    path = folder / CONFIG_NAME
+    if (folder / CHECKSUMS_NAME).exists():
+        verify_checksums(folder, [CONFIG_NAME])
+    try:
+        if not path.is_file():  # PEFT would look for it in the hub; a pipe would hang
+            raise OSError("it is no regular file")
+        config = PeftConfig.from_pretrained(str(folder))
+    # Whatever PEFT raises for garbage: it has no error of its own for it.
+    except Exception as error:
+        raise CheckpointError(
+            f"{path}: got no readable configuration ({type(error).__name__}: {error}); allowed: that of a PEFT adapter."
+        ) from error
+    config.inference_mode = False
+    return config
 
 
 def load_adapters(model: Any, saved: SavedAdapters) -> None:

@@ -11,6 +11,7 @@ Shape letters: N rows of one task, D features, K output features, V words, I tok
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
@@ -90,7 +91,7 @@ def wanted_biases(config: Any, backbone: nn.Module, adapter: str | None = None) 
     found = {}
     for name, module in backbone.named_modules() if how != "none" else ():
         around = backbone.get_submodule(name.removesuffix(".base_layer")) if name.endswith(".base_layer") else None
-        plain = name.removesuffix(".base_layer")
+        plain = re.sub(r"(\.base_layer)+$", "", name)  # layers of several types may lie around one module
         if module._parameters.get("bias") is None or is_inside_wrapper(plain):
             continue
         is_adapted = isinstance(around, BaseTunerLayer) and any(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from typing import Any
 
 import numpy as np
-from peft import LoraConfig
+import torch
+from peft import LoraConfig, get_peft_model
 
 from peft_mux import Task
 from tests.engine.replicas.layout_cases import LaidOut, Watcher, backbone, train
@@ -71,7 +74,24 @@ def tasks() -> list[Task]:
         _task("orpo", pairs(4, 8), eval_dataset=pairs(14, 4), objective="orpo", rank=2, **held_out),
         _task("kto", answers(5, 11), eval_dataset=answers(15, 7), objective="kto", train_batch_size=5, **held_out),
         _task("apo", answers(6, 6), objective="kto", loss_type="apo_zero_unpaired", train_batch_size=3),
+        _task("warm", pairs(8, 7), objective="dpo", init_adapter=_saved_adapter().name, seed=5),
     ]
+
+
+@cache
+def _saved_adapter() -> TemporaryDirectory[str]:
+    """Return a folder, gone with the process, with an adapter that is not as it was drawn: the same in all of them."""
+    model, folder = (
+        get_peft_model(backbone("llama"), LoraConfig(r=4, target_modules="all-linear")),
+        TemporaryDirectory(),
+    )
+    generator = torch.Generator().manual_seed(9)
+    with torch.no_grad():
+        for _, value in sorted(model.named_parameters()):
+            if value.requires_grad:
+                value.copy_(0.1 * torch.randn(value.shape, generator=generator))
+    model.save_pretrained(folder.name)
+    return folder
 
 
 def _task(name: str, rows: Sequence[Row], rank: int = 4, **settings: Any) -> Task:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
@@ -87,7 +87,10 @@ def alone(trainer: Any, one: Task, base: Callable[[], Any]) -> Side:
     model.train()
     named = {name: item for name, item in model.named_parameters() if item.requires_grad}
     groups = [
-        {"params": [item for name, item in named.items() if decays(name) is does], "weight_decay": decay}
+        {
+            "params": [item for name, item in named.items() if decays(name.removesuffix(".default")) is does],
+            "weight_decay": decay,
+        }
         for does, decay in ((True, hyper.weight_decay), (False, 0.0))
     ]
     optimizer = torch.optim.AdamW(groups, lr=hyper.learning_rate)
@@ -172,11 +175,21 @@ def _plain(name: str) -> str:
     return name.replace(".token_adapter", "").replace(".base_layer", "").replace(".original_module", "")
 
 
-def together(configs: Mapping[str, PeftConfig], base: Callable[[], Any], folder: Path, **settings: Any) -> Together:
-    """Train tasks of these configurations side by side, and save them."""
+def together(
+    configs: Mapping[str, PeftConfig],
+    base: Callable[[], Any],
+    folder: Path,
+    *,
+    late: Collection[str] = (),
+    **settings: Any,
+) -> Together:
+    """Train tasks of these configurations side by side, those in `late` from the second step on, and save them."""
     tasks = {name: task(name, config, number, **settings) for number, (name, config) in enumerate(configs.items())}
     model = base()
     before = {name: item.detach().clone() for name, item in model.named_parameters()}
-    run = lab.train(list(tasks.values()), folder / "run", model=model)
+    arriving = [tasks[name] for name in late]
+    recorder = lab.Recorder(at_end={1: lambda trainer: trainer.register_tasks(arriving)} if arriving else {})
+    first = [one for name, one in tasks.items() if name not in late]
+    run = lab.train(first, folder / "run", model=model, recorder=recorder)
     run.trainer.model.save_pretrained(folder / "saved")
     return Together(run, tasks, base, folder / "saved", before)

@@ -18,6 +18,7 @@ import torch
 from peft.tuners.lora import LoraLayer
 from peft.tuners.lora.layer import ParamWrapper
 from torch import nn
+from transformers.pytorch_utils import Conv1D
 
 from peft_mux.errors import Fault, is_real, raise_faults, shown
 from peft_mux.modeling.adapters.catalogue import ENTRIES
@@ -185,12 +186,16 @@ class LoraKind(AdapterKind):
             return []
         if isinstance(config.target_modules, str) and config.target_modules.lower() == "all-linear":
             modules = {name: module for name, module in modules.items() if not isinstance(module, nn.Embedding)}
+        field, got = f"{where}.init_lora_weights", shown(config.init_lora_weights)
         odd = next((name for name, module in modules.items() if frozen_weight(module)[0] is None), None)
-        if odd is None:
+        if odd is not None:
+            fix = f"{odd} is an embedding or quantised; leave it out of target_modules."
+            return [Fault(field, got, "True, False, or plain linear layers as targets", fix)]
+        turned = next((name for name, module in modules.items() if type(module) is Conv1D), None)
+        if turned is None or config.init_lora_weights != "olora":
             return []
-        allowed = "True, False, or plain linear layers as targets"
-        fix = f"{odd} is an embedding or quantised; leave it out of target_modules."
-        return [Fault(f"{where}.init_lora_weights", shown(config.init_lora_weights), allowed, fix)]
+        fix = f"PEFT reads the weight of {turned}, a Conv1D of [in, out] features, as [out, in]. Use 'pissa'."
+        return [Fault(field, got, "another initialisation on this backbone", fix)]
 
     def complete(self, config: Any, backbone: Any) -> None:
         """Let a classifier's task train its head, and name the experts of a mixture as PEFT does."""

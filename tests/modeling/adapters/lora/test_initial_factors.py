@@ -18,7 +18,7 @@ from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.errors import CheckpointError, ConfigError
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
-from tests.modeling.adapters.alone import IDS, task
+from tests.modeling.adapters.alone import IDS, task, tiny_gpt2
 
 TWO = ["q_proj", "down_proj"]
 PISSA = LoraConfig(r=4, target_modules=TWO, init_lora_weights="pissa")
@@ -153,3 +153,10 @@ def test_embeddings_cannot_be_decomposed(targets: Any) -> None:
     config = LoraConfig(r=4, target_modules=targets, init_lora_weights="pissa")
     with pytest.raises(ConfigError, match=r"init_lora_weights.*embed_tokens is an embedding"):
         MultiTaskPeftModel(tiny_llama(), {"own": config}, verify=False)
+
+
+@pytest.mark.parametrize("targets", [None, "all-linear", ["c_fc"], r".*c_fc"])
+def test_olora_on_layers_that_keep_their_weights_turned_is_refused(targets: Any) -> None:
+    config = LoraConfig(r=4, target_modules=targets, init_lora_weights="olora")
+    with pytest.raises(ConfigError, match=r"tasks\.own\.peft_config\.init_lora_weights.*a Conv1D.*Use 'pissa'"):
+        MultiTaskPeftModel(tiny_gpt2(), {"own": config}, verify=False)

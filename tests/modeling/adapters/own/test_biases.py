@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import copy
+from functools import cache
 from pathlib import Path
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import IA3Config, LoraConfig
+from transformers import LlamaConfig, LlamaForCausalLM
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.errors import ConfigError
-from tests.invariants.mux_lab import tiny_llama
+from tests.invariants.mux_lab import fill, tiny_llama
 from tests.modeling.adapters.alone import Together, tiny_gpt2, together
+from tests.modeling.adapters.cases import CASES_BY_NAME
 
 CONFIGS = {
     "all": LoraConfig(r=4, target_modules=["c_fc"], bias="all", fan_in_fan_out=True),
@@ -84,6 +88,41 @@ def test_a_merged_task_has_its_biases_and_an_unloaded_model_none() -> None:
     backbone = tiny_gpt2()
     before = dict(backbone.state_dict())
     assert MultiTaskPeftModel(backbone, CONFIGS, verify=False).unload().state_dict().keys() == before.keys()
+
+
+@cache
+def _biased_llama() -> LlamaForCausalLM:
+    config = LlamaConfig(**{**tiny_llama().config.to_dict(), "attention_bias": True, "mlp_bias": True})
+    model = LlamaForCausalLM(config)
+    fill(model, 0)
+    return model
+
+
+def biased_llama() -> LlamaForCausalLM:
+    """Return a fresh copy of the tiny Llama with a bias in every linear layer of its blocks."""
+    return copy.deepcopy(_biased_llama())
+
+
+ON_BIASED = {
+    **{
+        bias: LoraConfig(r=2, target_modules=["q_proj", "down_proj"], bias=bias)  # type: ignore[arg-type]
+        for bias in ("all", "lora_only")
+    },
+    "IA3": IA3Config(target_modules=["v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    **{name: CASES_BY_NAME[name].make(0) for name in ("HRA", "LOHA", "MISS", "BEFT")},
+}
+
+
+@pytest.mark.parametrize(
+    "late", [["all", "lora_only"], ["IA3", "HRA", "LOHA", "MISS", "BEFT"]], ids=["biases", "sliced"]
+)
+def test_biases_and_sliced_types_share_modules_in_any_order_and_arrive_in_mid_run(
+    late: list[str], tmp_path: Path
+) -> None:
+    ran = together(ON_BIASED, biased_llama, tmp_path, late=late, max_steps=3)
+    for name in ON_BIASED:
+        ran.assert_as_alone(name)
+    ran.assert_backbone_unchanged()
 
 
 def test_a_bias_and_a_copy_of_one_module_are_refused() -> None:
