@@ -298,14 +298,14 @@ def hung(rank: int, folder: Path, timeout_s: int) -> Part:
     return run(folder, five_tasks(), recorder=lab.Recorder(at_begin=acts), ddp_timeout=timeout_s)
 
 
-def poisoned(rank: int, folder: Path, poison: bool) -> Part:
+def poisoned(rank: int, folder: Path) -> Part:
     """Train; on the last process alone the weights of one task become NaN before step 4."""
 
     def spoil(trainer: Any) -> None:
         for weight in trainer.model.task_parameters("wide").values():
             weight.data.fill_(float("nan"))
 
-    acts = {3: spoil} if poison and rank == 1 else {}
+    acts = {3: spoil} if rank == 1 else {}
     return run(folder, five_tasks(), recorder=lab.Recorder(at_begin=acts))
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import io
 import tempfile
 from pathlib import Path
@@ -18,3 +19,5 @@ with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as pa
     draw_none(patch)
     with contextlib.redirect_stdout(io.StringIO()):
         cases.run(Path(folder), cases.five_tasks(max_steps=2))
+gc.freeze()
+gc.set_threshold(50_000, 20, 20)
