@@ -90,9 +90,7 @@ def test_all_processes_learn_from_the_time_of_the_slowest(tmp_path: Path) -> Non
     assert factors != AS_PROFILED
 
 
-def test_a_nan_on_one_process_quarantines_its_task_on_all_and_harms_no_neighbour(
-    alone: Part, tmp_path: Path
-) -> None:
+def test_a_nan_on_one_process_quarantines_its_task_on_all_and_harms_no_neighbour(alone: Part, tmp_path: Path) -> None:
     parts = values(launch(2, cases.poisoned, tmp_path))
     for part in parts:
         status, reason = part.statuses["wide"]
