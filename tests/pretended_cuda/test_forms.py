@@ -1,4 +1,9 @@
-"""Forms of training on the pretended device: chains, adapted heads, captured passes, old cards, other optimizers."""
+"""Forms of training on the pretended device: chains, adapted heads, captured passes, old cards, other optimizers.
+
+Before that packing is proven, on the device and by the kernels that a run will train with, not on the CPU. What
+`test_architectures.py` asks of every architecture in every form is asked of three here, in the form that Trainer makes
+of a backbone that is given as an object, where the most can go wrong.
+"""
 
 from __future__ import annotations
 
@@ -7,7 +12,14 @@ from typing import Any
 
 import pytest
 
-from tests.pretended_cuda.checks import VARLEN, assert_nothing_waits, assert_trained, seen_of, slower_attention
+from tests.pretended_cuda.checks import (
+    VARLEN,
+    assert_as_promised,
+    assert_nothing_waits,
+    assert_trained,
+    seen_of,
+    slower_attention,
+)
 
 pytestmark = pytest.mark.timeout(900)  # of seconds on an idle machine; a busy one takes longer
 CASES: dict[str, dict[str, Any]] = {
@@ -26,6 +38,12 @@ CASES: dict[str, dict[str, Any]] = {
     "plain AdamW": {"optim": "adamw_torch"},
     "SGD": {"optim": "sgd"},
 }
+LOADS: dict[str, dict[str, Any]] = {
+    "fp32 under autocast": {"architecture": "llama", "dtype": "fp32", "bf16": True},
+    "bf16": {"architecture": "llama", "dtype": "bf16", "bf16": False},
+    "already multiplexed": {"architecture": "llama", "dtype": "fp32", "bf16": True, "is_held_by_user": True},
+}
+ARCHITECTURES = ("gemma2", "gpt2", "bert")
 SLOW = (
     "upper layers, recomputed",
     "upper layers, captured",
@@ -47,7 +65,33 @@ def found(request: pytest.FixtureRequest, run_cases: Callable[..., Found]) -> Fo
     """Return what was seen of the cases that selected tests ask for."""
     beside = [item for item in request.session.items if item.path == request.path]
     asked = {item.get_closest_marker("slow") is not None for item in beside}
-    return run_cases({name: case for name, case in CASES.items() if (name in SLOW) in asked})
+    cases = {name: case for name, case in CASES.items() if (name in SLOW) in asked}
+    if False in asked:
+        cases |= {f"load, {name}": {**fields, "kind": "load"} for name, fields in LOADS.items()}
+        cases |= {name: {"architecture": name, "dtype": "fp32", "autocast": True} for name in ARCHITECTURES}
+    return run_cases(cases)
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_packing_is_proven_where_and_in_which_precision_it_will_train(found: Found, name: str) -> None:
+    seen = seen_of(found, f"load, {name}")
+    built_by_user = [["cpu", "torch.float32"]] if name == "already multiplexed" else []
+    assert seen["probes"] == [*built_by_user, ["cuda", "torch.bfloat16"]]
+    assert seen["device"] == "cuda"
+
+
+@pytest.mark.parametrize("name", LOADS)
+def test_the_proof_goes_through_flash_attention_and_the_kernels(found: Found, name: str) -> None:
+    seen = seen_of(found, f"load, {name}")
+    # Two layers, packed without and with adapters; then the last of them, for all rows and for some.
+    assert seen["attention"][VARLEN] == 6
+    assert seen["launches"]["shrink_kernel"] > 0
+    assert seen["launches"]["expand_kernel"] > 0
+
+
+@pytest.mark.parametrize("name", ARCHITECTURES)
+def test_an_architecture_trains_without_a_wait(found: Found, name: str) -> None:
+    assert_as_promised(seen_of(found, name), name, "fp32 under autocast")
 
 
 @pytest.mark.parametrize("name", each(CASES))

@@ -2,57 +2,40 @@
 
 from __future__ import annotations
 
-import json
-from pathlib import Path
-
 import pytest
 import torch
 import torch.distributed as dist
-import torch.multiprocessing as multiprocessing
 
 from peft_mux.planning.profiling.links import fitted_overlap, measure_link, measure_overlap
 from peft_mux.scheduler.costs.hardware import MOST_SLOWDOWN, Overlap
 from peft_mux.scheduler.subgraphs import TimedSubgraph, turns_timeline
+from tests.engine.processes.cases import launch, values
 
 
-def _measure(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    link = measure_link("cpu")
+def _measure(rank: int) -> tuple[tuple[float, float], tuple[float, float, float]]:
+    dist.init_process_group("gloo")
+    link, overlap = measure_link("cpu"), measure_overlap("cpu", 64)
     assert link is not None
-    Path(folder, f"{rank}.json").write_text(json.dumps([link.latency_s, link.bytes_per_s]), encoding="utf-8")
-    dist.destroy_process_group()
+    assert overlap is not None
+    return (link.latency_s, link.bytes_per_s), (overlap.skew, overlap.slowdown, overlap.turn_s)
 
 
-def test_two_processes_learn_the_same_link(tmp_path: Path) -> None:
-    multiprocessing.spawn(_measure, args=(str(tmp_path),), nprocs=2)  # type: ignore[attr-defined]
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text(encoding="utf-8")) for rank in (0, 1))
+@pytest.mark.distributed
+def test_two_processes_learn_the_same_of_their_link_and_of_turns() -> None:
+    first, second = values(launch(2, _measure))
     assert first == second
-    latency_s, bytes_per_s = first
+    (latency_s, bytes_per_s), (_, _, turn_s) = first
     assert 0 < latency_s < 1
     assert 1e6 < bytes_per_s < 1e13
+    assert 0 < turn_s < 1
 
 
 def test_one_process_has_no_link() -> None:
     assert measure_link(torch.device("cpu")) is None
+    assert measure_overlap("cpu", 64) is None
 
 
 # --------------------------------------------------------------- passes in turns
-
-
-def _measure_turns(rank: int, folder: str) -> None:
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=2)
-    overlap = measure_overlap("cpu", 64)
-    assert overlap is not None
-    Path(folder, f"{rank}.json").write_text(json.dumps([overlap.skew, overlap.slowdown, overlap.turn_s]))
-    dist.destroy_process_group()
-
-
-def test_two_processes_learn_the_same_of_turns(tmp_path: Path) -> None:
-    multiprocessing.spawn(_measure_turns, args=(str(tmp_path),), nprocs=2)  # type: ignore[attr-defined]
-    first, second = (json.loads((tmp_path / f"{rank}.json").read_text()) for rank in (0, 1))
-    assert first == second
-    assert 0 < first[2] < 1
-    assert measure_overlap("cpu", 64) is None, "alone"
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ import transformers.trainer
 import transformers.trainer_optimizer
 from transformers import Adafactor, Trainer, TrainerCallback, get_scheduler
 
-from peft_mux import ConfigError, MultiTaskTrainer
+from peft_mux import ConfigError, MultiTaskTrainer, Task
 from peft_mux.arguments import MultiTaskTrainingArguments, supported_optimizers, supported_schedules
 from peft_mux.engine.tasks.optimizer import OPTIONS, LastFiniteWeights, TaskOptimizer, count_joint_steps
 from peft_mux.engine.tasks.task_run import TaskTable
@@ -106,15 +106,21 @@ def test_the_optimizers_of_torch_step_as_they_do_alone(tmp_path: Path, monkeypat
         spy.replay(name, make)
 
 
+def own_task(optim: str) -> Task:
+    constant = {"lr_scheduler_type": "constant", "max_grad_norm": 0}
+    return small_task("own", data_seed=1, optim=optim, max_steps=2, rank=2, **constant)
+
+
+@pytest.fixture(scope="module")
+def like(tmp_path_factory: pytest.TempPathFactory) -> MultiTaskTrainer:
+    return make_trainer([own_task("sgd")], tmp_path_factory.mktemp("like"))
+
+
 @pytest.mark.parametrize("optim", supported_optimizers())
 def test_every_supported_optimizer_steps_as_trainer_would_or_names_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str, like: MultiTaskTrainer
 ) -> None:
-    spy = Spy(monkeypatch)
-    task = small_task(
-        "own", data_seed=1, optim=optim, lr_scheduler_type="constant", max_grad_norm=0, max_steps=2, rank=2
-    )
-    like = make_trainer([replace(task, optim="sgd")], tmp_path / "like")
+    spy, task = Spy(monkeypatch), own_task(optim)
     own_args = task_arguments(replace(like.table["own"].hyper, optim=optim), like.args)
     try:
         kind, options = Trainer.get_optimizer_cls_and_kwargs(own_args)

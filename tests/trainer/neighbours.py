@@ -5,7 +5,7 @@ The one beside it trains as if alone, to the last bit: with `planner="interleave
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -30,17 +30,24 @@ def train_alone(folder: Path) -> Run:
 
 def check_fails_alone(bad: Task, folder: Path, alone: Run, *reasons: str, **arguments: Any) -> Run:
     """Train a task that goes wrong beside one that does not; return the run."""
-    run = train([good(), bad], folder, planner="interleaved", save_strategy="steps", save_steps=2, **arguments)
-    assert run.trainer.task_statuses == {"good": "succeeded", "bad": "failed"}
-    for reason in reasons:
-        assert reason in run.trainer.table["bad"].reason
+    return check_all_fail_alone([(bad, *reasons)], folder, alone, **arguments)
+
+
+def check_all_fail_alone(bad: Sequence[tuple[Any, ...]], folder: Path, alone: Run, **arguments: Any) -> Run:
+    """Train tasks that go wrong, each given with what its reason says, beside one that does not; return the run."""
+    tasks = [task for task, *_ in bad]
+    run = train([good(), *tasks], folder, planner="interleaved", save_strategy="steps", save_steps=2, **arguments)
+    assert run.trainer.task_statuses == {"good": "succeeded", **{task.name: "failed" for task in tasks}}
+    for task, *reasons in bad:
+        for reason in reasons:
+            assert reason in run.trainer.table[task.name].reason
+        assert (folder / task.name / "adapter_model.safetensors").is_file(), "the last good adapter is kept"
     assert_bit_identical(run, alone, "good")
-    assert (folder / "bad" / "adapter_model.safetensors").is_file(), "the last good adapter is kept"
     return run
 
 
-def bad_task(**settings: Any) -> Task:
-    return small_task("bad", data_seed=2, eval_dataset=HELD_OUT, **settings)
+def bad_task(name: str = "bad", **settings: Any) -> Task:
+    return small_task(name, data_seed=2, eval_dataset=HELD_OUT, **settings)
 
 
 class Stream:
@@ -55,9 +62,9 @@ class Stream:
         yield from rows(6, 100, 12, 12)
 
 
-def stream_task(stream: Any, **settings: Any) -> Task:
+def stream_task(stream: Any, name: str = "bad", **settings: Any) -> Task:
     options = {"train_batch_size": 4, "max_steps": 8, "learning_rate": 1e-3, **settings}
-    return Task(name="bad", peft_config=LoraConfig(r=4, target_modules=["q_proj"]), train_dataset=stream, **options)
+    return Task(name=name, peft_config=LoraConfig(r=4, target_modules=["q_proj"]), train_dataset=stream, **options)
 
 
 def recursing() -> Any:

@@ -17,6 +17,7 @@ from tests.invariants.mux_lab import Run, assert_bit_identical, make_trainer, sm
 from tests.trainer.neighbours import (
     Stream,
     bad_task,
+    check_all_fail_alone,
     check_fails_alone,
     good,
     raising,
@@ -49,27 +50,23 @@ class Does(TrainerCallback):
         return self.act(args=args, state=state, control=control, **kwargs) if state.global_step == 3 else None
 
 
-@pytest.mark.parametrize(
-    ("act", "reason"),
-    [
-        pytest.param(raising(ValueError("no such column")), "ValueError: no such column", id="ValueError"),
-        pytest.param(raising(SystemExit(3)), "SystemExit: 3", id="SystemExit"),
-        pytest.param(raising(KeyboardInterrupt()), "KeyboardInterrupt", id="KeyboardInterrupt"),
-        pytest.param(recursing, "RecursionError", id="RecursionError"),
-        pytest.param(lambda: "done", "TypeError: got str as its answer", id="a text for its answer"),
-        pytest.param(lambda: 7, "TypeError: got int as its answer", id="a number for its answer"),
-    ],
-)
-def test_a_callback_that_fails_or_answers_rubbish_fails_its_task_alone(
-    act: Callable[[], Any], reason: str, alone: Run, tmp_path: Path
+def test_callbacks_that_fail_or_answer_rubbish_or_empty_their_control_fail_their_tasks_alone(
+    alone: Run, tmp_path: Path
 ) -> None:
-    task = bad_task(callbacks=[Does(lambda **_: act())])
-    check_fails_alone(task, tmp_path, alone, f"a callback failed in on_step_end: {reason}")
-
-
-def test_a_callback_that_empties_its_control_fails_its_task_alone(alone: Run, tmp_path: Path) -> None:
-    task = bad_task(callbacks=[Does(lambda control, **_: vars(control).clear())])
-    check_fails_alone(task, tmp_path, alone, "a callback failed in on_step_end: KeyError: 'should_training_stop'")
+    acts: list[tuple[Callable[..., Any], str]] = [
+        (lambda **_: raising(ValueError("no such column"))(), "ValueError: no such column"),
+        (lambda **_: raising(SystemExit(3))(), "SystemExit: 3"),
+        (lambda **_: raising(KeyboardInterrupt())(), "KeyboardInterrupt"),
+        (lambda **_: recursing(), "RecursionError"),
+        (lambda **_: "done", "TypeError: got str as its answer"),
+        (lambda **_: 7, "TypeError: got int as its answer"),
+        (lambda control, **_: vars(control).clear(), "KeyError: 'should_training_stop'"),
+    ]
+    tasks = [
+        (bad_task(f"bad{number}", callbacks=[Does(act)]), f"a callback failed in on_step_end: {reason}")
+        for number, (act, reason) in enumerate(acts)
+    ]
+    check_all_fail_alone(tasks, tmp_path, alone)
 
 
 def spoil_state(state: Any, **_: Any) -> None:
@@ -120,15 +117,14 @@ def test_what_a_callback_writes_to_what_it_is_given_reaches_nobody_else(
 # ---------------------------------------------------------------------- metrics
 
 
-@pytest.mark.parametrize("error", [SystemExit(3), KeyboardInterrupt("mine"), ZeroDivisionError("nothing")])
 @pytest.mark.parametrize("function", ["compute_metrics", "preprocess_logits_for_metrics"])
-def test_metrics_that_fail_in_training_fail_their_task_alone(
-    function: str, error: BaseException, alone: Run, tmp_path: Path
-) -> None:
-    functions = {"compute_metrics": lambda _: {"f": 1.0}, function: lambda *_: raising(error)()}
-    check_fails_alone(
-        bad_task(eval_steps=3, **functions), tmp_path, alone, f"evaluation failed: {type(error).__name__}: {error}"
-    )
+def test_metrics_that_fail_in_training_fail_their_task_alone(function: str, alone: Run, tmp_path: Path) -> None:
+    tasks = []
+    for error in (SystemExit(3), KeyboardInterrupt("mine"), ZeroDivisionError("nothing")):
+        functions = {"compute_metrics": lambda _: {"f": 1.0}, function: lambda *_, error=error: raising(error)()}
+        kind = type(error).__name__
+        tasks.append((bad_task(kind, eval_steps=3, **functions), f"evaluation failed: {kind}: {error}"))
+    check_all_fail_alone(tasks, tmp_path, alone)
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), ValueError("no such column")])
@@ -139,9 +135,13 @@ def test_outside_of_training_what_metrics_raise_is_the_caller_s(error: BaseExcep
     assert caught.value is error
 
 
-@pytest.mark.parametrize("answer", [None, 7, ["f"], {"f": "high"}, {7: 1.0}, {"f": None}])
-def test_metrics_that_are_none_fail_their_task_alone(answer: Any, alone: Run, tmp_path: Path) -> None:
-    check_fails_alone(bad_task(eval_steps=3, compute_metrics=lambda _: answer), tmp_path, alone, "evaluation failed: ")
+def test_metrics_that_are_none_fail_their_task_alone(alone: Run, tmp_path: Path) -> None:
+    answers: list[Any] = [None, 7, ["f"], {"f": "high"}, {7: 1.0}, {"f": None}]
+    tasks = [
+        (bad_task(f"bad{number}", eval_steps=3, compute_metrics=lambda _, answer=answer: answer), "evaluation failed: ")
+        for number, answer in enumerate(answers)
+    ]
+    check_all_fail_alone(tasks, tmp_path, alone)
 
 
 def test_a_diverged_task_that_stops_early_fails_alone_and_keeps_usable_weights(alone: Run, tmp_path: Path) -> None:
@@ -193,23 +193,22 @@ def test_metrics_that_a_callback_takes_away_are_its_own_copy(tmp_path: Path) -> 
 # ------------------------------------------------------------------- optimizers
 
 
-@pytest.mark.parametrize("error", [RuntimeError("no"), SystemExit(3), KeyboardInterrupt()])
-def test_a_hook_of_its_optimizer_that_fails_fails_its_task_alone(
-    error: BaseException, alone: Run, tmp_path: Path
-) -> None:
-    def fail(*_: Any) -> None:
-        raise error
+def test_a_hook_of_an_optimizer_and_a_schedule_that_fail_fail_their_task_alone(alone: Run, tmp_path: Path) -> None:
+    def hooked(error: BaseException) -> Does:
+        def fail(*_: Any) -> None:
+            raise error
 
-    task = bad_task(callbacks=[Does(lambda optimizer, **_: optimizer.register_step_post_hook(fail) and None)])
-    check_fails_alone(task, tmp_path, alone, f"the optimizer failed at step 3: {type(error).__name__}")
+        return Does(lambda optimizer, **_: optimizer.register_step_post_hook(fail) and None)
 
-
-def test_a_schedule_that_fails_on_its_way_fails_its_task_alone(alone: Run, tmp_path: Path) -> None:
     def break_schedule(lr_scheduler: Any, **_: Any) -> None:
         lr_scheduler.step = raising(OverflowError("too large"))
 
-    task = bad_task(callbacks=[Does(break_schedule)])
-    check_fails_alone(task, tmp_path, alone, "learning_rate: the schedule raises OverflowError: too large at step 4")
+    tasks = []
+    for error in (RuntimeError("no"), SystemExit(3), KeyboardInterrupt()):
+        kind = type(error).__name__
+        tasks.append((bad_task(kind, callbacks=[hooked(error)]), f"the optimizer failed at step 3: {kind}"))
+    reason = "learning_rate: the schedule raises OverflowError: too large at step 4"
+    check_all_fail_alone([*tasks, (bad_task(callbacks=[Does(break_schedule)]), reason)], tmp_path, alone)
 
 
 # ------------------------------------------------------------------ what it costs

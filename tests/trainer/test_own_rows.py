@@ -16,6 +16,7 @@ from peft_mux import ConfigError, DataError, MultiTaskTrainer, Task
 from tests.invariants.mux_lab import Recorder, Run, assert_bit_identical, make_trainer, rows, small_task, train
 from tests.trainer.neighbours import (
     Stream,
+    check_all_fail_alone,
     check_fails_alone,
     good,
     raising,
@@ -33,25 +34,21 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
 # ---------------------------------------------------------------------- streams
 
 
-@pytest.mark.parametrize(
-    ("then", "reason"),
-    [
-        pytest.param(raising(OSError("the disk is gone")), "data: OSError: the disk is gone", id="OSError"),
-        pytest.param(raising(KeyError("x")), "data: KeyError: 'x'", id="KeyError"),
-        pytest.param(raising(SystemExit(3)), "data: SystemExit: 3", id="SystemExit"),
-        pytest.param(raising(KeyboardInterrupt("mine")), "data: KeyboardInterrupt: mine", id="KeyboardInterrupt"),
-        pytest.param(raising(DataError("no row")), "data: no row", id="DataError"),
-        pytest.param(recursing, "data: RecursionError: ", id="RecursionError"),
-        pytest.param(lambda: None, "data: tasks.bad.train_dataset row 9: got NoneType", id="None"),
-        pytest.param(lambda: ["the"], "data: tasks.bad.train_dataset row 9: got list", id="list"),
-        pytest.param(lambda: {"input_ids": None}, "row 9 column input_ids: got None", id="malformed"),
-    ],
-)
-def test_a_stream_that_goes_wrong_fails_its_task_alone(
-    then: Callable[[], Any], reason: str, alone: Run, tmp_path: Path
-) -> None:
-    run = check_fails_alone(stream_task(Stream(then)), tmp_path, alone, reason)
-    assert run.trainer.table["bad"].step == 2, "the steps before the bad row are taken"
+def test_a_stream_that_goes_wrong_fails_its_task_alone(alone: Run, tmp_path: Path) -> None:
+    ends: list[tuple[Callable[[], Any], str]] = [
+        (raising(OSError("the disk is gone")), "data: OSError: the disk is gone"),
+        (raising(KeyError("x")), "data: KeyError: 'x'"),
+        (raising(SystemExit(3)), "data: SystemExit: 3"),
+        (raising(KeyboardInterrupt("mine")), "data: KeyboardInterrupt: mine"),
+        (raising(DataError("no row")), "data: no row"),
+        (recursing, "data: RecursionError: "),
+        (lambda: None, "data: tasks.bad6.train_dataset row 9: got NoneType"),
+        (lambda: ["the"], "data: tasks.bad7.train_dataset row 9: got list"),
+        (lambda: {"input_ids": None}, "row 9 column input_ids: got None"),
+    ]
+    tasks = [(stream_task(Stream(then), f"bad{number}"), reason) for number, (then, reason) in enumerate(ends)]
+    run = check_all_fail_alone(tasks, tmp_path, alone)
+    assert {run.trainer.table[task.name].step for task, _ in tasks} == {2}, "the steps before the bad row are taken"
 
 
 def test_a_stream_that_blocks_fails_its_task_after_the_time_limit_and_the_others_go_on(

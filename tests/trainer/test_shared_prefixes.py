@@ -57,8 +57,6 @@ def test_each_task_is_trained_as_plain_peft_does_and_each_shared_token_is_comput
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"max_tokens_per_micro_batch": 80},
         {"gradient_checkpointing": True},
         {"num_micro_batches": 3},
         {"split_long_sequences": True, "max_tokens_per_micro_batch": 42, "chunk_size": 4},

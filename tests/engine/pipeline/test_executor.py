@@ -29,7 +29,7 @@ from tests.engine.pipeline import stage_cases as cases
 from tests.engine.processes.cases import run_in_session
 
 FOUR = pytest.param(4, marks=pytest.mark.slow)
-OF_TWO = "llama-1f1b llama-interleaved llama-recomputed llama-poisoned gpt2-mux mistral-uneven".split()
+OF_TWO = "llama-1f1b llama-interleaved llama-poisoned gpt2-mux mistral-uneven".split()
 OF_FOUR = ("llama-gpipe", "qwen-interleaved")
 """Of all cases, which one slow test runs."""
 MEASURED = "llama-mux"
@@ -187,7 +187,7 @@ def test_a_poisoned_task_fails_on_all_stages_and_its_neighbours_go_on_as_if_it_w
         fact = read(trained[2], f"llama-poisoned-{rank}")
         assert fact["failures"] == {cases.POISONED: "non_finite: loss is nan"}
         assert fact["non_finite"] == [cases.POISONED]
-        assert read(trained[2], f"llama-recomputed-{rank}")["non_finite"] == []
+        assert read(trained[2], f"llama-1f1b-{rank}")["non_finite"] == []
         assert len(fact["losses"][cases.POISONED]) == 2
         for task in set(cases.LENGTHS) - {cases.POISONED}:
             assert fact["losses"][task] == pytest.approx(healthy.losses[task], rel=1e-6), task
@@ -242,7 +242,7 @@ def plan_of(num_stages: int, schedule: Any = "1f1b", num_chunks: int = 1) -> Pip
     return PipelinePlan(template, cases.HTASKS, cases.BUCKETS)
 
 
-@pytest.mark.parametrize("shape", ["llama", "mistral", "qwen", "qwen2", "gpt2"])
+@pytest.mark.parametrize("shape", ["llama", "qwen", "gpt2"])
 def test_chunks_of_one_process_give_the_gradients_of_the_whole_model(shape: str) -> None:
     case = cases.Case(shape)
     whole, parts = cases.mux_model(case), cases.mux_model(case)
@@ -290,7 +290,7 @@ def test_a_layout_follows_the_way_of_a_micro_batch() -> None:
         StageLayout.of(7, 4, num_chunks=2)
 
 
-@pytest.mark.parametrize("shape", ["llama", "qwen", "gpt2"])
+@pytest.mark.parametrize("shape", ["qwen", "gpt2"])
 def test_a_stage_reads_its_own_weights_alone_and_draws_the_adapters_of_the_whole_model(
     shape: str, tmp_path: Path
 ) -> None:

@@ -118,18 +118,14 @@ def _in_session(function: Callable[..., None], arguments: Sequence[Any]) -> None
 
 
 def _server() -> Any:
-    """Return the context whose server has imported this module; the server reads its path from the environment only."""
+    """Return the context whose server has imported this module and trained; it reads its path from the environment."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.engine.processes.cases", "tests.engine.pipeline.chain_cases"])
+    context.set_forkserver_preload(["tests.engine.pipeline.chain_cases", "tests.engine.processes.warm"])
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join(paths)
-    try:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", os.pathsep.join(paths))
+        patch.setenv("CUDA_VISIBLE_DEVICES", "")  # autograd's threads for a GPU would not outlive a fork
         forkserver.ensure_running()
-    finally:
-        os.environ.pop("PYTHONPATH")
-        if before is not None:
-            os.environ["PYTHONPATH"] = before
     return context
 
 
@@ -302,14 +298,14 @@ def hung(rank: int, folder: Path, timeout_s: int) -> Part:
     return run(folder, five_tasks(), recorder=lab.Recorder(at_begin=acts), ddp_timeout=timeout_s)
 
 
-def poisoned(rank: int, folder: Path, poison: bool) -> Part:
+def poisoned(rank: int, folder: Path) -> Part:
     """Train; on the last process alone the weights of one task become NaN before step 4."""
 
     def spoil(trainer: Any) -> None:
         for weight in trainer.model.task_parameters("wide").values():
             weight.data.fill_(float("nan"))
 
-    acts = {3: spoil} if poison and rank == 1 else {}
+    acts = {3: spoil} if rank == 1 else {}
     return run(folder, five_tasks(), recorder=lab.Recorder(at_begin=acts))
 
 

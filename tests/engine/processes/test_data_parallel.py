@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
 import signal
-import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,9 +23,9 @@ from peft_mux.trainer.loop import stop_at_signal
 from tests.engine.processes import cases
 from tests.engine.processes.cases import Part, launch, named_in, values
 from tests.invariants.mux_lab import assert_close, small_task
-from tests.paths import ROOT
 
 pytestmark = pytest.mark.distributed
+SLOW = pytest.mark.slow
 
 
 def assert_alike(parts: list[Part]) -> None:
@@ -62,12 +59,9 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Part:
 @pytest.mark.parametrize(
     ("world_size", "arguments"),
     [
-        pytest.param(2, {}, id="2 processes"),
         pytest.param(4, {"max_tokens_per_micro_batch": 24}, id="4 processes, many passes"),
-        pytest.param(2, {"gradient_checkpointing": True}, id="2 processes, recomputed activations"),
-        pytest.param(
-            3, {"pad_to_chunks": True, "chunk_size": 8}, id="3 processes, padded chunks", marks=pytest.mark.slow
-        ),
+        pytest.param(2, {"gradient_checkpointing": True}, id="2 processes, recomputed activations", marks=SLOW),
+        pytest.param(3, {"pad_to_chunks": True, "chunk_size": 8}, id="3 processes, padded chunks", marks=SLOW),
     ],
 )
 def test_several_processes_train_five_unequal_tasks_to_the_result_of_one(
@@ -96,19 +90,18 @@ def test_all_processes_learn_from_the_time_of_the_slowest(tmp_path: Path) -> Non
     assert factors != AS_PROFILED
 
 
-def test_a_nan_on_one_process_quarantines_its_task_on_all_and_harms_no_neighbour(tmp_path: Path) -> None:
-    healthy = values(launch(2, cases.poisoned, tmp_path / "healthy", False))
-    parts = values(launch(2, cases.poisoned, tmp_path / "poisoned", True))
+def test_a_nan_on_one_process_quarantines_its_task_on_all_and_harms_no_neighbour(alone: Part, tmp_path: Path) -> None:
+    parts = values(launch(2, cases.poisoned, tmp_path))
     for part in parts:
         status, reason = part.statuses["wide"]
         assert (status, reason) == ("failed", "non_finite: loss is nan at step 3")
         assert all(np.isfinite(weight).all() for weight in part.weights["wide"].values())
-        assert_as_one(part, healthy[0], but=("wide",))
+        assert_as_one(part, alone, but=("wide",))
     for key, weight in parts[0].weights["wide"].items():
         np.testing.assert_array_equal(weight, parts[1].weights["wide"][key])
 
 
-@pytest.mark.parametrize("event", ["on_step_begin", "on_step_end"])
+@pytest.mark.parametrize("event", [pytest.param("on_step_begin", marks=SLOW), "on_step_end"])
 def test_a_callback_of_a_task_that_fails_on_one_process_fails_that_task_on_all(
     event: str, alone: Part, tmp_path: Path
 ) -> None:
@@ -268,38 +261,13 @@ def test_all_processes_agree_that_a_task_has_failed_whose_adapter_one_could_not_
         assert report.count("not saved") == 5
 
 
-@pytest.mark.slow
-def test_torchrun_of_the_command_line_prints_and_writes_once(tmp_path: Path) -> None:
-    cases.lab.tiny_llama().save_pretrained(tmp_path / "backbone")
-    rows = "".join(json.dumps(row) + "\n" for row in cases.lab.rows(1, 6, 5, 9))
-    (tmp_path / "rows.jsonl").write_text(rows, encoding="utf-8")
-    (tmp_path / "tasks.yaml").write_text(
-        f"model: {tmp_path}/backbone\noutput_dir: {tmp_path}/out\n"
-        "run: {use_cpu: true, report_to: none, max_steps: 2, per_device_train_batch_size: 3, ddp_timeout: 30}\n"
-        f"defaults: {{dataset: {tmp_path}/rows.jsonl, peft: {{r: 4, target_modules: all-linear}}}}\n"
-        "tasks: {one: {}, two: {}}\n",
-        encoding="utf-8",
-    )
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    environment |= {"HF_HOME": str(tmp_path / "cache"), "HF_DATASETS_CACHE": str(tmp_path / "cache")}
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", "-m"]
-    result = subprocess.run(
-        [*torchrun, "peft_mux", "train", str(tmp_path / "tasks.yaml")],
-        capture_output=True,
-        text=True,
-        env=environment,
-        timeout=120,
-        check=False,
-    )
-    assert result.returncode == 0, result.stderr[-3000:]
-    assert result.stdout.count("of it waiting") == 1
-    assert result.stdout.count("two: succeeded") == 1
-    assert (tmp_path / "out" / "two" / "adapter_model.safetensors").is_file()
-
-
-def test_a_step_sends_the_adapters_once_and_nothing_of_the_backbone(tmp_path: Path) -> None:
+def test_two_processes_train_to_the_result_of_one_and_send_the_adapters_once_a_step_and_nothing_of_the_backbone(
+    alone: Part, tmp_path: Path
+) -> None:
     trainer = cases.lab.make_trainer(cases.five_tasks(), tmp_path / "one")
     parts = values(launch(2, cases.train_five, tmp_path / "two", {}))
+    assert_alike(parts)
+    assert_as_one(parts[0], alone)
     running = [name for name, losses in parts[0].losses.items() if len(losses) == cases.NUM_STEPS]
     pages = [page.values for name in running for page in trainer.model.registry.slab_of(name).pages]
     assert parts[0].num_bytes == sum(page.numel() for page in pages) * 4 + len(running) * 4

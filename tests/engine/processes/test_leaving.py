@@ -50,10 +50,9 @@ def run(folder: str, end: str) -> list[tuple[int, str]]:
     return [(one.wait(120), one.stdout.read() if one.stdout else "") for one in started]
 
 
+@pytest.mark.slow  # two interpreters of their own
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted in /proc")
-@pytest.mark.parametrize(
-    "end", [pytest.param("", id="well"), pytest.param("raise SystemExit(3)", id="by an exit", marks=pytest.mark.slow)]
-)
+@pytest.mark.parametrize("end", [pytest.param("", id="well"), pytest.param("raise SystemExit(3)", id="by an exit")])
 def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: object, end: str) -> None:
     for code, words in run(str(tmp_path), end):
         assert code == (3 if end else 0)

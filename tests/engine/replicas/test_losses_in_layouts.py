@@ -25,7 +25,7 @@ LAYOUTS = [
         id="tensor parallel, in turns",
         marks=SLOW,
     ),
-    pytest.param({"shard_backbone": True}, False, id="sharded"),
+    pytest.param({"shard_backbone": True}, False, id="sharded", marks=SLOW),
     pytest.param(SHARDED_STAGES, False, id="sharded stages", marks=SLOW),
 ]
 

@@ -323,10 +323,10 @@ def facts(links: TensorLinks) -> dict[str, Any]:
     """Return what shards show outside of training."""
     return {
         "bytes": {name: _bytes_of_a_pass(name, links) for name in ("llama", "llama-recomputed")},
-        "logits": {shape: _logits(shape, links) for shape in ("llama", "qwen")},
+        "logits": {"qwen": _logits("qwen", links)},
         "late": _late_task(links),
         "chains": {shape: _dropped_chain(shape, links) for shape in ("gpt2", "qwen")},
-        "generated": {shape: _generated(shape, links) for shape in ("llama", "qwen", "gpt2")},
+        "generated": {shape: _generated(shape, links) for shape in ("qwen", "gpt2")},
         "classifiers": _classifiers(links),
         "views": _words_are_views(links),
     }

@@ -24,7 +24,7 @@ from tests.engine.tensor import parallel_cases as cases
 
 pytestmark = pytest.mark.distributed
 
-OF_TWO = ("llama-recomputed", "llama-poisoned", "qwen", "qwen-head", "gpt2-dropped")
+OF_TWO = ("llama-recomputed", "llama-poisoned", "qwen-head", "gpt2-dropped")
 OF_FOUR = ("llama", "gpt2")
 STAGED = ("llama-recomputed", "qwen")
 
@@ -187,7 +187,7 @@ def test_attention_dropout_of_parts_of_long_sequences_is_that_of_one_process(
         assert one["facts"]["chains"][shape]["gradient"] < 1e-5
 
 
-@pytest.mark.parametrize("shape", ["llama", "qwen", "gpt2"])
+@pytest.mark.parametrize("shape", ["qwen", "gpt2"])
 def test_shards_that_all_generate_give_the_tokens_and_logits_of_one_process(
     shape: str, of_two: list[dict[str, Any]]
 ) -> None:

@@ -457,19 +457,18 @@ def options() -> dict[str, Any]:
 def later_passes() -> dict[str, Any]:
     """Return the worst error of passes after the first, whose launches are not looked for any more; and refusals."""
     worst = {}
-    for how in ("contiguous", "transposed"):
-        for bias in (False, True):
-            case = Case(PAIR, widths=(24, 40), x=how, dy=how, bias=bias, prior=True)
-            data = [task_data(index, case) for index in range(len(PAIR))]
-            # Others at first: what a first pass has left anywhere is not what a later one has to give.
-            others = [d._replace(x=d.x + 1.0, dys=tuple(dy * 2.0 for dy in d.dys)) for d in data]
-            results = run_pass(data, case, before=others).results
-            errors = [
-                error(value, wanted(d, case)[name])
-                for d, result in zip(data, results, strict=True)
-                for name, value in result.items()
-            ]
-            worst[f"{how}, bias: {bias}"] = max(errors)
+    for how, bias in (("contiguous", False), ("transposed", True)):
+        case = Case(PAIR, widths=(24, 40), x=how, dy=how, bias=bias, prior=True)
+        data = [task_data(index, case) for index in range(len(PAIR))]
+        # Others at first: what a first pass has left anywhere is not what a later one has to give.
+        others = [d._replace(x=d.x + 1.0, dys=tuple(dy * 2.0 for dy in d.dys)) for d in data]
+        results = run_pass(data, case, before=others).results
+        errors = [
+            error(value, wanted(d, case)[name])
+            for d, result in zip(data, results, strict=True)
+            for name, value in result.items()
+        ]
+        worst[f"{how}, bias: {bias}"] = max(errors)
     return worst
 
 
@@ -543,7 +542,7 @@ def test_x_may_be_transposed(report: dict) -> None:
 
 def test_a_later_pass_over_the_same_tables_is_as_right_as_the_first(report: dict) -> None:
     errors = report["later passes"]
-    assert len(errors) == 4
+    assert len(errors) == 2
     assert all(value <= 1e-5 for value in errors.values()), errors
 
 

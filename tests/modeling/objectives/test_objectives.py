@@ -196,14 +196,13 @@ def test_no_split_into_micro_batches_changes_the_loss_or_a_statistic(case: LossC
     whole = executor.forward_sums(streams(batches))
     names = case.objective.statistic_names(case.loss_args)
     assert set(whole.statistics) == ({"a", "b"} if names else set())
-    for max_tokens in (17, 25):
-        sums = executor.forward_sums(streams(batches, max_tokens))
-        for name in "ab":
-            assert sums.losses[name].item() == pytest.approx(whole.losses[name].item(), rel=1e-6)
-            if names:
-                torch.testing.assert_close(sums.statistics[name], whole.statistics[name], rtol=1e-5, atol=1e-7)
-                assert len(sums.statistics[name]) == len(names)
-                assert sums.statistics[name].isfinite().all()
+    sums = executor.forward_sums(streams(batches, max_tokens=17))
+    for name in "ab":
+        assert sums.losses[name].item() == pytest.approx(whole.losses[name].item(), rel=1e-6)
+        if names:
+            torch.testing.assert_close(sums.statistics[name], whole.statistics[name], rtol=1e-5, atol=1e-7)
+            assert len(sums.statistics[name]) == len(names)
+            assert sums.statistics[name].isfinite().all()
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

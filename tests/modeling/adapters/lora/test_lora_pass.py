@@ -141,11 +141,11 @@ def plain() -> dict[str, Any]:
 
 
 def trained() -> dict[str, Any]:
-    """Hold three optimizer steps of a run against slices."""
+    """Hold two optimizer steps of a run against slices."""
     found: dict[str, list[Any]] = {"losses": [], "adapters": [], "tables": []}
     for on in (False, True):
         through_kernels(on)
-        options: dict[str, Any] = {"train_batch_size": 2, "max_steps": 3}
+        options: dict[str, Any] = {"train_batch_size": 2, "max_steps": 2}
         tasks = [
             small_task("a", data_seed=1, rank=8, length=5, **options),
             small_task("b", data_seed=2, rank=4, length=6, target_modules=["q_proj", "v_proj"], **options),
@@ -435,16 +435,16 @@ def test_recomputed_activations_give_the_same_gradients(report: dict) -> None:
     assert report["plain"]["recomputed"] == []
 
 
-def test_three_optimizer_steps_go_the_way_of_products_on_slices(report: dict) -> None:
+def test_optimizer_steps_go_the_way_of_products_on_slices(report: dict) -> None:
     trained = report["trained"]
     without, with_kernels = trained["tables"]
     assert without == 0
     assert with_kernels > 0
     slices, kernels = trained["losses"]
     for name in "abcd":
-        assert len(slices[name]) == len(kernels[name]) == 3
+        assert len(slices[name]) == len(kernels[name]) == 2
         assert kernels[name] == pytest.approx(slices[name], rel=1e-5)
-        assert len(set(slices[name])) == 3, "nothing was learnt"
+        assert len(set(slices[name])) == 2, "nothing was learnt"
     assert trained["adapters"] <= 1e-4
 
 
