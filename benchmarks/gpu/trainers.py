@@ -166,7 +166,7 @@ def started_tasks(settings: Settings, model: Any, workload: Any) -> Any:
         run.optimizer = TaskOptimizer(own.name, model.task_parameters(own.name), run.hyper, run.num_steps, args, slab)
         run.last_good = LastFiniteWeights({f"page_{number}": page.values for number, page in enumerate(slab.pages)})
         run.status = TaskStatus.RUNNING
-        table.add(run)
+        table.runs[run.name] = run
     return table
 
 

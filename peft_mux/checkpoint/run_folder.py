@@ -520,5 +520,5 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
             table[name].end(TaskStatus.REMOVED, f"removed from the run at step {entry.step}")
             say(f'task "{name}" was removed from the run; it stays removed, and its files as they are')
     # The order of tasks in the stream is part of the rounding of sums.
-    table.reorder(list(record.tasks))
+    table.runs = {name: table[name] for name in dict.fromkeys([*record.tasks, *table.runs]) if name in table}
     return record.run_step

@@ -295,7 +295,6 @@ class TaskCells:
 
     Attributes:
         rank: rank of this process.
-        own: pages of the task that this process holds.
         pieces: which part of each parameter this process holds, by parameter name.
         cells: all cells of the task, over all processes.
         bundles: the bundles that this process takes part in, in the common order.
@@ -305,7 +304,6 @@ class TaskCells:
     """
 
     rank: int
-    own: Holding
     pieces: dict[str, Piece]
     cells: tuple[Cell, ...]
     bundles: tuple[Bundle, ...]
@@ -333,7 +331,7 @@ class TaskCells:
                 counted = {cell: None for cell in counted if cell.name not in names}
         taken = tuple(bundle for bundle in found if rank in bundle.holders)
         in_place = tuple(None if bundle.page is None else own.index(bundle.page) for bundle in taken)
-        return cls(rank, own, pieces_of(own), cells, taken, tuple(pages), tuple(counted), in_place)
+        return cls(rank, pieces_of(own), cells, taken, tuple(pages), tuple(counted), in_place)
 
 
 # ------------------------------------------------------------------ the sums of a step

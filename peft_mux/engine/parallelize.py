@@ -29,7 +29,7 @@ from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.setup import configs_of, num_labels_of, seeds_of
 from peft_mux.engine.tasks.task_run import ResolvedTask
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
-from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
+from peft_mux.engine.tensor.parallel import PEFT_PREFIX, TensorLinks, TensorParallelModel
 from peft_mux.errors import CheckpointError, ConfigError
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.layer import lowest_layer
@@ -37,9 +37,6 @@ from peft_mux.modeling.backbone.modules import adaptable_modules, is_meta
 from peft_mux.modeling.backbone.shape import weight_samples
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.plan import Plan
-
-_PREFIX = "base_model.model."
-"""What PEFT's names of parameters have before the backbone's own names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,7 +303,7 @@ def _register_parts(
     for task in tasks:
         name = task.name
         drawn, kind = whole.task_parameters(name), kind_of(task.peft_config)
-        adapted = {kind.site_of(key).removeprefix(_PREFIX) for key in drawn if kind.owns(key)}
+        adapted = {kind.site_of(key).removeprefix(PEFT_PREFIX) for key in drawn if kind.owns(key)}
         here = adapted & set(adaptable_modules(model.backbone))
         completed = whole.peft_config[whole.adapter_of(name)]
         if here:

@@ -377,7 +377,7 @@ class Membership:
             # PEFT refuses some configurations only when it injects the adapter; then the others train on.
             self._placement.register(runs)
             for own in runs:
-                run.table.add(own)
+                run.table.runs[own.name] = own
                 run.saver.note_arrival(own.name)
                 run.callbacks.note_event("on_task_register", own)
             if run.is_in_train:  # otherwise the tasks are described when training begins
@@ -408,7 +408,7 @@ class Membership:
         run.log.event("status", task=name, step=own.step, status="removed")
 
     def _drop(self, name: str) -> None:
-        self._run.table.drop(name)
+        del self._run.table.runs[name]
         # Rows that were read ahead would be held for the rest of the run.
         self._plans.drop_read_ahead(name)
         self._run.log.drop_callbacks(name)
@@ -460,8 +460,9 @@ class Membership:
         for name, reason in self._run.processes.gather(failures)[0].items():
             if name not in failures and name in self._run.table:
                 self._run.saver.unsaved.add(name)
-                self._run.table[name].end(TaskStatus.FAILED, reason)
-                self._run.table.mark_reported(name)
+                own = self._run.table[name]
+                own.end(TaskStatus.FAILED, reason)
+                own.reported = own.status
 
     def _save_again(self) -> None:
         """Save the tasks whose adapters could not be written; those that now are have ended as they would have."""
@@ -486,10 +487,10 @@ class Membership:
         own.status = TaskStatus.FAILED
         own.reason = f"{before}its adapter could not be written: {failure.rstrip('.')}. {copy}"
         self._num_states_at_last_try = self._run.saver.num_states
-        self._run.table.mark_reported(own.name)
+        own.reported = own.status
 
     def _report_ending(self, own: TaskRun) -> None:
         self._run.log.status(own)
-        self._run.table.mark_reported(own.name)
+        own.reported = own.status
         self._run.callbacks.note_status(own, self._run.saver.place(own))
         write_task_files(self._run, own)

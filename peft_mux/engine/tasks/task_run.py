@@ -207,6 +207,7 @@ class TaskRun:
         sharing_remark: why its rows do not share the tokens that they begin with, if the user should know; else "".
         own_eval_steps: steps after which it is evaluated whatever its settings say, as a sweep requires.
         swept: settings that a sweep ranks it by, which must not change when it is resumed.
+        reported: the last status that `TaskTable.collect` has returned it with; `None` before that.
     """
 
     resolved: ResolvedTask
@@ -229,6 +230,7 @@ class TaskRun:
     sharing_remark: str = ""
     own_eval_steps: frozenset[int] = frozenset()
     swept: frozenset[str] = frozenset()
+    reported: TaskStatus | None = None
 
     @property
     def name(self) -> str:
@@ -325,39 +327,28 @@ class UpdateOutcome:
 
 
 class TaskTable:
-    """All tasks of a run, by name, in the order in which they came."""
+    """All tasks of a run, in the order in which they came; their order in the stream is part of its rounding.
+
+    Attributes:
+        runs: the tasks by name; one that comes again under its name is a new one.
+    """
 
     def __init__(self, runs: Iterable[TaskRun] = ()) -> None:
         """Start with some tasks; `collect` returns each of them as a change."""
-        self._runs: dict[str, TaskRun] = {run.name: run for run in runs}
-        self._seen: dict[str, TaskStatus] = {}
+        self.runs: dict[str, TaskRun] = {run.name: run for run in runs}
 
     def __iter__(self) -> Iterator[TaskRun]:
         """Iterate over the tasks."""
         # Over a list: other threads look at the tasks while the one that trains adds some.
-        return iter(list(self._runs.values()))
+        return iter(list(self.runs.values()))
 
     def __getitem__(self, name: str) -> TaskRun:
         """Return a task by name."""
-        return self._runs[name]
+        return self.runs[name]
 
     def __contains__(self, name: object) -> bool:
         """Whether there is a task of this name."""
-        return name in self._runs
-
-    def add(self, run: TaskRun) -> None:
-        """Add a task."""
-        self._runs[run.name] = run
-
-    def drop(self, name: str) -> None:
-        """Take a task out; one that comes again under its name is a new one."""
-        del self._runs[name]
-        self._seen.pop(name, None)
-
-    def reorder(self, names: list[str]) -> None:
-        """Bring the tasks into the given order, others after them: the order of the stream is part of its rounding."""
-        order = [name for name in names if name in self._runs] + [name for name in self._runs if name not in names]
-        self._runs = {name: self._runs[name] for name in order}
+        return name in self.runs
 
     @property
     def running(self) -> list[TaskRun]:
@@ -467,13 +458,10 @@ class TaskTable:
         for run in self.running:
             if run.step >= run.num_steps:
                 run.end(TaskStatus.SUCCEEDED)
-        changed = [run for run in self if self._seen.get(run.name) is not run.status]
-        self._seen.update({run.name: run.status for run in changed})
+        changed = [run for run in self if run.reported is not run.status]
+        for run in changed:
+            run.reported = run.status
         return changed
-
-    def mark_reported(self, name: str) -> None:
-        """Treat the present status of a task as reported: `collect` does not return it as a change."""
-        self._seen[name] = self[name].status
 
 
 def run_interval(interval: float, runs: Iterable[TaskRun]) -> int:

@@ -111,7 +111,7 @@ class TensorLinks:
             self._processes.close_group(group)
 
 
-_PEFT_PREFIX = "base_model.model."
+PEFT_PREFIX = "base_model.model."
 """What PEFT's names of parameters have before the backbone's own names."""
 
 
@@ -235,7 +235,7 @@ class TensorParallelModel:
     def _piece(self, key: str, parameter: nn.Parameter) -> Piece:
         """Return which part of a parameter this process holds."""
         kind = kind_of_parameter(key)
-        site = "" if kind is None else kind.site_of(key).removeprefix(_PEFT_PREFIX)
+        site = "" if kind is None else kind.site_of(key).removeprefix(PEFT_PREFIX)
         cut = self.layers.get(site)
         if kind is None or cut is None:
             # Layers that are not cut compute the same gradient on all ranks: it counts once, as rank 0's. But what

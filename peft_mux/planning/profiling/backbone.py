@@ -11,6 +11,7 @@ import platform
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -163,16 +164,12 @@ def profile_backbone(
     path = None if folder is None else Path(folder) / f"{profile_key(**names)}.json"
     stored = None
     if path is not None and not refresh:
-        try:
-            stored = Profile.from_json(path.read_text(encoding="utf-8"))
-        except (OSError, ValueError):
-            stored = None
-        # A file that was renamed or edited may be of another device or version.
-        if stored is not None and stored.key != path.stem:
-            stored = None
-    if stored is not None:
-        profile = stored
-    else:
+        with suppress(OSError, ValueError):
+            found = Profile.from_json(path.read_text(encoding="utf-8"))
+            # A file that was renamed or edited may be of another device or version.
+            stored = found if found.key == path.stem else None
+    profile = stored
+    if profile is None:
         profile = _measure(Subject(model, device=device, dtype=dtype), Stopwatch(device, budget_s, timer), names)
     # Of the processes that there are now, if there are several.
     if link is not None:
