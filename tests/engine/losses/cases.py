@@ -57,7 +57,7 @@ def answers(seed: int, count: int) -> list[Row]:
 
 
 def tasks() -> list[Task]:
-    """Return tasks of six losses, in batches and on rows of unequal sizes, some with held-out rows."""
+    """Return tasks of seven losses, in batches and on rows of unequal sizes, some with held-out rows."""
     held_out: dict[str, Any] = {"eval_steps": 3}
     return [
         _task("sft", lab.rows(1, 11, 5, 20), train_batch_size=4),
@@ -72,6 +72,14 @@ def tasks() -> list[Task]:
         _task("dpo", pairs(2, 9), eval_dataset=pairs(12, 5), objective="dpo", train_batch_size=3, **held_out),
         _task("ipo", pairs(3, 7), objective="dpo", loss_type="ipo", objective_args={"ld_alpha": 0.5}, seed=4),
         _task("orpo", pairs(4, 8), eval_dataset=pairs(14, 4), objective="orpo", rank=2, **held_out),
+        _task(
+            "simpo",
+            pairs(8, 7),
+            objective="cpo",
+            loss_type="simpo",
+            objective_args={"beta": 2.0},
+            loraplus_lr_ratio=4.0,
+        ),
         _task("kto", answers(5, 11), eval_dataset=answers(15, 7), objective="kto", train_batch_size=5, **held_out),
         _task("apo", answers(6, 6), objective="kto", loss_type="apo_zero_unpaired", train_batch_size=3),
         _task("warm", pairs(8, 7), objective="dpo", init_adapter=_saved_adapter().name, seed=5),

@@ -53,11 +53,13 @@ def tasks(*, has_words: bool = True, is_broken: bool = False) -> list[Task]:
     found = [
         ("plain", rows(1), {}),
         ("weighted", rows(2, **weights), {}),
-        ("policy", rows(3, **rollouts), {"objective_args": {"beta": 0.2}, "loss_type": "grpo"}),
+        ("policy", rows(3, **rollouts), {"objective_args": {"beta": 0.2, "temperature": 0.8}, "loss_type": "grpo"}),
+        ("dynamic", rows(6, **weights), {"loss_type": "dft"}),
         ("own", rows(5), {"objective": broken_loss if is_broken else own_loss}),
     ]
     if has_words:
         found.append(("taught", rows(4, **words), {}))
+        found.append(("curious", rows(7, **rollouts), {"objective_args": {"entropy_coef": 0.1, "temperature": 1.2}}))
     made = []
     for name, data, more in found:
         config = lab.small_task(name, data_seed=1).peft_config

@@ -45,7 +45,7 @@ def rows_with_reference(rng: np.random.Generator, objective: Any) -> list[TokenS
 
 def judged(judged_rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
     """Return the loss of the variant, row by row."""
-    judged_rows = [_divided(row, args.temperature) for row in judged_rows]
+    judged_rows = [divided(row, args.temperature) for row in judged_rows]
     parts = [_terms(row, args) for row in judged_rows]
     if args.entropy_coef:
         logprobs = torch.cat([row.target_logits().log_softmax(dim=1) for row in judged_rows])
@@ -54,7 +54,8 @@ def judged(judged_rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
     return _mean(parts, args)
 
 
-def _divided(row: JudgedRow, temperature: float) -> JudgedRow:
+def divided(row: JudgedRow, temperature: float) -> JudgedRow:
+    """Return a row whose logits are divided by a temperature."""
     return replace(
         row,
         logits=[one / temperature for one in row.logits],

@@ -21,9 +21,10 @@ from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.cuda_graphs import reason_against
 from peft_mux.engine.executor import Executor
 from peft_mux.errors import ConfigError
+from peft_mux.kernels.cross_entropy.linear import Head
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
+from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD, head_at
 from peft_mux.modeling.objectives.objective import (
     OBJECTIVES,
     OWN,
@@ -36,6 +37,7 @@ from peft_mux.modeling.objectives.objective import (
 from peft_mux.modeling.objectives.task_objective import find_loss
 from peft_mux.task import EarlyStopping, Task
 from tests.invariants import mux_lab as lab
+from tests.modeling.objectives import rollouts
 from tests.modeling.objectives.cases import CASES as OTHERS
 from tests.modeling.objectives.cases import NUM_CLASSES, LossCase
 from tests.modeling.objectives.judged_row import JudgedRow
@@ -108,7 +110,9 @@ def added() -> Iterator[Callable[[Any], Objective]]:
 # ----------------------------------------------------- what a test is made of
 
 
-def model_of(objective: Objective, *names: str, args: LossArgs | None = None) -> MultiTaskPeftModel:
+def model_of(
+    objective: Objective, *names: str, args: LossArgs | None = None, targets: Any = "all-linear"
+) -> MultiTaskPeftModel:
     """Return a float64 model with adapters that do something, and the head that the loss reads."""
     torch.manual_seed(0)
     backbone: Any = lab.tiny_llama()
@@ -118,7 +122,7 @@ def model_of(objective: Objective, *names: str, args: LossArgs | None = None) ->
         backbone = BACKBONES[objective.head.kind](config)
         lab.fill(backbone, 1)
     task_type = objective.head.kind.task_types[0]
-    configs = {name: LoraConfig(r=2, target_modules="all-linear", task_type=task_type) for name in names}
+    configs = {name: LoraConfig(r=2, target_modules=targets, task_type=task_type) for name in names}
     for config in configs.values():
         config.exclude_modules = ["score"] if objective.head.kind != LANGUAGE_MODEL else None
     model = MultiTaskPeftModel(backbone, configs, verify=False)
@@ -228,6 +232,35 @@ def test_a_nan_in_rows_of_one_task_leaves_the_bits_of_the_other(case: LossCase) 
     assert torch.equal(clean[1:], poisoned[1:])
     assert torch.equal(gradient, poisoned_gradient)
     assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]], ids=["frozen head", "adapted head"])
+def test_tasks_of_several_temperatures_share_a_pass(targets: Any) -> None:
+    temperatures = {"a": 0.5, "b": 1.0, "c": 1.0, "d": 2.0}
+    objective = OBJECTIVES["policy"]
+    model = model_of(objective, *temperatures, targets=targets)
+    batches = []
+    for seed, (name, temperature) in enumerate(temperatures.items()):
+        case = LossCase("policy", "dapo", rollouts.judged, {"temperature": temperature, "beta": 0.1}, rollouts.rows)
+        model.objectives.assign(name, objective, case.loss_args)
+        batches.append(case.batch(name, seed))
+    (batch,) = ready(model, batches)
+    with torch.no_grad():
+        losses = model(batch).losses
+    for rows, loss in zip(batches, losses.tolist(), strict=True):
+        wanted = rollouts.judged(judged(model, rows), model.objectives.args_of(rows.task))
+        assert loss == pytest.approx(wanted.item(), rel=1e-6), rows.task
+        targets_of = model.token_logprobs(batch)[rows.task]
+        divided = [rollouts.divided(row, temperatures[rows.task]).logprobs() for row in judged(model, rows)]
+        torch.testing.assert_close(targets_of.logprobs_M.double(), torch.cat(divided), rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize("softcap", [None, 3.0])
+def test_a_head_at_a_temperature_divides_its_logits(softcap: float | None) -> None:
+    torch.manual_seed(0)
+    head = Head(torch.randn(7, 4), torch.randn(7), scale=2.0, softcap=softcap)
+    hidden_MD = torch.randn(3, 4)
+    torch.testing.assert_close(head_at(head, 0.7).logits(hidden_MD), head.logits(hidden_MD) / 0.7)
 
 
 @pytest.mark.parametrize("case", [case for case in PACKAGED if case.objective.has_logits], ids=str)
