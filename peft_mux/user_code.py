@@ -8,7 +8,10 @@ reports it to a listener; in a run that is `reporting.delays`.
 
 from __future__ import annotations
 
+import _signal  # type: ignore[import-not-found]
 import os
+import signal
+import sys
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -17,6 +20,8 @@ from types import TracebackType
 from typing import Any, NamedTuple
 
 import torch
+from torch.utils import _device as device_modes
+from torch.utils import _python_dispatch as dispatch_modes
 
 from peft_mux.errors import ForcedInterrupt, PeftMuxError
 
@@ -26,6 +31,19 @@ Listener = Callable[[str, str, float], None]
 _MAX_CHARACTERS = 2000
 _PACKAGE = f"{Path(__file__).resolve().parent}{os.sep}"
 _AUTOCAST_DEVICES = ("cpu", "cuda")
+_FP32_KINDS = (
+    ("generic", "all"),
+    *((backend, kind) for backend in ("cuda", "mkldnn") for kind in ("all", "conv", "rnn", "matmul")),
+)
+_ATTENTION = ("flash", "mem_efficient", "math", "cudnn", "overrideable", "fa3")
+_FLAGS = (
+    "sdp_priority_order math_sdp_allow_fp16_bf16_reduction cublas_allow_fp16_reduced_precision_reduction "
+    "cublas_allow_bf16_reduced_precision_reduction cublas_allow_fp16_accumulation cudnn_enabled cudnn_benchmark "
+    "cudnn_deterministic mkldnn_enabled mkldnn_deterministic nnpack_enabled blas_preferred_backend "
+    "linalg_preferred_backend cpu_allow_fp16_reduced_precision_reduction"
+).split()
+"""Settings of backends, by the end of the names of the functions of torch that read and set them."""
+_SIGNAL_NAMES = "SIGINT SIGTERM SIGHUP SIGALRM SIGVTALRM SIGPROF SIGUSR1 SIGUSR2 SIGCHLD".split()
 
 
 class UserCodeError(PeftMuxError):
@@ -55,74 +73,218 @@ class guard_user_code(AbstractContextManager[None]):
         self._task, self._what, self._listener = task, what, listener
 
     def __enter__(self) -> None:
-        self._settings, self._started = _process_settings(), time.perf_counter()
+        # This block restores what lies in the thread: inference mode, gradients, and which keys operations dispatch on.
+        self._thread, records_gradients = (
+            torch._C._InferenceMode(torch.is_inference_mode_enabled()),
+            torch.is_grad_enabled(),
+        )
+        self._thread.__enter__()
+        torch.set_grad_enabled(records_gradients)
+        self._modes, self._started = [mode.read() for mode in _MODES], time.perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
-        left = _process_settings()
-        if left != self._settings:
-            _restore(self._settings, left)
+        for mode, before in zip(_MODES, self._modes, strict=True):
+            try:
+                if mode.read() != before:
+                    mode.put_back(before)
+            except ForcedInterrupt:
+                raise
+            # The code's own: a signal of its timer, or a mode in which nothing works; neither comes a second time.
+            except BaseException as raised:
+                error = error or raised
+                mode.put_back(before)
+        self._thread.__exit__(None, None, None)
         self._listener(self._task, self._what, time.perf_counter() - self._started)
         if error is not None and not isinstance(error, ForcedInterrupt):
             raise UserCodeError(describe_error(error)) from error
 
 
-class _ProcessSettings(NamedTuple):
-    """Settings of this process and thread that decide the results of every task, and where their files go."""
-
-    folder: str
-    records_gradients: bool
-    dtype: torch.dtype
-    device: torch.device
-    matmul_precision: str
-    is_deterministic: bool
-    only_warns: bool
-    num_threads: int
-    autocast_depth: int
-    autocast: tuple[tuple[bool, torch.dtype], ...]
+# ------------------------------------------------------- modes of the process
 
 
-def _process_settings() -> _ProcessSettings:
+class _Mode(NamedTuple):
+    """Something of this process or thread that decides the results of every task, or whether the run goes on."""
+
+    read: Callable[[], Any]
+    put_back: Callable[[Any], object]
+
+
+_SIGNALS = [number for name in _SIGNAL_NAMES if (number := getattr(signal, name, None)) is not None]
+_TIMERS: dict[int, Callable[[], float]] = (
+    {
+        signal.ITIMER_REAL: time.monotonic,
+        signal.ITIMER_VIRTUAL: lambda: os.times().user,
+        signal.ITIMER_PROF: time.process_time,
+    }
+    if hasattr(signal, "setitimer")
+    else {}
+)
+"""The interval timers, and the clock that each of them follows."""
+_NOT_SET = [(0.0, 0.0)] * len(_TIMERS)
+_TOLERANCE_S = 0.05
+
+
+def _read_timers() -> list[tuple[float, float]]:
+    """Return of each timer when it rings, by its clock, and its interval; zeros for one that is not set."""
+    found = [signal.getitimer(timer) for timer in _TIMERS]
+    if found == _NOT_SET:
+        return found
+    return [(left and left + now(), every) for (left, every), now in zip(found, _TIMERS.values(), strict=True)]
+
+
+def _put_timers_back(before: list[tuple[float, float]]) -> None:
+    for timer, (due, every), (due_now, every_now) in zip(_TIMERS, before, _read_timers(), strict=True):
+        # A timer of the run's own program has gone on meanwhile, or rung.
+        if every != every_now or bool(due) != bool(due_now) or (not every and abs(due - due_now) > _TOLERANCE_S):
+            signal.setitimer(timer, due and max(due - _TIMERS[timer](), 1e-3), every)
+
+
+def _read_handlers() -> list[Any]:
+    # `signal.getsignal` makes enumerations of them, which takes twenty times as long.
+    return [_signal.getsignal(number) for number in _SIGNALS]
+
+
+def _put_handlers_back(before: list[Any]) -> None:
+    for number, handler in zip(_SIGNALS, before, strict=True):
+        # Only the main thread sets handlers. `None`: what is no function of Python cannot be set from here.
+        if handler is not None and handler is not _signal.getsignal(number):
+            with suppress(ValueError):
+                signal.signal(number, handler)
+
+
+def _read_functions() -> list[Any]:
+    """Return the default device and the modes of torch functions, of which a default device is one."""
+    stack = [torch._C._get_function_stack_at(number) for number in range(torch._C._len_torch_function_stack())]
+    return [device_modes.CURRENT_DEVICE, vars(torch._GLOBAL_DEVICE_CONTEXT).get("device_context"), *stack]
+
+
+def _put_functions_back(before: list[Any]) -> None:
+    device_modes.CURRENT_DEVICE, torch._GLOBAL_DEVICE_CONTEXT.device_context, *stack = before
+    while torch._C._len_torch_function_stack():
+        torch._C._pop_torch_function_stack()
+    for mode in stack:
+        torch._C._push_on_torch_function_stack(mode)
+
+
+def _put_operations_back(before: list[Any]) -> None:
+    while left := dispatch_modes._get_current_dispatch_mode_stack():
+        torch._C._pop_torch_dispatch_stack(getattr(left[-1], "_mode_key", None))
+    for mode in before:
+        torch._C._push_on_torch_dispatch_stack(mode)
+
+
+_hooks = torch._C._autograd
+
+
+def _read_hooks() -> tuple[bool, Any]:
+    return _hooks._saved_tensors_hooks_is_enabled(), _hooks._top_saved_tensors_default_hooks(True)
+
+
+def _put_hooks_back(before: tuple[bool, Any]) -> None:
+    are_enabled, pair = before
+    if are_enabled:
+        _hooks._saved_tensors_hooks_enable()
+    while (left := _hooks._top_saved_tensors_default_hooks(True)) not in (None, pair):
+        _hooks._pop_saved_tensors_default_hooks()
+    if left is None and pair is not None:
+        _hooks._push_saved_tensors_default_hooks(*pair)
+
+
+def _read_autocast() -> tuple[Any, ...]:
     depth = torch.autocast_increment_nesting() - 1
     torch.autocast_decrement_nesting()
-    try:
-        folder = os.getcwd()
-    except OSError:  # it was deleted
-        folder = ""
-    return _ProcessSettings(
-        folder,
-        torch.is_grad_enabled(),
-        torch.get_default_dtype(),
-        torch.empty(0).device,  # `torch.get_default_device` takes longer than everything else here
-        torch.get_float32_matmul_precision(),
-        torch.are_deterministic_algorithms_enabled(),
-        torch.is_deterministic_algorithms_warn_only_enabled(),
-        torch.get_num_threads(),
-        depth,
-        tuple((torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICES),
-    )
+    kinds = [(torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in _AUTOCAST_DEVICES]
+    return depth, torch.is_autocast_cache_enabled(), *kinds
 
 
-def _restore(before: _ProcessSettings, left: _ProcessSettings) -> None:
-    with suppress(OSError):
-        os.chdir(before.folder or ".")
-    torch.set_grad_enabled(before.records_gradients)
-    torch.set_default_dtype(before.dtype)
-    if before.device != left.device:
-        # An explicit default device costs every call a little, and without one tensors are made on the CPU.
-        torch.set_default_device(None if before.device.type == "cpu" else before.device)
-    torch.set_float32_matmul_precision(before.matmul_precision)
-    torch.use_deterministic_algorithms(before.is_deterministic, warn_only=before.only_warns)
-    if before.num_threads != left.num_threads:
-        torch.set_num_threads(before.num_threads)
-    for kind, (is_enabled, dtype) in zip(_AUTOCAST_DEVICES, before.autocast, strict=True):
+def _put_autocast_back(before: tuple[Any, ...]) -> None:
+    depth, keeps, *kinds = before
+    for kind, (is_enabled, dtype) in zip(_AUTOCAST_DEVICES, kinds, strict=True):
         torch.set_autocast_enabled(kind, is_enabled)
         torch.set_autocast_dtype(kind, dtype)
-    for _ in range(before.autocast_depth, left.autocast_depth):
+    torch.set_autocast_cache_enabled(keeps)
+    for _ in range(depth, _read_autocast()[0]):
         torch.autocast_decrement_nesting()
-    for _ in range(left.autocast_depth, before.autocast_depth):
+    for _ in range(_read_autocast()[0], depth):
         torch.autocast_increment_nesting()
     # An autocast block that is never left keeps its casts: weights of an earlier step.
     torch.clear_autocast_cache()
+
+
+def _read_precision() -> tuple[str, ...]:
+    """Return the precision of products of fp32 as it is set for all of them, and of each kind on each backend."""
+    try:
+        whole = torch.get_float32_matmul_precision()
+    except RuntimeError:  # it was set in the older and the newer way
+        whole = ""
+    read = torch._C._get_fp32_precision_getter
+    return whole, *[read(backend, kind) for backend, kind in _FP32_KINDS]
+
+
+def _put_precision_back(before: tuple[str, ...]) -> None:
+    whole, *each = before
+    if whole:
+        torch.set_float32_matmul_precision(whole)
+    # From the whole of a backend to its parts, which the setting of a whole changes.
+    for kind, value in zip(_FP32_KINDS, each, strict=True):
+        torch._C._set_fp32_precision_setter(*kind, value)
+
+
+def _read_folder() -> str:
+    try:
+        return os.getcwd()
+    except OSError:  # it was deleted
+        return ""
+
+
+def _put_folder_back(before: str) -> None:
+    with suppress(OSError):
+        os.chdir(before or ".")
+
+
+_SWITCHES = [
+    (getattr(torch._C, read), getattr(torch._C, write))
+    for read, write in (
+        *((f"_get_{name}", f"_set_{name}") for name in _FLAGS),
+        *((f"_get_{name}_sdp_enabled", f"_set_sdp_use_{name}") for name in _ATTENTION),
+    )
+    if hasattr(torch._C, read) and hasattr(torch._C, write)
+]
+
+
+def _read_switches() -> list[Any]:
+    return [read() for read, _ in _SWITCHES]
+
+
+def _put_switches_back(before: list[Any]) -> None:
+    for (_, write), value in zip(_SWITCHES, before, strict=True):
+        write(*(value if isinstance(value, tuple) else [value]))
+
+
+# Signals first, which may come at any moment, then the modes in which functions of torch would fail.
+_MODES = (
+    _Mode(_read_timers, _put_timers_back),
+    _Mode(_read_handlers, _put_handlers_back),
+    _Mode(_read_functions, _put_functions_back),
+    _Mode(dispatch_modes._get_current_dispatch_mode_stack, _put_operations_back),
+    _Mode(_read_hooks, _put_hooks_back),
+    _Mode(_read_autocast, _put_autocast_back),
+    _Mode(_read_precision, _put_precision_back),
+    _Mode(_read_folder, _put_folder_back),
+    _Mode(torch.get_default_dtype, torch.set_default_dtype),
+    _Mode(torch.get_num_threads, torch.set_num_threads),
+    # Numbers too small for the usual form are halved to 0 where this processor is told to flush them.
+    _Mode(lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal),
+    _Mode(
+        lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),
+        lambda before: torch.use_deterministic_algorithms(before[0], warn_only=before[1]),
+    ),
+    _Mode(
+        lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
+        lambda before: torch.set_anomaly_enabled(*before),
+    ),
+    _Mode(_read_switches, _put_switches_back),
+)
 
 
 def user_traceback(error: BaseException) -> TracebackType | None:

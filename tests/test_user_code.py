@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import os
+import signal
+import sys
 import traceback
 from collections.abc import Callable
 from contextlib import suppress
+from typing import Any
 
 import pytest
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import CallbackHandler
 
@@ -56,6 +61,14 @@ def test_a_text_is_shown_without_what_moves_a_cursor_and_begins_no_line(text: st
     assert printable(text) == shown
 
 
+entered: list[Any] = []
+
+
+def enter(block: Any) -> None:
+    entered.append(block)
+    block.__enter__()
+
+
 SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "gradients": (lambda: torch.set_grad_enabled(False), torch.is_grad_enabled),
     "dtype": (lambda: torch.set_default_dtype(torch.float64), torch.get_default_dtype),
@@ -65,6 +78,26 @@ SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
     "threads": (lambda: torch.set_num_threads(torch.get_num_threads() + 1), torch.get_num_threads),
     "autocast": (lambda: torch.autocast("cpu").__enter__(), lambda: torch.is_autocast_enabled("cpu")),
     "folder": (lambda: os.chdir("/"), os.getcwd),
+    "attention": (lambda: torch.backends.cuda.enable_math_sdp(False), torch.backends.cuda.math_sdp_enabled),
+    "anomalies": (lambda: torch.autograd.set_detect_anomaly(True), torch.is_anomaly_enabled),
+    "denormals": (lambda: torch.set_flush_denormal(True), lambda: sys.float_info.min / 2),
+    "precision of one backend": (
+        lambda: setattr(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+        lambda: torch.backends.mkldnn.matmul.fp32_precision,
+    ),
+    "precision of all backends": (
+        lambda: setattr(torch.backends, "fp32_precision", "tf32"),
+        lambda: (torch.backends.fp32_precision, torch.backends.cuda.matmul.fp32_precision),
+    ),
+    "inference": (lambda: enter(torch.inference_mode()), torch.is_inference_mode_enabled),
+    "functions": (lambda: enter(TorchFunctionMode()), torch._C._len_torch_function_stack),
+    "operations": (lambda: enter(TorchDispatchMode()), torch._C._len_torch_dispatch_stack),
+    "hooks": (
+        lambda: enter(torch.autograd.graph.saved_tensors_hooks(abs, abs)),
+        lambda: torch._C._autograd._top_saved_tensors_default_hooks(True),
+    ),
+    "handler": (lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN), lambda: signal.getsignal(signal.SIGUSR1)),
+    "timer": (lambda: signal.setitimer(signal.ITIMER_PROF, 99), lambda: signal.getitimer(signal.ITIMER_PROF)),
 }
 
 
@@ -79,6 +112,25 @@ def test_a_setting_of_the_process_that_own_code_leaves_is_put_back(name: str, fa
         if fails:
             raise ValueError
     assert asked() == before
+
+
+def test_a_timer_of_the_program_goes_on_and_one_that_own_code_sets_does_not_ring() -> None:
+    rung: list[int] = []
+    before = signal.signal(signal.SIGVTALRM, lambda *_: rung.append(1))
+    try:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 50)
+        with guard_user_code("own", "callback"):
+            pass
+        assert 49 < signal.getitimer(signal.ITIMER_VIRTUAL)[0] <= 50
+        with guard_user_code("own", "callback"):
+            signal.setitimer(signal.ITIMER_VIRTUAL, 0.2, 0.2)
+        left, every = signal.getitimer(signal.ITIMER_VIRTUAL)
+        assert 49 < left <= 50.1
+        assert not every
+        assert not rung
+    finally:
+        signal.setitimer(signal.ITIMER_VIRTUAL, 0)
+        signal.signal(signal.SIGVTALRM, before)
 
 
 def test_a_block_of_autocast_that_is_never_left_keeps_no_weights_of_a_step_before() -> None:

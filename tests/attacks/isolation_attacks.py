@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 import os
+import signal
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
@@ -14,6 +15,8 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback, set_seed
 
 from peft_mux import EarlyStopping
@@ -386,6 +389,60 @@ def hooked(outputs: Any) -> torch.Tensor:
     return mean_loss(outputs)
 
 
+def changes_given(act: Callable[[torch.Tensor], Any]) -> Callable[[Any], torch.Tensor]:
+    """Return a loss that does something to the memory of what it is given, and goes on as if it were sound."""
+
+    def spoil(outputs: Any) -> torch.Tensor:
+        found = mean_loss(outputs)
+        act(outputs.nll_M)
+        return found + 0 * outputs.nll_M.detach().sum()
+
+    return spoil
+
+
+def becomes_another(nll_M: torch.Tensor) -> None:
+    """Make it a tensor of another length."""
+    nll_M.data = torch.zeros(3)
+
+
+def becomes_longer(nll_M: torch.Tensor) -> None:
+    """Make it a tensor of more elements, in its own memory."""
+    with torch.no_grad():
+        nll_M.detach().resize_(9999).fill_(math.nan)
+
+
+def points_elsewhere(nll_M: torch.Tensor) -> None:
+    """Give it the memory of another tensor."""
+    with torch.no_grad():
+        nll_M.set_(torch.zeros(0).untyped_storage())
+
+
+CHANGED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
+    "frees its memory": (lambda nll_M: nll_M.untyped_storage().resize_(0), "objective: RuntimeError: .*resize"),
+    "makes it longer": (becomes_longer, "objective: RuntimeError: .*resize"),
+    "makes it another": (becomes_another, "objective: .*shape"),
+    "points it elsewhere": (points_elsewhere, "objective"),
+    "frees its graph": (lambda nll_M: torch.autograd.grad(nll_M.exp().sum(), nll_M), ""),
+    "stops its gradient": (lambda nll_M: nll_M.requires_grad_(False), ""),
+}
+"""What a loss may do to what it is given, and how the task is blamed; nothing where it harms nobody."""
+
+
+def spoils_batch(outputs: Any) -> torch.Tensor:
+    """Write over all else that it is given: the micro-batch, columns and values of rows."""
+    found, batch = mean_loss(outputs), outputs.batch
+    for given in (batch.input_ids, batch.labels, batch.target_rows, batch.position_ids, batch.token_places):
+        given.zero_()
+    return found
+
+
+def frees_graph(outputs: Any) -> torch.Tensor:
+    """Take the gradient of its loss, which frees the graph of it, and return that loss."""
+    found = (outputs.nll_M**2).sum()
+    torch.autograd.grad(found, outputs.nll_M)
+    return found
+
+
 class EverySecond:
     """A loss that fails every second time that it is asked for, which is in evaluations."""
 
@@ -434,7 +491,15 @@ OBJECTIVES = [
     Attack("a loss beyond fp32", "non_finite", loss(lambda outputs: mean_loss(outputs).double() * 1e300)),
     Attack("a gradient of NaN", "non_finite", loss(lambda outputs: torch.sqrt(0 * outputs.nll_M).sum())),
     Attack("a loss that goes back itself", "objective.*backward", loss(goes_back_itself)),
+    *(
+        Attack(
+            f"a loss that {name}", blame, loss(changes_given(act)), ends=FAILED if blame else ("succeeded", "failed")
+        )
+        for name, (act, blame) in CHANGED.items()
+    ),
     Attack("a loss that writes in place", "non_finite", loss(writes_in_place)),
+    Attack("a loss that takes its gradient itself", "objective: .*second time", loss(frees_graph)),
+    Attack("a loss that writes over the batch", "", loss(spoils_batch), ends=("succeeded", "failed")),
     Attack("a loss with a hook that raises", "objective.*OwnError: boom", loss(hooked)),
     Attack(
         "a loss whose backward exits",
@@ -462,6 +527,56 @@ OBJECTIVES = [
 
 # ------------------------------------------------------------------------ settings of the process
 
+KEPT: list[Any] = []
+"""What own code has entered and holds on to, so that it is not left when it is collected."""
+
+
+def enters(make: Callable[[], Any]) -> Callable[[], Any]:
+    """Return what enters a block and never leaves it."""
+
+    def enter() -> None:
+        KEPT.append(make())
+        KEPT[-1].__enter__()
+
+    return enter
+
+
+class BadFunctions(TorchFunctionMode):
+    """A mode in which no function of torch works."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Fail."""
+        raise OwnError("boom")
+
+
+class BadOperations(TorchDispatchMode):
+    """A mode in which no operation of torch works."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Fail."""
+        raise OwnError("boom")
+
+
+def rings(number: int, timer: int) -> Callable[[], Any]:
+    """Return what raises in a while, wherever the process is by then."""
+
+    def set_timer() -> None:
+        signal.signal(number, raises(boom(OwnError)))
+        signal.setitimer(timer, 0.01, 0.01)
+
+    return set_timer
+
+
+def sets(module: Any, name: str, value: Any) -> Callable[[], Any]:
+    """Return what sets an attribute of a part of torch."""
+    return lambda: setattr(module, name, value)
+
+
+def halves(tensor: Any) -> torch.Tensor:
+    """Return half of what a step has saved for its backward pass."""
+    return tensor / 2 if tensor.is_floating_point() else tensor
+
+
 SETTINGS: dict[str, Callable[[], Any]] = {
     "gradients off": lambda: torch.set_grad_enabled(False),
     "a dtype of fp64": lambda: torch.set_default_dtype(torch.float64),
@@ -472,19 +587,32 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "more threads": lambda: torch.set_num_threads(3),
     "another folder": lambda: os.chdir("/"),
     "another seed": lambda: set_seed(0),
+    "inference": enters(torch.inference_mode),
+    "all products in bf16": sets(torch.backends, "fp32_precision", "bf16"),
+    "products of oneDNN in bf16": sets(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),
+    "products in tf32 by its old name": sets(torch.backends.cuda.matmul, "allow_tf32", True),
+    "no attention": lambda: [
+        turn(False)
+        for turn in (
+            torch.backends.cuda.enable_flash_sdp,
+            torch.backends.cuda.enable_mem_efficient_sdp,
+            torch.backends.cuda.enable_math_sdp,
+            torch.backends.cuda.enable_cudnn_sdp,
+        )
+    ],
+    "no oneDNN": lambda: torch._C._set_mkldnn_enabled(False),
+    "hooks of saved tensors": enters(lambda: torch.autograd.graph.saved_tensors_hooks(lambda one: one, halves)),
+    "no hooks of saved tensors": enters(lambda: torch.autograd.graph.disable_saved_tensors_hooks("boom")),
+    "a mode of functions": enters(BadFunctions),
+    "a mode of operations": enters(BadOperations),
+    "a device by a block": enters(lambda: torch.device("meta")),
+    "anomalies sought": lambda: torch.autograd.set_detect_anomaly(True),
+    "denormals flushed": lambda: torch.set_flush_denormal(True),
+    "a timer": rings(signal.SIGALRM, signal.ITIMER_REAL),
+    "a timer of processor time": rings(signal.SIGPROF, signal.ITIMER_PROF),
+    "a handler of SIGTERM": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
 }
-"""What own code may leave behind in the process, by which every task would compute otherwise."""
-
-
-def put_back() -> None:
-    """Make the process as it was, for the tests that follow where it was not."""
-    torch.set_grad_enabled(True)
-    torch.set_default_dtype(torch.float32)
-    torch.set_default_device(None)
-    torch.set_autocast_enabled("cpu", False)
-    torch.use_deterministic_algorithms(False)
-    torch.set_float32_matmul_precision("highest")
-    torch.set_num_threads(1)
+"""What own code may leave behind in the process, by which every task would compute otherwise, or the run would end."""
 
 
 def left_by_a_callback(act: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
@@ -503,13 +631,13 @@ def left_by_a_loss(act: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
 
 
 LEFT_BEHIND = [
-    Attack(f"{what} that leaves {name}", "", made(act), ends=("succeeded", "failed"), cleanup=put_back)
+    Attack(f"{what} that leaves {name}", "", made(act), ends=("succeeded", "failed"), cleanup=KEPT.clear)
+    for name, act in SETTINGS.items()
     for what, made in {
         "a callback": left_by_a_callback,
         "a metric": left_by_a_metric,
         "a loss": left_by_a_loss,
     }.items()
-    for name, act in SETTINGS.items()
 ]
 
 

@@ -150,12 +150,12 @@ def test_a_callback_of_one_task_reaches_no_other(attack: Attack, references: Ref
     assert_isolated(attack, references, tmp_path)
 
 
-@pytest.mark.parametrize("attack", sampled(OBJECTIVES, fast=8, slow=99))
+@pytest.mark.parametrize("attack", sampled(OBJECTIVES, fast=14, slow=99))
 def test_a_loss_of_its_own_reaches_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
     assert_isolated(attack, references, tmp_path)
 
 
-@pytest.mark.parametrize("attack", sampled(LEFT_BEHIND, fast=6, slow=99))
+@pytest.mark.parametrize("attack", sampled(LEFT_BEHIND, fast=18, slow=99))
 def test_settings_that_one_task_leaves_behind_reach_no_other(
     attack: Attack, references: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -1,16 +1,17 @@
 """The loss that a user writes: `Task(objective=my_function)`, run under the guard of `guard_user_code`.
 
-The function's own backward runs at once, up to the log-probabilities that it was given. So whatever it raises, there or
-in its forward, fails only its task, and never the backward pass that all tasks share.
+It is given copies, and its own backward runs at once, up to them. So whatever it raises or does to them, there or in
+its forward, fails only its task, and never the backward pass that all tasks share.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from peft_mux.data.formats import LANGUAGE_ROWS
 from peft_mux.errors import DataError, shown
@@ -55,10 +56,20 @@ class OwnLoss(Objective):
         """
         words_MK = outputs.word_logprobs_MK
         given = [outputs.nll_M] if words_MK is None else [outputs.nll_M, words_MK]
+        # Copies: what a function writes, resizes or frees would reach the outputs, and the backward pass, of all tasks.
+        copies = _with_copies(outputs)
+        nll_M, *words = leaves = [_copy_of(values).requires_grad_() for values in given]
+        # Plain tensors made before, like the losses of the other tasks, whatever the function computes with, and where.
+        number = outputs.nll_M.detach().new_empty(())
+        gradients = [torch.zeros_like(values.detach()) for values in given]
         with guard_user_code(outputs.task, "objective"), torch.enable_grad():
-            # Copies: what a function writes in place would reach the outputs, and the backward pass, of all tasks.
-            nll_M, *words = leaves = [values.detach().clone().requires_grad_() for values in given]
-            value = args.function(replace(outputs, nll_M=nll_M, word_logprobs_MK=words[0] if words else None))
+            value = args.function(replace(copies, nll_M=nll_M, word_logprobs_MK=words[0] if words else None))
+            for name, leaf, values in zip(("nll_M", "word_logprobs_MK"), leaves, given, strict=False):
+                if leaf.shape != values.shape:
+                    raise DataError(
+                        f"outputs.{name} must keep its shape {list(values.shape)}, got {list(leaf.shape)}. Compute new "
+                        "tensors from it instead of assigning to its data."
+                    )
             num_targets = len(nll_M)
             is_floats = isinstance(value, torch.Tensor) and value.is_floating_point()
             if is_floats and value.ndim == 0:
@@ -71,12 +82,35 @@ class OwnLoss(Objective):
                     f"the objective returned {got}; allowed: a scalar of floats, or one term for each of the "
                     f"{num_targets} targets. Return outputs.mean_over_rows(terms) for one term a row."
                 )
-            gradients = [torch.zeros_like(values) for values in leaves]
             if loss.requires_grad and outputs.nll_M.requires_grad:
-                gradients = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
-            # A plain tensor like the losses of the other tasks, whatever the function has computed with, and where.
-            number = outputs.nll_M.detach().new_empty(()).copy_(loss.detach())
+                found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
+                for gradient, own in zip(gradients, found, strict=True):
+                    gradient.copy_(own.detach())
+            number.copy_(loss.detach())
         return TaskLoss(_WithGradients.apply(number, *gradients, *given))
+
+
+def _with_copies(outputs: TokenOutputs) -> TokenOutputs:
+    """Return outputs with tensors of their own, but for those with gradient; the micro-batch lacks what tasks bring."""
+    batch = outputs.batch
+    if batch is not None:
+        tensors = {item.name: value for item in fields(batch) if isinstance(value := getattr(batch, item.name), Tensor)}
+        own = {name: _copy_of(value) for name, value in tensors.items()}
+        batch = replace(batch, target_columns=(), row_values=(), totals=(), shared=None, **own)
+    sums = outputs.batch_values
+    return replace(
+        outputs,
+        batch=batch,
+        columns={name: _copy_of(value) for name, value in outputs.columns.items()},
+        row_values={name: _copy_of(value) for name, value in outputs.row_values.items()},
+        totals=dict(outputs.totals),
+        batch_values=None if sums is None else _copy_of(sums),
+    )
+
+
+def _copy_of(values: Tensor) -> Tensor:
+    """Return a copy without gradient in memory that cannot be resized: reading what was freed ends the process."""
+    return torch.from_dlpack(values.detach().clone())
 
 
 class _WithGradients(torch.autograd.Function):
