@@ -49,7 +49,7 @@ from peft_mux.errors import (
     shown,
 )
 from peft_mux.from_trl import settings_of, settings_of_trainer
-from peft_mux.modeling.adapters.files import ADAPTER_NAMES, read_config
+from peft_mux.modeling.adapters.files import ADAPTER_NAMES, ENCODER_NAME, read_config
 from peft_mux.modeling.generation.options import GenerateOptions
 from peft_mux.modeling.objectives.task_objective import FoundLoss, find_loss
 from peft_mux.storage import name_fault
@@ -497,7 +497,7 @@ def _begin_from_adapter(task: Task, where: str) -> list[Fault]:
         if not folder.is_dir():
             from huggingface_hub import snapshot_download
 
-            folder = Path(snapshot_download(str(given), allow_patterns=list(ADAPTER_NAMES)))
+            folder = Path(snapshot_download(str(given), allow_patterns=[*ADAPTER_NAMES, ENCODER_NAME]))
         saved = read_config(folder)
     except (OSError, ValueError, CheckpointError) as error:
         return [Fault(field, shown(str(given)), allowed, f"{' '.join(str(error).split())}")]

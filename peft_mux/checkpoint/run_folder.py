@@ -45,7 +45,7 @@ from peft_mux.checkpoint.records import (
 from peft_mux.checkpoint.task_state import BEST, LAST_GOOD, TaskState, put_snapshot
 from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
 from peft_mux.errors import CheckpointError
-from peft_mux.modeling.adapters.files import ADAPTER_NAMES, CONFIG_NAME, WEIGHTS_NAME
+from peft_mux.modeling.adapters.files import ADAPTER_NAMES, CONFIG_NAME, WEIGHTS_NAME, adapter_names
 from peft_mux.modeling.backbone.shape import backbone_fingerprint
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import TaskStatus
@@ -142,7 +142,7 @@ class RunFolder:
             # checkpoints.
             with storage.scratch_folder(folder) as scratch:
                 self.model.save_task(name, scratch, weights)
-                storage.write_checksums(scratch, ADAPTER_NAMES)
+                storage.write_checksums(scratch, adapter_names(scratch))
                 _replace_adapter(folder, scratch)
         except OSError as error:
             raise CheckpointError(f'task "{name}": its adapter could not be written ({error}).') from error
@@ -306,9 +306,9 @@ class RunFolder:
         source = checkpoint if fault else folder
         try:
             with storage.scratch_folder(folder) as scratch:
-                for file in ADAPTER_NAMES:
+                for file in adapter_names(source):
                     (scratch / file).write_bytes((source / file).read_bytes())
-                storage.write_checksums(scratch, ADAPTER_NAMES)
+                storage.write_checksums(scratch, adapter_names(scratch))
                 _replace_adapter(folder, scratch)
         except OSError as error:
             raise CheckpointError(f"{folder}: the adapter could not be written ({error}).") from error
@@ -417,7 +417,7 @@ def _replace_adapter(folder: Path, scratch: Path) -> None:
     """Move the files of an adapter and their checksums from a scratch folder into the folder of a task."""
     # Checksums are removed first and written last: a crash between two files must not leave those of other files.
     (folder / storage.CHECKSUMS_NAME).unlink(missing_ok=True)
-    for file in (*ADAPTER_NAMES, storage.CHECKSUMS_NAME):
+    for file in (*adapter_names(scratch), storage.CHECKSUMS_NAME):
         present, new = folder / file, scratch / file
         # The configuration is the same at every save.
         is_same = file == CONFIG_NAME and present.is_file() and not present.is_symlink()

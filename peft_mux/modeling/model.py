@@ -397,7 +397,7 @@ class MultiTaskPeftModel(PeftModel):
             raise ConfigError(f"save_pretrained: got {', '.join(kwargs)}; allowed: the folder alone.")
         for name in self.tasks:
             self.save_task(name, folder := Path(save_directory) / name)
-            write_checksums(folder, files.ADAPTER_NAMES)
+            write_checksums(folder, files.adapter_names(folder))
 
     def save_task(self, name: str, folder: str | Path, weights: Mapping[str, torch.Tensor] | None = None) -> None:
         """Write one task's adapter as plain PEFT does; `PeftModel.from_pretrained(base, folder)` loads it.

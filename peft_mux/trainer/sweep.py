@@ -23,7 +23,7 @@ from peft_mux import storage
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import ConfigError, Fault, PeftMuxError, closest, raise_faults, shown
-from peft_mux.modeling.adapters.files import ADAPTER_NAMES
+from peft_mux.modeling.adapters.files import adapter_names
 from peft_mux.reporting.views import Curve, curve_of, number_text
 from peft_mux.task import TASK_FIELDS, EarlyStopping, Task, TaskStatus
 from peft_mux.trainer.trainer import MultiTaskTrainer
@@ -449,7 +449,7 @@ def _keep_best(trainer: MultiTaskTrainer, contest: Contest, best: RankedTask) ->
         return None
     try:
         folder.mkdir(exist_ok=True)
-        for name in ADAPTER_NAMES:
+        for name in adapter_names(best.place):
             storage.write_file(folder / name, (best.place / name).read_bytes())
     except (OSError, PeftMuxError) as error:
         trainer.log_line(f"sweep {contest.name}: its best adapter could not be copied ({error}); {lies}")

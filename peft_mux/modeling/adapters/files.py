@@ -1,4 +1,7 @@
-"""Adapters as files, in PEFT's own format, and their classification heads."""
+"""Adapters as files, in PEFT's own format, and their classification heads.
+
+`adapter_model.safetensors` has the keys that PEFT saves. What trains a prompt with an encoder further lies next to it.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +13,7 @@ from typing import Any, NamedTuple
 
 import torch
 from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
+from peft.utils import ModulesToSaveWrapper
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import nn
@@ -17,7 +21,7 @@ from torch.distributed.tensor import DTensor
 
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.copies import only_adapter
-from peft_mux.modeling.adapters.kind import kind_of
+from peft_mux.modeling.adapters.kind import PREFIX, kind_of
 from peft_mux.modeling.adapters.own import OWN, biases_unsaid
 from peft_mux.modeling.adapters.prompts.kinds import encoders_of
 from peft_mux.modeling.adapters.prompts.prompts import (
@@ -34,6 +38,13 @@ WEIGHTS_NAME = "adapter_model.safetensors"
 CONFIG_NAME = "adapter_config.json"
 ADAPTER_NAMES = (CONFIG_NAME, WEIGHTS_NAME)
 """The files of an adapter, which the `adapter_checksums.json` next to them covers."""
+ENCODER_NAME = "prompt_encoder.safetensors"
+"""What trains a prompt further where PEFT saves only what the prompt's encoder makes; PEFT does not read it."""
+
+
+def adapter_names(folder: Path) -> tuple[str, ...]:
+    """Return the names of an adapter's files in a folder."""
+    return (*ADAPTER_NAMES, ENCODER_NAME) if (folder / ENCODER_NAME).is_file() else ADAPTER_NAMES
 
 
 def adapter_state(model: Any, adapter: str) -> dict[str, torch.Tensor]:
@@ -79,6 +90,22 @@ def saved_key(name: str) -> str:
     return f"{key.removesuffix(OWN)}bias" if key.endswith(f".{OWN}") else key
 
 
+def _echoes(model: Any, adapter: str) -> dict[str, torch.Tensor]:
+    """Return what PEFT saves besides for `bias="all"`: once more each bias of a copied module, and of its original."""
+    echoes: dict[str, torch.Tensor] = {}
+    if getattr(model.peft_config[adapter], "bias", "none") != "all":
+        return echoes
+    for name, module in model.backbone.named_modules():
+        if not isinstance(module, ModulesToSaveWrapper) or adapter not in module.modules_to_save:
+            continue
+        for key, item in module.modules_to_save[adapter].named_parameters():
+            # PEFT takes the adapter's name out of keys that end right after it.
+            echoes[f"{name}.modules_to_save.{'default.' if '.' in key else ''}{key}"] = item
+        for key, item in module.original_module.named_parameters():
+            echoes[f"{name}.original_module.{key}"] = item
+    return {f"base_model.model.{key}": item for key, item in echoes.items() if "bias" in key}
+
+
 def _key_in(state: Mapping[str, torch.Tensor], name: str) -> str:
     """Return the key of a parameter in a file: state that layers share has the model's name there, not a layer's."""
     key = saved_key(name)
@@ -108,6 +135,7 @@ def save_adapter(model: Any, adapter: str, folder: Path, weights: Mapping[str, t
         state = prompt_state(model, adapter, weights)
     else:
         state = {saved_key(key): weights[key] for key in weights}
+    state |= _echoes(model, adapter)
     # Each tensor apart: views of one buffer share their storage, which safetensors refuses.
     state = {key: value.detach().cpu().clone().contiguous() for key, value in state.items()}
     config: Any = copy.deepcopy(model.peft_config[adapter])
@@ -126,6 +154,9 @@ def save_adapter(model: Any, adapter: str, folder: Path, weights: Mapping[str, t
         folder.mkdir(parents=True, exist_ok=True)
         # Checksums of the files that go now; the caller writes new ones if there shall be any.
         (folder / CHECKSUMS_NAME).unlink(missing_ok=True)
+        (folder / ENCODER_NAME).unlink(missing_ok=True)
+        if encoder := {key: state.pop(key) for key in list(state) if key.startswith(PREFIX)}:
+            save_file(encoder, folder / ENCODER_NAME, metadata={"format": "pt"})
         save_file(state, folder / WEIGHTS_NAME, metadata={"format": "pt"})
         config.save_pretrained(str(folder), auto_mapping_dict=classes if config.task_type is None else None)
     except (OSError, SafetensorError) as error:  # safetensors has its own, for a full disk too
@@ -146,6 +177,8 @@ def matching_weights(model: Any, adapter: str, folder: Path) -> dict[str, torch.
     """
     state = _read_weights(folder)
     expected = {key: value.shape for key, value in adapter_state(model, adapter).items()}
+    echoes = _echoes(model, adapter)
+    state = {key: value for key, value in state.items() if key not in echoes}
     found = {key: value.shape for key, value in state.items()}
     if expected != found:
         if found.keys() == {EMBEDDINGS} < expected.keys():
@@ -225,9 +258,10 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     path = folder / WEIGHTS_NAME
     if not path.is_file():
         raise CheckpointError(f"{folder}: got no {WEIGHTS_NAME}; allowed: the folder of a PEFT adapter.")
+    names = [name for name in adapter_names(folder) if name != CONFIG_NAME]
     if (folder / CHECKSUMS_NAME).exists():
-        verify_checksums(folder, [WEIGHTS_NAME])
-    return load_tensors(path)
+        verify_checksums(folder, names)
+    return {key: value for name in names for key, value in load_tensors(folder / name).items()}
 
 
 def weights_digest(folder: Path) -> str:

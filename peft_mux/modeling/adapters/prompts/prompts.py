@@ -5,8 +5,7 @@ of virtual tokens, or as keys and values before the first token. Outside of one 
 own model of one prompt runs, on the same modules.
 
 PEFT saves what a prompt's encoder makes (`prompt_embeddings`) and reads no more than that. If an encoder is more than
-that (P-tuning's network, the projection of a prefix, CPT's changes), its parameters are saved in the same file under
-their own names, which PEFT ignores.
+that (P-tuning's network, the projection of a prefix, CPT's changes), its parameters are saved in a file of their own.
 
 Shape letters: T tokens, V virtual tokens of a prompt, D hidden features, G key-value heads, C channels of a head.
 """
@@ -379,7 +378,7 @@ def saved_tensor(state: Mapping[str, torch.Tensor], key: str, shape: tuple[int, 
 
 @torch.no_grad()
 def prompt_state(model: Any, adapter: str, parameters: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
-    """Return the tensors of a prompt's file.
+    """Return the tensors of a prompt's files.
 
     Args:
         model: the model that holds the prompt.

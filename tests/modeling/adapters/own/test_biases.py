@@ -5,11 +5,13 @@ from __future__ import annotations
 import copy
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig
-from transformers import LlamaConfig, LlamaForCausalLM
+from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
+from safetensors.torch import load_file
+from transformers import BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, RobertaForSequenceClassification
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.errors import ConfigError
@@ -123,6 +125,45 @@ def test_biases_and_sliced_types_share_modules_in_any_order_and_arrive_in_mid_ru
     for name in ON_BIASED:
         ran.assert_as_alone(name)
     ran.assert_backbone_unchanged()
+
+
+@cache
+def _classifier(name: str) -> Any:
+    kind: Any = {"bert": BertForSequenceClassification, "roberta": RobertaForSequenceClassification}[name]
+    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
+    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    model = kind(kind.config_class(**shape, **drops, vocab_size=97, num_labels=3, pad_token_id=0))
+    fill(model, 0)
+    return model
+
+
+@pytest.mark.parametrize("name", ["bert", "roberta", "gpt2"])
+@pytest.mark.parametrize("bias", ["all", "lora_only"])
+def test_an_adapter_with_copies_beside_its_biases_has_the_keys_of_peft_and_is_exchanged_with_it(
+    bias: Any, name: str, tmp_path: Path
+) -> None:
+    def base() -> Any:
+        return tiny_gpt2() if name == "gpt2" else copy.deepcopy(_classifier(name))
+
+    options: dict[str, Any] = {"target_modules": ["query"], "task_type": "SEQ_CLS"}
+    if name == "gpt2":
+        options = {"target_modules": ["c_fc"], "fan_in_fan_out": True, "modules_to_save": ["ln_f"]}
+    config, ids = LoraConfig(r=2, bias=bias, **options), torch.tensor([[5, 6, 7, 8]])
+    judge = get_peft_model(base(), copy.deepcopy(config)).eval()
+    with torch.no_grad():
+        for item in [one for one in judge.parameters() if one.requires_grad]:
+            item.add_(0.1)
+        wanted = judge(input_ids=ids).logits
+    judge.save_pretrained(str(tmp_path / "theirs" / "a"))
+    model = MultiTaskPeftModel.from_pretrained(base(), tmp_path / "theirs", verify=False).eval()
+    model.save_pretrained(tmp_path / "ours")
+    theirs, ours = (load_file(tmp_path / which / "a" / "adapter_model.safetensors") for which in ("theirs", "ours"))
+    assert theirs.keys() == ours.keys()
+    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+    again = PeftModel.from_pretrained(base(), str(tmp_path / "ours" / "a")).eval()
+    with torch.no_grad():
+        assert torch.equal(again(input_ids=ids).logits, wanted)
+        assert torch.allclose(model.task_view("a")(input_ids=ids).logits, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_bias_and_a_copy_of_one_module_are_refused() -> None:
