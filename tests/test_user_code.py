@@ -12,8 +12,8 @@ import torch
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import CallbackHandler
 
-from peft_mux.errors import ForcedInterrupt
-from peft_mux.user_code import UserCodeError, describe_error, guard_user_code, printable, user_traceback
+from peft_mux.errors import ForcedInterrupt, printable
+from peft_mux.user_code import UserCodeError, describe_error, guard_user_code, user_traceback
 
 
 class Hostile(Exception):
