@@ -121,6 +121,16 @@ def shown(value: object) -> str:
     return text if len(text) <= 100 else f"{text[:100]}..."
 
 
+def printable(text: str) -> str:
+    """Return any text in a form that can be printed next to the output of other tasks.
+
+    Control characters, which move a terminal's cursor, and lone surrogates, which cannot be written to a file, are
+    escaped; further lines are indented, so that none looks like a line of the run.
+    """
+    lines = text.expandtabs().splitlines()
+    return "\n  ".join("".join(one if one.isprintable() else repr(one)[1:-1] for one in line) for line in lines)
+
+
 def closest(word: str, options: Iterable[str]) -> str:
     """Return a sentence that names the option closest to `word`, or an empty string."""
     if not isinstance(word, str) or len(word) > 100:  # any value that a user took for a name

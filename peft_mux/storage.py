@@ -22,18 +22,20 @@ import re
 import shutil
 import signal
 import socket
+import time
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
 
 from peft_mux.errors import CheckpointError, Fault, raise_faults, shown
+
+if TYPE_CHECKING:  # commands that only look at a run import this module, and must not wait for torch
+    import torch
 
 try:
     import fcntl
@@ -447,6 +449,8 @@ def _flush(path: Path) -> None:
 LOCK_NAME = "run.lock"
 HOLDER_NAME = "run.lock.json"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
+_MOST_ASKING_S = 10.0
+"""Seconds for which processes that only ask who trains may keep a trainer from the lock (they may get no time)."""
 
 
 class FolderLock:
@@ -454,14 +458,15 @@ class FolderLock:
 
     Args:
         root: the folder. `acquire` creates it if needed, and `release` removes it again if it is still empty.
+        loading: what the process loads before it trains, for processes that ask: "data" or "model".
 
     Attributes:
         is_held: whether this object holds the lock now.
     """
 
-    def __init__(self, root: Path) -> None:
+    def __init__(self, root: Path, loading: str = "") -> None:
         """Hold nothing yet."""
-        self.root, self.is_held = root, False
+        self.root, self.is_held, self._loading = root, False, loading
         self._lock: FileLock | None = None
         self._made_root = False
         self._pid: int | None = None
@@ -481,28 +486,40 @@ class FolderLock:
             # Made here, as filelock does not take a lock in a forked process that was made before the fork.
             # No soft lock in place of a missing one: after a crash it would stay.
             self._lock = FileLock(self.root / LOCK_NAME, thread_local=False, fallback_to_soft=False)
+            until = time.monotonic() + _MOST_ASKING_S
             try:
-                # With a timeout: `keeper_of` in another process may hold the lock for a moment.
-                self._lock.acquire(timeout=0.1, poll_interval=0.02)
-            except Timeout:
-                holder = keeper_of(self.root) or "another process"
-                raise CheckpointError(
-                    f"output_dir: got {self.root}, in which {holder} trains; allowed: one trainer at a time in a run"
-                    " folder. Wait for its end, end it, or set another output_dir."
-                ) from None
+                while True:
+                    with suppress(Timeout):
+                        self._lock.acquire(timeout=0.1, poll_interval=0.02)
+                        break
+                    # Where nobody keeps it, other processes only ask: `keeper_of` holds it for a moment.
+                    holder = keeper_of(self.root)
+                    if holder or time.monotonic() > until:
+                        raise CheckpointError(
+                            f"output_dir: got {self.root}, in which {holder or 'another process'} trains; allowed: one"
+                            " trainer at a time in a run folder. Wait for its end, end it, or set another output_dir."
+                        )
             except OSError as error:
                 # Some network file systems have no locks; refusing to train there would cost more than it saves.
                 if error.errno not in _NO_LOCKS:
                     raise
             self.is_held = True
             # In a file of its own: processes that try to take the lock may truncate the lock file.
-            own = {"host": socket.gethostname(), "pid": self._pid}
-            write_file(self.root / HOLDER_NAME, json.dumps(own).encode())
+            self.note_loading(self._loading)
         except (CheckpointError, OSError, RuntimeError) as error:  # filelock raises the last two
             self.release()
             if isinstance(error, CheckpointError) and error.__cause__ is None:  # another trainer holds the lock
                 raise
             raise unwritable(self.root, error.__cause__ or error) from error
+
+    def note_loading(self, loading: str) -> None:
+        """Say what the process that holds the lock loads now: "data", "model", or "" when it trains.
+
+        Raises:
+            CheckpointError: if it cannot be written.
+        """
+        own = {"host": socket.gethostname(), "pid": self._pid, "loading": loading}
+        write_file(self.root / HOLDER_NAME, json.dumps(own).encode())
 
     def release(self) -> None:
         """Release the lock if this process holds it; a process forked from the holder changes nothing."""
@@ -541,6 +558,15 @@ def keeper_of(root: Path) -> str:
         return "another process"  # it has not written the file yet, or could not
 
 
+def loading_of(root: Path) -> str:
+    """Return what the process that keeps a run folder loads, "data" or "model"; "" if it trains, or it is unknown."""
+    try:
+        loading = json.loads(read_regular(root / HOLDER_NAME))["loading"]
+    except (OSError, ValueError, KeyError, TypeError, RecursionError):
+        return ""
+    return loading if loading in ("data", "model") else ""
+
+
 def unwritable(root: Path, error: BaseException) -> CheckpointError:
     """Return the refusal of a folder that a run cannot write to."""
     return CheckpointError(
@@ -560,6 +586,8 @@ def save_tensors(path: Path, tensors: Mapping[str, torch.Tensor]) -> None:
     Raises:
         CheckpointError: if the file cannot be written.
     """
+    from safetensors.torch import save_file
+
     # Cloned, because safetensors refuses tensors that share memory, as the parameters of a page do. Sorted, so that
     # equal content gives equal bytes.
     copies = {name: tensors[name].detach().cpu().clone().contiguous() for name in sorted(tensors)}
@@ -575,6 +603,8 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
     Raises:
         CheckpointError: if the file cannot be read.
     """
+    from safetensors.torch import load_file
+
     try:
         return load_file(path)
     # A crafted header makes torch raise several kinds of errors.
@@ -593,6 +623,8 @@ def pack_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
     Raises:
         CheckpointError: naming the place of anything else.
     """
+    import torch
+
     tensors: dict[str, torch.Tensor] = {}
 
     def pack(value: Any, path: str) -> Any:

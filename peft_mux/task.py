@@ -45,6 +45,7 @@ from peft_mux.errors import (
     closest,
     is_integer,
     is_real,
+    printable,
     raise_faults,
     shown,
 )
@@ -53,7 +54,6 @@ from peft_mux.modeling.adapters.files import ADAPTER_NAMES, ENCODER_NAME, read_c
 from peft_mux.modeling.generation.options import GenerateOptions
 from peft_mux.modeling.objectives.task_objective import FoundLoss, find_loss
 from peft_mux.storage import name_fault
-from peft_mux.user_code import printable
 
 
 class MultiTaskTrainerCallback(TrainerCallback):
@@ -616,10 +616,10 @@ def _evaluation_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
             if metric_key(metric) not in known:
                 allowed = f"{' or '.join(known)} where compute_metrics is not set"
                 faults.append(Fault(f"{where}.{name}", shown(metric), allowed, fix))
-    if task.compute_metrics is not None and loss.objective is not None and not loss.objective.has_logits:
+    if callable(task.compute_metrics) and loss.objective is not None and not loss.objective.has_logits:
         allowed = "None with this objective, whose rows have no labels to compare logits with"
         faults.append(Fault(f"{where}.compute_metrics", "a function", allowed))
-    if task.compute_metrics is not None and task.eval_dataset is None:
+    if callable(task.compute_metrics) and task.eval_dataset is None:
         faults.append(Fault(f"{where}.compute_metrics", "a function", "none where eval_dataset is not set"))
     if task.train_dataset is not None and not hasattr(task.train_dataset, "__len__") and not task.max_steps:
         allowed = "a number of steps, as a stream has no length"

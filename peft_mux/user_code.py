@@ -23,7 +23,7 @@ import torch
 from torch.utils import _device as device_modes
 from torch.utils import _python_dispatch as dispatch_modes
 
-from peft_mux.errors import ForcedInterrupt, PeftMuxError
+from peft_mux.errors import ForcedInterrupt, PeftMuxError, printable
 
 Listener = Callable[[str, str, float], None]
 """Called with the name of a task, which of its code ran, and the seconds that it took."""
@@ -308,14 +308,3 @@ def describe_error(error: BaseException) -> str:
         text = "its text cannot be read"
     text = printable(text[:_MAX_CHARACTERS])
     return f"{type(error).__name__}: {text}" if text else type(error).__name__
-
-
-def printable(text: str) -> str:
-    """Return a user's text in a form that can be printed next to the output of other tasks.
-
-    Control characters, which move a terminal's cursor, and lone surrogates, which cannot be written to a file, are
-    escaped; further lines are indented, so that none looks like a line of the run.
-    """
-    lines = text.expandtabs().splitlines()
-    shown = ["".join(one if one.isprintable() else repr(one)[1:-1] for one in line) for line in lines]
-    return "\n  ".join(shown)

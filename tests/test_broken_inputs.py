@@ -10,6 +10,8 @@ from typing import Any
 import datasets
 import pytest
 from peft import LoraConfig
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from peft_mux import EarlyStopping, MultiTaskTrainer, MultiTaskTrainingArguments, Task
 from peft_mux.cli.main import main
@@ -74,10 +76,12 @@ def of_adapter(**options: Any) -> Callable[[Path], Any]:
     return lambda folder: trainer(folder, [task(peft_config=LoraConfig(**options))])
 
 
-def of_file(old: str, new: str, *words: str) -> Callable[[Path], Any]:
-    """Return what gives `peft-mux` a good file in which a piece is another."""
+def of_file(old: str, new: str, *words: str, with_model: bool = False) -> Callable[[Path], Any]:
+    """Return what gives `peft-mux` a good file in which a piece is another; its model may be there."""
 
     def make(folder: Path) -> None:
+        if with_model:
+            tiny_llama().save_pretrained(folder / "no-model")
         (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SHORT), encoding="utf-8")
         text = FILE.format(folder=folder)
         assert old in text
@@ -85,6 +89,22 @@ def of_file(old: str, new: str, *words: str) -> Callable[[Path], Any]:
         of_command(*(words or ("validate", "{folder}/tasks.yaml")))(folder)
 
     return make
+
+
+def of_rows_file(name: str, content: str) -> Callable[[Path], Any]:
+    """Return what makes a task of a file of rows."""
+
+    def make(folder: Path) -> None:
+        (folder / name).write_text(content, encoding="utf-8")
+        trainer(folder, [task(train_dataset=str(folder / name))])
+
+    return make
+
+
+def with_empty_tokenizer(folder: Path) -> None:
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
+    args = MultiTaskTrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none")
+    MultiTaskTrainer(tiny_llama(), args, [task()], processing_class=tokenizer)
 
 
 def of_command(*words: str) -> Callable[[Path], Any]:
@@ -144,6 +164,22 @@ FAULTS = (
         "a token of nobody", of_rows({"input_ids": [1, 99_999]}), "row 0 column input_ids", "99999", "ids from 0 to 96"
     ),
     Fault("a file that is not there", of_task(train_dataset="a/sql.jsonl"), f"{TRAIN}: got 'a/sql.jsonl'", "Check the"),
+    Fault(
+        "a broken line",
+        of_rows_file("a.jsonl", '{"text": "a"}\n\n{"text": oops}\n'),
+        f"{TRAIN}: got a.jsonl line 3, row 1: '{{\"text\": oops}}' (Expecting value",
+        "an object of JSON on each line",
+    ),
+    Fault(
+        "a line that is no row",
+        of_rows_file("a.jsonl", '{"text": "a"}\n["b"]\n'),
+        f"{TRAIN}: got a.jsonl line 2, row 1: '[\"b\"]'; allowed: an object of JSON on each line",
+    ),
+    *(
+        Fault(f"an empty file, {name}", of_rows_file(name, text), f"{TRAIN}: got {name}, which is empty", "one row")
+        for name, text in (("a.jsonl", ""), ("b.jsonl", "\n \n"), ("c.json", "[]"), ("d.csv", ""), ("e.parquet", ""))
+    ),
+    Fault("an empty tokenizer", with_empty_tokenizer, "processing_class: got a tokenizer without tokens", "Check the"),
     Fault("a dict of splits", of_task(train_dataset=SPLITS), f"{TRAIN}: got DatasetDict", "Pick one split"),
     # ---------------------------------------------------------------- settings
     Fault(
@@ -162,6 +198,7 @@ FAULTS = (
     Fault("nothing held out", of_task(early_stopping=EarlyStopping()), "sql.eval_dataset: got None", "early_stopping"),
     Fault("a policy misspelt", of_run(planner="sequental"), "args.planner: got", 'Did you mean "sequential"?'),
     Fault("a tracker of nobody", of_run(report_to="comet_ml"), "args.report_to: got 'comet_ml'", 'or "none"'),
+    Fault("a metric by its name", of_task(compute_metrics="acc"), "Error: tasks.sql.compute_metrics: got 'acc'"),
     # ---------------------------------------------------------------- adapters
     Fault("a rank of 0", of_adapter(r=0, target_modules=["q_proj"]), "sql.peft_config.r: got 0", "at least 1"),
     Fault("a target misspelt", of_adapter(r=4, target_modules=["q_prj"]), "got 'q_prj'", 'Did you mean "q_proj"?'),
@@ -185,6 +222,23 @@ FAULTS = (
     ),
     Fault(
         "a type that is an option", of_file("{r: 4", "{type: dora, r: 4"), "sql.peft.type: got 'dora'", "use_dora: true"
+    ),
+    Fault(
+        "a target misspelt in the defaults",
+        of_file(
+            "peft: {r: 4, target_modules: all-linear}, max_steps: 2}",
+            "max_steps: 2}\ndefaults:\n  peft:\n    target_modules: [q_prj]",
+            with_model=True,
+        ),
+        "tasks.yaml:8 tasks.sql.peft.target_modules: got 'q_prj'",
+        'Did you mean "q_proj"?',
+    ),
+    Fault("a rank of 0 in a file", of_file("r: 4", "r: 0", with_model=True), "tasks.yaml:5 tasks.sql.peft.r: got 0"),
+    Fault(
+        "a type under PEFT's name",
+        of_file("{r: 4", "{peft_type: IA3, r: 4"),
+        "tasks.yaml:5 tasks.sql.peft.peft_type",
+        'mean "type"?',
     ),
     Fault("no such rows", of_file("rows.jsonl", "row.jsonl"), "tasks.yaml:5 tasks.sql.dataset: got", "Check the path."),
     Fault("no such model", of_file("tasks:", "tasks:"), 'no-model", which is not there', "a hub id. Check the path."),

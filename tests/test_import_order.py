@@ -233,12 +233,27 @@ def test_light_modules_are_imported_without_torch(module: str) -> None:
     assert heavy == "[]"
 
 
-def test_commands_that_look_at_a_run_or_ask_something_of_it_import_neither_transformers_nor_peft() -> None:
-    heavy = run_python(
-        "import sys, peft_mux.cli.live\n"
-        "print([name for name in ('transformers', 'peft', 'accelerate', 'bitsandbytes') if name in sys.modules])"
+def test_commands_that_look_at_a_run_or_ask_something_of_it_and_help_import_no_heavy_library(tmp_path: Path) -> None:
+    (tmp_path / "metrics.jsonl").write_text('{"event": "data", "task": "a", "run_step": 0}\n')
+    names = "init validate plan train status pause resume remove add export doctor profile config-schema demo".split()
+    run = str(tmp_path)
+    lines = [
+        ["--version"],
+        ["--help"],
+        *([name, "--help"] for name in names),
+        ["status", run],
+        ["status", run, "--json"],
+    ]
+    lines += [[name, run, "a", *more] for name in ("pause", "resume", "remove", "add") for more in ([], ["--next"])]
+    printed = run_python(
+        f"import contextlib, io, sys\nfrom peft_mux.cli.main import main\nfor line in {lines}:\n"
+        "    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):\n"
+        "        main(line)\n"
+        "    assert out.getvalue() or line[0] in ('pause', 'resume', 'remove', 'add'), line\n"
+        "heavy = 'torch', 'transformers', 'peft', 'accelerate', 'bitsandbytes', 'datasets', 'numpy'\n"
+        "print([name for name in heavy if name in sys.modules])"
     )
-    assert heavy == "[]"
+    assert printed == "[]"
 
 
 def test_one_public_name_brings_only_what_it_needs() -> None:

@@ -17,8 +17,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback, TrainerControl
 from transformers.trainer_callback import CallbackHandler
 
-from peft_mux.errors import ForcedInterrupt
-from peft_mux.user_code import UserCodeError, describe_error, guard_user_code, printable, user_traceback
+from peft_mux.errors import ForcedInterrupt, printable
+from peft_mux.user_code import UserCodeError, describe_error, guard_user_code, user_traceback
 
 
 class Hostile(Exception):

@@ -130,7 +130,7 @@ def describe_tasks(root: Path, args: MultiTaskTrainingArguments, table: TaskTabl
     if keeps:
         # A user may have edited or removed the file; nothing is resumed from it.
         with suppress(OSError, ValueError, KeyError, TypeError):
-            tasks = {**json.loads((root / "config.json").read_text(encoding="utf-8"))["tasks"], **tasks}
+            tasks = {**json.loads(storage.read_regular(root / "config.json"))["tasks"], **tasks}
     config = json.dumps({"args": args.to_dict(), "tasks": tasks}, indent=2, default=str)
     storage.write_file(root / "config.json", config.encode())
 
@@ -156,6 +156,7 @@ class Saver:
         num_states: states of the whole run that were written, the same number on all processes that save together.
         decided_by: returns what decided the plan besides the arguments, by name, which becomes part of the states.
         unsaved: tasks that have ended and whose adapter could not be written.
+        lock: reserves the folder; a program that reads the rows of the run may hold it already.
     """
 
     def __init__(
@@ -171,7 +172,7 @@ class Saver:
         self._agree: Callable[[bool], bool] = bool
         self._saved_step: int | None = None
         self._adapter_steps: dict[str, int] = {}
-        self._lock: storage.FolderLock | None = None
+        self.lock: storage.FolderLock | None = None
 
     @contextmanager
     def keep_folder(self, root: Path, *, goes_on: bool = True) -> Iterator[None]:
@@ -188,14 +189,21 @@ class Saver:
         if not self.is_writer:
             yield
             return
-        self._lock = self._lock or storage.FolderLock(root)
-        self._lock.acquire()
+        self.lock = self.lock or storage.FolderLock(root)
+        if not self.lock.is_held:
+            self.lock.acquire()
         try:
             if self.folder is not None and goes_on:
                 self.folder.refuse_other_writer()
             yield
         finally:
-            self._lock.release()
+            self.lock.release()
+
+    def note_loading(self, loading: str) -> None:
+        """Let other programs see what is loaded now: "model", or "" when training begins; a failed write is ignored."""
+        if self.lock is not None and self.lock.is_held:
+            with suppress(CheckpointError):
+                self.lock.note_loading(loading)
 
     def use_model(self, model: Any) -> None:
         """Save another model's adapters from now on; `None` while there is none."""
@@ -410,9 +418,9 @@ class Saver:
         if not self.is_writer:
             return ""
         # Between two trainings the folder is locked for each write.
-        is_locked = self._lock is None or self._lock.is_held
+        is_locked = self.lock is None or self.lock.is_held
         try:
-            with nullcontext() if self._lock is None or is_locked else self.keep_folder(self._lock.root):
+            with nullcontext() if self.lock is None or is_locked else self.keep_folder(self.lock.root):
                 write()
         except (CheckpointError, OSError) as error:
             self.log.warn(f"not saved at step {self.log.state.global_step}: {error}")

@@ -7,25 +7,30 @@ import importlib
 import json
 import math
 import os
+import shlex
 import sys
 from collections.abc import Sequence
-from contextlib import nullcontext, redirect_stdout
+from contextlib import ExitStack, nullcontext, redirect_stdout
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 from transformers import AutoTokenizer
 
+from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.run_folder import refuse_held_folder, require_state
 from peft_mux.cli.config_file import RunConfig, parse_value, read_config
-from peft_mux.errors import ConfigError, closest
+from peft_mux.errors import ConfigError, PeftMuxError, closest, raise_faults
 from peft_mux.scheduler.costs.profile import profile_text
 from peft_mux.scheduler.plan import Plan
-from peft_mux.storage import write_file
+from peft_mux.storage import FolderLock, write_file
 from peft_mux.task import Task
 from peft_mux.trainer.run import output_folder
 from peft_mux.trainer.sweep import add_referee, end_sweeps, sweep_tasks
 from peft_mux.trainer.trainer import MultiTaskTrainer
+
+_PAUSED = 3
+"""Exit status of a training that has ended while a task was paused, and none failed."""
 
 
 def demo(arguments: argparse.Namespace) -> int:
@@ -43,12 +48,23 @@ def train(arguments: argparse.Namespace) -> int:
     if arguments.early_stop is not None and not arguments.sweep:
         raise ConfigError("--early-stop: got it without --sweep; allowed: both. Name what is swept, or leave it out.")
     # JSON stands alone on standard output.
-    with redirect_stdout(sys.stderr) if arguments.json else nullcontext():
-        config, contests = _swept(read_config(arguments.file, arguments.overrides), arguments.sweep)
-        # Before rows are tokenised; several processes check the run folder when they have met.
-        if config.args.world_size == 1 and config.args.save_strategy != "no":
-            (require_state if arguments.resume else refuse_held_folder)(output_folder(config.args))
+    with redirect_stdout(sys.stderr) if arguments.json else nullcontext(), ExitStack() as stack:
+        locks: list[FolderLock] = []
+
+        def keep_folder(args: MultiTaskTrainingArguments) -> None:
+            """Keep and check the run folder before rows are read; `peft-mux status` then says what is loaded."""
+            if args.process_index == 0:
+                locks.append(FolderLock(output_folder(args), "data"))
+                locks[0].acquire()
+                stack.callback(locks[0].release)
+            # Several processes check it when they have met.
+            if args.world_size == 1 and args.save_strategy != "no":
+                (require_state if arguments.resume else refuse_held_folder)(output_folder(args))
+
+        config = read_config(arguments.file, arguments.overrides, keep_folder)
+        config, contests = _swept(config, arguments.sweep)
         trainer = make_trainer(config)
+        trainer.use_command(_resume_command(arguments, config.args.world_size), locks[0] if locks else None)
         referee = add_referee(trainer, contests, early_stop=arguments.early_stop)
         if trainer.is_world_process_zero():
             print(_shown(trainer.plan()), flush=True)
@@ -67,7 +83,15 @@ def train(arguments: argparse.Namespace) -> int:
         print(json.dumps(_plain(summary), indent=1))
     if trainer.interrupted_by:
         return 128 + trainer.interrupted_by
-    return int("failed" in trainer.task_statuses.values())
+    statuses = trainer.task_statuses.values()
+    return 1 if "failed" in statuses else _PAUSED if "paused" in statuses else 0
+
+
+def _resume_command(arguments: argparse.Namespace, num_processes: int) -> str:
+    """Return the command that goes on with a training, with the same file and settings."""
+    words = [word for word in arguments.words if word != "--resume"]
+    command = shlex.join(["peft-mux", *words, "--resume"])
+    return command if num_processes == 1 else f"LAUNCHER -m {command.replace('peft-mux', 'peft_mux', 1)}"
 
 
 def plan(arguments: argparse.Namespace) -> int:
@@ -165,14 +189,15 @@ def make_trainer(config: RunConfig) -> MultiTaskTrainer:
             is_trusted = config.model_init_kwargs.get("trust_remote_code") is True
             tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, trust_remote_code=is_trusted)
         except (OSError, ValueError, ImportError, TypeError, AttributeError, LookupError) as error:
-            raise ConfigError(f'tokenizer: got "{config.tokenizer}", which cannot be read: {error}') from error
-    return MultiTaskTrainer(
-        config.model,
-        config.args,
-        config.tasks,
-        processing_class=tokenizer,
-        model_init_kwargs=config.model_init_kwargs,
-    )
+            raise ConfigError(
+                f'tokenizer: got "{config.tokenizer}", which cannot be read: {" ".join(str(error).split())}'
+            ) from error
+    options = {"processing_class": tokenizer, "model_init_kwargs": config.model_init_kwargs}
+    try:
+        return MultiTaskTrainer(config.model, config.args, config.tasks, **options)
+    except PeftMuxError as error:
+        raise_faults(config.located(error.faults), type(error))
+        raise  # an error that is not made of faults
 
 
 def _swept(config: RunConfig, options: Sequence[str]) -> tuple[RunConfig, list[Any]]:

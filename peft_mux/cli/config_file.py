@@ -18,7 +18,7 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -61,6 +61,7 @@ _SHORT_NAMES = {
     "data": "dataset",
     "train_dataset": "dataset",
     "peft_config": "peft",
+    "peft_type": "type",
     "args": "run",
     "base_model": "model",
 }
@@ -92,6 +93,8 @@ class RunConfig:
         args: the arguments of the run.
         tasks: the tasks, with their datasets loaded.
         model_init_kwargs: arguments of `from_pretrained` for the model.
+        file: name of the file.
+        lines: line of each key, by its dotted path.
     """
 
     model: str
@@ -99,14 +102,25 @@ class RunConfig:
     args: MultiTaskTrainingArguments
     tasks: list[Task]
     model_init_kwargs: dict[str, Any]
+    file: str = ""
+    lines: Mapping[str, int] = field(default_factory=dict)
+
+    def located(self, faults: Iterable[Fault]) -> list[Fault]:
+        """Return what is wrong with objects that were made of the file, in its own names and with its lines."""
+        return _located(faults, self.file, self.lines)
 
 
-def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
+def read_config(
+    path: str | Path,
+    overrides: Sequence[str] = (),
+    before_rows: Callable[[MultiTaskTrainingArguments], None] = lambda args: None,
+) -> RunConfig:
     """Return what a file describes.
 
     Args:
         path: path of the YAML file.
         overrides: texts such as `tasks.sql.learning_rate=1e-4`, each of which replaces or adds one value.
+        before_rows: called with the arguments of the run, if they are without faults, before rows are loaded.
 
     Raises:
         ConfigError: naming every fault, with its line where it has one.
@@ -146,23 +160,29 @@ def read_config(path: str | Path, overrides: Sequence[str] = ()) -> RunConfig:
         target[last] = parse_value(text, f"--set {key}")
     faults += _expand_secrets(data) + _structure_faults(data)
     # Objects are made as far as possible even now, so that one call reports all faults of a file.
-    config, more = _make_run_config(data, path.parent)
+    config, more = _make_run_config(data, path.parent, before_rows)
     known = {fault.where for fault in faults}
     faults += [fault for fault in more if fault.where not in known]
+    raise_faults(_located(faults, path.name, lines))
+    assert config is not None, "a configuration without faults was made"
+    return replace(config, file=path.name, lines=lines)
+
+
+def _located(faults: Iterable[Fault], file: str, lines: Mapping[str, int]) -> list[Fault]:
+    """Return faults with the file's own names of sections, and with the line of each in the file."""
     located = []
     for fault in faults:
-        where = fault.where
+        name = fault.where.replace("args.", "run.", 1) if fault.where.startswith("args.") else fault.where
+        name = "tokenizer" if name == "processing_class" else name.replace(".peft_config", ".peft", 1)
         # A task's fault may stand in the defaults, and a missing field only in the section that lacks it.
-        inherited = re.sub(r"^tasks\.[^.]+\.", "defaults.", where)
+        where, inherited = name, re.sub(r"^tasks\.[^.]+\.", "defaults.", name)
         if where not in lines and inherited in lines:
             where = inherited
         while where not in lines and "." in where:
             where = where.rsplit(".", 1)[0]
         line = f":{lines[where]}" if where in lines else ""
-        located.append(replace(fault, where=f"{path.name}{line} {fault.where}"))
-    raise_faults(located)
-    assert config is not None, "a configuration without faults was made"
-    return config
+        located.append(replace(fault, where=f"{file}{line} {name}"))
+    return located
 
 
 # ----------------------------------------------------------------------------------------------------------------- YAML
@@ -403,14 +423,16 @@ def _attempt(where: str, make: Callable[..., Any], *arguments: Any) -> tuple[Any
         return None, list(error.faults) or [Fault(where, "a fault", str(error))]
 
 
-def _make_run_config(data: dict[str, Any], folder: Path) -> tuple[RunConfig | None, list[Fault]]:
+def _make_run_config(
+    data: dict[str, Any], folder: Path, before_rows: Callable[[MultiTaskTrainingArguments], None]
+) -> tuple[RunConfig | None, list[Fault]]:
     """Return what a file describes, or what is wrong with the objects that it stands for."""
     output_dir = data.get("output_dir")
     given = {key: value for key, value in _mapping(data.get("run")).items() if key in SETTABLE_FIELDS}
     given["output_dir"] = output_dir if isinstance(output_dir, str) and output_dir else "peft_mux_output"
     args, faults = _attempt("run", lambda: MultiTaskTrainingArguments(**given))
-    # In a file the sections have other names than the objects that are made of them.
-    faults = [replace(fault, where=fault.where.replace("args.", "run.", 1)) for fault in faults]
+    if args is not None:
+        before_rows(args)
     defaults = _mapping(data.get("defaults"))
     default_peft = _mapping(defaults.get("peft"))
     sections = {name: one for name, one in _mapping(data.get("tasks")).items() if isinstance(one, dict)}
@@ -429,7 +451,7 @@ def _make_run_config(data: dict[str, Any], folder: Path) -> tuple[RunConfig | No
             # As with the arguments of a run: defaults about evaluations do not apply to tasks without held-out rows.
             merged = {key: value for key, value in merged.items() if key in settings or key not in _WHEN_EVALUATED}
         task, own = _make_task(str(name), merged, folder)
-        faults += [replace(fault, where=fault.where.replace(".peft_config.", ".peft.", 1)) for fault in own]
+        faults += own
         tasks += [] if task is None else [task]
     if faults or args is None or not isinstance(data.get("model"), str) or not tasks:
         return None, faults
@@ -515,8 +537,15 @@ def _make_peft_config(settings: Mapping[str, Any], where: str) -> Any:
         fix = f"Write peft: {variant}." if variant else closest(kind.lower(), [name.lower() for name in known])
         raise_faults([Fault(f"{where}.type", repr(kind), "a type of docs/peft_types.md, such as lora", fix)])
     config_class = PEFT_TYPE_TO_CONFIG_MAPPING[known[kind.upper()]]
-    raise_faults(_key_faults(options, [item.name for item in fields(config_class) if item.init], f"{where}."))
+    names = [item.name for item in fields(config_class) if item.init and item.name != "peft_type"]
+    raise_faults(_key_faults(options, [*names, "type"], f"{where}."))
     try:
         return config_class(**options)
     except Exception as error:  # PEFT checks little, so this may be anything that its code runs into
-        raise_faults([Fault(where, shown(dict(settings)), f"what PEFT takes: it says {' '.join(str(error).split())}")])
+        raise_faults(
+            [
+                Fault(
+                    where, shown(dict(settings)), f"what PEFT takes: it says {' '.join(str(error).split()).rstrip('.')}"
+                )
+            ]
+        )

@@ -9,7 +9,10 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from peft_mux.errors import ConfigError
+from peft_mux.cli.live import view_of_folder
+from peft_mux.errors import ConfigError, printable
+from peft_mux.reporting.views import interrupted
+from peft_mux.storage import keeper_of
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM accepts for --max-lora-rank."""
@@ -40,8 +43,12 @@ def export(arguments: argparse.Namespace) -> int:
         print(json.dumps({done: str(output)}) if arguments.json else f"{done}: {output}")
         return 0
     # Without a task: the command that serves all adapters with vLLM, and why it does not serve the others.
-    refused = {name: reason for name, one in adapters.items() if (reason := _reason_against(one))}
-    served = {name: one for name, one in adapters.items() if name not in refused}
+    unfinished = {} if arguments.unfinished else _unfinished(Path(arguments.run))
+    left_out = {name: how for name, how in unfinished.items() if name in adapters}
+    refused = {
+        name: reason for name, one in adapters.items() if name not in left_out and (reason := _reason_against(one))
+    }
+    served = {name: one for name, one in adapters.items() if name not in refused and name not in left_out}
     command = ""
     if served:
         rank = max(max([one["r"], *(one.get("rank_pattern") or {}).values()]) for one in served.values())
@@ -53,12 +60,25 @@ def export(arguments: argparse.Namespace) -> int:
             f"--lora-modules {modules}"
         )
     if arguments.json:
-        print(json.dumps({"command": command, "refused": refused}, indent=1))
+        print(json.dumps({"command": command, "refused": refused, "unfinished": left_out}, indent=1))
     else:
+        for name, how in left_out.items():
+            print(f"{name}: left out, {how}; --unfinished takes it as it is")
         for name, reason in refused.items():
             print(f"{name}: vLLM does not serve it: {reason}")
-        print(command)
+        if command:
+            print(command)
     return 0 if command else 2
+
+
+def _unfinished(root: Path) -> dict[str, str]:
+    """Return the tasks of a run that have not ended well, each with its status and how far it has come."""
+    view = view_of_folder(root)
+    return {
+        task.name: printable(f"{task.status} at step {task.step} of {task.num_steps}")
+        for task in (view if keeper_of(root) else interrupted(view)).tasks
+        if task.status not in ("succeeded", "stopped_early")
+    }
 
 
 def _adapters(root: Path) -> dict[str, dict[str, Any]]:

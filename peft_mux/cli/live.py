@@ -8,11 +8,11 @@ import shutil
 from pathlib import Path
 from typing import Any
 
-from peft_mux.errors import ConfigError
+from peft_mux.errors import ConfigError, printable
 from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.reporting.screen import table_text
-from peft_mux.reporting.views import interrupted, view_of_records
-from peft_mux.storage import keeper_of
+from peft_mux.reporting.views import RunView, interrupted, view_of_records
+from peft_mux.storage import keeper_of, loading_of, read_regular
 from peft_mux.trainer.mailbox import Mailbox
 
 _FIX = (
@@ -28,13 +28,8 @@ def show_status(arguments: argparse.Namespace) -> int:
         ConfigError: if the folder holds no run.
     """
     root = _run_folder(arguments.run)
-    try:
-        tasks = json.loads((root / "config.json").read_text(encoding="utf-8"))["tasks"]
-        num_steps = {name: int(own["num_steps"]) for name, own in tasks.items()}
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        num_steps = {}
-    records = read_metrics(root / METRICS_NAME) if (root / METRICS_NAME).is_file() else []
-    view, keeper = view_of_records(records, num_steps), keeper_of(root)
+    view, keeper = view_of_folder(root), keeper_of(root)
+    loading = loading_of(root) if keeper else ""
     requests = Mailbox(root).requests()
     if arguments.json:
         tasks = {
@@ -52,20 +47,32 @@ def show_status(arguments: argparse.Namespace) -> int:
         found = {
             "run": str(root),
             "trained_by": keeper or None,
+            "loading": loading or None,
             "interrupted": not keeper and interrupted(view).is_interrupted,
             "tasks": tasks,
             "requests": [{"request": name, **request} for name, request in requests],
         }
         print(json.dumps(found, indent=1, default=str))
         return 0
-    print(table_text(view if keeper else interrupted(view), shutil.get_terminal_size((100, 24)).columns))
-    for one in view.tasks:
-        if one.reason:
-            print(f"{one.name}: {one.reason}")
-    print(f"{f'{keeper} trains' if keeper else 'nobody trains'} in {root}")
-    for _, request in requests:
-        print(f"not taken up yet: {request.get('command')} {request.get('task') or request.get('file')}")
+    lines = [f"{one.name}: {one.reason}" for one in view.tasks if one.reason]
+    does = f"is loading the {loading} of the run" if loading else "trains"
+    lines.append(f"{f'{keeper} {does}' if keeper else 'nobody trains'} in {root}")
+    lines += [f"not taken up yet: {one.get('command')} {one.get('task') or one.get('file')}" for _, one in requests]
+    if view.tasks:
+        print(table_text(view if keeper else interrupted(view), shutil.get_terminal_size((100, 24)).columns))
+    print("\n".join(map(printable, lines)))
     return 0
+
+
+def view_of_folder(root: Path) -> RunView:
+    """Return what the folder of a run says of its tasks."""
+    try:
+        tasks = json.loads(read_regular(root / "config.json"))["tasks"]
+        num_steps = {name: int(own["num_steps"]) for name, own in tasks.items()}
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
+        num_steps = {}
+    path = root / METRICS_NAME
+    return view_of_records(read_metrics(path) if path.is_file() else [], num_steps)
 
 
 def ask(arguments: argparse.Namespace) -> int:
@@ -97,7 +104,7 @@ def ask(arguments: argparse.Namespace) -> int:
         print(json.dumps(answers, indent=1))
     else:
         for answer in answers:
-            print(answer["said"] if answer["ok"] else f"not done: {answer['said']}")
+            print(printable(answer["said"] if answer["ok"] else f"not done: {answer['said']}"))
     return 0 if all(answer["ok"] for answer in answers) else 2
 
 

@@ -8,33 +8,48 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import logging
+import os
 import signal
 import sys
 import warnings
 from collections.abc import Sequence
 from typing import Any
 
-from peft_mux.errors import PeftMuxError
+from peft_mux.errors import PeftMuxError, closest, installed_version, printable
+
+_QUIET = {
+    "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # transformers reads it, too
+    "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
+    "HF_HUB_VERBOSITY": "error",
+    "DATASETS_VERBOSITY": "critical",
+}
+"""Variables of the environment that keep libraries quiet; those that are set already stay."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status.
 
-    It is 0 if all is well, 1 if a task failed, 2 for a fault of the user's, and 128 + the number of a signal that ended
-    the training: 130 after Ctrl-C, 143 after SIGTERM.
+    It is 0 if all is well, 1 if a task failed, 2 for a fault of the user's, 3 if the training ended while a task was
+    paused, and 128 + the number of a signal that ended the training: 130 after Ctrl-C, 143 after SIGTERM.
 
     Args:
         argv: words of the command line after the program's name; by default those that the process was started with.
     """
-    arguments = _parser().parse_args(argv)
-    module, name = arguments.command
+    words = list(sys.argv[1:] if argv is None else argv)
     before = warnings.formatwarning
     # In one line: the place in a package where a warning was made is of no use in a shell.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
+        arguments = _parse(words)
+        if not arguments.verbose:
+            os.environ.update({name: value for name, value in _QUIET.items() if name not in os.environ})
+            logging.getLogger("bitsandbytes").setLevel(logging.ERROR)
+        module, name = arguments.command
         return getattr(importlib.import_module(f"peft_mux.cli.{module}"), name)(arguments)
     except PeftMuxError as error:
-        print(f"error: {error}", file=sys.stderr)
+        lines = [printable(line) for line in str(error).split("\n")]
+        print("error: " + "\n".join(lines), file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         print("interrupted", file=sys.stderr)
@@ -43,11 +58,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         warnings.formatwarning = before
 
 
-def _parser() -> argparse.ArgumentParser:
+def _parse(given: list[str]) -> argparse.Namespace:
+    """Return the options of a command line, with its words."""
     parser = argparse.ArgumentParser(
         prog="peft-mux",
         description="Train many PEFT adapters at once on one frozen backbone, each as if it were alone.",
     )
+    version = installed_version("peft-mux") or "0.0.0"  # a checkout that is not installed
+    parser.add_argument("--version", action="version", version=f"peft-mux {version}")
     commands = parser.add_subparsers(required=True, metavar="command")
     demo = _command(
         commands, "demo", "commands.demo", "train 6 small tasks together, without network or GPU (2 minutes)"
@@ -88,6 +106,7 @@ def _parser() -> argparse.ArgumentParser:
     export = _command(commands, "export", "export.export", "serve, merge or copy the adapters of a run", reads_run=True)
     export.add_argument("task", nargs="?", metavar="TASK", help="copy the adapter of one task")
     export.add_argument("--vllm", action="store_true", help="print the command that serves all adapters (the default)")
+    export.add_argument("--unfinished", action="store_true", help="serve tasks that have steps left or failed, too")
     export.add_argument("--merge", metavar="TASK", help="merge one adapter into its backbone")
     export.add_argument("--output", metavar="FOLDER", help="where a copy or a merged model goes")
     words = "show versions, devices, kernels, disk and log-in of this machine"
@@ -124,7 +143,11 @@ def _parser() -> argparse.ArgumentParser:
     profile.add_argument("--seconds", type=float, default=60.0, help="how long it may take (60)")
     profile.add_argument("--refresh", action="store_true", help="measure anew although one that fits is stored")
     _json(profile, "print the profile as JSON")
-    return parser
+    command = next((word for word in given if not word.startswith("-")), None)
+    if command is not None and command not in commands.choices:
+        names = list(commands.choices)
+        parser.error(f"command: got {command!r}; allowed: {', '.join(names)}. {closest(command, names)}".rstrip())
+    return parser.parse_args(given, argparse.Namespace(words=given))
 
 
 def _command(
@@ -133,6 +156,7 @@ def _command(
     """Add a command, whose `function` is "module.name"; return its parser."""
     parser = commands.add_parser(name, help=words)
     parser.set_defaults(command=function.split("."))
+    parser.add_argument("--verbose", action="store_true", help="show what libraries log, and their progress bars")
     if reads_file:
         parser.add_argument("file", help="tasks.yaml; see the README for its form")
         parser.add_argument(

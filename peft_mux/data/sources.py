@@ -6,6 +6,7 @@ read, so that nothing is copied and a stream stays a stream.
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 from pathlib import Path
@@ -80,7 +81,8 @@ def rows_of(source: str, split: str, config: str | None, folder: Path, where: st
         raise
     # `datasets` and the hub raise errors of many kinds, all of which mean that there are no rows.
     except Exception as error:
-        got = f"{source!r}, which cannot be loaded: {' '.join(str(error).split())}"
+        raise_faults(_content_fault(path, where_source))
+        got = f"{source!r}, which cannot be loaded: {' '.join(str(error.__cause__ or error).split())}"
         raise_faults([Fault(where_source, got, SOURCES)])
 
 
@@ -120,6 +122,39 @@ def encoding_fault(path: Path, where: str) -> list[Fault]:
                 fix = f"If it is Latin-1: iconv -f latin1 -t utf-8 {path.name} > utf8-{path.name}"
                 return [Fault(where, got, "UTF-8", fix)]
     return []
+
+
+def _content_fault(path: Path, where: str) -> list[Fault]:
+    """Return why a file has no rows, in more words than its reader has: it is empty, or a line of JSON is broken.
+
+    Args:
+        path: path that was given as a source; it need not be a file.
+        where: dotted path of the field that names it.
+    """
+    if not path.is_file():
+        return []
+    if not path.stat().st_size or (path.suffix != ".parquet" and not _has_text(path)):
+        return [Fault(where, f"{path.name}, which is empty", "a file with at least one row")]
+    num_rows = 0
+    with path.open(encoding="utf-8") as file:
+        for number, line in enumerate(file if path.suffix == ".jsonl" else (), start=1):
+            if not line.strip():
+                continue
+            try:
+                row, problem = json.loads(line), ""
+            except (ValueError, RecursionError) as error:
+                row, problem = None, f" ({error})"
+            if not isinstance(row, dict):
+                got = f"{path.name} line {number}, row {num_rows}: {shown(line.strip())}{problem}"
+                return [Fault(where, got, "an object of JSON on each line: {...}")]
+            num_rows += 1
+    return []
+
+
+def _has_text(path: Path) -> bool:
+    """Whether a text file has anything but white space, and is not the empty list of JSON."""
+    with path.open(encoding="utf-8") as file:
+        return any(line.strip() not in ("", "[]") for line in file)
 
 
 def dataset_faults(dataset: Any, where: str) -> list[Fault]:

@@ -1,4 +1,4 @@
-"""Memory of the host: how much of it this process may have, and freed memory that stays in the process.
+"""Memory of a process: how much of the host's it may have, what it holds, and freed memory that stays in it.
 
 `keeping_freed_memory` keeps it while a CPU trains, in huge pages: glibc otherwise returns it after each pass.
 
@@ -21,6 +21,11 @@ from typing import Any
 
 import psutil
 import torch
+
+try:
+    import resource
+except ImportError:  # Windows
+    resource = None
 
 _GROUPS = Path("/sys/fs/cgroup")
 _OWN_GROUPS = Path("/proc/self/cgroup")
@@ -60,6 +65,38 @@ def host_memory_bytes() -> int | None:
     return min(limits)
 
 
+def memory_now(device: torch.device) -> tuple[int, int] | None:
+    """Return the bytes held now and those of the device; `None` if unknown.
+
+    Args:
+        device: a GPU, whose allocated memory counts, or else the host, with all that this process holds of it.
+    """
+    if device.type == "cuda":
+        return torch.cuda.memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
+    total = host_memory_bytes()
+    try:
+        return None if total is None else (psutil.Process().memory_info().rss, total)
+    except (psutil.Error, OSError):
+        return None
+
+
+def peak_bytes(device: torch.device | None = None) -> int:
+    """Return the most bytes that this process has held: of its GPU, else of the host; 0 if unknown.
+
+    Args:
+        device: the device that it trains on; by default a GPU if it uses one.
+    """
+    if device is None:
+        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    if resource is None:
+        return 0
+    # Kilobytes on Linux, bytes on macOS.
+    unit = 1 if sys.platform == "darwin" else 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
+
+
 def _text_of(file: Path) -> str:
     try:
         return file.read_text(encoding="utf-8")
@@ -97,8 +134,7 @@ def _ask_for_huge_pages(library: Any) -> None:
     The heap grows at once, by a block that is freed untouched: pages become memory when they are written to. So nothing
     is done on systems that count addresses as memory.
     """
-    import resource  # only Unix has it
-
+    assert resource is not None, "every Unix has it"
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))
     # Without a text it is not known how the system counts.
     if any(limit != resource.RLIM_INFINITY for limit in limits) or _text_of(_OVERCOMMIT).strip() in ("", "2"):

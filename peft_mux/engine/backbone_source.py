@@ -39,6 +39,11 @@ _LOADING_ERRORS += (torch.serialization.pickle.UnpicklingError,)  # pickled weig
 """What transformers raises of files and options that it cannot make a model of."""
 
 
+def _is_empty(tokenizer: Any) -> bool:
+    """Whether a tokenizer has no tokens, as transformers makes one of a folder without a vocabulary."""
+    return hasattr(tokenizer, "__len__") and not isinstance(tokenizer, str) and not len(tokenizer)
+
+
 class BackboneSource:
     """Describes and loads the model of a run.
 
@@ -71,6 +76,9 @@ class BackboneSource:
         self.trust_remote_code = trust
         self.model_init_kwargs = {key: value for key, value in model_init_kwargs.items() if key != "trust_remote_code"}
         self.quantization: Any = None
+        if _is_empty(tokenizer):
+            fix = "Check the files that it was read from."
+            raise_faults([Fault("processing_class", "a tokenizer without tokens", "one with a vocabulary", fix)])
         if isinstance(model, str):
             self.config, self.tokenizer = self._read_config(model, tokenizer)
             self.quantization = quantization_of(self.config, model_init_kwargs)
@@ -109,6 +117,7 @@ class BackboneSource:
             # Rows that are tokenised already need none; others are refused by name if there is none.
             with suppress(*_LOADING_ERRORS):
                 tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=self.trust_remote_code, **options)
+            tokenizer = None if _is_empty(tokenizer) else tokenizer
         return config, tokenizer
 
     def _told(self, error: Exception) -> str:

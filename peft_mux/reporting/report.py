@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from peft_mux.engine.tasks.task_run import TaskRun
+from peft_mux.errors import printable
 from peft_mux.reporting.views import curve_of, number_text, share_text, shortened, time_text
 from peft_mux.task import TaskStatus
 
@@ -134,7 +135,7 @@ class RunReport(str):
         """Write the text."""
         rows = tuple(rows)
         lines = _aligned(_cells(rows, is_interrupted))
-        lines += [f"{row.name}: {row.reason}" for row in rows if row.reason]
+        lines += [f"{row.name}: {printable(row.reason)}" for row in rows if row.reason]
         lines += [*_process_lines(records), *([""] if notes else []), *notes]
         made = super().__new__(cls, "\n".join(lines))
         made.rows, made.is_interrupted = rows, is_interrupted
@@ -245,7 +246,19 @@ def _process_lines(records: Sequence[RankRecord]) -> list[str]:
     return ["", f"{'rank':>4}  {'tokens':>12}  {'seconds':>9}  {'of it waiting':>13}  {'peak MiB':>8}  part", *rows]
 
 
-def next_lines(root: Path, rows: Sequence[ReportRow], report: Path | None, best: str = "") -> list[str]:
+def paused_line(rows: Sequence[ReportRow]) -> str:
+    """Return a line that names the tasks with which a run has ended before their last step; "" if none is paused."""
+    names = [row.name for row in rows if row.status == "paused"]
+    return f"paused {', '.join(names)}: the run has ended, with steps left" if names else ""
+
+
+def next_lines(
+    root: Path,
+    rows: Sequence[ReportRow],
+    report: Path | None,
+    best: str = "",
+    resume: str = "",
+) -> list[str]:
     """Return what may be typed next.
 
     Args:
@@ -253,6 +266,7 @@ def next_lines(root: Path, rows: Sequence[ReportRow], report: Path | None, best:
         rows: its tasks.
         report: the page of the run; `None` if none was written.
         best: the task to merge, such as the winner of a sweep; "" for the first one.
+        resume: the command of a shell that resumes the run; "" for a program of the user's own.
     """
     saved = [row for row in rows if row.place is not None]
     if not saved:
@@ -264,7 +278,13 @@ def next_lines(root: Path, rows: Sequence[ReportRow], report: Path | None, best:
         (f"peft-mux export {folder} --merge {name} --output merged", f"merge {merged} into the backbone"),
     ]
     if any(row.status in ("running", "paused", "waiting") for row in rows):
-        commands.insert(0, ("trainer.train(resume_from_checkpoint=True)", "or: peft-mux train FILE --resume"))
+        paused = [row.name for row in rows if row.status == "paused"]
+        unpause = [f"peft-mux resume {folder} {' '.join(paused)} --next"] if paused else []
+        if resume:
+            commands.insert(0, (" && ".join([*unpause, resume]), "go on with the run"))
+        else:
+            commands.insert(0, ("trainer.train(resume_from_checkpoint=True)", "or: peft-mux train FILE --resume"))
+            commands[:0] = [(command, "before that, so that paused tasks go on") for command in unpause]
     if report is not None:
         commands.append((str(report), "curves, times, memory: open it in a browser"))
     longest = max(len(command) for command, _ in commands)

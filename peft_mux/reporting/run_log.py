@@ -20,12 +20,13 @@ from weakref import WeakSet
 from transformers import TrainerState
 
 from peft_mux.data.dataset import DataReport
+from peft_mux.engine.allocator import peak_bytes
 from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.recorders import RunTimes
 from peft_mux.reporting.report import ReportRow, report_row
-from peft_mux.reporting.screen import Progress, peak_bytes
+from peft_mux.reporting.screen import Progress
 from peft_mux.reporting.views import rate_text, time_text
 from peft_mux.task import TaskStatus
 

@@ -10,12 +10,11 @@ import sys
 import time
 from collections.abc import Iterable, Sequence
 from contextlib import suppress
+from dataclasses import replace
 from functools import partial
 from math import ceil
 from typing import TYPE_CHECKING, Any, TextIO
 
-import psutil
-import torch
 from rich.console import Console, ConsoleOptions, OverflowMethod, RenderableType, RenderResult
 from rich.control import Control
 from rich.live import Live
@@ -24,7 +23,7 @@ from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
-from peft_mux.engine.allocator import host_memory_bytes
+from peft_mux.errors import printable
 from peft_mux.reporting.views import (
     RunView,
     RunWatch,
@@ -37,47 +36,9 @@ from peft_mux.reporting.views import (
 )
 
 if TYPE_CHECKING:
+    import torch
+
     from peft_mux.engine.tasks.task_run import TaskRun
-
-try:
-    import resource
-except ImportError:  # Windows
-    resource = None
-
-# ---------------------------------------------------------------- memory of this process
-
-
-def memory_now(device: torch.device) -> tuple[int, int] | None:
-    """Return the bytes held now and those of the device; `None` if unknown.
-
-    Args:
-        device: a GPU, whose allocated memory counts, or else the host, with all that this process holds of it.
-    """
-    if device.type == "cuda":
-        return torch.cuda.memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
-    total = host_memory_bytes()
-    try:
-        return None if total is None else (psutil.Process().memory_info().rss, total)
-    except (psutil.Error, OSError):
-        return None
-
-
-def peak_bytes(device: torch.device | None = None) -> int:
-    """Return the most bytes that this process has held: of its GPU, else of the host; 0 if unknown.
-
-    Args:
-        device: the device that it trains on; by default a GPU if it uses one.
-    """
-    if device is None:
-        device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    if resource is None:
-        return 0
-    # Kilobytes on Linux, bytes on macOS.
-    unit = 1 if sys.platform == "darwin" else 1024
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * unit
-
 
 # ---------------------------------------------------------------- the table
 
@@ -150,6 +111,8 @@ class RunTable:
 
 def _task_table(tasks: Sequence[TaskView], width: int, share_of: str, *, is_plain: bool) -> Table:
     """Return the rows of tasks, with the columns that fit; `share_of` is "" if no shares are shown."""
+    # Of records that anybody may have written.
+    tasks = [replace(task, name=_one_line(task.name), status=_one_line(task.status)) for task in tasks]
     cells = [
         {
             "status": task.status,
@@ -198,6 +161,10 @@ def _task_table(tasks: Sequence[TaskView], width: int, share_of: str, *, is_plai
             row.append(ProgressBar(task.num_steps, task.step, complete_style=style, finished_style=style))
         table.add_row(*row, *(own[name] for name in columns[1:]))
     return table
+
+
+def _one_line(text: str) -> str:
+    return printable(text).replace("\n", " ")
 
 
 def _counts(tasks: Sequence[TaskView]) -> str:
@@ -397,6 +364,9 @@ def make_progress(*, enabled: bool, is_main_process: bool, device: torch.device)
         is_main_process: whether this process is the one that prints.
         device: the device whose memory is shown.
     """
+    # Not at the top: commands that only print a table must not wait for torch.
+    from peft_mux.engine.allocator import memory_now
+
     if not is_main_process:
         return Progress(is_silent=True)
     watch = RunWatch(partial(memory_now, device))

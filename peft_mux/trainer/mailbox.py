@@ -18,6 +18,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+from peft_mux.errors import CheckpointError
 from peft_mux.storage import read_regular, write_file
 
 CONTROL_FOLDER = "control"
@@ -42,7 +43,10 @@ class Mailbox:
         Raises:
             CheckpointError: if it cannot be written.
         """
-        self.folder.mkdir(exist_ok=True)
+        try:
+            self.folder.mkdir(exist_ok=True)
+        except OSError as error:  # something else stands there, or the folder is another user's
+            raise CheckpointError(f"{self.folder}: no request can be left there ({error}).") from error
         name = f"{time.time_ns():020d}-{os.getpid()}-{secrets.token_hex(4)}"
         write_file(self.folder / f"{name}{_REQUEST}", json.dumps(dict(request)).encode())
         return name

@@ -101,6 +101,7 @@ class Opening:
         # Connected first, so that the others learn at once if the folder is somebody else's.
         resume = self.connect(resume)
         with saver.keep_folder(root, goes_on=not resume):
+            saver.note_loading("model")
             # Checked before weights are loaded.
             if resume and saver.is_writer:
                 require_state(root if resume is True else Path(resume))
@@ -207,6 +208,7 @@ class Opening:
     def begin(self) -> None:
         """Switch the run to training, print the banner, and call `on_train_begin`."""
         run, plan = self._run, self._plans.current
+        run.saver.note_loading("")
         # From here on commands wait for a step boundary, those of on_train_begin below included.
         run.is_in_train = True
         if run.log.is_shown and plan is not None:

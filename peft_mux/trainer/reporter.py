@@ -14,14 +14,14 @@ from typing import Any
 from transformers.trainer_utils import TrainOutput
 
 from peft_mux.checkpoint.saver import numerics_of
+from peft_mux.engine.allocator import peak_bytes
 from peft_mux.engine.tasks.task_run import run_interval
 from peft_mux.errors import ConfigError
 from peft_mux.reporting.banner import device_words
 from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.reporting.page import MeasuredPass, MeasuredStep, page_html, plot_losses, task_curves
 from peft_mux.reporting.recorders import PassReport, pass_lines, shared_tokens
-from peft_mux.reporting.report import RankRecord, RunReport, next_lines, report_row
-from peft_mux.reporting.screen import peak_bytes
+from peft_mux.reporting.report import RankRecord, RunReport, next_lines, paused_line, report_row
 from peft_mux.reporting.views import RunView, interrupted, view_of, view_of_records
 from peft_mux.storage import keeper_of, write_file
 from peft_mux.trainer.plan_follower import PlanFollower
@@ -276,7 +276,8 @@ class Reporter:
         notes = [
             str(self._plans.planner.correction) if shows_parts else "",
             in_turn,
-            *next_lines(run.root, rows, self._page, run.best_task),
+            "" if run.is_in_train else paused_line(rows),
+            *next_lines(run.root, rows, self._page, run.best_task, run.resume_command),
         ]
         return RunReport(rows, run.records, [note for note in notes if note], not run.is_in_train)
 

@@ -40,6 +40,7 @@ class Run:
         has_trained: whether `train` was called before.
         interrupted_by: number of the signal that ended the last training; 0 for none.
         best_task: the task that the last lines of the run suggest to merge; "" for the first one.
+        resume_command: the command of a shell that resumes the run; "" for a program of the user's own.
         records: what each process did in the last training, by rank; empty before it.
     """
 
@@ -58,6 +59,7 @@ class Run:
     has_trained: bool = False
     interrupted_by: int = 0
     best_task: str = ""
+    resume_command: str = ""
     records: tuple[RankRecord, ...] = ()
 
     @property

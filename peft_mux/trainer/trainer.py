@@ -59,6 +59,7 @@ from peft_mux.reporting.screen import show_view
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.deployment.report import DeploymentReport
 from peft_mux.scheduler.plan import Plan
+from peft_mux.storage import FolderLock
 from peft_mux.task import Task, TaskStatus
 from peft_mux.trainer.inputs import (
     check_callbacks,
@@ -256,6 +257,16 @@ class MultiTaskTrainer(Trainer):
     def set_best_task(self, task: str) -> None:
         """Have the last lines of the run suggest to merge this task's adapter, such as the best one of a sweep."""
         self._run.best_task = task
+
+    def use_command(self, command: str, lock: FolderLock | None) -> None:
+        """Have the last lines of the run suggest a command of a shell to go on with it, as `peft-mux train` does.
+
+        Args:
+            command: what is typed to resume the run.
+            lock: the lock of the run folder if the caller holds it already; `train` releases it at its end.
+        """
+        self._run.resume_command = command
+        self._run.saver.lock = lock
 
     def prefer(self, task: str) -> None:
         """Call `set_best_task`, the new name of this method."""

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import shutil
 import signal
+import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import datasets
 import pytest
@@ -14,12 +18,17 @@ import torch
 from peft import PeftModel
 from transformers import AutoModelForCausalLM
 
+import peft_mux
+from peft_mux.cli import config_file
 from peft_mux.cli.config_file import read_config
-from peft_mux.cli.main import main
+from peft_mux.cli.main import _QUIET, main
 from peft_mux.demo.small_llama import make_backbone, make_tokenizer
 from peft_mux.planning.profiling import backbone as profiling
 from peft_mux.trainer.loop import TrainingLoop
+from peft_mux.trainer.mailbox import Mailbox
+from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.trainer import MultiTaskTrainer
+from tests.paths import ROOT
 
 ROWS = [{"prompt": f"say {word}", "completion": f" {word}"} for word in ("one", "two", "three", "four", "five", "six")]
 TASKS = """\
@@ -198,6 +207,91 @@ def test_a_task_that_fails_makes_the_status_1_and_the_others_are_trained(
     assert (tmp_path / "out" / "math" / "adapter_model.safetensors").is_file()
 
 
+def pause(out: Path, *names: str) -> None:
+    """Leave requests that a training takes up before its first step."""
+    out.mkdir(exist_ok=True)
+    for name in names:
+        Mailbox(out).send({"command": "pause", "task": name})
+
+
+def test_a_training_that_ends_while_a_task_is_paused_says_so_with_a_status_and_the_command_that_goes_on(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    pause(out, "sql")
+    assert main(["train", str(file), "--set", "tasks.sql.max_steps=4"]) == 3
+    said = capsys.readouterr().out
+    assert "paused sql: the run has ended, with steps left" in said
+    (line,) = [line for line in said.splitlines() if line.startswith("next ")]
+    commands = [shlex.split(part) for part in line.removeprefix("next ").split(" # ")[0].split("&&")]
+    assert [words[:2] for words in commands] == [["peft-mux", "resume"], ["peft-mux", "train"]]
+    assert [main(words[1:]) for words in commands] == [0, 0]
+    report = capsys.readouterr().out
+    assert any(line.split()[:3] == ["sql", "succeeded", "4/4"] for line in report.splitlines())
+
+
+def test_a_failed_task_counts_more_than_a_paused_one(file: Path, tmp_path: Path) -> None:
+    pause(tmp_path / "out", "math")
+    assert main(["train", str(file), "--set", "tasks.sql.learning_rate=1e30"]) == 1
+
+
+def test_only_tasks_that_have_ended_well_are_served_unless_asked_for(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    out = tmp_path / "out"
+    pause(out, "sql")
+    assert main(["train", str(file)]) == 3
+    capsys.readouterr()
+    assert main(["export", str(out), "--vllm"]) == 0
+    left_out, command = capsys.readouterr().out.splitlines()
+    assert left_out == "sql: left out, paused at step 0 of 3; --unfinished takes it as it is"
+    assert (f"math={out}/math" in command, f"sql={out}/sql" in command) == (True, False)
+    assert main(["export", str(out), "--vllm", "--unfinished"]) == 0
+    (command,) = capsys.readouterr().out.splitlines()
+    assert f"math={out}/math sql={out}/sql" in command
+    assert main(["export", str(out), "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["unfinished"] == {"sql": "paused at step 0 of 3"}
+
+
+def test_a_look_at_a_run_that_starts_says_what_it_loads_until_it_trains(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    seen: list[str | None] = []
+
+    def looking(owner: Any, name: str) -> None:
+        function = getattr(owner, name)
+
+        def look(*arguments: Any, **options: Any) -> Any:
+            capsys.readouterr()
+            assert main(["status", str(tmp_path / "out"), "--json"]) == 0
+            seen.append(json.loads(capsys.readouterr().out)["loading"])
+            return function(*arguments, **options)
+
+        monkeypatch.setattr(owner, name, look)
+
+    looking(config_file, "rows_of")
+    looking(Placement, "load")
+    looking(TrainingLoop, "train_step")
+    assert main(["train", str(file), "--set", "run.max_steps=1", "--set", "tasks.math.max_steps=1"]) == 0
+    assert list(dict.fromkeys(seen)) == ["data", "model", None]
+
+
+def test_nothing_of_a_library_is_shown_unless_asked_for(file: Path, tmp_path: Path) -> None:
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+    for name in _QUIET:
+        environment.pop(name, None)
+
+    def shown(*words: str) -> str:
+        command = [sys.executable, "-m", "peft_mux", *words]
+        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+        assert done.returncode == 0, done.stderr
+        return done.stderr
+
+    assert "Generating train split" in shown("plan", str(file), "--verbose")
+    shutil.rmtree(tmp_path / "cache")
+    assert shown("train", str(file)) == ""
+
+
 def test_json_of_a_training_stands_alone_on_standard_output(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -344,6 +438,19 @@ def test_a_wrong_command_line_ends_with_2_and_the_usage(
         main(arguments)
     assert caught.value.code == 2
     assert "usage: peft-mux" in capsys.readouterr().err
+
+
+def test_an_unknown_command_is_answered_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["stat", "runs/a"])
+    assert 'Did you mean "status"?' in capsys.readouterr().err
+
+
+def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["--version"])
+    assert caught.value.code == 0
+    assert capsys.readouterr().out == f"peft-mux {peft_mux.__version__}\n"
 
 
 @pytest.mark.parametrize(

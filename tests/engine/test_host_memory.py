@@ -10,8 +10,8 @@ import pytest
 import torch
 
 from peft_mux.engine import allocator
+from peft_mux.engine.allocator import memory_now
 from peft_mux.planning.targets import device_memory_bytes
-from peft_mux.reporting.screen import memory_now
 
 GIB = 2**30
 

@@ -144,6 +144,19 @@ def test_in_a_window_of_80_characters_the_report_has_whole_numbers_and_commands_
     assert "       peft-mux export /data/runs/support --merge sql --output merged" in lines
 
 
+def test_a_reason_moves_no_cursor_and_begins_no_line() -> None:
+    report = RunReport([shown_row("lost", None, "\x1b[2Jgone\nsql: succeeded")])
+    assert "lost: \\x1b[2Jgone\n  sql: succeeded" in report
+    assert "\x1b" not in report.fitted(40)
+
+
+def test_a_program_of_the_users_own_is_told_how_paused_tasks_go_on(tmp_path: Path) -> None:
+    rows = [shown_row("a", tmp_path)._replace(status="paused")]
+    first, second, *_ = next_lines(tmp_path, rows, None)
+    assert f"next   peft-mux resume {tmp_path} a --next" in first
+    assert "trainer.train(resume_from_checkpoint=True)" in second
+
+
 def test_without_a_window_lines_are_as_long_as_they_must_be() -> None:
     rows = [shown_row("a", Path("/" + "long/" * 60))]
     assert RunReport(rows).fitted(None) == RunReport(rows)

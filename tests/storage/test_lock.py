@@ -14,7 +14,7 @@ import pytest
 from peft_mux.errors import CheckpointError
 from peft_mux.storage import HOLDER_NAME, LOCK_NAME, FolderLock, keeper_of
 
-pytest.importorskip("fcntl")
+fcntl = pytest.importorskip("fcntl")
 
 
 def child_that(act: Callable[[], object]) -> tuple[int, int]:
@@ -51,6 +51,28 @@ def test_a_second_lock_is_refused_naming_folder_host_and_process_and_the_first_g
     second.acquire()
     second.release()
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_trainer_that_starts_waits_for_processes_that_only_ask(tmp_path: Path) -> None:
+    (tmp_path / LOCK_NAME).touch()
+    with (tmp_path / LOCK_NAME).open("rb") as file:
+        fcntl.flock(file, fcntl.LOCK_SH)  # as `keeper_of` does, in a process that then gets no time to run
+        lock, errors = FolderLock(tmp_path), []
+
+        def acquire() -> None:
+            try:
+                lock.acquire()
+            except CheckpointError as error:
+                errors.append(error)
+
+        thread = threading.Thread(target=acquire)
+        thread.start()
+        thread.join(0.5)
+        assert thread.is_alive()
+    thread.join(10)
+    assert errors == []
+    assert lock.is_held
+    lock.release()
 
 
 def test_a_killed_process_keeps_nobody_out(tmp_path: Path) -> None:

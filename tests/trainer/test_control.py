@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -197,6 +198,61 @@ def test_adding_to_a_run_of_ones_own_program_says_how_to_do_it_there(
     train(tmp_path, lambda: codes.append(main(["add", str(tmp_path), "tasks.yaml"])))
     assert codes == [2]
     assert "trainer.register_tasks" in capsys.readouterr().out
+
+
+def test_a_look_shows_no_control_characters_of_requests_tasks_and_messages(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    evil = "\x1b[2J\r\x07gone"
+    records = [
+        {"event": "status", "task": f"a{evil}", "status": f"failed{evil}", "reason": f"b\n{evil}", "run_step": 0}
+    ]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
+    Mailbox(tmp_path).send({"command": evil, "task": evil})
+    Mailbox(tmp_path).send({"command": "add", "file": evil})
+    assert main(["status", str(tmp_path)]) == 0
+    assert main(["pause", str(tmp_path), evil, "--next"]) == 0
+    assert main(["status", evil]) == 2
+    said = capsys.readouterr()
+    text = said.out + said.err
+    assert text.count("gone") >= 6
+    assert all(letter.isprintable() or letter == "\n" for letter in text)
+
+
+@pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "control", "run.lock", "run.lock.json"])
+def test_a_pipe_in_place_of_a_file_of_the_run_holds_up_nobody_who_looks(
+    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "state").mkdir()
+    os.mkfifo(tmp_path / name)
+    codes: list[int] = []
+
+    def look() -> None:
+        codes.append(main(["status", str(tmp_path)]))
+        codes.append(main(["pause", str(tmp_path), "a", "--next"]))
+
+    thread = threading.Thread(target=look, daemon=True)
+    thread.start()
+    thread.join(10)
+    assert codes == [0, 2 if name == "control" else 0]
+    assert "nobody trains" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("loading", ["data", "model"])
+def test_a_look_at_a_run_that_is_starting_says_what_it_loads(
+    loading: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    lock = FolderLock(tmp_path, "data")
+    lock.acquire()
+    lock.note_loading(loading)
+    try:
+        assert main(["status", str(tmp_path)]) == 0
+        assert main(["status", str(tmp_path), "--json"]) == 0
+    finally:
+        lock.release()
+    first, rest = capsys.readouterr().out.split("\n", 1)
+    assert f" is loading the {loading} of the run in {tmp_path}" in first
+    assert json.loads(rest)["loading"] == loading
 
 
 def test_a_look_at_what_is_no_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,8 +11,9 @@ import pytest
 import torch
 from rich.console import Console
 
+from peft_mux.engine.allocator import memory_now
 from peft_mux.reporting import screen as progress
-from peft_mux.reporting.screen import LiveProgress, Progress, make_progress, memory_now
+from peft_mux.reporting.screen import LiveProgress, Progress, make_progress
 from peft_mux.reporting.views import RunWatch
 
 CPU = torch.device("cpu")
