@@ -122,7 +122,8 @@ def print_buckets(inputs: Inputs, seeds: Sequence[int], num_steps: int) -> None:
                 start = time.perf_counter()
                 gpu_s = step_gpu_seconds(groups, lengths, NUM_GPUS, inputs.model, num_buckets=number)
                 solved_s = time.perf_counter() - start
-                padding = bucket_boundaries(lengths, number, limits=limits).padding_ratio
+                bucketing = bucket_boundaries(lengths, number, limits=limits)
+                padding = bucketing.padding_tokens / bucketing.padded_tokens
                 rows[number].append((gpu_s, padding, solved_s))
     print(f"   {'R':>3} {'step time / that of R = 4':>26} {'padding %':>10} {'bucketing and dispatch ms':>26}")
     base_s = [gpu_s for gpu_s, _, _ in rows[NUMBERS_OF_BUCKETS[0]]]

@@ -16,7 +16,6 @@ import numpy as np
 import torch
 from torch import nn
 
-from peft_mux.data.packing.passes import even_shares
 from peft_mux.data.packing.prefixes import RowTrie
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.engine.tasks.task_run import TaskRun
@@ -119,17 +118,6 @@ def task_load(
         trie=trie,
         lowest_layer=lowest,
     )
-
-
-def replica_loads(loads: Sequence[TaskLoad], num_replicas: int) -> list[list[TaskLoad]]:
-    """Return what the tasks bring into a step of each of several equal replicas, divided as every step is.
-
-    Args:
-        loads: the loads of all tasks with their whole global batches, in the order of the stream.
-        num_replicas: number of replicas that divide the rows of a step.
-    """
-    shares = even_shares([load.lengths for load in loads], num_replicas, tries=[load.trie for load in loads])
-    return [[part_of(load, rows) for load, rows in zip(loads, share, strict=True)] for share in shares]
 
 
 def part_of(load: TaskLoad, rows: Sequence[int]) -> TaskLoad:

@@ -14,6 +14,7 @@ import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.packing.passes import even_shares
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.tasks.task_run import TaskRun, run_interval
 from peft_mux.engine.tensor.cut import blocks_of
@@ -29,7 +30,7 @@ from peft_mux.planning.loads import (
     ParameterShapes,
     cut_layers,
     frozen_parts,
-    replica_loads,
+    part_of,
     task_load,
     task_share,
     whole_shapes,
@@ -391,7 +392,10 @@ class Planner:
                 f"plan: {field} asks for {target.num_stages} stages; allowed: 1 to {most_stages}, as the backbone has"
                 f" {self.shape.num_layers} layers and each stage needs {each}. Take fewer stages{other}."
             )
-        replicas = replica_loads(loads, target.num_replicas)
+        # Divided as the rows of every step are.
+        lengths, tries = [load.lengths for load in loads], [load.trie for load in loads]
+        shares = even_shares(lengths, target.num_replicas, tries=tries)
+        replicas = [[part_of(load, rows) for load, rows in zip(loads, share, strict=True)] for share in shares]
         busiest = max(replicas, key=lambda own: sum(load.tokens for load in own))
         memory = MemoryModel(
             self.shape,

@@ -71,11 +71,6 @@ class Bucketing:
         """Tokens of the batch after padding."""
         return sum(count * boundary for count, boundary in zip(self.counts, self.boundaries, strict=True))
 
-    @property
-    def padding_ratio(self) -> float:
-        """Share of the padded tokens that is padding, 0 to 1; 0 for no sequences."""
-        return self.padding_tokens / self.padded_tokens if self.padded_tokens else 0.0
-
     def bucket_of(self, lengths: Sequence[int]) -> np.ndarray:
         """Return the first bucket that holds each sequence: int64, shape `(len(lengths),)`.
 

@@ -83,7 +83,7 @@ def test_boundaries_follow_the_batch() -> None:
 
 def test_fixed_boundaries_may_leave_buckets_empty() -> None:
     found = fixed_bucketing([5, 30], (10, 20, 30))
-    assert (found.counts, found.padding_tokens, found.padding_ratio) == ((1, 0, 1), 5, 5 / 40)
+    assert (found.counts, found.padding_tokens, found.padded_tokens) == ((1, 0, 1), 5, 40)
 
 
 @pytest.mark.parametrize(
