@@ -23,6 +23,7 @@ from peft_mux import errors
 from peft_mux.cli.config_file import DATA_KEYS, TASK_KEYS
 from peft_mux.cli.main import main
 from peft_mux.task import TASK_FIELDS
+from peft_mux.trainer.mailbox import Mailbox
 from peft_mux.trainer.trainer import REFUSED
 from tests.paths import ROOT
 
@@ -140,7 +141,17 @@ def test_the_page_names_all_that_is_public() -> None:
         if (inspect.isfunction(value) or isinstance(value, property)) and not name.startswith("_")
     }
     # Those of Trainer are Trainer's, and these serve parts of the package.
-    own -= {*REFUSED, "is_in_train", "add_callback", "log", "tell", "prefer", "plan_deployment", "measure_profile"}
+    own -= {
+        *REFUSED,
+        "is_in_train",
+        "add_callback",
+        "log",
+        "tell",
+        "prefer",
+        "plan_deployment",
+        "measure_profile",
+        "use_command",
+    }
     assert set(after("Methods of `MultiTaskTrainer`")) - {"MultiTaskTrainer"} == own
     assert set(after("Fields of `Task` beside")) - {"Task", "None"} == set(TASK_FIELDS)
     knobs = {item.name for item in fields(peft_mux.MultiTaskTrainingArguments)}
@@ -179,4 +190,7 @@ def test_exit_statuses_are_those_of_the_page(
     assert main(["train", "tasks.yaml"]) == 2, "the folder holds a run"
     assert "error: " in capsys.readouterr().err
     assert main(["pause", "runs/file", "one"]) == 2, "nobody trains"
-    assert rows_of("| exit status").keys() == {"0", "1", "2", str(128 + signal.SIGINT), str(128 + signal.SIGTERM)}
+    (folder / "runs/paused").mkdir()
+    Mailbox(folder / "runs/paused").send({"command": "pause", "task": "one"})
+    assert main(["train", "tasks.yaml", "--set", "output_dir=runs/paused"]) == 3
+    assert rows_of("| exit status").keys() == {"0", "1", "2", "3", str(128 + signal.SIGINT), str(128 + signal.SIGTERM)}
