@@ -9,9 +9,9 @@ Shape letters: T tokens, M labelled tokens, S sequences, D hidden features, C cl
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy as np
 import torch
@@ -309,6 +309,9 @@ class TokenClassificationLoss(Objective):
 
     name = "token_classification"
     loss_types = ("nll",)
+    other_names: ClassVar[Mapping[str, str]] = {
+        "prm": 'Set task_type="TOKEN_CLS" on the adapter, for rows whose labels stand at the last token of each step.'
+    }
     head = TOKEN_CLASSIFICATION_HEAD
     row_form = TAGGED_ROWS
     is_default = True

@@ -14,7 +14,9 @@ Shape letters: M targets, K words a target.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import torch
 
@@ -49,6 +51,10 @@ class DistillLoss(Objective):
 
     name = "distill"
     loss_types = ("forward_kl", "forward_kl_tail", "cross_entropy")
+    other_names: ClassVar[Mapping[str, str]] = dict.fromkeys(
+        ("gkd", "gold", "minillm", "distillation"),
+        'Set objective="distill", for rows with teacher_ids and teacher_logprobs: GKD with beta=0 and lmbda=0.',
+    )
     head = LANGUAGE_HEAD
     row_form = replace(
         LANGUAGE_ROWS,

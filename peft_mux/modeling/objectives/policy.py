@@ -9,8 +9,9 @@ Shape letters: M targets, R rows.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Literal
+from typing import ClassVar, Literal
 
 import torch
 
@@ -83,6 +84,16 @@ class PolicyLoss(Objective):
 
     name = "policy"
     loss_types = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "ppo", "importance_sampling")
+    refused_loss_types: ClassVar[Mapping[str, str]] = {
+        "sapo": 'its soft gate in the place of clipping is not computed here; the nearest is "grpo"',
+        "vespo": 'its weights of whole rollouts are not computed here; the nearest is "cispo"',
+        "luspo": 'set "dr_grpo" with max_completion_length=1, which is the same',
+    }
+    other_names: ClassVar[Mapping[str, str]] = {
+        "grpo": 'Set objective="policy", loss_type="grpo" (or the default "dapo", as in TRL), for given rollouts.',
+        "gspo": 'Set objective="policy", objective_args={"importance_sampling_level": "sequence"}, for given rollouts.',
+        "rloo": 'Set objective="policy", loss_type="dr_grpo", for rollouts with the advantages of leave-one-out.',
+    }
     head = LANGUAGE_HEAD
     row_form = replace(
         LANGUAGE_ROWS,

@@ -287,6 +287,13 @@ class DPOLoss(Objective):
     name = "dpo"
     loss_types = DPO_LOSSES
     refused_loss_types = REFUSED_LOSSES
+    other_names: ClassVar[Mapping[str, str]] = {
+        "bco": 'Set objective="dpo", loss_type="bco_pair", for pairs; single answers are objective="kto".',
+        **dict.fromkeys(
+            ("online_dpo", "xpo", "nash_md"),
+            'No answers are sampled in training: set objective="dpo" for pairs that were sampled before.',
+        ),
+    }
     takes_several = True
     Args = DPOArgs
     head = LANGUAGE_HEAD
@@ -518,6 +525,10 @@ class CPOLoss(Objective):
     loss_types = ("sigmoid", "hinge", "ipo", "simpo")
     refused_loss_types: ClassVar[Mapping[str, str]] = {
         "alphapo": 'TRL trains loss_type="simpo" with cpo_alpha=0.0 for it; set these two, and alpha'
+    }
+    other_names: ClassVar[Mapping[str, str]] = {
+        "simpo": 'Set objective="cpo", loss_type="simpo", objective_args={"cpo_alpha": 0.0}.',
+        "alphapo": 'Set objective="cpo", loss_type="simpo", objective_args={"cpo_alpha": 0.0, "alpha": 0.25}.',
     }
     Args = CPOArgs
     head = LANGUAGE_HEAD

@@ -146,8 +146,20 @@ def _find_objective(task: Any, where: str) -> tuple[Objective | None, list[Fault
         return OBJECTIVES[wanted], []
     else:
         got = f"{shown(wanted)} for {kind.name} tasks"
-        fix = closest(wanted, names) if isinstance(wanted, str) else ""
+        fix = _nearest_loss(wanted, entries) if isinstance(wanted, str) else ""
     return None, [Fault(f"{where}.objective", got, ", ".join(names), fix)]
+
+
+def _nearest_loss(wanted: str, entries: Iterable[Objective]) -> str:
+    """Return what to do about a name that no loss has: it is TRL's for one, that of a variant, or a slip."""
+    entries, name = list(entries), wanted.lower().replace("-", "_")
+    for entry in OBJECTIVES.values():
+        if name in entry.other_names:
+            return entry.other_names[name]
+    owners = [entry.name for entry in entries if name in entry.loss_types]
+    if owners:
+        return f'Set objective="{owners[0]}", loss_type="{name}".'
+    return closest(wanted, [entry.name for entry in entries])
 
 
 def _find_loss_type(objective: Objective, task: Any, where: str) -> tuple[str | None, list[Fault]]:

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerFast
 
 from peft_mux.data.dataset import tokenize_dataset
 from peft_mux.data.formats import RowForm
-from peft_mux.data.preferences import ODDS_ROWS, PAIR_ROWS, SCORED_ROWS, SINGLE_ROWS
+from peft_mux.data.preferences import JOINED_ROWS, ODDS_ROWS, PAIR_ROWS, SCORED_ROWS, SINGLE_ROWS
 from peft_mux.data.task_batch import IGNORE_INDEX, TokenSequence
 from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.demo.small_llama import make_tokenizer
@@ -129,7 +129,7 @@ def test_pairs_become_the_tokens_of_the_dpo_trainer(name: str, max_length: int) 
 @pytest.mark.parametrize("has_bos", [False, True])
 @pytest.mark.parametrize("max_length", [40, 1024])
 @pytest.mark.parametrize("name", DATASETS)
-def test_pairs_become_the_tokens_of_the_orpo_trainer(name: str, max_length: int, has_bos: bool) -> None:
+def test_pairs_become_the_tokens_of_the_orpo_and_cpo_trainers(name: str, max_length: int, has_bos: bool) -> None:
     from trl.data_utils import maybe_apply_chat_template, maybe_extract_prompt
     from trl.experimental.orpo import ORPOTrainer
 
@@ -162,6 +162,12 @@ def test_pairs_become_the_tokens_of_the_orpo_trainer(name: str, max_length: int,
         (start, end), (second, last) = sequence.sequence_bounds
         assert sequence.labels[start:end].tolist() == sequence.input_ids[start:end].tolist()
         assert sequence.labels[second:last].tolist() == labels[second:last].tolist()
+    # CPOTrainer tokenises alike, and learns answers alone.
+    for sequence, pair in zip(ours(rows, JOINED_ROWS, max_length, tokenizer), expected, strict=True):
+        assert pair == [
+            (sequence.input_ids[start:end].tolist(), sequence.labels[start:end].tolist())
+            for start, end in sequence.sequence_bounds
+        ]
 
 
 SINGLES = [

@@ -319,6 +319,66 @@ def test_every_variant_of_every_loss_has_a_case() -> None:
 # ------------------------------------------------------------- the door itself
 
 
+@pytest.mark.parametrize(
+    ("wanted", "fix"),
+    [
+        ("grpo", 'Set objective="policy", loss_type="grpo"'),
+        ("GRPO", 'Set objective="policy", loss_type="grpo"'),
+        ("dapo", 'Set objective="policy", loss_type="dapo".'),
+        ("gspo", 'objective_args={"importance_sampling_level": "sequence"}'),
+        ("rloo", 'Set objective="policy", loss_type="dr_grpo"'),
+        ("simpo", 'Set objective="cpo", loss_type="simpo", objective_args={"cpo_alpha": 0.0}.'),
+        ("gkd", 'Set objective="distill", for rows with teacher_ids'),
+        ("ipo", 'Set objective="dpo", loss_type="ipo".'),
+        ("dft", 'Set objective="sft", loss_type="dft".'),
+        ("bco", 'Set objective="dpo", loss_type="bco_pair"'),
+        ("online-dpo", "No answers are sampled in training"),
+        ("prm", 'Set task_type="TOKEN_CLS" on the adapter'),
+        ("orpp", 'Did you mean "orpo"?'),
+    ],
+)
+def test_the_name_of_a_loss_elsewhere_leads_to_the_one_here(wanted: str, fix: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Task(name="a", peft_config=LoraConfig(task_type="CAUSAL_LM"), train_dataset=[{}], objective=wanted)
+    assert "tasks.a.objective: got" in str(error.value)
+    assert fix in str(error.value)
+
+
+@pytest.mark.parametrize(
+    ("settings", "fault"),
+    [
+        ({"objective": "cpo", "loss_type": "alphapo"}, 'TRL trains loss_type="simpo" with cpo_alpha=0.0 for it'),
+        ({"objective": "policy", "loss_type": "luspo"}, 'set "dr_grpo" with max_completion_length=1'),
+        (
+            {"objective": "cpo", "loss_type": "ipo", "objective_args": {"label_smoothing": 0.1}},
+            'label_smoothing: got 0.1; allowed: 0 with loss_type "ipo"',
+        ),
+        (
+            {"objective": "cpo", "objective_args": {"simpo_gamma": 0.1}},
+            'simpo_gamma: got 0.1; allowed: its default, unless loss_type is "simpo"',
+        ),
+        (
+            {"objective": "policy", "objective_args": {"use_bias_correction_kl": False}},
+            "use_bias_correction_kl: got False; allowed: its default where beta is 0",
+        ),
+        (
+            {"loss_type": "dft", "label_smoothing_factor": 0.1},
+            "label_smoothing_factor: got 0.1 with the objective sft and loss_type dft; allowed: 0 or None",
+        ),
+    ],
+    ids=lambda value: "" if isinstance(value, str) else "-".join(map(str, value)),
+)
+def test_what_a_variant_would_ignore_is_refused(settings: dict[str, Any], fault: str) -> None:
+    with pytest.raises(ConfigError) as error:
+        Task(name="a", peft_config=LoraConfig(task_type="CAUSAL_LM"), train_dataset=[{}], **settings)
+    assert fault in str(error.value)
+
+
+def test_dynamic_fine_tuning_runs_eagerly_and_says_so() -> None:
+    case = next(case for case in PACKAGED if case.loss_type == "dft")
+    assert reason_against(model_for(case, "a")) == 'a task weighs its targets by their probabilities (loss_type="dft")'
+
+
 def test_a_name_is_given_once(added: Callable[[Any], Objective]) -> None:
     added(SquaredSurprise())
     with pytest.raises(ValueError, match='"squared-surprise" is registered already'):
