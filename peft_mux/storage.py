@@ -172,8 +172,8 @@ def make_manifest(folder: Path, facts: Mapping[str, Any]) -> bytes:
     return sealed_json({"facts": dict(facts), "files": files})
 
 
-def verify_folder(folder: Path, *, expect: Mapping[str, Any] | None = None) -> None:
-    """Check every file of a folder against its manifest, and the facts in it against those that are expected.
+def verify_folder(folder: Path, *, expect: Mapping[str, Any] | None = None) -> dict[str, Any]:
+    """Check every file of a folder against its manifest, and the facts in it against those expected; return the facts.
 
     Raises:
         CheckpointError: naming the file that is missing, extra or changed, or the fact that differs.
@@ -198,6 +198,7 @@ def verify_folder(folder: Path, *, expect: Mapping[str, Any] | None = None) -> N
         # A link is refused even if its content is right: its target may change later.
         if path.is_symlink() or not path.is_file() or digest_file(path) != wanted:
             raise CheckpointError(f"{path}: got a file that was changed since it was written; allowed: an intact one.")
+    return facts
 
 
 def write_checksums(folder: Path, names: Sequence[str]) -> None:

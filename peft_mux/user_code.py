@@ -12,6 +12,7 @@ import _signal  # type: ignore[import-not-found]
 import os
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -54,6 +55,14 @@ def ignore_timing(task: str, what: str, seconds: float) -> None:
     """Do nothing: the listener where timings are not wanted."""
 
 
+_running = threading.local()
+
+
+def running_task() -> str | None:
+    """Return the task whose own code runs in this thread; `None` outside of such code."""
+    return getattr(_running, "task", None)
+
+
 class guard_user_code(AbstractContextManager[None]):
     """Run a task's own code in the `with` block, so that whatever it does is at most a failure of this task.
 
@@ -73,6 +82,7 @@ class guard_user_code(AbstractContextManager[None]):
         self._task, self._what, self._listener = task, what, listener
 
     def __enter__(self) -> None:
+        self._outer, _running.task = running_task(), self._task
         # This block restores what lies in the thread: inference mode, gradients, and which keys operations dispatch on.
         self._thread, records_gradients = (
             torch._C._InferenceMode(torch.is_inference_mode_enabled()),
@@ -83,6 +93,7 @@ class guard_user_code(AbstractContextManager[None]):
         self._modes, self._started = [mode.read() for mode in _MODES], time.perf_counter()
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: Any) -> None:
+        _running.task = self._outer
         for mode, before in zip(_MODES, self._modes, strict=True):
             try:
                 if mode.read() != before:

@@ -20,9 +20,9 @@ from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.files import weights_digest
 from peft_mux.task import TaskStatus
 
-FORMAT_VERSION = 3
-READABLE_VERSIONS = (2, 3)
-"""Format 2 knew neither removed tasks nor what decided the bits."""
+FORMAT_VERSION = 4
+READABLE_VERSIONS = (2, 3, 4)
+"""Format 2 knew neither removed tasks nor what decided the bits; runs have an id since format 4."""
 STATE_NAME = "state.json"
 _FREE_TO_CHANGE = frozenset(
     (
@@ -77,6 +77,7 @@ class RunRecord:
         tasks: the tasks of the run, in the order of the stream.
         removed: tasks that were removed, and have not been registered again.
         numerics: settings and versions on which the last bits of a result depend.
+        run: id of the run, which its checkpoints have too; "" in older formats.
     """
 
     run_step: int
@@ -85,6 +86,7 @@ class RunRecord:
     tasks: Mapping[str, RecordedTask] = field(default_factory=dict)
     removed: Mapping[str, RecordedTask] = field(default_factory=dict)
     numerics: Mapping[str, Any] = field(default_factory=dict)
+    run: str = ""
 
     def to_bytes(self) -> bytes:
         """Return the record as sealed JSON."""
@@ -97,6 +99,7 @@ class RunRecord:
         return storage.sealed_json(
             {
                 "format_version": FORMAT_VERSION,
+                "run": self.run,
                 "run_step": self.run_step,
                 "backbone": self.backbone,
                 "order": list(self.tasks),
@@ -158,8 +161,8 @@ def read_record(path: Path) -> RunRecord:
         numerics = value.get("numerics", {})
         if not isinstance(numerics, dict) or any(isinstance(item, (dict, list)) for item in numerics.values()):
             raise ValueError("numerics are not plain values")
-        backbone = _text(value["backbone"], "backbone")
-        return RunRecord(run_step, version, backbone, {name: tasks[name] for name in order}, removed, numerics)
+        backbone, run = _text(value["backbone"], "backbone"), _text(value.get("run", ""), "run")
+        return RunRecord(run_step, version, backbone, {name: tasks[name] for name in order}, removed, numerics, run)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: got a file that is no record of a run ({error}); allowed: one that a run has written."

@@ -19,6 +19,7 @@ of the task's step and seed, so they need no state beyond those numbers.
 from __future__ import annotations
 
 import json
+import uuid
 from collections.abc import Callable, Mapping
 from dataclasses import asdict, replace
 from pathlib import Path
@@ -56,6 +57,10 @@ STATE_FOLDER = "state"
 _OF_OPTIMIZER = ("moments", "settings", "schedule")
 
 
+class ForeignCheckpointError(CheckpointError):
+    """A file of another run lies where one of this run shall be; an older checkpoint does not explain it."""
+
+
 class RunFolder:
     """The output folder of a run.
 
@@ -69,6 +74,7 @@ class RunFolder:
     Attributes:
         removed: tasks that were removed from the run and have not been registered again, by name.
         generations: how many tasks of a name were removed before the present one, if any.
+        run_id: id of the run, by which its files are known from those of another run; "" before the first write.
 
     Raises:
         CheckpointError: if the folder cannot be written to, or a link stands where the run would write.
@@ -87,6 +93,7 @@ class RunFolder:
         self.root, self.model, self.keep = root, model, keep
         self.removed: dict[str, RecordedTask] = {}
         self.generations: dict[str, int] = {}
+        self.run_id = ""
         self._fingerprint, self._is_writer = fingerprint, is_writer
         self._restored_from: dict[str, Path] = {}
         self._newest: bytes | None = None
@@ -164,6 +171,7 @@ class RunFolder:
             weights: the weights of the whole adapter, if the model holds only a part of it.
         """
         folder = self.task_folder(run.name) / f"checkpoint-{run.step}"
+        self.run_id = self.run_id or uuid.uuid4().hex
 
         def fill(scratch: Path) -> None:
             self.model.save_task(run.name, scratch, weights)
@@ -177,7 +185,7 @@ class RunFolder:
                     storage.save_tensors(scratch / f"{copy}.safetensors", snapshot.copies[copy])
             (scratch / STATE_NAME).write_text(json.dumps(state, indent=1), encoding="utf-8")
 
-        facts = {"format_version": FORMAT_VERSION, **self._identity(run.name, run.step)}
+        facts = {"format_version": FORMAT_VERSION, "run": self.run_id, **self._identity(run.name, run.step)}
         storage.write_folder(folder, fill, facts=facts)
         return folder
 
@@ -205,9 +213,17 @@ class RunFolder:
             path = folder / f"checkpoint-{candidate}"
             try:
                 # Checked by name, so that a folder copied from another task is not taken for this one's.
-                storage.verify_folder(path, expect={"generation": None, **self._identity(run.name, candidate)})
+                facts = storage.verify_folder(path, expect={"generation": None, **self._identity(run.name, candidate)})
+                # Older formats have no ids.
+                if self.run_id and facts.get("run", self.run_id) != self.run_id:
+                    raise ForeignCheckpointError(
+                        f'task "{run.name}": {path} must be of run {self.run_id}, as the records in '
+                        f"{self.root / STATE_FOLDER} are, got one of run {facts['run']}. Put back that of this "
+                        "run, or remove it to go on from the one before. To go on with the other run, resume from its "
+                        "own folder: train(resume_from_checkpoint=FOLDER)."
+                    )
                 self._load(run, path, warn)
-            except ChangedSettingsError:
+            except (ChangedSettingsError, ForeignCheckpointError):
                 raise
             except CheckpointError as error:
                 warn(f'task "{run.name}": {error} Trying the checkpoint before it.')
@@ -350,7 +366,9 @@ class RunFolder:
             for run in runs
             if run.status is not TaskStatus.REMOVED
         }
-        self._write_record(RunRecord(run_step, FORMAT_VERSION, self.fingerprint, tasks, self.removed, numerics))
+        self.run_id = self.run_id or uuid.uuid4().hex
+        backbone = self.fingerprint
+        self._write_record(RunRecord(run_step, FORMAT_VERSION, backbone, tasks, self.removed, numerics, self.run_id))
         if self.keep is None:
             return
         # After the new record, so that a crash in between leaves too many checkpoints rather than too few; and records
@@ -504,6 +522,12 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
             f"resume_from_checkpoint: got {folder.root}, whose tasks were trained on other weights than those of "
             "`model`; allowed: the same backbone in the same dtype. Load that one, or train into a new output_dir."
         )
+    if record.run and folder.run_id not in ("", record.run):
+        raise ForeignCheckpointError(
+            f"resume_from_checkpoint: {path} must be of run {folder.run_id}, which this trainer trains, got one "
+            f"of run {record.run}. Put back the folder of this run; to go on with the other run, make a new trainer."
+        )
+    folder.run_id = record.run
     folder.removed = dict(record.removed)
     folder.generations = {name: task.generation for name, task in record.tasks.items() if task.generation}
     for name, entry in record.tasks.items():

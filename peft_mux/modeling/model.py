@@ -61,6 +61,7 @@ from peft_mux.modeling.objectives.task_objective import StreamLosses, TaskObject
 from peft_mux.modeling.registry import TaskRegistry
 from peft_mux.modeling.stream import Passes, Stream
 from peft_mux.storage import write_checksums
+from peft_mux.user_code import running_task
 
 
 def reason_of_backbone(backbone: Any) -> str | None:
@@ -364,6 +365,11 @@ class MultiTaskPeftModel(PeftModel):
         is_held = config.to_dict() == self.peft_config[self.adapter_of(name)].to_dict()
         return is_held or self.registry.was_given(name, config)
 
+    def lay_back(self) -> None:
+        """Make the parameters of all tasks views of their buffers again, trainable, whatever was done to them."""
+        for name in self.tasks:
+            self.registry.slab_of(name).lay_back()
+
     def mark_trainable(self) -> None:
         """Let every task train: PEFT keeps gradients for the active adapter only."""
         for parameter in self.registry.parameters():
@@ -374,7 +380,12 @@ class MultiTaskPeftModel(PeftModel):
         self.module_names = {module: name for name, module in self.backbone.named_modules()}
 
     def _apply(self, *args: Any, **kwargs: Any) -> Any:
-        """Move or cast as any module does, and lay the adapters out again."""
+        """Move or cast as any module does, and lay the adapters out again; never for the code of one task."""
+        if (task := running_task()) is not None:
+            raise ConfigError(
+                f"tasks.{task}: the model must stay on its device and in its dtype, as all tasks share it, got a call "
+                "that moves or casts it (to, half, cpu, ...). Change a copy of its tensors."
+            )
         # `to` and `half` give every parameter memory of its own, so none is a view of its task's buffer any more.
         result = super()._apply(*args, **kwargs)
         self.registry.lay_out(self.device)

@@ -12,6 +12,7 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import fields
+from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -153,6 +154,54 @@ class RunCallbacks:
         return bool(listening)
 
 
+_WORDS = ("requires_grad", "dtype", "device")
+_FORM = attrgetter(*_WORDS)
+
+
+class _SharedWeights:
+    """The form of the weights that all tasks share, which the callbacks of one task must leave as it is.
+
+    Looked at are the frozen weights and those of the task; what casts or freezes the model reaches them too.
+
+    Args:
+        model: the multi-task model.
+        name: the task whose callbacks are called.
+    """
+
+    def __init__(self, model: Any, name: str) -> None:
+        """Remember where all weights and buffers lie."""
+        self.model = model
+        adapters = {id(parameter) for parameter in model.registry.parameters()}
+        frozen = {key: one for key, one in model.backbone.named_parameters() if id(one) not in adapters}
+        self._frozen = [(one, one.data, one.requires_grad) for one in frozen.values()]
+        self._buffers = [(one, dict(one._buffers)) for one in model.backbone.modules() if one._buffers]
+        named = {**frozen, **(model.task_parameters(name) if name in model.tasks else {})}
+        self._names, self._watched = list(named), list(named.values())
+        self._before = list(map(_FORM, self._watched))
+
+    def is_of(self, model: Any) -> bool:
+        """Return whether this is the model, in its present form."""
+        return self.model is model and self._before == list(map(_FORM, self._watched))
+
+    def put_back(self) -> str:
+        """Undo what was moved, cast, frozen or made trainable; return what it was, "" if nothing was."""
+        now = list(map(_FORM, self._watched))
+        if now == self._before:
+            return ""
+        self.model.lay_back()
+        for parameter, values, records_gradients in self._frozen:
+            parameter.data = values
+            parameter.requires_grad_(records_gradients)
+        for module, buffers in self._buffers:
+            module._buffers.update(buffers)
+        triples = zip(self._names, self._before, now, strict=True)
+        name, before, left = next((name, before, left) for name, before, left in triples if before != left)
+        words = [f"{word} {old}, got {new}" for word, old, new in zip(_WORDS, before, left, strict=True) if old != new]
+        return (
+            f"the model, which all tasks share, must keep its form: {name} {words[0]}. It was put back; change a copy."
+        )
+
+
 class TaskCallbacks:
     """Calls one task's own callbacks with its own state and arguments.
 
@@ -178,6 +227,7 @@ class TaskCallbacks:
         self.listener: Listener = ignore_timing
         self._state, self._handed = TrainerState(), TrainerControl()
         self._num_shown = 0
+        self._weights: _SharedWeights | None = None
         # Without a flow callback the handler of transformers warns, and its own one would decide about saving.
         own = [TaskFlowCallback(), *run.task.callbacks]
         self.handler = CallbackHandler(own, model, processing_class, None, None)
@@ -185,7 +235,7 @@ class TaskCallbacks:
 
     def use_model(self, model: Any) -> None:
         """Hand another model to the callbacks from now on; `None` while there is none."""
-        self.handler.model = model
+        self.handler.model, self._weights = model, None
 
     def step_begins(self) -> None:
         """Call the events at the beginning of a step, and of an epoch if one begins with it."""
@@ -210,7 +260,10 @@ class TaskCallbacks:
         If a callback raises, or answers with something that is no control, the task fails, and no other.
         """
         if self.run.task.callbacks:
-            was_training = getattr(self.handler.model, "training", None)
+            model = self.handler.model
+            was_training = getattr(model, "training", None)
+            if self._weights is None or not self._weights.is_of(model):
+                self._weights = _SharedWeights(model, self.run.name) if hasattr(model, "registry") else None
             try:
                 with guard_user_code(self.run.name, "callback", self.listener):
                     self._call_callbacks(event, facts)
@@ -223,8 +276,11 @@ class TaskCallbacks:
             finally:
                 # All tasks share the mode: a callback that generates text leaves the model in evaluation, which would
                 # end the dropout of every task.
-                if was_training is not None and self.handler.model.training != was_training:
-                    self.handler.model.train(was_training)
+                if was_training is not None and model.training != was_training:
+                    model.train(was_training)
+            changed = "" if self._weights is None else self._weights.put_back()
+            if changed and not self.run.status.is_final:
+                self.run.quarantine(f"a callback failed in {event}: {changed}")
         self.trackers.hear(event, self.handler.model, **facts)
         return self.control
 

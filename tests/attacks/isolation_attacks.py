@@ -5,6 +5,7 @@ To add an attack, add a line to the table of its kind. `blames` is what the reas
 
 from __future__ import annotations
 
+import itertools
 import math
 import os
 import signal
@@ -278,8 +279,30 @@ def empties_control(args: Any, state: Any, control: Any, **kwargs: Any) -> None:
     vars(control).clear()
 
 
+def freezes_one_by_one(model: Any) -> None:
+    """Freeze all parameters."""
+    for parameter in model.parameters():
+        parameter.requires_grad = False
+
+
+SHARED: dict[str, tuple[Callable[[Any], Any], str]] = {
+    "casts the model": (lambda model: model.to(torch.bfloat16), "casts"),
+    "casts the backbone": (lambda model: model.backbone.to(torch.float64), "float32, got torch.float64"),
+    "halves a layer": (lambda model: model.backbone.model.layers[0].half(), "float32, got torch.float16"),
+    "freezes the model": (lambda model: model.requires_grad_(False), "requires_grad True, got False"),
+    "freezes one by one": (freezes_one_by_one, "requires_grad True, got False"),
+    "thaws the backbone": (lambda model: model.backbone.requires_grad_(True), "requires_grad False, got True"),
+}
+"""What a callback may do to the model that all tasks share, and how the task is blamed."""
+
+
 EVENTS = "train_begin epoch_begin step_begin step_end epoch_end log evaluate".split()
 CALLBACKS = [
+    *(
+        Attack(f"a callback that {name} in on_{event}", f"callback.*on_{event}.*{blame}", made)
+        for event, (name, (act, blame)) in itertools.product(("step_end", "step_begin", "evaluate"), SHARED.items())
+        for made in [calls(f"on_{event}", lambda *_, model, act=act, **__: (act(model), None)[1], at=2)]
+    ),
     *(
         Attack(f"a callback that raises in on_{event}", f"callback.*on_{event}.*ValueError: boom", fields)
         for event in EVENTS

@@ -21,6 +21,7 @@ from transformers import TrainerCallback
 from peft_mux import MultiTaskPeftModel, PeftMuxError, storage
 from peft_mux.storage import make_manifest
 from tests.attacks import attack_lab as attacks
+from tests.attacks import run_files
 from tests.attacks.attack_lab import COUNT, IS_FULL, Outcome, nano_llama, sampled
 from tests.attacks.run_files import SAVING, assert_told_truly, remove, two_tasks
 from tests.invariants import mux_lab as lab
@@ -226,6 +227,34 @@ def test_two_spoilt_states_lead_to_the_one_before_them(crashed: Path, sound: Out
     run = attacks.train(two_tasks(), folder, resume=True, **SAVING)
     assert run.weights == sound.weights
     assert set(run.statuses.values()) == {"succeeded"}
+
+
+@pytest.mark.parametrize(
+    "place",
+    [
+        "long/checkpoint-4",
+        *(pytest.param(place, marks=pytest.mark.slow) for place in ("long", "short/checkpoint-3", "state")),
+    ],
+)
+def test_what_another_run_has_saved_is_refused_by_both_runs(place: str, crashed: Path, tmp_path: Path) -> None:
+    folder, other = tmp_path / "run", tmp_path / "other"
+    shutil.copytree(crashed, folder)
+    run_files.crash_run(other)
+    (own_id,), (other_id,) = run_ids(folder), run_ids(other)
+    remove(folder / place)
+    shutil.copytree(other / place, folder / place)
+    before = run_files.snapshot(folder)
+    with pytest.raises(PeftMuxError, match=r"checkpoint-\d must be of run .* Put back") as refusal:
+        attacks.train(two_tasks(), folder, resume=True, **SAVING)
+    assert own_id in str(refusal.value)
+    assert other_id in str(refusal.value)
+    after = run_files.snapshot(folder)
+    assert all(after[path] == before[path] for path in before if "checkpoint" in path or "state" in path)
+
+
+def run_ids(folder: Path) -> set[str]:
+    """Return the ids of runs in the records of a folder."""
+    return {storage.unsealed_json(path)["run"] for path in (folder / "state").glob("run-*.json")}
 
 
 # ------------------------------------------------------------------------ loading

@@ -145,7 +145,7 @@ def test_a_metric_of_one_task_reaches_no_other(attack: Attack, references: Refer
     assert_isolated(attack, references, tmp_path)
 
 
-@pytest.mark.parametrize("attack", sampled(CALLBACKS, fast=9, slow=99))
+@pytest.mark.parametrize("attack", sampled(CALLBACKS, fast=13, slow=99))
 def test_a_callback_of_one_task_reaches_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
     assert_isolated(attack, references, tmp_path)
 
@@ -250,7 +250,9 @@ def test_rows_of_an_arriving_task_reach_no_other(attack: Attack, references: Ref
     assert_isolated_on_arrival(attack, references, tmp_path)
 
 
-@pytest.mark.parametrize("attack", sampled([*STREAMS, *NUMBERS[-6:], *METRICS[:6], *CALLBACKS[:8]], fast=4, slow=99))
+@pytest.mark.parametrize(
+    "attack", sampled([*STREAMS, *NUMBERS[-6:], *METRICS[:6], *CALLBACKS[:6], *CALLBACKS[18:26]], fast=4, slow=99)
+)
 def test_a_task_that_fails_after_its_arrival_reaches_no_other(
     attack: Attack, references: References, tmp_path: Path
 ) -> None:

@@ -108,6 +108,38 @@ def test_checkpoints_of_another_task_are_not_taken(root: Path) -> None:
         resume(root)
 
 
+def test_a_checkpoint_of_another_run_is_refused_unless_its_own_folder_is_named(
+    crashed: Path, root: Path, whole: Run, tmp_path: Path
+) -> None:
+    other = tmp_path / "other"
+    trainer = lab.make_trainer(tasks(), other, recorder=Recorder(at_end={5: crash}), **SAVING)
+    with pytest.raises(Killed):
+        trainer.train()
+    ids = {folder: storage.unsealed_json(newest_record(folder))["run"] for folder in (root, other)}
+    shutil.rmtree(root / "a" / "checkpoint-4")
+    shutil.copytree(other / "a" / "checkpoint-4", root / "a" / "checkpoint-4")
+    with pytest.raises(
+        CheckpointError, match=r'task "a": .*checkpoint-4 must be of run .*resume_from_checkpoint='
+    ) as no:
+        resume(root)
+    assert all(run_id in str(no.value) for run_id in ids.values())
+    own = lab.make_trainer(tasks(), tmp_path / "own", recorder=(recorder := Recorder()), **SAVING)
+    own.train(resume_from_checkpoint=str(other))
+    assert recorder.losses["a"] == whole.losses["a"][-3:]
+    assert storage.unsealed_json(newest_record(tmp_path / "own"))["run"] not in ids.values()
+
+
+def test_a_trainer_does_not_go_on_with_another_run_put_in_the_place_of_its_own(crashed: Path, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    trainer = lab.make_trainer(tasks(), root, recorder=Recorder(at_end={5: crash}), **SAVING)
+    with pytest.raises(Killed):
+        trainer.train()
+    shutil.rmtree(root)
+    shutil.copytree(crashed, root)
+    with pytest.raises(CheckpointError, match=r"must be of run .*, which this trainer trains, got one of run "):
+        trainer.train(resume_from_checkpoint=True)
+
+
 def newest_record(root: Path) -> Path:
     return max((root / "state").glob("run-*.json"))
 

@@ -226,7 +226,7 @@ def test_resuming_under_another_torch_is_said_and_under_the_same_nothing(
 def test_a_record_of_the_format_before_goes_on(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (root / "state").iterdir():
         record = storage.unsealed_json(path)
-        for name in ("removed", "numerics"):
+        for name in ("removed", "numerics", "run"):
             del record[name]
         path.write_bytes(storage.sealed_json({**record, "format_version": 2}))
     run, said = resume(root, capsys)
