@@ -293,7 +293,7 @@ def begin_from_adapters(model: MultiTaskPeftModel, tasks: Sequence[ResolvedTask]
         if (folder := task.task.init_adapter) is None:
             continue
         try:
-            model.begin_from(task.name, folder, keeps_reference=task.has_adapter_reference)
+            model.begin_from(task.name, str(folder), keeps_reference=task.has_adapter_reference)
         except CheckpointError as error:
             raise ConfigError(f"tasks.{task.name}.init_adapter: {error}") from error
 

@@ -111,7 +111,7 @@ def _module_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
     field, bare = f"{where}.target_modules", getattr(config, "target_parameters", None)
     known = f'modules of {type(backbone).__name__}: {", ".join(leaves)}; or "all-linear"'
     if targets is None and not bare:
-        model_type = getattr(getattr(backbone, "config", None), "model_type", None)
+        model_type: Any = getattr(getattr(backbone, "config", None), "model_type", None)
         if model_type in kind.default_targets:
             asked = copy.copy(config)
             asked.target_modules = kind.default_targets[model_type]
