@@ -33,10 +33,10 @@ HONOURED: dict[str, str] = {
     "use_rslora": "The scale is alpha / sqrt(r).",
     "modules_to_save": "Each task runs its own copy of embeddings, norms and the output head on its own rows. Linear "
     "layers inside of blocks, and modules that hold others, are refused.",
-    "init_lora_weights": "True, False, gaussian and orthogonal as PEFT draws them. pissa, pissa_niter_N, olora, corda "
-    "and lora_ga leave the shared backbone as it is and are saved as a LoRA of twice the rank, as PEFT converts them; "
-    "the last two read what preprocess_corda and preprocess_loraga have left on the backbone. eva, loftq and mica are "
-    "refused.",
+    "init_lora_weights": "True, False, gaussian and orthogonal as PEFT draws them. pissa, pissa_niter_N, olora (not on "
+    "layers that keep their weight as [in, out], as GPT-2's, where PEFT fails), corda and lora_ga leave the shared "
+    "backbone as it is and are saved as a LoRA of twice the rank, as PEFT converts them; the last two read what "
+    "preprocess_corda and preprocess_loraga have left on the backbone. eva, loftq and mica are refused.",
     "layers_to_transform": "As PEFT reads it.",
     "layers_pattern": "As PEFT reads it.",
     "rank_pattern": "Names or regular expressions, as PEFT matches them.",

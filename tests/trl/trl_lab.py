@@ -292,8 +292,9 @@ def task(name: str, rows: Sequence[Mapping[str, Any]], *, is_classifier: bool = 
         "shuffle": False,
         **settings,
     }
-    config = None if "init_adapter" in settings else adapter(is_classifier=is_classifier)
-    return Task(name=name, peft_config=config, train_dataset=[dict(row) for row in rows], **options)
+    if "init_adapter" not in settings:
+        options["peft_config"] = adapter(is_classifier=is_classifier)
+    return Task(name=name, train_dataset=[dict(row) for row in rows], **options)
 
 
 def our_outcomes(

@@ -148,14 +148,11 @@ def _mask_without_weight(layer: nn.Linear, r: int, **options: Any) -> torch.Tens
 
 
 class TokenKind(SlicedKind):
-    """Trainable tokens, which tied output heads would have to share."""
+    """Trainable tokens, whose rows PEFT shares with an output head that is tied to the embedding."""
 
     def backbone_faults(self, config: Any, backbone: Any, where: str) -> list[Fault]:
-        """Refuse backbones whose head is their embedding, and indices that are no tokens."""
+        """Refuse indices that are no tokens."""
         faults = super().backbone_faults(config, backbone, where)
-        if getattr(backbone.config.get_text_config(), "tie_word_embeddings", False):
-            fix = "Its new rows would have to reach the head as well. Use LORA with target_modules=['embed_tokens']."
-            return [*faults, Fault(where, "tied embeddings", "a backbone whose head is not its token embedding", fix)]
         size, indices = backbone.get_input_embeddings().weight.shape[0], config.token_indices
         if not indices or len(set(indices)) < len(indices) or max(indices) >= size:
             allowed = f"a list of different numbers in [0, {size})"

@@ -2,19 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig
+from peft import LoraConfig, TrainableTokensConfig
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.errors import ConfigError
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import tiny_llama
-from tests.modeling.adapters.alone import Together, tied_llama, together
+from tests.modeling.adapters.alone import Together, tied_llama, tiny_gpt2, together
 
 QUERIES: dict[str, Any] = {"r": 3, "target_modules": ["q_proj"]}
 TOKENS = sorted(set(lab.rows(21, 10, 8, 8)[0]["input_ids"]))[:3]
@@ -49,6 +50,47 @@ def test_rows_of_embedding_and_head_may_differ_where_these_are_not_tied(tmp_path
     ran = together({"both": config, "plain": CONFIGS["plain"]}, tiny_llama, tmp_path, max_steps=3)
     ran.assert_as_alone("both")
     ran.assert_as_alone("plain")
+
+
+OF_TYPE = {
+    "some": TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=[*range(0, 97, 3)]),
+    "plain": LoraConfig(r=2, target_modules="all-linear"),
+    "others": TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=[*range(1, 97, 2)]),
+    "late": TrainableTokensConfig(target_modules=["embed_tokens"], token_indices=[*range(2, 97, 2)]),
+}
+
+
+@pytest.mark.parametrize("base", [tied_llama, tiny_gpt2])
+def test_trainable_tokens_reach_a_head_that_is_tied_to_the_embedding(base: Callable[[], Any], tmp_path: Path) -> None:
+    configs = copy.deepcopy(OF_TYPE)
+    if base is tiny_gpt2:
+        for config in (configs[name] for name in ("some", "others", "late")):
+            config.target_modules = ["wte"]
+    ran = together(configs, base, tmp_path, late=["late"], max_steps=3)
+    for name in configs:
+        side = ran.assert_as_alone(name)
+        side.model.save_pretrained(tmp_path / "alone" / name)
+        there = Together(ran.run, ran.tasks, ran.base, tmp_path / "alone", {})
+        assert ran.saved(name).keys() == there.saved(name).keys()
+    ran.assert_backbone_unchanged()
+    again = MultiTaskPeftModel.from_pretrained(base(), ran.folder, verify=False)
+    for name in configs:
+        for key, item in ran.run.weights(name).items():
+            assert torch.equal(again.task_parameters(name)[key], item), key
+    with torch.no_grad():
+        for item in again.task_parameters("some").values():
+            item.fill_(float("nan"))
+    is_broken = again(batch_of(again.tasks)).losses.isnan().tolist()
+    assert is_broken == [name == "some" for name in again.tasks]
+    again.remove_tasks(["some"])
+    before, back = dict(base().state_dict()), again.unload()
+    assert back.state_dict().keys() == before.keys()
+    assert all(torch.equal(back.state_dict()[name], item) for name, item in before.items())
+    assert back.get_output_embeddings().weight is back.get_input_embeddings().weight
+
+
+def batch_of(names: Iterable[str]) -> Any:
+    return ChunkPackingCollator()([{"task": name, "input_ids": [4, 7, *TOKENS, 9]} for name in names])
 
 
 def test_nan_in_a_row_reaches_no_neighbour() -> None:
