@@ -19,9 +19,18 @@ def run_script(script: str | Path, *arguments: str, timeout_s: float = 280.0, **
         timeout_s: seconds after which it is ended.
         **environment: variables beside those of this process, such as `TRITON_INTERPRET="1"`.
     """
+    return _run([str(script), *arguments], timeout_s, environment)
+
+
+def run_code(code: str) -> str:
+    """Run code with this checkout's packages in a fresh interpreter; return what it prints, or fail with its errors."""
+    return _run(["-c", code], 120.0, {}).strip()
+
+
+def _run(words: list[str], timeout_s: float, environment: dict[str, str]) -> str:
     path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
     done = subprocess.run(
-        [sys.executable, str(script), *arguments],
+        [sys.executable, *words],
         env={**os.environ, "PYTHONPATH": path, "OMP_NUM_THREADS": "1", **environment},
         capture_output=True,
         text=True,

@@ -6,8 +6,6 @@ An import counts wherever it stands: at the top of a module, inside a function, 
 from __future__ import annotations
 
 import ast
-import os
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
@@ -15,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.children import run_code
 from tests.paths import ROOT
 
 PACKAGE = ROOT / "peft_mux"
@@ -137,16 +136,6 @@ def strangers(modules: list[str], allowed: tuple[str, ...]) -> Iterator[str]:
                 yield f"{module} imports {name}"
 
 
-def run_python(code: str) -> str:
-    """Run code in a fresh interpreter and return what it prints."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=120, check=False
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout.strip()
-
-
 # -------------------------------------------------------------------- sources
 
 
@@ -227,7 +216,7 @@ def test_every_module_of_the_package_that_is_imported_exists() -> None:
 
 @pytest.mark.parametrize("module", ["peft_mux", "peft_mux.scheduler.plan", "peft_mux.errors", "peft_mux.cli.main"])
 def test_light_modules_are_imported_without_torch(module: str) -> None:
-    heavy = run_python(
+    heavy = run_code(
         f"import sys, {module}; print([name for name in ('torch', 'transformers', 'peft') if name in sys.modules])"
     )
     assert heavy == "[]"
@@ -245,7 +234,7 @@ def test_commands_that_look_at_a_run_or_ask_something_of_it_and_help_import_no_h
         ["status", run, "--json"],
     ]
     lines += [[name, run, "a", *more] for name in ("pause", "resume", "remove", "add") for more in ([], ["--next"])]
-    printed = run_python(
+    printed = run_code(
         f"import contextlib, io, sys\nfrom peft_mux.cli.main import main\nfor line in {lines}:\n"
         "    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):\n"
         "        main(line)\n"
@@ -257,13 +246,13 @@ def test_commands_that_look_at_a_run_or_ask_something_of_it_and_help_import_no_h
 
 
 def test_one_public_name_brings_only_what_it_needs() -> None:
-    loaded = run_python("import sys; from peft_mux import Plan, ConfigError; print('torch' in sys.modules)")
+    loaded = run_code("import sys; from peft_mux import Plan, ConfigError; print('torch' in sys.modules)")
     assert loaded == "False"
 
 
 def test_a_kernel_is_imported_where_the_optional_libraries_are_absent() -> None:
     blocked = "datasets", "pulp", "bitsandbytes", "transformers", "peft"
-    printed = run_python(
+    printed = run_code(
         f"import sys\nfor name in {blocked}: sys.modules[name] = None\n"
         "import peft_mux.kernels.lora.reference as kernel\nprint(callable(kernel.grouped_lora_slices))"
     )
@@ -271,7 +260,7 @@ def test_a_kernel_is_imported_where_the_optional_libraries_are_absent() -> None:
 
 
 def test_the_trainer_is_imported_where_the_solver_the_plots_and_the_quantiser_are_absent() -> None:
-    printed = run_python(
+    printed = run_code(
         "import sys\nfor name in ('pulp', 'matplotlib', 'bitsandbytes'): sys.modules[name] = None\n"
         "from peft_mux import MultiTaskTrainer\nprint(MultiTaskTrainer.__name__)"
     )
@@ -279,7 +268,7 @@ def test_the_trainer_is_imported_where_the_solver_the_plots_and_the_quantiser_ar
 
 
 def test_the_package_runs_as_a_module() -> None:
-    assert "usage" in run_python(
+    assert "usage" in run_code(
         "import runpy, sys; sys.argv = ['peft_mux', '--help']\n"
         "try: runpy.run_module('peft_mux', run_name='__main__')\nexcept SystemExit as end: assert not end.code"
     )

@@ -114,7 +114,7 @@ def test_groups_are_read_from_the_command_line() -> None:
 
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_hosts_time_is_that_of_a_pass_that_launches_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
-    host_time.main(["--layers", "2", "--tasks", "2", "--passes", "1"])
+    host_time.main(["--layers", "2", "--tasks", "2", "--passes", "4"])
     hardware, row = capsys.readouterr().out.splitlines()
     assert "layers 2" in hardware
     # Seven layers in four groups: y, dB and dS of each layer; S, dA, and but for the first group dx, of each group.

@@ -23,8 +23,8 @@ def test_a_missing_trace_is_said_with_the_way_to_get_one(tmp_path: Path, capsys:
 def test_the_quick_cluster_replay_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("simpy", reason="simpy is not installed")
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    # Every four minutes a task of one or two hours, for a third of a day: several times what 8 instances can do.
-    lines = [f"{240 * number},{3600 * (1 + number % 2)}" for number in range(120)]
+    # Every four minutes a task of one or two hours, for a day: several times what 8 instances can do.
+    lines = [f"{240 * number},{3600 * (1 + number % 2)}" for number in range(360)]
     (tmp_path / cluster.TRACE).write_text("\n".join(["submit_s,duration_s", *lines]) + "\n")
     options = ["--quick", "--write", "--max-tasks", "2", "--micro-batches", "8"]
     assert cluster.main([*options, "--data", str(tmp_path), "--results", str(tmp_path / "results")]) == 0

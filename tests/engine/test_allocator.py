@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ctypes
-import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,6 +12,7 @@ import torch
 
 from peft_mux.engine import allocator
 from peft_mux.engine.allocator import keeping_freed_memory
+from tests.children import run_code
 
 CHILD = """
 import resource, torch
@@ -50,8 +50,7 @@ HUGE_PAGES = _SETTING.read_text(encoding="ascii") if _SETTING.exists() else "[ne
 
 @pytest.mark.skipif(not IS_GLIBC, reason="the C library is not glibc")
 def test_memory_that_is_kept_costs_no_page_faults_the_next_time() -> None:
-    done = subprocess.run([sys.executable, "-c", CHILD], capture_output=True, text=True, check=True)
-    default, kept = map(int, done.stdout.split())
+    default, kept = map(int, run_code(CHILD).split())
     assert default > 10_000, "the C library gave nothing back, so this proves nothing"
     assert kept < default / 10
 
@@ -67,8 +66,7 @@ def test_what_is_allocated_while_training_lies_in_huge_pages() -> None:
 def _huge_page_bytes(is_limited: bool) -> int:
     """Return how much of what a process allocates while it trains lies in huge pages."""
     code = HUGE_CHILD.replace("IS_LIMITED", str(is_limited))
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    return int(done.stdout)
+    return int(run_code(code))
 
 
 def test_another_device_or_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,26 +4,12 @@ from __future__ import annotations
 
 import ast
 import inspect
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from peft_mux import scheduler
-
-REPOSITORY = Path(__file__).parents[2]
-
-
-def run_python(code: str) -> str:
-    """Run code in a fresh interpreter and return what it prints."""
-    environment = {**os.environ, "PYTHONPATH": str(REPOSITORY), "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, env=environment, timeout=60, check=False
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return result.stdout.strip()
+from tests.children import run_code
 
 
 @pytest.mark.parametrize("name", scheduler.__all__)
@@ -56,7 +42,7 @@ def test_names_for_type_checkers_are_those_that_are_resolved_when_used() -> None
 
 
 def test_importing_the_folder_imports_nothing_of_it_and_nothing_heavy() -> None:
-    loaded = run_python(
+    loaded = run_code(
         "import sys, peft_mux.scheduler\n"
         "print([name for name in sys.modules if name.startswith('peft_mux.scheduler.')\n"
         "       or name in ('numpy', 'pulp', 'torch', 'matplotlib')])"
@@ -65,7 +51,7 @@ def test_importing_the_folder_imports_nothing_of_it_and_nothing_heavy() -> None:
 
 
 def test_using_every_name_brings_no_torch() -> None:
-    loaded = run_python(
+    loaded = run_code(
         "import sys; from peft_mux.scheduler import *\n"
         "print(callable(plan_tasks), callable(dispatch), 'torch' in sys.modules)"
     )

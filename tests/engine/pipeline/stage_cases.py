@@ -33,8 +33,6 @@ from transformers import (
     LlamaForCausalLM,
     MistralConfig,
     MistralForCausalLM,
-    Qwen2Config,
-    Qwen2ForCausalLM,
     Qwen3Config,
     Qwen3ForCausalLM,
 )
@@ -130,8 +128,6 @@ def backbone(shape: str) -> Any:
     if shape == "qwen":
         more = {"tie_word_embeddings": True, "head_dim": 8, "use_sliding_window": True, "sliding_window": 8}
         return Qwen3ForCausalLM(Qwen3Config(**sizes, **more, max_window_layers=4))
-    if shape == "qwen2":
-        return Qwen2ForCausalLM(Qwen2Config(**sizes))
     config = GPT2Config(vocab_size=VOCABULARY, n_embd=32, n_layer=NUM_LAYERS, n_head=4, n_positions=64)
     return GPT2LMHeadModel(config)
 
@@ -354,12 +350,7 @@ def train_stage(name: str, processes: Processes, folder: Path) -> None:
     }
     facts["non_finite"] = executor.non_finite_tasks(step_work(NUM_STEPS, model.tasks).micro_batches)
     (folder / f"{name}-{processes.rank}.json").write_text(json.dumps(facts))
-    for task in model.tasks:
-        own = split_state(model.task_parameters(task), optimizers[task])
-        layout = ParallelLayout.of(processes.world_size, pp=processes.world_size)
-        whole = gather_task(processes, layout, model.registry.pieces_of(task), own)
-        if whole is not None:
-            write_state(whole, folder / f"{name}-{task}")
+    write_whole_states(name, executor, optimizers, processes, folder)
     executor.links.close()
 
 
@@ -400,13 +391,20 @@ def train_window(name: str, processes: Processes, folder: Path) -> None:
         "most_in_flight": executor.most_in_flight,
     }
     (folder / f"window-{name}-{processes.rank}.json").write_text(json.dumps(facts))
+    write_whole_states(f"window-{name}", executor, optimizers, processes, folder)
+    executor.links.close()
+
+
+def write_whole_states(
+    name: str, executor: PipelineExecutor, optimizers: dict[str, Any], processes: Processes, folder: Path
+) -> None:
+    """Write the states of all tasks on rank 0, which every stage sends its part of."""
+    layout, model = ParallelLayout.of(processes.world_size, pp=processes.world_size), executor.model
     for task in model.tasks:
         own = split_state(model.task_parameters(task), optimizers[task])
-        layout = ParallelLayout.of(processes.world_size, pp=processes.world_size)
         whole = gather_task(processes, layout, model.registry.pieces_of(task), own)
         if whole is not None:
-            write_state(whole, folder / f"window-{name}-{task}")
-    executor.links.close()
+            write_state(whole, folder / f"{name}-{task}")
 
 
 def write_state(state: TaskState, path: Path) -> None:
