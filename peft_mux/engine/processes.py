@@ -294,13 +294,15 @@ class Processes:
         notes: dict[int, str] = {}
         silent = [rank for rank in range(self.world_size) if rank != self.rank]
         while silent:
+            # Before notes are read: a process may leave one and end in between.
+            ended = {rank for rank in silent if self._has_ended(rank)}
             for rank in silent:
                 with suppress(RuntimeError):
                     if self._store.check([str(rank)]):
                         notes[rank] = self._store.get(str(rank)).decode()
             silent = [rank for rank in silent if rank not in notes]
             causes = [f"rank {rank} failed with {note}" for rank, note in notes.items() if note]
-            causes += [f"rank {rank} has died" for rank in silent if self._has_ended(rank)]
+            causes += [f"rank {rank} has died" for rank in silent if rank in ended]
             if causes:
                 return f"{'; '.join(causes)}."
             if time.monotonic() > deadline:

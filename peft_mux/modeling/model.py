@@ -562,7 +562,8 @@ class MultiTaskPeftModel(PeftModel):
 
         Of each task: `logprobs_M` and `nll_M` of its M targets (positions whose next token has a label), in the order
         of its rows in the batch, at the temperature of its loss; `by_sequence(...)` divides them among the sequences;
-        `columns` holds what rows bring for each target (`weights`), and `word_logprobs_MK` those of several given `target_ids`.
+        `columns` holds what rows bring for each target (`weights`), and `word_logprobs_MK` those of several given
+        `target_ids`.
 
         Args:
             mux_batch: the packed stream, on the model's device, as `ChunkPackingCollator` makes it.
