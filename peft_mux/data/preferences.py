@@ -239,7 +239,7 @@ def _read_joined(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> To
             allowed = "a prompt whose tokens merge with those of an answer in its last one at most"
             raise reader.error(index, "prompt", f"prompts that differ in {differing} tokens", allowed)
     kept = _cut_answers(reader, pair, index)
-    return None if kept is None else _two_sequences(*kept, index, {})
+    return None if kept is None else _two_sequences(kept[0], kept[1], index, {})
 
 
 def _read_odds(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:
