@@ -13,7 +13,6 @@ from peft import AdaLoraConfig, IA3Config, LoraConfig
 from peft.optimizers import create_loraplus_optimizer
 
 from peft_mux.cli.main import main
-from peft_mux.engine.tasks.optimizer import TaskOptimizer
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.trainer.trainer import MultiTaskTrainer
@@ -63,7 +62,7 @@ def test_optimizers_that_step_parameters_one_by_one_have_the_same_rates(tmp_path
 
     def read(trainer: MultiTaskTrainer) -> None:
         for name in ("paged", "single"):
-            optimizer: TaskOptimizer = trainer.table[name].optimizer
+            optimizer: Any = trainer.table[name].optimizer
             groups = zip(optimizer.kinds, optimizer.optimizer.param_groups, strict=True)
             rates[name] = {kind: (group["initial_lr"], group["weight_decay"]) for kind, group in groups}
 

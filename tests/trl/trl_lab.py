@@ -237,7 +237,8 @@ def grpo_outcome(rows: Sequence[Mapping[str, Any]], folder: Path, **options: Any
             found["num_items_in_batch"] = mask.sum()
             if self.beta:
                 whole = torch.cat([prompt_ids, ids], dim=1), torch.cat([prompt_mask, mask], dim=1)
-                with torch.no_grad(), self.model.disable_adapter():
+                model: Any = self.model
+                with torch.no_grad(), model.disable_adapter():
                     found["ref_per_token_logps"] = self._get_per_token_logps_and_entropies(
                         self.model, *whole, ids.shape[1]
                     )[0]

@@ -63,7 +63,7 @@ def divided(row: JudgedRow, temperature: float) -> JudgedRow:
     )
 
 
-def _mean(parts: Sequence[torch.Tensor], args: Any) -> torch.Tensor:
+def _mean(parts: list[torch.Tensor], args: Any) -> torch.Tensor:
     if args.loss_type == "grpo":
         return torch.stack([part.mean() for part in parts]).mean()
     if args.loss_type == "dr_grpo":
