@@ -186,7 +186,7 @@ def task_batch(task: Any, step: int) -> Any:
 def counted_paths() -> Iterator[Counter[str]]:
     """Count how often the model computes a group of layers forward through kernels, and how often through slices."""
     from peft_mux.kernels.lora import group as lora_calls
-    from peft_mux.kernels.lora.group import LoraGroup
+    from peft_mux.kernels.lora.group import KernelCall
     from peft_mux.modeling.adapters.lora import layer as layers
 
     calls: Counter[str] = Counter(kernels=0, slices=0)
@@ -199,7 +199,7 @@ def counted_paths() -> Iterator[Counter[str]]:
         return counted
 
     places = [
-        (LoraGroup, "forward", "kernels"),
+        (KernelCall, "forward", "kernels"),
         (layers, "grouped_lora_slices", "slices"),
         (lora_calls, "slices_forward", "slices"),  # in compiled graphs
     ]

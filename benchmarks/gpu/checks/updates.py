@@ -203,7 +203,7 @@ class _ExactTask:
         self._slab, self._max_grad_norm = slab, run.hyper.max_grad_norm
         self._exact = [torch.nn.Parameter(page.values.detach().double()) for page in slab.pages]
         groups = [
-            {"params": [own], "weight_decay": run.hyper.weight_decay if page.decays else 0.0}
+            {"params": [own], "weight_decay": 0.0 if page.kind.endswith("stays") else run.hyper.weight_decay}
             for own, page in zip(self._exact, slab.pages, strict=True)
         ]
         settings = run.optimizer.optimizer.param_groups[0]

@@ -34,10 +34,11 @@ def summed(
     for bundle in order:
         buffers = []
         for rank in bundle.holders:
-            if bundle.page is None:
+            number = parts[rank].in_place[parts[rank].bundles.index(bundle)]
+            if number is None:
                 buffers.append(bundle.pack(rank, gradients[rank], parts[rank].pieces))
             else:
-                buffers.append(pages[rank][parts[rank].own.index(bundle.page)])
+                buffers.append(pages[rank][number])
             assert buffers[-1].nbytes == bundle.num_bytes
         total = torch.stack(buffers).sum(0)
         for rank, buffer in zip(bundle.holders, buffers, strict=True):
@@ -70,7 +71,8 @@ def test_cells_cover_every_index_of_every_parameter_once_and_know_who_holds_it(t
 @given(cases.drawn())
 def test_sums_of_partial_gradients_are_the_whole_gradient_in_every_process(task: cases.Drawn) -> None:
     parts, (own, totals) = parts_of(task), task.gradients()
-    laid = [cases.laid_out(part.own, gradients) for part, gradients in zip(parts, own, strict=True)]
+    holdings = cases.holdings_of([part.pieces for part in parts])
+    laid = [cases.laid_out(holding, gradients) for holding, gradients in zip(holdings, own, strict=True)]
     summed(parts, [pages for pages, _ in laid], [views for _, views in laid])
     for part, (_, views) in zip(parts, laid, strict=True):
         for name, piece in part.pieces.items():
@@ -80,7 +82,8 @@ def test_sums_of_partial_gradients_are_the_whole_gradient_in_every_process(task:
 @given(cases.drawn())
 def test_every_cell_is_counted_by_one_process_in_the_norm(task: cases.Drawn) -> None:
     parts, (own, totals) = parts_of(task), task.gradients()
-    laid = [cases.laid_out(part.own, gradients) for part, gradients in zip(parts, own, strict=True)]
+    holdings = cases.holdings_of([part.pieces for part in parts])
+    laid = [cases.laid_out(holding, gradients) for holding, gradients in zip(holdings, own, strict=True)]
     summed(parts, [pages for pages, _ in laid], [views for _, views in laid])
     squares = 0.0
     for part, (pages, views) in zip(parts, laid, strict=True):
