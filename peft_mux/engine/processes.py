@@ -297,9 +297,12 @@ class Processes:
             # Before notes are read: a process may leave one and end in between.
             ended = {rank for rank in silent if self._has_ended(rank)}
             for rank in silent:
-                with suppress(RuntimeError):
+                try:
                     if self._store.check([str(rank)]):
                         notes[rank] = self._store.get(str(rank)).decode()
+                except RuntimeError:
+                    # The store has gone with rank 0, which holds it. Others may have ended since, for that reason.
+                    ended &= {0}
             silent = [rank for rank in silent if rank not in notes]
             causes = [f"rank {rank} failed with {note}" for rank, note in notes.items() if note]
             causes += [f"rank {rank} has died" for rank in silent if rank in ended]

@@ -44,7 +44,10 @@ def banner_lines(
     """
     kind, dtype = type(model.backbone).__name__, str(source.dtype).removeprefix("torch.")
     name = source.model if isinstance(source.model, str) else getattr(source.config, "_name_or_path", "") or kind
-    precision = ", bf16 autocast" if args.bf16 and dtype != "bfloat16" else ""
+    text_config = source.config.get_text_config() if hasattr(source.config, "get_text_config") else source.config
+    # TRL adds the balancing loss of routers by default.
+    routers = ", routers without a balancing loss" if hasattr(text_config, "router_aux_loss_coef") else ""
+    notes = (", bf16 autocast" if args.bf16 and dtype != "bfloat16" else "") + routers
     adapter_parameters = [sum(own.numel() for own in model.task_parameters(name).values()) for name in model.tasks]
     num_parameters = model.backbone.num_parameters() - sum(adapter_parameters)
     kernels = reason_against_kernels(args.device)
@@ -82,7 +85,7 @@ def banner_lines(
         f"peft_mux {versions['peft-mux']}  torch {torch.__version__}  transformers {versions['transformers']}  "
         f"peft {versions['peft']}  Python {platform.python_version()}",
         f"device   {device_words(args.device)}{processes and f'; {processes}'}",
-        f"model    {kind if name == kind else f'{name}: {kind}'}, {num_parameters:,} parameters, {dtype}{precision}",
+        f"model    {kind if name == kind else f'{name}: {kind}'}, {num_parameters:,} parameters, {dtype}{notes}",
         f"tasks    {', '.join(tasks)}",
         *([f"begins   {'; '.join(starts)}"] if starts else []),
         f"kernels  {'Triton' if kernels is None else f'torch, not Triton: {kernels}'}; attention {attention}",

@@ -277,6 +277,8 @@ def next_lines(
         (f"peft-mux export {folder} --vllm", "serve all adapters"),
         (f"peft-mux export {folder} --merge {name} --output merged", f"merge {merged} into the backbone"),
     ]
+    place = next(row.place for row in saved if row.name == name)
+    commands.append((f'PeftModel.from_pretrained(backbone, "{place}")', "load one with plain PEFT"))
     if any(row.status in ("running", "paused", "waiting") for row in rows):
         paused = [row.name for row in rows if row.status == "paused"]
         unpause = [f"peft-mux resume {folder} {' '.join(paused)} --next"] if paused else []

@@ -9,7 +9,7 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
+from transformers import OlmoeConfig, OlmoeForCausalLM, TrainerCallback
 
 from peft_mux import EarlyStopping, MultiTaskTrainer, MultiTaskTrainingArguments
 from peft_mux.reporting.recorders import RunTimes
@@ -44,6 +44,20 @@ def test_a_run_begins_with_eight_lines_and_ends_with_its_report(
     assert str(trainer.report()) in "\n".join(printed)
 
 
+def test_the_banner_says_that_routers_of_experts_have_no_balancing_loss(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 97}
+    config = OlmoeConfig(
+        **shape, num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, pad_token_id=0
+    )
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    task = small_task("a", data_seed=1, max_steps=1, target_modules=["q_proj"])
+    MultiTaskTrainer(OlmoeForCausalLM(config), args, [task]).train()
+    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("model ")]
+    assert line.endswith("float32, routers without a balancing loss")
+
+
 def test_the_report_has_time_tokens_least_loss_speed_and_what_to_type(tmp_path: Path) -> None:
     trainer = trainer_of(tmp_path / "run", [small_task("a", data_seed=1, max_steps=6)])
     trainer.train()
@@ -57,6 +71,7 @@ def test_the_report_has_time_tokens_least_loss_speed_and_what_to_type(tmp_path: 
     assert tokens == f"{trainer.table['a'].num_tokens:,}"
     assert "in turn" not in report, "a profile that was not measured says nothing about a gain"
     assert f"peft-mux export {tmp_path / 'run'} --vllm" in report
+    assert f"""PeftModel.from_pretrained(backbone, "{tmp_path / "run" / "a"}")""" in report
     copy = pickle.loads(pickle.dumps(report))
     assert copy == report
     assert copy._repr_html_().count("<tr>") == 2
