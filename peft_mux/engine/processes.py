@@ -32,6 +32,7 @@ from peft_mux.errors import ProcessError
 
 _POLL_S = 0.05
 _MAX_CHARACTERS = 2000
+_MOST_GRACE_S = 2.0
 _MOST_PATIENCE_S = 10.0
 
 
@@ -273,7 +274,20 @@ class Processes:
 
                     with suppress(Exception):  # such as a full disk: the error itself must get out
                         get_error_handler().record_exception(error)
+                if self.rank == 0:
+                    self._wait_for_readers()
             raise
+
+    def _wait_for_readers(self) -> None:
+        """Keep the store, which ends with rank 0, until the others have looked for notes, but not for long."""
+        deadline = time.monotonic() + min(_MOST_GRACE_S, self.timeout_s)
+        with suppress(RuntimeError):
+            for rank in range(1, self.world_size):
+                while not self._has_ended(rank) and not self._store.check([str(rank)]):
+                    if time.monotonic() > deadline:
+                        return
+                    time.sleep(_POLL_S)
+        time.sleep(2 * _POLL_S)  # they leave a note of their own before they read those of others
 
     def _leave_note(self, note: str) -> None:
         """Tell the others why this process fails, or "" if it blames another one; once, as the rest follows from it."""
