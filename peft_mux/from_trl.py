@@ -54,7 +54,6 @@ NO_EFFECT = by_name(
         "precompute_ref_log_probs precompute_ref_batch_size": "values of the reference are the same at any time",
         "ref_model_mixup_alpha ref_model_sync_steps": "they are read where sync_ref_model is set, which is refused",
         "generate_during_eval": "Task.eval_generate generates at evaluations",
-        "max_prompt_length": "rows are truncated as a whole, by max_length",
         # Of GRPO: an objective "policy" trains on rollouts that rows bring, with their advantages.
         "num_generations num_generations_eval generation_batch_size steps_per_generation ds3_gather_for_generation "
         "top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty cache_implementation "
@@ -84,6 +83,7 @@ _REASONS = by_name(
         "eos_token": "texts end with the tokenizer's eos_token; set it there",
         "dataset_kwargs": "map the rows before",
         "truncation_mode": "rows keep their beginning",
+        "max_prompt_length": "rows are truncated as a whole, by max_length",
         "sync_ref_model": "the reference does not change",
         "use_vllm": "rows bring rollouts, and the correction for vLLM's sampling is not offered",
         "mask_truncated_completions": "give labels of -100 to the tokens of such rows",
@@ -253,7 +253,7 @@ def _is_of_libraries(kind: object) -> bool:
 
 def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
     """Return what a trainer would train that its task does not."""
-    faults, _ = _objective_of(type(trainer), "Trainer", "trainer")
+    faults, objective = _objective_of(type(trainer), "Trainer", "trainer")
     config: Any = getattr(trainer, "args", None)
     model: Any = getattr(trainer, "model", None)
     adapters: Any = getattr(model, "peft_config", None)
@@ -264,6 +264,9 @@ def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
     if type(trainer).__name__.startswith(("GRPO", "RLOO")):
         fix = 'Give rollouts with advantages to Task(objective="policy"): docs/losses.md.'
         faults.append(Fault("trainer", type(trainer).__name__, "trainers whose rows are given", fix))
+    if not faults and _objective_of(type(config), "Config", "trainer.args") != ([], objective):
+        allowed = f"the configuration of a {type(trainer).__name__}"
+        faults.append(Fault("trainer.args", type(config).__name__, allowed))
     if getattr(config, "packing", False):
         fix = "Give its rows before they were packed: Task.from_sft_config(name, config, train_dataset=rows)."
         faults.append(Fault("trainer.args.packing", "True", "False, as packed rows cannot be told apart", fix))
@@ -288,14 +291,12 @@ def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
     if getattr(trainer, "aux_loss_enabled", False) and getattr(trainer, "router_aux_loss_coef", 0):
         fix = f"Reason: {_REASONS['router_aux_loss_coef']}."
         faults.append(Fault("trainer.args.router_aux_loss_coef", shown(trainer.router_aux_loss_coef), "0", fix))
-    has_trained = trainer.state.global_step > 0 or any(
+    # Before it trains, a LoRA is 0, except for some ways to begin.
+    is_zero_at_first = getattr(next(iter(adapters.values())), "init_lora_weights", False) is True
+    has_moved = is_zero_at_first and any(
         ".lora_B." in name and bool(parameter.any()) for name, parameter in model.named_parameters()
     )
-    if (
-        has_trained
-        and "init_adapter" not in given
-        and getattr(next(iter(adapters.values())), "init_lora_weights", False) is True
-    ):
+    if (trainer.state.global_step > 0 or has_moved) and "init_adapter" not in given:
         allowed = "a new one, as its weights are not taken over"
         fix = "Save it, and give init_adapter=..., its folder."
         faults.append(Fault("trainer.model", "an adapter that was trained", allowed, fix))

@@ -224,6 +224,17 @@ def test_a_task_made_of_a_trainer_of_trl_ends_with_its_weights(name: str, tmp_pa
             "trainer.optimizer: got one of your own",
         ),
         (
+            lambda trainer: (
+                setattr(trainer.state, "global_step", 3),
+                setattr(trainer.model.peft_config["default"], "init_lora_weights", "gaussian"),
+            ),
+            "trainer.model: got an adapter that was trained",
+        ),
+        (
+            lambda trainer: setattr(trainer, "args", TrainingArguments(trainer.args.output_dir, use_cpu=True)),
+            "trainer.args: got TrainingArguments; allowed: the configuration of a DPOTrainer",
+        ),
+        (
             lambda trainer: [item.data.fill_(1) for name, item in trainer.model.named_parameters() if "lora_B" in name],
             "trainer.model: got an adapter that was trained",
         ),
