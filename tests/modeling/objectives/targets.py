@@ -54,17 +54,22 @@ def several_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
     return -(logprobs * weights).sum() / weights.sum()
 
 
+def weighted_targets(row: JudgedRow) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return the log-probabilities of all words at each target, and the ids and the weights of its targets."""
+    logprobs = row.target_logits().log_softmax(dim=1)
+    if "target_ids" in row.row.token_columns:
+        return logprobs, row.column("target_ids"), row.column("target_weights")
+    labels = torch.tensor(row.row.labels[1:])
+    has_weights = "weights" in row.row.token_columns
+    weights = row.column("weights")[:, None] if has_weights else torch.ones(len(logprobs), 1)
+    return logprobs, labels[labels != -100][:, None], weights
+
+
 def dynamic_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
     """Return the weighted mean over all targets of their nll, times their probability without its gradient."""
     total, size = torch.zeros(()).double(), 0.0
     for row in rows:
-        logprobs = row.target_logits().log_softmax(dim=1)
-        labels = torch.tensor(row.row.labels[1:])
-        ids, weights = labels[labels != -100][:, None], torch.ones(len(logprobs), 1)
-        if "target_ids" in row.row.token_columns:
-            ids, weights = row.column("target_ids"), row.column("target_weights")
-        elif "weights" in row.row.token_columns:
-            weights = row.column("weights")[:, None]
+        logprobs, ids, weights = weighted_targets(row)
         chosen = logprobs.gather(1, ids)
         total = total - (weights.double() * chosen.detach().exp() * chosen).sum()
         size += weights.double().sum().item()
@@ -75,13 +80,7 @@ def smoothed_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
     """Return this mean of what transformers' `LabelSmoother` makes of a target: a share is that of all words alike."""
     share, total, size = args.label_smoothing_factor, torch.zeros(()).double(), 0.0
     for row in rows:
-        logprobs = row.target_logits().log_softmax(dim=1)
-        labels = torch.tensor(row.row.labels[1:])
-        ids, weights = labels[labels != -100][:, None], torch.ones(len(logprobs), 1)
-        if "target_ids" in row.row.token_columns:
-            ids, weights = row.column("target_ids"), row.column("target_weights")
-        elif "weights" in row.row.token_columns:
-            weights = row.column("weights")[:, None]
+        logprobs, ids, weights = weighted_targets(row)
         terms = (1 - share) * logprobs.gather(1, ids) + share * logprobs.mean(dim=1, keepdim=True)
         total = total - (terms * weights.double()).sum()
         size += weights.double().sum().item()
