@@ -560,6 +560,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
 
     def __post_init__(self) -> None:
         """Check all fields before `TrainingArguments` completes them."""
+        if self.bf16 is False and _precision_of_launcher() == "bf16":
+            self.bf16 = True
         raise_faults(_faults(self))
         # transformers refuses bf16 on a machine without an accelerator unless `use_cpu` is set.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
@@ -613,6 +615,13 @@ class MultiTaskTrainingArguments(TrainingArguments):
         return dict(options) if isinstance(options, dict) else {}
 
 
+def _precision_of_launcher() -> str:
+    """Return what `accelerate launch --mixed_precision` was given, "no" without that launcher."""
+    # Older versions of transformers set the precision themselves, but only the launcher sets the backend of dynamo.
+    is_launched = "ACCELERATE_DYNAMO_BACKEND" in os.environ
+    return os.environ.get("ACCELERATE_MIXED_PRECISION", "no") if is_launched else "no"
+
+
 SETTABLE_FIELDS = frozenset(
     item.name
     for item in fields(MultiTaskTrainingArguments)
@@ -643,6 +652,9 @@ def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         faults.append(Fault("args.tf32", "True", "False or None", "Reason: it needs a GPU of Ampere or later."))
     if args.cuda_graphs is True and (args.use_cpu is True or not torch.cuda.is_available()):
         faults.append(Fault("args.cuda_graphs", "True", "False", "Reason: a CPU has no CUDA graphs."))
+    if args.bf16 is False and (launched := _precision_of_launcher()) != "no":
+        reason = f"Reason: {reason_against('fp16') if launched == 'fp16' else 'adapters train in bf16 or fp32'}."
+        faults.append(Fault("accelerate launch --mixed_precision", launched, "bf16 or no", reason))
     saving, evaluating = (getattr(one, "value", one) for one in (args.save_strategy, args.eval_strategy))
     if args.push_to_hub is True and _equals(saving, "no"):
         allowed, fix = 'save_strategy "steps" or "epoch"', "What is uploaded is what was saved."

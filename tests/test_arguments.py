@@ -443,3 +443,20 @@ def test_a_machine_without_accelerator_gets_the_cpu_even_with_bf16(monkeypatch: 
 def test_making_arguments_creates_no_folder(tmp_path: Path) -> None:
     arguments(output_dir=str(tmp_path / "run"))
     assert not (tmp_path / "run").exists()
+
+
+def test_the_precision_of_accelerate_launch_is_used_as_trainer_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "bf16")
+    assert not arguments().bf16, "without the launcher, the variable may be left over from another object"
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+    assert arguments().bf16
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
+    assert not arguments().bf16
+
+
+def test_a_precision_of_accelerate_launch_that_is_not_offered_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
+    monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
+    with pytest.raises(ConfigError, match=r"accelerate launch --mixed_precision.*fp16.*bf16 or no"):
+        arguments()
+    assert arguments(bf16=True).bf16, "what a script sets itself comes first, as in Trainer"

@@ -678,7 +678,7 @@ class MultiTaskPeftModel(PeftModel):
                 # Copied into place, not masked: a task's NaN stays in its rows, and so do gradients. Tasks with virtual
                 # tokens share none, so each of these has a row of its own.
                 virtual_rows = batch.rows_of(prompts.rows)
-                arguments["inputs_embeds"] = words_1TD[0].index_copy(0, virtual_rows, embeddings).unsqueeze(0)
+                arguments["inputs_embeds"] = words_1TD.squeeze(0).index_copy(0, virtual_rows, embeddings).unsqueeze(0)
         if attention is None:
             prefixes = None if prompts is None else prompts.prefixes
             attention = AttentionStream(self.stream, batch, self.module_names, prefixes, rows, read)
@@ -690,7 +690,7 @@ class MultiTaskPeftModel(PeftModel):
             arguments["use_cache"] = False
         self.stream.reset_adapter_tracking()
         with self.objectives.head.bypassed(backbone):
-            return without_head(backbone)(**arguments).last_hidden_state[0]
+            return without_head(backbone)(**arguments).last_hidden_state.squeeze(0)
 
     def stream_losses(self, hidden_TD: torch.Tensor, batch: MuxBatch) -> StreamLosses:
         """Return the losses from the last hidden states of a batch that is multiplexed; in training with penalties.

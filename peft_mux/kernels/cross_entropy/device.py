@@ -198,5 +198,6 @@ def cross_entropy_(
             HAS_SOFTCAP=softcap is not None,
             WITH_GRADIENT=with_gradient,
             num_warps=num_warps,  # pyright: ignore[reportCallIssue] - of the launch, not of the kernel
+            enable_fp_fusion=True,  # pyright: ignore[reportCallIssue] - Triton 3.10 turns it off by default
         )
     return losses

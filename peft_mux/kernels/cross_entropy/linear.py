@@ -41,8 +41,8 @@ class BlockSizes(NamedTuple):
     Attributes:
         fast_rows: with as many rows the two products are near the rate that they have with any number: fewer read the
             whole head for too little work. One core does 48 Gflop/s with 27 rows, 80 with 128 and 83 with 512
-            (151,936 words, `benchmarks.training.cpu_choices`), two do 150 with 128 and 177 with 384; a GPU has 512
-            flop for each byte of a head in bf16.
+            (151,936 words, `benchmarks.training.cpu_choices`), two do 150 with 128 and 177 with 384. On a GPU, 512 rows
+            give the gradient of the hidden states 64 tiles (width 4,096) for 132 multiprocessors; 1,024 give 128.
         logits: of small vocabularies more rows are taken, up to this many logits.
         most_logits: bound on memory, whatever the vocabulary: 512 MiB, in fp32 on a CPU and in bf16 on a GPU.
     """
@@ -53,7 +53,7 @@ class BlockSizes(NamedTuple):
 
 
 _BLOCK_SIZES = {"cpu": BlockSizes(384, 2**22, 2**27)}
-_DEFAULT_BLOCK_SIZES = BlockSizes(512, 2**26, 2**28)
+_DEFAULT_BLOCK_SIZES = BlockSizes(1024, 2**26, 2**28)
 _LEAST_ROWS = 16
 _TILE_ROWS = 128
 COPIED_ROWS = 16

@@ -62,7 +62,8 @@ class Launch:
         """Remember all of them; nothing is compiled yet."""
         assert tuple(kernel.arg_names[-len(constants) :]) == tuple(constants), "constants are in the kernel's order"
         self._kernel, self._fixed = kernel, (*fixed, *constants.values())
-        self._options = {"num_warps": tile.warps, "num_stages": tile.stages}
+        # Triton 3.10 no longer fuses a product and a sum into one instruction by default.
+        self._options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
         self._compiled: Any = None
         # Of the last grid: Triton makes a function for each launch, and passes of one size follow each other.
         self._grid: tuple[int, ...] | None = None

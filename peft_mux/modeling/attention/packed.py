@@ -101,7 +101,9 @@ def packed_attention(
     shared = mux_stream.batch.shared if tree is None else None
     if shared is not None:
         rows = shared.row_of_token
-        query, key, value = (take_rows(x[0].transpose(0, 1), rows).transpose(0, 1)[None] for x in (query, key, value))
+        query, key, value = (
+            take_rows(x.squeeze(0).transpose(0, 1), rows).transpose(0, 1)[None] for x in (query, key, value)
+        )
     if not torch.compiler.is_compiling():  # a compiled pass would be guarded by the count, and compiled each time
         mux_stream.stream.num_attention_calls += 1
     if mux_stream.parts is not None:
@@ -130,7 +132,7 @@ def packed_attention(
     if reason is not None and query.is_cuda:
         warn_once(reason)
     if tree is not None:
-        q, k, v = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+        q, k, v = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
         out = (tree_varlen if reason is None else tree_attention)((q, k, v), tree, scores)[None]
     elif reason is None:
         out = _by_varlen(module, (query, key, value), mux_stream, scores, dtype)
@@ -142,7 +144,7 @@ def packed_attention(
             if not part.has_more:
                 mux_stream.stream.key_values.forget(mux_stream.module_names[module], part)
     if shared is not None:
-        out = out[0].index_select(0, shared.computed)[None]
+        out = out.squeeze(0).index_select(0, shared.computed)[None]
     return out if mux_stream.calls is None else out.index_select(1, mux_stream.calls.rows), None
 
 
@@ -199,7 +201,7 @@ def _by_varlen(
         keys = mux_stream.key_bounds(num_keys), max(num_keys)
     # As autocast would cast what scaled-dot-product attention is called with; only now, so that keys and values of
     # parts are kept, and their gradients added up, as the model computes them.
-    q_THC, k_KGC, v_KGC = (x[0].transpose(0, 1).to(dtype) for x in (query, key, value))
+    q_THC, k_KGC, v_KGC = (x.squeeze(0).transpose(0, 1).to(dtype) for x in (query, key, value))
     options: dict[str, Any] = {"is_causal": scores.is_causal, "window": scores.window, "scaling": scores.scaling}
     bounds, longest = mux_stream.batch.cu_seqlens, mux_stream.max_length
     return varlen_attention(q_THC, k_KGC, v_KGC, bounds, longest, keys=keys, **options)[None]
@@ -212,7 +214,7 @@ def _by_rectangles(
     layout = mux_stream.layout(is_causal=scores.is_causal)
     draws = AttentionDropout(mux_stream, module, layout, dropout) if dropout > 0.0 else None
     outs = []
-    for rectangle, (q, k, v) in layout.apart([x[0].transpose(0, 1) for x in qkv]):
+    for rectangle, (q, k, v) in layout.apart([x.squeeze(0).transpose(0, 1) for x in qkv]):
         k, v = mux_stream.with_context(module, rectangle.first, k, v, scores.window)
         mask = causal_mask(q.shape[2], k.shape[2], scores.window, q.device)
         outs.append(attend(q, k, v, scores, mask, None if draws is None else partial(draws, rectangle)))

@@ -90,7 +90,7 @@ class TaskLoad:
 # These are the numbers of `block_rows` in `peft_mux.kernels.cross_entropy`, which this folder may not import, as it
 # needs torch; a test compares the two.
 _LOSS_BLOCKS = {"cpu": (384, 2**22, 2**27)}
-_DEFAULT_LOSS_BLOCKS = (512, 2**26, 2**28)
+_DEFAULT_LOSS_BLOCKS = (1024, 2**26, 2**28)
 _LEAST_BLOCK_ROWS = 16
 _TILE_ROWS = 128
 

@@ -303,8 +303,8 @@ def test_the_default_block_bounds_the_logits_whatever_the_length(monkeypatch: py
         (2_000_000, "cpu", 67),
         (10_000_000, "cpu", 16),
         (32_000, "cuda", 2048),
-        (151_936, "cuda", 512),
-        (262_144, "cuda", 512),
+        (151_936, "cuda", 1024),
+        (262_144, "cuda", 1024),
         (2_000_000, "cuda", 128),
     ],
 )
