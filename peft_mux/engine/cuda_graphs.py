@@ -21,6 +21,7 @@ import warnings
 from collections import OrderedDict
 from collections.abc import Callable
 from contextlib import AbstractContextManager
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
@@ -35,14 +36,15 @@ from peft_mux.modeling.backbone.quantized import bits_of
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.heads import output_head
 from peft_mux.modeling.stream import NO_ADAPTER, RowSegment, Stream
+from peft_mux.modeling.stream_order import StreamOrder
 
 MAX_PASSES = 32
 """Graphs that are kept; beyond that, those that were not used for the longest time are dropped."""
 
-TOKEN_STEP = 256
+TOKEN_STEP = 512
 """Tokens are rounded up to a multiple of this."""
 
-_TARGET_STEPS = 8
+_TARGET_STEPS = 4
 """Steps from one power of two to the next in which targets are rounded up: each one costs a row of logits."""
 
 _LEAST_TARGETS = 16
@@ -85,6 +87,8 @@ class CapturedPasses:
         self._pool_and_stream: tuple[Any, torch.cuda.Stream] | None = None
         self._passes: OrderedDict[tuple[Composition, Shape], CapturedPass] = OrderedDict()
         self._refused: set[Composition] = set()
+        self._order = StreamOrder(lambda name: model.registry.slab_of(name).number, self._has_gradients)
+        self._least: dict[tuple[Composition, int], Shape] = {}
         self._model_reasons: dict[tuple[int, bool], str | None] = {}
         self._warned: set[str] = set()
         self.num_captures = 0
@@ -100,6 +104,8 @@ class CapturedPasses:
         """
         reason = self._reason_against(batch)
         if reason is None:
+            present = batch.task_names
+            batch = _with_tasks(batch, self._order.joined(present))
             slabs = [self._model.registry.slab_of(name) for name in batch.task_names]
             for slab in slabs:
                 # Before the key is made: binding may move gradients, and an earlier graph would add to the old memory.
@@ -108,7 +114,8 @@ class CapturedPasses:
             composition = Composition(batch.task_names, bindings, self._model.stream.version, self._model.training)
             if composition in self._refused:
                 return None
-            key = composition, Shape.of(batch)
+            shape = self._widened(Shape.of(batch), composition)
+            key = composition, shape
             try:
                 if key not in self._passes:
                     self._passes[key] = self._capture(composition, key[1], batch)
@@ -118,7 +125,8 @@ class CapturedPasses:
                 reason = f"capturing failed with {type(error).__name__}: {error}"
             else:
                 self._passes.move_to_end(key)
-                return self._passes[key].replay(batch)
+                losses = self._passes[key].replay(batch)
+                return losses if present == batch.task_names else _at(losses, batch.task_names, present)
             self._refused.add(composition)
         if reason not in self._warned:
             self._warned.add(reason)
@@ -131,12 +139,33 @@ class CapturedPasses:
         for key in [key for key in self._passes if not self._is_current(key[0])]:
             del self._passes[key]
         self._refused = {one for one in self._refused if self._is_current(one)}
+        self._least = {key: shape for key, shape in self._least.items() if self._is_current(key[0])}
         while len(self._passes) >= MAX_PASSES:
             self._passes.popitem(last=False)
         captured = CapturedPass(self._model, composition.tasks, shape, self._precision)
         captured.capture(batch, self._make_graph())
         self.num_captures += 1
         return captured
+
+    def _widened(self, shape: Shape, composition: Composition) -> Shape:
+        """Return a shape as wide as earlier ones of as many tokens: some padding costs less than another graph.
+
+        Sequences without tokens, and a bound that no sequence reaches, cost nothing whatever the number of tokens is.
+        """
+        own = self._least.setdefault((composition, shape.num_tokens), shape)
+        earlier = [one for (tasks, _), one in self._least.items() if tasks == composition]
+        wide = shape._replace(
+            num_targets=max(shape.num_targets, own.num_targets),
+            num_sequences=max(shape.num_sequences, *(one.num_sequences for one in earlier)),
+            longest=max(shape.longest, *(one.longest for one in earlier)),
+        )
+        self._least[composition, shape.num_tokens] = wide
+        return wide
+
+    def _has_gradients(self, name: str) -> bool:
+        if name not in self._model.tasks:
+            return False
+        return all(page.values.grad is not None for page in self._model.registry.slab_of(name).pages)
 
     def _is_current(self, composition: Composition) -> bool:
         if composition.version != self._model.stream.version:
@@ -226,11 +255,15 @@ class Shape(NamedTuple):
     num_targets: int
     longest: int
 
+    def fits(self, other: Shape) -> bool:
+        """Whether micro-batches of this shape can be padded to another one."""
+        return all(own <= wide for own, wide in zip(self, other, strict=True))
+
     @classmethod
     def of(cls, batch: MuxBatch) -> Shape:
         """Return the shape that a micro-batch is padded to."""
         num_targets = max(batch.target_offsets[-1], 1)
-        # Fine steps, so that little is padding and yet few sizes occur.
+        # Fine steps where there are few, so that little is padding and yet few sizes occur.
         target_step = max(_power_of_two(num_targets) // 2 // _TARGET_STEPS, _LEAST_TARGETS)
         return cls(
             # One more than there are: unused targets point at the last token, which must belong to no task.
@@ -240,6 +273,44 @@ class Shape(NamedTuple):
             # The padding is one more sequence, of up to `TOKEN_STEP` tokens.
             longest=_power_of_two(max(*batch.sequence_lengths, TOKEN_STEP)),
         )
+
+
+def _with_tasks(batch: MuxBatch, names: tuple[str, ...]) -> MuxBatch:
+    """Return a micro-batch whose host-side fields name more tasks, which have no rows.
+
+    Args:
+        batch: the micro-batch.
+        names: its tasks in their order, and others in between.
+    """
+    if names == batch.task_names:
+        return batch
+    numbers = {name: number for number, name in enumerate(batch.task_names)}
+    task_offsets, target_offsets, sequence_offsets = [0], [0], [0]
+    for name in names:
+        after = numbers[name] + 1 if name in numbers else None
+        for found, offsets in (
+            (task_offsets, batch.task_offsets),
+            (target_offsets, batch.target_offsets),
+            (sequence_offsets, batch.sequence_offsets),
+        ):
+            found.append(found[-1] if after is None else offsets[after])
+    return replace(
+        batch,
+        task_names=names,
+        task_offsets=tuple(task_offsets),
+        target_offsets=tuple(target_offsets),
+        sequence_offsets=tuple(sequence_offsets),
+        task_seeds=tuple(batch.task_seeds[numbers[name]] if name in numbers else 0 for name in names),
+        task_steps=tuple(batch.task_steps[numbers[name]] if name in numbers else 0 for name in names),
+        loss_weights=tuple(batch.loss_weights[numbers[name]] if name in numbers else 0.0 for name in names),
+    )
+
+
+def _at(losses_N: torch.Tensor, names: tuple[str, ...], present: tuple[str, ...]) -> torch.Tensor:
+    """Return the losses of the tasks that are present, without waiting for the device."""
+    places = torch.tensor([names.index(name) for name in present])
+    places = places.pin_memory() if losses_N.is_cuda else places
+    return losses_N[places.to(losses_N.device, non_blocking=True)]
 
 
 def _round_up(value: int, multiple: int) -> int:
@@ -419,7 +490,7 @@ class StaticInputs:
         Args:
             batch: a micro-batch whose tensors are on the host.
         """
-        assert Shape.of(batch) == self.shape, "a graph is chosen by the shape"
+        assert Shape.of(batch).fits(self.shape), "a graph is chosen by the shape"
         # One buffer and one copy: a copy for each tensor would cost as many launches, which graphs are there to save.
         host = torch.zeros(self._buffer.numel(), dtype=torch.uint8)
         parts = self._views(host)

@@ -10,6 +10,7 @@ weights and gradients.
 
 from __future__ import annotations
 
+import itertools
 import operator
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
@@ -167,7 +168,13 @@ class TaskSlab:
         device: the device on which that page lies.
         layout: returns how each parameter lies in its page.
         kind_of: returns in which pages each parameter lies.
+
+    Attributes:
+        pages: see above.
+        number: greater than the number of every slab before it, so that tasks have an order.
     """
+
+    _numbers = itertools.count()
 
     def __init__(
         self,
@@ -178,6 +185,7 @@ class TaskSlab:
         kind_of: PageKind = plain_kind,
     ) -> None:
         """Lay the weights out."""
+        self.number = next(self._numbers)
         slots = {name: layout(name, parameter) for name, parameter in parameters.items()}
         blocks = {slot.block: number for number, slot in reversed([*enumerate(slots.values())])}
         members: dict[tuple[torch.dtype, str], dict[str, nn.Parameter]] = {}

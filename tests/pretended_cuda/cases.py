@@ -1,7 +1,8 @@
 """Runs named cases on the pretended device and prints what was seen of each as JSON.
 
 In a process of its own: `python tests/pretended_cuda/cases.py LIBRARY '{"name": {...}}'`; the fields of a case
-are those of `steps.Case`, or with "kind" the arguments of `loading.load` ("load") or `memory.kept` ("memory").
+are those of `steps.Case`, or with "kind" the arguments of `loading.load` ("load"), `memory.kept` ("memory") or
+`ragged.train` ("ragged").
 """
 
 from __future__ import annotations
@@ -20,9 +21,10 @@ def main(library: str, cases: dict[str, dict[str, Any]]) -> None:
     # Only now, as this imports torch.
     from tests.pretended_cuda.loading import load as load_backbone
     from tests.pretended_cuda.memory import kept
+    from tests.pretended_cuda.ragged import train as train_ragged
     from tests.pretended_cuda.steps import train
 
-    kinds: dict[str, Any] = {"train": train, "load": load_backbone, "memory": kept}
+    kinds: dict[str, Any] = {"train": train, "load": load_backbone, "memory": kept, "ragged": train_ragged}
 
     found: dict[str, Any] = {}
     for name, fields in cases.items():

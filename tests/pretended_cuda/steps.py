@@ -205,7 +205,7 @@ def _train(
 ) -> None:
     executor = Executor(model, bf16=case.autocast)
     if case.captured:
-        executor.captured = CapturedPasses(model, executor.precision, make_graph=lambda: _Graph(device))
+        executor.captured = CapturedPasses(model, executor.precision, make_graph=lambda: Graph(device))
     table = TaskTable(_task_runs(case, model))
     availability.runs_kernels(model.device)  # as the packing probe does
     device.forget()  # what loading and moving did
@@ -262,7 +262,7 @@ def _task_run(case: Case, name: str, model: MultiTaskPeftModel, args: MultiTaskT
     )
 
 
-class _Graph:
+class Graph:
     """Stands for a CUDA graph: what it captures is run, and looked at."""
 
     def __init__(self, device: PretendedCuda) -> None:

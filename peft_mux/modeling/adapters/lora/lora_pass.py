@@ -27,6 +27,7 @@ from peft_mux.kernels.lora.group import Adapter, KernelCall, LoraGroup, SliceCal
 from peft_mux.kernels.lora.reference import Rows
 from peft_mux.kernels.lora.tables import DTYPES, SegmentTables
 from peft_mux.modeling.slabs import TaskSlab
+from peft_mux.modeling.stream_order import StreamOrder
 
 if TYPE_CHECKING:
     from peft_mux.modeling.stream import RowSegment
@@ -61,6 +62,8 @@ class LoraGroups:
         self._tables: OrderedDict[tuple[Any, ...], dict[int, LoraGroup | None]] = OrderedDict()
         self._num_enrolled = 0
         self._is_linear_only: dict[str, bool] = {}
+        self._composes = True
+        self._forget_order()
 
     def begin_pass(
         self, segments: tuple[RowSegment, ...], places: torch.Tensor, *, has_fixed_size: bool = False
@@ -68,10 +71,46 @@ class LoraGroups:
         """Return a pass over the rows of the given segments; see `LoraPass`."""
         return LoraPass(self, segments, places, has_fixed_size=has_fixed_size)
 
+    def with_absent(self, segments: tuple[RowSegment, ...]) -> tuple[RowSegment, ...]:
+        """Return the segments of a pass, and empty ones of the adapters that have rows in other passes only.
+
+        So all passes of a set of tasks use the same tables. What kernels compute for a task follows from that task
+        alone, whatever other segments there are.
+        """
+        present = {segment.adapter: segment for segment in segments}
+        # Segments without an adapter share one name, so they have no place in an order.
+        if not self._composes or len(present) < len(segments) or any(self.slab_of(name) is None for name in present):
+            return segments
+        adapters = self._order.joined(tuple(present))
+        found, end = [], segments[0].start
+        for name in adapters:
+            found.append(present[name] if name in present else segments[0]._replace(adapter=name, start=end, end=end))
+            end = found[-1].end
+        return tuple(found)
+
+    def _may_be_absent(self, adapter: str) -> bool:
+        """Whether tables may name an adapter without rows: its gradients are in place, and no hook watches them."""
+        slab = self._slab(adapter)
+        return all(page.values.grad is not None for page in slab.pages) and not slab.watched()
+
     def clear(self) -> None:
         """Forget all tables; needed whenever an adapter came, went or moved."""
         self._tables.clear()
         self._is_linear_only.clear()
+        self._composes = True
+        self._forget_order()
+
+    def _forget_order(self) -> None:
+        self._order = StreamOrder(lambda adapter: self._slab(adapter).number, self._may_be_absent)
+
+    def _slab(self, adapter: str) -> TaskSlab:
+        slab = self.slab_of(adapter)
+        assert slab is not None, "adapters with rows in a pass that kernels compute have slabs"
+        return slab
+
+    def keep_apart(self) -> None:
+        """Leave absent adapters out of passes, as one of them keeps kernels from serving the others."""
+        self._composes = False
 
     def enroll(self, group: Any) -> int:
         """Return a number for a group of layers, by which compiled graphs find it."""
@@ -182,6 +221,9 @@ class LoraPass:
         """Cut the rows into tiles if kernels will run."""
         self._groups = groups
         self.segments, self.places = segments, places
+        has_kernels = runs_kernels(places.device)
+        if has_kernels and not has_fixed_size:
+            segments = groups.with_absent(segments)
         self.adapters = tuple(segment.adapter for segment in segments)
         # If nothing below trains, activations need no gradient, and outputs would not either.
         self.anchor = torch.zeros((), device=places.device, requires_grad=True)
@@ -199,7 +241,7 @@ class LoraPass:
         self.segment_tables: SegmentTables | None = None
         self._watched: frozenset[int] = frozenset()
         self._tables: dict[tuple[torch.dtype, bool], dict[int, LoraGroup | None]] = {}
-        if runs_kernels(places.device):
+        if has_kernels:
             # Once a pass and not once a layer, because every parameter of every task is looked at.
             slabs = (groups.slab_of(adapter) for adapter in self.adapters)
             self._watched = frozenset(number for slab in slabs if slab is not None for number in slab.watched())
@@ -271,6 +313,8 @@ class LoraPass:
         made = self._tables[key]
         if group.number not in made:
             made[group.number] = self._groups.make_tables(group, self.adapters, dtype, self._watched)
+            if made[group.number] is None:
+                self._groups.keep_apart()
         tables = made[group.number]
         # Kept by the pass itself: the groups' own tables may be dropped while captured launches read them.
         if self._has_fixed_size:
