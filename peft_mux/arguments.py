@@ -410,7 +410,7 @@ _RULES: Mapping[str, Rule] = {
             "output_dir": Rule(lambda value: value is None or _is_path(value), "the path of a folder"),
             "resume_from_checkpoint": Rule(
                 lambda value: value is None or isinstance(value, bool) or _is_path(value),
-                "True, the folder of a run, or None",
+                'True, "auto", the folder of a run, or None',
             ),
             "report_to": Rule(_is_report, 'the name of a logger that is installed, a list of them, "all" or "none"'),
             "ddp_timeout": Rule(lambda value: is_integer(value, 1, MOST_STEPS), "a number of seconds of at least 1"),

@@ -78,6 +78,7 @@ class RunRecord:
         removed: tasks that were removed, and have not been registered again.
         numerics: settings and versions on which the last bits of a result depend.
         run: id of the run, which its checkpoints have too; "" in older formats.
+        launch: the launch that wrote it (`launch_id`); "" for none, and in older formats.
     """
 
     run_step: int
@@ -87,6 +88,7 @@ class RunRecord:
     removed: Mapping[str, RecordedTask] = field(default_factory=dict)
     numerics: Mapping[str, Any] = field(default_factory=dict)
     run: str = ""
+    launch: str = ""
 
     def to_bytes(self) -> bytes:
         """Return the record as sealed JSON."""
@@ -100,6 +102,7 @@ class RunRecord:
             {
                 "format_version": FORMAT_VERSION,
                 "run": self.run,
+                "launch": self.launch,
                 "run_step": self.run_step,
                 "backbone": self.backbone,
                 "order": list(self.tasks),
@@ -162,7 +165,8 @@ def read_record(path: Path) -> RunRecord:
         if not isinstance(numerics, dict) or any(isinstance(item, (dict, list)) for item in numerics.values()):
             raise ValueError("numerics are not plain values")
         backbone, run = _text(value["backbone"], "backbone"), _text(value.get("run", ""), "run")
-        return RunRecord(run_step, version, backbone, {name: tasks[name] for name in order}, removed, numerics, run)
+        launch, tasks = _text(value.get("launch", ""), "launch"), {name: tasks[name] for name in order}
+        return RunRecord(run_step, version, backbone, tasks, removed, numerics, run, launch)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(
             f"{path}: got a file that is no record of a run ({error}); allowed: one that a run has written."

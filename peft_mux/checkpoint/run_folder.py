@@ -19,12 +19,16 @@ of the task's step and seed, so they need no state beyond those numbers.
 from __future__ import annotations
 
 import json
+import os
+import platform
 import uuid
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
 from transformers import TrainerState
 
@@ -367,8 +371,8 @@ class RunFolder:
             if run.status is not TaskStatus.REMOVED
         }
         self.run_id = self.run_id or uuid.uuid4().hex
-        backbone = self.fingerprint
-        self._write_record(RunRecord(run_step, FORMAT_VERSION, backbone, tasks, self.removed, numerics, self.run_id))
+        own = FORMAT_VERSION, self.fingerprint, tasks, self.removed, numerics, self.run_id, launch_id()
+        self._write_record(RunRecord(run_step, *own))
         if self.keep is None:
             return
         # After the new record, so that a crash in between leaves too many checkpoints rather than too few; and records
@@ -469,16 +473,41 @@ def open_other_folder(
 
 
 def refuse_held_folder(root: Path) -> None:
-    """Refuse to begin a run in a folder that holds one.
+    """Refuse to begin a run in a folder that holds one, unless a launcher has restarted that run.
 
     Raises:
         CheckpointError: if it does.
     """
-    if record_paths(root / STATE_FOLDER):
+    if record_paths(root / STATE_FOLDER) and not was_restarted(root):
         raise CheckpointError(
             f"output_dir: got {root}, which holds a run; allowed: a new folder, or to go on with it: "
-            "train(resume_from_checkpoint=True), or peft-mux train FILE --resume. Delete it to train anew."
+            "train(resume_from_checkpoint=True), or peft-mux train FILE --resume. Delete it to train from the start."
         )
+
+
+def launch_id() -> str:
+    """Return what all attempts of one launch share: the job of Slurm, or the agent of torchrun; "" for others."""
+    if "SLURM_JOB_ID" in os.environ:
+        return f"slurm {os.environ['SLURM_JOB_ID']}"
+    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
+    if run_id in ("", "none"):  # "none" is torchrun's own default, which all launches have
+        agent = psutil.Process(os.getppid())
+        return f"torchrun {platform.node()} {agent.pid} {agent.create_time():.2f}" if run_id else ""
+    return f"torchrun {run_id}"
+
+
+def was_restarted(root: Path) -> bool:
+    """Whether a launcher has restarted this process, and an earlier attempt of the same launch trained in a folder.
+
+    A first attempt that was refused, because another run is in the folder, wrote no record there.
+    """
+    counts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
+    if all(count in ("", "0") for count in counts):
+        return False
+    for path in reversed(record_paths(root / STATE_FOLDER)):
+        with suppress(CheckpointError):  # torn, as the attempt before was killed
+            return read_record(path).launch == launch_id()
+    return False
 
 
 def require_state(root: Path) -> None:

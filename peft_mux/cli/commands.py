@@ -58,7 +58,7 @@ def train(arguments: argparse.Namespace) -> int:
                 locks[0].acquire()
                 stack.callback(locks[0].release)
             # Several processes check it when they have met.
-            if args.world_size == 1 and args.save_strategy != "no":
+            if args.world_size == 1 and args.save_strategy != "no" and arguments.resume != "auto":
                 (require_state if arguments.resume else refuse_held_folder)(output_folder(args))
 
         config = read_config(arguments.file, arguments.overrides, keep_folder)
@@ -89,7 +89,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 def _resume_command(arguments: argparse.Namespace, num_processes: int) -> str:
     """Return the command that goes on with a training, with the same file and settings."""
-    words = [word for word in arguments.words if word != "--resume"]
+    words = [word for word in arguments.words if word not in ("--resume", "--resume=auto", "--resume-auto")]
     command = shlex.join(["peft-mux", *words, "--resume"])
     return command if num_processes == 1 else f"LAUNCHER -m {command.replace('peft-mux', 'peft_mux', 1)}"
 

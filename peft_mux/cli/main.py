@@ -18,6 +18,7 @@ from typing import Any
 
 from peft_mux.errors import PeftMuxError, closest, installed_version, printable
 
+_RESUME_AUTO = "--resume-auto"
 _QUIET = {
     "HF_HUB_DISABLE_PROGRESS_BARS": "1",  # transformers reads it, too
     "HF_DATASETS_DISABLE_PROGRESS_BARS": "1",
@@ -74,7 +75,8 @@ def _parse(given: list[str]) -> argparse.Namespace:
     demo.add_argument("--fast", action="store_true", help="a few steps only, to see that everything runs")
 
     train = _command(commands, "train", "commands.train", "train the tasks of a YAML file", reads_file=True)
-    train.add_argument("--resume", action="store_true", help="go on with the run in output_dir")
+    train.add_argument("--resume", action="store_true", help="continue the run in output_dir; --resume=auto if any")
+    train.add_argument(_RESUME_AUTO, dest="resume", action="store_const", const="auto", help=argparse.SUPPRESS)
     _json(train, "print what it came to as JSON, all else on standard error")
     train.add_argument(
         "--sweep",
@@ -147,6 +149,8 @@ def _parse(given: list[str]) -> argparse.Namespace:
     if command is not None and command not in commands.choices:
         names = list(commands.choices)
         parser.error(f"command: got {command!r}; allowed: {', '.join(names)}. {closest(command, names)}".rstrip())
+    # argparse cannot have an option whose value is optional and may stand before FILE.
+    given = [_RESUME_AUTO if word == "--resume=auto" else word for word in given]
     return parser.parse_args(given, argparse.Namespace(words=given))
 
 

@@ -9,13 +9,15 @@ from typing import Any
 
 from transformers import TrainerState
 
-from peft_mux.checkpoint.records import task_settings
+from peft_mux.checkpoint.records import record_paths, task_settings
 from peft_mux.checkpoint.run_folder import (
+    STATE_FOLDER,
     RunFolder,
     open_other_folder,
     refuse_held_folder,
     require_state,
     resume_tasks,
+    was_restarted,
 )
 from peft_mux.checkpoint.saver import describe_run, numerics_of
 from peft_mux.engine.agreement import require_consistent
@@ -52,7 +54,8 @@ class Opening:
         """Connect the processes and compare what they were given; return what to resume from.
 
         Args:
-            resume: the argument of `train`; if it is not set, that of the run counts until it has trained once.
+            resume: the argument of `train`; if it is not set, that of the run counts until it has trained once. With
+                "auto" the run in `output_dir` is resumed if there is one, and so is one that a launcher has restarted.
 
         Raises:
             CheckpointError: if the last step was cut off while tasks were updated, or there is nothing to resume from.
@@ -78,6 +81,11 @@ class Opening:
                 "tasks": {own.name: task_settings(own) for own in run.table},
             }
             require_consistent(run.processes, facts)
+        is_first = not resume and not run.has_trained and run.args.save_strategy != "no"
+        if resume == "auto" or is_first:
+            # Only the process that writes sees the folder for certain.
+            holds_run = was_restarted(run.root) if is_first else bool(record_paths(run.root / STATE_FOLDER))
+            resume = any(run.processes.gather(run.saver.is_writer and holds_run)) or None
         root = run.root if resume is True else Path(resume or "")
         # Only the process that writes needs to see the folder. Whether somebody else keeps the run's own folder, if it
         # exists, is found out first, by keeping it.
