@@ -29,9 +29,9 @@ from tests.invariants import mux_lab as lab
 LM = TaskType.CAUSAL_LM
 
 
-def config_of(form: str) -> PeftConfig:
+def config_of(form: str, task_type: TaskType = LM) -> PeftConfig:
     """Return a configuration of a form of prompts; "lora" is one of none."""
-    return {
+    config: PeftConfig = {
         "prompt": lambda: PromptTuningConfig(task_type=LM, num_virtual_tokens=3),
         "words": lambda: PromptTuningConfig(task_type=LM, num_virtual_tokens=4, prompt_tuning_init="SAMPLE_VOCAB"),
         "mlp": lambda: PromptEncoderConfig(task_type=LM, num_virtual_tokens=4, encoder_hidden_size=16),
@@ -49,6 +49,8 @@ def config_of(form: str) -> PeftConfig:
         "cartridge": lambda: CartridgeConfig(task_type=LM, num_virtual_tokens=4),
         "lora": lambda: LoraConfig(task_type=LM, r=4, target_modules="all-linear"),
     }[form]()
+    config.task_type = task_type
+    return config
 
 
 PROMPTS = ("prompt", "words", "mlp", "lstm", "multitask", "cpt", "prefix", "projected", "cartridge")
