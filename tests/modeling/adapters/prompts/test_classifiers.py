@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable, Sequence
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -20,11 +23,14 @@ from peft import (
     get_peft_model_state_dict,
 )
 from safetensors.torch import load_file
+from torch.nn import functional as F
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel, Task
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence, with_virtual_tokens
 from peft_mux.errors import CheckpointError, ConfigError
+from peft_mux.modeling.attention import packed as attention
+from peft_mux.modeling.attention.varlen import as_kernel, varlen_attention
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters.prompts import prompt_cases
 from tests.modeling.adapters.prompts.prompt_cases import judge, plain, task_ids
@@ -185,11 +191,7 @@ def test_a_pass_gives_each_prompt_what_plain_peft_alone_gives(name: str) -> None
             grad: Any = item.grad
             assert grad.norm() > 0 or key.endswith("lora_A.weight"), f"{form} {key}: nothing would be compared"
             found: Any = ours[key].grad
-            assert relative(found, grad) <= 1e-4, f"{form} {key}"
-
-
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    return lab.relative(found, wanted)
+            assert lab.relative(found, grad) <= 1e-4, f"{form} {key}"
 
 
 @EVERY_CASE
@@ -220,10 +222,16 @@ def task_of(name: str, form: str, **settings: Any) -> Task:
     """Return a task of a form, whose name is the form's, on the backbone of a case."""
     task_type = CASES[name].task_type
     column = "labels" if task_type == TOKEN else "label"
-    rows = [{"input_ids": row.ids, column: row.label} for row in rows_of(form, task_type, 10)]
-    options = {"train_batch_size": 4, "learning_rate": 1e-2, "max_steps": 5, "seed": 3, "weight_decay": 0.1}
-    options["num_labels"] = CLASSES
-    return Task(name=form, peft_config=config_of(form, task_type), train_dataset=rows, **{**options, **settings})
+    options: dict[str, Any] = {
+        "train_dataset": [{"input_ids": row.ids, column: row.label} for row in rows_of(form, task_type, 10)],
+        "num_labels": CLASSES,
+        "train_batch_size": 4,
+        "learning_rate": 1e-2,
+        "weight_decay": 0.1,
+        "max_steps": 5,
+        "seed": 3,
+    }
+    return Task(name=form, peft_config=config_of(form, task_type), **{**options, **settings})
 
 
 def given_loss(model: Any, sequences: Sequence[TokenSequence]) -> torch.Tensor:
@@ -286,6 +294,93 @@ def test_a_prompt_arrives_in_a_run_of_classifiers_with_its_own_number_of_classes
     assert run.weights("prefix")[head].shape == (5, 32)
     wrapper = run.trainer.model.backbone.classifier
     assert set(wrapper.modules_to_save) == {run.trainer.model.adapter_of(form) for form in ("lora", "prefix")}
+
+
+@pytest.mark.parametrize("name", ["Bert", "Llama", "Bert, tokens"])
+def test_an_evaluation_is_plain_pefts_after_training(name: str, tmp_path: Path) -> None:
+    make, task_type, forms = CASES[name]
+    held_out = rows_of("held out", task_type, 5)
+    column = "labels" if task_type == TOKEN else "label"
+    rows = [{"input_ids": row.ids, column: row.label} for row in held_out]
+    seen: dict[str, Any] = {}
+
+    def metrics(prediction: Any) -> dict[str, float]:
+        seen["logits"], seen["labels"] = prediction.predictions, prediction.label_ids
+        return {"own": 1.0}
+
+    tasks = [
+        task_of(name, form, max_steps=2, eval_dataset=rows, compute_metrics=metrics if form == "prefix" else None)
+        for form in (*forms, "lora")
+    ]
+    with warnings.catch_warnings():
+        # Memory is counted on a description of the model, and estimated only where it does not run.
+        warnings.filterwarnings("error", message="activations are estimated by formula")
+        run = lab.train(tasks, tmp_path, model=filled(make), save_strategy="steps", save_steps=100)
+    found = run.trainer.evaluate()
+    for form in forms:
+        saved: Any = PeftModel.from_pretrained(filled(make), str(tmp_path / form)).eval()
+        with torch.no_grad():
+            assert found[f"{form}/eval_loss"] == pytest.approx(plain_loss(saved, held_out).item(), rel=1e-4), form
+        if form == "prefix":
+            wanted = [saved(input_ids=torch.tensor([row.ids])).logits[0].detach() for row in held_out]
+    for row, theirs, logits, labels in zip(held_out, wanted, seen["logits"], seen["labels"], strict=True):
+        assert np.allclose(logits.reshape(-1, CLASSES)[: theirs.numel() // CLASSES], theirs, rtol=1e-3, atol=1e-4)
+        assert np.array_equal(np.atleast_1d(labels)[: len(np.atleast_1d(row.label))], np.atleast_1d(row.label))
+
+
+def test_micro_batches_and_dropout_of_an_encoder_depend_on_nothing_but_the_task(tmp_path: Path) -> None:
+    def model() -> Any:
+        drops = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3}
+        return filled(lambda: tf.BertForSequenceClassification(tf.BertConfig(**{**BERT, **drops})))
+
+    forms = ("mlp", "prefix")
+    together = lab.train([task_of("Bert", form) for form in ("lora", *forms)], tmp_path / "together", model=model())
+    for form in forms:
+        options = {"model": model(), "max_tokens_per_micro_batch": 24, "gradient_checkpointing": True}
+        alone = lab.train([task_of("Bert", form)], tmp_path / form, **options)
+        lab.assert_same(alone, together, form, 1e-4)
+
+
+def test_a_kernel_for_varying_lengths_is_told_the_keys_of_an_encoders_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {form: rows_of(form, SEQ) for form in ("prefix", "lora", "mlp")}
+    model = mux("Bert", *rows)
+    wanted = model(packed(model, rows)).losses
+    told: list[tuple[list[int], list[int], tuple[int, int]]] = []
+
+    def kernel(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale=1.0, window_size=(-1, -1), enable_gqa=False):
+        told.append((bounds_q.diff().tolist(), bounds_k.diff().tolist(), window_size))
+        bounds = zip(pairwise(bounds_q.tolist()), pairwise(bounds_k.tolist()), strict=True)
+        parts = [
+            [x[start:end].transpose(0, 1) for x, (start, end) in ((q, own), (k, keys), (v, keys))]
+            for own, keys in bounds
+        ]
+        return torch.cat([F.scaled_dot_product_attention(*part, scale=scale).transpose(0, 1) for part in parts])
+
+    monkeypatch.setattr(attention, "varlen_support", lambda *args, **kwargs: None)
+    monkeypatch.setattr(attention, "varlen_attention", partial(varlen_attention, kernel=as_kernel("torch", kernel)))
+    torch.testing.assert_close(model(packed(model, rows)).losses, wanted, rtol=1e-5, atol=1e-6)
+    lengths = [len(row.ids) + (4 if form == "mlp" else 0) for form, own in rows.items() for row in own]
+    keys = [length + (5 if number < 4 else 0) for number, length in enumerate(lengths)]
+    assert told[0] == (lengths, keys, (-1, -1)), "every token sees all keys"
+
+
+def test_a_prefix_trains_a_reward_model_as_plain_peft_does(tmp_path: Path) -> None:
+    def make() -> Any:
+        return filled(lambda: tf.LlamaForSequenceClassification(tf.LlamaConfig(**GROUPED, num_labels=1)))
+
+    pairs = [row.ids for row in rows_of("prefix", SEQ, 12)]
+    rows = [{"chosen_ids": a, "rejected_ids": b} for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
+    task = task_of("Llama", "prefix", train_dataset=rows, objective="reward", num_labels=None)
+
+    def loss_of(model: Any, sequences: Sequence[TokenSequence]) -> torch.Tensor:
+        margins = []
+        for one in sequences:
+            chosen, rejected = (torch.tensor(one.input_ids[a:b])[None] for a, b in one.sequence_bounds)
+            margins.append(model(input_ids=chosen).logits[0, 0] - model(input_ids=rejected).logits[0, 0])
+        return -F.logsigmoid(torch.stack(margins)).mean()
+
+    run = lab.train([task], tmp_path, model=make())
+    lab.assert_as_judged(run, {"prefix": judge(run.trainer, task, make(), loss_of)})
 
 
 # -------------------------------------------------------------------------- files
@@ -379,7 +474,7 @@ def test_virtual_tokens_before_a_decoder_are_refused_as_plain_peft_classifies_by
         alone = peft_model(input_ids=torch.tensor([rows[1].ids]), **task_ids(peft_model)).logits[0]
         for side in ("right", "left"):
             together = peft_model(**padded(rows, 0, side), **task_ids(peft_model)).logits[1]
-            assert relative(together, alone) > 1e-3, f"{side}: PEFT can train it"
+            assert lab.relative(together, alone) > 1e-3, f"{side}: PEFT can train it"
 
 
 @pytest.mark.parametrize("form", TOKENS)
