@@ -433,7 +433,7 @@ def test_a_classifier_of_plain_peft_is_trained_on_where_its_file_holds_it(form: 
 
 
 def test_removed_and_switched_off_prompts_leave_the_heads_of_others_alone() -> None:
-    model = mux("Bert", "prompt", "lora", "prefix").eval()
+    model = mux("Bert", "lora", "prompt", "prefix").eval()
     rows = rows_of("lora", SEQ)
     given = padded(rows, 0, "right")
     for form in model.tasks:
@@ -446,7 +446,7 @@ def test_removed_and_switched_off_prompts_leave_the_heads_of_others_alone() -> N
     assert torch.equal(model(**given).logits, wanted), "the head of the active adapter"
     model.remove_tasks(["prefix"])
     assert torch.equal(model.task_view("lora")(**given).logits, wanted)
-    assert [key for key, _ in model.named_parameters() if "modules_to_save" in key and "t000002" not in key] == []
+    assert [key for key, _ in model.named_parameters() if "modules_to_save" in key and "t000001" not in key] == []
     (logits,) = model.sequence_logits(packed(model, {"lora": rows[:1]}))
     torch.testing.assert_close(logits, wanted[0], rtol=1e-4, atol=1e-5)
 
