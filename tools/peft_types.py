@@ -85,12 +85,13 @@ CLASSIFYING_PROMPTS = """\
 A prompt with `task_type="SEQ_CLS"` or `"TOKEN_CLS"` trains a copy of the classification head as well, as in PEFT. Where
 PEFT itself fails, or its results depend on padding, the task is refused with the reason:
 
-| type | `SEQ_CLS`, first token pooled (BERT, RoBERTa, ELECTRA) | `SEQ_CLS`, last token pooled (Llama, Qwen, GPT-2) | \
-`TOKEN_CLS` |
+| type | `SEQ_CLS`, first token pooled (BERT, RoBERTa, ELECTRA) | \
+`SEQ_CLS`, last token pooled (Llama, Qwen, GPT-2) | `TOKEN_CLS` |
 |---|---|---|---|
 | `PREFIX_TUNING`, `CARTRIDGE` | yes | yes | yes |
 | `PROMPT_TUNING`, `P_TUNING`, `MULTITASK_PROMPT_TUNING` | yes | no: PEFT passes embeddings, in which the model cannot \
-see padding, so it pools the last position of the batch | no: PEFT's loss fails on the virtual tokens, which have no labels |
+see padding, so it pools the last position of the batch | \
+no: PEFT's loss fails on the virtual tokens, which have no labels |
 | `CPT` | no: PEFT refuses it | no: PEFT refuses it | no: PEFT refuses it |
 
 The first token of a sequence with virtual tokens is a virtual one; PEFT pools it, and so does peft_mux. A prefix needs a
