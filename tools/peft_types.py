@@ -89,14 +89,14 @@ PEFT itself fails, or its results depend on padding, the task is refused with th
 `SEQ_CLS`, last token pooled (Llama, Qwen, GPT-2) | `TOKEN_CLS` |
 |---|---|---|---|
 | `PREFIX_TUNING`, `CARTRIDGE` | yes | yes | yes |
-| `PROMPT_TUNING`, `P_TUNING`, `MULTITASK_PROMPT_TUNING` | yes | no: PEFT passes embeddings, in which the model cannot \
-see padding, so it pools the last position of the batch | \
+| `PROMPT_TUNING`, `P_TUNING`, `MULTITASK_PROMPT_TUNING` | yes | \
+no: PEFT passes embeddings, in which the model cannot see padding, so it pools the last position of the batch | \
 no: PEFT's loss fails on the virtual tokens, which have no labels |
 | `CPT` | no: PEFT refuses it | no: PEFT refuses it | no: PEFT refuses it |
 
-The first token of a sequence with virtual tokens is a virtual one; PEFT pools it, and so does peft_mux. A prefix needs a
-backbone that takes `past_key_values`, which DistilBERT, ALBERT and ModernBERT do not. Virtual tokens need embeddings as
-wide as the layers (not those of `electra-small`).
+The first token of a sequence with virtual tokens is a virtual one; PEFT pools it, and so does peft_mux. A prefix needs
+a backbone that takes `past_key_values`, which DistilBERT, ALBERT and ModernBERT do not. Virtual tokens need embeddings
+as wide as the layers (not those of `electra-small`).
 """
 
 _TARGET_FIELDS = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"}
