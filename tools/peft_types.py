@@ -79,6 +79,26 @@ TRAINS = {
 }
 """What each type trains, in a phrase."""
 
+CLASSIFYING_PROMPTS = """\
+## Prompts that classify
+
+A prompt with `task_type="SEQ_CLS"` or `"TOKEN_CLS"` trains a copy of the classification head as well, as in PEFT. Where
+PEFT itself fails, or its results depend on padding, the task is refused with the reason:
+
+| type | `SEQ_CLS`, first token pooled (BERT, RoBERTa, ELECTRA) | \
+`SEQ_CLS`, last token pooled (Llama, Qwen, GPT-2) | `TOKEN_CLS` |
+|---|---|---|---|
+| `PREFIX_TUNING`, `CARTRIDGE` | yes | yes | yes |
+| `PROMPT_TUNING`, `P_TUNING`, `MULTITASK_PROMPT_TUNING` | yes | \
+no: PEFT passes embeddings, in which the model cannot see padding, so it pools the last position of the batch | \
+no: PEFT's loss fails on the virtual tokens, which have no labels |
+| `CPT` | no: PEFT refuses it | no: PEFT refuses it | no: PEFT refuses it |
+
+The first token of a sequence with virtual tokens is a virtual one; PEFT pools it, and so does peft_mux. A prefix needs
+a backbone that takes `past_key_values`, which DistilBERT, ALBERT and ModernBERT do not. Virtual tokens need embeddings
+as wide as the layers (not those of `electra-small`).
+"""
+
 _TARGET_FIELDS = {"target_modules", "exclude_modules", "layers_to_transform", "layers_pattern", "fan_in_fan_out"}
 _OF_BACKBONE = {"bias", "modules_to_save"}
 
@@ -86,7 +106,8 @@ _OF_BACKBONE = {"bias", "modules_to_save"}
 def page() -> str:
     """Return the page, in Markdown, for the types of the installed PEFT."""
     entries = [_listed(peft_type) for peft_type in PeftType]
-    return "\n".join([*_head(entries), *_table(entries), "", *_refusals(entries), *_fields(entries)]).rstrip() + "\n"
+    parts = [*_head(entries), *_table(entries), "", *_refusals(entries), CLASSIFYING_PROMPTS, *_fields(entries)]
+    return "\n".join(parts).rstrip() + "\n"
 
 
 def _listed(peft_type: PeftType) -> TypeEntry:
