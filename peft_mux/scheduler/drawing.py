@@ -191,7 +191,7 @@ class MemoryBar(NamedTuple):
         """Whether the peak takes more than 95 % of the memory, which drawings show in red."""
         return self.size_bytes is not None and self.peak_bytes > NEARLY_FULL * self.size_bytes
 
-    def lines(self, width: int = 50) -> list[str]:
+    def lines(self, width: int = 20) -> list[str]:
         """Return the bar in characters, the free memory, and the meaning of its letters.
 
         Args:
