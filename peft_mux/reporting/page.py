@@ -36,7 +36,9 @@ from peft_mux.scheduler.drawing import (
     memory_legend,
     memory_svg,
     planned_bars,
+    rounded_ticks,
     rows_svg,
+    time_unit,
 )
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.units import seconds_text
@@ -72,19 +74,6 @@ class Line(NamedTuple):
     is_held_out: bool = False
 
 
-def rounded_ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
-    """Return round numbers from `low` to `high`, at most `most` + 1 and equally far apart, each with its text."""
-    span = high - low
-    if not 0 < span < math.inf:
-        return []
-    unit = 10.0 ** math.floor(math.log10(span / most))
-    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor * most >= span * (1 - 1e-9))
-    digits = max(0, -math.floor(math.log10(step) + 1e-9))
-    values = [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
-    is_plain = digits <= 6 and max(map(abs, values), default=0.0) < 1e7
-    return [(value, f"{value:,.{digits}f}" if is_plain else f"{value:.4g}") for value in values]
-
-
 def chart_svg(title: str, lines: Sequence[Line], *, width: int = 250, height: int = 150) -> str:
     """Draw curves of losses over the steps of tasks, `width` by `height` pixels; return "" if there is no point."""
     lines = [line for line in lines if line.points]
@@ -94,7 +83,7 @@ def chart_svg(title: str, lines: Sequence[Line], *, width: int = 250, height: in
     last = max(max(step for step, _ in points), 1)
     low, high = min(value for _, value in points), max(value for _, value in points)
     pad = 0.05 * (high - low) or 0.05 * abs(high) or 0.05
-    bottom, right = height - _BOTTOM, width - 8
+    bottom, right = height - _BOTTOM, width - 16
     scale_x, scale_y = (right - _LEFT) / last, (bottom - _TOP) / (high - low + 2 * pad)
 
     def y_of(value: float) -> str:
@@ -414,7 +403,7 @@ def timeline_html(plan: Plan | None, steps: Sequence[MeasuredStep]) -> str:
             end = max(end, at_s)
             rows.append((f"measured process {step.rank}" if len(steps) > 1 else "measured", bars))
     return (
-        f'<div class="wide">{rows_svg(rows, end, seconds_text(end))}</div>'
+        f'<div class="wide">{rows_svg(rows, end, time_unit(end))}</div>'
         f"<div>{legend(bucket_names(plan))}</div>"
         "<p class=note>Planned is a typical step, forwards paler than backwards, by the profile "
         f"({plan.profile_source or 'none'}). Measured is the last step that followed this plan: forward and backward "
