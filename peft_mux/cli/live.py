@@ -103,7 +103,8 @@ def ask(arguments: argparse.Namespace) -> int:
         print(json.dumps(answers, indent=1))
     else:
         for answer in answers:
-            print(printable(answer["said"] if answer["ok"] else f"not done: {answer['said']}"))
+            said = printable(answer["said"] if answer["ok"] else f"not done: {answer['said']}")
+            print(wrapped(said, window_width()))
     return 0 if all(answer["ok"] for answer in answers) else 2
 
 
