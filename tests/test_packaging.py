@@ -105,6 +105,10 @@ def test_an_installed_wheel_runs_its_commands(built: Distributions, tmp_path: Pa
     version = built.wheel_path.name.split("-")[1]
     assert call(command, "--version", cwd=tmp_path, **environment) == f"peft-mux {version}\n"
     assert "--fast" in call(command, "demo", "--help", cwd=tmp_path, **environment)
-    code = "import peft_mux, peft_mux.demo.run as run; print(peft_mux.__file__, run.__file__, peft_mux.Task.__name__)"
+    # An editable installation of the checkout would find its modules, too.
+    code = (
+        "import sys; sys.meta_path = [one for one in sys.meta_path if 'Editable' not in repr(one)]; "
+        "import peft_mux, peft_mux.demo.run as run; print(peft_mux.__file__, run.__file__, peft_mux.Task.__name__)"
+    )
     found = call(sys.executable, "-c", code, cwd=tmp_path, **environment).split()
     assert found == [str(installed / "peft_mux/__init__.py"), str(installed / "peft_mux/demo/run.py"), "Task"]

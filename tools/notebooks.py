@@ -52,7 +52,7 @@ def without_machine(text: str, folder: Path) -> str:
     """Return text of an output without what is of this machine alone: its folders, its name, colours of a terminal."""
     # A folder of `tempfile.mkdtemp(prefix="run-")` is called `run` in the outputs.
     text = re.sub(re.escape(str(folder / "TMPDIR")) + r"/([\w-]+?)-[a-z0-9_]{8}(?![a-z0-9_])", r"\1", text)
-    for place, name in ((str(folder), "."), (str(ROOT), "peft_mux"), (sys.prefix, "venv"), (str(Path.home()), "~")):
+    for place, name in ((str(folder), "."), (sys.prefix, "venv"), (str(ROOT), "peft_mux"), (str(Path.home()), "~")):
         text = text.replace(place, name)
     return re.sub(r"\x1b\[[0-9;?]*[A-Za-z]", "", text.replace(socket.gethostname(), "host"))
 
