@@ -77,6 +77,8 @@ def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float)
 
 FORMAT_VERSION = 4
 _MOST_NOTES = 12
+_NUMBERS_WIDTH = 48
+"""Characters of a row of the table without the name of its task."""
 """Notes of a plan that its text has."""
 _SOURCES = {"measured": "profile measured on this device", "analytic": "analytic profile, not measured"}
 
@@ -199,9 +201,15 @@ class Plan:
             raise ValueError("the plan holds no running task; allowed: plans with at least one, to have a timeline.")
         return simulate(self.template, self.bucket_loads, links=self.link)
 
-    def summary(self) -> str:
-        """Return the plan as a table, a row for each task under its hTask."""
+    def summary(self, columns: int | None = None) -> str:
+        """Return the plan as a table, a row for each task under its hTask.
+
+        Args:
+            columns: characters of a row of the table; longer names of tasks have a line of their own. By default rows
+                have any length.
+        """
         width = max(map(len, ["task", *(share.name for share in self.shares), *(one.name for one in self.waiting)]))
+        width = width if columns is None else min(width, max(columns - _NUMBERS_WIDTH, 4))
         htasks = f"{len(self.htasks)} hTask{'' if len(self.htasks) == 1 else 's'}"
         stages = "" if self.num_stages == 1 else f", {self.num_stages} stages, {len(self.buckets)} buckets"
         lines = [
@@ -211,7 +219,7 @@ class Plan:
         for number, htask in enumerate(self.htasks, start=1):
             shares = [share for share in self.shares if share.name in htask.tasks]
             lines += [
-                f"  {share.name:<{width}}  {number:>5}  {share.batch_size:>5}  {share.tokens_per_step:>11,.0f}"
+                f"  {_cell(share.name, width)}  {number:>5}  {share.batch_size:>5}  {share.tokens_per_step:>11,.0f}"
                 f"  {share.num_steps:>6,}  {share.adapter_parameters:>9,}"
                 for share in shares
             ]
@@ -228,7 +236,7 @@ class Plan:
             groups = "; ".join(", ".join(str(index + 1) for index in bucket) for bucket in self.buckets)
             saved = f", which saves {seconds_text(self.turns.saved_s)} a step" if self.turns.saved_s else ""
             lines.append(f"  up to {self.turns.width} passes of a bucket take turns{saved}; hTasks by bucket: {groups}")
-        lines += [f"  {one.name:<{width}}  waits: {one.reason}" for one in self.waiting]
+        lines += [f"  {_cell(one.name, width)}  waits: {one.reason}" for one in self.waiting]
         lines.append("")
         if self.step_s and self.tokens_per_s is not None:
             source = _SOURCES.get(self.profile_source, self.profile_source)
@@ -406,6 +414,11 @@ class Plan:
             return cls(**data)
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"plan lacks or misnames a field ({error}); allowed: what to_json wrote.") from error
+
+
+def _cell(name: str, width: int) -> str:
+    """Return a name as the first cell of a row; a name that is too long gets a line of its own above the row."""
+    return name.ljust(width) if len(name) <= width else f"{name}\n  {'':<{width}}"
 
 
 def _passes(htask: HTask) -> str:
