@@ -81,12 +81,12 @@ def page(found: dict[str, Any]) -> str:
     hardware, versions = found["hardware"], found["versions"]
     commands = ", then ".join(f"`{one}`" for one in found["commands"])
     lines = [
-        "# The papers' evaluations, as far as this machine bears them",
+        "# The papers' evaluations",
         "",
-        f"Written by {commands} ({found['date']}); `benchmarks/papers/` says how each figure is made.",
-        "Ratios are of the seconds of all steps but each task's first, contenders by turns in one run, held to equal",
-        "losses before. The papers measured A40, H100 and A100 GPUs and backbones of 2.7B parameters and more: only",
-        "directions can be compared.",
+        f"Written by {commands} ({found['date']}); `benchmarks/papers/` describes each figure.",
+        "Ratios compare the time of all steps except each task's first. Contenders alternate in one run, after a check",
+        "that losses are equal. The papers used A40, H100 and A100 GPUs, and backbones of 2.7B parameters or more,",
+        "so only the direction of the results is comparable. M is MuxTune, L is LobRA.",
         "",
         f"{hardware['cpu']}, {hardware['cores']} cores, load average {hardware['load_average']}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())

@@ -196,7 +196,7 @@ def test_a_layout_trains_to_the_result_of_one_process(
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("diff", {"pipeline_parallel_size": 2}, "the penalty of layers on one stage does not reach the loss"),
+        ("diff", {"pipeline_parallel_size": 2}, "the penalties of other stages do not reach the loss"),
         ("houlsby", {"tensor_parallel_size": 2}, "its layers are not cut"),
     ],
 )
