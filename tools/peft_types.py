@@ -109,24 +109,29 @@ def _head(entries: list[TypeEntry]) -> Iterator[str]:
 
 
 def _table(entries: list[TypeEntry]) -> Iterator[str]:
-    yield "| type | how | frozen layer runs | trains | pipeline stages | sharded backbone |"
+    letters: dict[str, str] = {}
+    yield "| type | how | frozen layer | trains | stages | sharded |"
     yield "|---|---|---|---|---|---|"
     for entry in sorted(entries, key=lambda entry: (list(Category).index(entry.category), entry.name)):
-        base = ""
-        if entry.category is not Category.REFUSED:
-            is_once = entry.shares_base or entry.category in (Category.FUSED, Category.PROMPT)
-            base = "once" if is_once else "per task"
+        if entry.category is Category.REFUSED:
+            continue
+        is_once = entry.shares_base or entry.category in (Category.FUSED, Category.PROMPT)
         needs = f" (needs `{entry.needs}`)" if entry.needs else ""
-        how = f"{entry.category.value} | {base}"
-        yield f"| `{entry.name}` | {how} | {TRAINS[entry.name]}{needs} | {_stages(entry)} |"
-
-
-def _stages(entry: TypeEntry) -> str:
-    if entry.category not in (Category.SLICED, Category.WEIGHT_SPACE, Category.FUSED):
-        return "no | no"
-    shards = "only from the start of a run" if entry.reads_weights else "yes"
-    reason = entry.spans_layers or (WEIGHTS_ARE_READ if entry.reads_weights else "")
-    return f"no: {reason} | {shards}" if reason else f"yes | {shards}"
+        stages, shards = "yes", "yes"
+        if entry.category is Category.PROMPT:
+            stages, shards = "no", "no"
+        elif reason := entry.spans_layers or (WEIGHTS_ARE_READ if entry.reads_weights else ""):
+            stages = f"no ({letters.setdefault(reason, 'abcdefghijklmnop'[len(letters)])})"
+        if entry.reads_weights:
+            shards = "at start"
+        how = f"{entry.category.value} | {'once' if is_once else 'per task'}"
+        yield f"| `{entry.name}` | {how} | {TRAINS[entry.name]}{needs} | {stages} | {shards} |"
+    yield ""
+    yield "**stages**: pipelines, whose processes have some of the layers. **sharded**: `shard_backbone=True`; at start: the"
+    yield "task must exist when the run starts. Why types cannot be divided into stages:"
+    yield ""
+    for reason, letter in letters.items():
+        yield f"* ({letter}) {reason}"
 
 
 def _refusals(entries: list[TypeEntry]) -> Iterator[str]:
@@ -134,11 +139,12 @@ def _refusals(entries: list[TypeEntry]) -> Iterator[str]:
     yield ""
     yield "## Refused types"
     yield ""
-    yield "| type | reason | nearest type |"
-    yield "|---|---|---|"
+    yield "| type | trains | reason | nearest type |"
+    yield "|---|---|---|---|"
     for entry in sorted(entries, key=lambda entry: entry.name):
         if entry.category is Category.REFUSED:
-            yield f"| `{entry.name}` | {entry.refusal} | {', '.join(f'`{name}`' for name in entry.nearest)} |"
+            nearest = ", ".join(f"`{name}`" for name in entry.nearest)
+            yield f"| `{entry.name}` | {TRAINS[entry.name]} | {entry.refusal} | {nearest} |"
     yield ""
 
 
