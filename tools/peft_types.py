@@ -127,8 +127,8 @@ def _table(entries: list[TypeEntry]) -> Iterator[str]:
         how = f"{entry.category.value} | {'once' if is_once else 'per task'}"
         yield f"| `{entry.name}` | {how} | {TRAINS[entry.name]}{needs} | {stages} | {shards} |"
     yield ""
-    yield "**stages**: pipelines, whose processes have some of the layers. **sharded**: `shard_backbone=True`; at start: the"
-    yield "task must exist when the run starts. Why types cannot be divided into stages:"
+    yield "**stages**: pipelines, whose processes hold some layers. **sharded**: `shard_backbone=True`; at start:"
+    yield "the task must exist when the run starts. Why types cannot be divided into stages:"
     yield ""
     for reason, letter in letters.items():
         yield f"* ({letter}) {reason}"
