@@ -10,7 +10,10 @@ import pytest
 from tests.paths import ROOT
 from tools.pictures import COMMAND, DRAWINGS, FOLDER
 
-PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = [
+    *(ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")),
+    *sorted((ROOT / "docs").glob("*.md")),
+]
 
 
 def links(page: Path) -> list[str]:
