@@ -12,35 +12,36 @@ from peft_mux.modeling.adapters.lora.config import REASONS
 
 COMMAND = "python -m tools.lora_fields"
 
-_NOTED = "Written into the saved adapter; training does not read it."
-_UNREAD = "Only read with a refused field, so any value is accepted."
+_AS_IN_PEFT = "as in PEFT"
+_NOTED = "saved with the adapter, not used in training"
+_UNREAD = "only used with a refused field, so any value is accepted"
 
 HONOURED: dict[str, str] = {
     "task_type": "CAUSAL_LM, SEQ_CLS or None; determines the head that the backbone must have.",
-    "peft_type": "LORA.",
+    "peft_type": _AS_IN_PEFT,
     "auto_mapping": _NOTED,
     "peft_version": _NOTED,
-    "base_model_name_or_path": "Replaced by the name of the run's backbone, as PEFT does.",
+    "base_model_name_or_path": _AS_IN_PEFT,
     "revision": _NOTED,
-    "inference_mode": "False in training, True in the saved adapter, as in PEFT.",
+    "inference_mode": _AS_IN_PEFT,
     "r": "Ranks may differ between tasks; all are computed in the same grouped products.",
     "target_modules": "Linear layers by grouped products, embeddings by PEFT's own layer.",
-    "exclude_modules": "As in PEFT.",
+    "exclude_modules": _AS_IN_PEFT,
     "lora_alpha": "Each task has its own scale.",
     "lora_dropout": "Depends on the task's seed, step and token position only, never on other tasks.",
-    "fan_in_fan_out": "As in PEFT; used for GPT-2.",
+    "fan_in_fan_out": _AS_IN_PEFT,
     "bias": "Each task has its own biases, which replace the backbone's on its rows.",
-    "use_rslora": "The scale is alpha / sqrt(r).",
+    "use_rslora": _AS_IN_PEFT,
     "modules_to_save": "Each task has its own copy of embeddings, norms and the output head. Linear layers inside "
     "blocks, and modules that contain others, are refused.",
     "init_lora_weights": "True, False, gaussian and orthogonal as in PEFT. pissa, pissa_niter_N, olora (not for "
     "weights stored as [in, out], such as GPT-2's, where PEFT fails), corda and lora_ga do not change the shared "
     "backbone; the adapter is saved as a LoRA of twice the rank, like PEFT's conversion. corda and lora_ga need "
     "preprocess_corda and preprocess_loraga on the backbone. eva, loftq and mica are refused.",
-    "layers_to_transform": "As in PEFT.",
-    "layers_pattern": "As in PEFT.",
-    "rank_pattern": "Names or regular expressions, as in PEFT.",
-    "alpha_pattern": "Names or regular expressions, as in PEFT.",
+    "layers_to_transform": _AS_IN_PEFT,
+    "layers_pattern": _AS_IN_PEFT,
+    "rank_pattern": _AS_IN_PEFT,
+    "alpha_pattern": _AS_IN_PEFT,
     "megatron_core": _UNREAD,
     "trainable_token_indices": "Each task has its own rows of the embedding, and of a tied head.",
     "corda_config": "For init_lora_weights='corda', after preprocess_corda on the backbone.",
@@ -57,19 +58,17 @@ HONOURED: dict[str, str] = {
 
 def page() -> str:
     """Return the page, in Markdown, for the fields of the installed PEFT in their order."""
-    lines = [
-        "# Every field of `LoraConfig`",
-        "",
-        f"<!-- Written by `{COMMAND}`; a test compares this page with it. -->",
-        "",
-        "| field | | how |",
-        "|---|---|---|",
+    names = [one.name for one in fields(LoraConfig)]
+    lines = ["# Fields of `LoraConfig`", "", f"<!-- Written by `{COMMAND}`; a test compares this page with it. -->", ""]
+    common = (_AS_IN_PEFT, _NOTED, _UNREAD)
+    for text in common:
+        lines.append(f"* {text}: {', '.join(f'`{name}`' for name in names if HONOURED.get(name) == text)}")
+    lines += ["", "| supported field | notes |", "|---|---|"]
+    lines += [f"| `{name}` | {HONOURED[name]} |" for name in names if name in HONOURED and HONOURED[name] not in common]
+    lines += ["", "| refused field | reason, and what to do |", "|---|---|"]
+    lines += [
+        f"| `{name}` | {REASONS[name][0].upper()}{REASONS[name][1:]}. |" for name in names if name not in HONOURED
     ]
-    for field in (one.name for one in fields(LoraConfig)):
-        if field in HONOURED:
-            lines.append(f"| `{field}` | yes | {HONOURED[field]} |")
-        else:
-            lines.append(f"| `{field}` | refused | {REASONS[field][0].upper()}{REASONS[field][1:]}. |")
     return "\n".join([*lines, ""])
 
 

@@ -97,7 +97,10 @@ def page(found: dict[str, Any]) -> str:
         if not rows:
             continue
         lines += ["", f"## {title}", "", "| figure | paper | here | runs |", "|---|---|---|---|"]
-        lines += [f"| {row['what']} | {row['paper']} | {figure(row)} | {row['note']} |" for row in rows]
+        notes = ["", *(row["note"] for row in rows)]
+        for row, last in zip(rows, notes, strict=False):
+            note = "the same" if row["note"] == last else row["note"]
+            lines.append(f"| {row['what']} | {row['paper']} | {figure(row)} | {note} |")
     left = [part for part in PARTS if part not in {row["part"] for row in found["rows"]}]
     if left:
         lines += ["", "Not in this run: " + "; ".join(PARTS[part] for part in left) + "."]
