@@ -155,7 +155,7 @@ def test_layouts_that_a_type_cannot_be_trained_on_are_refused_by_name() -> None:
     assert bottleneck.refusals(stages, "tasks.a") == []
     assert "its layers are not cut" in str(bottleneck.refusals(shards, "tasks.a")[0])
     assert "its layers are not cut" in str(diff.refusals(shards, "tasks.a")[0])
-    assert "penalty of layers on one stage" in str(diff.refusals(stages, "tasks.a")[0])
+    assert "penalties of other stages" in str(diff.refusals(stages, "tasks.a")[0])
 
 
 def test_plans_count_what_the_adapters_cost(tmp_path: Path) -> None:
