@@ -115,12 +115,6 @@ def held_out_batches(
     yield batch_of(rows)
 
 
-def _shortest_row(batch: TaskBatch) -> int:
-    """Return the index of the shortest row of a batch, of those with a target if there are any."""
-    rows = batch.sequences
-    return min(range(len(rows)), key=lambda index: (rows[index].num_targets == 0, len(rows[index])))
-
-
 class _OwnMetrics:
     """Collects predictions and labels of one evaluation for a task's `compute_metrics`.
 
@@ -293,7 +287,8 @@ class TaskEvaluator:
         if not ended:
             return
         batches = {name: run.loader.batch(run.step - 1) for name, run in ended.items()}
-        broken = self._broken_losses(list(batches.values()), [[_shortest_row(one)] for one in batches.values()])
+        lengths = [list(map(len, batch.sequences)) for batch in batches.values()]
+        broken = self._broken_losses(list(batches.values()), [[own.index(min(own))] for own in lengths])
         in_doubt = [batches[name] for name, error in broken.items() if not error]
         if in_doubt:
             broken = {name: error for name, error in broken.items() if error} | self._broken_losses(in_doubt)
