@@ -75,19 +75,34 @@ class Head(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
 
-    def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        """Return `[M, V]` logits, in fp32 at least."""
+    def logits(self, hidden_MD: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `[M, V]` logits, in fp32 at least.
+
+        Args:
+            hidden_MD: `[M, D]` hidden states.
+            out: logits of an earlier block of at least M rows, in whose memory these are made; new memory by default.
+        """
+        weight = self.weight.to(hidden_MD.dtype)
         bias = None if self.bias is None else self.bias.to(hidden_MD.dtype)
-        logits = F.linear(hidden_MD, self.weight.to(hidden_MD.dtype), bias)
-        # bf16 has 8 bits: exponentials and their sum need fp32. Logits in float64 stay as they are.
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if out is None:
+            logits = F.linear(hidden_MD, weight, bias)
+            # bf16 has 8 bits: exponentials and their sum need fp32. Logits in float64 stay as they are.
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        else:
+            logits = out[: len(hidden_MD)]
+            if out.dtype != hidden_MD.dtype:
+                logits.copy_(F.linear(hidden_MD, weight, bias))
+            elif bias is None:
+                torch.mm(hidden_MD, weight.t(), out=logits)
+            else:
+                torch.addmm(bias, hidden_MD, weight.t(), out=logits)
         # In their own memory, unless autograd is to know how they were made.
-        out = None if logits.requires_grad else logits
+        place = None if logits.requires_grad else logits
         if self.scale != 1.0:
-            logits = torch.mul(logits, self.scale, out=out)
+            logits = torch.mul(logits, self.scale, out=place)
         if self.softcap is not None:
-            capped = torch.tanh(torch.div(logits, self.softcap, out=out), out=out)
-            logits = torch.mul(capped, self.softcap, out=out)
+            capped = torch.tanh(torch.div(logits, self.softcap, out=place), out=place)
+            logits = torch.mul(capped, self.softcap, out=place)
         return logits
 
 
@@ -148,9 +163,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if links is None and runs_kernels(hidden_MD.device) and hidden_MD.dtype in KERNEL_DTYPES:
             _fused_blocks(hidden_MD, head, targets_M, rows_per_block, losses, gradient)
         else:
+            block = None
             for start in range(0, len(hidden_MD), rows_per_block):
                 rows = slice(start, start + rows_per_block)
-                logits = head.logits(hidden_MD[rows])
+                # In the memory of the block before, as the C library rarely gives a freed block of one size out again.
+                block = logits = head.logits(hidden_MD[rows], out=block)
                 if links is None:
                     local, is_here = targets_M[rows, None], None
                     log_normaliser = torch.cat(
