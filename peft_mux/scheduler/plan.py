@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.costs.memory import MemoryEstimate
+from peft_mux.scheduler.costs.profile import with_tuples
 from peft_mux.scheduler.drawing import MemoryBar, gantt_text, memory_bars_text, plan_html, save_gantt
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
@@ -382,7 +383,7 @@ class Plan:
         Raises:
             ValueError: for another format version, or a field that is missing.
         """
-        data = _with_tuples(json.loads(text))
+        data = with_tuples(json.loads(text))
         version = data.pop("format_version", None)
         if version != FORMAT_VERSION:
             raise ValueError(f"format_version: got {version!r}; allowed: {FORMAT_VERSION}.")
@@ -410,10 +411,3 @@ class Plan:
 
 def _passes(htask: HTask) -> str:
     return f"{htask.micro_batches} pass{'es' if htask.micro_batches > 1 else ''}"
-
-
-def _with_tuples(value: Any) -> Any:
-    """Return a value of JSON with tuples for lists."""
-    if isinstance(value, dict):
-        return {name: _with_tuples(item) for name, item in value.items()}
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value
