@@ -30,7 +30,6 @@ from peft_mux.modeling.backbone.quantized import quantized_layers, weight_bytes
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.costs.model_shape import FrozenParts
-from peft_mux.scheduler.planner.values import TaskShare
 
 SAMPLE_ROWS = 64
 _SAMPLE_BATCHES = 3
@@ -127,19 +126,6 @@ def part_of(load: TaskLoad, rows: Sequence[int]) -> TaskLoad:
     own = replace(load, lengths=lengths, shared=_shared(lengths, trie), trie=trie)
     targets = round(load.num_targets * own.tokens / max(load.tokens, 1))
     return replace(own, num_targets=max(1, targets) if lengths else 0)
-
-
-def task_share(run: TaskRun, shapes: ParameterShapes) -> TaskShare:
-    """Return what a task brings into a step of all replicas."""
-    batch = _sharing_batch(run)
-    return TaskShare(
-        name=run.name,
-        batch_size=run.hyper.train_batch_size,
-        tokens_per_step=run.loader.tokens_per_step,
-        num_steps=run.num_steps,
-        adapter_parameters=_num_elements(shapes),
-        computed_share=1.0 if batch is None else _computed_share(batch),
-    )
 
 
 def typical_lengths(lengths: Sequence[int], batch_size: int) -> tuple[int, ...]:

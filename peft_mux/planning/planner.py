@@ -32,7 +32,6 @@ from peft_mux.planning.loads import (
     frozen_parts,
     part_of,
     task_load,
-    task_share,
     whole_shapes,
 )
 from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
@@ -55,7 +54,7 @@ from peft_mux.scheduler.planner.admission import DoesNotFitError, least_pass_tok
 from peft_mux.scheduler.planner.passes import TurnTimes, planned_passes
 from peft_mux.scheduler.planner.planner import plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
-from peft_mux.scheduler.planner.values import Budget, Outcome
+from peft_mux.scheduler.planner.values import Budget, Outcome, TaskShare
 from peft_mux.scheduler.units import bytes_text
 
 _CHUNKS_OF_INTERLEAVED = 2
@@ -189,7 +188,18 @@ class Planner:
         layers_per_stage = given.cost.layers_per_stage
         # Tasks that wait for memory have no share of a step.
         in_plan = {name for htask in outcome.htasks for name in htask.tasks}
-        shares = tuple(task_share(run, self.shapes_of(run.name)) for run in runs if run.name in in_plan)
+        shares = tuple(
+            TaskShare(
+                name=run.name,
+                batch_size=run.hyper.train_batch_size,
+                tokens_per_step=run.loader.tokens_per_step,
+                num_steps=run.num_steps,
+                adapter_parameters=load.trainable_parameters,
+                computed_share=1.0 if load.trie is None else load.tokens / sum(load.lengths),
+            )
+            for run, load in zip(runs, loads, strict=True)
+            if run.name in in_plan
+        )
         passes = tuple(
             planned_passes(outcome.htasks, own, budget.rules, outcome.max_tokens) for own in given.replicas if runs
         )

@@ -26,7 +26,7 @@ from peft_mux.scheduler.planner.values import HTask, PlannedPass, TaskShare, Tur
 from peft_mux.scheduler.units import MEMORY, bytes_text, seconds_text, step_time_text, time_band
 
 
-class RunTimes(NamedTuple):
+class PredictedTimes(NamedTuple):
     """Predicted times of the same steps, one task after another and together.
 
     Attributes:
@@ -50,7 +50,7 @@ class RunTimes(NamedTuple):
         )
 
 
-def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float) -> RunTimes | None:
+def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float) -> PredictedTimes | None:
     """Return both times; `None` for a single task, or if a time is unknown.
 
     Tasks end at different steps, and the steps after that are not planned. What a step of all tasks saves over their
@@ -73,7 +73,7 @@ def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float)
         running_s, longest_s = running_s + own_s, max(longest_s, own_s)
         # A step is never faster than its longest task by itself.
         together_s += (steps - end) * max(running_s - others * saved_s, min(longest_s, step_s))
-    return RunTimes(sum(steps * own_s for steps, own_s in tasks), together_s)
+    return PredictedTimes(sum(steps * own_s for steps, own_s in tasks), together_s)
 
 
 FORMAT_VERSION = 4
@@ -152,7 +152,7 @@ class Plan:
         return self.tokens_per_step / self.step_s if self.step_s else None
 
     @property
-    def run_times(self) -> RunTimes | None:
+    def run_times(self) -> PredictedTimes | None:
         """Predicted times of all steps of its tasks, in turn and together; `None` for one task, or if unknown."""
         steps, alone_s = [share.num_steps for share in self.shares], [share.alone_s for share in self.shares]
         return run_times(steps, alone_s, self.step_s)

@@ -36,11 +36,6 @@ _MOST = 64
 _COUNTED: dict[tuple[Description, Hashable], float] = {}
 
 
-def forget() -> None:
-    """Drop all counts that were kept."""
-    _COUNTED.clear()
-
-
 def description_of(model: MultiTaskPeftModel) -> Description | None:
     """Return everything that decides on a model made without data: architecture, adapters and their kinds.
 
