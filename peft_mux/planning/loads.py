@@ -198,11 +198,8 @@ def frozen_parts(backbone: Any, num_layers: int, dtype: torch.dtype) -> FrozenPa
         dtype: the dtype in which its weights are (or will be) held, except quantised ones.
     """
     text = set(language_model(backbone).modules())
-    prefix = None
-    for name, module in backbone.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers and module in text:
-            prefix = f"{name}."
-            break
+    lists = ((name, one) for name, one in backbone.named_modules() if isinstance(one, nn.ModuleList) and one in text)
+    prefix = next((f"{name}." for name, layers in lists if len(layers) == num_layers), None)
     if prefix is None:
         return None
     cut_names = set()
