@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.costs.memory import MemoryEstimate
+from peft_mux.scheduler.costs.profile import with_tuples
 from peft_mux.scheduler.drawing import MemoryBar, gantt_text, memory_bars_text, plan_html, save_gantt
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
@@ -25,7 +26,7 @@ from peft_mux.scheduler.planner.values import HTask, PlannedPass, TaskShare, Tur
 from peft_mux.scheduler.units import MEMORY, bytes_text, seconds_text, step_time_text, time_band
 
 
-class RunTimes(NamedTuple):
+class PredictedTimes(NamedTuple):
     """Predicted times of the same steps, one task after another and together.
 
     Attributes:
@@ -49,7 +50,7 @@ class RunTimes(NamedTuple):
         )
 
 
-def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float) -> RunTimes | None:
+def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float) -> PredictedTimes | None:
     """Return both times; `None` for a single task, or if a time is unknown.
 
     Tasks end at different steps, and the steps after that are not planned. What a step of all tasks saves over their
@@ -72,7 +73,7 @@ def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float)
         running_s, longest_s = running_s + own_s, max(longest_s, own_s)
         # A step is never faster than its longest task by itself.
         together_s += (steps - end) * max(running_s - others * saved_s, min(longest_s, step_s))
-    return RunTimes(sum(steps * own_s for steps, own_s in tasks), together_s)
+    return PredictedTimes(sum(steps * own_s for steps, own_s in tasks), together_s)
 
 
 FORMAT_VERSION = 4
@@ -153,7 +154,7 @@ class Plan:
         return self.tokens_per_step / self.step_s if self.step_s else None
 
     @property
-    def run_times(self) -> RunTimes | None:
+    def run_times(self) -> PredictedTimes | None:
         """Predicted times of all steps of its tasks, in turn and together; `None` for one task, or if unknown."""
         steps, alone_s = [share.num_steps for share in self.shares], [share.alone_s for share in self.shares]
         return run_times(steps, alone_s, self.step_s)
@@ -390,7 +391,7 @@ class Plan:
         Raises:
             ValueError: for another format version, or a field that is missing.
         """
-        data = _with_tuples(json.loads(text))
+        data = with_tuples(json.loads(text))
         version = data.pop("format_version", None)
         if version != FORMAT_VERSION:
             raise ValueError(f"format_version: got {version!r}; allowed: {FORMAT_VERSION}.")
@@ -423,10 +424,3 @@ def _cell(name: str, width: int) -> str:
 
 def _passes(htask: HTask) -> str:
     return f"{htask.micro_batches} pass{'es' if htask.micro_batches > 1 else ''}"
-
-
-def _with_tuples(value: Any) -> Any:
-    """Return a value of JSON with tuples for lists."""
-    if isinstance(value, dict):
-        return {name: _with_tuples(item) for name, item in value.items()}
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value

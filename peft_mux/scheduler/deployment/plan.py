@@ -321,12 +321,7 @@ def decide_redeployment(
         time_model: predicts the seconds of one replica; it knows the old configurations too, if they hold anything.
         remaining: the steps that each task has left, and its tokens in a step.
         restart_s: seconds that the restart costs.
-
-    Raises:
-        ValueError: for a negative cost.
     """
-    if not 0 <= restart_s < math.inf:
-        raise ValueError(f"restart_s is {restart_s}; allowed: 0 or more. Give seconds.")
     tokens_per_step = sum(tokens for _, tokens in remaining)
     tokens_left = sum(max(0, steps) * tokens for steps, tokens in remaining)
     groups = groups_of(old, time_model)
