@@ -22,6 +22,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
+from peft_mux.reporting import views
 from tests.paths import ROOT, SHARED_DATA
 from tests.pictures import draw_none
 
@@ -98,6 +99,15 @@ def _empty_pictures() -> Iterator[None]:
     """Spare tests that are not about pictures the time of drawing them."""
     with pytest.MonkeyPatch.context() as patch:
         draw_none(patch)
+        yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _wide_lines() -> Iterator[None]:
+    """Keep lines whole for tests of what they say; `tests/cli/test_width.py` tests where they are broken."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("COLUMNS", raising=False)
+        patch.setattr(views, "FILE_WIDTH", 400)
         yield
 
 

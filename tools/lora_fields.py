@@ -12,65 +12,63 @@ from peft_mux.modeling.adapters.lora.config import REASONS
 
 COMMAND = "python -m tools.lora_fields"
 
-_NOTED = "Written into the saved adapter; training does not read it."
-_UNREAD = "Not read unless the refused field that it belongs to is set, so any value is let through."
+_AS_IN_PEFT = "as in PEFT"
+_NOTED = "saved with the adapter, not used in training"
+_UNREAD = "only used with a refused field, so any value is accepted"
 
 HONOURED: dict[str, str] = {
-    "task_type": "CAUSAL_LM, SEQ_CLS or None; tells which head the backbone has to have.",
-    "peft_type": "LORA, which finds this table.",
+    "task_type": "CAUSAL_LM, SEQ_CLS or None; determines the head that the backbone must have.",
+    "peft_type": _AS_IN_PEFT,
     "auto_mapping": _NOTED,
     "peft_version": _NOTED,
-    "base_model_name_or_path": "Replaced by the name of the backbone of the run, as PEFT does.",
+    "base_model_name_or_path": _AS_IN_PEFT,
     "revision": _NOTED,
-    "inference_mode": "Set to False, as tasks are trained, and to True in what is saved, as PEFT does.",
-    "r": "Ranks may differ from task to task; all lie in the same grouped products.",
-    "target_modules": "Linear layers through the grouped products, embeddings through PEFT's own layer.",
-    "exclude_modules": "As PEFT reads it.",
+    "inference_mode": _AS_IN_PEFT,
+    "r": "Ranks may differ between tasks; all are computed in the same grouped products.",
+    "target_modules": "Linear layers by grouped products, embeddings by PEFT's own layer.",
+    "exclude_modules": _AS_IN_PEFT,
     "lora_alpha": "Each task has its own scale.",
-    "lora_dropout": "Drawn from the task's seed, its step and the token's place, so never from neighbours.",
-    "fan_in_fan_out": "As PEFT reads it; layers of GPT-2 keep their weights so.",
-    "bias": "Each task has its own biases, which take the place of the backbone's on its rows.",
-    "use_rslora": "The scale is alpha / sqrt(r).",
-    "modules_to_save": "Each task runs its own copy of embeddings, norms and the output head on its own rows. Linear "
-    "layers inside of blocks, and modules that hold others, are refused.",
-    "init_lora_weights": "True, False, gaussian and orthogonal as PEFT draws them. pissa, pissa_niter_N, olora (not on "
-    "layers that keep their weight as [in, out], as GPT-2's, where PEFT fails), corda and lora_ga leave the shared "
-    "backbone as it is and are saved as a LoRA of twice the rank, as PEFT converts them; the last two read what "
-    "preprocess_corda and preprocess_loraga have left on the backbone. eva, loftq and mica are refused.",
-    "layers_to_transform": "As PEFT reads it.",
-    "layers_pattern": "As PEFT reads it.",
-    "rank_pattern": "Names or regular expressions, as PEFT matches them.",
-    "alpha_pattern": "Names or regular expressions, as PEFT matches them.",
+    "lora_dropout": "Depends on the task's seed, step and token position only, never on other tasks.",
+    "fan_in_fan_out": _AS_IN_PEFT,
+    "bias": "Each task has its own biases, which replace the backbone's on its rows.",
+    "use_rslora": _AS_IN_PEFT,
+    "modules_to_save": "Each task has its own copy of embeddings, norms and the output head. Linear layers inside "
+    "blocks, and modules that contain others, are refused.",
+    "init_lora_weights": "True, False, gaussian and orthogonal as in PEFT. pissa, pissa_niter_N, olora (not for "
+    "weights stored as [in, out], such as GPT-2's, where PEFT fails), corda and lora_ga do not change the shared "
+    "backbone; the adapter is saved as a LoRA of twice the rank, like PEFT's conversion. corda and lora_ga need "
+    "preprocess_corda and preprocess_loraga on the backbone. eva, loftq and mica are refused.",
+    "layers_to_transform": _AS_IN_PEFT,
+    "layers_pattern": _AS_IN_PEFT,
+    "rank_pattern": _AS_IN_PEFT,
+    "alpha_pattern": _AS_IN_PEFT,
     "megatron_core": _UNREAD,
-    "trainable_token_indices": "Each task's own rows of the embedding, and of a head that is tied to it, on its own "
-    "rows of the stream.",
-    "corda_config": "Read by init_lora_weights='corda', after preprocess_corda on the backbone.",
-    "lora_ga_config": "Read by init_lora_weights='lora_ga', after preprocess_loraga on the backbone.",
-    "use_dora": "The grouped product as for LoRA, then each row of the weight scaled to the trained length.",
+    "trainable_token_indices": "Each task has its own rows of the embedding, and of a tied head.",
+    "corda_config": "For init_lora_weights='corda', after preprocess_corda on the backbone.",
+    "lora_ga_config": "For init_lora_weights='lora_ga', after preprocess_loraga on the backbone.",
+    "use_dora": "Grouped products as for LoRA, then each row of the weight is scaled to the trained magnitude.",
     "qalora_group_size": _UNREAD,
-    "lora_bias": "A bias on lora_B, added on the task's rows.",
-    "target_parameters": "Experts of a mixture in products grouped over tasks and experts, other bare parameters task "
-    "by task. Dropout, DoRA and other options of layers alone cannot be combined with it.",
-    "use_bdlora": "The block-diagonal factor runs as PEFT wrote it, on the task's rows.",
+    "lora_bias": "A bias on lora_B.",
+    "target_parameters": "Experts of a mixture by products grouped over tasks and experts; other parameters per task. "
+    "Dropout, DoRA and other layer-only options cannot be combined with it.",
+    "use_bdlora": "The block-diagonal factor runs as in PEFT, on the task's rows.",
 }
-"""What becomes of each field that may be set."""
+"""How each supported field is handled."""
 
 
 def page() -> str:
     """Return the page, in Markdown, for the fields of the installed PEFT in their order."""
-    lines = [
-        "# Every field of `LoraConfig`",
-        "",
-        f"<!-- Written by `{COMMAND}`; a test holds this page to it. -->",
-        "",
-        "| field | | |",
-        "|---|---|---|",
+    names = [one.name for one in fields(LoraConfig)]
+    lines = ["# Fields of `LoraConfig`", "", f"<!-- Written by `{COMMAND}`; a test compares this page with it. -->", ""]
+    common = (_AS_IN_PEFT, _NOTED, _UNREAD)
+    for text in common:
+        lines.append(f"* {text}: {', '.join(f'`{name}`' for name in names if HONOURED.get(name) == text)}")
+    lines += ["", "| supported field | notes |", "|---|---|"]
+    lines += [f"| `{name}` | {HONOURED[name]} |" for name in names if name in HONOURED and HONOURED[name] not in common]
+    lines += ["", "| refused field | reason, and what to do |", "|---|---|"]
+    lines += [
+        f"| `{name}` | {REASONS[name][0].upper()}{REASONS[name][1:]}. |" for name in names if name not in HONOURED
     ]
-    for field in (one.name for one in fields(LoraConfig)):
-        if field in HONOURED:
-            lines.append(f"| `{field}` | honoured | {HONOURED[field]} |")
-        else:
-            lines.append(f"| `{field}` | refused | {REASONS[field][0].upper()}{REASONS[field][1:]}. |")
     return "\n".join([*lines, ""])
 
 

@@ -81,12 +81,12 @@ def page(found: dict[str, Any]) -> str:
     hardware, versions = found["hardware"], found["versions"]
     commands = ", then ".join(f"`{one}`" for one in found["commands"])
     lines = [
-        "# The papers' evaluations, as far as this machine bears them",
+        "# The papers' evaluations",
         "",
-        f"Written by {commands} ({found['date']}); `benchmarks/papers/` says how each figure is made.",
-        "Ratios are of the seconds of all steps but each task's first, contenders by turns in one run, held to equal",
-        "losses before. The papers measured A40, H100 and A100 GPUs and backbones of 2.7B parameters and more: only",
-        "directions can be compared.",
+        f"Written by {commands} ({found['date']}); `benchmarks/papers/` describes each figure.",
+        "Ratios compare the time of all steps except each task's first. Contenders alternate in one run, after a check",
+        "that losses are equal. The papers used A40, H100 and A100 GPUs, and backbones of 2.7B parameters or more,",
+        "so only the direction of the results is comparable. M is MuxTune, L is LobRA.",
         "",
         f"{hardware['cpu']}, {hardware['cores']} cores, load average {hardware['load_average']}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -97,7 +97,10 @@ def page(found: dict[str, Any]) -> str:
         if not rows:
             continue
         lines += ["", f"## {title}", "", "| figure | paper | here | runs |", "|---|---|---|---|"]
-        lines += [f"| {row['what']} | {row['paper']} | {figure(row)} | {row['note']} |" for row in rows]
+        notes = ["", *(row["note"] for row in rows)]
+        for row, last in zip(rows, notes, strict=False):
+            note = "the same" if row["note"] == last else row["note"]
+            lines.append(f"| {row['what']} | {row['paper']} | {figure(row)} | {note} |")
     left = [part for part in PARTS if part not in {row["part"] for row in found["rows"]}]
     if left:
         lines += ["", "Not in this run: " + "; ".join(PARTS[part] for part in left) + "."]

@@ -22,7 +22,7 @@ from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import build_template
 from peft_mux.scheduler.planner.planner import plan_tasks
-from peft_mux.scheduler.planner.policies import Partition, Policy, policy_named, register_policy, unregister_policy
+from peft_mux.scheduler.planner.policies import POLICIES, Partition, Policy, policy_named, register_policy
 from peft_mux.scheduler.planner.values import Budget
 
 
@@ -80,7 +80,7 @@ def _partition_loss(draw: random.Random) -> float:
         try:
             return plan_tasks(loads, cost, memory, budget, policy=_OneOfMux.name).step_s - cost.outside_s(loads)
         finally:
-            unregister_policy(_OneOfMux.name)
+            POLICIES.pop(_OneOfMux.name)
 
     return makespan_s(0) / min(makespan_s(1), makespan_s(2)) - 1.0
 

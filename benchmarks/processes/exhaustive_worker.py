@@ -22,7 +22,7 @@ from benchmarks.training.mux import trainer_for
 from benchmarks.training.workloads import ModelSpec, TaskWorkload, Workload
 from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.planner.policies import Partition, Policy, register_policy, unregister_policy
+from peft_mux.scheduler.planner.policies import POLICIES, Partition, Policy, register_policy
 
 MICRO_BATCHES = (1, 2, 4)
 WIDTHS = {"pp2": (1,), "tp2": (1, 2, 3, 4)}
@@ -116,7 +116,7 @@ class _Trial(TrainerCallback):
             return self.trainer.plan()
         finally:
             planner.args = before
-            unregister_policy(_NAME)
+            POLICIES.pop(_NAME)
 
 
 def measure(options: argparse.Namespace) -> list[dict[str, Any]]:

@@ -17,6 +17,7 @@ from peft_mux.demo.baseline import train_one_by_one
 from peft_mux.demo.small_llama import make_backbone, make_tokenizer, pretrain
 from peft_mux.demo.task_rows import DemoTask, demo_tasks, exact_match, last_token_ids
 from peft_mux.errors import ConfigError
+from peft_mux.reporting.views import window_width, wrapped
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 
@@ -172,4 +173,4 @@ def _hardware() -> str:
 
 
 def _print_line(line: str) -> None:
-    print(line, flush=True)
+    print(wrapped(line, window_width()), flush=True)

@@ -31,45 +31,8 @@ from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.reporting.page import draw_losses
 from peft_mux.reporting.views import counted, curve_of
 
-CITATION = r"""
-## Citation
-
-Trained with peft_mux, which realises the first two of these on the libraries of the others:
-
-```bibtex
-@article{muxtune,
-  title = {{MuxTune}: Efficient Multi-Task {LLM} Fine-Tuning in Multi-Tenant Datacenters via Spatial-Temporal Backbone Multiplexing},
-  author = {Chunyu Xue and Yi Pan and Weihao Cui and Quan Chen and Shulai Zhang and Bingsheng He and Minyi Guo},
-  journal = {arXiv preprint arXiv:2603.02885},
-  year = {2026}
-}
-@article{lobra,
-  title = {{LobRA}: Multi-tenant Fine-tuning over Heterogeneous Data},
-  author = {Sheng Lin and Fangcheng Fu and Haoyang Li and Hao Ge and Xuanyu Wang and Jiawen Niu and Yaofeng Tu and Bin Cui},
-  journal = {Proceedings of the VLDB Endowment},
-  volume = {18},
-  number = {8},
-  pages = {2616--2625},
-  year = {2025},
-  doi = {10.14778/3742728.3742752}
-}
-@misc{peft,
-  title = {{PEFT}: State-of-the-art Parameter-Efficient Fine-Tuning methods},
-  author = {Sourab Mangrulkar and Sylvain Gugger and Lysandre Debut and Younes Belkada and Sayak Paul and Benjamin Bossan and Marian Tietz},
-  howpublished = {\url{https://github.com/huggingface/peft}},
-  year = {2022}
-}
-@inproceedings{wolf-etal-2020-transformers,
-  title = {Transformers: State-of-the-Art Natural Language Processing},
-  author = {Thomas Wolf and Lysandre Debut and Victor Sanh and Julien Chaumond and Clement Delangue and others},
-  booktitle = {Proceedings of the 2020 Conference on Empirical Methods in Natural Language Processing: System Demonstrations},
-  pages = {38--45},
-  year = {2020},
-  url = {https://aclanthology.org/2020.emnlp-demos.6/}
-}
-```
-"""  # noqa: E501
-
+CITATION = Path(__file__).with_name("citation.md")
+"""The last section of every card."""
 CARD_NAME = "README.md"
 PICTURE_NAME = "loss.png"
 OPTIONS = ("token", "private", "revision", "commit_message")
@@ -140,7 +103,7 @@ def model_card(
     text = (
         f"---\n{data.to_yaml()}\n---\n\n# {name.rsplit('/', 1)[-1]}\n\n"
         f"A {kind} adapter for {shown_base}, fine-tuned for {counted(num_steps, 'optimizer step')} with peft_mux. What "
-        f"rows it was trained on is not recorded here.\n\n{loading}\n{training}{CITATION}"
+        f"rows it was trained on is not recorded here.\n\n{loading}\n{training}\n{CITATION.read_text(encoding='utf-8')}"
     )
     return ModelCard(_marked(text))
 
@@ -314,30 +277,30 @@ def push_task(
     with TemporaryDirectory() as scratch:
         model.save_task(run.name, Path(scratch), weights)
         card = model_card(Path(scratch), repo_id, run.step, run, num_tasks=num_tasks, has_picture=has_picture)
-        return _prepare_upload(Path(scratch), folder, repo_id, run.step, card, options)()
+        storage.write_file(Path(scratch, CARD_NAME), str(card).encode())
+        return _prepare_upload(Path(scratch), folder, repo_id, run.step, options)()
 
 
 def _prepare_upload(
-    folder: Path, beside: Path | None, repo_id: str, num_steps: int, card: ModelCard | None, options: Mapping[str, Any]
+    folder: Path, beside: Path | None, repo_id: str, num_steps: int, options: Mapping[str, Any]
 ) -> Callable[[], Any]:
     """Read the files of an adapter now, and return a function that uploads them as one commit.
 
     Args:
-        folder: folder with the adapter, as PEFT writes it.
+        folder: folder with the adapter, as PEFT writes it, and its card, if this package wrote one.
         beside: folder with its picture, tokenizer and an edited card, if there is one.
         repo_id: repository on the Hub; created if it does not exist.
         num_steps: optimizer steps that the adapter was trained for.
-        card: its card; by default the one in `folder`, if this package wrote it.
         options: some of `OPTIONS`, by name.
     """
     contents = {name: (folder / name).read_bytes() for name in (CONFIG_NAME, WEIGHTS_NAME)}
     written = folder / CARD_NAME
-    if card is None and written.is_file() and not is_edited(text := _text_of(written)):
+    if written.is_file() and not is_edited(text := _text_of(written)):
         # It now loads from its repository.
         text = text.rpartition(_MARK.partition("{")[0])[0].replace(_HERE, repo_id)
         contents[CARD_NAME] = _marked(text).encode()
     else:
-        contents[CARD_NAME] = str(card or model_card(folder, repo_id, num_steps)).encode()
+        contents[CARD_NAME] = str(model_card(folder, repo_id, num_steps)).encode()
     if beside is not None:
         paths = [beside / name for name in (PICTURE_NAME, *_TOKENIZER_FILES)]
         own = beside / CARD_NAME
@@ -404,7 +367,7 @@ class HubPushes:
         options = {"token": args.hub_token, "private": args.hub_private_repo, "revision": args.hub_revision}
         # Files are read now, because the next state replaces them during the upload.
         try:
-            upload = _prepare_upload(folder, folder, repo_id, run.step, None, options)
+            upload = _prepare_upload(folder, folder, repo_id, run.step, options)
         except (OSError, ConfigError) as error:
             self._warn(f"{run.name}: not on the Hub: {error}")
             return

@@ -167,15 +167,8 @@ def join_state(
     kinds = _kinds(optimizer, parameters)
     read = optimizer.optimizer.state_dict()
     for kind, group in zip(kinds, read["param_groups"], strict=True) if from_step is None else ():
-        if kind == _NONE:  # the rate is the same for all
-            group.update(next(iter(state.settings.values()), {}))
-        elif kind in state.settings:
-            group.update(state.settings[kind])
-        else:
-            raise CheckpointError(
-                f"optimizer: got settings for {', '.join(state.settings) or 'nothing'}; allowed: also for parameters of"
-                f" kind {kind!r}, which this task has. Resume with the same adapter configuration."
-            )
+        # The rate is the same for groups without elements.
+        group.update(next(iter(state.settings.values()), {}) if kind == _NONE else state.settings[kind])
     # The moments of this run so far are dropped: state that a checkpoint does not have must not survive the resumption.
     read["state"] = {}
     for number, owner in enumerate(optimizer.parameters):
@@ -365,12 +358,8 @@ def _assembled(name: str, parts: Iterable[tuple[Piece, torch.Tensor | None]]) ->
     """Return a tensor made of its parts, on the CPU."""
     whole: torch.Tensor | None = None
     for piece, part in parts:
-        if part is None or tuple(part.shape) != piece.part_shape:
-            got = "nothing" if part is None else f"a part of shape {list(part.shape)}"
-            raise CheckpointError(
-                f"{name}: got {got}; allowed: shape {list(piece.part_shape)}, as its process holds. All processes of a"
-                " replica have to save the same things of a task."
-            )
+        assert part is not None, f"all processes of a replica save the same things of a task, {name} too"
+        assert tuple(part.shape) == piece.part_shape, f"a process saves the part of {name} that it holds"
         if whole is None:
             whole = torch.zeros(piece.shape, dtype=part.dtype)
         piece.put(whole, part.to(whole.device))
@@ -382,11 +371,7 @@ def _assembled_moments(name: str, parts: Sequence[tuple[Piece, Moments]]) -> Mom
     """Return what an optimizer keeps for a parameter, made of what it keeps for its parts."""
     joined: Moments = {}
     for key in dict.fromkeys(key for _, moments in parts for key in moments):
-        if any(key not in moments for _, moments in parts):
-            raise CheckpointError(
-                f"{name}, {key}: got it from some processes only; allowed: an optimizer that keeps the same things in"
-                " every process of a replica. Train with one optimizer."
-            )
+        assert all(key in moments for _, moments in parts), f"the optimizer keeps {key} of {name} in every process"
         piece, first = parts[0][0], parts[0][1][key]
         # Step counters are the same in all parts, which step together.
         if not isinstance(first, torch.Tensor) or first.dim() == 0:

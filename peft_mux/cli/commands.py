@@ -21,6 +21,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.run_folder import refuse_held_folder, require_state
 from peft_mux.cli.config_file import RunConfig, parse_value, read_config
 from peft_mux.errors import ConfigError, PeftMuxError, closest, raise_faults
+from peft_mux.reporting.views import window_width, wrapped
 from peft_mux.scheduler.costs.profile import profile_text
 from peft_mux.scheduler.plan import Plan
 from peft_mux.storage import FolderLock, write_file
@@ -114,13 +115,13 @@ def plan(arguments: argparse.Namespace) -> int:
         print(found.to_json())
     elif arguments.explain:
         try:
-            print(found.explain(arguments.explain))
+            print(wrapped(found.explain(arguments.explain), window_width()))
         except ValueError as error:
             raise ConfigError(f"--explain: {error}") from error
     else:
         print(_shown(found))
     if arguments.gantt:
-        print(f"\n{found.gantt()}\n\n{found.memory_bars()}")
+        print(f"\n{found.gantt(window_width())}\n\n{found.memory_bars()}")
     if arguments.image:
         print(f"drawn: {found.save_gantt(arguments.image)}")
     return 0
@@ -148,7 +149,7 @@ def show_deployment(trainer: MultiTaskTrainer, arguments: argparse.Namespace) ->
         raise ConfigError("--max-tokens: got it without --layer-profile; allowed: both. Add the measured times.")
     measured = LayerProfile(arguments.layer_profile, arguments.max_tokens) if arguments.layer_profile else None
     report = trainer.plan_deployment(arguments.devices, measured=measured)
-    print(report.to_json() if arguments.json else f"{report}\n\n{report.picture()}")
+    print(report.to_json() if arguments.json else wrapped(f"{report}\n\n{report.picture()}", window_width()))
     if arguments.image:
         drawn = save_deployment(report, arguments.image)
         if not arguments.json:
@@ -172,7 +173,8 @@ def profile(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_plain({"written": path, "profile": json.loads(found.to_json())}), indent=1))
     else:
-        print(f"{profile_text(found)}\nwritten: {path}; to plan with it, set run.cost_profile: {path}")
+        text = f"{profile_text(found)}\nwritten: {path}; to plan with it, set run.cost_profile: {path}"
+        print(wrapped(text, window_width()))
     return 0
 
 
@@ -246,12 +248,13 @@ def _tasks_of_file(file: str, names: Sequence[str]) -> list[Task]:
 
 
 def _shown(plan: Plan) -> str:
-    """Return a plan as text, its memory in red on a terminal if it takes more than 95 % of a device."""
-    bar = plan.memory_bar
+    """Return a plan as text for the window, its memory in red on a terminal if it takes more than 95 % of a device."""
+    bar, width = plan.memory_bar, window_width()
+    text = wrapped(plan.summary(width), width)
     if not bar.is_nearly_full or not sys.stdout.isatty() or os.environ.get("NO_COLOR"):
-        return str(plan)
-    line = bar.lines()[0]
-    return str(plan).replace(line, f"\x1b[31m{line}\x1b[0m")
+        return text
+    line = wrapped(bar.lines()[0], width)
+    return text.replace(line, f"\x1b[31m{line}\x1b[0m")
 
 
 def _plain(value: Any) -> Any:

@@ -11,7 +11,7 @@ from typing import Any
 
 from peft_mux.cli.live import view_of_folder
 from peft_mux.errors import ConfigError, printable
-from peft_mux.reporting.views import interrupted
+from peft_mux.reporting.views import interrupted, window_width, wrapped
 from peft_mux.storage import keeper_of
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
@@ -63,9 +63,9 @@ def export(arguments: argparse.Namespace) -> int:
         print(json.dumps({"command": command, "refused": refused, "unfinished": left_out}, indent=1))
     else:
         for name, how in left_out.items():
-            print(f"{name}: left out, {how}; --unfinished takes it as it is")
+            print(wrapped(f"{name}: left out, {how}; --unfinished takes it as it is", window_width()))
         for name, reason in refused.items():
-            print(f"{name}: vLLM does not serve it: {reason}")
+            print(wrapped(f"{name}: vLLM does not serve it: {reason}", window_width()))
         if command:
             print(command)
     return 0 if command else 2

@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import json
-import shutil
 from pathlib import Path
 from typing import Any
 
 from peft_mux.errors import ConfigError, printable
 from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.reporting.screen import table_text
-from peft_mux.reporting.views import RunView, interrupted, view_of_records
+from peft_mux.reporting.views import RunView, interrupted, view_of_records, window_width, wrapped
 from peft_mux.storage import keeper_of, loading_of, read_regular
 from peft_mux.trainer.mailbox import Mailbox
 
@@ -59,8 +58,8 @@ def show_status(arguments: argparse.Namespace) -> int:
     lines.append(f"{f'{keeper} {does}' if keeper else 'nobody trains'} in {root}")
     lines += [f"not taken up yet: {one.get('command')} {one.get('task') or one.get('file')}" for _, one in requests]
     if view.tasks:
-        print(table_text(view if keeper else interrupted(view), shutil.get_terminal_size((100, 24)).columns))
-    print("\n".join(map(printable, lines)))
+        print(table_text(view if keeper else interrupted(view), window_width()))
+    print(wrapped("\n".join(map(printable, lines)), window_width()))
     return 0
 
 
@@ -104,7 +103,8 @@ def ask(arguments: argparse.Namespace) -> int:
         print(json.dumps(answers, indent=1))
     else:
         for answer in answers:
-            print(printable(answer["said"] if answer["ok"] else f"not done: {answer['said']}"))
+            said = printable(answer["said"] if answer["ok"] else f"not done: {answer['said']}")
+            print(wrapped(said, window_width()))
     return 0 if all(answer["ok"] for answer in answers) else 2
 
 

@@ -16,6 +16,7 @@ from huggingface_hub import get_token
 from peft_mux.arguments import SETTABLE_FIELDS, MultiTaskTrainingArguments, plain_types
 from peft_mux.cli.config_file import DATA_KEYS, TASK_KEYS
 from peft_mux.errors import ConfigError, installed_version
+from peft_mux.reporting.views import window_width, wrapped
 from peft_mux.storage import check_task_names, name_fault, write_file
 from peft_mux.task import Task
 
@@ -66,7 +67,7 @@ def init(arguments: argparse.Namespace) -> int:
     bf16 = str(torch.cuda.is_available()).lower()
     filled = _FILE.format(file=path, model=arguments.model, output_dir=f"runs/{path.stem}", bf16=bf16, tasks=tasks)
     write_file(path, filled.encode())
-    print(f"written: {path}; next: peft-mux validate {path}")
+    print(wrapped(f"written: {path}; next: peft-mux validate {path}", window_width()))
     return 0
 
 
@@ -108,7 +109,7 @@ def doctor(arguments: argparse.Namespace) -> int:
             value = "; ".join(map(str, value)) or "nothing"
         elif isinstance(value, dict):
             value = ", ".join(f"{name} {own}" for name, own in value.items())
-        print(f"{key:<10} {value}")
+        print(wrapped(f"{key:<10}  {value}", window_width()))
     return 1 if amiss else 0
 
 

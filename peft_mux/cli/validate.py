@@ -5,12 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+import textwrap
 from typing import Any
 
 from peft_mux.cli.commands import make_trainer
 from peft_mux.cli.config_file import read_config
 from peft_mux.data.task_batch import IGNORE_INDEX
-from peft_mux.reporting.views import counted
+from peft_mux.reporting.views import counted, window_width, wrapped
 
 _TARGET, _OTHER, _END = "\x1b[32m", "\x1b[2m", "\x1b[0m"
 _MOST_SHOWN = 240
@@ -138,4 +139,9 @@ def _text(name: str, one: dict[str, Any], *, is_coloured: bool) -> str:
     else:
         meaning = "[...] carries loss"
         shown = "".join(f"[{text}]" if is_target else text for text, is_target in one["sample"])
-    return "\n".join([*lines, f"  first row ({meaning}):", *(f"    {line}" for line in shown.split("\n"))])
+    width = window_width()
+    sample = [f"    {line}" for line in shown.split("\n")]
+    if not is_coloured:  # a terminal wraps the coloured text itself
+        options: dict[str, Any] = {"subsequent_indent": " " * 4, "replace_whitespace": False, "expand_tabs": False}
+        sample = [part for line in sample for part in textwrap.wrap(line, width, **options) or [line]]
+    return "\n".join([wrapped("\n".join([*lines, f"  first row ({meaning}):"]), width), *sample])

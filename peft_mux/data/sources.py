@@ -133,7 +133,11 @@ def _content_fault(path: Path, where: str) -> list[Fault]:
     """
     if not path.is_file():
         return []
-    if not path.stat().st_size or (path.suffix != ".parquet" and not _has_text(path)):
+    is_empty = not path.stat().st_size
+    if path.suffix != ".parquet":
+        with path.open(encoding="utf-8") as file:  # white space, or the empty list of JSON
+            is_empty = all(line.strip() in ("", "[]") for line in file)
+    if is_empty:
         return [Fault(where, f"{path.name}, which is empty", "a file with at least one row")]
     num_rows = 0
     with path.open(encoding="utf-8") as file:
@@ -149,12 +153,6 @@ def _content_fault(path: Path, where: str) -> list[Fault]:
                 return [Fault(where, got, "an object of JSON on each line: {...}")]
             num_rows += 1
     return []
-
-
-def _has_text(path: Path) -> bool:
-    """Whether a text file has anything but white space, and is not the empty list of JSON."""
-    with path.open(encoding="utf-8") as file:
-        return any(line.strip() not in ("", "[]") for line in file)
 
 
 def dataset_faults(dataset: Any, where: str) -> list[Fault]:

@@ -21,7 +21,7 @@ from torch import nn
 from peft_mux.errors import CheckpointError, ConfigError, closest
 from peft_mux.modeling.adapters.copies import Draws, HiddenAdapters, can_be_copied
 from peft_mux.modeling.adapters.injection import attach, injecting, own_copy
-from peft_mux.modeling.adapters.kind import AdapterKind, kind_of
+from peft_mux.modeling.adapters.kind import PREFIX, AdapterKind, kind_of
 from peft_mux.modeling.adapters.lora.parameters import drop_unused_wrappers
 from peft_mux.modeling.adapters.own import add_biases, forget_biases, hidden_copies
 from peft_mux.modeling.adapters.prompts.kinds import encoders_of
@@ -375,7 +375,8 @@ class TaskRegistry:
             )
         if adapter in (encoders := encoders_of(model)):
             # What PEFT freezes of a prompt is not trained: CPT's words, the sink of a cartridge.
-            own = {key: parameter for key, parameter in own.items() if parameter.requires_grad}
+            # Heads are trained even if they have no gradients yet, as those of adapters that are not active.
+            own = {key: item for key, item in own.items() if item.requires_grad or not key.startswith(PREFIX)}
             adopt_encoder(encoders[adapter], completed)
         if not any(parameter.numel() for parameter in own.values()):
             raise ConfigError(

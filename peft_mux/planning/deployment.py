@@ -99,6 +99,8 @@ def report_deployment(
     places = {len(boundaries) * part // _NUM_LENGTHS - 1 for part in range(1, _NUM_LENGTHS + 1)}
     lengths = tuple(boundaries[place] for place in sorted(places) if place >= 0)
     limits = curve.max_tokens if measured and measured.max_tokens else None
+    # The same replicas without balancing: L Figure 4(c).
+    by_length = dispatch(plan.groups, plan.bucketing, times, policy="length")
     return DeploymentReport(
         plan=plan,
         devices=f"{num_devices} x {facts.profile.device if cluster is None else cluster.device.name}",
@@ -117,8 +119,10 @@ def report_deployment(
             )
             for config in curve.configurations
         ),
-        by_length=dispatch(plan.groups, plan.bucketing, times, policy="length"),
-        alternatives=_alternatives(tasks, plan, times, interval, None if composed is None else composed.equal),
+        by_length=by_length,
+        alternatives=_alternatives(
+            tasks, plan, times, by_length.makespan_s, interval, None if composed is None else composed.equal
+        ),
         # If whole plans are compared, equal replicas are among them.
         notes=notes_on(facts, plan, fused if composed is None else None, measured),
         composed=composed,
@@ -229,21 +233,21 @@ def _alternatives(
     tasks: Sequence[TaskLengths],
     plan: DeploymentPlan,
     time_model: ReplicaTimeModel,
+    by_length_s: float,
     interval: int,
     equal: PricedDeployment | None,
 ) -> tuple[Baseline, ...]:
     """Return the baselines of L section 5.1 on the same devices, by the times that the deployment was chosen by.
 
-    With deployments that were compared by whole plans, `equal` is the fastest one of equal replicas: Task-Fused then.
+    `by_length_s` are seconds of its own replicas under length-based dispatch. With deployments that were compared by
+    whole plans, `equal` is the fastest one of equal replicas: Task-Fused then.
     """
     num_gpus = plan.num_gpus
 
     def known(name: str, groups: tuple[ReplicaGroup, ...], step_s: float) -> Baseline:
         return Baseline(name, (groups,), (step_s,), step_s * num_gpus)
 
-    # The same replicas without balancing: L Figure 4(c).
-    by_length = dispatch(plan.groups, plan.bucketing, time_model, policy="length")
-    found = [known("length-based dispatch", plan.groups, by_length.makespan_s)]
+    found = [known("length-based dispatch", plan.groups, by_length_s)]
     # One search for each task: with the full time for each, the comparison would outlast the plan.
     quick = {"budget_s": _BUDGET_S_OF_A_TASK, "time_limit_s": _BUDGET_S_OF_A_TASK}
     ways = {

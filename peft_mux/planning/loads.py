@@ -30,7 +30,6 @@ from peft_mux.modeling.backbone.quantized import quantized_layers, weight_bytes
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.costs.model_shape import FrozenParts
-from peft_mux.scheduler.planner.values import TaskShare
 
 SAMPLE_ROWS = 64
 _SAMPLE_BATCHES = 3
@@ -129,19 +128,6 @@ def part_of(load: TaskLoad, rows: Sequence[int]) -> TaskLoad:
     return replace(own, num_targets=max(1, targets) if lengths else 0)
 
 
-def task_share(run: TaskRun, shapes: ParameterShapes) -> TaskShare:
-    """Return what a task brings into a step of all replicas."""
-    batch = _sharing_batch(run)
-    return TaskShare(
-        name=run.name,
-        batch_size=run.hyper.train_batch_size,
-        tokens_per_step=run.loader.tokens_per_step,
-        num_steps=run.num_steps,
-        adapter_parameters=_num_elements(shapes),
-        computed_share=1.0 if batch is None else _computed_share(batch),
-    )
-
-
 def typical_lengths(lengths: Sequence[int], batch_size: int) -> tuple[int, ...]:
     """Return the lengths of a typical global batch: evenly spaced quantiles of the tokens of all rows."""
     ordered = np.sort(np.asarray(lengths, dtype=np.int64))
@@ -212,11 +198,8 @@ def frozen_parts(backbone: Any, num_layers: int, dtype: torch.dtype) -> FrozenPa
         dtype: the dtype in which its weights are (or will be) held, except quantised ones.
     """
     text = set(language_model(backbone).modules())
-    prefix = None
-    for name, module in backbone.named_modules():
-        if isinstance(module, nn.ModuleList) and len(module) == num_layers and module in text:
-            prefix = f"{name}."
-            break
+    lists = ((name, one) for name, one in backbone.named_modules() if isinstance(one, nn.ModuleList) and one in text)
+    prefix = next((f"{name}." for name, layers in lists if len(layers) == num_layers), None)
     if prefix is None:
         return None
     cut_names = set()

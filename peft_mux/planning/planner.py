@@ -32,7 +32,6 @@ from peft_mux.planning.loads import (
     frozen_parts,
     part_of,
     task_load,
-    task_share,
     whole_shapes,
 )
 from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
@@ -55,7 +54,7 @@ from peft_mux.scheduler.planner.admission import DoesNotFitError, least_pass_tok
 from peft_mux.scheduler.planner.passes import TurnTimes, planned_passes
 from peft_mux.scheduler.planner.planner import plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
-from peft_mux.scheduler.planner.values import Budget, Outcome
+from peft_mux.scheduler.planner.values import Budget, Outcome, TaskShare
 from peft_mux.scheduler.units import bytes_text
 
 _CHUNKS_OF_INTERLEAVED = 2
@@ -72,7 +71,8 @@ class PlanInputs(NamedTuple):
     """What a plan is made from.
 
     Attributes:
-        target: the devices that the plan is for.
+        given: the devices that the plan is for.
+        target: the same with times corrected by what was measured, if these are the run's own.
         replicas: for each replica what the tasks bring into its steps.
         loads: the same of the replica with most tokens, which all others wait for.
         cost: predicts the seconds of each stage.
@@ -80,6 +80,7 @@ class PlanInputs(NamedTuple):
         budget: the bounds within which the plan is looked for.
     """
 
+    given: Target
     target: Target
     replicas: list[list[TaskLoad]]
     loads: list[TaskLoad]
@@ -169,8 +170,9 @@ class Planner:
                 number of them that cannot be divided so, a profile that cannot be read, or stages that cannot be.
             UnsupportedModelError: if other devices cannot share the backbone's layers.
         """
-        args, target = self.args, self._target(devices, num_stages, devices_per_stage)
-        given = self._inputs(target, [self.load_of(run) for run in runs], schedule)
+        args, loads = self.args, [self.load_of(run) for run in runs]
+        given = self._inputs(self._target(devices, num_stages, devices_per_stage), loads, schedule)
+        target = given.target
         if target.is_own:
             self._last_inputs = given
         budget = replace(given.budget, drains=is_drained(args, target, runs, given.loads))
@@ -186,7 +188,18 @@ class Planner:
         layers_per_stage = given.cost.layers_per_stage
         # Tasks that wait for memory have no share of a step.
         in_plan = {name for htask in outcome.htasks for name in htask.tasks}
-        shares = tuple(task_share(run, self.shapes_of(run.name)) for run in runs if run.name in in_plan)
+        shares = tuple(
+            TaskShare(
+                name=run.name,
+                batch_size=run.hyper.train_batch_size,
+                tokens_per_step=run.loader.tokens_per_step,
+                num_steps=run.num_steps,
+                adapter_parameters=load.trainable_parameters,
+                computed_share=1.0 if load.trie is None else load.tokens / sum(load.lengths),
+            )
+            for run, load in zip(runs, loads, strict=True)
+            if run.name in in_plan
+        )
         passes = tuple(
             planned_passes(outcome.htasks, own, budget.rules, outcome.max_tokens) for own in given.replicas if runs
         )
@@ -263,7 +276,7 @@ class Planner:
         finally:
             self.correction.factors = before
         assert self._last_inputs is not None, "a plan of the own devices was made"
-        target, _, loads, cost, _, budget = self._last_inputs
+        _, target, _, loads, cost, _, budget = self._last_inputs
         if not plan.htasks or {share.name for share in plan.shares} != {share.name for share in other.shares}:
             return 0.0
         before_s, after_s = (
@@ -294,24 +307,14 @@ class Planner:
             stage: stage of the pipeline that lies in this process.
             width: the most passes that took turns.
         """
-        if self._last_inputs is None or self._profile is None:
+        if self._last_inputs is None:
             return None
-        target, loads, layers = (
-            self._last_inputs.target,
-            self._last_inputs.loads,
-            self._last_inputs.cost.layers_per_stage,
-        )
-        given = own_target(
-            self.args,
-            self._profile,
-            num_stages=target.num_stages,
-            devices_per_stage=target.devices_per_stage,
-            num_replicas=target.num_replicas,
-        )
+        given, _, _, loads, cost, *_ = self._last_inputs
+        layers = cost.layers_per_stage
         prices = PassPrices(
-            self._cost_model(given, layers), {load.name: load for load in loads}, min(stage, target.num_stages - 1)
+            self._cost_model(given, layers), {load.name: load for load in loads}, min(stage, given.num_stages - 1)
         )
-        turns_never_run = target.num_stages == 1 and width == 1
+        turns_never_run = given.num_stages == 1 and width == 1
         if turns_never_run or not TurnTimes(prices.cost).is_known:
             return prices
         learnt = self.correction.learnt
@@ -367,18 +370,18 @@ class Planner:
             return other_target(args, self.shape, devices, num_stages=stages, devices_per_stage=sharers)
         if self._profile is None:
             self._profile = run_profile(args, self.shape, sharers)
-        own = own_target(
+        return own_target(
             args,
             self._profile,
             num_stages=num_stages or 1,
             devices_per_stage=sharers,
             num_replicas=self.num_replicas,
         )
-        return own.corrected(self.correction.factors)
 
-    def _inputs(self, target: Target, loads: Sequence[TaskLoad], schedule: Schedule | None) -> PlanInputs:
+    def _inputs(self, given: Target, loads: Sequence[TaskLoad], schedule: Schedule | None) -> PlanInputs:
         """Return what a plan for a target is made from: rows divided among replicas, layers cut into stages."""
         args = self.args
+        target = given.corrected(self.correction.factors) if given.is_own else given
         chosen: Any = schedule or args.pipeline_schedule
         num_chunks = _CHUNKS_OF_INTERLEAVED if chosen == "interleaved_1f1b" and target.num_stages > 1 else 1
         most_stages = self.shape.num_layers // num_chunks
@@ -430,7 +433,7 @@ class Planner:
             recomputes=args.uses_checkpointing,
         )
         cost, memory = self._cost_model(target, layers), replace(memory, layers_per_stage=layers)
-        return PlanInputs(target, replicas, busiest, cost, memory, budget)
+        return PlanInputs(given, target, replicas, busiest, cost, memory, budget)
 
     def _cost_model(self, target: Target, layers: tuple[int, ...] | None) -> CostModel:
         """Return what predicts seconds on a target whose stages have so many layers, or equally many."""

@@ -36,7 +36,9 @@ from peft_mux.scheduler.drawing import (
     memory_legend,
     memory_svg,
     planned_bars,
+    rounded_ticks,
     rows_svg,
+    time_unit,
 )
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.units import seconds_text
@@ -49,7 +51,7 @@ Curves = Mapping[str, Curve]
 
 _MOST_POINTS = 200
 """Points of a curve that are drawn; the first and the last ones always are."""
-_LEFT, _BOTTOM, _TOP = 46, 18, 20
+_LEFT, _BOTTOM, _TOP = 58, 32, 20
 _LETTER_WIDTH = 6.4
 """Pixels of a letter of a title; rather too many."""
 _FEW_POINTS = 3
@@ -63,24 +65,25 @@ class Line(NamedTuple):
         name: what it is of.
         points: its points.
         color: index into the palette.
-        has_dots: whether its points are drawn, as those of evaluations are.
+        is_held_out: whether it is of held-out rows; such curves are dashed, with dots.
     """
 
     name: str
     points: Curve
     color: int = 0
-    has_dots: bool = False
+    is_held_out: bool = False
 
 
-def chart_svg(title: str, lines: Sequence[Line], *, width: int = 240, height: int = 130) -> str:
-    """Draw curves over the steps of tasks, `width` by `height` pixels; return "" if there is no point."""
+def chart_svg(title: str, lines: Sequence[Line], *, width: int = 250, height: int = 150) -> str:
+    """Draw curves of losses over the steps of tasks, `width` by `height` pixels; return "" if there is no point."""
+    lines = [line for line in lines if line.points]
     points = [point for line in lines for point in line.points]
     if not points:
         return ""
     last = max(max(step for step, _ in points), 1)
     low, high = min(value for _, value in points), max(value for _, value in points)
     pad = 0.05 * (high - low) or 0.05 * abs(high) or 0.05
-    bottom, right = height - _BOTTOM, width - 8
+    bottom, right = height - _BOTTOM, width - 16
     scale_x, scale_y = (right - _LEFT) / last, (bottom - _TOP) / (high - low + 2 * pad)
 
     def y_of(value: float) -> str:
@@ -94,27 +97,33 @@ def chart_svg(title: str, lines: Sequence[Line], *, width: int = 240, height: in
             kept = (*kept[:-1:stride], kept[-1])
         places = [(f"{_LEFT + step * scale_x:.1f}", y_of(value)) for step, value in kept]
         joined = " ".join(f"{x},{y}" for x, y in places)
-        drawn.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5" points="{joined}"/>')
-        if line.has_dots or len(kept) <= _FEW_POINTS:
+        dashes = ' stroke-dasharray="5 3"' if line.is_held_out else ""
+        drawn.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5"{dashes} points="{joined}"/>')
+        if line.is_held_out or len(kept) <= _FEW_POINTS:
             for (x, y), (step, value) in zip(places, kept, strict=True):
                 words = escape(f"{line.name}, step {step}: {number_text(value)}")
                 drawn.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{color}"><title>{words}</title></circle>')
-    marks = (high, 0.5 * low + 0.5 * high, low)
-    grid = "".join(f"M{_LEFT} {y_of(value)}H{right}" for value in marks)
-    values = "".join(
-        f'<text x="{_LEFT - 4}" y="{float(y_of(value)) + 4:.1f}" text-anchor="end">{number_text(value)}</text>'
-        for value in marks
-        if value == high or low < high
+    marks = rounded_ticks(low - pad, high + pad)
+    grid = "".join(f"M{_LEFT} {y_of(value)}H{right}" for value, _ in marks)
+    numbers = "".join(
+        f'<text x="{_LEFT - 4}" y="{float(y_of(value)) + 4:.1f}" text-anchor="end">{text}</text>'
+        for value, text in marks
     )
+    for step, text in rounded_ticks(0, last, max(5, width // 100)):
+        if step == round(step):
+            x = _LEFT + step * scale_x
+            grid += f"M{x:.1f} {bottom}v4"
+            numbers += f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle">{text}</text>'
     shown = escape(shortened(title, int((width - _LEFT) / _LETTER_WIDTH)))
     return (
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" style="max-width:100%;height:auto" '
         f'role="img" font-family="sans-serif" font-size="11" fill="currentColor">'
         f'<text x="{_LEFT}" y="13" font-weight="bold">{shown}<title>{escape(title)}</title></text>'
         f'<path d="{grid}" fill="none" stroke="currentColor" opacity="0.15"/>'
-        f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="currentColor" opacity="0.5"/>{values}'
-        f'<text x="{_LEFT}" y="{height - 5}">0</text>'
-        f'<text x="{right}" y="{height - 5}" text-anchor="end">step {last:,}</text>{"".join(drawn)}</svg>'
+        f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="currentColor" opacity="0.5"/>{numbers}'
+        f'<text x="{(_LEFT + right) // 2}" y="{height - 4}" text-anchor="middle">step</text>'
+        f'<text transform="translate(11 {(_TOP + bottom) // 2}) rotate(-90)" text-anchor="middle">loss</text>'
+        f"{''.join(drawn)}</svg>"
     )
 
 
@@ -173,18 +182,20 @@ def run_html(view: RunView, *, most_charts: int | None = None) -> str:
 
 
 def charts_html(view: RunView, most: int | None = None) -> str:
-    """Return a small chart of each task's losses: of training rows in blue, of held-out rows in orange with dots.
+    """Return a small chart of each task's losses, below what their colours mean.
 
     At most `most` tasks get one, those that run first.
     """
     tasks = [task for task in view.tasks if task.losses or task.eval_losses]
     shown = tasks if most is None else sorted(tasks, key=lambda task: task.status != "running")[:most]
     drawn = [
-        chart_svg(task.name, [Line("loss", task.losses), Line("eval", task.eval_losses, 1, has_dots=True)])
+        chart_svg(task.name, [Line("train", task.losses), Line("eval", task.eval_losses, 1, is_held_out=True)])
         for task in shown
     ]
+    meaning = legend(["train: loss of training rows", "eval (dashed): loss of held-out rows"])
+    key = f"<div>{meaning}</div>" if any(task.eval_losses for task in shown) else ""
     more = f"<div>... and {len(tasks) - len(shown)} more</div>" if len(tasks) > len(shown) else ""
-    return f"<div>{''.join(drawn)}</div>{more}"
+    return f"{key}<div>{''.join(drawn)}</div>{more}"
 
 
 # ---------------------------------------------------------------- pictures
@@ -208,23 +219,30 @@ def draw_losses(curves: Mapping[str, Curves], kind: str = "png") -> bytes:
         raise ConfigError("plots: got no matplotlib; allowed: pip install 'peft-mux[plots]'.") from error
     columns = min(_MOST_COLUMNS, len(curves) if len(curves) < 4 else math.ceil(math.sqrt(len(curves))))
     num_rows = math.ceil(len(curves) / columns)
-    width, height = (5.6, 3.4) if len(curves) == 1 else (4.2 * columns, 2.8 * num_rows)
+    # Inches, with a strip at the top for the title and the legend, which cover no curve there.
+    strip = 0.75
+    width, height = (5.6, 3.4 + strip) if len(curves) == 1 else (4.2 * columns, 2.8 * num_rows + strip)
     figure = Figure(figsize=(width, height))
     # Set by hand, because a layout that measures all texts takes seconds with many panels.
-    figure.subplots_adjust(0.65 / width, 0.5 / height, 1 - 0.15 / width, 1 - 0.3 / height, 0.22, 0.42)
+    figure.subplots_adjust(0.65 / width, 0.5 / height, 1 - 0.15 / width, 1 - (0.3 + strip) / height, 0.22, 0.42)
+    drawn: dict[str, Any] = {}
     for index, (name, own) in enumerate(curves.items()):
         axes = figure.add_subplot(num_rows, columns, index + 1)
         # A line through a single point cannot be seen.
         dots = "o-" if len(own.get("loss", ())) == 1 else "-"
-        for key, label, style in (("loss", "train", dots), ("eval_loss", "eval", "o--")):
+        for key, label, style, color in (("loss", "train", dots, "C0"), ("eval_loss", "eval", "o--", "C1")):
             if own.get(key):
-                axes.plot(*zip(*own[key], strict=True), style, label=label, markersize=4)
+                (drawn[label],) = axes.plot(*zip(*own[key], strict=True), style, color=color, markersize=4)
         axes.set_title(shortened(name, 40))
         axes.set_xlabel("step")
         axes.locator_params(axis="x", integer=True)
         axes.set_ylabel("loss")
         axes.grid(alpha=0.3)
-        axes.legend()
+    meanings = {"train": "training rows", "eval": "held-out rows"}
+    names = sorted(drawn, reverse=True)
+    figure.suptitle("Loss of each task", y=1 - 0.12 / height, va="top")
+    handles, labels = [drawn[name] for name in names], [f"{name}: {meanings[name]}" for name in names]
+    figure.legend(handles, labels, loc="upper center", bbox_to_anchor=(0.5, 1 - 0.38 / height), ncols=2, frameon=False)
     image = io.BytesIO()
     figure.savefig(image, format=kind, dpi=120)
     return image.getvalue()
@@ -321,14 +339,16 @@ def page_html(
         remark: what else happened, such as an interruption; "" for nothing.
         is_host: whether the memory that processes measured is that of the host, with Python and its libraries.
     """
-    tasks = [task for task in view.tasks if task.losses]
-    lines = [Line(task.name, task.losses, number) for number, task in enumerate(tasks[:_MOST_LINES])]
-    more = f" (the first {_MOST_LINES} of {len(tasks)} tasks)" if len(tasks) > _MOST_LINES else ""
+    tasks = [task for task in view.tasks if task.losses or task.eval_losses]
+    lines = []
+    for number, task in enumerate(tasks[:_MOST_LINES]):
+        lines += [Line(f"{task.name}, train", task.losses, number)]
+        lines += [Line(f"{task.name}, eval", task.eval_losses, number, is_held_out=True)]
+    which = f"the first {_MOST_LINES} of {len(tasks)} tasks" if len(tasks) > _MOST_LINES else "all tasks"
     losses = (
-        f'<div class="wide">{chart_svg(f"loss of training rows{more}", lines, width=760, height=260)}</div>'
-        f"<div>{legend([line.name for line in lines])}</div>"
-        f"<p class=note>Each task by itself: training rows in blue, held-out rows in orange.</p>"
-        f"{charts_html(view)}"
+        f'<div class="wide">{chart_svg(f"Loss of {which}", lines, width=760, height=280)}</div>'
+        f"<div>{legend([task.name for task in tasks[:_MOST_LINES]])} solid: training rows, dashed: held-out rows</div>"
+        f"<p class=note>Each task by itself:</p>{charts_html(view)}"
     )
     version_rows = "".join(
         f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in versions.items()
@@ -383,7 +403,7 @@ def timeline_html(plan: Plan | None, steps: Sequence[MeasuredStep]) -> str:
             end = max(end, at_s)
             rows.append((f"measured process {step.rank}" if len(steps) > 1 else "measured", bars))
     return (
-        f'<div class="wide">{rows_svg(rows, end, seconds_text(end))}</div>'
+        f'<div class="wide">{rows_svg(rows, end, time_unit(end))}</div>'
         f"<div>{legend(bucket_names(plan))}</div>"
         "<p class=note>Planned is a typical step, forwards paler than backwards, by the profile "
         f"({plan.profile_source or 'none'}). Measured is the last step that followed this plan: forward and backward "

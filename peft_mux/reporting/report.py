@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import shlex
-import textwrap
 from collections.abc import Iterable, Sequence
 from html import escape
 from pathlib import Path
@@ -12,12 +11,16 @@ from typing import Any, NamedTuple
 
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import printable
-from peft_mux.reporting.views import curve_of, number_text, share_text, shortened, time_text
+from peft_mux.reporting.views import curve_of, number_text, share_text, shortened, time_text, wrapped
 from peft_mux.task import TaskStatus
 
 _HEADS = ("task", "status", "steps", "loss", "best", "eval", "time", "of time", "tokens", "adapter")
 _LEAST_NAME = 10
+_FIRST_TO_GO = ("of time", "tokens", "time", "eval", "best")
+"""Which columns a narrow window leaves out first."""
 _REMARK = "  # "
+_NEXT_WIDTH = 7
+"""Characters in front of a command that may be typed next."""
 
 
 class RankRecord(NamedTuple):
@@ -50,7 +53,10 @@ class ReportRow(NamedTuple):
         step: optimizer steps taken.
         num_steps: optimizer steps to take.
         loss: loss of its last step; `None` before the first.
-        best_loss: least logged or last loss of training rows; `None` if there is none.
+        best: the best value of the metric that decides which adapter is best (`metric_for_best_model`, or that of early
+            stopping), by default of the held-out loss; of a task without evaluations, the least logged or last loss of
+            training rows. `None` if there is none.
+        best_metric: name of the metric of `best`: `loss` is that of training rows.
         eval_loss: held-out loss of the adapter that was kept, which may be the best one; `None` if there is none.
         seconds: seconds of the steps that it took part in, in this process.
         num_tokens: tokens that it was trained on.
@@ -65,7 +71,8 @@ class ReportRow(NamedTuple):
     step: int
     num_steps: int
     loss: float | None
-    best_loss: float | None
+    best: float | None
+    best_metric: str
     eval_loss: float | None
     seconds: float
     num_tokens: int
@@ -84,10 +91,15 @@ def report_row(run: TaskRun, place: Path | None, seconds: float, status: TaskSta
     """
     # Logged losses are means over the steps since the log before, and the last loss may be below them.
     losses = [run.last_loss, *(loss for _, loss in curve_of(run.state.log_history, "loss"))]
-    held_out = curve_of(run.state.log_history, "eval_loss")
+    best, best_metric = min((loss for loss in losses if math.isfinite(loss)), default=None), "loss"
+    held_out = evaluated = curve_of(run.state.log_history, "eval_loss")
     is_best_kept = run.best.keeps_weights and run.best.value is not None
     if is_best_kept and run.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
         held_out = tuple(point for point in held_out if point[0] == run.best.step) or held_out
+    if run.best.metric is not None and run.best.value is not None:
+        best, best_metric = run.best.value, run.best.metric
+    elif evaluated:
+        best, best_metric = min(loss for _, loss in evaluated), "eval_loss"
     return ReportRow(
         run.name,
         (status or run.status).value,
@@ -95,7 +107,8 @@ def report_row(run: TaskRun, place: Path | None, seconds: float, status: TaskSta
         run.step,
         run.num_steps,
         run.last_loss if math.isfinite(run.last_loss) else None,
-        min((loss for loss in losses if math.isfinite(loss)), default=None),
+        best,
+        best_metric,
         held_out[-1][1] if held_out else None,
         seconds,
         run.num_tokens,
@@ -146,32 +159,40 @@ class RunReport(str):
         """Pickle the parts, from which another process makes the report."""
         return RunReport, (self.rows, self.records, self._notes, self.is_interrupted)
 
-    def fitted(self, width: int | None) -> str:
-        """Return the text for a window of `width` characters; `None` if lines may have any length."""
+    def fitted(self, width: int) -> str:
+        """Return the text for a window of `width` characters; only commands, and words as long, may be wider."""
         cells = _cells(self.rows, self.is_interrupted)
         table = _aligned(cells)
         num_rows = len(table)
-        if width is None or max(map(len, self.split("\n"))) <= width:
+        if max(map(len, self.split("\n"))) <= width:
             return str(self)
         if max(map(len, table)) > width:
-            # Without paths, which are listed once below, and with names as short as needed.
-            others = [(*own[1:-1], "") for own in cells]
-            room = max(_LEAST_NAME, width - max(map(len, _aligned([("", *own) for own in others]))))
+            # Without paths, which are listed once below, without columns that have no room, and with short names.
+            others, left_out = [[*own[1:-1], ""] for own in cells], []
+            least = min(_LEAST_NAME, max(len(own[0]) for own in cells))
+            while (room := width - max(map(len, _aligned([("", *own) for own in others])))) < least:
+                name = next((name for name in _FIRST_TO_GO if name in others[0]), None)
+                if name is None:
+                    break
+                column = others[0].index(name)
+                others = [own[:column] + own[column + 1 :] for own in others]
+                left_out.append(name)
+            room = max(least, room)
             table = _aligned([(shortened(own[0], room), *rest) for own, rest in zip(cells, others, strict=True)])
+            table += [f"no room for: {', '.join(left_out)}"] if left_out else []
             folders = dict.fromkeys(row.place.parent for row in self.rows if row.place is not None)
             table += [f"adapters are in {folder}/TASK" for folder in folders]
             unsaved = [row.name for row in self.rows if row.place is None]
             table += [f"not saved: {', '.join(unsaved)}"] if unsaved else []
-        lines = []
-        for line in [*table, *self.split("\n")[num_rows:]]:
-            if len(line) <= width:
-                lines.append(line)
-            elif _REMARK in line:  # commands stay whole, without their remark
-                lines.append(line[: line.index(_REMARK)].rstrip())
+        below = self.split("\n")[num_rows:]
+        are_long = any(_REMARK in line and len(line) > width for line in below)
+        lines = [wrapped("\n".join(table), width)]
+        for line in below:
+            command, is_command, remark = line.partition(_REMARK)
+            if is_command and are_long:  # commands stay whole, each below its remark
+                lines += [f"{command[:_NEXT_WIDTH]}# {remark}", " " * _NEXT_WIDTH + command[_NEXT_WIDTH:].rstrip()]
             else:
-                lines += textwrap.wrap(
-                    line, max(width, 20), subsequent_indent=" " * 7, break_long_words=False, break_on_hyphens=False
-                )
+                lines.append(line if is_command else wrapped(line, width))
         return "\n".join(lines)
 
     def _repr_html_(self) -> str:
@@ -209,7 +230,9 @@ def _cells(rows: Sequence[ReportRow], is_interrupted: bool) -> list[tuple[str, .
                 row.name,
                 status_word(row, is_interrupted),
                 f"{row.step}/{row.num_steps}",
-                *map(number_text, (row.loss, row.best_loss, row.eval_loss)),
+                number_text(row.loss),
+                f"{_metric_word(row.best_metric)} {number_text(row.best)}",
+                number_text(row.eval_loss),
                 time_text(row.seconds),
                 share_text(row.time_share),
                 f"{row.num_tokens:,}",
@@ -221,6 +244,11 @@ def _cells(rows: Sequence[ReportRow], is_interrupted: bool) -> list[tuple[str, .
     shows_shares = sum(row.time_share is not None for row in rows) > 1
     left_out = None if shows_shares else _HEADS.index("of time")
     return [tuple(cell for column, cell in enumerate(own) if column != left_out) for own in cells]
+
+
+def _metric_word(metric: str) -> str:
+    """Return how a metric is called in the column of best values, such as "train", "eval" or "accuracy"."""
+    return {"loss": "train", "eval_loss": "eval"}.get(metric, metric.removeprefix("eval_"))
 
 
 def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:

@@ -27,7 +27,7 @@ from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.recorders import RunTimes
 from peft_mux.reporting.report import ReportRow, report_row
 from peft_mux.reporting.screen import Progress
-from peft_mux.reporting.views import rate_text, time_text
+from peft_mux.reporting.views import rate_text, time_text, wrapped
 from peft_mux.task import TaskStatus
 
 _MOST_REPORTS = 6
@@ -213,8 +213,8 @@ class RunLog:
         self.removed.append(report_row(run, place, self.times.seconds(run.name), TaskStatus.REMOVED))
 
     def say(self, line: str) -> None:
-        """Print a line above the progress."""
-        self.progress.log(line)
+        """Print a line above the progress, in several lines if it is wider than the window."""
+        self.progress.log(wrapped(line, self.progress.width))
 
     def warn(self, line: str) -> None:
         """Print a line that must not be missed, through `logging` if there is no progress to print it above."""

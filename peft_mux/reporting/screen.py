@@ -33,6 +33,7 @@ from peft_mux.reporting.views import (
     share_text,
     shortened,
     time_text,
+    window_width,
 )
 
 if TYPE_CHECKING:
@@ -198,17 +199,21 @@ class Progress:
 
     Attributes:
         shows_losses: whether losses are part of what is shown, so that no lines are printed for them.
-        width: characters of a line; `None` if lines may have any length.
+        width: characters of a line.
         watch: follows the tasks; `None` if nothing moves.
     """
 
     shows_losses = False
-    width: int | None = None
     watch: RunWatch | None = None
 
     def __init__(self, stream: TextIO | None = None, *, is_silent: bool = False) -> None:
         """Print nothing yet."""
         self.stream, self.is_silent = stream, is_silent
+
+    @property
+    def width(self) -> int:
+        """Characters of a line of the terminal; 80 if the output is a file or a pipe."""
+        return window_width()
 
     def start(self, tasks: Iterable[TaskRun]) -> None:
         """Begin to show tasks."""
@@ -307,7 +312,6 @@ class NotebookProgress(Progress):
     """
 
     shows_losses = True
-    width = 110
 
     def __init__(self, watch: RunWatch) -> None:
         """Show nothing yet."""
@@ -315,6 +319,11 @@ class NotebookProgress(Progress):
         self.watch = watch
         self._handle: Any = None
         self._next_s = 0.0
+
+    @property
+    def width(self) -> int:
+        """Characters of a line below the table."""
+        return 110
 
     def start(self, tasks: Iterable[TaskRun]) -> None:
         """Begin an output in the cell that runs."""
@@ -397,4 +406,5 @@ def show_view(view: RunView) -> None:
 
         display(HTML(run_html(view)))
     else:
-        Progress().log(table_text(view))
+        progress = Progress()
+        progress.log(table_text(view, progress.width))

@@ -1,4 +1,4 @@
-"""What is shown of a run at one moment (`RunView`), and numbers in few characters.
+"""What is shown of a run at one moment (`RunView`), numbers in few characters, and text of any width.
 
 `RunWatch` makes views of tasks that train, `view_of` of a task at rest, and `view_of_records` of the `metrics.jsonl` of
 a run that another process trains. Tables, pages, notebooks and commands are drawn from views. Everything in a view was
@@ -8,6 +8,9 @@ measured, except the time left, which assumes that the last steps were typical.
 from __future__ import annotations
 
 import math
+import re
+import shutil
+import textwrap
 import threading
 import time
 from collections import defaultdict, deque
@@ -74,6 +77,39 @@ def shortened(text: str, width: int, mark: str = "…") -> str:
         return text
     kept = max(width - len(mark), 0)
     return (text[: kept - kept // 2] + mark + text[len(text) - kept // 2 :])[: max(width, 0)]
+
+
+FILE_WIDTH = 80
+"""Characters of a line if the output is a file or a pipe."""
+
+
+def window_width() -> int:
+    """Return the characters of a line of the terminal; `FILE_WIDTH` if the output is a file or a pipe."""
+    return shutil.get_terminal_size((FILE_WIDTH, 24)).columns
+
+
+_LABEL = re.compile(r" *\S+(?: \S+)*? {2,}")
+_CELL = re.compile(r"(?<= {2})\S+(?: \S+)+(?= {2}|$)")
+_MOST_INDENT, _MOST_CELL = 32, 24
+
+
+def wrapped(text: str, width: int) -> str:
+    """Return text whose long lines are broken at spaces; words that are wider than `width` stay whole.
+
+    The rest of a broken line begins below the text after its label (`note  tales: ...`), else 4 characters further in.
+    Short cells, which two spaces separate from others (`step 5  sql 2.31  qa 1.02`), stay whole, too.
+    """
+    lines = []
+    for line in text.split("\n"):
+        if len(line) <= width:
+            lines.append(line)
+            continue
+        label = _LABEL.match(line)
+        indent = len(line) - len(line.lstrip()) + 4 if label is None else label.end()
+        indent = " " * (indent if indent <= min(_MOST_INDENT, width // 2) else 4)
+        line = _CELL.sub(lambda cell: cell[0] if len(cell[0]) > _MOST_CELL else cell[0].replace(" ", "\0"), line)
+        lines += textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
+    return "\n".join(lines).replace("\0", " ")
 
 
 def share_text(share: float | None) -> str:

@@ -54,10 +54,33 @@ class Bar(NamedTuple):
     is_light: bool = False
 
 
+def rounded_ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
+    """Return round numbers from `low` to `high`, at most `most` + 1 and equally far apart, each with its text."""
+    span = high - low
+    if not 0 < span < math.inf:
+        return []
+    unit = 10.0 ** math.floor(math.log10(span / most))
+    step = next(unit * factor for factor in (1, 2, 5, 10) if unit * factor * most >= span * (1 - 1e-9))
+    digits = max(0, -math.floor(math.log10(step) + 1e-9))
+    values = [number * step for number in range(math.ceil(low / step), math.floor(high / step) + 1)]
+    is_plain = digits <= 6 and max(map(abs, values), default=0.0) < 1e7
+    return [(value, f"{value:,.{digits}f}" if is_plain else f"{value:.4g}") for value in values]
+
+
+def time_unit(seconds: float) -> tuple[float, str]:
+    """Return the unit of an axis of so many seconds: its size in seconds, and its name."""
+    return (1.0, "s") if seconds >= 1 else (1e-3, "ms")
+
+
+def memory_unit(num_bytes: float) -> tuple[float, str]:
+    """Return the unit of an axis of so many bytes: its size in bytes, and its name."""
+    return (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
+
+
 def rows_svg(
     rows: Sequence[tuple[str, Sequence[Bar]]],
     end: float,
-    end_words: str,
+    unit: tuple[float, str],
     *,
     mark: float = 0.0,
     alarms: Collection[int] = (),
@@ -67,7 +90,7 @@ def rows_svg(
     Args:
         rows: label and bars of each row.
         end: where the axis ends, in the unit of the bars.
-        end_words: the label at its end.
+        unit: the unit of the numbers at the axis: its size in the unit of the bars, and its name.
         mark: where a vertical line crosses all rows; 0 for none.
         alarms: numbers of the rows that are framed in red.
     """
@@ -104,10 +127,12 @@ def rows_svg(
     axis = height - 18
     parts.append(
         f'<line x1="{_LABEL_WIDTH}" x2="{_WIDTH - 10}" y1="{axis}" y2="{axis}" stroke="currentColor" opacity="0.5"/>'
-        f'<text x="{_LABEL_WIDTH}" y="{height - 4}">0</text>'
-        f'<text x="{_WIDTH - 10}" y="{height - 4}" text-anchor="end">{escape(end_words)}</text></svg>'
     )
-    return "".join(parts)
+    for value, text in rounded_ticks(0, end / unit[0]):
+        x = _LABEL_WIDTH + value * unit[0] * scale
+        anchor = "middle" if x < _WIDTH - 40 else "end"
+        parts.append(f'<text x="{x:.1f}" y="{height - 4}" text-anchor="{anchor}">{text} {unit[1]}</text>')
+    return "".join([*parts, "</svg>"])
 
 
 def memory_svg(
@@ -139,7 +164,7 @@ def memory_svg(
         drawn.append((f"{label}: {bytes_text(total)}", bars))
     alarms = [number for number, total in enumerate(totals) if size is not None and total > NEARLY_FULL * size]
     mark = limit_bytes if limit_bytes is not None and shown is not None and limit_bytes <= end else 0
-    return rows_svg(drawn, end, bytes_text(end), mark=mark, alarms=alarms)
+    return rows_svg(drawn, end, memory_unit(end), mark=mark, alarms=alarms)
 
 
 def shows_size(size_bytes: float, used_bytes: float) -> bool:
@@ -191,7 +216,7 @@ class MemoryBar(NamedTuple):
         """Whether the peak takes more than 95 % of the memory, which drawings show in red."""
         return self.size_bytes is not None and self.peak_bytes > NEARLY_FULL * self.size_bytes
 
-    def lines(self, width: int = 50) -> list[str]:
+    def lines(self, width: int = 20) -> list[str]:
         """Return the bar in characters, the free memory, and the meaning of its letters.
 
         Args:
@@ -422,7 +447,7 @@ def plan_html(plan: Any) -> str:
         return text
     simulation = plan.timeline()
     stages = [(f"stage {stage}", planned_bars(simulation, stage)) for stage in range(simulation.num_stages)]
-    timeline = rows_svg(stages, simulation.makespan_s, seconds_text(simulation.makespan_s))
+    timeline = rows_svg(stages, simulation.makespan_s, time_unit(simulation.makespan_s))
     red = f"<b style='color:{ALARM}'>more than 95 % is taken</b> "
     words = f"memory of the fullest stage, predicted: {red * plan.memory_bar.is_nearly_full}"
     memory = memory_svg([("planned", list(plan.memory.parts.items()))], plan.limit_bytes, plan.device_bytes)

@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.costs.memory import MemoryEstimate
+from peft_mux.scheduler.costs.profile import with_tuples
 from peft_mux.scheduler.drawing import MemoryBar, gantt_text, memory_bars_text, plan_html, save_gantt
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
@@ -25,7 +26,7 @@ from peft_mux.scheduler.planner.values import HTask, PlannedPass, TaskShare, Tur
 from peft_mux.scheduler.units import MEMORY, bytes_text, seconds_text, step_time_text, time_band
 
 
-class RunTimes(NamedTuple):
+class PredictedTimes(NamedTuple):
     """Predicted times of the same steps, one task after another and together.
 
     Attributes:
@@ -49,7 +50,7 @@ class RunTimes(NamedTuple):
         )
 
 
-def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float) -> RunTimes | None:
+def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float) -> PredictedTimes | None:
     """Return both times; `None` for a single task, or if a time is unknown.
 
     Tasks end at different steps, and the steps after that are not planned. What a step of all tasks saves over their
@@ -72,11 +73,13 @@ def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float)
         running_s, longest_s = running_s + own_s, max(longest_s, own_s)
         # A step is never faster than its longest task by itself.
         together_s += (steps - end) * max(running_s - others * saved_s, min(longest_s, step_s))
-    return RunTimes(sum(steps * own_s for steps, own_s in tasks), together_s)
+    return PredictedTimes(sum(steps * own_s for steps, own_s in tasks), together_s)
 
 
 FORMAT_VERSION = 4
 _MOST_NOTES = 12
+_NUMBERS_WIDTH = 48
+"""Characters of a row of the table without the name of its task."""
 """Notes of a plan that its text has."""
 _SOURCES = {"measured": "profile measured on this device", "analytic": "analytic profile, not measured"}
 
@@ -151,7 +154,7 @@ class Plan:
         return self.tokens_per_step / self.step_s if self.step_s else None
 
     @property
-    def run_times(self) -> RunTimes | None:
+    def run_times(self) -> PredictedTimes | None:
         """Predicted times of all steps of its tasks, in turn and together; `None` for one task, or if unknown."""
         steps, alone_s = [share.num_steps for share in self.shares], [share.alone_s for share in self.shares]
         return run_times(steps, alone_s, self.step_s)
@@ -199,9 +202,15 @@ class Plan:
             raise ValueError("the plan holds no running task; allowed: plans with at least one, to have a timeline.")
         return simulate(self.template, self.bucket_loads, links=self.link)
 
-    def summary(self) -> str:
-        """Return the plan as a table, a row for each task under its hTask."""
+    def summary(self, columns: int | None = None) -> str:
+        """Return the plan as a table, a row for each task under its hTask.
+
+        Args:
+            columns: characters of a row of the table; longer names of tasks have a line of their own. By default rows
+                have any length.
+        """
         width = max(map(len, ["task", *(share.name for share in self.shares), *(one.name for one in self.waiting)]))
+        width = width if columns is None else min(width, max(columns - _NUMBERS_WIDTH, 4))
         htasks = f"{len(self.htasks)} hTask{'' if len(self.htasks) == 1 else 's'}"
         stages = "" if self.num_stages == 1 else f", {self.num_stages} stages, {len(self.buckets)} buckets"
         lines = [
@@ -211,7 +220,7 @@ class Plan:
         for number, htask in enumerate(self.htasks, start=1):
             shares = [share for share in self.shares if share.name in htask.tasks]
             lines += [
-                f"  {share.name:<{width}}  {number:>5}  {share.batch_size:>5}  {share.tokens_per_step:>11,.0f}"
+                f"  {_cell(share.name, width)}  {number:>5}  {share.batch_size:>5}  {share.tokens_per_step:>11,.0f}"
                 f"  {share.num_steps:>6,}  {share.adapter_parameters:>9,}"
                 for share in shares
             ]
@@ -228,7 +237,7 @@ class Plan:
             groups = "; ".join(", ".join(str(index + 1) for index in bucket) for bucket in self.buckets)
             saved = f", which saves {seconds_text(self.turns.saved_s)} a step" if self.turns.saved_s else ""
             lines.append(f"  up to {self.turns.width} passes of a bucket take turns{saved}; hTasks by bucket: {groups}")
-        lines += [f"  {one.name:<{width}}  waits: {one.reason}" for one in self.waiting]
+        lines += [f"  {_cell(one.name, width)}  waits: {one.reason}" for one in self.waiting]
         lines.append("")
         if self.step_s and self.tokens_per_s is not None:
             source = _SOURCES.get(self.profile_source, self.profile_source)
@@ -382,7 +391,7 @@ class Plan:
         Raises:
             ValueError: for another format version, or a field that is missing.
         """
-        data = _with_tuples(json.loads(text))
+        data = with_tuples(json.loads(text))
         version = data.pop("format_version", None)
         if version != FORMAT_VERSION:
             raise ValueError(f"format_version: got {version!r}; allowed: {FORMAT_VERSION}.")
@@ -408,12 +417,10 @@ class Plan:
             raise ValueError(f"plan lacks or misnames a field ({error}); allowed: what to_json wrote.") from error
 
 
+def _cell(name: str, width: int) -> str:
+    """Return a name as the first cell of a row; a name that is too long gets a line of its own above the row."""
+    return name.ljust(width) if len(name) <= width else f"{name}\n  {'':<{width}}"
+
+
 def _passes(htask: HTask) -> str:
     return f"{htask.micro_batches} pass{'es' if htask.micro_batches > 1 else ''}"
-
-
-def _with_tuples(value: Any) -> Any:
-    """Return a value of JSON with tuples for lists."""
-    if isinstance(value, dict):
-        return {name: _with_tuples(item) for name, item in value.items()}
-    return tuple(map(_with_tuples, value)) if isinstance(value, list) else value

@@ -113,17 +113,9 @@ class StreamTimeline:
     Attributes:
         spans: when each subgraph ran, in launch order.
         communication_busy_s: seconds in which a communication operator ran.
-
-    Raises:
-        ValueError: for a slowdown out of range.
     """
 
     def __init__(self, *, overlap: bool = True, compute_slowdown: float = 0.0) -> None:
-        if not 0 <= compute_slowdown < 1:
-            raise ValueError(
-                f"compute_slowdown is {compute_slowdown}; allowed: 0 to below 1. "
-                "Divide the multiprocessors that communication holds by all."
-            )
         self.spans: list[SubgraphSpan] = []
         self.communication_busy_s = 0.0
         self._overlap = overlap
@@ -211,12 +203,7 @@ def turn_groups(passes: Sequence[GroupedPass], width: int, *, may_repeat: bool =
 
     Returns:
         For each group the indices of its passes; each exactly once, and those of a task in the order of the work.
-
-    Raises:
-        ValueError: for a width below one.
     """
-    if width < 1:
-        raise ValueError(f"width is {width}; allowed: 1 or more passes in turns, 1 for one after another.")
     groups: list[tuple[int, ...]] = []
     for bucket in dict.fromkeys(one.bucket for one in passes):
         left = [index for index, one in enumerate(passes) if one.bucket == bucket]

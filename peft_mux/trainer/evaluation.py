@@ -279,20 +279,39 @@ class TaskEvaluator:
     def quarantine_broken_endings(self) -> None:
         """Fail the tasks whose last update left weights without a finite loss.
 
-        An update is judged by the loss of the step after it, which the last update does not have.
+        An update is judged by the loss of the step after it, which the last update does not have. The shortest row of
+        the last batch goes through all weights of a task, so it is enough for tasks whose loss is finite there. The
+        others are judged by the whole batch, as a loss may compare rows with one another.
         """
         ended = {run.name: run for run in self._run.table.running if run.step >= run.num_steps}
         if not ended:
             return
-        batches = [run.loader.batch(run.step - 1) for run in ended.values()]
-        micro_batches = self._collator.micro_batches(batches, max_tokens=self._plans.max_tokens)
-        broken = self._placement.executor.non_finite_tasks(micro_batches)
-        # Why losses of tasks' own have failed in this pass, which each process knows of its own rows only.
-        failures = self._placement.model.objectives.take_failures()
-        reasons = {name: text for own in self._run.processes.gather(failures) for name, text in own.items()}
-        for name in broken:
-            non_finite = f"non_finite: loss after the last step, {ended[name].step - 1}"
-            ended[name].quarantine(reasons.get(name, non_finite))
+        batches = {name: run.loader.batch(run.step - 1) for name, run in ended.items()}
+        lengths = [list(map(len, batch.sequences)) for batch in batches.values()]
+        broken = self._broken_losses(list(batches.values()), [[own.index(min(own))] for own in lengths])
+        in_doubt = [batches[name] for name, error in broken.items() if not error]
+        if in_doubt:
+            broken = {name: error for name, error in broken.items() if error} | self._broken_losses(in_doubt)
+        for name, error in broken.items():
+            ended[name].quarantine(error or f"non_finite: loss after the last step, {ended[name].step - 1}")
+
+    def _broken_losses(
+        self, batches: Sequence[TaskBatch], only: Sequence[Sequence[int]] | None = None
+    ) -> dict[str, str]:
+        """Return the tasks without a finite loss, with the error of their own loss, or ""; the same on all processes.
+
+        Args:
+            batches: rows of tasks.
+            only: indices of the rows that are read, for each batch; by default all.
+        """
+        micro_batches = self._collator.micro_batches(batches, max_tokens=self._plans.max_tokens, only=only)
+        found = dict.fromkeys(self._placement.executor.non_finite_tasks(micro_batches), "")
+        # Each process knows only of errors in its own rows.
+        found |= self._placement.model.objectives.take_failures()
+        broken: dict[str, str] = {}
+        for own in self._run.processes.gather(found):
+            broken |= {name: error or broken.get(name, "") for name, error in own.items()}
+        return broken
 
     def evaluate(self, run: TaskRun, answers: Answers | None = None) -> dict[str, float]:
         """Evaluate a running task, log the metrics, and stop the task if its early stopping says so.

@@ -197,7 +197,7 @@ class Reporter:
             except Exception as error:
                 run.log.warn(f"{run.root / PLOT_NAME}: could not be written ({describe_error(error)})")
         report = self._report(in_turn)  # with the page that has been written now
-        run.log.say(f"\n{report.fitted(run.log.progress.width)}\n")
+        run.log.progress.log(f"\n{report.fitted(run.log.progress.width)}\n")
 
     @property
     def _page(self) -> Path | None:

@@ -229,7 +229,8 @@ class SweepResult:
         axes.set_ylabel(self.metric)
         axes.set_title(f"sweep {self.name}")
         axes.grid(alpha=0.3)
-        axes.legend(title=", ".join(self.best.settings), fontsize="small")
+        title = ", ".join(self.best.settings)
+        axes.legend(title=title, fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the curves
         image = io.BytesIO()
         figure.savefig(image, format="png", dpi=120)
         storage.write_file(Path(path), image.getvalue())

@@ -49,7 +49,7 @@ from peft_mux.errors import ConfigError, Fault, raise_faults
 from peft_mux.planning.deployment import report_deployment
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.profiling.backbone import profile_backbone
-from peft_mux.planning.profiling.links import Shards, measure_link, overlap_among
+from peft_mux.planning.profiling.links import measure_link, overlap_of_layers
 from peft_mux.planning.replica_facts import LayerProfile
 from peft_mux.reporting.callbacks import RunCallbacks, TaskFlowCallback
 from peft_mux.reporting.page import run_html
@@ -339,7 +339,7 @@ class MultiTaskTrainer(Trainer):
         """
         device, processes = self.args.device, self._run.processes
         dtype = torch.bfloat16 if self.args.bf16 else self._placement.source.dtype
-        shards = Shards(processes, self._run.layout.tensor_groups)
+        groups = self._run.layout.tensor_groups
         with processes.together():
             return profile_backbone(
                 self.model,
@@ -349,7 +349,9 @@ class MultiTaskTrainer(Trainer):
                 folder=folder,
                 refresh=refresh,
                 link=measure_link(device),
-                overlap=overlap_among(shards, self.model, device=device, dtype=dtype, budget_s=budget_s / 4),
+                overlap=lambda profile: overlap_of_layers(
+                    profile, self.model, processes, groups, device=device, dtype=dtype, budget_s=budget_s / 4
+                ),
             )
 
     # ------------------------------------------------------------- training

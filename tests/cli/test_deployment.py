@@ -110,7 +110,7 @@ def test_a_deployment_of_other_devices_is_shown_with_its_sources_and_alternative
     assert "replicas by MuxTune's plans: " in said
     assert "hTasks, each with its passes" in said
     replicas = said.split("hTasks, each with its passes\n")[1].split("\n\n")[0].splitlines()
-    row = r"  <\d,\d>x\d +\d+ +\d\.\d{4} +\d+  (-|[a-z+]+ x\d+(, [a-z+]+ x\d+)*)"
+    row = r"  <\d,\d>x\d +\d+ +\d\.\d{4} +\d+  (-|[a-z+ ]+ x\d+(, [a-z+ ]+ x\d+)*)"
     assert replicas
     assert all(re.fullmatch(row, line) for line in replicas), replicas
     assert "generator" not in said

@@ -153,9 +153,9 @@ def test_the_page_names_all_that_is_public() -> None:
         "use_command",
     }
     assert set(after("Methods of `MultiTaskTrainer`")) - {"MultiTaskTrainer"} == own
-    assert set(after("Fields of `Task` beside")) - {"Task", "None"} == set(TASK_FIELDS)
+    assert set(after("Further fields of `Task`")) - {"Task", "None"} == set(TASK_FIELDS)
     knobs = {item.name for item in fields(peft_mux.MultiTaskTrainingArguments)}
-    named = set(after("Fields of `MultiTaskTrainingArguments` beside"))
+    named = set(after("Further fields of `MultiTaskTrainingArguments`"))
     assert named - {"MultiTaskTrainingArguments", "TrainingArguments"} == knobs - {
         *TrainingArguments.__dataclass_fields__
     }

@@ -110,12 +110,6 @@ def test_items_go_into_rooms_that_are_there_before_packs_are_opened() -> None:
     assert best_fit_decreasing([], 10, rooms=[4]) == [[]]
 
 
-@pytest.mark.parametrize("lengths", [[0, 1], [-1], [9], [8, 9]])
-def test_an_item_that_no_pack_holds_is_refused(lengths: list[int]) -> None:
-    with pytest.raises(ValueError, match=r"lengths: got .*allowed: 1 to 8"):
-        best_fit_decreasing(lengths, 8)
-
-
 @PROPERTY
 @given(st.lists(st.integers(1, 5000), min_size=1, max_size=20), st.sampled_from([1, 2, 16, 64]))
 def test_the_chunk_size_is_the_greatest_power_of_two_that_divides_all_lengths(lengths: list[int], minimum: int) -> None:

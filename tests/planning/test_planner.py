@@ -26,7 +26,7 @@ from peft_mux.planning.targets import Target
 from peft_mux.scheduler.costs.hardware import DEVICES, Overlap
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.planner.policies import register_policy, unregister_policy
+from peft_mux.scheduler.planner.policies import POLICIES, register_policy
 from peft_mux.trainer.inputs import make_collator
 from tests.invariants.mux_lab import assert_close, make_trainer, small_task, train
 from tests.planning.cases import llama
@@ -456,7 +456,7 @@ def test_a_pipeline_is_drained_if_something_makes_all_stages_meet_after_most_ste
 def _pairs() -> Iterator[None]:
     register_policy(Pairs())
     yield
-    unregister_policy(Pairs.name)
+    POLICIES.pop(Pairs.name)
 
 
 @pytest.mark.usefixtures("_pairs")

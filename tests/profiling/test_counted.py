@@ -40,9 +40,9 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     made: list[Any] = []
     count = memory._kept_per_token
     monkeypatch.setattr(memory, "_kept_per_token", lambda *given: made.append(given) or count(*given))
-    memory.forget()
+    memory._COUNTED.clear()
     yield made
-    memory.forget()
+    memory._COUNTED.clear()
 
 
 def test_models_that_are_alike_are_counted_once(counts: list[Any]) -> None:
@@ -71,7 +71,7 @@ def test_another_model_or_pass_is_counted_anew(other: str, counts: list[Any]) ->
     how = {"lengths": LENGTHS, **how}
     found = count_activation_bytes_per_token(model, **how)
     assert len(counts) == 2
-    memory.forget()
+    memory._COUNTED.clear()
     assert found == count_activation_bytes_per_token(model, **how)
 
 
@@ -96,12 +96,12 @@ def test_of_many_counts_the_last_are_kept_and_64_at_most(monkeypatch: pytest.Mon
     made: list[float] = []
     monkeypatch.setattr(memory, "_kept_per_token", lambda *given: made.append(1.0) or float(len(made)))
     model = a_model()
-    memory.forget()
+    memory._COUNTED.clear()
     for length in range(1, 3 * 64 + 1):
         count_activation_bytes_per_token(model, (length,))
         assert len(memory._COUNTED) <= 64
     assert count_activation_bytes_per_token(model, (3 * 64,)) == len(made) == 3 * 64
-    memory.forget()
+    memory._COUNTED.clear()
 
 
 def test_an_estimate_is_told_each_time(monkeypatch: pytest.MonkeyPatch) -> None:

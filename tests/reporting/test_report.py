@@ -63,7 +63,8 @@ def test_the_report_has_time_tokens_least_loss_speed_and_what_to_type(tmp_path: 
     trainer.train()
     report = trainer.report()
     losses = [entry["loss"] for entry in trainer.task_states["a"].log_history if "loss" in entry]
-    name, status, steps, loss, best, held_out, time, tokens, place = line_of(report, "a")
+    name, status, steps, loss, word, best, held_out, time, tokens, place = line_of(report, "a")
+    assert word == "train", "of training rows, as it is not evaluated"
     assert (name, status, steps, held_out, place) == ("a", "succeeded", "6/6", "-", str(tmp_path / "run" / "a"))
     assert float(loss) == pytest.approx(trainer.table["a"].last_loss, abs=1e-4)
     assert float(best) == pytest.approx(min(trainer.table["a"].last_loss, *losses), abs=1e-4)
@@ -99,7 +100,24 @@ def test_of_a_task_that_went_back_to_its_best_adapter_the_held_out_loss_of_that_
     trainer.train()
     found = [entry["eval_loss"] for entry in trainer.task_states["a"].log_history if "eval_loss" in entry]
     assert min(found) < found[-1], "the case is too easy"
-    assert float(line_of(trainer.report(), "a")[5]) == pytest.approx(min(found), abs=1e-4)
+    word, best, held_out = line_of(trainer.report(), "a")[4:7]
+    assert (word, best) == ("eval", held_out)
+    assert float(best) == pytest.approx(min(found), abs=1e-4)
+
+
+def test_the_best_value_is_that_of_the_metric_that_decides_or_of_the_held_out_loss(tmp_path: Path) -> None:
+    given = {"data_seed": 1, "max_steps": 4, "eval_dataset": rows(9, 4, 5, 9), "eval_steps": 1, "learning_rate": 0.3}
+    scores = iter([0.1, 0.4, 0.3, 0.2])
+    by_score = {"compute_metrics": lambda prediction: {"score": next(scores)}, "metric_for_best_model": "score"}
+    tasks = [small_task("by-loss", **given), small_task("by-score", **given, **by_score)]
+    trainer = trainer_of(tmp_path / "run", tasks)
+    trainer.train()
+    losses = [entry["eval_loss"] for entry in trainer.task_states["by-loss"].log_history if "eval_loss" in entry]
+    by_name = {row.name: row for row in trainer.report().rows}
+    assert (by_name["by-loss"].best, by_name["by-loss"].best_metric) == (min(losses), "eval_loss")
+    assert (by_name["by-score"].best, by_name["by-score"].best_metric) == (0.4, "eval_score")
+    assert line_of(trainer.report(), "by-score")[4:6] == ["score", "0.4000"]
+    assert ">score 0.4000</td>" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
 def test_a_run_that_was_interrupted_is_shown_as_such_and_recorded_as_it_goes_on(tmp_path: Path) -> None:
@@ -132,7 +150,9 @@ def test_with_many_tasks_a_line_of_losses_has_the_mean_the_least_and_the_greates
 
 def shown_row(name: str, folder: Path | None, reason: str = "") -> ReportRow:
     status = "failed" if reason else "succeeded"
-    return ReportRow(name, status, reason, 60, 60, 0.96751, 0.81159, 1.00554, 19.0, 5_930, folder and folder / name)
+    return ReportRow(
+        name, status, reason, 60, 60, 0.96751, 0.81159, "eval_loss", 1.00554, 19.0, 5_930, folder and folder / name
+    )
 
 
 def test_in_a_window_of_80_characters_the_report_has_whole_numbers_and_commands_that_can_be_pasted() -> None:
@@ -145,18 +165,29 @@ def test_in_a_window_of_80_characters_the_report_has_whole_numbers_and_commands_
     ]
     lines = RunReport(rows, notes=notes).fitted(80).splitlines()
     assert lines[:7] == [
-        "task                      status     steps    loss    best    eval  time  tokens",
-        "sql                       succeeded  60/60  0.9675  0.8116  1.0055  0:19   5,930",
-        "summaries_of…ocuments_v1  succeeded  60/60  0.9675  0.8116  1.0055  0:19   5,930",
-        "summaries_of…ocuments_v2  succeeded  60/60  0.9675  0.8116  1.0055  0:19   5,930",
-        "lost                      failed     60/60  0.9675  0.8116  1.0055  0:19   5,930",
+        "task                 status     steps    loss         best    eval  time  tokens",
+        "sql                  succeeded  60/60  0.9675  eval 0.8116  1.0055  0:19   5,930",
+        "summaries…uments_v1  succeeded  60/60  0.9675  eval 0.8116  1.0055  0:19   5,930",
+        "summaries…uments_v2  succeeded  60/60  0.9675  eval 0.8116  1.0055  0:19   5,930",
+        "lost                 failed     60/60  0.9675  eval 0.8116  1.0055  0:19   5,930",
         "adapters are in /data/runs/support/TASK",
         "not saved: lost",
     ]
     assert max(map(len, lines)) <= 80
     assert "lost: a callback failed: why why" in lines[7]
-    assert "next   peft-mux export /data/runs/support --vllm" in "\n".join(lines)
-    assert "       peft-mux export /data/runs/support --merge sql --output merged" in lines
+    first = lines.index("next   # serve all adapters")
+    assert lines[first + 1 : first + 4] == [
+        "       peft-mux export /data/runs/support --vllm",
+        "       # merge one into the backbone",
+        "       peft-mux export /data/runs/support --merge sql --output merged",
+    ]
+
+
+def test_a_narrow_window_has_fewer_columns_and_says_which_are_left_out() -> None:
+    text = RunReport([shown_row("sql", Path("/runs")), shown_row("qa", Path("/runs"))]).fitted(50)
+    assert text.splitlines()[0].split() == ["task", "status", "steps", "loss", "best"]
+    assert "no room for: tokens, time, eval" in text
+    assert max(map(len, text.splitlines())) <= 50
 
 
 def test_a_reason_moves_no_cursor_and_begins_no_line() -> None:
@@ -172,9 +203,8 @@ def test_a_program_of_the_users_own_is_told_how_paused_tasks_go_on(tmp_path: Pat
     assert "trainer.train(resume_from_checkpoint=True)" in second
 
 
-def test_without_a_window_lines_are_as_long_as_they_must_be() -> None:
+def test_as_a_string_lines_are_as_long_as_they_must_be() -> None:
     rows = [shown_row("a", Path("/" + "long/" * 60))]
-    assert RunReport(rows).fitted(None) == RunReport(rows)
     assert str(rows[0].place) in RunReport(rows)
 
 
@@ -240,5 +270,5 @@ def test_the_report_of_several_tasks_has_their_shares_of_the_time_also_of_those_
     shares = {row.name: row.time_share or 0.0 for row in report.rows}
     assert sum(shares.values()) == pytest.approx(1)
     assert shares["a"] < min(shares["b"], shares["c"])
-    assert line_of(report, "a")[7] == f"{shares['a']:.0%}"
+    assert line_of(report, "a")[8] == f"{shares['a']:.0%}"
     assert f">{shares['c']:.0%}</td>" in report._repr_html_()

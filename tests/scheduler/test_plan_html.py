@@ -20,10 +20,11 @@ def widths(svg: str) -> list[float]:
 
 
 def test_bars_are_as_long_as_what_they_stand_for() -> None:
-    svg = rows_svg([("<one>", [Bar(0, 1, 0, "a"), Bar(1, 4, 1, "b")]), ("two", [Bar(0, 2, 0, "c")])], 4.0, "4 s")
+    svg = rows_svg([("<one>", [Bar(0, 1, 0, "a"), Bar(1, 4, 1, "b")]), ("two", [Bar(0, 2, 0, "c")])], 4.0, (1.0, "s"))
     one, three, two = widths(svg)
     assert (round(three / one, 1), round(two / one, 1)) == (3.0, 2.0)
     assert "&lt;one&gt;" in svg
+    assert re.findall(r">(\d+ s)<", svg) == ["0 s", "1 s", "2 s", "3 s", "4 s"], "round numbers with their unit"
 
 
 def test_a_limit_far_beyond_what_is_used_is_not_drawn() -> None:

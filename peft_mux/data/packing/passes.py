@@ -55,14 +55,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int, *, rooms: Sequenc
     Returns:
         Indices of the items of each pack, ascending within a pack; packs in the order in which they were opened.
         Packs that were opened before come first, with what was added to them, which may be nothing.
-
-    Raises:
-        ValueError: if an item is longer than a pack, or shorter than 1.
     """
-    if any(not 1 <= length <= capacity for length in lengths):
-        raise ValueError(
-            f"lengths: got {min(lengths)} to {max(lengths)}; allowed: 1 to {capacity}, the capacity of a pack."
-        )
     packs: list[list[int]] = [[] for _ in rooms]
     free: list[tuple[int, int]] = sorted((room, number) for number, room in enumerate(rooms))
     # Ties are broken by position, so that every process packs equally.

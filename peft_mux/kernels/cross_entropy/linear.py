@@ -75,19 +75,34 @@ class Head(NamedTuple):
     scale: float = 1.0
     softcap: float | None = None
 
-    def logits(self, hidden_MD: torch.Tensor) -> torch.Tensor:
-        """Return `[M, V]` logits, in fp32 at least."""
+    def logits(self, hidden_MD: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
+        """Return `[M, V]` logits, in fp32 at least.
+
+        Args:
+            hidden_MD: `[M, D]` hidden states.
+            out: logits of an earlier block of at least M rows, in whose memory these are made; new memory by default.
+        """
+        weight = self.weight.to(hidden_MD.dtype)
         bias = None if self.bias is None else self.bias.to(hidden_MD.dtype)
-        logits = F.linear(hidden_MD, self.weight.to(hidden_MD.dtype), bias)
-        # bf16 has 8 bits: exponentials and their sum need fp32. Logits in float64 stay as they are.
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        if out is None:
+            logits = F.linear(hidden_MD, weight, bias)
+            # bf16 has 8 bits: exponentials and their sum need fp32. Logits in float64 stay as they are.
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
+        else:
+            logits = out[: len(hidden_MD)]
+            if out.dtype != hidden_MD.dtype:
+                logits.copy_(F.linear(hidden_MD, weight, bias))
+            elif bias is None:
+                torch.mm(hidden_MD, weight.t(), out=logits)
+            else:
+                torch.addmm(bias, hidden_MD, weight.t(), out=logits)
         # In their own memory, unless autograd is to know how they were made.
-        out = None if logits.requires_grad else logits
+        place = None if logits.requires_grad else logits
         if self.scale != 1.0:
-            logits = torch.mul(logits, self.scale, out=out)
+            logits = torch.mul(logits, self.scale, out=place)
         if self.softcap is not None:
-            capped = torch.tanh(torch.div(logits, self.softcap, out=out), out=out)
-            logits = torch.mul(capped, self.softcap, out=out)
+            capped = torch.tanh(torch.div(logits, self.softcap, out=place), out=place)
+            logits = torch.mul(capped, self.softcap, out=place)
         return logits
 
 
@@ -108,23 +123,36 @@ def block_rows(vocab_size: int, device_type: str) -> int:
 
 
 def linear_cross_entropy(
-    hidden_MD: torch.Tensor, head: Head, targets_M: torch.Tensor, *, rows_per_block: int | None = None
+    hidden_MD: torch.Tensor,
+    head: Head,
+    targets_M: torch.Tensor,
+    *,
+    first: int = 0,
+    vocab_size: int | None = None,
+    links: TensorParallelLinks | None = None,
+    rows_per_block: int | None = None,
 ) -> torch.Tensor:
-    """Return the negative log-likelihood of each row's target.
+    """Return the negative log-likelihood of each row's target under a frozen head, or under one that is cut.
 
     Args:
-        hidden_MD: `[M, D]` hidden states of the rows that have a target.
-        head: the frozen head that makes logits of them.
-        targets_M: int64 `[M]`, index of each row's target in the vocabulary.
-        rows_per_block: rows of logits held at a time; by default `block_rows` of the vocabulary and the device.
+        hidden_MD: `[M, D]` hidden states of the rows that have a target; the same on all shards.
+        head: the frozen head that makes logits of them, or this shard's rows of it.
+        targets_M: int64 `[M]`, index of each row's target in the whole vocabulary.
+        first: index of this shard's first word in the whole vocabulary.
+        vocab_size: number of words of all shards; by default those of `head`.
+        links: how this shard sums with the other ones; `None` for a whole head.
+        rows_per_block: rows of logits held at a time, the same on all shards; by default `block_rows` of the vocabulary
+            and the device.
 
     Returns:
-        fp32 `[M]`, differentiable in `hidden_MD`.
+        fp32 `[M]`, differentiable in `hidden_MD`; the same on all shards.
     """
-    rows = rows_per_block or block_rows(head.weight.shape[0], hidden_MD.device.type)
+    # From the whole vocabulary: parts differ by a word, and all shards must cut the same blocks.
+    num_words = -(-(vocab_size or len(head.weight)) // (1 if links is None else links.size))
+    rows = rows_per_block or block_rows(num_words, hidden_MD.device.type)
     # The dtype follows from the hidden states, in both passes; autocast would cast each product by itself.
     with torch.autocast(hidden_MD.device.type, enabled=False):
-        return _LinearCrossEntropy.apply(hidden_MD, head, targets_M, rows, 0, None)
+        return _LinearCrossEntropy.apply(hidden_MD, head, targets_M, rows, first, links)
 
 
 class _LinearCrossEntropy(torch.autograd.Function):
@@ -148,9 +176,11 @@ class _LinearCrossEntropy(torch.autograd.Function):
         if links is None and runs_kernels(hidden_MD.device) and hidden_MD.dtype in KERNEL_DTYPES:
             _fused_blocks(hidden_MD, head, targets_M, rows_per_block, losses, gradient)
         else:
+            block = None
             for start in range(0, len(hidden_MD), rows_per_block):
                 rows = slice(start, start + rows_per_block)
-                logits = head.logits(hidden_MD[rows])
+                # In the memory of the block before, as the C library rarely gives a freed block of one size out again.
+                block = logits = head.logits(hidden_MD[rows], out=block)
                 if links is None:
                     local, is_here = targets_M[rows, None], None
                     log_normaliser = torch.cat(
@@ -298,37 +328,6 @@ class Targets(NamedTuple):
         is_here_M = (local_M >= 0) & (local_M < vocab_size)
         # Any valid index will do for another shard's word: what is read there is replaced by 0.
         return cls(local_M.where(is_here_M, 0), is_here_M)
-
-
-def vocab_parallel_linear_cross_entropy(
-    hidden_MD: torch.Tensor,
-    head: Head,
-    targets_M: torch.Tensor,
-    *,
-    first: int,
-    vocab_size: int,
-    links: TensorParallelLinks,
-    rows_per_block: int | None = None,
-) -> torch.Tensor:
-    """Return the negative log-likelihood of each row's target under a frozen head.
-
-    Args:
-        hidden_MD: `[M, D]` hidden states of the rows that have a target; the same on all shards.
-        head: this shard's rows of the whole head.
-        targets_M: int64 `[M]`, indices into the whole vocabulary.
-        first: index of this shard's first word in the whole vocabulary.
-        vocab_size: number of words of all shards.
-        links: how this shard sums with the other ones.
-        rows_per_block: rows of logits held at a time, the same on all shards; by default from the vocabulary and the
-            device.
-
-    Returns:
-        fp32 `[M]`, differentiable in `hidden_MD`; the same on all shards.
-    """
-    # From the whole vocabulary: parts differ by a word, and all shards must cut the same blocks.
-    rows = rows_per_block or block_rows(-(-vocab_size // links.size), hidden_MD.device.type)
-    with torch.autocast(hidden_MD.device.type, enabled=False):
-        return _LinearCrossEntropy.apply(hidden_MD, head, targets_M, rows, first, links)
 
 
 def _normaliser_and_losses(

@@ -75,28 +75,6 @@ class FactorTables(NamedTuple):
     module_seed: int | None = None
 
 
-class Layouts:
-    """Numbers for how the tensors of passes lie; launches that were prepared are found by these numbers."""
-
-    def __init__(self) -> None:
-        """Begin without any."""
-        self._numbers: dict[tuple[Any, ...], int] = {}
-
-    def of(self, x_TD: torch.Tensor, s_TC: torch.Tensor, segments: SegmentTables) -> int | None:
-        """Return a number for everything that decides on the launches of a pass over rows that lie like these.
-
-        Factors, ranks, scales and layers are not part of it, because they are fixed for a group. A launch that draws
-        or adds a bias takes no number.
-
-        Returns:
-            `None` if tables do not fit the rows, or rows do not begin on 16 bytes: then each launch checks its tensors.
-        """
-        if segments.num_rows > x_TD.shape[0] or x_TD.data_ptr() % _WORD_BYTES:
-            return None
-        key = x_TD.dtype, x_TD.stride(), s_TC.stride(), segments.block_rows, segments.chunk_rows, segments.num_segments
-        return self._numbers.setdefault(key, len(self._numbers))
-
-
 class LoraGroup:
     """The tables for the launches of a group; the same for every pass of the same tasks.
 
@@ -110,7 +88,6 @@ class LoraGroup:
         apart: for each layer, tables of the factors A of the other tasks; `None` where there is none.
         layers: for each layer, tables of the factors B; `None` where no task has an adapter in it.
         parts_of_a: the tables of factors A that there are, in the order of their launches.
-        layouts: numbers of how passes lie.
 
     Raises:
         ValueError: if the adapters lie where kernels cannot read them, or a rank is too great.
@@ -157,7 +134,22 @@ class LoraGroup:
                 )
             )
         self.parts_of_a = [part for part in (self.joint, *self.apart) if part is not None]
-        self.layouts = Layouts()
+        # Numbers of how the tensors of passes lie: launches that were prepared are found by them.
+        self._layouts: dict[tuple[Any, ...], int] = {}
+
+    def layout_of(self, x_TD: torch.Tensor, s_TC: torch.Tensor, segments: SegmentTables) -> int | None:
+        """Return a number for everything that decides on the launches of a pass over rows that lie like these.
+
+        Factors, ranks, scales and layers are not part of it, because they are fixed for a group. A launch that draws
+        or adds a bias takes no number.
+
+        Returns:
+            `None` if tables do not fit the rows, or rows do not begin on 16 bytes: then each launch checks its tensors.
+        """
+        if segments.num_rows > x_TD.shape[0] or x_TD.data_ptr() % _WORD_BYTES:
+            return None
+        key = x_TD.dtype, x_TD.stride(), s_TC.stride(), segments.block_rows, segments.chunk_rows, segments.num_segments
+        return self._layouts.setdefault(key, len(self._layouts))
 
 
 def _tables(
@@ -297,7 +289,7 @@ class KernelCall(NamedTuple):
         lead, x_TD = x.shape[:-1], rows_of(x)
         # Not zeroed: no kernel reads columns of S that its segment has not written.
         s_TC = x_TD.new_empty((x_TD.shape[0], self.num_columns or group.num_columns))
-        layout = group.layouts.of(x_TD, s_TC, segments)
+        layout = group.layout_of(x_TD, s_TC, segments)
         for part in group.parts_of_a:
             more = _more_arguments(part, places, layout)
             kernels.shrink(x_TD, part.values, s_TC, segments, part.ranks, scaled=False, **more)
@@ -335,7 +327,7 @@ class KernelCall(NamedTuple):
         dys_TK = [rows_of(dy) for dy in dys]
         # dS comes first, as dx and dA both read it (M Eq. 2).
         ds_TC = torch.empty_like(saved)
-        layout = group.layouts.of(x_TD, saved, segments)
+        layout = group.layout_of(x_TD, saved, segments)
         layouts = [
             # A gradient that lies like a new tensor is launched as the layout of x says.
             layout if dy.dtype is x_TD.dtype and dy.is_contiguous() and not dy.data_ptr() % _WORD_BYTES else None

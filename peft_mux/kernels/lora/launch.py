@@ -349,11 +349,18 @@ def _found(
     *,
     is_gradient: bool = False,
 ) -> Any:
-    """Return what was prepared under a key, `None` if nothing was; types and columns are checked only then."""
+    """Return what was prepared under a key, `None` if nothing was: types and columns are checked only then."""
     prepared = w.launches.get(key)
     if prepared is None:
         _check_columns(x_TD, w, s_TC, tables, ranks, is_gradient=is_gradient)
-    _check_rows(x_TD, s_TC, tables, places)
+    # A launch would read or write rows or places that are not there.
+    num_rows = len(x_TD)
+    if len(s_TC) != num_rows:
+        raise ValueError(f"S of shape {tuple(s_TC.shape)}; allowed: {num_rows} rows, as activations.")
+    if tables.num_rows > num_rows:
+        raise ValueError(f"segments of {tables.num_rows} rows, {num_rows} rows of the stream; the tables do not fit.")
+    if places is not None and (places.dtype != torch.int64 or len(places) < num_rows or not places.is_contiguous()):
+        raise ValueError(f"places are {places.dtype} of length {len(places)}; allowed: contiguous int64 [{num_rows}].")
     return prepared
 
 
@@ -380,17 +387,6 @@ def _check_columns(
             f"{tables.num_segments} segments, ranks of {ranks.num_segments} segments, factors of {w.num_segments}; the "
             "tables do not fit."
         )
-
-
-def _check_rows(x_TD: torch.Tensor, s_TC: torch.Tensor, tables: SegmentTables, places: torch.Tensor | None) -> None:
-    """Raise where a launch would read or write rows or places that are not there."""
-    num_rows, num_s_rows = x_TD.shape[0], s_TC.shape[0]
-    if num_s_rows != num_rows:
-        raise ValueError(f"S of shape {tuple(s_TC.shape)}; allowed: {num_rows} rows, as activations.")
-    if tables.num_rows > num_rows:
-        raise ValueError(f"segments of {tables.num_rows} rows, {num_rows} rows of the stream; the tables do not fit.")
-    if places is not None and (places.dtype != torch.int64 or len(places) < num_rows or not places.is_contiguous()):
-        raise ValueError(f"places are {places.dtype} of length {len(places)}; allowed: contiguous int64 [{num_rows}].")
 
 
 def _rank_classes(ranks: RankTable, *, with_zero: bool = False) -> list[tuple[int, int, int]]:

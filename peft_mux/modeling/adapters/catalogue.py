@@ -66,7 +66,7 @@ class TypeEntry:
         return not self.needs or find_spec(self.needs) is not None
 
 
-WEIGHTS_ARE_READ = "what it begins with is computed from frozen weights"
+WEIGHTS_ARE_READ = "its initial state is computed from frozen weights"
 """Why a part of a model cannot hold a type that reads weights."""
 
 _FUSED = (
@@ -79,7 +79,7 @@ _FUSED = (
             "kept": "the adapter was pruned, which is for serving: load it with PeftModel.from_pretrained, or train the"
             " one that it was pruned from"
         },
-        spans_layers="the penalty of layers on one stage does not reach the loss, which is taken on the last",
+        spans_layers="the penalties of other stages do not reach the loss on the last stage",
     ),
 )
 
@@ -102,7 +102,7 @@ _ADDING = (
     TypeEntry(
         "ADAMSS",
         reasons={
-            "use_asa": "it freezes subspaces between steps by what their gradients were",
+            "use_asa": "it freezes subspaces between steps, depending on their gradients",
             **dict.fromkeys(_OF_ASA, "it belongs to use_asa, which is not supported"),
         },
         reads_weights=True,
@@ -113,7 +113,7 @@ _ADDING = (
     TypeEntry("TRAINABLE_TOKENS", reads_weights=True),
 )
 
-_SHARED = "layers share the frozen projections, which are as wide as the widest of them"
+_SHARED = "layers share frozen projections, which are as wide as the widest layer"
 
 # Layers of one task share state; each task has its own, as when it is alone.
 _SHARING = (
@@ -121,8 +121,8 @@ _SHARING = (
     TypeEntry(
         "PVERA",
         reasons={
-            "sample_at_inference": "evaluation would draw",
-            "generator_seed": "what training draws belongs to the task's seed, its step and the token's place",
+            "sample_at_inference": "evaluation would be random",
+            "generator_seed": "random numbers depend on the task's seed, its step and the token's position",
         },
         spans_layers=_SHARED,
         shares_base=True,
@@ -130,7 +130,7 @@ _SHARING = (
     TypeEntry("RANDLORA", spans_layers=_SHARED, shares_base=True),
     TypeEntry(
         "VBLORA",
-        reasons={"save_only_topk_weights": "training could not go on from what is saved"},
+        reasons={"save_only_topk_weights": "training could not resume from the saved adapter"},
         spans_layers="layers share the bank of vectors, which is trained",
         shares_base=True,
     ),
@@ -139,15 +139,15 @@ _SHARING = (
     TypeEntry(
         "FROD",
         reasons={"runtime_offload_base_weight": "it moves frozen weights, which tasks share"},
-        spans_layers="layers of one name share a basis that is computed from all of their weights",
+        spans_layers="layers of one name share a basis that is computed from all their weights",
         reads_weights=True,
         needs_weights=True,
     ),
 )
 
 _WEIGHTS = Category.WEIGHT_SPACE
-_MORE_IN_FILES = "its files hold more than its weights, which stages do not send one another"
-_CONVOLUTIONS = {"use_effective_conv2d": "no convolution is adapted"}
+_MORE_IN_FILES = "its files contain more than its weights, which stages do not send to each other"
+_CONVOLUTIONS = {"use_effective_conv2d": "convolutions are not adapted"}
 
 _WEIGHT_SPACE = (
     TypeEntry("LOHA", _WEIGHTS, _CONVOLUTIONS, draws=True, shares_base=True),
@@ -158,7 +158,7 @@ _WEIGHT_SPACE = (
         "OFT",
         _WEIGHTS,
         {
-            "coft": "it changes its weights in the forward pass, while all passes of a step must see the same",
+            "coft": "it changes its weights in the forward pass, but all passes of a step must use the same weights",
             "eps": "it belongs to coft, which is not supported",
             "module_dropout": "PEFT's own layer never applies it",
         },
@@ -171,7 +171,7 @@ _WEIGHT_SPACE = (
     TypeEntry(
         "WAVEFT",
         _WEIGHTS,
-        spans_layers="how many coefficients a layer has may depend on all other layers",
+        spans_layers="the number of coefficients of a layer may depend on all other layers",
         shares_base=True,
     ),
     TypeEntry("GLORA", _WEIGHTS, spans_layers=_MORE_IN_FILES, shares_base=True),
@@ -195,33 +195,33 @@ _REFUSED = tuple(
         (
             "ADAPTION_PROMPT",
             ("PREFIX_TUNING", "LORA"),
-            "PEFT puts whole attention modules in the place of the backbone's, for one active adapter",
+            "PEFT replaces whole attention modules of the backbone, for one active adapter",
         ),
         (
             "ADALORA",
             ("LORA", "DELORA"),
-            "it takes ranks away after each step by what gradients were, and adds a regulariser to the loss; set ranks "
-            "by rank_pattern",
+            "it removes ranks after each step, depending on gradients, and adds a regulariser to the loss; set ranks "
+            "with rank_pattern",
         ),
         (
             "XLORA",
             ("LORA",),
-            "each of its passes needs the hidden states of another one; train the adapters that it would mix",
+            "each of its passes needs the hidden states of another pass; train the adapters that it would mix",
         ),
         (
             "POLY",
             ("LORA", "VBLORA"),
-            "its router wants a number of the task beside each row, and draws its gates anew for each row",
+            "its router needs a task number for each row, and draws new gates for each row",
         ),
         (
             "LILY",
             ("VBLORA", "VERA"),
-            "its router averages over all tokens of a call, so that a row's result depends on the rows beside it",
+            "its router averages over all tokens of a call, so that a row's result depends on other rows",
         ),
         (
             "SHADOW",
             ("PEANUT", "LORA"),
-            "its layers run beside the backbone's, with attention and a loss of their own",
+            "its layers run parallel to the backbone's, with their own attention and loss",
         ),
     )
 )

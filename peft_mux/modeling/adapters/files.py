@@ -181,7 +181,8 @@ def matching_weights(model: Any, adapter: str, folder: Path) -> dict[str, torch.
     state = {key: value for key, value in state.items() if key not in echoes}
     found = {key: value.shape for key, value in state.items()}
     if expected != found:
-        if found.keys() == {EMBEDDINGS} < expected.keys():
+        missing = expected.keys() - found.keys()
+        if EMBEDDINGS in found and missing and all(key.startswith(PREFIX) for key in missing):
             raise CheckpointError(
                 f"{folder}: got what the prompt's encoder made ({EMBEDDINGS}) without its parameters; allowed: a folder"
                 " that peft_mux wrote, as PEFT saves no more and the encoder cannot be had back. For inference, load it"

@@ -318,7 +318,7 @@ class AdapterKind:
             reason = self.entry.spans_layers or (WEIGHTS_ARE_READ if self.entry.reads_weights else "")
         if not reason or layout.is_data_parallel:
             return []
-        got, fix = f"{self.title} with replicas {layout}", f"For {reason}; give every process the whole model."
+        got, fix = f"{self.title} with replicas {layout}", f"Reason: {reason}. Give every process the whole model."
         return [Fault(f"{where}.peft_config", got, "another PEFT type with this layout", fix)]
 
 

@@ -176,11 +176,6 @@ def _check_supported(
             "lets every token see every other, so long sequences cannot be split; allowed: causal attention. Set"
             " split_long_sequences=False."
         )
-    elif mux_stream.prefixes is not None:
-        reason = (
-            "lets every token see every other, so nothing comes before the first; allowed: prefixes (PREFIX_TUNING,"
-            " CARTRIDGE) with causal attention. Use PROMPT_TUNING."
-        )
     elif mux_stream.batch.shared is not None:
         reason = (
             "lets every token see every other, so no token of two sequences is the same; allowed: shared prefixes with"
@@ -216,7 +211,7 @@ def _by_rectangles(
     outs = []
     for rectangle, (q, k, v) in layout.apart([x.squeeze(0).transpose(0, 1) for x in qkv]):
         k, v = mux_stream.with_context(module, rectangle.first, k, v, scores.window)
-        mask = causal_mask(q.shape[2], k.shape[2], scores.window, q.device)
+        mask = causal_mask(q.shape[2], k.shape[2], scores.window, q.device) if scores.is_causal else None
         outs.append(attend(q, k, v, scores, mask, None if draws is None else partial(draws, rectangle)))
     return layout.joined(outs)[None]
 

@@ -18,6 +18,7 @@ from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
 from transformers.pytorch_utils import Conv1D
 
+from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.sharding import plain_type
 
 # ------------------------------------------------------------------- frozen parts
@@ -235,6 +236,21 @@ def head_kind_for(task_type: str | None) -> HeadKind:
     if not isinstance(task_type, (str, type(None))):  # what a configuration holds is checked later
         return HEAD_KINDS[-1]
     return next((kind for kind in HEAD_KINDS if task_type in kind.task_types), HEAD_KINDS[-1])
+
+
+def head_module(backbone: Any) -> tuple[str, Any]:
+    """Return the name and the module of the classification head (PEFT's wrapper once adapters are injected).
+
+    Raises:
+        UnsupportedModelError: if there is none under a name that PEFT knows.
+    """
+    for name in HEAD_NAMES:
+        if isinstance(getattr(backbone, name, None), nn.Module):
+            return name, getattr(backbone, name)
+    raise UnsupportedModelError(
+        f"{type(backbone).__name__} has no classification head; allowed: models with a module named "
+        f"{' or '.join(HEAD_NAMES)}. Load the backbone with AutoModelForSequenceClassification for SEQ_CLS tasks."
+    )
 
 
 # ----------------------------------------------------------------- decoder layers

@@ -21,9 +21,9 @@ from torch.nn import functional as F
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.data.tokenize import CLASS_LABELS, LABELLED_ROWS, TAGGED_ROWS
-from peft_mux.errors import ConfigError, UnsupportedModelError
+from peft_mux.errors import ConfigError
 from peft_mux.modeling.attention.rows import ReadRows, states_of
-from peft_mux.modeling.backbone.modules import CLASSIFICATION, HEAD_NAMES, TOKEN_CLASSIFICATION
+from peft_mux.modeling.backbone.modules import CLASSIFICATION, TOKEN_CLASSIFICATION, head_module
 from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
 from peft_mux.modeling.objectives.objective import (
     HEADS,
@@ -36,21 +36,6 @@ from peft_mux.modeling.objectives.objective import (
     register_objective,
 )
 from peft_mux.modeling.stream import temporary_attributes
-
-
-def head_module(backbone: Any) -> tuple[str, Any]:
-    """Return the name and the module of the classification head (PEFT's wrapper once adapters are injected).
-
-    Raises:
-        UnsupportedModelError: if there is none under a name that PEFT knows.
-    """
-    for name in HEAD_NAMES:
-        if isinstance(getattr(backbone, name, None), nn.Module):
-            return name, getattr(backbone, name)
-    raise UnsupportedModelError(
-        f"{type(backbone).__name__} has no classification head; allowed: models with a module named "
-        f"{' or '.join(HEAD_NAMES)}. Load the backbone with AutoModelForSequenceClassification for SEQ_CLS tasks."
-    )
 
 
 class TaskHead(OutputHead):

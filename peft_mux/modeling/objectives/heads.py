@@ -37,7 +37,6 @@ from peft_mux.kernels.cross_entropy.linear import (
     linear_cross_entropy,
     linear_spreads,
     spreads_of_logits,
-    vocab_parallel_linear_cross_entropy,
 )
 from peft_mux.modeling.attention.rows import states_of, take_rows
 from peft_mux.modeling.backbone.modules import LANGUAGE_MODEL, frozen_weight
@@ -118,11 +117,10 @@ def target_losses(
         head, words = Head(weight, bias, scale, softcap), vocab_parallel_head(module)
 
         def losses_at(temperature: float, own_MD: torch.Tensor, own_M: torch.Tensor) -> torch.Tensor:
-            own = head_at(head, temperature)
-            if words is None:
-                return linear_cross_entropy(own_MD, own, own_M)
-            parts = {"first": words.first, "vocab_size": words.vocab_size, "links": words.links}
-            return vocab_parallel_linear_cross_entropy(own_MD, own, own_M, **parts)
+            parts: dict[str, Any] = {}
+            if words is not None:
+                parts = {"first": words.first, "vocab_size": words.vocab_size, "links": words.links}
+            return linear_cross_entropy(own_MD, head_at(head, temperature), own_M, **parts)
 
         # Neighbours of one temperature are computed together; mostly that is all tasks.
         by_task = zip(model.objectives.temperatures(batch.task_names), target_counts(batch), strict=True)

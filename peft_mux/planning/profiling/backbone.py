@@ -323,7 +323,7 @@ def _adapter_times(subject: Subject, stopwatch: Stopwatch) -> tuple[AdapterTable
     products, many times longer, do not drown the adapters in noise.
     """
     groups = _groups_of_one_layer(subject)
-    for group in subject.linear_groups():
+    for group in subject.groups:
         for member in group.members:
             member.module.base_layer = nn.Identity()
     widths = sorted({_width(group) for group in groups})
@@ -381,7 +381,7 @@ def _group_times(
 
 def _groups_of_one_layer(subject: Subject) -> list[LinearGroup]:
     """Return the groups of the first layer, and of further layers those of a width that the first has not."""
-    groups = subject.linear_groups()
+    groups = subject.groups
     count = len(groups) // subject.num_layers
     known = {_width(group) for group in groups[:count]}
     others = {_width(group): group for group in reversed(groups[count:]) if _width(group) not in known}

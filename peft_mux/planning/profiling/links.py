@@ -1,8 +1,8 @@
 """Measures between processes: the link, and what passes in turns cost and hide (`Overlap`).
 
 `measure_link` finds how long an empty message takes, and how fast a long one is. `measure_overlap` runs products and
-sums alone, in the turns of the engine. Passes through cut layers take more than both; `_held_to_passes` finds how much,
-by the engine's own turns through a cut copy of the backbone's first layers.
+sums alone, in the turns of the engine. Passes through cut layers take more than both; `overlap_of_layers` finds how
+much, by the engine's own turns through a cut copy of the backbone's first layers.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import statistics
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import astuple, replace
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -179,60 +179,46 @@ def _least_reaching(predicted_s: Callable[[float], float], measured_s: float, mo
     return low, high
 
 
-class Shards(NamedTuple):
-    """Processes among which layers are cut.
+def overlap_of_layers(
+    profile: Profile,
+    model: Any,
+    processes: Processes,
+    groups: Sequence[Sequence[int]],
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    budget_s: float,
+) -> Overlap | None:
+    """Return what passes in turns cost and hide; `None` where `measure_overlap` measures nothing.
 
-    Attributes:
-        processes: the processes of the run, connected.
-        groups: global ranks of every tensor parallel group of the run.
-    """
-
-    processes: Processes
-    groups: Sequence[Sequence[int]]
-
-
-def overlap_among(
-    shards: Shards, model: Any, *, device: torch.device, dtype: torch.dtype, budget_s: float
-) -> Callable[[Profile], Overlap | None]:
-    """Return a function that measures, for a profile of whole layers, what passes in turns cost and hide.
-
-    All processes must call the function.
+    Where layers are cut, two passes through the first of them are predicted, with this overlap, to take what they
+    really take. Every process of the run must call this; each gets the same answer: the difference between the first
+    one's profile and the times of the slowest.
 
     Args:
-        shards: the processes of the run, and which of them share layers.
+        profile: what was measured of whole layers.
         model: the `MultiTaskPeftModel` or backbone of which a copy of the first layers is run.
+        processes: the processes of the run, connected.
+        groups: global ranks of every tensor parallel group of the run.
         device: the device to run on; on a GPU nothing is measured.
         dtype: the dtype to compute in.
         budget_s: seconds that passes through cut layers may take.
     """
-
-    def measured(profile: Profile) -> Overlap | None:
-        overlap = measure_overlap(device, config_of(model).get_text_config().hidden_size)
-        if overlap is None or max(len(group) for group in shards.groups) == 1:
-            return overlap
-        subject = Subject(model, device=device, dtype=dtype)
-        return _held_to_passes(overlap, profile, subject, shards, budget_s)
-
-    return measured
-
-
-def _held_to_passes(overlap: Overlap, profile: Profile, subject: Subject, shards: Shards, budget_s: float) -> Overlap:
-    """Return the overlap with which two passes through cut layers are predicted to take what they really take.
-
-    Every process of the run must call this; each gets the same answer: the difference between the first one's profile
-    and the times of the slowest. The layers of the subject are cut in place.
-    """
+    overlap = measure_overlap(device, config_of(model).get_text_config().hidden_size)
+    num_devices = max(map(len, groups))
+    if overlap is None or num_devices == 1:
+        return overlap
+    subject = Subject(model, device=device, dtype=dtype)
     names = [name for name in subject.model.tasks if name.startswith(f"r{_RANK}_")][: len(_LENGTHS)]
     # Before anything is cut: the cost model divides widths by itself.
     shape, loads = subject.shape, subject.loads(names, _LENGTHS, _RANK)
-    links = TensorLinks(shards.groups, shards.processes)
+    links = TensorLinks(groups, processes)
     try:
         medians = _cut_pass_times(subject, links, names, budget_s)
     finally:
         links.close()
     measured = torch.tensor(medians, dtype=torch.float64)
     dist.all_reduce(measured, op=dist.ReduceOp.MAX)
-    num_devices = max(len(group) for group in shards.groups)
     cost = CostModel(replace(profile, overlap=overlap), shape, devices_per_stage=num_devices)
     passes = [pass_times(cost.pass_parts(loads, [whole_pass(loads)]), Stretch(shape.num_layers))] * _NUM_PASSES
     apart_s, turns_s = measured.tolist()

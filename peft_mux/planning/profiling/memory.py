@@ -21,7 +21,6 @@ from torch.nn import functional as F
 from torch.overrides import TorchFunctionMode
 from transformers import PretrainedConfig
 
-from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.kind import kind_of
@@ -35,11 +34,6 @@ from peft_mux.scheduler.costs import memory
 Description = tuple[Hashable, ...]
 _MOST = 64
 _COUNTED: dict[tuple[Description, Hashable], float] = {}
-
-
-def forget() -> None:
-    """Drop all counts that were kept."""
-    _COUNTED.clear()
 
 
 def description_of(model: MultiTaskPeftModel) -> Description | None:
@@ -92,12 +86,7 @@ def count_activation_bytes_per_token(
 
     Returns:
         The analytic number, with a warning, where something of the forward does not run without data.
-
-    Raises:
-        ValueError: if no length is above 0.
     """
-    if not lengths or min(lengths) < 1:
-        raise ValueError(f"lengths are {tuple(lengths[:5])}; allowed: one or more, of 1 token or more.")
     backbone = plain_backbone(model)
     held: torch.dtype = dtype or backbone.dtype
     try:
@@ -152,11 +141,19 @@ def _kept_per_token(
             }
             for name, length in zip(names, lengths, strict=True)
         ]
+        batch, objectives = ChunkPackingCollator(virtual_labels=virtual)(rows).to("meta"), described.objectives
+        # The forward alone says what a pass keeps: autograd packs each tensor as it is saved.
+        hooks = torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor)
         was_training = described.training
         described.train()
         try:
-            with mode, kept.by_layer(described.backbone):
-                _forward(described, ChunkPackingCollator(virtual_labels=virtual)(rows).to("meta"), kept)
+            recorded = kept.by_layer(described.backbone)
+            with mode, recorded, hooks, objectives.of_made_up_rows(), described.multiplexing(batch):
+                hidden_TD = described.hidden_states(batch)
+                # The heads of single tasks are small, and left out. Of the shared one the log-likelihoods take the
+                # memory, whatever is computed from them; made-up rows lack what losses read.
+                if objectives.head.kind.is_shared:
+                    objectives.head.terms(hidden_TD, batch, described)
         finally:
             described.train(was_training)
     # The layers after those that were run would have kept what the last one of their kind has.
@@ -191,17 +188,6 @@ def _described(model: MultiTaskPeftModel, dtype: torch.dtype, num_layers: int) -
         for name in model.tasks:
             described.objectives.adopt(name, model.objectives)
         yield described
-
-
-def _forward(model: MultiTaskPeftModel, batch: MuxBatch, kept: _SavedStorages) -> None:
-    """Run the forward up to the losses; the heads of single tasks are small, and left out."""
-    # The forward alone says what a pass keeps: autograd packs each tensor as it is saved.
-    hooks = torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor)
-    with hooks, model.objectives.of_made_up_rows(), model.multiplexing(batch):
-        hidden_TD = model.hidden_states(batch)
-        if model.objectives.head.kind.is_shared:
-            # The log-likelihoods take the memory, whatever is computed from them; made-up rows lack what losses read.
-            model.objectives.head.terms(hidden_TD, batch, model)
 
 
 class _SavedStorages:

@@ -71,6 +71,7 @@ class Subject:
         num_layers: number of decoder layers of the copy.
         device: the device of the copy.
         dtype: the dtype that the copy computes in.
+        groups: the groups of linear layers that are computed together, of all layers.
     """
 
     def __init__(self, model: Any, *, device: torch.device, dtype: torch.dtype) -> None:
@@ -92,7 +93,12 @@ class Subject:
         for name in self.model.tasks:
             # As in training: gradients are added to flat buffers, so that no measurement allocates any.
             self.model.registry.slab_of(name).bind_gradients()
-        self._groups = self.linear_groups()
+        found: dict[int, LinearGroup] = {}
+        for module in self.model.backbone.base_model.modules():
+            forward = module.__dict__.get("forward")
+            if isinstance(forward, MultiplexedForward) and forward.group is not None:
+                found.setdefault(id(forward.group), forward.group)
+        self.groups = list(found.values())
         base_model = language_model(self.model.backbone)
         # The owner and name of the list of decoder layers.
         self._layer_list = next(
@@ -126,7 +132,7 @@ class Subject:
             lengths: tokens of the sequence of each.
             rank: rank of their adapters.
         """
-        layers: list[Any] = [member.module for group in self._groups for member in group.members]
+        layers: list[Any] = [member.module for group in self.groups for member in group.members]
         of_one_layer = layers[: len(layers) // self.num_layers]
         adapters = tuple(AdapterLoad(rank, layer.in_features + layer.out_features) for layer in of_one_layer)
         return [
@@ -231,15 +237,6 @@ class Subject:
 
         return run
 
-    def linear_groups(self) -> list[LinearGroup]:
-        """Return the groups of linear layers that are computed together, of all layers."""
-        found: dict[int, LinearGroup] = {}
-        for module in self.model.backbone.base_model.modules():
-            forward = module.__dict__.get("forward")
-            if isinstance(forward, MultiplexedForward) and forward.group is not None:
-                found.setdefault(id(forward.group), forward.group)
-        return list(found.values())
-
     @contextmanager
     def _base_operators(self, batch: MuxBatch, has_layers: bool) -> Iterator[None]:
         """Run a batch, for the time of the block, with adapters off and attention that returns its queries.
@@ -260,7 +257,7 @@ class Subject:
 
         AttentionInterface.register(_LEFT_OUT_ATTENTION, hand_queries_on)
         # As PEFT's own switch would, except for its report on all layers, which takes longer than a layer does.
-        tuned: list[Any] = [member.module for group in self._groups for member in group.members]
+        tuned: list[Any] = [member.module for group in self.groups for member in group.members]
         for layer in tuned:
             layer._disable_adapters = True
         backbone = self.model.backbone

@@ -64,13 +64,6 @@ def all_reduce_s(link: Link | None, num_devices: int, num_bytes: Any) -> Any:
     return 2 * (num_devices - 1) * link.transfer_s(num_bytes / num_devices)
 
 
-def all_gather_s(link: Link | None, num_devices: int, num_bytes: float) -> float:
-    """Return the seconds in which every device gets all of `num_bytes`, of which each has a part."""
-    if link is None or num_devices == 1:
-        return 0.0
-    return (num_devices - 1) * link.transfer_s(num_bytes / num_devices)
-
-
 @dataclass(frozen=True, slots=True)
 class PassParts:
     """Seconds of the parts of one pass between its sums, on each of the devices that share its layers.
@@ -291,7 +284,8 @@ class CostModel:
             # backward. The loss has its gradient in the forward, and a frozen embedding needs none.
             units = [(parts.layer_bytes, 2 * num_layers), (parts.before_bytes, is_first)]
             units += [(parts.head_bytes, is_last), (parts.after_bytes, 2 * is_last)]
-            gathered_s = sum(count * all_gather_s(self.tensor_link, shards, size) for size, count in units if size)
+            # A gathering is the second half of a sum.
+            gathered_s = sum(count * all_reduce_s(self.tensor_link, shards, size) / 2 for size, count in units if size)
             communication_s = communication_s + gathered_s
         return Parts(
             fixed=profile.pass_s + summed_layers * self._host_layer_s,

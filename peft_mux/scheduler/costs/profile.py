@@ -330,7 +330,7 @@ class Profile:
             ValueError: for another format, or contents that are not a profile.
         """
         try:
-            data = json.loads(text)
+            data = with_tuples(json.loads(text))
             version = data.pop("format_version", None)
         except (json.JSONDecodeError, AttributeError, TypeError) as error:
             raise ValueError(f"profile is no JSON object ({error}); allowed: what Profile.to_json wrote.") from error
@@ -342,9 +342,9 @@ class Profile:
         data.pop("key", None)
         try:
             for name in _CURVES:
-                data[name] = Curve(**{key: _tuples(values) for key, values in data[name].items()})
+                data[name] = Curve(**data[name])
             for name in _TABLES:
-                data[name] = AdapterTable(**{key: _tuples(values) for key, values in data[name].items()})
+                data[name] = AdapterTable(**data[name])
             data["versions"] = tuple((name, value) for name, value in data["versions"])
             data["link"] = None if data["link"] is None else Link(**data["link"])
             data["overlap"] = None if data.get("overlap") is None else Overlap(**data["overlap"])
@@ -353,8 +353,11 @@ class Profile:
             raise ValueError(f"profile lacks or misnames a field ({error}); allowed: what to_json wrote.") from error
 
 
-def _tuples(values: Any) -> Any:
-    return tuple(map(_tuples, values)) if isinstance(values, list) else values
+def with_tuples(value: Any) -> Any:
+    """Return a value of JSON with tuples for lists."""
+    if isinstance(value, dict):
+        return {name: with_tuples(item) for name, item in value.items()}
+    return tuple(map(with_tuples, value)) if isinstance(value, list) else value
 
 
 def profile_key(device: str, dtype: str, model: str, versions: Mapping[str, str]) -> str:

@@ -52,7 +52,7 @@ def task_fused(
         interval: distance of candidate boundaries of buckets, in tokens.
 
     Raises:
-        ValueError: for no tasks, or lengths that no configuration supports.
+        ValueError: for lengths that no configuration supports.
     """
     best = _best_equal(*joint_sample(tasks), num_gpus, time_model, interval)
     return _one_after_another("Task-Fused", [best], num_gpus)
@@ -106,7 +106,5 @@ def _best_equal(
 
 def _one_after_another(name: str, best: Sequence[tuple[tuple[ReplicaGroup, ...], float]], num_gpus: int) -> Baseline:
     """Return the baseline whose deployments take turns on the same GPUs, each with the seconds of its step."""
-    if not best:
-        raise ValueError("tasks is empty; allowed: one task or more.")
     step_s = tuple(seconds for _, seconds in best)
     return Baseline(name, tuple(groups for groups, _ in best), step_s, sum(step_s) * num_gpus)

@@ -25,6 +25,8 @@ DEFAULT_RESTART_S = 180.0
 _SUMMARY_CANDIDATES = 10
 _BAR_WIDTH = 48
 _MIX_WIDTH = 32
+_BLOCK = 9
+"""Padded lengths that stand side by side, so that rows have at most 80 characters."""
 _BUCKET_SIGNS = string.ascii_letters + string.digits
 """One sign for each bucket of a picture; they repeat after 62."""
 
@@ -168,13 +170,18 @@ class DeploymentPlan:
                 f"  {group!s:<14} {group.num_gpus:>5} {group.max_tokens:>10} {sum(counts):>9} {seconds:>8.3f} "
                 f"{share:>6.1%}"
             )
-        lines += ["", f"  {'candidate':<44} {'Theorem 1':>9} {'bound s':>8} {'step s':>8}  verdict"]
-        for candidate in self.candidates[:_SUMMARY_CANDIDATES]:
-            pairs = zip(self.configurations, candidate.counts, strict=True)
-            replicas = ", ".join(f"{config}x{count}" for config, count in pairs if count)
+        layouts = [
+            ", ".join(
+                f"{config}x{count}" for config, count in zip(self.configurations, one.counts, strict=True) if count
+            )
+            for one in self.candidates[:_SUMMARY_CANDIDATES]
+        ]
+        width = max(map(len, ["candidate", *layouts]))
+        lines += ["", f"  {'candidate':<{width}} {'Theorem 1':>9} {'bound s':>8} {'step s':>8}  verdict"]
+        for candidate, replicas in zip(self.candidates, layouts, strict=False):
             step = "-" if candidate.step_s is None else f"{candidate.step_s:.3f}"
             lines.append(
-                f"  {replicas:<44} {candidate.length_based_s:>9.3f} {candidate.bound_s:>8.3f}"
+                f"  {replicas:<{width}} {candidate.length_based_s:>9.3f} {candidate.bound_s:>8.3f}"
                 f" {step:>8}  {candidate.verdict}"
             )
         considered = stats.num_enumerated - stats.num_too_short
@@ -189,26 +196,32 @@ class DeploymentPlan:
         boundaries = self.bucketing.boundaries
         signs = [_BUCKET_SIGNS[index % len(_BUCKET_SIGNS)] for index in range(len(boundaries))]
         totals = list(map(sum, zip(*self.expected.counts, strict=True)))
-        seconds_lines, share_lines, mix_lines = [], [], []
+        seconds_lines, mix_lines = [], []
+        share_blocks: list[list[str]] = [[] for _ in range(0, len(boundaries), _BLOCK)]
         for group, counts, seconds in zip(self.groups, self.expected.counts, self.expected.group_s, strict=True):
             filled = round(_BAR_WIDTH * seconds / self.expected_step_s)
             seconds_lines.append(f"  {group!s:<12} |{'#' * filled}{'.' * (_BAR_WIDTH - filled)}| {seconds:.3f}")
             shares = [
                 f"{count / total:>6.0%}" if count else f"{'-':>6}" for count, total in zip(counts, totals, strict=True)
             ]
-            share_lines.append(f"  {group!s:<12} " + " ".join(shares))
+            for number, block in enumerate(share_blocks):
+                own = shares[number * _BLOCK : (number + 1) * _BLOCK]
+                block.append(f"  {group!s:<12} " + " ".join(own))
             # Each sign as wide as its bucket's share of the group's tokens.
             tokens = [count * boundary for count, boundary in zip(counts, boundaries, strict=True)]
             ends = [round(_MIX_WIDTH * sum(tokens[: index + 1]) / max(1, sum(tokens))) for index in range(len(tokens))]
             bar = "".join(sign * (end - start) for sign, start, end in zip(signs, [0, *ends], ends, strict=False))
             mix_lines.append(f"  {group!s:<12} |{bar or '.' * _MIX_WIDTH}|")
+        share_lines = []
+        for number, block in enumerate(share_blocks):
+            own = boundaries[number * _BLOCK : (number + 1) * _BLOCK]
+            share_lines += [" " * 15 + " ".join(f"{boundary:>6}" for boundary in own), *block]
         legend = ", ".join(f"{sign} {boundary}" for sign, boundary in zip(signs, boundaries, strict=True))
         return "\n".join(
             [
                 f"seconds a step (full width = {self.expected_step_s:.3f} s)",
                 *seconds_lines,
                 "tokens by padded length (share of a bucket's tokens on each group)",
-                "  " + " " * 12 + " " + " ".join(f"{boundary:>6}" for boundary in boundaries),
                 *share_lines,
                 "tokens of each group by padded length, short to long",
                 *mix_lines,
@@ -308,12 +321,7 @@ def decide_redeployment(
         time_model: predicts the seconds of one replica; it knows the old configurations too, if they hold anything.
         remaining: the steps that each task has left, and its tokens in a step.
         restart_s: seconds that the restart costs.
-
-    Raises:
-        ValueError: for a negative cost.
     """
-    if not 0 <= restart_s < math.inf:
-        raise ValueError(f"restart_s is {restart_s}; allowed: 0 or more. Give seconds.")
     tokens_per_step = sum(tokens for _, tokens in remaining)
     tokens_left = sum(max(0, steps) * tokens for steps, tokens in remaining)
     groups = groups_of(old, time_model)

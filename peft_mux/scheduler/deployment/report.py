@@ -81,19 +81,20 @@ class DeploymentReport:
     def __str__(self) -> str:
         """Return configurations, the plan and its alternatives as tables."""
         limit = "no memory limit" if self.limit_bytes is None else f"{bytes_text(self.limit_bytes)} each"
-        heads = "".join(f"{f'at {length}':>9}" for length in self.lengths)
+        heads = "".join(f"{f'at {length}':>8}" for length in self.lengths)
         lines = [
             f"devices  {self.devices}, {limit}",
             f"times    {self.times_from}; fitted by L Eq. 10 with a mean error of {self.fit_error:.1%}",
             "",
-            f"  {'configuration':<14} {'GPUs':>4} {'memory holds':>12} {'max tokens':>10}{heads}  tokens/s and GPU",
+            "configurations  most tokens of a micro-batch; tokens/s per GPU by length of rows",
+            f"  {'layout':<7} {'GPUs':>4} {'memory holds':>12} {'max tokens':>10}{heads}",
         ]
         for row in self.configs:
             holds = "no limit" if row.memory_tokens is None else str(row.memory_tokens)
-            rates = "".join(f"{rate:>9.0f}" if rate else f"{'-':>9}" for rate in row.tokens_per_gpu_s)
+            rates = "".join(f"{_rate_text(rate):>8}" for rate in row.tokens_per_gpu_s)
             proposed = "  combined" if row.is_proposed else ""
             lines.append(
-                f"  {row.config!s:<14} {row.config.num_gpus:>4} {holds:>12} {row.max_tokens:>10}{rates}{proposed}"
+                f"  {row.config!s:<7} {row.config.num_gpus:>4} {holds:>12} {row.max_tokens:>10}{rates}{proposed}"
             )
         lines += ["", self.plan.summary(), ""]
         plan, composed = self.plan, self.composed
@@ -108,7 +109,8 @@ class DeploymentReport:
             ]
             for one in composed.chosen.replicas:
                 parts = ", ".join(
-                    f"{'+'.join(names)} x{passes}" for names, passes in zip(one.htasks, one.micro_batches, strict=True)
+                    f"{' + '.join(names)} x{passes}"
+                    for names, passes in zip(one.htasks, one.micro_batches, strict=True)
                 )
                 lines.append(
                     f"  {f'{one.config}x{one.num_replicas}':<14} {one.num_sequences:>9} {one.step_s:>8.4f} "
@@ -182,6 +184,13 @@ class DeploymentReport:
                 "planned": planned,
             }
         )
+
+
+def _rate_text(tokens_per_s: float) -> str:
+    """Return a rate in at most 7 characters; "-" for none."""
+    if not tokens_per_s:
+        return "-"
+    return f"{tokens_per_s / 1e6:.2f}M" if tokens_per_s >= 1e6 else f"{tokens_per_s:.0f}"
 
 
 def save_deployment(report: DeploymentReport, path: str | Path) -> Path:

@@ -12,7 +12,6 @@ from functools import lru_cache
 
 import numpy as np
 
-from peft_mux.scheduler.dispatching.bucketing import check_at_least_one
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 from peft_mux.scheduler.replicas.facts import ReplicaFacts
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
@@ -34,21 +33,11 @@ class TaskLengths:
         name: name of the task, for messages.
         lengths: lengths of a sample of its sequences, in tokens.
         batch_size: sequences of the task in one step.
-
-    Raises:
-        ValueError: without lengths, or for an empty batch.
     """
 
     name: str
     lengths: tuple[int, ...]
     batch_size: int
-
-    def __post_init__(self) -> None:
-        if not self.lengths or self.batch_size < 1:
-            raise ValueError(
-                f"task {self.name!r} has {len(self.lengths)} lengths and batch_size {self.batch_size}; "
-                "allowed: 1 or more of both."
-            )
 
 
 def joint_sample(tasks: Sequence[TaskLengths]) -> tuple[list[int], int]:
@@ -60,12 +49,7 @@ def joint_rows(tasks: Sequence[TaskLengths]) -> tuple[list[int], list[int]]:
     """Return one sample of the lengths of all tasks, each in proportion to its batch, and the task of each length.
 
     Each task's sample is repeated in full, and the rest taken evenly along it, so that nothing is random.
-
-    Raises:
-        ValueError: for no tasks.
     """
-    if not tasks:
-        raise ValueError("tasks is empty; allowed: one task or more.")
     # As many batches as the largest sample makes, so that no sample is cut.
     draws = max(-(-len(task.lengths) // task.batch_size) for task in tasks)
     lengths: list[int] = []
@@ -121,11 +105,8 @@ def propose_configurations(
         num_micro_batches: full micro-batches over which each throughput is taken.
 
     Raises:
-        ValueError: for an argument below 1, no lengths, or a length that no configuration supports.
+        ValueError: for a length that no configuration supports.
     """
-    check_at_least_one(num_gpus=num_gpus, num_micro_batches=num_micro_batches)
-    if not lengths:
-        raise ValueError("lengths is empty; allowed: one length or more at which to compare.")
     fitting = configurations_that_fit(time_model, num_gpus, max(lengths))
     chosen: set[ParallelConfig] = set()
     for length in sorted(set(lengths)):
@@ -171,13 +152,7 @@ def count_plans(num_gpus: int, sizes: Sequence[int]) -> int:
     Args:
         num_gpus: GPUs of the whole deployment (N in L).
         sizes: GPUs of one replica of each configuration (n_i in L).
-
-    Raises:
-        ValueError: for no sizes, or one below 1.
     """
-    check_at_least_one(num_gpus=num_gpus)
-    if not sizes or min(sizes) < 1:
-        raise ValueError(f"sizes are {list(sizes)}; allowed: one or more, each of 1 GPU or more.")
     return _count_plans(tuple(sorted(sizes, reverse=True)), num_gpus)
 
 
@@ -201,11 +176,7 @@ def enumerate_plans(num_gpus: int, sizes: Sequence[int], *, at_once: int = _PLAN
         num_gpus: GPUs of the whole deployment (N in L).
         sizes: GPUs of one replica of each configuration (n_i in L).
         at_once: about how many deployments a block has at most.
-
-    Raises:
-        ValueError: for no sizes, or one below 1.
     """
-    count_plans(num_gpus, sizes)  # raises for sizes out of range
     # From the largest replicas down, so that only the last, smallest size is left no choice.
     descending = sorted(range(len(sizes)), key=lambda index: (-sizes[index], index))
     ordered = tuple(sizes[index] for index in descending)

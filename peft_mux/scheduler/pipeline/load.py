@@ -113,24 +113,3 @@ def checked_num_stages(buckets: Sequence[BucketLoad]) -> int:
                 f" {buckets[0].name!r} has."
             )
     return num_stages
-
-
-def per_stage_bytes(field: str, values: Sequence[int] | None, num_stages: int) -> tuple[int, ...] | None:
-    """Return a byte count for each stage, checked; `None` stays `None`.
-
-    Args:
-        field: the name of the argument in a message of an error.
-        values: a number of bytes for each stage, or `None`.
-        num_stages: S, stages of the pipeline.
-
-    Raises:
-        ValueError: if there are not S numbers, or one is negative.
-    """
-    if values is None:
-        return None
-    if len(values) != num_stages:
-        raise ValueError(f"{field} has {len(values)} numbers; allowed: {num_stages}, one for each stage.")
-    for stage, value in enumerate(values):
-        if value < 0:
-            raise ValueError(f"{field} of stage {stage} is {value}; allowed: 0 or more bytes.")
-    return tuple(values)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.launch import Slot, next_virtual_stage
-from peft_mux.scheduler.pipeline.load import BucketLoad, checked_num_stages, message_s, per_stage_bytes
+from peft_mux.scheduler.pipeline.load import BucketLoad, checked_num_stages, message_s
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, build_template
 
 MOST_STEPS = 8
@@ -140,18 +140,17 @@ def verify(
     """
     # Whether the lists come to an end depends on their order alone: free messages are enough to find out.
     _, faults = _run(template, buckets, None)
-    limits = per_stage_bytes("memory_limit_bytes", memory_limit_bytes, template.num_stages)
-    statics = per_stage_bytes("static_bytes", static_bytes, template.num_stages) or (0,) * template.num_stages
-    for stage, row in enumerate(template.actions if limits is not None else ()):
-        held, limit = statics[stage], limits[stage]  # type: ignore[index]
-        for action in row:
-            if not 0 <= action.bucket < len(buckets):
-                continue  # named above
-            size = buckets[action.bucket].chunk_bytes(stage, action.chunk, template.num_chunks)
-            held += size if action.kind == "F" else -size
-            if held > limit:
-                faults.append(f"stage {stage}: with {action} it holds {held:,} bytes; the limit is {limit:,}")
-                break
+    if memory_limit_bytes is not None:
+        statics = static_bytes or (0,) * template.num_stages
+        for stage, (row, limit, held) in enumerate(zip(template.actions, memory_limit_bytes, statics, strict=True)):
+            for action in row:
+                if not 0 <= action.bucket < len(buckets):
+                    continue  # named above
+                size = buckets[action.bucket].chunk_bytes(stage, action.chunk, template.num_chunks)
+                held += size if action.kind == "F" else -size
+                if held > limit:
+                    faults.append(f"stage {stage}: with {action} it holds {held:,} bytes; the limit is {limit:,}")
+                    break
     if faults:
         raise ValueError(_listed("is refused", faults))
 
@@ -302,12 +301,8 @@ def lower_bound_s(buckets: Sequence[BucketLoad], *, num_chunks: int = 1) -> floa
         buckets: the loads of all buckets; stages may differ, and so may forwards and backwards.
         num_chunks: virtual stages of a device; what passes before a device begins is one chunk of each.
 
-    Raises:
-        ValueError: if there is no bucket, buckets differ in the number of stages, or `num_chunks` is less than 1.
     """
-    num_stages = checked_num_stages(buckets)
-    if num_chunks < 1:
-        raise ValueError(f"num_chunks is {num_chunks}; allowed: 1 or more.")
+    num_stages = buckets[0].num_stages
     bounds = [max(bucket.weights, default=1.0) * (sum(bucket.forward_s) + sum(bucket.backward_s)) for bucket in buckets]
     shortest = [min(bucket.weights, default=1.0) for bucket in buckets]
     for stage in range(num_stages):
@@ -330,14 +325,10 @@ def steady_lower_bound_s(buckets: Sequence[BucketLoad], *, num_chunks: int = 1) 
     Args:
         buckets: the loads of all buckets; stages may differ, and so may forwards and backwards.
         num_chunks: virtual stages of a device, as in `lower_bound_s`.
-
-    Raises:
-        ValueError: as `lower_bound_s`.
     """
-    num_stages = checked_num_stages(buckets)
     works = [
         sum(one.num_micro_batches * (one.forward_s[stage] + one.backward_s[stage]) for one in buckets)
-        for stage in range(num_stages)
+        for stage in range(buckets[0].num_stages)
     ]
     return max(*works, *(lower_bound_s([bucket], num_chunks=num_chunks) for bucket in buckets))
 

@@ -32,7 +32,7 @@ from typing import Any, Literal, get_args
 
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.launch import ListScheduler, Move, Slot, group_micro_batches
-from peft_mux.scheduler.pipeline.load import BucketLoad, checked_num_stages, per_stage_bytes
+from peft_mux.scheduler.pipeline.load import BucketLoad, checked_num_stages
 
 FORMAT_VERSION = 1
 
@@ -171,18 +171,18 @@ def build_template(
     """
     num_stages = checked_num_stages(buckets)
     _check_schedule(schedule, num_chunks)
-    limits = per_stage_bytes("memory_limit_bytes", memory_limit_bytes, num_stages)
-    statics = per_stage_bytes("static_bytes", static_bytes, num_stages) or (0,) * num_stages
-    room_bytes = None if limits is None else [limit - static for limit, static in zip(limits, statics, strict=True)]
-    if limits is not None and room_bytes is not None:
+    room_bytes = None
+    if memory_limit_bytes is not None:
+        statics = static_bytes or (0,) * num_stages
+        room_bytes = [limit - static for limit, static in zip(memory_limit_bytes, statics, strict=True)]
         for bucket in buckets:
             for stage, room in enumerate(room_bytes):
                 if bucket.activation_bytes[stage] > room:
                     raise ValueError(
                         f"bucket {bucket.name!r} on stage {stage}: one micro-batch holds"
                         f" {bucket.activation_bytes[stage]:,} bytes; allowed: {room:,} (memory limit"
-                        f" {limits[stage]:,} less {statics[stage]:,} static). Take smaller micro-batches, put fewer"
-                        " tasks into the bucket, or use more stages."
+                        f" {memory_limit_bytes[stage]:,} less {statics[stage]:,} static). Take smaller micro-batches,"
+                        " put fewer tasks into the bucket, or use more stages."
                     )
     order = range(len(buckets))
     if schedule == "mux":  # rule 1; a stable sort keeps ties in the order of buckets

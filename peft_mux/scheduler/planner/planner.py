@@ -321,20 +321,16 @@ class _Search:
         An hTask that has fewer rows than micro-batches has fewer of these.
         """
         num_rows = range_sums(np.array([len(load.lengths) for load in self.loads], dtype=float))
-        found = self._even_latencies(1)
-        for count in (*(count for count in _COUNTS[1:] if count < num_micro_batches), num_micro_batches):
-            found = np.where(num_rows >= count, self._even_latencies(count), found)
+        tokens = np.array([load.tokens for load in self.loads], dtype=float)
+        found = np.full(num_rows.shape, np.inf)
+        for count in (*(count for count in _COUNTS if count < num_micro_batches), num_micro_batches):
+            if count not in self._latencies:
+                # A task whose own micro-batch is over the bound runs all the same, alone: only company is refused.
+                largest = max(self.admission.max_tokens, float(tokens.max()) / count)
+                seconds = self.cost.latency_matrix(self.loads, count)
+                self._latencies[count] = np.where(range_sums(tokens) / count <= largest, seconds, np.inf)
+            found = np.where((num_rows >= count) | (count == 1), self._latencies[count], found)
         return found
-
-    def _even_latencies(self, count: int) -> NDArray[np.float64]:
-        """Return the seconds of each range of tasks in `count` equal micro-batches; remembers them."""
-        if count not in self._latencies:
-            tokens = np.array([load.tokens for load in self.loads], dtype=float)
-            # A task whose own micro-batch is over the bound runs all the same, alone: only company is refused.
-            largest = max(self.admission.max_tokens, float(tokens.max()) / count)
-            seconds = self.cost.latency_matrix(self.loads, count)
-            self._latencies[count] = np.where(range_sums(tokens) / count <= largest, seconds, np.inf)
-        return self._latencies[count]
 
     def _cheapest_counts(self) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Return for one stage the least seconds of each range of tasks over numbers of passes, and that number."""
@@ -456,16 +452,13 @@ class _Search:
         """Return bytes and what the allocator holds beyond them."""
         return math.ceil((1.0 + self.memory.margin) * num_bytes)
 
-    def _workspace_bytes(self, cuts: Sequence[CutHTask]) -> tuple[int, ...]:
-        """Return the bytes of each stage that are transient while a micro-batch computes."""
+    def _held_bytes(self, cuts: Sequence[CutHTask]) -> tuple[int, ...]:
+        """Return the bytes of each stage in addition to the micro-batches in flight: static, and transient ones."""
         largest = max(cut.held_tokens for cut in cuts)
         return tuple(
-            self._with_margin(self.memory.workspace_bytes(largest, stage, self.loads)) for stage in self.stages
+            static + self._with_margin(self.memory.workspace_bytes(largest, stage, self.loads))
+            for stage, static in enumerate(self.static_bytes)
         )
-
-    def _held_bytes(self, cuts: Sequence[CutHTask]) -> tuple[int, ...]:
-        """Return the bytes of each stage in addition to the micro-batches in flight."""
-        return tuple(map(sum, zip(self.static_bytes, self._workspace_bytes(cuts), strict=True)))
 
     # ------------------------------------------------------------------- plan
 
@@ -491,7 +484,8 @@ class _Search:
             memory = self.memory.estimate(self.loads, largest, in_flight)
             peak_bytes = (memory.peak_bytes,)
         else:
-            held_bytes, workspace_bytes = self._held_bytes(cuts), self._workspace_bytes(cuts)
+            held_bytes = self._held_bytes(cuts)
+            workspace_bytes = [held - static for held, static in zip(held_bytes, self.static_bytes, strict=True)]
             verify(found.template, found.bucket_loads, memory_limit_bytes=self.limits, static_bytes=held_bytes)
             # These peaks are of micro-batches in flight alone.
             in_flight_bytes = found.simulation.peak_bytes

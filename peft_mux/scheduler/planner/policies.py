@@ -131,15 +131,6 @@ def register_policy(policy: Policy) -> None:
     POLICIES[policy.name] = policy
 
 
-def unregister_policy(name: str) -> None:
-    """Forget a policy that was registered.
-
-    Raises:
-        ValueError: if no policy has this name.
-    """
-    del POLICIES[policy_named(name).name]
-
-
 def policy_named(name: str) -> Policy:
     """Return the policy of a name.
 

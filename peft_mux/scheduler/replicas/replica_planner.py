@@ -15,7 +15,6 @@ from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.planner.planner import plan_tasks
-from peft_mux.scheduler.planner.policies import policy_named
 from peft_mux.scheduler.planner.stage_cut import choose_layers
 from peft_mux.scheduler.planner.values import Budget, Outcome
 from peft_mux.scheduler.replicas.configs import ParallelConfig
@@ -31,12 +30,8 @@ class ReplicaPlanner:
     Args:
         facts: what the costs of a replica depend on; its loads are the tasks of the run with their whole batches.
         max_tokens: most tokens of one pass, as the run has it; only a longer sequence makes a longer pass.
-        policy: how tasks are put together on each replica, one of `policies.POLICIES`.
+        policy: how tasks are put together on each replica, one of `policies.POLICIES` that runs all tasks in a step.
         schedule: the schedule of replicas with several stages.
-
-    Raises:
-        ValueError: for an unknown policy, or one that runs a single task at a time: then a step of all tasks has no
-            plan.
 
     Attributes:
         facts: as given.
@@ -50,8 +45,6 @@ class ReplicaPlanner:
     def __init__(
         self, facts: ReplicaFacts, *, max_tokens: int, policy: str = "mux", schedule: Schedule = "mux"
     ) -> None:
-        if policy_named(policy).runs_alone:
-            raise ValueError(f"policy is {policy!r}; allowed: one that runs all tasks in a step, such as 'mux'.")
         self.facts, self.max_tokens, self.policy = facts, max_tokens, policy
         self.schedule: Schedule = schedule
         self.num_plans = 0

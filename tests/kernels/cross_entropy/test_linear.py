@@ -287,6 +287,25 @@ def test_the_logits_of_a_block_are_held_once_and_twice_with_the_slope_of_a_cap(
     assert [size for size in sizes if size >= 1000 * 40 * 4] == [1000 * 40 * 4] * times
 
 
+@pytest.mark.parametrize("bias", [torch.ones(1000), None])
+def test_the_logits_of_all_blocks_lie_in_one_memory(bias: torch.Tensor | None) -> None:
+    head, hidden = Head(torch.randn(1000, 4), bias), torch.randn(100, 4, requires_grad=True)
+    targets = torch.randint(1000, (100,))
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        losses = linear_cross_entropy(hidden, head, targets, rows_per_block=40)
+    sizes = [event.nbytes() for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    assert [size for size in sizes if size >= 1000 * 20 * 4] == [1000 * 40 * 4], "and not one for each of three blocks"
+    assert torch.equal(
+        losses,
+        torch.cat(
+            [
+                linear_cross_entropy(hidden[rows], head, targets[rows])
+                for rows in (slice(0, 40), slice(40, 80), slice(80, 100))
+            ]
+        ),
+    )
+
+
 def test_the_default_block_bounds_the_logits_whatever_the_length(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "_BLOCK_SIZES", {"cpu": module.BlockSizes(16, 2**15, 2**16)})
     largest = [sizes_of(linear_cross_entropy, rows, 1000) for rows in (100, 400, 1600)]

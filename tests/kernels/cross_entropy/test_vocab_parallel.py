@@ -15,7 +15,7 @@ from peft_mux.kernels import philox
 from peft_mux.kernels.cross_entropy.linear import (
     Head,
     VocabParallelCrossEntropy,
-    vocab_parallel_linear_cross_entropy,
+    linear_cross_entropy,
 )
 
 ROWS, HIDDEN, VOCABULARY = 13, 8, 37
@@ -94,9 +94,7 @@ def test_losses_and_gradients_are_those_of_the_whole_head(size: int, options: di
         return losses_and_gradient(
             hidden,
             weights,
-            lambda x: vocab_parallel_linear_cross_entropy(
-                x, part_of(head, words), targets, rows_per_block=5, **arguments
-            ),
+            lambda x: linear_cross_entropy(x, part_of(head, words), targets, rows_per_block=5, **arguments),
         )
 
     found, num_sums = on_shards(size, part)
@@ -134,7 +132,7 @@ def test_a_row_that_is_not_finite_harms_no_other() -> None:
             return losses_and_gradient(
                 rows,
                 weights,
-                lambda x: vocab_parallel_linear_cross_entropy(x, own, targets, rows_per_block=20, **arguments),
+                lambda x: linear_cross_entropy(x, own, targets, rows_per_block=20, **arguments),
             )
 
         return on_shards(2, part)[0][1]

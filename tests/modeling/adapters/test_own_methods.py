@@ -155,7 +155,7 @@ def test_layouts_that_a_type_cannot_be_trained_on_are_refused_by_name() -> None:
     assert bottleneck.refusals(stages, "tasks.a") == []
     assert "its layers are not cut" in str(bottleneck.refusals(shards, "tasks.a")[0])
     assert "its layers are not cut" in str(diff.refusals(shards, "tasks.a")[0])
-    assert "penalty of layers on one stage" in str(diff.refusals(stages, "tasks.a")[0])
+    assert "penalties of other stages" in str(diff.refusals(stages, "tasks.a")[0])
 
 
 def test_plans_count_what_the_adapters_cost(tmp_path: Path) -> None:
@@ -196,7 +196,7 @@ def test_a_layout_trains_to_the_result_of_one_process(
 @pytest.mark.parametrize(
     ("name", "arguments", "said"),
     [
-        ("diff", {"pipeline_parallel_size": 2}, "the penalty of layers on one stage does not reach the loss"),
+        ("diff", {"pipeline_parallel_size": 2}, "the penalties of other stages do not reach the loss"),
         ("houlsby", {"tensor_parallel_size": 2}, "its layers are not cut"),
     ],
 )

@@ -13,6 +13,7 @@ import pytest
 from peft_mux.reporting.page import Line, chart_svg, run_html
 from peft_mux.reporting.screen import NotebookProgress
 from peft_mux.reporting.views import RunView, RunWatch, TaskView, interrupted, view_of_records
+from peft_mux.scheduler.drawing import rounded_ticks
 
 CURVE = tuple((step, 5.0 - step / 100) for step in range(1, 401))
 TASKS = (
@@ -40,7 +41,7 @@ def test_shares_of_several_tasks_are_a_column_that_says_of_what() -> None:
     assert "<th>of tokens</th>" in html
     assert html.count("<td>50%</td>") == 3
     assert "colspan=9" in html
-    assert "of t" not in run_html(RunView(TASKS))
+    assert "<th>of" not in run_html(RunView(TASKS))
 
 
 def test_of_many_tasks_those_that_run_get_a_chart_first_and_the_others_are_counted() -> None:
@@ -51,14 +52,46 @@ def test_of_many_tasks_those_that_run_get_a_chart_first_and_the_others_are_count
 
 
 def test_points_lie_within_their_chart_and_a_fall_goes_down() -> None:
-    svg = ElementTree.fromstring(chart_svg("a", [Line("loss", CURVE), Line("eval", ((5, 4.0),), 1, has_dots=True)]))
+    svg = ElementTree.fromstring(chart_svg("a", [Line("loss", CURVE), Line("eval", ((5, 4.0),), 1, is_held_out=True)]))
     (line, *_) = [part.get("points", "") for part in svg.iter() if part.tag == "polyline"]
     points = [tuple(map(float, point.split(","))) for point in line.split()]
     assert len(points) <= 201
-    assert (points[0][0], points[-1][0]) == (round(46 + 186 / 400, 1), 232.0), "a long curve keeps its ends"
-    assert all(46 <= x <= 240 and 0 <= y <= 112 for x, y in points)
+    assert (points[0][0], points[-1][0]) == (round(58 + 176 / 400, 1), 234.0), "a long curve keeps its ends"
+    assert all(58 <= x <= 250 and 20 <= y <= 118 for x, y in points)
     assert points[0][1] < points[-1][1]
     assert len([part for part in svg.iter() if part.tag == "circle"]) == 1
+
+
+def test_a_chart_has_a_title_names_of_its_axes_and_round_numbers() -> None:
+    svg = ElementTree.fromstring(chart_svg("sql", [Line("train", CURVE)]))
+    texts = [part.text for part in svg.iter() if part.tag == "text"]
+    assert texts == ["sql", "1", "2", "3", "4", "5", "0", "100", "200", "300", "400", "step", "loss"]
+
+
+@pytest.mark.parametrize(
+    ("low", "high", "texts"),
+    [
+        (0.9312, 1.0187, ["0.94", "0.96", "0.98", "1.00"]),
+        (0, 7, ["0", "2", "4", "6"]),
+        (-0.3, 0.31, ["-0.2", "0.0", "0.2"]),
+        (0, 123_456, ["0", "50,000", "100,000"]),
+        (2e-9, 9e-9, ["2e-09", "4e-09", "6e-09", "8e-09"]),
+        (-1e300, 1e300, ["-1e+300", "-5e+299", "0", "5e+299", "1e+300"]),
+        (3.0, 3.0, []),
+    ],
+)
+def test_ticks_are_round_numbers_within_the_axis(low: float, high: float, texts: list[str]) -> None:
+    ticks = rounded_ticks(low, high)
+    assert [text for _, text in ticks] == texts
+    assert all(low <= value <= high * (1 + 1e-9) for value, _ in ticks)
+
+
+def test_held_out_curves_are_dashed_with_dots_and_the_colours_are_explained() -> None:
+    html = run_html(RunView(TASKS))
+    dashed = [part for svg in drawings(html) for part in svg.iter() if part.get("stroke-dasharray")]
+    assert len(dashed) == 1, "one of the tasks is evaluated"
+    assert "eval (dashed): loss of held-out rows" in html
+    assert "eval (dashed)" not in run_html(RunView(TASKS[1:]))
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from html import unescape
+from itertools import combinations
 from pathlib import Path
 from typing import Any
 
@@ -14,16 +15,18 @@ import pytest
 
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
+from peft_mux.reporting import page
 from peft_mux.trainer import reporter as run_files
-from tests.invariants.mux_lab import small_task, tiny_llama
+from tests.invariants.mux_lab import rows, small_task, tiny_llama
 
 SECTIONS = ["Tasks", "Losses", "A step, planned and measured", "Memory, planned and measured", "Versions and devices"]
 
 
-def trained(folder: Path, **options: Any) -> MultiTaskTrainer:
+def trained(folder: Path, *, is_evaluated: bool = False, **options: Any) -> MultiTaskTrainer:
     given = {"report_to": "none", "use_cpu": True, "logging_steps": 2, "max_tokens_per_micro_batch": 48, **options}
     # Eight steps of both, then two of the second one alone.
-    tasks = [small_task("a", data_seed=1), small_task("b", data_seed=2, max_steps=10)]
+    held_out = {"eval_dataset": rows(9, 4, 5, 9), "eval_steps": 3} if is_evaluated else {}
+    tasks = [small_task("a", data_seed=1, **held_out), small_task("b", data_seed=2, max_steps=10)]
     trainer = MultiTaskTrainer(tiny_llama(), MultiTaskTrainingArguments(output_dir=str(folder), **given), tasks)
     trainer.train()
     return trainer
@@ -81,9 +84,40 @@ def test_every_setting_of_the_run_and_its_tasks_is_on_the_page(run: tuple[MultiT
     assert "torch</td>" in page
 
 
+def test_held_out_losses_are_drawn_next_to_those_of_training_rows(tmp_path: Path) -> None:
+    trained(tmp_path / "run", is_evaluated=True)
+    drawings = re.findall(r"<svg.*?</svg>", (tmp_path / "run" / "report.html").read_text(encoding="utf-8"))
+    assert [drawing.count("stroke-dasharray") for drawing in drawings[:3]] == [1, 1, 0], "of the run, of a, of b"
+
+
 def test_losses_are_drawn_into_a_picture(run: tuple[MultiTaskTrainer, Path]) -> None:
     pytest.importorskip("matplotlib", reason="needs the plots extra")
     assert (run[1] / "losses.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("num_tasks", [1, 7])
+def test_a_picture_has_titles_names_of_its_axes_and_one_legend_that_covers_nothing(
+    num_tasks: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    figure_type = pytest.importorskip("matplotlib.figure", reason="needs the plots extra").Figure
+    saved: list[Any] = []
+    monkeypatch.setattr(figure_type, "savefig", lambda figure, *args, **options: saved.append(figure))
+    curves = {f"task {number}": {"loss": ((1, 3.0), (9, 1.0))} for number in range(num_tasks)}
+    curves["task 0"]["eval_loss"] = ((4, 2.5), (8, 1.5))
+    page.draw_losses(curves)
+    (figure,) = saved
+    figure.canvas.draw()
+    panels = figure.axes
+    assert figure._suptitle.get_text() == "Loss of each task"
+    assert [(one.get_title(), one.get_xlabel(), one.get_ylabel()) for one in panels] == [
+        (name, "step", "loss") for name in curves
+    ]
+    assert [[line.get_linestyle() for line in one.lines] for one in panels] == [["-", "--"], *[["-"]] * (num_tasks - 1)]
+    (legend,) = figure.legends
+    assert [text.get_text() for text in legend.get_texts()] == ["train: training rows", "eval: held-out rows"]
+    boxes = [one.get_tightbbox() for one in panels]
+    assert not any(legend.get_window_extent().overlaps(box) for box in boxes)
+    assert not any(first.overlaps(second) for first, second in combinations(boxes, 2)), "no title lies on a number"
 
 
 def test_a_run_that_saves_nothing_leaves_no_page(tmp_path: Path) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import NamedTuple
 
 import pytest
@@ -154,14 +153,6 @@ def test_no_equal_replicas_are_faster_than_the_answer_however_little_time_there_
     fused = task_fused(case.tasks, case.single.num_gpus, found.model, interval=INTERVAL)
     assert found.equal is not None
     assert found.chosen.step_s <= found.equal.step_s <= 1.1 * fused.step_s[0]
-
-
-def test_other_tasks_and_no_time_at_all_are_refused() -> None:
-    case = make_case(TWO_ROWS)
-    with pytest.raises(ValueError, match="tasks are other; allowed: those of the planner, in their order: task-0"):
-        case._replace(tasks=[replace(case.tasks[0], name="other")]).composed()
-    with pytest.raises(ValueError, match=r"budget_s is 0\.0; allowed: more than 0"):
-        case.composed(budget_s=0.0)
 
 
 MIX = RowMix(

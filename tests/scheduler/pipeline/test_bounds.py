@@ -145,8 +145,3 @@ def test_mux_is_faster_than_one_bucket_after_another_in_the_manner_of_figure_10(
     result = simulate(build_template(buckets, "mux"), buckets)
     assert result.makespan_s < makespan_s(list(reversed(buckets)), "1f1b") < in_turn
     assert result.bubble_s[-1] == 0
-
-
-def test_the_lower_bound_refuses_no_chunks() -> None:
-    with pytest.raises(ValueError, match="num_chunks is 0; allowed: 1 or more"):
-        lower_bound_s(even([1], stages=1, micro_batches=1), num_chunks=0)

@@ -240,18 +240,6 @@ def test_a_load_that_cannot_be_is_refused(fields: dict, message: str) -> None:
         BucketLoad(**{**good, **fields})
 
 
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"memory_limit_bytes": (1,)}, "memory_limit_bytes has 1 numbers; allowed: 2"),
-        ({"memory_limit_bytes": (9, 9), "static_bytes": (-1, 0)}, "static_bytes of stage 0 is -1; allowed: 0 or more"),
-    ],
-)
-def test_an_option_that_does_not_match_the_stages_is_refused(options: dict, message: str) -> None:
-    with pytest.raises(ValueError, match=message):
-        build_template(even([1], stages=2, micro_batches=1), "mux", **options)
-
-
 def test_buckets_must_be_there_and_agree_on_the_number_of_stages() -> None:
     with pytest.raises(ValueError, match="buckets is empty"):
         build_template([], "mux")

@@ -20,7 +20,6 @@ from peft_mux.scheduler.planner.policies import (
     Policy,
     policy_named,
     register_policy,
-    unregister_policy,
 )
 from peft_mux.scheduler.planner.values import Budget, Outcome, TaskShare
 from tests.scheduler.planner.cases import load, models
@@ -132,8 +131,7 @@ def pairs() -> Iterator[Policy]:
     policy = Pairs()
     register_policy(policy)
     yield policy
-    if policy.name in POLICIES:
-        unregister_policy(policy.name)
+    POLICIES.pop(policy.name, None)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -146,7 +144,7 @@ def test_a_policy_that_is_registered_plans_and_prints_with_nothing_else_touched(
 
 def test_a_run_accepts_a_policy_as_long_as_it_is_registered(pairs: Policy) -> None:
     assert MultiTaskTrainingArguments(planner="pairs", use_cpu=True).planner == "pairs"
-    unregister_policy("pairs")
+    POLICIES.pop("pairs")
     with pytest.raises(ConfigError, match=r"'pairs'.*mux, together, interleaved, sequential"):
         MultiTaskTrainingArguments(planner="pairs", use_cpu=True)
     with pytest.raises(ValueError, match="policy is 'pairs'; allowed: mux, together, interleaved, sequential"):
@@ -164,4 +162,4 @@ def test_a_name_is_given_once_and_an_unknown_one_is_refused_with_those_that_are_
     with pytest.raises(
         ValueError, match=r"policy is 'fastest'; allowed: mux, together, interleaved, sequential, pairs\."
     ):
-        unregister_policy("fastest")
+        policy_named("fastest")

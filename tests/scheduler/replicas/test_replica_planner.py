@@ -60,7 +60,5 @@ def test_a_plan_is_made_once() -> None:
     assert planner.num_plans == 1
 
 
-def test_a_policy_of_one_task_at_a_time_has_no_plan_of_a_step_of_all() -> None:
-    with pytest.raises(ValueError, match="policy is 'sequential'; allowed: one that runs all tasks in a step"):
-        ReplicaPlanner(FACTS, max_tokens=4096, policy="sequential")
+def test_other_policies_plan_replicas_too() -> None:
     assert ReplicaPlanner(FACTS, max_tokens=4096, policy="together").step_s(EIGHT, ROWS) > 0

@@ -158,5 +158,3 @@ def test_groups_are_full_as_long_as_a_bucket_has_passes_left_and_mix_its_tasks_f
     passes = [GroupedPass(0, ("a",))] * 3 + [GroupedPass(0, ("b",))] * 2 + [GroupedPass(1, ("c",))]
     assert turn_groups(passes, 2) == [(0, 3), (1, 4), (2,), (5,)]
     assert turn_groups(passes, 4) == [(0, 3, 1, 2), (4,), (5,)]
-    with pytest.raises(ValueError, match="width is 0; allowed: 1 or more passes in turns"):
-        turn_groups(passes, 0)

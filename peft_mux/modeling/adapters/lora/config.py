@@ -28,13 +28,13 @@ REASONS = {
     "megatron_config": "it makes Megatron's own parallel layers. Set tensor_parallel_size on the run's arguments",
     "loftq_config": "LoftQ puts other, quantised weights into the shared backbone. Load the backbone quantised, or "
     "initialise with pissa",
-    "eva_config": "EVA chooses ranks and factors from activations of the task's own data, before adapters lie in their "
-    "buffers. Initialise with peft's initialize_lora_eva_weights and save; train that adapter with its saved "
+    "eva_config": "EVA chooses ranks and factors from activations of the task's own data, before adapters are in "
+    "their buffers. Initialise with peft's initialize_lora_eva_weights and save; train that adapter with its saved "
     "configuration, after MultiTaskPeftModel.load_task",
-    "velora_config": "it keeps averages over whichever rows a micro-batch has, so results would depend on how a batch "
-    "is split. Set gradient_checkpointing=True on the run's arguments to keep fewer activations",
-    "alora_invocation_tokens": "adapters would act after the last invocation in a sequence, of which a pass may hold a "
-    "part only. Train a plain LoRA on rows whose loss lies after the invocation",
+    "velora_config": "it keeps averages over the rows of a micro-batch, so results would depend on how a batch is "
+    "split. Set gradient_checkpointing=True on the run's arguments to keep fewer activations",
+    "alora_invocation_tokens": "adapters would act after the last invocation in a sequence, but a pass may have only a "
+    "part of the sequence. Train a plain LoRA on rows whose loss lies after the invocation",
     "use_qalora": "PEFT has it for GPTQ layers only, which are not run here. Load the backbone in 4 bits",
     "monteclora_config": "it draws from one random state for the whole process and adds a term to the loss. Set "
     "lora_dropout to regularise",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Mapping
+from inspect import signature
 from typing import Any
 
 from peft import (
@@ -28,12 +29,16 @@ from peft_mux.errors import Fault, shown
 from peft_mux.modeling.adapters.catalogue import ENTRIES, Category
 from peft_mux.modeling.adapters.fields import value_faults
 from peft_mux.modeling.adapters.kind import AdapterKind, kind_of, register_kind
+from peft_mux.modeling.backbone.modules import CLASSIFICATION, head_kind_of, head_module, without_head
 
 _SHAPE_FIELDS = ("token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers")
 """Fields that PEFT fills in from the backbone's configuration."""
 
 _UNEVEN_FIELDS = ("global_head_dim", "per_layer_config", "num_kv_shared_layers")
 """Fields of a backbone whose layers differ in their heads, or share keys."""
+
+_WIDTH_FIELDS = ("embedding_size", "word_embed_proj_dim")
+"""Fields of a backbone whose embeddings may be of another width than its layers (ELECTRA, OPT)."""
 
 
 class PromptKind(AdapterKind):
@@ -53,34 +58,61 @@ class PromptKind(AdapterKind):
         return tuple(token if kind > 0 and kind % 4 == 0 else IGNORE_INDEX for token, kind in pairs)
 
     def faults(self, config: Any, where: str) -> list[Fault]:
-        """Return a fault for every field that cannot be trained, and for a task type other than CAUSAL_LM."""
+        """Return a fault for every field that cannot be trained, and for a task type that PEFT does not train."""
         faults = [*self.setting_faults(config, where), *value_faults(config, where)]
         if config.num_virtual_tokens is None:
             faults.append(Fault(f"{where}.num_virtual_tokens", "None", "an integer of at least 1"))
-        if config.task_type != TaskType.CAUSAL_LM:
-            fix = "PEFT finds by it what puts the prompt before the tokens; for classification, use LORA."
+        task_types = [TaskType.CAUSAL_LM]
+        fix = "PEFT finds by it what puts the prompt before the tokens."
+        if isinstance(config, CPTConfig):
+            fix = "PEFT trains no other with it; for classification, use PREFIX_TUNING or LORA."
+        else:
+            task_types.append(TaskType.SEQ_CLS)
+        if _is_prefix(config):
+            task_types.append(TaskType.TOKEN_CLS)
+        elif config.task_type == TaskType.TOKEN_CLS:
+            fix = "PEFT fails on the logits of virtual tokens, which have no labels; use PREFIX_TUNING or LORA."
+        if config.task_type not in task_types:
             got = str(getattr(config.task_type, "value", config.task_type))
-            faults.append(Fault(f"{where}.task_type", got, f"CAUSAL_LM for {self.title}", fix))
+            faults.append(Fault(f"{where}.task_type", got, f"{' or '.join(task_types)} for {self.title}", fix))
         # What fields mean together is checked once each of them is sound.
         return faults or _encoder_faults(config, where)
 
     def backbone_faults(self, config: Any, backbone: Any, where: str) -> list[Fault]:
         """Return what does not fit the backbone, such as fields that PEFT fills in, set to another value."""
-        text = backbone.config.get_text_config()
+        text, got = backbone.config.get_text_config(), f"{self.title} on a {type(backbone).__name__}"
+        # As written to files: as attributes, every configuration has some of the fields.
+        written, has_tokens = text.to_dict(), bool(self.virtual_labels(config))
+        is_classifier = config.task_type == TaskType.SEQ_CLS and head_kind_of(backbone) is CLASSIFICATION
+        if has_tokens and is_classifier and head_module(backbone)[0] == "score":
+            fix = (
+                "PEFT gives it embeddings, in which it cannot see padding, so it would classify by padding in a batch"
+                " of rows of unequal length; use PREFIX_TUNING or LORA."
+            )
+            return [Fault(where, got, "classifiers that pool the first token, such as BERT's", fix)]
         if _is_prefix(config):
-            # As written to files: as attributes, every configuration has some of them.
-            written = text.to_dict()
+            # As PEFT looks for it: among the model's arguments, else among those of what is below its head.
+            calls = (backbone.forward, without_head(backbone).forward)
+            if not any("past_key_values" in signature(call).parameters for call in calls):
+                return [Fault(where, got, "backbones that take past_key_values", "Use LORA.")]
             odd = next((name for name in _UNEVEN_FIELDS if written.get(name)), None)
             if backbone.config.model_type in TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING:
                 odd = "keys in a layout of its own"
             if odd is not None:
-                got = f"{self.title} on a {type(backbone).__name__} with {odd}"
-                return [Fault(where, got, "backbones whose layers all have the same heads", "Use PROMPT_TUNING.")]
+                allowed = "backbones whose layers all have the same heads"
+                return [Fault(where, f"{got} with {odd}", allowed, "Use PROMPT_TUNING.")]
         blank = copy.deepcopy(config)
         for name in _SHAPE_FIELDS:
             setattr(blank, name, None)
-        completed = _prepare_prompt_learning_config(blank, backbone.config)
+        try:
+            completed = _prepare_prompt_learning_config(blank, backbone.config)
+        except ValueError as error:  # of PEFT, which does not find a size in every configuration
+            return [Fault(where, got, "backbones whose configuration PEFT can read", f"PEFT: {error}.")]
         completed.num_transformer_submodules = 1
+        width = next((written[name] for name in _WIDTH_FIELDS if name in written), completed.token_dim)
+        if has_tokens and width != completed.token_dim:
+            fix = f"PEFT makes virtual tokens of {completed.token_dim} features for embeddings of {width}. Use LORA."
+            return [Fault(where, got, "backbones whose embeddings are as wide as their layers", fix)]
         faults = []
         for name in _SHAPE_FIELDS:
             got, wanted = getattr(config, name), getattr(completed, name)

@@ -20,9 +20,9 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import CPTConfig, PeftConfig, PeftModelForCausalLM
+from peft import MODEL_TYPE_TO_PEFT_MODEL_MAPPING, CPTConfig, PeftConfig
 from peft.tuners.tuners_utils import BaseTunerLayer
-from peft.utils import AuxiliaryTrainingWrapper
+from peft.utils import AuxiliaryTrainingWrapper, ModulesToSaveWrapper
 from torch import nn
 from torch.func import functional_call
 from torch.nn import functional
@@ -34,6 +34,7 @@ from peft_mux.modeling.adapters.kind import PREFIX, AdapterKind
 from peft_mux.modeling.adapters.prompts.kinds import encoders_of, prompt_kind_of
 from peft_mux.modeling.attention.attention_stream import Prefixes, PromptPass
 from peft_mux.modeling.attention.rows import copied_to
+from peft_mux.modeling.backbone.modules import head_kind_of, head_module
 
 # -------------------------------------------------------------- joining a model
 
@@ -130,11 +131,16 @@ def add_prompt(model: Any, adapter: str, config: PeftConfig) -> None:
 
 
 def remove_prompt(model: Any, adapter: str) -> None:
-    """Free a prompt."""
+    """Free a prompt, and the head that came with it."""
     model.peft_config.pop(adapter, None)
     encoders = encoders_of(model)
     if adapter in encoders:
         del encoders[adapter], model.prompt_tokens[adapter]  # type: ignore[attr-defined]
+    # Heads go on with the adapter that is active now.
+    active = [model.active_adapter] if model.active_adapter not in ([], adapter) else None
+    for module in list(model.backbone.modules()):
+        if isinstance(module, ModulesToSaveWrapper):
+            module.delete_adapter(adapter, new_active_adapters=active)
 
 
 # ------------------------------------------------------------ outside of passes
@@ -157,14 +163,18 @@ def plain_call(
     with model.alone(adapter):
         # PEFT's model of one prompt, with the same modules, and dictionaries of its own, so that nothing that PEFT sets
         # there outlives the call.
-        plain = PeftModelForCausalLM.__new__(PeftModelForCausalLM)
+        plain_type: Any = MODEL_TYPE_TO_PEFT_MODEL_MAPPING[model.peft_config[adapter].task_type]
+        plain = plain_type.__new__(plain_type)
         plain.__dict__.update(model.__dict__)
         for name in ("_modules", "_parameters", "_buffers"):
             plain.__dict__[name] = dict(model.__dict__[name])
         plain.__dict__.pop("forward", None)
         plain.active_adapter = adapter
         plain.word_embeddings = model.base_model.get_input_embeddings()
-        plain.base_model_prepare_inputs_for_generation = model.base_model.prepare_inputs_for_generation
+        if generate:
+            plain.base_model_prepare_inputs_for_generation = model.base_model.prepare_inputs_for_generation
+        if not head_kind_of(model.base_model).is_shared:
+            plain.cls_layer_name, _ = head_module(model.base_model)
         return plain.generate(*args, **kwargs) if generate else plain(*args, **kwargs)
 
 
@@ -363,8 +373,9 @@ _SAME = ({_TABLE: EMBEDDINGS}, {_TRAINED_KEYS: EMBEDDINGS}, {_TABLE: EMBEDDINGS,
 
 def prompt_keys(names: Collection[str]) -> dict[str, str]:
     """Return the key in its file of each trained parameter of a prompt, by the names without the adapter id."""
-    same = next((keys for keys in _SAME if keys.keys() == set(names)), None)
-    return same or {name: name for name in names}
+    own = {name: name for name in names if name.startswith(PREFIX)}
+    heads = {name: name.replace(".modules_to_save", "") for name in names if name not in own}
+    return next((keys for keys in _SAME if keys.keys() == own.keys()), own) | heads
 
 
 def saved_tensor(state: Mapping[str, torch.Tensor], key: str, shape: tuple[int, ...]) -> torch.Tensor | None:
@@ -390,7 +401,7 @@ def prompt_state(model: Any, adapter: str, parameters: Mapping[str, torch.Tensor
     if hasattr(config, "num_tasks"):
         return {keys[name]: value for name, value in parameters.items()}
     device = next(encoder.parameters()).device
-    held = {name.removeprefix(PREFIX): value.to(device) for name, value in parameters.items()}
+    held = {name.removeprefix(PREFIX): x.to(device) for name, x in parameters.items() if name.startswith(PREFIX)}
     tokens = torch.arange(config.num_virtual_tokens, device=device)[None]
     made = functional_call(encoder, held, (tokens,))[0]
     return {EMBEDDINGS: made, **{key: parameters[name] for name, key in keys.items() if key != EMBEDDINGS}}

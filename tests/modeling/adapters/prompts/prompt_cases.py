@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -23,15 +23,16 @@ from transformers import Trainer, get_scheduler
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel, Task
 from peft_mux.data.batch import MuxBatch
+from peft_mux.data.task_batch import TokenSequence
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.invariants import mux_lab as lab
 
 LM = TaskType.CAUSAL_LM
 
 
-def config_of(form: str) -> PeftConfig:
+def config_of(form: str, task_type: TaskType = LM) -> PeftConfig:
     """Return a configuration of a form of prompts; "lora" is one of none."""
-    return {
+    config: PeftConfig = {
         "prompt": lambda: PromptTuningConfig(task_type=LM, num_virtual_tokens=3),
         "words": lambda: PromptTuningConfig(task_type=LM, num_virtual_tokens=4, prompt_tuning_init="SAMPLE_VOCAB"),
         "mlp": lambda: PromptEncoderConfig(task_type=LM, num_virtual_tokens=4, encoder_hidden_size=16),
@@ -49,6 +50,8 @@ def config_of(form: str) -> PeftConfig:
         "cartridge": lambda: CartridgeConfig(task_type=LM, num_virtual_tokens=4),
         "lora": lambda: LoraConfig(task_type=LM, r=4, target_modules="all-linear"),
     }[form]()
+    config.task_type = task_type
+    return config
 
 
 PROMPTS = ("prompt", "words", "mlp", "lstm", "multitask", "cpt", "prefix", "projected", "cartridge")
@@ -112,7 +115,17 @@ def task_of(form: str, **settings: Any) -> Task:
     return Task(name=form, peft_config=config_of(form), train_dataset=rows, **options)
 
 
-def judge(trainer: MultiTaskTrainer, task: Task, backbone: Any = None) -> lab.Verdict:
+def rows_loss(model: Any, sequences: Sequence[TokenSequence]) -> torch.Tensor:
+    """Return plain PEFT's loss of rows that may begin with virtual tokens, which PEFT adds itself."""
+    return plain_loss(model, [ids.input_ids[ids.num_virtual_tokens :].tolist() for ids in sequences])
+
+
+def judge(
+    trainer: MultiTaskTrainer,
+    task: Task,
+    backbone: Any = None,
+    loss_of: Callable[[Any, Sequence[TokenSequence]], torch.Tensor] = rows_loss,
+) -> lab.Verdict:
     """Train one task alone with plain PEFT and an ordinary loop, on the same rows."""
     run = trainer.table[task.name]
     hyper = run.hyper
@@ -128,8 +141,7 @@ def judge(trainer: MultiTaskTrainer, task: Task, backbone: Any = None) -> lab.Ve
     schedule = get_scheduler(hyper.lr_scheduler_type, optimizer, int(hyper.warmup_steps), run.num_steps)
     losses = []
     for step in range(run.num_steps):
-        batch = run.loader.batch(step)
-        loss = plain_loss(model, [ids.input_ids[ids.num_virtual_tokens :].tolist() for ids in batch.sequences])
+        loss = loss_of(model, run.loader.batch(step).sequences)
         loss.backward()
         losses.append(loss.item())
         torch.nn.utils.clip_grad_norm_(parameters, hyper.max_grad_norm)

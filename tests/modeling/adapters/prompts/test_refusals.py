@@ -39,11 +39,21 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
     "other layers": ("prefix", {"num_layers": 1}, "num_layers: got 1; allowed: 2 or None"),
     "two submodules": ("prompt", {"num_transformer_submodules": 2}, "num_transformer_submodules: got 2; allowed: 1 or"),
     "copies": ("prompt", {"modules_to_save": ["lm_head"]}, r"modules_to_save: got \['lm_head'\]; allowed: its default"),
-    "no task type": ("mlp", {"task_type": None}, "task_type: got None; allowed: CAUSAL_LM for P_TUNING"),
-    "a classifier": (
+    "no task type": ("mlp", {"task_type": None}, "task_type: got None; allowed: CAUSAL_LM or SEQ_CLS for P_TUNING"),
+    "a classifier of words": (
         "prefix",
         {"task_type": TaskType.SEQ_CLS},
+        "task_type: got SEQ_CLS; allowed: CAUSAL_LM or None, as the backbone is a LlamaForCausalLM",
+    ),
+    "a classifier by examples": (
+        "cpt",
+        {"task_type": TaskType.SEQ_CLS},
         "task_type: got SEQ_CLS; allowed: CAUSAL_LM for",
+    ),
+    "a tagger": (
+        "prompt",
+        {"task_type": TaskType.TOKEN_CLS},
+        "task_type: got TOKEN_CLS; .*PEFT fails on the logits of virtual tokens",
     ),
     "dropout": ("lstm", {"encoder_dropout": 0.1}, "encoder_dropout: got 0.1; allowed: 0.0. .*that all tasks share"),
     "ignored dropout": ("mlp", {"encoder_dropout": 0.1}, "encoder_dropout: got 0.1; .*PEFT ignores it"),

@@ -1,0 +1,104 @@
+"""The docs are in plain modern English: phrases that native readers stumble over do not come back.
+
+To add a phrase, add a line to `PHRASES` with what to write instead.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+
+from tests.paths import ROOT
+
+PHRASES = {
+    r"\balike\b": "equal, identical, the same; with a common prefix",
+    r"\banew\b": "again",
+    r"\bbeside\b": "next to, alongside, in addition to, compared with",
+    r"\bgo(es)? on\b": "continues, resumes",
+    r"\bheld against\b": "compared with",
+    r"\bholds? .{1,40} against\b": "compares ... with",
+    r"\bholds? (this|each|every|that) \w+ to\b": "compares with, checks",
+    r"\b(is|are|was|were) told\b": "is reported, is logged, gets",
+    r"\btells? (what|of|so|where|how|which|it|to)\b": "says, reports, shows",
+    r"\bnobody\b": "no process, no other task",
+    r"\bwhoever\b": "the code that, callers",
+    r"\bowners?\b": "user",
+    r"\bamiss\b(?!`)": "wrong, a problem",
+    r"\bbut for\b": "except",
+    r"\bwhat comes? of\b": "effect, result",
+    r"\bcomes? to nothing\b": "has no effect",
+    r"\bwhat (\w+ )?of (it|them|these|those)\b": "the part that",
+    r"\bof which (a|the|all|some|none)\b": "whose",
+    r"\bit is said\b": "it is reported",
+    r"\b(is|are) said\b": "is reported, is shown",
+    r"\bthe more so\b": "even more",
+    r"\bunder way\b": "running, in transit",
+    r"\bin company\b": "with other tasks",
+    r"\bhas to be\b": "must be",
+    r"\bcomes? nearest\b": "is closest",
+    r"\bfalls? to\b": "goes to",
+    r"\btakes? up\b": "uses, applies",
+    r"\bsees? to it\b": "makes sure",
+    r"\bas ever\b": "as before",
+    r"\bis let in\b": "is added",
+    r"\brests no more\b": "is resumed",
+    r"\bspares?d?\b": "saves, skips",
+    r"\bwithout a word\b": "silently",
+    r"\bof one'?s own\b": "your own",
+    r"\bthe like\b(?!`)": "and similar",
+    r"\bas (they|it) (are|is|lie|lies|stand|stands) there\b": "unchanged",
+    r"\bstands? (in|at|under|beside|for itself|alone)\b": "is in",
+    r"\blies? (in|on|under|there|beside|together|apart|above|below)\b": "is in",
+}
+"""Patterns, and what to write instead."""
+
+NOT_YET: set[str] = set()
+"""Pages that are not rewritten yet. This list only gets shorter."""
+
+HISTORY = {"log.md"}
+PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in HISTORY)]
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
+
+
+def prose(path: Path) -> str:
+    """Return the text of a page or of a notebook's Markdown, without code."""
+    text = path.read_text("utf-8")
+    if path.suffix == ".ipynb":
+        cells = [cell["source"] for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+        text = "\n\n".join("".join(source) for source in cells)
+    text = re.sub(r"```.*?```|<!--.*?-->", "", text, flags=re.DOTALL)
+    return re.sub(r"`[^`\n]*`", "`code`", text)
+
+
+def found_in(text: str) -> list[str]:
+    """Return each phrase of the list in a text, with its surroundings and what to write instead."""
+    text = re.sub(r"\s+", " ", text)
+    found = []
+    for pattern, instead in PHRASES.items():
+        for match in re.finditer(pattern, text, re.IGNORECASE):
+            around = text[max(0, match.start() - 40) : match.end() + 40]
+            found.append(f'"{match[0]}" in "...{around}..."; write: {instead}')
+    return found
+
+
+@pytest.mark.parametrize("path", [*PAGES, *NOTEBOOKS], ids=lambda path: path.name)
+def test_a_page_has_none_of_the_phrases(path: Path) -> None:
+    found = found_in(prose(path))
+    if path.name in NOT_YET:
+        assert found, f"{path.name} is plain now: remove it from NOT_YET"
+    else:
+        assert found == [], "\n".join(found)
+
+
+def test_a_phrase_is_found_across_lines_and_not_in_code() -> None:
+    assert len(found_in("Losses are held\nagainst TRL's.")) == 1
+    assert found_in("All losses equal TRL's.") == []
+
+
+def test_code_is_no_prose(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("Call `owner()`:\n\n```python\nbeside(owner)\n```\n", encoding="utf-8")
+    assert found_in(prose(page)) == []

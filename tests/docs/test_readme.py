@@ -1,0 +1,48 @@
+"""The README's example trains two adapters, and its file is one that `peft-mux` accepts."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+
+import pytest
+import yaml
+
+from peft_mux.cli.main import main
+from peft_mux.demo.small_llama import make_backbone, make_tokenizer
+from tests.paths import ROOT
+
+TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
+MODEL = "Qwen/Qwen3-0.6B"
+
+
+@pytest.fixture(autouse=True)
+def small_model_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go to a folder with a small model and the files that the README names."""
+    monkeypatch.chdir(tmp_path)
+    rows = [{"prompt": f"{a} and {b} make", "completion": f" {a + b}"} for a in range(1, 5) for b in range(1, 5)]
+    tokenizer = make_tokenizer([row["prompt"] + row["completion"] for row in rows])
+    for part in (make_backbone(tokenizer, hidden_size=64, num_layers=2), tokenizer):
+        part.save_pretrained("small")
+    Path("data").mkdir()
+    for name in ("sst2", "qa", "sql"):
+        Path(f"data/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
+
+
+def test_the_example_trains_two_plain_adapters() -> None:
+    (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
+    code = code.replace(MODEL, "small").replace("max_steps=500", "max_steps=2").replace("bf16=True", "use_cpu=True")
+    exec(code, {})
+    for name in ("sst2", "qa"):
+        assert Path(f"runs/demo/{name}/adapter_model.safetensors").is_file()
+
+
+def test_the_file_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
+    config = yaml.safe_load(text)
+    config["model"] = "small"
+    config["run"] = {"use_cpu": True}
+    config["tasks"]["math"] |= {"dataset": "data/qa.jsonl", "split": "train[:8]", "eval_split": "train[8:]"}
+    Path("tasks.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
+    assert main(["validate", "tasks.yaml"]) == 0, capsys.readouterr().err

@@ -1,0 +1,63 @@
+"""The weights that the last update leaves are proven with a forward pass, of no more rows than that takes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+from peft import LoraConfig
+
+from peft_mux import MultiTaskTrainer, Task, TaskStatus
+from tests.invariants.mux_lab import make_trainer, small_task
+
+
+def two_steps(loss: Callable[[Any], torch.Tensor], folder: Path) -> MultiTaskTrainer:
+    """Return a trainer after two steps of a task with a loss of its own, over rows of 9, 4 and 12 tokens."""
+    rows = [{"input_ids": list(range(1, 1 + length))} for length in (9, 4, 12)]
+    settings: dict[str, Any] = {"train_batch_size": 3, "max_steps": 2, "shuffle": False}
+    config = LoraConfig(r=4, target_modules="all-linear")
+    tasks = [
+        Task(name="a", peft_config=config, train_dataset=rows, objective=loss, learning_rate=1e-3, **settings),
+        small_task("b", data_seed=1, **settings),
+    ]
+    trainer = make_trainer(tasks, folder)
+    trainer.train()
+    return trainer
+
+
+class CountsTargets:
+    """A loss that notes how many targets it is given."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def __call__(self, outputs: Any) -> torch.Tensor:
+        self.counts.append(len(outputs.nll_M))
+        return outputs.nll_M
+
+
+def test_the_weights_of_the_last_update_are_proven_by_the_shortest_row(tmp_path: Path) -> None:
+    loss = CountsTargets()
+    trainer = two_steps(loss, tmp_path)
+    assert trainer.task_statuses["a"] is TaskStatus.SUCCEEDED
+    assert loss.counts == [8 + 3 + 11, 8 + 3 + 11, 3]
+
+
+class ComparesTargets:
+    """A loss that is NaN unless it is given the targets of several rows."""
+
+    def __init__(self) -> None:
+        self.counts: list[int] = []
+
+    def __call__(self, outputs: Any) -> torch.Tensor:
+        self.counts.append(len(outputs.nll_M))
+        return outputs.nll_M / (len(outputs.nll_M) > 11)
+
+
+def test_a_loss_that_compares_rows_is_judged_by_the_whole_last_batch(tmp_path: Path) -> None:
+    loss = ComparesTargets()
+    trainer = two_steps(loss, tmp_path)
+    assert trainer.task_statuses["a"] is TaskStatus.SUCCEEDED, trainer.table["a"].reason
+    assert loss.counts == [22, 22, 3, 22]
