@@ -13,10 +13,13 @@ import math
 import os
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
+from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
 
 import torch
+import torch.distributed as dist
+from accelerate import PartialState
 from transformers import SchedulerType, TrainingArguments
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
@@ -571,6 +574,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
         # Nothing reads it here, so that it needs no workers either.
         loaders = self.dataloader_prefetch_factor, self.dataloader_num_workers
         self.dataloader_prefetch_factor, self.dataloader_num_workers = None, 0
+        _meet_after_restart(self)
         try:
             super().__post_init__()
         except (ValueError, TypeError, AttributeError, ImportError, NotImplementedError) as error:
@@ -613,6 +617,22 @@ class MultiTaskTrainingArguments(TrainingArguments):
         """Options of `torch.utils.checkpoint`, under either of the two names."""
         options = getattr(self, "activation_checkpointing_kwargs", None) or self.gradient_checkpointing_kwargs
         return dict(options) if isinstance(options, dict) else {}
+
+
+def _meet_after_restart(args: MultiTaskTrainingArguments) -> None:
+    """Let restarted workers of torchrun exchange addresses apart from those of the attempts before.
+
+    torchrun keeps its store for all attempts. With torch 2.13, restarted workers find the addresses of dead ones there,
+    and wait for them.
+    """
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
+        return
+    timeout = timedelta(seconds=args.ddp_timeout)
+    address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
+    # accelerate chooses the backend, and keeps the group that it finds later on.
+    PartialState(cpu=bool(args.use_cpu), timeout=timeout, store=dist.PrefixStore(f"attempt_{attempt}", store))
 
 
 def _precision_of_launcher() -> str:
