@@ -641,7 +641,6 @@ class MultiTaskPeftModel(PeftModel):
         """
         backbone = self.backbone
         self.noise.watch(backbone)
-        self.router_loss.watch(backbone)
         if self.router_loss.is_counting:
             routing = self.router_loss.of_pass(batch, self.adapters)
         attention = backbone.config._attn_implementation

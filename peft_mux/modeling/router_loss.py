@@ -14,7 +14,7 @@ Shape letters: U computed rows, E experts, k experts of a token, N tasks, D hidd
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from itertools import pairwise
 from typing import Any
@@ -144,45 +144,30 @@ class RouterLoss:
         self.coefficients: dict[str, float] = {}
         self.num_experts = self._top_k = 0
         self._counted: dict[str, torch.Tensor] | None = None
-        self._version: int | None = None
+        self._hook: Callable[..., Any] | None = None
         self._handles: list[Any] = []
 
     def assign(self, adapter: str, coefficient: float, backbone: Any = None) -> None:
-        """Give a task the loss with a coefficient; none if that is 0.
+        """Give a task the loss with a coefficient, and hook onto the routers of its backbone; no loss if it is 0.
 
         Raises:
             UnsupportedModelError: if transformers does not say where the routers of the backbone are.
         """
         self.coefficients.pop(adapter, None)
         if coefficient:
-            _recorder_of(backbone)
-            self.num_experts, self._top_k = _expert_counts(backbone.config)
+            recorder, (self.num_experts, self._top_k) = _recorder_of(backbone), _expert_counts(backbone.config)
             self.coefficients[adapter] = coefficient
-        if not self.coefficients:
+            stream, index, named = self._stream, recorder.index, recorder.layer_name or ""
+            if self._hook is None:
+                # A function and no method, as copies of a router that tasks train keep its hooks.
+                self._hook = lambda router, _, outputs: _balanced(router, outputs, index, stream)
+            for name, module in modules_below_adapters(language_model(backbone)):
+                is_router = isinstance(module, recorder.target_class) and named in name
+                if is_router and self._hook not in module._forward_hooks.values():
+                    self._handles.append(module.register_forward_hook(self._hook))
+        elif not self.coefficients:
             while self._handles:
                 self._handles.pop().remove()
-            self._version = None
-
-    def watch(self, backbone: Any) -> None:
-        """Hook onto the routers of a backbone, and onto those that tasks have copies of, if any task has the loss."""
-        stream = self._stream
-        if not self.coefficients or self._version == stream.version:
-            return
-        self._version, recorder = stream.version, _recorder_of(backbone)
-        index, named = recorder.index, recorder.layer_name or ""
-        for handle in self._handles:
-            handle.remove()
-
-        # A function and no method, as copies of a router keep its hooks.
-        def balance(router: nn.Module, inputs: Any, outputs: Any) -> Any:
-            routed: RoutedTokens | None = stream.routing
-            return None if routed is None else _balanced(router, outputs, index, routed, stream)
-
-        self._handles = [
-            module.register_forward_hook(balance)
-            for name, module in modules_below_adapters(language_model(backbone))
-            if isinstance(module, recorder.target_class) and named in name
-        ]
 
     def of_pass(self, batch: MuxBatch, adapters: Mapping[str, str]) -> RoutedTokens | None:
         """Return what the routers of a pass write into; `None` if no task of the pass has the loss.
@@ -251,8 +236,18 @@ class RouterLoss:
         return StreamLosses(torch.stack(losses), tuple(statistics))
 
 
-def _balanced(router: nn.Module, outputs: Any, index: int, routed: RoutedTokens, stream: Stream) -> Any:
-    """Count the tokens of a router's call, and return its outputs with the gradient of the balancing losses."""
+def _balanced(router: nn.Module, outputs: Any, index: int, stream: Stream) -> Any:
+    """Count the tokens of a router's call, and return its outputs with the gradient of the balancing losses.
+
+    Args:
+        router: the router.
+        outputs: what it returns.
+        index: which of these are the logits.
+        stream: the rows of the pass.
+    """
+    routed: RoutedTokens | None = stream.routing
+    if routed is None:
+        return None
     parts = list(outputs) if isinstance(outputs, tuple) else [outputs]
     logits_UE = parts[index].reshape(-1, parts[index].shape[-1])
     if logits_UE.shape != (stream.num_rows, routed.num_experts):
