@@ -282,7 +282,7 @@ class Executor:
     def _with_router_totals(
         self, micro_batches: tuple[MuxBatch, ...], tasks: Sequence[str], total: Callable[[torch.Tensor], torch.Tensor]
     ) -> tuple[MuxBatch, ...]:
-        """Add what routers do with the tokens of each task's global batch, unless one pass of this process holds all."""
+        """Add what routers do with the tokens of each task's global batch, unless one pass here holds all of them."""
         model, passes = self.model, Counter(name for one in micro_batches for name in one.task_names)
         tasks = [name for name in tasks if not self.sees_whole_batches or passes[name] > 1]
         if not tasks:

@@ -717,7 +717,8 @@ class MultiTaskPeftModel(PeftModel):
         A penalty on the adapter itself belongs to the step and to no token. So the one pass that holds the first token
         of a task's global batch carries all of it, however many micro-batches and processes there are.
         """
-        found = self.router_loss.added_to(self.objectives.losses(hidden_TD, batch, self), hidden_TD, batch, self.adapters)
+        found = self.objectives.losses(hidden_TD, batch, self)
+        found = self.router_loss.added_to(found, hidden_TD, batch, self.adapters)
         penalised = self.registry.penalised
         if not self.training or not penalised:
             return found
@@ -752,8 +753,8 @@ class MultiTaskPeftModel(PeftModel):
             stream = self.stream
             if stream.batch is None:
                 return nullcontext(), nullcontext()
-            # The backward pass may run when the stream reads another batch, or none: it reads the batch, the passes, the
-            # adapters not reached and the routing of the forward.
+            # The backward pass may run when the stream reads another batch, or none: it reads the batch, the passes,
+            # the adapters not reached and the routing of the forward.
             again = self.multiplexing(stream.batch, stream.passes, stream.adapters_not_reached, stream.routing)
             return nullcontext(), again
 

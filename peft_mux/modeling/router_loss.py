@@ -178,7 +178,9 @@ class RouterLoss:
         """
         weights, given, counts_U = {}, {}, None
         if batch.shared is not None and self.coefficients:
-            counts_U = torch.bincount(batch.shared.row_of_token, minlength=batch.num_computed).float()
+            rows_T = batch.shared.row_of_token
+            counts_U = torch.zeros(batch.num_computed, device=rows_T.device)
+            counts_U.index_add_(0, rows_T, torch.ones(len(rows_T), device=rows_T.device))
         for index, (name, (start, end)) in enumerate(
             zip(batch.task_names, pairwise(batch.computed_offsets), strict=True)
         ):
@@ -220,7 +222,7 @@ class RouterLoss:
             adapters: internal adapter id of each task name.
         """
         routed: RoutedTokens | None = self._stream.routing
-        if routed is None or self.is_counting:
+        if routed is None:
             return found
         losses, statistics = list(found.losses_N.unbind()), list(found.statistics)
         for index, name in enumerate(batch.task_names):

@@ -10,8 +10,9 @@ from typing import Any
 import pytest
 import torch
 import transformers
+from datasets import Dataset
 
-from peft_mux.errors import ConfigError
+from peft_mux.task import Task
 from tests.invariants import mux_lab
 from tests.trl import trl_lab as lab
 
@@ -103,6 +104,52 @@ def test_losses_of_preferences_balance_routers_as_in_trl(
     trainer: str, rows: list[dict[str, Any]], settings: dict[str, Any], tmp_path: Path
 ) -> None:
     assert_as_trl(*both(tmp_path, trainer, rows, {"router_aux_loss_coef": 0.1}, router_aux_loss_coef=0.1, **settings))
+
+
+def test_conversions_carry_the_coefficient(tmp_path: Path) -> None:
+    rows: dict[str, Any] = {"train_dataset": COMPLETIONS, "peft_config": lab.adapter()}
+    for given in (None, 0.0, 0.3):
+        config = trl.SFTConfig(output_dir=str(tmp_path), router_aux_loss_coef=given)
+        assert Task.from_sft_config("a", config, **rows).router_aux_loss_coef == given
+    # Trainer leaves it to `output_router_logits`, which is off.
+    plain = transformers.TrainingArguments(output_dir=str(tmp_path))
+    assert Task.from_sft_config("a", plain, max_length=64, **rows).router_aux_loss_coef == 0.0
+
+
+@pytest.mark.parametrize("given", [None, 0.2])
+def test_the_task_of_a_trainer_trains_as_the_trainer(given: float | None, backbone: Any, tmp_path: Path) -> None:
+    args = trl.SFTConfig(
+        output_dir=str(tmp_path / "trl"),
+        router_aux_loss_coef=given,
+        max_steps=lab.STEPS,
+        per_device_train_batch_size=lab.BATCH,
+        train_sampling_strategy="sequential",
+        learning_rate=lab.RATE,
+        seed=lab.SEED,
+        logging_steps=1,
+        gradient_checkpointing=False,
+        bf16=False,
+        use_cpu=True,
+        report_to="none",
+        save_strategy="no",
+        disable_tqdm=True,
+    )
+    rows, tokenizer = Dataset.from_list(COMPLETIONS), copy.deepcopy(lab.tokenizer())
+    trainer = trl.SFTTrainer(
+        copy.deepcopy(backbone), args, train_dataset=rows, processing_class=tokenizer, peft_config=lab.adapter()
+    )
+    task = Task.from_trainer("a", trainer)
+    assert task.router_aux_loss_coef == given
+    mine = lab.our_outcomes([task], tmp_path)["a"]
+    with torch.no_grad():
+        for name, parameter in lab.trained_parameters(trainer.model).items():
+            parameter.copy_(mine.initial[name])
+    trainer.train()
+    theirs = [entry for entry in trainer.state.log_history if "aux_loss" in entry]
+    assert len(theirs) == lab.STEPS
+    for own, other in zip(mine.metrics, theirs, strict=False):
+        assert own["loss"] == pytest.approx(other["loss"], rel=1e-4)
+        assert own["aux_loss"] == pytest.approx(other["aux_loss"], rel=1e-4)
 
 
 def test_a_coefficient_of_zero_leaves_the_loss_out(tmp_path: Path) -> None:

@@ -54,15 +54,20 @@ def alike(seed: int, count: int) -> list[dict[str, Any]]:
     rng = np.random.default_rng(seed)
     lengths = rng.integers(1, 7, size=count)
     return [
-        {"input_ids": first["input_ids"] + row["input_ids"][:length]}
-        for row, length in zip(rest, lengths, strict=True)
+        {"input_ids": first["input_ids"] + row["input_ids"][:length]} for row, length in zip(rest, lengths, strict=True)
     ]
+
+
+def with_long_prompts(seed: int, count: int) -> list[dict[str, Any]]:
+    """Return rows of which only the last three tokens are targets, so that parts of them have none."""
+    rows = [row["input_ids"] for row in lab.rows(seed, count, 5, 40)]
+    return [{"input_ids": ids, "labels": [-100] * (len(ids) - 3) + ids[-3:]} for ids in rows]
 
 
 def tasks(*, on_experts: bool = True) -> list[Task]:
     """Return tasks of unequal batches, losses and coefficients, and one that adapts experts and routers."""
     found = [
-        task("sft", lab.rows(1, 11, 5, 20), train_batch_size=5),
+        task("sft", with_long_prompts(1, 11), train_batch_size=5),
         task("alike", alike(2, 9), router_aux_loss_coef=0.2),
         task("dpo", cases.pairs(3, 9), objective="dpo", train_batch_size=3),
         task("kto", cases.answers(5, 11), objective="kto", router_aux_loss_coef=1.0),
