@@ -231,7 +231,7 @@ class RouterLoss:
                 continue
             places = batch.token_places[batch.task_offsets[index] : batch.task_offsets[index + 1]]
             value = routed.value(adapter) * (places == 0).sum()
-            # Without a target the loss would lead to no router; an empty sum leads to all and adds nothing.
+            # A loss without a target may lead back to no router; an empty sum leads to all of them and adds nothing.
             losses[index] = losses[index] + self.coefficients[adapter] * value + hidden_TD[:0].sum()
             own = statistics[index]
             statistics[index] = value[None] if own is None else torch.cat([own, value[None]])

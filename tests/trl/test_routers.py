@@ -109,10 +109,10 @@ def test_losses_of_preferences_balance_routers_as_in_trl(
 def test_conversions_carry_the_coefficient(tmp_path: Path) -> None:
     rows: dict[str, Any] = {"train_dataset": COMPLETIONS, "peft_config": lab.adapter()}
     for given in (None, 0.0, 0.3):
-        config = trl.SFTConfig(output_dir=str(tmp_path), router_aux_loss_coef=given)
+        config = trl.SFTConfig(output_dir=str(tmp_path), router_aux_loss_coef=given, bf16=False, use_cpu=True)
         assert Task.from_sft_config("a", config, **rows).router_aux_loss_coef == given
     # Trainer leaves it to `output_router_logits`, which is off.
-    plain = transformers.TrainingArguments(output_dir=str(tmp_path))
+    plain = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     assert Task.from_sft_config("a", plain, max_length=64, **rows).router_aux_loss_coef == 0.0
 
 
