@@ -38,8 +38,10 @@ _FROM_HERE_ON = frozenset(
 )
 """Settings that a resumed task may change: they do not describe the steps that were taken."""
 _OF_OLDER_STATES = {
-    **{"label_smoothing_factor": 0.0, "neftune_noise_alpha": 0.0, "loraplus_lr_ratio": None},
-    "router_aux_loss_coef": None,
+    "label_smoothing_factor": 0.0,
+    "neftune_noise_alpha": 0.0,
+    "loraplus_lr_ratio": None,
+    "router_aux_loss_coef": 0.0,
 }
 """Settings that older states do not contain, with the only value that there was."""
 _NOT_OF_THE_ADAPTER = frozenset(
@@ -293,6 +295,7 @@ def task_settings(run: TaskRun) -> dict[str, Any]:
     }
     settings = {
         **asdict(run.hyper),
+        "router_aux_loss_coef": run.router_coefficient,
         "num_steps": run.num_steps,
         "shuffle": run.task.shuffle,
         "peft_config": {

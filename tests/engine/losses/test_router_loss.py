@@ -9,9 +9,10 @@ from typing import Any
 import pytest
 
 from tests.engine.losses import router_cases as cases
-from tests.engine.losses.cases import Trained
+from tests.engine.losses.cases import Trained, observed
 from tests.engine.losses.test_layouts import assert_as
 from tests.engine.processes.cases import launch, values
+from tests.engine.replicas.layout_cases import Watcher
 
 SLOW = pytest.mark.slow
 NAMES = [task.name for task in cases.tasks()]
@@ -78,3 +79,26 @@ def test_layouts_do_not_change_the_balancing_loss(
     weights = 2e-4 if "tensor_parallel_size" in arguments else 1e-4
     for name in parts[0].laid_out.losses:
         assert_as(parts[0], alone[name], name, weights=weights)
+
+
+def test_a_resumed_run_balances_with_the_same_bits_or_says_that_the_coefficient_has_changed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def stop(trainer: Any) -> None:
+        trainer.control.should_training_stop = True
+
+    def train(folder: Path, watcher: Watcher, *, resume: bool = False, **settings: Any) -> Trained:
+        options = {"save_strategy": "steps", "save_steps": 1, "resume": resume}
+        task = cases.task("a", cases.with_long_prompts(1, 11), **settings)
+        return observed(folder, copy.deepcopy(cases.backbone()), [task], watcher, **options)
+
+    whole = train(tmp_path / "whole", Watcher())
+    for folder in ("same", "other"):
+        train(tmp_path / folder, Watcher(at_end={3: stop}))
+    capsys.readouterr()
+    same = train(tmp_path / "same", Watcher(), resume=True)
+    assert same.laid_out.losses["a"] == whole.laid_out.losses["a"][3:]
+    assert "router_aux_loss_coef 0.4 ->" not in capsys.readouterr().out
+    other = train(tmp_path / "other", Watcher(), resume=True, router_aux_loss_coef=0.0)
+    assert other.laid_out.losses["a"][0] < whole.laid_out.losses["a"][3] - 0.5
+    assert "router_aux_loss_coef 0.4 -> 0.0" in capsys.readouterr().out
