@@ -49,9 +49,6 @@ class RoutedTokens:
         weights: for each of these tasks how many of its tokens each of its computed rows stands for.
         given: `[2, E]`, totals of tasks that were counted before.
         counted: takes the totals of the others; by default a dictionary of this pass alone.
-
-    Attributes:
-        totals: counts and sums of probabilities `[2, E]` over tokens and layers, by internal adapter id.
     """
 
     def __init__(
@@ -69,10 +66,9 @@ class RoutedTokens:
         self._counted: dict[str, torch.Tensor] = {} if counted is None else counted
         self._seen: set[tuple[nn.Module, str]] = set()
 
-    @property
-    def totals(self) -> Mapping[str, torch.Tensor]:
-        """Totals of all tasks of the pass, as far as its layers have run."""
-        return {**self._counted, **self._given}
+    def totals(self, adapter: str) -> torch.Tensor:
+        """Return counts and sums of probabilities `[2, E]` of a task, over tokens and layers."""
+        return self._given[adapter] if adapter in self._given else self._counted[adapter]
 
     def add(self, router: nn.Module, logits_UE: torch.Tensor, segments: Sequence[RowSegment]) -> None:
         """Count the tokens of the tasks that were not counted before; a layer that is recomputed counts once."""
@@ -92,17 +88,17 @@ class RoutedTokens:
 
     def value(self, adapter: str) -> torch.Tensor:
         """Return the loss of a task whose tokens are all counted, without its coefficient."""
-        counts_E, probabilities_E = self.totals[adapter]
+        counts_E, probabilities_E = self.totals(adapter)
         return self.num_experts * (counts_E * probabilities_E).sum() / (counts_E.sum() / self._top_k) ** 2
 
     def gradient(self, logits_UE: torch.Tensor, segments: Sequence[RowSegment]) -> torch.Tensor:
         """Return `[U, E]`, the gradient of the losses, times their coefficients, at the logits of one router."""
-        probabilities_UE, totals = logits_UE.float().softmax(dim=-1), self.totals
+        probabilities_UE = logits_UE.float().softmax(dim=-1)
         # By slices of rows: a NaN of one task reaches no other.
         slopes_UE = torch.zeros_like(probabilities_UE)
         for own in segments:
             if own.adapter in self._coefficients:
-                counts_E = totals[own.adapter][0]
+                counts_E = self.totals(own.adapter)[0]
                 slope_E = self._coefficients[own.adapter] * self.num_experts * counts_E
                 slope_E = slope_E / (counts_E.sum() / self._top_k) ** 2
                 slopes_UE[own.start : own.end] = self._weights[own.adapter][:, None] * slope_E
@@ -262,7 +258,8 @@ def _balanced(router: nn.Module, outputs: Any, index: int, stream: Stream) -> An
     if not (torch.is_grad_enabled() and logits_UE.requires_grad):
         return None
     # What the layer computes with: many do not read the logits themselves.
-    used = next((at for at, one in enumerate(parts) if at != index and _has_gradient(one)), index)
+    floats = (at for at, one in enumerate(parts) if isinstance(one, torch.Tensor) and one.requires_grad)
+    used = next((at for at in floats if at != index), index)
     parts[used] = _AddGradient.apply(parts[used], logits_UE, routed, stream.segments)
     return tuple(parts) if isinstance(outputs, tuple) else parts[0]
 
@@ -272,10 +269,6 @@ def _expert_counts(config: Any) -> tuple[Any, Any]:
     text = config.get_text_config()
     counts = (getattr(text, name, None) for name in ("num_experts", "num_local_experts"))
     return next((count for count in counts if count is not None), None), getattr(text, "num_experts_per_tok", None)
-
-
-def _has_gradient(value: Any) -> bool:
-    return isinstance(value, torch.Tensor) and value.requires_grad
 
 
 def _recorder_of(backbone: Any) -> Any:
