@@ -81,8 +81,9 @@ class RoutedTokens:
         chosen_Uk = probabilities_UE.topk(self._top_k, dim=-1).indices
         counts_UE = torch.zeros_like(probabilities_UE).scatter_(1, chosen_Uk, 1.0)
         for own in counting:
-            weights, rows = self._weights[own.adapter], slice(own.start, own.end)
-            found_2E = torch.stack([weights @ counts_UE[rows], weights @ probabilities_UE[rows]])
+            weights_U1, rows = self._weights[own.adapter][:, None], slice(own.start, own.end)
+            # Sums and no products of matrices, which autocast would round to bf16.
+            found_2E = torch.stack([(weights_U1 * one[rows]).sum(dim=0) for one in (counts_UE, probabilities_UE)])
             before = self._counted.get(own.adapter)
             self._counted[own.adapter] = found_2E if before is None else before + found_2E
 

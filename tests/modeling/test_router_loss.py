@@ -118,6 +118,17 @@ def test_passes_without_gradient_and_losses_of_ones_own_are_without_it() -> None
         torch.testing.assert_close(own[key], parameter.grad, rtol=1e-4, atol=1e-6)
 
 
+def test_counts_are_exact_under_autocast() -> None:
+    model = adapted(copy.deepcopy(router_cases.backbone()))
+    rows = {"a": [row["input_ids"] for row in lab.rows(1, 40, 50, 60)]}
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), model.router_loss.counting() as counted:
+        model.target_losses(packed(rows))
+    counts, probabilities = counted[model.adapter_of("a")].double()
+    config, num_tokens = model.backbone.config, sum(map(len, rows["a"]))
+    assert counts.sum() == num_tokens * config.num_hidden_layers * config.num_experts_per_tok
+    assert probabilities.sum().item() == pytest.approx(num_tokens * config.num_hidden_layers, rel=1e-6)
+
+
 def trainer_of(backbone: Any, folder: Path, **settings: Any) -> MultiTaskTrainer:
     """Return a trainer of one task."""
     args = MultiTaskTrainingArguments(output_dir=str(folder), report_to="none", use_cpu=True)
