@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import pickle
 import shutil
@@ -22,6 +21,7 @@ from tests.checkpoint.crashes import SAVING, Killed, crash
 from tests.checkpoint.crashes import crashed_tasks as tasks
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
+from tests.records import run_records
 
 
 @pytest.fixture(scope="module")
@@ -272,8 +272,7 @@ def test_a_disk_that_fills_up_costs_neither_the_run_nor_its_older_state(
     assert run.losses == whole.losses
     records = sorted(path.name for path in (tmp_path / "run" / "state").iterdir())
     assert records == [f"run-{step:08d}.json" for step in (2, 6, 7)]
-    events = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
-    (failure,) = [event for event in events if event["event"] == "save_failed"]
+    (failure,) = run_records(tmp_path / "run", "save_failed")
     assert failure["run_step"] == 4
     assert not list((tmp_path / "run").rglob(".tmp-*"))
 
@@ -287,14 +286,6 @@ def test_after_a_disk_filled_up_the_older_state_resumes(
         trainer.train()
     disk(None)
     assert_resumable_at(tmp_path, 2, whole)
-
-
-def test_a_full_disk_when_one_task_ends_does_not_end_the_others(
-    disk: Callable[[int | None], None], tmp_path: Path
-) -> None:
-    acts = {3: lambda _: disk(5_000), 5: lambda _: disk(None)}
-    run = lab.train(tasks(max_steps=4), tmp_path, recorder=Recorder(at_end=acts), **{**SAVING, "save_steps": 100})
-    assert len(run.losses["b"]) == 7
 
 
 # --------------------------------------------------- links, paths and pickles

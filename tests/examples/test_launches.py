@@ -21,6 +21,7 @@ from transformers import LlamaForCausalLM
 from peft_mux.cli.main import main
 from tests.invariants.mux_lab import rows, tiny_llama
 from tests.paths import ROOT
+from tests.records import run_records
 
 pytestmark = pytest.mark.distributed
 
@@ -97,8 +98,7 @@ def free_port() -> str:
 
 def assert_trained(out: Path, alone: Path, backbone: Path) -> None:
     """Assert that both ranks took part, and that plain PEFT loads the adapters that one process would have trained."""
-    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ranks = [record for record in map(json.loads, lines) if record["event"] == "rank"]
+    ranks = run_records(out, "rank")
     assert [record["rank"] for record in ranks] == [0, 1]
     assert all(record["tokens"] > 0 and record["seconds"] > record["waited_seconds"] > 0 for record in ranks)
     ids = torch.arange(1, 9)[None]
