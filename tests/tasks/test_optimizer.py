@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -110,10 +111,10 @@ def test_every_supported_optimizer_steps_as_trainer_would_or_names_what_is_missi
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     constant = {"lr_scheduler_type": "constant", "max_grad_norm": 0, "max_steps": 2, "rank": 2}
-    like = make_trainer([small_task("own", data_seed=1, **constant)], tmp_path / "like")
+    plain = like("adamw_torch")
     wanted: dict[str, tuple[Any, dict[str, Any]]] = {}
     for optim in supported_optimizers():
-        own_args = task_arguments(replace(like.table["own"].hyper, optim=optim), like.args)
+        own_args = task_arguments(replace(plain.table["own"].hyper, optim=optim), plain.args)
         try:
             wanted[optim] = Trainer.get_optimizer_cls_and_kwargs(own_args)
         except (ImportError, ValueError):
@@ -252,12 +253,10 @@ def test_fused_tasks_join_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             torch.testing.assert_close(together.weights(name)[key], weight, rtol=1e-5, atol=1e-7)
 
 
-def test_a_task_has_the_same_bits_in_a_joint_step_alone_and_among_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_has_the_same_bits_in_a_joint_step_alone_and_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
     Joint(monkeypatch)
-    optimizers = {name: slab_optimizer(tmp_path, seed=seed) for seed, name in enumerate(("own", "other"))}
-    alone = slab_optimizer(tmp_path, seed=0)
+    optimizers = {name: slab_optimizer(seed=seed) for seed, name in enumerate(("own", "other"))}
+    alone = slab_optimizer(seed=0)
     for _ in range(3):
         steps_of([*optimizers.values()])
         steps_of([alone])
@@ -316,15 +315,18 @@ def test_no_schedule_warns_that_its_optimizer_did_not_step(tmp_path: Path, monke
         train([small_task("own", data_seed=1, max_steps=3)], tmp_path)
 
 
-def slab_optimizer(
-    folder: Path, *, seed: int = 0, optim: str = "adamw_torch", dtype: torch.dtype = torch.float32
-) -> TaskOptimizer:
+@cache
+def like(optim: str) -> MultiTaskTrainer:
+    """Return a trainer whose task has the settings of an optimizer."""
+    return make_trainer([small_task("own", data_seed=1, optim=optim)], Path("unused"))
+
+
+def slab_optimizer(*, seed: int = 0, optim: str = "adamw_torch", dtype: torch.dtype = torch.float32) -> TaskOptimizer:
     """Return an optimizer over a slab of one page, with a gradient."""
     generator = torch.Generator().manual_seed(seed)
     parameters = {"q.lora_A.weight": torch.nn.Parameter(torch.randn(8, 8, generator=generator, dtype=dtype))}
-    like = make_trainer([small_task("own", data_seed=1, optim=optim)], folder / "like")
-    slab = TaskSlab(parameters)
-    optimizer = TaskOptimizer("own", parameters, like.table["own"].hyper, 9, like.args, slab)
+    slab, trainer = TaskSlab(parameters), like(optim)
+    optimizer = TaskOptimizer("own", parameters, trainer.table["own"].hyper, 9, trainer.args, slab)
     slab.bind_gradients()
     for page in slab.pages:
         assert page.values.grad is not None
@@ -344,9 +346,9 @@ def steps_of(optimizers: list[TaskOptimizer]) -> list[int]:
 
 
 def test_steps_that_others_take_are_counted_and_counters_are_read_no_more_than_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    optimizer = slab_optimizer(tmp_path)
+    optimizer = slab_optimizer()
     reads = []
     original = torch.Tensor.item
     monkeypatch.setattr(torch.Tensor, "item", lambda tensor: (reads.append(1), original(tensor))[1])
@@ -386,10 +388,8 @@ def _lose_a_gradient(optimizer: TaskOptimizer) -> None:
         *[pytest.param(_turn_on(name), id=name) for name in ("amsgrad", "maximize", "capturable", "differentiable")],
     ],
 )
-def test_what_a_joint_step_would_not_do_right_steps_by_itself(
-    tmp_path: Path, change: Callable[[TaskOptimizer], None]
-) -> None:
-    optimizer = slab_optimizer(tmp_path)
+def test_what_a_joint_step_would_not_do_right_steps_by_itself(change: Callable[[TaskOptimizer], None]) -> None:
+    optimizer = slab_optimizer()
     last_good = LastFiniteWeights({"page": optimizer.parameters[0]})
     assert len(optimizer.page_updates(0, last_good)) == 1
     change(optimizer)
@@ -397,8 +397,8 @@ def test_what_a_joint_step_would_not_do_right_steps_by_itself(
 
 
 @pytest.mark.parametrize("settings", [{"optim": "sgd"}, {"dtype": torch.float64}], ids=str)
-def test_other_optimizers_and_types_do_not_join(tmp_path: Path, settings: dict[str, Any]) -> None:
-    optimizer = slab_optimizer(tmp_path, **settings)
+def test_other_optimizers_and_types_do_not_join(settings: dict[str, Any]) -> None:
+    optimizer = slab_optimizer(**settings)
     assert optimizer.page_updates(0, LastFiniteWeights({"page": optimizer.parameters[0]})) == []
 
 
