@@ -23,7 +23,7 @@ from tests.invariants.mux_lab import rows, tiny_llama
 from tests.paths import ROOT
 from tests.records import run_records
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]  # interpreters of their own, which import for long
 
 TASKS = ("one", "two")
 NUM_STEPS = 3
@@ -133,7 +133,6 @@ LAUNCHERS = [
     pytest.param(
         ("-m", *ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "PORT"),
         id="accelerate",
-        marks=pytest.mark.slow,
     ),
 ]
 
@@ -150,14 +149,12 @@ def test_a_launched_file_trains_over_two_stages_and_prints_once(
     assert_trained(out, alone, folder / "backbone")
 
 
-@pytest.mark.slow
 def test_a_notebook_trains_over_two_stages(folder: Path, alone: Path) -> None:
     printed = call(folder, str(Path(__file__).parent / "notebook_launch.py"), str(folder), free_port())
     assert_printed_once(printed)
     assert_trained(folder / "notebook", alone, folder / "backbone")
 
 
-@pytest.mark.slow
 def test_accelerate_on_cpus_starts_one_process_and_is_told_what_to_type(folder: Path) -> None:
     config = folder / "accelerate.yaml"
     config.write_text(

@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from transformers import EarlyStoppingCallback, TrainerCallback
-from transformers.integrations import TensorBoardCallback, integration_utils
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import CheckpointError, ConfigError
@@ -212,33 +211,6 @@ def test_a_folder_that_holds_a_run_and_one_that_holds_none_are_told_before_weigh
     with pytest.raises(CheckpointError, match="which holds no state of a run"):
         new.train(resume_from_checkpoint=True)
     assert not (tmp_path / "new").exists(), "a look leaves no folder behind"
-
-
-# ----------------------------------------------------------------------- trackers
-
-
-def test_trackers_get_the_keys_of_tasks_and_of_the_run_as_they_are(tmp_path: Path) -> None:
-    written: dict[str, list[int]] = {}
-
-    class Board:
-        def add_scalar(self, key: str, value: float, step: int) -> None:
-            del value
-            written.setdefault(key, []).append(step)
-
-        def __getattr__(self, name: str) -> Any:
-            return lambda *args, **kwargs: None
-
-    before = integration_utils.rewrite_logs
-    callback = object.__new__(TensorBoardCallback)  # which needs no TensorBoard once it has a board
-    callback.tb_writer, callback.logging_dir = Board(), None
-    own = small_task("sql", data_seed=1, max_steps=4, eval_dataset=HELD_OUT, eval_steps=2)
-    trainer = make_trainer([own], tmp_path, logging_strategy="steps", logging_steps=2)
-    trainer.add_callback(callback)
-    trainer.train()
-    assert {"sql/loss", "sql/eval_loss", "run/memory_gib", "run/tokens_per_second"} <= written.keys()
-    assert not [key for key in written if key.startswith(("train/", "eval/"))]
-    assert written["sql/eval_loss"] == [2, 4]
-    assert integration_utils.rewrite_logs is before, "other trainers of the process keep their keys"
 
 
 # ------------------------------------------------------------------------ uploads
