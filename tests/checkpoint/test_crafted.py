@@ -80,16 +80,23 @@ def test_a_crafted_record_is_passed_over_for_the_one_before_it(
 
 
 @pytest.mark.parametrize("plant", ["nested", "pipe", "folder", "numbers"])
-def test_a_record_that_is_hard_to_read_is_passed_over_without_hanging(
-    plant: str, root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    path = root / "state" / NEWEST
-    path.unlink()
+def test_a_record_that_is_hard_to_read_is_named_without_hanging(plant: str, tmp_path: Path) -> None:
+    path = tmp_path / NEWEST
     body = {"nested": "[" * 200_000 + "]" * 200_000, "numbers": "9" * 10_000}
     if plant in body:
         path.write_text(json.dumps({"sha256": "", "body": body[plant]}))
     else:
         os.mkfifo(path) if plant == "pipe" else path.mkdir()
+    with pytest.raises(CheckpointError, match=f"{NEWEST}: got no readable file"):
+        read_record(path)
+
+
+def test_a_record_that_is_hard_to_read_is_passed_over_without_hanging(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = root / "state" / NEWEST
+    path.unlink()
+    os.mkfifo(path)
     run, said = resume(root, capsys)
     assert len(run.losses["a"]) == 5
     assert f"{NEWEST}: got no readable file" in said

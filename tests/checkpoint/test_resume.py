@@ -175,7 +175,7 @@ def test_a_run_that_crashed_goes_back_to_its_last_save_and_ends_with_the_same_bi
 
 
 def test_a_run_interrupted_again_and_again_ends_with_the_same_bits(whole: Run, tmp_path: Path) -> None:
-    for number, step in enumerate((2, 4, 5, 7)):
+    for number, step in enumerate((2, 5, 7)):
         act = recorder(at_end={step: stop})
         lab.train(all_kinds(), tmp_path, recorder=act, resume=number > 0, **saving(save_total_limit=1))
     last = lab.train(all_kinds(), tmp_path, recorder=recorder(), resume=True, **saving(save_total_limit=1))
