@@ -178,12 +178,7 @@ def test_a_bias_of_another_dtype_is_refused_though_all_else_was_prepared(started
 
 
 @pytest.mark.parametrize(
-    ("lengths", "settings", "reductions"),
-    [
-        ([5, 0, 16], {}, 0),
-        ([5, 17], {}, 1),
-        ([5, 0, 16], {"max_tokens": 64}, 1),
-    ],
+    ("lengths", "settings", "reductions"), [([5, 0, 16], {}, 0), ([5, 17], {}, 1), ([5, 0, 16], {"max_tokens": 64}, 1)]
 )
 def test_gradients_of_one_chunk_each_need_no_reduction_but_where_other_rows_may_come(
     started: list[kernels.Launch], lengths: list[int], settings: dict[str, int], reductions: int
