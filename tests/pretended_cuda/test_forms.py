@@ -42,6 +42,9 @@ LOADS: dict[str, dict[str, Any]] = {
     "bf16, already multiplexed": {"architecture": "llama", "dtype": "bf16", "bf16": False, "is_held_by_user": True},
 }
 SLOW = (
+    "chains",
+    "an old card",
+    "upper layers",
     "upper layers, recomputed",
     "upper layers, captured",
     "adapted head",
@@ -49,7 +52,8 @@ SLOW = (
     "captured bottlenecks",
     "SGD",
 )
-"""Forms whose like is among the others."""
+"""Forms whose like is among the others, or whose path fast tests take on a CPU: of chains `test_key_values.py`, of old
+cards `test_availability.py` and `test_varlen.py`, and of upper layers `test_lora_pass.py`."""
 Found = dict[str, dict[str, Any]]
 
 
@@ -125,6 +129,7 @@ def test_backward_passes_stop_at_the_lowest_adapter_but_where_launches_are_repla
     assert (seen_of(found, name)["rows_left_out"] > 0) == stops
 
 
+@pytest.mark.slow
 def test_an_old_card_computes_without_kernels_and_says_why(found: Found) -> None:
     seen = seen_of(found, "an old card")
     assert seen["launches"] == {}
