@@ -27,6 +27,7 @@ from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.sharding import norm_over_all_ranks
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.cases import CASES as ADAPTER_CASES
+from tests.modeling.adapters.cases import FAST
 from tests.modeling.objectives.cases import CASES as LOSS_CASES
 from tests.modeling.objectives.cases import LossCase
 from tests.modeling.objectives.preference.cases import PREFERENCE_CASES
@@ -196,7 +197,12 @@ def test_siblings_that_are_computed_together_stay_so_where_all_rows_are_read() -
 
 # AdaMSS needs a package that may be absent (`catalogue/test_adamss.py`).
 @pytest.mark.parametrize(
-    "kind", [kind for kind in ADAPTER_CASES if kind.value != "ADAMSS"], ids=lambda kind: kind.value
+    "kind",
+    [
+        pytest.param(kind, id=kind.value, marks=[] if kind.value in FAST else [pytest.mark.slow])
+        for kind in ADAPTER_CASES
+        if kind.value != "ADAMSS"
+    ],
 )
 def test_every_type_of_adapters_gives_the_losses_and_gradients_of_all_rows(kind: PeftType) -> None:
     case = ADAPTER_CASES[kind]

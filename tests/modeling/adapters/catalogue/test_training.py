@@ -20,19 +20,22 @@ from peft_mux.modeling.adapters.kind import KINDS, entry_of
 from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import tiny_llama
-from tests.modeling.adapters.cases import CASES
+from tests.modeling.adapters.cases import CASES, CASES_BY_NAME, FAST
 from tests.modeling.adapters.test_kinds import packed
 
 # Prompts, which have no layers, have tests of their own in `tests/modeling/adapters/prompts`.
 TYPES = [peft_type for peft_type, kind in KINDS.items() if not isinstance(kind, PromptKind)]
 
 
-def types(chosen: Iterable[PeftType]) -> pytest.MarkDecorator:
-    """Return a mark that runs a test once for each of some types."""
-    return pytest.mark.parametrize("peft_type", list(chosen), ids=lambda one: one.name)
+def types(chosen: Iterable[PeftType], fast: Iterable[str] = CASES_BY_NAME) -> pytest.MarkDecorator:
+    """Return a mark that runs a test once for each of some types, in the slow part for all but some."""
+    marks = {one: [] if one.name in fast else [pytest.mark.slow] for one in chosen}
+    return pytest.mark.parametrize(
+        "peft_type", [pytest.param(one, id=one.name, marks=mark) for one, mark in marks.items()]
+    )
 
 
-EVERY_TYPE = types(TYPES)
+EVERY_TYPE = types(TYPES, FAST)
 NAMES = [one.name.lower() for one in TYPES]
 
 
