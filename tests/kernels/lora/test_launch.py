@@ -58,7 +58,8 @@ def test_the_second_launch_goes_straight_to_what_was_compiled_with_all_arguments
     launch((3, 1, 1), (aligned,), (table,))
     launch((6, 1, 1), (aligned,), (table,))
     bound, straight = kernel.calls
-    assert bound == ("bound", (3, 1, 1), (aligned, table, 5, 7), {"num_warps": 4, "num_stages": 2})
+    options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+    assert bound == ("bound", (3, 1, 1), (aligned, table, 5, 7), options)
     assert straight == ("straight", (6, 1, 1), (aligned, table, 5, 7))
 
 
