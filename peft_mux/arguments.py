@@ -178,7 +178,7 @@ NUMBER_RULES: Mapping[str, Rule] = by_name(
             lambda value: is_integer(value, 1, MOST_STEPS) or is_integer(value, -1, -1),
             f"an integer from 1 to {MOST_STEPS}, or -1 for num_train_epochs",
         ),
-        "weight_decay max_grad_norm adam_epsilon eval_delay": _number(0),
+        "weight_decay max_grad_norm adam_epsilon eval_delay router_aux_loss_coef": _number(0),
         "warmup_steps": _number(0, MOST_STEPS),
         "adam_beta1 adam_beta2": Rule(lambda value: is_real(value) and 0 <= value < 1, "a number in [0, 1)"),
         "seed": Rule(lambda value: is_integer(value, 0, 2**63 - 1), "an integer in [0, 2**63)"),

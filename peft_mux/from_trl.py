@@ -32,7 +32,7 @@ _OBJECTIVES = {
 _SAME_NAMES = (
     "learning_rate num_train_epochs weight_decay lr_scheduler_kwargs warmup_steps max_grad_norm optim_args adam_beta1 "
     "adam_beta2 adam_epsilon seed max_length completion_only_loss assistant_only_loss hub_model_id "
-    "label_smoothing_factor neftune_noise_alpha optim lr_scheduler_type"
+    "label_smoothing_factor neftune_noise_alpha optim lr_scheduler_type router_aux_loss_coef"
 ).split()
 _OF_EVALUATION = "eval_delay eval_on_start load_best_model_at_end metric_for_best_model greater_is_better".split()
 _OF_ROWS = "completion_only_loss assistant_only_loss chat_template_path dataset_text_field eos_token dataset_kwargs"
@@ -79,7 +79,6 @@ NO_EFFECT = by_name(
 _REASONS = by_name(
     {
         "packing": "a step has train_batch_size rows here, however they are packed; give train_batch_size=...",
-        "router_aux_loss_coef": "the balancing loss of routers is not offered; set it to 0",
         "eos_token": "texts end with the tokenizer's eos_token; set it there",
         "dataset_kwargs": "map the rows before",
         "truncation_mode": "rows keep their beginning",
@@ -112,6 +111,8 @@ def settings_of(config: Any, given: Mapping[str, Any], *, rows_are_tokenised: bo
         faults = _refusals(config, objective, given, rows_are_tokenised)
     raise_faults(faults)
     settings = {name: getattr(config, name, None) for name in _SAME_NAMES}
+    if not hasattr(config, "router_aux_loss_coef"):
+        settings["router_aux_loss_coef"] = 0.0  # Trainer, and other trainers of TRL, leave it to `output_router_logits`
     settings["max_steps"] = config.max_steps if config.max_steps > 0 else None
     settings["train_batch_size"] = (
         config.per_device_train_batch_size * config.gradient_accumulation_steps * config.world_size
@@ -172,8 +173,7 @@ def _refusals(config: Any, objective: Objective, given: Mapping[str, Any], rows_
             continue
         value, default = getattr(config, item.name), item.default
         default = item.default_factory() if item.default_factory is not MISSING else default
-        # `router_aux_loss_coef=None` stands for the backbone's own, which is not known here; 0 for none.
-        if value == default or (item.name == "router_aux_loss_coef" and value == 0):
+        if value == default:
             continue
         reason = _REASONS.get(item.name) or objective.Args.refused.get(item.name) or "it is not offered"
         faults.append(Fault(f"config.{item.name}", shown(value), f"its default {default!r}", f"Reason: {reason}."))
@@ -288,9 +288,6 @@ def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
             faults.append(Fault(f"trainer.{name}", "one of your own", "None", "Set optim and lr_scheduler_type."))
     if getattr(trainer, "ref_model", None) is not None:
         faults.append(Fault("trainer.ref_model", "a model", "None, for the backbone without adapters"))
-    if getattr(trainer, "aux_loss_enabled", False) and getattr(trainer, "router_aux_loss_coef", 0):
-        fix = f"Reason: {_REASONS['router_aux_loss_coef']}."
-        faults.append(Fault("trainer.args.router_aux_loss_coef", shown(trainer.router_aux_loss_coef), "0", fix))
     # Before it trains, a LoRA is 0, except for some ways to begin.
     is_zero_at_first = getattr(next(iter(adapters.values())), "init_lora_weights", False) is True
     has_moved = is_zero_at_first and any(

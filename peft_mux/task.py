@@ -297,6 +297,8 @@ class Task:
             uniform draws of (-1, 1), times `alpha / sqrt(L * D)` with L tokens of the row and D hidden features.
         loraplus_lr_ratio: LoRA+: the learning rate of LoRA's B as a multiple of that of A, at least 1 as a rule, as in
             PEFT's `create_loraplus_optimizer`; by default both have the same.
+        router_aux_loss_coef: coefficient of the balancing loss of routers, for mixtures of experts (docs/losses.md), 0
+            for none; by default the model's own wherever TRL adds this loss.
         init_adapter: a saved adapter whose weights the task begins with: a folder as PEFT writes it, or a hub id.
         reference: what losses with a reference (DPO, KTO, ...) compare with: "adapter", the frozen weights of
             `init_adapter` and the default with it, as TRL does with a `PeftModel`; or "backbone".
@@ -362,6 +364,7 @@ class Task:
     label_smoothing_factor: float | None = None
     neftune_noise_alpha: float | None = None
     loraplus_lr_ratio: float | None = None
+    router_aux_loss_coef: float | None = None
     init_adapter: str | os.PathLike[str] | None = None
     reference: str | None = None
 
@@ -665,6 +668,7 @@ class HyperParameters:
     label_smoothing_factor: float = 0.0
     neftune_noise_alpha: float = 0.0
     loraplus_lr_ratio: float | None = None
+    router_aux_loss_coef: float | None = None
 
 
 def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
@@ -716,6 +720,7 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
         greater_is_better=greater,
         neftune_noise_alpha=pick("neftune_noise_alpha") or 0.0,
         loraplus_lr_ratio=task.loraplus_lr_ratio,
+        router_aux_loss_coef=task.router_aux_loss_coef,
         **{name: pick(name) for name in same},
     )
 

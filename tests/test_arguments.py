@@ -22,7 +22,6 @@ from peft_mux.arguments import (
     REASONS,
     SETTABLE_FIELDS,
     MultiTaskTrainingArguments,
-    require_arguments,
 )
 from peft_mux.errors import ConfigError, shown
 from peft_mux.task import Task
@@ -228,6 +227,12 @@ def test_any_value_in_any_field_gives_arguments_or_a_config_error(field: str) ->
     assert all(f"args.{field}" in message for message in messages)
 
 
+@pytest.mark.parametrize("field", ["share_prefixes", "last_layer_at_targets"])
+@pytest.mark.parametrize("value", ["yes", 1, None])
+def test_a_choice_that_a_run_may_make_is_on_off_or_auto(field: str, value: Any) -> None:
+    assert refusal(**{field: value}).startswith(f'args.{field}: got {value!r}; allowed: True, False or "auto"')
+
+
 def test_a_backend_of_processes_is_refused_by_name_and_not_used() -> None:
     assert "args.ddp_backend: got 'gloo'" in refusal(ddp_backend="gloo")
 
@@ -369,13 +374,6 @@ def test_names_of_other_releases_and_classes_say_where_they_belong(name: str, wh
 def test_names_that_are_none_of_a_task_say_where_they_belong(name: str, where: str) -> None:
     with pytest.raises(ConfigError, match=rf"tasks\.own\.{name}: got 1; .*Use {where}"):
         task(**{name: 1})
-
-
-def test_plain_training_arguments_are_refused_with_the_class_that_is_wanted() -> None:
-    with pytest.raises(ConfigError, match="got TrainingArguments; allowed: MultiTaskTrainingArguments"):
-        require_arguments(TrainingArguments(output_dir="unused", use_cpu=True))
-    own = arguments()
-    assert require_arguments(own) is own
 
 
 SIMPLE = st.one_of(st.none(), st.booleans(), st.integers(), st.floats(), st.text(max_size=8), st.lists(st.integers()))

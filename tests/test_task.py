@@ -19,7 +19,7 @@ from transformers.training_args import OptimizerNames
 
 from peft_mux.arguments import supported_optimizers, supported_schedules
 from peft_mux.errors import ConfigError
-from peft_mux.storage import RESERVED_NAMES, check_task_names
+from peft_mux.storage import RESERVED_NAMES
 from peft_mux.task import TASK_FIELDS, EarlyStopping, Task, TaskStatus
 
 ROWS = [{"input_ids": [1, 2, 3]}]
@@ -75,27 +75,6 @@ def test_a_name_that_is_no_string_is_refused_with_its_type(name: Any) -> None:
 @pytest.mark.parametrize("name", ["a", "0", "A-b_C", "a" * 64, "sst2", "con1", "communication", "com10", "runs"])
 def test_ordinary_names_are_accepted(name: str) -> None:
     assert task(name=name).name == name
-
-
-@pytest.mark.parametrize("names", [["a", "b", "a"], ["sql", "SQL"], ["x", "y", "Y"]])
-def test_names_that_differ_at_most_in_case_are_refused(names: list[str]) -> None:
-    with pytest.raises(ConfigError) as caught:
-        check_task_names(names)
-    assert f"tasks.{names[-1]}.name" in str(caught.value)
-    assert "differ in more than case" in str(caught.value)
-
-
-def test_a_name_is_held_against_those_already_taken() -> None:
-    with pytest.raises(ConfigError, match='"New" beside "new"'):
-        check_task_names(["New"], taken=["old", "new"])
-    check_task_names(["third"], taken=["old", "new"])
-
-
-def test_every_duplicate_of_a_list_is_named() -> None:
-    with pytest.raises(ConfigError, match="2 things are wrong") as caught:
-        check_task_names(["a", "A", "b", "B"])
-    assert "tasks.A.name" in str(caught.value)
-    assert "tasks.B.name" in str(caught.value)
 
 
 @given(st.text(max_size=80))

@@ -33,11 +33,16 @@ _FREE_TO_CHANGE = frozenset(
 _FROM_HERE_ON = frozenset(
     (
         "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay max_grad_norm adam_beta1 "
-        "adam_beta2 adam_epsilon max_steps num_train_epochs num_steps loraplus_lr_ratio"
+        "adam_beta2 adam_epsilon max_steps num_train_epochs num_steps loraplus_lr_ratio router_aux_loss_coef"
     ).split()
 )
 """Settings that a resumed task may change: they do not describe the steps that were taken."""
-_OF_OLDER_STATES = {"label_smoothing_factor": 0.0, "neftune_noise_alpha": 0.0, "loraplus_lr_ratio": None}
+_OF_OLDER_STATES = {
+    "label_smoothing_factor": 0.0,
+    "neftune_noise_alpha": 0.0,
+    "loraplus_lr_ratio": None,
+    "router_aux_loss_coef": 0.0,
+}
 """Settings that older states do not contain, with the only value that there was."""
 _NOT_OF_THE_ADAPTER = frozenset(
     {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
@@ -294,6 +299,7 @@ def task_settings(run: TaskRun) -> dict[str, Any]:
     }
     settings = {
         **asdict(run.hyper),
+        "router_aux_loss_coef": run.router_coefficient,
         "num_steps": run.num_steps,
         "shuffle": run.task.shuffle,
         "peft_config": {

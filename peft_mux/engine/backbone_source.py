@@ -145,6 +145,11 @@ class BackboneSource:
             faults += smoothing_faults(
                 task.objective, task.loss_args.loss_type, share, "args.label_smoothing_factor", fix
             )
+            coefficient = task.router_coefficient(self.config)
+            if coefficient and not hasattr(self.config.get_text_config(), "output_router_logits"):
+                got = f"{coefficient:g} with the model type {self.config.model_type}"
+                allowed = "None, or 0, as this model has no routers whose logits it returns"
+                faults.append(Fault(f"tasks.{task.name}.router_aux_loss_coef", got, allowed))
         kinds = _head_kinds(tasks)
         if len(kinds) > 1:
             names = ", ".join(task.name for task in tasks if task.head_kind == kinds[0])
@@ -289,10 +294,12 @@ class BackboneSource:
 
 
 def assign_settings(model: MultiTaskPeftModel, tasks: Iterable[ResolvedTask]) -> MultiTaskPeftModel:
-    """Train some tasks of a model each towards its own loss, with its own noise and rates; return the model."""
+    """Train some tasks of a model each towards its own losses, with its own noise and rates; return the model."""
     for task in tasks:
         model.objectives.assign(task.name, task.objective, task.loss_args)
         model.noise.assign(model.adapter_of(task.name), task.hyper.neftune_noise_alpha)
+        coefficient = task.router_coefficient(model.backbone.config)
+        model.router_loss.assign(model.adapter_of(task.name), coefficient, model.backbone)
         model.registry.divide_pages(model, task.name, page_kind_of(task.hyper))
     return model
 

@@ -210,6 +210,8 @@ def reason_against(model: MultiTaskPeftModel) -> str | None:
         return reason
     if model.noise.alphas:
         return "a task adds noise to its embeddings (neftune_noise_alpha)"
+    if model.router_loss.coefficients:
+        return "a task balances routers (router_aux_loss_coef)"
     if encoders_of(model):
         return "a task's prompt stands before each of its sequences"
     if frozen_weight(output_head(model.backbone)[0])[0] is None:

@@ -38,6 +38,7 @@ attention also holds a copy of the earlier keys and values for each part.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
@@ -55,7 +56,7 @@ from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.prompts.prompts import project_prompts
 from peft_mux.modeling.model import MultiTaskPeftModel, MuxOutput
 from peft_mux.modeling.objectives.heads import token_outputs
-from peft_mux.modeling.objectives.objective import BATCH_VALUES, REFERENCE
+from peft_mux.modeling.objectives.objective import BATCH_VALUES, REFERENCE, ROUTER_TOTALS
 from peft_mux.modeling.stream import Kept
 from peft_mux.scheduler.plan import Plan
 
@@ -199,9 +200,9 @@ class Executor:
         """Return micro-batches with everything that the losses of their tasks need to know beforehand.
 
         Log-probabilities of the backbone without adapters (the reference model of DPO and others), and sums over the
-        whole global batch (KTO's estimate of the KL divergence), each from passes without gradient. The passes with
-        gradient need not know of them; a step without such losses has no such pass. Every process of a replica calls
-        this; if weights are sharded, every process of the run.
+        whole global batch (KTO's estimate of the KL divergence, what routers did with its tokens), each from passes
+        without gradient. The passes with gradient need not know of them; a step without such losses has no such pass.
+        Every process of a replica calls this; if weights are sharded, every process of the run.
 
         Args:
             micro_batches: the micro-batches of this process.
@@ -216,7 +217,8 @@ class Executor:
         if counting:
             ready = self._with_batch_values(ready, counting, total)
             ready = tuple(_of_pass(self.model, one, counting, is_reference_pass=False) for one in ready)
-        return ready
+        balanced = [name for name in tasks if self.model.adapter_of(name) in self.model.router_loss.coefficients]
+        return self._with_router_totals(ready, balanced, total) if balanced and total is not None else ready
 
     def _with_references(self, micro_batches: tuple[MuxBatch, ...], tasks: Sequence[str]) -> tuple[MuxBatch, ...]:
         """Add the log-probabilities of the reference, for rows that do not bring them."""
@@ -277,6 +279,29 @@ class Executor:
             ready.append(replace(micro_batch, row_values=tuple(rows)) if own else micro_batch)
         return tuple(ready)
 
+    def _with_router_totals(
+        self, micro_batches: tuple[MuxBatch, ...], tasks: Sequence[str], total: Callable[[torch.Tensor], torch.Tensor]
+    ) -> tuple[MuxBatch, ...]:
+        """Add what routers do with the tokens of each task's global batch, unless one pass here holds all of them."""
+        model, passes = self.model, Counter(name for one in micro_batches for name in one.task_names)
+        tasks = [name for name in tasks if not self.sees_whole_batches or passes[name] > 1]
+        if not tasks:
+            return micro_batches
+        chosen = [[index for index, name in enumerate(one.task_names) if name in tasks] for one in micro_batches]
+        parts = [_of_tasks(micro_batch, own) for micro_batch, own in zip(micro_batches, chosen, strict=True) if own]
+        with model.router_loss.counting() as counted:
+            self.forward_terms(parts)
+        none = torch.zeros(2, model.router_loss.num_experts, device=model.device)
+        totals = torch.stack([counted.get(model.adapter_of(name), none) for name in tasks])
+        found = dict(zip(tasks, total(self.summed_over_stages(totals)).unbind(), strict=True))
+        ready = []
+        for micro_batch, own in zip(micro_batches, chosen, strict=True):
+            rows = list(micro_batch.row_values or [{} for _ in micro_batch.task_names])
+            for index in own:
+                rows[index] = {**rows[index], ROUTER_TOTALS: found[micro_batch.task_names[index]]}
+            ready.append(replace(micro_batch, row_values=tuple(rows)))
+        return tuple(ready)
+
     # ------------------------------------------------------------------ forward passes
 
     @torch.no_grad()
@@ -313,6 +338,15 @@ class Executor:
 
     def shared(self, values: torch.Tensor) -> torch.Tensor:
         """Return values that were computed with the output head, on every process of the replica."""
+        return values
+
+    @property
+    def sees_whole_batches(self) -> bool:
+        """Whether the passes of this process are all passes of each task, through all layers."""
+        return self.sync.layout.num_replicas == 1
+
+    def summed_over_stages(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of values of each stage's own layers, on every process of the replica."""
         return values
 
     def non_finite_tasks(self, micro_batches: Sequence[MuxBatch]) -> list[str]:
@@ -363,6 +397,8 @@ def pass_backward(output: torch.Tensor, gradient: torch.Tensor | None, kept: Seq
 
 
 def _of_tasks(micro_batch: MuxBatch, indices: Sequence[int]) -> MuxBatch:
+    if len(indices) == len(micro_batch.task_names):
+        return micro_batch
     part = micro_batch.of_tasks(indices)
     # Rows of these losses are whole; the parts of other tasks' long rows next to them are gone.
     return replace(part, parts=()) if all(one.is_whole for one in part.parts) else part

@@ -34,7 +34,7 @@ class StepSums:
 
     def __init__(self, model: MultiTaskPeftModel, tasks: Sequence[str], device: torch.device) -> None:
         """Begin with zeros."""
-        counts = {name: len(model.objectives.statistic_names(name)) for name in tasks}
+        counts = {name: len(model.statistic_names(name)) for name in tasks}
         self.losses = {name: torch.zeros((), device=device) for name in tasks}
         self.statistics = {name: torch.zeros(count, device=device) for name, count in counts.items() if count}
 

@@ -190,7 +190,8 @@ class LastLayer:
 
     def rows(self, model: Any, batch: MuxBatch) -> ReadRows | None:
         """Return the rows that the last layer computes in a pass whose losses are wanted; `None` for all."""
-        if not self.is_wanted or self.reason is not None:
+        # A balancing loss reads the routers of all tokens, those of the last layer too.
+        if not self.is_wanted or self.reason is not None or model.stream.routing is not None:
             return None
         read = model.objectives.head.read_rows(batch, model.backbone)
         # If a pass reads nothing, later parts of its rows may still want the keys: all rows are computed.

@@ -59,6 +59,7 @@ from peft_mux.modeling.neftune import EmbeddingNoise
 from peft_mux.modeling.objectives.objective import Statistics, TokenOutputs
 from peft_mux.modeling.objectives.task_objective import StreamLosses, TaskObjectives
 from peft_mux.modeling.registry import TaskRegistry
+from peft_mux.modeling.router_loss import STATISTIC, RoutedTokens, RouterLoss
 from peft_mux.modeling.stream import Passes, Stream
 from peft_mux.storage import write_checksums
 from peft_mux.user_code import running_task
@@ -218,6 +219,7 @@ class MultiTaskPeftModel(PeftModel):
         last_layer: whether the last layer computes only the rows whose outputs are read.
         objectives: which loss each task is trained towards, and the head that they all read.
         noise: which tasks have noise on their embeddings in training.
+        router_loss: which tasks add the balancing loss of routers to their own in training.
         module_names: name of each module within the backbone.
         num_stages: into which the backbone was cut; this model is one of them (`peft_mux.engine.pipeline.stage`).
         tp_size: tensor parallel ranks among which each stage is cut; this model is what one of them holds.
@@ -254,7 +256,7 @@ class MultiTaskPeftModel(PeftModel):
         register_attention()
         # Before PEFT's construction, so that `_apply` finds them whenever it is called.
         self.registry, self.stream = TaskRegistry(is_head_new=is_head_new), Stream()
-        self.noise = EmbeddingNoise(self.stream)
+        self.noise, self.router_loss = EmbeddingNoise(self.stream), RouterLoss(self.stream)
         self.module_names: dict[nn.Module, str] = {}
         self._origin = origin = Origin(model)
         self.prompts = Prompts()
@@ -552,7 +554,7 @@ class MultiTaskPeftModel(PeftModel):
                 return plain_call(self, self.active_adapter, args, kwargs)
             return super().forward(*args, **kwargs)
         self.prepare_pass(mux_batch.task_names)
-        with self.multiplexing(mux_batch):
+        with self.multiplexing(mux_batch, routing=self.routed(mux_batch)):
             hidden_TD = self.hidden_states(mux_batch, read=self.last_layer.rows(self, mux_batch))
             found = self.stream_losses(hidden_TD, mux_batch)
         return MuxOutput(found.losses_N, mux_batch.task_names, found.statistics)
@@ -623,7 +625,11 @@ class MultiTaskPeftModel(PeftModel):
 
     @contextmanager
     def multiplexing(
-        self, batch: MuxBatch, passes: Passes | None = None, not_reached: frozenset[str] = frozenset()
+        self,
+        batch: MuxBatch,
+        passes: Passes | None = None,
+        not_reached: frozenset[str] = frozenset(),
+        routing: RoutedTokens | None = None,
     ) -> Iterator[None]:
         """Let the attached layers and attention read a batch for the time of the `with` block.
 
@@ -631,15 +637,18 @@ class MultiTaskPeftModel(PeftModel):
             batch: the micro-batch, its tensors on the model's device.
             passes: passes that were made of the same batch before; `None` to make them.
             not_reached: `Stream.adapters_not_reached` when what is recomputed now was first computed.
+            routing: what routers write into for balancing losses, from `routed`; `None` for none.
         """
         backbone = self.backbone
         self.noise.watch(backbone)
+        if self.router_loss.is_counting:
+            routing = self.router_loss.of_pass(batch, self.adapters)
         attention = backbone.config._attn_implementation
         # Only while a stream is read: `generate` and plain forwards keep the attention that the backbone came with.
         if attention != ATTENTION_NAME:
             backbone.config._attn_implementation = ATTENTION_NAME
         try:
-            with self.stream.reading(batch, self.adapters, passes, not_reached):
+            with self.stream.reading(batch, self.adapters, passes, not_reached, routing):
                 yield
         finally:
             if attention != ATTENTION_NAME:
@@ -692,6 +701,16 @@ class MultiTaskPeftModel(PeftModel):
         with self.objectives.head.bypassed(backbone):
             return without_head(backbone)(**arguments).last_hidden_state.squeeze(0)
 
+    def routed(self, batch: MuxBatch) -> RoutedTokens | None:
+        """Return what the routers of a pass write into; `None` if none of its tasks adds a balancing loss now."""
+        is_training = self.training and torch.is_grad_enabled()
+        return self.router_loss.of_pass(batch, self.adapters) if is_training else None
+
+    def statistic_names(self, task: str) -> tuple[str, ...]:
+        """Return the names of what a pass now gives beside the loss of a task."""
+        has_more = self.training and torch.is_grad_enabled() and self.adapter_of(task) in self.router_loss.coefficients
+        return (*self.objectives.statistic_names(task), *([STATISTIC] if has_more else []))
+
     def stream_losses(self, hidden_TD: torch.Tensor, batch: MuxBatch) -> StreamLosses:
         """Return the losses from the last hidden states of a batch that is multiplexed; in training with penalties.
 
@@ -699,6 +718,7 @@ class MultiTaskPeftModel(PeftModel):
         of a task's global batch carries all of it, however many micro-batches and processes there are.
         """
         found = self.objectives.losses(hidden_TD, batch, self)
+        found = self.router_loss.added_to(found, hidden_TD, batch, self.adapters)
         penalised = self.registry.penalised
         if not self.training or not penalised:
             return found
@@ -733,9 +753,9 @@ class MultiTaskPeftModel(PeftModel):
             stream = self.stream
             if stream.batch is None:
                 return nullcontext(), nullcontext()
-            # The backward pass may run when the stream reads another batch, or none: it reads the batch, the passes and
-            # the adapters not reached of the forward.
-            again = self.multiplexing(stream.batch, stream.passes, stream.adapters_not_reached)
+            # The backward pass may run when the stream reads another batch, or none: it reads the batch, the passes,
+            # the adapters not reached and the routing of the forward.
+            again = self.multiplexing(stream.batch, stream.passes, stream.adapters_not_reached, stream.routing)
             return nullcontext(), again
 
         # Dropout draws depend on seed and place, so no state of a generator has to be kept to repeat them.

@@ -406,6 +406,7 @@ class TaskRegistry:
             adapter = self.forget(name)
             model.objectives.forget(name)
             model.noise.assign(adapter, 0.0)
+            model.router_loss.assign(adapter, 0.0)
             model.stream.clear_tables()
             forget_biases(model.backbone, adapter)
             self.tuners.delete(model, adapter)

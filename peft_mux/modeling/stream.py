@@ -256,6 +256,7 @@ class Stream:
         lowest_layers: number of the lowest layer, in the whole model, that has weights of an adapter; 0 where rows go
             all the way down. A pipeline stage, which does not see the layers below it, is told these numbers.
         left_out: layers whose outputs nothing reads now, though their siblings are computed.
+        routing: what the routers of this pass write into (`RoutedTokens`); `None` if no balancing loss is wanted.
     """
 
     def __init__(self, makers: Mapping[str, PassMaker] | None = None) -> None:
@@ -275,6 +276,7 @@ class Stream:
         self.adapters_not_reached: frozenset[str] = frozenset()
         self.lowest_layers: dict[str, int] = {}
         self.left_out: frozenset[nn.Module] = frozenset()
+        self.routing: Any = None
 
     @property
     def is_idle(self) -> bool:
@@ -289,6 +291,7 @@ class Stream:
         adapters: Mapping[str, str],
         passes: Passes | None = None,
         not_reached: frozenset[str] = frozenset(),
+        routing: Any = None,
     ) -> AbstractContextManager[None]:
         """Dispatch the rows of `batch` for the time of the `with` block.
 
@@ -297,6 +300,7 @@ class Stream:
             adapters: internal adapter id of each task name.
             passes: passes that were made of the same batch before, where activations are recomputed or captured.
             not_reached: `adapters_not_reached` when what is recomputed now was first computed.
+            routing: what the routers of the pass write into.
         """
         # Recomputations count, so that layers see what a pass before has left over.
         self.num_passes += 1
@@ -312,6 +316,7 @@ class Stream:
             # Given ones where there are any: captured launches read their tables, at their addresses.
             passes=passes or self.begin_passes(segments, places),
             adapters_not_reached=not_reached,
+            routing=routing,
         )
 
     def segments_of(

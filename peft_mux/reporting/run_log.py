@@ -22,6 +22,7 @@ from transformers import TrainerState
 from peft_mux.data.dataset import DataReport
 from peft_mux.engine.allocator import peak_bytes
 from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
+from peft_mux.modeling.router_loss import STATISTIC
 from peft_mux.reporting.callbacks import TaskCallbacks
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.recorders import RunTimes
@@ -238,7 +239,8 @@ class RunLog:
         logs: dict[str, float] = {}
         losses: dict[str, float] = {}
         for run in self.table if runs is None else runs:
-            loss, statistics = run.loss_mean.read(run.resolved.objective.statistic_names(run.resolved.loss_args))
+            names = run.resolved.objective.statistic_names(run.resolved.loss_args)
+            loss, statistics = run.loss_mean.read((*names, STATISTIC) if run.router_coefficient else names)
             if loss is None:
                 continue
             own = {"loss": loss, "grad_norm": run.last_gradient_norm}

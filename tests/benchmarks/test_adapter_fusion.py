@@ -5,7 +5,7 @@ from __future__ import annotations
 import random
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.planner.subgraphs.adapter_fusion import fuse_adapters, fuse_site, fuse_within, fused_latency_s
@@ -161,7 +161,6 @@ def random_htask(number: int, rng: random.Random) -> OperatorGraph:
     return layer_graph(f"h{number}", layer, adapters, tasks=["t"], num_layers=rng.randint(1, 2))
 
 
-@settings(max_examples=60)
 @given(st.integers(0, 10**9), st.integers(2, 4))
 def test_fusion_keeps_every_operator_once_and_never_makes_the_makespan_longer(seed: int, num_htasks: int) -> None:
     rng = random.Random(seed)

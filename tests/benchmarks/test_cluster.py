@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("simpy", reason="simpy is not installed")
 
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.planner.cluster.instance import SYSTEMS, InstanceModel, InstanceSpec, eager_profile
@@ -96,7 +96,6 @@ def in_order(drawn: list[tuple[float, float, TaskKind]]) -> list[TracedTask]:
 
 
 @given(random_tasks, st.sampled_from(("nemo", "muxtune")))
-@settings(max_examples=30, deadline=None)
 def test_every_start_and_end_is_that_of_an_independent_event_loop(
     drawn: list[tuple[float, float, TaskKind]], system: str
 ) -> None:
@@ -108,7 +107,6 @@ def test_every_start_and_end_is_that_of_an_independent_event_loop(
 
 
 @given(random_tasks, st.sampled_from(SYSTEMS), st.sampled_from(("spread", "fill")))
-@settings(max_examples=30, deadline=None)
 def test_tasks_start_in_the_order_in_which_they_came_and_all_work_is_done(
     drawn: list[tuple[float, float, TaskKind]], system: str, placement: str
 ) -> None:

@@ -7,7 +7,7 @@ import random
 import statistics
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.planner.subgraphs.exhaustive import best_schedule
@@ -145,7 +145,6 @@ def test_a_decoder_layer_is_cut_as_the_docstring_draws_it() -> None:
     assert output.depends_on == ("h0/layer0.qkv.add", "h0/layer0.output.lora.t")
 
 
-@settings(max_examples=80)
 @given(operator_graphs())
 def test_segments_hold_each_operator_once_and_keep_its_dependencies(graph: OperatorGraph) -> None:
     cut = segment(graph)
@@ -164,7 +163,6 @@ def test_segments_hold_each_operator_once_and_keep_its_dependencies(graph: Opera
                 assert name not in names or names.index(name) < names.index(operator.name)
 
 
-@settings(max_examples=80)
 @given(operator_graphs())
 def test_segments_isolate_adapters_and_end_in_the_communication_of_their_operators(graph: OperatorGraph) -> None:
     operators = {operator.name: operator for operator in graph.operators}
@@ -219,21 +217,10 @@ def test_the_output_projection_beside_its_add_hides_more_than_beside_the_attenti
     assert compute_stall_s(worse) == pytest.approx(1.5 - 0.25), "only the Add of the other hTask hides it"
 
 
-@settings(max_examples=80)
 @given(BUCKETS)
 def test_the_schedule_equals_algorithm_1_written_naively(graphs: Graphs) -> None:
     launches = [(launch.key, launch.t_s) for launch in schedule(graphs)]
     assert launches == naive_algorithm_1(graphs)
-
-
-@settings(max_examples=100)
-@given(BUCKETS)
-def test_the_schedule_holds_each_subgraph_once_after_all_that_it_depends_on(graphs: Graphs) -> None:
-    order = [launch.key for launch in schedule(graphs)]
-    place = {key: number for number, key in enumerate(order)}
-    assert sorted(order) == sorted(item.key for graph in graphs for item in graph)
-    for item in (item for graph in graphs for item in graph):
-        assert all(place[key] < place[item.key] for key in item.depends_on)
 
 
 def test_equal_subgraphs_go_by_the_order_of_the_htasks_and_then_by_name() -> None:
@@ -242,7 +229,6 @@ def test_equal_subgraphs_go_by_the_order_of_the_htasks_and_then_by_name() -> Non
     assert keys == ["first/b", "second/y", "second/z", "first/a"]
 
 
-@settings(max_examples=100)
 @given(BUCKETS, st.sampled_from([0.0, 0.4]))
 def test_no_stream_runs_two_things_at_once_and_nothing_starts_before_what_it_needs(
     graphs: Graphs, slowdown: float
@@ -285,7 +271,6 @@ def test_without_overlap_interleaving_takes_as_long_as_one_task_after_another() 
     assert [span.htask for span in one_by_one.spans] == [f"h{number}" for number in range(4) for _ in range(10)]
 
 
-@settings(max_examples=60)
 @given(
     st.integers(2, 5),
     st.lists(st.integers(10, 60), min_size=5, max_size=5),
@@ -313,7 +298,6 @@ def permuted_best_s(graphs: Graphs) -> float:
     return best_s
 
 
-@settings(max_examples=40)
 @given(st.integers(0, 10**9))
 def test_the_exhaustive_search_finds_the_best_of_all_permutations(seed: int) -> None:
     graphs = random_bucket(random.Random(seed), 6)
@@ -322,7 +306,6 @@ def test_the_exhaustive_search_finds_the_best_of_all_permutations(seed: int) -> 
     assert simulate_streams(launches, graphs).makespan_s == pytest.approx(best_s)
 
 
-@settings(max_examples=80)
 @given(BUCKETS)
 def test_algorithm_1_takes_at_most_twice_as_long_as_the_best_order(graphs: Graphs) -> None:
     assert simulate_streams(schedule(graphs), graphs).makespan_s <= 2 * best_schedule(graphs)[1] + 1e-9
@@ -336,7 +319,7 @@ def test_the_bound_of_two_is_tight() -> None:
 
 def test_algorithm_1_is_near_the_best_order_where_communication_is_shorter_than_compute() -> None:
     ratios = []
-    for seed in range(150):
+    for seed in range(50):
         graphs = random_bucket(random.Random(seed), 8, short_communication=True)
         ratios.append(simulate_streams(schedule(graphs), graphs).makespan_s / best_schedule(graphs)[1])
     assert min(ratios) >= 1 - 1e-12

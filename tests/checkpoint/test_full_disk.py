@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Callable
 from pathlib import Path
@@ -17,6 +16,7 @@ from peft_mux.errors import CheckpointError
 from peft_mux.task import Task, TaskStatus
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
+from tests.records import run_records as records
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "steps", "logging_steps": 1}
 Disk = Callable[[int | None], None]
@@ -43,12 +43,8 @@ def train(disk: Disk, root: Path, *, with_tasks: list[Task] | None = None, recor
         disk(None)
 
 
-def records(root: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (root / "metrics.jsonl").read_text().splitlines()]
-
-
 def statuses(root: Path, name: str) -> list[str]:
-    return [one["status"] for one in records(root) if one["event"] == "status" and one["task"] == name]
+    return [one["status"] for one in records(root, "status") if one["task"] == name]
 
 
 def test_a_disk_that_takes_nothing_for_a_while_costs_records_and_nothing_else(

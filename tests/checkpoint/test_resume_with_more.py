@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import shutil
 from dataclasses import replace
 from pathlib import Path
@@ -15,6 +14,7 @@ from peft_mux import CheckpointError
 from peft_mux.task import Task
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
+from tests.records import run_records
 
 SAVING = {"save_strategy": "steps", "save_steps": 100, "logging_strategy": "steps", "logging_steps": 1}
 
@@ -36,8 +36,7 @@ def resumed(folder: Path, *tasks: Task) -> Run:
 
 
 def rates(folder: Path) -> dict[int, float]:
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    records = [record for record in map(json.loads, lines) if record["event"] == "train"]
+    records = run_records(folder, "train")
     return {record["step"]: record["learning_rate"] for record in records if "learning_rate" in record}
 
 

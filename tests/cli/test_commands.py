@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import shutil
 import signal
 import subprocess
 import sys
@@ -29,6 +28,7 @@ from peft_mux.trainer.mailbox import Mailbox
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.paths import ROOT
+from tests.records import run_records
 
 ROWS = [{"prompt": f"say {word}", "completion": f" {word}"} for word in ("one", "two", "three", "four", "five", "six")]
 TASKS = """\
@@ -107,8 +107,7 @@ def test_train_writes_the_adapters_of_python_which_plain_peft_loads_and_ends_wit
         "environment.json",
         "report.html",
     }
-    records = [json.loads(line) for line in (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    losses = [(record["task"], record["step"]) for record in records if record["event"] == "train"]
+    losses = [(record["task"], record["step"]) for record in run_records(out, "train")]
     assert sorted(losses) == [("math", 1), ("math", 2), ("sql", 1), ("sql", 2), ("sql", 3)]
 
 
@@ -230,11 +229,6 @@ def test_a_training_that_ends_while_a_task_is_paused_says_so_with_a_status_and_t
     assert any(line.split()[:3] == ["sql", "succeeded", "4/4"] for line in report.splitlines())
 
 
-def test_a_failed_task_counts_more_than_a_paused_one(file: Path, tmp_path: Path) -> None:
-    pause(tmp_path / "out", "math")
-    assert main(["train", str(file), "--set", "tasks.sql.learning_rate=1e30"]) == 1
-
-
 def test_only_tasks_that_have_ended_well_are_served_unless_asked_for(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -276,35 +270,43 @@ def test_a_look_at_a_run_that_starts_says_what_it_loads_until_it_trains(
     assert list(dict.fromkeys(seen)) == ["data", "model", None]
 
 
-def test_nothing_of_a_library_is_shown_unless_asked_for(file: Path, tmp_path: Path) -> None:
-    environment = {**os.environ, "HF_DATASETS_CACHE": str(tmp_path / "cache"), "PYTHONPATH": str(ROOT)}
+def shown(folder: Path, *words: str) -> str:
+    """Return what an interpreter of its own writes to standard error."""
+    environment = {**os.environ, "HF_DATASETS_CACHE": str(folder / "cache"), "PYTHONPATH": str(ROOT)}
     for name in _QUIET:
         environment.pop(name, None)
+    command = [sys.executable, "-m", "peft_mux", *words]
+    done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
+    assert done.returncode == 0, done.stderr
+    return done.stderr
 
-    def shown(*words: str) -> str:
-        command = [sys.executable, "-m", "peft_mux", *words]
-        done = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
-        assert done.returncode == 0, done.stderr
-        return done.stderr
 
-    assert "Generating train split" in shown("plan", str(file), "--verbose")
-    shutil.rmtree(tmp_path / "cache")
-    assert shown("train", str(file)) == ""
+def test_nothing_of_a_library_is_shown(file: Path, tmp_path: Path) -> None:
+    assert shown(tmp_path, "train", str(file)) == ""
+
+
+@pytest.mark.slow  # another interpreter
+def test_what_libraries_show_can_be_asked_for(file: Path, tmp_path: Path) -> None:
+    assert "Generating train split" in shown(tmp_path, "plan", str(file), "--verbose")
 
 
 def test_json_of_a_training_stands_alone_on_standard_output(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(["train", str(file), "--json", "--set", "tasks.sql.learning_rate=1e30"]) == 1
+    third = "tasks.third={max_steps: 2}"
+    pause(tmp_path / "out", "third")
+    settings = ["--set", third, "--set", "tasks.sql.learning_rate=1e30"]
+    assert main(["train", str(file), "--json", *settings]) == 1, "a failed task counts more than a paused one"
     said = capsys.readouterr()
     found = json.loads(said.out)
     assert (found["output_dir"], found["interrupted_by"], found["sweeps"]) == (str(tmp_path / "out"), None, [])
-    sql, math = found["tasks"]["sql"], found["tasks"]["math"]
+    sql, math, third = (found["tasks"][name] for name in ("sql", "math", "third"))
     assert (sql["status"], math["status"], math["reason"]) == ("failed", "succeeded", "")
     assert (math["step"], math["num_steps"], math["place"]) == (2, 2, str(tmp_path / "out" / "math"))
     assert math["loss"] > 0
+    assert third["status"] == "paused"
     assert "NaN" not in said.out
-    assert "plan  2 tasks on cpu" in said.err
+    assert "plan  3 tasks on cpu" in said.err
 
 
 # -------------------------------------------------------------------- plan
@@ -363,35 +365,34 @@ def test_a_terminal_shows_memory_that_is_nearly_full_in_red(
     assert "\x1b" not in capsys.readouterr().out
 
 
-def test_plan_as_json_can_be_read(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["plan", str(file), "--json"]) == 0
-    plan = capsys.readouterr().out
-    shares = json.loads(plan[plan.index("{") :])["shares"]
-    assert [(share["name"], share["num_steps"]) for share in shares] == [("sql", 3), ("math", 2)]
-
-
-def test_plan_reads_no_weights(file: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_as_json_can_be_read_and_needs_no_weights_but_train_does(
+    file: Path, made: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     bare = made / "bare"
     bare.mkdir()
     for path in (made / "backbone").iterdir():
         if path.suffix != ".safetensors":
             (bare / path.name).write_bytes(path.read_bytes())
-    assert main(["plan", str(file), "--set", "model=bare"]) == 0
-    assert "plan  2 tasks" in capsys.readouterr().out
+    assert main(["plan", str(file), "--json", "--set", "model=bare"]) == 0
+    plan = capsys.readouterr().out
+    shares = json.loads(plan[plan.index("{") :])["shares"]
+    assert [(share["name"], share["num_steps"]) for share in shares] == [("sql", 3), ("math", 2)]
+    assert "bare" in refused(["train", str(file), "--set", "model=bare"], capsys)
 
 
 # ------------------------------------------------------------------- faults
 
 
-@pytest.mark.parametrize("command", ["plan", "train"])
 @pytest.mark.parametrize(
-    ("override", "said"),
+    ("command", "override", "said"),
     [
-        ("tasks.sql.learning_rat=1", 'Did you mean "learning_rate"?'),
-        ("tasks.sql.learning_rate=-1", "tasks.sql.learning_rate: got -1"),
-        ("tasks.sql.dataset=absent.jsonl", "tasks.sql.dataset: got 'absent.jsonl', which is not there"),
-        ("tasks.sql.peft.target_modules=[no_such]", "tasks.sql"),
-        ("model=absent-model", 'model: got "absent-model", which cannot be read'),
+        ("plan", "tasks.sql.learning_rat=1", 'Did you mean "learning_rate"?'),
+        ("train", "tasks.sql.learning_rate=-1", "tasks.sql.learning_rate: got -1"),
+        ("plan", "tasks.sql.dataset=absent.jsonl", "tasks.sql.dataset: got 'absent.jsonl', which is not there"),
+        ("train", "tasks.sql.peft.target_modules=[no_such]", "tasks.sql"),
+        ("plan", "model=absent-model", 'model: got "absent-model", which cannot be read'),
+        ("train", "model=absent-model", 'model: got "absent-model", which cannot be read'),
+        ("plan", "tokenizer=absent-tokenizer", "absent-tokenizer"),
     ],
 )
 def test_a_fault_ends_with_2_and_is_named_without_a_traceback(
@@ -410,24 +411,11 @@ def test_rows_of_an_unknown_form_end_with_2_by_task(
     assert 'Did you mean "prompt"?' in said
 
 
-def test_a_missing_tokenizer_ends_with_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "absent-tokenizer" in refused(["plan", str(file), "--set", "tokenizer=absent-tokenizer"], capsys)
-
-
 def test_a_tokenizer_folder_beside_the_file_is_found(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["plan", str(file), "--set", "tokenizer=backbone"]) == 0
-
-
-def test_a_model_folder_without_weights_ends_with_2(file: Path, made: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    bare = made / "weightless"
-    bare.mkdir()
-    for path in (made / "backbone").iterdir():
-        if path.suffix != ".safetensors":
-            (bare / path.name).write_bytes(path.read_bytes())
-    assert "weightless" in refused(["train", str(file), "--set", "model=weightless"], capsys)
 
 
 @pytest.mark.parametrize("arguments", [[], ["fly"], ["train"], ["plan", "a.yaml", "--colour"]])

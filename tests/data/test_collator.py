@@ -255,10 +255,7 @@ def test_a_chain_without_its_middle_is_our_own_bug() -> None:
 
 
 def test_class_labels_follow_their_sequences_and_count_as_one_target_each() -> None:
-    batches = [
-        make_batch("a", [4, 30, 7], classes=[2, 0, 1]),
-        make_batch("b", [25, 3], classes=[1, 0]),
-    ]
+    batches = [make_batch("a", [4, 30, 7], classes=[2, 0, 1]), make_batch("b", [25, 3], classes=[1, 0])]
     wanted = {
         (batch.task, sequence.input_ids[0]): sequence.class_label for batch in batches for sequence in batch.sequences
     }
@@ -344,10 +341,7 @@ def mux_model() -> MultiTaskPeftModel:
         max_position_embeddings=64,
     )
     torch.manual_seed(0)
-    configs = {
-        "a": LoraConfig(r=4, target_modules="all-linear"),
-        "b": LoraConfig(r=2, target_modules=["q_proj"]),
-    }
+    configs = {"a": LoraConfig(r=4, target_modules="all-linear"), "b": LoraConfig(r=2, target_modules=["q_proj"])}
     model = MultiTaskPeftModel(LlamaForCausalLM(config), configs)
     with torch.no_grad():
         for name in model.tasks:

@@ -39,9 +39,7 @@ def words_tokenizer(*, with_pairs: bool = False) -> PreTrainedTokenizerFast:
         from tokenizers.processors import TemplateProcessing
 
         tokenizer.post_processor = TemplateProcessing(
-            single="[CLS] $A [SEP]",
-            pair="[CLS] $A [SEP] $B:1 [SEP]:1",
-            special_tokens=[("[CLS]", 2), ("[SEP]", 3)],
+            single="[CLS] $A [SEP]", pair="[CLS] $A [SEP] $B:1 [SEP]:1", special_tokens=[("[CLS]", 2), ("[SEP]", 3)]
         )
     names = ["input_ids", "attention_mask", *(["token_type_ids"] if with_pairs else [])]
     return PreTrainedTokenizerFast(
@@ -99,10 +97,7 @@ def test_only_what_the_assistant_says_carries_loss_where_that_is_asked_for() -> 
 
 def test_messages_as_prompt_and_completion_are_masked_up_to_the_generation_prompt() -> None:
     rows = [
-        {
-            "prompt": [{"role": "user", "content": "the cat"}],
-            "completion": [{"role": "assistant", "content": "yes "}],
-        }
+        {"prompt": [{"role": "user", "content": "the cat"}], "completion": [{"role": "assistant", "content": "yes "}]}
     ]
     sequence = tokenised(rows, words_tokenizer(), chat_template=TEMPLATE)[0]
     assert words(sequence)[:6] == ["user", ":", "the", "cat", "assistant", ":"]
@@ -120,10 +115,7 @@ def test_without_a_template_with_generation_blocks_assistant_only_loss_is_refuse
 
 @pytest.mark.parametrize(
     ("options", "rows"),
-    [
-        ({"completion_only_loss": True}, [{"text": "the cat"}]),
-        ({"assistant_only_loss": True}, [{"text": "the cat"}]),
-    ],
+    [({"completion_only_loss": True}, [{"text": "the cat"}]), ({"assistant_only_loss": True}, [{"text": "the cat"}])],
 )
 def test_a_loss_mask_that_a_format_cannot_have_is_refused(options: dict[str, bool], rows: list[dict[str, str]]) -> None:
     with pytest.raises(ConfigError, match=rf"tasks\.own\.{next(iter(options))}: got True for text rows"):
@@ -179,10 +171,7 @@ def test_longer_rows_are_refused_where_the_policy_is_error() -> None:
 
 
 def test_rows_that_lose_all_targets_by_the_cut_are_left_out_and_counted() -> None:
-    rows = [
-        {"input_ids": [8] * 9, "labels": [-100] * 8 + [8]},
-        {"input_ids": [8, 9, 10], "labels": [-100, 9, 10]},
-    ]
+    rows = [{"input_ids": [8] * 9, "labels": [-100] * 8 + [8]}, {"input_ids": [8, 9, 10], "labels": [-100, 9, 10]}]
     data = tokenised(rows, max_length=5)
     assert len(data) == 1
     assert data.report.num_without_targets == 1
@@ -223,10 +212,7 @@ def test_a_label_that_is_no_class_is_refused(label: Any) -> None:
 def test_values_to_regress_on_are_kept_as_floats() -> None:
     rows = [{"text": "the", "label": 0.5}, {"text": "cat", "label": 1}]
     data = tokenised(rows, words_tokenizer(), row_form=LABELLED_ROWS, num_labels=1)
-    assert [(type(data[row].class_label), data[row].class_label) for row in range(2)] == [
-        (float, 0.5),
-        (float, 1.0),
-    ]
+    assert [(type(data[row].class_label), data[row].class_label) for row in range(2)] == [(float, 0.5), (float, 1.0)]
 
 
 def test_classification_without_a_label_column_is_refused() -> None:
@@ -274,11 +260,7 @@ _IDS = [
     pytest.param({"input_ids": [8, math.nan]}, "input_ids", id="NaN"),
     pytest.param({"input_ids": ["8", "9"]}, "input_ids", id="strings"),
     pytest.param({"input_ids": [[8, 9]]}, "input_ids", id="nested"),
-    pytest.param(
-        {"input_ids": [[8, 9], [8]]},
-        "input_ids",
-        id="ragged",
-    ),
+    pytest.param({"input_ids": [[8, 9], [8]]}, "input_ids", id="ragged"),
     pytest.param({"input_ids": [8, -1]}, "input_ids", id="negative"),
     pytest.param({"input_ids": [8, len(WORDS)]}, "input_ids", id="outside the vocabulary"),
     pytest.param({"input_ids": [8, 2**31 + 8]}, "input_ids", id="beyond 32 bits"),
@@ -312,8 +294,7 @@ def test_malformed_tokens_are_refused_by_task_row_and_column(change: dict[str, A
 
 
 @pytest.mark.parametrize(
-    "messages",
-    [None, "hello", [], [{"role": "user"}], [{"content": "the"}], ["the"], [{"role": 1, "content": "a"}]],
+    "messages", [None, "hello", [], [{"role": "user"}], [{"content": "the"}], ["the"], [{"role": 1, "content": "a"}]]
 )
 def test_malformed_messages_are_refused(messages: Any) -> None:
     good = [{"role": "user", "content": "the"}]
@@ -585,34 +566,16 @@ _CASES = {
         ],
         {},
     ),
-    "loss on the prompt too": (
-        [{"prompt": "Once upon", "completion": " a time."}],
-        {"completion_only_loss": False},
-    ),
+    "loss on the prompt too": ([{"prompt": "Once upon", "completion": " a time."}], {"completion_only_loss": False}),
     "messages": (
         [
             {"messages": [{"role": "user", "content": "Who is there?"}, _SAYS]},
-            {
-                "messages": [
-                    {"role": "system", "content": "Be kind."},
-                    {"role": "user", "content": "Hi"},
-                    _SAYS,
-                ]
-            },
+            {"messages": [{"role": "system", "content": "Be kind."}, {"role": "user", "content": "Hi"}, _SAYS]},
         ],
         {},
     ),
     "assistant only": (
-        [
-            {
-                "messages": [
-                    {"role": "user", "content": "Who?"},
-                    _SAYS,
-                    {"role": "user", "content": "And?"},
-                    _SAYS,
-                ]
-            }
-        ],
+        [{"messages": [{"role": "user", "content": "Who?"}, _SAYS, {"role": "user", "content": "And?"}, _SAYS]}],
         {"assistant_only_loss": True},
     ),
     "prompt and completion as messages": (

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 import re
 import tempfile
@@ -19,6 +18,7 @@ from peft_mux.cli.main import main
 from peft_mux.demo import run as demo
 from peft_mux.demo.task_rows import demo_tasks
 from peft_mux.trainer.trainer import MultiTaskTrainer
+from tests.records import run_records
 
 NAMES = [task.name for task in demo_tasks()]
 
@@ -68,7 +68,7 @@ def test_the_demo_ends_with_status_0(shown: Shown) -> None:
 
 def test_every_task_is_planned_trained_and_told_of(shown: Shown) -> None:
     assert len(NAMES) == 6
-    records = [json.loads(line) for line in (shown.root / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    records = run_records(shown.root)
     for name in NAMES:
         ended = [record["status"] for record in records if record["event"] == "status" and record["task"] == name]
         assert ended[-1] == "succeeded", name

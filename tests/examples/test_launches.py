@@ -21,8 +21,9 @@ from transformers import LlamaForCausalLM
 from peft_mux.cli.main import main
 from tests.invariants.mux_lab import rows, tiny_llama
 from tests.paths import ROOT
+from tests.records import run_records
 
-pytestmark = pytest.mark.distributed
+pytestmark = [pytest.mark.distributed, pytest.mark.slow]  # interpreters of their own, which import for long
 
 TASKS = ("one", "two")
 NUM_STEPS = 3
@@ -97,8 +98,7 @@ def free_port() -> str:
 
 def assert_trained(out: Path, alone: Path, backbone: Path) -> None:
     """Assert that both ranks took part, and that plain PEFT loads the adapters that one process would have trained."""
-    lines = (out / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ranks = [record for record in map(json.loads, lines) if record["event"] == "rank"]
+    ranks = run_records(out, "rank")
     assert [record["rank"] for record in ranks] == [0, 1]
     assert all(record["tokens"] > 0 and record["seconds"] > record["waited_seconds"] > 0 for record in ranks)
     ids = torch.arange(1, 9)[None]
@@ -133,7 +133,6 @@ LAUNCHERS = [
     pytest.param(
         ("-m", *ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "PORT"),
         id="accelerate",
-        marks=pytest.mark.slow,
     ),
 ]
 
@@ -150,14 +149,12 @@ def test_a_launched_file_trains_over_two_stages_and_prints_once(
     assert_trained(out, alone, folder / "backbone")
 
 
-@pytest.mark.slow
 def test_a_notebook_trains_over_two_stages(folder: Path, alone: Path) -> None:
     printed = call(folder, str(Path(__file__).parent / "notebook_launch.py"), str(folder), free_port())
     assert_printed_once(printed)
     assert_trained(folder / "notebook", alone, folder / "backbone")
 
 
-@pytest.mark.slow
 def test_accelerate_on_cpus_starts_one_process_and_is_told_what_to_type(folder: Path) -> None:
     config = folder / "accelerate.yaml"
     config.write_text(

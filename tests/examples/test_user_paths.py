@@ -52,13 +52,7 @@ class _NoTokenizer:
     pad_token_id = 0
 
 
-@pytest.mark.parametrize(
-    "classes",
-    [
-        2,
-        3,
-    ],
-)
+@pytest.mark.parametrize("classes", [2, 3])
 def test_a_classifier_goes_the_same_way_alone_and_after_one_of_two_classes(
     encoder: str, tmp_path: Path, classes: int
 ) -> None:
@@ -80,25 +74,6 @@ def head_of(encoder: str, task: Task, folder: Path) -> torch.Tensor:
 def test_the_seed_of_a_task_fixes_its_new_classification_head(encoder: str, tmp_path: Path) -> None:
     first, second = (head_of(encoder, classifier("a", 2, seed=seed), tmp_path) for seed in (1, 2))
     assert not torch.equal(first, second)
-
-
-@pytest.mark.parametrize("strategy", ["steps", "epoch"])
-def test_the_runs_eval_strategy_evaluates_every_task(tmp_path: Path, strategy: str) -> None:
-    task = small_task("a", data_seed=1, max_steps=6, eval_dataset=[{"input_ids": [1, 2, 3]}])
-    args = MultiTaskTrainingArguments(
-        output_dir=str(tmp_path),
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        use_cpu=True,
-        eval_strategy=strategy,
-        eval_steps=3 if strategy == "steps" else None,
-    )
-    trainer = MultiTaskTrainer(tiny_llama(), args, [task])
-    trainer.train()
-    # 10 rows in batches of 4: an epoch is three steps, too.
-    steps = [entry["step"] for entry in trainer.task_states["a"].log_history if "eval_loss" in entry]
-    assert steps == [3, 6]
 
 
 @pytest.fixture(scope="module")

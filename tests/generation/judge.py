@@ -37,10 +37,14 @@ class Judge:
     def __init__(self, backbone: Any, model: MultiTaskPeftModel, folder: Path) -> None:
         model.save_pretrained(folder)
         self._backbone, self._folder = backbone, folder
+        self._loaded: dict[str, Any] = {}
 
     def plain(self, task: str) -> Any:
-        """Return plain PEFT's model of a task."""
-        return PeftModel.from_pretrained(copy.deepcopy(self._backbone), str(self._folder / task)).eval()
+        """Return plain PEFT's model of a task, loaded once."""
+        if task not in self._loaded:
+            plain = PeftModel.from_pretrained(copy.deepcopy(self._backbone), str(self._folder / task))
+            self._loaded[task] = plain.eval()
+        return self._loaded[task]
 
     def completions(
         self, task: str, prompts: Sequence[Sequence[int]], *, seeds: Sequence[int] = (), **settings: Any

@@ -129,11 +129,7 @@ def model() -> MultiTaskPeftModel:
         ({"sql": "text"}, {}, "prompts.sql: got 'text'; allowed: a list of prompts. Put it into a list."),
         ("text", {}, "prompts: got 'text'; allowed: a dict of prompts by task name"),
         ([[3]], {}, "prompts: got [3] in the list; allowed: a dict"),
-        (
-            {"sql": [[3], "text"]},
-            {"max_new_tokens": 3},
-            "prompts.sql row 1 column prompt: got text without",
-        ),
+        ({"sql": [[3], "text"]}, {"max_new_tokens": 3}, "prompts.sql row 1 column prompt: got text without"),
         ({"sql": [[3, 97]]}, {}, "prompts.sql row 0 column prompt: got token id 97; allowed: ids from 0 to 96"),
         ({"sql": [[]]}, {}, "prompts.sql row 0 column prompt: got no tokens"),
         ({"sql": [[3] * 60]}, {"max_new_tokens": 5}, "got 60 tokens with max_new_tokens=5; allowed: 64 together"),

@@ -1,12 +1,11 @@
 """Kernels are used where a first one runs, and nowhere else; one warning says why not.
 
-As a script, in Triton's interpreter: the trial kernel writes what it should.
+That the first one writes what it should is tested in Triton's interpreter (`lora/test_device.py`).
 """
 
 from __future__ import annotations
 
 import importlib.util
-import sys
 import warnings
 from collections.abc import Iterator
 from typing import Any
@@ -15,7 +14,6 @@ import pytest
 import torch
 
 from peft_mux.kernels import availability
-from tests.children import run_script
 
 CUDA = torch.device("cuda")
 needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
@@ -104,11 +102,6 @@ def test_absent_triton_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @needs_triton
-def test_the_trial_kernel_writes_one() -> None:
-    assert run_script(__file__, TRITON_INTERPRET="1").split() == ["written"]
-
-
-@needs_triton
 def test_a_kernel_that_writes_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from peft_mux.kernels.lora import device
 
@@ -119,10 +112,3 @@ def test_a_kernel_that_writes_something_else_is_an_error(monkeypatch: pytest.Mon
     monkeypatch.setattr(device, "trial_kernel", Idle())
     with pytest.raises(RuntimeError, match=r"wrote \[0.0\] instead of \[1.0\]"):
         availability.try_kernel(torch.device("cpu"))
-
-
-if __name__ == "__main__":
-    from peft_mux.kernels.availability import try_kernel
-
-    try_kernel(torch.device("cpu"))
-    sys.stdout.write("written\n")

@@ -124,8 +124,9 @@ def check_equal(
 # ---------------------------------------------------------------- split = unsplit
 
 
-@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
-@pytest.mark.parametrize("shape", ["llama", "mistral", "gpt2", "gpt2-dropout"])
+@pytest.mark.parametrize(
+    ("shape", "recomputes"), [("llama", False), ("mistral", True), ("gpt2", False), ("gpt2-dropout", True)]
+)
 def test_losses_and_gradients_of_split_sequences_are_those_of_unsplit_ones(shape: str, recomputes: bool) -> None:
     split = step_work(LENGTHS, is_split=True)
     assert [len(chain) for chain in chains_of(split.micro_batches)][:3] == [3, 4, 2]
@@ -135,7 +136,7 @@ def test_losses_and_gradients_of_split_sequences_are_those_of_unsplit_ones(shape
     assert model.stream.key_values.num_bytes == 0
 
 
-@pytest.mark.parametrize("bound", [7, 16, 40, 95])
+@pytest.mark.parametrize("bound", [7, 40])
 def test_any_bound_gives_the_same_step(bound: int) -> None:
     split = step_work(LENGTHS, is_split=True, bound=bound)
     check_equal(run(mux_model("mistral"), split), unsplit("mistral"), 1e-5)

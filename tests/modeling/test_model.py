@@ -13,15 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import (
-    AdaLoraConfig,
-    AdaptionPromptConfig,
-    LoraConfig,
-    PeftConfig,
-    PeftModel,
-    PolyConfig,
-    get_peft_model,
-)
+from peft import AdaLoraConfig, AdaptionPromptConfig, LoraConfig, PeftConfig, PeftModel, PolyConfig, get_peft_model
 from safetensors.torch import load_file, save_file
 from torch.nn import functional as F
 from transformers import (
@@ -377,14 +369,7 @@ def test_every_supported_option_means_what_it_means_to_plain_peft(options: dict[
 
 @pytest.mark.parametrize(
     ("kind", "first"),
-    [
-        ("llama", "all-linear"),
-        ("llama", ["lm_head", "embed_tokens"]),
-        pytest.param(
-            "bert",
-            ["query"],
-        ),
-    ],
+    [("llama", "all-linear"), ("llama", ["lm_head", "embed_tokens"]), pytest.param("bert", ["query"])],
 )
 def test_all_linear_means_the_same_modules_whichever_tasks_came_before(kind: str, first: Any) -> None:
     task_type = "SEQ_CLS" if kind == "bert" else "CAUSAL_LM"
@@ -586,15 +571,7 @@ def test_a_task_merges_into_the_backbone_on_the_spot() -> None:
     assert (found - wanted).norm() <= 1e-5 * wanted.norm()
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        "llama",
-        pytest.param(
-            "bert",
-        ),
-    ],
-)
+@pytest.mark.parametrize("kind", ["llama", pytest.param("bert")])
 def test_a_saved_model_comes_back_whole(kind: str, tmp_path: Path) -> None:
     task_type = "SEQ_CLS" if kind == "bert" else "CAUSAL_LM"
     configs = {"a": lora(3, task_type=task_type), "b": lora(5, task_type=task_type)}

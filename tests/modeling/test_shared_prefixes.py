@@ -23,7 +23,7 @@ from tests.modeling.objectives.test_objectives import model_for
 from tests.modeling.test_architectures import CLASSIFIERS, LANGUAGE_MODELS, filled, multiplexed
 from tests.packing.tries import Rows, hard_rows, tries
 
-PROPERTY = settings(deadline=None, max_examples=25)
+PROPERTY = settings(deadline=None, max_examples=12)
 LEAST = 2
 MIXTURES = ("Qwen3MoE", "Mixtral", "OLMoE", "DeepseekV3", "GptOss")
 

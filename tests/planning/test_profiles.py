@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
+from tempfile import TemporaryDirectory
 from types import SimpleNamespace
 from typing import Any
 
@@ -59,14 +61,21 @@ def test_an_unknown_gpu_is_named_in_the_plan_with_what_it_was_planned_as(
     assert known_device(name, 24 * 10**9) is None
 
 
-def stored(folder: Path, **changes: Any) -> Path:
-    """Write the profile of the backbone of `make_trainer` on this machine, with some fields changed."""
-    trainer = make_trainer([small_task("own", data_seed=1)], folder / "first")
-    trainer.plan()
+@cache
+def own_profile() -> Profile:
+    """Return the profile of the backbone of `make_trainer` on this machine."""
+    with TemporaryDirectory() as folder:
+        trainer = make_trainer([small_task("own", data_seed=1)], Path(folder))
+        trainer.plan()
     profile = trainer._plans.planner.profile
     assert profile is not None
+    return profile
+
+
+def stored(folder: Path, **changes: Any) -> Path:
+    """Write the profile of the backbone of `make_trainer`, with some fields changed."""
     path = folder / "profile.json"
-    path.write_text(replace(profile, **changes).to_json(), encoding="utf-8")
+    path.write_text(replace(own_profile(), **changes).to_json(), encoding="utf-8")
     return path
 
 

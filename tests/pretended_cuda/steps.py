@@ -195,7 +195,9 @@ def _rows(rng: np.random.Generator, case: Case) -> list[TokenSequence]:
 def _streams(case: Case, batches: list[TaskBatch]) -> tuple[MuxBatch, ...]:
     if case.has_chains:
         collator = ChunkPackingCollator(split_long_sequences=True)
-        return tuple(collator.micro_batches(batches, max_tokens=40))
+        streams = tuple(collator.micro_batches(batches, max_tokens=50))
+        assert any(stream.parts for stream in streams), "a row is longer than a pass"
+        return streams
     max_tokens = max(200, sum(batch.num_tokens for batch in batches) * 2 // 3)
     return tuple(ChunkPackingCollator().micro_batches(batches, max_tokens=max_tokens))
 

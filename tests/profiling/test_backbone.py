@@ -23,13 +23,7 @@ from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, SegmentTables
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives import heads
-from peft_mux.planning.profiling.backbone import (
-    Stopwatch,
-    _groups_of_one_layer,
-    _identity,
-    _measure,
-    profile_backbone,
-)
+from peft_mux.planning.profiling.backbone import Stopwatch, _groups_of_one_layer, _identity, _measure, profile_backbone
 from peft_mux.planning.profiling.memory import _COUNTED, _SavedStorages, count_activation_bytes_per_token
 from peft_mux.planning.profiling.subject import RANKS, Subject
 from peft_mux.scheduler.costs.hardware import Link

@@ -44,18 +44,34 @@ def test_a_run_begins_with_eight_lines_and_ends_with_its_report(
     assert str(trainer.report()) in "\n".join(printed)
 
 
-def test_the_banner_says_that_routers_of_experts_have_no_balancing_loss(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("own", "coefficient", "said"),
+    [
+        (0.01, None, "router_aux_loss_coef 0.01"),
+        (0.01, 0.3, "router_aux_loss_coef 0.3"),
+        (0.01, 0.0, "routers without a balancing loss"),
+        (0.0, None, "routers without a balancing loss"),
+    ],
+)
+def test_the_banner_says_with_which_coefficient_routers_are_balanced(
+    own: float, coefficient: float | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 97}
     config = OlmoeConfig(
-        **shape, num_attention_heads=2, num_key_value_heads=2, num_experts=4, num_experts_per_tok=2, pad_token_id=0
+        **shape,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        num_experts=4,
+        num_experts_per_tok=2,
+        pad_token_id=0,
+        router_aux_loss_coef=own,
     )
     args = MultiTaskTrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
-    task = small_task("a", data_seed=1, max_steps=1, target_modules=["q_proj"])
+    settings = {"target_modules": ["q_proj"], "router_aux_loss_coef": coefficient}
+    task = small_task("a", data_seed=1, max_steps=1, **settings)
     MultiTaskTrainer(OlmoeForCausalLM(config), args, [task]).train()
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("model ")]
-    assert line.endswith("float32, routers without a balancing loss")
+    assert line.endswith(f"float32, {said}")
 
 
 def test_the_report_has_time_tokens_least_loss_speed_and_what_to_type(tmp_path: Path) -> None:

@@ -7,6 +7,7 @@ import math
 import warnings
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import transformers.trainer
 import transformers.trainer_optimizer
 from transformers import Adafactor, Trainer, TrainerCallback, get_scheduler
 
-from peft_mux import ConfigError, MultiTaskTrainer, Task
+from peft_mux import ConfigError, MultiTaskTrainer
 from peft_mux.arguments import MultiTaskTrainingArguments, supported_optimizers, supported_schedules
 from peft_mux.engine.tasks.optimizer import OPTIONS, LastFiniteWeights, TaskOptimizer, count_joint_steps
 from peft_mux.engine.tasks.task_run import TaskTable
@@ -84,8 +85,8 @@ class Spy(TrainerCallback):
                 torch.testing.assert_close(parameter.detach(), after[key], rtol=1e-6, atol=1e-9, msg=f"{name} {key}")
 
 
-def run_with(spy: Spy, tasks: list[Any], folder: Path, **arguments: Any) -> MultiTaskTrainer:
-    trainer = make_trainer(tasks, folder, **arguments)
+def run_with(spy: Spy, tasks: list[Any], folder: Path) -> MultiTaskTrainer:
+    trainer = make_trainer(tasks, folder)
     spy.trainer = trainer
     trainer.train()
     return trainer
@@ -106,55 +107,45 @@ def test_the_optimizers_of_torch_step_as_they_do_alone(tmp_path: Path, monkeypat
         spy.replay(name, make)
 
 
-def own_task(optim: str) -> Task:
-    constant = {"lr_scheduler_type": "constant", "max_grad_norm": 0}
-    return small_task("own", data_seed=1, optim=optim, max_steps=2, rank=2, **constant)
-
-
-@pytest.fixture(scope="module")
-def like(tmp_path_factory: pytest.TempPathFactory) -> MultiTaskTrainer:
-    return make_trainer([own_task("sgd")], tmp_path_factory.mktemp("like"))
-
-
-@pytest.mark.parametrize("optim", supported_optimizers())
 def test_every_supported_optimizer_steps_as_trainer_would_or_names_what_is_missing(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, optim: str, like: MultiTaskTrainer
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    spy, task = Spy(monkeypatch), own_task(optim)
-    own_args = task_arguments(replace(like.table["own"].hyper, optim=optim), like.args)
-    try:
-        kind, options = Trainer.get_optimizer_cls_and_kwargs(own_args)
-    except (ImportError, ValueError):
-        with pytest.raises(ConfigError, match=f"tasks.own: optim='{optim}'"):
-            make_trainer([task], tmp_path)
-        assert not spy.after
-        return
-    trainer = make_trainer([task], tmp_path)
-    spy.trainer = trainer
-    trainer.train()
-    assert trainer.task_statuses == {"own": "succeeded"}
-    assert any(not torch.equal(spy.after["own"][-1][key], value) for key, value in spy.first["own"].items())
-    spy.replay("own", lambda parameters: kind(parameters, **{"weight_decay": 0.0, **options}))
-
-
-def test_betas_and_epsilon_of_a_task_reach_its_optimizer_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    constant = {"lr_scheduler_type": "constant", "max_grad_norm": 0, "max_steps": 2, "rank": 2}
+    plain = like("adamw_torch")
+    wanted: dict[str, tuple[Any, dict[str, Any]]] = {}
+    for optim in supported_optimizers():
+        own_args = task_arguments(replace(plain.table["own"].hyper, optim=optim), plain.args)
+        try:
+            wanted[optim] = Trainer.get_optimizer_cls_and_kwargs(own_args)
+        except (ImportError, ValueError):
+            with pytest.raises(ConfigError, match=f"tasks.own: optim='{optim}'"):
+                make_trainer([small_task("own", data_seed=1, optim=optim, **constant)], tmp_path)
+    assert {"adamw_torch", "sgd", "adafactor"} <= wanted.keys()
     spy = Spy(monkeypatch)
-    common = {"lr_scheduler_type": "constant", "max_grad_norm": 0, "optim": "adamw_torch", "max_steps": 3}
+    tasks = [small_task(optim, data_seed=1, optim=optim, **constant) for optim in wanted]
+    trainer = run_with(spy, tasks, tmp_path / "run")
+    assert trainer.task_statuses == dict.fromkeys(wanted, "succeeded")
+    for optim, (kind, options) in wanted.items():
+        assert any(not torch.equal(spy.after[optim][-1][key], value) for key, value in spy.first[optim].items())
+        spy.replay(optim, lambda own, kind=kind, options=options: kind(own, **{"weight_decay": 0.0, **options}))
+
+
+def test_settings_and_options_of_a_task_reach_its_optimizer_alone(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    spy = Spy(monkeypatch)
+    common = {"lr_scheduler_type": "constant", "max_grad_norm": 0, "max_steps": 3}
     tasks = [
-        small_task("odd", data_seed=1, adam_beta1=0.5, adam_beta2=0.7, adam_epsilon=1e-3, **common),
-        small_task("plain", data_seed=2, **common),
+        small_task(
+            "odd", data_seed=1, optim="adamw_torch", adam_beta1=0.5, adam_beta2=0.7, adam_epsilon=1e-3, **common
+        ),
+        small_task("plain", data_seed=2, optim="adamw_torch", **common),
+        small_task("options", data_seed=1, optim="rmsprop", optim_args="momentum=0.9,alpha=0.5", **common),
     ]
     run_with(spy, tasks, tmp_path)
     spy.replay("odd", lambda p: torch.optim.AdamW(p, lr=RATE, betas=(0.5, 0.7), eps=1e-3, weight_decay=0.0))
     spy.replay("plain", lambda p: torch.optim.AdamW(p, lr=RATE, weight_decay=0.0))
-
-
-def test_options_of_an_optimizer_reach_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spy = Spy(monkeypatch)
-    common = {"lr_scheduler_type": "constant", "max_grad_norm": 0, "max_steps": 3}
-    task = small_task("own", data_seed=1, optim="rmsprop", optim_args="momentum=0.9,alpha=0.5", **common)
-    run_with(spy, [task], tmp_path)
-    spy.replay("own", lambda p: torch.optim.RMSprop(p, lr=RATE, momentum=0.9, alpha=0.5))
+    spy.replay("options", lambda p: torch.optim.RMSprop(p, lr=RATE, momentum=0.9, alpha=0.5))
 
 
 # ------------------------------------------------------------------- clipping
@@ -262,12 +253,10 @@ def test_fused_tasks_join_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             torch.testing.assert_close(together.weights(name)[key], weight, rtol=1e-5, atol=1e-7)
 
 
-def test_a_task_has_the_same_bits_in_a_joint_step_alone_and_among_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_task_has_the_same_bits_in_a_joint_step_alone_and_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
     Joint(monkeypatch)
-    optimizers = {name: slab_optimizer(tmp_path, seed=seed) for seed, name in enumerate(("own", "other"))}
-    alone = slab_optimizer(tmp_path, seed=0)
+    optimizers = {name: slab_optimizer(seed=seed) for seed, name in enumerate(("own", "other"))}
+    alone = slab_optimizer(seed=0)
     for _ in range(3):
         steps_of([*optimizers.values()])
         steps_of([alone])
@@ -326,15 +315,18 @@ def test_no_schedule_warns_that_its_optimizer_did_not_step(tmp_path: Path, monke
         train([small_task("own", data_seed=1, max_steps=3)], tmp_path)
 
 
-def slab_optimizer(
-    folder: Path, *, seed: int = 0, optim: str = "adamw_torch", dtype: torch.dtype = torch.float32
-) -> TaskOptimizer:
+@cache
+def like(optim: str) -> MultiTaskTrainer:
+    """Return a trainer whose task has the settings of an optimizer."""
+    return make_trainer([small_task("own", data_seed=1, optim=optim)], Path("unused"))
+
+
+def slab_optimizer(*, seed: int = 0, optim: str = "adamw_torch", dtype: torch.dtype = torch.float32) -> TaskOptimizer:
     """Return an optimizer over a slab of one page, with a gradient."""
     generator = torch.Generator().manual_seed(seed)
     parameters = {"q.lora_A.weight": torch.nn.Parameter(torch.randn(8, 8, generator=generator, dtype=dtype))}
-    like = make_trainer([small_task("own", data_seed=1, optim=optim)], folder / "like")
-    slab = TaskSlab(parameters)
-    optimizer = TaskOptimizer("own", parameters, like.table["own"].hyper, 9, like.args, slab)
+    slab, trainer = TaskSlab(parameters), like(optim)
+    optimizer = TaskOptimizer("own", parameters, trainer.table["own"].hyper, 9, trainer.args, slab)
     slab.bind_gradients()
     for page in slab.pages:
         assert page.values.grad is not None
@@ -354,9 +346,9 @@ def steps_of(optimizers: list[TaskOptimizer]) -> list[int]:
 
 
 def test_steps_that_others_take_are_counted_and_counters_are_read_no_more_than_needed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    optimizer = slab_optimizer(tmp_path)
+    optimizer = slab_optimizer()
     reads = []
     original = torch.Tensor.item
     monkeypatch.setattr(torch.Tensor, "item", lambda tensor: (reads.append(1), original(tensor))[1])
@@ -396,10 +388,8 @@ def _lose_a_gradient(optimizer: TaskOptimizer) -> None:
         *[pytest.param(_turn_on(name), id=name) for name in ("amsgrad", "maximize", "capturable", "differentiable")],
     ],
 )
-def test_what_a_joint_step_would_not_do_right_steps_by_itself(
-    tmp_path: Path, change: Callable[[TaskOptimizer], None]
-) -> None:
-    optimizer = slab_optimizer(tmp_path)
+def test_what_a_joint_step_would_not_do_right_steps_by_itself(change: Callable[[TaskOptimizer], None]) -> None:
+    optimizer = slab_optimizer()
     last_good = LastFiniteWeights({"page": optimizer.parameters[0]})
     assert len(optimizer.page_updates(0, last_good)) == 1
     change(optimizer)
@@ -407,8 +397,8 @@ def test_what_a_joint_step_would_not_do_right_steps_by_itself(
 
 
 @pytest.mark.parametrize("settings", [{"optim": "sgd"}, {"dtype": torch.float64}], ids=str)
-def test_other_optimizers_and_types_do_not_join(tmp_path: Path, settings: dict[str, Any]) -> None:
-    optimizer = slab_optimizer(tmp_path, **settings)
+def test_other_optimizers_and_types_do_not_join(settings: dict[str, Any]) -> None:
+    optimizer = slab_optimizer(**settings)
     assert optimizer.page_updates(0, LastFiniteWeights({"page": optimizer.parameters[0]})) == []
 
 
@@ -437,6 +427,14 @@ class Rates(TrainerCallback):
             self.rates.setdefault(run.name, []).append(rate)
 
 
+def rates_of(trainer: MultiTaskTrainer) -> Rates:
+    recorder = Rates()
+    trainer.add_callback(recorder)
+    recorder.trainer = trainer
+    trainer.train()
+    return recorder
+
+
 def test_every_schedule_of_a_task_is_that_of_transformers_over_its_own_steps(tmp_path: Path) -> None:
     tasks, expected = [], {}
     for index, schedule in enumerate(supported_schedules()):
@@ -462,25 +460,18 @@ def test_every_schedule_of_a_task_is_that_of_transformers_over_its_own_steps(tmp
             expected[schedule].append(wanted.get_last_lr()[0])
             optimizer.step()
             wanted.step()
-    recorder = Rates()
-    trainer = make_trainer(tasks, tmp_path)
-    trainer.add_callback(recorder)
-    recorder.trainer = trainer
-    trainer.train()
+    recorder = rates_of(make_trainer(tasks, tmp_path))
     assert recorder.rates == expected
     assert len({tuple(rates) for rates in expected.values()}) >= 8, "the schedules must differ for this to say anything"
 
 
 def test_a_warmup_below_one_is_a_share_of_the_task_s_own_steps(tmp_path: Path) -> None:
-    recorder = Rates()
+    warmup = {"warmup_steps": 0.4, "lr_scheduler_type": "constant_with_warmup"}
     tasks = [
-        small_task("long", data_seed=1, max_steps=10, warmup_steps=0.4, lr_scheduler_type="constant_with_warmup"),
-        small_task("short", data_seed=2, max_steps=5, warmup_steps=0.4, lr_scheduler_type="constant_with_warmup"),
+        small_task("long", data_seed=1, max_steps=10, **warmup),
+        small_task("short", data_seed=2, max_steps=5, **warmup),
     ]
-    trainer = make_trainer(tasks, tmp_path)
-    trainer.add_callback(recorder)
-    recorder.trainer = trainer
-    trainer.train()
+    recorder = rates_of(make_trainer(tasks, tmp_path))
     assert recorder.rates["long"] == pytest.approx([RATE * min(1, step / 4) for step in range(10)])
     assert recorder.rates["short"] == pytest.approx([RATE * min(1, step / 2) for step in range(5)])
 
@@ -629,18 +620,18 @@ def test_a_schedule_that_would_fail_at_some_step_is_refused_before_the_first(
     assert part in message, message
 
 
-@pytest.mark.parametrize("schedule", supported_schedules())
+@pytest.mark.parametrize("max_steps", [1, 2, 1000, 10**9])
 def test_every_schedule_with_its_usual_options_is_taken_whatever_the_number_of_steps(
-    tmp_path: Path, schedule: str
+    tmp_path: Path, max_steps: int
 ) -> None:
     options = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1}}
     options["warmup_stable_decay"] = {"num_decay_steps": 1}
-    own: dict[str, Any] = {"lr_scheduler_type": schedule, "lr_scheduler_kwargs": options.get(schedule)}
-    for max_steps in (1, 2, 1000, 10**9):
-        trainer = make_trainer(
-            [small_task("own", data_seed=1, max_steps=max_steps, warmup_steps=1, **own)], tmp_path / "run"
-        )
-        assert trainer.table["own"].num_steps == max_steps
+    common: dict[str, Any] = {"data_seed": 1, "rank": 1, "max_steps": max_steps, "warmup_steps": 1}
+    tasks = [
+        small_task(name, lr_scheduler_type=name, lr_scheduler_kwargs=options.get(name), **common)
+        for name in supported_schedules()
+    ]
+    assert {run.num_steps for run in make_trainer(tasks, tmp_path).table} == {max_steps}
 
 
 @pytest.mark.parametrize("fail", ["raises", "nan"])

@@ -255,11 +255,6 @@ def test_a_look_at_a_run_that_is_starting_says_what_it_loads(
     assert json.loads(rest)["loading"] == loading
 
 
-def test_a_look_at_what_is_no_run_says_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["status", str(tmp_path / "absent")]) == 2
-    assert "which holds no run" in capsys.readouterr().err
-
-
 def test_whoever_keeps_a_folder_is_named_and_asking_keeps_nobody_out(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     lock.acquire()

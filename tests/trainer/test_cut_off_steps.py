@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,13 +19,17 @@ def tasks() -> list[Task]:
     return [small_task("one", data_seed=1, lora_dropout=0.2), small_task("two", data_seed=2)]
 
 
-def wanted(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
+Final = dict[str, dict[str, torch.Tensor]]
+
+
+@pytest.fixture(scope="module")
+def wanted(tmp_path_factory: pytest.TempPathFactory) -> Final:
     """Return the weights that the tasks end with where nothing is cut off."""
-    whole = train(tasks(), folder)
+    whole = train(tasks(), tmp_path_factory.mktemp("whole"))
     return {name: whole.weights(name) for name in ("one", "two")}
 
 
-def assert_ended_with(trainer: MultiTaskTrainer, final: dict[str, dict[str, torch.Tensor]]) -> None:
+def assert_ended_with(trainer: MultiTaskTrainer, final: Final) -> None:
     assert trainer.task_statuses == dict.fromkeys(final, "succeeded")
     for name, theirs in final.items():
         own = weights(trainer, name)
@@ -61,36 +65,33 @@ def cut_off_in_updates(monkeypatch: pytest.MonkeyPatch, error: BaseException, up
     monkeypatch.setattr(TaskOptimizer, "step", fail)
 
 
-ERRORS: Sequence[BaseException] = (ForcedInterrupt(), RuntimeError("CUDA error: unspecified launch failure"))
+FAULT_OF_THE_DEVICE = RuntimeError("CUDA error: unspecified launch failure")
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=["second interrupt", "fault of the device"])
-def test_a_trainer_whose_passes_were_cut_off_goes_on_as_if_they_had_not_been(
-    tmp_path: Path, error: BaseException
-) -> None:
-    trainer = make_trainer(tasks(), tmp_path / "a")
-    cut_off_in_backward(trainer, error, step=3)
-    with pytest.raises(type(error)):
-        trainer.train()
-    assert trainer.state.global_step == 3
+def test_a_trainer_whose_passes_were_cut_off_goes_on_as_if_they_had_not_been(tmp_path: Path, wanted: Final) -> None:
+    trainer = make_trainer(tasks(), tmp_path)
+    for step, error in ((3, ForcedInterrupt()), (5, FAULT_OF_THE_DEVICE)):
+        cut_off_in_backward(trainer, error, step)
+        with pytest.raises(type(error)):
+            trainer.train()
+        assert trainer.state.global_step == step
     gradients = [page.values.grad for page in trainer.model.registry.slab_of("one").pages]
     assert any(gradient is not None and gradient.abs().sum() > 0 for gradient in gradients), "something was left over"
     trainer.train()
-    assert_ended_with(trainer, wanted(tmp_path / "b"))
+    assert_ended_with(trainer, wanted)
 
 
-@pytest.mark.parametrize("error", ERRORS, ids=["second interrupt", "fault of the device"])
-def test_a_trainer_that_has_trained_resumes_from_the_state_on_the_disk(tmp_path: Path, error: BaseException) -> None:
-    trainer = make_trainer(tasks(), tmp_path / "a", save_strategy="steps", save_steps=2)
-    cut_off_in_backward(trainer, error, step=5)
-    with pytest.raises(type(error)):
+def test_a_trainer_that_has_trained_resumes_from_the_state_on_the_disk(tmp_path: Path, wanted: Final) -> None:
+    trainer = make_trainer(tasks(), tmp_path, save_strategy="steps", save_steps=2)
+    cut_off_in_backward(trainer, FAULT_OF_THE_DEVICE, step=5)
+    with pytest.raises(RuntimeError):
         trainer.train()
     trainer.train(resume_from_checkpoint=True)
     assert trainer.state.global_step == 8
-    assert_ended_with(trainer, wanted(tmp_path / "b"))
+    assert_ended_with(trainer, wanted)
 
 
-def test_resuming_goes_back_even_where_every_task_has_ended_since(tmp_path: Path) -> None:
+def test_resuming_goes_back_even_where_every_task_has_ended_since(tmp_path: Path, wanted: Final) -> None:
     trainer = make_trainer(tasks(), tmp_path / "a", save_strategy="steps", save_steps=5)
     trainer.train()
     states = sorted((tmp_path / "a" / "state").iterdir())
@@ -100,11 +101,11 @@ def test_resuming_goes_back_even_where_every_task_has_ended_since(tmp_path: Path
         for weight in trainer.model.task_parameters("one").values():
             weight.zero_()
     trainer.train(resume_from_checkpoint=True)
-    assert_ended_with(trainer, wanted(tmp_path / "b"))
+    assert_ended_with(trainer, wanted)
 
 
 def test_updates_that_were_cut_off_are_not_gone_on_from_but_resumed(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wanted: Final
 ) -> None:
     trainer = make_trainer(tasks(), tmp_path / "a", save_strategy="steps", save_steps=2)
     with monkeypatch.context() as patches:
@@ -115,7 +116,7 @@ def test_updates_that_were_cut_off_are_not_gone_on_from_but_resumed(
     with pytest.raises(CheckpointError, match=r"step 6 was cut off .* train\(resume_from_checkpoint=True\)"):
         trainer.train()
     trainer.train(resume_from_checkpoint=True)
-    assert_ended_with(trainer, wanted(tmp_path / "b"))
+    assert_ended_with(trainer, wanted)
 
 
 def test_the_argument_to_resume_is_for_the_first_training_of_a_trainer(tmp_path: Path) -> None:

@@ -17,14 +17,11 @@ from peft import LoraConfig
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
-from peft_mux import CheckpointError, ConfigError, MultiTaskTrainer, Task
+from peft_mux import ConfigError, MultiTaskTrainer, Task
 from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.errors import ForcedInterrupt
 from tests.invariants.mux_lab import Recorder, Run, make_trainer, small_task, train
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+from tests.records import run_records as records
 
 
 def act(at_begin: dict[int, Callable[[MultiTaskTrainer], object]]) -> Recorder:
@@ -39,7 +36,13 @@ def alone(task: Task, folder: Path) -> Run:
 
 
 def test_a_task_that_arrives_from_a_callback_trains_as_if_alone(tmp_path: Path) -> None:
-    late = small_task("late", data_seed=2, max_steps=5)
+    begun: list[int] = []
+
+    class Begin(TrainerCallback):
+        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            begun.append(state.global_step)
+
+    late = small_task("late", data_seed=2, max_steps=5, callbacks=[Begin()])
     run = train(
         [small_task("own", data_seed=1)],
         tmp_path / "a",
@@ -49,18 +52,7 @@ def test_a_task_that_arrives_from_a_callback_trains_as_if_alone(tmp_path: Path) 
     assert run.losses["late"] == pytest.approx(alone(late, tmp_path / "b").losses["late"], rel=1e-5)
     assert [task.name for task in run.trainer.tasks] == ["own", "late"]
     assert run.trainer.state.global_step == 9, "asked for in the fourth step, it begins with the fifth and takes five"
-
-
-def test_callbacks_of_a_task_that_arrives_later_see_its_training_begin(tmp_path: Path) -> None:
-    begun: list[int] = []
-
-    class Begin(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            begun.append(state.global_step)
-
-    late = small_task("late", data_seed=2, max_steps=2, callbacks=[Begin()])
-    train([small_task("own", data_seed=1)], tmp_path, recorder=act({2: lambda trainer: trainer.register_tasks([late])}))
-    assert begun == [0]
+    assert begun == [0, 0], "in company and alone"
 
 
 def test_a_task_that_leaves_is_written_first_and_the_others_go_on(tmp_path: Path) -> None:
@@ -81,20 +73,21 @@ def test_a_task_that_leaves_is_written_first_and_the_others_go_on(tmp_path: Path
 
 
 @pytest.mark.parametrize("strategy", ["steps", "no"])
-def test_the_settings_of_tasks_that_arrive_stand_beside_those_of_tasks_that_left(tmp_path: Path, strategy: str) -> None:
+def test_the_settings_of_tasks_that_arrive_stand_beside_those_of_tasks_that_left_unwritten_or_not(
+    tmp_path: Path, strategy: str
+) -> None:
     late = small_task("late", data_seed=3, max_steps=2)
-    recorder = act({1: lambda trainer: trainer.remove_task("gone"), 3: lambda trainer: trainer.register_tasks([late])})
-    tasks = [small_task("own", data_seed=1), small_task("gone", data_seed=2, max_steps=7)]
+    recorder = act(
+        {
+            1: lambda trainer: trainer.remove_task("gone", save=False),
+            3: lambda trainer: trainer.register_tasks([late]),
+        }
+    )
+    tasks = [small_task("own", data_seed=1, max_steps=6), small_task("gone", data_seed=2, max_steps=7)]
     train(tasks, tmp_path, recorder=recorder, save_strategy=strategy)
-    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["tasks"]
-    assert {name: own["num_steps"] for name, own in config.items()} == {"own": 8, "gone": 7, "late": 2}
-
-
-def test_a_task_may_leave_without_being_written(tmp_path: Path) -> None:
-    recorder = act({3: lambda trainer: trainer.remove_task("gone", save=False)})
-    tasks = [small_task("own", data_seed=1), small_task("gone", data_seed=2)]
-    train(tasks, tmp_path, recorder=recorder, save_strategy="steps")
     assert not (tmp_path / "gone").exists()
+    config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["tasks"]
+    assert {name: own["num_steps"] for name, own in config.items()} == {"own": 6, "gone": 7, "late": 2}
 
 
 def test_a_paused_task_takes_no_steps_until_it_is_resumed_and_ends_as_if_alone(tmp_path: Path) -> None:
@@ -128,56 +121,43 @@ def test_a_bad_arrival_is_refused_in_the_callback_and_the_run_goes_on(tmp_path: 
     messages: list[str] = []
 
     def ask(trainer: MultiTaskTrainer) -> None:
+        trainer.register_tasks([small_task("late", data_seed=2, max_steps=2)])
         for task in (
             small_task("OWN", data_seed=3),
+            small_task("late", data_seed=3),
             small_task("wrong", data_seed=3, target_modules=["q_prj"]),
             small_task("wide", data_seed=3, rank=100_000),
+            small_task("odd", data_seed=3, lr_scheduler_type="cosine_with_min_lr"),
         ):
             with pytest.raises(ConfigError) as caught:
                 trainer.register_tasks([small_task(f"good{len(messages)}", data_seed=4), task])
             messages.append(str(caught.value))
 
     run = train([small_task("own", data_seed=1)], tmp_path, recorder=act({2: ask}))
-    assert run.trainer.task_statuses == {"own": "succeeded"}, "of a list with one fault none is added"
-    assert '"OWN" beside "own"' in messages[0]
-    assert 'Did you mean "q_proj"?' in messages[1]
-    assert "tasks.wide.peft_config.r" in messages[2]
+    statuses = {"own": "succeeded", "late": "succeeded"}
+    assert run.trainer.task_statuses == statuses, "of a list with one fault none is added"
+    parts = ('"OWN" beside "own"', "late", 'Did you mean "q_proj"?', "tasks.wide.peft_config.r", "tasks.odd")
+    assert [part for part, message in zip(parts, messages, strict=True) if part not in message] == []
 
 
-@pytest.mark.parametrize("method", ["remove_task", "pause_task", "resume_task"])
-def test_an_unknown_task_is_refused_with_the_nearest_one(tmp_path: Path, method: str) -> None:
+COMMANDS = ("remove_task", "pause_task", "resume_task")
+
+
+def test_an_unknown_task_is_refused_with_the_nearest_one(tmp_path: Path) -> None:
     trainer = make_trainer([small_task("alpha", data_seed=1)], tmp_path)
-    with pytest.raises(ConfigError, match=r'got task "alhpa"; allowed: alpha\. Did you mean "alpha"'):
-        getattr(trainer, method)("alhpa")
+    for command in COMMANDS:
+        with pytest.raises(ConfigError, match=r'got task "alhpa"; allowed: alpha\. Did you mean "alpha"'):
+            getattr(trainer, command)("alhpa")
 
 
-@pytest.mark.parametrize("second", ["remove_task", "pause_task", "resume_task"])
-def test_a_command_for_a_task_that_is_leaving_already_does_not_end_the_run(tmp_path: Path, second: str) -> None:
+def test_a_command_for_a_task_that_is_leaving_already_does_not_end_the_run(tmp_path: Path) -> None:
     def ask(trainer: MultiTaskTrainer) -> None:
-        trainer.remove_task("gone")
-        getattr(trainer, second)("gone")
+        for command in COMMANDS:
+            trainer.remove_task(command)
+            getattr(trainer, command)(command)
 
-    tasks = [small_task("own", data_seed=1), small_task("gone", data_seed=2)]
+    tasks = [small_task(name, data_seed=1, max_steps=5) for name in ("own", *COMMANDS)]
     assert train(tasks, tmp_path, recorder=act({2: ask})).trainer.task_statuses == {"own": "succeeded"}
-
-
-def test_two_arrivals_of_one_name_in_one_step_do_not_end_the_run(tmp_path: Path) -> None:
-    def ask(trainer: MultiTaskTrainer) -> None:
-        trainer.register_tasks([small_task("late", data_seed=2)])
-        with pytest.raises(ConfigError, match="late"):
-            trainer.register_tasks([small_task("late", data_seed=3)])
-
-    run = train([small_task("own", data_seed=1)], tmp_path, recorder=act({2: ask}))
-    assert run.trainer.task_statuses == {"own": "succeeded", "late": "succeeded"}
-
-
-def test_an_arrival_whose_schedule_cannot_be_built_does_not_end_the_run(tmp_path: Path) -> None:
-    def ask(trainer: MultiTaskTrainer) -> None:
-        with pytest.raises(ConfigError, match="late"):
-            trainer.register_tasks([small_task("late", data_seed=2, lr_scheduler_type="cosine_with_min_lr")])
-
-    run = train([small_task("own", data_seed=1)], tmp_path, recorder=act({2: ask}))
-    assert run.trainer.task_statuses == {"own": "succeeded"}
 
 
 def test_an_arrival_that_peft_refuses_when_it_makes_the_adapter_does_not_end_the_run(
@@ -220,45 +200,49 @@ def test_a_quarantined_task_does_not_stop_the_others_and_train_says_so(
     assert run.losses["good"] == pytest.approx(alone(tasks[0], tmp_path / "b").losses["good"], rel=1e-5)
 
 
-def test_a_quarantined_task_is_told_of_without_progress_bars_too(
+def test_a_run_that_shall_stop_at_the_first_failure_does_and_says_so_without_progress_bars(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    train([small_task("good", data_seed=1), small_task("bad", data_seed=2)], tmp_path, recorder=act({3: poison}))
-    captured = capfd.readouterr()
-    assert "bad" in captured.out + captured.err + caplog.text
-
-
-def test_a_run_that_shall_stop_at_the_first_failure_does(tmp_path: Path) -> None:
     tasks = [small_task("good", data_seed=1), small_task("bad", data_seed=2)]
     run = train(tasks, tmp_path, recorder=act({3: poison}), quarantine_policy="stop")
     assert run.trainer.task_statuses == {"good": "running", "bad": "failed"}
     assert run.trainer.table["good"].step == 4
+    captured = capfd.readouterr()
+    assert "bad" in captured.out + captured.err + caplog.text
 
 
 # -------------------------------------------------------------------- interrupts
 
 
+def two_tasks() -> list[Task]:
+    return [small_task("one", data_seed=1, lora_dropout=0.2), small_task("two", data_seed=2)]
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    """Return a run that is never interrupted."""
+    return train(two_tasks(), tmp_path_factory.mktemp("whole"))
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_an_interrupt_ends_the_run_at_a_step_with_everything_saved_and_resumes_exactly(
-    tmp_path: Path, number: signal.Signals
+    tmp_path: Path, number: signal.Signals, whole: Run
 ) -> None:
-    tasks = [small_task("one", data_seed=1, lora_dropout=0.2), small_task("two", data_seed=2)]
     before = signal.getsignal(number)
     run = train(
-        tasks,
-        tmp_path / "a",
+        two_tasks(),
+        tmp_path,
         recorder=act({2: lambda _: os.kill(os.getpid(), number)}),
         save_strategy="steps",
         save_steps=100,
     )
     assert signal.getsignal(number) is before, "the handler of the caller is back in place"
     assert run.trainer.interrupted_by == number
-    (line,) = [line for line in records(tmp_path / "a") if line["event"] == "interrupted"]
+    (line,) = [line for line in records(tmp_path) if line["event"] == "interrupted"]
     assert (line["signal"], line["is_saved"], line["steps"]) == (number.name, True, {"one": 3, "two": 3})
     assert {entry.step for entry in run.trainer.table} == {3}
-    assert (tmp_path / "a" / "state" / "run-00000003.json").is_file()
-    whole = train(tasks, tmp_path / "b")
-    rest = train(tasks, tmp_path / "a", resume=True, save_strategy="steps", save_steps=100)
+    assert (tmp_path / "state" / "run-00000003.json").is_file()
+    rest = train(two_tasks(), tmp_path, resume=True, save_strategy="steps", save_steps=100)
     for name in ("one", "two"):
         assert run.losses[name] + rest.losses[name] == whole.losses[name]
         assert all(torch.equal(value, whole.weights(name)[key]) for key, value in rest.weights(name).items())
@@ -297,10 +281,3 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
         trainer.train()
     assert trainer.table["own"].step == 2
     assert not trainer.is_in_train
-
-
-def test_a_run_in_a_folder_that_holds_one_is_refused_unless_it_is_resumed(tmp_path: Path) -> None:
-    tasks = [small_task("own", data_seed=1)]
-    train(tasks, tmp_path, save_strategy="steps")
-    with pytest.raises(CheckpointError, match=r"output_dir: got .* which holds a run"):
-        train(tasks, tmp_path, save_strategy="steps")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from peft_mux.planning.learning import TimeCorrection
 from peft_mux.scheduler.costs.profile import AS_PROFILED, Curve, Parts, Profile
 from peft_mux.scheduler.plan import Plan
 from tests.invariants.mux_lab import Recorder, assert_same, make_trainer, small_task, train
+from tests.records import run_records
 
 _NUM_STEPS = 24
 _PASS_S = 0.05
@@ -74,11 +74,6 @@ def machine_s(rows: tuple[TaskInPass, ...]) -> float:
     return _PASS_S + 2 * _SQUARE_S * sum(sum(own.lengths) for own in rows) ** 2
 
 
-def records_of(folder: Path, event: str) -> list[dict[str, Any]]:
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if record.get("event") == event]
-
-
 def followed_plans(*steps: int) -> tuple[list[Plan], Recorder]:
     """Return the plans that a run follows in some steps, and what records them."""
     plans: list[Plan] = []
@@ -102,9 +97,9 @@ def test_a_profile_that_is_wrong_in_one_part_ends_in_the_plan_of_the_right_one(
     first, last = (shape_of(plan) for plan in plans)
     assert first != expected, "both profiles plan alike; the case is too easy"
     assert last == expected
-    (times,) = records_of(folder, "times")
+    (times,) = run_records(folder, "times")
     assert times["fixed"] > 50, "the profile said 0.1 ms of 50 ms"
-    assert records_of(folder, "replanned")
+    assert run_records(folder, "replanned")
     assert "times, measured over predicted: fixed" in run.trainer.report()
     # Another plan in the midst of a run, and no other result.
     monkeypatch.undo()
@@ -121,8 +116,8 @@ def test_by_default_times_are_reported_and_the_plan_stays(tmp_path: Path, monkey
     run = train(tasks, folder, recorder=recorder, cost_profile=wrong, replan_steps=1, logging_steps=1)
     assert plans[0] is plans[1]
     assert run.trainer._plans.planner.correction.factors == AS_PROFILED
-    assert records_of(folder, "times")[0]["measured"] > 9
-    assert not records_of(folder, "replanned")
+    assert run_records(folder, "times")[0]["measured"] > 9
+    assert not run_records(folder, "replanned")
 
 
 def test_a_resumed_run_keeps_the_times_that_its_plan_was_made_with(tmp_path: Path) -> None:
@@ -166,8 +161,7 @@ def test_a_forecast_that_is_wrong_is_corrected_in_the_output_once(
     run = train([small_task("a", data_seed=1, max_steps=9)], tmp_path)
     lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("time: ")]
     assert [" a step, measured; " in line and line.endswith(" left") for line in lines] == [True] * is_corrected
-    records = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    found = [record for record in records if record["event"] == "forecast"]
+    found = run_records(tmp_path, "forecast")
     assert len(found) == is_corrected
     for record in found:
         assert record["corrected_s"] == pytest.approx(1.4 * record["predicted_s"])

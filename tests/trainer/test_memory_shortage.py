@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -15,6 +14,7 @@ from peft_mux import MultiTaskTrainer, Task
 from peft_mux.errors import MemoryBudgetError
 from peft_mux.trainer.loop import is_out_of_memory
 from tests.invariants.mux_lab import Recorder, Run, assert_same, make_trainer, small_task, train
+from tests.records import run_records
 
 CPU = "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 ERRORS = (torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(CPU), MemoryError())
@@ -44,11 +44,6 @@ def have_memory_for(
     return failed
 
 
-def events(folder: Path) -> list[dict[str, Any]]:
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [record for record in records if record["event"] == "out_of_memory"]
-
-
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a run that never lacked memory."""
@@ -63,7 +58,7 @@ def test_a_run_goes_on_in_passes_that_fit_with_the_results_of_one_that_never_lac
     # Of 128 tokens a step; halved twice, and kept: later steps do not try again.
     failed = have_memory_for(trainer, 40, ERRORS[0], from_step=3)
     trainer.train()
-    first, last = (event["max_tokens"] for event in events(tmp_path))
+    first, last = (event["max_tokens"] for event in run_records(tmp_path, "out_of_memory"))
     assert (failed[0], len(failed), first) == (128, 2, 64)
     assert last <= 40
     assert trainer.plan().max_tokens_per_micro_batch == last
@@ -87,7 +82,7 @@ def test_rows_that_were_read_for_the_step_are_those_of_the_next_attempt(tmp_path
     trainer.train()
     assert len(failed) == 1
     whole = train(streamed(), tmp_path / "whole")
-    assert len(events(tmp_path / "short")) == 1
+    assert len(run_records(tmp_path / "short", "out_of_memory")) == 1
     for name in ("one", "two"):
         assert_same(Run(trainer, recorder), whole, name, 1e-5)
 

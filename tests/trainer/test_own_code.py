@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -11,9 +11,10 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from peft_mux import EarlyStopping
+from peft_mux import EarlyStopping, Task
 from peft_mux.reporting import recorders
 from tests.invariants.mux_lab import Run, assert_bit_identical, make_trainer, small_task, train
+from tests.records import run_records as records
 from tests.trainer.neighbours import (
     Stream,
     bad_task,
@@ -25,11 +26,6 @@ from tests.trainer.neighbours import (
     stream_task,
     train_alone,
 )
-
-
-def records(folder: Path, event: str) -> list[dict[str, Any]]:
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if record["event"] == event]
 
 
 @pytest.fixture(scope="module")
@@ -91,12 +87,10 @@ def spoil_modes(model: Any, **_: Any) -> None:
     torch.set_grad_enabled(False)
 
 
-@pytest.mark.parametrize("spoil", [spoil_state, spoil_history, spoil_arguments, spoil_modes])
-def test_what_a_callback_writes_to_what_it_is_given_reaches_nobody_else(
-    spoil: Callable[..., None], alone: Run, tmp_path: Path
-) -> None:
+def test_what_callbacks_write_to_what_they_are_given_reaches_nobody_else(alone: Run, tmp_path: Path) -> None:
+    acts = {"state": spoil_state, "history": spoil_history, "arguments": spoil_arguments, "modes": spoil_modes}
     run = train(
-        [good(), bad_task(callbacks=[Does(spoil)])],
+        [good(), *(bad_task(f"bad-{what}", callbacks=[Does(spoil)]) for what, spoil in acts.items())],
         tmp_path,
         planner="interleaved",
         logging_strategy="steps",
@@ -109,21 +103,27 @@ def test_what_a_callback_writes_to_what_it_is_given_reaches_nobody_else(
     assert run.trainer.task_statuses["good"] == "succeeded"
     assert_bit_identical(run, alone, "good")
     # What it spoils for itself may fail it; a history that it was shown is a copy.
-    history = run.trainer.task_states["bad"].log_history
-    assert [entry["step"] for entry in history if "loss" in entry] == list(range(1, len(history) + 1))
-    assert json.dumps(history)
+    for what in acts:
+        history = run.trainer.task_states[f"bad-{what}"].log_history
+        assert [entry["step"] for entry in history if "loss" in entry] == list(range(1, len(history) + 1))
+        assert json.dumps(history)
 
 
 # ---------------------------------------------------------------------- metrics
 
 
-@pytest.mark.parametrize("function", ["compute_metrics", "preprocess_logits_for_metrics"])
-def test_metrics_that_fail_in_training_fail_their_task_alone(function: str, alone: Run, tmp_path: Path) -> None:
+def test_metrics_that_fail_or_are_none_fail_their_task_alone(alone: Run, tmp_path: Path) -> None:
     tasks = []
-    for error in (SystemExit(3), KeyboardInterrupt("mine"), ZeroDivisionError("nothing")):
-        functions = {"compute_metrics": lambda _: {"f": 1.0}, function: lambda *_, error=error: raising(error)()}
-        kind = type(error).__name__
-        tasks.append((bad_task(kind, eval_steps=3, **functions), f"evaluation failed: {kind}: {error}"))
+    for function in ("compute_metrics", "preprocess_logits_for_metrics"):
+        for error in (SystemExit(3), KeyboardInterrupt("mine"), ZeroDivisionError("nothing")):
+            functions = {"compute_metrics": lambda _: {"f": 1.0}, function: lambda *_, error=error: raising(error)()}
+            kind = type(error).__name__
+            task = bad_task(f"{kind}-{function}", eval_steps=3, **functions)
+            tasks.append((task, f"evaluation failed: {kind}: {error}"))
+    answers: list[Any] = [None, 7, ["f"], {"f": "high"}, {7: 1.0}, {"f": None}]
+    for number, answer in enumerate(answers):
+        task = bad_task(f"bad{number}", eval_steps=3, compute_metrics=lambda _, answer=answer: answer)
+        tasks.append((task, "evaluation failed: "))
     check_all_fail_alone(tasks, tmp_path, alone)
 
 
@@ -135,59 +135,53 @@ def test_outside_of_training_what_metrics_raise_is_the_caller_s(error: BaseExcep
     assert caught.value is error
 
 
-def test_metrics_that_are_none_fail_their_task_alone(alone: Run, tmp_path: Path) -> None:
-    answers: list[Any] = [None, 7, ["f"], {"f": "high"}, {7: 1.0}, {"f": None}]
-    tasks = [
-        (bad_task(f"bad{number}", eval_steps=3, compute_metrics=lambda _, answer=answer: answer), "evaluation failed: ")
-        for number, answer in enumerate(answers)
-    ]
-    check_all_fail_alone(tasks, tmp_path, alone)
-
-
 def test_a_diverged_task_that_stops_early_fails_alone_and_keeps_usable_weights(alone: Run, tmp_path: Path) -> None:
     task = bad_task(learning_rate=1e30, eval_steps=1, early_stopping=EarlyStopping(patience=1))
     run = check_fails_alone(task, tmp_path, alone, "non_finite: the loss of its evaluation is nan at step 1")
     assert all(weight.isfinite().all() for weight in run.weights("bad").values())
 
 
-@pytest.mark.parametrize("score", [float("nan"), float("inf")])
-def test_a_metric_that_is_never_a_number_stops_its_task_alone(score: float, alone: Run, tmp_path: Path) -> None:
-    rule = EarlyStopping(metric="score", patience=2)
-    task = bad_task(eval_steps=1, compute_metrics=lambda _: {"score": score}, early_stopping=rule)
-    run = train([good(), task], tmp_path, planner="interleaved", save_strategy="steps", save_steps=2)
-    assert run.trainer.task_statuses == {"good": "succeeded", "bad": "stopped_early"}
-    assert run.trainer.table["bad"].reason == "score was no finite number in any of 2 evaluations"
+def scored(name: str, scores: Sequence[float], callback: TrainerCallback | None = None) -> Task:
+    """Return a task that is evaluated after each step and stops at the second score that is no better."""
+    left = iter(scores)
+    return bad_task(
+        name,
+        eval_steps=1,
+        compute_metrics=lambda _: {"score": next(left)},
+        early_stopping=EarlyStopping(metric="score", patience=2),
+        callbacks=[callback] if callback else [],
+    )
+
+
+def test_a_metric_that_is_never_a_number_stops_its_task_alone(alone: Run, tmp_path: Path) -> None:
+    class Clears(TrainerCallback):
+        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
+            metrics.clear()  # of its own copy
+
+    values = {"nan": float("nan"), "inf": float("inf"), "cleared": float("nan")}
+    tasks = [scored(name, [value] * 8, Clears() if name == "cleared" else None) for name, value in values.items()]
+    run = train([good(), *tasks], tmp_path, planner="interleaved", save_strategy="steps", save_steps=2)
+    assert run.trainer.task_statuses == {"good": "succeeded", **dict.fromkeys(values, "stopped_early")}
+    for name in values:
+        assert run.trainer.table[name].reason == "score was no finite number in any of 2 evaluations"
     assert_bit_identical(run, alone, "good")
 
 
-@pytest.mark.parametrize("event", ["on_log", "on_evaluate"])
-def test_a_task_that_a_callback_fails_at_its_last_evaluation_has_failed(event: str, tmp_path: Path) -> None:
+def test_a_task_that_a_callback_fails_at_its_last_evaluation_has_failed(tmp_path: Path) -> None:
     class Fails(TrainerCallback):
-        pass
+        def __init__(self, event: str) -> None:
+            setattr(self, event, self.fail)
 
-    callback = Fails()
-    setattr(callback, event, lambda *_, metrics=None, **__: raising(ValueError("no"))())
-    scores = iter([2.0, 1.0, 0.0])
-    task = bad_task(
-        eval_steps=1,
-        compute_metrics=lambda _: {"score": next(scores)},
-        early_stopping=EarlyStopping(metric="score", patience=1),
-        callbacks=[callback],
-    )
-    trainer = train([good(), task], tmp_path).trainer
-    assert trainer.task_statuses == {"good": "succeeded", "bad": "failed"}
-    assert trainer.table["bad"].reason == f"a callback failed in {event}: ValueError: no"
+        def fail(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 3:  # when the task stops early
+                raise ValueError("no")
 
-
-def test_metrics_that_a_callback_takes_away_are_its_own_copy(tmp_path: Path) -> None:
-    class Clears(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-            metrics.clear()
-
-    rule = EarlyStopping(metric="score", patience=1)
-    settings = {"compute_metrics": lambda _: {"score": float("nan")}, "early_stopping": rule, "callbacks": [Clears()]}
-    trainer = train([good(), bad_task(eval_steps=1, **settings)], tmp_path).trainer
-    assert trainer.task_statuses == {"good": "succeeded", "bad": "stopped_early"}
+    events = ("on_log", "on_evaluate")
+    tasks = [scored(event, [2.0, 1.0, 0.0], Fails(event)) for event in events]
+    trainer = train([good(), *tasks], tmp_path).trainer
+    assert trainer.task_statuses == {"good": "succeeded", **dict.fromkeys(events, "failed")}
+    for event in events:
+        assert trainer.table[event].reason == f"a callback failed in {event}: ValueError: no"
 
 
 # ------------------------------------------------------------------- optimizers
@@ -219,16 +213,16 @@ def test_what_own_code_costs_the_others_is_told_by_task_and_kind(
 ) -> None:
     # Every call passes a limit of nothing; each one is told once its task's total has doubled.
     monkeypatch.setattr(recorders, "CALL_LIMIT_S", 0.0)
-    slow = {
-        "callback": bad_task(callbacks=[Does(lambda **_: None)]),
-        "compute_metrics": bad_task(eval_steps=1, compute_metrics=lambda _: {"f": 1.0}),
-        "train_dataset": stream_task(Stream(lambda: {"input_ids": [1, 2]})),
-        "objective": bad_task(objective=lambda outputs: outputs.nll_M),
-    }
-    for what, task in slow.items():
-        train([small_task("good", data_seed=1), task], tmp_path / what)
-        kinds = {record["what"] for record in records(tmp_path / what, "delay") if record["task"] == "bad"}
-        assert what in kinds
-        (total,) = (record for record in records(tmp_path / what, "delay_total") if record["task"] == "bad")
-        assert total[f"{what}_s"] > 0
-        assert "bad: its" in capsys.readouterr().out
+    slow = (
+        bad_task("callback", callbacks=[Does(lambda **_: None)]),
+        bad_task("compute_metrics", eval_steps=1, compute_metrics=lambda _: {"f": 1.0}),
+        stream_task(Stream(lambda: {"input_ids": [1, 2]}), "train_dataset"),
+        bad_task("objective", objective=lambda outputs: outputs.nll_M),
+    )
+    train([small_task("good", data_seed=1), *slow], tmp_path)
+    printed = capsys.readouterr().out
+    for name in (task.name for task in slow):
+        assert name in {record["what"] for record in records(tmp_path, "delay") if record["task"] == name}
+        (total,) = (record for record in records(tmp_path, "delay_total") if record["task"] == name)
+        assert total[f"{name}_s"] > 0
+        assert f"{name}: its" in printed

@@ -2,24 +2,49 @@
 
 from __future__ import annotations
 
+import threading
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
 from peft_mux import CheckpointError, ConfigError
-from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.layout import ParallelLayout, Place
+from peft_mux.engine.work import PassClock
+from peft_mux.planning.learning import TimeCorrection
 from peft_mux.scheduler.deployment.plan import Redeployment
 from peft_mux.task import TaskStatus
 from peft_mux.trainer import relocation as relocation_module
 from peft_mux.trainer.relocation import Relocation
 from peft_mux.trainer.run import Run
-from tests.trainer.parts import Calls, FakePlacement, FakePlans, lines, make_run, start_all
+from tests.trainer.parts import make_run, start_all
 
 
-class Movable(FakePlacement):
-    """Lets go of a model and takes another, by layout alone."""
+class Calls(list[Any]):
+    """What parts were asked to do, in order."""
+
+    def note(self, *what: Any) -> None:
+        self.append(what[0] if len(what) == 1 else what)
+
+
+class FakePlacement:
+    """Loads a model, releases it and takes another, by layout alone."""
+
+    def __init__(self, calls: Calls) -> None:
+        self.calls = calls
+        self.source = SimpleNamespace(model="a/folder")
+        self.is_loaded, self.lock = True, threading.RLock()
+        self.part = SimpleNamespace(num_stages=1, tp_size=1, place=Place(0, 0, 0))
+        self.outline: Any = "outline"
+        self.executor = SimpleNamespace(
+            clock=PassClock(torch.device("cpu")), follow=lambda plan: self.calls.note("follow")
+        )
+
+    def load(self, plan_stages: Any) -> None:
+        del plan_stages
+        self.calls.note("load")
 
     def part_for_layout(self, layout: ParallelLayout) -> Any:
         self.calls.note("part", str(layout))
@@ -36,10 +61,16 @@ class Movable(FakePlacement):
 
 
 def relocation_of(run: Run, calls: Calls, *, model: Any = "a/folder", is_placed: bool = True) -> Relocation:
-    placement: Any = Movable(calls)
+    placement: Any = FakePlacement(calls)
     placement.source.model, placement.is_loaded = model, is_placed
-    plans: Any = FakePlans()
+    planner = SimpleNamespace(correction=TimeCorrection(), profile=None)
+    plans: Any = SimpleNamespace(planner=planner, plan_stages=lambda: pytest.fail("there are no stages here"))
     return Relocation(run, placement, plans)
+
+
+def lines(run: Run) -> list[str]:
+    screen: Any = run.log.progress
+    return screen.lines
 
 
 @pytest.fixture

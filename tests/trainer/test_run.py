@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -16,12 +15,9 @@ from transformers import EvalPrediction, TrainerCallback
 
 from peft_mux import ConfigError, EarlyStopping, Task
 from tests.invariants.mux_lab import VOCABULARY, Recorder, assert_bit_identical, make_trainer, rows, small_task, train
+from tests.records import run_records as records
 
 HELD_OUT = rows(90, 3, 5, 9)
-
-
-def records(folder: Path) -> list[dict[str, Any]]:
-    return [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
 
 
 def scripted(values: Sequence[float]) -> Callable[[EvalPrediction], dict[str, float]]:
@@ -74,14 +70,14 @@ def test_every_task_is_evaluated_on_its_own_rows_with_its_own_metrics(tmp_path: 
 
 
 def test_an_evaluation_changes_nothing_of_the_training(tmp_path: Path) -> None:
-    plain = train([small_task("own", data_seed=1, lora_dropout=0.3)], tmp_path / "a")
-    task = small_task("own", data_seed=1, lora_dropout=0.3, eval_dataset=HELD_OUT, eval_steps=1)
+    plain = train([small_task("own", data_seed=1, lora_dropout=0.3, max_steps=4)], tmp_path / "a")
+    task = small_task("own", data_seed=1, lora_dropout=0.3, max_steps=4, eval_dataset=HELD_OUT, eval_steps=1)
     assert_bit_identical(train([task], tmp_path / "b"), plain, "own")
 
 
 def test_an_evaluation_on_demand_gives_the_loss_of_the_present_adapter(tmp_path: Path) -> None:
-    task = small_task("own", data_seed=1, eval_dataset=HELD_OUT, eval_steps=8)
-    trainer = train([task, small_task("other", data_seed=2)], tmp_path).trainer
+    task = small_task("own", data_seed=1, max_steps=4, eval_dataset=HELD_OUT, eval_steps=4)
+    trainer = train([task, small_task("other", data_seed=2, max_steps=4)], tmp_path).trainer
     (last,) = [entry for entry in records(tmp_path) if entry["event"] == "eval"]
     assert trainer.evaluate()["own/eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
     assert trainer.evaluate("own").keys() == {"own/eval_loss", "own/eval_perplexity"}
@@ -101,8 +97,9 @@ def test_preprocessing_shrinks_the_logits_before_they_are_gathered(tmp_path: Pat
     task = small_task(
         "own",
         data_seed=1,
+        max_steps=2,
         eval_dataset=HELD_OUT,
-        eval_steps=8,
+        eval_steps=2,
         compute_metrics=compute,
         preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
     )
@@ -113,12 +110,12 @@ def test_preprocessing_shrinks_the_logits_before_they_are_gathered(tmp_path: Pat
 # -------------------------------------------------------------- early stopping
 
 
-def stopping_task(scores: Sequence[float], **settings: Any) -> Task:
+def stopping_task(scores: Sequence[float], name: str = "own", *, max_steps: int = 20, **settings: Any) -> Task:
     rule = {"metric": "score", "patience": 2, **settings}
     return small_task(
-        "own",
+        name,
         data_seed=1,
-        max_steps=20,
+        max_steps=max_steps,
         eval_steps=2,
         eval_dataset=HELD_OUT,
         compute_metrics=scripted(scores),
@@ -149,43 +146,29 @@ def digest(tensor: torch.Tensor) -> bytes:
 
 
 def test_a_task_that_takes_all_its_steps_also_goes_back_to_its_best_adapter(tmp_path: Path) -> None:
-    scores = [1.0, 7.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0, 2.0]
-    run = train([stopping_task(scores, patience=50)], tmp_path)
+    run = train([stopping_task([1.0, 7.0, 2.0, 2.0], max_steps=8, patience=50)], tmp_path)
     assert run.trainer.task_statuses == {"own": "succeeded"}
     best, final = run.recorder.before["own"][4], run.weights("own")
     assert all(torch.equal(final[key], best[key]) for key in best)
 
 
-@pytest.mark.parametrize(
-    ("scores", "settings", "steps"),
-    [
-        ([5.0, 4.0, 3.0, 3.5, 3.6], {"greater_is_better": False}, 10),
-        ([5.0, 5.05, 5.1, 5.15], {"min_delta": 0.5}, 6),
-        ([5.0, 6.0, 7.0, 6.0, 8.0, 7.0, 7.0], {}, 14),
-        ([5.0, 4.0], {"patience": 1}, 4),
-    ],
-)
-def test_direction_delta_and_patience_decide_when_a_task_stops(
-    tmp_path: Path, scores: list[float], settings: dict[str, Any], steps: int
-) -> None:
-    trainer = train([stopping_task(scores, **settings)], tmp_path, recorder=Recorder(keep_weights=False)).trainer
-    assert trainer.task_statuses == {"own": "stopped_early"}
-    assert trainer.table["own"].step == steps
-
-
-def test_a_metric_that_the_evaluation_does_not_produce_fails_its_task_alone(tmp_path: Path) -> None:
-    tasks = [stopping_task([1.0, 2.0], metric="scor"), small_task("other", data_seed=2)]
-    trainer = train(tasks, tmp_path).trainer
-    assert trainer.task_statuses == {"own": "failed", "other": "succeeded"}
-    assert 'got "scor"' in trainer.table["own"].reason
-    assert "allowed: eval_loss, eval_perplexity, eval_score" in trainer.table["own"].reason
-
-
-def test_a_first_score_that_is_no_number_is_not_the_best(tmp_path: Path) -> None:
-    scores = [math.nan, 1.0, 2.0, 3.0, 4.0, 5.0, 6.0, 7.0, 8.0, 9.0]
-    run = train([stopping_task(scores)], tmp_path, recorder=Recorder(keep_weights=False))
-    assert run.trainer.task_statuses == {"own": "succeeded"}
-    assert run.trainer.table["own"].best.value == 9.0
+def test_direction_delta_and_patience_decide_when_a_task_stops_and_a_first_nan_is_not_its_best(tmp_path: Path) -> None:
+    tasks = [
+        stopping_task([5.0, 4.0, 3.0, 3.5, 3.6], "smaller", greater_is_better=False),
+        stopping_task([5.0, 5.05, 5.1, 5.15], "delta", min_delta=0.5),
+        stopping_task([5.0, 6.0, 7.0, 6.0, 8.0, 7.0, 7.0], "greater"),
+        stopping_task([5.0, 4.0], "impatient", patience=1),
+        stopping_task([1.0, 2.0], "misspelt", metric="scor"),
+        stopping_task([math.nan, 1.0, 2.0, 3.0], "nan", max_steps=8),
+    ]
+    trainer = train(tasks, tmp_path, recorder=Recorder(keep_weights=False)).trainer
+    found = {run.name: (run.status.value, run.step) for run in trainer.table}
+    stopped = {"smaller": 10, "delta": 6, "greater": 14, "impatient": 4}
+    wanted = {name: ("stopped_early", step) for name, step in stopped.items()}
+    assert found == {**wanted, "misspelt": ("failed", 2), "nan": ("succeeded", 8)}
+    assert trainer.table["nan"].best.value == 3.0
+    assert 'got "scor"' in trainer.table["misspelt"].reason
+    assert "allowed: eval_loss, eval_perplexity, eval_score" in trainer.table["misspelt"].reason
 
 
 # -------------------------------------------------------------------- callbacks
@@ -257,16 +240,11 @@ def test_callbacks_of_a_task_see_its_own_steps_in_order(tmp_path: Path) -> None:
         ("log", 2),
         ("train_end", 2),
     ]
+    assert [step for event, step in short.events if event == "step_begin"] == [0, 1]
     assert short.rates == {1e-3}
     assert long.rates == {2e-3}
     assert {"loss", "grad_norm", "learning_rate"} <= short.logs[0].keys(), "plain keys, as in a run of its own"
     assert not any("/" in key for log in [*short.logs, *long.logs] for key in log)
-
-
-def test_callbacks_of_a_task_are_called_when_its_steps_begin(tmp_path: Path) -> None:
-    diary = Diary()
-    train([small_task("own", data_seed=1, max_steps=2, callbacks=[diary])], tmp_path)
-    assert [step for event, step in diary.events if event == "step_begin"] == [0, 1]
 
 
 def test_a_callback_of_a_task_stops_that_task_alone(tmp_path: Path) -> None:
@@ -274,12 +252,12 @@ def test_a_callback_of_a_task_stops_that_task_alone(tmp_path: Path) -> None:
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = state.global_step == 3
 
-    tasks = [small_task("own", data_seed=1, callbacks=[Stop()]), small_task("other", data_seed=2)]
+    tasks = [small_task("own", data_seed=1, callbacks=[Stop()]), small_task("other", data_seed=2, max_steps=5)]
     trainer = train(tasks, tmp_path).trainer
     assert trainer.task_statuses == {"own": "stopped_early", "other": "succeeded"}
     assert trainer.table["own"].step == 3
     assert trainer.table["own"].reason == "stopped by a callback of the task"
-    assert trainer.table["other"].step == 8
+    assert trainer.table["other"].step == 5
 
 
 def test_a_callback_of_the_run_stops_the_run_and_sees_keys_with_task_names(tmp_path: Path) -> None:
@@ -351,15 +329,6 @@ def test_the_first_step_is_logged_when_asked(tmp_path: Path) -> None:
     assert [line["step"] for line in records(tmp_path) if line["event"] == "train"] == [1, 4, 8]
 
 
-def test_train_returns_the_steps_and_the_losses_by_task(tmp_path: Path) -> None:
-    trainer = make_trainer([small_task("a", data_seed=1, max_steps=2), small_task("b", data_seed=2)], tmp_path)
-    output = trainer.train()
-    assert output.global_step == 8
-    assert output.metrics["a/train_loss"] == trainer.table["a"].last_loss
-    assert output.training_loss == pytest.approx((trainer.table["a"].last_loss + trainer.table["b"].last_loss) / 2)
-    assert output.metrics["train_tokens_per_second"] > 0
-
-
 def test_nothing_is_reported_to_any_service_by_default(tmp_path: Path) -> None:
     trainer = make_trainer([small_task("own", data_seed=1)], tmp_path)
     kinds = [type(callback).__module__ for callback in trainer.callback_handler.callbacks]
@@ -367,12 +336,16 @@ def test_nothing_is_reported_to_any_service_by_default(tmp_path: Path) -> None:
     assert not any("integration" in kind for kind in kinds)
 
 
-def test_the_report_and_the_plain_progress_name_every_task_and_its_end(
+def test_what_is_returned_reported_and_printed_names_every_task_and_its_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     tasks = [small_task("alpha", data_seed=1, max_steps=2), small_task("beta", data_seed=2, max_steps=4)]
     trainer = make_trainer(tasks, tmp_path, disable_tqdm=False, logging_strategy="steps", logging_steps=2)
-    trainer.train()
+    output = trainer.train()
+    losses = [trainer.table[name].last_loss for name in ("alpha", "beta")]
+    assert (output.global_step, output.metrics["alpha/train_loss"]) == (4, losses[0])
+    assert output.training_loss == pytest.approx(sum(losses) / 2)
+    assert output.metrics["train_tokens_per_second"] > 0
     printed = capsys.readouterr().out
     assert "alpha: succeeded" in printed
     assert "beta: succeeded" in printed

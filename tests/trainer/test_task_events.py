@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from peft_mux import ConfigError, EarlyStopping, MultiTaskTrainerCallback
 from peft_mux.task import EVENTS
 from tests.invariants.mux_lab import Recorder, make_trainer, rows, small_task, train
 from tests.paths import ROOT
+from tests.records import run_records
 
 
 class Diary(MultiTaskTrainerCallback):
@@ -90,7 +90,7 @@ def test_a_task_that_fails_is_told_with_its_reason_and_the_others_end(tmp_path: 
         next(iter(trainer.model.task_parameters("bad").values())).fill_(float("nan"))
 
     diary = Diary()
-    tasks = [small_task("good", data_seed=1), small_task("bad", data_seed=2)]
+    tasks = [small_task(name, data_seed=seed, max_steps=5) for seed, name in enumerate(("good", "bad"))]
     told(tasks, tmp_path, diary, Recorder(at_begin={3: poison}))
     assert [event for _, event in diary.of("bad")] == ["on_task_begin", "on_task_fail"]
     assert [event for _, event in diary.of("good")] == ["on_task_begin", "on_task_end"]
@@ -172,8 +172,8 @@ def test_what_a_callback_of_the_run_raises_ends_the_run_after_every_task_was_sav
     tasks.append(small_task("c", data_seed=3, max_steps=6))
     with pytest.raises(ValueError, match="no such mailbox"):
         told(tasks, tmp_path / "run", Diary("on_task_end a", fail), save_strategy="steps", save_steps=1)
-    statuses = [json.loads(line) for line in (tmp_path / "run/metrics.jsonl").read_text().splitlines()]
-    assert [line["task"] for line in statuses if line.get("status") == "succeeded"] == ["a", "b"]
+    statuses = run_records(tmp_path / "run", "status")
+    assert [line["task"] for line in statuses if line["status"] == "succeeded"] == ["a", "b"]
     assert all((tmp_path / "run" / name / "adapter_model.safetensors").is_file() for name in "ab")
     again = train(tasks, tmp_path / "run", resume=True, save_strategy="steps", save_steps=1).trainer
     whole = train(tasks, tmp_path / "whole").trainer

@@ -165,29 +165,23 @@ def test_the_adapter_of_one_task_is_uploaded_and_nothing_else(trained: Run, hub:
 
 
 def test_the_card_of_an_adapter_says_what_is_known_of_it_and_no_more(
-    trained: Run, hub: list[Hub], monkeypatch: pytest.MonkeyPatch
+    trained: Run, hub: list[Hub], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    for config in trained.trainer.model.peft_config.values():
-        monkeypatch.setattr(config, "base_model_name_or_path", "org/base")
-    trained.trainer.push_to_hub("mine", repo_id="me/mine-lora")
-    card = huggingface_hub.ModelCard(hub[0].files["README.md"].decode())
+    cards = []
+    for base in ("org/base", str(tmp_path)):
+        for config in trained.trainer.model.peft_config.values():
+            monkeypatch.setattr(config, "base_model_name_or_path", base)
+        trained.trainer.push_to_hub("mine", repo_id="me/mine-lora")
+        cards.append(hub[-1].files["README.md"].decode())
+    assert str(tmp_path) not in cards[1], "it does not tell where a folder lies on this machine"
+    assert "base_model" not in cards[1].split("---")[1]
+    card = huggingface_hub.ModelCard(cards[0])
     assert (card.data.base_model, card.data.library_name) == ("org/base", "peft")
     assert card.data.tags == ["lora", "peft_mux"]
     assert "LORA adapter for `org/base`, fine-tuned for 2 optimizer steps" in card.text
     assert 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("org/base"), "me/mine-lora")' in card.text
     for claim in ("from scratch", "unknown dataset", "theirs"):
         assert claim not in str(card)
-
-
-def test_a_card_does_not_tell_where_a_folder_lies_on_this_machine(
-    trained: Run, hub: list[Hub], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    for config in trained.trainer.model.peft_config.values():
-        monkeypatch.setattr(config, "base_model_name_or_path", str(tmp_path))
-    trained.trainer.push_to_hub("mine", repo_id="me/mine-lora")
-    card = hub[0].files["README.md"].decode()
-    assert str(tmp_path) not in card
-    assert "base_model" not in card.split("---")[1]
 
 
 @pytest.mark.parametrize(

@@ -219,10 +219,7 @@ def test_a_task_made_of_a_trainer_of_trl_ends_with_its_weights(name: str, tmp_pa
         (lambda trainer: setattr(trainer, "compute_loss_func", print), "trainer.compute_loss: got a loss of your own"),
         (lambda trainer: setattr(trainer, "ref_model", trainer.model), "trainer.ref_model: got a model"),
         (lambda trainer: setattr(trainer, "data_collator", print), "trainer.data_collator: got one of your own"),
-        (
-            lambda trainer: trainer.create_optimizer_and_scheduler(3),
-            "trainer.optimizer: got one of your own",
-        ),
+        (lambda trainer: trainer.create_optimizer_and_scheduler(3), "trainer.optimizer: got one of your own"),
         (
             lambda trainer: (
                 setattr(trainer.state, "global_step", 3),

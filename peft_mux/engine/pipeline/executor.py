@@ -198,6 +198,8 @@ class PipelineExecutor(Executor):
             own, args = self.model.objectives.of(name), self.model.objectives.args_of(name)
             if own.name == OWN or own.needs_reference(args) or own.needs_batch_values(args):
                 return False
+            if self.model.adapter_of(name) in self.model.router_loss.coefficients:
+                return False
         self.sync.exchange_holdings(tasks)
         return all(len(cell.holders) == 1 for name in tasks for cell in self.sync.cells_of(name).cells)
 
@@ -314,6 +316,20 @@ class PipelineExecutor(Executor):
         values = values.float().clone()
         self.links.broadcast(values, self.stage.layout.num_stages - 1)
         return values
+
+    @property
+    def sees_whole_batches(self) -> bool:
+        """Whether all layers lie in this process: never."""
+        return False
+
+    def summed_over_stages(self, values: torch.Tensor) -> torch.Tensor:
+        """Return the sum of values of each stage, added up in one order on every stage."""
+        summed = torch.zeros_like(values)
+        for stage in range(self.stage.layout.num_stages):
+            part = values.clone() if stage == self.stage.stage else torch.empty_like(values)
+            self.links.broadcast(part, stage)
+            summed += part
+        return summed
 
     def close(self) -> None:
         """Close the channels; all stages call this when none of them waits for another."""

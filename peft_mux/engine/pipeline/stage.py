@@ -227,7 +227,7 @@ class StageModel:
             hidden_TD: `[T, D]` output of the virtual stage before; `None` at virtual stage 0.
         """
         model = self.model
-        with model.multiplexing(batch), self.only(virtual_stage):
+        with model.multiplexing(batch, routing=model.routed(batch)), self.only(virtual_stage):
             is_last = virtual_stage == self.layout.last_virtual_stage
             model.stream.reset_adapter_tracking(self.layout.layers_of(virtual_stage).start)
             output = self._hidden_states(batch, hidden_TD, model.last_layer.rows(model, batch) if is_last else None)

@@ -158,6 +158,7 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
         state=TrainerState(max_steps=num_steps),
         best=BestMetric(task, hyper),
         eval_prompts=eval_prompts,
+        router_coefficient=resolved.router_coefficient(config),
     )
 
 

@@ -29,6 +29,7 @@ from peft_mux.kernels import adamw
 from peft_mux.modeling.backbone.modules import HeadKind
 from peft_mux.modeling.generation.prompts import PromptRow
 from peft_mux.modeling.objectives.objective import LossArgs, Objective
+from peft_mux.modeling.router_loss import own_coefficient
 from peft_mux.task import HyperParameters, Task, TaskStatus, greater_is_better, steps_of
 from peft_mux.user_code import UserCodeError, guard_user_code
 
@@ -77,6 +78,19 @@ class ResolvedTask:
     def needs_reference(self) -> bool:
         """Whether its loss compares with log-probabilities of a frozen model (`has_adapter_reference` says which)."""
         return self.objective.needs_reference(self.loss_args)
+
+    def router_coefficient(self, config: Any) -> float:
+        """Return the coefficient of the balancing loss of routers: its own, or what TRL takes by default; 0 for none.
+
+        Args:
+            config: the configuration of the backbone.
+        """
+        own = self.hyper.router_aux_loss_coef
+        if own is not None:
+            return own
+        # With smoothed labels TRL leaves it out.
+        is_added = self.objective.balances_routers and not self.loss_args.label_smoothing_factor
+        return own_coefficient(config) if is_added else 0.0
 
     @property
     def has_adapter_reference(self) -> bool:
@@ -206,6 +220,7 @@ class TaskRun:
         eval_prompts: prompts of held-out rows that each evaluation completes; none without `eval_generate`.
         sharing_remark: why its rows do not share the tokens that they begin with, if the user should know; else "".
         own_eval_steps: steps after which it is evaluated whatever its settings say, as a sweep requires.
+        router_coefficient: coefficient of the balancing loss of routers, 0 for none.
         swept: settings that a sweep ranks it by, which must not change when it is resumed.
         reported: the last status that `TaskTable.collect` has returned it with; `None` before that.
     """
@@ -229,6 +244,7 @@ class TaskRun:
     eval_prompts: tuple[PromptRow, ...] = ()
     sharing_remark: str = ""
     own_eval_steps: frozenset[int] = frozenset()
+    router_coefficient: float = 0.0
     swept: frozenset[str] = frozenset()
     reported: TaskStatus | None = None
 

@@ -65,7 +65,10 @@ def check_backbone(backbone: Any) -> None:
     elif not getattr(backbone, "_supports_attention_backend", False):
         reason = "it computes attention on a path of its own"
     elif getattr(config, "output_router_logits", False):
-        reason = "its router loss (output_router_logits) mixes the tokens of all tasks; set it to False"
+        reason = (
+            "its router loss (output_router_logits) mixes the tokens of all tasks; set it to False, as "
+            "Task.router_aux_loss_coef balances routers for each task"
+        )
     else:
         return
     raise UnsupportedModelError(

@@ -37,6 +37,7 @@ class LanguageLoss(Objective):
     row_form = LANGUAGE_ROWS
     is_default = True
     uses_totals = False
+    balances_routers = True
 
     def eager_reason(self, args: LossArgs) -> str | None:
         """Return that labels are smoothed, or terms are weighed, if that is so."""

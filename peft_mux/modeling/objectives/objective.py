@@ -188,6 +188,9 @@ WORDS = ("target_ids", "teacher_ids")
 BATCH_VALUES = "batch_values"
 """Row value that holds sums over the global batch, which a pass before this one has made."""
 
+ROUTER_TOTALS = "router_totals"
+"""Row value that holds what routers did with the tokens of the global batch (`peft_mux.modeling.router_loss`)."""
+
 
 class TaskLoss(NamedTuple):
     """What a loss gives for one task and one micro-batch.
@@ -327,6 +330,7 @@ class SequenceOutputs(TaskOutputs):
 def common_fields(batch: MuxBatch, index: int) -> dict[str, Any]:
     """Return the fields of `TaskOutputs` for a task of a micro-batch, by its number in the stream."""
     values = dict(batch.row_values[index]) if batch.row_values else {}
+    values.pop(ROUTER_TOTALS, None)
     return {
         "task": batch.task_names[index],
         "step": batch.task_steps[index],
@@ -445,6 +449,7 @@ class Objective:
         smoothed_loss_types: its variants with which `label_smoothing_factor` may be set, which its arguments then have.
         has_logits: whether `compute_metrics` may be given the logits and labels of its rows.
         prepass_sequence: which sequence of each row, from 0, is read only by passes without gradient; `None` for none.
+        balances_routers: whether TRL adds the balancing loss of routers to it by default.
     """
 
     name: str
@@ -462,6 +467,7 @@ class Objective:
     smoothed_loss_types: tuple[str, ...] = ()
     has_logits: bool = True
     prepass_sequence: int | None = None
+    balances_routers: bool = False
 
     def rows(self, args: Any) -> RowForm:
         """Return the form of the rows that a variant of it reads."""

@@ -83,6 +83,7 @@ class PolicyLoss(Objective):
     """Minus the advantage times the ratio of probabilities, in the variants that TRL has; see the module."""
 
     name = "policy"
+    balances_routers = True
     loss_types = ("dapo", "grpo", "bnpo", "dr_grpo", "cispo", "ppo", "importance_sampling")
     refused_loss_types: ClassVar[Mapping[str, str]] = {
         "sapo": 'its soft gate in the place of clipping is not computed here; the nearest is "grpo"',

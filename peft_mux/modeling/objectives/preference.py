@@ -285,6 +285,7 @@ class DPOLoss(Objective):
     """The losses of `trl.DPOTrainer` on rows with a chosen and a rejected answer; several may be added up."""
 
     name = "dpo"
+    balances_routers = True
     loss_types = DPO_LOSSES
     refused_loss_types = REFUSED_LOSSES
     other_names: ClassVar[Mapping[str, str]] = {
@@ -396,6 +397,7 @@ class KTOLoss(Objective):
     """
 
     name = "kto"
+    balances_routers = True
     loss_types = ("kto", "apo_zero_unpaired")
     Args = KTOArgs
     head = LANGUAGE_HEAD

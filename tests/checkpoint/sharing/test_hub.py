@@ -26,6 +26,7 @@ class StandIn(ThreadingHTTPServer):
         super().__init__(("127.0.0.1", 0), Handler)
         self.repositories: dict[str, dict[str, bytes]] = {}
         self.private: dict[str, Any] = {}
+        self.commits: list[tuple[str, str]] = []
         self.tokens: set[str | None] = set()
         self.refuses = ""
 
@@ -68,7 +69,9 @@ class Handler(BaseHTTPRequestHandler):
 
     def _commit(self, name: str, body: bytes) -> None:
         for line in map(json.loads, body.splitlines()):
-            if line["key"] == "file":
+            if line["key"] == "header":
+                self.server.commits.append((name, line["value"]["summary"]))
+            elif line["key"] == "file":
                 self.server.repositories[name][line["value"]["path"]] = base64.b64decode(line["value"]["content"])
         self._answer({"commitUrl": f"{self.server.url}/{name}/commit/1", "commitOid": "1", "hookOutput": ""})
 
@@ -95,8 +98,12 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 
 def trained(folder: Path, **options: Any) -> MultiTaskTrainer:
+    of_math = {"hub_model_id": options.pop("id_of_math", None)}
     given = {"report_to": "none", "use_cpu": True, "push_to_hub": True, "hub_token": "hf_secret", **options}
-    tasks = [small_task("sql", data_seed=1, max_steps=4), small_task("math", data_seed=2, max_steps=4)]
+    tasks = [
+        small_task("sql", data_seed=1, max_steps=2),
+        small_task("math", data_seed=2, max_steps=4, **of_math),
+    ]
     args = MultiTaskTrainingArguments(output_dir=str(folder), logging_steps=2, **given)
     trainer = MultiTaskTrainer(tiny_llama(), args, tasks)
     trainer.train()
@@ -114,7 +121,8 @@ def test_each_task_gets_a_repository_of_its_own_with_its_adapter_card_and_pictur
         assert wanted - {"loss.png"} <= set(files) <= wanted
         assert "A LORA adapter for" in files["README.md"].decode()
         assert f'{name.partition("/")[2]}")' in files["README.md"].decode(), "it loads from its repository"
-        assert "| steps | 4 of 4 |" in files["README.md"].decode()
+        steps = 2 if name.endswith("sql") else 4
+        assert f"| steps | {steps} of {steps} |" in files["README.md"].decode()
         own = tmp_path / "support" / name.rpartition("-")[2]
         assert files["adapter_model.safetensors"] == (own / "adapter_model.safetensors").read_bytes()
     (tmp_path / "copy").mkdir()
@@ -129,8 +137,8 @@ def test_each_task_gets_a_repository_of_its_own_with_its_adapter_card_and_pictur
 def test_repositories_are_named_after_hub_model_id_and_an_edited_card_goes_up_as_it_is(
     hub: StandIn, tmp_path: Path
 ) -> None:
-    trainer = trained(tmp_path / "run", hub_model_id="org/mine")
-    assert sorted(hub.repositories) == ["org/mine-math", "org/mine-sql"]
+    trainer = trained(tmp_path / "run", hub_model_id="org/mine", id_of_math="me/sums", hub_strategy="end")
+    assert hub.commits == [("org/mine-sql", "Adapter after 2 steps"), ("me/sums", "Adapter after 4 steps")]
     card = tmp_path / "run" / "sql" / "README.md"
     card.write_text(card.read_text("utf-8").replace("# sql", "# Of my own"), encoding="utf-8")
     trainer.push_to_hub("sql", repo_id="org/mine-sql", token="t")
@@ -140,13 +148,13 @@ def test_repositories_are_named_after_hub_model_id_and_an_edited_card_goes_up_as
 def test_a_repository_that_is_refused_costs_a_line_and_no_other_task(
     hub: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    hub.refuses = "math"
-    trainer = trained(tmp_path / "run")
+    hub.refuses = "sql"
+    trainer = trained(tmp_path / "run", save_steps=2, hub_always_push=True)
     assert set(trainer.task_statuses.values()) == {"succeeded"}
-    assert sorted(hub.repositories) == ["me/run-sql"]
+    assert hub.commits == [("me/run-math", f"Adapter after {step} steps") for step in (2, 4)], "every save"
     printed = capsys.readouterr().out
-    assert 'math: not on the Hub: push_to_hub: got an error of the Hub for "run-math"' in printed
-    assert "sql: not on" not in printed
+    assert printed.count('sql: not on the Hub: push_to_hub: got an error of the Hub for "run-sql"') == 1
+    assert "math: not on" not in printed
 
 
 def test_a_card_of_the_user_in_another_encoding_ends_no_run(

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from peft import LoraConfig
 from torch import nn
 from transformers import AutoModelForCausalLM
@@ -31,6 +29,7 @@ from peft_mux.engine.work import StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.pipeline.template import build_template
 from tests.engine.pipeline import stage_cases
+from tests.engine.processes.cases import connected
 
 VOCABULARY, NUM_LAYERS, NUM_STEPS = 61, 4, 2
 LENGTHS = {"a": (5, 19, 9), "b": (23, 3)}
@@ -171,7 +170,7 @@ def train(
 ) -> Seen:
     """Train as the trainer does, and return what was seen."""
     # Not faster: where a gradient is all but zero, AdamW makes a step of its rounding error.
-    optimizers = {name: stage_cases.optimizer_of(model, name, folder, 1e-3) for name in model.tasks}
+    optimizers = {name: stage_cases.optimizer_of(model, name, folder, learning_rate=1e-3) for name in model.tasks}
     losses: dict[str, list[float]] = {name: [] for name in model.tasks}
     for step in range(NUM_STEPS):
         result = executor.run(step_work(step, has_rows=has_rows))
@@ -256,7 +255,7 @@ def two_stages() -> PipelinePlan:
 
 def conform(rank: int, kinds: Sequence[str], folder: Path) -> dict[str, dict[str, Seen]]:
     """Train every family as one of two stages, as one of two shards, and with half of the frozen weights."""
-    processes = connected(rank, 2)
+    processes = connected(120.0)
     pp, tp = ParallelLayout.of(2, pp=2), ParallelLayout.of(2, tp=2)
     alone, both = TensorLinks(pp.tensor_groups, processes), TensorLinks(tp.tensor_groups, processes)
     return {
@@ -271,20 +270,12 @@ def conform(rank: int, kinds: Sequence[str], folder: Path) -> dict[str, dict[str
 
 def conform_of_four(rank: int, kinds: Sequence[str], folder: Path) -> dict[str, Seen]:
     """Train every family as one of two shards of one of two stages."""
-    processes, layout = connected(rank, 4), ParallelLayout.of(4, pp=2, tp=2)
+    processes, layout = connected(120.0), ParallelLayout.of(4, pp=2, tp=2)
     links = TensorLinks(layout.tensor_groups, processes)
     return {kind: train_layout(kind, layout, processes, links, folder) for kind in kinds}
 
 
 def conform_of_sharded_stages(rank: int, kinds: Sequence[str], folder: Path) -> dict[str, Seen]:
     """Train every family as one of two stages, each of which two replicas hold half of."""
-    processes, layout = connected(rank, 4), ParallelLayout.of(4, pp=2)
+    processes, layout = connected(120.0), ParallelLayout.of(4, pp=2)
     return {kind: train_sharded_stage(kind, layout, processes, folder) for kind in kinds}
-
-
-def connected(rank: int, size: int) -> Processes:
-    """Join the other processes."""
-    dist.init_process_group("gloo")
-    processes = Processes(int(os.environ["RANK"]), size, timeout_s=120.0)
-    processes.connect()
-    return processes

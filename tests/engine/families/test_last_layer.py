@@ -95,7 +95,7 @@ def train_alone(kind: str, folder: Path) -> cases.Seen:
 
 def conform(rank: int, kinds: Sequence[str], folder: Path) -> dict[str, dict[str, Shown]]:
     """Train families as one of two stages, and as one of two shards."""
-    processes = cases.connected(rank, 2)
+    processes = parallel_cases.connected(120.0)
     pp, tp = ParallelLayout.of(2, pp=2), ParallelLayout.of(2, tp=2)
     alone, both = TensorLinks(pp.tensor_groups, processes), TensorLinks(tp.tensor_groups, processes)
     return {

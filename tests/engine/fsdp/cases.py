@@ -7,36 +7,25 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
-import torch.distributed as dist
 from peft import LoraConfig
 from torch.distributed.tensor import DTensor
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, MixtralConfig, MixtralForCausalLM
 
-from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp import ShardedBackbone, shard_backbone
 from peft_mux.engine.gradients import GradientSync
-from peft_mux.engine.processes import Processes
-from peft_mux.engine.tasks.optimizer import TaskOptimizer, non_finite_reason
+from peft_mux.engine.tasks.optimizer import non_finite_reason
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.task import Task, resolve
+from tests.engine.pipeline import stage_cases
+from tests.engine.processes.cases import connected
 from tests.packing.even_rows import even_rows
 
 VOCABULARY, NUM_LAYERS, NUM_STEPS = 97, 4, 3
-LENGTHS = {
-    "a": (3, 9, 17, 5, 21, 8),
-    "b": (12, 4, 30),
-    "c": (7, 7, 6, 19, 2),
-    "d": (25, 3, 11, 14),
-    "e": (5, 40, 9),
-    "f": (9, 13, 4),
-}
+LENGTHS = {**stage_cases.LENGTHS, "f": (9, 13, 4)}
 HTASKS = (("a", "b"), ("c",), ("d", "e"), ("f",))
 LATE = "f"
 
@@ -149,52 +138,15 @@ def mux_model(case: Case) -> MultiTaskPeftModel:
     seeds = {name: index for index, name in enumerate(configs)}
     model = MultiTaskPeftModel(backbone(case.shape), configs, seeds=seeds, verify=False)
     for name in model.tasks:
-        unfold(model, name)
+        stage_cases.wake(model.task_parameters(name))
     if case.recomputes:
         model.activation_checkpointing_enable()
     return model.train()
 
 
-@torch.no_grad()
-def unfold(model: MultiTaskPeftModel, name: str) -> None:
-    """Give a task's B weights that are not zero."""
-    generator = torch.Generator().manual_seed(11)
-    for key, parameter in sorted(model.task_parameters(name).items()):
-        if "lora_B" in key or "embedding_A" in key:
-            parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
-
-
-def task_batch(name: str, step: int) -> TaskBatch:
-    """Return one task's global batch; every process draws the same one."""
-    rng = np.random.default_rng([step, ord(name)])
-    sequences = []
-    for row, length in enumerate(LENGTHS[name]):
-        ids = rng.integers(1, VOCABULARY, size=length)
-        sequences.append(TokenSequence(ids, ids, row))
-    return TaskBatch(name, step, seed=ord(name), sequences=tuple(sequences))
-
-
-def optimizer_of(model: MultiTaskPeftModel, name: str, folder: Path) -> TaskOptimizer:
-    """Return a task's optimizer: AdamW that clips and decays."""
-    args = MultiTaskTrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none")
-    task = Task(
-        name=name,
-        peft_config=LoraConfig(),
-        train_dataset=[{"input_ids": [1, 2]}],
-        learning_rate=1e-2,
-        weight_decay=0.01,
-        max_grad_norm=0.05,
-        max_steps=9,
-        lr_scheduler_type="linear",
-    )
-    return TaskOptimizer(
-        name, dict(model.task_parameters(name)), resolve(task, args), 9, args, model.registry.slab_of(name)
-    )
-
-
 def step_work(case: Case, step: int, names: list[str], rank: int, world_size: int) -> StepWork:
     """Return this process's rows of the global batches of a step."""
-    batches = {name: task_batch(name, step) for name in names}
+    batches = {name: stage_cases.random_batch(name, step, LENGTHS[name]) for name in names}
     micro_batches: list[MuxBatch] = []
     for htask in HTASKS:
         fused = [batches[name] for name in htask if name in batches]
@@ -219,13 +171,13 @@ def train(case: Case, rank: int, folder: Path, sharded: bool) -> Seen:
     model, seen = mux_model(case), Seen()
     seen.whole_bytes = frozen_bytes(model)
     executor, whole = make_executor(model, rank, world_size) if sharded else (Executor(model), None)
-    optimizers: dict[str, Any] = {name: optimizer_of(model, name, folder) for name in model.tasks}
+    optimizers: dict[str, Any] = {name: stage_cases.optimizer_of(model, name, folder) for name in model.tasks}
     for step in range(NUM_STEPS):
         if case.arrives and step == 1:
             model.register_tasks({LATE: late_adapter(case)}, seeds={LATE: 9})
-            unfold(model, LATE)
+            stage_cases.wake(model.task_parameters(LATE))
             model.train()
-            optimizers[LATE] = optimizer_of(model, LATE, folder)
+            optimizers[LATE] = stage_cases.optimizer_of(model, LATE, folder)
         if case.poison and step == 1:
             poison(model)
         names = [name for name in optimizers if name not in seen.failures]
@@ -260,7 +212,7 @@ def train(case: Case, rank: int, folder: Path, sharded: bool) -> Seen:
 
 def make_executor(model: MultiTaskPeftModel, rank: int, world_size: int) -> tuple[Executor, ShardedBackbone]:
     """Divide a model's backbone among the processes, and return what runs it."""
-    processes = join(rank, world_size)
+    processes = connected(20.0)
     whole = shard_backbone(model, processes)
     return Executor(model, sync=GradientSync(model, processes, is_deferred=True), sharded=whole), whole
 
@@ -289,14 +241,6 @@ def bytes_per_pass(backbone: ShardedBackbone, num_shards: int, virtual_stage: in
                     total += (num_shards - 1) * rows * (item.numel() // item.shape[0]) * item.element_size()
             stack += [child for child in module.children() if id(child) not in units]
     return total
-
-
-def join(rank: int, world_size: int) -> Processes:
-    """Return this process among the others, connected."""
-    dist.init_process_group("gloo")
-    processes = Processes(rank, world_size, timeout_s=20.0)
-    processes.connect()
-    return processes
 
 
 @torch.no_grad()

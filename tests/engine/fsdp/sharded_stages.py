@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import os
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
@@ -26,6 +24,7 @@ from tests.engine.families.family_cases import gather_weights
 from tests.engine.fsdp.cases import bytes_per_pass, frozen_bytes, local_bytes
 from tests.engine.pipeline import stage_cases
 from tests.engine.pipeline.stage_cases import BUCKETS, HTASKS, LENGTHS, MAX_TOKENS, NUM_LAYERS, NUM_STEPS, Case, Seen
+from tests.engine.processes.cases import connected
 
 LAYOUT = ParallelLayout.of(4, pp=2)
 
@@ -59,7 +58,7 @@ class Shown:
 
 def train(rank: int, case: Case, folder: Path) -> Shown:
     """Train a case as one stage of one of two replicas, of which each has rows of other tasks."""
-    processes, place = join(rank), LAYOUT.place(rank)
+    processes, place = connected(), LAYOUT.place(rank)
     layout = StageLayout.of(NUM_LAYERS, 2, num_chunks=case.num_chunks, layers_per_stage=case.layers_per_stage)
     stage = StageModel(stage_cases.mux_model(case), layout, place.stage)
     shown = Shown(Seen(), stage_bytes=frozen_bytes(stage.model))
@@ -96,7 +95,7 @@ def make_executor(stage: StageModel, plan: PipelinePlan, processes: Processes) -
 
 def follow_apart(rank: int, case: Case) -> None:
     """Take a step in which the second replica follows another template."""
-    processes, place = join(rank), LAYOUT.place(rank)
+    processes, place = connected(), LAYOUT.place(rank)
     stage = StageModel(stage_cases.mux_model(case), StageLayout.of(NUM_LAYERS, 2), place.stage)
     other = stage_cases.CASES["llama-gpipe" if place.replica else "llama-1f1b"]
     plan = PipelinePlan(stage_cases.template_of(other, 2), HTASKS, BUCKETS)
@@ -114,14 +113,6 @@ def step_work(step: int, tasks: list[str], replica: int) -> StepWork:
             micro_batches += ChunkPackingCollator().micro_batches(fused, max_tokens=most)
     counts = {name: one.num_tokens for name, one in batches.items()}
     return StepWork(tuple(batches), tuple(micro_batches), counts)
-
-
-def join(rank: int) -> Processes:
-    """Return this process among the others, connected."""
-    dist.init_process_group("gloo")
-    processes = Processes(rank, int(os.environ["WORLD_SIZE"]), timeout_s=60.0)
-    processes.connect()
-    return processes
 
 
 def evaluated_alone(case: Case, weights: Any) -> dict[str, float]:

@@ -13,11 +13,9 @@ from typing import Any
 
 import numpy as np
 import torch
-import torch.distributed as dist
 from peft import LoraConfig
 from torch import nn
 
-from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.task_state import TaskState, gather_task, join_state, split_state, take_part
 from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.layout import ParallelLayout
@@ -27,7 +25,8 @@ from peft_mux.engine.tasks.optimizer import TaskOptimizer
 from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.sharding import Piece
-from peft_mux.task import Task, resolve
+from tests.engine.pipeline import stage_cases
+from tests.engine.processes.cases import connected
 from tests.invariants import mux_lab as lab
 
 NUM_LAYERS = 2
@@ -119,12 +118,9 @@ def fill_gradients(model: MultiTaskPeftModel, layout: ParallelLayout, rank: int,
 
 
 @contextmanager
-def meeting(rank: int, timeout_s: float = 30.0) -> Iterator[Processes]:
+def meeting(timeout_s: float = 30.0) -> Iterator[Processes]:
     """Meet the other processes."""
-    world_size = int(os.environ["WORLD_SIZE"])
-    dist.init_process_group("gloo", rank=rank, world_size=world_size)
-    processes = Processes(rank, world_size, timeout_s=timeout_s)
-    processes.connect()
+    processes = connected(timeout_s)
     with processes.together():
         yield processes
 
@@ -173,15 +169,8 @@ def seen(sync: GradientSync, result: StepResult) -> dict[str, Any]:
 def optimizer_of(
     model: MultiTaskPeftModel, task: str, folder: Path, optim: str = "adamw_torch"
 ) -> TaskOptimizer | None:
-    """Return a task's optimizer; none in a process where it has no weights. It clips, and decays."""
-    parameters = model.task_parameters(task)
-    if not parameters:
-        return None
-    args = MultiTaskTrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none")
-    settings: dict[str, Any] = {"learning_rate": 1e-2, "weight_decay": 0.01, "max_grad_norm": 0.5, "max_steps": 9}
-    rows = [{"input_ids": [1, 2]}]
-    given = Task(name=task, peft_config=LoraConfig(), train_dataset=rows, optim=optim, warmup_steps=4, **settings)
-    return TaskOptimizer(task, dict(parameters), resolve(given, args), 9, args, model.registry.slab_of(task))
+    """Return a task's optimizer; none in a process where it has no weights. It warms up, clips, and decays."""
+    return stage_cases.optimizer_of(model, task, folder, optim=optim, warmup_steps=4, max_grad_norm=0.5)
 
 
 def state_of(model: MultiTaskPeftModel, task: str, optimizer: TaskOptimizer | None) -> TaskState:
@@ -209,7 +198,7 @@ def train_over(rank: int, text: str, folder: Path) -> bytes:
         What was seen, pickled: tensors would be handed on in memory that ends with this process.
     """
     layout = ParallelLayout.parse(text)
-    with meeting(rank) as processes:
+    with meeting() as processes:
         model = part_of(layout, rank)
         sync = GradientSync(model, processes, layout)
         result = one_step(sync, layout, rank, step=1)
@@ -262,7 +251,7 @@ def _resumed(
 def falls_over(rank: int, text: str, how: str, timeout_s: float) -> str:
     """Take a step, and another one in which the last process dies or hangs before its sums; return the error."""
     layout = ParallelLayout.parse(text)
-    with meeting(rank, timeout_s) as processes:
+    with meeting(timeout_s) as processes:
         sync = GradientSync(part_of(layout, rank), processes, layout)
         one_step(sync, layout, rank, step=1)
         if rank == layout.world_size - 1:
@@ -276,7 +265,7 @@ def falls_over(rank: int, text: str, how: str, timeout_s: float) -> str:
 def unequal(rank: int) -> str:
     """Register a task in one replica with another rank than in the other."""
     layout = ParallelLayout.parse("<1,2>")
-    with meeting(rank) as processes:
+    with meeting() as processes:
         model = MultiTaskPeftModel(lab.tiny_llama(), {"a": LoraConfig(r=4, target_modules="all-linear")}, verify=False)
         if rank == 1:  # a parameter is cut, and the rest of it lies nowhere
             key = next(iter(model.task_parameters("a")))

@@ -74,8 +74,8 @@ def test_sums_begin_before_the_last_action_and_in_one_order_on_all_holders(
 SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("mux", 1), ("mux", 3), ("interleaved_1f1b", 2)]
 
 
-def run_watched(schedule: Any, num_chunks: int, work: StepWork) -> list[tuple[str, Any]]:
-    """Return what the sync of a pipeline of one process was told, and the actions between."""
+def watched_pipeline(schedule: Any, num_chunks: int) -> tuple[PipelineExecutor, list[tuple[str, Any]]]:
+    """Return a pipeline of one process, and what its sync is told, with the actions between."""
     layout = StageLayout.of(stage_cases.NUM_LAYERS, 1, num_chunks=num_chunks)
     stage = StageModel(stage_cases.mux_model(stage_cases.Case("llama")), layout, 0)
     template = build_template(stage_cases.loads_of(1, (1000, 700)), schedule, num_chunks=num_chunks)
@@ -90,19 +90,22 @@ def run_watched(schedule: Any, num_chunks: int, work: StepWork) -> list[tuple[st
         sync.events.append(("backward", (action.chunk, [id(micro_batch) for micro_batch in done])))
 
     executor._backward = watched  # type: ignore[method-assign]
-    executor.run(work)
-    return sync.events
+    return executor, sync.events
 
 
 @pytest.mark.parametrize(("schedule", "num_chunks"), SCHEDULES)
-@pytest.mark.parametrize("kind", ["all tasks", "one task", "long sequences"])
-def test_every_micro_batch_is_passed_once_behind_its_last_backward(schedule: str, num_chunks: int, kind: str) -> None:
-    if kind == "long sequences":
-        work = chain_cases.step_work(0)
-        assert any(micro_batch.parts for micro_batch in work.micro_batches)
-    else:
-        work = stage_cases.step_work(0, ["d"] if kind == "one task" else list(stage_cases.LENGTHS))
-    events = run_watched(schedule, num_chunks, work)
+def test_every_micro_batch_is_passed_once_behind_its_last_backward(schedule: str, num_chunks: int) -> None:
+    executor, events = watched_pipeline(schedule, num_chunks)
+    all_tasks, one_task = (stage_cases.step_work(0, names) for names in (list(stage_cases.LENGTHS), ["d"]))
+    long_sequences = chain_cases.step_work(0)
+    assert any(micro_batch.parts for micro_batch in long_sequences.micro_batches)
+    for work in (all_tasks, one_task, long_sequences):
+        events.clear()
+        executor.run(work)
+        check_events(events, work, num_chunks)
+
+
+def check_events(events: list[tuple[str, Any]], work: StepWork, num_chunks: int) -> None:
     assert [what for what, _ in events].index("begin") == 0
     assert events[-1][0] == "finish"
     done: dict[int, set[int]] = {id(micro_batch): set() for micro_batch in work.micro_batches}

@@ -132,4 +132,4 @@ def _figures(entry: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in entry.items() if key.removeprefix("eval_").startswith(_FIGURES)}
 
 
-_FIGURES = ("loss", "rewards/", "logps/", "kl", "nll", "log_odds")
+_FIGURES = ("loss", "aux_loss", "rewards/", "logps/", "kl", "nll", "log_odds")

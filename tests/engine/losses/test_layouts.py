@@ -103,7 +103,7 @@ def test_a_resumed_run_ends_with_the_same_bits(one: Trained, tmp_path: Path) -> 
     def stop(trainer: Any) -> None:
         trainer.control.should_training_stop = True
 
-    options = {"save_strategy": "steps", "save_steps": 1}
+    options = {"save_strategy": "steps", "save_steps": 100}  # a run that is stopped is saved
     cases.observed(tmp_path, backbone("llama"), cases.tasks(), Watcher(at_end={3: stop}), **options)
     resumed = cases.observed(tmp_path, backbone("llama"), cases.tasks(), Watcher(), resume=True, **options)
     for name in NAMES:

@@ -184,24 +184,23 @@ def random_batch(name: str, step: int, lengths: Sequence[int], num_words: int = 
     return TaskBatch(name, step, seed=ord(name), sequences=tuple(sequences))
 
 
-def optimizer_of(
-    model: MultiTaskPeftModel, name: str, folder: Path, learning_rate: float = 1e-2
-) -> TaskOptimizer | None:
+@torch.no_grad()
+def wake(parameters: Mapping[str, torch.nn.Parameter]) -> None:
+    """Fill the factors of a task that begin at zero."""
+    generator = torch.Generator().manual_seed(11)
+    for key, parameter in sorted(parameters.items()):
+        if "lora_B" in key or "embedding_A" in key:
+            parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
+
+
+def optimizer_of(model: MultiTaskPeftModel, name: str, folder: Path, **settings: Any) -> TaskOptimizer | None:
     """Return a task's optimizer; none in a process where it has no weights. It clips, and decays."""
     parameters = model.task_parameters(name)
     if not parameters:
         return None
     args = MultiTaskTrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none")
-    task = Task(
-        name=name,
-        peft_config=LoraConfig(),
-        train_dataset=[{"input_ids": [1, 2]}],
-        learning_rate=learning_rate,
-        weight_decay=0.01,
-        max_grad_norm=0.05,
-        max_steps=9,
-        lr_scheduler_type="linear",
-    )
+    hyper = {"learning_rate": 1e-2, "weight_decay": 0.01, "max_grad_norm": 0.05, "max_steps": 9, **settings}
+    task = Task(name=name, peft_config=LoraConfig(), train_dataset=[{"input_ids": [1, 2]}], **hyper)
     return TaskOptimizer(name, dict(parameters), resolve(task, args), 9, args, model.registry.slab_of(name))
 
 

@@ -28,6 +28,7 @@ import torch
 from transformers import TrainerCallback
 
 from peft_mux import Task
+from peft_mux.engine.processes import Processes
 from peft_mux.scheduler.costs.profile import Parts
 from tests.invariants import mux_lab as lab
 from tests.paths import ROOT
@@ -173,6 +174,14 @@ def named_in(error: str) -> set[int]:
     """Return the ranks that an error names as the cause of what this process did not get."""
     cause = error.split("got no answer")[1].split(": ", 1)[1]
     return {int(rank) for rank in re.findall(r"rank (\d+)", cause)}
+
+
+def connected(timeout_s: float = 60.0) -> Processes:
+    """Return this process among the others of its launch, connected."""
+    torch.distributed.init_process_group("gloo")
+    processes = Processes(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s=timeout_s)
+    processes.connect()
+    return processes
 
 
 def _free_port() -> int:
@@ -379,18 +388,21 @@ class SpoiltStream:
             yield row
 
 
-def with_a_spoilt_stream(rank: int, folder: Path, fault: str) -> Part:
-    """Train five tasks beside one whose stream goes wrong on rank 1."""
-    spoilt = Task(
-        name="spoilt",
-        peft_config=five_tasks()[0].peft_config,
-        train_dataset=SpoiltStream(rank, fault),
-        data_timeout_s=1.0 if fault == "blocks" else None,
-        train_batch_size=4,
-        max_steps=NUM_STEPS,
-        learning_rate=1e-3,
-    )
-    return run(folder, [*five_tasks(), spoilt])
+def with_spoilt_streams(rank: int, folder: Path, faults: Sequence[str]) -> Part:
+    """Train five tasks beside others whose streams go wrong on rank 1."""
+    spoilt = [
+        Task(
+            name=fault,
+            peft_config=five_tasks()[0].peft_config,
+            train_dataset=SpoiltStream(rank, fault),
+            data_timeout_s=1.0 if fault == "blocks" else None,
+            train_batch_size=4,
+            max_steps=NUM_STEPS,
+            learning_rate=1e-3,
+        )
+        for fault in faults
+    ]
+    return run(folder, [*five_tasks(), *spoilt])
 
 
 def watched(rank: int, folder: Path) -> Part:

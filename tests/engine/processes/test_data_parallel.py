@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import signal
 import time
 from pathlib import Path
@@ -23,6 +22,7 @@ from peft_mux.trainer.loop import stop_at_signal
 from tests.engine.processes import cases
 from tests.engine.processes.cases import Part, launch, named_in, values
 from tests.invariants.mux_lab import assert_close, small_task
+from tests.records import run_records
 
 pytestmark = pytest.mark.distributed
 SLOW = pytest.mark.slow
@@ -59,7 +59,7 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> Part:
 @pytest.mark.parametrize(
     ("world_size", "arguments"),
     [
-        pytest.param(4, {"max_tokens_per_micro_batch": 24}, id="4 processes, many passes"),
+        pytest.param(4, {"max_tokens_per_micro_batch": 24}, id="4 processes, many passes", marks=SLOW),
         pytest.param(2, {"gradient_checkpointing": True}, id="2 processes, recomputed activations", marks=SLOW),
         pytest.param(3, {"pad_to_chunks": True, "chunk_size": 8}, id="3 processes, padded chunks", marks=SLOW),
     ],
@@ -74,7 +74,7 @@ def test_several_processes_train_five_unequal_tasks_to_the_result_of_one(
 
 def test_tasks_come_go_and_pause_on_several_processes_as_on_one(tmp_path: Path) -> None:
     one = cases.train_with_comings_and_goings(0, tmp_path / "one")
-    parts = values(launch(3, cases.train_with_comings_and_goings, tmp_path / "three"))
+    parts = values(launch(2, cases.train_with_comings_and_goings, tmp_path / "two"))
     assert_alike(parts)
     assert "large" not in parts[0].weights
     assert parts[0].statuses["late"][0] == "succeeded"
@@ -113,18 +113,15 @@ def test_a_callback_of_a_task_that_fails_on_one_process_fails_that_task_on_all(
         assert_as_one(part, alone)
 
 
-@pytest.mark.parametrize(
-    ("fault", "reason"),
-    [("broken", "row 10 column input_ids"), ("raises", "OSError: no such share"), ("blocks", "got no rows for 1 s")],
-)
-def test_a_stream_that_breaks_on_one_process_fails_its_task_on_all(
-    fault: str, reason: str, alone: Part, tmp_path: Path
-) -> None:
-    parts = values(launch(2, cases.with_a_spoilt_stream, tmp_path, fault))
-    assert reason in parts[0].statuses["spoilt"][1]
-    assert {part.statuses["spoilt"] for part in parts} == {parts[0].statuses["spoilt"]}
-    assert parts[0].statuses["spoilt"][0] == "failed"
-    assert "(on rank 1)" in parts[0].statuses["spoilt"][1]
+def test_a_stream_that_breaks_on_one_process_fails_its_task_on_all(alone: Part, tmp_path: Path) -> None:
+    reasons = {"broken": "row 10 column input_ids", "raises": "OSError: no such share", "blocks": "got no rows for 1 s"}
+    parts = values(launch(2, cases.with_spoilt_streams, tmp_path, tuple(reasons)))
+    assert parts[0].statuses == parts[1].statuses
+    for fault, reason in reasons.items():
+        status, said = parts[0].statuses[fault]
+        assert status == "failed"
+        assert reason in said
+        assert "(on rank 1)" in said
     assert_as_one(parts[0], alone)
 
 
@@ -169,11 +166,14 @@ def test_a_process_that_stands_still_is_named_when_the_time_limit_has_passed(tmp
     assert outcomes[0].seconds < 10
 
 
-@pytest.mark.parametrize("error_file", ["", "missing/error.json"], ids=["alone", "which a launcher's file cannot take"])
-def test_the_error_of_one_process_is_told_by_the_others(error_file: str, tmp_path: Path) -> None:
-    outcomes = launch(3, cases.failing_alone, tmp_path, error_file)
+@pytest.mark.parametrize(
+    ("world_size", "error_file"),
+    [pytest.param(3, "", id="alone"), pytest.param(2, "missing/error.json", id="which a launcher's file cannot take")],
+)
+def test_the_error_of_one_process_is_told_by_the_others(world_size: int, error_file: str, tmp_path: Path) -> None:
+    outcomes = launch(world_size, cases.failing_alone, tmp_path, error_file)
     assert outcomes[1].error == "OSError: the disk of rank 1 is full"
-    for other in (outcomes[0], outcomes[2]):
+    for other in (outcomes[0], *outcomes[2:]):
         assert other.error.startswith("ProcessError")
         assert "failed with OSError: the disk of rank 1 is full" in other.error
         assert other.seconds < cases.TIMEOUT_S
@@ -183,7 +183,7 @@ def test_the_error_of_one_process_is_told_by_the_others(error_file: str, tmp_pat
 
 
 def test_another_configuration_of_one_process_is_named_on_every_process(tmp_path: Path) -> None:
-    for outcome in launch(3, cases.with_another_configuration, tmp_path):
+    for outcome in launch(2, cases.with_another_configuration, tmp_path):
         assert outcome.error.startswith("ConfigError: 2 things are wrong")
         assert "rank 1: args.seed: got 7; allowed: 42, as on the other processes" in outcome.error
         assert "rank 1: tasks.wide.learning_rate: got 0.01; allowed: 0.001" in outcome.error
@@ -228,8 +228,8 @@ def test_a_task_that_waits_runs_on_all_processes_when_the_one_before_it_fails_on
 
 
 def test_other_rows_on_one_process_are_an_error_on_every_process(tmp_path: Path) -> None:
-    for outcome in launch(2, cases.with_a_spoilt_stream, tmp_path, "other"):
-        assert outcome.error.startswith('ProcessError: rows of task "spoilt": got rank 0: ')
+    for outcome in launch(2, cases.with_spoilt_streams, tmp_path, ("other",)):
+        assert outcome.error.startswith('ProcessError: rows of task "other": got rank 0: ')
         assert "Give every process the same rows" in outcome.error
 
 
@@ -243,8 +243,7 @@ def test_the_first_process_alone_prints_and_writes_and_reports_on_each(tmp_path:
     assert parts[1].written == []
     assert "step 2" in outcomes[0].printed
     assert outcomes[1].printed == ""
-    lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    ranks = [record for record in map(json.loads, lines) if record["event"] == "rank"]
+    ranks = run_records(tmp_path, "rank")
     assert [record["rank"] for record in ranks] == [0, 1]
     assert all(record["tokens"] > 0 and record["seconds"] > record["waited_seconds"] > 0 for record in ranks)
     assert "of it waiting" in parts[0].report

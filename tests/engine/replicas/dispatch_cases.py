@@ -8,7 +8,6 @@ from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import torch.distributed as dist
 
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.dispatch import DispatchedShares
@@ -16,6 +15,7 @@ from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.processes import Processes
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 from peft_mux.scheduler.replicas.time_model import LayerFit, ReplicaTimeModel
+from tests.engine.processes.cases import connected
 
 LAYOUT = "<1,1>x2, <2,1>x1, <1,1>"
 """Four replicas of two configurations, which do not lie side by side."""
@@ -77,9 +77,7 @@ def on_threads(world_size: int, part: Any) -> list[Any]:
 
 def three_steps_over_gloo(rank: int) -> dict[str, Any]:
     """Dispatch three steps on a real process, each prepared while the one before it runs."""
-    dist.init_process_group("gloo")
-    processes = Processes(rank, dist.get_world_size(), timeout_s=20.0)
-    processes.connect()
+    processes = connected(20.0)
     # Another limit on another machine: the least of all must count.
     limits = {**LIMITS, ParallelConfig(1, 1): 256 + 64 * rank}
     shares = DispatchedShares(ParallelLayout.parse(LAYOUT), times(limits), processes)

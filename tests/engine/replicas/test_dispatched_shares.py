@@ -338,15 +338,6 @@ class Task:
         self.step, self.loader = 0, CountingLoader()
 
 
-def test_a_batch_that_was_read_early_is_read_once() -> None:
-    task, ahead = Task(), BatchesAhead()
-    assert ahead.take(task).step == 0
-    assert [batch.step for batch in ahead.read([task])] == [1]
-    task.step = 1
-    assert ahead.take(task).step == 1
-    assert task.loader.read == [0, 1]
-
-
 def test_a_batch_of_another_step_or_another_loader_is_read_anew() -> None:
     task, ahead = Task(), BatchesAhead()
     ahead.read([task])
@@ -366,13 +357,6 @@ def test_rows_that_cannot_be_read_early_fail_the_step_that_they_are_of() -> None
     task.step = 3
     with pytest.raises(DataError, match="row 7"):
         ahead.take(task)
-
-
-def test_nothing_is_read_after_the_last_step() -> None:
-    task, ahead = Task(), BatchesAhead()
-    task.step = 4
-    assert ahead.read([task]) == []
-    assert task.loader.read == []
 
 
 def test_the_clock_of_nothing_hides_all() -> None:

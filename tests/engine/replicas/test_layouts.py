@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,7 @@ from tests.engine.processes.cases import launch, values
 from tests.engine.replicas import layout_cases as cases
 from tests.engine.replicas.layout_cases import LaidOut
 from tests.invariants.mux_lab import assert_close
+from tests.records import run_records
 
 pytestmark = pytest.mark.distributed
 SLOW = pytest.mark.slow
@@ -110,8 +110,7 @@ def test_five_unequal_tasks_train_to_the_result_of_one_process(
     assert_alike(parts)
     assert_as_one(parts[0], alone[kind])
     if "replicas" in arguments:  # what dividing the rows has cost is told
-        lines = (tmp_path / "metrics.jsonl").read_text().splitlines()
-        (dispatch,) = [event for event in map(json.loads, lines) if event["event"] == "dispatch"]
+        (dispatch,) = run_records(tmp_path, "dispatch")
         assert dispatch["num_steps"] == parts[0].step
         assert 0 <= dispatch["hidden_share"] <= 1
 
@@ -203,8 +202,7 @@ def test_a_run_that_moves_to_other_replicas_trains_as_if_it_had_not(folders: dic
     parts = values(launch(3, part, tmp_path / "three", folders["llama"], {"replicas": "<1,3>"}, moves, limit_s=120))
     assert_alike(parts)
     assert_as_one(parts[0], one)
-    events = [json.loads(line) for line in (tmp_path / "three" / "metrics.jsonl").read_text().splitlines()]
-    found = [(event["before"], event["replicas"]) for event in events if event["event"] == "redeployed"]
+    found = [(event["before"], event["replicas"]) for event in run_records(tmp_path / "three", "redeployed")]
     assert found == [("<1,3>x1", "<2,1>x1, <1,1>x1"), ("<2,1>x1, <1,1>x1", "<1,1>x3")]
 
 
@@ -249,8 +247,7 @@ def test_a_run_moves_by_itself_when_tasks_come_and_that_pays(folders: dict[str, 
     assert_alike(parts)
     assert {status for status, _ in parts[0].statuses.values()} == {"succeeded"}
     assert parts[1].held == parts[0].held
-    events = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    moves = [event for event in events if event["event"] == "redeployed"]
+    moves = run_records(tmp_path, "redeployed")
     assert [(move["before"], move["replicas"], move["run_step"]) for move in moves] == [("<1,2>x1", "<1,1>x2", 2)]
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,7 @@ import pytest
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas import layout_cases as cases
 from tests.engine.replicas.layout_cases import LaidOut
+from tests.records import run_records
 
 DISTRIBUTED = pytest.mark.distributed
 SLOW = [DISTRIBUTED, pytest.mark.slow]
@@ -26,11 +26,6 @@ def run(world_size: int, load: tuple[int, tuple[int, ...]], folder: Path, argume
     if world_size == 1:
         return cases.train_even(0, folder, None, *load, arguments)
     return values(launch(world_size, cases.train_even, folder, None, *load, arguments, limit_s=120))[0]
-
-
-def events(folder: Path) -> list[dict[str, Any]]:
-    records = map(json.loads, (folder / "metrics.jsonl").read_text().splitlines())
-    return [record for record in records if record["event"] == "passes"]
 
 
 @pytest.mark.parametrize(
@@ -60,7 +55,7 @@ def test_steps_of_whole_batches_have_exactly_the_planned_passes(
         assert report.planned_passes == report.passes
     # All rows of all tasks, in some replica.
     assert sum(report.tokens for report in part.pass_reports) == 3 * load[0] * sum(load[1])
-    found = events(tmp_path)
+    found = run_records(tmp_path, "passes")
     assert [event["replica"] for event in found] == list(range(len(part.pass_reports)))
     assert [event["same_tokens"] for event in found] == [3] * len(found)
 
@@ -95,4 +90,6 @@ def test_unequal_replicas_make_exactly_the_passes_that_were_planned_of_their_row
     for report in part.pass_reports:
         assert (report.num_steps, report.same_number, report.same_tasks, report.same_tokens) == (3, 3, 3, 3), report
     assert sum(report.tokens for report in part.pass_reports) == 3 * load[0] * sum(load[1])
-    assert [event["passes"] for event in events(tmp_path)] == [report.passes for report in part.pass_reports]
+    assert [event["passes"] for event in run_records(tmp_path, "passes")] == [
+        report.passes for report in part.pass_reports
+    ]

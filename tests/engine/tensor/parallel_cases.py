@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -36,6 +35,8 @@ from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.sharding import Piece
 from tests.engine.pipeline import stage_cases
+from tests.engine.pipeline.stage_cases import wake
+from tests.engine.processes.cases import connected
 
 NUM_LAYERS, HIDDEN, VOCABULARY = 3, 32, stage_cases.VOCABULARY
 LATE_CONFIG = LoraConfig(r=5, target_modules="all-linear", lora_dropout=0.1, init_lora_weights="gaussian")
@@ -122,15 +123,6 @@ def mux_model(case: ShardCase, configs: dict[str, LoraConfig] | None = None) -> 
     if case.recomputes:
         model.activation_checkpointing_enable()
     return model.train()
-
-
-@torch.no_grad()
-def wake(parameters: dict[str, Any]) -> None:
-    """Fill the factors that begin at zero."""
-    generator = torch.Generator().manual_seed(11)
-    for key, parameter in sorted(parameters.items()):
-        if "lora_B" in key or "embedding_A" in key:
-            parameter.copy_(0.05 * torch.randn(parameter.shape, generator=generator))
 
 
 def one_batch(tasks: Sequence[str] = tuple(stage_cases.LENGTHS)) -> MuxBatch:
@@ -226,30 +218,22 @@ class Shown:
     frozen_bytes: int
 
 
-def connect() -> Processes:
-    """Join the other processes."""
-    dist.init_process_group("gloo")
-    processes = Processes(int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"]), timeout_s=60.0)
-    processes.connect()
-    return processes
-
-
 def train_shards(rank: int, names: Sequence[str], folder: Path) -> dict[str, Any]:
     """Train cases as one of two shards, and look at other things."""
-    links = TensorLinks([(0, 1)], connect())
+    links = TensorLinks([(0, 1)], connected())
     return {**_train_shards(names, links, folder), "facts": facts(links)}
 
 
 def train_four(rank: int, names: Sequence[str], staged: Sequence[str], folder: Path) -> dict[str, dict[str, Shown]]:
     """Train cases as one of four shards, and others as one of two shards of one of two stages."""
-    processes = connect()
+    processes = connected()
     of_four = _train_shards(names, TensorLinks([range(4)], processes), folder)
     return {"tp4": of_four, "tp2xpp2": _train_stages(staged, processes, folder)}
 
 
 def fail_in_a_pass(rank: int) -> None:
     """Run a pass as one of two shards; shard 1 fails at its third sum, long before any time limit."""
-    processes = connect()
+    processes = connected()
     links = TensorLinks([(0, 1)], processes)
     model = mux_model(ShardCase("llama"))
     TensorParallelModel(model, links)

@@ -171,8 +171,7 @@ def test_groups_are_of_one_bucket_of_the_plan_and_as_wide_as_it_says() -> None:
 # -------------------------------------------------------------------- results
 
 
-@pytest.mark.parametrize("recomputes", [False, True])
-@pytest.mark.parametrize("width", [2, 3])
+@pytest.mark.parametrize(("width", "recomputes"), [(2, False), (3, True)])
 def test_passes_in_turns_give_the_bits_of_passes_one_after_another(width: int, recomputes: bool) -> None:
     batches, alone, logged = cases.micro_batches(), cases.LoggingLinks(), cases.LoggingLinks(0.002)
     num_threads = threading.active_count()
@@ -282,17 +281,16 @@ def assert_same_step(found: Any, expected: Any, model: Any, other: Any) -> None:
     assert [key for key in own if not torch.equal(own[key], gradients[key])] == []
 
 
-@pytest.mark.parametrize("width", [2, 3])
-def test_the_executor_runs_a_step_in_turns_with_the_same_bits(width: int) -> None:
+def test_the_executor_runs_a_step_in_turns_with_the_same_bits() -> None:
     batches = tuple(cases.micro_batches())
     work = StepWork(tuple(cases.LENGTHS), batches, {name: sum(sizes) for name, sizes in cases.LENGTHS.items()})
     logged = cases.LoggingLinks()
     links = TurnLinks(logged)
     model, other = cases.linked_model(links), cases.whole_model()
-    executor = Executor(model, interleaving=Interleaving(model, links, width=width))
+    executor = Executor(model, interleaving=Interleaving(model, links, width=3))
     for _ in range(2):
         assert_same_step(executor.run(work), Executor(other).run(work), model, other)
-    assert logged.most_in_flight == width
+    assert logged.most_in_flight == 3
 
 
 def test_chains_of_long_sequences_run_in_turns_with_others() -> None:
@@ -337,7 +335,7 @@ def test_an_action_of_the_pipeline_runs_its_htasks_in_turns(num_chunks: int, rec
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_shards_in_turns_compute_what_one_process_does_even_if_one_is_slow(recomputes: bool) -> None:
     facts = parallel_cases.values(parallel_cases.launch(2, cases.as_shard, 2, recomputes))
     model = cases.whole_model(recomputes=recomputes)
@@ -366,7 +364,7 @@ def test_shards_in_turns_compute_what_one_process_does_even_if_one_is_slow(recom
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("recomputes", [False, True])
+@pytest.mark.parametrize("recomputes", [pytest.param(False, marks=pytest.mark.slow), True])
 def test_two_shards_take_the_turns_that_the_scheduler_predicts_for_their_groups(recomputes: bool) -> None:
     facts = parallel_cases.values(parallel_cases.launch(2, cases.as_planned_shard, 2, recomputes))
     assert facts[0] == facts[1]

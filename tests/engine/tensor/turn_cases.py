@@ -7,12 +7,10 @@ import threading
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from datetime import timedelta
 from functools import partial
 from typing import Any
 
 import torch
-import torch.distributed as dist
 from peft import LoraConfig
 
 from peft_mux.data.batch import MuxBatch
@@ -22,7 +20,6 @@ from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel
-from peft_mux.engine.processes import Processes
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.modeling.adapters.lora.layer import rows_needed_now
@@ -34,6 +31,7 @@ from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.values import HTask, TurnPlan
 from peft_mux.scheduler.subgraphs import Stretch, pass_times, turn_order
 from tests.engine.pipeline import stage_cases
+from tests.engine.processes.cases import connected
 from tests.invariants.mux_lab import rows, tiny_llama
 
 LENGTHS = {"a": (9, 4, 17), "b": (5, 30), "c": (12, 3, 8, 6), "d": (21,), "e": (7, 2)}
@@ -231,9 +229,7 @@ class OrderedLinks:
 
 def as_shard(rank: int, world: int, recomputes: bool) -> dict[str, Any]:
     """Be one of the shards: run in turns, and one after another; rank 1 is slow at random."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    processes = Processes(rank, world, timeout_s=30)
-    processes.connect()
+    processes = connected(30.0)
     nap_s = 0.004 if rank == 1 else 0.0
     facts: dict[str, Any] = {}
     for how in ("turns", "sequence"):
@@ -253,9 +249,7 @@ def as_shard(rank: int, world: int, recomputes: bool) -> dict[str, Any]:
 
 def as_planned_shard(rank: int, world: int, recomputes: bool) -> dict[str, Any]:
     """Be one of the shards that follow a plan; return the turns that were taken, and those that are predicted."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=30))
-    processes = Processes(rank, world, timeout_s=30)
-    processes.connect()
+    processes = connected(30.0)
     links = TurnLinks(TensorLinks([range(world)], processes))
     model = whole_model(recomputes=recomputes, adapts_head=False)
     TensorParallelModel(model, links)
@@ -280,9 +274,7 @@ def as_planned_shard(rank: int, world: int, recomputes: bool) -> dict[str, Any]:
 
 def as_stage_shard(rank: int, world: int) -> dict[str, Any]:
     """Be one shard of one stage of two each; run a step of the pipeline in turns, and one after another."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    processes = Processes(rank, world, timeout_s=60)
-    processes.connect()
+    processes = connected()
     layout = ParallelLayout.of(world, tp=2, pp=2)
     case, stages = stage_cases.Case("llama", "mux"), StageLayout.of(stage_cases.NUM_LAYERS, 2)
     plan = PipelinePlan(stage_cases.template_of(case, 2), stage_cases.HTASKS, stage_cases.BUCKETS)
@@ -311,9 +303,7 @@ def as_stage_shard(rank: int, world: int) -> dict[str, Any]:
 
 def failing_in_turns(rank: int, world: int) -> tuple[str, str, int]:
     """Be one of the shards; rank 0 fails in the midst of a forward. Return the error, and how many threads are left."""
-    dist.init_process_group("gloo", timeout=timedelta(seconds=60))
-    processes = Processes(rank, world, timeout_s=60)
-    processes.connect()
+    processes = connected()
     num_threads = threading.active_count()
     inner = TensorLinks([range(world)], processes)
     links, model = TurnLinks(inner), whole_model()

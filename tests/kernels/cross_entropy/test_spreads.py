@@ -9,13 +9,7 @@ import torch
 
 from peft_mux.kernels.cross_entropy import linear as spreads
 from peft_mux.kernels.cross_entropy.linear import Head, linear_spreads
-from tests.kernels.cross_entropy.test_vocab_parallel import (
-    VOCABULARY,
-    inputs,
-    losses_and_gradient,
-    on_shards,
-    part_of,
-)
+from tests.kernels.cross_entropy.test_vocab_parallel import VOCABULARY, inputs, losses_and_gradient, on_shards, part_of
 
 HEADS: list[dict[str, Any]] = [
     {},
@@ -53,9 +47,7 @@ def test_parts_of_shards_add_up_to_the_whole(options: dict[str, Any], size: int)
     def part(links: Any, words: slice) -> Any:
         own = part_of(head, words)
         return losses_and_gradient(
-            hidden,
-            weights,
-            lambda x: linear_spreads(x, own, targets, first=words.start, vocab_size=VOCABULARY),
+            hidden, weights, lambda x: linear_spreads(x, own, targets, first=words.start, vocab_size=VOCABULARY)
         )
 
     parts, _ = on_shards(size, part)

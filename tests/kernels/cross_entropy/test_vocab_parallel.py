@@ -12,11 +12,7 @@ import torch
 from torch.nn import functional as F
 
 from peft_mux.kernels import philox
-from peft_mux.kernels.cross_entropy.linear import (
-    Head,
-    VocabParallelCrossEntropy,
-    linear_cross_entropy,
-)
+from peft_mux.kernels.cross_entropy.linear import Head, VocabParallelCrossEntropy, linear_cross_entropy
 
 ROWS, HIDDEN, VOCABULARY = 13, 8, 37
 

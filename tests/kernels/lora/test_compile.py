@@ -50,8 +50,10 @@ def variants(width: int, dtype: str = "bf16", device: str = "H200") -> list[Vari
     return [*made, Variant("reduce", width, 16, False, dtype, device)]
 
 
-QUICK = variants(4096)
+# What fits with dropout fits without, as it takes more registers.
+QUICK = [one for one in variants(4096) if one.block_ranks == 64 or one.drop or one.kernel == "reduce"]
 SWEEP = [
+    *[one for one in variants(4096) if one not in QUICK],
     *[variant for width in WIDTHS[1:] for variant in variants(width)],
     *[variant for dtype in ("fp16", "fp32") for variant in variants(4096, dtype)],
     *variants(4096, device="another GPU"),
@@ -194,14 +196,9 @@ def test_results_are_stored_sixteen_bytes_at_a_time(quick: dict[str, dict[str, i
     assert quick[name]["wide stores"] > 0
 
 
-@pytest.mark.parametrize("block_ranks", [16, 64])
 @pytest.mark.parametrize("kernel", ["shrink", "expand", "wgrad"])
-def test_the_generator_runs_once_per_eight_columns(
-    quick: dict[str, dict[str, int]], kernel: str, block_ranks: int
-) -> None:
-    with_mask, without = (
-        quick[Variant(kernel, 4096, block_ranks, drop).name]["multiplications"] for drop in (True, False)
-    )
+def test_the_generator_runs_once_per_eight_columns(quick: dict[str, dict[str, int]], kernel: str) -> None:
+    with_mask, without = (quick[Variant(kernel, 4096, 64, drop).name]["multiplications"] for drop in (True, False))
     # A thread masks 64 elements: 8 calls of 7 rounds of 2 wide products, less the first round of a counter that is
     # mostly zeros. In the layout of a product it would be four times as many.
     assert 60 <= with_mask - without <= 240

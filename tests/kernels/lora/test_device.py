@@ -1,4 +1,7 @@
-"""Grouped LoRA kernels in Triton's interpreter: right against float64, and blind to whatever is not a task's own.
+"""Launches of grouped LoRA kernels in Triton's interpreter: what they draw, write, and refuse.
+
+What they compute is compared with float64 where layers use them, in `test_group.py`.
+First of all runs the kernel by which a card is tried; it raises unless it writes what it should.
 
 The interpreter is chosen when Triton is first imported, so everything that needs it runs in one child process: this
 file as a script. It prints JSON; the tests below read what they need of it.
@@ -9,97 +12,22 @@ from __future__ import annotations
 import importlib.util
 import json
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import pytest
 import torch
 
 from peft_mux.kernels import philox
+from peft_mux.kernels.availability import try_kernel
 from peft_mux.kernels.lora.tables import Factors, RankTable, SegmentTables
 from tests.children import run_script
 from tests.kernels.interpreter import keep_patches
 
 MODULE_SEED = philox.hash_seed("layers.3.q_proj")
-QUANTITIES: tuple[str, ...] = ("y", "dx", "dA", "dB")
 NAN = float("nan")
 
 
-class Task(NamedTuple):
-    length: int
-    rank: int
-    dropout: float = 0.0
-
-
-class Data(NamedTuple):
-    """One task's own tensors; the same ones whoever else is in the stream."""
-
-    task: Task
-    x: torch.Tensor
-    dy: torch.Tensor
-    a: torch.Tensor
-    bt: torch.Tensor
-    scale: float
-    step_seed: int
-    places: torch.Tensor
-
-
-class Settings(NamedTuple):
-    fixed: bool = False
-    strided: bool = False
-    bias: bool = False
-    accumulate: bool = False
-
-
-class Case(NamedTuple):
-    tasks: Sequence[Task]
-    widths: tuple[int, int] = (100, 84)  # no multiples of a tile, nor of eight draws
-    dtype: torch.dtype = torch.float32
-    settings: Settings = Settings()
-
-
-MIXED = (Task(37, 8), Task(0, 16), Task(50, 24, 0.1), Task(1, 3, 0.5), Task(20, 200), Task(33, 64), Task(9, 4))
-CASES = {
-    "one task": Case([Task(40, 16)], (128, 64)),
-    "ranks 3 to 200 with dropout of some": Case(MIXED),
-    "only ranks above 16": Case([Task(20, 17), Task(30, 0), Task(20, 256)]),
-    "fixed tables": Case(MIXED, settings=Settings(fixed=True)),
-    "strided inputs and outputs": Case(MIXED, settings=Settings(strided=True)),
-    "a bias": Case([Task(20, 8), Task(10, 0), Task(10, 40)], settings=Settings(bias=True)),
-    "gradients that accumulate": Case(MIXED, settings=Settings(accumulate=True)),
-    "bf16": Case(MIXED, dtype=torch.bfloat16),
-    "fp16": Case([Task(30, 8, 0.1), Task(30, 32)], dtype=torch.float16),
-}
-
-
 # ------------------------------------------------------------------------------ what the child computes
-
-
-def task_data(index: int, task: Task, case: Case) -> Data:
-    generator = torch.Generator().manual_seed(100 + index)
-    in_features, out_features = case.widths
-
-    def normal(*shape: int) -> torch.Tensor:
-        return torch.randn(*shape, generator=generator)
-
-    return Data(
-        task,
-        normal(task.length, in_features).to(case.dtype),
-        normal(task.length, out_features).to(case.dtype),
-        (normal(task.rank, in_features) / in_features**0.5).to(case.dtype),
-        (normal(task.rank, out_features) / max(1, task.rank) ** 0.5).to(case.dtype),
-        0.5 + index,
-        philox.hash_seed("task", index, 7),
-        torch.randint(0, 2**31, (task.length,), generator=generator),  # counters beyond 32 bits, too
-    )
-
-
-def slab(factors: Sequence[torch.Tensor], width: int, dtype: torch.dtype) -> tuple[torch.Tensor, list[int]]:
-    """Return factors below each other with NaNs between them, and their first rows."""
-    rows, parts = [], [torch.full((3, width), NAN, dtype=dtype)]
-    for factor in factors:
-        rows.append(sum(len(part) for part in parts))
-        parts += [factor, torch.full((5, width), NAN, dtype=dtype)]
-    return torch.cat(parts), rows
 
 
 def strided(tensor: torch.Tensor) -> torch.Tensor:
@@ -107,101 +35,6 @@ def strided(tensor: torch.Tensor) -> torch.Tensor:
     wide = torch.full((len(tensor), tensor.shape[1] + 12), NAN, dtype=tensor.dtype)
     wide[:, 5 : 5 + tensor.shape[1]] = tensor
     return wide[:, 5 : 5 + tensor.shape[1]]
-
-
-def run_pass(data: Sequence[Data], case: Case) -> list[dict[str, torch.Tensor]]:
-    """Return y, dx, dA, dB per task, out of memory that was NaN before (or 1, where gradients accumulate)."""
-    from peft_mux.kernels.lora import launch as kernels
-
-    settings, (in_features, out_features) = case.settings, case.widths
-    lengths = [d.task.length for d in data]
-    num_rows = sum(lengths)
-    padding: dict[str, Any] = {"max_tokens": num_rows + 40} if settings.fixed else {}
-    seeds = [d.step_seed for d in data]
-    tables = SegmentTables(lengths, seeds, block_rows=16, chunk_rows=64, **padding)
-    a, w_rows = slab([d.a for d in data], in_features, case.dtype)
-    bt, _ = slab([d.bt for d in data], out_features, case.dtype)
-    ranks = RankTable(
-        [d.task.rank for d in data],
-        [d.scale for d in data],
-        s_columns=[8 * (i % 3) for i in range(len(data))],
-        dropouts=[d.task.dropout for d in data],
-    )
-
-    def rows(parts: Sequence[torch.Tensor], width: int) -> torch.Tensor:
-        return torch.cat([torch.empty(0, width, dtype=case.dtype), *parts])
-
-    def blank(width: int) -> torch.Tensor:
-        tensor = torch.full((num_rows, width), NAN, dtype=case.dtype)
-        return strided(tensor) if settings.strided else tensor
-
-    x, dy = rows([d.x for d in data], in_features), rows([d.dy for d in data], out_features)
-    if settings.strided:
-        x, dy = strided(x), strided(dy)
-    places = torch.cat([torch.empty(0, dtype=torch.int64), *[d.places for d in data]])
-    drop: dict[str, Any] = {"places": places, "module_seed": MODULE_SEED}
-    bias = bias_of(case) if settings.bias else None
-    s, ds = blank(ranks.num_columns + 3), blank(ranks.num_columns + 3)
-    y, dx = blank(out_features), blank(in_features)
-    fill = 1.0 if settings.accumulate else NAN
-    da, db = torch.full(a.shape, fill), torch.full(bt.shape, fill)
-
-    def placed(tensor: torch.Tensor) -> Factors:
-        ends = [row + d.task.rank for row, d in zip(w_rows, data, strict=True)]
-        parts = [tensor[row:end] if end > row else None for row, end in zip(w_rows, ends, strict=True)]
-        return Factors(parts, tensor.shape[1])
-
-    kernels.shrink(x, placed(a), s, tables, ranks, scaled=False, **drop)
-    kernels.expand(s, placed(bt), y, tables, ranks, scaled=True, bias=bias)
-    kernels.shrink(dy, placed(bt), ds, tables, ranks, scaled=True)
-    kernels.expand(ds, placed(a), dx, tables, ranks, scaled=False, **drop)
-    kernels.wgrad(ds, x, placed(da), tables, ranks, scaled=False, accumulate=settings.accumulate, **drop)
-    kernels.wgrad(s, dy, placed(db), tables, ranks, scaled=True, accumulate=settings.accumulate)
-    untouched = a.isnan().all(1)
-    same = da.isnan().all(1) if not settings.accumulate else (da == 1).all(1)
-    assert (same >= untouched).all(), "wrote to rows of a slab that are nobody's"
-    results, start = [], 0
-    for d, row in zip(data, w_rows, strict=True):
-        here, factor = slice(start, start + d.task.length), slice(row, row + d.task.rank)
-        results.append({"y": y[here].clone(), "dx": dx[here].clone(), "dA": da[factor], "dB": db[factor]})
-        start += d.task.length
-    return results
-
-
-def bias_of(case: Case) -> torch.Tensor:
-    return torch.linspace(-1, 1, case.widths[1]).to(case.dtype)
-
-
-def wanted(d: Data, case: Case) -> dict[str, torch.Tensor]:
-    """Return the same four by the formulas, in float64."""
-    x, dy, a, bt = d.x.double(), d.dy.double(), d.a.double(), d.bt.double()
-    mask = torch.ones_like(x)
-    if d.task.dropout:
-        keep = philox.keep_mask(d.step_seed ^ MODULE_SEED, d.places, x.shape[1], d.task.dropout)
-        mask = keep.double() * philox.keep_scale(d.task.dropout)
-    s, ds = (x * mask) @ a.t(), d.scale * (dy @ bt.t())
-    bias = bias_of(case).double() if case.settings.bias else 0.0
-    offset = 1.0 if case.settings.accumulate else 0.0
-    return {
-        "y": d.scale * (s @ bt) + bias,
-        "dx": mask * (ds @ a),
-        "dA": ds.t() @ (x * mask) + offset,
-        "dB": d.scale * (s.t() @ dy) + offset,
-    }
-
-
-def errors_of(case: Case) -> dict[str, float]:
-    """Return the worst relative Frobenius error of each quantity over all tasks."""
-    data = [task_data(i, task, case) for i, task in enumerate(case.tasks)]
-    worst = dict.fromkeys(QUANTITIES, 0.0)
-    for d, result in zip(data, run_pass(data, case), strict=True):
-        for name, reference in wanted(d, case).items():
-            norm = reference.norm().item()
-            difference = (result[name].double() - reference).norm().item()
-            # NaN compares false with everything: it must not hide in a maximum.
-            error = difference / norm if norm else difference
-            worst[name] = max(worst[name], error if error == error else 1e9)
-    return worst
 
 
 def drawn_probabilities(width: int, columns: Sequence[int]) -> list[float]:
@@ -285,9 +118,9 @@ def refusals() -> dict[str, str]:
 def main() -> None:
     torch.set_num_threads(1)
     keep_patches()
+    try_kernel(torch.device("cpu"))
     torch.manual_seed(0)
     report = {
-        "errors": {name: errors_of(case) for name, case in CASES.items()},
         "masks": {f"{width} {p}": masks(width, p) for width, p in ((64, 0.1), (100, 0.5), (5, 0.5))},
         "limits": {str(i): masks(20, p) for i, p in enumerate(drawn_probabilities(20, range(8)))},
         "blocks": blocks_of_ranks(),
@@ -299,7 +132,7 @@ def main() -> None:
 
 
 def updated() -> dict[str, bool]:
-    """Return whether tables rewritten in place give the bits of new tables."""
+    """Return whether tables rewritten in place give the bits of new tables, between rows that lie apart as well."""
     from peft_mux.kernels.lora import launch as kernels
 
     fixed = SegmentTables([50, 1, 2], [1, 2, 3], block_rows=16, chunk_rows=32, max_tokens=64)
@@ -309,8 +142,9 @@ def updated() -> dict[str, bool]:
     ranks = RankTable([40, 8, 4], [2.0, 1.0, 0.5], dropouts=[0.5, 0.0, 0.1])
     x, w, places = torch.randn(64, 24), torch.randn(52, 24), torch.arange(64)
     results = []
-    for tables in (fixed, fresh):
-        s, gradient, y = torch.zeros(64, 40), torch.full((52, 24), NAN), torch.full((64, 24), NAN)
+    for tables, laid in ((fixed, strided), (fresh, torch.clone)):
+        s, gradient, y = laid(torch.zeros(64, 40)), torch.full((52, 24), NAN), laid(torch.full((64, 24), NAN))
+        x = laid(x)
         factors, gradients = (Factors(t.split([40, 8, 4]), 24) for t in (w, gradient))
         kernels.shrink(x, factors, s, tables, ranks, scaled=True, places=places)
         kernels.expand(s, factors, y, tables, ranks, scaled=True)
@@ -363,14 +197,6 @@ def report() -> dict:
     return json.loads(run_script(__file__, TRITON_INTERPRET="1"))
 
 
-@pytest.mark.parametrize("name", CASES)
-def test_outputs_and_gradients_are_those_of_float64(report: dict, name: str) -> None:
-    limit = 1e-5 if CASES[name].dtype == torch.float32 else 1e-2
-    errors = report["errors"][name]
-    assert set(errors) == set(QUANTITIES)
-    assert all(error <= limit for error in errors.values()), errors
-
-
 @pytest.mark.parametrize("kernel", ["shrink", "expand", "wgrad"])
 def test_masks_are_those_of_the_reference_bit_for_bit(report: dict, kernel: str) -> None:
     assert all(equal["mixed"] for equal in report["masks"].values())
@@ -394,7 +220,7 @@ def test_rows_without_an_adapter_are_left_out_by_shrink_and_written_once_by_expa
     assert all(len(block) == 1 for block in blocks[1::2])
 
 
-def test_tables_that_are_rewritten_in_place_give_the_bits_of_new_ones(report: dict) -> None:
+def test_tables_that_are_rewritten_in_place_give_the_bits_of_new_ones_wherever_rows_lie(report: dict) -> None:
     assert report["updated"] == dict.fromkeys(("S", "y", "gradient", "finite", "same memory"), True)
 
 

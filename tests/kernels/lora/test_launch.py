@@ -58,7 +58,8 @@ def test_the_second_launch_goes_straight_to_what_was_compiled_with_all_arguments
     launch((3, 1, 1), (aligned,), (table,))
     launch((6, 1, 1), (aligned,), (table,))
     bound, straight = kernel.calls
-    assert bound == ("bound", (3, 1, 1), (aligned, table, 5, 7), {"num_warps": 4, "num_stages": 2})
+    options = {"num_warps": 4, "num_stages": 2, "enable_fp_fusion": True}
+    assert bound == ("bound", (3, 1, 1), (aligned, table, 5, 7), options)
     assert straight == ("straight", (6, 1, 1), (aligned, table, 5, 7))
 
 
@@ -178,12 +179,7 @@ def test_a_bias_of_another_dtype_is_refused_though_all_else_was_prepared(started
 
 
 @pytest.mark.parametrize(
-    ("lengths", "settings", "reductions"),
-    [
-        ([5, 0, 16], {}, 0),
-        ([5, 17], {}, 1),
-        ([5, 0, 16], {"max_tokens": 64}, 1),
-    ],
+    ("lengths", "settings", "reductions"), [([5, 0, 16], {}, 0), ([5, 17], {}, 1), ([5, 0, 16], {"max_tokens": 64}, 1)]
 )
 def test_gradients_of_one_chunk_each_need_no_reduction_but_where_other_rows_may_come(
     started: list[kernels.Launch], lengths: list[int], settings: dict[str, int], reductions: int

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -18,6 +18,7 @@ from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, grouped_lo
 PROPERTY = settings(deadline=None, max_examples=60)
 TOLERANCES = {torch.float64: 1e-12, torch.float32: 1e-5, torch.bfloat16: 2e-2}
 D, K = 24, 40
+WITH_AND_WITHOUT_DROPOUT = pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["plain", "dropout"])
 
 
 def grouped_lora(
@@ -123,19 +124,6 @@ def make_case(
     )
 
 
-def tables_and_dropouts(names: Sequence[str]) -> list[Any]:
-    """Return every table with and without dropout."""
-    return [
-        pytest.param(
-            name,
-            dropout,
-            id=f"{name}-{'dropout' if dropout else 'plain'}",
-        )
-        for name in names
-        for dropout in (0.0, 0.3)
-    ]
-
-
 def results(
     function: Callable[..., torch.Tensor], case: Case, dy: torch.Tensor | None = None
 ) -> dict[str, torch.Tensor]:
@@ -175,7 +163,8 @@ TABLES = {
 
 
 @pytest.mark.parametrize("base", ["weight", "weight and bias", "adapters alone"])
-@pytest.mark.parametrize(("table", "dropout"), tables_and_dropouts(list(TABLES)))
+@pytest.mark.parametrize("table", TABLES)
+@WITH_AND_WITHOUT_DROPOUT
 def test_forward_and_gradients_are_those_of_the_reference(table: str, base: str, dropout: float) -> None:
     rows, num_rows = TABLES[table]
     case = make_case(
@@ -190,9 +179,8 @@ def test_forward_and_gradients_are_those_of_the_reference(table: str, base: str,
         assert_close(found, wanted, TOLERANCES[dtype])
 
 
-@pytest.mark.parametrize(
-    ("table", "dropout"), tables_and_dropouts(["one task", "ragged ranks", "empty segments", "gaps"])
-)
+@pytest.mark.parametrize("table", ["one task", "ragged ranks", "empty segments", "gaps"])
+@WITH_AND_WITHOUT_DROPOUT
 def test_bfloat16_is_as_near_to_float64_as_its_eight_bits_allow(table: str, dropout: float) -> None:
     case = make_case(*TABLES[table], dropout=dropout)
     wanted = results(reference_grouped_lora, case.to(torch.float64))
@@ -201,7 +189,7 @@ def test_bfloat16_is_as_near_to_float64_as_its_eight_bits_allow(table: str, drop
     assert_close(found, wanted, TOLERANCES[torch.bfloat16])
 
 
-@pytest.mark.parametrize("dropout", [0.0, 0.3], ids=["plain", "dropout"])
+@WITH_AND_WITHOUT_DROPOUT
 def test_under_autocast_sums_are_in_bfloat16_and_gradients_in_the_type_of_the_weights(dropout: float) -> None:
     case = make_case(*TABLES["ragged ranks"], dropout=dropout)
     wanted = results(reference_grouped_lora, case.to(torch.float64))
@@ -286,13 +274,6 @@ def fresh_leaves(case: Case) -> dict[str, object]:
     """Return leaves without gradients in them."""
     fresh = case.to(torch.float64)
     return {"x": fresh.x, "factors": fresh.factors}
-
-
-def test_an_input_without_gradient_gets_none_and_the_factors_keep_theirs() -> None:
-    case = make_case(*TABLES["ragged ranks"], dropout=0.3, x_gradient=False)
-    found = results(grouped_lora, case.to(torch.float64))
-    assert "dx" not in found
-    assert_close(found, results(reference_grouped_lora, case.to(torch.float64)), TOLERANCES[torch.float64])
 
 
 def test_a_factor_without_gradient_gets_none() -> None:

@@ -129,4 +129,7 @@ CASES_BY_NAME: dict[str, Case] = {
     "PEANUT": _case("PeanutConfig", lambda n: {"r": 2, "depth": n, "act_fn": ("relu", "tanh")[n]}),
 }
 
+FAST = "LORA BOTTLENECK DIFF_PRUNING IA3 OFT VERA PVERA PSOFT OSF SHIRA LN_TUNING TRAINABLE_TOKENS ADAMSS".split()
+"""Types of each way to run one; where the others go one of these ways, they follow in the slow part of CI."""
+
 CASES = {PeftType[name]: case for name, case in CASES_BY_NAME.items() if name in PeftType.__members__}

@@ -28,7 +28,7 @@ CONFIGS: dict[str, PeftConfig] = {
 }
 
 
-def tasks_of(*names: str, max_steps: int = 6, **settings: Any) -> list[Task]:
+def tasks_of(*names: str, max_steps: int = 4, **settings: Any) -> list[Task]:
     """Return tasks by the names of their configurations, of unequal rows."""
     tasks = []
     for number, name in enumerate(names or CONFIGS):

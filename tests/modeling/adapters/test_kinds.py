@@ -49,6 +49,9 @@ LAYERED = [kind for kind in KINDS.values() if not isinstance(kind, PromptKind)]
 EVERY_KIND = pytest.mark.parametrize("kind", LAYERED, ids=[str(kind.peft_type.value) for kind in LAYERED])
 
 
+IDS = torch.tensor([lab.rows(5, 1, 9, 9)[0]["input_ids"]])
+
+
 def perturbed(parameters: dict[str, torch.nn.Parameter], seed: int) -> None:
     """Give weights other values, the same for the same names, so that no factor is zero."""
     with torch.no_grad():
@@ -177,17 +180,31 @@ def test_a_pass_of_two_tasks_gives_each_what_plain_peft_alone_gives(kind: Adapte
     # What it saves comes back in plain PEFT and here.
     model.eval().save_pretrained(tmp_path)
     again = MultiTaskPeftModel.from_pretrained(tiny_llama(), tmp_path, verify=False).eval()
-    ids = torch.tensor([lab.rows(5, 1, 9, 9)[0]["input_ids"]])
-    for name in "ab":
-        loaded = PeftModel.from_pretrained(tiny_llama(), str(tmp_path / name)).eval()
-        with torch.no_grad():
-            wanted = loaded(input_ids=ids).logits
-            assert torch.equal(model.task_view(name)(input_ids=ids).logits, wanted)
-            assert torch.equal(again.task_view(name)(input_ids=ids).logits, wanted)
+    with torch.no_grad():
+        for name in "ab":
+            loaded = PeftModel.from_pretrained(tiny_llama(), str(tmp_path / name)).eval()
+            wanted = loaded(input_ids=IDS).logits
+            assert torch.equal(model.task_view(name)(input_ids=IDS).logits, wanted)
+            assert torch.equal(again.task_view(name)(input_ids=IDS).logits, wanted)
+            if name == "a":
+                assert_plain_peft_can_work_on_it(loaded, wanted, merges=CASES[kind.peft_type].merges)
+
+
+def assert_plain_peft_can_work_on_it(loaded: Any, wanted: torch.Tensor, *, merges: bool) -> None:
+    """Assert that plain PEFT disables and merges what was saved, and adds and deletes another beside it."""
+    bare = tiny_llama().eval()(input_ids=IDS).logits
+    assert relative(wanted, bare) > 1e-5, "the adapter does something"
+    with loaded.disable_adapter():
+        assert torch.equal(loaded(input_ids=IDS).logits, bare)
+    loaded.add_adapter("second", copy.deepcopy(loaded.peft_config["default"]))
+    loaded.delete_adapter("second")
+    assert torch.equal(loaded(input_ids=IDS).logits, wanted)
+    if merges:
+        assert torch.allclose(loaded.merge_and_unload()(input_ids=IDS).logits, wanted, atol=1e-4)
 
 
 @EVERY_KIND
-def test_what_dropout_draws_for_a_task_does_not_depend_on_its_neighbours(kind: AdapterKind) -> None:
+def test_a_task_among_tasks_of_other_types_drops_what_it_drops_alone_and_merges(kind: AdapterKind) -> None:
     case = CASES[kind.peft_type]
     make = case.dropped or (lambda: case.make(0))
     # Of its own type and of another, around it or inside it; one is gone before the pass.
@@ -201,6 +218,11 @@ def test_what_dropout_draws_for_a_task_does_not_depend_on_its_neighbours(kind: A
     (both, _), (only, _), (other, _) = packed("b", "c", "a", "d"), packed("a"), packed("a", task_seed=2)
     together, by_itself = model(both).losses[2], alone(only).losses[0]
     assert math.isclose(together.item(), by_itself.item(), rel_tol=1e-6)
+    if case.merges:
+        with torch.no_grad():
+            wanted = model.eval().task_view("a")(input_ids=IDS).logits
+            merged = model.task_view("a").merge_and_unload()
+            assert torch.allclose(merged(input_ids=IDS).logits, wanted, atol=1e-4)
     if case.dropped is None and not case.is_random:  # its layers drop nothing, whatever is drawn
         return
     assert abs(alone(other).losses[0].item() - by_itself.item()) > 1e-4, "another seed draws something else"

@@ -259,35 +259,6 @@ def test_dropout_of_one_task_does_not_depend_on_its_neighbours() -> None:
 
 @PROPERTY
 @given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.sampled_from([1, 2, 16]))
-def test_every_token_has_its_own_row_and_padding_has_the_others(lengths: list[int], step: int) -> None:
-    layout = build_layout(tuple(lengths), step, torch.device("cpu"))
-    tokens, padding = layout.row_of_token.tolist(), layout.padding_rows.tolist()
-    assert len(tokens) == sum(lengths)
-    assert sorted(tokens + padding) == list(range(layout.num_rows)), "token and padding rows partition all rows"
-    if step == 1:
-        assert padding == []
-
-
-@PROPERTY
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.sampled_from([1, 2, 16]))
-def test_every_sequence_begins_a_row_of_a_rectangle_of_its_own_rounded_length(lengths: list[int], step: int) -> None:
-    layout = build_layout(tuple(lengths), step, torch.device("cpu"))
-    begins = {
-        rectangle.start + index * rectangle.length: rectangle.length
-        for rectangle in layout.rectangles
-        for index in range(rectangle.num_sequences)
-    }
-    start = 0
-    for length in lengths:
-        rows = layout.row_of_token[start : start + length].tolist()
-        assert rows == list(range(rows[0], rows[0] + length)), "tokens of a sequence stay together, in order"
-        assert begins.pop(rows[0]) == math.ceil(length / step) * step
-        start += length
-    assert not begins, "a rectangle has a place for no sequence"
-
-
-@PROPERTY
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.sampled_from([1, 2, 16]))
 def test_rectangles_lie_one_after_another_and_no_two_have_one_length(lengths: list[int], step: int) -> None:
     layout = build_layout(tuple(lengths), step, torch.device("cpu"))
     end = 0

@@ -182,8 +182,7 @@ def test_a_sound_model_passes_in_every_precision(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize(
-    ("make", "task_type"),
-    [(LlamaForSequenceClassification, "SEQ_CLS"), (LlamaForTokenClassification, "TOKEN_CLS")],
+    ("make", "task_type"), [(LlamaForSequenceClassification, "SEQ_CLS"), (LlamaForTokenClassification, "TOKEN_CLS")]
 )
 def test_a_sound_classifier_of_few_classes_passes(make: Any, task_type: str) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type=task_type)

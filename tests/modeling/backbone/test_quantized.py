@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import sys
+from collections.abc import Callable
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -51,6 +53,7 @@ FORMATS: dict[str, dict[str, Any]] = {
     "int8": {"load_in_8bit": True, "llm_int8_threshold": 0.0},
 }
 ALL_FORMATS = pytest.mark.parametrize("form", FORMATS)
+BOTH_WIDTHS = pytest.mark.parametrize("form", ["nf4-double", "int8"])
 
 
 @pytest.fixture(scope="module")
@@ -85,6 +88,17 @@ def two_tasks(**settings: Any) -> list[Any]:
     ]
 
 
+@pytest.fixture(scope="module")
+def plain_run(folder: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Run]:
+    """Return what trains `two_tasks` on a backbone of a format, once; nothing of the run may be changed."""
+
+    @cache
+    def run(form: str) -> Run:
+        return train(two_tasks(), tmp_path_factory.mktemp(form), model=loaded(folder, form))
+
+    return run
+
+
 def judged(run: Run, tasks: list[Any], folder: Path, form: str, monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
     """Train each task alone with plain PEFT on a quantised backbone of its own."""
     monkeypatch.setattr(mux_lab, "tiny_llama", lambda: loaded(folder, form))
@@ -107,11 +121,10 @@ def mux_batch(tasks: dict[str, list[list[int]]]) -> Any:
 
 @ALL_FORMATS
 def test_several_steps_go_as_plain_peft_takes_them(
-    form: str, folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    form: str, folder: Path, plain_run: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tasks = two_tasks()
-    run = train(tasks, tmp_path, model=loaded(folder, form))
-    assert_as_judged(run, judged(run, tasks, folder, form, monkeypatch))
+    run = plain_run(form)
+    assert_as_judged(run, judged(run, two_tasks(), folder, form, monkeypatch))
 
 
 @ALL_FORMATS
@@ -144,14 +157,15 @@ def test_losses_and_adapter_gradients_of_one_step_are_plain_pefts(form: str, fol
             assert relative(weight.grad, wanted) < 1e-4, key
 
 
-@pytest.mark.parametrize("form", ["nf4-double", "int8"])
-def test_evaluation_between_steps_does_not_change_training(form: str, folder: Path, tmp_path: Path) -> None:
-    quiet = train(two_tasks(), tmp_path / "quiet", model=loaded(folder, form))
+@BOTH_WIDTHS
+def test_evaluation_between_steps_does_not_change_training(
+    form: str, folder: Path, plain_run: Callable[[str], Run], tmp_path: Path
+) -> None:
     tasks = two_tasks(eval_dataset=mux_lab.rows(5, 3, 4, 9))
-    busy = train(tasks, tmp_path / "busy", model=loaded(folder, form), eval_strategy="steps", eval_steps=1)
+    busy = train(tasks, tmp_path, model=loaded(folder, form), eval_strategy="steps", eval_steps=1)
     assert any("eval_loss" in line for line in busy.trainer.task_states["first"].log_history)
     for name in ("first", "second"):
-        assert_bit_identical(quiet, busy, name)
+        assert_bit_identical(plain_run(form), busy, name)
 
 
 def test_all_tasks_under_bf16_autocast_learn(folder: Path, tmp_path: Path) -> None:
@@ -161,14 +175,15 @@ def test_all_tasks_under_bf16_autocast_learn(folder: Path, tmp_path: Path) -> No
         assert run.losses[name][-1] < run.losses[name][0]
 
 
-def test_recomputed_activations_give_the_same_training(folder: Path, tmp_path: Path) -> None:
-    kept = train(two_tasks(), tmp_path / "kept", model=loaded(folder, "nf4"))
-    anew = train(two_tasks(), tmp_path / "anew", model=loaded(folder, "nf4"), gradient_checkpointing=True)
+def test_recomputed_activations_give_the_same_training(
+    folder: Path, plain_run: Callable[[str], Run], tmp_path: Path
+) -> None:
+    anew = train(two_tasks(), tmp_path, model=loaded(folder, "nf4"), gradient_checkpointing=True)
     for name in ("first", "second"):
-        mux_lab.assert_same(anew, kept, name, 1e-6)
+        mux_lab.assert_same(anew, plain_run("nf4"), name, 1e-6)
 
 
-@pytest.mark.parametrize("form", ["nf4-double", "int8"])
+@BOTH_WIDTHS
 def test_gpt2_whose_layers_are_stored_transposed_goes_as_plain_peft_takes_it(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,18 +231,19 @@ def test_classifiers_with_heads_in_full_precision_go_together_as_alone(form: str
 # ------------------------------------------------------------------ isolation
 
 
-@ALL_FORMATS
-def test_a_task_of_nans_is_quarantined_and_its_neighbour_goes_on(form: str, folder: Path, tmp_path: Path) -> None:
+@BOTH_WIDTHS
+def test_a_task_of_nans_is_quarantined_and_its_neighbour_goes_on(
+    form: str, folder: Path, plain_run: Callable[[str], Run], tmp_path: Path
+) -> None:
     def poison(trainer: MultiTaskTrainer) -> None:
         with torch.no_grad():
             for weight in trainer.model.task_parameters("second").values():
                 weight.fill_(float("nan"))
 
-    clean = train(two_tasks(), tmp_path / "clean", model=loaded(folder, form))
     recorder = mux_lab.Recorder(at_end={1: poison})
-    sick = train(two_tasks(), tmp_path / "sick", model=loaded(folder, form), recorder=recorder)
+    sick = train(two_tasks(), tmp_path, model=loaded(folder, form), recorder=recorder)
     assert str(getattr(sick.trainer.task_statuses["second"], "value", "")) == "failed"
-    mux_lab.assert_same(sick, clean, "first", 1e-6)
+    mux_lab.assert_same(sick, plain_run(form), "first", 1e-6)
 
 
 @ALL_FORMATS
@@ -255,16 +271,15 @@ def test_an_outlier_threshold_would_let_one_row_change_another(folder: Path) -> 
 
 @ALL_FORMATS
 def test_a_folder_is_planned_in_quantised_bytes_and_trained_as_the_loaded_model(
-    form: str, folder: Path, tmp_path: Path
+    form: str, folder: Path, plain_run: Callable[[str], Run], tmp_path: Path
 ) -> None:
-    trainer = from_folder(folder, tmp_path / "named", FORMATS[form])
+    trainer = from_folder(folder, tmp_path, FORMATS[form])
     assert trainer.model.device.type == "meta"
     planned = trainer.plan().memory.backbone_bytes
     trainer.train()
     assert trainer.plan().memory.backbone_bytes == planned == held_bytes(loaded(folder, form))
-    given = train(two_tasks(), tmp_path / "given", model=loaded(folder, form))
     for name in ("first", "second"):
-        for key, weight in given.weights(name).items():
+        for key, weight in plain_run(form).weights(name).items():
             assert torch.equal(weights(trainer, name)[key], weight)
 
 
@@ -309,10 +324,10 @@ def test_a_folder_that_is_stored_quantised_needs_no_options(folder: Path, tmp_pa
         from_folder(tmp_path / "stored", tmp_path / "c", FORMATS["nf4"])
 
 
-@ALL_FORMATS
-def test_a_resumed_run_ends_with_the_same_bits(form: str, folder: Path, tmp_path: Path) -> None:
-    whole = train(two_tasks(), tmp_path / "whole", model=loaded(folder, form))
-
+@BOTH_WIDTHS
+def test_a_resumed_run_ends_with_the_same_bits(
+    form: str, folder: Path, plain_run: Callable[[str], Run], tmp_path: Path
+) -> None:
     def stop(trainer: MultiTaskTrainer) -> None:
         trainer.control.should_training_stop = True
 
@@ -321,7 +336,7 @@ def test_a_resumed_run_ends_with_the_same_bits(form: str, folder: Path, tmp_path
     train(two_tasks(), tmp_path / "cut", model=loaded(folder, form), recorder=recorder, **options)
     resumed = train(two_tasks(), tmp_path / "cut", model=loaded(folder, form), resume=True, **options)
     for name in ("first", "second"):
-        for key, weight in whole.weights(name).items():
+        for key, weight in plain_run(form).weights(name).items():
             assert torch.equal(resumed.weights(name)[key], weight), key
     with pytest.raises(CheckpointError, match="backbone"):
         train(two_tasks(), tmp_path / "cut", model=LlamaForCausalLM.from_pretrained(folder), resume=True, **options)
@@ -341,8 +356,10 @@ def test_the_fingerprint_sees_format_and_scales_but_not_use(folder: Path) -> Non
         assert backbone_fingerprint(used) != before
 
 
-def test_a_saved_adapter_is_plain_pefts_on_either_backbone(folder: Path, tmp_path: Path) -> None:
-    run = train(two_tasks(), tmp_path / "run", model=loaded(folder, "nf4"))
+def test_a_saved_adapter_is_plain_pefts_on_either_backbone(
+    folder: Path, plain_run: Callable[[str], Run], tmp_path: Path
+) -> None:
+    run = plain_run("nf4")
     run.trainer.model.save_task("first", tmp_path / "adapter")
     ids = torch.tensor([[5, 9, 2, 44]])
     view = run.trainer.model.eval().task_view("first")
@@ -374,14 +391,14 @@ def test_options_that_would_change_results_are_refused(options: Any, said: str, 
         from_folder(folder, tmp_path, options)
 
 
-def test_a_loaded_model_with_an_outlier_threshold_is_refused(folder: Path, tmp_path: Path) -> None:
+def test_a_loaded_model_with_an_outlier_threshold_is_refused_with_and_without_a_trainer(
+    folder: Path, tmp_path: Path
+) -> None:
+    model = loaded(folder, "int8", llm_int8_threshold=6.0)
     with pytest.raises(ConfigError, match=r"layers\.1\..*llm_int8_threshold=0\.0"):
-        make_trainer(two_tasks(), tmp_path, model=loaded(folder, "int8", llm_int8_threshold=6.0))
-
-
-def test_a_model_built_without_a_trainer_is_checked_too(folder: Path) -> None:
+        make_trainer(two_tasks(), tmp_path, model=model)
     with pytest.raises(ConfigError, match="llm_int8_threshold"):
-        MultiTaskPeftModel(loaded(folder, "int8", llm_int8_threshold=6.0), {"a": LoraConfig(target_modules=["q_proj"])})
+        MultiTaskPeftModel(model, {"a": LoraConfig(target_modules=["q_proj"])})
 
 
 def test_tasks_on_few_layers_train_after_the_probe_ran_the_others_in_evaluation_mode(

@@ -27,6 +27,7 @@ from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.sharding import norm_over_all_ranks
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.cases import CASES as ADAPTER_CASES
+from tests.modeling.adapters.cases import FAST
 from tests.modeling.objectives.cases import CASES as LOSS_CASES
 from tests.modeling.objectives.cases import LossCase
 from tests.modeling.objectives.preference.cases import PREFERENCE_CASES
@@ -196,7 +197,12 @@ def test_siblings_that_are_computed_together_stay_so_where_all_rows_are_read() -
 
 # AdaMSS needs a package that may be absent (`catalogue/test_adamss.py`).
 @pytest.mark.parametrize(
-    "kind", [kind for kind in ADAPTER_CASES if kind.value != "ADAMSS"], ids=lambda kind: kind.value
+    "kind",
+    [
+        pytest.param(kind, id=kind.value, marks=[] if kind.value in FAST else [pytest.mark.slow])
+        for kind in ADAPTER_CASES
+        if kind.value != "ADAMSS"
+    ],
 )
 def test_every_type_of_adapters_gives_the_losses_and_gradients_of_all_rows(kind: PeftType) -> None:
     case = ADAPTER_CASES[kind]
@@ -236,8 +242,7 @@ def test_dropout_is_drawn_for_the_tokens_that_are_left_as_for_all() -> None:
 
 @pytest.mark.parametrize("case", [*LOSS_CASES, *PREFERENCE_CASES], ids=str)
 def test_every_loss_reads_what_it_reads_of_all_rows(case: LossCase) -> None:
-    model = model_for(case, "a", "b")
-    model.verify()
+    model = model_for(case, "a", "b", is_verified=True)
     batches = [case.batch("a", 1), case.batch("b", 2)]
     (batch,) = ChunkPackingCollator().micro_batches(batches, max_tokens=100_000)
     (ready,) = Executor(model).with_reference_values([batch], ["a", "b"])

@@ -57,9 +57,7 @@ def judged(judged_rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
 def divided(row: JudgedRow, temperature: float) -> JudgedRow:
     """Return a row whose logits are divided by a temperature."""
     return replace(
-        row,
-        logits=[one / temperature for one in row.logits],
-        reference=[one / temperature for one in row.reference],
+        row, logits=[one / temperature for one in row.logits], reference=[one / temperature for one in row.reference]
     )
 
 

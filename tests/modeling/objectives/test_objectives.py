@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import fields, replace
+from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +23,7 @@ from peft_mux.engine.cuda_graphs import reason_against
 from peft_mux.engine.executor import Executor
 from peft_mux.errors import ConfigError
 from peft_mux.kernels.cross_entropy.linear import Head
-from peft_mux.modeling.backbone.modules import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION
+from peft_mux.modeling.backbone.modules import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION, HeadKind
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD, head_at
 from peft_mux.modeling.objectives.objective import (
@@ -142,9 +143,22 @@ class _Parameters(torch.nn.Module):
                 self.register_parameter(f"{name}_{key}".replace(".", "_"), parameter)
 
 
-def model_for(case: LossCase, *names: str) -> MultiTaskPeftModel:
-    """Return a model whose tasks all have the loss of a case."""
-    return model_of(case.objective, *names, args=case.loss_args)
+@cache
+def _shared_model(kind: HeadKind, names: tuple[str, ...], is_verified: bool) -> MultiTaskPeftModel:
+    first = next(case.objective for case in CASES if case.objective.head.kind == kind)
+    model = model_of(first, *names)
+    if is_verified:
+        model.verify()
+    return model
+
+
+def model_for(case: LossCase, *names: str, is_verified: bool = False) -> MultiTaskPeftModel:
+    """Return a model whose tasks all have the loss of a case; cases that read one head share it."""
+    model = _shared_model(case.objective.head.kind, names, is_verified).train()
+    model.zero_grad(set_to_none=False)
+    for name in names:
+        model.objectives.assign(name, case.objective, case.loss_args)
+    return model
 
 
 def streams(batches: list[TaskBatch], max_tokens: int = 1000) -> list[MuxBatch]:
@@ -165,8 +179,10 @@ def judged(model: MultiTaskPeftModel, batch: TaskBatch) -> list[JudgedRow]:
         ids = [torch.tensor(row.input_ids[start:end])[None] for start, end in row.sequence_bounds]
         return [view(input_ids=one).logits[0].double() for one in ids]
 
-    with model.without_adapters(), torch.no_grad():
-        references = [logits(row) for row in batch.sequences]
+    references: list[list[torch.Tensor]] = [[] for _ in batch.sequences]
+    if model.objectives.of(batch.task).needs_reference(model.objectives.args_of(batch.task)):
+        with model.without_adapters(), torch.no_grad():
+            references = [logits(row) for row in batch.sequences]
     return [JudgedRow(row, logits(row), reference) for row, reference in zip(batch.sequences, references, strict=True)]
 
 

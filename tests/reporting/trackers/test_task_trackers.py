@@ -23,9 +23,7 @@ CUT_OFF = {"wandb": 0, "mlflow": "KILLED", "trackio": "finished"}
 NAMES = tuple(FINISHED)
 
 
-@pytest.fixture(params=NAMES)
-def name(request: pytest.FixtureRequest) -> str:
-    return request.param
+Loggers = dict[str, pretended_loggers.Logger]
 
 
 def pretend(name: str, monkeypatch: pytest.MonkeyPatch) -> pretended_loggers.Logger:
@@ -37,9 +35,9 @@ def pretend(name: str, monkeypatch: pytest.MonkeyPatch) -> pretended_loggers.Log
 
 
 @pytest.fixture
-def logger(name: str, monkeypatch: pytest.MonkeyPatch) -> pretended_loggers.Logger:
-    """Let a stand-in be installed."""
-    return pretend(name, monkeypatch)
+def loggers(monkeypatch: pytest.MonkeyPatch) -> Loggers:
+    """Let stand-ins of all loggers be installed."""
+    return {name: pretend(name, monkeypatch) for name in NAMES}
 
 
 def stop(trainer: Any) -> None:
@@ -53,163 +51,176 @@ def two_tasks(**settings: Any) -> list[Any]:
     ]
 
 
-def trained(
-    name: str, folder: Path, recorder: lab.Recorder | None = None, tasks: Any = None, **arguments: Any
-) -> lab.Run:
-    options = {"report_to": name, "report_per_task": True, "logging_strategy": "steps", "logging_steps": 2, **arguments}
-    return lab.train(tasks or two_tasks(), folder, recorder=recorder, **options)
+def trained(folder: Path, recorder: lab.Recorder | None = None, tasks: Any = None, **arguments: Any) -> lab.Run:
+    """Train with a run in every logger for each task."""
+    options = {"report_to": list(NAMES), "report_per_task": True, "logging_strategy": "steps", "logging_steps": 2}
+    return lab.train(tasks or two_tasks(), folder, recorder=recorder, **{**options, **arguments})
 
 
 def test_each_task_has_a_run_with_its_settings_that_ends_with_it_while_the_others_go_on(
-    tmp_path: Path, name: str, logger: pretended_loggers.Logger
+    tmp_path: Path, loggers: Loggers
 ) -> None:
     endings: dict[int, Any] = {}
 
     def look(trainer: Any) -> None:
-        endings[trainer.state.global_step] = [run.ending for run in logger.runs]
+        step = trainer.state.global_step
+        endings[step] = {name: [run.ending for run in logger.runs] for name, logger in loggers.items()}
 
-    trained(name, tmp_path / "run", lab.Recorder(at_end={3: look, 5: look}))
-    first, second = logger.runs
-    assert (first.name, second.name) == ("run/a", "run/b"), "the folder names a run that has no name"
-    assert second.beside == ["run/a"], "both were under way at once"
-    assert first.begun["group"] == second.begun["group"] == "run"
-    assert first.steps_of("train/loss") == [2, 4]
-    assert second.steps_of("train/loss") == [2, 4, 6]
-    assert second.steps_of("eval/loss") == [3, 6]
-    assert not any("eval/loss" in numbers for numbers, _ in first.logs)
-    assert endings == {3: [None, None], 5: [FINISHED[name], None]}
-    assert second.ending == FINISHED[name]
-    assert [float(run.settings["learning_rate"]) for run in logger.runs] == [1e-3, 3e-3]
-    assert [int(run.settings["num_steps"]) for run in logger.runs] == [4, 6]
-    assert int(first.settings["hidden_size"]) == 32, "the backbone's, as in Trainer"
-    assert "all-linear" in str(first.settings["peft_config"])
+    trained(tmp_path / "run", lab.Recorder(at_end={3: look, 5: look}))
+    for name, logger in loggers.items():
+        first, second = logger.runs
+        assert (first.name, second.name) == ("run/a", "run/b"), "the folder names a run that has no name"
+        assert second.beside == ["run/a"], "both were under way at once"
+        assert first.begun["group"] == second.begun["group"] == "run"
+        assert first.steps_of("train/loss") == [2, 4]
+        assert second.steps_of("train/loss") == [2, 4, 6]
+        assert second.steps_of("eval/loss") == [3, 6]
+        assert not any("eval/loss" in numbers for numbers, _ in first.logs)
+        assert (endings[3][name], endings[5][name]) == ([None, None], [FINISHED[name], None])
+        assert second.ending == FINISHED[name]
+        assert [float(run.settings["learning_rate"]) for run in logger.runs] == [1e-3, 3e-3]
+        assert [int(run.settings["num_steps"]) for run in logger.runs] == [4, 6]
+        assert int(first.settings["hidden_size"]) == 32, "the backbone's, as in Trainer"
+        assert "all-linear" in str(first.settings["peft_config"])
+    assert json.loads((tmp_path / "run" / "a" / IDS_NAME).read_text()).keys() == loggers.keys()
 
 
 def test_a_removed_task_ends_its_run_and_one_that_comes_under_its_name_has_another(
-    tmp_path: Path, name: str, logger: pretended_loggers.Logger
+    tmp_path: Path, loggers: Loggers
 ) -> None:
-    ended: list[Any] = []
+    ended: dict[str, list[Any]] = {}
 
     def return_another(trainer: Any) -> None:
-        ended.extend(run.ending for run in logger.runs)
+        ended.update({name: [run.ending for run in logger.runs] for name, logger in loggers.items()})
         trainer.register_tasks([lab.small_task("a", data_seed=5, max_steps=2)])
 
-    trained(name, tmp_path, lab.Recorder(at_end={2: lambda trainer: trainer.remove_task("a"), 3: return_another}))
-    assert ended == [CUT_OFF[name], None]
-    before, after = logger.of("a")
-    assert before.steps_of("train/loss") == [2]
-    assert before.told.get("task_status", "removed") == "removed"
-    assert (after.steps_of("train/loss")[-1], after.ending) == (2, FINISHED[name])
-    assert after.begun.get("resume") != "allow" or name == "wandb"
-    assert name == "trackio" or before.run_id != after.run_id
-    assert logger.of("b")[0].steps_of("train/loss") == [2, 4, 6]
+    trained(tmp_path, lab.Recorder(at_end={2: lambda trainer: trainer.remove_task("a"), 3: return_another}))
+    for name, logger in loggers.items():
+        assert ended[name] == [CUT_OFF[name], None]
+        before, after = logger.of("a")
+        assert before.steps_of("train/loss") == [2]
+        assert before.told.get("task_status", "removed") == "removed"
+        assert (after.steps_of("train/loss")[-1], after.ending) == (2, FINISHED[name])
+        assert after.begun.get("resume") != "allow" or name == "wandb"
+        assert name == "trackio" or before.run_id != after.run_id
+        assert logger.of("b")[0].steps_of("train/loss") == [2, 4, 6]
 
 
-def test_a_task_that_fails_ends_its_run_as_failed(tmp_path: Path, name: str, logger: pretended_loggers.Logger) -> None:
+def test_a_task_that_fails_ends_its_run_as_failed(tmp_path: Path, loggers: Loggers) -> None:
     class Fails(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 3:
                 raise ValueError("no more")
 
-    run = trained(name, tmp_path, tasks=two_tasks(callbacks=[Fails()]))
+    run = trained(tmp_path, tasks=two_tasks(callbacks=[Fails()]))
     assert run.trainer.task_statuses == {"a": "failed", "b": "succeeded"}
-    first, second = logger.runs
-    assert (first.ending, second.ending) == (FAILED[name], FINISHED[name])
-    assert first.told.get("task_status", "failed") == "failed"
-    assert "no more" in first.told.get("task_reason", "no more")
+    for name, logger in loggers.items():
+        first, second = logger.runs
+        assert (first.ending, second.ending) == (FAILED[name], FINISHED[name])
+        assert first.told.get("task_status", "failed") == "failed"
+        assert "no more" in first.told.get("task_reason", "no more")
 
 
-def test_what_cuts_the_training_off_ends_the_runs_of_its_tasks(
-    tmp_path: Path, name: str, logger: pretended_loggers.Logger
-) -> None:
+def test_what_cuts_the_training_off_ends_the_runs_of_its_tasks(tmp_path: Path, loggers: Loggers) -> None:
     def fail(trainer: Any) -> None:
         raise ValueError("the run's own callback")
 
     with pytest.raises(ValueError, match="own callback"):
-        trained(name, tmp_path, lab.Recorder(at_end={3: fail}))
-    assert [run.ending for run in logger.runs] == [CUT_OFF[name]] * 2
-    assert {run.told.get("task_status", "interrupted") for run in logger.runs} == {"interrupted"}
+        trained(tmp_path, lab.Recorder(at_end={3: fail}))
+    for name, logger in loggers.items():
+        assert [run.ending for run in logger.runs] == [CUT_OFF[name]] * 2
+        assert {run.told.get("task_status", "interrupted") for run in logger.runs} == {"interrupted"}
 
 
-def test_a_resumed_task_goes_on_with_its_run(tmp_path: Path, name: str, logger: pretended_loggers.Logger) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    trained(name, tmp_path, lab.Recorder(at_end={5: stop}), **saving)
-    assert [run.ending for run in logger.runs] == [FINISHED[name], CUT_OFF[name]], "a had taken its four steps"
-    trained(name, tmp_path, resume=True, **saving)
-    (only,), (before, after) = logger.of("a"), logger.of("b")
-    assert only.steps_of("train/loss") == [2, 4], "a task that has ended asks for no run"
-    assert after.run_id == before.run_id
-    assert after.begun["resume"] == "allow"
-    assert (after.steps_of("train/loss"), after.ending) == ([6], FINISHED[name])
-    assert json.loads((tmp_path / "b" / IDS_NAME).read_text()) == {name: before.run_id}
+SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
-def test_a_training_that_begins_anew_has_new_runs(tmp_path: Path, name: str, logger: pretended_loggers.Logger) -> None:
-    trained(name, tmp_path)
-    trained(name, tmp_path)
-    assert len(logger.runs) == 4
-    if name == "trackio":  # which names a run of the same name anew
-        assert {run.begun["resume"] for run in logger.runs} == {"never"}
-    else:
-        assert len({run.run_id for run in logger.runs}) == 4
+def test_a_resumed_task_goes_on_with_its_run(tmp_path: Path, loggers: Loggers) -> None:
+    trained(tmp_path, lab.Recorder(at_end={5: stop}), **SAVING)
+    for name, logger in loggers.items():
+        endings = [run.ending for run in logger.runs]
+        assert endings == [FINISHED[name], CUT_OFF[name]], "a had taken its four steps"
+    trained(tmp_path, resume=True, **SAVING)
+    ids = json.loads((tmp_path / "b" / IDS_NAME).read_text())
+    for name, logger in loggers.items():
+        (only,), (before, after) = logger.of("a"), logger.of("b")
+        assert only.steps_of("train/loss") == [2, 4], "a task that has ended asks for no run"
+        assert ids[name] == after.run_id == before.run_id
+        assert after.begun["resume"] == "allow"
+        assert (after.steps_of("train/loss"), after.ending) == ([6], FINISHED[name])
+
+
+def test_a_training_that_begins_anew_has_new_runs(tmp_path: Path, loggers: Loggers) -> None:
+    for _ in range(2):
+        trained(tmp_path)
+    for name, logger in loggers.items():
+        assert len(logger.runs) == 4
+        if name == "trackio":  # which names a run of the same name anew
+            assert {run.begun["resume"] for run in logger.runs} == {"never"}
+        else:
+            assert len({run.run_id for run in logger.runs}) == 4
 
 
 def test_a_file_of_ids_that_somebody_has_spoilt_costs_no_more_than_the_old_run(
-    tmp_path: Path, name: str, logger: pretended_loggers.Logger
+    tmp_path: Path, loggers: Loggers
 ) -> None:
-    saving = {"save_strategy": "steps", "save_steps": 2}
-    trained(name, tmp_path, lab.Recorder(at_end={2: stop}), **saving)
+    trained(tmp_path, lab.Recorder(at_end={2: stop}), **SAVING)
     (tmp_path / "a" / IDS_NAME).write_text("[1")
-    (tmp_path / "b" / IDS_NAME).write_text(json.dumps({name: ["no id"]}))
-    run = trained(name, tmp_path, resume=True, **saving)
+    (tmp_path / "b" / IDS_NAME).write_text(json.dumps({name: ["no id"] for name in NAMES}))
+    run = trained(tmp_path, resume=True, **SAVING)
     assert set(run.trainer.task_statuses.values()) == {"succeeded"}
-    assert [run.ending for run in logger.runs[2:]] == [FINISHED[name]] * 2
+    for name, logger in loggers.items():
+        assert [run.ending for run in logger.runs[2:]] == [FINISHED[name]] * 2
 
 
 @pytest.mark.parametrize("broken", ["begin", "log", "end"])
-def test_a_logger_that_raises_ends_neither_the_task_nor_the_run_and_is_told_once(
-    tmp_path: Path, name: str, logger: pretended_loggers.Logger, broken: str, caplog: pytest.LogCaptureFixture
+def test_loggers_that_raise_end_neither_the_task_nor_the_run_and_are_told_once_each(
+    tmp_path: Path, loggers: Loggers, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
-    def fails(run: str, what: str) -> None:
-        if run.endswith("/a") and what == broken:
-            raise OSError("no connection")
+    for name, logger in loggers.items():
 
-    logger.fails = fails
-    run = trained(name, tmp_path, logging_steps=1)
+        def fails(run: str, what: str, name: str = name) -> None:
+            if run.endswith("/a") and what == broken:
+                raise OSError(f"no connection to {name}")
+
+        logger.fails = fails
+    run = trained(tmp_path, logging_steps=1)
     assert run.trainer.task_statuses == {"a": "succeeded", "b": "succeeded"}
-    assert logger.of("b")[0].steps_of("train/loss") == [1, 2, 3, 4, 5, 6]
-    told = [record.getMessage() for record in caplog.records if "no connection" in record.getMessage()]
-    assert len(told) == 1
-    assert 'task "a"' in told[0]
+    for name, logger in loggers.items():
+        assert logger.of("b")[0].steps_of("train/loss") == [1, 2, 3, 4, 5, 6]
+        told = [record.getMessage() for record in caplog.records if f"connection to {name}" in record.getMessage()]
+        assert len(told) == 1
+        assert 'task "a"' in told[0]
 
 
 def test_other_processes_than_the_first_keep_no_runs(
-    tmp_path: Path, name: str, logger: pretended_loggers.Logger, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, loggers: Loggers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    run = make_run(tmp_path, report_to=name, report_per_task=True)
+    run = make_run(tmp_path, report_to=list(NAMES), report_per_task=True)
     for process, number in ((1, 0), (0, 1)):
         monkeypatch.setattr(MultiTaskTrainingArguments, "process_index", process)
         TaskTrackers(run.table["a"], run.args).hear("on_train_begin", None)
-        assert len(logger.runs) == number
+        assert [len(logger.runs) for logger in loggers.values()] == [number] * 3
 
 
 def test_settings_of_the_loggers_are_heeded_as_in_trainer(
-    tmp_path: Path, name: str, logger: pretended_loggers.Logger, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, loggers: Loggers, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("WANDB_PROJECT", "ours")
     monkeypatch.setenv("MLFLOW_FLATTEN_PARAMS", "TRUE")
     monkeypatch.setenv("MLFLOW_MAX_LOG_PARAMS", "40")
-    trained(name, tmp_path, project="theirs", trackio_space_id="me/space", trackio_bucket_id="me/bucket")
-    begun, settings = logger.runs[0].begun, logger.runs[0].settings
+    trained(tmp_path, project="theirs", trackio_space_id="me/space", trackio_bucket_id="me/bucket")
     expected: dict[str, dict[str, Any]] = {
         "wandb": {"project": "ours", "reinit": "create_new"},
         "mlflow": {"experiment_id": "7"},
         "trackio": {"project": "theirs", "space_id": "me/space", "bucket_id": "me/bucket"},
     }
-    assert {key: begun[key] for key in expected[name]} == expected[name]
-    if name == "mlflow":
-        assert len(settings) == 40
-        assert not any(value.startswith("{") for value in settings.values())
+    for name, wanted in expected.items():
+        begun = loggers[name].runs[0].begun
+        assert {key: begun[key] for key in wanted} == wanted
+    settings = loggers["mlflow"].runs[0].settings
+    assert len(settings) == 40
+    assert not any(value.startswith("{") for value in settings.values())
 
 
 # ----------------------------------------------------------------------- refusals
@@ -240,16 +251,9 @@ def test_loggers_with_one_run_a_process_and_no_logger_are_refused_by_name(
 def test_a_run_that_mlflow_no_longer_has_is_replaced_by_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    logger, saving = pretend("mlflow", monkeypatch), {"save_strategy": "steps", "save_steps": 2}
-    trained("mlflow", tmp_path, lab.Recorder(at_end={2: stop}), **saving)
+    logger = pretend("mlflow", monkeypatch)
+    trained(tmp_path, lab.Recorder(at_end={2: stop}), report_to="mlflow", **SAVING)
     logger.runs.clear()
-    trained("mlflow", tmp_path, resume=True, **saving)
+    trained(tmp_path, resume=True, report_to="mlflow", **SAVING)
     assert [run.steps_of("train/loss") for run in logger.runs] == [[4], [4, 6]]
     assert "run id-0 in MLflow is not gone on with" in caplog.text
-
-
-def test_two_loggers_at_once_both_have_a_run_of_each_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    loggers = {name: pretend(name, monkeypatch) for name in ("wandb", "trackio")}
-    trained(list(loggers), tmp_path)  # type: ignore[arg-type]
-    assert [len(logger.runs) for logger in loggers.values()] == [2, 2]
-    assert json.loads((tmp_path / "a" / IDS_NAME).read_text()).keys() == loggers.keys()

@@ -58,8 +58,13 @@ def steps_of(writer: Writer, key: str) -> list[int]:
 
 
 def test_one_run_has_all_tasks_by_their_names(tmp_path: Path) -> None:
+    before = integration_utils.rewrite_logs
     trained(tmp_path / "run")
     (writer,) = Writer.made
+    keys = {key for key, _, _ in writer.scalars}
+    assert {"run/memory_gib", "run/tokens_per_second"} <= keys
+    assert not [key for key in keys if key.startswith(("train/", "eval/"))], "keys stay as they are"
+    assert integration_utils.rewrite_logs is before, "other trainers of the process keep their keys"
     assert steps_of(writer, "a/loss") == [2, 4]
     assert steps_of(writer, "b/loss") == [2, 4, 6]
     assert steps_of(writer, "b/eval_loss") == [3, 6]

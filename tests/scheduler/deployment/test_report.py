@@ -61,10 +61,7 @@ def report_of(plan: DeploymentPlan, model: ReplicaTimeModel) -> DeploymentReport
         lengths=lengths,
         configs=rows,
         by_length=dispatch(plan.groups, plan.bucketing, model, policy="length"),
-        alternatives=(
-            task_fused(tasks, 16, model),
-            Baseline("Task-Sequential", note="no task fits"),
-        ),
+        alternatives=(task_fused(tasks, 16, model), Baseline("Task-Sequential", note="no task fits")),
         notes=("one remark",),
     )
 

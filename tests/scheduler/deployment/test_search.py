@@ -64,10 +64,7 @@ def make_model(
 
 
 models = st.builds(
-    make_model,
-    st.tuples(st.floats(1.05, 1.6), st.floats(1.05, 1.6)),
-    st.floats(0.1, 3.0),
-    st.booleans(),
+    make_model, st.tuples(st.floats(1.05, 1.6), st.floats(1.05, 1.6)), st.floats(0.1, 3.0), st.booleans()
 )
 batches = st.tuples(st.integers(1, 12), st.integers(0, 5), st.integers(0, 3)).map(
     lambda counts: [SHORT] * counts[0] + [MIDDLE] * counts[1] + [LONG] * counts[2]
@@ -355,10 +352,7 @@ def test_summary_and_picture_name_every_group_and_bucket() -> None:
     assert max(planned.utilisation) == pytest.approx(1.0)
 
 
-TASKS = (
-    TaskLengths("chat", (SHORT,) * 48, 24),
-    TaskLengths("minutes", (SHORT,) * 75 + (LONG,) * 5, 16),
-)
+TASKS = (TaskLengths("chat", (SHORT,) * 48, 24), TaskLengths("minutes", (SHORT,) * 75 + (LONG,) * 5, 16))
 
 
 def test_task_fused_takes_the_configuration_that_the_longest_sequence_needs() -> None:

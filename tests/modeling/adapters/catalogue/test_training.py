@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftConfig, PeftModel, PeftType, TaskType
+from peft import PeftConfig, PeftType, TaskType
 from transformers import LlamaForSequenceClassification
 
 from peft_mux import MultiTaskPeftModel, Task
@@ -19,20 +19,23 @@ from peft_mux.modeling.adapters.checks import target_faults
 from peft_mux.modeling.adapters.kind import KINDS, entry_of
 from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from tests.invariants import mux_lab as lab
-from tests.invariants.mux_lab import relative, tiny_llama
-from tests.modeling.adapters.cases import CASES
-from tests.modeling.adapters.test_kinds import packed, perturbed
+from tests.invariants.mux_lab import tiny_llama
+from tests.modeling.adapters.cases import CASES, CASES_BY_NAME, FAST
+from tests.modeling.adapters.test_kinds import packed
 
 # Prompts, which have no layers, have tests of their own in `tests/modeling/adapters/prompts`.
 TYPES = [peft_type for peft_type, kind in KINDS.items() if not isinstance(kind, PromptKind)]
 
 
-def types(chosen: Iterable[PeftType]) -> pytest.MarkDecorator:
-    """Return a mark that runs a test once for each of some types."""
-    return pytest.mark.parametrize("peft_type", list(chosen), ids=lambda one: one.name)
+def types(chosen: Iterable[PeftType], fast: Iterable[str] = CASES_BY_NAME) -> pytest.MarkDecorator:
+    """Return a mark that runs a test once for each of some types, in the slow part for all but some."""
+    marks = {one: [] if one.name in fast else [pytest.mark.slow] for one in chosen}
+    return pytest.mark.parametrize(
+        "peft_type", [pytest.param(one, id=one.name, marks=mark) for one, mark in marks.items()]
+    )
 
 
-EVERY_TYPE = types(TYPES)
+EVERY_TYPE = types(TYPES, FAST)
 NAMES = [one.name.lower() for one in TYPES]
 
 
@@ -117,40 +120,6 @@ def test_a_task_of_nan_stays_alone_whatever_its_type() -> None:
         assert not torch.isfinite(losses[number]), name
         with torch.no_grad():
             parameter.copy_(kept)
-
-
-@EVERY_TYPE
-def test_plain_peft_merges_disables_adds_and_deletes_what_was_saved(peft_type: PeftType, tmp_path: Path) -> None:
-    model = MultiTaskPeftModel(tiny_llama(), {"a": CASES[peft_type].make(0)}, verify=False).eval()
-    perturbed(model.task_parameters("a"), 3)
-    model.save_pretrained(tmp_path)
-    ids = torch.arange(1, 10)[None]
-    with torch.no_grad():
-        bare = tiny_llama().eval()(input_ids=ids).logits
-        wanted = model.task_view("a")(input_ids=ids).logits
-        judge: Any = PeftModel.from_pretrained(tiny_llama(), str(tmp_path / "a")).eval()
-        assert torch.equal(judge(input_ids=ids).logits, wanted)
-        assert relative(wanted, bare) > 1e-5, "the adapter does something"
-        with judge.disable_adapter():
-            assert torch.equal(judge(input_ids=ids).logits, bare)
-        judge.add_adapter("second", copy.deepcopy(judge.peft_config["default"]))
-        judge.delete_adapter("second")
-        assert torch.equal(judge(input_ids=ids).logits, wanted)
-        if CASES[peft_type].merges:
-            assert torch.allclose(judge.merge_and_unload()(input_ids=ids).logits, wanted, atol=1e-4)
-
-
-@types(one for one in TYPES if CASES[one].merges)
-def test_a_task_is_merged_into_the_backbone_as_plain_peft_merges_it(peft_type: PeftType) -> None:
-    configs = {"x": CASES[PeftType.LORA].make(0), "a": CASES[peft_type].make(0), "b": CASES[peft_type].make(1)}
-    model = MultiTaskPeftModel(tiny_llama(), configs, verify=False).eval()
-    for name in model.tasks:
-        perturbed(model.task_parameters(name), 3)
-    ids = torch.arange(1, 10)[None]
-    with torch.no_grad():
-        wanted = model.task_view("a")(input_ids=ids).logits
-        merged = model.task_view("a").merge_and_unload()
-        assert torch.allclose(merged(input_ids=ids).logits, wanted, atol=1e-4)
 
 
 @EVERY_TYPE

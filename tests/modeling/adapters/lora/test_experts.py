@@ -283,9 +283,11 @@ def experts_task(name: str, config: LoraConfig, data_seed: int, **settings: Any)
 
 def tasks() -> list[Task]:
     return [
-        experts_task("both", on(GATE_UP, DOWN, rank=4), 1, weight_decay=0.1),
-        experts_task("all", LoraConfig(r=2, target_modules="all-linear"), 3),
-        experts_task("attention", LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), 2, seed=4),
+        experts_task("both", on(GATE_UP, DOWN, rank=4), 1, weight_decay=0.1, router_aux_loss_coef=0.0),
+        experts_task("all", LoraConfig(r=2, target_modules="all-linear"), 3, router_aux_loss_coef=0.0),
+        experts_task(
+            "attention", LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), 2, seed=4, router_aux_loss_coef=0.0
+        ),
     ]
 
 

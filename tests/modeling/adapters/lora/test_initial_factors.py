@@ -136,14 +136,14 @@ def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
     }
 
     def tasks() -> list[Any]:
-        return [task(name, config, number, max_steps=5) for number, (name, config) in enumerate(configs.items())]
+        return [task(name, config, number, max_steps=3) for number, (name, config) in enumerate(configs.items())]
 
     whole = lab.train(tasks(), tmp_path / "whole")
-    stop = lab.Recorder(at_end={3: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
-    lab.train(tasks(), tmp_path / "cut", recorder=stop, save_strategy="steps", save_steps=3)
+    stop = lab.Recorder(at_end={2: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
+    lab.train(tasks(), tmp_path / "cut", recorder=stop, save_strategy="steps", save_steps=2)
     rest = lab.train(tasks(), tmp_path / "cut", resume=True, save_strategy="steps", save_steps=100)
     for name in configs:
-        assert rest.losses[name] == whole.losses[name][3:], name
+        assert rest.losses[name] == whole.losses[name][2:], name
         for key, item in whole.weights(name).items():
             assert torch.equal(rest.weights(name)[key], item), key
 

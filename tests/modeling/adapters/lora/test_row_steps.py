@@ -23,7 +23,7 @@ from peft_mux.modeling.adapters.lora.row_steps import RowSteps
 from tests.children import run_script
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
-from tests.modeling.adapters.alone import PhiloxDropout, Together, tiny_gpt2, together
+from tests.modeling.adapters.alone import PhiloxDropout, tiny_gpt2, together
 
 TWO = ["q_proj", "down_proj"]
 CONFIGS = {
@@ -47,20 +47,6 @@ CONFIGS = {
     ),
     "plain": LoraConfig(r=5, target_modules="all-linear"),
 }
-
-
-@pytest.fixture(scope="module")
-def mixed(tmp_path_factory: pytest.TempPathFactory) -> Together:
-    return together(CONFIGS, tiny_llama, tmp_path_factory.mktemp("mixed"))
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_task_goes_as_plain_peft_alone_and_comes_back_there(mixed: Together, name: str) -> None:
-    mixed.assert_as_alone(name)
-
-
-def test_no_task_changes_the_backbone(mixed: Together) -> None:
-    mixed.assert_backbone_unchanged()
 
 
 def test_weights_that_lie_the_other_way_round_are_decomposed_and_scaled_too(tmp_path: Path) -> None:
@@ -119,32 +105,6 @@ def test_dropout_acts_where_peft_lets_it_act(field: str) -> None:
     assert math.isclose(loss.item(), wanted.item(), rel_tol=1e-5)
     for key, item in own.items():
         assert relative(mux.task_parameters("own")[key].grad, item.grad) <= 1e-4, key
-
-
-def test_nan_in_a_task_reaches_no_neighbour() -> None:
-    model = MultiTaskPeftModel(tiny_llama(), CONFIGS, verify=False)
-    rows = lab.rows(2, 1, 8, 8)[0]["input_ids"]
-    batch = ChunkPackingCollator()([{"task": name, "input_ids": rows} for name in CONFIGS])
-    healthy = model(batch).losses.detach()
-    for broken in ("dora", "initial", "biased", "blocks"):
-        kept = {key: item.detach().clone() for key, item in model.task_parameters(broken).items()}
-        with torch.no_grad():
-            for item in model.task_parameters(broken).values():
-                item.fill_(float("nan"))
-        losses = model(batch).losses
-        losses.sum().backward()
-        for index, name in enumerate(CONFIGS):
-            if name == broken:
-                assert losses[index].isnan()
-                continue
-            assert losses[index] == healthy[index]
-            assert all(item.grad.isfinite().all() for item in model.task_parameters(name).values())
-        with torch.no_grad():
-            for key, item in model.task_parameters(broken).items():
-                item.copy_(kept[key])
-        for name in CONFIGS:
-            for item in model.task_parameters(name).values():
-                item.grad = None
 
 
 def test_layers_without_such_tasks_run_no_steps() -> None:

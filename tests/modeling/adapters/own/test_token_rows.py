@@ -27,24 +27,6 @@ CONFIGS = {
 }
 
 
-@pytest.fixture(scope="module", params=["untied", "tied"])
-def mixed(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Together:
-    base: Callable[[], Any] = tied_llama if request.param == "tied" else tiny_llama
-    return together(CONFIGS, base, tmp_path_factory.mktemp("mixed"))
-
-
-@pytest.mark.parametrize("name", CONFIGS)
-def test_a_task_goes_as_plain_peft_alone_and_is_saved_as_there(mixed: Together, name: str, tmp_path: Path) -> None:
-    side = mixed.assert_as_alone(name)
-    side.model.save_pretrained(tmp_path / name)
-    there = Together(mixed.run, mixed.tasks, mixed.base, tmp_path, {})
-    assert mixed.saved(name).keys() == there.saved(name).keys()
-
-
-def test_nobody_changes_the_backbone(mixed: Together) -> None:
-    mixed.assert_backbone_unchanged()
-
-
 def test_rows_of_embedding_and_head_may_differ_where_these_are_not_tied(tmp_path: Path) -> None:
     config = LoraConfig(**QUERIES, trainable_token_indices={"lm_head": [1, 2], "embed_tokens": [4]})
     ran = together({"both": config, "plain": CONFIGS["plain"]}, tiny_llama, tmp_path, max_steps=3)
@@ -91,32 +73,6 @@ def test_trainable_tokens_reach_a_head_that_is_tied_to_the_embedding(base: Calla
 
 def batch_of(names: Iterable[str]) -> Any:
     return ChunkPackingCollator()([{"task": name, "input_ids": [4, 7, *TOKENS, 9]} for name in names])
-
-
-def test_nan_in_a_row_reaches_no_neighbour() -> None:
-    model = MultiTaskPeftModel(tied_llama(), CONFIGS, verify=False)
-    batch = ChunkPackingCollator()([{"task": name, "input_ids": [4, 7, *TOKENS, 9]} for name in CONFIGS])
-    healthy = model(batch).losses.detach()
-    with torch.no_grad():
-        for name, item in model.task_parameters("listed").items():
-            if "trainable_tokens" in name:
-                item.fill_(float("nan"))
-    losses = model(batch).losses
-    losses.sum().backward()
-    assert losses[0].isnan()
-    assert torch.equal(losses[1:], healthy[1:])
-    for name in ("plain", "named", "dora"):
-        assert all(item.grad.isfinite().all() for item in model.task_parameters(name).values())
-
-
-def test_a_model_with_rows_gives_its_backbone_back() -> None:
-    backbone = tied_llama()
-    before = {name: item.clone() for name, item in backbone.state_dict().items()}
-    model = MultiTaskPeftModel(backbone, CONFIGS, verify=False)
-    model.remove_tasks(["listed"])
-    back = model.unload()
-    assert back.state_dict().keys() == before.keys()
-    assert all(torch.equal(back.state_dict()[name], item) for name, item in before.items())
 
 
 @pytest.mark.parametrize(

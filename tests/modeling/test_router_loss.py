@@ -1,0 +1,160 @@
+"""The balancing loss of routers on a model: its gradient against transformers' own loss, isolation, and refusals."""
+
+from __future__ import annotations
+
+import copy
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from peft import LoraConfig, get_peft_model
+from torch.nn import functional as F
+from transformers.models.mixtral.modeling_mixtral import MixtralPreTrainedModel, load_balancing_loss_func
+
+from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.errors import ConfigError, UnsupportedModelError
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.trainer.trainer import MultiTaskTrainer
+from tests.engine.families import family_cases
+from tests.engine.losses import router_cases
+from tests.invariants import mux_lab as lab
+
+KINDS = (
+    *("ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "laguna", "mellum", "minimax_m2", "mixtral"),
+    *("olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
+)
+ROWS = {"a": [[5, 9, 3, 17, 20], [4, 4, 8]], "b": [[30, 31, 2, 6, 11, 12, 40]]}
+COEFFICIENT = 0.7
+
+
+def adapted(backbone: Any) -> MultiTaskPeftModel:
+    """Return a model of two tasks whose adapters are not zero, of which the first balances routers."""
+    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"])
+    model = MultiTaskPeftModel(backbone, {"a": config, "b": config}, verify=False).train()
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for name in model.tasks:
+            for _, parameter in sorted(model.task_parameters(name).items()):
+                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    model.router_loss.assign(model.adapter_of("a"), COEFFICIENT, model.backbone)
+    return model
+
+
+def packed(rows: dict[str, list[list[int]]]) -> Any:
+    """Return a micro-batch of rows of tasks."""
+    return ChunkPackingCollator()([{"task": name, "input_ids": ids} for name, own in rows.items() for ids in own])
+
+
+def plain_loss(model: MultiTaskPeftModel, backbone: Any, name: str) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    """Return the loss and gradients of a task from plain PEFT and the loss function of transformers, row by row."""
+    plain = get_peft_model(backbone, model.peft_config[model.adapter_of(name)])
+    plain.train()
+    parameters = {key.replace(".default", ""): item for key, item in plain.named_parameters() if item.requires_grad}
+    with torch.no_grad():
+        for key, value in model.task_parameters(name).items():
+            parameters[key].copy_(value)
+    terms, logits = [], []
+    for ids in ROWS[name]:
+        tokens = torch.tensor([ids])
+        outputs = plain(input_ids=tokens, output_router_logits=True)
+        logits.append(outputs.router_logits)
+        terms.append(F.cross_entropy(outputs.logits[0, :-1], tokens[0, 1:], reduction="none"))
+    by_layer = tuple(torch.cat([own.reshape(-1, own.shape[-1]) for own in one]) for one in zip(*logits, strict=True))
+    balancing = load_balancing_loss_func(by_layer, by_layer[0].shape[-1], backbone.config.num_experts_per_tok)
+    whole = torch.cat(terms).mean() + (COEFFICIENT * balancing if name == "a" else 0.0)
+    whole.backward()
+    return whole.detach(), {key: item.grad for key, item in parameters.items() if item.grad is not None}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_loss_and_its_gradient_are_those_of_transformers(kind: str) -> None:
+    backbone = family_cases.backbone(kind)
+    model = adapted(copy.deepcopy(backbone))
+    output = model(packed(ROWS))
+    output.losses.sum().backward()
+    for index, name in enumerate(model.tasks):
+        loss, gradients = plain_loss(model, copy.deepcopy(backbone), name)
+        assert output.losses[index].item() == pytest.approx(loss.item(), rel=1e-5)
+        for key, parameter in model.task_parameters(name).items():
+            torch.testing.assert_close(parameter.grad, gradients[key], rtol=1e-4, atol=1e-6, msg=key)
+
+
+def test_a_task_whose_routers_see_nan_reaches_no_other() -> None:
+    backbone = router_cases.backbone()
+    healthy, model = adapted(copy.deepcopy(backbone)), adapted(copy.deepcopy(backbone))
+    model.router_loss.assign(model.adapter_of("b"), COEFFICIENT, model.backbone)
+    healthy.router_loss.assign(healthy.adapter_of("b"), COEFFICIENT, healthy.backbone)
+    with torch.no_grad():
+        next(iter(model.task_parameters("a").values())).fill_(float("nan"))
+    found = []
+    for one in (healthy, model):
+        output = one(packed(ROWS))
+        output.losses.sum().backward()
+        found.append((output.losses, one.task_parameters("b")))
+    assert found[1][0][0].isnan()
+    # Not to the bit: experts compute other numbers of rows.
+    torch.testing.assert_close(found[0][0][1], found[1][0][1], rtol=1e-5, atol=0.0)
+    for key, parameter in found[0][1].items():
+        torch.testing.assert_close(parameter.grad, found[1][1][key].grad, rtol=1e-4, atol=1e-6)
+
+
+def test_passes_without_gradient_and_losses_of_ones_own_are_without_it() -> None:
+    model = adapted(copy.deepcopy(router_cases.backbone()))
+    with torch.no_grad():
+        without = model(packed(ROWS)).losses
+    balanced = model(packed(ROWS)).losses.detach()
+    assert balanced[0] > without[0] + 0.1
+    assert balanced[1] == pytest.approx(without[1].item(), rel=1e-6)
+    tokens = model.token_logprobs(packed(ROWS))["a"]
+    tokens.nll_M.mean().backward()
+    own = {key: item.grad.clone() for key, item in model.task_parameters("a").items()}  # type: ignore[union-attr]
+    model.router_loss.assign(model.adapter_of("a"), 0.0)
+    for parameter in model.task_parameters("a").values():
+        parameter.grad.zero_()  # type: ignore[union-attr]
+    model(packed(ROWS)).losses[0].backward()
+    for key, parameter in model.task_parameters("a").items():
+        torch.testing.assert_close(own[key], parameter.grad, rtol=1e-4, atol=1e-6)
+
+
+def test_counts_are_exact_under_autocast() -> None:
+    model = adapted(copy.deepcopy(router_cases.backbone()))
+    rows = {"a": [row["input_ids"] for row in lab.rows(1, 40, 50, 60)]}
+    with torch.no_grad(), torch.autocast("cpu", dtype=torch.bfloat16), model.router_loss.counting() as counted:
+        model.target_losses(packed(rows))
+    counts, probabilities = counted[model.adapter_of("a")].double()
+    config, num_tokens = model.backbone.config, sum(map(len, rows["a"]))
+    assert counts.sum() == num_tokens * config.num_hidden_layers * config.num_experts_per_tok
+    assert probabilities.sum().item() == pytest.approx(num_tokens * config.num_hidden_layers, rel=1e-6)
+
+
+def trainer_of(backbone: Any, folder: Path, **settings: Any) -> MultiTaskTrainer:
+    """Return a trainer of one task."""
+    args = MultiTaskTrainingArguments(output_dir=str(folder), report_to="none", use_cpu=True)
+    task = lab.small_task("a", data_seed=1, max_steps=1, target_modules=["q_proj"], **settings)
+    return MultiTaskTrainer(backbone, args, [task])
+
+
+def test_a_coefficient_for_a_model_without_routers_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.a\.router_aux_loss_coef: got 0\.1 with the model type llama.*None"):
+        trainer_of(lab.tiny_llama(), tmp_path, router_aux_loss_coef=0.1)
+    trainer_of(lab.tiny_llama(), tmp_path, router_aux_loss_coef=0.0)
+
+
+@pytest.mark.parametrize("value", [-0.1, "much", float("nan")])
+def test_coefficients_are_finite_numbers_of_at_least_zero(value: Any) -> None:
+    with pytest.raises(ConfigError, match=r"tasks\.a\.router_aux_loss_coef: got .*a finite number of at least 0"):
+        lab.small_task("a", data_seed=1, router_aux_loss_coef=value)
+
+
+def test_a_mixture_whose_routers_are_not_known_is_refused_unless_the_coefficient_is_zero(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(MixtralPreTrainedModel, "_can_record_outputs", {})
+    backbone = router_cases.backbone()
+    with pytest.raises(
+        UnsupportedModelError, match=r"MixtralForCausalLM has no balancing loss.*router_aux_loss_coef=0"
+    ):
+        trainer_of(copy.deepcopy(backbone), tmp_path).train()
+    trainer_of(copy.deepcopy(backbone), tmp_path / "without", router_aux_loss_coef=0.0).train()
