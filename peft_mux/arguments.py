@@ -11,6 +11,8 @@ import errno
 import json
 import math
 import os
+import time
+import uuid
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import MISSING, dataclass, field, fields
 from datetime import timedelta
@@ -574,7 +576,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
         # Nothing reads it here, so that it needs no workers either.
         loaders = self.dataloader_prefetch_factor, self.dataloader_num_workers
         self.dataloader_prefetch_factor, self.dataloader_num_workers = None, 0
-        _meet_after_restart(self)
+        _meet(self)
         try:
             super().__post_init__()
         except (ValueError, TypeError, AttributeError, ImportError, NotImplementedError) as error:
@@ -619,20 +621,36 @@ class MultiTaskTrainingArguments(TrainingArguments):
         return dict(options) if isinstance(options, dict) else {}
 
 
-def _meet_after_restart(args: MultiTaskTrainingArguments) -> None:
-    """Let restarted workers of torchrun exchange addresses apart from those of the attempts before.
+def _meet(args: MultiTaskTrainingArguments) -> None:
+    """Let the workers of one attempt of torchrun exchange addresses apart from those of the attempts before.
 
     torchrun keeps its store for all attempts. With torch 2.13, restarted workers find the addresses of dead ones there,
-    and wait for them.
+    and wait for them. Nothing in the environment numbers the attempts alike on all nodes, so rank 0 gives them a name.
     """
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
-    if attempt == "0" or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True" or dist.is_initialized():
+    shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    if not shares_store or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or dist.is_initialized():
         return
+    rank, world_size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     timeout = timedelta(seconds=args.ddp_timeout)
     address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    store = dist.TCPStore(address, port, is_master=False, timeout=timeout)
-    # accelerate chooses the backend, and keeps the group that it finds later on.
-    PartialState(cpu=bool(args.use_cpu), timeout=timeout, store=dist.PrefixStore(f"attempt_{attempt}", store))
+    store = dist.PrefixStore("peft_mux", dist.TCPStore(address, port, is_master=False, timeout=timeout))
+    attempt = uuid.uuid4().hex
+    if rank > 0:
+        # Answers to words of an earlier attempt have other names.
+        store.set(f"hello/{rank}", attempt)
+        attempt = store.get(f"welcome/{attempt}").decode()
+        store.set(f"met/{attempt}/{rank}", "")
+    else:
+        missing, ends = set(range(1, world_size)), time.monotonic() + args.ddp_timeout
+        while missing and time.monotonic() < ends:  # else the next meeting says who is missing
+            for other in tuple(missing):
+                if store.check([f"hello/{other}"]):
+                    store.set(f"welcome/{store.get(f'hello/{other}').decode()}", attempt)
+                if store.check([f"met/{attempt}/{other}"]):
+                    missing.remove(other)
+            time.sleep(0.02)
+    # accelerate chooses the backend, and uses the group that it finds later on.
+    PartialState(cpu=bool(args.use_cpu), timeout=timeout, store=dist.PrefixStore(attempt, store))
 
 
 def _precision_of_launcher() -> str:

@@ -486,14 +486,14 @@ def refuse_held_folder(root: Path) -> None:
 
 
 def launch_id() -> str:
-    """Return what all attempts of one launch share: the job of Slurm, or the agent of torchrun; "" for others."""
+    """Return the job of Slurm, or run, agent and worker of torchrun; "" for other launchers."""
     if "SLURM_JOB_ID" in os.environ:
         return f"slurm {os.environ['SLURM_JOB_ID']}"
-    run_id = os.environ.get("TORCHELASTIC_RUN_ID", "")
-    if run_id in ("", "none"):  # "none" is torchrun's own default, which all launches have
-        agent = psutil.Process(os.getppid())
-        return f"torchrun {platform.node()} {agent.pid} {agent.create_time():.2f}" if run_id else ""
-    return f"torchrun {run_id}"
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ""
+    agent = psutil.Process(os.getppid())
+    run, started = os.environ["TORCHELASTIC_RUN_ID"], f"{agent.create_time():.2f}"
+    return " ".join(("torchrun", run, platform.node(), str(agent.pid), started, str(os.getpid())))
 
 
 def was_restarted(root: Path) -> bool:
@@ -501,12 +501,16 @@ def was_restarted(root: Path) -> bool:
 
     A first attempt that was refused, because another run is in the folder, wrote no record there.
     """
-    counts = [os.environ.get(name, "0") for name in ("TORCHELASTIC_RESTART_COUNT", "SLURM_RESTART_COUNT")]
-    if all(count in ("", "0") for count in counts):
-        return False
-    for path in reversed(record_paths(root / STATE_FOLDER)):
+    own = launch_id().split()
+    for path in reversed(record_paths(root / STATE_FOLDER) if own else []):
         with suppress(CheckpointError):  # torn, as the attempt before was killed
-            return read_record(path).launch == launch_id()
+            launch = read_record(path).launch.split()
+            # Another worker of the same agent. torchrun counts restarts only on the node whose worker died.
+            if own[0] == "torchrun" and launch[:-1] == own[:-1] and launch != own:
+                return True
+            # Another node may have rank 0 now. All launches that name no run have torchrun's "none".
+            name = "SLURM_RESTART_COUNT" if own[0] == "slurm" else "TORCHELASTIC_RESTART_COUNT"
+            return launch[:2] == own[:2] and own[1] != "none" and os.environ.get(name, "0") not in ("", "0")
     return False
 
 
