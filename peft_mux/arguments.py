@@ -32,9 +32,9 @@ from peft_mux.scheduler.pipeline.template import SCHEDULES
 from peft_mux.scheduler.planner.policies import POLICIES
 
 LOGGERS_OF_MANY_RUNS = ("tensorboard", "wandb", "mlflow", "trackio")
-"""Loggers that can keep a run for each task (`reporting.trackers`); the others know one run per process."""
+"""Loggers that can open one run per task (`reporting.trackers`); the others support one run per process."""
 MOST_STEPS = 10**9
-"""The greatest number of steps, and the greatest count that is accepted anywhere: anything above it is a slip."""
+"""The largest number of steps, and the largest count of any kind, that is accepted: a larger one is a typo."""
 
 
 # ---------------------------------------------------------------------------------------------------- unknown settings
@@ -43,7 +43,7 @@ Value = TypeVar("Value")
 
 
 def by_name(table: Mapping[str, Value]) -> dict[str, Value]:
-    """Return a table with a row for each name, from one whose keys list several names."""
+    """Expand a table whose keys list several names into one with an entry per name."""
     return {name: value for names, value in table.items() for name in names.split()}
 
 
@@ -63,8 +63,8 @@ RENAMED = by_name(
         "no_cuda": "use_cpu",
         "warmup_ratio": "warmup_steps, which is a share of all steps where it is below 1",
         "group_by_length": "nothing: sequences are packed, so their lengths need no grouping",
-        "overwrite_output_dir": "nothing: go on by train(resume_from_checkpoint=True), or give a new folder",
-        "save_safetensors": "nothing: safetensors are all that is written",
+        "overwrite_output_dir": "nothing: resume with train(resume_from_checkpoint=True), or use a new folder",
+        "save_safetensors": "nothing: all files are safetensors",
         "tokenizer processing_class": "processing_class of the trainer",
         "per_device_train_batch_size gradient_accumulation_steps": (
             "train_batch_size, the sequences of an optimizer step over all processes"
@@ -74,7 +74,7 @@ RENAMED = by_name(
         "packing padding_free": "nothing: all sequences are packed, without attention between them",
         "dataset_text_field": 'row_format={"text": "your column"} of each Task',
         "dataset_num_proc": "nothing: rows are tokenised once, in one process",
-        "formatting_func": "row_format, or map the rows before",
+        "formatting_func": "row_format, or map the rows beforehand",
         "beta": 'objective_args={"beta": ...} of each Task',
         "model_init_kwargs": "model_init_kwargs of the trainer",
         # habit
@@ -86,7 +86,7 @@ RENAMED = by_name(
         "peft config lora_config adapter": "peft_config of each Task",
     }
 )
-"""Names that users bring from older releases, TRL or habit, and what to use here."""
+"""Names from older releases, TRL or common usage, and what to use here."""
 _TASK_FIELDS = (
     "name peft_config train_dataset eval_dataset train_batch_size shuffle num_labels compute_metrics callbacks "
     "priority preprocess_logits_for_metrics eval_generate early_stopping objective objective_args loss_type row_format "
@@ -106,7 +106,7 @@ def belongs(name: str, *, on_task: bool = False) -> str:
     if name in RENAMED:
         return f"Use {RENAMED[name]}."
     if on_task and name in SETTABLE_FIELDS:
-        return "Use MultiTaskTrainingArguments, as it is one for the run."
+        return "Set it in MultiTaskTrainingArguments: it applies to the whole run."
     if not on_task and name in _TASK_FIELDS:
         return f"Use {name}: it belongs to each Task."
     return ""
@@ -138,7 +138,7 @@ def refuse_unknown(given: Mapping[str, Any], known: Iterable[str], where: str, n
 
 
 class Rule(NamedTuple):
-    """What a setting may hold, as a check and in the words of messages."""
+    """The values that a setting accepts: a check, and their description for messages."""
 
     is_valid: Callable[[Any], bool]
     allowed: str
@@ -207,26 +207,26 @@ _TYPES: Mapping[str, tuple[str, Callable[[Any], bool]]] = {
 
 
 def plain_types(annotation: object) -> tuple[str, ...]:
-    """Return the names of the plain types of an annotation such as `str | None`; () if it has others than those."""
+    """Return the names of the plain types of an annotation such as `str | None`; () if it has any other type."""
     words = [word.strip().removeprefix("<class '").removesuffix("'>") for word in str(annotation).split("|")]
     words = [word.split("[")[0] for word in words]
     return tuple(words) if all(word in _TYPES for word in words) else ()
 
 
 def type_rule(annotation: object) -> Rule:
-    """Return the rule that values are of the plain types of an annotation."""
+    """Return the rule that a value has one of the plain types of an annotation."""
     types = plain_types(annotation)
-    assert types, f"{annotation} needs a rule of its own"
+    assert types, f"{annotation} needs its own rule"
     words = ", ".join(_TYPES[name][0] for name in types).split(", ")
     allowed = " or ".join([", ".join(words[:-1]), words[-1]]) if words[1:] else words[0]
     return Rule(lambda value: any(_TYPES[name][1](value) for name in types), allowed)
 
 
 def supported_optimizers() -> list[str]:
-    """Return the `optim` names of Trainer that can be held per task.
+    """Return the `optim` names of Trainer that support one optimizer per task.
 
-    Left out are optimizers that step inside the backward pass or layer by layer (LOMO, layer-wise kinds), that project
-    modules named for the whole model (GaLore, APOLLO), and that swap weights for evaluation (schedule-free).
+    Excluded are optimizers that step inside the backward pass or layer by layer (LOMO, layer-wise kinds), that project
+    modules named for the whole model (GaLore, APOLLO), or that swap weights for evaluation (schedule-free).
     """
     names = [str(option.value) for option in OptimizerNames]
     refused = ("lomo", "galore", "apollo", "layerwise", "schedule_free")
@@ -240,11 +240,11 @@ def supported_schedules() -> list[str]:
 
 
 ELEMENTWISE = frozenset({"adamw_torch", "adamw_torch_fused", "sgd", "adagrad", "rmsprop"})
-"""Optimizers that treat every element alike, so that it does not matter how weights are cut into tensors."""
+"""Optimizers that treat all elements in the same way, so it does not matter how weights are cut into tensors."""
 
 
 def choice_faults(where: str, value: object, options: Iterable[str]) -> list[Fault]:
-    """Return a fault if a value, or the value of an enumeration of transformers, is none of some names."""
+    """Return a fault if a value, or the value of a transformers enum member, is not one of the given names."""
     value, options = getattr(value, "value", value), list(options)
     if isinstance(value, str) and value in options:
         return []
@@ -281,9 +281,9 @@ HARMLESS = (
 """Inherited fields that no result depends on here."""
 REASONS = by_name(
     {
-        "fp16": "losses would need one scaler a task; use bf16",
+        "fp16": "each task would need its own loss scaler; use bf16",
         "bf16_full_eval fp16_full_eval": (
-            "losses are computed in fp32 or bf16, and an evaluation in the dtype of the training"
+            "losses are computed in fp32 or bf16, and evaluations use the dtype of the training"
         ),
         "prediction_loss_only batch_eval_metrics include_for_metrics label_names": (
             "evaluation computes eval_loss, or calls the task's own compute_metrics on all of its rows at once"
@@ -297,7 +297,7 @@ REASONS = by_name(
         "deepspeed parallelism_config": (
             "adapters of many tasks are laid out by peft_mux; set shard_backbone, or the two parallel sizes"
         ),
-        "accelerator_config": "rows are packed and given out by peft_mux, without accelerate's loaders",
+        "accelerator_config": "rows are packed and distributed by peft_mux, without accelerate's loaders",
         "average_tokens_across_devices": "every task counts the tokens of its whole global batch, over all processes",
         "include_num_input_tokens_seen": "tokens are counted by task, in metrics.jsonl",
         "train_sampling_strategy": "sequences are packed; for the order of the rows set shuffle=False on the Task",
@@ -320,17 +320,17 @@ def _default(item: Any) -> Any:
 
 
 def _equals(value: object, default: object) -> bool:
-    # 0 is no switch: code that reads it later may fail with a message of its own.
+    # 0 is not a bool: code that reads it later may fail with an unrelated message.
     if isinstance(default, bool) and not isinstance(value, bool):
         return False
     try:
         return bool(value == default)
-    except Exception:  # whatever comparing an array, or an object of the user's, raises
+    except Exception:  # comparing an array, or a user's object, may raise anything
         return False
 
 
 def is_default(config: TrainingArguments, name: str) -> bool:
-    """Whether a field of complete `TrainingArguments` has its default, in whichever form transformers keeps it.
+    """Whether a field of complete `TrainingArguments` has its default, in any of the forms that transformers uses.
 
     No new arguments are made to compare with: that would reset the state from which other trainers read their devices.
     """
@@ -353,7 +353,7 @@ def _is_options(value: object) -> bool:
 
 
 def _is_path(value: object) -> bool:
-    """Whether a value is a path that the file system can have; nothing need be there yet."""
+    """Whether a value is a valid path for the file system; it need not exist."""
     if not isinstance(value, (str, os.PathLike)) or not str(value):
         return False
     try:
@@ -408,7 +408,7 @@ _RULES: Mapping[str, Rule] = {
             "per_device_eval_batch_size": _COUNT,
             "dataloader_num_workers dataloader_prefetch_factor": _optional(_integer(0)),
             "ddp_bucket_cap_mb eval_accumulation_steps": _optional(_integer(0)),
-            "local_rank": Rule(lambda value: is_integer(value, -1, 2**31 - 1), "the rank that the launcher gave"),
+            "local_rank": Rule(lambda value: is_integer(value, -1, 2**31 - 1), "the rank set by the launcher"),
             "share_prefixes last_layer_at_targets": _SWITCH_OR_AUTO,
             "lr_scheduler_kwargs activation_checkpointing_kwargs gradient_checkpointing_kwargs": _OPTIONS,
             "project trackio_static_space_id": _TEXT,
@@ -427,7 +427,7 @@ _RULES: Mapping[str, Rule] = {
                 "a number of GiB above 0, or None",
             ),
             "replan_gain": Rule(
-                lambda value: is_real(value) and 0 <= value <= MOST_STEPS, "a part of 0 or more, such as 0.05 for 5 %"
+                lambda value: is_real(value) and 0 <= value <= MOST_STEPS, "a share of at least 0, such as 0.05 for 5 %"
             ),
             "cost_profile": Rule(
                 lambda value: value is None or (_is_path(value) and Path(value).is_file()),
@@ -440,7 +440,7 @@ _RULES: Mapping[str, Rule] = {
         }
     ),
 }
-"""Rules of fields for which their type says too little."""
+"""Rules of fields whose type is not specific enough."""
 
 
 # ------------------------------------------------------------------------------------------------------------ arguments
@@ -464,7 +464,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
         chunk_size: tokens of a chunk; by default the rule of M §3.5 (greatest power-of-two divisor of all lengths).
         min_chunk_size: smallest chunk size of that rule.
         pad_to_chunks: fill each task's part of a stream up to a multiple of the chunk size, for equal shapes.
-        split_long_sequences: cut sequences that are longer than a pass into whole chunks, which lie in consecutive
+        split_long_sequences: cut sequences that are longer than a pass into whole chunks, which are in consecutive
             passes and read the keys and values of the chunks before them (M §3.5); gradients are exact. Otherwise a
             longer row gets a pass of its own.
         share_prefixes: compute shared prefixes of a task's rows once for all rows of a pass: forward, backward and
@@ -484,7 +484,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
             and grouped, and rows are dispatched among replicas, by measured times during the run; losses and adapters
             change at most in their last bits, which then depend on how fast the machine was.
         replan_steps: with "plan", number of steps after which a new plan is considered.
-        replan_gain: with "plan", by what share the new plan must be faster to be followed.
+        replan_gain: with "plan", how much faster the new plan must be, as a share, to be followed.
         quarantine_policy: what happens to a task with a non-finite loss or gradient: "quarantine" fails that task,
             keeps its last good adapter and continues; "stop" ends the run.
         cuda_graphs: capture passes of equal shape as CUDA graphs and replay them, which saves the time that the host
@@ -500,48 +500,49 @@ class MultiTaskTrainingArguments(TrainingArguments):
             that do).
         redeploy: when tasks come or go, move to the replicas that LobRA's planner finds fastest, if that saves more
             than it costs; `trainer.redeploy` moves on demand.
-        interleaved_passes: with tensor parallelism, how many passes of a bucket at most take turns at subgraph
-            granularity, so that one computes while another one waits for its sums (M §3.4.2). They hold the memory
-            of that many passes. "auto", the default, lets the planner decide: 1 where nothing is gained or fits, and
-            where `cost_profile` has not measured on this device what turns hide. Not measured on GPUs yet.
+        interleaved_passes: with tensor parallelism, the most passes of a bucket that take turns at subgraph
+            granularity, so that one computes while another one waits for its all-reduces (M §3.4.2). They hold the
+            memory of that many passes. "auto", the default, lets the planner decide: 1 if nothing would be gained, if
+            two do not fit, or if `cost_profile` was not measured on this device with passes in turns. Not measured on
+            GPUs yet.
         num_micro_batches: C, the number of passes into which the rows of tasks that share passes are cut in a step:
             fewer if there are fewer rows, more if passes would hold too many tokens. By default the number that is
             predicted to be fastest and fits into memory.
         pipeline_schedule: template of the pipeline: "mux" over all hTasks, or a baseline: "1f1b", "gpipe",
             "interleaved_1f1b".
-        pipeline_flush: when a pipeline is drained: "every_step", or "auto" for only where something is due (a log, an
-            evaluation, a checkpoint, the end of a task) and every 8 steps, where that is predicted to be faster: a
+        pipeline_flush: when a pipeline is drained: "every_step", or "auto" to drain it only when something is due (a
+            log, an evaluation, a checkpoint, the end of a task) and every 8 steps, if that is predicted to be faster: a
             bucket's next step then begins when its own step is over. Results are the same.
-        shard_backbone: divide the frozen weights (those of each stage, where there are stages) among replicas (FSDP2),
-            which gather each layer before they use it.
-        report_per_task: a run for each task in each logger of `report_to` instead of one for all: with the task's own
-            steps, arguments and plain keys (`train/loss`). TensorBoard, W&B, MLflow and Trackio can do so; other
+        shard_backbone: divide the frozen weights (of each stage, if there are stages) among replicas (FSDP2), which
+            gather each layer before they use it.
+        report_per_task: one run per task in each logger of `report_to` instead of one for all tasks, with the task's
+            own steps, arguments and plain keys (`train/loss`). TensorBoard, W&B, MLflow and Trackio can do so; other
             loggers keep one run per process and are refused.
 
     Raises:
         ConfigError: naming every field that cannot be run.
     """
 
-    max_length: int = field(default=1024, metadata={"help": "Tokens of a row after which overlong_policy applies."})
+    max_length: int = field(default=1024, metadata={"help": "Tokens of a row above which overlong_policy applies."})
     data_timeout_s: float = field(default=300.0, metadata={"help": "Seconds to wait for the rows of a stream."})
     overlong_policy: str = field(default="truncate", metadata={"help": "truncate, drop or error."})
     max_tokens_per_micro_batch: int = field(default=4096, metadata={"help": "Tokens of one forward and backward pass."})
     chunk_size: int | None = field(default=None, metadata={"help": "Tokens of a chunk; None for the rule of M 3.5."})
-    min_chunk_size: int = field(default=64, metadata={"help": "Least chunk size of the rule."})
+    min_chunk_size: int = field(default=64, metadata={"help": "Smallest chunk size of that rule."})
     pad_to_chunks: bool = field(default=False, metadata={"help": "Fill each task's part up to whole chunks."})
     split_long_sequences: bool = field(default=False, metadata={"help": "Cut rows longer than a pass into chunks."})
     share_prefixes: bool | str = field(
-        default="auto", metadata={"help": "Compute what rows begin with alike once: True, False, auto."}
+        default="auto", metadata={"help": "Compute shared prefixes once: True, False, auto."}
     )
     last_layer_at_targets: bool | str = field(
-        default="auto", metadata={"help": "Compute the last layer where it is read alone: True, False, auto."}
+        default="auto", metadata={"help": "Compute the last layer only at target positions: True, False, auto."}
     )
     planner: str = field(default="mux", metadata={"help": "mux, together, interleaved or sequential."})
     memory_limit_gib: float | None = field(default=None, metadata={"help": "Memory of a device that a plan may fill."})
     cost_profile: str | None = field(default=None, metadata={"help": "JSON file of peft-mux profile."})
-    measured_times: str = field(default="report", metadata={"help": "report, or plan: what measured times decide."})
-    replan_steps: int = field(default=20, metadata={"help": "Steps after which another plan is looked for."})
-    replan_gain: float = field(default=0.05, metadata={"help": "By what part it must be faster to be followed."})
+    measured_times: str = field(default="report", metadata={"help": "report or plan: how measured times are used."})
+    replan_steps: int = field(default=20, metadata={"help": "Steps after which a new plan is considered."})
+    replan_gain: float = field(default=0.05, metadata={"help": "How much faster it must be, as a share."})
     quarantine_policy: str = field(default="quarantine", metadata={"help": "quarantine or stop."})
     cuda_graphs: bool = field(default=False, metadata={"help": "Replay passes as CUDA graphs."})
     tensor_parallel_size: int = field(default=1, metadata={"help": "Processes that share every layer."})
@@ -550,13 +551,13 @@ class MultiTaskTrainingArguments(TrainingArguments):
     dispatch: str = field(default="balanced", metadata={"help": "balanced, length or uniform."})
     redeploy: bool = field(default=False, metadata={"help": "Move to better replicas when tasks come or go."})
     interleaved_passes: int | str = field(
-        default="auto", metadata={"help": "Passes in turns under tensor parallelism: a number, or auto."}
+        default="auto", metadata={"help": "Interleaved passes under tensor parallelism: a number, or auto."}
     )
     num_micro_batches: int | None = field(default=None, metadata={"help": "Passes of tasks in a step; None to search."})
     pipeline_schedule: str = field(default="mux", metadata={"help": "mux, 1f1b, gpipe or interleaved_1f1b."})
     pipeline_flush: str = field(default="auto", metadata={"help": "auto or every_step."})
     shard_backbone: bool = field(default=False, metadata={"help": "Divide the frozen weights among replicas (FSDP2)."})
-    report_per_task: bool = field(default=False, metadata={"help": "A run of its own in report_to for each task."})
+    report_per_task: bool = field(default=False, metadata={"help": "One run per task in report_to."})
 
     def __new__(cls, *args: Any, **settings: Any) -> MultiTaskTrainingArguments:
         """Refuse unknown settings with what to use instead, which Python's own error would not say."""
@@ -570,10 +571,11 @@ class MultiTaskTrainingArguments(TrainingArguments):
         raise_faults(_faults(self))
         # transformers refuses bf16 on a machine without an accelerator unless `use_cpu` is set.
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
-        # The best weights are kept in memory, so evaluations and checkpoints need not fall together as Trainer asks.
+        # The best weights are kept in memory, so evaluations and checkpoints need not be at the same steps, as Trainer
+        # requires.
         best = self.load_best_model_at_end, self.metric_for_best_model, self.greater_is_better
         self.load_best_model_at_end, self.metric_for_best_model = False, None
-        # Nothing reads it here, so that it needs no workers either.
+        # It has no effect here, so it needs no workers either.
         loaders = self.dataloader_prefetch_factor, self.dataloader_num_workers
         self.dataloader_prefetch_factor, self.dataloader_num_workers = None, 0
         _meet(self)
@@ -590,7 +592,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
         """Return the arguments of a run with the settings of a `TrainingArguments`, such as `SFTConfig`.
 
         Args:
-            config: whose settings the run has; those of a task (`Task.from_sft_config`) become defaults of all tasks.
+            config: the source of the settings; those of a task (`Task.from_sft_config`) become defaults of all tasks.
             **settings: settings that replace those of `config`.
 
         Raises:
@@ -695,24 +697,24 @@ def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         faults.append(Fault("accelerate launch --mixed_precision", launched, "bf16 or no", reason))
     saving, evaluating = (getattr(one, "value", one) for one in (args.save_strategy, args.eval_strategy))
     if args.push_to_hub is True and _equals(saving, "no"):
-        allowed, fix = 'save_strategy "steps" or "epoch"', "What is uploaded is what was saved."
+        allowed, fix = 'save_strategy "steps" or "epoch"', "Only saved files are uploaded."
         faults.append(Fault("args.push_to_hub", 'True with save_strategy="no"', allowed, fix))
     if is_interval(args.eval_steps) and (_equals(evaluating, "no") or _equals(evaluating, "epoch")):
         got = f'{shown(args.eval_steps)} with eval_strategy="{evaluating}"'
-        allowed, fix = 'None, or a number with eval_strategy="steps"', "Or set eval_steps on single tasks."
+        allowed, fix = 'None, or a number with eval_strategy="steps"', "Or set eval_steps on individual tasks."
         faults.append(Fault("args.eval_steps", got, allowed, fix))
     return faults
 
 
 def _tracker_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
-    """Return why the tasks cannot have runs of their own in the loggers of `report_to`, which Trainer has listed."""
+    """Return why the tasks cannot have their own runs in the loggers of `report_to`, which Trainer has listed."""
     if not args.report_per_task:
         return []
     named = ", ".join(args.report_to or ())
     others = [name for name in args.report_to or () if name not in LOGGERS_OF_MANY_RUNS]
     if others or not named:
         allowed = f"True with some of {', '.join(LOGGERS_OF_MANY_RUNS)} alone, or False"
-        why = f"{', '.join(others)} keeps one run a process; as one run, it has keys such as task/loss."
+        why = f"{', '.join(others)} supports one run per process; with one run for all tasks, keys are task/loss."
         return [Fault("args.report_per_task", f"True with report_to={named or 'none'}", allowed, why if others else "")]
     if "trackio" in named and args.trackio_static_space_id:
         fix = "Trackio's own `trackio.freeze` makes a static Space when all tasks have ended."

@@ -1,10 +1,10 @@
 """Exceptions of peft_mux, how their messages are written, checks of plain values, and installed versions.
 
-Every message says *where* (task and field), what was *got*, what is *allowed*, and what to *do*.
-Configuration faults are collected and raised together, so that one run of a script shows them all.
+Every message says *where* (task and field), what was *got*, what is *allowed*, and what to *do*. Configuration faults
+are collected and raised together, so that a script reports all of them in one run.
 
-A new exception belongs here if a caller could want to catch it apart from the others; it also
-inherits the built-in class that it specialises, so `except ValueError` keeps working.
+A new exception belongs here if a caller could want to catch it separately; it also inherits the built-in class that it
+specialises, so `except ValueError` keeps working.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def closest(word: str, options: Iterable[str]) -> str:
     if not isinstance(word, str) or len(word) > 100:  # any value that a user took for a name
         return ""
     options = list(options)
-    # `adamw` is the beginning of a name rather than a slip in another one.
+    # `adamw` is the beginning of a name rather than a typo in another one.
     matches = [option for option in options if len(word) > 2 and option.startswith(f"{word}_")]
     if not matches:
         near = difflib.get_close_matches(word, options, n=3, cutoff=0.6)

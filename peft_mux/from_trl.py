@@ -1,7 +1,7 @@
-"""What a configuration or a trainer of transformers or TRL means for a `Task`.
+"""Converts a configuration or a trainer of transformers or TRL to the settings of a `Task`.
 
-The class of the trainer, or of its configuration, decides the objective: an `ORPOTrainer` trains another loss than a
-`DPOTrainer` with the same rows. Each field of a configuration is carried over, has no effect here (`NO_EFFECT`), or is
+The class of the trainer, or of its configuration, decides the objective: an `ORPOTrainer` trains a different loss than
+a `DPOTrainer` on the same rows. Each field of a configuration is carried over, has no effect here (`NO_EFFECT`), or is
 refused by name unless it has its default. So no setting that changes training is lost.
 """
 
@@ -36,7 +36,7 @@ _SAME_NAMES = (
 ).split()
 _OF_EVALUATION = "eval_delay eval_on_start load_best_model_at_end metric_for_best_model greater_is_better".split()
 _OF_ROWS = "completion_only_loss assistant_only_loss chat_template_path dataset_text_field eos_token dataset_kwargs"
-"""Fields that say how TRL tokenises rows; a trainer's rows are tokenised."""
+"""Fields that say how TRL tokenises rows; the rows of a trainer are tokenised already."""
 CARRIED = frozenset(
     {*_SAME_NAMES, *_OF_EVALUATION, "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"}
     | {"eval_strategy", "eval_steps", "loss_type", "chat_template_path", "dataset_text_field", "disable_dropout"}
@@ -51,10 +51,10 @@ NO_EFFECT = by_name(
         "dataset_num_proc": "rows are tokenised once, in one process",
         "shuffle_dataset": "Task.shuffle and Task.seed give the order of rows",
         "activation_offloading": "it moves activations and changes no result",
-        "precompute_ref_log_probs precompute_ref_batch_size": "values of the reference are the same at any time",
-        "ref_model_mixup_alpha ref_model_sync_steps": "they are read where sync_ref_model is set, which is refused",
+        "precompute_ref_log_probs precompute_ref_batch_size": "reference values are the same whenever computed",
+        "ref_model_mixup_alpha ref_model_sync_steps": "they only apply with sync_ref_model, which is refused",
         "generate_during_eval": "Task.eval_generate generates at evaluations",
-        # Of GRPO: an objective "policy" trains on rollouts that rows bring, with their advantages.
+        # GRPO: the objective "policy" trains on rollouts and advantages that the rows contain.
         "num_generations num_generations_eval generation_batch_size steps_per_generation ds3_gather_for_generation "
         "top_p top_k min_p generation_kwargs chat_template_kwargs repetition_penalty cache_implementation "
         "max_tool_calling_iterations use_transformers_paged use_transformers_continuous_batching "
@@ -62,16 +62,16 @@ NO_EFFECT = by_name(
         "vllm_structured_outputs_regex vllm_server_base_url vllm_server_host vllm_server_port vllm_server_timeout "
         "vllm_group_port vllm_gpu_memory_utilization vllm_max_model_length vllm_tensor_parallel_size "
         "vllm_importance_sampling_correction vllm_importance_sampling_mode vllm_importance_sampling_clip_max "
-        "vllm_importance_sampling_clip_min vllm_importance_sampling_cap": "rows bring rollouts that were generated",
-        "reward_weights multi_objective_aggregation scale_rewards": "rows bring advantages",
+        "vllm_importance_sampling_clip_min vllm_importance_sampling_cap": "rows contain generated rollouts",
+        "reward_weights multi_objective_aggregation scale_rewards": "rows contain advantages",
         "log_completions log_multimodal num_completions_to_print log_unique_prompts log_completions_hub_repo": (
-            "rows bring completions, which are not logged"
+            "rows contain completions, which are not logged"
         ),
         "sapo_temperature_neg sapo_temperature_pos vespo_k_pos vespo_lambda_pos vespo_k_neg vespo_lambda_neg": (
-            "they are read with the losses sapo and vespo, which are refused"
+            "they only apply with the losses sapo and vespo, which are refused"
         ),
         "entropy_coef_min entropy_coef_max entropy_coef_delta entropy_target": (
-            "they are read where use_adaptive_entropy is set, which is refused"
+            "they only apply with use_adaptive_entropy, which is refused"
         ),
     }
 )
@@ -80,11 +80,11 @@ _REASONS = by_name(
     {
         "packing": "a step has train_batch_size rows here, however they are packed; give train_batch_size=...",
         "eos_token": "texts end with the tokenizer's eos_token; set it there",
-        "dataset_kwargs": "map the rows before",
+        "dataset_kwargs": "map the rows beforehand",
         "truncation_mode": "rows keep their beginning",
         "max_prompt_length": "rows are truncated as a whole, by max_length",
         "sync_ref_model": "the reference does not change",
-        "use_vllm": "rows bring rollouts, and the correction for vLLM's sampling is not offered",
+        "use_vllm": "rows contain rollouts, and the correction for vLLM's sampling is not offered",
         "mask_truncated_completions": "give labels of -100 to the tokens of such rows",
         "num_iterations": "set num_train_epochs to train on the same rollouts again",
     }
@@ -97,7 +97,7 @@ def settings_of(config: Any, given: Mapping[str, Any], *, rows_are_tokenised: bo
     Args:
         config: a `TrainingArguments`, or a configuration of a trainer of TRL.
         given: settings of the task that replace those of the configuration.
-        rows_are_tokenised: whether TRL has tokenised the rows, so that settings of tokenising are done with.
+        rows_are_tokenised: whether TRL has tokenised the rows, so that tokenisation settings no longer apply.
 
     Raises:
         ConfigError: naming what cannot be done here, with the reason.
@@ -154,7 +154,7 @@ def _objective_of(kind: type, ending: str, where: str) -> tuple[list[Fault], str
 
 
 def _refusals(config: Any, objective: Objective, given: Mapping[str, Any], rows_are_tokenised: bool) -> list[Fault]:
-    """Return a fault for each field that is set to something that a task cannot have."""
+    """Return a fault for each field whose value a task does not support."""
     trainer_fields = TrainingArguments.__dataclass_fields__
     faults = [
         Fault(f"config.{name}", shown(getattr(config, name)), "its default", f"Reason: {reason_against(name)}.")
@@ -237,7 +237,7 @@ def settings_of_trainer(trainer: Any, given: Mapping[str, Any]) -> dict[str, Any
         "eval_dataset": trainer.eval_dataset or None,
         "compute_metrics": trainer.compute_metrics,
         "preprocess_logits_for_metrics": trainer.preprocess_logits_for_metrics,
-        # Callbacks of the libraries are parts of their trainers; only this one is a choice of the user.
+        # Callbacks of the libraries are parts of their trainers; only this one is chosen by the user.
         "callbacks": [
             callback
             for callback in trainer.callback_handler.callbacks
@@ -252,7 +252,7 @@ def _is_of_libraries(kind: object) -> bool:
 
 
 def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
-    """Return what a trainer would train that its task does not."""
+    """Return a fault for each part of a trainer's training that its task cannot reproduce."""
     faults, objective = _objective_of(type(trainer), "Trainer", "trainer")
     config: Any = getattr(trainer, "args", None)
     model: Any = getattr(trainer, "model", None)
@@ -269,7 +269,7 @@ def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
         faults.append(Fault("trainer.args", type(config).__name__, allowed))
     if getattr(config, "packing", False):
         fix = "Give its rows before they were packed: Task.from_sft_config(name, config, train_dataset=rows)."
-        faults.append(Fault("trainer.args.packing", "True", "False, as packed rows cannot be told apart", fix))
+        faults.append(Fault("trainer.args.packing", "True", "False, as packed rows cannot be separated", fix))
     if getattr(trainer, "formatting_func", None) is not None:
         faults.append(Fault("trainer.formatting_func", "a function", "rows that were mapped before"))
     if isinstance(trainer.eval_dataset, Mapping) and "eval_dataset" not in given:
@@ -282,13 +282,13 @@ def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
         fix = "Give the rows as it makes them: train_dataset=..."
         faults.append(Fault("trainer.data_collator", "one of your own", "one of transformers or TRL", fix))
     if getattr(trainer.data_collator, "mlm", False):
-        faults.append(Fault("trainer.data_collator.mlm", "True", "False, as masked words are not offered"))
+        faults.append(Fault("trainer.data_collator.mlm", "True", "False, as masked language modelling is not offered"))
     for name in ("optimizer", "lr_scheduler"):
         if getattr(trainer, name, None) is not None:
             faults.append(Fault(f"trainer.{name}", "one of your own", "None", "Set optim and lr_scheduler_type."))
     if getattr(trainer, "ref_model", None) is not None:
         faults.append(Fault("trainer.ref_model", "a model", "None, for the backbone without adapters"))
-    # Before it trains, a LoRA is 0, except for some ways to begin.
+    # An untrained LoRA is 0, except with some initialisations.
     is_zero_at_first = getattr(next(iter(adapters.values())), "init_lora_weights", False) is True
     has_moved = is_zero_at_first and any(
         ".lora_B." in name and bool(parameter.any()) for name, parameter in model.named_parameters()

@@ -1,4 +1,4 @@
-"""Files on disk that are whole or absent, whatever happens while they are written.
+"""Files on disk that are either whole or absent, even after a crash while they are written.
 
 * **Folders** (`write_folder`) are filled under a temporary name on the same file system. A manifest with the size and
   SHA-256 of each file is written last, everything is flushed to disk, and the folder is renamed into place. An older
@@ -66,7 +66,7 @@ def check_task_names(names: Iterable[str], taken: Iterable[str] = ()) -> None:
             faults.append(
                 Fault(
                     f"tasks.{name}.name",
-                    f'"{name}" beside "{seen[name.casefold()]}"',
+                    f'"{name}" and "{seen[name.casefold()]}"',
                     "names that differ in more than case (they become folders)",
                     "Rename one of them.",
                 )
@@ -155,7 +155,7 @@ def unsealed_json(path: Path) -> Any:
         CheckpointError: if the file is missing, torn or changed.
     """
     try:
-        # Compared as bytes: JSON has several spellings of one value, and each but ours is a change.
+        # Compared as bytes: JSON has several spellings of one value, and any except ours is a change.
         raw = read_regular(path)
         value = json.loads(json.loads(raw)["body"])
         is_intact = raw == sealed_json(value)
@@ -237,9 +237,9 @@ def verify_checksums(folder: Path, names: Sequence[str]) -> None:
             raise CheckpointError(f"{file}: got no readable file ({error}); allowed: an intact one.") from error
         if found != wanted[name]:
             raise CheckpointError(
-                f"{file}: got a file that was changed since it was written; allowed: the one that {CHECKSUMS_NAME}"
-                " beside it tells of. Resume the run, which takes it from a checkpoint, or delete the checksums if the"
-                " change was meant."
+                f"{file}: got a file that was changed since it was written; allowed: the one that matches"
+                f" {CHECKSUMS_NAME} next to it. Resume the run, which takes it from a checkpoint, or delete the"
+                " checksums if the change was intended."
             )
 
 
@@ -275,7 +275,7 @@ def crashpoint(name: str) -> None:
     if target == name:
         _times_passed[name] = _times_passed.get(name, 0) + 1
         if _times_passed[name] == int(count or 1):
-            # SIGKILL instead of an exception: no code may run that a power cut would not let run.
+            # SIGKILL instead of an exception: as in a power cut, no further code may run.
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -323,7 +323,7 @@ def write_folder(final: Path, fill: Callable[[Path], None], *, facts: Mapping[st
             crashpoint("after_cleanup")
     except OSError as error:
         raise CheckpointError(
-            f"{final}: could not be written ({error}); what stood there before is unchanged. {_FIX}"
+            f"{final}: could not be written ({error}); the previous content is unchanged. {_FIX}"
         ) from error
 
 
@@ -350,7 +350,7 @@ def write_file(path: Path, content: bytes) -> None:
         replace_file(scratch, path)
     except OSError as error:
         raise CheckpointError(
-            f"{path}: could not be written ({error}); what stood there before is unchanged. {_FIX}"
+            f"{path}: could not be written ({error}); the previous content is unchanged. {_FIX}"
         ) from error
     finally:
         with suppress(OSError):
@@ -451,7 +451,8 @@ LOCK_NAME = "run.lock"
 HOLDER_NAME = "run.lock.json"
 _NO_LOCKS = (errno.ENOLCK, errno.ENOSYS, errno.EOPNOTSUPP, errno.ENOTSUP)
 _MOST_ASKING_S = 10.0
-"""Seconds for which processes that only ask who trains may keep a trainer from the lock (they may get no time)."""
+"""Seconds for which processes that only ask who trains may keep a trainer from the lock (the system may suspend
+them)."""
 
 
 class FolderLock:
@@ -493,7 +494,7 @@ class FolderLock:
                     with suppress(Timeout):
                         self._lock.acquire(timeout=0.1, poll_interval=0.02)
                         break
-                    # Where nobody keeps it, other processes only ask: `keeper_of` holds it for a moment.
+                    # If no process trains, others may hold it for a moment, to ask: `keeper_of`.
                     holder = keeper_of(self.root)
                     if holder or time.monotonic() > until:
                         raise CheckpointError(

@@ -1,4 +1,4 @@
-"""`Task`: what one user wants trained, with every check that needs neither a model nor a tokenizer.
+"""`Task`: one fine-tuning job, with every check that needs neither a model nor a tokenizer.
 
 Also here: `HyperParameters`, a task's settings completed from those of the run (`resolve`), `EarlyStopping`,
 `TaskStatus`, and `MultiTaskTrainerCallback`. Checks against the backbone are in `modeling/`, checks against rows in
@@ -59,20 +59,20 @@ from peft_mux.storage import name_fault
 class MultiTaskTrainerCallback(TrainerCallback):
     """A `transformers.TrainerCallback` with additional events for the tasks of a run.
 
-    Given to `MultiTaskTrainer(callbacks=[...])`. Every method is optional, and a plain `TrainerCallback` may have
-    single ones of them. `train` calls them between two steps, on every process, after what they announce is done: an
-    adapter that they name is on the disk. Changes to a trainer that does not train are not announced.
+    Given to `MultiTaskTrainer(callbacks=[...])`. Every method is optional, and a plain `TrainerCallback` may define
+    some of them. `train` calls them between two steps, on every process, after the event has happened: an adapter that
+    they name is on the disk. Changes to a trainer that does not train are not announced.
 
-    What they ask for (`control.should_training_stop`, or `trainer.register_tasks` and the like) is done before the
-    next step; a run whose last task has ended continues with what `on_task_end` registers. What they raise ends the
-    run, as it does with transformers' events.
+    Their requests (`control.should_training_stop`, `trainer.register_tasks` and similar calls) are carried out before
+    the next step; a run whose last task has ended continues with what `on_task_end` registers. An exception in them
+    ends the run, as with transformers' events.
 
     The events of a task receive, in addition to `args`, `state` and `control` of the run:
 
     * `task`: its name.
     * `task_state`: its own `TrainerState`, with `global_step` and `log_history`.
     * `status`, `reason`: its `TaskStatus` at that moment, and why, "" if there is nothing to say.
-    * `adapter_folder`: the folder of its adapter as it is now; `None` if the disk has none, or an older one.
+    * `adapter_folder`: the folder of its current adapter; `None` if the disk has none, or an older one.
     * `model` and `processing_class`, as transformers' events get them.
 
     Example:
@@ -111,7 +111,7 @@ class MultiTaskTrainerCallback(TrainerCallback):
     ) -> TrainerControl | None:
         """Called when a task has failed; `reason` says why, and the other tasks continue.
 
-        A task that failed only because its adapter could not be written may still end, once the disk accepts it.
+        A task that failed only because its adapter could not be written may still succeed, once the disk accepts it.
         """
 
     def on_task_remove(
@@ -295,7 +295,7 @@ class Task:
             loss of next tokens (objective "sft"). `eval_loss` is smoothed, too; `eval_perplexity` is not.
         neftune_noise_alpha: strength of the noise on the embeddings of its tokens in training (NEFTune), 0 for none:
             uniform draws of (-1, 1), times `alpha / sqrt(L * D)` with L tokens of the row and D hidden features.
-        loraplus_lr_ratio: LoRA+: the learning rate of LoRA's B as a multiple of that of A, at least 1 as a rule, as in
+        loraplus_lr_ratio: LoRA+: the learning rate of LoRA's B as a multiple of that of A, usually at least 1, as in
             PEFT's `create_loraplus_optimizer`; by default both have the same.
         router_aux_loss_coef: coefficient of the balancing loss of routers, for mixtures of experts (docs/losses.md), 0
             for none; by default the model's own wherever TRL adds this loss.
@@ -305,7 +305,7 @@ class Task:
         hub_model_id: repository of this task's adapter if the run has `push_to_hub=True`; by default the run's
             `hub_model_id`, or the name of its folder, followed by the name of the task.
         data_timeout_s: seconds within which a stream must deliver the rows of a step once the others wait for them;
-            a stream that does not fails its task, and the other tasks continue.
+            otherwise its task fails, and the other tasks continue.
 
     Raises:
         ConfigError: naming every field that cannot be run.
@@ -539,7 +539,7 @@ def _reference_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
 
 
 def _field_faults(task: Task, where: str) -> list[Fault]:
-    """Return a fault for each field whose value it may not hold, whatever the other fields are."""
+    """Return a fault for each field with an invalid value, independent of the other fields."""
     faults = [fault] if (fault := name_fault(task.name)) is not None else []
     if not isinstance(task.peft_config, PeftConfig):
         allowed = "a peft.PeftConfig such as LoraConfig(r=8)"
@@ -564,13 +564,15 @@ def _field_faults(task: Task, where: str) -> list[Fault]:
     for callback in callbacks:
         if own := [event for event in EVENTS if hears(callback, event)]:
             got = f"{type(callback).__name__} with {', '.join(own)}"
-            fix = "Give it to MultiTaskTrainer(callbacks=[...]); a task's own has on_train_begin and on_train_end."
+            fix = (
+                "Give it to MultiTaskTrainer(callbacks=[...]); a Task's callbacks have on_train_begin and on_train_end."
+            )
             faults.append(Fault(f"{where}.callbacks", got, "events of one task", fix))
     return faults
 
 
 def _evaluation_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
-    """Return what is wrong with how a task is evaluated and its best evaluation is chosen, field with field."""
+    """Return faults of combinations of settings: how a task is evaluated, and how its best evaluation is chosen."""
     faults = []
     rule = task.early_stopping
     if rule is not None and not isinstance(rule, EarlyStopping):

@@ -3,7 +3,7 @@
 Whatever this code raises fails its task and no other, `SystemExit` and `KeyboardInterrupt` included. Only the second
 Ctrl-C of the run's user (`ForcedInterrupt`) passes. Process-wide settings that the code changes and that would change
 the results of other tasks are restored. The guard also measures how long the code kept the other tasks waiting and
-reports it to a listener; in a run that is `reporting.delays`.
+reports it to a listener; in a run that is `RunLog.note_own_code`.
 """
 
 from __future__ import annotations
@@ -64,9 +64,9 @@ def running_task() -> str | None:
 
 
 class guard_user_code(AbstractContextManager[None]):
-    """Run a task's own code in the `with` block, so that whatever it does is at most a failure of this task.
+    """Run a task's own code in the `with` block, so that anything it does fails at most this task.
 
-    A class and no generator: when a generator is closed, it would catch a `GeneratorExit` of the user's code.
+    A class rather than a generator: a generator that is closed would catch a `GeneratorExit` of the user's code.
 
     Args:
         task: name of the task.
@@ -83,7 +83,7 @@ class guard_user_code(AbstractContextManager[None]):
 
     def __enter__(self) -> None:
         self._outer, _running.task = running_task(), self._task
-        # This block restores what lies in the thread: inference mode, gradients, and which keys operations dispatch on.
+        # This block restores the state of the thread: inference mode, gradients, and which keys operations dispatch on.
         self._thread, records_gradients = (
             torch._C._InferenceMode(torch.is_inference_mode_enabled()),
             torch.is_grad_enabled(),
@@ -114,7 +114,7 @@ class guard_user_code(AbstractContextManager[None]):
 
 
 class _Mode(NamedTuple):
-    """Something of this process or thread that decides the results of every task, or whether the run goes on."""
+    """State of this process or thread that affects the results of every task, or whether the run continues."""
 
     read: Callable[[], Any]
     put_back: Callable[[Any], object]
@@ -136,7 +136,7 @@ _TOLERANCE_S = 0.05
 
 
 def _read_timers() -> list[tuple[float, float]]:
-    """Return of each timer when it rings, by its clock, and its interval; zeros for one that is not set."""
+    """Return for each timer when it fires, by its clock, and its interval; zeros for one that is not set."""
     found = [signal.getitimer(timer) for timer in _TIMERS]
     if found == _NOT_SET:
         return found
@@ -145,7 +145,7 @@ def _read_timers() -> list[tuple[float, float]]:
 
 def _put_timers_back(before: list[tuple[float, float]]) -> None:
     for timer, (due, every), (due_now, every_now) in zip(_TIMERS, before, _read_timers(), strict=True):
-        # A timer of the run's own program has gone on meanwhile, or rung.
+        # A timer of the run's own program has advanced meanwhile, or fired.
         if every != every_now or bool(due) != bool(due_now) or (not every and abs(due - due_now) > _TOLERANCE_S):
             signal.setitimer(timer, due and max(due - _TIMERS[timer](), 1e-3), every)
 
@@ -164,7 +164,7 @@ def _put_handlers_back(before: list[Any]) -> None:
 
 
 def _read_functions() -> list[Any]:
-    """Return the default device and the modes of torch functions, of which a default device is one."""
+    """Return the default device and the modes of torch functions (a default device is such a mode)."""
     stack = [torch._C._get_function_stack_at(number) for number in range(torch._C._len_torch_function_stack())]
     return [device_modes.CURRENT_DEVICE, vars(torch._GLOBAL_DEVICE_CONTEXT).get("device_context"), *stack]
 
@@ -284,7 +284,7 @@ _MODES = (
     _Mode(_read_folder, _put_folder_back),
     _Mode(torch.get_default_dtype, torch.set_default_dtype),
     _Mode(torch.get_num_threads, torch.set_num_threads),
-    # Numbers too small for the usual form are halved to 0 where this processor is told to flush them.
+    # Numbers too small for the usual form are halved to 0 if this processor is set to flush them.
     _Mode(lambda: sys.float_info.min / 2 == 0, torch.set_flush_denormal),
     _Mode(
         lambda: (torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()),

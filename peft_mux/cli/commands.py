@@ -1,4 +1,4 @@
-"""`peft-mux train | plan | profile | demo`: the trainer of a file's tasks, as it is asked for in a shell."""
+"""`peft-mux train | plan | profile | demo`: run the trainer of a file's tasks from a shell."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def train(arguments: argparse.Namespace) -> int:
     """
     if arguments.early_stop is not None and not arguments.sweep:
         raise ConfigError("--early-stop: got it without --sweep; allowed: both. Name what is swept, or leave it out.")
-    # JSON stands alone on standard output.
+    # Standard output gets nothing but the JSON.
     with redirect_stdout(sys.stderr) if arguments.json else nullcontext(), ExitStack() as stack:
         locks: list[FolderLock] = []
 
@@ -58,7 +58,7 @@ def train(arguments: argparse.Namespace) -> int:
                 locks.append(FolderLock(output_folder(args), "data"))
                 locks[0].acquire()
                 stack.callback(locks[0].release)
-            # Several processes check it when they have met.
+            # Several processes check it once they are connected.
             if args.world_size == 1 and args.save_strategy != "no" and arguments.resume != "auto":
                 (require_state if arguments.resume else refuse_held_folder)(output_folder(args))
 
@@ -89,7 +89,7 @@ def train(arguments: argparse.Namespace) -> int:
 
 
 def _resume_command(arguments: argparse.Namespace, num_processes: int) -> str:
-    """Return the command that goes on with a training, with the same file and settings."""
+    """Return the command that resumes a training with the same file and settings."""
     words = [word for word in arguments.words if word not in ("--resume", "--resume=auto", "--resume-auto")]
     command = shlex.join(["peft-mux", *words, "--resume"])
     return command if num_processes == 1 else f"LAUNCHER -m {command.replace('peft-mux', 'peft_mux', 1)}"
@@ -105,8 +105,8 @@ def plan(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"--{option.replace('_', '-')}: got it without --deployment; allowed: both. Add it.")
     layout = {}
     if arguments.devices is not None:
-        # A trainer lays out the processes that it is in, and this is one process, whatever devices are asked about. So
-        # it is made as for one, and the planner is told how the devices share the backbone.
+        # A trainer lays out the processes that it runs in, and this is a single one, whatever devices the plan is for.
+        # So the trainer is made for one process, and the planner gets how the devices share the backbone.
         args = config.args
         layout = {"num_stages": args.pipeline_parallel_size, "devices_per_stage": args.tensor_parallel_size}
         args.tensor_parallel_size = args.pipeline_parallel_size = 1
@@ -131,7 +131,7 @@ def show_deployment(trainer: MultiTaskTrainer, arguments: argparse.Namespace) ->
     """Plan and print a deployment; return the exit status.
 
     Args:
-        trainer: trainer of the tasks that the file describes; nothing of it is changed.
+        trainer: trainer of the tasks that the file describes; it is not changed.
         arguments: parsed options of `peft-mux plan`.
 
     Raises:
@@ -199,11 +199,11 @@ def make_trainer(config: RunConfig) -> MultiTaskTrainer:
         return MultiTaskTrainer(config.model, config.args, config.tasks, **options)
     except PeftMuxError as error:
         raise_faults(config.located(error.faults), type(error))
-        raise  # an error that is not made of faults
+        raise  # an error without faults
 
 
 def _swept(config: RunConfig, options: Sequence[str]) -> tuple[RunConfig, list[Any]]:
-    """Return a configuration with the tasks of its sweeps in place of those that are swept, and the sweeps.
+    """Return a configuration in which the tasks of its sweeps replace the swept ones, and the sweeps.
 
     Args:
         config: the configuration of a file.
@@ -223,7 +223,7 @@ def _swept(config: RunConfig, options: Sequence[str]) -> tuple[RunConfig, list[A
             hint = closest(parts[1], names)
             raise ConfigError(f"--sweep: got task {parts[1]!r}; allowed: {', '.join(names)}. {hint}".rstrip())
         field = parts[2].replace("peft.", "peft_config.", 1) if parts[2].startswith("peft.") else parts[2]
-        # As a list of YAML, so that lists and texts with commas in them can be values.
+        # Read as a YAML list, so that values can be lists, or strings with commas.
         values = parse_value(text if text.startswith("[[") else f"[{text}]", f"--sweep {key}")
         grids.setdefault(parts[1], {})[field] = values
     contests, tasks = [], []

@@ -1,4 +1,4 @@
-"""`tasks.yaml`: the same words as in Python, turned into arguments and tasks; all faults at once, with line numbers.
+"""`tasks.yaml`: the same settings as in Python, read into arguments and tasks; all faults at once, with line numbers.
 
     model: Qwen/Qwen3-0.6B
     output_dir: runs/support
@@ -49,7 +49,7 @@ _TOP_KEYS = ("model", "tokenizer", "output_dir", "run", "defaults", "tasks", "mo
 _MAX_BYTES, _MAX_NODES = 2**23, 200_000
 """Limits of a file, and of its values once aliases are written out."""
 _FREE_SECTIONS = ("model_init_kwargs",)
-"""Sections that are passed on as they are, in which numbers may be keys (`max_memory: {0: 10GiB}`)."""
+"""Sections that are passed on unchanged, in which numbers may be keys (`max_memory: {0: 10GiB}`)."""
 _WHEN_EVALUATED = ("eval_steps", "eval_delay", "eval_on_start")
 _OF_ROWS = ("loss_type", "objective", "objective_args", "early_stopping.metric", "compute_metrics", "max_steps")
 """Fields whose faults may only be due to rows that could not be loaded."""
@@ -65,7 +65,7 @@ _SHORT_NAMES = {
     "args": "run",
     "base_model": "model",
 }
-"""Names of keys elsewhere, too different from ours to be found by their letters."""
+"""Names of keys in other projects, too different from ours to be found by similarity."""
 _LORA_VARIANTS = {
     "dora": "{type: lora, use_dora: true}",
     "rslora": "{type: lora, use_rslora: true}",
@@ -106,7 +106,7 @@ class RunConfig:
     lines: Mapping[str, int] = field(default_factory=dict)
 
     def located(self, faults: Iterable[Fault]) -> list[Fault]:
-        """Return what is wrong with objects that were made of the file, in its own names and with its lines."""
+        """Return the faults of objects that were made from the file, with the file's own names and lines."""
         return _located(faults, self.file, self.lines)
 
 
@@ -119,16 +119,16 @@ def read_config(
 
     Args:
         path: path of the YAML file.
-        overrides: texts such as `tasks.sql.learning_rate=1e-4`, each of which replaces or adds one value.
+        overrides: texts such as `tasks.sql.learning_rate=1e-4`; each replaces or adds one value.
         before_rows: called with the arguments of the run, if they are without faults, before rows are loaded.
 
     Raises:
-        ConfigError: naming every fault, with its line where it has one.
+        ConfigError: naming every fault, with its line if it has one.
     """
     path = Path(path)
     try:
         if path.exists() and not path.is_file():  # a pipe may never end
-            raise OSError("it is no regular file; allowed: a YAML file.")
+            raise OSError("it is not a regular file; allowed: a YAML file.")
         if (size_bytes := path.stat().st_size) > _MAX_BYTES:
             raise OSError(f"got {size_bytes} bytes; allowed: at most {_MAX_BYTES}.")
         text = path.read_text(encoding="utf-8")
@@ -174,7 +174,7 @@ def _located(faults: Iterable[Fault], file: str, lines: Mapping[str, int]) -> li
     for fault in faults:
         name = fault.where.replace("args.", "run.", 1) if fault.where.startswith("args.") else fault.where
         name = "tokenizer" if name == "processing_class" else name.replace(".peft_config", ".peft", 1)
-        # A task's fault may stand in the defaults, and a missing field only in the section that lacks it.
+        # The fault of a task may come from the defaults; a missing field is always one of the section that lacks it.
         where, inherited = name, re.sub(r"^tasks\.[^.]+\.", "defaults.", name)
         if where not in lines and inherited in lines:
             where = inherited
@@ -189,10 +189,10 @@ def _located(faults: Iterable[Fault], file: str, lines: Mapping[str, int]) -> li
 
 
 class _Loader(yaml.SafeLoader):
-    """YAML as people write it: `1e-4` is a number (YAML 1.1 wants `1.0e-4`).
+    """Loads YAML safely, and reads `1e-4` as a number (YAML 1.1 requires `1.0e-4`).
 
-    A few lines with aliases can stand for more values than any walk over them could visit (`a: &a [x, x]`,
-    `b: &b [*a, *a]`, ...), or contain themselves. Both are refused before any value is made.
+    A few lines with aliases can expand to more values than could ever be visited (`a: &a [x, x]`, `b: &b [*a, *a]`,
+    ...), or contain themselves. Both are refused before any value is made.
     """
 
     def __init__(self, text: str, where: str) -> None:
@@ -212,7 +212,7 @@ class _Loader(yaml.SafeLoader):
         elif node in self._sizes:
             self._num_nodes += self._sizes[node]
         else:
-            raise ConfigError(f"{place}: got *{event.anchor} within itself; allowed: sections that end.")
+            raise ConfigError(f"{place}: got *{event.anchor} within itself; allowed: aliases without cycles.")
         if self._num_nodes > _MAX_NODES:
             raise ConfigError(
                 f"{place}: got more than {_MAX_NODES} values once aliases (*name) are written out; allowed: fewer. "
@@ -231,7 +231,7 @@ def parse_value(text: str, where: str) -> Any:
 
     Args:
         text: the text that is parsed.
-        where: what it is the value of, for messages.
+        where: name of the value in messages.
 
     Raises:
         ConfigError: if it is no YAML.
@@ -240,7 +240,7 @@ def parse_value(text: str, where: str) -> Any:
 
 
 def _parsed(text: str, where: str) -> tuple[Any, Any]:
-    """Return the node of a text, which knows lines, and the value that it stands for."""
+    """Parse a text; return its node, which has line numbers, and its value."""
     try:
         loader = _Loader(text, where)
         node = loader.get_single_node()
@@ -248,30 +248,30 @@ def _parsed(text: str, where: str) -> tuple[Any, Any]:
     except ConfigError:
         raise
     except yaml.YAMLError as error:
-        # In one line; PyYAML draws where it is over six.
+        # On one line; the message of PyYAML takes six.
         mark, began = getattr(error, "problem_mark", None), getattr(error, "context_mark", None)
         if mark is None:
             raise ConfigError(f"{where}: is not YAML: {' '.join(str(error).split())}") from error
         context, problem = getattr(error, "context", None), getattr(error, "problem", None) or "it cannot be read"
-        since = f", {context} that begins in line {began.line + 1}" if began is not None and context else ""
+        since = f", {context} that begins on line {began.line + 1}" if began is not None and context else ""
         said = f"column {mark.column + 1}: {problem}{since}"
         raise ConfigError(f"{where}:{mark.line + 1}: is not YAML: {said}.") from error
     except RecursionError as error:
         raise ConfigError(f"{where}: got sections nested too deeply; allowed: fewer levels.") from error
-    # What PyYAML raises of values such as the date 2024-13-01, or a number of 5,000 digits.
+    # PyYAML raises these for values such as the date 2024-13-01, or a number of 5,000 digits.
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(f"{where}: is not YAML: a value cannot be read: {error}. Write it in quotes.") from error
 
 
 def _look_at_keys(node: yaml.MappingNode, prefix: str, lines: dict[str, int], seen: set[int]) -> list[Fault]:
-    """Note the line of each key; return what is wrong with keys: given twice, or no names to YAML (`yes` is true)."""
+    """Record the line of each key; return faults of keys: duplicates, and keys that are not strings (`yes` is true)."""
     faults: list[Fault] = []
-    seen.add(id(node))  # an alias may stand for it again, even within itself
+    seen.add(id(node))  # an alias may refer to it again, even from within
     for key, value in node.value:
         where = f"{prefix}{key.value}"
         if where in lines:
             faults.append(Fault(where, "the same key twice", "each key once"))
-            # What stands in the second section is not given twice.
+            # The keys in the second section are not duplicates.
             for own in [line for line in lines if line.startswith(f"{where}.")]:
                 del lines[own]
         lines[where] = key.start_mark.line + 1
@@ -287,7 +287,7 @@ def _look_at_keys(node: yaml.MappingNode, prefix: str, lines: dict[str, int], se
 
 
 def _expand_secrets(data: dict[str, Any]) -> list[Fault]:
-    """Replace variables of the environment in fields that hold secrets, in place; return what is wrong with them."""
+    """Replace environment variables in fields that hold secrets, in place; return their faults."""
     faults = []
     for path in SECRETS:
         section, key = path.split(".")
@@ -295,18 +295,18 @@ def _expand_secrets(data: dict[str, Any]) -> list[Fault]:
         if not isinstance(own, dict) or not isinstance(text := own.get(key), str):
             continue
         names = re.findall(r"\$\{(.*?)\}", text)
-        own[key] = None  # unless all is well with it
+        own[key] = None  # set below if it has no fault
         # No message shows the text: it may be the secret itself.
         if re.fullmatch(r"\$\w+", text):
             fix = "Write ${NAME} for the variable NAME."
             faults.append(Fault(path, "a variable without braces", "a token, or a variable in braces", fix))
         elif missing := [f"${{{name}}}" for name in names if not os.environ.get(name)]:
-            fix = "Set it where the run is started, or leave the field out: then the log-in of the machine counts."
-            got = f"{', '.join(missing)}, a variable of the environment that is not set"
+            fix = "Set it in the shell that starts the run, or leave the field out to use the login of this machine."
+            got = f"{', '.join(missing)}, an environment variable that is not set"
             faults.append(Fault(path, got, "variables that are set", fix))
         else:
             own[key] = re.sub(r"\$\{(.*?)\}", lambda found: os.environ[found[1]], text)
-    # In all other fields they are refused. Each value is visited once, as aliases may repeat it, even within itself.
+    # In all other fields they are refused. Each value is visited once, because aliases may repeat it.
     waiting: list[tuple[str, Any]] = [("", data)]
     seen: set[int] = set()
     while waiting:
@@ -317,10 +317,10 @@ def _expand_secrets(data: dict[str, Any]) -> list[Fault]:
                 waiting += [(f"{where}.{key}".strip("."), own) for key, own in items]
             seen.add(id(value))
             continue
-        # A chat template has a language with such braces.
+        # Chat templates use such braces themselves.
         is_exempt = where in SECRETS or where.endswith(".chat_template")
         if isinstance(value, str) and not is_exempt and re.search(r"\$\{\w+\}", value):
-            allowed = f"the value itself; variables stand in {' and '.join(SECRETS)} alone"
+            allowed = f"the value itself; variables are only allowed in {' and '.join(SECRETS)}"
             faults.append(Fault(where, shown(value), allowed, "Write the value, or give it with --set."))
     return faults
 
@@ -355,7 +355,7 @@ def _key_faults(
 def _hint_of_run(key: str) -> str:
     """Return why an argument of Trainer is refused in `run`, or where another key belongs."""
     if key == "output_dir":
-        return "It stands at the top of the file."
+        return "It belongs at the top of the file."
     if key in TrainingArguments.__dataclass_fields__:
         return f"Reason: {reason_against(key)}."
     return "Set it on each task, or under defaults." if key in TASK_KEYS else belongs(key)
@@ -363,8 +363,8 @@ def _hint_of_run(key: str) -> str:
 
 def _hint_of_task(key: str) -> str:
     if key in ADAPTER_NAMES:
-        return f"It is one of the adapter: set {ADAPTER_NAMES[key]} under peft."
-    return "It is one for the run: set it under run." if key in SETTABLE_FIELDS else belongs(key, on_task=True)
+        return f"It is a setting of the adapter: set {ADAPTER_NAMES[key]} under peft."
+    return "It is a setting of the run: set it under run." if key in SETTABLE_FIELDS else belongs(key, on_task=True)
 
 
 def _structure_faults(data: dict[str, Any]) -> list[Fault]:
@@ -416,7 +416,7 @@ def _value_faults(task: Mapping[str, Any], where: str) -> list[Fault]:
 
 
 def _attempt(where: str, make: Callable[..., Any], *arguments: Any) -> tuple[Any, list[Fault]]:
-    """Return what a function makes, or `None` and what it finds wrong."""
+    """Call a function; return its result, or `None` and the faults that it raises."""
     try:
         return make(*arguments), []
     except ConfigError as error:
@@ -469,7 +469,7 @@ def _make_task(name: str, settings: Mapping[str, Any], folder: Path) -> tuple[Ta
     Args:
         name: name of the task.
         settings: its section of the file, completed with the defaults.
-        folder: folder that relative paths begin at.
+        folder: folder that relative paths start from.
     """
     where = f"tasks.{name}"
     own = {key: value for key, value in settings.items() if key in TASK_KEYS and key not in (*DATA_KEYS, "peft")}
@@ -492,7 +492,7 @@ def _make_task(name: str, settings: Mapping[str, Any], folder: Path) -> tuple[Ta
             faults += more
     task, more = _attempt(where, lambda: Task(name=name, **own))
     for fault in more:
-        # Faults that are due to a stand-in for something at fault are not the user's.
+        # Faults that only come from a stand-in for an invalid value are not the user's.
         is_of_rows = without_rows and fault.where.endswith(_OF_ROWS)
         if not is_of_rows and not (own.get("peft_config", "") is None and "peft_config" in fault.where):
             faults.append(fault)
@@ -541,11 +541,13 @@ def _make_peft_config(settings: Mapping[str, Any], where: str) -> Any:
     raise_faults(_key_faults(options, [*names, "type"], f"{where}."))
     try:
         return config_class(**options)
-    except Exception as error:  # PEFT checks little, so this may be anything that its code runs into
+    except Exception as error:  # PEFT checks little, so its code may raise anything
         raise_faults(
             [
                 Fault(
-                    where, shown(dict(settings)), f"what PEFT takes: it says {' '.join(str(error).split()).rstrip('.')}"
+                    where,
+                    shown(dict(settings)),
+                    f"what PEFT accepts: it says {' '.join(str(error).split()).rstrip('.')}",
                 )
             ]
         )

@@ -1,4 +1,4 @@
-"""`peft-mux export RUN`: adapters for others: the command that serves them, one merged into its backbone, or a copy."""
+"""`peft-mux export RUN`: serve, merge or copy the adapters of a run."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def export(arguments: argparse.Namespace) -> int:
             raise ConfigError(f"export: got task {name!r}; allowed: {', '.join(adapters)}.")
         output = Path(arguments.output) if arguments.output else None
         if output is None or output.exists():
-            raise ConfigError(f"--output: got {arguments.output!r}; allowed: a folder that is not there yet.")
+            raise ConfigError(f"--output: got {arguments.output!r}; allowed: a folder that does not exist yet.")
         if arguments.merge:
             _merge(adapters[name], output)
         else:
@@ -63,7 +63,7 @@ def export(arguments: argparse.Namespace) -> int:
         print(json.dumps({"command": command, "refused": refused, "unfinished": left_out}, indent=1))
     else:
         for name, how in left_out.items():
-            print(wrapped(f"{name}: left out, {how}; --unfinished takes it as it is", window_width()))
+            print(wrapped(f"{name}: left out, {how}; --unfinished includes it", window_width()))
         for name, reason in refused.items():
             print(wrapped(f"{name}: vLLM does not serve it: {reason}", window_width()))
         if command:
@@ -72,7 +72,7 @@ def export(arguments: argparse.Namespace) -> int:
 
 
 def _unfinished(root: Path) -> dict[str, str]:
-    """Return the tasks of a run that have not ended well, each with its status and how far it has come."""
+    """Return the tasks of a run that have not succeeded, each with its status and its steps."""
     view = view_of_folder(root)
     return {
         task.name: printable(f"{task.status} at step {task.step} of {task.num_steps}")
@@ -123,7 +123,9 @@ def _merge(one: dict[str, Any], output: Path) -> None:
 
     base = one.get("base_model_name_or_path")
     if not base:
-        raise ConfigError("export: got an adapter that names no backbone; allowed: one whose model had a name.")
+        raise ConfigError(
+            "export: got an adapter whose configuration has no base_model_name_or_path; allowed: one of a named model."
+        )
     kind = getattr(transformers, head_kind_for(one.get("task_type")).auto_class)
     try:
         model = PeftModel.from_pretrained(kind.from_pretrained(base, dtype="auto"), str(one["folder"]))

@@ -1,4 +1,4 @@
-"""`peft-mux status | pause | resume | remove | add`: a look at a run, and requests to the process that trains it."""
+"""`peft-mux status | pause | resume | remove | add`: show a run, and send requests to the process that trains it."""
 
 from __future__ import annotations
 
@@ -15,13 +15,13 @@ from peft_mux.storage import keeper_of, loading_of, read_regular
 from peft_mux.trainer.mailbox import Mailbox
 
 _FIX = (
-    "Go on with it by peft-mux train FILE --resume, and add --next to have this done then, before its first step. (A "
-    "run whose tasks all rest has ended.)"
+    "Resume it with peft-mux train FILE --resume; with --next, this is done then, before its first step. (A run ends "
+    "when all its tasks are paused.)"
 )
 
 
 def show_status(arguments: argparse.Namespace) -> int:
-    """Print where each task of a run stands; return the exit status.
+    """Print the status of each task of a run; return the exit status.
 
     Raises:
         ConfigError: if the folder holds no run.
@@ -55,8 +55,8 @@ def show_status(arguments: argparse.Namespace) -> int:
         return 0
     lines = [f"{one.name}: {one.reason}" for one in view.tasks if one.reason]
     does = f"is loading the {loading} of the run" if loading else "trains"
-    lines.append(f"{f'{keeper} {does}' if keeper else 'nobody trains'} in {root}")
-    lines += [f"not taken up yet: {one.get('command')} {one.get('task') or one.get('file')}" for _, one in requests]
+    lines.append(f"{f'{keeper} {does}' if keeper else 'no process trains'} in {root}")
+    lines += [f"not carried out yet: {one.get('command')} {one.get('task') or one.get('file')}" for _, one in requests]
     if view.tasks:
         print(table_text(view if keeper else interrupted(view), window_width()))
     print(wrapped("\n".join(map(printable, lines)), window_width()))
@@ -64,7 +64,7 @@ def show_status(arguments: argparse.Namespace) -> int:
 
 
 def view_of_folder(root: Path) -> RunView:
-    """Return what the folder of a run says of its tasks."""
+    """Return the view of a run's tasks that its folder has."""
     try:
         tasks = json.loads(read_regular(root / "config.json"))["tasks"]
         num_steps = {name: int(own["num_steps"]) for name, own in tasks.items()}
@@ -83,7 +83,9 @@ def ask(arguments: argparse.Namespace) -> int:
     root = _run_folder(arguments.run)
     mailbox, keeper = Mailbox(root), keeper_of(root)
     if not keeper and not arguments.next:
-        raise ConfigError(f"{arguments.action}: got {root}, in which nobody trains; allowed: a run that trains. {_FIX}")
+        raise ConfigError(
+            f"{arguments.action}: got {root}, in which no process trains; allowed: a run that trains. {_FIX}"
+        )
     if arguments.action == "add":
         file = str(Path(arguments.file).resolve())
         requests: list[dict[str, Any]] = [{"command": "add", "file": file, "tasks": list(arguments.tasks)}]
@@ -117,8 +119,8 @@ def _answer(root: Path, name: str, arguments: argparse.Namespace, keeper: str) -
         until = f"within {arguments.timeout:g} s" if trains else "before its training ended"
         later = "it may still be done after the step in progress" if trains else "it may have been done"
         fix = "A step may take longer: raise --timeout." if trains else _FIX
-        done = "it was taken back" if mailbox.withdraw(name) else later
-        raise ConfigError(f"{arguments.action}: got no answer of {keeper} {until}; {done}. {fix}")
+        done = "it was withdrawn" if mailbox.withdraw(name) else later
+        raise ConfigError(f"{arguments.action}: got no answer from {keeper} {until}; {done}. {fix}")
     return {"ok": bool(answer.get("ok")), "said": str(answer.get("said", ""))}
 
 

@@ -1,4 +1,4 @@
-"""`peft-mux`: the same as in Python, from a file and from a shell; `docs/commands.md` lists its commands.
+"""`peft-mux`: the command line, which takes its tasks from a file; `docs/commands.md` lists its commands.
 
 The module of a command is imported when the command runs: `--help` and faults of the command line must not wait for
 torch.
@@ -31,7 +31,7 @@ _QUIET = {
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the command line; return the exit status.
 
-    It is 0 if all is well, 1 if a task failed, 2 for a fault of the user's, 3 if the training ended while a task was
+    It is 0 for success, 1 if a task failed, 2 for an error of the user, 3 if the training ended while a task was
     paused, and 128 + the number of a signal that ended the training: 130 after Ctrl-C, 143 after SIGTERM.
 
     Args:
@@ -39,7 +39,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     words = list(sys.argv[1:] if argv is None else argv)
     before = warnings.formatwarning
-    # In one line: the place in a package where a warning was made is of no use in a shell.
+    # On one line: the place in the code that issued a warning does not help in a shell.
     warnings.formatwarning = lambda message, *_, **__: f"warning: {message}\n"
     try:
         arguments = _parse(words)
@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _parse(given: list[str]) -> argparse.Namespace:
-    """Return the options of a command line, with its words."""
+    """Return the parsed options of a command line."""
     parser = argparse.ArgumentParser(
         prog="peft-mux",
         description="Train many PEFT adapters at once on one frozen backbone, each as if it were alone.",
@@ -75,9 +75,9 @@ def _parse(given: list[str]) -> argparse.Namespace:
     demo.add_argument("--fast", action="store_true", help="a few steps only, to see that everything runs")
 
     train = _command(commands, "train", "commands.train", "train the tasks of a YAML file", reads_file=True)
-    train.add_argument("--resume", action="store_true", help="continue the run in output_dir; --resume=auto if any")
+    train.add_argument("--resume", action="store_true", help="resume the run in output_dir; --resume=auto if there is one")
     train.add_argument(_RESUME_AUTO, dest="resume", action="store_const", const="auto", help=argparse.SUPPRESS)
-    _json(train, "print what it came to as JSON, all else on standard error")
+    _json(train, "print the result as JSON, everything else on standard error")
     train.add_argument(
         "--sweep",
         action="append",
@@ -87,20 +87,20 @@ def _parse(given: list[str]) -> argparse.Namespace:
     )
     train.add_argument("--early-stop", choices=["halving"], help="end the worse half of a sweep at doubling steps")
 
-    words = "show what would run together and in how much memory; loads no weights"
+    words = "show which tasks would run together, and the memory; loads no weights"
     plan = _command(commands, "plan", "commands.plan", words, reads_file=True)
     _json(plan, "print the plan as JSON")
     plan.add_argument("--devices", metavar="NxNAME", help="plan for other devices, such as 4xA100-80GB")
-    plan.add_argument("--explain", metavar="TASK", help="say in sentences what one task shares and needs")
+    plan.add_argument("--explain", metavar="TASK", help="explain in words what one task shares and needs")
     plan.add_argument("--gantt", action="store_true", help="draw when each pass runs, and the memory of each stage")
-    plan.add_argument("--image", metavar="FILE", help="draw the same into a .png or .svg")
-    deployment = plan.add_argument_group("replicas", "which replicas of the backbone to deploy, unlike ones included")
+    plan.add_argument("--image", metavar="FILE", help="write the drawing to a .png or .svg")
+    deployment = plan.add_argument_group("replicas", "which replicas of the backbone to deploy, including unequal ones")
     deployment.add_argument("--deployment", action="store_true", help="plan replicas instead of passes, as LobRA does")
     deployment.add_argument("--layer-profile", metavar="CSV", help="measured times of a layer: tp, seq_len, mbs, time")
-    deployment.add_argument("--max-tokens", metavar="CSV", help="most tokens of a micro-batch: tp, pp, max_tokens")
+    deployment.add_argument("--max-tokens", metavar="CSV", help="maximum tokens of a micro-batch: tp, pp, max_tokens")
 
     init = _command(commands, "init", "starting.init", "write a tasks.yaml to begin with")
-    init.add_argument("file", nargs="?", default="tasks.yaml", help="where it goes (tasks.yaml)")
+    init.add_argument("file", nargs="?", default="tasks.yaml", help="file to write (tasks.yaml)")
     init.add_argument("--model", default="Qwen/Qwen3-0.6B", help="hub id or folder of the backbone")
     init.add_argument("--data", action="append", metavar="ROWS", help="a file of rows, one for each task")
     words = "show what each task trains on; loads no weights"
@@ -110,16 +110,16 @@ def _parse(given: list[str]) -> argparse.Namespace:
     export.add_argument("--vllm", action="store_true", help="print the command that serves all adapters (the default)")
     export.add_argument("--unfinished", action="store_true", help="serve tasks that have steps left or failed, too")
     export.add_argument("--merge", metavar="TASK", help="merge one adapter into its backbone")
-    export.add_argument("--output", metavar="FOLDER", help="where a copy or a merged model goes")
-    words = "show versions, devices, kernels, disk and log-in of this machine"
+    export.add_argument("--output", metavar="FOLDER", help="folder for a copy or a merged model")
+    words = "show versions, devices, kernels, disk and login of this machine"
     _json(_command(commands, "doctor", "starting.doctor", words))
     _command(commands, "config-schema", "starting.print_schema", "print the JSON schema of tasks.yaml, for editors")
 
-    words = "show where each task of a run stands, whether or not it trains now"
+    words = "show the status of each task of a run, whether or not it trains now"
     _command(commands, "status", "live.show_status", words, reads_run=True)
     for name, words in {
-        "pause": "let tasks of a running run rest, with their exact state",
-        "resume": "let paused tasks go on where they stopped",
+        "pause": "pause tasks of a running run, keeping their exact state",
+        "resume": "resume paused tasks where they stopped",
         "remove": "take tasks out of a running run; their adapters are written first",
         "add": "add tasks of a YAML file to a running run",
     }.items():
@@ -133,17 +133,17 @@ def _parse(given: list[str]) -> argparse.Namespace:
         else:
             ask.add_argument("tasks", nargs="+", metavar="TASK", help="names of tasks")
         if name == "remove":
-            ask.add_argument("--no-save", action="store_true", help="give the adapter up")
+            ask.add_argument("--no-save", action="store_true", help="do not save the adapter")
         ask.add_argument("--timeout", type=float, default=60.0, metavar="S", help="seconds to wait for the answer (60)")
         ask.add_argument(
-            "--next", action="store_true", help="where nobody trains: leave it for peft-mux train --resume"
+            "--next", action="store_true", help="if no process trains, leave it for peft-mux train --resume"
         )
 
     words = "measure the backbone on this device, to plan with; under a minute"
     profile = _command(commands, "profile", "commands.profile", words, reads_file=True)
-    profile.add_argument("--output", default="profile.json", help="where the measured profile goes")
-    profile.add_argument("--seconds", type=float, default=60.0, help="how long it may take (60)")
-    profile.add_argument("--refresh", action="store_true", help="measure anew although one that fits is stored")
+    profile.add_argument("--output", default="profile.json", help="file for the measured profile")
+    profile.add_argument("--seconds", type=float, default=60.0, help="time limit in seconds (60)")
+    profile.add_argument("--refresh", action="store_true", help="measure again even if a matching profile is stored")
     _json(profile, "print the profile as JSON")
     command = next((word for word in given if not word.startswith("-")), None)
     if command is not None and command not in commands.choices:

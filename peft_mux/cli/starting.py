@@ -26,12 +26,12 @@ _FILE = """\
 model: {model}  # hub id, or a folder
 output_dir: {output_dir}  # adapters go to {output_dir}/TASK
 
-run:  # what holds for all tasks
+run:  # settings of the whole run
   bf16: {bf16}
   logging_steps: 10
-  save_steps: 500  # states to resume from
+  save_steps: 500  # checkpoints to resume from
 
-defaults:  # for every task that does not say otherwise
+defaults:  # for every task that does not set its own
   learning_rate: 2e-4
   num_train_epochs: 1
   max_length: 1024  # tokens of a row
@@ -39,7 +39,7 @@ defaults:  # for every task that does not say otherwise
   peft: {{type: lora, r: 16, lora_alpha: 32, target_modules: all-linear}}
 
 tasks:  # rows: text; prompt + completion; messages; others by row_format
-{tasks}  # held out, with settings of its own:
+{tasks}  # with held-out rows and its own settings:
   # another: {{dataset: rows.jsonl, split: "train[:90%]", eval_split: "train[90%:]", eval_steps: 50,
   #           learning_rate: 1e-4, peft: {{r: 64}}, early_stopping: {{patience: 3}}}}
 """
@@ -54,7 +54,7 @@ def init(arguments: argparse.Namespace) -> int:
     """
     path = Path(arguments.file)
     if path.exists():
-        raise ConfigError(f"init: got {path}, which is there; allowed: a new file. Name another one.")
+        raise ConfigError(f"init: got {path}, which exists; allowed: a new file. Name another one.")
     data = arguments.data or ["data/first.jsonl", "data/second.jsonl"]
     names = [Path(one).stem.replace(".", "-").replace(" ", "-") for one in data]
     if len(set(names)) < len(names):
@@ -75,7 +75,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     """Print what this machine has that training needs, to be pasted into an issue.
 
     Returns:
-        The exit status: 1 if something is amiss.
+        The exit status: 1 if something is wrong.
     """
     amiss: list[str] = []
     devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
@@ -83,7 +83,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     if free_gib < 5:
         amiss.append(f"only {free_gib:.1f} GiB free on this disk")
     # As far as that is known without asking the Hub.
-    hub = "a token is there" if get_token() else "no token: `hf auth login` before you push"
+    hub = "a token was found" if get_token() else "no token: `hf auth login` before you push"
     kernels = "torch (no GPU)"
     if devices:
         from peft_mux.kernels.availability import reason_against_kernels
@@ -151,7 +151,7 @@ def schema() -> dict[str, Any]:
 
 
 def _kind(annotation: object) -> dict[str, Any]:
-    """Return what JSON may hold for a field with an annotation; anything if that has other than plain types."""
+    """Return what JSON may hold for a field with an annotation; anything if it has a type that is not plain."""
     kinds = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "None": "null"}
     types = plain_types(annotation)
     if not types or not set(types) <= kinds.keys():

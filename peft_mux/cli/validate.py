@@ -52,7 +52,7 @@ def rows_of_task(run: Any, tokenizer: Any) -> dict[str, Any]:
     if train is not None and held_out is not None:
         known = {train[row].input_ids.tobytes() for row in range(len(train))}
         in_both = sum(held_out[row].input_ids.tobytes() in known for row in range(len(held_out)))
-    # Of a stream only what its first step reads is known.
+    # For a stream, only the rows of its first step are known.
     sequences = run.loader.batch(0).sequences if train is None else run.loader.sample(_MOST_READ)
     end, end_of_sequence = getattr(tokenizer, "eos_token_id", None), None
     # Rows that are classified need no end of sequence.
@@ -100,7 +100,7 @@ def _sample(sequence: Any, tokenizer: Any) -> list[tuple[str, bool]]:
     ids, labels = sequence.input_ids.tolist()[:_MOST_SHOWN], sequence.labels.tolist()[:_MOST_SHOWN]
     written = ""
     for number, label in enumerate(labels, start=1):
-        # Decoded with the tokens before it, as tokenizers drop the space of a token that stands first.
+        # Decoded with the tokens before it, as tokenizers drop the leading space of the first token.
         before, written = written, "" if tokenizer is None else tokenizer.decode(ids[:number])
         text = f"{ids[number - 1]} " if tokenizer is None else written[len(before) :]
         is_target = label != IGNORE_INDEX

@@ -1,1 +1,1 @@
-"""The facts of a run, gathered for the scheduler, and its answers, told to the user."""
+"""Gathers the facts of a run for the scheduler, and shows its answers to the user."""

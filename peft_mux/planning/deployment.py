@@ -1,6 +1,6 @@
-"""Plans the deployment of a run: which replicas train its tasks fastest, and whether others would pay (L section 4.2).
+"""Plans the deployment of a run: which replicas train its tasks fastest, and whether moving pays off (L section 4.2).
 
-The counterpart of `planning` for replicas that differ from one another. It reads shapes and lengths, no weights.
+The counterpart of `Planner` for unequal replicas. It reads shapes and lengths, no weights.
 """
 
 from __future__ import annotations
@@ -43,17 +43,17 @@ from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
 _NUM_LENGTHS = 4
-"""At which configurations are compared."""
+"""Number of sequence lengths at which configurations are compared."""
 _BATCHES_IN_SAMPLE = 100
-"""As in L section 4.2."""
+"""Global batches in a sample of lengths, as in L section 4.2."""
 _BUDGET_S = 8.0
-"""For solving by one curve; reports say by how much what was not solved to the end could be faster."""
+"""Time limit for solving with one curve; reports give the possible gain of problems that were not solved to the end."""
 _COMPOSED_BUDGET_S = 12.0
-"""For the search that prices replicas by their plans."""
+"""Time limit for the search that prices replicas by their plans."""
 _TIME_LIMIT_S = 2.5
-"""For solving one deployment."""
+"""Time limit for solving one deployment."""
 _BUDGET_S_OF_A_TASK = 2.0
-"""For planning a task alone, which only serves as a comparison."""
+"""Time limit for planning a task alone, which only serves as a comparison."""
 
 
 def report_deployment(
@@ -132,7 +132,7 @@ def report_deployment(
 def redeploy(
     planner: Planner, runs: Sequence[TaskRun], old: ParallelLayout, *, restart_s: float = DEFAULT_RESTART_S
 ) -> Redeployment:
-    """Say whether other replicas would pay from now on (L section 5.1, dynamic batches).
+    """Return whether moving to other replicas would pay off from now on (L section 5.1, dynamic batches).
 
     Args:
         planner: the planner of the run, whose shapes and arguments are read.
@@ -146,13 +146,13 @@ def redeploy(
     if not runs:
         raise ConfigError("redeploy: got no task that is still to be trained; allowed: one or more.")
     facts = run_facts(planner, runs)
-    # The present replicas too, though they may be no candidates: both plans need times from one model.
+    # The present replicas too, even if they are not candidates: both plans need times from one model.
     configs = tuple(dict.fromkeys((*candidate_configs(facts, old.world_size), *old.replicas)))
     curve = time_model_of(facts, configs, runs)
     tasks = _sampled_tasks(runs, curve, old.world_size)
     interval = interval_tokens(max(length for task in tasks for length in task.lengths))
     plan = _searched(tasks, old.world_size, curve, interval)
-    # Replicas that hold nothing have no price.
+    # Replicas that cannot hold anything have no price.
     present = groups_of(old.replicas, curve)
     composed = _composed(planner, facts, tasks, plan, curve, interval, [present] if present else [])
     return decide_redeployment(
@@ -175,8 +175,8 @@ def _sampled_tasks(runs: Sequence[TaskRun], time_model: ReplicaTimeModel, num_de
         if (longest := max(rows, default=0)) > most:
             faults.append(f'task "{run.name}" has sequences of {longest} tokens')
             continue
-        # Quantiles of all lengths, as many as the paper draws. They leave the longest row out, which must fit into a
-        # replica all the same.
+        # Quantiles of all lengths, as many as the paper draws. They miss the longest row, which must fit into a replica
+        # too.
         sample = typical_lengths(rows, _BATCHES_IN_SAMPLE * batch_size)
         tasks.append(TaskLengths(run.name, (*sample[:-1], longest), batch_size))
     if faults:
@@ -208,9 +208,10 @@ def _composed(
     interval: int,
     also: Sequence[tuple[ReplicaGroup, ...]] = (),
 ) -> ComposedDeployment | None:
-    """Return the deployment that is fastest by the plans that its replicas run; `None` if plans have no such price.
+    """Return the fastest deployment by the plans of its replicas; `None` if plans cannot be priced this way.
 
-    A policy that runs a single task at a time has no plan for a step of all tasks, and so leaves the curve's.
+    A policy that runs a single task at a time has no plan for a step of all tasks, so the deployment of the curve is
+    used.
     """
     args = planner.args
     if policy_named(args.planner).runs_alone:
@@ -237,7 +238,7 @@ def _alternatives(
     interval: int,
     equal: PricedDeployment | None,
 ) -> tuple[Baseline, ...]:
-    """Return the baselines of L section 5.1 on the same devices, by the times that the deployment was chosen by.
+    """Return the baselines of L section 5.1 on the same devices, with the times that the deployment was chosen with.
 
     `by_length_s` are seconds of its own replicas under length-based dispatch. With deployments that were compared by
     whole plans, `equal` is the fastest one of equal replicas: Task-Fused then.
@@ -262,7 +263,7 @@ def _alternatives(
         try:
             found.append(way(tasks, num_gpus, time_model, interval=interval, **options))
         except ValueError as error:
-            # That a baseline cannot hold the sequences is a result too, and is in the table with its reason.
+            # A baseline that cannot hold the sequences is a result too: the table has it with the reason.
             found.append(Baseline(name, note=str(error)))
     return tuple(found)
 
@@ -280,7 +281,7 @@ def times_from(facts: ReplicaFacts, measured: LayerProfile | None) -> str:
 def notes_on(
     facts: ReplicaFacts, plan: DeploymentPlan, fused: Baseline | None, measured: LayerProfile | None
 ) -> tuple[str, ...]:
-    """Return what a reader of the report should know; `fused` are the best equal replicas, if any hold all rows."""
+    """Return the notes of the report; `fused` are the best equal replicas, if any can hold all rows."""
     notes = []
     if fused is not None and fused.gpu_seconds < plan.gpu_seconds:
         layout = ", ".join(map(str, fused.deployments[0]))
@@ -299,5 +300,7 @@ def notes_on(
             "no link between these devices is known, so tensor parallelism looks faster than it is: measure one with"
             " peft-mux profile in several processes, or name the devices"
         )
-    notes.append("the exchange of gradients between replicas and of states between stages is in no time, as in L")
+    notes.append(
+        "times do not include the exchange of gradients between replicas and of states between stages, as in L"
+    )
     return tuple(notes)

@@ -1,14 +1,14 @@
-"""What measured times say of a profile (M §4): `TimeCorrection` learns it, and plans are priced again by it.
+"""`TimeCorrection`: learns how far measured times are from a profile (M §4), so that plans can be priced again.
 
 A measured pass is a sum over parts, for each of which the profile predicts seconds: seconds = sum of factor times
 predicted seconds. Factors are the least squares of relative errors over all passes, recent ones counting more
 (recursive least squares with forgetting, stored as information, which is a sum over passes and so over processes).
-Passes of one run are similar, so that parts can be told apart only as far as passes differ; a ridge decides the rest:
-parts are as much slower as all together are, unless the passes say otherwise. No factor is below a bound.
+Passes of one run are similar, so parts can be separated only as far as passes differ. A ridge decides the rest: it
+pulls the factor of each part towards the one factor that fits all parts. Factors have a lower bound.
 
-Communication grows with the tokens of a pass, as computing does, and has a fixed part, as a pass has: no passes tell it
-from these two. So it is measured separately wherever that is possible (`PassTime.waited_s`); elsewhere it stays near
-what it was, and what slower links add counts as slower computing.
+Communication grows with the tokens of a pass, as computing does, and has a fixed part, as a pass has, so the times of
+passes cannot separate it from these two. It is measured separately where possible (`PassTime.waited_s`); elsewhere its
+factor stays near its start, and slower links count as slower computing.
 """
 
 from __future__ import annotations
@@ -34,19 +34,20 @@ from peft_mux.scheduler.subgraphs import Direction
 from peft_mux.scheduler.units import MEASURED_TIME, seconds_text
 
 _LEAST_SUMMED = 0.1
-"""Part of the waiting for sums that the sums take themselves, however unequal the ranks are by the profile."""
+"""Smallest share of the wait for all-reduces that counts as their own time, however unequal the ranks are in the
+profile."""
 
 
 @dataclass(frozen=True, slots=True)
 class PassPrices:
-    """What a profile predicts for passes that have run on this process, part by part.
+    """Predicts the time of passes that have run on this process from a profile, part by part.
 
     Attributes:
         cost: predicts seconds from the profile as it was measured or read off a data sheet.
-        loads: what each task brings into a step, by its name; its adapters count here, and not its rows.
-        stage: stage of the pipeline that lies in this process.
-        turns: what passes in turns take by all that was learnt so far; `None` if sums are charged in full.
-        turns_factor: the factor of communication among what was learnt.
+        loads: the load of each task in a step, by its name; only its adapters count here, not its rows.
+        stage: stage of the pipeline that this process holds.
+        turns: times of passes in turns with what was learnt so far; `None` if all-reduces count in full.
+        turns_factor: the learnt factor of communication.
     """
 
     cost: CostModel
@@ -59,10 +60,10 @@ class PassPrices:
         """Return the predicted seconds of passes that were timed together."""
         rows = [self._rows(own) for own in timed.passes]
         parts = self._parts(self.cost, rows)
-        # On one stage a single pass waits for its sums in full, which is timed separately where possible.
+        # On one stage a single pass waits for its all-reduces in full, which is timed separately where possible.
         if self.turns is None or (self.cost.num_stages == 1 and len(rows) < 2):
             return parts
-        # How much of the sums shows depends on how long they are, so it is taken from what was learnt of that so far.
+        # How much of the all-reduces is visible depends on how long they take, so the learnt times are used.
         turns, stage = self.turns, self.stage
         computed_s = self._parts(turns.cost, rows)._replace(communication=0.0).total
         between = [turns.cost.pass_parts(own, [whole_pass(own)], stage=stage) for own in rows]
@@ -75,9 +76,9 @@ class PassPrices:
         return parts._replace(communication=max(0.0, taken_s - computed_s) / self.turns_factor)
 
     def summed_s(self, timed: PassTime) -> float:
-        """Return the seconds that the sums of a pass took, of those in which it waited for them.
+        """Return the seconds that the all-reduces of a pass took, out of those that it waited for them.
 
-        In addition to the sums it has waited for ranks that came later: on average as long as the profile says.
+        The rest of the wait was for slower ranks: on average as long as the profile says.
         """
         waited_s = timed.waited_s or 0.0
         skew = 0.0 if self.cost.profile.overlap is None else self.cost.profile.overlap.skew
@@ -114,46 +115,47 @@ class PassPrices:
 # ------------------------------------------------------------------- learning
 
 _NOISE = 0.1
-"""Relative deviation of a measured pass that says nothing: what a busy host makes of equal passes."""
+"""Relative deviation of a measured pass that is noise: equal passes differ as much on a busy host."""
 _FORGETTING = 0.99
-"""Weight of a pass over that of the pass after it: some hundred passes count."""
+"""Weight of a pass relative to the next one: about a hundred passes count."""
 _RIDGE = 1.0
 """Deviation of a part's factor from the common one, relative to it, that is expected before anything is measured."""
 _LEAST_SHARE = 0.1
-"""What a pass takes at all, and what lies between passes, may be far from any profile: they may take such a share of a
-pass, however little was predicted. What grows with tokens and lengths may not: a factor that noise has made of next to
-nothing would be extended to the tokens of larger passes."""
+"""The fixed time of a pass, and the time between passes, may be far from any profile: they may take this share of a
+pass, however little was predicted. Times that grow with tokens and lengths may not: a factor of noise over almost
+nothing would be extrapolated to the tokens of larger passes."""
 _OVERHEADS = np.array([1.0, 0.0, 0.0, 0.0, 0.0, 1.0])
 _ROUNDS = 4
-"""Of widening the ridge of overheads with what they are found to be, so that it is one of their logarithms, nearly."""
+"""Iterations: each widens the ridge of overheads to the factors found, so that it acts almost on their logarithms."""
 _LEAST_FACTOR = 0.02
 _LEAST_OF_COMMON = 0.1
-"""No part is taken to be so much faster than all together, whatever passes seem to say."""
+"""Lower bound of a part's factor, relative to the one factor of all parts."""
 _OUTLIER = 3.0
-"""Passes that are off by more than so many times the usual residual count less."""
+"""Passes whose residual is more than this many times the usual one count less."""
 _KINDS = {Parts._fields.index("optimizer"): 1, Parts._fields.index("communication"): 2}
-"""Measurements of unlike noise, by the part that most of their seconds are predicted for; all others are of kind 0."""
+"""Kinds of measurements, whose noise differs, by the part with most of the predicted seconds; all others are of kind
+0."""
 _COMPUTED = np.array([1.0, 1.0, 1.0, 1.0, 0.0, 1.0])
 """The parts that one device computes, which are slower or faster together; links are independent of them."""
 
 _MOST_PASSES = 4
-"""Of each step so many passes are learnt from, others in the next one: pricing a pass takes the host some time."""
+"""Passes of each step that are learnt from, different ones in the next step: pricing a pass takes host time."""
 _EVERY_STEP, _SOME_STEPS = 20, 5
-"""So many steps under a plan are all learnt from, then each fifth: by then more of the same tells little."""
+"""The first 20 steps under a plan are learnt from, then every fifth: more of the same adds little."""
 _SAME = 0.1
 """Factors whose logarithms differ by less do not justify looking for another plan."""
 _FORECAST_STEPS = 5
-"""Steps that are observed before a forecast is corrected; the first under a plan does not count in the ratio."""
+"""Steps before a forecast is corrected; the first one under a plan does not count in the ratio."""
 
 
 class Correction(NamedTuple):
-    """What measured steps make of a forecast.
+    """A forecast, corrected by measured steps.
 
     Attributes:
         ratio: measured over predicted seconds of a step.
         predicted_s: seconds that were predicted for all steps that are left.
         corrected_s: the same, corrected.
-        line: this in words.
+        line: the forecast in words.
     """
 
     ratio: float
@@ -163,7 +165,7 @@ class Correction(NamedTuple):
 
 
 class TimeCorrection:
-    """Learns what each part of a step takes over what the profile says, under one plan after another.
+    """Learns the ratio of measured to predicted time for each part of a step, across plans.
 
     Attributes:
         time_ratio: measured over predicted time of a step, smoothed; `None` before anything was observed.
@@ -188,7 +190,7 @@ class TimeCorrection:
         self._usual_residuals = [0.5, 0.5, 0.5]
 
     def begin_plan(self) -> None:
-        """Let the next step be the first one under a plan, which allocates what the others find there."""
+        """Mark the next step as the first one under a plan, which allocates what later steps reuse."""
         self._log_ratio, self._num_steps = None, 0
 
     # ------------------------------------------------------------ whole steps
@@ -237,7 +239,7 @@ class TimeCorrection:
 
     @property
     def learns_from_next_step(self) -> bool:
-        """Whether `observe_passes` learns from the next step: not the first one under a plan, and of later ones some.
+        """Whether `observe_passes` learns from the next step: only from some, and not from the first under a plan.
 
         Pricing passes takes host time.
         """
@@ -268,7 +270,7 @@ class TimeCorrection:
         self.learn(prices.between(tasks), between_s)
 
     def learn(self, predicted: Parts, seconds: float) -> None:
-        """Learn from a measurement; one without seconds, or of which nothing was predicted, says nothing.
+        """Learn from a measurement; one without seconds, or without a prediction, is ignored.
 
         Args:
             predicted: seconds of each part by the profile.
@@ -282,9 +284,9 @@ class TimeCorrection:
         usual = self._usual_residuals[kind]
         limit = _OUTLIER * usual
         weight = min(1.0, limit / residual) ** 2 if residual > 0 else 1.0
-        # If all are off, that becomes usual: the profile is wrong then, and not the measurements.
+        # If all are off, the usual residual grows: the profile is wrong then, not the measurements.
         self._usual_residuals[kind] = max(_NOISE, usual + 0.1 * (min(residual, limit) - usual))
-        # Relative to the larger of the two: neither a pass that stood still nor a tiny one outweighs the others.
+        # Relative to the larger of the two: neither a pass that stalled nor a tiny one outweighs the others.
         scale = _NOISE * max(seconds, expected)
         row = row / scale
         self._information = _FORGETTING * self._information + weight * np.outer(row, row)
@@ -293,7 +295,7 @@ class TimeCorrection:
 
     @property
     def learnt(self) -> Parts:
-        """What each part takes over the profile's seconds by the passes of this process."""
+        """The measured over the predicted seconds of each part, from the passes of this process."""
         return _best_factors(self._start, self._information, self._evidence)
 
     def numbers(self) -> list[float]:
@@ -301,10 +303,10 @@ class TimeCorrection:
         return [float(self._num_learnt), *self._information.ravel().tolist(), *self._evidence.tolist()]
 
     def agree(self, everywhere: Sequence[Sequence[float]]) -> None:
-        """Take in what all processes have learnt.
+        """Combine what all processes have learnt.
 
         Args:
-            everywhere: what `numbers` gave on each process, by rank, as sums round by their order.
+            everywhere: `numbers` of each process, by rank: the rounding of sums depends on their order.
         """
         num_passes, *sums = np.sum(everywhere, axis=0)
         size = len(self._start)
@@ -313,7 +315,7 @@ class TimeCorrection:
 
     @property
     def differs(self) -> bool:
-        """Whether a part takes another time than plans are made with, by more than noise explains."""
+        """Whether the time of a part differs from the one in plans by more than noise explains."""
         pairs = zip(self.factors, self.agreed, strict=True)
         return any(abs(math.log(now / before)) > _SAME for before, now in pairs)
 
@@ -321,12 +323,12 @@ class TimeCorrection:
         """Return one line; "" if nothing was measured."""
         if not self.num_passes:
             return ""
-        return f"times, measured over predicted: {self.agreed} ({self.num_passes:,} measured)"
+        return f"measured / predicted time: {self.agreed} ({self.num_passes:,} measured)"
 
 
 def _best_factors(start: NDArray[np.float64], information: NDArray[np.float64], evidence: NDArray[np.float64]) -> Parts:
     """Return the factors that fit best; those of the start if nothing was measured."""
-    # The one factor of all computed parts that fits best is where the ridge holds each of them.
+    # The ridge pulls each computed part towards the one factor that fits all of them best.
     common, computed = 1.0, _COMPUTED * start
     curvature = computed @ information @ computed
     if curvature > 0:
@@ -341,7 +343,7 @@ def _best_factors(start: NDArray[np.float64], information: NDArray[np.float64], 
         deviations = _RIDGE * np.where(_OVERHEADS > 0, np.maximum(found, least_overheads), means)
         precision = 1.0 / deviations**2
         matrix, target = information + np.diag(precision), evidence + precision * means
-        # What falls below its bound is held there, one entry at a time, so that this ends at the optimum or next to it.
+        # Entries below their bound are fixed there, one at a time, so that this ends at the optimum or close to it.
         free = np.ones(len(target), dtype=bool)
         while True:
             found = lower.copy()
@@ -367,7 +369,7 @@ def repriced_s(
     drains: bool = True,
     recomputes: bool = False,
 ) -> float:
-    """Return the seconds of a step of a plan, its buckets and its template as they are, each pass by other costs.
+    """Return the seconds of a step of a plan with other costs; its buckets and its template stay the same.
 
     Passes take turns as the plan says, and are priced as when plans are made.
 

@@ -66,7 +66,7 @@ def task_load(
     rows, cut = run.loader.sample_lengths, cut or {}
     longest = max(rows, default=0)
     if chain_tokens is not None and longest > chain_tokens:
-        # Rounded up to whole passes, which a chain holds all at once (M section 3.5).
+        # Rounded up to whole passes, all of which a chain holds at once (M section 3.5).
         longest = -(-longest // chain_tokens) * chain_tokens
     batch = _sharing_batch(run)
     lengths = typical_lengths(rows, run.hyper.train_batch_size) if batch is None else tuple(map(len, batch.sequences))
@@ -74,10 +74,10 @@ def task_load(
     shared = _shared(lengths, trie)
 
     resolved, sample = run.resolved, run.loader.sample(SAMPLE_ROWS)
-    # A loss with one term a row, such as DPO, is made of the words of the row all the same.
+    # A loss with one term per row, such as DPO, still reads all tokens of the row.
     targets = sum(one.num_target_tokens if resolved.head_kind.is_shared else one.num_targets for one in sample)
     target_share = targets / max(sum(map(len, sample)), 1)
-    # A loss that compares with the backbone alone needs its forward, unless rows bring what it gives.
+    # A loss that compares with the backbone alone needs its forward pass, unless rows contain its results.
     has_reference_forward = resolved.needs_reference
     if has_reference_forward and resolved.objective.reference_columns and sample:
         brought = {*sample[0].token_columns, *sample[0].row_values}
@@ -143,7 +143,7 @@ def typical_lengths(lengths: Sequence[int], batch_size: int) -> tuple[int, ...]:
 def _sharing_batch(run: TaskRun) -> TaskBatch | None:
     """Return a typical global batch of a task whose rows share tokens; `None` if they share none.
 
-    Which rows meet in a batch decides what they share, which no quantiles of lengths tell.
+    What rows share depends on which of them are in a batch, so quantiles of lengths are not enough.
     """
     if not run.loader.shares_prefixes:
         return None
@@ -191,7 +191,7 @@ def cut_layers(backbone: Any) -> CutLayers:
 
 
 def frozen_parts(backbone: Any, num_layers: int, dtype: torch.dtype) -> FrozenParts | None:
-    """Return where the bytes of a backbone lie; `None` if its list of layers is not found.
+    """Return where the bytes of a backbone are; `None` if its list of layers is not found.
 
     Args:
         backbone: the transformers model, possibly without weights, possibly with adapters, which do not count.

@@ -1,7 +1,7 @@
 """`Planner`: gathers the facts of a run (lengths, adapters, shapes, memory, profile) and has its `Plan` made of them.
 
-`peft_mux.scheduler.planner` decides what runs together. Here its outcome gets what only the run knows: the tasks'
-shares, notes on how it came about and, if not even one task fits into memory, what to change.
+`peft_mux.scheduler.planner` decides what runs together. This module adds what only the run knows: the tasks' shares,
+notes on the decision and, if not even one task fits into memory, what to change.
 """
 
 from __future__ import annotations
@@ -158,16 +158,16 @@ class Planner:
             runs: the tasks that could take steps.
             running: names of the tasks that take steps already.
             devices: the devices to plan for, such as "4xA100-80GB"; by default the run's own.
-            num_stages: number of stages of each replica; by default 1 of the run's own, and of other devices that of
-                the arguments, or if these ask for none, as many as make one pipeline of all devices.
+            num_stages: number of stages of each replica; by default 1 on the run's own devices; on other devices as in
+                the arguments, or if these ask for none, one pipeline over all devices.
             devices_per_stage: number of devices that share every layer; by default `tensor_parallel_size` of the
                 arguments.
             schedule: the schedule of a pipeline: "mux", or a baseline's template over the same buckets; by default that
                 of the arguments.
 
         Raises:
-            ConfigError: if not even one task fits into memory, naming the cheapest fixes; for unknown devices, a
-                number of them that cannot be divided so, a profile that cannot be read, or stages that cannot be.
+            ConfigError: if not even one task fits into memory, naming the cheapest fixes; for unknown devices, a number
+                of them that cannot be divided so, an unreadable profile, or an impossible number of stages.
             UnsupportedModelError: if other devices cannot share the backbone's layers.
         """
         args, loads = self.args, [self.load_of(run) for run in runs]
@@ -260,13 +260,13 @@ class Planner:
         return found
 
     def gain_of(self, plan: Plan, factors: Parts, runs: Sequence[TaskRun], **options: Any) -> float:
-        """Return by what part a plan made with other factors would be faster than the one that is followed.
+        """Return how much faster, as a share, a plan made with other factors would be than the current one.
 
         Both are priced by the same costs, those with the factors.
 
         Args:
             plan: the plan that is followed.
-            factors: what each part takes over what the profile says.
+            factors: measured over predicted time of each part.
             runs: the tasks that could take steps.
             **options: as `plan` takes them.
         """
@@ -297,11 +297,11 @@ class Planner:
 
     @property
     def profile(self) -> Profile | None:
-        """The times that plans are made with, each part by its factor of `correction`; `None` before the first plan."""
+        """The times that plans use, each part times its factor of `correction`; `None` before the first plan."""
         return None if self._profile is None else corrected(self._profile.profile, self.correction.factors)
 
     def prices(self, stage: int, width: int = 1) -> PassPrices | None:
-        """Return what the profile as it was given predicts of passes of the last own plan; `None` before one.
+        """Return what the uncorrected profile predicts for passes of the last own plan; `None` before the first one.
 
         Args:
             stage: stage of the pipeline that lies in this process.
@@ -336,7 +336,7 @@ class Planner:
     def shapes_of(self, name: str) -> ParameterShapes:
         """Return the shapes of a task's whole parameters; if the model is cut, as they were before."""
         here, known = whole_shapes(self.model, name), self._known.get(name, {})
-        # A task that was removed and came again under its name may have other shapes: then what is here holds.
+        # A task that was removed and registered again under its name may have other shapes: those of the model count.
         is_part = len(here) < len(known) and all(known.get(key) == shape for key, shape in here.items())
         return known if is_part else here
 
@@ -453,9 +453,9 @@ def is_drained(
 ) -> bool:
     """Return whether plans should be compared by steps that end in a flush of the pipeline.
 
-    The engine decides it step by step (`peft_mux.trainer.loop`), as logs, evaluations and files come due. A plan only
-    has to know what holds for most steps: few large buckets of many micro-batches are faster if the pipeline is
-    drained, and many small ones if it is not.
+    The engine decides it step by step (`peft_mux.trainer.loop`), as logs, evaluations and files are due. A plan only
+    needs what is true for most steps: few large buckets of many micro-batches are faster if the pipeline is drained,
+    and many small ones if it is not.
     """
     if args.pipeline_flush != "auto" or target.num_stages == 1:
         return True
@@ -479,7 +479,7 @@ def _run_notes(
             f"passes hold at most {outcome.max_tokens:,} tokens instead of {asked:,}, as no more fit into memory"
         )
     if target.device_type == "cuda":
-        # A plan may be of a GPU that is not here.
+        # A plan may be for a GPU of another machine.
         reason = reason_against_kernels(torch.device("cuda")) if torch.cuda.is_available() else None
         if not has_triton():
             reason = "Triton is absent"
@@ -503,15 +503,15 @@ def _cheapest_fixes(
         weight_bytes: bytes of one frozen weight as it is held; 1 for quantised ones.
     """
     shape, kept = memory.shape, memory.activation_bytes_per_token
-    # What to change, what that costs, and what then needs memory, by what it costs the user, least first.
+    # The change, its cost in words, and what then needs memory; the cheapest for the user first.
     changes: list[tuple[str, str, MemoryModel, TaskLoad]] = []
     if shape.activation_bytes > 2:
-        # What was counted is of activations in the present dtype.
+        # The count is of activations in the present dtype.
         halved = None if kept is None else kept * 2 / shape.activation_bytes
         in_16_bits = replace(memory, shape=replace(shape, activation_bytes=2), activation_bytes_per_token=halved)
         changes.append(("bf16=True", "activations in 16 bits, faster on a GPU", in_16_bits, load))
     if not args.uses_checkpointing:
-        # What was counted is of passes that keep everything; with checkpointing the formula is used.
+        # The count is of passes that keep everything; with checkpointing the formula is used.
         recomputed = replace(memory, checkpointing=True, activation_bytes_per_token=None)
         changes.append(("gradient_checkpointing=True", "about a third more time", recomputed, load))
     if weight_bytes >= 4:
@@ -523,7 +523,7 @@ def _cheapest_fixes(
         shorter = replace(load, lengths=cut, shared=(), trie=None, longest_row_tokens=longest // 2)
         changes.append((f"max_length={longest // 2}", "cuts longer rows", memory, shorter))
     if weight_bytes >= 2:
-        # Half a byte a weight and a scale for every 64; what is not linear stays as it is, which this leaves out.
+        # Half a byte a weight and a scale for every 64; other weights stay unchanged, which is ignored here.
         in_4_bits = replace(memory, shape=shape.in_precision(0.56 / weight_bytes))
         what = "a backbone in 4 bits (BitsAndBytesConfig)"
         changes.append((what, "quantises the frozen weights", in_4_bits, load))
@@ -540,9 +540,9 @@ def _cheapest_fixes(
             enough.append(f"{change} ({bytes_text(peak_bytes)}; {cost})")
         elif peak_bytes < error.peak_bytes:
             rest.append((peak_bytes, f"{change} ({bytes_text(peak_bytes)}, not enough by itself; {cost})"))
-    # Those that suffice stay in the order of what they cost the user; the others are ranked by what they bring.
+    # Those that suffice stay in the order of their cost to the user; the others are ranked by how much they save.
     chosen = [*enough, *(text for _, text in sorted(rest, key=lambda fix: fix[0]))][:_NUM_FIXES]
     if not chosen:
         return "Take a smaller backbone or a larger device."
     listed = "; ".join(f"{number}. {text}" for number, text in enumerate(chosen, start=1))
-    return f"Cheapest fixes, with the peak that each is predicted to have: {listed}."
+    return f"Cheapest fixes, each with its predicted peak: {listed}."

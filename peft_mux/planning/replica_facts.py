@@ -60,7 +60,7 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
     )
     limit, links = memory_limit_bytes(args), cluster
     if cluster is None:
-        # With what was learned of it, if that decides: dispatch and re-deployment plan as passes do.
+        # With the learnt factors, if plans are made with them: dispatch and re-deployment use the same times as passes.
         factors = planner.correction.factors
         profile = corrected(run_profile(args, shape).profile, factors)
         device_type = args.device.type
@@ -80,7 +80,7 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
         else:
             profile = analytic_profile(cluster.device, shape)
         device_type = "cpu" if cluster.device.name == "cpu" else "cuda"
-        # What the user asks for counts on any devices, before their data sheets.
+        # A limit of the user applies to any devices, and takes precedence over their data sheets.
         if args.memory_limit_gib is None:
             limit = cluster.device.memory_bytes
     # Of a stream only the first rows are known; max_length bounds the others.
@@ -157,7 +157,7 @@ def supported_configs(planner: Planner, runs: Sequence[TaskRun]) -> Callable[[Pa
     """Return a function that says whether the engine can cut the backbone and these tasks' adapters so."""
     model = planner.model
     adapters = [model.peft_config[model.adapter_of(run.name)] for run in runs]
-    # Bare parameters, such as experts, are adapted in whole models only.
+    # Bare parameters, such as experts, can only be adapted in whole models.
     adapts_parameters = any(getattr(config, "target_parameters", None) for config in adapters)
 
     @cache

@@ -1,4 +1,4 @@
-"""What a plan is made for: the run's own processes, or devices that are not here, and the profile to plan them with."""
+"""What a plan is made for: the run's own processes, or other devices, and the profile to plan with."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class RunProfile(NamedTuple):
 
     Attributes:
         profile: the profile to plan with.
-        notes: what about the profile does not fit the run; empty if all does.
+        notes: how the profile differs from the run; empty if it does not.
     """
 
     profile: Profile
@@ -41,8 +41,8 @@ def run_profile(args: MultiTaskTrainingArguments, shape: ModelShape, devices_per
     Args:
         args: the arguments of the run.
         shape: the shape of its backbone.
-        devices_per_stage: number of devices that share every layer; data sheets then tell that smaller products fill a
-            device less.
+        devices_per_stage: number of devices that share every layer; with data sheets, smaller matrix products then use
+            a device less.
 
     Raises:
         ConfigError: for a file that cannot be read, or is no profile.
@@ -53,7 +53,7 @@ def run_profile(args: MultiTaskTrainingArguments, shape: ModelShape, devices_per
         except (OSError, ValueError) as error:
             raise ConfigError(
                 f"args.cost_profile: {args.cost_profile!r} is not a profile ({error}); allowed: a JSON file that"
-                ' "peft-mux profile" wrote. Measure anew, or leave cost_profile out.'
+                ' "peft-mux profile" wrote. Measure again, or leave cost_profile out.'
             ) from error
         return RunProfile(profile, _profile_notes(profile, args, shape))
     if args.device.type != "cuda":
@@ -62,7 +62,7 @@ def run_profile(args: MultiTaskTrainingArguments, shape: ModelShape, devices_per
     if known is not None:
         return RunProfile(analytic_profile(known, shape, devices_per_stage))
     name = torch.cuda.get_device_name(args.device)
-    note = f"no data sheet of {name!r} is known here; times are planned as of {_STAND_IN}. {_MEASURE}"
+    note = f"no data sheet of {name!r} is known; plans use the times of {_STAND_IN}. {_MEASURE}"
     return RunProfile(analytic_profile(DEVICES[_STAND_IN], shape, devices_per_stage), (note,))
 
 
@@ -142,7 +142,7 @@ class Target:
     device_bytes: int | None = None
 
     def corrected(self, factors: Parts) -> Target:
-        """Return the same devices with times that take `factors` times as long, links from data sheets included."""
+        """Return the same devices with all times multiplied by `factors`, links from data sheets included."""
         if factors == AS_PROFILED:
             return self
         slowed = [link and link.slowed(factors.communication) for link in (self.tensor_link, self.stage_link)]
@@ -196,7 +196,7 @@ def other_target(
     num_stages: int | None,
     devices_per_stage: int,
 ) -> Target:
-    """Return devices that are not here, by their data sheets.
+    """Return devices other than the run's own, by their data sheets.
 
     Args:
         args: the arguments of the run.
@@ -207,7 +207,7 @@ def other_target(
         devices_per_stage: number of devices that share every layer.
 
     Raises:
-        ConfigError: for unknown devices, a number of them that cannot be divided so, or two ways of dividing weights.
+        ConfigError: for unknown devices, a number of them that cannot be divided so, or two ways to divide weights.
     """
     try:
         cluster = parse_devices(devices)
@@ -215,7 +215,7 @@ def other_target(
         raise ConfigError(f"devices: {error}") from error
     if args.shard_backbone and devices_per_stage > 1:
         raise ConfigError(
-            f"plan: got shard_backbone=True beside tensor_parallel_size={devices_per_stage}; allowed: 1. Leave one of"
+            f"plan: got shard_backbone=True with tensor_parallel_size={devices_per_stage}; allowed: 1. Leave one of"
             " the two out."
         )
     name, unit = cluster.device.name, devices_per_stage * (num_stages or 1)
@@ -254,18 +254,18 @@ def _links(
 ) -> tuple[Link | None, Link | None]:
     """Return the link that a stage's weights are divided over, and the link from one stage to the next.
 
-    Tensor parallel ranks of a stage lie side by side, and replicas that share its weights one whole replica apart.
+    Tensor parallel ranks of a stage are adjacent; replicas that share its weights are one whole replica apart.
     """
     if cluster is None or cluster.num_devices == 1:
         return None, None
-    # The two devices that lie farthest apart: the slowest link bounds an all-reduce, and a gathering.
+    # The two devices that are farthest apart: the slowest link bounds an all-reduce, and a gathering.
     farthest = (shards - 1) * num_stages if shards > 1 else devices_per_stage - 1
     within = cluster.link(0, max(1, farthest))
     return within, cluster.link(devices_per_stage - 1, min(devices_per_stage, cluster.num_devices - 1))
 
 
 def memory_limit_bytes(args: MultiTaskTrainingArguments) -> int | None:
-    """Return what a plan may fill: what was asked for, else the GPU less a margin, else no limit."""
+    """Return the bytes that a plan may fill: the limit of the arguments, else the GPU minus a margin, else no limit."""
     if args.memory_limit_gib is not None:
         return int(args.memory_limit_gib * 2**30)
     if args.device.type != "cuda":
@@ -282,8 +282,8 @@ def device_memory_bytes(device: torch.device) -> int | None:
 
 
 def interleaved_passes(args: MultiTaskTrainingArguments, target: Target) -> int | str:
-    """Return how many passes may take turns on a target: as asked for, or "auto" if the planner can tell."""
-    # Replicas that are unlike plan as if none were cut, and some of them may be.
+    """Return how many passes may take turns on a target: as in the arguments, or "auto" if the planner can decide."""
+    # Unequal replicas plan as if none were cut, though some of them may be.
     has_sums = target.devices_per_stage > 1 or (target.is_own and args.replicas is not None)
     if not has_sums:
         return 1
@@ -302,7 +302,7 @@ def target_notes(
     )
 
     def times_words(what: str) -> str:
-        return f"nothing of {what}, as no link is known" if link is None else f"{what} in full, {figures}"
+        return f"nothing for {what}, as no link is known" if link is None else f"{what} in full, {figures}"
 
     if target.num_replicas > 1:
         notes.append(
@@ -313,21 +313,21 @@ def target_notes(
         is_measured, hidden = target.profile.source == "measured", ""
         if turns is None:
             if target.is_own and (not is_measured or target.profile.overlap is None):
-                hidden = "; passes run one after another, as no cost_profile has measured what turns hide here"
+                hidden = "; passes run one after another, as no cost_profile has measured here how much turns hide"
         elif target.profile.overlap is None:
-            hidden = ", as no profile tells what turns hide of them"
+            hidden = ", as no profile says how much of them turns hide"
         else:
-            hidden = f", less what turns hide of them{'' if is_measured else ', by a data sheet'}"
+            hidden = f", minus the part that turns hide{'' if is_measured else ', by a data sheet'}"
         notes.append(
             f"{target.devices_per_stage} devices share every layer (tensor parallelism): memory is that of one of them,"
-            f" and times hold {times_words('every sum over them')}{hidden}"
+            f" and times include {times_words('every all-reduce over them')}{hidden}"
         )
     if target.backbone_shards > 1:
         over_stages = f", over {target.num_stages} stages" if target.num_stages > 1 else ""
         notes.append(
             f"the frozen weights ({bytes_text(shape.backbone_bytes)}{over_stages}) are divided among"
             f" {target.backbone_shards} replicas: memory is that of one of them with the layer that it has gathered,"
-            f" and times hold {times_words('every gathering')}"
+            f" and times include {times_words('every all-gather')}"
         )
     if max(layers_per_stage) - min(layers_per_stage) > 1:
         notes.append(
@@ -335,5 +335,5 @@ def target_notes(
             " head included, within the memory of each"
         )
     if target.device_type != "cpu":
-        notes.append("the error bands of time and memory were found on CPUs, and never held against a GPU")
+        notes.append("the error bands of time and memory were measured on CPUs, and never compared with a GPU")
     return tuple(notes)

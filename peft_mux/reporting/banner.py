@@ -70,13 +70,13 @@ def banner_lines(
         step = step_time_text(plan.step_s, plan.profile_source)
         planned.append(f"{step}, predicted ({plan.profile_source} profile)")
     if not plan.htasks and not plan.waiting:
-        planned = ["no task has steps to take: all have ended, or rest"]
+        planned = ["no task has steps to take: all have ended or are paused"]
     peak = max(plan.peak_bytes, default=plan.memory.peak_bytes)
     starts = []
     for run in [run for run in runs if run.task.init_adapter is not None]:
         reference = "this adapter" if run.resolved.has_adapter_reference else "the backbone"
-        told = f", reference: {reference}" if run.resolved.needs_reference else ""
-        starts.append(f"{run.name} from {run.task.init_adapter}{told}")
+        compared = f", reference: {reference}" if run.resolved.needs_reference else ""
+        starts.append(f"{run.name} from {run.task.init_adapter}{compared}")
     limit = "" if plan.limit_bytes is None else f" of {bytes_text(plan.limit_bytes)} that a device may use"
     return [
         f"peft_mux {versions['peft-mux']}  torch {torch.__version__}  transformers {versions['transformers']}  "

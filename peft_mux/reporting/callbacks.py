@@ -102,7 +102,7 @@ class RunCallbacks:
         self._begun, self._paused, self._reported_plan = set(), set(), None
         for run in runs:
             self.note_status(run, None)
-        # Tasks that were paused before are no news.
+        # Tasks that were paused before are not reported.
         self._waiting = deque(news for news in self._waiting if news[0] == "on_task_begin")
 
     def note_event(self, event: str, run: TaskRun, folder: Path | None = None) -> None:
@@ -114,7 +114,7 @@ class RunCallbacks:
         self._waiting.append((event, {**facts, "adapter_folder": folder}))
 
     def note_status(self, run: TaskRun, folder: Path | None) -> None:
-        """Collect the events that the present status of a task means."""
+        """Collect the events that follow from the present status of a task."""
         if run.status is TaskStatus.PAUSED:
             self._paused.add(run.name)
             self.note_event("on_task_pause", run, folder)
@@ -159,9 +159,9 @@ _FORM = attrgetter(*_WORDS)
 
 
 class _SharedWeights:
-    """The form of the weights that all tasks share, which the callbacks of one task must leave as it is.
+    """The form of the weights that all tasks share, which the callbacks of one task must not change.
 
-    Looked at are the frozen weights and those of the task; what casts or freezes the model reaches them too.
+    It checks the frozen weights and those of the task, which casting or freezing the whole model would change too.
 
     Args:
         model: the multi-task model.
@@ -169,7 +169,7 @@ class _SharedWeights:
     """
 
     def __init__(self, model: Any, name: str) -> None:
-        """Remember where all weights and buffers lie."""
+        """Record the place and form of all weights and buffers."""
         self.model = model
         adapters = {id(parameter) for parameter in model.registry.parameters()}
         frozen = {key: one for key, one in model.backbone.named_parameters() if id(one) not in adapters}
@@ -184,7 +184,7 @@ class _SharedWeights:
         return self.model is model and self._before == list(map(_FORM, self._watched))
 
     def put_back(self) -> str:
-        """Undo what was moved, cast, frozen or made trainable; return what it was, "" if nothing was."""
+        """Undo what was moved, cast, frozen or made trainable; return a description of it, "" if nothing was."""
         now = list(map(_FORM, self._watched))
         if now == self._before:
             return ""
@@ -198,15 +198,15 @@ class _SharedWeights:
         name, before, left = next((name, before, left) for name, before, left in triples if before != left)
         words = [f"{word} {old}, got {new}" for word, old, new in zip(_WORDS, before, left, strict=True) if old != new]
         return (
-            f"the model, which all tasks share, must keep its form: {name} {words[0]}. It was put back; change a copy."
+            f"the model, which all tasks share, must keep its form: {name} {words[0]}. It was restored; change a copy."
         )
 
 
 class TaskCallbacks:
     """Calls one task's own callbacks with its own state and arguments.
 
-    They get copies, or what is put right again after each call, so that whatever they do to state, arguments, control
-    and the mode of the model reaches no other task. They could still write to the weights of other tasks.
+    They get copies, or objects that are restored after each call, so nothing that they do to state, arguments, control
+    and the mode of the model affects other tasks. They could still write to the weights of other tasks.
 
     Args:
         run: the task whose callbacks are called.
@@ -257,7 +257,7 @@ class TaskCallbacks:
     def call(self, event: str, **facts: Any) -> TrainerControl:
         """Call `event` (`on_step_end`, ...) of every callback and return what they ask for.
 
-        If a callback raises, or answers with something that is no control, the task fails, and no other.
+        If a callback raises, or returns something other than a control, its task fails, and no other.
         """
         if self.run.task.callbacks:
             model = self.handler.model
@@ -285,10 +285,10 @@ class TaskCallbacks:
         return self.control
 
     def _call_callbacks(self, event: str, facts: dict[str, Any]) -> None:
-        """Call the callbacks with the present state of the task, and take over what they ask for.
+        """Call the callbacks with the present state of the task, and apply what they ask for.
 
         Raises:
-            TypeError: if the answer is no control.
+            TypeError: if the answer is not a control.
             KeyError: if a field of it is missing.
         """
         run, handler = self.run, self.handler

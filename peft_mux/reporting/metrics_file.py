@@ -1,7 +1,7 @@
 """`metrics.jsonl`: what is measured while training, one flat JSON object per line.
 
-A record that cannot be written costs only itself: the run continues, warns once, and counts what is lost. A record that
-cannot be read is left out and counted.
+If a record cannot be written, only that record is lost: the run continues, warns once, and counts lost records. Records
+that cannot be read are left out and counted.
 """
 
 from __future__ import annotations
@@ -68,9 +68,7 @@ class MetricsLog:
             append_line(self.path, json.dumps({**finite, "time": round(time.time(), 3)}, allow_nan=False))
         except OSError as error:
             if not self.num_lost:
-                self.warn(
-                    f"{self.path}: could not be written ({error}); training goes on, records are missing from now"
-                )
+                self.warn(f"{self.path}: could not be written ({error}); training continues; later records are missing")
             self.num_lost += 1
 
     def truncate_after(self, run_step: int) -> None:
@@ -127,6 +125,6 @@ def _records(content: bytes) -> Iterator[tuple[bytes, dict[str, Any] | None]]:
             words = (values.get(key) for key in ("event", "task", "status"))
             if is_number and not any(isinstance(word, (dict, list)) for word in words):
                 record = values
-        # A last line without its end was torn, unless it is whole but for that.
+        # A last line without a newline is torn, unless the record itself is complete.
         if record is not None or (line and number < len(lines)):
             yield line, record

@@ -53,7 +53,7 @@ _MOST_POINTS = 200
 """Points of a curve that are drawn; the first and the last ones always are."""
 _LEFT, _BOTTOM, _TOP = 58, 32, 20
 _LETTER_WIDTH = 6.4
-"""Pixels of a letter of a title; rather too many."""
+"""Pixels of a letter of a title, rounded up."""
 _FEW_POINTS = 3
 """Curves of so few points show them."""
 
@@ -62,7 +62,7 @@ class Line(NamedTuple):
     """One curve of a chart.
 
     Attributes:
-        name: what it is of.
+        name: what it shows.
         points: its points.
         color: index into the palette.
         is_held_out: whether it is of held-out rows; such curves are dashed, with dots.
@@ -182,7 +182,7 @@ def run_html(view: RunView, *, most_charts: int | None = None) -> str:
 
 
 def charts_html(view: RunView, most: int | None = None) -> str:
-    """Return a small chart of each task's losses, below what their colours mean.
+    """Return a small chart of each task's losses, below a legend.
 
     At most `most` tasks get one, those that run first.
     """
@@ -280,7 +280,7 @@ _PAGE_STYLE = (
     "td,th{padding:.15em .7em;border:0;vertical-align:top}td:first-child,th:first-child{padding-left:0}"
     "th{border-bottom:1px solid}h1{margin-bottom:.2em}h2{margin-top:1.6em;font-size:1.15em}"
     "pre{overflow:auto;line-height:1.3}svg{vertical-align:top}.note,.reason{opacity:.75}"
-    # Drawings keep letters that can be read on a small screen, and move sideways there.
+    # Drawings keep their letters readable on a small screen, and scroll sideways there.
     ".wide{overflow-x:auto}.wide svg{min-width:600px}"
 )
 _MOST_LINES = 10
@@ -407,7 +407,7 @@ def timeline_html(plan: Plan | None, steps: Sequence[MeasuredStep]) -> str:
         f"<div>{legend(bucket_names(plan))}</div>"
         "<p class=note>Planned is a typical step, forwards paler than backwards, by the profile "
         f"({plan.profile_source or 'none'}). Measured is the last step that followed this plan: forward and backward "
-        "of each pass together, one behind the other, without what lay between them.</p>"
+        "of each pass together, one after another, without the time between them.</p>"
     )
 
 
@@ -415,10 +415,9 @@ def _memory_html(plan: Plan, records: Sequence[RankRecord], *, is_host: bool) ->
     rows = [("planned", list(plan.memory.parts.items()))]
     rows += [(f"process {one.rank}", [("measured", one.peak_bytes)]) for one in records if one.peak_bytes]
     of_host = (
-        " Measured is the most that a process has held of the host, with Python and all its libraries, which no plan "
-        "counts."
+        " Measured is the peak host memory of a process, with Python and all its libraries, which plans do not count."
         if is_host
-        else " Measured is the most that was allocated on the GPU."
+        else " Measured is the peak of the memory allocated on the GPU."
     )
     return (
         f'<div class="wide">{memory_svg(rows, plan.limit_bytes, plan.device_bytes)}</div>'

@@ -103,7 +103,7 @@ class RunTimes:
 
         Args:
             plan: the plan that they followed.
-            seconds: what each of them took.
+            seconds: duration of each of them.
             num_steps: number of steps that took this time.
             times: the passes of the last of them.
         """
@@ -138,7 +138,7 @@ class RunTimes:
         """
         self._own_code_s[task][what] += seconds  # type: ignore[assignment]
         total_s = sum(self._own_code_s[task].values())
-        # First, as it saves asking the clock at nearly every call.
+        # First, because it avoids reading the clock at nearly every call.
         if total_s < max(CALL_LIMIT_S, 2 * self._warned_s.get(task, 0.0)):
             return None
         if seconds < CALL_LIMIT_S and total_s < SHARE_LIMIT * (self._clock() - self._began_s):
@@ -160,16 +160,16 @@ class RunTimes:
 class PassReport:
     """Planned and executed passes of one replica, and tokens of its tasks, over all steps of a run.
 
-    Plans are of a typical step. If all rows of a task have the same length and every batch is whole, each step is that
-    one; otherwise batches are drawn, and tokens differ.
+    Plans are of a typical step. If all rows of a task have the same length and every batch is full, each step equals
+    it; otherwise batches are random, and tokens differ.
 
     Attributes:
         replica: the replica, counted from 0.
         num_steps: steps that were taken.
         planned_passes: passes that the plans had in these steps.
         passes: passes that were run.
-        planned_tokens: tokens that the plans had in these steps, without padding, each shared one once.
-        tokens: tokens that were run, without padding, each shared one once.
+        planned_tokens: tokens that the plans had in these steps, without padding, shared ones counted once.
+        tokens: tokens that were run, without padding, shared ones counted once.
         same_number: steps that had as many passes as planned.
         same_tasks: steps whose passes held the planned tasks, in the planned order.
         same_tokens: steps whose passes also held exactly the planned tokens.
@@ -225,17 +225,17 @@ class PassReport:
         )
 
     def __str__(self) -> str:
-        """Return one line; what differs from the plan is in it only if something does."""
+        """Return one line, which mentions differences from the plan only if there are any."""
         steps = max(self.num_steps, 1)
         line = (
-            f"passes  planned {self.planned_passes / steps:,.1f} a step of"
-            f" {self.planned_tokens / max(self.planned_passes, 1):,.1f} tokens,"
-            f" run {self.passes / steps:,.1f} of {self.tokens / max(self.passes, 1):,.1f}"
+            f"micro-batches per step: planned {self.planned_passes / steps:,.1f}"
+            f" ({self.planned_tokens / max(self.planned_passes, 1):,.1f} tokens each),"
+            f" actual {self.passes / steps:,.1f} ({self.tokens / max(self.passes, 1):,.1f} tokens each)"
         )
         if self.is_as_planned:
-            return f"{line}; the same tasks in the same order" + (f" in all {steps} steps" if steps > 1 else "")
+            return f"{line}; same tasks in the same order" + (f" in all {steps} steps" if steps > 1 else "")
         return (
-            f"{line}; as many in {self.same_number} of {self.num_steps} steps, the same tasks in the same order in"
+            f"{line}; same number in {self.same_number} of {self.num_steps} steps, same tasks in the same order in"
             f" {self.same_tasks}"
         )
 
@@ -256,7 +256,7 @@ def pass_lines(reports: Sequence[PassReport]) -> list[str]:
 
 
 def shared_tokens(reports: Iterable[PassReport]) -> dict[str, tuple[int, int]]:
-    """Return computed and asked tokens over all replicas, for each task that shared some."""
+    """Return computed and total tokens over all replicas, for each task that shared some."""
     asked, computed = Counter(), Counter()
     for report in reports:
         asked.update(report.asked_tokens)

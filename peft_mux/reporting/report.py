@@ -1,4 +1,4 @@
-"""The table at the end of a run: how each task ended, how fast the run was, and what to type next."""
+"""The table at the end of a run: how each task ended, how fast the run was, and commands to run next."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _FIRST_TO_GO = ("of time", "tokens", "time", "eval", "best")
 """Which columns a narrow window leaves out first."""
 _REMARK = "  # "
 _NEXT_WIDTH = 7
-"""Characters in front of a command that may be typed next."""
+"""Characters in front of a command to run next."""
 
 
 class RankRecord(NamedTuple):
@@ -119,13 +119,13 @@ def report_row(run: TaskRun, place: Path | None, seconds: float, status: TaskSta
 class RunReport(str):
     """The report of a run: its text, which notebooks show as a table.
 
-    One line per task says how it ended, its steps, its losses, its time, its tokens, and where its adapter lies. If
+    One line per task says how it ended, its steps, its losses, its time, its tokens, and the folder of its adapter. If
     several processes have trained, one line per process follows.
 
     Args:
         rows: the tasks of the run, in the order of the lines.
         records: what each process has done, by rank.
-        notes: lines for the end, such as how fast the run was and what to type next.
+        notes: lines for the end, such as how fast the run was and commands to run next.
         is_interrupted: whether no process trains the run: running tasks are shown as interrupted.
 
     Attributes:
@@ -160,7 +160,7 @@ class RunReport(str):
         return RunReport, (self.rows, self.records, self._notes, self.is_interrupted)
 
     def fitted(self, width: int) -> str:
-        """Return the text for a window of `width` characters; only commands, and words as long, may be wider."""
+        """Return the text for a window of `width` characters; only commands and very long words may be wider."""
         cells = _cells(self.rows, self.is_interrupted)
         table = _aligned(cells)
         num_rows = len(table)
@@ -247,7 +247,7 @@ def _cells(rows: Sequence[ReportRow], is_interrupted: bool) -> list[tuple[str, .
 
 
 def _metric_word(metric: str) -> str:
-    """Return how a metric is called in the column of best values, such as "train", "eval" or "accuracy"."""
+    """Return the name of a metric in the column of best values, such as "train", "eval" or "accuracy"."""
     return {"loss": "train", "eval_loss": "eval"}.get(metric, metric.removeprefix("eval_"))
 
 
@@ -271,7 +271,7 @@ def _process_lines(records: Sequence[RankRecord]) -> list[str]:
         f"{one.peak_bytes / 2**20:>8,.0f}  {one.part}"
         for one in records
     ]
-    return ["", f"{'rank':>4}  {'tokens':>12}  {'seconds':>9}  {'of it waiting':>13}  {'peak MiB':>8}  part", *rows]
+    return ["", f"{'rank':>4}  {'tokens':>12}  {'seconds':>9}  {'waiting':>13}  {'peak MiB':>8}  part", *rows]
 
 
 def paused_line(rows: Sequence[ReportRow]) -> str:
@@ -287,14 +287,14 @@ def next_lines(
     best: str = "",
     resume: str = "",
 ) -> list[str]:
-    """Return what may be typed next.
+    """Return commands to run next.
 
     Args:
         root: folder of the run.
         rows: its tasks.
         report: the page of the run; `None` if none was written.
         best: the task to merge, such as the winner of a sweep; "" for the first one.
-        resume: the command of a shell that resumes the run; "" for a program of the user's own.
+        resume: the command of a shell that resumes the run; "" if the user's own program trains.
     """
     saved = [row for row in rows if row.place is not None]
     if not saved:
@@ -311,10 +311,10 @@ def next_lines(
         paused = [row.name for row in rows if row.status == "paused"]
         unpause = [f"peft-mux resume {folder} {' '.join(paused)} --next"] if paused else []
         if resume:
-            commands.insert(0, (" && ".join([*unpause, resume]), "go on with the run"))
+            commands.insert(0, (" && ".join([*unpause, resume]), "resume the run"))
         else:
             commands.insert(0, ("trainer.train(resume_from_checkpoint=True)", "or: peft-mux train FILE --resume"))
-            commands[:0] = [(command, "before that, so that paused tasks go on") for command in unpause]
+            commands[:0] = [(command, "run this first to resume the paused tasks") for command in unpause]
     if report is not None:
         commands.append((str(report), "curves, times, memory: open it in a browser"))
     longest = max(len(command) for command, _ in commands)

@@ -55,7 +55,7 @@ class RowNotes:
         self._warned: WeakSet[Any] = WeakSet()
 
     def begin(self, *runs: TaskRun) -> None:
-        """Record and print what became of the rows of tasks that begin, once per task; of many tasks only the sums."""
+        """Record and print which rows of starting tasks were cut or left out, once per task; sums for many tasks."""
         reports, lines = [], []
         for run in runs:
             if run.loader in self._begun:
@@ -68,7 +68,7 @@ class RowNotes:
             reports += [report for report in own.values() if report.remarks]
             lines += [run.sharing_remark] if run.sharing_remark else []
             if run.loader.report.remarks:
-                # A `UserWarning` has said so when the task was made.
+                # A `UserWarning` has reported it when the task was made.
                 self._warned.add(run.loader)
         remarks = [remark for report in reports for remark in report.remarks]
         if len(reports) > _MOST_REPORTS:
@@ -81,8 +81,8 @@ class RowNotes:
             worst = max(reports, key=lambda report: 1 - report.num_kept / max(report.num_rows, 1))
             remarks = [
                 f"rows     of {sum(report.num_rows for report in reports):,} in {len(reports)} datasets "
-                f"{', '.join(words)}; each: trainer.plan().notes, peft-mux validate",
-                f"         most of all {worst.remarks[0]}",
+                f"{', '.join(words)}; details: trainer.plan().notes, peft-mux validate",
+                f"         worst: {worst.remarks[0]}",
             ]
         for line in remarks + lines:
             self._say(line)
@@ -96,7 +96,7 @@ class RowNotes:
                 self._warn(run.loader.report.warning)
 
     def end(self, runs: Iterable[TaskRun]) -> None:
-        """Record and print what became of the rows of streams, of which more have come since."""
+        """Record and print how many rows of streams were cut or left out by now."""
         for run in runs:
             if run.loader.steps_per_epoch is None:
                 self._write(run, "train_dataset", run.loader.report)
@@ -123,7 +123,7 @@ class RunLog:
         progress: the screen; silent until training begins.
         callbacks: the callbacks of each task that was started, by the name of the task.
         is_shown: whether this process is the one that prints.
-        rows: what became of the rows of each task.
+        rows: reports rows of each task that were cut or left out.
         times: seconds of the steps, of each task, and of the tasks' own code.
         removed: the lines of removed tasks in the report.
     """
@@ -163,7 +163,7 @@ class RunLog:
         callbacks.listener = callbacks.trackers.listener = self.note_own_code
 
     def drop_callbacks(self, task: str) -> None:
-        """Call the callbacks of a task that has left no more, and end its runs in loggers."""
+        """Stop calling the callbacks of a task that has left, and end its runs in loggers."""
         left = self.callbacks.pop(task, None)
         if left is not None:
             left.trackers.end()
@@ -171,14 +171,14 @@ class RunLog:
         self.times.forget_own_code(task)
 
     def note_own_code(self, task: str, what: str, seconds: float) -> None:
-        """Count a call of a task's own code, and warn if the others wait for it long; the `Listener` of such code."""
+        """Count a call of a task's own code (as its `Listener`), and warn if the other tasks wait long for it."""
         total_s = self.times.add_own_code(task, what, seconds)
         if total_s is not None:
             self.event("delay", task=task, what=what, seconds=seconds, total_s=total_s)
             self.warn(f"{task}: its {what} made the other tasks wait for {seconds:.1f} s ({total_s:.1f} s in all)")
 
     def record_own_code(self, tasks: Iterable[str] | None = None) -> None:
-        """Write what the own code of tasks (by default of all) took, for each task where it took a second or more."""
+        """Record the seconds of the own code of tasks (by default of all), if they are 1 or more for a task."""
         for task, own in self.times.own_code_s().items():
             if tasks is None or task in tasks:
                 seconds = {f"{kind}_s": seconds for kind, seconds in own.items()}
@@ -267,7 +267,7 @@ class RunLog:
             left = max((run.num_steps - run.step for run in self.table.running), default=0)
             if left and (num_steps := self.state.global_step - step):
                 step_s = (now - since) / num_steps
-                # Smoothed: one slow stretch of steps says little about those to come.
+                # Smoothed: a few slow steps say little about the next ones.
                 self._step_s = step_s if self._step_s is None else 0.7 * self._step_s + 0.3 * step_s
                 words.append(f"({rate_text(speed)} tokens/s, {time_text(left * self._step_s)} left)")
         logs["run/memory_gib"] = peak_bytes() / 2**30

@@ -112,7 +112,7 @@ class RunTable:
 
 def _task_table(tasks: Sequence[TaskView], width: int, share_of: str, *, is_plain: bool) -> Table:
     """Return the rows of tasks, with the columns that fit; `share_of` is "" if no shares are shown."""
-    # Of records that anybody may have written.
+    # The records may come from any program.
     tasks = [replace(task, name=_one_line(task.name), status=_one_line(task.status)) for task in tasks]
     cells = [
         {
@@ -226,7 +226,7 @@ class Progress:
             self.watch.advance(tasks)
 
     def log(self, line: str) -> None:
-        """Print a line; one that a full disk or a closed pipe does not take is lost, and nothing else."""
+        """Print a line; if a full disk or a closed pipe refuses it, only that line is lost."""
         if self.is_silent:
             return
         with suppress(OSError, ValueError):
@@ -278,7 +278,7 @@ class LiveProgress(Progress):
 
     def log(self, line: str) -> None:
         """Print above the table."""
-        # Lines contain brackets, which rich would take for markup. A terminal that is gone ends no run.
+        # Lines contain brackets, which rich would read as markup. A closed terminal must not end the run.
         with suppress(OSError, ValueError):
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
@@ -381,7 +381,7 @@ def make_progress(*, enabled: bool, is_main_process: bool, device: torch.device)
     watch = RunWatch(partial(memory_now, device))
     if enabled and in_notebook():
         return NotebookProgress(watch)
-    # There may be no standard output, or one of another make that has no `isatty`.
+    # Standard output may be missing, or be an object without `isatty`.
     with suppress(AttributeError, OSError, ValueError):
         console = Console()
         # A terminal that cannot move its cursor gets lines.

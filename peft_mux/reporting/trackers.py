@@ -42,7 +42,7 @@ _MLFLOW_ENDINGS: Mapping[str, str] = {
     TaskStatus.FAILED: "FAILED",
 }
 _MOST_UNDER_WAY = 32
-"""Logs that are on their way to the server before the oldest one is waited for."""
+"""Most logs that may be on their way to the server; then the oldest one is waited for."""
 _logger = logging.getLogger(__name__)
 
 
@@ -75,7 +75,7 @@ def without_shared_tracker(args: MultiTaskTrainingArguments) -> Iterator[None]:
 class TaskTrackers:
     """Begins, feeds and ends a task's runs in loggers; without `report_per_task` there are none.
 
-    A task that resumes from a checkpoint continues its runs, whose ids lie in its folder. An error of a logger is
+    A task that resumes from a checkpoint continues its runs, whose ids are in its folder. An error of a logger is
     logged once for each event, and ends neither the task nor the run.
 
     Args:
@@ -118,7 +118,7 @@ class TaskTrackers:
                     step = self._run.state.global_step
                     if name in ("wandb", "trackio"):
                         values["train/global_step"] = step
-                    # W&B counts its own steps, and takes none that it has passed: a resumed task logs some again.
+                    # W&B counts its own steps, and refuses earlier ones: a resumed task logs some again.
                     tracker.log(values, step=None if name == "wandb" else step)
         elif event == "on_train_end":
             self.end()
@@ -137,7 +137,7 @@ class TaskTrackers:
             ids = {key: value for key, value in ids.items() if isinstance(value, str)}
         except (OSError, ValueError, AttributeError, RecursionError):
             ids = {}
-        # The ids of a task that begins are those of another task, which had its name.
+        # Ids in the folder of a task that begins belong to an earlier task with the same name.
         run_id = ids.get(name) if self._run.state.global_step else None
         self._trackers[name], new_id = self._start(name, model, run_id)
         if new_id is not None:
@@ -145,7 +145,7 @@ class TaskTrackers:
             storage.write_file(place, json.dumps({**ids, name: new_id}).encode())
 
     def _start(self, name: str, model: Any, run_id: str | None) -> tuple[Any, str | None]:
-        """Return a tracker with a run under way next to all others of the process, and the id of the run."""
+        """Return a tracker with an active run, next to the other runs of the process, and the id of the run."""
         args, group = self._args, str(self._args.run_name).rpartition("/")[0]
         if name == "tensorboard":
             tracker = TensorBoardTracker(self._board.name, self._board.parent)
@@ -253,7 +253,7 @@ class MlflowTracker:
                 self.run_id = run_id
                 return
             except mlflow.MlflowException as error:
-                _logger.warning("%s: its run %s in MLflow is not gone on with (%s)", args.run_name, run_id, error)
+                _logger.warning("%s: its run %s in MLflow cannot be continued (%s)", args.run_name, run_id, error)
         tags = {"group": group}
         if (parent := mlflow.active_run()) is not None:
             tags["mlflow.parentRunId"] = parent.info.run_id
@@ -271,7 +271,7 @@ class MlflowTracker:
         longest = limits.MAX_PARAM_VAL_LENGTH
         if too_long := [key for key, value in settings.items() if len(str(value)) > longest]:
             without = ", ".join(too_long)
-            _logger.warning("MLflow takes parameters of at most %d characters: without %s", longest, without)
+            _logger.warning("MLflow accepts parameters of at most %d characters: left out %s", longest, without)
         most = os.getenv("MLFLOW_MAX_LOG_PARAMS", "")
         kept = [mlflow.entities.Param(key, str(value)) for key, value in settings.items() if key not in too_long]
         kept = kept[: int(most)] if most.isdigit() else kept

@@ -128,7 +128,7 @@ def curve_of(records: Iterable[Any], key: str) -> Curve:
     for record in records:
         try:
             point = int(record["step"]), float(record[key])
-        # A changed byte in a file makes anything of a number.
+        # In a damaged file there may be anything in place of a number.
         except (KeyError, TypeError, ValueError, OverflowError):
             continue
         if math.isfinite(point[1]):

@@ -1,4 +1,4 @@
-"""Requests of other programs to a run, read from its folder while it trains.
+"""Requests from other programs to a run, read from its folder while it trains.
 
 `Control` is the thread of the run that looks into the `Mailbox` twice a second and passes what it finds to
 `Membership`, which carries it out between two steps, with several processes on all of them. The first process answers.
@@ -25,10 +25,10 @@ END_S = 5.0
 
 
 class Control:
-    """Takes requests of other programs while a run trains.
+    """Receives requests from other programs while a run trains.
 
     Args:
-        run: the run under way, in whose folder the requests are.
+        run: the present run, whose folder has the requests.
         membership: carries them out.
 
     Attributes:
@@ -46,10 +46,10 @@ class Control:
 
     @contextmanager
     def listening(self, *, is_alone: bool) -> Iterator[None]:
-        """Take requests in the `with` block, in a thread.
+        """Receive requests in the `with` block, in a thread.
 
         Args:
-            is_alone: whether this is the only process; then requests that wait already are done before the first step.
+            is_alone: whether this is the only process; then waiting requests are carried out before the first step.
                 Several processes need not see them at the same time.
         """
         ended = self._ended = threading.Event()
@@ -69,10 +69,10 @@ class Control:
             ended.set()
             thread.join(END_S)
             if thread.is_alive():
-                self._run.log.warn("control: a request to add tasks still reads its rows; it is not done")
+                self._run.log.warn("control: a request to add tasks is still reading its rows; it was not carried out")
 
     def take(self) -> None:
-        """Pass on what was asked for since the last look."""
+        """Pass on the requests that came since the last look."""
         for name, request in self._mailbox.requests():
             if name in self._taken:
                 continue
@@ -85,11 +85,11 @@ class Control:
             answer.add_done_callback(lambda own, name=name, done=done: self._answer(name, own.exception(0), done))
 
     def _give(self, request: dict[str, Any]) -> tuple[Command, str]:
-        """Give a request to `Membership`; return the command, and what to say when it is done."""
+        """Give a request to `Membership`; return the command, and the answer for when it is done."""
         command, task = request.get("command"), request.get("task")
         if command in ("pause", "resume") and isinstance(task, str):
             is_paused = command == "pause"
-            return self._membership.set_paused(task, is_paused), f"{task}: {'paused' if is_paused else 'goes on'}"
+            return self._membership.set_paused(task, is_paused), f"{task}: {'paused' if is_paused else 'resumed'}"
         if command == "remove" and isinstance(task, str):
             saves = request.get("save") is not False
             return self._membership.remove(task, save=saves), f"{task}: removed{'' if saves else ', not saved'}"
@@ -106,7 +106,7 @@ class Control:
         tasks = self.read_tasks(str(request.get("file")), names)
         if ended.is_set():  # reading has taken longer than the run
             raise ProcessError("control: the run has ended before the rows of these tasks were read.")
-        # Without names, those are meant that the run does not have.
+        # Without names, all tasks that the run does not have yet.
         tasks = [task for task in tasks if names or task.name not in self._run.table]
         if not tasks:
             raise ConfigError("control: got a file whose tasks are all part of the run; allowed: one with new tasks.")

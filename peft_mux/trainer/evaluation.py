@@ -2,8 +2,8 @@
 
 Losses come from the same packed forward pass as in training. `compute_metrics` and `preprocess_logits_for_metrics` are
 called as `Trainer` calls them. Completions of held-out prompts (`eval_generate`) of several tasks are generated in
-mixed batches. Replicas share the rows. What a task's own functions raise is kept until all passes are over, because
-other processes may be waiting for them, and fails that task alone.
+mixed batches. Replicas share the rows. Exceptions of a task's own functions are kept until all passes are over, because
+other processes may be waiting for these passes, and fail only that task.
 
 Shape letters: L tokens of a sequence, V words, C classes.
 """
@@ -56,8 +56,8 @@ class EvaluationShare:
     def own_batches(self, batches: Iterable[TaskBatch]) -> Iterator[tuple[int | None, TaskBatch]]:
         """Yield this replica's batches with their numbers.
 
-        All replicas get equally many, as some executors need every process for every pass. If the last round has too
-        few, the last batch is given out once more, without a number, and its results are left out.
+        All replicas get the same number, as some executors need every process for every pass. If the last round has too
+        few, the last batch is repeated without a number, and its results are ignored.
 
         Args:
             batches: all held-out rows of a task; the same on every replica.
@@ -71,10 +71,10 @@ class EvaluationShare:
             yield None, batch
 
     def merged(self, own: dict[int, Any]) -> dict[int, Any]:
-        """Return what all replicas have found, by number of the batch and in that order; every process calls this.
+        """Return the results of all replicas by number of the batch, in that order; every process must call this.
 
         Args:
-            own: what this replica has found, by number of the batch.
+            own: the results of this replica, by number of the batch.
         """
         found = [own] if self.num_replicas == 1 else self.gather(own)
         # Processes of one replica found the same; by number, each batch counts once.
@@ -119,8 +119,8 @@ class _OwnMetrics:
     """Collects predictions and labels of one evaluation for a task's `compute_metrics`.
 
     Attributes:
-        error: what the task's functions have raised; none of them is called after it.
-        seconds: how long they took here.
+        error: exception of the task's functions; none of them is called after it.
+        seconds: duration of these functions on this process.
     """
 
     def __init__(self, task: Task) -> None:
@@ -133,7 +133,7 @@ class _OwnMetrics:
         self.seconds += seconds
 
     def add(self, number: int, logits: Sequence[torch.Tensor], labels: Sequence[np.ndarray]) -> None:
-        """Take in the logits of a batch's sequences, `[L, V]` or `[C]` each, and their labels, `[L]` or a number."""
+        """Add the logits of a batch's sequences, `[L, V]` or `[C]` each, and their labels, `[L]` or a number."""
         if self.error is not None:
             return
         preprocess, predictions = self.task.preprocess_logits_for_metrics, []
@@ -152,11 +152,11 @@ class _OwnMetrics:
         self._rows[number] = predictions, list(labels)
 
     def result(self, share: EvaluationShare, *, computes: bool) -> dict[str, float] | None:
-        """Return what `compute_metrics` makes of the rows of all processes; `None` if it has failed, or no row came.
+        """Return the result of `compute_metrics` on the rows of all processes; `None` if it failed or without rows.
 
         Args:
             share: gathers from other processes, all of which call this.
-            computes: whether this process computes metrics; others only give what they have.
+            computes: whether this process computes metrics; others only send their rows.
         """
         if share.num_replicas > 1:
             gathered = share.gather((self._rows, None if self.error is None else str(self.error)))
@@ -193,7 +193,7 @@ def _stack(rows: list[np.ndarray]) -> np.ndarray:
 
 @dataclass(frozen=True, slots=True)
 class Answers:
-    """Held-out prompts of a task, the completions of its adapter, and those that the rows have; in one order."""
+    """Held-out prompts of a task, the completions of its adapter, and those of the rows, in the same order."""
 
     prompts: list[str]
     completions: list[str]
@@ -223,7 +223,7 @@ class TaskEvaluator:
     """Evaluates tasks between steps.
 
     Args:
-        run: the run under way.
+        run: the present run.
         placement: the model of this process.
         plans: says how many tokens one pass may hold.
         collator: packs held-out rows into micro-batches.
@@ -253,7 +253,7 @@ class TaskEvaluator:
                 self._run.callbacks.call("on_evaluate", self.evaluate(run, answers.get(run.name)))
 
     def evaluate_if_due(self, names: Sequence[str]) -> None:
-        """Evaluate the tasks whose turn it is, and stop those whose callbacks ask for it.
+        """Evaluate the tasks that are due, and stop those whose callbacks ask for it.
 
         Args:
             names: the tasks that have just stepped.
@@ -316,7 +316,7 @@ class TaskEvaluator:
     def evaluate(self, run: TaskRun, answers: Answers | None = None) -> dict[str, float]:
         """Evaluate a running task, log the metrics, and stop the task if its early stopping says so.
 
-        What a task's own functions raise (`compute_metrics`, metrics of `eval_generate`) fails that task and no other.
+        Exceptions of a task's own functions (`compute_metrics`, metrics of `eval_generate`) fail only that task.
 
         Args:
             run: the task.
@@ -375,7 +375,7 @@ class TaskEvaluator:
     # ------------------------------------------------------------------ metrics
 
     def metrics(self, run: TaskRun, answers: Answers | None = None) -> dict[str, float]:
-        """Return a task's metrics and change nothing; what its own functions raise is raised as it is.
+        """Return a task's metrics and change nothing; exceptions of its own functions are raised unchanged.
 
         Args:
             run: the task.
@@ -397,8 +397,8 @@ class TaskEvaluator:
     def _metrics(self, run: TaskRun, answers: Answers | None, listener: Listener = ignore_timing) -> dict[str, float]:
         """Return the metrics of a task, each under a key that begins with `eval_`; every process calls this.
 
-        These are `eval_loss`, the mean over all terms of the task's loss, what else its objective makes of that, and
-        what the task's own functions return.
+        These are `eval_loss` (the mean over all terms of the task's loss), further metrics of its objective, and the
+        results of the task's own functions.
         """
         if run.eval_data is None:
             raise ConfigError(f"tasks.{run.name}.eval_dataset: got None; allowed: held-out rows, to evaluate the task.")
@@ -439,7 +439,7 @@ class TaskEvaluator:
         return {**metrics, **self._answer_metrics(run.task, answers, listener)}
 
     def _loss_metrics(self, run: TaskRun, share: EvaluationShare) -> tuple[dict[str, float], str | None]:
-        """Return what the objective makes of its mean loss over all held-out rows; and why it failed, if it did."""
+        """Return the metrics of the objective from its mean loss over all held-out rows, and why it failed, if so."""
         objectives, max_tokens = self._placement.model.objectives, self._plans.max_tokens
         objective, dataset = objectives.of(run.name), run.eval_data
         totals = None

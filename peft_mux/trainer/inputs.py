@@ -95,7 +95,7 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
     faults += event_faults(callbacks, "callbacks")
     if any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks):
         fix = "Give it to Task(callbacks=[...]), or set Task(early_stopping=EarlyStopping(...))."
-        allowed = "one on each Task that shall stop by itself"
+        allowed = "one on each Task that should stop early"
         faults.append(Fault("callbacks", "an EarlyStoppingCallback for the whole run", allowed, fix))
     raise_faults(faults)
 
@@ -147,7 +147,7 @@ def processes_asked_of_launcher(environment: Mapping[str, str]) -> str | None:
 
 
 def check_evaluation(args: MultiTaskTrainingArguments, tasks: Sequence[Task]) -> None:
-    """Refuse a run that is to evaluate but has nothing to evaluate on.
+    """Refuse a run with settings of evaluations but without held-out rows.
 
     Raises:
         ConfigError: naming each argument of evaluations that is set while no task has held-out rows.
@@ -158,7 +158,7 @@ def check_evaluation(args: MultiTaskTrainingArguments, tasks: Sequence[Task]) ->
     wanted = {"eval_strategy": strategy if strategy != "no" else None}
     names = "load_best_model_at_end metric_for_best_model greater_is_better eval_on_start eval_delay".split()
     wanted |= {name: getattr(args, name) or None for name in names}
-    fix = "Give eval_dataset to the tasks that shall be evaluated."
+    fix = "Give eval_dataset to the tasks that should be evaluated."
     raise_faults(
         [
             Fault(f"args.{name}", f"{value!r} where no task has held-out rows", "its default", fix)
@@ -188,7 +188,7 @@ def task_list(
     if tasks is not None:
         if train_dataset is not None or eval_dataset is not None:
             raise ConfigError(
-                "train_dataset: got rows beside tasks; allowed: one of the two. Put the rows on the tasks."
+                "train_dataset: got rows together with tasks; allowed: one of the two. Put the rows on the tasks."
             )
         require_tasks(tasks)
         if not tasks:

@@ -49,18 +49,18 @@ class TrainingLoop:
     """Trains all running tasks until every task has ended or is paused.
 
     Args:
-        run: the run under way.
+        run: the present run.
         placement: the model of this process.
         plans: the plan that is followed, and the work of each step.
         collator: packs rows into micro-batches.
 
     Attributes:
-        opening: brings the run to where its next step can be taken.
-        membership: lets tasks come and go between steps, and sees to those that end.
+        opening: prepares everything for the next step.
+        membership: adds and removes tasks between steps, and handles those that end.
         relocation: moves the run to other replicas between steps.
         evaluator: evaluates tasks on their held-out rows.
-        reporter: logs, and reports what training came to.
-        control: takes requests of other programs through the run folder.
+        reporter: logs, and writes the reports at the end.
+        control: receives requests from other programs through the run folder.
     """
 
     def __init__(self, run: Run, placement: Placement, plans: PlanFollower, collator: ChunkPackingCollator) -> None:
@@ -83,7 +83,7 @@ class TrainingLoop:
             resume: what to resume from; see `Opening.opened`.
         """
         run = self._run
-        # From the first moment on: requests of other threads wait for the first step while the model loads.
+        # From the start: requests of other threads wait for the first step while the model loads.
         with self.membership.queue.training(self.membership.finish_commands), self.opening.opened(resume):
             # Timed from here on: loading and planning are not training.
             started, waited_before_s = time.perf_counter(), run.processes.waited_s
@@ -104,7 +104,7 @@ class TrainingLoop:
                     else:
                         self.train_step()
                     self._after_step(stepping)
-                    # Before processes compare their tasks: all have the same ones by then, or the run ends.
+                    # Before processes compare their tasks: afterwards all have the same ones, or the run has ended.
                     self.membership.apply_commands()
                     self._call_task_events()
             seconds, waited_s = time.perf_counter() - started, run.processes.waited_s - waited_before_s
@@ -119,7 +119,7 @@ class TrainingLoop:
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
-        """Begin a training whose steps are taken in the `with` block; signals and other programs reach it there."""
+        """Begin a training whose steps are taken in the `with` block; signals and requests are handled there."""
         run, is_alone = self._run, self._run.processes.is_alone
 
         def stop(signal_number: int) -> None:
@@ -190,7 +190,7 @@ class TrainingLoop:
             raise MemoryBudgetError(
                 f"tasks.{largest.task_names[0]}: a pass of one row of {largest.num_tokens:,} tokens does not fit into "
                 f"memory ({reason}); allowed: rows that do. Set max_length, gradient_checkpointing=True, bf16=True or "
-                "split_long_sequences=True, or quantise the backbone; then go on with "
+                "split_long_sequences=True, or quantise the backbone; then resume with "
                 "train(resume_from_checkpoint=True)."
             )
         most = max(1, largest.num_computed // 2)
@@ -244,10 +244,10 @@ class TrainingLoop:
     # ------------------------------------------------------------------ before a step
 
     def _agree_on_step(self) -> bool:
-        """Return whether all processes take another step, and bring what one of them has stopped to all.
+        """Return whether all processes take another step, after stops on one process were applied to all.
 
-        Here all processes stand between the same two steps, so the run also moves to other replicas here, and changes
-        its plan.
+        All processes are between the same two steps here, so the run also moves to other replicas, and changes its
+        plan.
         """
         run, plans, agreement = self._run, self._plans, self._agreement
         endings, wants_stop = agreement.on_tasks(
@@ -260,7 +260,7 @@ class TrainingLoop:
             num_commands=len(self.membership.queue.labels),
         )
         self._apply_endings(endings)
-        # Each process has measured its own time, and all must plan alike.
+        # Each process has measured its own time, and all must make the same plan.
         plans.observe_step_time(agreement.slowest_s, agreement.passes_s)
         self.membership.apply_shared_commands(has_commands=agreement.has_commands)
         self.membership.handle_changes()
@@ -304,7 +304,7 @@ class TrainingLoop:
         require_consistent(self._run.processes, {"tasks": facts})
 
     def _call_task_events(self) -> None:
-        """Call the callbacks of tasks whose status has changed, and do what they ask for then."""
+        """Call the callbacks of tasks whose status has changed, and carry out their requests."""
         while self._run.callbacks.call_task_events():
             self.membership.apply_commands()
 
@@ -320,8 +320,8 @@ class TrainingLoop:
         run, executor = self._run, self._placement.executor
         if run.args.pipeline_flush != "auto" or not isinstance(executor, PipelineExecutor):
             return 1
-        # Elsewhere gradients are summed over processes. By the layout, which all processes know: unlike replicas would
-        # not all come to the exchange.
+        # Elsewhere gradients are summed over processes. Decided by the layout, which all processes know: unequal
+        # replicas would not all take part in the exchange.
         if len(run.layout.replicas) > 1 or any(replica.tp > 1 for replica in run.layout.replicas):
             return 1
         tasks, control = run.table.running, run.control
@@ -373,9 +373,9 @@ class TrainingLoop:
         run.log.advance()
 
     def _agree_on_requests(self) -> None:
-        """Bring what callbacks did on single processes to all: they end a task, or ask for an evaluation or a save.
+        """Apply to all processes what callbacks did on one: they end a task, or ask for an evaluation or a save.
 
-        A request to stop waits for `_agree_on_step`, where all processes stop alike.
+        A request to stop waits for `_agree_on_step`, where all processes stop together.
         """
         run, control = self._run, self._run.control
         if run.processes.is_alone:
@@ -406,13 +406,13 @@ LONGEST_WINDOW_S = 10.0
 def steps_until_due(
     runs: Sequence[TaskRun], args: MultiTaskTrainingArguments, global_step: int, *, last_step_s: float
 ) -> int:
-    """Return after how many steps something is due: a log, an evaluation, a file, the end of a task, or a look around.
+    """Return after how many steps something is due: a log, an evaluation, a file, the end of a task, or a check.
 
     Args:
         runs: the tasks that take the steps.
         args: the arguments of the run.
         global_step: steps that the run has taken.
-        last_step_s: seconds of the last step on the slowest process, known to all alike; 0 if that is not known yet.
+        last_step_s: seconds of the last step on the slowest process, the same on all processes; 0 if not known yet.
     """
     found = [MOST_STEPS, int(LONGEST_WINDOW_S / last_step_s) if last_step_s > 0 else 1]
     if args.logging_strategy != "no" and args.logging_first_step and global_step == 0:

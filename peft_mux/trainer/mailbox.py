@@ -1,4 +1,4 @@
-"""The files by which other programs ask something of a run: `peft-mux pause | resume | remove | add`.
+"""The files with which other programs send requests to a run: `peft-mux pause | resume | remove | add`.
 
     <folder>/control/<time>-<process>-<random>.request.json     written aside and renamed, so it is whole or absent
     <folder>/control/<the same>.answer.json
@@ -59,7 +59,7 @@ class Mailbox:
         return [(name, _read(self.folder / f"{name}{_REQUEST}")) for name in names]
 
     def answer(self, name: str, value: Mapping[str, Any]) -> None:
-        """Answer a request and delete it; a disk that takes nothing costs only the answer."""
+        """Answer a request and delete it; on a full disk only the answer is lost."""
         with suppress(Exception):
             write_file(self.folder / f"{name}{_ANSWER}", json.dumps(dict(value)).encode())
         self.withdraw(name)
@@ -70,7 +70,7 @@ class Mailbox:
         Args:
             name: name of the request.
             timeout_s: seconds to wait at most.
-            is_heard: whether a run is still there that may answer; called again and again.
+            is_heard: whether there is still a run that may answer; called repeatedly.
         """
         path, until = self.folder / f"{name}{_ANSWER}", time.monotonic() + timeout_s
         while not path.is_file():

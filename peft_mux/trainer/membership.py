@@ -1,9 +1,9 @@
 """Tasks that come, pause, end and leave while a run trains (M §3.2).
 
-`CommandQueue` takes what callbacks and other threads ask for. A run has one owner at a time: the thread that trains, or
-else the caller. Commands that are given while the run trains wait until the step in progress is over, so that no step
-sees half of a change. `Membership` carries them out, and does what follows when the status of a task changes: a line, a
-record, its adapter on the disk, a new plan.
+`CommandQueue` receives requests from callbacks and other threads. One thread at a time carries them out: the one that
+trains, or else the caller. Commands that are given while the run trains wait until the step in progress is over, so
+that no step sees half of a change. `Membership` carries them out, and handles every change of a task's status: a line,
+a record, its adapter on the disk, a new plan.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ from peft_mux.trainer.run import Run, write_task_files
 class Command(Future[Any]):
     """A request to a run, and the future of its answer.
 
-    `result` and `exception` raise a `ConfigError` in the thread that has to carry the command out, such as in a
-    callback: it would wait for itself.
+    `result` and `exception` raise a `ConfigError` in the thread that carries commands out, such as in a callback: it
+    would wait for itself.
 
     Args:
         label: what it is in words, such as `remove a`; equal commands of several processes have equal labels.
@@ -95,7 +95,7 @@ class CommandQueue:
     """
 
     def __init__(self) -> None:
-        """Start without an owner and without commands."""
+        """Start without commands, while no thread trains."""
         self._free = threading.Condition()
         self._owner: int | None = None
         self._trains = False
@@ -103,7 +103,7 @@ class CommandQueue:
 
     @property
     def labels(self) -> list[str]:
-        """Commands of other threads that wait, in the order in which they were given."""
+        """Waiting commands of other threads, in the order in which they were given."""
         with self._free:
             waiting = [command for command in self._commands if not command.cancelled()]
         return [command.label for command in waiting if not command.is_of_callback]
@@ -132,7 +132,7 @@ class CommandQueue:
             if self._trains:
                 self._commands.append(command)
                 return command
-            # A command that gives another one owns the run already.
+            # A command may give another one: this thread carries commands out already.
             owner_before, self._owner = self._owner, me
         try:
             command.set_result(action())
@@ -143,12 +143,12 @@ class CommandQueue:
         return command
 
     def ask(self, label: str, action: Callable[[], Any]) -> Any:
-        """Return what an action returns: at once if the caller owns the run, else after the step in progress."""
+        """Return the result of an action: at once in the thread that trains, else after the step in progress."""
         return action() if self.is_owner else self.give(label, action).result()
 
     @contextmanager
     def training(self, finish: Callable[[bool], bool]) -> Iterator[None]:
-        """Let the calling thread own the run and train in the `with` block.
+        """Let the calling thread train in the `with` block, and carry out all commands meanwhile.
 
         Args:
             finish: carries out what still waits at the end. Its argument says whether the block has failed; it returns
@@ -202,7 +202,7 @@ class CommandQueue:
 
 
 class Membership:
-    """Lets tasks come, pause and leave, and sees to those that end.
+    """Adds, pauses and removes tasks, and handles those that end.
 
     Requests are checked in the thread that asks, and carried out by the one that trains, between two steps; at once if
     the run does not train.
@@ -211,7 +211,7 @@ class Membership:
     reason. It is saved again after the next state of the run that the disk takes, and at the end of the run.
 
     Args:
-        run: the run under way.
+        run: the present run.
         placement: the model of this process, which takes adapters in and drops them.
         plans: the plan, which changes with the tasks.
 
@@ -224,9 +224,9 @@ class Membership:
         self._run, self._placement, self._plans = run, placement, plans
         self.queue = CommandQueue()
         self._arriving: set[str] = set()
-        # Calls change a tokenizer, so the rows of one caller are read after those of another.
+        # A tokenizer has state, so the rows of one caller are read after those of another.
         self._reading = threading.Lock()
-        # Status and reason that tasks would have ended with if their adapters could have been written.
+        # Status and reason with which tasks would have ended if their adapters could have been written.
         self._unsaved_endings: dict[str, tuple[TaskStatus, str]] = {}
         self._num_states_at_last_try = 0
 
@@ -249,7 +249,7 @@ class Membership:
             check_task_names([task.name for task in tasks], [*standing, *self._arriving])
             resolved = resolve_tasks(tasks, self._run.args)
             self._placement.check(resolved)
-            # Taken from here on: another caller may ask for the same name while these rows are read.
+            # Reserved from here on: another caller may ask for the same name while these rows are read.
             self._arriving.update(names)
         try:
             source = self._placement.source
@@ -354,7 +354,7 @@ class Membership:
     def _carry_out(self, commands: Sequence[Command]) -> None:
         for command in commands:
             error = command.carry_out()
-            # The caller gets the error and the other tasks go on. Without the other processes none can.
+            # The caller gets the error and the other tasks continue. Without the other processes none can.
             if isinstance(error, ProcessError):
                 raise error
             if error is not None:
@@ -392,11 +392,11 @@ class Membership:
         if own.status is TaskStatus.REMOVED:  # before this run was resumed; its adapter is on the disk as it was
             self._drop(name)
             return
-        # Saved before it is dropped: the saver reads the table and the model. Every process comes here alike.
+        # Saved before it is dropped: the saver reads the table and the model. Every process gets here.
         if save and run.saver.folder is not None and not all(run.processes.gather(run.saver.save_adapter(name))):
             raise CheckpointError(
                 f'got task "{name}", whose adapter could not be written, so that it stays; allowed: a folder that can '
-                f'be written to, or remove_task("{name}", save=False), which gives the adapter up.'
+                f'be written to, or remove_task("{name}", save=False), which discards the adapter.'
             )
         if not own.status.is_final:
             own.end(TaskStatus.REMOVED, "" if save else "not saved")
@@ -480,7 +480,7 @@ class Membership:
             del self._unsaved_endings[name]
 
     def _fail_unsaved(self, own: TaskRun, failure: str) -> None:
-        """Let a task fail because its adapter could not be written, and say where its newest copy is."""
+        """Mark a task as failed because its adapter could not be written, and report where its newest copy is."""
         status, reason = self._unsaved_endings[own.name]
         before = f"{reason}; " if status is TaskStatus.FAILED else ""
         copy = self._run.saver.newest_copy(own.name)

@@ -38,7 +38,7 @@ _OWN_ARGUMENTS = frozenset({"local_rank", "log_level", "log_level_replica", "log
 
 
 class Opening:
-    """Brings a run to where its next step can be taken.
+    """Prepares everything for the next step of a run.
 
     Args:
         run: the run to open.
@@ -68,7 +68,7 @@ class Opening:
         if not resume and run.is_updating:
             raise CheckpointError(
                 f"train: got a run whose step {run.state.global_step + 1} was cut off while its tasks were "
-                "updated; allowed: train(resume_from_checkpoint=True), which goes on from the last saved state."
+                "updated; allowed: train(resume_from_checkpoint=True), which resumes from the last saved state."
             )
         run.processes.connect()
         # Before anything is loaded: unequal settings are reported in seconds, and could hang the run later on.
@@ -87,8 +87,8 @@ class Opening:
             holds_run = was_restarted(run.root) if is_first else bool(record_paths(run.root / STATE_FOLDER))
             resume = any(run.processes.gather(run.saver.is_writer and holds_run)) or None
         root = run.root if resume is True else Path(resume or "")
-        # Only the process that writes needs to see the folder. Whether somebody else keeps the run's own folder, if it
-        # exists, is found out first, by keeping it.
+        # Only the process that writes needs to see the folder. The run's own folder, if it exists, is locked first, to
+        # find out whether another process uses it.
         if resume and run.saver.is_writer and not (root == run.root and root.is_dir()):
             require_state(root)
         return resume
@@ -106,7 +106,7 @@ class Opening:
             ConfigError: if processes differ, or nothing fits into memory.
         """
         saver, root = self._run.saver, self._run.root
-        # Connected first, so that the others learn at once if the folder is somebody else's.
+        # Connected first, so that the others learn at once if another process uses the folder.
         resume = self.connect(resume)
         with saver.keep_folder(root, goes_on=not resume):
             saver.note_loading("model")
@@ -139,9 +139,9 @@ class Opening:
         if resume:
             self._restore(root if resume is True else Path(resume), backbone)
         elif not run.has_trained and saver.folder is not None:
-            # What a run that was killed before its first save has logged is not part of this one.
+            # Records of a run that was killed before its first save are not part of this one.
             run.log.metrics.truncate_after(-1)
-        # What a step that was cut off has added up: the step is taken again, from its beginning.
+        # Drop the gradients of a step that was cut off: the step is taken again, from its beginning.
         for own in run.table:
             if own.optimizer is not None:
                 own.optimizer.zero_gradients()
@@ -150,7 +150,7 @@ class Opening:
         plan = self._plans.replan()
         if saver.is_writer:
             describe_run(root, args, run.table, plan)
-        # A stop that ended the training before this one would end it before its first step. Not later than here: once
+        # The stop request of the previous training would end this one before its first step. Not later than here: once
         # signals are handled, one of them may have asked for a stop.
         run.control.should_training_stop, run.interrupted_by = False, 0
 
@@ -234,7 +234,7 @@ class Opening:
                 run.log.say(line)
         run.log.begin()
         run.log.rows.begin(*run.table)
-        # The status of tasks at the beginning is not a change to report.
+        # The initial status of tasks is not a change to report.
         run.table.collect()
         run.callbacks.call("on_train_begin")
         for callbacks in run.log.callbacks.values():

@@ -32,7 +32,7 @@ class Placement:
     """Describes, loads, places and releases the model.
 
     Args:
-        run: the run under way.
+        run: the present run.
         source: where the backbone comes from.
         described: the multi-task model of the run's tasks, possibly without weights.
 
@@ -73,7 +73,7 @@ class Placement:
 
     @property
     def executor(self) -> Executor:
-        """What runs passes through the model; only after `load`."""
+        """The executor, which runs passes through the model; only after `load`."""
         assert self._parallel is not None, "the model is loaded before it is trained or evaluated"
         return self._parallel.executor
 
@@ -161,7 +161,7 @@ class Placement:
         run.last_good = LastFiniteWeights({f"page_{number}": page.values for number, page in enumerate(slab.pages)})
 
     def _gather_state(self, run: TaskRun, *, only_weights: bool = False) -> TaskState | None:
-        """Return a task's state out of the parts of the first replica, on the first process; `None` on the others."""
+        """Return a task's state, assembled from the parts of the first replica; `None` except on the first process."""
         # Replicas hold equal adapters after every step, so one of them is enough.
         if self.part.place.replica > 0:
             return None
@@ -186,9 +186,9 @@ class Placement:
         return part
 
     def release_model(self) -> None:
-        """Release the model and all optimizers before the next model comes; all processes call this at one time.
+        """Release the model and all optimizers before the next model comes; all processes call this at the same time.
 
-        What the tasks have learnt must be saved by then.
+        The state of the tasks must be saved by then.
         """
         assert self._parallel is not None, "only a loaded model is released"
         self._parallel.executor.close()

@@ -52,7 +52,7 @@ class PlanFollower:
     answers, `replan` makes the plan that is followed, and `next_work` turns that one into steps.
 
     Args:
-        run: the run under way.
+        run: the present run.
         placement: the model of this process, which starts the tasks that a plan admits.
         planner: makes the plans of this run.
         collator: packs the rows of each step.
@@ -61,7 +61,7 @@ class PlanFollower:
         planner: makes the plans, and learns from the times of steps.
         current: the plan that is followed; `None` before the first one.
         pass_report: the passes and tokens of this process's replica, as planned and as run.
-        dispatch_clock: what dividing rows among unlike replicas has cost under all plans; `None` before the first one.
+        dispatch_clock: time of dividing rows among unequal replicas under all plans; `None` before the first one.
     """
 
     def __init__(self, run: Run, placement: Placement, planner: Planner, collator: ChunkPackingCollator) -> None:
@@ -184,8 +184,8 @@ class PlanFollower:
     def replan_if_faster(self) -> bool:
         """Follow another plan if it is faster by the times that were measured; every process calls this at once.
 
-        Checked every `replan_steps` steps, and only if a part takes another time than the plan was made with; the
-        other plan has to be faster by `replan_gain`, so that plans do not alternate.
+        Checked every `replan_steps` steps, and only if the time of a part differs from the one in the plan; the other
+        plan must be faster by `replan_gain`, so that plans do not alternate.
 
         Returns:
             Whether there is another plan now.
@@ -202,11 +202,11 @@ class PlanFollower:
         running = [one.name for one in run.table.running]
         options = {"running": running, **self.own_pipeline}
         gain = self.planner.gain_of(self.current, correction.agreed, run.table.plannable, **options)
-        # Unlike replicas have unlike plans, and all of them change theirs or none, as they begin it together.
+        # Unequal replicas have different plans, and either all of them change theirs or none.
         gain = max(microns / 1e6 for (microns,) in processes.exchange([round(gain * 1e6)]))
         if gain < run.args.replan_gain:
             return False
-        run.log.say(f"another plan is {gain:.0%} faster by the times that were measured: {correction.agreed}")
+        run.log.say(f"another plan is {gain:.0%} faster by measured times: {correction.agreed}")
         run.log.event("replanned", gain=gain, **correction.agreed._asdict())
         self.replan()
         return True
@@ -217,13 +217,13 @@ class PlanFollower:
         correction.agree(self._run.processes.gather(correction.numbers()))
 
     def _saved_decisions(self) -> dict[str, float]:
-        """Return what a state has to hold so that a resumed run follows the plan that it had."""
+        """Return what a state must contain so that a resumed run follows the plan that it had."""
         factors = self.planner.correction.factors._asdict() if self._applies_times else {}
         found = {_SAVED_AS + name: factor for name, factor in factors.items()}
         return found if self.planner.most_tokens is None else {**found, _MOST_TOKENS: self.planner.most_tokens}
 
     def restore_times(self, saved: Mapping[str, Any]) -> None:
-        """Plan as the run did that is resumed; rates of replicas are measured again.
+        """Plan like the run that is resumed; rates of replicas are measured again.
 
         Args:
             saved: what decided the bits of that run, by name; factors of times are among it if it applied them.
@@ -236,7 +236,7 @@ class PlanFollower:
 
     @property
     def max_tokens(self) -> int:
-        """Tokens that a pass may hold, as far as it is known what fits into memory."""
+        """Tokens that a pass may hold, as far as is known from the memory."""
         asked = self._run.args.max_tokens_per_micro_batch
         return asked if self.current is None else self.current.max_tokens_per_micro_batch
 
@@ -330,7 +330,7 @@ class PlanFollower:
         """Remember what the last step took on this process; a process that is alone learns from it at once.
 
         Args:
-            result: what came of the step.
+            result: the result of the step.
             seconds: seconds of its passes and updates.
             num_steps: so many steps took this time each, if a pipeline is not flushed between them.
         """
@@ -342,7 +342,7 @@ class PlanFollower:
             width = 1 if self.current is None else self.current.passes_in_turns
             prices = self.planner.prices(self._placement.part.place.stage, width)
         if prices is not None:
-            # In a window of steps without a flush, what lies between passes cannot be told: it says nothing.
+            # In a window of steps without a flush, the time between passes is unknown: nothing is learnt from it.
             between_s = seconds - times.span_s - (self._run.processes.waited_s - self._waited_s)
             correction.observe_passes(times, between_s, result.num_tokens, prices)
         # With its plan: by the time that the processes have exchanged their times, there may be another one.

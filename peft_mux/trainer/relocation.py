@@ -25,12 +25,12 @@ class _NotSavedError(CheckpointError):
 
 
 class Relocation:
-    """Decides whether other replicas pay, and moves the run to them.
+    """Decides whether moving to other replicas pays off, and moves the run.
 
     Args:
-        run: the run under way.
+        run: the present run.
         placement: the model of this process; a move builds it again.
-        plans: predicts what other replicas would take.
+        plans: predicts the times of other replicas.
 
     Raises:
         ConfigError: if `redeploy=True` and the run could never move.
@@ -66,7 +66,7 @@ class Relocation:
         return "" if self._target is None else str(self._target.layout)
 
     def move_if_asked(self) -> bool:
-        """Move if that was asked for, or pays now that tasks have come or gone; return whether the run has moved."""
+        """Move if that was asked for, or pays off now that tasks have come or gone; return whether the run moved."""
         names = tuple(run.name for run in self._run.table.plannable)
         # The first call compares with nothing: the replicas that a run begins on were chosen for these tasks.
         has_changed, self._deployed_for = names != (self._deployed_for or names), names
@@ -99,13 +99,13 @@ class Relocation:
             )
         if self._run.args.save_strategy == "no":
             raise ConfigError(
-                'redeploy: got save_strategy="no"; allowed: "steps", as tasks go on from what is saved in between.'
+                'redeploy: got save_strategy="no"; allowed: "steps", as tasks resume from the state that a move saves.'
             )
 
     # ------------------------------------------------------------------ the decision
 
     def _replicas_that_pay(self) -> str:
-        """Return better replicas for the present tasks; "" where there are none, or they cannot be had."""
+        """Return better replicas for the present tasks; "" if there are none, or the run cannot move to them."""
         runs, old = self._run.table.plannable, self._run.layout
         try:
             decision = decide_on_move(self._plans.planner, runs, old, restart_s=self._restart_s)

@@ -1,4 +1,4 @@
-"""`Reporter`: the logs of a run under way, and what is left of it at the end: its report, `report.html`, a plot."""
+"""`Reporter`: logs a run, and writes its results at the end: a report, `report.html`, a plot."""
 
 from __future__ import annotations
 
@@ -36,10 +36,10 @@ _MANY = 12
 
 
 class Reporter:
-    """Logs while a run goes on, and reports when it is over.
+    """Logs during a run, and reports its results at the end.
 
     Args:
-        run: the run under way.
+        run: the present run.
         plans: the plan that is followed, with what it predicted and what was measured.
 
     Attributes:
@@ -65,7 +65,7 @@ class Reporter:
     # ------------------------------------------------------------------ the end of a run
 
     def finish(self, seconds: float, waited_s: float, num_tokens: int, num_steps: int) -> TrainOutput:
-        """Log and return what training came to, and call `on_train_end`; all processes call this.
+        """Log and return the results of training, and call `on_train_end`; all processes call this.
 
         Args:
             seconds: seconds that training took.
@@ -123,10 +123,10 @@ class Reporter:
         parts = []
         for name, (computed, asked) in shared.items():
             run.log.event("sharing", task=name, computed_tokens=computed, asked_tokens=asked)
-            parts.append(f"{name} {computed:,} of {asked:,} ({computed / asked:.0%})")
+            share = f"{100 * computed / asked:.0f} %"
+            parts.append(f"{name} computed {computed:,} of {asked:,} tokens ({share})")
         if parts:
-            words = "what rows begin with alike is computed once"
-            run.log.say(f"computed / asked tokens  {', '.join(parts)}; {words}")
+            run.log.say(f"prefix sharing: {', '.join(parts)}")
         run.log.rows.end(run.table)
         run.log.record_own_code()
         for one in run.records if len(run.records) > 1 else ():
@@ -147,13 +147,11 @@ class Reporter:
             return
         name, step = signal.Signals(run.interrupted_by).name, run.state.global_step
         if run.saver.folder is None:
-            way_on = 'nothing is saved (save_strategy="no"); train() of this trainer goes on from here'
+            way_on = 'nothing is saved (save_strategy="no"); train() of this trainer continues from here'
         elif not run.saver.is_current:
-            way_on = (
-                f"this step could not be saved in {run.root}, so that a new process goes on from the state before it"
-            )
+            way_on = f"this step could not be saved in {run.root}, so a new process resumes from the state before it"
         else:
-            how = "go on with train(resume_from_checkpoint=True), or peft-mux train FILE --resume"
+            how = "resume with train(resume_from_checkpoint=True), or peft-mux train FILE --resume"
             way_on = f"saved in {run.root}; {how}"
         is_saved = run.saver.folder is not None and run.saver.is_current
         run.log.event("interrupted", signal=name, is_saved=is_saved, steps={own.name: own.step for own in run.table})
@@ -180,7 +178,7 @@ class Reporter:
         if not run.log.is_shown:
             return
         in_turn = self._in_turn()
-        # If no step was taken, the page of the steps before says more.
+        # If no step was taken, the page of the earlier steps is kept.
         if run.saver.is_writer and run.saver.folder is not None and (num_steps or self._page is None):
             try:
                 self._write_page(in_turn, tuple(steps))
@@ -189,7 +187,7 @@ class Reporter:
             try:
                 records = read_metrics(run.root / METRICS_NAME)
                 curves = task_curves(records)
-                # A single point shows nothing, and hundreds of panels neither: the page has them all.
+                # A single point shows nothing, nor do hundreds of panels: the page has them all.
                 has_lines = any(len(curve) > 1 for own in curves.values() for curve in own.values())
                 if has_lines and len(curves) <= _MOST_PANELS:
                     with suppress(ConfigError):  # no matplotlib, which is an extra
@@ -217,7 +215,7 @@ class Reporter:
         versions = {name.removesuffix(" version"): numerics[name] for name in numerics if name.endswith("version")}
         remark = ""
         if run.interrupted_by:
-            remark = f"Interrupted by {signal.Signals(run.interrupted_by).name}: it may go on."
+            remark = f"Interrupted by {signal.Signals(run.interrupted_by).name}: it can be resumed."
         html = page_html(
             f"peft_mux: {run.root.name}",
             self._report(in_turn),
@@ -271,7 +269,7 @@ class Reporter:
         # Shares are of all tasks that were trained, those that have left since included.
         rows = [row._replace(time_share=log.times.share(row.name)) for row in rows]
         profile = self._plans.planner.profile
-        # Parts of an analytic profile are off by more than they say, unless plans are made of the corrected times.
+        # The parts of an analytic profile are too rough to report, unless plans are made with the corrected times.
         shows_parts = (profile is not None and profile.source == "measured") or run.args.measured_times == "plan"
         notes = [
             str(self._plans.planner.correction) if shows_parts else "",

@@ -1,4 +1,4 @@
-"""`Run`: what the parts of a trainer share about the run under way."""
+"""`Run`: the state of the present run that the parts of a trainer share."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from peft_mux.user_code import describe_error
 
 @dataclass
 class Run:
-    """The run as its parts share it; each part owns the rest of what it knows.
+    """The state of a run that all parts share; each part keeps the rest of the state itself.
 
     Attributes:
         args: the arguments that the trainer was given.
@@ -40,7 +40,7 @@ class Run:
         has_trained: whether `train` was called before.
         interrupted_by: number of the signal that ended the last training; 0 for none.
         best_task: the task that the last lines of the run suggest to merge; "" for the first one.
-        resume_command: the command of a shell that resumes the run; "" for a program of the user's own.
+        resume_command: the command of a shell that resumes the run; "" if the user's own program trains.
         records: what each process did in the last training, by rank; empty before it.
     """
 
@@ -92,7 +92,7 @@ def output_folder(args: MultiTaskTrainingArguments) -> Path:
 
 
 def mark_main_process(state: TrainerState, args: MultiTaskTrainingArguments) -> None:
-    """Set in the state that callbacks are given whether this process is the one that writes."""
+    """Set whether this process is the one that writes, in the state that callbacks get."""
     state.is_world_process_zero = args.process_index == 0
     state.is_local_process_zero = args.local_process_index == 0
 

@@ -52,7 +52,7 @@ def sweep_tasks(task: Task, grid: Mapping[str, Sequence[Any]]) -> tuple[Contest,
     """Return a task for each combination of settings, named `<task>-01`, `<task>-02` and so on.
 
     Args:
-        task: what all of them have in common.
+        task: the settings that all of them share.
         grid: values by field of the `Task`, or of its adapter as `peft_config.<field>`.
 
     Raises:
@@ -132,7 +132,7 @@ def losers(values: Mapping[str, float], alive: set[str], *, maximise: bool) -> l
             return math.inf
         return -values[name] if maximise else values[name]
 
-    ranked = sorted(values, key=cost)  # of equals the first one stays
+    ranked = sorted(values, key=cost)  # of equal tasks, the first one stays
     better = set(ranked[: math.ceil(len(ranked) / 2)])
     return [name for name in ranked if name in alive and name not in better]
 
@@ -230,7 +230,7 @@ class SweepResult:
         axes.set_title(f"sweep {self.name}")
         axes.grid(alpha=0.3)
         title = ", ".join(self.best.settings)
-        axes.legend(title=title, fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))  # beside the curves
+        axes.legend(title=title, fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))  # next to the curves
         image = io.BytesIO()
         figure.savefig(image, format="png", dpi=120)
         storage.write_file(Path(path), image.getvalue())
@@ -238,7 +238,7 @@ class SweepResult:
 
 
 class Referee(TrainerCallback):
-    """Has tasks evaluated at their rungs and at their end, and ends those that lose.
+    """Has tasks evaluated at their rungs and at their end, and ends the losers.
 
     It reads everything from the logs of the tasks, so that a resumed run continues as the first one would have.
 
@@ -268,7 +268,7 @@ class Referee(TrainerCallback):
                     )
                 self._rungs[name] = rungs(run.num_steps, len(contest.members)) if halves else ()
                 run.own_eval_steps = frozenset({*self._rungs[name], run.num_steps})
-                # Must not change when resumed, or a folder of another sweep would be ranked by these settings. The
+                # Must not change when resumed, or the folder of another sweep would be ranked by these settings. The
                 # number of steps follows from two of them.
                 length = {"num_steps"} if settings.keys() & {"max_steps", "num_train_epochs"} else set()
                 run.swept = frozenset({*settings, *length})
@@ -310,7 +310,7 @@ class Referee(TrainerCallback):
             run.end(TaskStatus.STOPPED_EARLY, f"halving: {self.metric} {values[name]:.6g} at step {run.step}")
         left = sorted(here - set(out), key=lambda name: values[name], reverse=self.maximise)
         line = ", ".join(f"{name} {values[name]:.4f}" for name in left[:8])
-        self.trainer.log_line(f"sweep {contest.name}: {len(left)} of {len(here)} go on: {line}")
+        self.trainer.log_line(f"sweep {contest.name}: {len(left)} of {len(here)} continue: {line}")
 
     def _value(self, run: TaskRun, step: int) -> float | None:
         """Return the metric of a task at one of its steps; `None` if it was not evaluated there."""
@@ -320,7 +320,7 @@ class Referee(TrainerCallback):
         return float("nan") if any(self.metric in entry for entry in entries) else None
 
     def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Have the run suggest the adapter that won, of several sweeps the one of the first."""
+        """Make the run suggest the winning adapter; with several sweeps, that of the first one."""
         rankings = [self.ranking(contest) for contest in self.contests]
         best = [ranking[0].name for ranking in rankings if ranking and ranking[0].value is not None]
         self.trainer.set_best_task(best[0] if best else "")
@@ -358,7 +358,7 @@ def sweep(
     A task that trains to its end becomes exactly what it would have become alone with these settings.
 
     Args:
-        task: what all tasks have in common; it has held-out rows.
+        task: the settings that all tasks share; it has held-out rows.
         grid: values by field of the `Task`, or of its adapter as `peft_config.<field>`; all combinations are trained.
         model: the backbone, as `MultiTaskTrainer` takes it.
         args: the arguments of the run.
@@ -384,7 +384,7 @@ def sweep(
     trainer = MultiTaskTrainer(model, args, tasks, **options)
     referee = add_referee(trainer, [contest], early_stop=early_stop, metric=metric)
     trainer.train(resume_from_checkpoint=resume_from_checkpoint)
-    (result,) = end_sweeps(trainer, referee, is_told=False)
+    (result,) = end_sweeps(trainer, referee, prints=False)
     trainer.log_line(f"sweep {result.name}: best {result.best.name}, {metric} {number_text(result.best.value)}")
     return result
 
@@ -395,7 +395,7 @@ def add_referee(
     """Compare the tasks of sweeps while a trainer trains them.
 
     Args:
-        trainer: has the tasks, and perhaps others.
+        trainer: has the tasks of the sweeps, and possibly others.
         contests: the sweeps.
         early_stop: "halving", or `None` to train all tasks to their end.
         metric: metric to rank by.
@@ -411,13 +411,13 @@ def add_referee(
     return referee
 
 
-def end_sweeps(trainer: MultiTaskTrainer, referee: Referee, *, is_told: bool = True) -> list[SweepResult]:
+def end_sweeps(trainer: MultiTaskTrainer, referee: Referee, *, prints: bool = True) -> list[SweepResult]:
     """Return the ranking of each sweep, show it, and keep a copy of the best adapter under the name of the task.
 
     Args:
-        trainer: has trained.
-        referee: has compared the tasks.
-        is_told: whether rankings are printed here; otherwise the caller prints them as text or as a table.
+        trainer: the trainer, after `train`.
+        referee: the referee that has compared the tasks.
+        prints: whether rankings are printed here; otherwise the caller prints them as text or as a table.
 
     Raises:
         ConfigError: if no task of a sweep was evaluated by the metric.
@@ -432,7 +432,7 @@ def end_sweeps(trainer: MultiTaskTrainer, referee: Referee, *, is_told: bool = T
             known = f"no task has {referee.metric}; allowed: a metric of its evaluations."
             raise ConfigError(f"sweep {contest.name}: {known}{f' Failed: {reasons}{more}.' if failed else ''}")
         result = SweepResult(contest.name, referee.metric, tuple(ranking), _keep_best(trainer, contest, ranking[0]))
-        if is_told:
+        if prints:
             trainer.log_line(f"sweep {contest.name}\n{result}")
         results.append(result)
     return results
@@ -443,7 +443,7 @@ def _keep_best(trainer: MultiTaskTrainer, contest: Contest, best: RankedTask) ->
     if best.place is None or not trainer.is_world_process_zero():
         return None
     folder = best.place.parent / contest.name
-    lies = f"it lies in {best.place}"
+    lies = f"it is in {best.place}"
     # A task of that name may have come while the sweep trained; and a link may lead elsewhere.
     if contest.name in trainer.task_statuses or folder.is_symlink():
         trainer.log_line(f"sweep {contest.name}: its best adapter is not copied, as {folder} is not its own; {lies}")

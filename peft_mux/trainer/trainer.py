@@ -10,11 +10,11 @@ The trainer makes the parts of a run; each of its methods asks one of them::
       .membership          tasks that come, pause, end and leave                                    membership.py
       .relocation          moves the run to other replicas                                          relocation.py
       .evaluator           held-out rows, early stopping                                            evaluation.py
-      .reporter            logs, and what is left at the end                                        reporter.py
-      .control             requests of other programs through the run folder                        control.py
+      .reporter            logs, and the reports at the end                                         reporter.py
+      .control             requests from other programs through the run folder                      control.py
 
-Trainer's own loops know one model with one loss, one optimizer and one set of rows. Its public methods that would do
-something else than their name says here (`push_to_hub` would upload the adapters of all users) are refused.
+Trainer's own loops know one model with one loss, one optimizer and one set of rows. Its public methods that would not
+do here what their name says (`push_to_hub` would upload the adapters of all users) are refused.
 """
 
 from __future__ import annotations
@@ -174,10 +174,10 @@ class MultiTaskTrainer(Trainer):
                 args=run_args,
                 processing_class=source.tokenizer,
                 callbacks=list(callbacks or ()),
-                # Held-out rows are the tasks'; Trainer itself asks for some if eval_strategy is set.
+                # Held-out rows belong to tasks; Trainer itself requires some if eval_strategy is set.
                 eval_dataset=[],  # type: ignore[arg-type]
             )
-        # The default is another one in notebooks, whose table has a single task in mind.
+        # The default differs in notebooks, where Trainer shows a table for a single task.
         for callback in (DefaultFlowCallback, PrinterCallback, ProgressCallback, hf_trainer.DEFAULT_PROGRESS_CALLBACK):
             self.remove_callback(callback)
         self.add_callback(TaskFlowCallback())
@@ -197,7 +197,7 @@ class MultiTaskTrainer(Trainer):
         self._use_model()
 
     def _use_model(self) -> None:
-        """Pass the present model to everything that holds the one before it."""
+        """Pass the present model to every part that has the previous one."""
         model = self.model = self.model_wrapped = self.callback_handler.model = self._placement.model
         self._run.log.use_model(model)
         self._run.saver.use_model(model)
@@ -207,7 +207,7 @@ class MultiTaskTrainer(Trainer):
 
     @property
     def is_in_train(self) -> bool:
-        """Whether `train` is under way."""
+        """Whether `train` is running."""
         # Trainer's constructor reads it before the parts are made.
         return "_run" in vars(self) and self._run.is_in_train
 
@@ -255,14 +255,14 @@ class MultiTaskTrainer(Trainer):
         self.log_line(line)
 
     def set_best_task(self, task: str) -> None:
-        """Have the last lines of the run suggest to merge this task's adapter, such as the best one of a sweep."""
+        """Suggest merging this task's adapter, such as the best one of a sweep, in the last lines of the run."""
         self._run.best_task = task
 
     def use_command(self, command: str, lock: FolderLock | None) -> None:
-        """Have the last lines of the run suggest a command of a shell to go on with it, as `peft-mux train` does.
+        """Suggest a shell command that resumes the run in its last lines, as `peft-mux train` does.
 
         Args:
-            command: what is typed to resume the run.
+            command: the command that resumes the run.
             lock: the lock of the run folder if the caller holds it already; `train` releases it at its end.
         """
         self._run.resume_command = command
@@ -274,7 +274,7 @@ class MultiTaskTrainer(Trainer):
         self.set_best_task(task)
 
     def adapter_folder(self, task: str) -> Path | None:
-        """Return the folder with a task's adapter as it is now; `None` if the disk has none, or an older one."""
+        """Return the folder with a task's current adapter; `None` if the disk has none, or an older one."""
         return self._run.saver.place(self._membership.run_of(task))
 
     def show(self) -> None:
@@ -325,8 +325,8 @@ class MultiTaskTrainer(Trainer):
     def measure_profile(self, budget_s: float = 60.0, *, folder: Path | None = None, refresh: bool = False) -> Profile:
         """Measure how long the parts of a step take on this device, for `cost_profile`; reads and changes no weights.
 
-        If there are several processes, each must call this; the link between them is measured too, and how much passes
-        in turns hide.
+        If there are several processes, each must call this; the link between them is measured too, and how much of it
+        passes in turns hide.
 
         Args:
             budget_s: seconds that this may take; if tensor parallel ranks share layers, passes through cut layers may
@@ -464,7 +464,7 @@ class MultiTaskTrainer(Trainer):
 
         Returns:
             A future that is done when they have been added or refused: what PEFT refuses only when it makes the adapter
-            is also logged as a warning and in `metrics.jsonl`. With several processes, each has to ask.
+            is also logged as a warning and in `metrics.jsonl`. With several processes, each must call this.
 
         Raises:
             ConfigError: naming every setting that cannot be run; then none is added.
@@ -481,15 +481,15 @@ class MultiTaskTrainer(Trainer):
         return self._membership.remove(name, save=save)
 
     def pause_task(self, name: str) -> Future[None]:
-        """Keep a task's exact state and take no steps of it until `resume_task`."""
+        """Pause a task, keeping its exact state, until `resume_task`."""
         return self._membership.set_paused(name, True)
 
     def resume_task(self, name: str) -> Future[None]:
-        """Let a paused task continue from the same step."""
+        """Resume a paused task from the same step."""
         return self._membership.set_paused(name, False)
 
     def redeploy(self, replicas: str) -> None:
-        """Move the run to other replicas; while `train` runs, at the next step. Every process calls this alike.
+        """Move the run to other replicas; while `train` runs, at the next step. Every process must call this.
 
         Args:
             replicas: as LobRA writes them, such as "<2,1>, <1,1>x2"; for as many processes as there are.
