@@ -16,7 +16,7 @@ from peft_mux.demo.task_rows import demo_tasks
 
 
 def main(model: str, run: Path, num_prompts: int) -> None:
-    # 1. One backbone, and every adapter of a run. In a run under way, `trainer.model` is such a model, too.
+    # 1. One backbone, and every adapter of a run. During a run, `trainer.model` is such a model, too.
     tokenizer = AutoTokenizer.from_pretrained(model)
     mux_model = MultiTaskPeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(model), run)
 

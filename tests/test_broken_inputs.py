@@ -138,7 +138,7 @@ FAULTS = (
     # ------------------------------------------------------------------ names
     Fault("no name", of_task(name=""), "task.name: got ''; allowed: 1 to 64 letters"),
     Fault("a name that is a path", of_task(name="../sql"), "task.name: got '../sql'; allowed: 1 to 64 letters"),
-    Fault("a name twice", lambda folder: trainer(folder, [task(), task()]), 'got "sql" beside "sql"', "Rename one"),
+    Fault("a name twice", lambda folder: trainer(folder, [task(), task()]), 'got "sql" and "sql"', "Rename one"),
     Fault(
         "an argument of nobody",
         of_task(learning_rat=1e-3),
@@ -214,7 +214,7 @@ FAULTS = (
         "a key of the run",
         of_file("max_steps: 2", "logging_steps: 2"),
         "tasks.yaml:5 tasks.sql.logging",
-        "for the run: set it under run.",
+        "setting of the run: set it under run.",
     ),
     Fault("a key twice", of_file("tasks:", "output_dir: b\ntasks:"), "tasks.yaml:4 output_dir: got the same key twice"),
     Fault(

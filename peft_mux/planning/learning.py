@@ -1,6 +1,6 @@
 """`TimeCorrection`: learns how far measured times are from a profile (M §4), so that plans can be priced again.
 
-A measured pass is a sum over parts, for each of which the profile predicts seconds: seconds = sum of factor times
+A measured pass is a sum over parts. The profile predicts the seconds of each part: seconds = sum of factor times
 predicted seconds. Factors are the least squares of relative errors over all passes, recent ones counting more
 (recursive least squares with forgetting, stored as information, which is a sum over passes and so over processes).
 Passes of one run are similar, so parts can be separated only as far as passes differ. A ridge decides the rest: it

@@ -66,7 +66,7 @@ def task_load(
     rows, cut = run.loader.sample_lengths, cut or {}
     longest = max(rows, default=0)
     if chain_tokens is not None and longest > chain_tokens:
-        # Rounded up to whole passes, all of which a chain holds at once (M section 3.5).
+        # Rounded up to whole passes: a chain holds all of them at once (M section 3.5).
         longest = -(-longest // chain_tokens) * chain_tokens
     batch = _sharing_batch(run)
     lengths = typical_lengths(rows, run.hyper.train_batch_size) if batch is None else tuple(map(len, batch.sequences))

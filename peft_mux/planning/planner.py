@@ -304,7 +304,7 @@ class Planner:
         """Return what the uncorrected profile predicts for passes of the last own plan; `None` before the first one.
 
         Args:
-            stage: stage of the pipeline that lies in this process.
+            stage: stage of the pipeline that this process holds.
             width: the most passes that took turns.
         """
         if self._last_inputs is None:

@@ -229,8 +229,8 @@ class PassReport:
         steps = max(self.num_steps, 1)
         line = (
             f"micro-batches per step: planned {self.planned_passes / steps:,.1f}"
-            f" ({self.planned_tokens / max(self.planned_passes, 1):,.1f} tokens each),"
-            f" actual {self.passes / steps:,.1f} ({self.tokens / max(self.passes, 1):,.1f} tokens each)"
+            f" ({self.planned_tokens / max(self.planned_passes, 1):,.1f} tokens),"
+            f" actual {self.passes / steps:,.1f} ({self.tokens / max(self.passes, 1):,.1f} tokens)"
         )
         if self.is_as_planned:
             return f"{line}; same tasks in the same order" + (f" in all {steps} steps" if steps > 1 else "")

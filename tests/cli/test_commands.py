@@ -163,7 +163,7 @@ def test_a_training_that_a_signal_ends_says_where_it_was_saved_and_its_status_te
         assert main(["train", str(file)]) == status
     said = capsys.readouterr().out
     name, out = signal.Signals(number).name, tmp_path / "out"
-    assert f"interrupted by {name} after step 1; saved in {out}; go on with" in said
+    assert f"interrupted by {name} after step 1; saved in {out}; resume with" in said
     assert "peft-mux train FILE --resume" in said
     assert main(["train", str(file), "--resume"]) == 0
 
@@ -238,7 +238,7 @@ def test_only_tasks_that_have_ended_well_are_served_unless_asked_for(
     capsys.readouterr()
     assert main(["export", str(out), "--vllm"]) == 0
     left_out, command = capsys.readouterr().out.splitlines()
-    assert left_out == "sql: left out, paused at step 0 of 3; --unfinished takes it as it is"
+    assert left_out == "sql: left out, paused at step 0 of 3; --unfinished includes it"
     assert (f"math={out}/math" in command, f"sql={out}/sql" in command) == (True, False)
     assert main(["export", str(out), "--vllm", "--unfinished"]) == 0
     (command,) = capsys.readouterr().out.splitlines()

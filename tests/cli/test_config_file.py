@@ -308,7 +308,7 @@ def test_a_section_that_stands_twice_is_one_fault(folder: Path) -> None:
         ("tasks.sql.dataset=null", r"tasks\.sql\.dataset: got None; allowed: a \.jsonl"),
         ("tasks.sql.dataset=tasks.yaml", r"tasks\.sql\.dataset: got 'tasks\.yaml'; allowed: \.jsonl"),
         ("run.save_strategy=sometimes", r"save_strategy: got 'sometimes'; allowed: steps, epoch, no"),
-        ("run.fp16=true", r"run\.fp16: got an unknown key.*Reason: losses would need one scaler a task; use bf16"),
+        ("run.fp16=true", r"run\.fp16: got an unknown key.*Reason: each task would need its own loss scaler; use bf16"),
         (
             "run.evaluation_strategy=steps",
             r'run\.evaluation_strategy: got an unknown key.*Did you mean "eval_strategy"',
@@ -382,14 +382,17 @@ def test_a_dollar_in_a_token_or_in_the_value_of_a_variable_is_part_of_the_secret
 @pytest.mark.parametrize(
     ("override", "told"),
     [
-        ("run.hub_token=${MUX_TOKEN}", "got ${MUX_TOKEN}, a variable of the environment that is not set"),
-        ("model_init_kwargs.token=${MUX_EMPTY}", "got ${MUX_EMPTY}, a variable of the environment that is not set"),
-        ("run.hub_token=${MUX_SET}${MUX_EMPTY}${MUX_TOKEN}", "got ${MUX_EMPTY}, ${MUX_TOKEN}, a variable"),
+        ("run.hub_token=${MUX_TOKEN}", "got ${MUX_TOKEN}, an environment variable that is not set"),
+        ("model_init_kwargs.token=${MUX_EMPTY}", "got ${MUX_EMPTY}, an environment variable that is not set"),
+        ("run.hub_token=${MUX_SET}${MUX_EMPTY}${MUX_TOKEN}", "got ${MUX_EMPTY}, ${MUX_TOKEN}, an environment variable"),
         ("run.hub_token=$MUX_SET", "got a variable without braces; allowed: a token, or a variable in braces"),
-        ("run.hub_token=hf_abc$1${MUX_TOKEN}", "got ${MUX_TOKEN}, a variable of the environment that is not set"),
-        ("run.run_name=${MUX_SET}", "variables stand in run.hub_token and model_init_kwargs.token alone"),
-        ("tasks.sql.dataset=${MUX_SET}/rows", "variables stand in run.hub_token and model_init_kwargs.token alone"),
-        ("output_dir=runs/${MUX_SET}", "variables stand in run.hub_token and model_init_kwargs.token alone"),
+        ("run.hub_token=hf_abc$1${MUX_TOKEN}", "got ${MUX_TOKEN}, an environment variable that is not set"),
+        ("run.run_name=${MUX_SET}", "variables are only allowed in run.hub_token and model_init_kwargs.token"),
+        (
+            "tasks.sql.dataset=${MUX_SET}/rows",
+            "variables are only allowed in run.hub_token and model_init_kwargs.token",
+        ),
+        ("output_dir=runs/${MUX_SET}", "variables are only allowed in run.hub_token and model_init_kwargs.token"),
     ],
 )
 def test_a_variable_that_is_not_set_or_stands_elsewhere_is_refused_with_its_field(
@@ -464,7 +467,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
     thread.start()
     thread.join(10)
     assert told, "it waits for the pipe"
-    assert "it is no regular file" in told[0]
+    assert "it is not a regular file" in told[0]
 
 
 # ------------------------------------------------------------------------- contents

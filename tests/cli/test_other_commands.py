@@ -36,7 +36,7 @@ def test_a_first_file_is_written_once_and_can_be_validated(
     words = ["init", str(path), "--model", str(made / "backbone"), "--data", str(made / "rows.jsonl")]
     assert main(words) == 0
     assert main(words) == 2
-    assert "which is there" in capsys.readouterr().err
+    assert "which exists" in capsys.readouterr().err
     assert main(["validate", str(path), "--json"]) == 0
     out = capsys.readouterr().out
     found = json.loads(out[out.index("{") :])["rows"]

@@ -189,7 +189,7 @@ def test_exit_statuses_are_those_of_the_page(
     assert main(failing) == 1
     assert main(["train", "tasks.yaml"]) == 2, "the folder holds a run"
     assert "error: " in capsys.readouterr().err
-    assert main(["pause", "runs/file", "one"]) == 2, "nobody trains"
+    assert main(["pause", "runs/file", "one"]) == 2, "no process trains"
     (folder / "runs/paused").mkdir()
     Mailbox(folder / "runs/paused").send({"command": "pause", "task": "one"})
     assert main(["train", "tasks.yaml", "--set", "output_dir=runs/paused"]) == 3

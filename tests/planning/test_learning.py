@@ -112,7 +112,7 @@ def test_what_processes_have_learnt_apart_is_what_one_would_have_learnt_of_all_p
     assert both[0].agreed == both[1].agreed, "all processes must plan alike, to the last bit"
     assert list(both[0].agreed[:4]) == pytest.approx([2.0, 1.0, 3.0, 1.0], rel=0.1)
     assert (both[0].num_passes, both[0].differs) == (200, True)
-    assert str(both[0]).startswith("times, measured over predicted: fixed ")
+    assert str(both[0]).startswith("measured / predicted time: fixed ")
 
 
 # ------------------------------------------------------------ from which steps

@@ -200,8 +200,8 @@ def test_a_divided_backbone_counts_a_share_and_the_largest_unit_that_is_gathered
     assert divided.memory.backbone_bytes == pytest.approx(expected, abs=4)
     over = ", over 2 stages" if num_stages == 2 else ""
     assert f"{over}) are divided among {num_shards} replicas: memory is that of one of them with the" in str(divided)
-    assert "every gathering in full" in str(divided)
-    assert "gathering" not in str(whole)
+    assert "every all-gather in full" in str(divided)
+    assert "all-gather" not in str(whole)
 
 
 def test_a_plan_for_the_own_pipeline_says_how_the_backbone_is_cut_and_a_model_that_is_cut_is_planned_as_before(
@@ -332,7 +332,7 @@ def test_devices_that_cannot_share_a_backbone_so_are_refused_with_what_can(
 
 def test_a_backbone_is_divided_one_way_and_virtual_stages_need_layers_too(tmp_path: Path) -> None:
     trainer = make_trainer(three(), tmp_path / "shards", model=llama(4), shard_backbone=True)
-    with pytest.raises(ConfigError, match=r"got shard_backbone=True beside tensor_parallel_size=2; .*Leave one of the"):
+    with pytest.raises(ConfigError, match=r"got shard_backbone=True with tensor_parallel_size=2; .*Leave one of the"):
         planner_of(trainer).plan(list(trainer.table), devices="4xA40", devices_per_stage=2)
     trainer = make_trainer(three(), tmp_path / "chunks", pipeline_schedule="interleaved_1f1b")
     with pytest.raises(ConfigError, match=r"plan: devices asks for 4 stages; allowed: 1 to 1, .*or another pipe"):

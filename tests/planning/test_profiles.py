@@ -56,7 +56,7 @@ def test_an_unknown_gpu_is_named_in_the_plan_with_what_it_was_planned_as(
     found = profile_on_gpu(name, 24, monkeypatch)
     (note,) = found.notes
     assert found.profile.device == "A100-80GB"
-    assert f"no data sheet of {name!r} is known here; times are planned as of A100-80GB" in note
+    assert f"no data sheet of {name!r} is known; plans use the times of A100-80GB" in note
     assert "peft-mux profile" in note
     assert known_device(name, 24 * 10**9) is None
 
@@ -144,7 +144,7 @@ def test_a_file_that_is_no_profile_is_refused_by_name_with_what_to_do(text: str,
     path = tmp_path / "profile.json"
     path.write_text(text, encoding="utf-8")
     trainer = make_trainer([small_task("own", data_seed=1)], tmp_path / "run", cost_profile=str(path))
-    with pytest.raises(ConfigError, match=r"args\.cost_profile: '.*profile\.json' is not a profile \(.*Measure anew"):
+    with pytest.raises(ConfigError, match=r"args\.cost_profile: '.*profile\.json' is not a profile \(.*Measure again"):
         trainer.plan()
 
 

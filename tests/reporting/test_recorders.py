@@ -111,7 +111,7 @@ def test_a_step_as_planned_counts_in_number_tasks_and_tokens_and_padding_counts_
     assert (report.num_steps, report.same_number, report.same_tasks, report.same_tokens) == (1, 1, 1, 1)
     assert (report.planned_passes, report.passes, report.planned_tokens, report.tokens) == (2, 2, 29, 29)
     assert report.is_as_planned
-    assert str(report).endswith("run 2.0 of 14.5; the same tasks in the same order")
+    assert str(report).endswith("actual 2.0 (14.5 tokens); same tasks in the same order")
 
 
 def test_other_tokens_orders_and_numbers_of_passes_are_told_apart() -> None:
@@ -121,7 +121,7 @@ def test_other_tokens_orders_and_numbers_of_passes_are_told_apart() -> None:
     assert (turned.same_number, turned.same_tasks, turned.same_tokens) == (1, 0, 0)
     fewer = PassReport().after(PLANNED, ran((("a", "b"), 29)))
     assert (fewer.same_number, fewer.same_tasks) == (0, 0)
-    assert "as many in 0 of 1 steps, the same tasks in the same order in 0" in str(fewer)
+    assert "same number in 0 of 1 steps, same tasks in the same order in 0" in str(fewer)
 
 
 def test_a_run_prints_one_line_and_more_only_if_a_replica_differs() -> None:

@@ -236,7 +236,7 @@ def test_a_failing_write_is_a_typed_error_and_the_old_folder_stands(
 
     if call != "fill":
         monkeypatch.setattr(os, call.split()[-1], fail_at_last if call == "last rename" else fail)
-    with pytest.raises(CheckpointError, match=r"checkpoint-4: could not be written .*No space .*before is unchanged"):
+    with pytest.raises(CheckpointError, match=r"checkpoint-4: could not be written .*No space .*previous content"):
         storage.write_folder(folder, fail if call == "fill" else fill_with("new"), facts={})
     monkeypatch.undo()
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint-4"]

@@ -119,12 +119,12 @@ def test_what_is_asked_of_a_run_that_nobody_trains_is_refused_or_left_for_the_ne
     stopped = lab.train(tasks(), tmp_path, recorder=stops, save_strategy="steps")
     assert keeper_of(tmp_path) == ""
     assert main(["remove", str(tmp_path), "b"]) == 2
-    assert "in which nobody trains" in capsys.readouterr().err
+    assert "in which no process trains" in capsys.readouterr().err
     assert main(["remove", str(tmp_path), "b", "--next"]) == 0
     capsys.readouterr()
     assert main(["status", str(tmp_path)]) == 0
     said = capsys.readouterr().out
-    assert "not taken up yet: remove b" in said
+    assert "not carried out yet: remove b" in said
     rows = [line.split()[:2] for line in said.splitlines()]
     assert rows[1:4] == [["a", "interrupted"], ["b", "interrupted"], ["run", "interrupted,"]]
     assert main(["status", str(tmp_path), "--json"]) == 0
@@ -152,7 +152,7 @@ def test_a_request_that_nobody_answers_in_time_is_taken_back(
         assert main(["pause", str(tmp_path), "a", "--timeout", "0.2"]) == 2
     finally:
         lock.release()
-    assert "got no answer of process" in capsys.readouterr().err
+    assert "got no answer from process" in capsys.readouterr().err
     assert Mailbox(tmp_path).requests() == []
 
 
@@ -172,7 +172,7 @@ def test_whoever_asks_a_run_that_ends_before_it_looks_is_told_so_at_once(
     thread.join(20)
     assert codes == [2], "without waiting for 60 s"
     said = capsys.readouterr().err
-    assert "before its training ended; it was taken back. Go on with it by peft-mux train FILE --resume" in said
+    assert "before its training ended; it was withdrawn. Resume it with peft-mux train FILE --resume" in said
     assert Mailbox(tmp_path).requests() == []
 
 
@@ -235,7 +235,7 @@ def test_a_pipe_in_place_of_a_file_of_the_run_holds_up_nobody_who_looks(
     thread.start()
     thread.join(10)
     assert codes == [0, 2 if name == "control" else 0]
-    assert "nobody trains" in capsys.readouterr().out
+    assert "no process trains" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("loading", ["data", "model"])

@@ -136,7 +136,7 @@ def test_a_bad_arrival_is_refused_in_the_callback_and_the_run_goes_on(tmp_path: 
     run = train([small_task("own", data_seed=1)], tmp_path, recorder=act({2: ask}))
     statuses = {"own": "succeeded", "late": "succeeded"}
     assert run.trainer.task_statuses == statuses, "of a list with one fault none is added"
-    parts = ('"OWN" beside "own"', "late", 'Did you mean "q_proj"?', "tasks.wide.peft_config.r", "tasks.odd")
+    parts = ('"OWN" and "own"', "late", 'Did you mean "q_proj"?', "tasks.wide.peft_config.r", "tasks.odd")
     assert [part for part, message in zip(parts, messages, strict=True) if part not in message] == []
 
 
@@ -251,8 +251,8 @@ def test_an_interrupt_ends_the_run_at_a_step_with_everything_saved_and_resumes_e
 @pytest.mark.parametrize(
     ("strategy", "way_on"),
     [
-        ("no", 'nothing is saved (save_strategy="no"); train() of this trainer goes on from here'),
-        ("steps", "this step could not be saved in {root}, so that a new process goes on from the state before it"),
+        ("no", 'nothing is saved (save_strategy="no"); train() of this trainer continues from here'),
+        ("steps", "this step could not be saved in {root}, so a new process resumes from the state before it"),
     ],
 )
 def test_an_interrupt_whose_step_is_not_on_the_disk_says_where_a_run_goes_on(

@@ -1,8 +1,8 @@
-"""Measures a `Profile`: how long canonical shapes of a backbone's operators take on a device (M §4, Offline Profiling).
+"""Measures a `Profile`: the times of canonical shapes of a backbone's operators on a device (M §4, Offline Profiling).
 
-The package's own paths run on a copy of the backbone's first layers with random weights. So neither weights nor
-adapters of the user are read or touched, and a backbone that has no weights can be profiled too. Profiles are stored
-as JSON by a key of device, dtype, shapes and versions, and read again while all of these are the same.
+The package's own paths run on a copy of the backbone's first layers with random weights. So weights and adapters of the
+user are neither read nor changed, and a backbone without weights can be profiled too. Profiles are stored as JSON by a
+key of device, dtype, shapes and versions, and read again while all of these are the same.
 """
 
 from __future__ import annotations
@@ -136,7 +136,7 @@ def profile_backbone(
     overlap: Callable[[Profile], Overlap | None] | None = None,
     timer: Callable[[], float] = time.perf_counter,
 ) -> Profile:
-    """Return the profile of a backbone on a device: a stored one where it fits, else measured now.
+    """Return the profile of a backbone on a device: a stored one if it fits, otherwise a measured one.
 
     Quantised layers are measured as plain ones in `dtype`.
 
@@ -144,14 +144,14 @@ def profile_backbone(
         model: `MultiTaskPeftModel` or backbone, possibly without weights; not changed.
         device: the device to measure on.
         dtype: the dtype in which the backbone computes.
-        budget_s: seconds that the measurement may take; large shapes are left out where they would not fit, but of
-            each part the two smallest are always taken, three times at least. `Profile.reach` says where it stopped.
+        budget_s: seconds that the measurement may take; large shapes are left out if they would not fit, but of each
+            part the two smallest are always taken, three times at least. `Profile.reach` says where it stopped.
         folder: folder of stored profiles; `None` to store nothing.
         refresh: whether to measure although a stored profile fits.
-        link: link between devices, where there are several, as `measure_link` of `peft_mux.planning.profiling.links`
+        link: link between devices, if there are several, as `measure_link` of `peft_mux.planning.profiling.links`
             measures it. It replaces a stored one.
-        overlap: measures what passes in turns cost and hide there, given the rest of the profile; it replaces a stored
-            one.
+        overlap: measures the cost of passes in turns, and how much they hide, given the rest of the profile; it
+            replaces a stored one.
         timer: clock that times a CPU; `time.process_time` leaves out what other programs take from one thread.
 
     Raises:
@@ -171,7 +171,7 @@ def profile_backbone(
     profile = stored
     if profile is None:
         profile = _measure(Subject(model, device=device, dtype=dtype), Stopwatch(device, budget_s, timer), names)
-    # Of the processes that there are now, if there are several.
+    # Of the present processes, if there are several.
     if link is not None:
         profile = replace(profile, link=link)
     known = None if overlap is None else overlap(profile)
@@ -184,7 +184,7 @@ def profile_backbone(
 
 
 def _identity(model: Any, device: torch.device, dtype: torch.dtype) -> dict[str, Any]:
-    """Return what a profile is found by: device, dtype, shapes of the model, and versions."""
+    """Return the key of a profile: device, dtype, shapes of the model, and versions."""
     config = config_of(model)
     shape = model_shape(plain_backbone(model), config, dtype=dtype, activation_dtype=dtype)
     return {
@@ -228,7 +228,7 @@ def _measure(subject: Subject, stopwatch: Stopwatch, names: dict[str, Any]) -> P
     for count in stopwatch.affordable(_PARAMETERS, part=0.05):
         parameters.append(float(count))
         update_s += stopwatch.measure(subject.update_runner(count), share=0.01)
-    # A whole pass of two short sequences, in which overheads weigh most.
+    # A whole pass of two short sequences, where overheads have the largest share.
     rank, lengths = RANKS[0], (16, 32)
     small_names = tuple(f"r{rank}_{number}" for number in range(len(lengths)))
     (small_pass_s,) = stopwatch.measure(subject.pass_runner(lengths, small_names), share=0.02)
@@ -262,7 +262,7 @@ def _measure(subject: Subject, stopwatch: Stopwatch, names: dict[str, Any]) -> P
 
 
 def _layer_times(subject: Subject, stopwatch: Stopwatch) -> tuple[Points, Points, float]:
-    """Return one layer's seconds over tokens, those of what surrounds the layers, and the part of the forward."""
+    """Return one layer's seconds over tokens, those outside of the layers, and the share of the forward."""
     layer_s, embedding_s, counts, forward_part = [], [], [], 0.5
     for tokens in stopwatch.affordable(_TOKENS, part=0.25):
         whole, around, forward = stopwatch.measure(
@@ -276,7 +276,7 @@ def _layer_times(subject: Subject, stopwatch: Stopwatch) -> tuple[Points, Points
         # Measured in turns, so that what surrounds the layers is subtracted under the same noise.
         layer_s.append(max(whole - around, 0.0) / subject.num_layers)
         forward_part = forward / whole
-    # Of the largest shape, in which noise weighs least, and within bounds that any noise must respect.
+    # From the largest shape, where noise has the smallest share, and clamped to plausible bounds.
     return (counts, layer_s), (counts, embedding_s), min(max(forward_part, 0.1), 0.9)
 
 
@@ -342,7 +342,7 @@ def _adapter_times(subject: Subject, stopwatch: Stopwatch) -> tuple[AdapterTable
                 alone = _group_times(subject, stopwatch, groups, names[:1], tokens, share)
             for w, width in enumerate(widths):
                 own = [number for number, group in enumerate(groups) if _width(group) == width]
-                # A group is launched as one, so its time is shared out among its layers.
+                # A group is one launch, so its time is divided among its layers.
                 linears = sum(len(groups[number].members) for number in own)
                 alone_s[r, w, t] = sum(alone[number] for number in own) / linears
                 if subject.device.type == "cuda":
@@ -364,7 +364,7 @@ def _group_times(
     tokens: int,
     share: float,
 ) -> list[float]:
-    """Return seconds of the adapters of each group, less what is there without adapters."""
+    """Return seconds of the adapters of each group, minus the time without adapters."""
     batch = subject.batch([tokens] * len(names), names)
     seconds = []
     for group in groups:

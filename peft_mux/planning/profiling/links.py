@@ -1,4 +1,4 @@
-"""Measures between processes: the link, and what passes in turns cost and hide (`Overlap`).
+"""Measures between processes: the link, and the cost of passes in turns and how much they hide (`Overlap`).
 
 `measure_link` finds how long an empty message takes, and how fast a long one is. `measure_overlap` runs products and
 sums alone, in the turns of the engine. Passes through cut layers take more than both; `overlap_of_layers` finds how
@@ -42,12 +42,12 @@ _RANK = RANKS[1]
 
 
 def measure_link(device: torch.device | str) -> Link | None:
-    """Return the link from rank 0 to rank 1 of the default process group; `None` where there is no second process.
+    """Return the link from rank 0 to rank 1 of the default process group; `None` if there is no second process.
 
     Every rank of the group must call this, and each gets the same answer: half of the time of a message there and back.
 
     Args:
-        device: the device on which messages lie, one that the group's backend serves.
+        device: the device of the messages, one that the group's backend supports.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
         return None
@@ -83,14 +83,14 @@ def _one_way_s(device: torch.device, count: int) -> float:
 
 
 def measure_overlap(device: torch.device | str, hidden_size: int) -> Overlap | None:
-    """Return what turns cost and hide; `None` on a GPU, and where there is no second process.
+    """Return the cost of turns and how much they hide; `None` on a GPU, or if there is no second process.
 
     Two passes of products and sums run in turns and one after another, alternating, as those of a backbone of this
     width do. Sums are over all processes of the default group, and every one of them must call this; each gets the same
     answer. Nothing is measured on a GPU yet, because its turns need streams.
 
     Args:
-        device: the device on which passes run, one that the group's backend serves.
+        device: the device on which passes run, one that the group's backend supports.
         hidden_size: D, width of the hidden states that are summed.
     """
     if not (dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1):
@@ -151,11 +151,11 @@ def measure_overlap(device: torch.device | str, hidden_size: int) -> Overlap | N
 
 
 def fitted_overlap(compute_s: float, sum_s: float, apart_s: float, turns_s: float, hand_s: float) -> Overlap:
-    """Return the overlap with which the simulator predicts what was measured.
+    """Return the overlap with which the simulator predicts the measured times.
 
     Args:
         compute_s: seconds of one subgraph without any sum.
-        sum_s: seconds of one sum without any computing.
+        sum_s: seconds of one sum without computing.
         apart_s: seconds of a subgraph and its sum, passes running one after another.
         turns_s: the same with two passes in turns.
         hand_s: seconds of handing a turn over.
@@ -171,7 +171,7 @@ def fitted_overlap(compute_s: float, sum_s: float, apart_s: float, turns_s: floa
 
 
 def _least_reaching(predicted_s: Callable[[float], float], measured_s: float, most: float) -> tuple[float, float]:
-    """Return bounds, found by halving, of the least number in 0..most whose prediction reaches what was measured."""
+    """Return bounds, found by halving, of the least number in 0..most whose prediction reaches the measured time."""
     low, high = 0.0, most
     for _ in range(_HALVINGS):
         middle = (low + high) / 2
@@ -197,7 +197,7 @@ def overlap_of_layers(
 
     Args:
         profile: what was measured of whole layers.
-        model: the `MultiTaskPeftModel` or backbone of which a copy of the first layers is run.
+        model: the `MultiTaskPeftModel` or backbone; a copy of its first layers is run.
         processes: the processes of the run, connected.
         groups: global ranks of every tensor parallel group of the run.
         device: the device to run on; on a GPU nothing is measured.
@@ -271,14 +271,14 @@ def _cut_pass_times(subject: Subject, links: TensorLinks, names: Sequence[str], 
 def fitted_costs(
     overlap: Overlap, passes: Sequence[PassTimes], apart_s: float, turns_s: float, *, num_sums: int
 ) -> Overlap:
-    """Return the overlap with which passes are predicted to take what was measured; never less than without it.
+    """Return the overlap with which predicted times of passes equal measured ones; never less than without it.
 
     Args:
-        overlap: what turns of products and sums alone cost and hide.
-        passes: what the cost model predicts of each pass, before anything is added for the host.
+        overlap: cost of turns with products and sums alone, and how much they hide.
+        passes: prediction of the cost model for each pass, before anything is added for the host.
         apart_s: seconds of the passes, one after another.
         turns_s: seconds of the same passes in turns.
-        num_sums: sums of the layers of a pass, before each of which the host's time is added.
+        num_sums: sums of the layers of a pass; the host's time is added before each of them.
     """
     predicted_s = turns_timeline(passes, overlap, in_turns=False).makespan_s
     host_s = max(0.0, apart_s - predicted_s) / (len(passes) * num_sums)

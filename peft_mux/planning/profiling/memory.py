@@ -1,8 +1,8 @@
 """Host memory of this process, and the bytes that a pass keeps for its backward.
 
 The bytes are counted on the meta device: neither weights nor a device are needed. A process keeps the last counts, 64
-at most; each serves every model with the same description, so that trainers that are made one after another over the
-same tasks (sweeps, resumed runs, notebooks) count once.
+at most; each serves every model with the same description, so that trainers over the same tasks that are made one after
+another (sweeps, resumed runs, notebooks) count once.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ _COUNTED: dict[tuple[Description, Hashable], float] = {}
 
 
 def description_of(model: MultiTaskPeftModel) -> Description | None:
-    """Return everything that decides on a model made without data: architecture, adapters and their kinds.
+    """Return the key of a model without data: architecture, adapters and their kinds.
 
-    `None` where a configuration has values that cannot be compared.
+    `None` if a configuration has values that cannot be compared.
     """
 
     def plain(value: Any) -> Any:
@@ -72,7 +72,7 @@ def count_activation_bytes_per_token(
     """Return the bytes that a pass keeps for its backward, divided by its tokens.
 
     The forward of a copy of the model without data, with all of its tasks, runs on the meta device, and the storages
-    that autograd saves are counted once each; weights are left out. Of layers that are alike the first are run.
+    that autograd saves are counted once each; weights are left out. Of equal layers, only the first ones are run.
     Attention is counted as a fused kernel keeps it: queries, keys, values, outputs, and one number per head.
 
     Args:
@@ -85,15 +85,15 @@ def count_activation_bytes_per_token(
             everything while it is recomputed.
 
     Returns:
-        The analytic number, with a warning, where something of the forward does not run without data.
+        The analytic number, with a warning, if a part of the forward does not run without data.
     """
     backbone = plain_backbone(model)
     held: torch.dtype = dtype or backbone.dtype
     try:
         found = find_layers(backbone)
-        # A number for each layer, the same for those that are alike; none where that is not known.
+        # A number for each layer, the same for equal layers; none if that is not known.
         kinds = [] if found is None else kinds_of_layers(backbone, list(found.layers))
-        # A model on the meta device is run as it is, and may differ from its configuration.
+        # A model on the meta device is run unchanged, and may differ from its configuration.
         description = None if is_meta(backbone) else description_of(model)
         how = (tuple(kinds), tuple(lengths), held, autocast, device_type)
         counted = None if description is None else _COUNTED.get((description, how))
@@ -164,7 +164,7 @@ def _kept_per_token(
 
 @contextmanager
 def _described(model: MultiTaskPeftModel, dtype: torch.dtype, num_layers: int) -> Iterator[MultiTaskPeftModel]:
-    """Give the model without data, and for the time of the block with its first layers only.
+    """Yield the model without data, with only its first layers in the `with` block.
 
     This is the model itself, if it has no data and runs like this, otherwise a new one.
 
@@ -207,7 +207,7 @@ class _SavedStorages:
 
     @contextmanager
     def by_layer(self, backbone: Any) -> Iterator[None]:
-        """Note in `layer_bytes` what is saved from the end of one layer to that of the next, for the time of the block.
+        """Record in `layer_bytes` what is saved from the end of one layer to the end of the next, in the `with` block.
 
         Args:
             backbone: the model whose layers are run once each.
@@ -251,14 +251,14 @@ _FULL_ON_CUDA: frozenset[Callable[..., Any]] = frozenset(
 
 
 class _AutocastOnMeta(TorchFunctionMode):
-    """What autocast does to dtypes, on the meta device, for which torch has none; and attention as a fused kernel.
+    """Applies autocast on the meta device, which torch does not support, and treats attention as a fused kernel.
 
     Which operations compute in which dtype follows the documentation of torch for CUDA and for CPUs
     (https://docs.pytorch.org/docs/stable/amp.html), for the operations that models of transformers use. Attention
     would otherwise be decomposed into weights that no fused kernel keeps.
 
     Args:
-        dtype: the dtype of autocast; `None` where it is off.
+        dtype: the dtype of autocast; `None` if it is off.
         device_type: "cuda" or "cpu", the device whose lists are followed.
 
     Attributes:
@@ -273,7 +273,7 @@ class _AutocastOnMeta(TorchFunctionMode):
 
     @contextmanager
     def replaces_torch(self) -> Iterator[None]:
-        """Answer questions about autocast on the meta device, where torch raises; others are passed on."""
+        """Answer queries about autocast on the meta device, where torch raises; pass other calls on."""
         is_enabled, dtype_of, autocast = torch.is_autocast_enabled, torch.get_autocast_dtype, torch.autocast
 
         def known(*args: Any) -> bool:

@@ -100,7 +100,7 @@ class Subject:
                 found.setdefault(id(forward.group), forward.group)
         self.groups = list(found.values())
         base_model = language_model(self.model.backbone)
-        # The owner and name of the list of decoder layers.
+        # The parent module and the name of the list of decoder layers.
         self._layer_list = next(
             (
                 (parent, name)
@@ -156,7 +156,7 @@ class Subject:
 
         Args:
             tokens: number of tokens of the stream, in sequences of 64 or less.
-            has_layers: whether to run the layers too, or only what lies before and after them.
+            has_layers: whether to run the layers too, or only the parts before and after them.
             forward_only: whether to leave the backward out.
         """
         lengths = [64] * (tokens // 64) + ([tokens % 64] if tokens % 64 else [])
@@ -223,7 +223,7 @@ class Subject:
         return run
 
     def update_runner(self, count: int) -> Callable[[], None]:
-        """Return a function that does to one page of parameters what a step of a task does."""
+        """Return a function that updates one page of parameters as a step of a task does."""
         page = nn.Parameter(torch.zeros(count, device=self.device))
         page.grad = torch.full_like(page, 1e-3)
         copied = page.detach().clone()
@@ -239,7 +239,7 @@ class Subject:
 
     @contextmanager
     def _base_operators(self, batch: MuxBatch, has_layers: bool) -> Iterator[None]:
-        """Run a batch, for the time of the block, with adapters off and attention that returns its queries.
+        """Run a batch with adapters off and attention that returns its queries, in the `with` block.
 
         Gradients flow down to the embeddings: without adapters nothing below would need one, and there would be no
         backward to time.

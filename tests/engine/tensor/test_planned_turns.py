@@ -71,8 +71,8 @@ def test_five_tasks_in_planned_turns_train_to_the_result_of_one_process(
 @pytest.mark.parametrize(
     ("overlap", "expected"),
     [
-        pytest.param(None, "as no cost_profile has measured what turns hide here", id="nothing was measured"),
-        pytest.param(HIDES, "less what turns hide of them", id="turns were measured"),
+        pytest.param(None, "as no cost_profile has measured here how much turns hide", id="nothing was measured"),
+        pytest.param(HIDES, "minus the part that turns hide", id="turns were measured"),
     ],
 )
 def test_a_plan_of_shards_says_what_is_known_of_turns(overlap: Overlap | None, expected: str, tmp_path: Path) -> None:

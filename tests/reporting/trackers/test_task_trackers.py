@@ -244,7 +244,7 @@ def test_loggers_with_one_run_a_process_and_no_logger_are_refused_by_name(
     )
     assert refusal("none").startswith(message.format("none"))
     assert refusal(["wandb", "comet_ml"]).startswith(message.format("wandb, comet_ml"))
-    assert "comet_ml keeps one run a process" in refusal("comet_ml")
+    assert "comet_ml supports one run per process" in refusal("comet_ml")
     assert "args.trackio_static_space_id: got 'me/space'" in refusal("trackio", trackio_static_space_id="me/space")
 
 
@@ -256,4 +256,4 @@ def test_a_run_that_mlflow_no_longer_has_is_replaced_by_a_new_one(
     logger.runs.clear()
     trained(tmp_path, resume=True, report_to="mlflow", **SAVING)
     assert [run.steps_of("train/loss") for run in logger.runs] == [[4], [4, 6]]
-    assert "run id-0 in MLflow is not gone on with" in caplog.text
+    assert "run id-0 in MLflow cannot be continued" in caplog.text
