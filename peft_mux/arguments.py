@@ -278,7 +278,7 @@ HARMLESS = (
     # A task whose loss is not finite ends before it would be logged; memory is always measured.
     "logging_nan_inf_filter skip_memory_metrics"
 ).split()
-"""Inherited fields that no result depends on here."""
+"""Inherited fields that do not affect results here."""
 REASONS = by_name(
     {
         "fp16": "each task would need its own loss scaler; use bf16",
@@ -466,7 +466,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
         pad_to_chunks: fill each task's part of a stream up to a multiple of the chunk size, for equal shapes.
         split_long_sequences: cut sequences that are longer than a pass into whole chunks, which are in consecutive
             passes and read the keys and values of the chunks before them (M §3.5); gradients are exact. Otherwise a
-            longer row gets a pass of its own.
+            longer row gets its own pass.
         share_prefixes: compute shared prefixes of a task's rows once for all rows of a pass: forward, backward and
             loss. "auto", the default, does so wherever it is exact and saves enough; True also reports why a task
             cannot: dropout of its adapter or of the backbone, tokens that see later ones, learnt prompts. Losses and

@@ -121,7 +121,7 @@ def read_regular(path: Path) -> bytes:
         OSError: if the file cannot be read, or is not a regular file.
     """
     if path.exists() and not path.is_file():
-        raise OSError(f"{path} is no regular file")
+        raise OSError(f"{path} is not a regular file")
     return path.read_bytes()
 
 
@@ -132,7 +132,7 @@ def digest_file(path: Path) -> tuple[int, str]:
         OSError: if the file cannot be read, or is not a regular file.
     """
     if path.exists() and not path.is_file():
-        raise OSError(f"{path} is no regular file")
+        raise OSError(f"{path} is not a regular file")
     digest, size_bytes = hashlib.sha256(), 0
     with path.open("rb") as file:
         while block := file.read(2**20):
@@ -183,7 +183,9 @@ def verify_folder(folder: Path, *, expect: Mapping[str, Any] | None = None) -> d
     try:
         facts, files = dict(value["facts"]), {name: (size, digest) for name, (size, digest) in value["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(f"{path}: got a file that is no manifest ({error!r}); allowed: an intact one.") from error
+        raise CheckpointError(
+            f"{path}: got a file that is not a manifest ({error!r}); allowed: an intact one."
+        ) from error
     for key, wanted in (expect or {}).items():
         if facts.get(key) != wanted:
             raise CheckpointError(f"{folder}: got {key} {facts.get(key)!r}; allowed: {wanted!r}.")

@@ -130,7 +130,7 @@ EVENTS = tuple(name for name in vars(MultiTaskTrainerCallback) if name.startswit
 
 
 def hears(callback: object, event: str) -> bool:
-    """Return whether a callback has a method of its own for one of `EVENTS`."""
+    """Return whether a callback defines its own method for one of `EVENTS`."""
     method = getattr(callback, event, None)
     return method is not None and getattr(method, "__func__", method) is not getattr(MultiTaskTrainerCallback, event)
 
@@ -248,7 +248,7 @@ class Task:
     meanings are those of `transformers.TrainingArguments` and `trl.SFTConfig`.
 
     Attributes:
-        name: letters, digits, `_` and `-`, at most 64; unique in the run whatever the case.
+        name: letters, digits, `_` and `-`, at most 64; unique in the run, ignoring case.
         peft_config: adapter of the task; see `peft_mux.modeling.adapters` for what is supported. With `init_adapter` it
             may be left out.
         train_dataset: `datasets.Dataset`, `IterableDataset`, or a list of dicts; tokenised rows
@@ -281,10 +281,10 @@ class Task:
         row_format: format of rows of other projects: "alpaca" (the prompt of Stanford Alpaca), "alpaca_chat"
             (messages), "sharegpt"; or which of their columns stands for which of ours, such as
             `{"prompt": "question", "completion": "answer"}`. It applies to `eval_dataset` as well.
-        eval_steps: evaluate every so many steps of this task, whatever the run's `eval_strategy`; 0 for never, below 1
-            for a share of its steps. The run's own does not apply to tasks without held-out rows.
-        save_steps: write `<task>/checkpoint-<step>` every so many steps of this task; 0 for never, below 1 for such a
-            share.
+        eval_steps: evaluate every this many steps of the task, regardless of the run's `eval_strategy`; 0 for never,
+            below 1 for a share of its steps. The run's own does not apply to tasks without held-out rows.
+        save_steps: write `<task>/checkpoint-<step>` every this many steps of the task; 0 for never, below 1 for a share
+            of its steps.
         eval_delay: steps (epochs, if it is evaluated at their ends) before the first evaluation.
         eval_on_start: whether it is evaluated before its first step, too.
         load_best_model_at_end: end with the adapter of the best evaluation; held-out rows are then evaluated at least
@@ -546,7 +546,7 @@ def _field_faults(task: Task, where: str) -> list[Fault]:
         faults.append(Fault(f"{where}.peft_config", type(task.peft_config).__name__, allowed))
     if task.loraplus_lr_ratio is not None and not isinstance(task.peft_config, LoraConfig):
         got = f"{shown(task.loraplus_lr_ratio)} with {type(task.peft_config).__name__}"
-        faults.append(Fault(f"{where}.loraplus_lr_ratio", got, "None, or a LoraConfig, whose B has a rate of its own"))
+        faults.append(Fault(f"{where}.loraplus_lr_ratio", got, "None, or a LoraConfig, whose B has its own rate"))
     rules = {name: rule for name, rule in NUMBER_RULES.items() if getattr(task, name) is not None or name == "priority"}
     rules |= {name: type_rule(Task.__dataclass_fields__[name].type) for name in _PLAIN_FIELDS}
     for name, rule in rules.items():

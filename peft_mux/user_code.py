@@ -157,7 +157,7 @@ def _read_handlers() -> list[Any]:
 
 def _put_handlers_back(before: list[Any]) -> None:
     for number, handler in zip(_SIGNALS, before, strict=True):
-        # Only the main thread sets handlers. `None`: what is no function of Python cannot be set from here.
+        # Only the main thread sets handlers. `None`: a handler that is not a Python function cannot be set from here.
         if handler is not None and handler is not _signal.getsignal(number):
             with suppress(ValueError):
                 signal.signal(number, handler)

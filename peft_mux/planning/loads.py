@@ -2,7 +2,7 @@
 
 `frozen_parts` and `cut_layers` say which layers and bytes of a backbone tensor parallelism, stages and shards divide,
 read off its description. The engine decides it (`engine.tensor.cut`, `engine.pipeline.stage`, `engine.fsdp`); the
-planner only has to know which bytes and which layers are where.
+planner only needs to know which bytes and which layers are where.
 """
 
 from __future__ import annotations
@@ -232,7 +232,7 @@ def frozen_parts(backbone: Any, num_layers: int, dtype: torch.dtype) -> FrozenPa
             sizes["head" if parameter is head_weight else "after"] += num_bytes
     is_tied = head_weight is not None and id(head_weight) in before
     if is_tied and head_weight is not None:
-        # Counted with the embedding already; the last stage of a pipeline needs a copy of its own.
+        # Counted with the embedding already; the last stage of a pipeline needs its own copy.
         sizes["head"] = head_weight.numel() * dtype.itemsize
     return FrozenParts(
         before_bytes=sizes["before"],

@@ -334,7 +334,7 @@ class Planner:
         )
 
     def shapes_of(self, name: str) -> ParameterShapes:
-        """Return the shapes of a task's whole parameters; if the model is cut, as they were before."""
+        """Return the shapes of a task's whole parameters; if the model is cut, the shapes before the cut."""
         here, known = whole_shapes(self.model, name), self._known.get(name, {})
         # A task that was removed and registered again under its name may have other shapes: those of the model count.
         is_part = len(here) < len(known) and all(known.get(key) == shape for key, shape in here.items())
@@ -436,7 +436,7 @@ class Planner:
         return PlanInputs(given, target, replicas, busiest, cost, memory, budget)
 
     def _cost_model(self, target: Target, layers: tuple[int, ...] | None) -> CostModel:
-        """Return what predicts seconds on a target whose stages have so many layers, or equally many."""
+        """Return the cost model for a target whose stages have these numbers of layers, by default equal ones."""
         return CostModel(
             target.profile,
             self.shape,

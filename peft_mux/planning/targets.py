@@ -295,7 +295,7 @@ def interleaved_passes(args: MultiTaskTrainingArguments, target: Target) -> int 
 def target_notes(
     target: Target, layers_per_stage: Sequence[int], shape: ModelShape, turns: TurnPlan | None = None
 ) -> tuple[str, ...]:
-    """Return remarks on how a target's devices share the backbone, with so many layers on each stage."""
+    """Return remarks on how a target's devices share the backbone, given the number of layers of each stage."""
     notes, link = [], target.tensor_link
     figures = (
         "" if link is None else f"at {link.bytes_per_s / 1e9:,.3g} GB/s and {1e6 * link.latency_s:,.3g} us a message"
@@ -326,7 +326,7 @@ def target_notes(
         over_stages = f", over {target.num_stages} stages" if target.num_stages > 1 else ""
         notes.append(
             f"the frozen weights ({bytes_text(shape.backbone_bytes)}{over_stages}) are divided among"
-            f" {target.backbone_shards} replicas: memory is that of one of them with the layer that it has gathered,"
+            f" {target.backbone_shards} replicas: memory is that of one of them with its gathered layer,"
             f" and times include {times_words('every all-gather')}"
         )
     if max(layers_per_stage) - min(layers_per_stage) > 1:

@@ -56,8 +56,8 @@ def hears_steps(callback: Any) -> bool:
 class RunCallbacks:
     """Calls the callbacks of the run, with its one state and its one control.
 
-    Events of tasks are collected and passed on later, in the order in which they happened: whatever callbacks raise or
-    ask for, every task is then settled and saved.
+    Events of tasks are collected and passed on later, in the order in which they happened: every task is settled and
+    saved by then, even if callbacks raise or stop the run.
 
     Args:
         handler: the trainer's own handler, to which users add their callbacks.

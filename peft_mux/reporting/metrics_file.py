@@ -94,7 +94,7 @@ class MetricsLog:
 
 
 def read_metrics(path: Path) -> list[dict[str, Any]]:
-    """Return the records of a metrics file; lines that are no records are left out.
+    """Return the records of a metrics file; lines that are not records are left out.
 
     Raises:
         CheckpointError: if there is no such file, or it cannot be read.

@@ -27,8 +27,8 @@ SHARE_LIMIT = 0.1
 class RunTimes:
     """Adds up the seconds of steps, of each task in them, and of the tasks' own code.
 
-    Tasks of a step share its passes, which have no times of their own. So the seconds of a step are divided by the
-    tokens that each task has trained in it, which makes the shares of all tasks add up to 1.
+    Tasks of a step share its passes, so no task has its own pass times. So the seconds of a step are divided by
+    the tokens that each task has trained in it, which makes the shares of all tasks add up to 1.
 
     Args:
         clock: returns seconds; tests pass another one.

@@ -29,7 +29,7 @@ Curve = tuple[tuple[int, float], ...]
 _OF_TASKS = ("data", "train", "eval", "status")
 """Events of `metrics.jsonl` about a task that has begun."""
 _WINDOW_S = 20.0
-"""Rates are those of about so many seconds."""
+"""Rates are measured over about this many seconds."""
 _GAP_S = 0.25
 _FAST, _SLOW = 0.9, 0.98
 _FLAT = 0.002
@@ -388,11 +388,11 @@ class RunWatch:
 
 
 def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str, int]) -> RunView:
-    """Return what the records of a run show of it.
+    """Return the view of a run from its records.
 
     Args:
         records: the records of its `metrics.jsonl`, in order.
-        num_steps: steps that each of its tasks is to take, as far as they are known.
+        num_steps: steps that each of its tasks should take, as far as known.
     """
     # Tasks that have logged nothing yet are tasks of the run as well.
     by_task: dict[str, list[Mapping[str, Any]]] = {name: [] for name in num_steps}

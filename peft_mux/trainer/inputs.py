@@ -244,7 +244,7 @@ def make_collator(args: MultiTaskTrainingArguments, tokenizer: Any) -> ChunkPack
         chunk_size=args.chunk_size,
         min_chunk_size=args.min_chunk_size,
         pad_to_chunks=args.pad_to_chunks,
-        # Padding is a sequence of its own without targets, so its id changes no result.
+        # Padding is a separate sequence without targets, so its id does not affect results.
         pad_token_id=getattr(tokenizer, "pad_token_id", None) or 0,
         split_long_sequences=args.split_long_sequences,
     )

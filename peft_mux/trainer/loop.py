@@ -400,7 +400,7 @@ class TrainingLoop:
 
 
 LONGEST_WINDOW_S = 10.0
-"""Seconds that a window may take: stops, arrivals and departures that are asked for meanwhile wait for its end."""
+"""Seconds that a window may take: requests to stop, add or remove tasks wait for its end."""
 
 
 def steps_until_due(
@@ -464,7 +464,7 @@ def stop_at_signal(request_stop: Callable[[int], None], *, echo_s: float = 0.0) 
             request_stop(number)
         elif time.monotonic() - asked_at[number] >= echo_s:
             signal.signal(number, before[number])
-            # An error of its own: a task's code may raise KeyboardInterrupt too, which fails that task alone.
+            # A separate exception: a task's code may raise KeyboardInterrupt too, which fails only that task.
             if before[number] is signal.default_int_handler:
                 raise ForcedInterrupt
             signal.raise_signal(number)

@@ -95,7 +95,7 @@ class PlanFollower:
         """Return the plan for this run's processes, or for other devices; nothing is changed.
 
         Args:
-            devices: devices that are not here, such as "4xA100-80GB"; by default the run's own processes.
+            devices: other devices, such as "4xA100-80GB"; by default the run's own processes.
             num_stages: stages of a pipeline over `devices`; by default as the arguments ask, or one of all devices.
             devices_per_stage: devices that share each layer; by default as the arguments ask.
 
@@ -166,7 +166,7 @@ class PlanFollower:
         return plan
 
     def _with_dispatched_rows(self, plan: Plan, shares: DispatchedShares) -> Plan:
-        """Return the plan with the passes of unlike replicas, whose rows are dispatched as those of a step are."""
+        """Return the plan with the passes of unequal replicas, whose rows are dispatched as in a step."""
         if not shares.looks_ahead:
             return plan
         names = {name for htask in plan.htasks for name in htask.tasks}
@@ -245,7 +245,7 @@ class PlanFollower:
         """How the processes of this run share the backbone, as the planner takes it."""
         return {
             "num_stages": self._placement.part.num_stages,
-            # All processes must admit the same tasks: unlike replicas plan as the least divided kind would.
+            # All processes must admit the same tasks: unequal replicas plan like the least divided kind.
             "devices_per_stage": self._placement.part.tp_size if self._run.layout.are_alike else 1,
             "schedule": self._run.args.pipeline_schedule,
         }
@@ -288,7 +288,7 @@ class PlanFollower:
         return work
 
     def smaller_work(self, work: StepWork, max_tokens: int) -> StepWork:
-        """Return the same step in smaller passes, and plan for passes of so many tokens from now on.
+        """Return the same step in smaller passes, and plan for passes of at most `max_tokens` from now on.
 
         Args:
             work: the step, which no task has taken.
@@ -332,7 +332,7 @@ class PlanFollower:
         Args:
             result: the result of the step.
             seconds: seconds of its passes and updates.
-            num_steps: so many steps took this time each, if a pipeline is not flushed between them.
+            num_steps: number of steps that took this time each, if a pipeline is not flushed between them.
         """
         times = self._placement.executor.clock.take()
         self._run.log.times.add_steps(self.current, seconds, num_steps, times)

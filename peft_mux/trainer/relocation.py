@@ -172,7 +172,7 @@ class Relocation:
                     put_snapshot(run, model, TaskState(weights, {}, {}, {}))
                 except CheckpointError as error:
                     # Its adapter was not written, so the task has none here.
-                    self._run.log.warn(f'task "{run.name}": its adapter is not here any more: {error}')
+                    self._run.log.warn(f'task "{run.name}": its adapter is missing: {error}')
                 continue
             self._placement.make_optimizer(run)
             folder.restore(run, run.step, self._run.log.warn)

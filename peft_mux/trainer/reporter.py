@@ -245,7 +245,7 @@ class Reporter:
         return plot_losses(read_metrics(self._run.root / METRICS_NAME), image)
 
     def view(self) -> RunView:
-        """Return what is shown of the run now; before it trains here, what its folder has of it."""
+        """Return the present view of the run; before it trains here, the view of its folder."""
         run, path = self._run, self._run.root / METRICS_NAME
         watch = getattr(run.log.progress, "watch", None)
         runs, is_trained = list(run.table), run.is_in_train

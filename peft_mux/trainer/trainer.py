@@ -278,14 +278,14 @@ class MultiTaskTrainer(Trainer):
         return self._run.saver.place(self._membership.run_of(task))
 
     def show(self) -> None:
-        """Show the run as it is: a table in a terminal; in a notebook with its curves, also after a reload.
+        """Show the present state of the run: a table in a terminal; in a notebook with its curves, also after a reload.
 
         A trainer that has not trained shows what its `output_dir` has of a run, such as after a restart of the kernel.
         """
         show_view(self._reporter.view())
 
     def _repr_html_(self) -> str:
-        """Return what a notebook shows of a trainer: the run as it is."""
+        """Return the HTML of a trainer in a notebook: the present state of the run."""
         return run_html(self._reporter.view())
 
     def plot_losses(self, path: str | Path | None = None) -> Path:

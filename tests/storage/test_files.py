@@ -171,7 +171,7 @@ def test_missing_extra_linked_and_replaced_files_are_named(tmp_path: Path) -> No
     with pytest.raises(CheckpointError, match=MANIFEST_NAME):
         storage.verify_folder(folder)
     (folder / MANIFEST_NAME).write_bytes(storage.sealed_json({"run_step": 4, "tasks": {}}))
-    with pytest.raises(CheckpointError, match="no manifest"):
+    with pytest.raises(CheckpointError, match="not a manifest"):
         storage.verify_folder(folder)
     with pytest.raises(CheckpointError, match="absent"):
         storage.verify_folder(tmp_path / "absent")

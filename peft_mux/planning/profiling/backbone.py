@@ -281,7 +281,7 @@ def _layer_times(subject: Subject, stopwatch: Stopwatch) -> tuple[Points, Points
 
 
 def _attention_times(subject: Subject, stopwatch: Stopwatch) -> tuple[Points, float]:
-    """Return seconds of one sequence's attention product over its length, and those of a further call."""
+    """Return seconds of one sequence's attention product over its length, and of a further call."""
     counts, seconds = [], []
     for length in stopwatch.affordable(_LENGTHS, part=0.1):
         # As many tokens at every length: one short sequence alone would show the launch rather than the product.
@@ -380,7 +380,7 @@ def _group_times(
 
 
 def _groups_of_one_layer(subject: Subject) -> list[LinearGroup]:
-    """Return the groups of the first layer, and of further layers those of a width that the first has not."""
+    """Return the groups of the first layer, and those of other layers whose width the first layer does not have."""
     groups = subject.groups
     count = len(groups) // subject.num_layers
     known = {_width(group) for group in groups[:count]}

@@ -223,7 +223,7 @@ def overlap_of_layers(
     passes = [pass_times(cost.pass_parts(loads, [whole_pass(loads)]), Stretch(shape.num_layers))] * _NUM_PASSES
     apart_s, turns_s = measured.tolist()
     found = fitted_costs(overlap, passes, apart_s, turns_s, num_sums=ALL_REDUCES_PER_LAYER * shape.num_layers)
-    # Each process has a different profile, and so another fit: all take that of the first one.
+    # Each process has a different profile, and so a different fit: all take the one of the first process.
     agreed = torch.tensor(astuple(found), dtype=torch.float64)
     dist.broadcast(agreed, src=0)
     return Overlap(*agreed.tolist())

@@ -43,7 +43,7 @@ def config_of(model: Any) -> Any:
 
 
 def shortened_config(config: Any, num_layers: int | None) -> Any:
-    """Return a copy of a configuration with so many layers, without quantisation; `None` for all layers."""
+    """Return a copy of a configuration with `num_layers` layers, without quantisation; `None` for all layers."""
     config = copy.deepcopy(config)
     if getattr(config, "quantization_config", None) is not None:
         del config.quantization_config
@@ -184,7 +184,7 @@ class Subject:
     def attention_runner(self, lengths: Sequence[int]) -> Callable[[], None]:
         """Return a function that runs one layer's attention product over sequences, forward and backward.
 
-        The layers have to be run before, because they show how attention is called.
+        The layers must be run before, because they show how attention is called.
         """
         assert self._attention_call is not None, "layers are run before attention"
         module, shapes, arguments = self._attention_call
