@@ -106,7 +106,7 @@ def belongs(name: str, *, on_task: bool = False) -> str:
     if name in RENAMED:
         return f"Use {RENAMED[name]}."
     if on_task and name in SETTABLE_FIELDS:
-        return "Set it in MultiTaskTrainingArguments: it applies to the whole run."
+        return "Use MultiTaskTrainingArguments: it applies to the whole run."
     if not on_task and name in _TASK_FIELDS:
         return f"Use {name}: it belongs to each Task."
     return ""

@@ -218,7 +218,7 @@ FAULTS = (
     ),
     Fault("a key twice", of_file("tasks:", "output_dir: b\ntasks:"), "tasks.yaml:4 output_dir: got the same key twice"),
     Fault(
-        "an open bracket", of_file("max_steps: 2}", "max_steps: 2"), "tasks.yaml:6: is not YAML", "begins in line 5."
+        "an open bracket", of_file("max_steps: 2}", "max_steps: 2"), "tasks.yaml:6: is not YAML", "begins on line 5."
     ),
     Fault(
         "a type that is an option", of_file("{r: 4", "{type: dora, r: 4"), "sql.peft.type: got 'dora'", "use_dora: true"

@@ -259,7 +259,7 @@ def test_what_is_no_list_of_tasks_is_refused(tmp_path: Path, tasks: Any) -> None
 def test_every_task_whose_name_differs_from_another_at_most_in_case_is_refused(tmp_path: Path) -> None:
     tasks = [small_task(name, data_seed=1) for name in ("a", "a", "sql", "SQL")]
     said = refusal(tiny_llama(), tmp_path, *tasks, error=ConfigError)
-    for part in ("2 things are wrong", '"a" beside "a"', 'tasks.SQL.name: got "SQL" beside "sql"', "in more than case"):
+    for part in ("2 things are wrong", '"a" and "a"', 'tasks.SQL.name: got "SQL" and "sql"', "in more than case"):
         assert part in said
 
 
