@@ -326,7 +326,7 @@ def target_notes(
         over_stages = f", over {target.num_stages} stages" if target.num_stages > 1 else ""
         notes.append(
             f"the frozen weights ({bytes_text(shape.backbone_bytes)}{over_stages}) are divided among"
-            f" {target.backbone_shards} replicas: memory is that of one of them with its gathered layer,"
+            f" {target.backbone_shards} replicas: memory is that of one of them with the gathered layer,"
             f" and times include {times_words('every all-gather')}"
         )
     if max(layers_per_stage) - min(layers_per_stage) > 1:
