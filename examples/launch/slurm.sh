@@ -1,8 +1,9 @@
 #!/bin/bash
-# Slurm: sbatch examples/launch/slurm.sh tasks.yaml [--set output_dir=/shared/runs/a ...]
+# Slurm: sbatch examples/launch/slurm.sh --resume=auto tasks.yaml [--set output_dir=/shared/runs/a ...]
 #
 # Change the lines marked "change". The repository, tasks.yaml and output_dir must be on a disk that all nodes share.
-# The job requeues itself before its time limit; the requeued job resumes from where it was saved.
+# The job requeues itself before its time limit; the requeued job resumes from where it was saved, also without
+# --resume=auto. A worker that torchrun restarts on one of several nodes needs the option (docs/parallel.md, Restarts).
 
 #SBATCH --job-name=peft-mux
 #SBATCH --nodes=2                # change
@@ -19,6 +20,8 @@
 
 first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 50000)) # one for each job, as jobs may share a node
+
+export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # restarted workers get a store without the addresses of the attempt before
 
 # --shutdown-timeout: how long torchrun waits for processes that end their step and save.
 srun torchrun \

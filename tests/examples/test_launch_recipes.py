@@ -273,6 +273,15 @@ def test_the_trainjob_names_a_runtime_and_counts_its_gpus_once() -> None:
     assert parsed.rdzv_endpoint.split(":")[0] == f"{name}-node-0-0.{name}"
 
 
+def test_restarted_workers_get_a_store_of_their_own() -> None:
+    # Otherwise they find addresses of the attempt before in it, and two nodes that were refused hang instead of ending.
+    name, (pod, _) = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", pod_of("jobset.yaml")
+    assert {"name": name, "value": "1"} in pod["containers"][0]["env"]
+    assert {"name": name, "value": "1"} in recipe("trainjob.yaml")["spec"]["trainer"]["env"]
+    assert recipe("skypilot.yaml")["envs"][name] == "1"
+    assert f"export {name}=1" in (RECIPES / "slurm.sh").read_text(encoding="utf-8")
+
+
 @pytest.mark.parametrize(
     ("name", "model"),
     [
