@@ -3,7 +3,7 @@
 #
 # Change the lines marked "change". The repository, tasks.yaml and output_dir must be on a disk that all nodes share.
 # The job requeues itself before its time limit; the requeued job resumes from where it was saved, also without
-# --resume=auto. A worker that torchrun restarts on one of several nodes needs the option (docs/parallel.md, Restarts).
+# --resume=auto. Workers that torchrun restarts within the job need the option (docs/parallel.md, Restarts).
 
 #SBATCH --job-name=peft-mux
 #SBATCH --nodes=2                # change
