@@ -486,14 +486,13 @@ def refuse_held_folder(root: Path) -> None:
 
 
 def launch_id() -> str:
-    """Return the job of Slurm, or run, agent and worker of torchrun; "" for other launchers."""
-    if "SLURM_JOB_ID" in os.environ:
-        return f"slurm {os.environ['SLURM_JOB_ID']}"
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return ""
-    agent = psutil.Process(os.getppid())
-    run, started = os.environ["TORCHELASTIC_RUN_ID"], f"{agent.create_time():.2f}"
-    return " ".join(("torchrun", run, platform.node(), str(agent.pid), started, str(os.getpid())))
+    """Return the launch of this process, as words: job of Slurm, run of torchrun, its agent, and the process itself."""
+    words = [f"job={os.environ['SLURM_JOB_ID']}"] if "SLURM_JOB_ID" in os.environ else []
+    if "TORCHELASTIC_RUN_ID" in os.environ:
+        agent = psutil.Process(os.getppid())
+        words += [f"run={os.environ['TORCHELASTIC_RUN_ID']}"]
+        words += [f"agent={platform.node()}/{agent.pid}/{agent.create_time():.2f}", f"process={os.getpid()}"]
+    return " ".join(words)
 
 
 def was_restarted(root: Path) -> bool:
@@ -501,16 +500,15 @@ def was_restarted(root: Path) -> bool:
 
     A first attempt that was refused, because another run is in the folder, wrote no record there.
     """
-    own = launch_id().split()
+    own = set(launch_id().split())
     for path in reversed(record_paths(root / STATE_FOLDER) if own else []):
         with suppress(CheckpointError):  # torn, as the attempt before was killed
-            launch = read_record(path).launch.split()
-            # Another worker of the same agent. torchrun counts restarts only on the node whose worker died.
-            if own[0] == "torchrun" and launch[:-1] == own[:-1] and launch != own:
-                return True
-            # Another node may have rank 0 now. All launches that name no run have torchrun's "none".
-            name = "SLURM_RESTART_COUNT" if own[0] == "slurm" else "TORCHELASTIC_RESTART_COUNT"
-            return launch[:2] == own[:2] and own[1] != "none" and os.environ.get(name, "0") not in ("", "0")
+            shared = {word.partition("=")[0] for word in own & set(read_record(path).launch.split()) - {"run=none"}}
+            # torchrun counts restarts only on the node whose worker died, so the agent of rank 0 may count none.
+            is_other_worker = "agent" in shared and "process" not in shared
+            counts = {"job": "SLURM_RESTART_COUNT", "run": "TORCHELASTIC_RESTART_COUNT"}
+            was_counted = any(os.environ.get(counts[name], "0") not in ("", "0") for name in shared & counts.keys())
+            return is_other_worker or was_counted
     return False
 
 
