@@ -389,7 +389,7 @@ def test_plan_reads_no_weights(file: Path, made: Path, capsys: pytest.CaptureFix
     [
         ("tasks.sql.learning_rat=1", 'Did you mean "learning_rate"?'),
         ("tasks.sql.learning_rate=-1", "tasks.sql.learning_rate: got -1"),
-        ("tasks.sql.dataset=absent.jsonl", "tasks.sql.dataset: got 'absent.jsonl', which is not there"),
+        ("tasks.sql.dataset=absent.jsonl", "tasks.sql.dataset: got 'absent.jsonl', which does not exist"),
         ("tasks.sql.peft.target_modules=[no_such]", "tasks.sql"),
         ("model=absent-model", 'model: got "absent-model", which cannot be read'),
     ],

@@ -326,7 +326,7 @@ def test_a_section_that_stands_twice_is_one_fault(folder: Path) -> None:
         ("tasks.sql.peft.type=lorra", r'tasks\.sql\.peft\.type: got \'lorra\'.*Did you mean "lora"'),
         ("tasks.sql.dataset=null", r"tasks\.sql\.dataset: got None; allowed: a \.jsonl"),
         ("tasks.sql.dataset=tasks.yaml", r"tasks\.sql\.dataset: got 'tasks\.yaml'; allowed: \.jsonl"),
-        ("tasks.sql.dataset=absent.jsonl", r"tasks\.sql\.dataset: got 'absent\.jsonl', which is not there"),
+        ("tasks.sql.dataset=absent.jsonl", r"tasks\.sql\.dataset: got 'absent\.jsonl', which does not exist"),
         ("run.save_strategy=sometimes", r"save_strategy: got 'sometimes'; allowed: steps, epoch, no"),
         ("run.fp16=true", r"run\.fp16: got an unknown key.*Reason: losses would need one scaler a task; use bf16"),
         (
