@@ -168,12 +168,12 @@ FAULTS = (
         "a broken line",
         of_rows_file("a.jsonl", '{"text": "a"}\n\n{"text": oops}\n'),
         f"{TRAIN}: got a.jsonl line 3, row 1: '{{\"text\": oops}}' (Expecting value",
-        "an object of JSON on each line",
+        "a JSON object on each line",
     ),
     Fault(
         "a line that is no row",
         of_rows_file("a.jsonl", '{"text": "a"}\n["b"]\n'),
-        f"{TRAIN}: got a.jsonl line 2, row 1: '[\"b\"]'; allowed: an object of JSON on each line",
+        f"{TRAIN}: got a.jsonl line 2, row 1: '[\"b\"]'; allowed: a JSON object on each line",
     ),
     *(
         Fault(f"an empty file, {name}", of_rows_file(name, text), f"{TRAIN}: got {name}, which is empty", "one row")

@@ -1,6 +1,6 @@
-"""`MuxBatch`: the flat token stream that one multiplexed forward pass reads.
+"""`MuxBatch`: the flat token stream that is the input of one multiplexed forward pass.
 
-Shape letters: T tokens of the stream, S sequences, N tasks, U computed rows, M targets, P different pairs of a computed
+Shape letters: T tokens of the stream, S sequences, N tasks, U computed rows, M targets, P distinct pairs of a computed
 row and a label.
 
 A stream of two tasks, `a` with sequences of 3 and 2 tokens and `b` with one of 4 (T=9, S=3, N=2)::
@@ -11,18 +11,18 @@ A stream of two tasks, `a` with sequences of 3 and 2 tokens and `b` with one of 
     token_places   0  1  2  3  4 |  0  1  2  3      place within the task's global batch
     cu_seqlens     0 3 5 9        task_offsets 0 5 9        sequence_offsets 0 2 3
 
-Parts of a long sequence lie in consecutive micro-batches (M §3.5, Figure 12c: chunks with KV reuse). A sequence of 11
-tokens, at most 5 in a pass, chunks of 2; and two short ones::
+Parts of a long sequence are in consecutive micro-batches (M §3.5, Figure 12c: chunks with KV reuse). A sequence of 11
+tokens with at most 5 per pass and chunks of 2, and two short sequences::
 
     micro-batch m      | 0 1 2 3 | x      0 tokens before it
     micro-batch m + 1  | 4 5 6 7 | y      4, whose keys and values the layers still hold
     micro-batch m + 2  | 8 9 10  |        8
 
 Positions, targets (3 predicts 4), loss weights and places are those of the unsplit sequence. Micro-batches that share
-long sequences are a chain: forwards run in order, backwards in reverse.
+long sequences form a chain: forward passes run in order, backward passes in reverse.
 
-Where rows of a task share prefixes, `SharedRows` says which tokens are computed. The micro-batch still describes the
-whole stream; activations have a row for each computed token.
+If rows of a task share prefixes, `SharedRows` lists the computed tokens. The micro-batch still describes the whole
+stream; activations have one row per computed token.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ import torch
 from peft_mux.data.packing.prefixes import MIN_RUN_TOKENS, PrefixTree, build_prefix_tree
 
 Columns = Mapping[str, torch.Tensor]
-"""Tensors by the name of the column that they were read from."""
+"""Tensors by column name."""
 
 
 class SequencePart(NamedTuple):
-    """Which tokens of a row of a task's global batch a sequence of a stream is.
+    """The range of tokens of a row that a sequence of a stream holds.
 
     Attributes:
         task: name of the task.
         row: index of the row within the task's global batch; -1 for padding.
-        start: first token within the row, which is the number of tokens before it.
+        start: first token within the row.
         end: one past the last token.
         num_tokens: number of tokens of the whole row.
     """
@@ -60,27 +60,27 @@ class SequencePart(NamedTuple):
 
     @property
     def sequence(self) -> tuple[str, int]:
-        """Which sequence of the step it is a part of."""
+        """Key of the row within the step."""
         return self.task, self.row
 
     @property
     def has_more(self) -> bool:
-        """Whether more of the sequence follows in the next micro-batch."""
+        """Whether the sequence continues in the next micro-batch."""
         return self.end < self.num_tokens
 
     @property
     def is_whole(self) -> bool:
-        """Whether it is all of its sequence."""
+        """Whether the part is the whole sequence."""
         return self.start == 0 and not self.has_more
 
 
 class TargetPairs(NamedTuple):
-    """The targets of a stream, each pair of a computed row and a label once.
+    """The distinct pairs of a computed row and a label among the targets of a stream.
 
     Attributes:
         first: int64 `[P]`, for each pair the number of its first target among the M; sorted by task.
-        of_target: int64 `[M]`, the pair that each target is.
-        offsets: where each task's pairs begin, `N + 1` numbers.
+        of_target: int64 `[M]`, the pair of each target.
+        offsets: offsets of each task's pairs, `N + 1` numbers.
     """
 
     first: torch.Tensor
@@ -94,15 +94,15 @@ class SharedRows:
 
     Attributes:
         tree: the tree, on the host.
-        computed: int64 `[U]`, the token of the stream that each computed row is.
-        row_of_token: int64 `[T]`, the computed row that stands for each token of the stream.
-        task_offsets: where each task's computed rows begin, `N + 1` numbers.
+        computed: int64 `[U]`, index in the stream of each computed token.
+        row_of_token: int64 `[T]`, the computed row of each token of the stream.
+        task_offsets: offsets of each task's computed rows, `N + 1` numbers.
         may_share: for each of the N tasks whether its sequences may share tokens.
-        min_tokens: minimum number of tokens that are shared.
-        target_rows: int64, the computed rows that predict something, ascending.
-        target_offsets: where each task's begin among those, `N + 1` numbers.
-        pairs: the targets, each pair of a computed row and a label once; `None` if no two are the same, or if some of
-            the targets were left out.
+        min_tokens: minimum number of tokens of a shared run.
+        target_rows: int64, the computed rows that have a target, ascending.
+        target_offsets: offsets of each task among the target rows, `N + 1` numbers.
+        pairs: the distinct pairs of computed row and label; `None` if all targets are distinct, or if some targets were
+            removed.
     """
 
     tree: PrefixTree
@@ -125,37 +125,39 @@ class SharedRows:
 class MuxBatch:
     """Packed tokens of several tasks, sorted by task; batch dimension 1.
 
-    Host-side tuples repeat what the tensors say, so that no code has to read a device tensor back. The positions that
-    predict something are listed here, where the labels are at hand: finding them on a device would wait for it.
+    Some tensors are repeated as host-side tuples, so that no code needs to copy device tensors back. The positions with
+    a target are computed on the host as well, because finding them on a device would synchronise with it.
 
     Attributes:
         input_ids: int64 `[1, T]`, the token ids.
-        position_ids: int64 `[1, T]`, restarting at each sequence; a later part of one continues it.
-        labels: int64 `[1, T]`, already shifted: what position t predicts, never across sequences, but across parts.
-        target_rows: int64 `[M]`, the positions that predict something.
-        target_offsets: where each task's positions begin among the target rows, `N + 1` numbers.
+        position_ids: int64 `[1, T]`, restarting at each sequence; later parts of a sequence continue its positions.
+        labels: int64 `[1, T]`, already shifted: position t predicts `labels[t]`. Targets never cross sequences, but
+            they cross parts of one sequence.
+        target_rows: int64 `[M]`, the positions that have a target.
+        target_offsets: offsets of each task among the target rows, `N + 1` numbers.
         token_places: int64 `[T]`, place of the token within its task's global batch.
         cu_seqlens: int32 `[S + 1]`, cumulative sequence lengths.
-        task_offsets: where each task's tokens begin, `N + 1` numbers.
-        sequence_offsets: where each task's sequences begin, `N + 1` numbers.
+        task_offsets: offsets of each task's tokens, `N + 1` numbers.
+        sequence_offsets: offsets of each task's sequences, `N + 1` numbers.
         sequence_lengths: number of tokens of each of the S sequences.
         task_names: the N tasks, in stream order.
         task_seeds: seed of each of the N tasks.
         task_steps: index of each task's optimizer step, from 0.
         loss_weights: 1 / number of loss terms in the *global* batch of each task, so that the sum of a
             task's weighted losses over all its micro-batches is its mean loss (promise 1 of the design).
-        num_padding_tokens: number of tokens that belong to no row (only if equal chunks were requested).
+        num_padding_tokens: number of padding tokens (only if equal chunks were requested).
         class_labels: `[S]` int64 or float32 for sequence classification, else `None`.
-        token_type_ids: int64 `[1, T]`, which text of a pair each token is of; `None` for zeros.
-        sequence_target_offsets: where each sequence's positions begin among the target rows, `S + 1` numbers.
+        token_type_ids: int64 `[1, T]`, token types of text pairs; `None` for zeros.
+        sequence_target_offsets: offsets of each sequence among the target rows, `S + 1` numbers.
         row_sequences: number of sequences of each row, in stream order.
-        row_offsets: where each task's rows begin among the rows, `N + 1` numbers.
-        target_columns: for each task the token columns of its rows at its targets alone, `[M_task, ...]`, by name.
+        row_offsets: offsets of each task's rows, `N + 1` numbers.
+        target_columns: for each task the token columns of its rows at its targets only, `[M_task, ...]`, by name.
         row_values: for each task the values of its rows, float32 `[R_task]` or `[R_task, C]`, by name.
-        totals: for each task the sums over its global batch that losses divide by, by name (`batch_totals`).
-        parts: which tokens of a row each of the S sequences is; empty if all are whole.
-        virtual_tokens: virtual tokens in front of each sequence, for each of the N tasks; empty if there are none.
-        shared: which of the tokens are computed, if sequences share prefixes; `None` if each token is.
+        totals: for each task the sums over its global batch that losses use as divisors, by name (`batch_totals`).
+        parts: the token range of each of the S sequences within its row; empty if all are whole.
+        virtual_tokens: for each of the N tasks the number of virtual tokens in front of each sequence; empty if there
+            are none.
+        shared: the computed tokens, if sequences share prefixes; `None` if all tokens are computed.
     """
 
     input_ids: torch.Tensor
@@ -192,7 +194,7 @@ class MuxBatch:
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens T of the stream, padding included."""
+        """Number of tokens T of the stream, including padding."""
         return self.task_offsets[-1]
 
     @property
@@ -202,28 +204,28 @@ class MuxBatch:
 
     @property
     def num_computed(self) -> int:
-        """Number U of rows that activations have: T, or fewer if sequences share prefixes."""
+        """Number U of rows of the activations: T, or fewer if sequences share prefixes."""
         return self.num_tokens if self.shared is None else self.shared.num_rows
 
     @property
     def computed_offsets(self) -> tuple[int, ...]:
-        """Where each task's rows begin in the activations, `N + 1` numbers."""
+        """Offsets of each task's rows in the activations, `N + 1` numbers."""
         return self.task_offsets if self.shared is None else self.shared.task_offsets
 
     def computed(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the values, of all tokens `[T]` or `[1, T]`, that belong to the rows of the activations."""
+        """Select the values of computed tokens from values of all tokens, `[T]` or `[1, T]`."""
         return values if self.shared is None else values.index_select(-1, self.shared.computed)
 
     def rows_of(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Return the rows of the activations that stand for some tokens of the stream, int64 of the same shape."""
+        """Return the row of the activations for each of some tokens of the stream, int64 of the same shape."""
         return tokens if self.shared is None else self.shared.row_of_token.index_select(0, tokens)
 
     def sharing(self, may_share: Sequence[bool], min_tokens: int = MIN_RUN_TOKENS) -> MuxBatch:
-        """Return the same stream, in which shared prefixes of a task's sequences are computed once.
+        """Return the same stream, with shared prefixes of a task's sequences computed once.
 
         Args:
             may_share: for each of the N tasks whether its sequences may share tokens.
-            min_tokens: minimum number of tokens that are shared.
+            min_tokens: minimum number of tokens of a shared run.
         """
         if not any(may_share):
             return self
@@ -232,7 +234,7 @@ class MuxBatch:
         groups: list[int | None] = []
         for task, (first, last) in enumerate(pairwise(self.sequence_offsets)):
             for part in self.parts[first:last] if self.parts else [None] * (last - first):
-                # Parts of longer sequences, and padding, share nothing.
+                # Parts of split sequences and padding are not shared.
                 is_whole = part is None or (part.is_whole and part.row >= 0)
                 groups.append(task if may_share[task] and is_whole else None)
         tree = build_prefix_tree(sequences, groups, min_tokens=min_tokens)
@@ -242,7 +244,7 @@ class MuxBatch:
         rows_M = tree.row_of_token[self.target_rows.cpu().numpy()]
         target_rows, pairs = np.unique(rows_M), None
         if len(rows_M):
-            # Ordered by row and so by task; labels are token ids, or classes of tokens.
+            # Sorted by row and therefore by task. Labels are token ids or token classes.
             labels_M = labels[self.target_rows.cpu().numpy()]
             keys = rows_M * (int(labels_M.max()) + 1) + labels_M
             found, first_P, pair_M = np.unique(keys, return_index=True, return_inverse=True)
@@ -263,30 +265,30 @@ class MuxBatch:
         return replace(self, shared=shared)
 
     def of_tasks(self, indices: Sequence[int]) -> MuxBatch:
-        """Return the stream of some of the tasks, by their numbers within `task_names`, ascending."""
+        """Return the stream of some tasks, given by ascending index in `task_names`."""
         kept = [number for index in indices for number in range(*self.sequence_offsets[index : index + 2])]
         return self._select(indices, kept)
 
     def of_sequences(self, kept: Sequence[bool]) -> MuxBatch:
-        """Return the stream of some of the sequences; each task keeps at least one, and none of them is padding.
+        """Return the stream of some sequences. Each task must keep at least one, and none may be padding.
 
         Args:
-            kept: for each of the S sequences whether it stays.
+            kept: for each of the S sequences whether to keep it.
         """
         return self._select(range(len(self.task_names)), [number for number, stays in enumerate(kept) if stays])
 
     def _select(self, tasks: Sequence[int], sequences: Sequence[int]) -> MuxBatch:
-        """Return the stream of some tasks and of some of their sequences, both by number and ascending."""
+        """Return the stream of some tasks and some of their sequences, both given by ascending index."""
         starts = (0, *accumulate(self.sequence_lengths))
         tokens = [(starts[number], starts[number + 1]) for number in sequences]
         targets = [self.sequence_target_offsets[number : number + 2] for number in sequences]
         kept = set(sequences)
-        # Before which sequence, of those that stay, each of the stream's would lie.
+        # For each sequence of the stream the number of kept sequences before it.
         places = (0, *accumulate(number in kept for number in range(self.num_sequences)))
         counts = [places[self.sequence_offsets[task + 1]] - places[self.sequence_offsets[task]] for task in tasks]
         sequence_offsets = (0, *accumulate(counts))
         bounds, target_bounds = (_offsets(pairs) for pairs in (tokens, targets))
-        # Target rows are counted within the stream, in which sequences move to the front.
+        # Target rows are indices into the stream, so they move with their sequences.
         moved = [start - bound for (start, _), bound in zip(tokens, bounds, strict=False)]
         moved_M = np.repeat(np.asarray(moved, dtype=np.int64), np.diff(target_bounds))
         target_rows = _chosen(self.target_rows, targets)
@@ -314,7 +316,7 @@ class MuxBatch:
             task_offsets=tuple(bounds[offset] for offset in sequence_offsets),
             sequence_offsets=sequence_offsets,
             sequence_lengths=tuple(self.sequence_lengths[number] for number in sequences),
-            # A total: which part of it belongs to which task is not noted.
+            # Only the total is known, not how much padding each task has.
             num_padding_tokens=self.num_padding_tokens if len(tasks) == len(self.task_names) else 0,
             class_labels=None if self.class_labels is None else self.class_labels[list(sequences)],
             token_type_ids=None if self.token_type_ids is None else _chosen(self.token_type_ids, tokens, dim=1),
@@ -331,7 +333,7 @@ class MuxBatch:
 
     def to(self, device: torch.device | str) -> MuxBatch:
         """Return the batch with its tensors on `device`; to a GPU through pinned memory, without waiting."""
-        # Copies from pageable memory would make the host wait; torch reuses pinned memory only after the copy.
+        # Copies from pageable memory block the host. Torch reuses pinned memory only after the copy has finished.
         is_gpu = torch.device(device).type == "cuda"
 
         def move(value: Any) -> Any:
@@ -350,11 +352,11 @@ class MuxBatch:
 
 
 _OF_TASKS = "task_names task_seeds task_steps loss_weights row_values totals virtual_tokens".split()
-"""Fields of `MuxBatch` with a value for each task."""
+"""Fields of `MuxBatch` with one value per task."""
 
 
 def _chosen(tensor: torch.Tensor, bounds: Iterable[Sequence[int]], dim: int = 0) -> torch.Tensor:
-    """Return the parts of a tensor between some ascending bounds, concatenated; all of it as it is."""
+    """Concatenate the slices of a tensor between ascending bounds; return the tensor itself if they cover all of it."""
     joined: list[list[int]] = []
     for start, end in bounds:
         if joined and joined[-1][1] == start:
@@ -367,15 +369,15 @@ def _chosen(tensor: torch.Tensor, bounds: Iterable[Sequence[int]], dim: int = 0)
 
 
 def _offsets(bounds: Iterable[Sequence[int]]) -> tuple[int, ...]:
-    """Return where parts between some bounds begin and end when they lie one after another, from 0."""
+    """Return the offsets of slices with the given bounds after concatenation."""
     return (0, *accumulate(end - start for start, end in bounds))
 
 
 def chains_of(micro_batches: Sequence[MuxBatch]) -> list[tuple[MuxBatch, ...]]:
-    """Return the chains; a micro-batch of whole sequences is a chain by itself.
+    """Return the chains; a micro-batch of whole sequences is its own chain.
 
     Args:
-        micro_batches: the micro-batches of a step, in the order in which they were laid out.
+        micro_batches: the micro-batches of a step, in order.
     """
     chains: list[list[MuxBatch]] = []
     unfinished: dict[tuple[str, int], int] = {}  # sequences that continue in the next micro-batch, and where
@@ -386,7 +388,7 @@ def chains_of(micro_batches: Sequence[MuxBatch]) -> list[tuple[MuxBatch, ...]]:
             chains.append([micro_batch])
         for part in micro_batch.parts:
             assert part.is_whole or unfinished.get(part.sequence, 0) == part.start, (
-                f"{part} does not follow the part before"
+                f"{part} does not follow the previous part"
             )
         assert unfinished.keys() <= {part.sequence for part in micro_batch.parts}, "a part is missing"
         unfinished = {part.sequence: part.end for part in micro_batch.parts if part.has_more}
@@ -395,5 +397,5 @@ def chains_of(micro_batches: Sequence[MuxBatch]) -> list[tuple[MuxBatch, ...]]:
 
 
 def is_chained(micro_batches: Sequence[MuxBatch]) -> bool:
-    """Whether micro-batches share sequences, so that backwards have to run in reverse."""
+    """Whether micro-batches share sequences, so that backward passes must run in reverse order."""
     return any(micro_batch.parts for micro_batch in micro_batches)

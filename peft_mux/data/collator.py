@@ -1,4 +1,4 @@
-"""`ChunkPackingCollator`: global batches of several tasks in, packed micro-batches out (M §3.5)."""
+"""`ChunkPackingCollator`: packs the global batches of several tasks into micro-batches (M §3.5)."""
 
 from __future__ import annotations
 
@@ -17,18 +17,19 @@ from peft_mux.errors import ConfigError, DataError
 
 
 class ChunkPackingCollator:
-    """Packs each task's sequences within its global batch, and lays the packs of all tasks out in micro-batches.
+    """Packs each task's sequences within its global batch, and combines the packs of all tasks into micro-batches.
 
     Args:
-        chunk_size: tokens of a chunk; by default the rule of M §3.5 over the lengths at hand.
-        min_chunk_size: smallest chunk size that the rule gives.
-        pad_to_chunks: whether to fill each task's part of a stream up to a multiple of the chunk size.
-        pad_token_id: token id of that padding.
-        split_long_sequences: whether to lay sequences that are longer than a micro-batch out as parts in consecutive
-            ones (see `peft_mux.data.batch`); by default they get a micro-batch of their own. Sequences with a class
-            stay whole.
-        virtual_labels: label of each virtual token that rows of a task begin with, by name of the task, for calls with
-            rows (`MultiTaskPeftModel.virtual_labels`); sequences that `micro_batches` gets begin with them already.
+        chunk_size: number of tokens per chunk; by default computed from the sequence lengths by the rule of M §3.5.
+        min_chunk_size: minimum chunk size of this rule.
+        pad_to_chunks: whether to pad each task's part of a stream to a multiple of the chunk size.
+        pad_token_id: token id of this padding.
+        split_long_sequences: whether to split sequences that are longer than a micro-batch into parts in consecutive
+            micro-batches (see `peft_mux.data.batch`); by default each gets its own micro-batch. Sequences with a class
+            label are never split.
+        virtual_labels: for each task name, the labels of the virtual tokens to put in front of its rows
+            (`MultiTaskPeftModel.virtual_labels`). Used by `__call__` only; the sequences that `micro_batches` receives
+            already start with virtual tokens.
 
     Example:
         >>> collator = ChunkPackingCollator()
@@ -47,7 +48,7 @@ class ChunkPackingCollator:
         split_long_sequences: bool = False,
         virtual_labels: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """Store how to pack and to pad."""
+        """Store the settings."""
         self.rules = PassRules(split_long_sequences, chunk_size, min_chunk_size)
         self.pad_to_chunks = pad_to_chunks
         self.pad_token_id = pad_token_id
@@ -57,7 +58,7 @@ class ChunkPackingCollator:
         """Collate rows of one or more tasks into one `MuxBatch`, for use in a plain `DataLoader`.
 
         Args:
-            features: each with `input_ids`, and optionally `task` (name), `labels` (not shifted; by default the input),
+            features: rows with `input_ids`, and optionally `task` (name), `labels` (not shifted; default: `input_ids`),
                 `weights` per token, several `target_ids` with `target_weights` per token, `label` (class), `seed` and
                 `step`.
 
@@ -104,12 +105,12 @@ class ChunkPackingCollator:
         Args:
             batches: one global batch per task, in stream order.
             max_tokens: largest number of tokens of a micro-batch, before any padding to chunks.
-            only: indices of the sequences to lay out, for each batch; by default all. Places and loss weights are
-                those within the whole global batch either way.
+            only: indices of the sequences to lay out, for each batch; by default all. Places and loss weights always
+                refer to the whole global batch.
             num_passes: the intended number of micro-batches; by default as few as packing finds.
 
         Returns:
-            Micro-batches, each sorted by task, with only the tasks that have tokens in it.
+            Micro-batches, each sorted by task, containing only tasks that have tokens in it.
         """
         chosen = [None] * len(batches) if only is None else only
         lengths = [[len(sequence) for sequence in batch.sequences] for batch in batches]
@@ -117,22 +118,22 @@ class ChunkPackingCollator:
         tries = [batch.trie for batch in batches]
         rows = list(map(TaskRows, lengths, chosen, stay_whole, tries))
         passes = cut_into_passes(rows, self.rules, bound=max_tokens, num_passes=num_passes)
-        # Over the whole step even if only some are laid out, so that all processes take one size.
+        # Computed from all rows even if only some are laid out, so that all processes use the same size.
         chunk_size = self.rules.size([length for own in lengths for length in own]) if self.pad_to_chunks else None
-        # In data order and not in that of the stream, so that packing never changes a dropout draw.
+        # In data order, not in stream order, so that packing does not change dropout masks.
         places = [np.cumsum([0, *own]) for own in lengths]
         totals = [batch_totals(batch) for batch in batches]
         weights = []
         for batch, own, are_whole in zip(batches, totals, stay_whole, strict=True):
-            # By the global batch, so that the losses of micro-batches add up to its mean however they are cut. Where
-            # each target is one term, they are counted already.
+            # Divided by the terms of the global batch, so that the losses of its micro-batches add up to its mean. If
+            # each target is one term, `num_target_tokens` is their number.
             is_counted = batch.totals is None and not any(are_whole)
             terms = own["num_target_tokens"] if is_counted else batch.num_targets
             weights.append(1.0 / terms if terms else 0.0)
         micro_batches = []
         for members in passes:
             stream = _MicroBatchBuilder()
-            # Rows of a task lie side by side, so that adapters work on slices (Dispatch, M §3.2).
+            # The rows of a task are contiguous, so that adapters work on slices (Dispatch, M §3.2).
             tasks = sorted({member.task for member in members})
             for task in tasks:
                 own = [member for member in members if member.task == task]
@@ -147,7 +148,7 @@ class _MicroBatchBuilder:
     """Builds one micro-batch, task by task."""
 
     def __init__(self) -> None:
-        # For each sequence of the stream; positions, labels and places follow from them at the end.
+        # Per sequence of the stream; `finish` derives positions, labels and places from them.
         self.ids: list[np.ndarray] = []
         self.labels: list[np.ndarray] = []
         self.types: list[np.ndarray | None] = []
@@ -155,7 +156,7 @@ class _MicroBatchBuilder:
         self.parts: list[SequencePart] = []
         self.class_labels: list[int | float] = []
         self.next_labels: dict[int, int] = {}
-        # For each row, and for each task.
+        # Per row, then per task.
         self.row_sequences: list[int] = []
         self.batches: list[TaskBatch] = []
         self.weights: list[float] = []
@@ -172,22 +173,22 @@ class _MicroBatchBuilder:
 
         Args:
             batch: the global batch.
-            members: which tokens of its rows.
-            places: where each of its rows begins within the global batch.
+            members: which tokens of its rows to append.
+            places: the place of each row's first token in the global batch.
             weight: weight of each loss term.
-            totals: the sums over the global batch that losses divide by.
+            totals: sums over the global batch, used as divisors by losses.
         """
         rows = [(batch.sequences[member.index], member) for member in members]
         for sequence, member in rows:
-            # Rows of several sequences are never cut; each of these is whole, with positions from 0.
+            # Rows with several sequences are never split; each sequence is whole, with positions from 0.
             bounds = sequence.sequence_bounds if sequence.starts else ((member.start, member.end),)
             for start, end in bounds:
                 labels = sequence.labels[start:end]
                 if end < len(sequence) and not sequence.starts:
-                    # The target of a part's last token is in the next micro-batch, whose labels this one does not see.
+                    # The target of a part's last token is the first token of the next micro-batch.
                     self.next_labels[len(self.ids)] = int(sequence.labels[end])
                 if sequence.labels_itself:
-                    # One place further, from where all labels are shifted back; such rows are never cut.
+                    # Moved one place forward, because `finish` shifts all labels back. Such rows are never split.
                     self.next_labels[len(self.ids)] = int(labels[-1])
                     labels = np.concatenate(([IGNORE_INDEX], labels[:-1]))
                 self.ids.append(sequence.input_ids[start:end])
@@ -216,24 +217,25 @@ class _MicroBatchBuilder:
         self.task_offsets.append(self.task_offsets[-1] + sum(member.num_tokens for member in members))
 
     def pad_task(self, chunk_size: int, pad_token_id: int, first_place: int) -> None:
-        """Fill the last task's part up to whole chunks, as one sequence without targets.
+        """Pad the last task's part to whole chunks with one sequence without targets.
 
         Args:
-            chunk_size: tokens of a chunk.
+            chunk_size: number of tokens per chunk.
             pad_token_id: token id of the padding.
-            first_place: place of its first token, after all real ones, so that no dropout draw changes with padding.
+            first_place: place of the first padding token, after all real ones, so that dropout masks do not change.
 
         Raises:
-            ConfigError: for losses of whole sequences, which padding cannot take part in.
+            ConfigError: if the loss has one term per sequence, because padding has no loss term.
         """
         batch = self.batches[-1]
         if batch.sequences[0].class_label is not None:
             raise ConfigError(
-                "pad_to_chunks: got True for sequence classification; allowed: False, as padding has no label."
+                "pad_to_chunks: got True for sequence classification; allowed: False, because padding has no label."
             )
         if not batch.sequences[0].can_be_split:
             raise ConfigError(
-                "pad_to_chunks: got True for a loss of whole sequences; allowed: False, as padding has no loss term."
+                "pad_to_chunks: got True for a loss with one term per sequence; allowed: False, because padding has no "
+                "loss term."
             )
         tokens = self.task_offsets[-1] - self.task_offsets[-2]
         missing = round_up(tokens, chunk_size) - tokens
@@ -243,7 +245,7 @@ class _MicroBatchBuilder:
         self.labels.append(np.full(missing, IGNORE_INDEX, dtype=np.int64))
         self.types.append(None)
         self.first_places.append(first_place)
-        # Row -1 is no row of the batch, so padding is never taken for a part of one.
+        # Row -1 marks padding.
         self.parts.append(SequencePart(batch.task, -1, 0, missing, missing))
         self.row_sequences.append(1)
         self.task_offsets[-1] += missing
@@ -256,14 +258,15 @@ class _MicroBatchBuilder:
         lengths = np.fromiter((len(ids) for ids in self.ids), dtype=np.int64)
         bounds = np.concatenate(([0], np.cumsum(lengths)))
         positions = np.arange(bounds[-1]) - np.repeat(bounds[:-1], lengths)
-        # Position t predicts label t + 1; a sequence's last one nothing, a part's last one the next part's first label.
+        # Position t predicts label t + 1. The last position of a sequence predicts nothing; the last position of a part
+        # predicts the first label of the next part.
         labels = np.concatenate((np.concatenate(self.labels)[1:], [IGNORE_INDEX]))
         labels[bounds[1:] - 1] = IGNORE_INDEX
         for index, label in self.next_labels.items():
             labels[bounds[index + 1] - 1] = label
         places = positions + np.repeat(np.asarray(self.first_places, dtype=np.int64), lengths)
         has_parts = not all(part.is_whole for part in self.parts)
-        # Places, which dropout draws from, have the start of a part in them already; positions do not.
+        # Places already include the start of a part; positions do not.
         if has_parts:
             positions += np.repeat(np.fromiter((part.start for part in self.parts), dtype=np.int64), lengths)
         target_rows = np.flatnonzero(labels != IGNORE_INDEX)
@@ -271,14 +274,14 @@ class _MicroBatchBuilder:
         if self.class_labels:
             if len(self.class_labels) != len(self.ids):
                 got = "rows with and without a class"
-                raise DataError(f"labels: got {got}; allowed: all sequences of a stream, or none.")
-            # One value makes all values: whole numbers of a regression may come as integers.
+                raise DataError(f"labels: got {got}; allowed: a class for all sequences of a micro-batch, or for none.")
+            # If any label is a float, all are regression values; some of them may be stored as integers.
             is_value = any(isinstance(label, float) for label in self.class_labels)
             class_labels = torch.tensor(self.class_labels, dtype=torch.float32 if is_value else torch.int64)
         if any(types is not None for types in self.types):
             pairs = zip(self.ids, self.types, strict=True)
             token_types = np.concatenate([np.zeros(len(ids), np.int64) if own is None else own for ids, own in pairs])
-        # One prompt for all rows of a task, so the first row knows it.
+        # All rows of a task have the same prompt.
         virtual_tokens = [batch.sequences[0].num_virtual_tokens for batch in self.batches]
         return MuxBatch(
             input_ids=_tensor(np.concatenate(self.ids))[None],
@@ -304,14 +307,14 @@ class _MicroBatchBuilder:
             target_columns=tuple(self.columns),
             row_values=tuple(self.values),
             totals=tuple(self.totals),
-            # Empty for whole sequences: then no micro-batches are chained.
+            # Empty if all sequences are whole; then no micro-batches are chained.
             parts=tuple(self.parts) if has_parts else (),
             virtual_tokens=tuple(virtual_tokens) if any(virtual_tokens) else (),
         )
 
 
 def _column(name: str, rows: list[tuple[TokenSequence, Member]]) -> torch.Tensor:
-    """Return a column at the targets of some rows, `[M, ...]`, in the order of the stream."""
+    """Return the values of a column at the targets of some rows, `[M, ...]`, in stream order."""
     found = []
     for sequence, member in rows:
         labels = sequence.labels.copy()

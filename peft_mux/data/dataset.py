@@ -23,10 +23,10 @@ from peft_mux.user_code import describe_error
 _MAX_ERRORS = 10
 _ROW_NUMBER = re.compile(r" row (\d+)")
 _VALUE = re.compile(r"got [^;]{1,62} \((int|float|bool)\);")
-"""A number where none belongs; other rows with other numbers have the same fault."""
-_ORDER_STREAM = 0x0DE7  # keeps these draws apart from others that begin with the task's seed
+"""A number where another type is expected. Rows that differ only in this number have the same fault."""
+_ORDER_STREAM = 0x0DE7  # separates these random numbers from others that are seeded with the task's seed
 _Extras = tuple[tuple[int, ...], Mapping[str, np.ndarray], Mapping[str, float | np.ndarray]]
-"""What few rows have: `starts`, `token_columns` and `row_values` of `TokenSequence`."""
+"""Fields of `TokenSequence` that most rows leave empty: `starts`, `token_columns` and `row_values`."""
 _NO_EXTRAS: _Extras = ((), {}, {})
 
 
@@ -44,24 +44,25 @@ class TokenizedDataset:
     """
 
     def __init__(self, sequences: list[TokenSequence], report: DataReport) -> None:
-        """Lay the rows out one after another."""
+        """Concatenate the rows."""
         self.report = report
         self.lengths = np.fromiter((len(s) for s in sequences), dtype=np.int64, count=len(sequences))
         self.num_targets = np.fromiter((s.num_targets for s in sequences), dtype=np.int64, count=len(sequences))
         self._offsets = np.concatenate(([0], np.cumsum(self.lengths)))
-        # int32 is enough for any vocabulary, and half as large as what torch wants, which is made row by row.
+        # int32 is enough for any vocabulary and half as large as the int64 that torch expects; rows are converted when
+        # they are read.
         self._ids = np.concatenate([s.input_ids for s in sequences]).astype(np.int32)
         self._labels = np.concatenate([s.labels for s in sequences]).astype(np.int32)
         self._rows = np.fromiter((s.row for s in sequences), dtype=np.int64, count=len(sequences))
         self._classes = [s.class_label for s in sequences]
         self._types = [s.token_type_ids for s in sequences]
-        # By number of the row; most datasets have none, and three empty containers per row are 200 bytes.
+        # By row number. Most datasets have none, and three empty containers per row would take 200 bytes.
         self._extras: dict[int, _Extras] = {
             number: (s.starts, s.token_columns, s.row_values)
             for number, s in enumerate(sequences)
             if s.starts or s.token_columns or s.row_values
         }
-        # One loss for all rows of a dataset, so one flag for all.
+        # All rows of a dataset have the same loss, so one flag is enough.
         self._is_one_term = any(s.is_one_term for s in sequences)
         self._num_virtual_tokens = max((s.num_virtual_tokens for s in sequences), default=0)
         self._labels_itself = any(s.labels_itself for s in sequences)
@@ -89,7 +90,7 @@ class TokenizedDataset:
         )
 
     def num_classes(self) -> int:
-        """Return how many classes the labels of the rows, or of their tokens, need; 1 for a regression."""
+        """Return the number of classes in the labels of the rows or of their tokens; 1 for regression."""
         several = self._extras.get(0, _NO_EXTRAS)[2].get(CLASS_LABELS)
         if several is not None:
             return len(np.atleast_1d(several))
@@ -100,12 +101,12 @@ class TokenizedDataset:
 
     @property
     def fingerprint(self) -> str:
-        """Digest of all tokens and labels, by which a resumed run recognises its data."""
+        """Digest of all tokens and labels, with which a resumed run checks that its data is unchanged."""
         digest = hashlib.blake2b(digest_size=16)
         for array in (self._offsets, self._ids, self._labels):
             digest.update(np.ascontiguousarray(array).tobytes())
         digest.update(repr(self._classes).encode())
-        # Plain rows keep the digest that they had before rows could have more.
+        # Rows without these fields keep the digest of older checkpoints.
         for starts, columns, values in self._extras.values():
             digest.update(
                 repr((starts, [(name, np.asarray(values[name]).tolist()) for name in sorted(values)])).encode()
@@ -127,7 +128,7 @@ def tokenize_dataset(
         split: name of the dataset, for messages.
 
     Raises:
-        DataError: naming up to ten rows that cannot be trained on, or why none is left.
+        DataError: if rows cannot be trained on (the message names up to ten), or if no row is left.
     """
     where = f"tasks.{options.task}.{split}"
     reader: RowTokenizer | None = None
@@ -142,10 +143,10 @@ def tokenize_dataset(
         try:
             reader = reader or open_rows(row, options=options, tokenizer=tokenizer, split=split)
             sequence = reader(row, index)
-        # Rows after a fault are still read, so that users see several at a time.
+        # Reading continues after an error, so that users see several at a time.
         except DataError as error:
             errors.append(str(error))
-            # Without a format the other rows cannot be read.
+            # The other rows cannot be read if the format is unknown.
             if reader is None:
                 break
             continue
@@ -171,7 +172,7 @@ def tokenize_dataset(
 
 
 def open_rows(first: Any, *, options: TokenizeOptions, tokenizer: Any, split: str = "train_dataset") -> RowTokenizer:
-    """Return the reader of the rows of a dataset.
+    """Return a `RowTokenizer` for the rows of a dataset.
 
     Args:
         first: the first row, whose columns decide the format.
@@ -180,8 +181,8 @@ def open_rows(first: Any, *, options: TokenizeOptions, tokenizer: Any, split: st
         split: name of the dataset, for messages.
 
     Raises:
-        DataError: if the columns are of no format.
-        ConfigError: if the options cannot apply to it.
+        DataError: if the columns match no format.
+        ConfigError: if the options do not apply to the format.
     """
     where = f"tasks.{options.task}.{split}"
     columns = list(checked_row(first, 0, where))
@@ -189,27 +190,27 @@ def open_rows(first: Any, *, options: TokenizeOptions, tokenizer: Any, split: st
 
 
 def _rows(dataset: Any, where: str) -> Iterator[Any]:
-    """Yield the rows of a dataset, as many as its length says.
+    """Yield the first `len(dataset)` rows of a dataset.
 
     Raises:
-        DataError: naming the row, for whatever the dataset's own code raises.
+        DataError: if the dataset's own code raises; the message names the row.
     """
     index = 0
     try:
-        # Bounded, as datasets that compute their rows need not know where to stop.
+        # Bounded, because datasets that compute their rows may iterate without end.
         for row in islice(dataset, len(dataset)):
             yield row
             index += 1
     except PeftMuxError:
         raise
-    # Ctrl-C while rows are read is the user's, and passes.
+    # KeyboardInterrupt is not caught.
     except (Exception, SystemExit) as error:
         got = describe_error(error)
         raise DataError(f"{where} row {index}: got {got}; allowed: a row that can be read.") from error
 
 
 def _without_repeats(errors: list[str]) -> list[str]:
-    """Return errors without those that repeat an earlier one for another row; that one lists their rows."""
+    """Merge errors that differ only in the row: the first one lists the other rows."""
     rows: dict[str, list[str]] = {}
     firsts: dict[str, str] = {}
     for error in errors:
@@ -225,20 +226,20 @@ def _without_repeats(errors: list[str]) -> list[str]:
 
 
 class RowLoader:
-    """Global batches of one task; base of `TaskLoader` and `StreamLoader`.
+    """Base class of `TaskLoader` and `StreamLoader`, which return the global batches of one task.
 
     Args:
         task: name of the task.
         batch_size: number of rows of a global batch.
         seed: the task's seed, which fixes the order of its rows and its dropout.
-        arrange: returns the rows of a global batch as the loss reads them; `None` if they are the same.
+        arrange: converts the rows of a global batch into the rows that the loss reads; `None` if they are the same.
 
     Attributes:
         shares_prefixes: whether shared prefixes of the sequences of a batch may be computed once.
     """
 
     def __init__(self, *, task: str, batch_size: int, seed: int, arrange: Arrange | None = None) -> None:
-        """Store what batches are made with."""
+        """Store the settings."""
         self.task = task
         self.batch_size = batch_size
         self.seed = seed
@@ -258,12 +259,12 @@ class TaskLoader(RowLoader):
 
     Args:
         dataset: the tokenised rows of the task.
-        shuffle: whether each epoch has its own order, rather than that of the dataset.
-        **settings: those of `RowLoader`.
+        shuffle: whether to shuffle the rows in each epoch; otherwise they keep the order of the dataset.
+        **settings: arguments of `RowLoader`.
     """
 
     def __init__(self, dataset: TokenizedDataset, *, shuffle: bool, **settings: Any) -> None:
-        """Store what the order of rows follows from."""
+        """Store the dataset and the settings."""
         super().__init__(**settings)
         self.dataset = dataset
         self.shuffle = shuffle
@@ -276,12 +277,12 @@ class TaskLoader(RowLoader):
 
     @property
     def steps_per_epoch(self) -> int:
-        """Global batches of an epoch."""
+        """Number of global batches in an epoch."""
         return -(-len(self.dataset) // self.batch_size)
 
     @property
     def tokens_per_step(self) -> float:
-        """Mean tokens of a global batch."""
+        """Mean number of tokens of a global batch."""
         return float(self.dataset.lengths.sum()) / self.steps_per_epoch
 
     @property
@@ -290,21 +291,21 @@ class TaskLoader(RowLoader):
         return self.dataset.lengths.tolist()
 
     def sample(self, num_rows: int) -> tuple[TokenSequence, ...]:
-        """Return at most so many rows, in dataset order."""
+        """Return the first `num_rows` rows in dataset order, or fewer if there are fewer."""
         return tuple(self.dataset[row] for row in range(min(len(self.dataset), num_rows)))
 
     def sample_batches(self, num_batches: int) -> list[TaskBatch]:
-        """Return at most so many global batches, the first ones, for plans."""
+        """Return the first `num_batches` global batches of the first epoch, or fewer if there are fewer, for plans."""
         return [self.batch(step) for step in range(min(num_batches, self.steps_per_epoch))]
 
     def order(self, epoch: int) -> np.ndarray:
-        """Return the rows of an epoch in the order in which they are trained on."""
-        # One epoch is kept, as its batches are read one after another; another thread may be reading another epoch.
+        """Return the row numbers of an epoch in training order."""
+        # The order of one epoch is cached. Another thread may read another epoch meanwhile, so the cache is one tuple.
         kept = self._order
         if kept is None or kept[0] != epoch:
             rows = np.arange(len(self.dataset))
             if self.shuffle:
-                # From seed and epoch alone: a resumed run, or any process, finds the same order.
+                # Depends only on seed and epoch, so a resumed run and all processes get the same order.
                 rows = np.random.default_rng([_ORDER_STREAM, self.seed, epoch]).permutation(rows)
             kept = self._order = (epoch, rows)
         return kept[1]

@@ -1,4 +1,4 @@
-"""Which of the row formats a dataset has, and what a loss reads of a row; columns and their meaning are TRL's."""
+"""Row formats and their detection, with the columns of TRL, and `RowForm`, the rows that a loss reads."""
 
 from __future__ import annotations
 
@@ -35,32 +35,32 @@ REQUIRED_COLUMNS: Mapping[DataFormat, tuple[str, ...]] = {
     DataFormat.TOKENIZED_UNPAIRED: ("prompt_ids", "completion_ids", "label"),
     DataFormat.UNPAIRED_PREFERENCE: ("prompt", "completion", "label"),
 }
-"""The columns that every row of a format has."""
+"""The required columns of each format."""
 TOKENIZED_FORMATS = (DataFormat.TOKENIZED, DataFormat.TOKENIZED_PREFERENCE, DataFormat.TOKENIZED_UNPAIRED)
-"""Formats of rows that need no tokenizer."""
+"""Formats that need no tokenizer."""
 ANSWER_FORMATS = (
     DataFormat.TOKENIZED_PREFERENCE,
     DataFormat.PREFERENCE,
     DataFormat.TOKENIZED_UNPAIRED,
     DataFormat.UNPAIRED_PREFERENCE,
 )
-"""Formats of rows that compare answers, which already define where the loss is."""
+"""Preference formats, which already determine which tokens carry loss."""
 LABEL_COLUMNS = ("label", "labels")
 
 
 @dataclass(frozen=True, slots=True)
 class TokenColumn:
-    """What a column with a number for each token may hold.
+    """Allowed values of a column with a number for each token.
 
     Attributes:
-        is_required: whether every row must have it; otherwise all rows of a dataset have it, or none.
+        is_required: whether every row must have it; otherwise either all rows of a dataset have it or none.
         is_ids: whether it holds token ids; otherwise finite numbers.
         is_wide: whether there are several numbers per token, `[L, K]`; otherwise one, `[L]`.
-        may_be_row: whether one number may stand for all tokens of the row.
-        is_non_negative: whether its numbers may not be below 0.
-        is_logprob: whether its numbers are logarithms of probabilities, so not above 0.
-        beside: another column that it comes with, of the same shape; "" for none.
-        not_beside: another column that it excludes; "" for none.
+        may_be_row: whether a single number may be given for all tokens of the row.
+        is_non_negative: whether its numbers must not be negative.
+        is_logprob: whether its numbers are log-probabilities, which must not be positive.
+        requires: another column that must be present, with the same shape; "" for none.
+        excludes: another column that must be absent; "" for none.
     """
 
     is_required: bool = False
@@ -69,29 +69,29 @@ class TokenColumn:
     may_be_row: bool = False
     is_non_negative: bool = False
     is_logprob: bool = False
-    beside: str = ""
-    not_beside: str = ""
+    requires: str = ""
+    excludes: str = ""
 
 
 @dataclass(frozen=True, slots=True)
 class RowForm:
-    """What a loss reads of a row, as far as the data needs to know; each of `modeling.objectives` names one.
+    """The kind of rows that a loss reads; each objective in `modeling.objectives` has one.
 
     Attributes:
-        formats: the formats that rows may have, in the order in which they are looked for.
+        formats: the allowed formats, in order of precedence.
         needs_label: whether each row has a class or a value in the column `label`.
         is_one_term: whether the loss has one term for each sequence rather than for each of its target tokens; such
-            sequences are never split among passes.
+            sequences are never split across passes.
         has_token_labels: whether each row has classes of its tokens.
         token_columns: columns of tokenised rows with a number for each token, by name.
-        read: takes a `RowTokenizer`, a row and its index, and returns its `TokenSequence`, or `None` if it is left out
-            (and counted); `None` for text to continue, which `RowTokenizer` reads itself.
-        view: takes the rows of a dataset and its name for messages, and yields rows of which each makes one sequence;
-            `None` if every row does.
-        num_labels: number of outputs of a head for these rows; `None` if it follows from the rows or the task.
-        arrange: takes the rows of a global batch and the number of tokens to which they are limited, and returns them
-            as the loss reads them; `None` if they are the same.
-        marks: columns by which a task without `objective` is known to want the loss of these rows; empty for none.
+        read: takes a `RowTokenizer`, a row and its index, and returns its `TokenSequence`, or `None` if it is dropped
+            (and counted). `None` for language modeling, which `RowTokenizer` implements itself.
+        view: converts the rows of a dataset, given its name for messages, so that each becomes one sequence; `None` if
+            this is already the case.
+        num_labels: number of outputs of the head; `None` if it follows from the rows or the task.
+        arrange: converts the rows of a global batch, given the maximum number of tokens, into the rows that the loss
+            reads; `None` if they are the same.
+        marks: columns from which this loss is inferred for a task without `objective`; empty for none.
     """
 
     formats: tuple[DataFormat, ...]
@@ -110,20 +110,20 @@ FOREIGN_FORMATS: Mapping[str, tuple[str, ...]] = {
     "alpaca": ("instruction", "output"),
     "sharegpt": ("conversations",),
 }
-"""Columns by which rows of other projects are known, by the name that `row_format` gives them."""
+"""Columns that identify rows of other projects, by the name of their `row_format`."""
 
 TARGET_COLUMNS = {
-    "weights": TokenColumn(is_non_negative=True, not_beside="target_ids"),
-    "target_ids": TokenColumn(is_ids=True, is_wide=True, beside="target_weights"),
-    "target_weights": TokenColumn(is_non_negative=True, is_wide=True, beside="target_ids"),
+    "weights": TokenColumn(is_non_negative=True, excludes="target_ids"),
+    "target_ids": TokenColumn(is_ids=True, is_wide=True, requires="target_weights"),
+    "target_weights": TokenColumn(is_non_negative=True, is_wide=True, requires="target_ids"),
 }
-"""What tokenised rows may say of their targets: how much each counts, or several weighted targets for each token."""
+"""Optional target columns of tokenised rows: a weight per token, or several weighted targets per token."""
 
 LANGUAGE_ROWS = RowForm(
     (DataFormat.TOKENIZED, DataFormat.PROMPT_COMPLETION, DataFormat.MESSAGES, DataFormat.TEXT),
     token_columns=TARGET_COLUMNS,
 )
-"""Text to learn to continue."""
+"""Rows for language modeling."""
 
 
 def detect_format(columns: Iterable[str], *, where: str, row_form: RowForm) -> DataFormat:
@@ -135,16 +135,16 @@ def detect_format(columns: Iterable[str], *, where: str, row_form: RowForm) -> D
         row_form: the form of rows that the task's loss reads.
 
     Raises:
-        DataError: if the columns are of no format, or the label is missing.
+        DataError: if the columns match no format, or if the label is missing.
     """
     present = list(columns)
     listed = ", ".join(map(str, present)) or "none"
-    # In this order: rows that have tokens and text are taken as tokens.
+    # The order matters: rows with both tokens and text count as tokenised.
     for data_format in row_form.formats:
         needed = REQUIRED_COLUMNS[data_format]
         if all(column in present for column in needed):
             if row_form.needs_label and not any(column in present for column in LABEL_COLUMNS):
-                allowed = f'a column "label" beside "{needed[0]}", for sequence classification'
+                allowed = f'"{needed[0]}" and "label", for sequence classification'
                 raise DataError(f"{where}: got columns {listed}; allowed: {allowed}.")
             return data_format
     options = "; ".join(" + ".join(REQUIRED_COLUMNS[data_format]) for data_format in row_form.formats)
@@ -152,16 +152,16 @@ def detect_format(columns: Iterable[str], *, where: str, row_form: RowForm) -> D
 
 
 def _hint(present: list[str], row_form: RowForm) -> str:
-    """Return what to do about columns of no format: what they are in other projects, or a slip in one of them."""
+    """Return advice for columns that match no format: a foreign format, another loss, or a typo in a name."""
     for name, columns in FOREIGN_FORMATS.items():
         if all(column in present for column in columns):
             return f'These are {name} rows: set row_format="{name}" on the task.'
     if all(column in present for column in ("chosen", "rejected")):
         names = '"dpo", "cpo", "orpo" or "reward"'
-        return f"Rows that compare answers are for other losses: set objective={names} on the task."
+        return f"Preference rows are for other losses: set objective={names} on the task."
     known = [column for data_format in row_form.formats for column in REQUIRED_COLUMNS[data_format]]
     others = [str(column) for column in present if column not in known]
-    # A slip in a name, not a word with the same beginning: `input` is no `input_ids`.
+    # The cutoff accepts typos but not words with the same beginning: `input` is not `input_ids`.
     slips = [column for column in others if difflib.get_close_matches(column, known, n=1, cutoff=0.75)]
     if slips:
         return closest(slips[0], known)
@@ -171,4 +171,4 @@ def _hint(present: list[str], row_form: RowForm) -> str:
         if len(missing) == 1 < len(needed) and others:
             given = ", ".join(f'"{column}": "{others[0] if column in missing else column}"' for column in needed)
             return f"{missing[0]} is missing: set row_format={{{given}}} on the task if {others[0]} has it."
-    return 'Say which is which: row_format={"prompt": "question", "completion": "answer"}, say.'
+    return 'Map your columns, for example row_format={"prompt": "question", "completion": "answer"}.'

@@ -1,14 +1,14 @@
-"""Rows that compare answers: the tokens, masks and order that TRL's trainers make of them.
+"""Preference rows, with the same tokens, masks and order as in TRL's trainers.
 
 * `PAIR_ROWS`: a prompt, a chosen and a rejected answer, as in `DPOTrainer`.
-* `JOINED_ROWS`: the same as in `CPOTrainer`: prompts and answers are joined as texts after the chat template, `BOS` and
-  `EOS` are added as ids.
-* `ODDS_ROWS`: these rows as in `ORPOTrainer`: the whole chosen row carries loss, its prompt too.
+* `JOINED_ROWS`: the same columns, as in `CPOTrainer`: prompt and answer are joined as text after applying the chat
+  template, and `BOS` and `EOS` are added as ids.
+* `ODDS_ROWS`: the same rows as in `ORPOTrainer`: the whole chosen sequence carries loss, including its prompt.
 * `SCORED_ROWS`: a better and a worse text, as in `RewardTrainer`.
 * `SINGLE_ROWS`: a prompt, one answer and whether it is good, as in `KTOTrainer`; pairs are read as single answers in
-  the order in which TRL unpairs them. `KTO_ROWS` also has each prompt with the answer to another one.
+  the order in which TRL unpairs them. `KTO_ROWS` also pairs each prompt with the answer to another one.
 
-The prompt may be a column or the common beginning of both answers. Texts and conversations are accepted.
+The prompt is a column or the common prefix of both answers. Texts and conversations are accepted.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ from peft_mux.data.task_batch import IGNORE_INDEX, TokenSequence
 from peft_mux.data.tokenize import RowTokenizer, checked_row
 
 REFERENCE_COLUMNS = ("ref_chosen_logps", "ref_rejected_logps")
-"""Log-probabilities of the answers under the reference, in nats, if the rows bring them."""
+"""Columns with precomputed log-probabilities of the answers under the reference model, in nats."""
 _PAIRED = (DataFormat.TOKENIZED_PREFERENCE, DataFormat.PREFERENCE)
 _BLOCK = 1000
-"""Rows that `datasets.Dataset.map` hands to TRL at a time: their chosen answers come before their rejected ones."""
+"""Batch size of `datasets.Dataset.map` in TRL: in each batch the chosen answers come before the rejected ones."""
 
 
 class Answer(NamedTuple):
@@ -52,7 +52,7 @@ class Answer(NamedTuple):
 
     @property
     def has_targets(self) -> bool:
-        """Whether a token of the answer is predicted; the first token of a sequence is not."""
+        """Whether any token of the answer is predicted; the first token of a sequence never is."""
         return len(self.ids) > max(self.start, 1)
 
 
@@ -62,18 +62,18 @@ class Answer(NamedTuple):
 def _same_kind(
     reader: RowTokenizer, row: Mapping[str, Any], columns: Sequence[str], index: int, allowed: str
 ) -> list[Any]:
-    """Return cells that must all be texts, or all be messages.
+    """Return cells that must be all texts or all messages.
 
     Args:
         reader: reads texts and messages.
         row: the row.
-        columns: the columns; the first decides.
+        columns: the columns; the first one determines the type.
         index: index of the row.
-        allowed: end of the message about another cell, such as ", as chosen is".
+        allowed: name of the reference cell in messages: "as {allowed} is".
 
     Raises:
-        DataError: naming the column that is neither, or of the other kind, or a column that TRL gives to the chat
-            template, which would change the tokens.
+        DataError: if a column is neither or has another type than the first, or if the row has a column that TRL passes
+            to the chat template, which would change the tokens.
     """
     for column in ("tools", "chat_template_kwargs"):
         if row.get(column):
@@ -93,7 +93,7 @@ def _same_kind(
 def _prompt_and_answers(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> tuple[Any, Any, Any]:
     """Return the prompt, the chosen and the rejected answer of a row: three texts, or three lists of messages.
 
-    Without a prompt, or with a text as prompt of conversations, which repeat it, the prompt is their common beginning.
+    If there is no prompt, or a text prompt with conversations that repeat it, the prompt is their common prefix.
     """
     chosen, rejected = _same_kind(reader, row, ("chosen", "rejected"), index, "chosen")
     prompt = row.get("prompt")
@@ -112,9 +112,9 @@ def _prompt_and_answers(reader: RowTokenizer, row: Mapping[str, Any], index: int
 
 
 def _shared_length(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
-    """Return how many characters or messages two answers share at their beginning, as TRL's `extract_prompt` counts.
+    """Return the number of leading characters or messages that two answers share, as in TRL's `extract_prompt`.
 
-    One of the shorter answer is always left, and a space before the first difference belongs to the answers.
+    At least one of the shorter answer remains, and a space before the first difference belongs to the answers.
     """
     place = 0
     for place in range(min(len(chosen), len(rejected))):
@@ -124,7 +124,7 @@ def _shared_length(chosen: Sequence[Any], rejected: Sequence[Any]) -> int:
 
 
 def _tokenised_answer(reader: RowTokenizer, row: Mapping[str, Any], column: str, index: int) -> Answer:
-    """Return the ids in a column after those in `prompt_ids`, which may be missing."""
+    """Return the ids of a column, preceded by `prompt_ids` if present."""
     given = row.get("prompt_ids")
     prompt = reader.integers([] if given is None else given, index, "prompt_ids")
     reader.checked_ids(prompt, index, "prompt_ids", empty_allowed=True)
@@ -133,16 +133,16 @@ def _tokenised_answer(reader: RowTokenizer, row: Mapping[str, Any], column: str,
 
 
 def _encoded_answer(reader: RowTokenizer, prompt: Any, answer: Any, index: int) -> Answer:
-    """Return the tokens of a prompt with an answer to it, both texts or both messages."""
+    """Return the tokens of a prompt and its answer, both texts or both messages."""
     ids, (mask, *_) = reader.prompt_completion({"prompt": prompt, "completion": answer}, index)
     return Answer(np.asarray(ids, dtype=np.int64), int(np.count_nonzero(~mask)))
 
 
 def _numbers(reader: RowTokenizer, names: Sequence[str], row: Mapping[str, Any], index: int) -> dict[str, float]:
-    """Return columns of one number per row, which all rows of a dataset have together, or none.
+    """Return columns with one number per row; each row of a dataset must have all of them, or each row none.
 
     Raises:
-        DataError: if one is missing where others are there, or is no finite number.
+        DataError: if some are missing, or if a value is not a finite number.
     """
     are_there = reader.as_in_first_row(names[0], any(row.get(name) is not None for name in names))
     numbers: dict[str, float] = {}
@@ -160,10 +160,10 @@ def _numbers(reader: RowTokenizer, names: Sequence[str], row: Mapping[str, Any],
 
 
 def _cut_answers(reader: RowTokenizer, answers: Sequence[Answer], index: int) -> list[Answer] | None:
-    """Return answers within the limit, or `None` if the row is left out (and counted).
+    """Return answers truncated to the limit, or `None` if the row is dropped (and counted).
 
     Raises:
-        DataError: if one is too long and the policy is "error", or if a token id lies outside the vocabulary.
+        DataError: if one is too long and the policy is "error", or if a token id is outside the vocabulary.
     """
     for answer in answers:
         reader.checked_ids(answer.ids, index, "input_ids")
@@ -171,7 +171,7 @@ def _cut_answers(reader: RowTokenizer, answers: Sequence[Answer], index: int) ->
     is_masked = not all(answer.has_targets for answer in answers)
     if not is_masked and longest > limit and reader.drops(index, longest):
         return None
-    # The beginning is kept, as in TRL.
+    # Keep the start, as TRL does.
     kept = [Answer(answer.ids[:limit], answer.start) for answer in answers]
     if is_masked or not all(answer.has_targets for answer in kept):
         reader.count_without_targets(is_masked=is_masked)
@@ -192,15 +192,15 @@ def _two_sequences(chosen: Answer, rejected: Answer, index: int, values: Mapping
 def _read_pair(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:
     """Return a row of a chosen and a rejected answer.
 
-    `EOS` is added to answers that are texts; if tokens of a prompt and an answer merge, the answer begins before. Row
-    values are the numbers of tokens of the two answers, and the columns of `REFERENCE_COLUMNS` if there are any.
+    `EOS` is appended to text answers. If the last tokens of the prompt merge with an answer, they belong to the answer.
+    Row values are the numbers of tokens of the two answers, and the `REFERENCE_COLUMNS` if present.
     """
     if reader.data_format is DataFormat.TOKENIZED_PREFERENCE:
         pair = [_tokenised_answer(reader, row, column, index) for column in ("chosen_ids", "rejected_ids")]
     else:
         prompt, *texts = _prompt_and_answers(reader, row, index)
         pair = [_encoded_answer(reader, prompt, text, index) for text in texts]
-        # One prompt for both, as the reader of one answer would not see where the other's tokens merge with it.
+        # Both answers use the shorter prompt, because tokens may merge in one of them only.
         start = min(answer.start for answer in pair)
         pair = [Answer(answer.ids, start) for answer in pair]
     values = _numbers(reader, REFERENCE_COLUMNS, row, index)
@@ -208,14 +208,14 @@ def _read_pair(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> Toke
     if kept is None:
         return None
     chosen, rejected = kept
-    # Of the answers as they are, also if nothing comes before them that could predict their first token.
+    # Includes the first token of an answer even if no token precedes it to predict it.
     values["chosen_tokens"] = float(len(chosen.ids) - chosen.start)
     values["rejected_tokens"] = float(len(rejected.ids) - rejected.start)
     return _two_sequences(chosen, rejected, index, values)
 
 
 PAIR_ROWS = RowForm(_PAIRED, is_one_term=True, read=_read_pair, marks=("prompt", "chosen", "rejected"))
-"""A chosen and a rejected answer, with loss on both."""
+"""A prompt with a chosen and a rejected answer, with loss on both answers."""
 
 
 # -------------------------------------------------------------------------------------------- joined texts (CPO, ORPO)
@@ -236,16 +236,16 @@ def _read_joined(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> To
         prompts = [answer.ids[: answer.start] for answer in pair]
         differing = sum(a != b for a, b in zip(*prompts, strict=False))
         if differing > 1 or abs(len(prompts[0]) - len(prompts[1])) > 1:
-            allowed = "a prompt whose tokens merge with those of an answer in its last one at most"
+            allowed = "a prompt of which at most the last token merges with an answer"
             raise reader.error(index, "prompt", f"prompts that differ in {differing} tokens", allowed)
     kept = _cut_answers(reader, pair, index)
     return None if kept is None else _two_sequences(kept[0], kept[1], index, {})
 
 
 def _read_odds(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:
-    """Return the same row with loss on the prompt of the chosen answer as well.
+    """Return the same row, with loss on the prompt of the chosen answer as well.
 
-    The token column `is_answer` is 1 for tokens of answers; the other targets are those of the chosen row's prompt.
+    The token column `is_answer` is 1 for answer tokens and 0 for tokens of the prompt.
     """
     sequence = _read_joined(reader, row, index)
     if sequence is None:
@@ -257,11 +257,11 @@ def _read_odds(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> Toke
 
 
 def _rendered(reader: RowTokenizer, prompt: Any, answers: list[Any], index: int) -> tuple[str, list[str]]:
-    """Return messages as the texts that the chat template makes of them, the prompt up to where these differ."""
+    """Render messages with the chat template; return the prompt text and the text of each answer."""
     last = prompt[-1]["role"]
     if last not in ("user", "tool", "assistant"):
         raise reader.error(index, "prompt", f"a last message of {last!r}", "user, tool or assistant as its role")
-    # The assistant continues a last message of its own, and answers any other.
+    # If the last message is the assistant's, the answer continues it.
     options = {"add_generation_prompt": last != "assistant", "continue_final_message": last == "assistant"}
     text = reader.apply_template(prompt, "prompt", index, tokenize=False, **options)
     whole = [
@@ -280,10 +280,10 @@ def _joined_answer(reader: RowTokenizer, prompt: str, answer: str, index: int, c
     ids = tokenizer(prompt + answer, add_special_tokens=False)["input_ids"]
     prompt_ids = tokenizer(prompt, add_special_tokens=False)["input_ids"]
     if len(ids) < len(prompt_ids):
-        got = f"{len(ids)} tokens with the prompt, which has {len(prompt_ids)} alone"
+        got = f"{len(ids)} tokens together with the prompt, which has {len(prompt_ids)} by itself"
         raise reader.error(index, column, got, "an answer whose tokens do not merge with the prompt")
     start = len(prompt_ids)
-    # If the last token of the prompt merges with the answer, the answer begins with it.
+    # If the last token of the prompt merges with the answer, it belongs to the answer.
     if prompt_ids != ids[:start]:
         start -= 1
     first, last = tokenizer.bos_token_id, tokenizer.eos_token_id
@@ -295,9 +295,9 @@ def _joined_answer(reader: RowTokenizer, prompt: str, answer: str, index: int, c
 
 
 JOINED_ROWS = RowForm(_PAIRED, is_one_term=True, read=_read_joined)
-"""A chosen and a rejected answer, with loss on both."""
+"""A prompt with a chosen and a rejected answer, tokenised as joined text, with loss on both answers."""
 ODDS_ROWS = replace(JOINED_ROWS, read=_read_odds)
-"""A chosen and a rejected answer, with loss on both and on the prompt of the chosen one."""
+"""The same rows with loss also on the prompt of the chosen answer."""
 
 
 # ---------------------------------------------------------------------------------------------------- scores (reward)
@@ -306,9 +306,9 @@ ODDS_ROWS = replace(JOINED_ROWS, read=_read_odds)
 def _read_scored(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:
     """Return a row of a chosen and a rejected text as two sequences, each scored as a whole.
 
-    A prompt comes before both texts, and `EOS` after texts that are no messages. Rows of which one text is longer than
-    the limit are left out, as in TRL: a score is read at the end, which a cut would remove. There is a row value
-    `margin` if the column is there.
+    The prompt, if any, is prepended to both texts, and `EOS` is appended unless they are messages. As in TRL, rows are
+    dropped if one of the texts is longer than the limit, because the score is read at the end of the text. The row
+    value `margin` is set if the column is present.
     """
     names = ("chosen", "rejected")
     if reader.data_format is DataFormat.TOKENIZED_PREFERENCE:
@@ -333,12 +333,12 @@ def _read_scored(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> To
         reader.report.num_dropped_long += 1
         return None
     ids = np.concatenate(texts)
-    # Tokens carry no labels here, so the ids stand in for them; and a value is what rows of classifiers have.
+    # There are no token labels, so the ids stand in for them. The class label 0.0 marks a classification row.
     return TokenSequence(ids, ids.copy(), index, 0.0, is_one_term=True, starts=(len(texts[0]),), row_values=values)
 
 
 SCORED_ROWS = RowForm(_PAIRED, is_one_term=True, read=_read_scored, marks=("chosen", "rejected"), num_labels=1)
-"""A better and a worse text, for classifiers."""
+"""A better and a worse text, for reward models."""
 
 
 # ------------------------------------------------------------------------------------------------- single answers (KTO)
@@ -348,28 +348,28 @@ class UnpairedRow(dict[str, Any]):
     """One answer of a pair.
 
     Attributes:
-        origin: index of the pair among the rows as they were.
-        column: the column that the answer stood in.
+        origin: index of the pair in the original dataset.
+        column: original column of the answer, `chosen` or `rejected`.
     """
 
     def __init__(self, row: Mapping[str, Any], origin: int, column: str) -> None:
-        """Store where the answer comes from."""
+        """Store the row and its origin."""
         super().__init__(row)
         self.origin = origin
         self.column = column
 
 
 def unpaired(rows: Iterator[Any], where: str) -> Iterator[Any]:
-    """Yield the rows of a dataset of single answers as they are; of pairs, yield both answers of each.
+    """Split each pair into two rows with one answer; yield rows with a single answer unchanged.
 
-    The chosen answers of a block come before its rejected ones.
+    Pairs are split in blocks of `_BLOCK`; the chosen answers of a block come before its rejected ones.
 
     Args:
-        rows: single answers, or rows with `chosen` and `rejected`, and perhaps `prompt`; the first one decides.
+        rows: single answers, or rows with `chosen`, `rejected` and optionally `prompt`; the first row determines which.
         where: the dataset, for messages: `tasks.sql.train_dataset`.
 
     Raises:
-        DataError: naming the pair that lacks an answer.
+        DataError: if a pair lacks an answer; the message names the row.
     """
     first = next(rows, None)
     if first is None:
@@ -397,21 +397,21 @@ def unpaired(rows: Iterator[Any], where: str) -> Iterator[Any]:
 
 
 def _read_single(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:
-    """Return a row of an answer and a verdict, with loss on the answer.
+    """Return a row of an answer and whether it is desirable, with loss on the answer.
 
-    Row values are `desirable`, 1 or 0, and `ref_logps` if the column is there.
+    Row values are `desirable`, 1 or 0, and `ref_logps` if the column is present.
     """
     verdict = row["label"]
     if isinstance(verdict, np.generic):
         verdict = verdict.item()
-    # Files without booleans have 0 and 1; other numbers would be taken for scores.
+    # Some file formats store booleans as 0 and 1. Other numbers are rejected, because they may be scores.
     if not isinstance(verdict, bool) and not (isinstance(verdict, int) and verdict in (0, 1)):
         raise reader.error(index, "label", f"{verdict!r:.60}", "True for a good answer, False for a bad one")
     values = {"desirable": float(verdict), **_numbers(reader, ("ref_logps",), row, index)}
     if reader.data_format is DataFormat.TOKENIZED_UNPAIRED:
         answer = _tokenised_answer(reader, row, "completion_ids", index)
     else:
-        # Of rows that were paired, errors name the row and the column as they were.
+        # Errors in unpaired rows name the original row and column.
         column, origin = (row.column, row.origin) if isinstance(row, UnpairedRow) else ("completion", index)
         named = {**row, column: row["completion"]}
         prompt, text = _same_kind(reader, named, ("prompt", column), origin, "the prompt")
@@ -423,15 +423,15 @@ def _read_single(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> To
 
 
 def with_mismatched(rows: tuple[TokenSequence, ...], limit: int) -> tuple[TokenSequence, ...]:
-    """Return the rows of a global batch, each with a second sequence: its prompt, and the answer of the row before.
+    """Add to each row of a global batch a second sequence: its prompt with the answer of the previous row.
 
-    KTO estimates with these how far a model has moved from its reference. The first row gets the answer of the last, as
-    in TRL's `KTOTrainer`, which rotates the answers of each batch of its dataset by one. TRL takes whole answers and
-    cuts them to the limit behind their new prompt; here an answer that was cut behind its own prompt stays cut.
+    KTO uses these to estimate the KL divergence from the reference model. The first row gets the answer of the last, as
+    in TRL's `KTOTrainer`, which rotates the answers of each batch by one. TRL joins the untruncated answers to their
+    new prompts and truncates the result; here an answer that was truncated after its own prompt stays truncated.
 
     Args:
-        rows: rows of one sequence, with labels in the answer alone.
-        limit: number of tokens to which sequences are cut.
+        rows: rows of one sequence, with labels on the answer only.
+        limit: maximum number of tokens of a sequence.
     """
     starts = [int(np.argmax(row.labels != IGNORE_INDEX)) for row in rows]
     found = []
@@ -454,4 +454,4 @@ SINGLE_ROWS = RowForm(
 )
 """An answer and whether it is good."""
 KTO_ROWS = replace(SINGLE_ROWS, arrange=with_mismatched)
-"""The same, and each prompt with the answer to another."""
+"""The same rows, with each prompt also paired with the answer to another one."""

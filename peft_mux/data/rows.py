@@ -1,4 +1,4 @@
-"""`RowCells`: reads the cells of a dataset's rows, and refuses those that cannot be trained on by row and column."""
+"""`RowCells`: reads and checks the cells of a dataset's rows; errors name the row and the column."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from peft_mux.errors import DataError
 from peft_mux.user_code import describe_error
 
 _ROUNDING = 0.01
-"""By how much a log-probability may exceed 0: half precision of another program rounds so."""
+"""Tolerance above 0 for log-probabilities, because other programs may have rounded them to half precision."""
 
 
 class RowCells:
@@ -23,14 +23,14 @@ class RowCells:
     Args:
         where: the dataset, for messages, such as `tasks.sql.train_dataset`.
         vocab_size: token ids must be below it; `None` for no check.
-        tokenizer: a tokenizer of transformers, which has a chat template; may be `None` for rows without messages.
-        chat_template: Jinja template in place of the tokenizer's own; `None` for that of the tokenizer.
+        tokenizer: a tokenizer of transformers; may be `None` for rows without messages.
+        chat_template: Jinja template for messages; `None` for the tokenizer's own.
     """
 
     def __init__(
         self, where: str, vocab_size: int | None = None, tokenizer: Any = None, chat_template: str | None = None
     ) -> None:
-        """Store how cells are read."""
+        """Store the settings."""
         self.where = where
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer
@@ -50,12 +50,12 @@ class RowCells:
         """
         value = row[column]
         if not isinstance(value, str):
-            # Numbers are most often digits of a CSV file, which has no types.
-            fix = f'. Of a CSV file: load_rows(...).cast_column("{column}", Value("string"))'
+            # Numbers usually come from CSV files, which have no types.
+            fix = f'. For a CSV file: load_rows(...).cast_column("{column}", Value("string"))'
             allowed = f"a string{fix if isinstance(value, (int, float)) else ''}"
             raise self.error(index, column, f"{value!r:.60} ({type(value).__name__})", allowed)
         try:
-            # A tokenizer would raise as well, but could not name the row.
+            # A tokenizer would also raise, but without naming the row.
             value.encode("utf-8")
         except UnicodeEncodeError as error:
             raise self.error(index, column, f"a lone surrogate at character {error.start}", "valid Unicode") from error
@@ -71,21 +71,21 @@ class RowCells:
         """
         array = None
         if isinstance(value, (list, tuple, np.ndarray)) or hasattr(value, "__array__"):
-            with suppress(ValueError):  # numpy's, of lists of unequal lengths
+            with suppress(ValueError):  # raised by numpy for lists of unequal lengths
                 array = np.asarray(value)
-        # Booleans pass, as masks are written with them; an empty list has no kind.
+        # Booleans are allowed for masks. The dtype of an empty list does not matter.
         if array is None or array.ndim != 1 or (array.size and array.dtype.kind not in "iub"):
             raise self.error(index, column, f"{value!r:.60} ({type(value).__name__})", "a list of integers")
-        # Beyond int64 they would turn into other numbers, such as the label that is ignored.
+        # Larger numbers would wrap around in int64, for example to the ignored label.
         if array.dtype.kind == "u" and array.size and int(array.max()) > np.iinfo(np.int64).max:
-            raise self.error(index, column, str(array.max()), "integers of 64 bits")
+            raise self.error(index, column, str(array.max()), "64-bit integers")
         return array.astype(np.int64)
 
     def checked_ids(self, ids: np.ndarray, index: int, column: str, *, empty_allowed: bool = False) -> np.ndarray:
-        """Return token ids as they are.
+        """Check token ids and return them.
 
         Raises:
-            DataError: if there are none (unless `empty_allowed`), or if one lies outside the vocabulary.
+            DataError: if there are none (unless `empty_allowed`), or if one is outside the vocabulary.
         """
         if len(ids) == 0:
             if empty_allowed:
@@ -98,12 +98,12 @@ class RowCells:
         return ids
 
     def attended_ids(self, row: Mapping[str, Any], index: int) -> tuple[np.ndarray, np.ndarray]:
-        """Return the `input_ids` of a tokenised row without its padding, and which of them are no padding, `[L]` bool.
+        """Return the `input_ids` of a tokenised row without padding, and a bool mask `[L]` of the ids that are kept.
 
-        Packed streams have no padding, whose tokens would move the positions of the others.
+        Padding is removed because it would shift the positions of tokens in a packed stream.
 
         Raises:
-            DataError: if ids or `attention_mask` cannot be read, or the mask has a hole in the middle.
+            DataError: if ids or `attention_mask` cannot be read, or if the mask has a gap in the middle.
         """
         ids = self.integers(row["input_ids"], index, "input_ids")
         if row.get("attention_mask") is None:
@@ -112,9 +112,9 @@ class RowCells:
         if len(mask) != len(ids):
             raise self.error(index, "attention_mask", f"{len(mask)} entries", f"{len(ids)}, one for each of input_ids")
         places = np.flatnonzero(mask)
-        # A hole would bring tokens together that were apart, under other positions.
+        # Removing a gap would change the positions of the tokens after it.
         if len(places) and places[-1] - places[0] + 1 != len(places):
-            raise self.error(index, "attention_mask", "a hole in the middle", "zeros at the ends only (padding)")
+            raise self.error(index, "attention_mask", "zeros in the middle", "zeros at the ends only (padding)")
         return self.checked_ids(ids[mask], index, "input_ids"), mask
 
     def token_columns(
@@ -126,20 +126,21 @@ class RowCells:
             columns: the columns that the loss reads.
             row: the row.
             index: index of the row.
-            keep: bool, which of the row's `input_ids` are no padding; L of them.
+            keep: bool, which of the row's `input_ids` are not padding; L of them.
 
         Raises:
-            DataError: naming the row and the column that cannot be read.
+            DataError: if a column cannot be read; the message names the row and the column.
         """
         found: dict[str, np.ndarray] = {}
         for name, column in columns.items():
             if row.get(name) is None:
-                if column.is_required or (column.beside and row.get(column.beside) is not None):
-                    needed = "a number for each of input_ids" if column.is_required else f'one beside "{column.beside}"'
+                if column.is_required or (column.requires and row.get(column.requires) is not None):
+                    needed = "a number for each of input_ids"
+                    needed += "" if column.is_required else f', because the row has "{column.requires}"'
                     raise self.error(index, name, "no such column, or None", needed)
                 continue
             length, array = len(keep), None
-            with suppress(ValueError, TypeError):  # numpy's, of lists of unequal lengths and of None
+            with suppress(ValueError, TypeError):  # raised by numpy for lists of unequal lengths and None
                 array = np.asarray(row[name], dtype=np.float64)
             if array is not None and array.ndim == 0 and column.may_be_row:
                 array = np.full(length, array)
@@ -151,7 +152,7 @@ class RowCells:
             values = array[keep]
             if column.is_ids:
                 if not np.array_equal(array, np.floor(array)):
-                    raise self.error(index, name, "numbers with fractions, or no numbers", "token ids")
+                    raise self.error(index, name, "fractions or NaN", "token ids")
                 found[name] = values.astype(np.int64)
                 self.checked_ids(found[name].reshape(-1), index, name, empty_allowed=True)
                 continue
@@ -164,12 +165,13 @@ class RowCells:
                 allowed = "natural logarithms of probabilities, at most 0"
                 raise self.error(index, name, str(values.max()), allowed)
         for name in found:
-            if columns[name].not_beside in found:
-                raise self.error(index, name, f'a value beside "{columns[name].not_beside}"', "one of the two")
-            other = columns[name].beside
+            if columns[name].excludes in found:
+                got = f'a value together with "{columns[name].excludes}"'
+                raise self.error(index, name, got, "one of the two")
+            other = columns[name].requires
             if other and found[other].shape != found[name].shape:
                 got = f"shape {list(found[name].shape)}"
-                raise self.error(index, name, got, f'{list(found[other].shape)}, as "{other}" has')
+                raise self.error(index, name, got, f'{list(found[other].shape)}, the shape of "{other}"')
         return found
 
     # ------------------------------------------------------------------------------------------------------ messages
@@ -178,8 +180,8 @@ class RowCells:
         """Return the messages of a cell.
 
         Raises:
-            DataError: if it is no list of messages, or if a message has no role or no content, or content that a
-                template would turn into text such as `None` or 7.
+            DataError: if it is not a list of messages, or if a message has no role or no content, or content such as
+                `None` or 7, which a template would render as text.
         """
         value = row[column]
         allowed = 'a list of {"role": ..., "content": ...}'
@@ -193,15 +195,15 @@ class RowCells:
             if isinstance(content, str):
                 self.text(message, "content", index)
                 continue
-            # A message that only calls tools has no text, and templates expect None there.
+            # Messages with only tool calls have no text; templates expect None.
             only_calls = content is None and bool(message.get("tool_calls"))
             is_parts = isinstance(content, list) and content and all(isinstance(part, Mapping) for part in content)
             if not only_calls and not is_parts:
                 got = f"content {content!r:.60} ({type(content).__name__})"
-                raise self.error(index, column, got, "text, a list of parts, or None beside tool_calls")
+                raise self.error(index, column, got, "text, a list of parts, or None together with tool_calls")
             for part in content or ():
                 if part.get("type", "text") != "text":
-                    wanted = 'parts of type "text", as only text is trained on'
+                    wanted = 'parts of type "text", because only text is supported'
                     raise self.error(index, column, f"a part of type {part['type']!r:.60}", wanted)
                 if "text" not in part:
                     raise self.error(index, column, f"the part {part!r:.60}", '{"type": "text", "text": ...}')
@@ -209,38 +211,38 @@ class RowCells:
         return [dict(message) for message in value]
 
     def apply_template(self, messages: list[dict[str, Any]], column: str, index: int, **options: Any) -> Any:
-        """Return what the chat template makes of messages.
+        """Apply the chat template to messages.
 
         Args:
             messages: the input of the template.
-            column: the column that they stand in, for messages.
-            index: the row that they stand in, for messages.
+            column: column of the messages, for errors.
+            index: index of the row, for errors.
             **options: further arguments of `apply_chat_template`.
 
         Raises:
-            DataError: if there is no template, if it does not mark what the assistant says although the options ask for
-                its mask, or if it fails on these messages.
+            DataError: if there is no template, if the options ask for a mask of assistant tokens and the template does
+                not mark them, or if the template fails on these messages.
         """
         template = self.chat_template or getattr(self.tokenizer, "chat_template", None)
         task = f"tasks.{self.where.split('.')[1]}"
         if template is None:
             raise DataError(
-                f"{self.where}: got messages, but the tokenizer has no chat template; allowed: one with it, or "
-                f"{task}.chat_template. Take an instruct model's tokenizer, or a Jinja template."
+                f"{self.where}: got messages, but the tokenizer has no chat template; allowed: a tokenizer with one, "
+                f"or {task}.chat_template. Use the tokenizer of an instruct model, or pass a Jinja template."
             )
-        # transformers only warns of this, and returns a mask in which no token carries loss.
+        # transformers only warns about this, and returns a mask in which no token carries loss.
         if options.get("return_assistant_tokens_mask") and "generation" not in str(template):
             raise DataError(
                 f"{task}.assistant_only_loss: got True, but the chat template has no "
-                "{% generation %} block; allowed: a template that marks what the assistant says. Set "
-                "assistant_only_loss=False, or give chat_template."
+                "{% generation %} block; allowed: a template that marks the assistant's tokens. Set "
+                "assistant_only_loss=False, or pass a chat_template that has the block."
             )
         try:
             return self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, **options)
         except Exception as error:
-            # A template is code: it may refuse a role, lack a name, or make text that is none.
+            # A template is code and may raise any exception, for example for an unknown role.
             got = f"{describe_error(error)} from the chat template"
-            raise self.error(index, column, got, "messages that the template takes") from error
+            raise self.error(index, column, got, "messages that the template accepts") from error
 
     def encode_chat(
         self,
@@ -251,17 +253,17 @@ class RowCells:
         is_prompt: bool = False,
         wants_mask: bool = False,
     ) -> tuple[list[int], np.ndarray | None]:
-        """Return the token ids of messages, and which of them the assistant says if its mask is wanted, else `None`.
+        """Return the token ids of messages, and the mask of assistant tokens, or `None` without `wants_mask`.
 
         Args:
             messages: the input of the template.
-            column: the column that they stand in, for messages.
-            index: the row that they stand in, for messages.
-            is_prompt: whether to end where the assistant's answer begins.
+            column: column of the messages, for errors.
+            index: index of the row, for errors.
+            is_prompt: whether to append the generation prompt.
             wants_mask: whether to return the mask.
 
         Raises:
-            DataError: as `apply_template`.
+            DataError: see `apply_template`.
         """
         options = {"return_dict": True, "tokenize": True, "return_assistant_tokens_mask": wants_mask}
         encoded = self.apply_template(messages, column, index, add_generation_prompt=is_prompt, **options)
@@ -270,15 +272,15 @@ class RowCells:
 
 
 def with_given_targets(labels: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:
-    """Return the labels of tokens that are learnt: those whose weight, or weights of several targets, are not all 0.
+    """Return the labels, ignoring tokens whose weights are all 0.
 
-    The first of several targets of a token stands for them; a token that is ignored in the row stays ignored.
+    If a token has several targets, its label is the first of them; a token that the row ignores stays ignored.
 
     Args:
-        labels: `[L]`, of the row as it came.
-        columns: token columns of the row; without `weights` or `target_ids` the labels stay as they are.
+        labels: `[L]`, the labels of the row.
+        columns: token columns of the row; without `weights` or `target_ids` the labels are unchanged.
     """
-    # Positions without a positive weight learn nothing, so they never meet the output head.
+    # Positions without a positive weight have no loss, so the output head skips them.
     if "weights" in columns:
         return np.where(columns["weights"] > 0, labels, IGNORE_INDEX)
     if "target_ids" not in columns:

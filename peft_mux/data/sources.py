@@ -1,7 +1,7 @@
-"""Rows from their sources: files of JSON, CSV or Parquet, folders, datasets of the Hub, and rows of other projects.
+"""Loads rows from JSON, CSV or Parquet files, folders and Hub datasets, and converts rows of other projects.
 
-Alpaca and ShareGPT rows are known by name, any other columns by a mapping of names. A view makes each row when it is
-read, so that nothing is copied and a stream stays a stream.
+Alpaca and ShareGPT rows are converted by format name, other columns by a mapping of names. Rows are converted when they
+are read, so nothing is copied and streams stay streams.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ from peft_mux.user_code import describe_error
 
 Row = Mapping[str, Any]
 RowFormat = str | Mapping[str, str]
-"""Name of a format of another project, or the column of each of our columns: `{"prompt": "question"}`."""
+"""Name of a foreign format, or a mapping from our column names to those of the dataset: `{"prompt": "question"}`."""
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
-"""Loaders of `datasets`, by the ending of a file."""
+"""Loaders of `datasets`, by file suffix."""
 SOURCES = "a .jsonl, .json, .csv or .parquet file, a folder, or a hub id"
 
 
@@ -30,7 +30,7 @@ def load_rows(source: str | Path, split: str = "train", *, config: str | None = 
     Args:
         source: path of a .jsonl, .json, .csv or .parquet file, of a folder (of such files, or written by
             `save_to_disk`), or else the id of a dataset on the Hub.
-        split: name of the split, or a part of it such as "train[:90%]"; a file has no other than "train".
+        split: name of the split, or a part of it such as "train[:90%]"; a file has only the split "train".
         config: name of the configuration of a hub dataset; `None` for its default.
 
     Returns:
@@ -49,7 +49,7 @@ def rows_of(source: str, split: str, config: str | None, folder: Path, where: st
         source: path of a file or folder, relative to `folder`, or else a hub id.
         split: name of the split, or a part of it such as "train[:90%]".
         config: name of the configuration of a hub dataset; `None` for its default.
-        folder: folder that relative paths begin at.
+        folder: base folder of relative paths.
         where: dotted path of the task, for messages.
         field: name of the field that holds the source, for messages.
 
@@ -65,8 +65,8 @@ def rows_of(source: str, split: str, config: str | None, folder: Path, where: st
             if not kind:
                 raise_faults([Fault(where_source, repr(source), f"{', '.join(FILE_KINDS)} files")])
             if not split.startswith("train"):
-                allowed = "train, or a part of it such as train[:90%], as a single file has no other"
-                fix = "Put the held-out rows into a file of their own: eval_dataset."
+                allowed = "train, or a part of it such as train[:90%], because a single file has no other split"
+                fix = "Put the held-out rows into a separate file and pass it as eval_dataset."
                 raise_faults([Fault(f"{where}.split", f"{split!r} of {source!r}", allowed, fix)])
             if kind != "parquet":
                 raise_faults(encoding_fault(path, where_source))
@@ -75,11 +75,11 @@ def rows_of(source: str, split: str, config: str | None, folder: Path, where: st
             loaded = load_from_disk(str(path))
             return loaded[split] if hasattr(loaded, "keys") else loaded
         if not path.is_dir() and path.suffix in FILE_KINDS:
-            raise_faults([Fault(where_source, f"{source!r}, which is not there", SOURCES, "Check the path.")])
+            raise_faults([Fault(where_source, f"{source!r}, which does not exist", SOURCES, "Check the path.")])
         return load_dataset(str(path) if path.is_dir() else source, config, split=split)
     except ConfigError:
         raise
-    # `datasets` and the hub raise errors of many kinds, all of which mean that there are no rows.
+    # `datasets` and the hub raise errors of many types, all of which mean that the rows cannot be loaded.
     except Exception as error:
         raise_faults(_content_fault(path, where_source))
         got = f"{source!r}, which cannot be loaded: {' '.join(str(error.__cause__ or error).split())}"
@@ -87,7 +87,7 @@ def rows_of(source: str, split: str, config: str | None, folder: Path, where: st
 
 
 def rows_named(source: str, field: str, where: str) -> Any:
-    """Return the rows of a task's source: of a dataset with several splits those to train on, or those held out.
+    """Return the rows of a source given by name: the train split, or the test or validation split for `eval_dataset`.
 
     Args:
         source: path of a file or folder, or else a hub id.
@@ -95,7 +95,7 @@ def rows_named(source: str, field: str, where: str) -> Any:
         where: the task, for messages.
 
     Raises:
-        ConfigError: if they cannot be loaded, or there is no split of held-out rows.
+        ConfigError: if they cannot be loaded, or if there is no test or validation split.
     """
     if field == "train_dataset" or Path(source).is_file():
         return rows_of(source, "train", None, Path(), where, field)
@@ -103,11 +103,11 @@ def rows_named(source: str, field: str, where: str) -> Any:
         with suppress(ConfigError):
             return rows_of(source, split, None, Path(), where, field)
     fix = f"Write load_rows({source!r}, split=...)."
-    raise_faults([Fault(f"{where}.{field}", repr(source), "a file, or a dataset with a split test or validation", fix)])
+    raise_faults([Fault(f"{where}.{field}", repr(source), "a file, or a dataset with a test or validation split", fix)])
 
 
 def encoding_fault(path: Path, where: str) -> list[Fault]:
-    """Return a fault that names the first line of a file that is not UTF-8; readers of JSON and CSV name none.
+    """Return a fault that names the first line of a file that is not UTF-8; JSON and CSV readers do not name it.
 
     Args:
         path: path of a text file.
@@ -125,10 +125,10 @@ def encoding_fault(path: Path, where: str) -> list[Fault]:
 
 
 def _content_fault(path: Path, where: str) -> list[Fault]:
-    """Return why a file has no rows, in more words than its reader has: it is empty, or a line of JSON is broken.
+    """Return why a file has no rows, more precisely than its reader: it is empty, or a line is not valid JSON.
 
     Args:
-        path: path that was given as a source; it need not be a file.
+        path: path that was given as a source; it may not be a file.
         where: dotted path of the field that names it.
     """
     if not path.is_file():
@@ -150,20 +150,20 @@ def _content_fault(path: Path, where: str) -> list[Fault]:
                 row, problem = None, f" ({error})"
             if not isinstance(row, dict):
                 got = f"{path.name} line {number}, row {num_rows}: {shown(line.strip())}{problem}"
-                return [Fault(where, got, "an object of JSON on each line: {...}")]
+                return [Fault(where, got, "a JSON object on each line: {...}")]
             num_rows += 1
     return []
 
 
 def dataset_faults(dataset: Any, where: str) -> list[Fault]:
-    """Return why an object cannot be read as rows, as far as that shows without reading one.
+    """Return why an object cannot be used as a dataset, as far as can be checked without reading a row.
 
     Args:
         dataset: any value.
         where: the field that it was given for.
     """
     allowed = "a datasets.Dataset or IterableDataset, or a list of dicts, with at least one row"
-    # These have a length and items as well, but not of rows: a dict of splits is a common slip.
+    # These also have a length and items, but the items are not rows: a dict of splits is a common mistake.
     if dataset is None or isinstance(dataset, (str, bytes, dict)):
         fix = "Pick one split, such as dataset['train']." if isinstance(dataset, dict) else ""
         return [Fault(where, type(dataset).__name__, allowed, fix)]
@@ -172,13 +172,13 @@ def dataset_faults(dataset: Any, where: str) -> list[Fault]:
             return [] if len(dataset) else [Fault(where, "an empty dataset", allowed)]
         except TypeError:  # an array without dimensions
             return [Fault(where, shown(dataset), allowed)]
-        except Exception as error:  # the dataset's own code, which its user has to fix
+        except Exception as error:  # raised by the user's dataset class
             return [Fault(where, f"a dataset whose length raises {describe_error(error)}", allowed)]
     fix = ""
-    if hasattr(dataset, "__len__"):  # a set, say, which has no first row
-        fix = "Give its rows in an order, such as a list."
+    if hasattr(dataset, "__len__"):  # for example a set, which has no first row
+        fix = "Pass the rows in a definite order, such as a list."
     elif hasattr(dataset, "__next__"):  # every epoch reads the rows from the start
-        fix = "An iterator can be read only once; give the iterable itself."
+        fix = "An iterator can be read only once; pass the iterable itself."
     elif hasattr(dataset, "__iter__"):
         return []
     return [Fault(where, type(dataset).__name__, allowed, fix)]
@@ -197,13 +197,13 @@ _ALPACA = (
     "Below is an instruction that describes a task{more}. Write a response that appropriately completes the "
     "request.\n\n### Instruction:\n{instruction}\n\n{context}### Response:\n"
 )
-"""The prompt that Stanford Alpaca was trained with."""
+"""The prompt with which Stanford Alpaca was trained."""
 
 
 def _alpaca_row(row: Row) -> dict[str, Any]:
     """Return `prompt` and `completion` of a row with `instruction`, `input` (may be empty) and `output`.
 
-    The prompt is that of Stanford Alpaca, with its second form if there is an input.
+    The prompt is Stanford Alpaca's, which has a separate form for rows with an input.
     """
     context = str(row.get("input") or "")
     prompt = _ALPACA.format(
@@ -215,7 +215,7 @@ def _alpaca_row(row: Row) -> dict[str, Any]:
 
 
 def _alpaca_chat_row(row: Row) -> dict[str, Any]:
-    """Return `messages` of such a row, for the chat template of the tokenizer."""
+    """Return `messages` of an Alpaca row, for the tokenizer's chat template."""
     context = str(row.get("input") or "")
     asked = f"{row['instruction']}\n{context}" if context else row["instruction"]
     system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
@@ -223,7 +223,7 @@ def _alpaca_chat_row(row: Row) -> dict[str, Any]:
 
 
 def _sharegpt_row(row: Row) -> dict[str, Any]:
-    """Return `messages` of a row with `conversations` of `from` and `value`, and perhaps a column `system`.
+    """Return `messages` of a row with `conversations` of `from` and `value`, and optionally a column `system`.
 
     Raises:
         ValueError: if the role of a speaker is unknown.
@@ -232,7 +232,7 @@ def _sharegpt_row(row: Row) -> dict[str, Any]:
     for turn in row["conversations"]:
         speaker = turn.get("from")
         if speaker not in _ROLES:
-            raise ValueError(f"conversations from {shown(speaker)}, which is none of {', '.join(_ROLES)}")
+            raise ValueError(f"conversations from {shown(speaker)}, which is not one of {', '.join(_ROLES)}")
         messages.append({"role": _ROLES[speaker], "content": turn.get("value")})
     return {"messages": messages}
 
@@ -242,22 +242,22 @@ _MAKERS: Mapping[str, tuple[tuple[str, ...], list[str], Callable[[Row], dict[str
     "alpaca_chat": (FOREIGN_FORMATS["alpaca"], ["messages"], _alpaca_chat_row),
     "sharegpt": (FOREIGN_FORMATS["sharegpt"], ["messages"], _sharegpt_row),
 }
-"""By name: the columns that are read, those that are made, and what makes them."""
+"""By format name: the input columns, the output columns, and the function that converts a row."""
 
 
 class MappedStream:
-    """A stream whose rows are made from those of another one; it can be read again and again.
+    """A stream that converts the rows of another stream; it can be iterated repeatedly.
 
     Args:
         rows: the rows.
         row_format: their format.
 
     Attributes:
-        column_names: the columns of the rows that are made; `None` if they are unknown.
+        column_names: the columns of the converted rows; `None` if they are unknown.
     """
 
     def __init__(self, rows: Any, row_format: RowFormat) -> None:
-        """Read no row yet."""
+        """Store the stream without reading it."""
         self._rows = rows
         if isinstance(row_format, str):
             _, self.column_names, self._make = _MAKERS[row_format]
@@ -265,7 +265,7 @@ class MappedStream:
         names = {theirs: ours for ours, theirs in row_format.items()}
 
         def rename(row: Row) -> dict[str, Any]:
-            # A column that has one of our names by chance would be read as well.
+            # A column that happens to have one of our names would otherwise be read as well.
             kept = {key: value for key, value in row.items() if key in names or key not in row_format}
             return {names.get(key, key): value for key, value in kept.items()}
 
@@ -278,13 +278,13 @@ class MappedStream:
         return map(self._make, self._rows)
 
     def set_epoch(self, epoch: int) -> None:
-        """Tell the stream which epoch begins, if it has a method for it."""
+        """Call `set_epoch` of the stream if it has this method."""
         if hasattr(self._rows, "set_epoch"):
             self._rows.set_epoch(epoch)
 
 
 class MappedRows(MappedStream):
-    """A dataset whose rows are made from those of another one, with a length and by number."""
+    """A dataset that converts the rows of another dataset when they are read."""
 
     def __len__(self) -> int:
         """Return the number of rows."""
@@ -296,7 +296,7 @@ class MappedRows(MappedStream):
 
 
 def mapped(rows: Any, row_format: RowFormat) -> Any:
-    """Return rows of a format as rows of ours; mapped rows stay as they are.
+    """Convert rows of a foreign format; rows that are mapped already are returned unchanged.
 
     Args:
         rows: a dataset or a stream.
@@ -308,16 +308,16 @@ def mapped(rows: Any, row_format: RowFormat) -> Any:
 
 
 def row_format_faults(row_format: object, rows: Any, where: str, field: str) -> list[Fault]:
-    """Return what is wrong with a format, or with rows that are not of it, as far as the first row shows.
+    """Return the errors of a row format, or of rows that do not match it, judging by the first row.
 
     Args:
-        row_format: as the task gives it.
+        row_format: the value of `Task.row_format`.
         rows: a dataset or a stream; the columns of a stream may be unknown.
         where: dotted path of the task.
         field: name of the dataset.
     """
     names = sorted(_MAKERS)
-    allowed = f'{", ".join(names)}, or a dict of our columns and theirs: {{"prompt": "question"}}'
+    allowed = f'{", ".join(names)}, or a dict from peft_mux columns to your columns: {{"prompt": "question"}}'
     if isinstance(row_format, str) and row_format in _MAKERS:
         needed = _MAKERS[row_format][0]
     elif isinstance(row_format, Mapping) and row_format:
@@ -331,8 +331,8 @@ def row_format_faults(row_format: object, rows: Any, where: str, field: str) -> 
     missing = [name for name in needed if present is not None and name not in present]
     if not missing or isinstance(rows, MappedStream):
         return []
-    got, allowed = f"columns {', '.join(present or ()) or 'none'}", f"{', '.join(needed)}, as row_format says"
-    # A column whose name is close to one of a named format is no slip of the pen.
+    got, allowed = f"columns {', '.join(present or ()) or 'none'}", f"{', '.join(needed)}, as row_format requires"
+    # Suggest similar names only for the user's own mapping, which may have a typo; a named format has none.
     hint = "" if isinstance(row_format, str) else closest(missing[0], present or ())
     return [Fault(f"{where}.{field}", got, allowed, hint)]
 
@@ -345,5 +345,5 @@ def _columns_of(rows: Any) -> list[str] | None:
             return [str(name) for name in names]
         first = rows[0] if hasattr(rows, "__len__") and len(rows) else None
         return [str(name) for name in first] if isinstance(first, Mapping) else None
-    except Exception:  # the dataset's own code, whose faults are reported when rows are read
+    except Exception:  # raised by the dataset's own code; reported when rows are read
         return None

@@ -19,15 +19,15 @@ from peft_mux.user_code import describe_error
 Item = TypeVar("Item")
 
 _EXIT_S = 2.0
-"""Seconds that the end of the interpreter waits for threads that still read."""
+"""Seconds to wait at interpreter exit for threads that are still reading."""
 _unfinished: set[Future[Any]] = set()
 
 
 class ReadAhead(Generic[Item]):
-    """Reads the items of a task's own iterator in a thread, one item ahead, and limits how long it waits for one.
+    """Prefetches the next item of a user's iterator in a thread, with a timeout.
 
-    Each item is read by a daemon thread of its own, so that no thread is left when a task or a run ends. A thread that
-    is blocked cannot be ended; it is abandoned, and its iterator never read again.
+    Each item is read by its own daemon thread, so that no thread is left when a task or a run ends. A blocked thread
+    cannot be stopped; it is abandoned, and its iterator is never read again.
 
     Args:
         items: the iterator; only one thread at a time reads it.
@@ -36,14 +36,14 @@ class ReadAhead(Generic[Item]):
     """
 
     def __init__(self, items: Iterator[Item], *, where: str, timeout_s: float) -> None:
-        """Read nothing yet."""
+        """Store the iterator without reading it."""
         self.where = where
         self.timeout_s = min(timeout_s, threading.TIMEOUT_MAX)  # no lock can wait longer
         self._items = items
         self._next: Future[Item] | None = None
 
     def begin(self) -> None:
-        """Begin to read the next item, unless that has begun; return at once."""
+        """Start reading the next item in the background if it is not being read already."""
         if self._next is not None:
             return
         self._next = Future()
@@ -52,32 +52,32 @@ class ReadAhead(Generic[Item]):
         )
         try:
             thread.start()
-        except RuntimeError as error:  # the process may have no more threads
+        except RuntimeError as error:  # the process cannot start another thread
             self._next.set_exception(error)
 
     def settle(self) -> None:
-        """Wait until nothing reads the iterator any more.
+        """Wait until no thread is reading the iterator.
 
         Raises:
-            DataError: if something still reads it after the time limit.
+            DataError: if a thread is still reading it after the timeout.
         """
         if self._next is not None and not wait([self._next], self.timeout_s).done:
             raise DataError(
-                f"{self.where}: got no rows for {self.timeout_s:g} s; allowed: those of a step within data_timeout_s. "
+                f"{self.where}: got no rows for {self.timeout_s:g} s; allowed: all rows of a step in data_timeout_s. "
                 "Raise data_timeout_s, or make the stream faster."
             )
 
     def take(self) -> Item:
-        """Return the next item, read early or now.
+        """Return the next item, waiting for it if it has not been prefetched.
 
         Raises:
-            DataError: if the iterator raises anything at all, or gives nothing in time.
-            PeftMuxError: an error of our own code while it reads, such as a `ConfigError`.
+            DataError: if the iterator raises any exception, or returns no item in time.
+            PeftMuxError: if our own code raises one while it reads, such as a `ConfigError`.
         """
         self.begin()
         self.settle()
         item, self._next = self._next, None
-        assert item is not None, "begun above"
+        assert item is not None, "started above"
         error = item.exception()
         if error is None:
             return item.result()
@@ -90,7 +90,7 @@ def _read(items: Iterator[Item], found: Future[Item]) -> None:
     _unfinished.add(found)
     try:
         found.set_result(next(items))
-    except BaseException as error:  # for the thread that waits
+    except BaseException as error:  # raised again in the waiting thread
         found.set_exception(error)
     finally:
         _unfinished.discard(found)
@@ -98,27 +98,27 @@ def _read(items: Iterator[Item], found: Future[Item]) -> None:
 
 @atexit.register
 def _wait_for_threads() -> None:
-    """Let threads finish what they read: the interpreter may abort if it stops them in compiled code."""
+    """Wait for running threads: the interpreter may abort if it stops them in compiled code."""
     wait(list(_unfinished), _EXIT_S)
 
 
 class StreamLoader(RowLoader):
     """Global batches of one task from a stream.
 
-    Rows are read and tokenised in a thread, as they come: whatever the stream raises, and a stream that gives nothing
-    in time, is a `DataError` of this task. Stepping forward is cheap; going back further than to the batch last given
-    reads the stream again from its start, as resuming does. When the stream ends it is read again, after a call of
-    `set_epoch` if it has one. Shuffling is done by the stream (`IterableDataset.shuffle`).
+    Rows are read and tokenised in a thread. An exception of the stream, or a timeout, raises a `DataError` for this
+    task only. Stepping forward is cheap. Going back beyond the last returned batch reads the stream again from its
+    start, and so does resuming. When the stream ends, it is iterated again, after calling `set_epoch` if it has this
+    method. The stream itself does any shuffling (`IterableDataset.shuffle`).
 
     Args:
-        stream: rows that can be iterated over again and again.
-        open_rows: returns the reader of the rows, given the first one.
+        stream: an iterable of rows that can be iterated repeatedly.
+        open_rows: returns the `RowTokenizer`, given the first row.
         where: the dataset, for messages: `tasks.sql.train_dataset`.
-        timeout_s: seconds within which the rows of a step must come once they are waited for.
-        **settings: those of `RowLoader`.
+        timeout_s: maximum number of seconds to wait for the rows of a step.
+        **settings: arguments of `RowLoader`.
 
     Attributes:
-        report: what happened to the rows of all batches given so far; `None` before the first one.
+        report: what happened to the rows of all batches returned so far; `None` before the first one.
     """
 
     steps_per_epoch: int | None = None
@@ -132,7 +132,7 @@ class StreamLoader(RowLoader):
         timeout_s: float,
         **settings: Any,
     ) -> None:
-        """Store the stream, and read nothing of it yet."""
+        """Store the stream without reading it."""
         super().__init__(**settings)
         self.stream = stream
         self.where = where
@@ -148,13 +148,13 @@ class StreamLoader(RowLoader):
         self._next_step = 0
 
     def sample(self, num_rows: int) -> tuple[TokenSequence, ...]:
-        """Return at most so many rows of the first global batch; kept, as going back would read the stream again."""
+        """Return up to `num_rows` rows of the first global batch, cached to avoid reading the stream again."""
         if not self._sample:
             self._sample = self.batch(0).sequences
         return self._sample[:num_rows]
 
     def sample_batches(self, num_batches: int) -> list[TaskBatch]:
-        """Return the first global batch, for plans; reading another one would move the stream."""
+        """Return the first global batch, for plans; reading more would advance the stream."""
         rows = self.sample(self.batch_size)
         trie = prefix_trie(rows) if self.shares_prefixes else None
         return [TaskBatch(self.task, 0, self.seed, rows, trie=trie)][:num_batches]
@@ -170,7 +170,7 @@ class StreamLoader(RowLoader):
         return float(sum(self.sample_lengths))
 
     def begin(self, step: int) -> None:
-        """Begin to read the global batch of a step if it is the next one of the stream; return at once."""
+        """Start reading the global batch of a step in the background if it is the next one of the stream."""
         if step == self._next_step:
             self._rows.begin()
 
@@ -178,30 +178,30 @@ class StreamLoader(RowLoader):
         """Return the global batch of an optimizer step.
 
         Raises:
-            DataError: if a row of it cannot be trained on, the stream raises anything, or nothing comes in time.
+            DataError: if one of its rows cannot be trained on, the stream raises an exception, or reading times out.
             ConfigError: if the task's settings do not fit the rows.
         """
         if self._last is not None and self._last.step == step:
-            # It may have been read, as a sample, before it was known whether rows may share.
+            # It may have been read as a sample, before `shares_prefixes` was set.
             if self.shares_prefixes and self._last.trie is None:
                 self._last = replace(self._last, trie=prefix_trie(self._last.sequences))
             return self._last
         found = -1
         while found != step:
             if step < self._next_step or found > step:
-                # Left-out rows make it unknown where a step began, so going back reads from the start. A forced
-                # interrupt between reading rows and counting them may also have lost some. Two readers would disturb
-                # each other, as they share a file or the stream's epoch.
+                # Because rows may be dropped, the position at which a step begins is unknown, so going back reads from
+                # the start. A forced interrupt between reading rows and counting them may also have lost some. The
+                # current reader must finish first, because both would use the same file or epoch of the stream.
                 self._rows.settle()
                 self._read_from_start()
-            # Each step on the way has its own time limit: seeking is no standstill.
+            # Each skipped step has its own time limit, so seeking does not time out while rows arrive.
             found, rows, self.report = self._rows.take()
             self._next_step = found + 1
         self._last = self._task_batch(step, rows)
         return self._last
 
     def _batches(self) -> Iterator[tuple[int, tuple[TokenSequence, ...], DataReport]]:
-        """Yield each step with its rows and what happened to all rows up to there, without end."""
+        """Yield each step with its rows and the report on all rows so far, without end."""
         reader: RowTokenizer | None = None
         step, sequences = 0, []
         for epoch in count():
@@ -209,14 +209,14 @@ class StreamLoader(RowLoader):
                 self.stream.set_epoch(epoch)  # type: ignore[attr-defined]
             is_usable = False
             for index, row in enumerate(self.stream):
-                reader = reader or self._open_rows(row)  # the first row decides the columns
+                reader = reader or self._open_rows(row)  # the first row determines the format
                 sequence = reader(row, index)
                 if sequence is None:
                     continue
                 is_usable = True
                 sequences.append(sequence)
                 if len(sequences) == self.batch_size:
-                    # A copy, as the thread continues to count while the batch is trained on.
+                    # A copy, because the thread keeps counting while the batch is trained on.
                     yield step, tuple(sequences), replace(reader.report)
                     step, sequences = step + 1, []
             if reader is None:

@@ -1,15 +1,15 @@
-"""`TokenSequence` and `TaskBatch`: the rows of one optimizer step of one task, before they are laid into a stream.
+"""`TokenSequence` and `TaskBatch`: the rows of one optimizer step of one task, before they are packed into a stream.
 
-A row may be several sequences (a chosen and a rejected answer, say): datasets, plans and packing see one row of all
-its tokens; in a stream they lie side by side, and no label or attention crosses from one to the next.
+A row may consist of several sequences, such as a chosen and a rejected answer. Datasets, plans and packing treat it as
+one row with all its tokens; in a stream its sequences are adjacent, without labels or attention across them.
 
-A learnt prompt puts virtual tokens in front of every sequence of its task, as rows of the stream. A row of 3 tokens
-with a prompt of 2 (x = -100)::
+A learnt prompt puts virtual tokens in front of every sequence of its task. A row of 3 tokens with a prompt of 2
+(x = -100)::
 
     input_ids      0  0 | a  b  c        placeholders, whose embeddings the model replaces
     labels         x  x | a  b  c        not shifted yet: the last virtual token predicts the first real one
 
-As rows of their own they count wherever tokens do: in packs, chunks, plans, positions and the places of dropout.
+Virtual tokens count as tokens everywhere: in packs, chunks, plans, positions and dropout places.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ IGNORE_INDEX = -100
 """Label of a position that carries no loss, as in torch and transformers."""
 
 _MOST_COMPUTED = 0.95
-"""Share of computed tokens of a global batch above which sharing the others is not worth its gathers."""
+"""Fraction of computed tokens of a global batch above which prefix sharing does not pay for its gathers."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,17 +37,18 @@ class TokenSequence:
 
     Attributes:
         input_ids: int64 `[L]`, the row's L token ids.
-        labels: int64 `[L]`, not shifted; `IGNORE_INDEX` where no loss is taken.
+        labels: int64 `[L]`, not shifted; `IGNORE_INDEX` for tokens without loss.
         row: index of the row in its dataset.
         class_label: class (int) or value (float) for sequence classification, else `None`.
-        token_type_ids: int64 `[L]`, which text of a pair each token is of; `None` for zeros.
-        is_one_term: whether the loss has one term for the whole row, as every loss with a class label has.
-        starts: places of the row's tokens at which its second and further sequences begin; empty for one sequence.
-        token_columns: numbers of each token, `[L]` or `[L, K]`, by name. Like labels, they belong to a token as a
-            target, not to the position that predicts it.
-        row_values: numbers of the row, by name; `[C]` for several of one name.
-        labels_itself: whether labels belong to the tokens themselves, not to the prediction of the token before.
-        num_virtual_tokens: how many of the first tokens of each sequence stand for virtual ones.
+        token_type_ids: int64 `[L]`, token types of a text pair; `None` for zeros.
+        is_one_term: whether the loss has one term for the whole row, as with a class label.
+        starts: indices in the row at which its second and further sequences begin; empty for one sequence.
+        token_columns: numbers of each token, `[L]` or `[L, K]`, by name. Like labels, they belong to the target token,
+            not to the position that predicts it.
+        row_values: numbers of the row, by name; `[C]` if a name has several.
+        labels_itself: whether a label belongs to its own token (token classification), not to the prediction at the
+            previous token.
+        num_virtual_tokens: number of virtual tokens at the start of each sequence.
     """
 
     input_ids: np.ndarray
@@ -68,12 +69,12 @@ class TokenSequence:
 
     @property
     def num_targets(self) -> int:
-        """Number of loss terms: predicted tokens, or 1 if the loss is that of the whole sequence."""
+        """Number of loss terms: predicted tokens, or 1 if the loss has one term for the whole row."""
         return 1 if self.class_label is not None or self.is_one_term else self.num_target_tokens
 
     @property
     def num_target_tokens(self) -> int:
-        """Number of predicted tokens, also if the loss has one term for the whole row."""
+        """Number of predicted tokens, even if the loss has one term for the whole row."""
         if self.starts:
             return sum(self.target_token_counts)
         return int(np.count_nonzero(self.labels[0 if self.labels_itself else 1 :] != IGNORE_INDEX))
@@ -93,12 +94,12 @@ class TokenSequence:
 
     @property
     def can_be_split(self) -> bool:
-        """Whether parts of it may lie in consecutive passes: not if one loss term needs all of its tokens."""
+        """Whether the row may be split into parts in consecutive passes: not if one loss term needs all its tokens."""
         return self.class_label is None and not (self.is_one_term or self.starts or self.labels_itself)
 
 
 Arrange = Callable[[tuple[TokenSequence, ...]], tuple[TokenSequence, ...]]
-"""Returns the rows of a global batch as a loss reads them that compares rows with one another."""
+"""Converts the rows of a global batch for a loss that combines several rows."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,11 +109,11 @@ class TaskBatch:
     Attributes:
         task: name of the task.
         step: index of the optimizer step of this task, from 0.
-        seed: the task's seed; with `step` and a token's place it fixes every dropout draw.
+        seed: the task's seed; together with `step` and a token's place it determines all dropout masks.
         sequences: the rows, in the task's own data order.
-        totals: what losses divide by; see `batch_totals`. By default those of these rows; an evaluation, whose rows
-            come in several batches, gives those of all of them.
-        trie: shared prefixes of the rows, if they are to be computed once; `None` if each token is.
+        totals: divisors of losses; see `batch_totals`. By default computed from these rows; an evaluation, which has
+            several batches, passes the totals of all of them.
+        trie: shared prefixes of the rows, if they are to be computed once; `None` to compute all tokens.
     """
 
     task: str
@@ -134,8 +135,8 @@ class TaskBatch:
 
 
 def prefix_trie(rows: Sequence[TokenSequence]) -> RowTrie | None:
-    """Return the shared prefixes of the rows of a global batch; `None` if they share too little to be worth it."""
-    # Texts of a pair differ by more than their tokens.
+    """Return the shared prefixes of the rows of a global batch; `None` if sharing them does not pay off."""
+    # Equal tokens may have different token types.
     if any(row.token_type_ids is not None for row in rows):
         return None
     trie = row_trie([[row.input_ids[start:end] for start, end in row.sequence_bounds] for row in rows])
@@ -145,14 +146,14 @@ def prefix_trie(rows: Sequence[TokenSequence]) -> RowTrie | None:
 
 
 def batch_totals(batch: TaskBatch) -> Mapping[str, float]:
-    """Return the sums over the rows of a global batch that losses divide by.
+    """Return the sums over the rows of a global batch that losses use as divisors.
 
     Args:
-        batch: the rows; where it brings totals of its own, these are returned.
+        batch: the rows; if `batch.totals` is set, it is returned.
 
     Returns:
-        `num_rows`; `num_target_tokens`; for rows of several sequences `num_target_tokens/<number>` of the first, second
-        and further ones (from 0); the sum of every token column over the targets, and of every row value, by its name.
+        `num_rows`; `num_target_tokens`; for rows with several sequences `num_target_tokens/<number>` of each sequence,
+        counted from 0; the sum of each token column over the targets, and of each row value, by name.
     """
     if batch.totals is not None:
         return batch.totals
@@ -176,7 +177,7 @@ def batch_totals(batch: TaskBatch) -> Mapping[str, float]:
 
 
 PLACEHOLDER_ID = 0
-"""Token id in the place of a virtual token; any id that is in every vocabulary."""
+"""Token id of virtual tokens; any id that every vocabulary has."""
 
 
 def with_virtual_tokens(sequence: TokenSequence, labels: Sequence[int]) -> TokenSequence:
@@ -184,14 +185,14 @@ def with_virtual_tokens(sequence: TokenSequence, labels: Sequence[int]) -> Token
 
     Args:
         sequence: a row of tokens.
-        labels: label of each virtual token, as it would be before labels are shifted.
+        labels: label of each virtual token, not shifted.
     """
     if not labels:
         return sequence
     count, starts = len(labels), sequence.starts
 
     def spread(values: np.ndarray, before: Sequence[int] | None = None) -> np.ndarray:
-        # A row has no numbers for virtual tokens.
+        # Columns have no values for virtual tokens; fill in the placeholder.
         filled = np.full((count, *values.shape[1:]), PLACEHOLDER_ID, dtype=values.dtype)
         if before is not None:
             filled[:] = before
@@ -213,9 +214,9 @@ def with_virtual_tokens(sequence: TokenSequence, labels: Sequence[int]) -> Token
 
 
 def virtual_tokens_of_sequences(batch: MuxBatch) -> tuple[int, ...]:
-    """Return how many virtual tokens each of the S sequences of a stream has.
+    """Return the number of virtual tokens in each of the S sequences of a stream.
 
-    A later part of a long sequence has those that earlier parts have left over, most often none.
+    A later part of a split sequence has those that did not fit into earlier parts, usually none.
     """
     if not batch.virtual_tokens:
         return (0,) * batch.num_sequences

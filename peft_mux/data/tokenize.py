@@ -1,9 +1,9 @@
-"""One row in, one `TokenSequence` out: templates, loss masks, truncation, and every check on a row.
+"""Converts a row into a `TokenSequence`: chat template, loss mask, truncation, and all checks on a row.
 
-Meanings are those of TRL's `SFTTrainer`: EOS is added to text and completions, the loss of `prompt`/`completion`
-rows is on the completion unless `completion_only_loss=False`, and `assistant_only_loss` needs generation blocks in
-the template. Also here: rows with a class or a value (`LABELLED_ROWS`), and rows with a class for each token or word
-(`TAGGED_ROWS`). Rows that compare answers are in `preferences`.
+Follows TRL's `SFTTrainer`: EOS is appended to texts and completions, the loss of `prompt`/`completion` rows is on the
+completion unless `completion_only_loss=False`, and `assistant_only_loss` needs generation blocks in the template. Also
+here: rows with a class or a value (`LABELLED_ROWS`), and rows with a class for each token or word (`TAGGED_ROWS`).
+Preference rows are in `preferences`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from peft_mux.user_code import describe_error
 Value = TypeVar("Value")
 
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios", "pixel_values")
-"""Columns of vision and audio models in TRL; rows with something in them are refused, as a run would ignore it."""
+"""Columns of vision and audio models in TRL. Rows with a value in them are rejected, because it would be ignored."""
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -44,15 +44,15 @@ class TokenizeOptions:
         task: name of the task, for messages.
         max_length: number of tokens to which rows are limited.
         overlong_policy: what happens to longer rows: "truncate", "drop" or "error".
-        completion_only_loss: whether only completions carry loss; `None` for yes wherever a row marks its completion.
-        assistant_only_loss: whether only what the assistant says carries loss.
-        chat_template: Jinja template for messages; `None` for that of the tokenizer.
+        completion_only_loss: whether only completions carry loss; `None` means yes if a row marks its completion.
+        assistant_only_loss: whether only the assistant's messages carry loss.
+        chat_template: Jinja template for messages; `None` for the tokenizer's own.
         row_form: the form of rows that the task's loss reads.
         num_labels: number of classes; 1 for regression, `None` if unknown.
         vocab_size: token ids must be below it; `None` for no check.
-        max_positions: longest row that the backbone has positions for; `None` for no limit.
-        virtual_labels: label of each virtual token that every row begins with; they do not count to the limit of a row.
-        reference_columns: columns that every row must bring, as no pass could compute them.
+        max_positions: number of positions of the backbone; `None` for no limit.
+        virtual_labels: label of each virtual token at the start of a row; they do not count towards the limit.
+        reference_columns: reference values that every row must contain, because the backbone cannot compute them.
     """
 
     task: str
@@ -70,7 +70,7 @@ class TokenizeOptions:
 
     @property
     def limit(self) -> int:
-        """Longest sequence that is kept whole."""
+        """Maximum number of tokens of a sequence; longer ones are truncated, dropped or rejected."""
         return self.max_length if self.max_positions is None else min(self.max_length, self.max_positions)
 
     @property
@@ -91,9 +91,9 @@ class DataReport:
         num_kept: number of rows that are trained on.
         num_truncated: number of rows that were cut to the limit.
         limit: number of tokens to which longer rows were cut.
-        num_dropped_long: number of rows that were left out for their length.
-        num_without_targets: number of rows that were left out because no token of theirs carries loss.
-        num_tokens: number of tokens of the rows that are trained on.
+        num_dropped_long: number of rows that were dropped because they are too long.
+        num_without_targets: number of rows that were dropped because none of their tokens carries loss.
+        num_tokens: number of tokens in the rows that are trained on.
         num_target_tokens: number of tokens that carry loss.
     """
 
@@ -110,7 +110,7 @@ class DataReport:
 
     @property
     def remarks(self) -> list[str]:
-        """At most one line for the user: rows that were cut and left out."""
+        """At most one line for the user: how many rows were truncated and dropped."""
         counts = [
             (self.num_truncated, f"cut to {self.limit:,} tokens"),
             (self.num_dropped_long, f"longer than {self.limit:,} left out"),
@@ -121,7 +121,7 @@ class DataReport:
 
     @property
     def warning(self) -> str:
-        """The remark with what to do about it, in one line; "" if there is none."""
+        """The remark with advice, in one line; "" if there is none."""
         fixes = []
         if self.num_truncated or self.num_dropped_long:
             fixes.append("Raise max_length to train on them whole.")
@@ -151,7 +151,7 @@ def checked_row(row: Any, index: int, where: str) -> Mapping[str, Any]:
 
 
 class RowTokenizer(RowCells):
-    """Turns rows of one format into sequences, and counts what it leaves out.
+    """Converts rows of one format into sequences, and counts the rows that it drops.
 
     Args:
         options: how the rows of the task become tokens.
@@ -161,10 +161,10 @@ class RowTokenizer(RowCells):
 
     Attributes:
         report: what happened to the rows so far.
-        num_masked: rows without targets whose labels were all masked before any cut.
+        num_masked: number of rows without targets whose labels were all masked before truncation.
 
     Raises:
-        ConfigError: if the options cannot apply to this format.
+        ConfigError: if the options do not apply to this format.
         DataError: if the format needs a tokenizer and there is none.
     """
 
@@ -186,7 +186,7 @@ class RowTokenizer(RowCells):
         allowed = ""
         field = "assistant_only_loss" if options.assistant_only_loss else "completion_only_loss"
         if data_format in ANSWER_FORMATS and (options.completion_only_loss is not None or options.assistant_only_loss):
-            allowed = "none, as these rows say by themselves where the loss is"
+            allowed = "no value, because the format already determines which tokens carry loss"
         elif options.completion_only_loss and data_format not in (DataFormat.PROMPT_COMPLETION, DataFormat.TOKENIZED):
             field = "completion_only_loss"
             allowed = "True for prompt/completion rows (or tokenised rows with a completion_mask)"
@@ -197,10 +197,10 @@ class RowTokenizer(RowCells):
             raise ConfigError(f"tasks.{options.task}.{field}: got {got}; allowed: {allowed}.")
 
     def __call__(self, row: Any, index: int) -> TokenSequence | None:
-        """Return the sequence of a row, or `None` if the row is left out (and counted).
+        """Return the sequence of a row, or `None` if the row is dropped (and counted).
 
         Raises:
-            DataError: naming the row and the column that cannot be trained on.
+            DataError: if the row cannot be trained on; the message names the row and the column.
         """
         row = checked_row(row, index, self.where)
         self.report.num_rows += 1
@@ -210,7 +210,7 @@ class RowTokenizer(RowCells):
                     raise self.error(index, column, "no such column", "the same columns in every row")
             for column in MEDIA_COLUMNS:
                 value = row.get(column)
-                # Empty cells pass, as mixed datasets have them.
+                # Empty cells are allowed, because mixed datasets have them.
                 if value is not None and not (isinstance(value, (list, tuple, str)) and not value):
                     allowed = (
                         "None or nothing, as only text is trained on: no images, videos or sounds, on any backbone"
@@ -220,15 +220,15 @@ class RowTokenizer(RowCells):
             sequence = self._read(row, index) if read is None else read(self, row, index)
             if sequence is None:
                 return None
-            # A column may be there and hold nothing, which the names of columns do not tell.
+            # A column may exist and be empty, so its name alone is not enough.
             for name in self.options.reference_columns:
                 if name not in sequence.token_columns and name not in sequence.row_values:
-                    allowed = "a value in every row, as a prompt has no backbone without adapters to compare with"
+                    allowed = "a value in every row, because prompt learning tasks cannot compute reference values"
                     raise self.error(index, name, "no such column, or None", allowed)
             sequence = with_virtual_tokens(sequence, self.options.virtual_labels)
         except PeftMuxError:
             raise
-        # Cells may be objects of any kind, which fail in their own ways when they are read or shown.
+        # Cells may be any objects, which may raise any exception when they are read or printed.
         except Exception as error:
             got = describe_error(error)
             raise DataError(f"{self.where} row {index}: got {got}; allowed: a row that can be read.") from error
@@ -238,11 +238,11 @@ class RowTokenizer(RowCells):
         return sequence
 
     def as_in_first_row(self, key: str, value: Value) -> Value:
-        """Return the value that the first row had under a key: this one if it is the first."""
+        """Return the value of the first row for this key; the first call for a key stores `value`."""
         return self._first_row.setdefault(key, value)
 
     def drops(self, index: int, length: int) -> bool:
-        """Count a row that is too long as left out or as cut; return whether it is left out.
+        """Count an overlong row as dropped or truncated; return whether it is dropped.
 
         Raises:
             DataError: if the policy is "error".
@@ -259,7 +259,7 @@ class RowTokenizer(RowCells):
         return False
 
     def cut(self, ids: np.ndarray, labels: np.ndarray, index: int) -> tuple[np.ndarray, np.ndarray] | None:
-        """Return token ids and labels within the limit, or `None` if the row is left out.
+        """Return token ids and labels truncated to the limit, or `None` if the row is dropped.
 
         Raises:
             DataError: if the row is too long and the policy is "error".
@@ -267,23 +267,23 @@ class RowTokenizer(RowCells):
         limit = self.options.limit
         if len(ids) <= limit:
             return ids, labels
-        # The beginning is kept, as in TRL.
+        # Keep the start, as TRL does.
         return None if self.drops(index, len(ids)) else (ids[:limit], labels[:limit])
 
     def count_without_targets(self, *, is_masked: bool) -> None:
-        """Count a row that is left out because it has no targets, before any cut or because of it."""
+        """Count a row that is dropped because it has no targets, before (`is_masked`) or after truncation."""
         self.report.num_without_targets += 1
         self.num_masked += is_masked
 
     def with_eos(self, text: str) -> str:
-        """Return a text that ends in EOS, which is added only once, as in TRL."""
+        """Append EOS to a text unless it already ends with it, as TRL does."""
         eos = getattr(self.tokenizer, "eos_token", None)
         return text if not eos or text.endswith(eos) else text + eos
 
     def prompt_completion(self, row: Mapping[str, Any], index: int) -> tuple[Sequence[int], list[np.ndarray]]:
-        """Return the ids of a prompt with its completion, and masks of what carries loss, with TRL's meaning.
+        """Return the ids of a prompt and its completion, and the masks of tokens that carry loss, as in TRL.
 
-        EOS is added, and the completion begins where the tokens of the prompt alone end.
+        EOS is appended. The completion starts after the tokens of the prompt tokenised by itself.
 
         Args:
             row: has `prompt` and `completion`, texts or messages.
@@ -292,7 +292,7 @@ class RowTokenizer(RowCells):
         masks = []
         if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
             prompt, completion = (self.messages(row, column, index) for column in ("prompt", "completion"))
-            # Up to where the answer begins: the header of the assistant's turn belongs to the prompt.
+            # The header of the assistant's turn belongs to the prompt.
             prompt_ids, _ = self.encode_chat(prompt, "prompt", index, is_prompt=True)
             wants_mask = self.options.assistant_only_loss
             ids, assistant = self.encode_chat(prompt + completion, "completion", index, wants_mask=wants_mask)
@@ -303,12 +303,12 @@ class RowTokenizer(RowCells):
             prompt_ids = self.tokenizer(prompt_text)["input_ids"]
             ids = self.tokenizer(prompt_text + completion_text)["input_ids"]
         if self.options.completion_only_loss is not False:
-            # The prompt is encoded once more by itself, as its tokens may merge with those of the completion.
+            # Compared token by token, because tokens of prompt and completion may merge.
             masks.append(np.arange(len(ids)) >= common_prefix(prompt_ids, ids))
         return ids, masks
 
     def _read(self, row: Mapping[str, Any], index: int) -> TokenSequence | None:
-        """Return the sequence of a row of text to continue, or of tokens."""
+        """Return the sequence of a language modeling row: text, messages, prompt/completion or tokens."""
         columns: dict[str, np.ndarray] = {}
         if self.data_format is DataFormat.TOKENIZED:
             ids, keep = self.attended_ids(row, index)
@@ -329,9 +329,9 @@ class RowTokenizer(RowCells):
             labels = _masked(ids, masks)
             for name, column in self.options.row_form.token_columns.items():
                 if column.is_required or row.get(name) is not None:
-                    allowed = f'"input_ids" beside "{name}", which is a number a token'
+                    allowed = f'"input_ids" together with "{name}", which has one number per token'
                     raise self.error(index, name, f"{self.data_format} rows", allowed)
-        # The first token is not predicted, so its label does not count.
+        # The first token is never predicted.
         if not np.any(labels[1:] != IGNORE_INDEX):
             self.count_without_targets(is_masked=True)
             return None
@@ -339,7 +339,7 @@ class RowTokenizer(RowCells):
         if kept is None:
             return None
         ids, labels = kept
-        # Checked again, as the cut may have removed the last target.
+        # Checked again, because truncation may have removed all targets.
         if not np.any(labels[1:] != IGNORE_INDEX):
             self.count_without_targets(is_masked=False)
             return None
@@ -348,7 +348,7 @@ class RowTokenizer(RowCells):
         return TokenSequence(ids, labels, index, is_one_term=is_one_term, token_columns=columns)
 
     def _labels(self, row: Mapping[str, Any], index: int, ids: np.ndarray, keep: np.ndarray) -> np.ndarray:
-        """Return the labels of a tokenised row: its own, or its ids where its masks allow."""
+        """Return the labels of a tokenised row: its `labels`, or else its ids where its masks are true."""
         if row.get("labels") is not None:
             labels = self.integers(row["labels"], index, "labels")
             if len(labels) != len(keep):
@@ -369,10 +369,10 @@ class RowTokenizer(RowCells):
         return _masked(ids, masks)
 
     def _columns(self, row: Mapping[str, Any], index: int, keep: np.ndarray) -> dict[str, np.ndarray]:
-        """Return the numbers that a tokenised row has for each token, by column; the same columns in every row."""
+        """Return the per-token columns of a tokenised row, by name; every row must have the same columns."""
         known = self.options.row_form.token_columns
         columns = self.token_columns(known, row, index, keep)
-        # How many numbers there are per token, `()` for one.
+        # Shape per token: `()` for one number.
         widths = {name: values.shape[1:] for name, values in columns.items()}
         first = self.as_in_first_row("token_columns", widths)
         if widths != first:
@@ -387,8 +387,7 @@ class RowTokenizer(RowCells):
 
 
 def _masked(ids: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:
-    """Return the ids as labels, ignored wherever one of the masks is false."""
-    # A copy, as the ids themselves are what the model reads.
+    """Return the ids as labels, with `IGNORE_INDEX` where any mask is false."""
     labels = ids.copy()
     for mask in masks:
         labels[~mask] = IGNORE_INDEX
@@ -396,7 +395,7 @@ def _masked(ids: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:
 
 
 def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
-    """Return how many leading tokens agree; if tokens merge across the border, the completion starts before it."""
+    """Return the length of the common prefix; it is shorter than the prompt if prompt and completion tokens merge."""
     length = min(len(first), len(second))
     differing = np.flatnonzero(np.asarray(first[:length]) != np.asarray(second[:length]))
     return int(differing[0]) if len(differing) else length
@@ -405,10 +404,10 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 # ----------------------------------------------------------------------------------------- rows with a class or a value
 
 CLASS_LABELS = "class_labels"
-"""Row value with a number for each class, of multi-label classification and of regressions on several values."""
+"""Row value with a number for each class, for multi-label classification and multi-output regression."""
 _BEYOND_CLASSES, _BEYOND_NUMBERS = 2**31, 2**63
 _truncation = threading.Lock()
-"""Held while a tokenizer cuts: the limit is a setting of the one tokenizer that the threads of all tasks share."""
+"""Held while a tokenizer truncates: the limit is state of the tokenizer, which the threads of all tasks share."""
 
 
 def _read_labelled(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:
@@ -426,12 +425,12 @@ def _read_labelled(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> 
         texts += [reader.text(row, "text_pair", index)] if row.get("text_pair") is not None else []
         limit, tokenizer = reader.options.limit, reader.tokenizer
         with _truncation:
-            # The tokenizer cuts: it shortens the longer text of a pair and keeps the special tokens at the end.
+            # The tokenizer truncates: it shortens the longer text of a pair and keeps the special tokens at the end.
             encoded = tokenizer(*texts, truncation=True, max_length=limit)
-            # Encoded again without a limit, but only if the cut may have removed something.
+            # Encode again without a limit only if truncation may have happened.
             is_longer = len(encoded["input_ids"]) == limit and len(tokenizer(*texts)["input_ids"]) > limit
         ids = reader.checked_ids(np.asarray(encoded["input_ids"], dtype=np.int64), index, "input_ids")
-        # `None` stands for zeros: streams without pairs have no tensor of types.
+        # `None` means all zeros: batches without text pairs need no tensor of types.
         if encoded.get("token_type_ids") is not None and any(encoded["token_type_ids"]):
             types = np.asarray(encoded["token_type_ids"], dtype=np.int64)
         if is_longer and reader.drops(index, len(ids) + 1):
@@ -443,25 +442,25 @@ def _read_labelled(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> 
     types = None if types is None else types[: len(kept[0])]
     value = row[column]
     is_list = isinstance(value, (list, tuple, np.ndarray)) and np.ndim(value) > 0
-    # Of every row as of the first: the number of values in its list, 0 for one class or one value.
+    # Length of the list, the same in every row; 0 for a single class or value.
     num_values = reader.as_in_first_row("num_values", max(len(value), 1) if is_list else 0)
     if is_list:
         if num_values == 0:
-            raise reader.error(index, column, f"{value!r:.60}", "one class or one value, as before")
+            raise reader.error(index, column, f"{value!r:.60}", "one class or one value, as in the first row")
         count, array = reader.options.num_labels or num_values, None
-        with suppress(ValueError, TypeError):  # numpy's, of lists within lists and of None
+        with suppress(ValueError, TypeError):  # raised by numpy for nested lists and None
             array = np.asarray(value, dtype=np.float32)
         if array is None or array.shape != (count,) or count < 2 or not np.isfinite(array).all():
             allowed = f"{count} finite numbers" if count > 1 else "finite numbers, at least two"
             raise reader.error(index, column, f"{value!r:.60}", f"a list of {allowed}, one for each class")
         return TokenSequence(*kept, index, 0, types, row_values={CLASS_LABELS: array})
     if num_values:
-        raise reader.error(index, column, repr(value), f"a list of {num_values} numbers, as before")
-    # Rows in numpy format hold numpy's scalars, whose integers are no `int`.
+        raise reader.error(index, column, repr(value), f"a list of {num_values} numbers, as in the first row")
+    # Rows in numpy format hold numpy scalars, and numpy integers are not `int`.
     number: Any = value.item() if isinstance(value, np.generic) else value
     classes = reader.options.num_labels
     is_whole = isinstance(number, int) and not isinstance(number, bool)
-    # One class is a regression, in which whole numbers are values, too.
+    # `num_labels=1` means regression, which also accepts integers.
     if is_whole and classes == 1 and abs(number) < _BEYOND_NUMBERS:
         number = float(number)
     is_class = is_whole and classes != 1 and 0 <= number < (classes or _BEYOND_CLASSES)
@@ -481,13 +480,13 @@ LABELLED_ROWS = RowForm(
 # ---------------------------------------------------------------------------- rows with a class for each token or word
 
 TAG_COLUMNS = ("labels", "ner_tags", "pos_tags", "chunk_tags", "tags", "label")
-"""Columns that may hold the classes of words, in the order in which they are looked for."""
+"""Columns that may hold the classes of words, in order of precedence."""
 
 
 def _read_tagged(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:
     """Return the sequence of a row of token classification: token ids or words, and a class for each.
 
-    If a word becomes several tokens, the first alone has the class, as in the examples of transformers.
+    If a word has several tokens, only the first one has the class, as in the examples of transformers.
     """
     if reader.data_format is DataFormat.TOKENIZED:
         ids, keep = reader.attended_ids(row, index)
@@ -498,7 +497,7 @@ def _read_tagged(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> To
             raise reader.error(index, "tokens", f"{words!r:.60}", "a list of words (strings), at least one")
         classes = _classes(reader, row, index, TAG_COLUMNS, len(words))
         if not getattr(reader.tokenizer, "is_fast", False):
-            got = "words, with a tokenizer that does not tell which word a token is of"
+            got = "words with a slow tokenizer, which does not map tokens to words"
             raise reader.error(index, "tokens", got, "a fast tokenizer, or rows with input_ids and labels")
         encoded = reader.tokenizer(list(words), is_split_into_words=True)
         found, before = [], None

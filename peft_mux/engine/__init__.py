@@ -1,1 +1,1 @@
-"""Runs what the scheduler planned: dispatch, multiplexed forward and backward, isolation of tasks."""
+"""Runs the scheduler's plan: dispatch, multiplexed forward and backward passes, isolation of tasks."""

@@ -1,9 +1,9 @@
-"""What must be the same on all processes: compared when a run begins or tasks change, and agreed on at every step.
+"""Keeps processes in agreement: compares facts when a run begins or tasks change, and task states at every step.
 
-Each process follows the same rules on the same numbers, so they agree by themselves; they exchange digests to be sure.
-If digests differ, a task that failed on one process (its stream broke there, its callback raised) is given up on all
-of them, and the other tasks continue. Any other difference ends the run with an error on every process, before one
-waits for an all-reduce that never comes.
+Each process applies the same rules to the same numbers, so processes should agree; they exchange digests to verify it.
+If digests differ because a task failed on one process (its stream broke, its callback raised), the task fails on all
+of them, and the other tasks continue. Any other difference ends the run with an error on every process, so that none
+waits for an all-reduce that never starts.
 """
 
 from __future__ import annotations
@@ -27,22 +27,24 @@ _MAX_CHARACTERS = 120
 _NONE = "nothing"
 _ENDED = "ended"
 _MERGEABLE = ("failed", "stopped_early")
-"""What a task's own callbacks and metrics can bring about on one process alone."""
+"""Statuses that a task's own callbacks and metrics can cause on one process only."""
 
 _CALL_EVERYWHERE = (
-    "Call register_tasks, remove_task, pause_task and resume_task on every process, as callbacks are; not only on one."
+    "Call register_tasks, remove_task, pause_task and resume_task on every process, not only on one (callbacks run on "
+    "all of them)."
 )
 
 
 def require_consistent(processes: Processes, facts: Mapping[str, Any]) -> None:
-    """Compare facts over all processes, which all call this.
+    """Compare facts over all processes; all processes must call this.
 
     Args:
         processes: the processes of the run, connected.
-        facts: plain values by name, in nested mappings of any depth; faults name them with dots.
+        facts: plain values by name, in nested mappings of any depth; errors use dotted names.
 
     Raises:
-        ConfigError: on every process, naming each rank and fact that differs from what most processes have.
+        ConfigError: on every process, if facts differ; the message names each rank and fact that differs from the
+            majority.
     """
     if processes.is_alone:
         return
@@ -50,7 +52,7 @@ def require_consistent(processes: Processes, facts: Mapping[str, Any]) -> None:
     faults = []
     for name in dict.fromkeys(name for own in given for name in own):
         values = [own.get(name, _NONE) for own in given]
-        # Most processes are taken to be right, so that the error names the odd one out, and not all the others.
+        # The majority counts as right, so that the error names the process that differs.
         usual = Counter(values).most_common(1)[0][0]
         shown = [one if len(one) <= _MAX_CHARACTERS else f"{one[:_MAX_CHARACTERS]}..." for one in (*values, usual)]
         faults += [
@@ -89,7 +91,7 @@ def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
 
 
 class Ending(NamedTuple):
-    """How a task has ended on another process.
+    """How a task ended on another process.
 
     Attributes:
         status: final status of the task there.
@@ -109,11 +111,11 @@ class Agreement:
     Attributes:
         slowest_s: the longest `last_step_s` of all processes, in seconds, as of the last `on_tasks`.
         passes_s: `last_passes_s` of every process, in seconds, by rank, as of the last `on_tasks`.
-        has_commands: whether commands waited on any process, as of the last `on_tasks`.
+        has_commands: whether any process had pending commands, as of the last `on_tasks`.
     """
 
     def __init__(self, processes: Processes) -> None:
-        """Remember the processes; do not communicate yet."""
+        """Store the processes without communicating."""
         self.processes = processes
         self.slowest_s = 0.0
         self.passes_s: tuple[float, ...] = ()
@@ -137,22 +139,22 @@ class Agreement:
             tasks: all tasks of the run, in stream order.
             wants_stop: whether this process was asked to stop.
             replicas: the replicas to which this process was asked to move, in LobRA's notation; "" for none.
-            last_step_s: seconds that the step before this one took on this process.
-            last_passes_s: seconds of these from the first pass to the end of the last one.
-            num_commands: how many commands of other threads wait on this process.
+            last_step_s: seconds that the previous step took on this process.
+            last_passes_s: seconds of that step from the start of the first pass to the end of the last one.
+            num_commands: number of commands of other threads that are pending on this process.
 
         Returns:
-            Tasks that have failed or were stopped on another process and are running here; and whether any process
-            was asked to stop.
+            Tasks that have failed or were stopped on another process but are running here; and whether any process was
+            asked to stop.
 
         Raises:
-            ProcessError: if processes differ in anything else; on every process.
+            ProcessError: on every process, if processes differ in anything else.
         """
         self.slowest_s, self.has_commands, self.passes_s = last_step_s, num_commands > 0, (last_passes_s,)
         if self.processes.is_alone:
             return {}, wants_stop
         tasks = list(tasks)
-        # All final statuses count as one: how a task ended is merged below only if another process still runs it.
+        # All final statuses count as equal here; they are merged below only if another process still runs the task.
         standing = [[task.name, _ENDED if task.status.is_final else str(task.status), task.step] for task in tasks]
         microseconds = (round(seconds * 1e6) for seconds in (last_step_s, last_passes_s))
         digest = _digest([step, standing, replicas])
@@ -161,7 +163,7 @@ class Agreement:
         self.has_commands = any(one[2] for one in seen)
         self.slowest_s = max(one[3] for one in seen) / 1e6
         self.passes_s = tuple(one[4] / 1e6 for one in seen)
-        # The usual case, settled by a few numbers; words are gathered only to say what differs.
+        # In the usual case a few numbers are enough; objects are gathered only if processes differ.
         if _are_equal([one[0] for one in seen]):
             return {}, stops
         ends = [[task.status.value, task.reason] for task in tasks]
@@ -174,7 +176,7 @@ class Agreement:
             states = [one[place][1:] for one in standings]
             if _are_equal(states):
                 continue
-            # The lowest rank's reason, so that every process takes up the same one.
+            # The lowest rank's reason, so that every process reports the same one.
             ended = [rank for rank, (state, _) in enumerate(states) if state == _ENDED]
             status, reason = endings[ended[0]][place] if ended else ("", "")
             if status not in _MERGEABLE or any(state not in (_ENDED, "running") for state, _ in states):
@@ -192,14 +194,14 @@ class Agreement:
 
         Args:
             batches: the global batch of each task, by name.
-            failures: why the rows of a task could not be read, by name of the task.
+            failures: reasons why the rows of tasks could not be read, by task name.
             order: names of the tasks, in the order in which the plan runs them.
 
         Returns:
             The batches that every process could read, and the failures of all processes.
 
         Raises:
-            ProcessError: if the rows of a task, or the plans, differ between processes; on every process.
+            ProcessError: on every process, if the rows of a task or the plans differ between processes.
         """
         if self.processes.is_alone:
             return batches, failures
@@ -208,8 +210,8 @@ class Agreement:
         if _are_equal([one[0] for one in self.processes.exchange([digest])]):
             return batches, failures
         everywhere = self.processes.gather([own_rows, failures, list(order)])
-        # Processes that could read a task's rows must have read the same ones. A task without rows or a reason has
-        # failed in a callback since.
+        # Processes that could read a task's rows must have read the same ones. A task with neither rows nor a
+        # failure has failed in a callback in the meantime.
         merged: dict[str, str] = {}
         for name in dict.fromkeys(name for rows, failed, _ in everywhere for name in (*rows, *failed)):
             read = [rows[name] for rows, _, _ in everywhere if name in rows]
@@ -225,7 +227,7 @@ class Agreement:
                     merged.setdefault(name, f"{failed[name]} (on rank {rank})")
                 elif name not in rows:
                     merged.setdefault(name, f"failed on rank {rank}")
-        # After the failures: a task that one process lost is missing from its plan, which is no disagreement.
+        # Checked after failures, because a task that failed on one process is missing from its plan.
         orders = [", ".join(name for name in one[2] if name not in merged) for one in everywhere]
         _require_equal("plan", orders, "Use equal devices.")
         return {name: batch for name, batch in batches.items() if name not in merged}, merged
@@ -246,7 +248,7 @@ def _are_equal(values: Sequence[Any]) -> bool:
 
 
 def _digest(value: Any) -> int:
-    """Return 56 bits of a plain value: less than the 63 bits that an exchange carries."""
+    """Return a 56-bit digest of a plain value; an exchange can carry up to 63 bits."""
     return int.from_bytes(hashlib.blake2b(json.dumps(value).encode(), digest_size=7).digest(), "big")
 
 
@@ -254,7 +256,7 @@ def _digest_of_rows(batch: TaskBatch) -> list[int]:
     """Return step, number of tokens, and a checksum of tokens and labels."""
     check = 0
     for sequence in batch.sequences:
-        # A checksum, not a cryptographic digest: it runs over all rows of every step, and guards against accidents.
+        # A checksum instead of a cryptographic digest, because it covers all rows of every step.
         check = zlib.crc32(sequence.input_ids.tobytes(), check)
         check = zlib.crc32(sequence.labels.tobytes(), check)
         check = zlib.crc32(repr(sequence.class_label).encode(), check)

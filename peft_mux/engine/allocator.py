@@ -1,12 +1,11 @@
-"""Memory of a process: how much of the host's it may have, what it holds, and freed memory that stays in it.
+"""Memory of a process: its limit, its current and peak usage, and keeping freed memory for reuse.
 
-`keeping_freed_memory` keeps it while a CPU trains, in huge pages: glibc otherwise returns it after each pass.
+`keeping_freed_memory` keeps freed memory in the process, in huge pages, during training on a CPU.
 
-A pass allocates its activations and frees them in its backward. glibc returns a freed top of the heap, and every block
-that it has mapped by itself, to the system, which hands out zeroed pages again at the next pass: a page fault for every
-4 KiB of it, each time. Also, products over pages of 4 KiB wait for the addresses of these; Linux uses pages of 2 MiB if
-a program asks for them (docs/log.md). Nothing here changes what is computed, and other C libraries and systems are left
-alone.
+A pass allocates its activations and frees them in its backward. By default glibc returns the freed top of the heap, and
+every block that was mapped separately, to the system, so that each pass causes a page fault per 4 KiB again. Also,
+products over 4 KiB pages suffer from TLB misses; Linux uses 2 MiB pages if a program requests them (docs/log.md).
+Results do not change. Other C libraries and systems are not affected.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ _HUGE_PAGE_BYTES = 2 * 2**20
 def host_memory_bytes() -> int | None:
     """Return the host's memory, or the limit of this process's container or job; `None` if neither is known.
 
-    Limits are those of the control groups that this process is in, and of those around them; only Linux has any.
+    Limits are read from the control group of this process and its ancestors, which exist only on Linux.
     """
     try:
         total = psutil.virtual_memory().total
@@ -56,7 +55,7 @@ def host_memory_bytes() -> int | None:
             top, name = _GROUPS / "memory", "memory.limit_in_bytes"
         else:
             continue
-        # Within a container the path may be that of the host; then only the container's own group is seen, on top.
+        # In a container the path may be the host's; then only the container's own group is visible, at the root.
         parts = [part for part in path.split("/") if part not in ("", "..")]
         for depth in range(len(parts) + 1):
             text = _text_of(top.joinpath(*parts[:depth], name)).strip()
@@ -69,7 +68,7 @@ def memory_now(device: torch.device) -> tuple[int, int] | None:
     """Return the bytes held now and those of the device; `None` if unknown.
 
     Args:
-        device: a GPU, whose allocated memory counts, or else the host, with all that this process holds of it.
+        device: a GPU, for its allocated memory, or a CPU, for the resident memory of this process.
     """
     if device.type == "cuda":
         return torch.cuda.memory_allocated(device), torch.cuda.get_device_properties(device).total_memory
@@ -81,10 +80,10 @@ def memory_now(device: torch.device) -> tuple[int, int] | None:
 
 
 def peak_bytes(device: torch.device | None = None) -> int:
-    """Return the most bytes that this process has held: of its GPU, else of the host; 0 if unknown.
+    """Return the peak memory of this process in bytes, on its GPU or else on the host; 0 if unknown.
 
     Args:
-        device: the device that it trains on; by default a GPU if it uses one.
+        device: the training device; by default a GPU if the process uses one.
     """
     if device is None:
         device = torch.device("cuda" if torch.cuda.is_initialized() else "cpu")
@@ -106,17 +105,17 @@ def _text_of(file: Path) -> str:
 
 @contextmanager
 def keeping_freed_memory(device: torch.device) -> Iterator[None]:
-    """Let the process keep what it frees for the time of the `with` block, and give it back at the end.
+    """Keep freed memory in the process during the `with` block, and return it to the system at the end.
 
     Args:
-        device: the device that trains; only on a CPU does memory come from the C library.
+        device: the training device; without effect unless it is a CPU.
     """
     library: Any = ctypes.CDLL(None) if device.type == "cpu" and sys.platform.startswith("linux") else None
     if library is None or not (hasattr(library, "gnu_get_libc_version") and hasattr(library, "mallopt")):
         yield
         return
-    # Both are needed: a block that is mapped by itself is returned when it is freed, whatever the other says. A higher
-    # threshold for mapping would not do: glibc allows 32 MiB at most, and logits of a large vocabulary are beyond it.
+    # Both are needed: a separately mapped block is always returned when it is freed. Raising the mapping threshold is
+    # not enough: glibc allows 32 MiB at most, and logits of a large vocabulary are larger.
     try:
         library.mallopt(_M_MMAP_MAX, 0)
         library.mallopt(_M_TRIM_THRESHOLD, _NEVER)
@@ -129,10 +128,10 @@ def keeping_freed_memory(device: torch.device) -> Iterator[None]:
 
 
 def _ask_for_huge_pages(library: Any) -> None:
-    """Let the heap grow in huge pages, up to half of the machine's memory; a refusal changes nothing.
+    """Let the heap grow in huge pages, up to half of the machine's memory; failures are ignored.
 
-    The heap grows at once, by a block that is freed untouched: pages become memory when they are written to. So nothing
-    is done on systems that count addresses as memory.
+    The heap grows by a block that is freed without being written to, so it takes no physical memory. Nothing is done on
+    systems that count reserved addresses as memory (overcommit is off).
     """
     assert resource is not None, "every Unix has it"
     limits = (resource.getrlimit(kind)[0] for kind in (resource.RLIMIT_AS, resource.RLIMIT_DATA))

@@ -1,21 +1,22 @@
-"""`DispatchedShares`: which replica trains which sequences of a step (L section 4.3), the same answer on every process.
+"""`DispatchedShares`: which replica trains which sequences of a step (L section 4.3), identical on all processes.
 
-Equal replicas divide rows by tokens. Unequal ones are dispatched: bucket boundaries for the step's lengths by L Eq. 4,
-then the replicas' shares of each bucket by Eq. 3, then single rows. Rank 0 solves, as a time limit makes answers depend
-on the machine, and the others get its answer as numbers. The next step can be solved while this one runs::
+Equal replicas divide rows by tokens. For unequal replicas, L Eq. 4 gives bucket boundaries for the lengths of the step,
+Eq. 3 the replicas' shares of each bucket, and then single rows are assigned. Only rank 0 solves, because results under
+a time limit depend on the machine, and the other ranks receive its result. The next step can be solved while this one
+runs::
 
     rank 0     begin(t) | passes of step t ......... | begin(t+1)
     its thread          | prepare(t+1): solves       | (waits here only for what is left)
 
 Rows that share a prefix (a *bundle*) are dispatched as one sequence of the tokens that they compute. A bundle that is
-larger than an item may be is cut, and each piece computes its prefix again if it is alone on a replica. Pieces on one
-replica share it, so all of them are priced by what they compute on as many replicas as there are::
+larger than the maximum item is split, and a piece that is alone on a replica computes the prefix again. Pieces on the
+same replica share it, so their cost assumes that they are spread over all replicas::
 
     a bundle of 3 pieces   [40 10 10] [40 10 10] [40 10]         170 tokens apart, 90 together
     on two replicas        90 + (170 - 90) / (3 - 1) = 130       of which a piece of 60 counts 60 / 170
 
-`peft_mux.engine.steps` says what a replica does with its sequences, and `peft_mux.engine.gradients` how gradients are
-summed over replicas.
+See `peft_mux.engine.steps` for what a replica does with its sequences, and `peft_mux.engine.gradients` for how
+gradients are summed over replicas.
 """
 
 from __future__ import annotations
@@ -42,22 +43,22 @@ from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
 LEAST_SOLVED_S = 1.0
-"""Predicted seconds of a step below which sequences are moved without a solver: its process takes 20 to 200 ms of a
-core that on small machines trains, and moves alone come within some per cent (benchmarks/lobra/dispatch.py)."""
+"""Predicted seconds of a step below which no solver is used: it takes 20 to 200 ms of a core that small machines need
+for training, and moving sequences greedily is only a few per cent worse (benchmarks/lobra/dispatch.py)."""
 _SMALLER = 4
-"""By how much the smaller items are smaller: so that replicas of unequal speed come out within some per cent."""
+"""Factor by which the smaller items are smaller, so that replicas of unequal speed balance within a few per cent."""
 _MICROSECONDS = 1e6
 
 
 @dataclass(slots=True)
 class DispatchClock:
-    """What dispatching has cost on the process that solves; zeros on the others.
+    """The cost of dispatching on the process that solves; zeros on the others.
 
     Attributes:
-        num_steps: steps that were dispatched.
-        num_ahead: how many of these steps were solved from lengths that were known in advance.
-        solve_s: seconds of solving, on whichever thread it ran.
-        waited_s: seconds that steps waited for solving to end.
+        num_steps: number of steps that were dispatched.
+        num_ahead: how many of these steps were solved in advance.
+        solve_s: seconds spent solving, on any thread.
+        waited_s: seconds that steps waited for the solver.
     """
 
     num_steps: int = 0
@@ -67,7 +68,7 @@ class DispatchClock:
 
     @property
     def hidden_share(self) -> float:
-        """Part of the solving time that no step waited for, 0 to 1; 1 if nothing was solved."""
+        """Fraction of the solving time that no step waited for, 0 to 1; 1 if nothing was solved."""
         return max(0.0, 1 - self.waited_s / self.solve_s) if self.solve_s > 0 else 1.0
 
     def __str__(self) -> str:
@@ -79,7 +80,7 @@ class DispatchClock:
 
 
 class BatchRows(NamedTuple):
-    """The rows of one task's global batch, as far as a dispatch depends on them.
+    """The properties of one task's global batch that a dispatch depends on.
 
     Attributes:
         task: name of the task.
@@ -94,7 +95,7 @@ class BatchRows(NamedTuple):
     trie: RowTrie | None = None
 
     def num_computed(self, rows: Sequence[int]) -> int:
-        """Return the tokens that some rows compute in one pass; a row alone at most its length."""
+        """Return the number of tokens that some rows compute in one pass."""
         if self.trie is None:
             return sum(self.lengths[row] for row in rows)
         computed = self.trie.num_computed(rows)
@@ -102,11 +103,11 @@ class BatchRows(NamedTuple):
 
 
 class RowItems(NamedTuple):
-    """The rows of a step by what is dispatched as a whole.
+    """The rows of a step, grouped into items that are dispatched as a whole.
 
     Attributes:
         rows: for each batch, the rows of each item.
-        tokens: for each batch, the tokens that each item counts.
+        tokens: for each batch, the number of tokens with which each item counts.
     """
 
     rows: tuple[tuple[tuple[int, ...], ...], ...]
@@ -114,17 +115,17 @@ class RowItems(NamedTuple):
 
     @property
     def lengths(self) -> list[int]:
-        """Tokens of each item, batch after batch."""
+        """Number of tokens of each item, concatenated over batches."""
         return [tokens for own in self.tokens for tokens in own]
 
 
 def row_items(batches: Sequence[BatchRows], num_replicas: int, least_tokens: int) -> list[RowItems]:
-    """Return the items of a step: large ones, which share most, and then smaller ones, which come out more even.
+    """Return alternative items for a step: large ones, which share most, and smaller ones, which balance better.
 
     Args:
         batches: the rows.
-        num_replicas: number of replicas, over which pieces of a bundle may come to lie.
-        least_tokens: the least of what replicas hold in a pass, so that any of them holds an item of several rows.
+        num_replicas: number of replicas over which pieces of a bundle may be spread.
+        least_tokens: the smallest capacity of a pass over all replicas, so that an item of several rows fits anywhere.
     """
     total = sum(one.num_computed(range(len(one.lengths))) for one in batches)
     found = []
@@ -138,7 +139,7 @@ def row_items(batches: Sequence[BatchRows], num_replicas: int, least_tokens: int
 def _items_of(
     batch: BatchRows, num_replicas: int, capacity: int, least_tokens: int
 ) -> tuple[tuple[tuple[int, ...], ...], tuple[int, ...]]:
-    """Return the rows of each item of a batch, and the tokens that it counts."""
+    """Return the rows of each item of a batch, and the number of tokens with which it counts."""
     trie, everything = batch.trie, range(len(batch.lengths))
     if trie is None:
         return tuple((row,) for row in everything), batch.lengths
@@ -147,7 +148,7 @@ def _items_of(
     item_of = {row: item for item, own in enumerate(rows) for row in own}
     tokens = list(apart)
     for bundle in trie.bundles(everything):
-        # What some replicas do not hold counts in full, so that it is dispatched to none of them.
+        # An item that does not fit into some replicas counts in full, so that it is not dispatched to them.
         pieces = [one for one in sorted({item_of[row] for row in bundle}) if apart[one] <= least_tokens]
         if len(pieces) < 2:
             continue
@@ -167,7 +168,7 @@ class _Solution(NamedTuple):
         bucketing: the buckets of their lengths.
         dispatch: what each replica of each group gets.
         groups: replicas of one configuration and one rate.
-        members: the replicas of each group, by their places in the layout.
+        members: the replicas of each group, by index in the layout.
     """
 
     items: RowItems
@@ -176,23 +177,23 @@ class _Solution(NamedTuple):
     groups: tuple[ReplicaGroup, ...]
     members: tuple[tuple[int, ...], ...]
 
-    def owners(self) -> np.ndarray:
-        """Return the replica of each row, batch after batch: int64 of shape `(rows,)`.
+    def replicas_of_rows(self) -> np.ndarray:
+        """Return the replica of each row, concatenated over batches: int64 of shape `(rows,)`.
 
-        A bucket is dealt out evenly over tasks, and then over tokens of items.
+        The items of a bucket are distributed evenly over tasks, and then by tokens.
         """
         tasks = np.repeat(np.arange(len(self.items.tokens)), [len(own) for own in self.items.tokens])
         lengths = np.array(self.items.lengths, dtype=np.int64)
-        # The last key of `lexsort` counts most; positions make the order total, the same on every machine.
+        # The last key of `lexsort` is the primary one; positions make the order total and deterministic.
         order = np.lexsort((np.arange(len(lengths)), -lengths, tasks))
         quotas = [replica for group in self.dispatch.replica_counts for replica in group]
         places = np.array([place for own in self.members for place in own], dtype=np.int64)
-        owners = places[deal_buckets(order, self.bucketing.bucket_of(lengths.tolist()), quotas)]
+        replicas_of_rows = places[deal_buckets(order, self.bucketing.bucket_of(lengths.tolist()), quotas)]
         found, item = [np.zeros(0, dtype=np.int64)], 0
         for items in self.items.rows:
             own = np.empty(sum(map(len, items)), dtype=np.int64)
             for rows in items:
-                own[list(rows)] = owners[item]
+                own[list(rows)] = replicas_of_rows[item]
                 item += 1
             found.append(own)
         return np.concatenate(found)
@@ -200,7 +201,7 @@ class _Solution(NamedTuple):
     def replica_s(self, time_model: ReplicaTimeModel, num_replicas: int) -> list[float]:
         """Return the predicted seconds of each replica, in the order of the layout.
 
-        They are those of a replica as fast as its kind: how much slower one is, its measured seconds show.
+        They assume the nominal speed of the configuration; measured seconds show how much slower a replica is.
         """
         seconds = [0.0] * num_replicas
         for group, members, replicas in zip(self.groups, self.members, self.dispatch.replica_counts, strict=True):
@@ -217,24 +218,24 @@ class DispatchedShares:
 
     Args:
         layout: which process belongs to which replica.
-        time_model: the curves of one layer, of which the seconds of replicas that pack are made, and the most tokens
-            that each configuration holds; may be left out if replicas are equal.
+        time_model: predicts the seconds of replicas and has the maximum tokens of each configuration; may be omitted if
+            replicas are equal.
         processes: the processes of the run; by default this one is alone.
         policy: "balanced" by Eq. 3, or a baseline: "length", each bucket to the smallest configuration that supports it
             (L Figure 4(c)), "uniform", each bucket evenly over all replicas that support it (L Figure 4(b)).
         solver: name of a PuLP solver, a PuLP solver itself, or None for the default of `dispatch`.
-        clock: a clock to continue counting with, such as that of the shares which these replace.
-        rates: how much slower each replica is than the others; `observe` teaches it, and rows follow it. By default
-            replicas of one configuration count as equal, whatever they take.
-        cuts_rows: rows that are longer than any replica holds in a pass are computed in parts; they count as rows of
-            the most tokens that one holds, and so go to the largest replicas.
-        least_solved_s: predicted seconds of a step below which no solver is asked.
+        clock: a clock to continue, such as the clock of the shares that this object replaces.
+        rates: relative slowness of replicas, updated by `observe` and used to divide rows. By default replicas of one
+            configuration count as equal.
+        cuts_rows: whether rows that are longer than any replica can hold in a pass are computed in parts. They count as
+            rows of the maximum length, and therefore go to the largest replicas.
+        least_solved_s: predicted seconds of a step below which no solver is used.
 
     Attributes:
-        clock: what dispatching has cost here.
+        clock: the cost of dispatching on this process.
         expected_s: predicted seconds of each replica in this step; empty if replicas are equal.
-        solved: what rank 0 has found for this step; `None` elsewhere, and if replicas are equal.
-        looks_ahead: whether `prepare` is of use: whether there is anything to solve.
+        solved: rank 0's solution for this step; `None` on other ranks, and if replicas are equal.
+        looks_ahead: whether `prepare` has an effect, which is if there is anything to solve.
 
     Raises:
         ConfigError: for unequal replicas without a time model that knows all of them.
@@ -258,7 +259,7 @@ class DispatchedShares:
         cuts_rows: bool = False,
         least_solved_s: float = LEAST_SOLVED_S,
     ) -> None:
-        """Check the time model and remember the options; start no thread yet."""
+        """Check the time model and store the options; no thread is started yet."""
         self.layout, self.cuts_rows, self.rates = layout, cuts_rows, rates
         self.processes = processes or Processes()
         self.clock = clock or DispatchClock()
@@ -268,54 +269,54 @@ class DispatchedShares:
         if self.looks_ahead:
             if time_model is None:
                 raise ConfigError(
-                    f"replicas: got {layout}, unlike one another, without a time model; allowed: one that knows each of"
-                    " them. Pass deployment_facts.run_time_model(...)."
+                    f"replicas: got different replicas {layout} without a time model; allowed: a time model that has"
+                    " each of them. Pass deployment_facts.run_time_model(...)."
                 )
             unknown = [str(config) for config in dict.fromkeys(layout.replicas) if config not in time_model.max_tokens]
             if unknown:
                 known = ", ".join(map(str, time_model.configurations))
                 raise ConfigError(
-                    f"replicas: got {layout}, of which {', '.join(unknown)} can hold no sequence; allowed: {known}. Use"
-                    " more processes per replica, or gradient_checkpointing=True."
+                    f"replicas: got {layout}, of which {', '.join(unknown)} cannot hold any sequence; allowed: {known}."
+                    " Use more processes per replica, or gradient_checkpointing=True."
                 )
             self._times = replace(time_model, packs=True)
         self._options = {"policy": policy, "solver": solver, "pads": False, "least_solved_s": least_solved_s}
         self._limits: dict[ParallelConfig, int] = {}
         self._even_tokens = [0] * layout.num_replicas
-        self._owners: dict[tuple[str, int], np.ndarray] = {}
+        self._replicas_of_rows: dict[tuple[str, int], np.ndarray] = {}
         self._thread: ThreadPoolExecutor | None = None
         self._pending: tuple[tuple[BatchRows, ...], Future[_Solution]] | None = None
         self._last: _Solution | None = None
 
     @property
     def max_tokens(self) -> tuple[int | None, ...]:
-        """Most tokens of a pass in each replica; `None` if only the plan of the run bounds it."""
+        """Maximum tokens of a pass in each replica; `None` if only the plan limits it."""
         limits = self._known_limits()
         return tuple(limits.get(config) for config in self.layout.replicas)
 
     def refusal(self, batch: TaskBatch) -> str | None:
-        """Return why no replica can train a batch, the same on every process; `None` if one can."""
+        """Return why no replica can train a batch, identically on every process; `None` if one can."""
         longest = max(self._known_limits().values(), default=math.inf)
         too_long = next((one for one in batch.sequences if len(one) > longest), None)
         if too_long is None or self.cuts_rows:
             return None
         return (
-            f"row {too_long.row} has {len(too_long)} tokens; allowed: at most {longest}, the most that a replica of "
-            f"{self.layout} can hold. Set max_length={longest} or split_long_sequences=True, or add a replica of more "
+            f"row {too_long.row} has {len(too_long)} tokens; allowed: at most {longest}, the maximum of the replicas "
+            f"{self.layout}. Set max_length={longest} or split_long_sequences=True, or add a replica of more "
             "processes: peft-mux plan --deployment shows which."
         )
 
     # ---------------------------------------------------------------- one step
 
     def prepare(self, batches: Sequence[TaskBatch]) -> None:
-        """Begin to solve the next step on a thread of rank 0; returns at once. Without effect if nothing is solved.
+        """Start solving the next step on a thread of rank 0 and return immediately; a no-op if nothing is solved.
 
-        If the next step turns out to be another one, it is solved when it begins.
+        If the next step turns out to have other batches, it is solved again when it begins.
 
         Args:
-            batches: global batches that the next step will most likely have.
+            batches: the expected global batches of the next step.
         """
-        # First, on every process: the first call is an exchange, and only rank 0 goes further.
+        # Called on every process first, because it communicates; only rank 0 continues.
         self._known_limits()
         if not self.looks_ahead or not self.processes.is_main or not any(batch.sequences for batch in batches):
             return
@@ -324,39 +325,41 @@ class DispatchedShares:
             self._submit(self._key(_batch_rows(batches)))
 
     def begin(self, batches: Sequence[TaskBatch]) -> None:
-        """Decide where the sequences of a step go; `divide` then returns it, hTask by hTask.
+        """Assign the sequences of a step to replicas; `divide` then returns the result, hTask by hTask.
 
         Args:
             batches: global batches of all tasks of the step, the same on every process.
 
         Raises:
-            ConfigError: for a sequence that no replica can hold; on every process.
+            ConfigError: on every process, if no replica can hold a sequence.
         """
         self.expected_s, self.solved = (), None
         if not self.looks_ahead:
             lengths = [[len(sequence) for sequence in batch.sequences] for batch in batches]
-            owners = [np.zeros(len(own), dtype=np.int64) for own in lengths]
+            replicas_of_rows = [np.zeros(len(own), dtype=np.int64) for own in lengths]
             tries = [batch.trie for batch in batches]
             shares = even_shares(lengths, self.layout.num_replicas, self._slowness(), tries)
             for replica, share in enumerate(shares):
                 self._even_tokens[replica] = 0
-                for own, tokens, rows in zip(owners, lengths, share, strict=True):
+                for own, tokens, rows in zip(replicas_of_rows, lengths, share, strict=True):
                     own[rows] = replica
                     self._even_tokens[replica] += sum(tokens[row] for row in rows)
-            self._owners = {(batch.task, batch.step): own for batch, own in zip(batches, owners, strict=True)}
+            self._replicas_of_rows = {
+                (batch.task, batch.step): own for batch, own in zip(batches, replicas_of_rows, strict=True)
+            }
             return
         self._known_limits()
         for batch in batches:
-            # Before rank 0 solves: every process finds the same refusal by itself, and none is left in the exchange.
+            # Checked before rank 0 solves: every process raises the same error, so none waits in the exchange.
             if (refusal := self.refusal(batch)) is not None:
                 raise ConfigError(f"tasks.{batch.task}: {refusal}")
         key = self._key(_batch_rows(batches))
-        owners = [np.zeros(0, dtype=np.int64) for _ in key]
+        replicas_of_rows = [np.zeros(0, dtype=np.int64) for _ in key]
         if any(one.lengths for one in key):
             solution = None
             if self.processes.is_main:
                 started = time.perf_counter()
-                # A task may have come or gone since, or a row been refused: then another step was solved ahead.
+                # Another step was solved in advance if tasks or rows have changed in the meantime.
                 is_ahead = self._pending is not None and self._pending[0] == key
                 future = self._pending[1] if is_ahead and self._pending is not None else self._submit(key)
                 self._pending = None
@@ -366,18 +369,18 @@ class DispatchedShares:
                 self.clock.num_ahead += is_ahead
                 self.clock.solve_s += solution.dispatch.solve_s
                 self.clock.waited_s += time.perf_counter() - started
-            owners, self.expected_s = self._agreed(key, solution)
-        self._owners = {(one.task, one.step): own for one, own in zip(key, owners, strict=True)}
+            replicas_of_rows, self.expected_s = self._agreed(key, solution)
+        self._replicas_of_rows = {(one.task, one.step): own for one, own in zip(key, replicas_of_rows, strict=True)}
 
     def typical_rows(self, batches: Sequence[BatchRows]) -> list[dict[str, list[int]]] | None:
-        """Return the rows of each replica in a step of typical batches, for plans; every process makes the same call.
+        """Return the rows of each replica in a step of typical batches, for plans; all processes must call this.
 
         Args:
             batches: the rows of a typical batch of each task.
 
         Returns:
-            For each replica the indices of its rows of each task; `None` if there is nothing to divide, or a row that
-            no replica holds.
+            For each replica the indices of its rows of each task; `None` if there is nothing to divide, or if no
+            replica can hold a row.
         """
         if not self.looks_ahead:
             return None
@@ -386,18 +389,21 @@ class DispatchedShares:
         if not most or (most > longest and not self.cuts_rows):
             return None
         key = self._key(batches)
-        # Of no step: nothing is counted, and the next step does not start from it.
+        # Not a real step: nothing is counted, and the next step does not start from this solution.
         solution = self._solve(key, *self._groups_by_rate(), warm_start=None) if self.processes.is_main else None
-        owners, _ = self._agreed(key, solution)
+        replicas_of_rows, _ = self._agreed(key, solution)
         return [
-            {one.task: np.flatnonzero(own == replica).tolist() for one, own in zip(batches, owners, strict=True)}
+            {
+                one.task: np.flatnonzero(own == replica).tolist()
+                for one, own in zip(batches, replicas_of_rows, strict=True)
+            }
             for replica in range(self.layout.num_replicas)
         ]
 
     def divide(self, batches: Sequence[TaskBatch]) -> list[list[list[int]]]:
         """Return the rows of each replica.
 
-        If `begin` was not given these batches, they are taken for the whole step.
+        If `begin` was not called with these batches, they are treated as a whole step.
 
         Args:
             batches: global batches of the tasks that share their passes.
@@ -408,33 +414,33 @@ class DispatchedShares:
         Raises:
             ConfigError: for a sequence that no replica can hold; on every process.
         """
-        if any((batch.task, batch.step) not in self._owners for batch in batches):
+        if any((batch.task, batch.step) not in self._replicas_of_rows for batch in batches):
             self.begin(batches)
         return [
-            [np.flatnonzero(self._owners[batch.task, batch.step] == replica).tolist() for batch in batches]
+            [np.flatnonzero(self._replicas_of_rows[batch.task, batch.step] == replica).tolist() for batch in batches]
             for replica in range(self.layout.num_replicas)
         ]
 
     def observe(self, process_s: Sequence[float]) -> None:
-        """Learn how fast replicas are from what the passes of the last step took; without effect without `rates`.
+        """Update `rates` from the measured passes of the last step; a no-op without `rates`.
 
         Args:
-            process_s: seconds from the first pass of each process to the end of its last one, by rank, the same
-                numbers on every process.
+            process_s: seconds from the start of the first pass of each process to the end of its last one, by rank; the
+                same numbers on every process.
         """
         if self.rates is None:
             return
         measured = [0.0] * self.layout.num_replicas
         for rank, seconds in enumerate(process_s):
             replica = self.layout.place(rank).replica
-            # A replica is done when the last of its processes is.
+            # A replica has finished when its last process has.
             measured[replica] = max(measured[replica], seconds)
         expected = self.expected_s if self.looks_ahead else self._even_tokens
         if len(expected) == len(measured):
             self.rates.observe(expected, measured)
 
     def close(self) -> None:
-        """End the thread; closing twice is allowed, and a step after it starts a new one."""
+        """Stop the thread. May be called twice; a later step starts a new thread."""
         if self._thread is not None:
             self._thread.shutdown(wait=True, cancel_futures=True)
         self._thread = self._pending = self._last = None
@@ -442,11 +448,11 @@ class DispatchedShares:
     # ---------------------------------------------------------------- internal
 
     def _known_limits(self) -> dict[ParallelConfig, int]:
-        """Return the most tokens of each configuration on every process; the first call communicates."""
+        """Return the maximum tokens of each configuration over all processes; the first call communicates."""
         if self.looks_ahead and not self._limits:
             configs = tuple(dict.fromkeys(self.layout.replicas))
             everywhere = self.processes.exchange([self._times.max_tokens[config] for config in configs])
-            # The least of all processes: devices may differ, and a row has to fit on any of them.
+            # The minimum over all processes: devices may differ, and a row must fit on any of them.
             self._limits = {config: min(limits) for config, *limits in zip(configs, *everywhere, strict=True)}
         return self._limits
 
@@ -455,7 +461,7 @@ class DispatchedShares:
         return (1.0,) * self.layout.num_replicas if self.rates is None else self.rates.slowness
 
     def _key(self, batches: Sequence[BatchRows]) -> tuple[BatchRows, ...]:
-        """Return what a dispatch depends on; a row that is cut counts as one of the most tokens that a pass holds."""
+        """Return the properties that a dispatch depends on; a row that will be split counts with the maximum length."""
         longest = max(self._known_limits().values())
         return tuple(one._replace(lengths=tuple(min(length, longest) for length in one.lengths)) for one in batches)
 
@@ -468,7 +474,7 @@ class DispatchedShares:
         return tuple(groups), tuple(map(tuple, members.values()))
 
     def _submit(self, key: tuple[BatchRows, ...]) -> Future[_Solution]:
-        """Begin to solve a step on the thread, starting from the step before if it had the same groups."""
+        """Start solving a step on the thread, starting from the previous solution if it had the same groups."""
         groups, members = self._groups_by_rate()
 
         def solve() -> _Solution:
@@ -477,7 +483,7 @@ class DispatchedShares:
             self._last = self._solve(key, groups, members, warm_start=warm_start)
             return self._last
 
-        # A single thread solves in the order of submission, so that the step before is there to start from.
+        # A single thread solves in the order of submission, so that the previous solution is available.
         self._thread = self._thread or ThreadPoolExecutor(max_workers=1, thread_name_prefix="dispatch")
         future = self._thread.submit(solve)
         self._pending = key, future
@@ -512,7 +518,7 @@ class DispatchedShares:
         numbers = [0] * (num_replicas + sum(sizes))
         if solution is not None:
             seconds = solution.replica_s(self._times, num_replicas)
-            numbers = [round(one * _MICROSECONDS) for one in seconds] + solution.owners().tolist()
+            numbers = [round(one * _MICROSECONDS) for one in seconds] + solution.replicas_of_rows().tolist()
         numbers = self.processes.exchange(numbers)[0]
         agreed = np.array(numbers[num_replicas:], dtype=np.int64)
         return np.split(agreed, np.cumsum(sizes)[:-1]), tuple(one / _MICROSECONDS for one in numbers[:num_replicas])

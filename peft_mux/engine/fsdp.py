@@ -1,29 +1,29 @@
-"""`ShardedBackbone`: frozen weights sharded over data parallel processes (FSDP2); adapters stay as they are.
+"""`ShardedBackbone`: frozen weights sharded over data parallel processes (FSDP2); adapters are not sharded.
 
 Each decoder layer is a unit that FSDP2 gathers before its forward, frees, gathers again before its backward, and frees.
-The token embedding and the output head tie, adapt, and are read in other ways than by one call, so each of them is a
-unit that is gathered by hand once a pass. What is left (final norm, learned positions) is the unit of the base model.
-A process that holds the whole backbone has one part that passes go through; a stage of a pipeline has one for each of
+The token embedding and the output head may be tied or adapted, and are not only used through their forward, so each is
+a unit that is gathered manually once per pass. The rest (final norm, learned positions) is the unit of the base model.
+A process that holds the whole backbone has one part that passes go through; a pipeline stage has one part for each of
 its virtual stages, with the embedding in the first one and the head in the last one::
 
     forward     rest  embedding  layer 0  layer 1 ... layer L-1  head
     backward    (head, if a task adapts it)  rest  layer L-1 ... layer 0
 
-A loss over a frozen head has its gradient already in the forward pass, and a frozen embedding needs none, so neither is
-gathered for backward passes. Weights are only ever gathered: they have no gradients, so nothing is reduced.
+A loss over a frozen head computes its gradient in the forward pass, and a frozen embedding needs none, so neither is
+gathered for backward passes. Weights are only gathered, never reduced, because they have no gradients.
 
-Gatherings are collective. The processes that share weights are all of the run, or those that hold one stage of a
-pipeline, one in each replica::
+All-gathers are collective. The processes that share weights are all processes of the run, or the processes that hold
+the same pipeline stage, one in each replica::
 
     rank      0                    1                    2                    3
     replica   0                    0                    1                    1
     stage     0                    1                    0                    1
     holds     half of stage 0      half of stage 1      half of stage 0      half of stage 1
 
-Processes that have fewer passes in a step than others join the gatherings of the others without computing anything, so
-no adapter sees a pass that is not its own. In a pipeline all replicas follow one template and come to its actions in
-one order; behind its own passes of an action, a replica joins those that others have more of. No circle of waits can
-form: an action waits for earlier actions of the template on other stages, and for the same action in other replicas.
+Processes that have fewer passes in a step than others join the all-gathers of the others without computing anything.
+In a pipeline all replicas follow one template and reach its actions in the same order; after its own passes of an
+action, a replica joins the additional passes of others. Deadlocks are impossible: an action waits only for earlier
+actions of the template on other stages, and for the same action in other replicas.
 """
 
 from __future__ import annotations
@@ -54,33 +54,33 @@ def shard_backbone(
     sets: Sequence[Sequence[int]] | None = None,
     parts: Mapping[int, PassPart] | None = None,
 ) -> ShardedBackbone:
-    """Shard the frozen weights of a model over processes, in place; every process of the run calls this.
+    """Shard the frozen weights of a model over processes, in place; all processes of the run must call this.
 
-    Each process must hold the same whole weights, of all layers or of its stage, and keeps 1/n of them. Call this after
-    the packing was probed and the fingerprint was taken, both of which read whole weights, and after the model was
-    moved and cast: FSDP2 keeps device and dtype from the first gathering on. The peak of memory is that of loading
-    the whole weights, plus one shard of the unit that is being sharded. Poolers and classification heads stay whole.
+    Each process must hold the same complete weights, of all layers or of its stage, and keeps 1/n of them. Call this
+    after probing the packing and computing the fingerprint, which read complete weights, and after moving and casting
+    the model, because FSDP2 fixes device and dtype at the first all-gather. Peak memory is that of loading the complete
+    weights, plus one shard of the unit that is being sharded. Poolers and classification heads are not sharded.
 
     Args:
         model: the whole model, or a stage of it, on its device, with any tasks; more may be registered later.
         processes: the processes of the run, connected.
-        sets: ranks of the processes that hold the same weights, for each part of the backbone; by default all hold all
-            of it.
-        parts: the parts of the backbone that passes go through here, by number of the virtual stage; by default one of
-            all layers and both ends, numbered 0.
+        sets: ranks of the processes that hold the same weights, for each part of the backbone; by default all processes
+            hold the whole backbone.
+        parts: the parts of the backbone that passes go through here, by number of the virtual stage; by default one
+            part with all layers and both ends, numbered 0.
 
     Raises:
-        ConfigError: if the weights are quantised, on no device, or sharded already.
+        ConfigError: if the weights are quantised, not loaded, or sharded already.
         UnsupportedModelError: if the decoder layers cannot be found.
     """
-    # Groups of their own: sums of gradients run in other ones at their own pace, and must not come between gatherings.
+    # Separate groups, because sums of gradients must not be interleaved with all-gathers in one group.
     groups = [processes.open_group(ranks) for ranks in sets or [range(processes.world_size)]]
     mesh = DeviceMesh.from_group(next(group for group in groups if group is not None), processes.device.type)
     return ShardedBackbone(model, processes, mesh, parts)
 
 
 class PassPart(NamedTuple):
-    """The part of a backbone that a pass goes through.
+    """A part of a backbone that a pass goes through.
 
     Attributes:
         layers: numbers of the decoder layers, in order.
@@ -94,16 +94,16 @@ class PassPart(NamedTuple):
 
 
 class ShardedBackbone:
-    """A model whose frozen weights are sharded over processes; made by `shard_backbone`.
+    """A model whose frozen weights are sharded over processes; created by `shard_backbone`.
 
     Args:
-        model: the model, or the stage of one; its weights are sharded in place.
+        model: the model, or a stage of one; its weights are sharded in place.
         processes: the processes of the run.
-        mesh: device mesh of one dimension over the processes that hold the same weights so far.
+        mesh: one-dimensional device mesh over the processes that hold the same weights.
         parts: see `shard_backbone`.
 
     Attributes:
-        model: the model, with its adapters, slabs and names as before.
+        model: the model, with unchanged adapters, slabs and names.
         processes: the processes of the run.
         num_bytes: bytes of frozen weights that this process has received so far.
     """
@@ -115,7 +115,7 @@ class ShardedBackbone:
         mesh: DeviceMesh,
         parts: Mapping[int, PassPart] | None = None,
     ) -> None:
-        """Shard the units, and watch over those that FSDP2 does not free by itself."""
+        """Shard the units, and add hooks for those that FSDP2 does not free by itself."""
         backbone = model.backbone
         if isinstance(backbone.base_model, FSDPModule):
             raise ConfigError("shard_backbone: got a model that is divided already; allowed: a whole one, once.")
@@ -140,10 +140,10 @@ class ShardedBackbone:
         self._shard(mesh)
         for unit in (self._base, *self._ends, *self._layers.values()):
             unit.set_custom_all_gather(_Gathering(self))
-        # Let each unit begin to gather the one that the backward of the same pass comes to next, and no other. By
-        # itself FSDP2 takes the one that the latest forward has used before: of another pass, if several are in flight,
-        # so that processes with different numbers of passes would gather in different orders. A unit that names itself
-        # begins nothing, while an empty list would mean FSDP2's own way; the base model is a unit of several parts.
+        # Let each unit prefetch only the next unit of the backward of the same pass. By default FSDP2 prefetches in the
+        # order of the latest forward, which belongs to another pass if several are in flight, so that processes with
+        # different numbers of passes would gather in different orders. A unit that lists itself prefetches nothing,
+        # while an empty list selects FSDP2's default; the base model is a unit of several parts.
         self._base.set_modules_to_backward_prefetch([self._base])
         for part in self._parts.values():
             order = [self._layers[number] for number in reversed(part.layers)]
@@ -152,27 +152,28 @@ class ShardedBackbone:
         # Before FSDP2's own hook of this unit: what was left is freed before more is gathered.
         self._base.register_forward_pre_hook(self._free_ends, prepend=True)
         if self._embedding is not None:
-            # Its backward reads no weights; FSDP2 would gather it there all the same, once more in each pass.
+            # Its backward reads no weights, but FSDP2 would gather it again in each backward pass.
             self._embedding.set_unshard_in_backward(False)
             self._embedding.register_forward_hook(_require_gradients)
-            # FSDP2 was told not to free the embedding, so the first layer does.
+            # FSDP2 is configured not to free the embedding, so the first layer frees it.
             first = next(iter(self._layers.values()))
             first.register_forward_pre_hook(lambda *_: self._embedding.reshard())
         if len(self._parts) > 1:
-            # Now, as all layers are in place: within a pass the base model holds those of one virtual stage alone, and
-            # FSDP2 would take each of the others, which it meets later, for a model of its own.
+            # Done while all layers are in place: in a pass the base model holds only the layers of one virtual stage,
+            # and FSDP2 would treat each layer of the others as a separate root.
             self._base._get_fsdp_state()._lazy_init()
 
     def agree_on_passes(self, chain_lengths: Sequence[int]) -> list[int]:
-        """Return the longest chain of passes at each position of a step, over all processes, which all call this.
+        """Return the longest chain of passes at each position of a step over all processes; all must call this.
 
-        Every process then runs, position by position, as many forwards and after them as many backwards as that: its
-        own, and `join_forwards` before and `join_backwards` after them for those that it lacks.
+        At each position, every process then runs that many forwards followed by that many backwards: its own, and
+        `join_forwards` before and `join_backwards` after them for the missing ones.
 
         Args:
             chain_lengths: number of passes of each of this process's own chains, in order.
         """
-        # Two numbers first, as the lists differ in length between processes, and an exchange needs one length.
+        # Exchange two numbers first, because the lists differ in length between processes, and an exchange needs equal
+        # lengths.
         counts = self.processes.exchange([len(chain_lengths), max(chain_lengths, default=0)])
         num_positions = max(number for number, _ in counts)
         if max(longest for _, longest in counts) <= 1:
@@ -181,23 +182,23 @@ class ShardedBackbone:
         return [max(lengths) for lengths in zip(*self.processes.exchange(padded), strict=True)]
 
     def join_forwards(self, num_passes: int, virtual_stage: int = 0) -> None:
-        """Take part in forwards of other processes: units are gathered in their order, and freed at once.
+        """Join forwards of other processes: gather units in their order, and free them immediately.
 
         Args:
-            num_passes: number of passes that other processes have more.
+            num_passes: number of additional passes of other processes.
             virtual_stage: which of this process's parts they go through.
         """
         self._free_ends()
         for unit in self.forward_units(virtual_stage) * num_passes:
             unit.unshard()
-            # Freed at once: the joining process computes nothing, so gathered weights only take memory here.
+            # Freed immediately, because the joining process computes nothing.
             unit.reshard()
 
     def join_backwards(self, num_passes: int, virtual_stage: int = 0) -> None:
-        """Take part in backwards of other processes: units are gathered in their order, and freed at once.
+        """Join backwards of other processes: gather units in their order, and free them immediately.
 
         Args:
-            num_passes: number of passes that other processes have more.
+            num_passes: number of additional passes of other processes.
             virtual_stage: which of this process's parts they go through.
         """
         for unit in self.backward_units(virtual_stage) * num_passes:
@@ -205,11 +206,11 @@ class ShardedBackbone:
             unit.reshard()
 
     def begin_backward(self, virtual_stage: int) -> None:
-        """Gather the unit of the base model before the backward of a pass; executors of stages call this.
+        """Gather the unit of the base model before the backward of a pass; called by executors of pipeline stages.
 
-        If a part ends with a layer, nothing tells FSDP2 to: whether the output of the base model belongs to the graph
-        depends on the model code behind the layers. With the head in the part this is left to FSDP2: a head that a task
-        adapts is gathered first, and processes that join gather in that order.
+        If a part ends with a layer, FSDP2 is not triggered reliably: whether the output of the base model belongs to
+        the graph depends on the model code after the layers. If the part has the head, FSDP2 does this itself: a head
+        that a task adapts is gathered first, and joining processes gather in the same order.
 
         Args:
             virtual_stage: which of this process's parts the pass goes through.
@@ -225,21 +226,21 @@ class ShardedBackbone:
         return [self._base, *embedding, *(self._layers[number] for number in part.layers), *head]
 
     def backward_units(self, virtual_stage: int = 0) -> list[Any]:
-        """Return the units that a backward gathers, in order; the loss over a frozen head has its gradient already."""
+        """Return the units that a backward gathers, in order; a frozen head has its gradient from the forward."""
         part = self._parts[virtual_stage]
         is_adapted = isinstance(self.model.backbone.get_output_embeddings(), BaseTunerLayer)
         head = [self._head] if part.is_last and self._head is not None and is_adapted else []
         return [*head, self._base, *(self._layers[number] for number in reversed(part.layers))]
 
     def _shard(self, mesh: DeviceMesh) -> None:
-        """Let FSDP2 shard every unit; what is trained, or read without a call of its module, stays whole."""
+        """Shard every unit with FSDP2, except for parameters that are trained or read without calling their module."""
         kept = {item for item in self.model.backbone.parameters() if item.requires_grad}
         pooler = getattr(self._base, "pooler", None)
         kept |= set(pooler.parameters()) if isinstance(pooler, nn.Module) else set()
         is_tied = len(self._ends) == 2 and self._head.weight is self._embedding.weight
-        # The warning of models that end with a reshape; nothing here changes an output in place.
+        # Ignore the warning for models that end with a reshape; no output is modified in place here.
         warnings.filterwarnings("ignore", message="FSDP2-wrapped module .* returned a view tensor")
-        # From the leaves up: what a unit below has sharded, the base model no longer takes as its own.
+        # From the leaves up, so that the base model does not include parameters that a unit below has sharded.
         for unit in self._layers.values():
             fully_shard(unit, mesh=mesh, reshard_after_forward=True, ignored_params=kept)
         for end in self._ends:
@@ -249,14 +250,14 @@ class ShardedBackbone:
         fully_shard(self._base, mesh=mesh, reshard_after_forward=True, ignored_params=kept)
 
     def _free_ends(self, *_: Any) -> None:
-        """Free what the pass before has left gathered (a head that plain PEFT code called)."""
+        """Free units that the previous pass has left gathered (a head that was called by plain PEFT code)."""
         for end in self._ends:
             end.reshard()
 
 
 @dataclass
 class _Gathering:
-    """How FSDP2 gathers a unit: counted, timed, and with an error that says which process is missing."""
+    """The all-gather that FSDP2 uses, with counters, timing, and errors that name the missing process."""
 
     backbone: ShardedBackbone
 
@@ -291,5 +292,5 @@ def _decoder_layers(backbone: Any) -> dict[int, Any]:
 
 
 def _require_gradients(module: nn.Module, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-    """Let every layer of every pass have a backward, whatever tasks are in it: processes must gather in one order."""
+    """Give every layer of every pass a backward for any set of tasks, because processes must gather in one order."""
     return output.requires_grad_() if torch.is_grad_enabled() and not output.requires_grad else output

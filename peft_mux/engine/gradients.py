@@ -1,25 +1,25 @@
 """Sums of gradients over the processes that hold the same adapter weights.
 
-Losses are divided by the number of targets of the global batch before rows are divided among replicas, so the sum of
-what the replicas compute is what one process would compute. The sum of a task begins as soon as its last backward pass
-is done here, while other tasks still compute; frozen weights are never sent::
+Losses are divided by the number of targets of the global batch before rows are divided among replicas, so the sum over
+replicas equals the result of one process. The all-reduce of a task starts as soon as its last backward pass on this
+process has finished, while other tasks still compute; frozen weights are never sent::
 
     rank 0   pass of hTask 1 | pass of hTask 2 | ...
     all-reduce                 ~~ hTask 1 ~~~~~  ~~ hTask 2 ~~
 
-Where every process holds the whole model, a task's flat pages of gradients are summed in place. Otherwise the processes
-exchange once per task which piece of each parameter they hold. The cut points of all pieces divide a parameter into
-cells, each of which a process holds whole or not at all; the gradient of a cell is summed over exactly its holders.
+If every process holds the whole model, a task's flat pages of gradients are summed in place. Otherwise the processes
+exchange once per task which piece of each parameter they hold. The boundaries of all pieces divide a parameter into
+cells, each of which a process holds entirely or not at all; the gradient of a cell is summed over exactly its holders.
 B `[8, R]` of a column-parallel layer for <2,1>, <1,1>, <1,1>::
 
     rank 0 (tp rank 0)   | 0 1 2 3 |                     cell      holders
     rank 1 (tp rank 1)             | 4 5 6 7 |           0:4       0, 2, 3
     ranks 2, 3           | 0 1 2 3   4 5 6 7 |           4:8       1, 2, 3
 
-All cells of a task with the same holders form a `Bundle`, which is one flat buffer. This one rule covers data
-parallelism, the partial sums of tensor parallelism, pipelines, their products, and replicas of unequal layouts
-(L section 4.1). All processes know the bundles of all others and begin those that they take part in in one common
-order, which keeps overlapping groups of ranks from waiting for one another in a circle.
+All cells of a task with the same holders form a `Bundle`, which is one flat buffer. This rule covers data parallelism,
+the partial sums of tensor parallelism, pipelines, their combinations, and replicas with different layouts (L section
+4.1). All processes know all bundles and start theirs in one common order, which prevents deadlocks between overlapping
+groups of ranks.
 """
 
 from __future__ import annotations
@@ -46,11 +46,11 @@ from peft_mux.modeling.sharding import Piece
 
 
 class HeldParameter(NamedTuple):
-    """Where a parameter lies in a page.
+    """The position of a parameter in a page.
 
     Attributes:
         name: name of the parameter.
-        offset: elements of the page that lie before the parameter.
+        offset: number of elements of the page before the parameter.
         stride: strides of the parameter as a view of the page, in elements.
         piece: which part of the parameter the process holds.
     """
@@ -66,8 +66,8 @@ class HeldPage(NamedTuple):
 
     Attributes:
         dtype: dtype of the weights in the page.
-        num_elements: elements of the page, with the gaps between parameters.
-        parameters: the parameters that lie in the page, by offset.
+        num_elements: number of elements of the page, including gaps between parameters.
+        parameters: the parameters in the page, by offset.
     """
 
     dtype: torch.dtype
@@ -76,27 +76,27 @@ class HeldPage(NamedTuple):
 
 
 Holding = tuple[HeldPage, ...]
-"""All pages of a task in a process; empty if no adapter of the task lies there."""
+"""All pages of a task in a process; empty if the process has no adapter of the task."""
 
 
 def holding_of(model: MultiTaskPeftModel, name: str) -> Holding:
-    """Return the pages of a task that lie in a process.
+    """Return the pages of a task in this process.
 
     Args:
-        model: the part of the model that lies in the process.
+        model: the part of the model in this process.
         name: name of the task.
     """
     parameters, pieces = model.task_parameters(name), model.registry.pieces_of(name)
     pages = []
     for page in model.registry.slab_of(name).pages:
-        # By address, as a parameter is a view of its page and does not refer to it.
+        # By address, because a parameter is a view of its page without a reference to it.
         storage = page.values.untyped_storage().data_ptr()
         members = [
             HeldParameter(key, int(item.storage_offset()), tuple(item.stride()), pieces[key])
             for key, item in parameters.items()
             if item.untyped_storage().data_ptr() == storage
         ]
-        # Sorted, so that equal pages compare equal in whatever order a process registered the parameters.
+        # Sorted, so that equal pages compare equal regardless of the order in which parameters were registered.
         members.sort(key=lambda member: member.offset)
         pages.append(HeldPage(page.values.dtype, page.values.numel(), tuple(members)))
     return tuple(pages)
@@ -112,16 +112,16 @@ def pieces_of(holding: Holding) -> dict[str, Piece]:
 
 @dataclass(frozen=True, slots=True)
 class Cell:
-    """A region of a parameter that each process holds whole or not at all.
+    """A region of a parameter that each process holds entirely or not at all.
 
     Attributes:
         name: name of the parameter.
         dim: dimension along which the parameter is cut.
         start: first index of the region along `dim`.
-        end: index behind the last one along `dim`.
-        num_elements: elements of the region.
+        end: one past the last index along `dim`.
+        num_elements: number of elements of the region.
         holders: ranks that hold the region, ascending; the first one counts it in gradient norms.
-        adders: ranks among the holders whose gradients are summands; the others would count the same gradient twice.
+        adders: holders whose gradients are added; the others have copies of the same gradient.
     """
 
     name: str
@@ -143,7 +143,7 @@ class Cell:
             return part
         if piece.is_whole:
             return part.narrow(self.dim, self.start, self.end - self.start)
-        # The ranges lie one after another in the part, as with q, k and v of a fused projection.
+        # The ranges are consecutive in the part, as with q, k and v of a fused projection.
         before = 0
         for start, end in piece.ranges:
             if start <= self.start and self.end <= end:
@@ -159,7 +159,7 @@ class Bundle:
     Attributes:
         holders: ranks that take part in the all-reduce, at least two.
         dtype: dtype of the gradients.
-        cells: the cells, in the order in which they lie in the buffer.
+        cells: the cells, in buffer order.
         page: page that is identical on all holders and is summed in place; `None` if cells are packed into a buffer.
     """
 
@@ -170,7 +170,7 @@ class Bundle:
 
     @property
     def num_bytes(self) -> int:
-        """Bytes of the buffer."""
+        """Size of the buffer in bytes."""
         count = sum(cell.num_elements for cell in self.cells) if self.page is None else self.page.num_elements
         return count * self.dtype.itemsize
 
@@ -185,12 +185,12 @@ class Bundle:
         parts = []
         for cell in self.cells:
             region = cell.view(gradients[cell.name], pieces[cell.name]).reshape(-1)
-            # Zeros: this holder computed the same gradient as another one, yet it needs the sum.
+            # Zeros, because this holder has the same gradient as another one, but also needs the sum.
             parts.append(region if rank in cell.adders else torch.zeros_like(region))
         return torch.cat(parts)
 
     def unpack(self, total: torch.Tensor, gradients: Mapping[str, torch.Tensor], pieces: Mapping[str, Piece]) -> None:
-        """Write the sums over a holder's own gradients.
+        """Overwrite a holder's own gradients with the sums.
 
         Args:
             total: the flat buffer after the all-reduce.
@@ -209,9 +209,9 @@ def divide(pieces: Sequence[Mapping[str, Piece]]) -> tuple[Cell, ...]:
         pieces: for each rank, which part of each parameter it holds, by parameter name.
 
     Raises:
-        ValueError: naming a parameter whose pieces do not fit together, or a region that no process holds or adds.
+        ValueError: if the pieces of a parameter do not fit together, or if no process holds or adds a region of it.
     """
-    # By rank and then by the holder's own order: all processes gathered the same pieces, so they get one order.
+    # By rank and then by the holder's own order. All processes have the same pieces and therefore get the same order.
     held_by: dict[str, dict[int, Piece]] = {}
     for rank, own in enumerate(pieces):
         for name, piece in own.items():
@@ -228,7 +228,7 @@ def divide(pieces: Sequence[Mapping[str, Piece]]) -> tuple[Cell, ...]:
         shape, dim = shapes.pop(), dims.pop() if dims else 0
         size = shape[dim] if shape else 1
         ranges = {rank: ((0, size),) if piece.is_whole else piece.ranges for rank, piece in held.items()}
-        # At every edge of any process: between two neighbouring edges each process holds all or nothing (L 4.1).
+        # Cut at the boundaries of all processes: between two of them each process holds all or nothing (L 4.1).
         cuts = sorted({0, size}.union(*(edge for own in ranges.values() for edge in own)))
         for start, end in zip(cuts, cuts[1:], strict=False):
             holders = tuple(
@@ -277,28 +277,28 @@ def bundles(cells: Sequence[Cell], holdings: Sequence[Holding]) -> tuple[Bundle,
     in_place: set[str] = set()
     for page, ranks in ranks_of_page.items():
         own = [cell for parameter in page.parameters for cell in by_name[parameter.name]]
-        # Only then is the flat page itself the buffer, and no copy is made.
+        # Then the flat page itself is the buffer, without a copy.
         if len(ranks) > 1 and own and all(cell.holders == cell.adders == ranks for cell in own):
             found.append(Bundle(ranks, page.dtype, tuple(own), page))
             in_place.update(cell.name for cell in own)
     packed: dict[tuple[tuple[int, ...], torch.dtype], list[Cell]] = {}
     for cell in cells:
         if len(cell.holders) > 1 and cell.name not in in_place:
-            # One buffer for all cells of the same holders: an all-reduce for each would cost the latency of each.
+            # One buffer for all cells with the same holders, to pay the latency of an all-reduce only once.
             packed.setdefault((cell.holders, dtypes[cell.name]), []).append(cell)
     return (*found, *(Bundle(ranks, dtype, tuple(own)) for (ranks, dtype), own in packed.items()))
 
 
 @dataclass(frozen=True, slots=True)
 class TaskCells:
-    """The cells of a task, as one process sees them after all processes have exchanged what they hold.
+    """The cells of a task from the view of one process, after all processes have exchanged their holdings.
 
     Attributes:
         rank: rank of this process.
         pieces: which part of each parameter this process holds, by parameter name.
         cells: all cells of the task, over all processes.
         bundles: the bundles that this process takes part in, in the common order.
-        counted_pages: numbers of the pages that this process counts in gradient norms as a whole.
+        counted_pages: numbers of the pages that this process counts completely in gradient norms.
         counted_cells: the cells that this process counts in gradient norms in addition to those pages.
         in_place: for each bundle, the number of the page that is summed in place; `None` for a packed bundle.
     """
@@ -313,7 +313,7 @@ class TaskCells:
 
     @classmethod
     def of(cls, rank: int, own: Holding, cells: tuple[Cell, ...], found: Sequence[Bundle]) -> TaskCells:
-        """Return the view of one process; a cell is counted by the first of its holders.
+        """Return the view of one process; the first holder of a cell counts it.
 
         Args:
             rank: rank of the process.
@@ -325,7 +325,7 @@ class TaskCells:
         for number, page in enumerate(own):
             names = {parameter.name for parameter in page.parameters}
             held = [cell for cell in cells if cell.name in names and rank in cell.holders]
-            # A page that is counted whole becomes one norm; its cells one by one would be a kernel for each.
+            # A page that is counted completely needs one norm; its cells would need one kernel each.
             if all(cell in counted for cell in held):
                 pages.append(number)
                 counted = {cell: None for cell in counted if cell.name not in names}
@@ -344,9 +344,9 @@ class GradientSync:
         model: the model of this process, whole or a part; the gradients of its tasks lie in flat pages.
         processes: the processes of the run.
         layout: which process holds which part of which replica; by default each process holds the whole model.
-        is_deferred: begin all sums when the passes of this process are done. Where passes gather frozen weights, a sum
-            between them could meet a gathering of another process, and NCCL does not order the collectives of one group
-            among those of another: two processes could each wait for the other's.
+        is_deferred: start all sums after the passes of this process. Needed if passes gather frozen weights: NCCL does
+            not order collectives of different groups, so a sum on one process and an all-gather on another could wait
+            for each other.
 
     Attributes:
         holds_parts: whether processes hold parts of the model, so that gradients are summed bundle by bundle.
@@ -362,20 +362,20 @@ class GradientSync:
         *,
         is_deferred: bool = False,
     ) -> None:
-        """Remember the model and the processes; communicate with none of them yet."""
+        """Store the model and the processes without communicating."""
         self.model, self.processes, self.is_deferred = model, processes, is_deferred
         self.layout = layout or ParallelLayout.of(processes.world_size)
         self.holds_parts = not self.layout.is_data_parallel
         self._is_leader = processes.rank in self.layout.leaders
         self.num_tokens, self.num_bytes = 0, 0
-        # With the adapter id: a task that was removed and registered again under its name has other tensors.
+        # Keyed by adapter id, because a task that was removed and registered again has other tensors.
         self._tasks: dict[str, tuple[str, TaskCells]] = {}
         self._order: list[str] = []
         self._passes_left: Counter[str] = Counter()
         self._pending: list[tuple[Pending, Callable[[], None] | None]] = []
 
     def begin(self, work: StepWork) -> None:
-        """Prepare every task of the step, including those without rows in this process, which adds zeros for them.
+        """Prepare every task of the step, including tasks without rows in this process, which contributes zeros.
 
         Raises:
             ProcessError: if the processes do not hold the tasks together.
@@ -387,14 +387,14 @@ class GradientSync:
         if self.holds_parts:
             self.exchange_holdings(self._order)
         for name in self._order:
-            # Also of tasks without rows here: all-reduces are collective, so this process takes part, with zeros.
+            # Includes tasks without rows here: all-reduces are collective, so this process contributes zeros.
             self.model.registry.slab_of(name).bind_gradients()
 
     def exchange_holdings(self, names: Sequence[str]) -> None:
-        """Exchange what each process holds of new tasks; every process calls this with the same names.
+        """Exchange what each process holds of new tasks; all processes must call this with the same names.
 
         Raises:
-            ProcessError: if the processes do not hold a task together.
+            ProcessError: if the parts of a task on all processes do not make up the whole task.
         """
         adapters = {name: self.model.adapter_of(name) for name in names}
         self._tasks = {name: known for name, known in self._tasks.items() if name in self.model.tasks}
@@ -403,7 +403,7 @@ class GradientSync:
             return
         rank, layout = self.processes.rank, self.layout
         replica_of_rank = [layout.place(number).replica for number in range(layout.world_size)]
-        # Once per task, not per step: what a process holds of a task only changes when the task is registered again.
+        # Once per task, not per step: holdings change only when a task is registered again.
         everywhere = self.processes.gather({name: holding_of(self.model, name) for name in new})
         groups: dict[tuple[int, ...], None] = {}
         for name in new:
@@ -421,8 +421,8 @@ class GradientSync:
                         f" dimension {cell.dim} in replicas {sorted(missing)} of {layout}; allowed: all of it in each"
                         " replica. Load the same model and adapter in each."
                     )
-            # Of all bundles, also those of others: `new_group` is collective over the whole run. A dict keeps one order
-            # everywhere.
+            # Includes bundles of other processes, because `new_group` is collective over the run. A dict keeps the
+            # same order everywhere.
             groups |= dict.fromkeys(bundle.holders for bundle in found)
             self._tasks[name] = adapters[name], TaskCells.of(rank, holdings[rank], cells, found)
         self.processes.create_groups(groups)
@@ -432,15 +432,15 @@ class GradientSync:
         return self._tasks[name][1]
 
     def after_backward(self, micro_batch: MuxBatch) -> None:
-        """Begin the all-reduces of the tasks whose gradients are complete in this process.
+        """Start the all-reduces of the tasks whose gradients are complete in this process.
 
         Args:
-            micro_batch: the micro-batch whose backward is done in all layers that lie here.
+            micro_batch: the micro-batch whose backward has finished in all layers of this process.
         """
         self.num_tokens += micro_batch.num_tokens
         self._passes_left.subtract(micro_batch.task_names)
-        # In the order of the plan, whichever task completes first: a backend matches collectives by the order in which
-        # each process begins them, and processes finish their tasks in different orders.
+        # In plan order regardless of which task completes first, because backends match collectives by the order in
+        # which each process starts them, and processes finish tasks in different orders.
         while not self.is_deferred and self._order and self._passes_left[self._order[0]] == 0:
             self._begin_task(self._order.pop(0))
 
@@ -461,17 +461,17 @@ class GradientSync:
         if self.processes.is_alone or not result.losses:
             return result
         figures = pack(result.losses, result.statistics)
-        # All processes of a replica have the same losses, which must be counted once: by the leader.
+        # All processes of a replica have the same losses, so only the leader counts them.
         if not self._is_leader:
             figures = torch.zeros_like(figures)
-        # Begun before the waits, so that it travels together with the last gradients.
+        # Started before the waits, so that it overlaps with the last gradients.
         self._begin_sum(figures)
         for pending, unpack_sum in self._pending:
             pending.wait()
             if unpack_sum is not None:
                 unpack_sum()
         self._pending = []
-        # After the waits, as norms are of sums. A process that holds all of a task takes them from its own pages later.
+        # After the waits, because norms are computed from sums. A process that holds a whole task computes them later.
         norms = self.gradient_norms(list(result.losses)) if self.holds_parts else None
         losses, statistics = unpack(figures, result.losses, result.statistics)
         failures = result.loss_failures
@@ -483,7 +483,7 @@ class GradientSync:
         return replace(result, losses=losses, statistics=statistics, norms=norms, loss_failures=failures)
 
     def total(self, values: torch.Tensor) -> torch.Tensor:
-        """Return the sum over the replicas of values that are equal on all processes of a replica; all call this.
+        """Return the sum over replicas of values that are equal on all processes of a replica; all must call this.
 
         Raises:
             ProcessError: if another process has failed, died or hangs.
@@ -515,8 +515,8 @@ class GradientSync:
     def squared_norms(self, names: Sequence[str]) -> torch.Tensor:
         """Return `[N]` squared norms of the regions of each task's gradient that this process counts, in float64.
 
-        Every cell is counted by one process, so these add up to the squares of the whole gradients. In float64, as the
-        sum over processes must not depend on how the layout cut a parameter by more than fp32 shows.
+        Every cell is counted by one process, so these add up to the squared norms of the whole gradients. In float64,
+        so that the layout changes the sum over processes by less than fp32 precision.
         """
         squares_N = torch.zeros(len(names), dtype=torch.float64, device=self.processes.device)
         for index, name in enumerate(names):
@@ -529,7 +529,7 @@ class GradientSync:
         return squares_N
 
     def gather(self, value: Any) -> list[Any]:
-        """Return a small plain value of every process, by rank; only this one's if every process holds all.
+        """Gather a small plain value from every process, by rank; only this one's if every process holds everything.
 
         Raises:
             ProcessError: if another process has failed, died or hangs.
@@ -537,7 +537,7 @@ class GradientSync:
         return self.processes.gather(value) if self.holds_parts else [value]
 
     def _begin_task(self, name: str) -> None:
-        """Begin to sum the gradients of a task, as pages or as bundles."""
+        """Start summing the gradients of a task, as pages or as bundles."""
         if self.processes.is_alone:
             return
         if not self.holds_parts:

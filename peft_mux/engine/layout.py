@@ -1,15 +1,15 @@
 """`ParallelLayout`: which process holds which part of which replica of the backbone.
 
 A replica is one copy of the backbone, spread over `tp * pp` processes; LobRA (section 2.2) writes it <tp,pp>. Replicas
-may differ. Ranks are assigned replica by replica, stage by stage, and the tensor parallel ranks of a stage, which
-communicate most and mostly share a node, are neighbours. For <2,2>, <1,1>::
+may differ. Ranks are assigned replica by replica and stage by stage. The tensor parallel ranks of a stage, which
+communicate most and usually share a node, are consecutive. For <2,2>, <1,1>::
 
     rank      0        1        2        3        4
     replica   0        0        0        0        1
     stage     0        0        1        1        0
     tp rank   0        1        0        1        0
 
-`check_layout` refuses what cannot be trained in a layout, by task and field, before any weight is read.
+`check_layout` rejects settings that a layout does not support, by task and field, before any weight is read.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _REPLICAS = re.compile(r"<\s*(\d+)\s*,\s*(\d+)\s*>\s*(?:x\s*(\d+))?")
 
 
 class Place(NamedTuple):
-    """Where a process stands in a layout: its coordinates.
+    """The coordinates of a process in a layout.
 
     Attributes:
         replica: index of the replica of the backbone that the process belongs to.
@@ -77,10 +77,10 @@ class ParallelLayout:
 
     @classmethod
     def of(cls, world_size: int, *, tp: int = 1, pp: int = 1) -> ParallelLayout:
-        """Return as many equal replicas as there are processes for.
+        """Return the layout of equal replicas that uses all processes.
 
         Raises:
-            ValueError: if the processes cannot be divided so.
+            ValueError: if the number of processes is not a multiple of `tp * pp`.
         """
         config = ParallelConfig(tp, pp)
         if world_size < 1 or world_size % config.num_gpus:
@@ -92,10 +92,10 @@ class ParallelLayout:
 
     @classmethod
     def parse(cls, text: str) -> ParallelLayout:
-        """Return the layout that LobRA's notation stands for, such as "<1,1>x2, <2,1>".
+        """Parse LobRA's notation, such as "<1,1>x2, <2,1>".
 
         Raises:
-            ValueError: for a text that is not in that notation.
+            ValueError: if the text is not in this notation.
         """
         # A comma within <tp,pp> separates degrees, not replicas.
         items = [item.strip() for item in re.split(r"[;+]|,(?![^<]*>)", text) if item.strip()]
@@ -108,7 +108,7 @@ class ParallelLayout:
         replicas = []
         for match in matches:
             tp, pp, count = match.groups(default="1")
-            # Before a list is made of so many: no run has them, and it would fill the memory.
+            # Checked before the list is created, because huge numbers would fill the memory.
             if max(map(len, (tp, pp, count))) > _MOST_DIGITS:
                 raise ValueError(f"replicas is {text!r}; allowed: numbers of at most {_MOST_DIGITS} digits.")
             replicas += [ParallelConfig(int(tp), int(pp))] * int(count)
@@ -131,17 +131,17 @@ class ParallelLayout:
 
     @property
     def is_tensor_parallel(self) -> bool:
-        """Whether some copy's layers are cut among processes."""
+        """Whether any replica uses tensor parallelism."""
         return any(replica.tp > 1 for replica in self.replicas)
 
     @property
     def are_alike(self) -> bool:
-        """Whether all replicas have one configuration."""
+        """Whether all replicas have the same configuration."""
         return len(set(self.replicas)) == 1
 
     @property
     def places(self) -> tuple[Place, ...]:
-        """Where each process stands, by rank."""
+        """The coordinates of each process, by rank."""
         return tuple(
             Place(index, stage, tp_rank)
             for index, replica in enumerate(self.replicas)
@@ -150,10 +150,10 @@ class ParallelLayout:
         )
 
     def place(self, rank: int) -> Place:
-        """Return where a process stands.
+        """Return the coordinates of a process.
 
         Raises:
-            ValueError: for a rank that the layout does not have.
+            ValueError: if the layout does not have this rank.
         """
         if not 0 <= rank < self.world_size:
             raise ValueError(f"rank is {rank}; allowed: 0 to {self.world_size - 1}, as {self} has.")
@@ -175,11 +175,11 @@ class ParallelLayout:
 
     @property
     def stage_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that hold the same weights, if replicas are equal: one group for each stage and rank of it."""
+        """Ranks that hold the same weights, if replicas are equal: one group per stage and tensor parallel rank."""
         return self._ranks_by("stage", "tp_rank")
 
     def _ranks_by(self, *coordinates: str) -> tuple[tuple[int, ...], ...]:
-        """Return the ranks of places that have some coordinates in common, in the order of ranks."""
+        """Group the ranks by some of their coordinates, in rank order."""
         groups: dict[Any, list[int]] = {}
         for rank, place in enumerate(self.places):
             groups.setdefault(attrgetter(*coordinates)(place), []).append(rank)
@@ -187,7 +187,7 @@ class ParallelLayout:
 
     @property
     def leaders(self) -> tuple[int, ...]:
-        """The first rank of each replica, whose losses count for all of it."""
+        """The first rank of each replica, whose losses count for the replica."""
         return tuple(self.rank(Place(index, 0, 0)) for index in range(self.num_replicas))
 
     def __str__(self) -> str:
@@ -197,10 +197,10 @@ class ParallelLayout:
 
 
 def layout_of(args: MultiTaskTrainingArguments) -> ParallelLayout:
-    """Return how the processes of a run are laid out, as its arguments say.
+    """Return the layout of a run's processes according to its arguments.
 
     Raises:
-        ConfigError: if they cannot be divided so.
+        ConfigError: if the number of processes does not match.
     """
     tp, pp, world_size = args.tensor_parallel_size, args.pipeline_parallel_size, args.world_size
     if args.replicas is None:
@@ -215,17 +215,17 @@ def layout_of(args: MultiTaskTrainingArguments) -> ParallelLayout:
         return ParallelLayout.of(world_size, tp=tp, pp=pp)
     if (tp, pp) != (1, 1):
         raise ConfigError(
-            f"args.replicas: got {args.replicas!r} beside tensor_parallel_size={tp} and pipeline_parallel_size={pp};"
-            " allowed: either the one or the others. Leave the two sizes at 1: replicas has its own."
+            f"args.replicas: got {args.replicas!r} with tensor_parallel_size={tp} and pipeline_parallel_size={pp};"
+            " allowed: either replicas or the two sizes. Leave the sizes at 1, because replicas includes them."
         )
     return layout_of_text(args.replicas, world_size)
 
 
 def layout_of_text(replicas: str, world_size: int) -> ParallelLayout:
-    """Return the layout that LobRA's notation stands for, such as "<1,1>x2, <2,1>".
+    """Parse LobRA's notation, such as "<1,1>x2, <2,1>", for a given number of processes.
 
     Raises:
-        ConfigError: if it cannot be read, or is of another number of processes than `world_size`.
+        ConfigError: if it cannot be parsed, or if it does not have `world_size` processes.
     """
     try:
         layout = ParallelLayout.parse(replicas)
@@ -233,8 +233,8 @@ def layout_of_text(replicas: str, world_size: int) -> ParallelLayout:
         raise ConfigError(f"args.{error}") from error
     if layout.world_size != world_size:
         raise ConfigError(
-            f"args.replicas: got {layout}, which takes {layout.world_size} processes, in a run of {world_size};"
-            f" allowed: as many as there are. Start {layout.world_size} processes, or name other replicas."
+            f"args.replicas: got {layout}, which needs {layout.world_size} processes, in a run of {world_size};"
+            f" allowed: exactly as many as there are. Start {layout.world_size} processes, or use other replicas."
         )
     return layout
 
@@ -247,7 +247,7 @@ def check_layout(
     tasks: Sequence[ResolvedTask],
     backbone: Any,
 ) -> None:
-    """Refuse what cannot be trained in a layout.
+    """Reject settings that a layout does not support.
 
     Args:
         layout: which process holds which part of which replica.
@@ -257,32 +257,32 @@ def check_layout(
         backbone: the transformers model, possibly without weights.
 
     Raises:
-        ConfigError: naming every task and field.
-        UnsupportedModelError: if the architecture cannot be cut.
+        ConfigError: if there are any; the message names every task and field.
+        UnsupportedModelError: if the architecture cannot be partitioned.
     """
     faults = []
     if not layout.is_data_parallel or args.shard_backbone:
         got = f"replicas {layout}{' with shard_backbone=True' if args.shard_backbone else ''}"
-        allowed = "None where a process holds a part of the model"
+        allowed = "None if a process holds only a part of the model"
         fix = (
             "Give every process the whole model, or evaluate the saved adapters with peft_mux.generate in one process."
         )
         generating = [task.name for task in tasks if task.task.generate_options is not None]
         faults += [Fault(f"tasks.{name}.eval_generate", got, allowed, fix) for name in generating]
-    # A run that may move to other replicas may use turns there.
+    # A run that may move to other replicas may interleave passes there.
     if not (args.interleaved_passes in ("auto", 1) or args.redeploy or layout.is_tensor_parallel):
-        fix = "Leave it out: turns hide sums of tensor parallelism, which no replica has here."
+        fix = "Leave it out: it hides all-reduces of tensor parallelism, which no replica uses here."
         allowed = f'"auto" or 1 with replicas {layout}'
         faults.append(Fault("args.interleaved_passes", str(args.interleaved_passes), allowed, fix))
     raise_faults(faults)
     if args.shard_backbone:
         faults = _sharding_faults(layout, args, is_quantized=is_quantized)
-        # Prompts are made and read outside of the units that FSDP2 gathers.
+        # Prompts are computed and read outside the units that FSDP2 gathers.
         faults += [
             Fault(
                 f"tasks.{task.name}.peft_config",
                 f"{kind.title} with shard_backbone=True",
-                "types of layers",
+                "PEFT types that adapt layers",
                 "Leave shard_backbone out, or train LORA.",
             )
             for task in tasks
@@ -293,14 +293,14 @@ def check_layout(
     if layout.is_data_parallel:
         return
     raise_faults(_divided_faults(tasks, f"replicas {layout}"))
-    family_of(backbone)  # refuses architectures that cannot be cut, as `blocks_of` does below
+    family_of(backbone)  # rejects architectures that cannot be partitioned, like `blocks_of` below
     faults = [fault for task in tasks for fault in kind_of(task.peft_config).refusals(layout, f"tasks.{task.name}")]
     faults += _bare_parameter_faults(layout, tasks, backbone)
     for tp_size in sorted({replica.tp for replica in layout.replicas} - {1}):
         blocks_of(backbone, tp_size)
     if layout.is_tensor_parallel:
-        allowed = f"{', '.join(sorted(ELEMENTWISE))} with replicas {layout}: an optimizer that treats every"
-        allowed += " element alike, as parameters are cut"
+        allowed = f"{', '.join(sorted(ELEMENTWISE))} with replicas {layout}, because parameters are cut and the"
+        allowed += " optimizer must be element-wise"
         faults += [
             Fault(f"tasks.{task.name}.optim", repr(optim), allowed, "Set one of these, or tensor_parallel_size=1.")
             for task in tasks
@@ -316,28 +316,28 @@ def _sharding_faults(layout: ParallelLayout, args: MultiTaskTrainingArguments, *
     """Return what cannot be combined with sharded frozen weights (FSDP2)."""
     found = {"cuda_graphs": ("True", args.cuda_graphs), "model": ("a quantised backbone", is_quantized)}
     faults = [
-        Fault(f"args.{name}", got, "its default beside shard_backbone=True", "Leave one of the two out.")
+        Fault(f"args.{name}", got, "its default with shard_backbone=True", "Leave one of the two out.")
         for name, (got, is_fault) in found.items()
         if is_fault
     ]
-    # The weights of a stage are sharded over the replicas, which must have cut the backbone in the same way.
+    # The weights of a stage are sharded over replicas, which must all have the same stages.
     if layout.is_data_parallel or (layout.are_alike and not layout.is_tensor_parallel and layout.num_replicas > 1):
         return faults
     where = "args.tensor_parallel_size, pipeline_parallel_size, replicas"
-    allowed = "no tensor parallelism beside shard_backbone=True"
+    allowed = "no tensor parallelism with shard_backbone=True"
     if layout.is_tensor_parallel:
         got, fix = f"{layout}, with tensor parallelism", "Leave one of the two out: both divide each layer."
     elif layout.are_alike:
         got, allowed = f"{layout}, a single replica", "several replicas, which share the weights of each stage"
         fix = f"Start twice as many processes, {2 * layout.world_size}, or more; or leave shard_backbone out."
     else:
-        got, allowed = f"{layout}, unlike replicas", "replicas of as many stages each beside shard_backbone=True"
-        fix = "Replicas share the weights of each stage, so all have to cut the backbone alike."
+        got, allowed = f"{layout}, different replicas", "replicas with the same stages with shard_backbone=True"
+        fix = "Replicas share the weights of each stage, so all must have the same number of stages."
     return [*faults, Fault(where, got, allowed, fix)]
 
 
 def _divided_faults(tasks: Sequence[ResolvedTask], layout: str) -> list[Fault]:
-    """Return the fields of tasks that need the whole backbone in a process."""
+    """Return a fault for each field that needs the whole backbone in one process."""
     return [
         fault
         for task in tasks
@@ -353,12 +353,12 @@ def _bare_parameter_faults(layout: ParallelLayout, tasks: Sequence[ResolvedTask]
         field = "target_parameters" if getattr(config, "target_parameters", None) else "target_modules"
         given = shown(getattr(config, field, None))
         if hasattr(config, "target_parameters"):
-            convert(config, backbone)  # "all-linear" names experts of a mixture too
+            convert(config, backbone)  # "all-linear" includes the experts of a mixture
         if targets := getattr(config, "target_parameters", None):
-            allowed = f"layers with replicas {layout}, as processes that hold a part of the model divide layers alone"
+            allowed = f"layers with replicas {layout}, because bare parameters cannot be divided among processes"
             got = given if field == "target_parameters" else f"{given}, which on this mixture adapts {shown(targets)}"
             fix = (
-                'Name layers of attention in target_modules, such as ["q_proj", "v_proj"], or let every process hold '
+                'Set target_modules to attention layers such as ["q_proj", "v_proj"], or let every process hold '
                 "the whole model (data parallelism, shard_backbone=True)."
             )
             faults.append(Fault(f"tasks.{task.name}.peft_config.{field}", got, allowed, fix))
@@ -366,18 +366,19 @@ def _bare_parameter_faults(layout: ParallelLayout, tasks: Sequence[ResolvedTask]
 
 
 def _word_faults(layout: str, tasks: Sequence[ResolvedTask]) -> list[Fault]:
-    """Return the tasks whose loss reads more words than each target, which needs the whole output head at hand."""
+    """Return a fault for each task whose loss reads logits other than the target's, which needs the whole head."""
     faults = []
     fix = "Give every process the whole output head (no tensor_parallel_size, no shard_backbone)."
     for task in tasks:
         if task.objective.needs_entropy(task.loss_args):
-            got = f"a loss that reads entropies beside {layout}"
-            faults.append(Fault(f"tasks.{task.name}.objective_args", got, "losses without them in this layout", fix))
+            got = f"a loss that reads entropies with {layout}"
+            allowed = "losses without entropies in this layout"
+            faults.append(Fault(f"tasks.{task.name}.objective_args", got, allowed, fix))
         columns = task.objective.row_form.token_columns
         known = {name for name, column in columns.items() if column.is_required} | columns_of(task.task.train_dataset)
         named = [name for name in WORDS if name in columns and name in known]
         if named:
-            got = f'rows with "{named[0]}" beside {layout}'
+            got = f'rows with "{named[0]}" in combination with {layout}'
             allowed = "one target for each token in this layout"
             faults.append(Fault(f"tasks.{task.name}.train_dataset", got, allowed, fix))
     return faults

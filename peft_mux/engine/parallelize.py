@@ -1,8 +1,8 @@
-"""`ModelPart`: the part of a run's model that one process holds in a layout, and `parallelize`, which makes it.
+"""`ModelPart`: the part of a run's model that one process holds in a layout; `ModelPart.parallelize` creates it.
 
-If every process holds the whole model, it is loaded and moved to its device. Otherwise a process reads the weights of
-its own stage alone, keeps its tensor parallel rank's part of them, and gets of every adapter the part that lies there,
-as one process would have drawn it.
+If every process holds the whole model, it is loaded and moved to its device. Otherwise a process reads only the weights
+of its own stage and keeps its tensor parallel rank's part of them. Of every adapter it gets the matching part, with the
+same initial values as in a single process.
 """
 
 from __future__ import annotations
@@ -41,12 +41,12 @@ from peft_mux.scheduler.plan import Plan
 
 @dataclass(frozen=True, slots=True)
 class ParallelModel:
-    """What a process holds of a run's model once it is parallelized, and what runs it.
+    """The part of a run's model that a process holds after parallelizing, and its executor.
 
     Attributes:
         model: the model of this process, whole or a part, with its weights, on its device, in training mode.
         executor: runs the passes of this process.
-        samples: samples of the frozen weights of this process, by name, for a digest of the whole backbone.
+        samples: samples of this process's frozen weights by name, for a digest of the whole backbone.
         is_whole: whether this process holds the whole model.
         tensor_parallel: how the model was cut for tensor parallelism; `None` if no replica is.
         links: all-reduces over the tensor parallel group; `None` if no replica has several ranks.
@@ -60,11 +60,11 @@ class ParallelModel:
     links: TensorLinks | None
 
     def register(self, tasks: Sequence[ResolvedTask]) -> None:
-        """Add tasks to the model, with the weights that one process would draw for them; see `register_tasks`."""
+        """Add tasks to the model with the same initial weights as in a single process; see `register_tasks`."""
         register_tasks(self.model, tasks, is_whole=self.is_whole, tensor_parallel=self.tensor_parallel)
 
     def close(self) -> None:
-        """Close the connections within tensor parallel groups; all processes call this at one time."""
+        """Close the connections within tensor parallel groups; all processes must call this at the same time."""
         if self.links is not None:
             self.links.close()
 
@@ -87,7 +87,7 @@ class ModelPart:
     def __init__(
         self, source: BackboneSource, args: MultiTaskTrainingArguments, layout: ParallelLayout, rank: int
     ) -> None:
-        """Remember the run; load nothing."""
+        """Store the run's settings without loading anything."""
         self.source, self.args, self.layout = source, args, layout
         self.place = layout.place(rank)
         replica = layout.replicas[self.place.replica]
@@ -95,29 +95,29 @@ class ModelPart:
         self._num_chunks = 2 if args.pipeline_schedule == "interleaved_1f1b" else 1
 
     def check(self, tasks: Sequence[ResolvedTask], backbone: Any) -> None:
-        """Refuse what cannot be trained in the layout.
+        """Reject settings that the layout does not support.
 
         Args:
             tasks: the tasks of the run, or those that are to join it.
             backbone: the transformers model, possibly without weights.
 
         Raises:
-            ConfigError: naming every task and field.
-            UnsupportedModelError: if the architecture cannot be cut.
+            ConfigError: if there are any; the message names every task and field.
+            UnsupportedModelError: if the architecture cannot be partitioned.
         """
         is_quantized = self.source.quantization is not None
         check_layout(self.layout, is_quantized=is_quantized, args=self.args, tasks=tasks, backbone=backbone)
 
     def outline(self, described: MultiTaskPeftModel, tasks: Sequence[ResolvedTask]) -> Any:
-        """Return the whole model without weights, from which plans are made while `described` itself will be cut.
+        """Return the whole model without weights for planning, because `described` itself will be partitioned.
 
         Args:
             described: the whole model, possibly without weights.
-            tasks: the tasks of the run, in the order in which they came.
+            tasks: the tasks of the run, in registration order.
         """
         if self.layout.is_data_parallel or is_meta(described.backbone):
             return described
-        # Plans are of the whole model, and cutting uses `described` up.
+        # Plans need the whole model, and partitioning consumes `described`.
         with torch.device("meta"):
             backbone = type(described.backbone)(described.backbone.config)
         configs, seeds, num_labels = configs_of(tasks), seeds_of(tasks), num_labels_of(tasks)
@@ -131,29 +131,29 @@ class ModelPart:
         plan: Plan | None,
         processes: Processes,
     ) -> ParallelModel:
-        """Turn a described model into what this process holds and runs.
+        """Create the part of the model that this process holds, and its executor.
 
-        Every process of the run calls this, as most steps are collective: process groups are made, by all processes in
-        the same order. Each process goes through the same steps in any layout; those that its layout does not need do
-        nothing.
+        All processes of the run must call this, because most steps are collective: all processes create process groups
+        in the same order. Each process goes through the same steps in any layout; steps that its layout does not need
+        do nothing.
 
         Args:
             described: the whole model, possibly without weights.
-            tasks: the tasks of the run, in the order in which they came.
-            plan: says how many layers each stage has, and is what a pipeline follows at first; may be `None` if the
+            tasks: the tasks of the run, in registration order.
+            plan: determines the layers of each stage, and is the initial plan of a pipeline; may be `None` if the
                 replica of this process has one stage.
             processes: the processes of the run, connected.
 
         Raises:
             ConfigError: if the weights cannot be loaded.
-            ProcessError: if another process does not come within the time limit.
+            ProcessError: if another process does not join within the time limit.
         """
         args, layout = self.args, self.layout
         model, stage = self._load_weights(described, tasks, plan)
         samples = weight_samples(model.backbone)  # as they were saved: later steps leave only parts of them
 
-        # Tensor parallelism. Every process takes part in making the groups of all, also if its own has one rank. Layers
-        # are hooked to links that can give turns away, also if passes never run in turns.
+        # Tensor parallelism. Every process takes part in creating all groups, even if its own has one rank. Layers
+        # always use links that support interleaved passes.
         links = TensorLinks(layout.tensor_groups, processes) if layout.is_tensor_parallel else None
         turn_links = None if links is None else TurnLinks(links)
         if stage is None and not self.is_whole:
@@ -162,8 +162,8 @@ class ModelPart:
 
         model.to(args.device)  # only now, so that no device ever holds what it does not keep
         if self.is_whole:
-            # Packing is proven on the device and in the precision of the passes. A CPU computes by the same code in
-            # every precision, so there the model's own will do.
+            # Packing is verified on the device and in the precision of the passes. A CPU runs the same code in every
+            # precision, so the model's own is enough there.
             is_autocast = args.bf16 and args.device.type == "cuda"
             with torch.autocast(args.device.type, dtype=torch.bfloat16) if is_autocast else nullcontext():
                 model.verify_once()
@@ -177,7 +177,7 @@ class ModelPart:
         sharded = shard_frozen_weights(model, stage, processes, layout) if is_sharded else None
         interleaving = None
         if turn_links is not None and turn_links.size > 1:
-            # How many passes take turns is in the plan, which follows.
+            # The plan determines how many passes are interleaved.
             interleaving = Interleaving(model, turn_links, recomputes=args.uses_checkpointing)
         sync = GradientSync(model, processes, layout, is_deferred=is_sharded)
         shared: dict[str, Any] = {"bf16": args.bf16, "sync": sync, "interleaving": interleaving, "sharded": sharded}
@@ -186,7 +186,7 @@ class ModelPart:
             executor = PipelineExecutor(stage, plan, processes, pipelines=layout.pipelines, **shared)
         else:
             if any(replica.pp > 1 for replica in layout.replicas):
-                # This process needs none of them, but every process takes part in making the groups of all pipelines.
+                # This process needs none of them, but every process takes part in creating the groups of all pipelines.
                 PipelineLinks(layout.pipelines, self._num_chunks, processes)
             executor = Executor(model, cuda_graphs=args.cuda_graphs, **shared)
         if plan is not None:
@@ -196,7 +196,7 @@ class ModelPart:
     def _load_weights(
         self, described: MultiTaskPeftModel, tasks: Sequence[ResolvedTask], plan: Plan | None
     ) -> tuple[MultiTaskPeftModel, StageModel | None]:
-        """Return this process's model with its weights, and that model as a stage if it is one of a pipeline."""
+        """Return this process's model with its weights, and also as a `StageModel` if it is a pipeline stage."""
         if self.num_stages == 1:
             return self.source.load(described, tasks), None
         assert plan is not None, "several stages are planned before they are cut"
@@ -205,9 +205,11 @@ class ModelPart:
         stages = StageLayout.of(num_layers, self.num_stages, num_chunks=num_chunks, layers_per_stage=layers_per_stage)
         folder = self.source.folder(tasks)
         if folder is not None and is_converted(folder, described.backbone):
-            warnings.warn(f"every process reads all of {folder}, as transformers converts its tensors.", stacklevel=2)
+            warnings.warn(
+                f"every process reads all of {folder}, because transformers converts its tensors.", stacklevel=2
+            )
             folder = None
-        if folder is None:  # weights that no file holds as they are here are loaded whole, and cut
+        if folder is None:  # load the whole model and cut it
             whole = self.source.load(described, tasks)
             whole.verify_once()
             stage = StageModel(whole, stages, self.place.stage)
@@ -217,18 +219,18 @@ class ModelPart:
         return assign_settings(stage.model, tasks), stage
 
     def _prepare_last_layer(self, model: MultiTaskPeftModel, stage: StageModel | None) -> None:
-        """Let the last layer compute only the rows that are read, as the arguments say; warn with a reason if not."""
+        """Restrict the last layer to the rows that losses read, if the arguments allow it; warn if it is impossible."""
         last_layer = model.last_layer
         last_layer.is_wanted = self.args.last_layer_at_targets is not False
         if not last_layer.is_wanted or (stage is not None and not stage.has_head):
             return
         if stage is not None:
-            # All tensor parallel ranks of a stage come here, and sum over each other.
+            # All tensor parallel ranks of a stage run this together, because it communicates.
             stage.prove_last_layer()
         last_layer.check_cut(model)
         if last_layer.reason is not None:
             warnings.warn(
-                f"the last layer computes all rows, also those that no loss reads, as {last_layer.reason}.",
+                f"the last layer computes all rows, including rows that no loss reads, because {last_layer.reason}.",
                 stacklevel=2,
             )
 
@@ -254,19 +256,19 @@ def register_tasks(
     is_whole: bool,
     tensor_parallel: TensorParallelModel | None,
 ) -> None:
-    """Add tasks to a model, whole or a part, with the weights that one process would draw for them.
+    """Add tasks to a whole or partial model with the same initial weights as in a single process.
 
-    For a part, they are drawn for the whole adapter, on a backbone that has shapes but no memory: a part has fewer
-    layers, or narrower ones, so the same seed would draw other weights on it.
+    For a part, weights are drawn for the whole adapter, on a backbone without memory for its weights: a part has fewer
+    or narrower layers, so the same seed would give other weights.
 
     Args:
         model: the model of this process: whole, a stage, or a tensor parallel rank's part of one.
         tasks: the new tasks.
-        is_whole: whether this process is to hold the whole model.
+        is_whole: whether this process holds the whole model.
         tensor_parallel: how the model was cut for tensor parallelism; `None` if it was not.
 
     Raises:
-        ConfigError: naming every fault of every new task; then none is added.
+        ConfigError: if there are errors; the message names all of them for every new task, and no task is added.
     """
     if is_whole:
         model.register_tasks(configs_of(tasks), seeds=seeds_of(tasks), num_labels=num_labels_of(tasks))
@@ -281,10 +283,11 @@ def register_tasks(
 
 
 def begin_from_adapters(model: MultiTaskPeftModel, tasks: Sequence[ResolvedTask]) -> None:
-    """Give tasks the weights of the adapters that they begin from; a model without weights only compares the tensors.
+    """Load the initial adapters of tasks; for a model without weights, only compare the tensors.
 
     Raises:
-        ConfigError: naming the task and the first tensor that is missing, extra or of another shape.
+        ConfigError: if a tensor is missing, unexpected or has another shape; the message names the task and the first
+            such tensor.
     """
     for task in tasks:
         if (folder := task.task.init_adapter) is None:
@@ -309,17 +312,17 @@ def _register_parts(
         if here:
             own: Any = copy.deepcopy(task.peft_config)
             kind.narrow(own, sorted(here))
-            # It was checked against the whole model, whose layers are wider than those here.
+            # It was already checked against the whole model, whose layers are wider.
             num_labels = num_labels_of([task])
             model.register_tasks({name: own}, seeds=seeds_of([task]), num_labels=num_labels, are_checked=True)
             if tensor_parallel is not None:
                 tensor_parallel.register_pieces([name])
-            # The configuration of the whole is saved with the adapter, not the names of this part's layers.
+            # The configuration of the whole adapter is saved, without names that belong to this part.
             model.peft_config[model.adapter_of(name)] = copy.deepcopy(completed)
             held = model.task_parameters(name)
-            # A head is whole if there is one, and was drawn or copied by `model.register_tasks`.
+            # A head is never cut, and `model.register_tasks` has initialised it.
             model.registry.place_whole(name, {key: drawn[key] if kind.owns(key) else held[key] for key in held})
         else:
-            # Registered by name all the same: every process must count, sum and end the same tasks.
+            # Still registered by name, because every process must count, sum and finish the same tasks.
             model.register_absent(name, copy.deepcopy(completed))
         model.stream.lowest_layers[model.adapter_of(name)] = lowest_layer(drawn)

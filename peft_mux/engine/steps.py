@@ -1,7 +1,7 @@
-"""`StepSource`: turns a plan into work, step by step: the micro-batches of the tasks that are running.
+"""`StepSource`: converts a plan into the work of each step, the micro-batches of the running tasks.
 
-`BatchesAhead` reads each task's next global batch one step early, so that its dispatch can be solved meanwhile. It
-keeps what was read until `take`: a stream that is asked for a batch twice would be read again from its start.
+`BatchesAhead` prefetches each task's next global batch, so that its dispatch can be solved during the current step. It
+keeps batches until `take`, because reading the same batch of a stream twice would restart the stream.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ class BatchesAhead:
     """Holds at most one batch of each task.
 
     Args:
-        listener: called with the seconds that the run waited for the rows of a task.
+        listener: called with the seconds that the run has waited for the rows of a task.
 
     Example:
         >>> ahead = BatchesAhead()
@@ -38,25 +38,25 @@ class BatchesAhead:
     """
 
     def __init__(self, listener: Listener = ignore_timing) -> None:
-        """Hold nothing yet."""
+        """Start without batches."""
         self._listener = listener
         self._held: dict[str, tuple[Any, int, TaskBatch | DataError]] = {}
         self._taken: dict[str, tuple[Any, int, TaskBatch | DataError]] = {}
 
     def take(self, task: TaskRun, step: int | None = None) -> TaskBatch:
-        """Return the batch of a task's step, read early or now.
+        """Return the batch of a task's step, reading it if it was not prefetched.
 
         Args:
             task: the task that takes the step.
             step: number of the step; by default the task's current one.
 
         Raises:
-            DataError: if its rows cannot be read, or could not be when they were read early.
+            DataError: if its rows cannot be read, or prefetching them failed.
         """
         step = task.step if step is None else step
         loader, held_step, batch = self._held.pop(task.name, (None, -1, None))
-        # A task that was removed and registered again under its name has another loader, and one that was put back to a
-        # checkpoint another step: rows that were read for the old one must not be trained on.
+        # A task that was removed and registered again has another loader, and a task that was reset to a checkpoint has
+        # another step. Rows that were prefetched before must not be used.
         if loader is not task.loader or held_step != step or batch is None:
             batch = self._read(task, step)
         if isinstance(batch, DataError):
@@ -65,26 +65,26 @@ class BatchesAhead:
         return batch
 
     def put_back(self) -> None:
-        """Hold the batch of each task that was taken last once more, as its step is taken again."""
+        """Put the last batch of each task back, because its step is repeated."""
         self._held |= self._taken
 
     def begin(self, tasks: Iterable[TaskRun], *, num_steps: int = 1) -> None:
-        """Let streams read on in their threads while a step is taken; returns at once.
+        """Start reading streams in their threads during a step; returns immediately.
 
         Args:
             tasks: the tasks of the current step, before they have taken it.
-            num_steps: how many steps after the current one the rows are of.
+            num_steps: how many steps after the current one to read.
         """
         for task in tasks:
-            # Rows that are tokenised already are at hand, and need no thread.
+            # Datasets that are tokenised in advance need no thread.
             begin = getattr(task.loader, "begin", None)
             if begin is not None and task.step + num_steps < task.num_steps:
                 begin(task.step + num_steps)
 
     def read(self, tasks: Iterable[TaskRun]) -> list[TaskBatch]:
-        """Read the step after the current one of each task; those that end with this one are left out.
+        """Prefetch the next step of each task, except for tasks that end with the current step.
 
-        A task whose rows cannot be read is left out too; `take` raises the error that was raised here.
+        A task whose rows cannot be read is also skipped; `take` raises its error later.
 
         Args:
             tasks: the tasks of the current step, before they have taken it.
@@ -98,14 +98,13 @@ class BatchesAhead:
                 batch: TaskBatch | DataError = self._read(task, step)
                 batches.append(batch)
             except DataError as error:
-                # Held, not raised: the step that is about to run has its rows, and must not fail for those of the next
-                # one.
+                # Stored, not raised: the current step has its rows and must not fail because of the next one.
                 batch = error
             self._held[task.name] = task.loader, step, batch
         return batches
 
     def drop(self, name: str) -> None:
-        """Forget a task that was removed."""
+        """Discard the batch of a removed task."""
         self._held.pop(name, None)
         self._taken.pop(name, None)
 
@@ -124,10 +123,10 @@ class StepSource:
         plan: which tasks share their passes, and how many tokens a pass may hold.
         collator: packs rows into micro-batches, and cuts them into chunks.
         processes: the processes of the run; by default this one is alone.
-        layout: which process belongs to which replica, as replicas divide the rows of a step; by default each process
-            is one.
+        layout: which process belongs to which replica; replicas divide the rows of a step. By default each process is a
+            replica.
         shares: divides the rows of a step among replicas; by default evenly by tokens.
-        ahead: keeps rows that were read a step early; it outlives a plan.
+        ahead: holds prefetched batches; it is kept when the plan changes.
     """
 
     def __init__(
@@ -139,7 +138,7 @@ class StepSource:
         shares: DispatchedShares | None = None,
         ahead: BatchesAhead | None = None,
     ) -> None:
-        """Remember the plan; read nothing yet."""
+        """Store the plan without reading rows."""
         self.plan, self.collator = plan, collator
         self.processes = processes or Processes()
         self.layout = layout or ParallelLayout.of(self.processes.world_size)
@@ -150,11 +149,11 @@ class StepSource:
     def next(self, tasks: Iterable[TaskRun], *, num_steps_later: int = 0) -> StepWork:
         """Return the next step of the given tasks.
 
-        A task whose rows cannot be read is reported in `failures` and left out; the others continue.
+        A task whose rows cannot be read is reported in `failures` and skipped; the others continue.
 
         Args:
             tasks: the tasks that take a step, in stream order.
-            num_steps_later: how many steps after the current one the work is of.
+            num_steps_later: how many steps after the current one to return.
         """
         batches: dict[str, TaskBatch] = {}
         failures: dict[str, str] = {}
@@ -165,7 +164,7 @@ class StepSource:
                 failures[task.name] = f"data: {error}"
         batches, failures = Agreement(self.processes).on_batches(batches, failures, self._order(batches))
         for name, batch in list(batches.items()):
-            # After the agreement: all processes then refuse the same rows.
+            # After the agreement, so that all processes reject the same rows.
             refusal = self.shares.refusal(batch)
             if refusal is not None:
                 failures[name] = f"data: {refusal}"
@@ -179,11 +178,11 @@ class StepSource:
                 sum(len(batch.sequences[row]) for row in rows) if batch.trie is None else batch.trie.num_computed(rows)
                 for batch, rows in zip(fused, own, strict=True)
             )
-            # No pass, not an empty one: the gradients that the replica has to sum for the task are zeros.
+            # No pass instead of an empty one; the replica contributes zero gradients for the task.
             if own_tokens == 0:
                 continue
             planned = htask.micro_batches * htask.tokens_per_micro_batch
-            # Batches are drawn, so a step may bring another number of tokens than the plan was made for.
+            # Batches are random, so a step may have another number of tokens than the plan assumed.
             has_shared = any(batch.trie is not None for batch in fused)
             meant = passes_meant(own_tokens, planned, htask.micro_batches, has_shared=has_shared)
             bound = self.plan.max_tokens_per_micro_batch
@@ -199,7 +198,7 @@ class StepSource:
         )
 
     def window(self, tasks: Iterable[TaskRun], num_steps: int) -> list[StepWork]:
-        """Return several steps of the given tasks, or fewer if rows cannot be read: then those before.
+        """Return several steps of the given tasks, or only the steps before one whose rows cannot be read.
 
         Args:
             tasks: the tasks that take the steps, in stream order; none of them ends before the last one.
@@ -209,7 +208,7 @@ class StepSource:
         works: list[StepWork] = []
         for number in range(num_steps):
             work = self.next(own, num_steps_later=number)
-            # It is asked for again as the first step of the next window, and then says who has failed.
+            # It is read again as the first step of the next window, which then reports the failures.
             if work.failures and works:
                 break
             works.append(work)
@@ -218,9 +217,9 @@ class StepSource:
         return works
 
     def prepare(self, tasks: Iterable[TaskRun]) -> None:
-        """Begin to read and to divide the step after the current one, if that takes time.
+        """Start reading and dividing the next step if that takes time.
 
-        Returns at once unless rows are divided early: then it waits for those of the next step.
+        Returns immediately, except if rows are divided in advance: then it waits for the rows of the next step.
 
         Args:
             tasks: the tasks of the current step, before they have taken it.
@@ -233,11 +232,11 @@ class StepSource:
             self.ahead.begin(tasks)
 
     def _order(self, batches: Mapping[str, TaskBatch]) -> tuple[str, ...]:
-        """Return the order in which all processes sum gradients: that of the plan if they all have the same one.
+        """Return the order in which all processes sum gradients: plan order if all processes have the same plan.
 
-        Replicas that differ in their layout plan for themselves; for them the order is that of the stream.
+        Different replicas have different plans; they use stream order.
         """
-        # Equal replicas have equal costs and so one plan; `Agreement.on_batches` compares it.
+        # Equal replicas have equal costs and therefore the same plan; `Agreement.on_batches` compares it.
         if self.layout.are_alike:
             return tuple(name for htask in self.plan.htasks for name in htask.tasks)
         return tuple(batches)

@@ -1,7 +1,7 @@
-"""The values of a step: `StepWork` goes into an executor, `StepResult` comes out, `PassClock` times the passes.
+"""The values of a step: `StepWork` is the input of an executor, `StepResult` its output, `PassClock` times the passes.
 
-`StepSums` adds up losses and statistics of the tasks over micro-batches. `PassClock` reads what each pass took on this
-process without making a device wait.
+`StepSums` adds up losses and statistics of the tasks over micro-batches. `PassClock` measures each pass on this process
+without synchronising with a device.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from peft_mux.modeling.model import MultiTaskPeftModel, MuxOutput
 
 
 class StepSums:
-    """Sums of what the passes of a step gave for each task.
+    """Sums of losses and statistics of each task over the passes of a step.
 
     Args:
-        model: the model, which knows the statistics of each task's loss.
-        tasks: names of the tasks of the step, also of those without rows in this process.
+        model: the model, which defines the statistics of each task's loss.
+        tasks: names of the tasks of the step, including tasks without rows in this process.
         device: device of the sums.
 
     Attributes:
-        losses: mean loss of each task, as far as its parts were added.
-        statistics: statistics `[K]` of each task whose loss has some, likewise.
+        losses: mean loss of each task, summed over the passes added so far.
+        statistics: statistics `[K]` of each task whose loss has some, summed in the same way.
     """
 
     def __init__(self, model: MultiTaskPeftModel, tasks: Sequence[str], device: torch.device) -> None:
@@ -39,7 +39,7 @@ class StepSums:
         self.statistics = {name: torch.zeros(count, device=device) for name, count in counts.items() if count}
 
     def add(self, output: MuxOutput) -> None:
-        """Add what one pass gave."""
+        """Add the result of one pass."""
         for name, loss in zip(output.task_names, output.losses.unbind(), strict=True):
             self.losses[name] = self.losses[name] + loss
         for name, own in zip(output.task_names, output.statistics, strict=False):
@@ -48,7 +48,7 @@ class StepSums:
 
 
 def pack(losses: Mapping[str, torch.Tensor], statistics: Mapping[str, torch.Tensor]) -> torch.Tensor:
-    """Return losses and statistics in one float32 tensor, which travels in one message."""
+    """Return losses and statistics in one float32 tensor, to be sent in one message."""
     losses_N = torch.stack([loss.float() for loss in losses.values()])
     return torch.cat([losses_N, *statistics.values()]) if statistics else losses_N
 
@@ -56,19 +56,19 @@ def pack(losses: Mapping[str, torch.Tensor], statistics: Mapping[str, torch.Tens
 def unpack(
     figures: torch.Tensor, losses: Mapping[str, torch.Tensor], statistics: Mapping[str, torch.Tensor]
 ) -> tuple[dict[str, torch.Tensor], dict[str, torch.Tensor]]:
-    """Return losses and statistics from a tensor that `pack` has made of some of the same tasks and sizes."""
+    """Return losses and statistics from a tensor that `pack` has created for the same tasks and sizes."""
     losses_N, *rest = figures.split([len(losses), *map(len, statistics.values())])
     return dict(zip(losses, losses_N.unbind(), strict=True)), dict(zip(statistics, rest, strict=True))
 
 
 class TaskInPass(NamedTuple):
-    """What a task has in a pass.
+    """The size of a task in a pass.
 
     Attributes:
         task: name of the task.
-        lengths: tokens of each of its sequences.
-        num_targets: number of rows of its activations that its loss reads, or of its loss terms where these are fewer.
-        shared: how many tokens of each sequence are computed for another one; empty where none are.
+        lengths: number of tokens of each of its sequences.
+        num_targets: number of rows of its activations that its loss reads, or number of its loss terms if smaller.
+        shared: number of tokens of each sequence that are computed for another sequence; empty if there are none.
     """
 
     task: str
@@ -79,13 +79,13 @@ class TaskInPass(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PassTime:
-    """What one pass took, or several that ran in turns and can only be timed together.
+    """The time of one pass, or of several interleaved passes that can only be timed together.
 
     Attributes:
-        passes: for each pass what each of its tasks has in it.
+        passes: for each pass the sizes of its tasks.
         seconds: seconds of forward and backward on this process, without waiting for other stages.
-        waited_s: those of them in which this process waited for sums over the devices of its stage; `None` where it
-            waits for none, or where that is not known: on a GPU, and where several passes ran in turns.
+        waited_s: the part of `seconds` in which this process waited for all-reduces of its stage; `None` if there are
+            none, or if it is unknown (on a GPU, and for interleaved passes).
     """
 
     passes: tuple[tuple[TaskInPass, ...], ...]
@@ -95,11 +95,11 @@ class PassTime:
 
 @dataclass(frozen=True, slots=True)
 class StepTimes:
-    """What the passes of a step took on this process.
+    """The times of the passes of a step on this process.
 
     Attributes:
-        passes: those that were timed.
-        span_s: seconds from the beginning of the first pass to the end of the last one; 0 where there was none.
+        passes: the timed passes.
+        span_s: seconds from the start of the first pass to the end of the last one; 0 if there was none.
     """
 
     passes: tuple[PassTime, ...] = ()
@@ -107,7 +107,7 @@ class StepTimes:
 
 
 class PassClock:
-    """Times passes: on a CPU by the host's clock, on a GPU by events that are read after the step.
+    """Times passes: on a CPU with the host's clock, on a GPU with events that are read after the step.
 
     Args:
         device: the device that passes run on.
@@ -121,12 +121,12 @@ class PassClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Have timed nothing."""
+        """Start without times."""
         self.device = device
         self.start_step()
 
     def start_step(self) -> None:
-        """Forget the passes of the step before."""
+        """Discard the passes of the previous step."""
         self._timed: list[tuple[tuple[tuple[TaskInPass, ...], ...], Any, Any, float | None]] = []
         self._acted: list[PassTime] = []
         self._part_s: dict[Hashable, float] = {}
@@ -138,8 +138,9 @@ class PassClock:
 
         Args:
             micro_batches: the micro-batches that pass in it.
-            waited_s: returns the seconds that this process has waited for others so far, where all that it waits for
-                within the block are sums of these passes, one after another; not asked on a GPU, whose host goes on.
+            waited_s: returns the seconds that this process has waited for others so far. Pass it only if the block
+                waits for nothing but sums of these passes, one after another. Not called on a GPU, where the host does
+                not wait.
         """
         begin = self._mark()
         before_s = waited_s() if waited_s is not None and self.device.type == "cpu" else None
@@ -148,19 +149,19 @@ class PassClock:
         self._timed.append((tuple(map(rows_of, micro_batches)), begin, self._mark(), in_sums_s))
 
     def add(self, key: Hashable, seconds: float) -> None:
-        """Add to a pass that is taken in several parts, as in a pipeline, by the host's clock.
+        """Add the time of a part of a pass that runs in several parts, as in a pipeline, by the host's clock.
 
         Args:
-            key: tells the passes of a step apart.
+            key: identifies the pass within the step.
             seconds: seconds of the part, without waiting for others.
         """
         self._part_s[key] = self._part_s.get(key, 0.0) + seconds
 
     def end(self, key: Hashable, micro_batches: Sequence[MuxBatch]) -> None:
-        """Let the parts of a pass be all; on a GPU nothing comes of it, as there the host's seconds are of launches.
+        """Finish a pass that was timed in parts; a no-op on a GPU, where the host's clock measures only launches.
 
         Args:
-            key: as it was added to.
+            key: the key of the pass.
             micro_batches: the micro-batches of the pass.
         """
         seconds = self._part_s.pop(key, 0.0)
@@ -168,15 +169,15 @@ class PassClock:
             self._acted.append(PassTime(tuple(map(rows_of, micro_batches)), seconds))
 
     def spanned(self, seconds: float) -> None:
-        """Note how long the parts of all passes took with waiting among them.
+        """Set the duration of all parts, including waiting times.
 
         Args:
-            seconds: seconds from the first part of the step to its last one.
+            seconds: seconds from the start of the first part of the step to the end of the last one.
         """
         self._acted_s = seconds if self.device.type == "cpu" else 0.0
 
     def take(self) -> StepTimes:
-        """Return the times of the step, once; to be read when the device is done with it."""
+        """Return the times of the step and reset; to be called when the device has finished the step."""
         timed, acted, span_s = self._timed, self._acted, self._acted_s
         self.start_step()
         passes = tuple(PassTime(rows, self._seconds(begin, end), in_sums_s) for rows, begin, end, in_sums_s in timed)
@@ -196,11 +197,11 @@ class PassClock:
 
 
 def rows_of(micro_batch: MuxBatch) -> tuple[TaskInPass, ...]:
-    """Return what each task has in the micro-batch of a pass."""
+    """Return the size of each task in the micro-batch of a pass."""
     lengths, shared_rows, shared = micro_batch.sequence_lengths, micro_batch.shared, ()
     targets = micro_batch.target_offsets
     if shared_rows is not None:
-        # The head and the last layer compute a row once, whatever the number of sequences that have it in common.
+        # The head and the last layer compute a row once, even if several sequences share it.
         targets = shared_rows.target_offsets
         rows = shared_rows.tree.row_offsets((0, *accumulate(lengths)))
         shared = tuple(length - (end - start) for length, (start, end) in zip(lengths, pairwise(rows), strict=True))
@@ -213,14 +214,14 @@ def rows_of(micro_batch: MuxBatch) -> tuple[TaskInPass, ...]:
 
 @dataclass(frozen=True, slots=True)
 class StepWork:
-    """The global batch of every task that takes a step now, as micro-batches.
+    """The global batches of all tasks that take a step, as micro-batches.
 
     Attributes:
         tasks: names of the tasks, in stream order.
-        micro_batches: micro-batches of this process, to be run in this order; the gradients of a task add up over them.
-        num_tokens: tokens of each task's global batch, by name of the task.
-        failures: why the data of a task could not be read, by name of the task; these tasks take no step.
-        sync_order: the tasks in the order in which the plan is done with them, the same on every process.
+        micro_batches: micro-batches of this process, in execution order; the gradients of a task add up over them.
+        num_tokens: number of tokens of each task's global batch, by task name.
+        failures: reasons why the data of tasks could not be read, by task name; these tasks take no step.
+        sync_order: the tasks in the order in which the plan finishes them, the same on every process.
     """
 
     tasks: tuple[str, ...]
@@ -232,18 +233,18 @@ class StepWork:
 
 @dataclass(frozen=True, slots=True)
 class StepResult:
-    """What the multiplexed passes of a step gave; gradients lie in the parameters.
+    """The result of the multiplexed passes of a step; gradients are in the parameters.
 
     Attributes:
-        losses: mean loss of each task over its global batch, as device scalars (not yet waited for).
-        num_tokens: tokens of each task's global batch, by name of the task.
-        num_stream_tokens: tokens that went through the backbone of this process, padding included.
-        failures: why the data of a task could not be read, passed on from the work.
-        norms: gradient norm of each task over all processes, where this one holds only a part of the adapters;
-            `None` where it holds all of them.
-        statistics: what is logged beside the loss of a task, `[K]` over its global batch, as device tensors in the
-            order of its loss's `statistic_names`; of tasks whose loss has some.
-        loss_failures: why the loss function of a task's own has failed, by name of the task.
+        losses: mean loss of each task over its global batch, as device scalars (not synchronised).
+        num_tokens: number of tokens of each task's global batch, by task name.
+        num_stream_tokens: number of tokens that went through the backbone of this process, including padding.
+        failures: reasons why the data of tasks could not be read, copied from the work.
+        norms: gradient norm of each task over all processes, if this one holds only a part of the adapters; `None` if
+            it holds all of them.
+        statistics: statistics that are logged with the loss of a task, `[K]` over its global batch, as device tensors
+            in the order of its loss's `statistic_names`; only for tasks whose loss has some.
+        loss_failures: reasons why custom loss functions of tasks have failed, by task name.
     """
 
     losses: dict[str, torch.Tensor]
@@ -263,7 +264,7 @@ class StepResult:
         norms: dict[str, torch.Tensor] | None = None,
         loss_failures: dict[str, str] | None = None,
     ) -> StepResult:
-        """Return the result of this process after its passes, whose losses and statistics were summed up."""
+        """Return the result of this process from the summed losses and statistics of its passes."""
         return cls(
             sums.losses,
             work.num_tokens,

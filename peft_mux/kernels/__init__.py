@@ -1,6 +1,6 @@
 """The arithmetic of multiplexing: grouped LoRA, cross-entropy, joint AdamW steps, and dropout.
 
-Nothing here imports the rest of the package: only torch, numpy and, where it is chosen, Triton. Only `device.py` of a
-folder, and `launch.py` that starts its kernels, need Triton to be imported. Read `philox.py` first, because dropout of
-all kernels draws from it; `availability.py` says whether Triton kernels can run on a device.
+This package imports only torch, numpy and, if kernels are used, Triton; it imports nothing else of peft_mux. Only the
+`device.py` files and `launch.py`, which starts the kernels, import Triton. Read `philox.py` first, because all kernels
+use it for dropout; `availability.py` checks whether Triton kernels can run on a device.
 """

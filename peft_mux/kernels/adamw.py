@@ -1,8 +1,8 @@
 """One AdamW step for the pages of all tasks together, with the bits of each task's own `torch.optim.AdamW`.
 
-On CUDA the step is one sequence of torch's multi-tensor operations for all tasks, with one number per tensor where
-tasks differ. On a CPU each task's own optimizer steps: torch's fused step of one page runs at the speed of memory, and
-a joint step was measured to be no faster.
+On CUDA the step is one sequence of torch's multi-tensor operations for all tasks; settings that differ between tasks
+are passed as one number per tensor. On a CPU each task's own optimizer steps, because torch's fused step is limited by
+memory bandwidth and a joint step was measured to be no faster.
 
 Shape letters: N tasks.
 """
@@ -28,8 +28,8 @@ class PageUpdate(NamedTuple):
         gradient: the gradient of the weights, zeroed by the update.
         exp_avg: the first moment, updated in place.
         exp_avg_sq: the second moment, updated in place.
-        last_good: receives the weights as they are before the update.
-        task: column of the task's loss and gradient norm among the verdicts.
+        last_good: receives a copy of the weights before the update.
+        task: column of the task's loss and gradient norm in `verdicts_2N`.
         step: number of this update; 1 for the first.
         rate: learning rate of this update.
         betas: decay of the two moments, each in [0, 1).
@@ -56,7 +56,7 @@ JointUpdate = Callable[[Sequence[PageUpdate], torch.Tensor], list[list[float]]]
 
 
 def joint_update(device: torch.device) -> JointUpdate | None:
-    """Return the function that steps many tasks on a device at once; `None` where each task steps by itself."""
+    """Return the function that steps all tasks on a device together; `None` if each task steps by itself."""
     return foreach_update if device.type == "cuda" else None
 
 
@@ -69,10 +69,10 @@ def foreach_update(pages: Sequence[PageUpdate], verdicts_2N: torch.Tensor) -> li
         verdicts_2N: fp32 `[2, N]`, loss and gradient norm of each task.
 
     Returns:
-        The verdicts as numbers. Reading them is the only wait for the device.
+        The verdicts as Python numbers. Reading them is the only synchronisation with the device.
     """
     verdicts = verdicts_2N.tolist()
-    # In fp32, as torch clips.
+    # In fp32, like clipping in torch.
     losses, norms = (np.asarray(row, dtype=np.float32) for row in verdicts)
     groups: dict[object, list[PageUpdate]] = defaultdict(list)
     for page in pages:
@@ -94,7 +94,7 @@ def _step_group(pages: list[PageUpdate], norms: np.ndarray) -> None:
         # Rounded where `clip_grads_with_norm_` rounds.
         quotient = float(np.float32(page.max_grad_norm) / (norms[page.task] + np.float32(1e-6)))
         clip_factors.append(min(1.0, quotient) if page.max_grad_norm > 0 else 1.0)
-    # A product by 1 would read and write all gradients for nothing.
+    # Skip a multiplication by 1, which would read and write all gradients.
     if min(clip_factors) < 1:
         torch._foreach_mul_(gradients, clip_factors)
     torch._foreach_mul_(values, [1 - page.rate * page.weight_decay for page in pages])
@@ -122,7 +122,7 @@ def total_norms(gradients: Sequence[Sequence[torch.Tensor]]) -> list[torch.Tenso
     for tensors in gradients:
         for tensor in tensors:
             by_kind[tensor.device, tensor.dtype].append(tensor)
-    # One call for each dtype: torch would process tensors of several dtypes one by one.
+    # One call per dtype, because torch processes tensors of mixed dtypes one by one.
     norms = {kind: iter(torch._foreach_norm(tensors, 2.0)) for kind, tensors in by_kind.items()}
     totals = []
     for tensors in gradients:

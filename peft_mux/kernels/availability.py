@@ -1,8 +1,8 @@
-"""Whether Triton kernels can run here, found out by launching one.
+"""Checks whether Triton kernels can run on a device, by launching one.
 
-Triton needs a C compiler, the headers of Python, an assembler that knows the card, and a driver that fits; a first
-launch shows whether one of these is missing, and it should not do so in the middle of training. Where kernels cannot
-run, everything is computed in torch: slower, and with the same result. A warning gives the reason once per device.
+Triton needs a C compiler, Python headers, an assembler that supports the GPU, and a matching driver. The trial launch
+finds missing ones before training starts. If kernels cannot run, everything is computed in torch: slower, but with the
+same result. A warning gives the reason once per device.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LEAST_CAPABILITY = (8, 0)
 
 
 def runs_kernels(device: torch.device) -> bool:
-    """Whether Triton kernels run on a device, else adapters are computed task by task in torch.
+    """Whether Triton kernels run on a device; otherwise adapters are computed task by task in torch.
 
     The first call for a CUDA device launches a tiny kernel and waits for it; later ones cost nothing.
     """
@@ -26,7 +26,7 @@ def runs_kernels(device: torch.device) -> bool:
 
 
 def reason_against_kernels(device: torch.device) -> str | None:
-    """Return why Triton kernels cannot run on a device, a clause, or `None` where they do.
+    """Return the reason, as a clause, why Triton kernels cannot run on a device; `None` if they can.
 
     Args:
         device: a device of this machine. The first call for a CUDA device launches a tiny kernel and waits for it.
@@ -34,7 +34,7 @@ def reason_against_kernels(device: torch.device) -> str | None:
     if device.type != "cuda":
         return f"there are none for {device.type}"
     if not has_triton():
-        return "Triton is absent"
+        return "Triton is not installed"
     return _reason_against_card(_index(device))
 
 
@@ -48,13 +48,13 @@ def try_kernel(device: torch.device) -> None:
     """Compile and launch a kernel, and wait for its result.
 
     Raises:
-        RuntimeError: if it writes something wrong; errors of Triton pass through.
+        RuntimeError: if it writes a wrong result; errors of Triton are not caught.
     """
     # Imported here, because it needs Triton.
     from peft_mux.kernels.lora.device import trial_kernel
 
     out = torch.zeros(1, dtype=torch.float32, device=device)
-    with torch.cuda.device_of(out):  # Triton launches on the current device, whatever the tensors are on
+    with torch.cuda.device_of(out):  # Triton launches on the current device, not on that of the tensors
         trial_kernel[(1,)](out)
     written = out.tolist()
     if written != [1.0]:
@@ -70,8 +70,8 @@ def _card_runs_kernels(index: int) -> bool:
     reason = reason_against_kernels(torch.device("cuda", index))
     if reason is not None:
         warnings.warn(
-            "grouped LoRA and bottlenecks and the fused loss are computed in torch, task by task, and not by Triton "
-            f"kernels, as {reason}.",
+            "grouped LoRA, bottleneck adapters and the fused loss are computed in torch, task by task, instead of by "
+            f"Triton kernels, because {reason}.",
             stacklevel=3,
         )
     return reason is None
@@ -83,10 +83,10 @@ def _reason_against_card(index: int) -> str | None:
     if capability < LEAST_CAPABILITY:
         name = torch.cuda.get_device_name(index)
         least = ".".join(map(str, LEAST_CAPABILITY))
-        return f"{name} has compute capability {'.'.join(map(str, capability))}, and they need {least}"
+        return f"{name} has compute capability {'.'.join(map(str, capability))}, but they need {least}"
     try:
         try_kernel(torch.device("cuda", index))
-    except Exception as error:  # no C compiler, no Python.h, no driver: Triton has a different error for each
+    except Exception as error:  # no C compiler, no Python.h, no driver: Triton raises a different error for each
         first_line = (str(error).strip() or "no message").splitlines()[0]
-        return f"a first one cannot be launched ({type(error).__name__}: {first_line})"
+        return f"a trial kernel cannot be launched ({type(error).__name__}: {first_line})"
     return None

@@ -1,7 +1,7 @@
-"""Counter-based dropout: the same bits for a token wherever it stands in the stream.
+"""Counter-based dropout: a token gets the same mask wherever it is in the stream.
 
-A draw is a pure function of (seed, place of the token in its task's global batch, column), so dropout depends
-neither on neighbours nor on micro-batching, device or recomputation (promise 1 of the design), and no mask is stored.
+A draw is a pure function of (seed, place of the token in its task's global batch, column). Therefore dropout does not
+depend on other tasks, micro-batching, device or recomputation (promise 1 of the design), and no mask is stored.
 
 Philox-4x32 with 7 rounds (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", 2011). One call yields
 four 32-bit words, used as eight 16-bit draws for eight neighbouring columns.
@@ -25,10 +25,10 @@ _SIGN = -(2**15)
 
 
 class Window(NamedTuple):
-    """Which columns of an activation lie in this process; the draws are those of the whole activation.
+    """The columns of an activation that this process holds; draws are the same as for the whole activation.
 
     Attributes:
-        first: index of the first column that lies here.
+        first: index of the first column in this process.
         num_columns: number of columns of the whole activation.
     """
 
@@ -38,7 +38,7 @@ class Window(NamedTuple):
 
 def hash_seed(*parts: object) -> int:
     """Return 64 well-mixed bits that depend on all parts."""
-    # Not Python's `hash`, which is salted anew in each process: all processes have to draw alike.
+    # Not Python's `hash`, which has a different salt in each process: all processes need the same draws.
     digest = hashlib.blake2b("/".join(map(str, parts)).encode(), digest_size=8).digest()
     return int.from_bytes(digest, "little")
 
@@ -46,19 +46,20 @@ def hash_seed(*parts: object) -> int:
 def draw_seed(task_seed: int, step: int, module_name: str) -> int:
     """Return the 64-bit seed of one module's draws in one optimizer step of one task.
 
-    The exclusive or of one part that changes with the step and one that belongs to the module: on a GPU the first lies
-    in a table written once a step, the second is a constant of the launch, so that captured steps can be replayed.
+    The seed is the XOR of a part that changes with the step and a part that belongs to the module. On a GPU the first
+    is in a table that is written once per step and the second is a launch constant, so that captured steps can be
+    replayed.
     """
     return hash_seed(task_seed, step) ^ hash_seed(module_name)
 
 
 def drop_threshold(probability: float) -> int:
-    """Return the number of 16-bit draws, of 65,536, that drop an element; at least one always keeps it."""
+    """Return how many of the 65,536 possible 16-bit draws drop an element; at least one keeps it."""
     return min(round(probability * 65536), 65535)
 
 
 def keep_scale(probability: float) -> float:
-    """Return what kept elements are multiplied by, exact for the rounded probability."""
+    """Return the factor of kept elements, exact for the rounded probability."""
     return 65536.0 / (65536 - drop_threshold(probability))
 
 
@@ -67,7 +68,7 @@ def philox(seed: int, counters: torch.Tensor) -> torch.Tensor:
 
     Args:
         seed: 64-bit key of the generator.
-        counters: int64 `[...]`, one counter a call, each in [0, 2**32).
+        counters: int64 `[...]`, one counter per call of the generator, each in [0, 2**32).
 
     Returns:
         int64 `[4, ...]` with values in [0, 2**32).
@@ -76,11 +77,11 @@ def philox(seed: int, counters: torch.Tensor) -> torch.Tensor:
 
 
 def _words(seed: int, counters: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the four words of each counter in the lower halves of int64, whatever is left in the upper ones.
+    """Return the four words of each counter in the lower halves of int64; the upper halves are undefined.
 
-    Torch has no arithmetic on unsigned numbers. A product of 32 x 32 bits lies in int64 as it is: it wraps around, and
-    only the sign is lost, which stays in the upper half. Draws take much of a step where adapters drop, so that nearly
-    everything is computed in place, and nothing of what the first round's three zeros make constant.
+    Torch has no arithmetic on unsigned numbers. A product of 32 x 32 bits wraps around in int64 with the right bits;
+    its sign affects only the upper half. With dropout, draws take a large part of a step, so nearly everything is
+    computed in place, and values that are constant because of the three zeros in the first round are not computed.
     """
     keys = [((seed + n * 0x9E3779B9) & _MASK, ((seed >> 32) + n * 0xBB67AE85) & _MASK) for n in range(_ROUNDS)]
     word_3 = (counters & _MASK).mul_(_FACTOR_0)
@@ -107,12 +108,12 @@ def keep_mask(
         places: int64 `[L]`, place of each row in its task's global batch.
         num_columns: width of the activation.
         probability: probability of dropping an element, in [0, 1).
-        window: where these columns lie in a wider activation; by default there is no wider one.
+        window: the position of these columns in a wider activation; by default they are the whole activation.
 
     Returns:
         bool `[L, num_columns]`, true where an element is kept.
     """
-    if places.is_meta:  # a description has no bits, and drawing none takes hundreds of operations less
+    if places.is_meta:  # meta tensors have no bits, and this skips hundreds of operations
         return places.new_empty((len(places), num_columns), dtype=torch.bool)
     return _draws(seed, places, num_columns, window or Window(0, num_columns)) >= drop_threshold(probability) + _SIGN
 
@@ -134,11 +135,11 @@ def uniform_rows(seed: int, places: torch.Tensor, num_columns: int) -> torch.Ten
 
 
 def _draws(seed: int, places: torch.Tensor, num_columns: int, window: Window) -> torch.Tensor:
-    """Return draws for elements of `[L, num_columns]`: int16, each 2**15 less than the number from 0 to 65,535."""
-    # Of the whole activation, so that every process counts calls alike.
+    """Return draws for elements of `[L, num_columns]`: int16, each a number from 0 to 65,535 minus 2**15."""
+    # Calls are counted over the whole activation, so that all processes use the same counters.
     calls_per_row = -(-window.num_columns // _DRAWS_PER_CALL)
     first_call, skipped = divmod(window.first, _DRAWS_PER_CALL)
-    # The window may begin amid the eight columns of a call: whole calls are drawn, and what lies outside is cut off.
+    # The window may start within the eight columns of a call: draw whole calls and cut off the columns outside.
     last_call = -(-(window.first + num_columns) // _DRAWS_PER_CALL)
     columns = torch.arange(first_call, last_call, device=places.device)
     words = places.new_empty((len(places), len(columns), 4), dtype=torch.int32)
@@ -146,7 +147,7 @@ def _draws(seed: int, places: torch.Tensor, num_columns: int, window: Window) ->
         words[..., number] = word
     # Neighbouring columns take the lower and then the upper half of words 0 to 3, as the kernels do.
     draws = words.view(torch.int16).view(len(places), len(columns) * _DRAWS_PER_CALL)
-    # Torch has no arithmetic on unsigned numbers: with the sign turned around, those with one compare as they do.
+    # Torch has no arithmetic on unsigned numbers; flipping the sign bit makes signed comparison equivalent.
     return draws.bitwise_xor_(_SIGN)[:, skipped : skipped + num_columns]
 
 
@@ -157,7 +158,7 @@ def uniform(seed: int, num_rows: int, num_columns: int, device: torch.device) ->
         seed: 64-bit key of the draws, from `draw_seed`.
         num_rows: height of the matrix.
         num_columns: width of the matrix.
-        device: where to draw; any one draws the same.
+        device: device of the result; all devices give the same numbers.
 
     Returns:
         fp32 `[num_rows, num_columns]`, each an odd multiple of 2**-17, so that none is 0 or 1.
@@ -167,7 +168,7 @@ def uniform(seed: int, num_rows: int, num_columns: int, device: torch.device) ->
     draws = torch.empty(_DRAWS_PER_CALL, num_calls, device=device)
     if not draws.is_meta:
         words = philox(seed, torch.arange(num_calls, device=device))
-        # In the order in which they come about: no kernel draws the same, so none is turned around for it.
+        # In generation order, because no kernel needs to draw the same numbers.
         draws[:4], draws[4:] = words & 0xFFFF, words >> 16
     return draws.add_(0.5).div_(65536.0).flatten()[:size].view(num_rows, num_columns)
 
@@ -182,7 +183,7 @@ def dropout(
         places: int64 `[L]`, place of each row in its task's global batch.
         probability: probability of dropping an element, in [0, 1).
         seed: 64-bit key of the draws, from `draw_seed`.
-        window: where these columns lie in a wider activation; by default there is no wider one.
+        window: the position of these columns in a wider activation; by default they are the whole activation.
     """
     return dropped(x_LK, keep_mask(seed, places, x_LK.shape[-1], probability, window), probability)
 
@@ -192,8 +193,8 @@ def dropped(x: torch.Tensor, kept: torch.Tensor, probability: float) -> torch.Te
 
     Args:
         x: of any shape.
-        kept: bool, of the same shape: what `keep_mask` gives.
+        kept: bool, of the same shape, as returned by `keep_mask`.
         probability: probability with which an element was dropped.
     """
-    # Chosen and not multiplied: 0 * NaN would be NaN.
+    # Selected with `where`, not multiplied, because 0 * NaN is NaN.
     return torch.where(kept, x * keep_scale(probability), 0.0)

@@ -482,7 +482,7 @@ def _run_notes(
         # A plan may be for a GPU of another machine.
         reason = reason_against_kernels(torch.device("cuda")) if torch.cuda.is_available() else None
         if not has_triton():
-            reason = "Triton is absent"
+            reason = "Triton is not installed"
         if reason is not None:
             notes.append(f"adapters are computed task by task with torch, as {reason}")
     notes += [remark for run in runs for remark in run.loader.report.remarks]

@@ -294,7 +294,7 @@ def test_padding_to_chunks_is_refused_for_classification() -> None:
 def test_padding_to_chunks_is_refused_for_losses_with_one_term_for_each_sequence() -> None:
     batch = make_batch("a", [4])
     whole = replace(batch, sequences=tuple(replace(s, is_one_term=True) for s in batch.sequences))
-    with pytest.raises(ConfigError, match="pad_to_chunks: got True for a loss of whole sequences"):
+    with pytest.raises(ConfigError, match="pad_to_chunks: got True for a loss with one term per sequence"):
         ChunkPackingCollator(pad_to_chunks=True).micro_batches([whole], max_tokens=9)
 
 
@@ -403,7 +403,10 @@ def test_a_mean_per_micro_batch_would_be_noticed(mux_model: MultiTaskPeftModel) 
         ({}, "row 1: got columns of tokens none, where the first row has weights"),
         ({"weights": [1.0, 1.0]}, "row 1 column weights: got shape .2.; allowed: 3 numbers"),
         ({"weights": [1.0, -1.0, 1.0]}, "row 1 column weights: got -1.0"),
-        ({"target_ids": [[1, 2]] * 3}, "row 1 column target_weights: got no such column, or None; allowed: one beside"),
+        (
+            {"target_ids": [[1, 2]] * 3},
+            "row 1 column target_weights: got no such column, or None; allowed: a number for each of input_ids",
+        ),
     ],
 )
 def test_weights_that_cannot_be_read_or_that_some_rows_lack_are_refused(second: dict[str, Any], match: str) -> None:

@@ -140,7 +140,7 @@ def test_a_path_that_is_not_there_is_told_with_the_other_faults() -> None:
     with pytest.raises(ConfigError) as caught:
         task(train_dataset="absent.csv", learning_rate=-1.0)
     assert str(caught.value).startswith("2 things are wrong:")
-    assert "tasks.own.train_dataset: got 'absent.csv', which is not there" in str(caught.value)
+    assert "tasks.own.train_dataset: got 'absent.csv', which does not exist" in str(caught.value)
 
 
 def test_a_dataset_that_cannot_be_had_names_how_to_choose_its_split() -> None:

@@ -22,7 +22,10 @@ def read(rows: Any, form: Any, tokenizer: Any = None, **options: Any) -> Tokeniz
 
 @pytest.mark.parametrize(
     ("first", "second", "allowed"),
-    [(1, [0, 1], "one class or one value, as before"), ([0, 1], 1, "a list of 2 numbers, as before")],
+    [
+        (1, [0, 1], "one class or one value, as in the first row"),
+        ([0, 1], 1, "a list of 2 numbers, as in the first row"),
+    ],
 )
 def test_rows_with_a_class_and_rows_with_a_list_of_numbers_do_not_mix(
     first: object, second: object, allowed: str
@@ -77,7 +80,7 @@ def test_wrong_classes_are_named_by_row_and_column(row: dict[str, Any], told: st
         ({"weights": [1.0]}, "shape [1]; allowed: 3 numbers"),
         ({"weights": [1.0, -1.0, 0.0]}, "at least 0"),
         ({"weights": [1.0, float("nan"), 0.0]}, "not finite"),
-        ({"target_ids": [[1, 2]] * 3}, 'one beside "target_ids"'),
+        ({"target_ids": [[1, 2]] * 3}, 'because the row has "target_ids"'),
         ({"target_ids": [[1, 99]] * 3, "target_weights": [[1, 1]] * 3}, "token id 99"),
         ({"target_ids": [[1, 2]] * 3, "target_weights": [[1]] * 3}, "as"),
     ],

@@ -135,7 +135,7 @@ def test_tokenised_rows_take_labels_masks_and_drop_padding_at_either_end() -> No
 
 def test_an_attention_mask_with_a_hole_is_refused() -> None:
     rows = [{"input_ids": [8, 9, 10, 11], "attention_mask": [1, 0, 1, 1]}]
-    with pytest.raises(DataError, match=r"row 0 column attention_mask: got a hole in the middle"):
+    with pytest.raises(DataError, match=r"row 0 column attention_mask: got zeros in the middle"):
         tokenised(rows)
 
 
@@ -216,7 +216,7 @@ def test_values_to_regress_on_are_kept_as_floats() -> None:
 
 
 def test_classification_without_a_label_column_is_refused() -> None:
-    with pytest.raises(DataError, match=r'a column "label" beside "text"'):
+    with pytest.raises(DataError, match=r'"text" and "label"'):
         tokenised([{"text": "the"}], words_tokenizer(), row_form=LABELLED_ROWS)
 
 

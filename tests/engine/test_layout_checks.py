@@ -68,7 +68,7 @@ def test_plain_lora_is_trained_on_stages_that_replicas_divide(tmp_path: Any) -> 
     ("layout", "said"),
     [
         ("<1,2>", r"got <1,2>x1, a single replica; allowed: several replicas.*twice as many processes, 4"),
-        ("<1,2>, <1,1>x2", r"unlike replicas; allowed: replicas of as many stages each beside shard_backbone=True"),
+        ("<1,2>, <1,1>x2", r"different replicas; allowed: replicas with the same stages with shard_backbone=True"),
         ("<2,2>x2", r"got <2,2>x2, with tensor parallelism; allowed: no tensor parallelism.*both divide each layer"),
         ("<2,1>x2", r"got <2,1>x2, with tensor parallelism"),
     ],

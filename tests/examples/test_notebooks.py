@@ -114,9 +114,9 @@ def check_your_own_data(notebook: Any) -> None:
         "none can be trained on .*Raise max_length",
         r"row 40 column completion: got None",
         "row 40 column completion: got no such column",
-        r"row 40 column completion: got 3 \(int\); allowed: a string. Of a CSV file: .*cast_column",
+        r"row 40 column completion: got 3 \(int\); allowed: a string. For a CSV file: .*cast_column",
         "got columns prompt, completion; allowed: conversations",
-        r"sum.csv', which is not there",
+        r"sum.csv', which does not exist",
         "got an empty dataset",
     ):
         assert re.search(message, printed), message

@@ -12,7 +12,7 @@ from peft_mux.data.packing.passes import PassRules, TaskRows, cut_into_passes, e
 from peft_mux.data.packing.prefixes import (
     PrefixTree,
     RowTrie,
-    begin_alike,
+    any_share_prefix,
     build_prefix_tree,
     row_trie,
     shared_runs,
@@ -84,7 +84,7 @@ def test_a_minimum_leaves_short_branches_to_each_row() -> None:
 @PROPERTY
 @given(tries(), st.integers(1, 4))
 def test_the_first_look_says_whether_anything_is_shared(rows: Rows, least: int) -> None:
-    assert begin_alike(rows, least) == (num_computed(rows, least) < sum(map(len, rows)))
+    assert any_share_prefix(rows, least) == (num_computed(rows, least) < sum(map(len, rows)))
 
 
 def test_rows_that_are_each_a_beginning_of_the_next_nest_to_any_depth() -> None:

@@ -352,9 +352,9 @@ def test_what_no_pipeline_can_hold_is_refused_with_a_fix(tmp_path: Path, monkeyp
     ("is_here", "has_triton", "reason", "told"),
     [
         (True, True, None, None),
-        (True, True, "a first one cannot be launched", "a first one cannot be launched"),
+        (True, True, "a trial kernel cannot be launched", "a trial kernel cannot be launched"),
         (False, True, "not asked", None),  # a plan of a GPU that is not here
-        (False, False, "not asked", "Triton is absent"),
+        (False, False, "not asked", "Triton is not installed"),
     ],
 )
 def test_a_plan_says_why_kernels_will_not_run(

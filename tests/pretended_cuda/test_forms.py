@@ -134,7 +134,7 @@ def test_an_old_card_computes_without_kernels_and_says_why(found: Found) -> None
     seen = seen_of(found, "an old card")
     assert seen["launches"] == {}
     (told,) = [message for message in seen["said"] if "Triton" in message]
-    assert "Tesla T4 has compute capability 7.5, and they need 8.0" in told
+    assert "Tesla T4 has compute capability 7.5, but they need 8.0" in told
     assert slower_attention(seen) == ["the GPU is older than compute capability 8.0"]
 
 
@@ -142,7 +142,7 @@ def test_without_a_driver_training_goes_on_in_torch_and_says_why(found: Found) -
     seen = seen_of(found, "no driver, plain AdamW")
     assert seen["launches"] == {}
     (told,) = [message for message in seen["said"] if "Triton" in message]
-    assert "a first one cannot be launched (RuntimeError: 0 active drivers" in told
+    assert "a trial kernel cannot be launched (RuntimeError: 0 active drivers" in told
 
 
 def test_bottlenecks_run_on_the_kernels_of_lora(found: Found) -> None:

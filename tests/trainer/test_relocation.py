@@ -136,7 +136,7 @@ def test_a_run_that_saves_nothing_cannot_move(tmp_path: Path) -> None:
 
 
 def test_replicas_of_another_number_of_processes_are_refused(run: Run) -> None:
-    with pytest.raises(ConfigError, match="takes 2 processes, in a run of 1"):
+    with pytest.raises(ConfigError, match="needs 2 processes, in a run of 1"):
         relocation_of(run, Calls()).redeploy("<1,2>")
 
 

@@ -135,9 +135,7 @@ def test_a_task_with_dropout_of_its_adapter_does_not_share_and_the_plan_says_so(
     own = [task("dropped", few_shot(1), peft_config=config), task("plain", few_shot(2))]
     trainer = lab.make_trainer(own, tmp_path)
     assert [run.loader.shares_prefixes for run in trainer.table] == [False, True]
-    assert "dropped: tokens that rows begin with alike are computed for each row, as its lora_dropout=0.1" in str(
-        trainer.plan()
-    )
+    assert "dropped: shared prefixes are computed for each row, because its lora_dropout=0.1" in str(trainer.plan())
 
 
 def test_learnt_prompts_do_not_share_and_stand_beside_tasks_that_do(tmp_path: Path) -> None:

@@ -1,5 +1,5 @@
-"""Which rows of a step go to which replica and into which pass, and which prefixes they share.
+"""Assigns the rows of a step to replicas and passes, and finds their shared prefixes.
 
-The planner cuts a typical step with this code, and the engine every real one, so that plans describe what runs. Rows
-are divided among replicas and packed into passes in `passes.py`; their shared prefixes are found in `prefixes.py`.
+The planner uses this code for a typical step and the engine for every real step, so that plans describe what runs.
+`passes.py` divides rows among replicas and packs them into passes; `prefixes.py` finds their shared prefixes.
 """

@@ -1,10 +1,11 @@
 """Packing of rows into passes (M §3.5): which rows of which task share a pass, and in which order.
 
-The rows of each task are packed, and the packs are put into passes by best fit, up to a little more than an even share
-of the tokens. If that does not give the intended number of passes, the longest row goes first, each into the pass with
-the fewest tokens. Rows are whole, so that a step has as many passes as intended only if there are enough rows, and
-passes are not exactly equal. Rows that are longer than a pass are cut into parts, if they may be: a *chain*. Rows with
-a shared prefix are put into passes together, as one item of the tokens that they compute (`prefixes`)::
+The rows of each task are packed, and the packs are put into passes by best fit, up to slightly more than an even share
+of the tokens. If that does not give the intended number of passes, rows are assigned longest first, each to the pass
+with the fewest tokens. Rows are not split, so a step has the intended number of passes only if there are enough rows,
+and passes are not exactly equal. Rows that are longer than a pass are split into parts if allowed; the passes that hold
+them form a *chain*. Rows with a shared prefix are packed together, as one item whose size is the number of tokens that
+they compute (`prefixes`)::
 
     3 tasks with rows of 5 5 | 4 4 | 3 3 tokens, bound 16
 
@@ -12,7 +13,7 @@ a shared prefix are put into passes together, as one item of the tokens that the
     4 passes intended   5 | 5 | 4 3 | 4 3
     9 passes intended   5 | 5 | 4 | 4 | 3 | 3
 
-A pack never crosses a global batch, so that what a task learns from in a step does not depend on packing. Best fit
+A pack never crosses a global batch, so the rows that a task learns from in a step do not depend on packing. Best fit
 decreasing of lengths 7 5 4 3 1 with capacity 8::
 
     pack 0 | 7 . . . . . . | 1 |
@@ -21,7 +22,7 @@ decreasing of lengths 7 5 4 3 1 with capacity 8::
 
 Chunks are equal pieces of packs, the unit in which tasks are aligned; a pack of 11 tokens in chunks of 4::
 
-    | 0 1 2 3 | 4 5 6 7 | 8 9 10 . |          one token of padding, where chunks must be equal
+    | 0 1 2 3 | 4 5 6 7 | 8 9 10 . |          one token of padding, if chunks must be equal
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ from peft_mux.data.packing.prefixes import RowTrie
 from peft_mux.errors import ConfigError
 
 _SLACK = 1.05
-"""By how much a pass may exceed an even share of the tokens: whole rows do not fill passes evenly."""
+"""Factor by which a pass may exceed an even share of the tokens, because whole rows do not fill passes evenly."""
 _OTHER_STEP = 1.5
-"""By how much a step may have more or fewer tokens than planned, and still be cut into as many passes."""
+"""Factor by which the tokens of a step may differ from the plan before it is cut into another number of passes."""
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int, *, rooms: Sequence[int] = ()) -> list[list[int]]:
-    """Put items into as few packs as the best-fit-decreasing rule finds (at most 11/9 of the fewest, plus 6/9).
+    """Put items into packs by best fit decreasing (at most 11/9 of the optimal number of packs, plus 6/9).
 
-    Longest first, each into the fullest pack that has room; among equally full ones the first. Deterministic,
-    O(n log n) except for the insertion into a sorted list.
+    Items are placed longest first, each into the fullest pack that has room; ties go to the first such pack.
+    Deterministic, O(n log n) except for the insertion into a sorted list.
 
     Args:
         lengths: number of tokens of each item, at least 1 and at most `capacity`.
         capacity: number of tokens that a pack holds.
-        rooms: number of free tokens in each pack that was opened before.
+        rooms: number of free tokens in each existing pack.
 
     Returns:
         Indices of the items of each pack, ascending within a pack; packs in the order in which they were opened.
@@ -58,10 +59,10 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int, *, rooms: Sequenc
     """
     packs: list[list[int]] = [[] for _ in rooms]
     free: list[tuple[int, int]] = sorted((room, number) for number, room in enumerate(rooms))
-    # Ties are broken by position, so that every process packs equally.
+    # Ties are broken by index, so that all processes get the same packs.
     for index in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):
         length = lengths[index]
-        # The list is sorted by room, so the first that holds the item is the fullest; -1 stands before every number.
+        # The list is sorted by room, so the first pack that holds the item is the fullest; -1 sorts before any number.
         place = bisect_left(free, (length, -1))
         if place == len(free):
             room, number = capacity, len(packs)
@@ -83,10 +84,10 @@ class PassRules:
     """Settings of cutting rows into passes.
 
     Attributes:
-        split_long_sequences: whether rows that are longer than a pass are cut into parts; by default each of them gets
-            a pass of its own.
-        chunk_size: tokens of a chunk, of which parts are whole numbers; `None` for the rule of M §3.5.
-        min_chunk_size: smallest chunk size of that rule; smaller ones leave kernels too little to do.
+        split_long_sequences: whether rows that are longer than a pass are split into parts; by default each of them
+            gets its own pass.
+        chunk_size: number of tokens per chunk; parts consist of whole chunks. `None` for the rule of M §3.5.
+        min_chunk_size: minimum chunk size of that rule; smaller chunks give kernels too little work.
 
     Raises:
         ConfigError: if a size is not at least 1.
@@ -120,8 +121,8 @@ class TaskRows:
     Attributes:
         lengths: tokens of each row.
         only: indices of the rows that are to be cut into passes; `None` for all.
-        stay_whole: whether each row is never cut, as rows with a class are not; one value stands for all rows.
-        trie: shared prefixes of the rows; `None` if they share nothing.
+        stay_whole: for each row whether it must not be split (such as rows with a class); one value for all rows.
+        trie: shared prefixes of the rows; `None` if they share none.
     """
 
     lengths: Sequence[int]
@@ -131,14 +132,14 @@ class TaskRows:
 
 
 class Member(NamedTuple):
-    """Tokens of a row that lie in one pass.
+    """Tokens of a row that are in one pass.
 
     Attributes:
-        task: index of the task among those that are cut together.
+        task: index of the task.
         index: index of the row within the task's global batch.
         start: first token within the row.
         end: one past the last token.
-        shared: how many of them the pass computes for another row, or for another sequence of this one.
+        shared: number of these tokens that the pass computes for another row, or for another sequence of this row.
     """
 
     task: int
@@ -149,12 +150,12 @@ class Member(NamedTuple):
 
     @property
     def num_tokens(self) -> int:
-        """Number of tokens that lie in the pass."""
+        """Number of tokens in the pass."""
         return self.end - self.start
 
     @property
     def num_computed(self) -> int:
-        """Number of tokens that the pass computes for it."""
+        """Number of tokens that the pass computes for this member."""
         return self.end - self.start - self.shared
 
 
@@ -163,8 +164,8 @@ class _Item(NamedTuple):
 
     Attributes:
         members: the rows.
-        num_tokens: tokens that a pass computes for them.
-        longest: tokens of the row that computes most by itself.
+        num_tokens: number of tokens that a pass computes for them.
+        longest: number of tokens that the longest of the rows computes by itself.
     """
 
     members: tuple[Member, ...]
@@ -173,12 +174,12 @@ class _Item(NamedTuple):
 
 
 def _longest_first(item: _Item) -> tuple[int, Member]:
-    # Ties by task and row, as every process computes by itself and must find the same order.
+    # Ties are broken by task and row, because every process computes the order and must get the same one.
     return -item.num_tokens, item.members[0]
 
 
 def _items(tasks: Sequence[TaskRows], capacity: int) -> list[_Item]:
-    """Return the rows of all tasks, rows that share tokens together as far as `capacity` holds them."""
+    """Group the rows of all tasks: rows that share tokens form one item, up to `capacity` tokens."""
     items = []
     for task, own in enumerate(tasks):
         rows, trie = range(len(own.lengths)) if own.only is None else own.only, own.trie
@@ -200,17 +201,17 @@ def even_shares(
     slowness: Sequence[float] | None = None,
     tries: Sequence[RowTrie | None] | None = None,
 ) -> list[list[list[int]]]:
-    """Divide the rows of a step among replicas: longest first, each to the replica that is done with it first.
+    """Divide the rows of a step among replicas: longest first, each to the replica that would finish it first.
 
-    All tasks of a step are divided at once, whatever the plan combines, so that replicas are even over the step and a
-    new plan moves no row.
+    All tasks of a step are divided together, independently of the plan, so that the load is balanced over the step and
+    a new plan moves no rows.
 
     Args:
         lengths: for each task the tokens of each row of its global batch.
-        num_replicas: number of replicas, or of processes, that share the rows.
-        slowness: time of each of them for a token, in any unit; by default equal.
-        tries: for each task the shared prefixes of its rows; such rows stay together, up to an even share, and count
-            the tokens that they compute. By default there are none.
+        num_replicas: number of replicas or processes.
+        slowness: time per token of each of them, in any unit; by default equal.
+        tries: for each task the shared prefixes of its rows. Rows with shared prefixes stay together, up to an even
+            share, and count only the tokens that they compute. By default there are none.
 
     Returns:
         For each replica and each task, the indices of its rows, ascending.
@@ -238,17 +239,18 @@ def even_shares(
 def cut_into_passes(
     tasks: Sequence[TaskRows], rules: PassRules, *, bound: int, num_passes: int | None = None
 ) -> list[list[Member]]:
-    """Cut rows of tasks that share their passes into passes.
+    """Distribute the rows of tasks that are trained together over passes.
 
     Args:
         tasks: the rows of each task.
-        rules: whether and how long rows are cut.
-        bound: the most tokens of a pass; only a row that is longer and stays whole makes a longer one.
-        num_passes: the intended number of passes, over which tokens are spread evenly; there are more if the bound
+        rules: whether and how long rows are split.
+        bound: maximum number of tokens of a pass; exceeded only by a longer row that must not be split.
+        num_passes: the intended number of passes, over which tokens are spread evenly. There are more if the bound
             requires it, and fewer if there are fewer rows. `None` for as few as packing finds.
 
     Returns:
-        The members of each pass, by task and row; none is empty. The parts of a row lie in consecutive passes.
+        The members of each pass, sorted by task and row; no pass is empty. The parts of a row are in consecutive
+        passes.
 
     Example:
         >>> cut = cut_into_passes([TaskRows([5, 4]), TaskRows([3])], PassRules(), bound=16, num_passes=2)
@@ -263,9 +265,9 @@ def cut_into_passes(
     tokens, num_rows = sum(item.num_tokens for item in items), sum(len(item.members) for item in items)
     intended = min(num_rows, max(-(-tokens // bound), num_passes))
     capacity = min(bound, math.ceil(tokens / intended * _SLACK))
-    if rules.split_long_sequences:  # evenness is no reason to cut what a pass may hold
+    if rules.split_long_sequences:  # do not split a row within the bound just to balance passes
         capacity = max(capacity, min(bound, max(item.longest for item in items)))
-    if any(own.trie is not None for own in tasks):  # which rows go together depends on what a pass holds
+    if any(own.trie is not None for own in tasks):  # the groups of rows depend on the capacity
         items = _items(tasks, capacity)
     passes = _filled(tasks, items, rules, capacity)
     if len(passes) != intended and not any(_is_part(tasks, member) for members in passes for member in members):
@@ -276,15 +278,16 @@ def cut_into_passes(
 
 
 def passes_meant(num_tokens: int, planned_tokens: float, planned_passes: int, *, has_shared: bool = False) -> int:
-    """Return into how many passes a step is cut whose rows differ from those that were planned.
+    """Return the intended number of passes of a step whose rows differ from the planned ones.
 
-    As many as planned if the step is of about the planned size; otherwise passes keep their size. With shared prefixes
-    passes grow with the step, up to their bound, as each further pass would compute a prefix again.
+    If the step has about the planned size, this is the planned number; otherwise passes keep their planned size. With
+    shared prefixes, passes of larger steps grow up to their bound instead, because each additional pass would compute
+    a prefix again.
 
     Args:
-        num_tokens: tokens that the rows at hand compute if they are all in one pass.
-        planned_tokens: tokens that the plan counted, in the same way; 0 if it knew none.
-        planned_passes: passes that it has cut them into.
+        num_tokens: number of tokens that the rows compute if they are all in one pass.
+        planned_tokens: number of tokens in the plan, counted in the same way; 0 if unknown.
+        planned_passes: number of passes in the plan.
         has_shared: whether rows share prefixes.
     """
     if not planned_tokens:
@@ -296,11 +299,11 @@ def passes_meant(num_tokens: int, planned_tokens: float, planned_passes: int, *,
 
 
 def chains_of_passes(tasks: Sequence[TaskRows], passes: Sequence[Sequence[Member]]) -> list[list[int]]:
-    """Return the chains: consecutive passes that hold parts of one row; a pass of whole rows is a chain by itself.
+    """Return the chains: consecutive passes that hold parts of one row; a pass of whole rows is its own chain.
 
     Args:
         tasks: the rows of each task.
-        passes: the members of each pass, as `cut_into_passes` returns them.
+        passes: the members of each pass, as returned by `cut_into_passes`.
     """
     chains: list[list[int]] = []
     has_more = False
@@ -314,7 +317,7 @@ def chains_of_passes(tasks: Sequence[TaskRows], passes: Sequence[Sequence[Member
 
 
 def slot_of(number: int, num_passes: int, num_slots: int) -> int:
-    """Return the micro-batch of a bucket that a pass of an hTask runs in: passes are spread in order and evenly.
+    """Return the micro-batch of a bucket in which a pass of an hTask runs; passes are spread evenly and in order.
 
     Args:
         number: the pass, counted from 0.
@@ -325,15 +328,15 @@ def slot_of(number: int, num_passes: int, num_slots: int) -> int:
 
 
 def part_bounds(num_tokens: int, max_tokens: int, chunk_size: int) -> list[tuple[int, int]]:
-    """Cut a sequence into parts that a pass holds, as even as whole chunks are; the last one may be short.
+    """Split a sequence into parts that fit into a pass, as even as whole chunks allow; the last one may be short.
 
-    If chunks are long compared with a pass, that can be one part more than the fewest possible.
+    If chunks are large relative to a pass, there can be one part more than the minimum.
 
     Args:
         num_tokens: number of tokens of the sequence.
-        max_tokens: largest number of tokens of a part.
-        chunk_size: parts are whole chunks of this many tokens, except the last one, and except for chunks that are
-            longer than a pass.
+        max_tokens: maximum number of tokens of a part.
+        chunk_size: parts consist of whole chunks of this size, except for the last part. Ignored if a chunk is longer
+            than a pass.
 
     Returns:
         Start and end of each part.
@@ -342,9 +345,9 @@ def part_bounds(num_tokens: int, max_tokens: int, chunk_size: int) -> list[tuple
         >>> part_bounds(11, 5, 2)
         [(0, 4), (4, 8), (8, 11)]
     """
-    # A chunk that no pass holds cannot be a unit; then parts are cut at any token.
+    # If a chunk does not fit into a pass, split at any token.
     step = chunk_size if chunk_size <= max_tokens else 1
-    # Even parts rather than full ones and a short rest: a pass costs its launches however few tokens it has.
+    # Even parts rather than full ones and a short rest, because each pass has a fixed launch cost.
     num_parts = -(-num_tokens // max_tokens)
     tokens = min(round_up(-(-num_tokens // num_parts), step), max_tokens // step * step)
     return [(start, min(start + tokens, num_tokens)) for start in range(0, num_tokens, tokens)]
@@ -355,7 +358,7 @@ def _is_part(tasks: Sequence[TaskRows], member: Member) -> bool:
 
 
 def _with_shared(tasks: Sequence[TaskRows], passes: list[list[Member]]) -> list[list[Member]]:
-    """Return passes whose members say how many of their tokens are computed for another one."""
+    """Set `shared` of the members of each pass."""
     if all(own.trie is None for own in tasks):
         return passes
     found = []
@@ -371,7 +374,7 @@ def _with_shared(tasks: Sequence[TaskRows], passes: list[list[Member]]) -> list[
 
 
 def _spread(items: Sequence[_Item], bound: int, num_passes: int) -> list[list[Member]]:
-    """Put the longest item first, each into the pass with the fewest tokens; if none has room, another is opened."""
+    """Assign items longest first to the pass with the fewest tokens; open another pass if it has no room."""
     passes: list[list[Member]] = [[] for _ in range(num_passes)]
     num_tokens = [0] * num_passes
     for item in sorted(items, key=_longest_first):
@@ -388,12 +391,12 @@ def _spread(items: Sequence[_Item], bound: int, num_passes: int) -> list[list[Me
 def _filled(tasks: Sequence[TaskRows], items: Sequence[_Item], rules: PassRules, capacity: int) -> list[list[Member]]:
     """Pack each task's rows (M §3.5, first step), then place the packs of all tasks.
 
-    Parts of long rows come first, one in each pass, and packs take the room that they leave.
+    Parts of long rows are placed first, one in each pass; packs fill the remaining room.
     """
-    # What fits into one pass keeps the order of its rows; packing is for the rest.
+    # If everything fits into one pass, keep the order of rows.
     if sum(item.num_tokens for item in items) <= capacity:
         return [sorted(member for item in items for member in item.members)]
-    # Over the whole step even if only some rows are laid out, so that all processes take one size.
+    # Computed from all rows even if only some are laid out, so that all processes use the same size.
     size = rules.size([length for own in tasks for length in own.lengths])
     packs: list[list[_Item]] = []
     parts: list[Member] = []
@@ -404,7 +407,6 @@ def _filled(tasks: Sequence[TaskRows], items: Sequence[_Item], rules: PassRules,
         if item.num_tokens <= capacity:
             fitting[member.task].append(item)
             continue
-        # Whatever exceeds a pass is a single row.
         assert len(item.members) == 1, "an item of several rows fits into a pass"
         stay_whole = tasks[member.task].stay_whole
         if rules.split_long_sequences and not (
@@ -415,7 +417,7 @@ def _filled(tasks: Sequence[TaskRows], items: Sequence[_Item], rules: PassRules,
         else:
             alone.append([member])
     for own in fitting:
-        # Packs of about a quarter of a pass let the packs of all tasks fill passes well.
+        # Packs of about a quarter of a pass combine well across tasks.
         longest = max((item.num_tokens for item in own), default=1)
         pack_capacity = min(capacity, max(longest, round_up(max(capacity // 4, 1), size)))
         packed = best_fit_decreasing([item.num_tokens for item in own], pack_capacity)
@@ -425,5 +427,5 @@ def _filled(tasks: Sequence[TaskRows], items: Sequence[_Item], rules: PassRules,
     passes = [[member for pack in group for item in packs[pack] for member in item.members] for group in placed]
     for part, group in zip(parts, passes, strict=False):
         group.append(part)
-    # By task and row, so that a task's rows lie in data order in every pass.
+    # Sorted by task and row, so that a task's rows are in data order in every pass.
     return [sorted(group) for group in passes] + alone

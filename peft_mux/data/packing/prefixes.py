@@ -1,4 +1,4 @@
-"""Shared prefixes of rows, as a trie read off the rows in sorted order.
+"""Shared prefixes of rows, as a trie that is built from the sorted rows.
 
     rows, sorted       a b c        in common with the row before   0
                        a b d e                                      2
@@ -10,19 +10,19 @@
                                            --- [f]                              --- [d f]
                              [x]                                          [x]
 
-Where a branch is shorter than the minimum, each row that shares it has its own copy. A trie depends only on lengths and
-on the numbers of tokens in common, so that a plan counts with them exactly what a step does with tokens.
+If a run is shorter than the minimum, each row that shares it computes its own copy. A trie depends only on the lengths
+of rows and of their common prefixes, so a plan can count computed tokens exactly without the tokens themselves.
 
-`RowTrie` says which rows of a task's global batch share tokens, for code that puts rows into passes. Rows that share a
-run of tokens form a *bundle*: one pass computes the run once, two passes compute it twice. A bundle that no pass holds
-is cut where the pass is full, in the order of its tokens, and each piece computes its own prefix::
+`RowTrie` describes which rows of a task's global batch share tokens, for code that packs rows into passes. Rows that
+share a run of tokens form a *bundle*: one pass computes the run once, two passes compute it twice. A bundle that does
+not fit into a pass is split, in the sorted order of its rows, and each piece computes the prefix again::
 
-    bundle of 5 rows, 40 tokens in common and 10 of its own each    90 tokens computed, of 250
+    bundle of 5 rows, 40 tokens in common and 10 more in each        90 tokens computed, of 250
     bound of 75                                                      [40 10 10 10] [40 10 10]
 
-`PrefixTree` says which tokens of a stream are computed. The stream stays as it is; only its *computed rows* go through
-the layers. A node is a run of tokens that some sequences have in common, or that one has for itself; its tokens are
-those of the first of these sequences::
+`PrefixTree` describes which tokens of a stream are computed. The stream itself is unchanged; only its *computed rows*
+go through the layers. A node is a run of tokens that several sequences share, or that only one sequence has; its tokens
+are those of the first of these sequences::
 
     stream            a b c | a b d | a b d e | x y          tokens 0 .. 11
     computed rows     0 1 2       5         9   10 11
@@ -34,8 +34,8 @@ those of the first of these sequences::
             3        4       2       3            e
             4        5 6    -1       0            x y
 
-A query of a node attends to the keys of its ancestors, from the root on, and causally to those of its own node. Rows of
-an ancestor need not lie right before those of a node: rows of another sequence may lie between them.
+A query of a node attends to all keys of its ancestors, and causally to those of its own node. The rows of an ancestor
+need not directly precede those of a node: rows of other sequences may be between them.
 
 Shape letters: T tokens of the stream, U computed rows, S sequences.
 """
@@ -49,10 +49,10 @@ from typing import NamedTuple
 import numpy as np
 
 MIN_RUN_TOKENS = 6
-"""Minimum number of tokens of a shared run; rows that have fewer in common each compute them.
+"""Minimum number of tokens of a shared run; rows that share fewer tokens compute them separately.
 
-Of 4, 6, 8, 12 and 16 on one thread of a CPU with hidden sizes 128 and 384, 4 and 6 gain most; 1 or 2 tie rows together
-that have a first word in common, whose trees then cost more than the word. On a GPU a node is taken to cost no more.
+Of 4, 6, 8, 12 and 16 on one CPU thread with hidden sizes 128 and 384, 4 and 6 are fastest. With 1 or 2, rows that share
+only their first word are grouped, and their tree costs more than it saves. GPUs are assumed to behave the same.
 """
 
 
@@ -61,7 +61,7 @@ class SortedRows(NamedTuple):
 
     Attributes:
         order: indices of the rows.
-        common: for each of them, in that order, how many tokens it has in common with the one before; 0 for the first.
+        common: for each of them, in that order, the length of its common prefix with the previous one; 0 for the first.
     """
 
     order: tuple[int, ...]
@@ -72,7 +72,7 @@ class SortedRows(NamedTuple):
         kept = set(chosen)
         order: list[int] = []
         common: list[int] = []
-        # Two rows have as many tokens in common as the neighbours between them with the fewest.
+        # The common prefix of two rows is the shortest one between neighbours on the way from one to the other.
         since: list[int] = []
         for index, own in zip(self.order, self.common, strict=True):
             since.append(own)
@@ -84,14 +84,14 @@ class SortedRows(NamedTuple):
 
 
 class Run(NamedTuple):
-    """Tokens that some rows have in common, or that one row has for itself.
+    """Consecutive tokens that several rows share, or that only one row has.
 
     Attributes:
         first: number of its first row, in sorted order.
         last: one past the number of its last row.
         start: place of its first token within each of the rows.
         end: one past the place of its last token.
-        parent: number of the run before it, -1 if its first token is a row's first.
+        parent: number of the preceding run; -1 if the run starts at the first token of its rows.
     """
 
     first: int
@@ -111,7 +111,7 @@ def sort_rows(rows: Sequence[np.ndarray]) -> SortedRows:
         >>> sort_rows([np.array([7, 8]), np.array([5]), np.array([7, 8, 9])])
         SortedRows(order=(1, 0, 2), common=(0, 0, 2))
     """
-    # Most significant byte first, so that bytes compare as the numbers do; ties by index, equally on all processes.
+    # Big-endian, so that bytes compare like the numbers. Ties are broken by index, so that all processes agree.
     keys = [np.asarray(row).astype(">u8").tobytes() for row in rows]
     order = sorted(range(len(rows)), key=lambda index: (keys[index], index))
     common = []
@@ -123,12 +123,12 @@ def sort_rows(rows: Sequence[np.ndarray]) -> SortedRows:
     return SortedRows(tuple(order), tuple(common))
 
 
-def begin_alike(rows: Iterable[np.ndarray], min_tokens: int = MIN_RUN_TOKENS) -> bool:
-    """Return whether any two rows have their first tokens in common: a fast check before anything is sorted.
+def any_share_prefix(rows: Iterable[np.ndarray], min_tokens: int = MIN_RUN_TOKENS) -> bool:
+    """Return whether any two rows start with the same `min_tokens` tokens: a fast check before sorting.
 
     Args:
         rows: int64 `[L]`, the token ids of each row.
-        min_tokens: number of tokens that are compared.
+        min_tokens: number of tokens to compare.
     """
     seen = set()
     for row in rows:
@@ -142,15 +142,15 @@ def begin_alike(rows: Iterable[np.ndarray], min_tokens: int = MIN_RUN_TOKENS) ->
 
 
 def shared_runs(lengths: Sequence[int], common: Sequence[int], min_tokens: int = MIN_RUN_TOKENS) -> list[Run]:
-    """Return the runs of rows in sorted order, parents first; each token of each row lies in exactly one of them.
+    """Return the runs of sorted rows, parents first; each token of each row belongs to exactly one run.
 
     Args:
-        lengths: tokens of each row.
-        common: tokens that each row has in common with the one before.
-        min_tokens: minimum number of tokens of a run of several rows.
+        lengths: number of tokens of each row.
+        common: length of the common prefix of each row and the previous one.
+        min_tokens: minimum number of tokens of a run that several rows share.
     """
     runs: list[Run] = []
-    # A stack instead of recursion: rows of a dialogue, each a prefix of the next, nest as deep as there are rows.
+    # A stack instead of recursion: if each row is a prefix of the next (as in dialogues), depth equals the row count.
     todo = [(0, len(lengths), 0, -1)]
     while todo:
         first, last, start, parent = todo.pop()
@@ -176,8 +176,8 @@ class RowTrie:
     Attributes:
         sequences: the sequences of all rows, sorted by their tokens.
         rows: the row that each sequence belongs to.
-        lengths: tokens of each sequence.
-        min_tokens: minimum number of tokens that are shared.
+        lengths: number of tokens of each sequence.
+        min_tokens: minimum number of tokens of a shared run.
     """
 
     sequences: SortedRows
@@ -186,7 +186,10 @@ class RowTrie:
     min_tokens: int = MIN_RUN_TOKENS
 
     def computed(self, chosen: Sequence[int]) -> dict[int, int]:
-        """Return how many tokens each of some rows, by index, computes in one pass; the first computes shared ones."""
+        """Return the number of tokens that each chosen row computes if all are in one pass.
+
+        Shared tokens are counted for the first of the rows that share them.
+        """
         found = dict.fromkeys(chosen, 0)
         order, runs = self._runs(chosen)
         for run in runs:
@@ -194,17 +197,17 @@ class RowTrie:
         return found
 
     def num_computed(self, chosen: Sequence[int]) -> int:
-        """Return how many tokens some rows, by index, compute in one pass."""
+        """Return the number of tokens that the chosen rows compute if all are in one pass."""
         return sum(run.end - run.start for run in self._runs(chosen)[1])
 
     def bundles(self, chosen: Sequence[int]) -> list[list[int]]:
-        """Return some rows, by index, in bundles, each sorted by its tokens; a row that shares nothing is alone."""
+        """Group the chosen rows into bundles, each sorted by tokens; a row that shares nothing is its own bundle."""
         order, runs = self._runs(chosen)
         bundle_of = {row: [row] for row in dict.fromkeys(order)}
         for run in runs:
             if run.parent >= 0:
                 continue
-            # Rows of several sequences tie the bundles of these together.
+            # A row of several sequences joins the bundles of these sequences.
             joined: list[int] = []
             for own in {id(bundle_of[row]): bundle_of[row] for row in order[run.first : run.last]}.values():
                 joined += own
@@ -212,22 +215,22 @@ class RowTrie:
         return list({id(own): own for own in bundle_of.values()}.values())
 
     def items(self, chosen: Sequence[int], capacity: int) -> list[list[int]]:
-        """Return some rows by what goes into one pass, or onto one replica: bundles, or pieces that it holds.
+        """Group the chosen rows into items for one pass or replica: bundles, or pieces of bundles that fit.
 
         Args:
             chosen: indices of rows.
-            capacity: the most tokens that an item computes; a row that computes more is an item by itself.
+            capacity: maximum number of tokens that an item computes; a row that computes more is its own item.
 
         Returns:
             The rows of each item, ascending; items by their first rows.
         """
-        # A long row would share tokens with others, but it has a pass of its own or is cut, and then shares nothing.
+        # A row above the capacity shares nothing, because it gets its own pass or is split.
         is_long = {row: self.num_computed([row]) > capacity for row in chosen}
         items = [[row] for row in chosen if is_long[row]]
         for bundle in self.bundles([row for row in chosen if not is_long[row]]):
             start = 0
             while start < len(bundle):
-                # The most rows that fit, by bisection, as tokens only grow with rows.
+                # Bisect for the maximum number of rows that fit; adding rows never reduces the tokens.
                 fits, fails = start + 1, len(bundle) + 1
                 while fails - fits > 1:
                     middle = (fits + fails) // 2
@@ -240,7 +243,7 @@ class RowTrie:
         return sorted(map(sorted, items))
 
     def of_rows(self, chosen: Sequence[int]) -> RowTrie:
-        """Return the trie of some rows, by index, renumbered in the order in which they are given."""
+        """Return the trie of the chosen rows, renumbered in the given order."""
         numbers = {row: number for number, row in enumerate(chosen)}
         kept = [index for index, row in enumerate(self.rows) if row in numbers]
         places = {index: place for place, index in enumerate(kept)}
@@ -253,7 +256,7 @@ class RowTrie:
         )
 
     def _runs(self, chosen: Sequence[int]) -> tuple[list[int], list[Run]]:
-        """Return the row of each sequence of some rows, sorted by their tokens, and the runs of these sequences."""
+        """Return, for the sorted sequences of the chosen rows, the row of each sequence, and the runs."""
         wanted = set(chosen)
         found = self.sequences
         if len(wanted) < len(set(self.rows)):
@@ -267,7 +270,7 @@ def row_trie(rows: Sequence[Sequence[np.ndarray]], *, min_tokens: int = MIN_RUN_
 
     Args:
         rows: int64 `[L]`, the token ids of each sequence of each row.
-        min_tokens: minimum number of tokens that are shared.
+        min_tokens: minimum number of tokens of a shared run.
 
     Example:
         >>> trie = row_trie([[np.arange(20)], [np.arange(30)], [np.arange(5)]])
@@ -275,19 +278,19 @@ def row_trie(rows: Sequence[Sequence[np.ndarray]], *, min_tokens: int = MIN_RUN_
         ({0: 20, 1: 10, 2: 5}, [[2], [0, 1]])
     """
     sequences = [sequence for row in rows for sequence in row]
-    if not begin_alike(sequences, min_tokens):
+    if not any_share_prefix(sequences, min_tokens):
         return None
-    owners = tuple(index for index, row in enumerate(rows) for _ in row)
-    return RowTrie(sort_rows(sequences), owners, tuple(map(len, sequences)), min_tokens)
+    row_of_sequence = tuple(index for index, row in enumerate(rows) for _ in row)
+    return RowTrie(sort_rows(sequences), row_of_sequence, tuple(map(len, sequences)), min_tokens)
 
 
 class Node(NamedTuple):
-    """Consecutive computed rows with the same tokens before them.
+    """Consecutive computed rows that belong to the same sequences.
 
     Attributes:
         start: number of its first computed row.
         length: number of its rows, at least 1.
-        parent: number of the node before it; -1 if its first token is a sequence's first.
+        parent: number of the preceding node; -1 if the node starts at the first token of its sequences.
         depth: place of its first token within its sequences, the sum of the lengths of its ancestors.
     """
 
@@ -302,9 +305,9 @@ class PrefixTree:
     """Which tokens of a stream are computed, and which computed row stands for each token of the stream.
 
     Attributes:
-        computed: int64 `[U]`, the token of the stream that each computed row is; ascending, so task by task.
-        row_of_token: int64 `[T]`, the computed row that stands for each token of the stream.
-        nodes: all computed rows, in their order; parents before children.
+        computed: int64 `[U]`, index in the stream of each computed token; ascending, so tasks stay contiguous.
+        row_of_token: int64 `[T]`, the computed row of each token of the stream.
+        nodes: the nodes in the order of their computed rows; parents before children.
     """
 
     computed: np.ndarray
@@ -317,26 +320,26 @@ class PrefixTree:
         return len(self.computed)
 
     def path(self, number: int) -> tuple[int, ...]:
-        """Return the numbers of the nodes from the root to a node, itself included."""
+        """Return the numbers of the nodes from the root to a node, inclusive."""
         path = [number]
         while (parent := self.nodes[path[-1]].parent) >= 0:
             path.append(parent)
         return tuple(reversed(path))
 
     def row_offsets(self, token_offsets: Sequence[int]) -> tuple[int, ...]:
-        """Return the offsets among the computed rows for offsets among the T tokens, of tasks or of sequences."""
+        """Convert offsets of tasks or sequences among the T tokens into offsets among the computed rows."""
         return tuple(np.searchsorted(self.computed, np.asarray(token_offsets, dtype=np.int64)).tolist())
 
 
 def build_prefix_tree(
     sequences: Sequence[np.ndarray], groups: Sequence[int | None], *, min_tokens: int = MIN_RUN_TOKENS
 ) -> PrefixTree | None:
-    """Return the tree of a stream's sequences, or `None` if no two of a group share a prefix.
+    """Return the tree of a stream's sequences, or `None` if no two sequences of a group share a prefix.
 
     Args:
-        sequences: int64 `[L]`, the token ids of each of the S sequences in the order of the stream.
-        groups: for each of them a number; sequences share with others of the same number, and with none if `None`.
-        min_tokens: minimum number of tokens of a node of several sequences.
+        sequences: int64 `[L]`, the token ids of each of the S sequences in stream order.
+        groups: group number of each sequence; only sequences of the same group share tokens, and none with `None`.
+        min_tokens: minimum number of tokens of a node that several sequences share.
 
     Example:
         >>> tree = build_prefix_tree([np.array([5, 6, 7]), np.array([5, 6, 8])], [0, 0], min_tokens=2)
@@ -347,11 +350,11 @@ def build_prefix_tree(
     for index, group in enumerate(groups):
         if group is not None:
             members.setdefault(group, []).append(index)
-    shared = [own for own in members.values() if begin_alike([sequences[index] for index in own], min_tokens)]
+    shared = [own for own in members.values() if any_share_prefix([sequences[index] for index in own], min_tokens)]
     if not shared:
         return None
-    # Each branch: its first sequence, its start and end in it, all its sequences, and the branch before it by its
-    # first sequence and start. Sorted by the first two, parents come before children.
+    # Each branch: its first sequence, start and end within it, all its sequences, and the key (first sequence, start)
+    # of its parent. Sorting by key puts parents before children.
     branches: list[tuple[int, int, int, tuple[int, ...], tuple[int, int] | None]] = []
     for own in shared:
         sorted_rows = sort_rows([sequences[index] for index in own])

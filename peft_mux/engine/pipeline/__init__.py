@@ -1,1 +1,1 @@
-"""Pipeline parallelism: stages in processes of their own, driven by a template (M section 3.4.1)."""
+"""Pipeline parallelism: stages in separate processes that follow a template (M section 3.4.1)."""

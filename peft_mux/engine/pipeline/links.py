@@ -1,22 +1,22 @@
-"""Channels between the stages of a pipeline: non-blocking sends and receives of tensors whose shapes both ends know.
+"""Channels between the stages of a pipeline: non-blocking sends and receives of tensors with known shapes.
 
-A channel leads one way between two processes and carries one kind of message, hidden states or their gradients. It has
-a process group of its own, so nothing on it waits for anything on another one: NCCL runs everything that two processes
-exchange in a group as one queue, and a receive that waits there would hold up the send behind it.
+A channel is one-way between two processes and carries one kind of message, hidden states or their gradients. Each
+channel has its own process group, so that channels do not wait for each other: NCCL runs all communication of two
+processes in a group as one queue, in which a waiting receive would block the sends after it.
 
-Why there are no deadlocks, on gloo and NCCL: sends never block an action; they are only waited for when their message
-is known to have been taken, or when the step is over. So an action waits for its input alone. On a channel, messages
-arrive in the order in which the sender's list sends them. The receiver reads this order off the sender's list and posts
-its receives in it, so the k-th receive meets the k-th send; messages that arrive before they are needed are kept. A
-template whose lists end in simulation (`peft_mux.scheduler.pipeline.simulator.verify`), where messages take any time
-and actions wait for inputs only, therefore ends here too. So does a template of several steps: losses and norms of a
-bucket's step are sent down behind its last gradient and up before the first hidden states of its next step, so waiting
-for them means waiting for the same sender as for these.
+There are no deadlocks, on gloo and NCCL: sends never block an action; they are only waited for when their message is
+known to have been received, or at the end of the step. So an action waits only for its input. On a channel, messages
+arrive in the order of the sender's list. The receiver knows this list and posts its receives in the same order, so the
+k-th receive matches the k-th send; messages that arrive before they are needed are kept. Therefore a template that
+finishes in simulation (`peft_mux.scheduler.pipeline.simulator.verify`), where messages take any time and actions wait
+only for inputs, also finishes here. The same holds for a template of several steps: losses and norms of a bucket's step
+are sent down after its last gradient and up before the first hidden states of its next step, so waiting for them means
+waiting for the same sender.
 
-How much memory messages take: one receive is posted ahead of the message that is needed now. An output is held by its
-sender until its gradient has come back, which the activation bytes of a template count. A gradient `[T, D]` is held
-until it is known to be taken. NCCL reports that; gloo does not, so there it is held until hidden states come that its
-receiver sent after taking it (`Traffic.gradients_taken`), at the latest to the end of the step.
+Memory of messages: one receive is posted ahead of the message that is needed now. A sender holds an output until its
+gradient has arrived, which the activation bytes of a template include. A gradient `[T, D]` is held until it is known to
+be received. NCCL reports this. Gloo does not, so there it is held until hidden states arrive that its receiver sent
+after receiving it (`Traffic.gradients_taken`), at the latest until the end of the step.
 """
 
 from __future__ import annotations
@@ -46,13 +46,13 @@ class Expected(NamedTuple):
 
 
 class Channel:
-    """One end of a channel; a process that is both ends of one keeps the messages.
+    """One end of a channel; if a process is both ends, it keeps the messages.
 
     Args:
         peer: global rank of the process at the other end.
         group: process group of the two processes; `None` if this process is both ends.
         processes: the processes of the run, for errors that name the cause.
-        what: what the channel does, in words for error messages.
+        what: description of the channel for error messages.
     """
 
     def __init__(self, peer: int, group: Any, processes: Processes, what: str) -> None:
@@ -64,7 +64,7 @@ class Channel:
     # ------------------------------------------------------------------ the sender's end
 
     def put(self, key: Hashable, tensor: torch.Tensor) -> None:
-        """Begin to send; the tensor is kept until it is known to have been taken."""
+        """Start sending; the tensor is kept until it is known to have been received."""
         if self._group is None:
             self._messages[key] = tensor, None
             return
@@ -72,24 +72,24 @@ class Channel:
             del self._messages[old]  # NCCL knows; gloo does not until it is waited for
         tensor = tensor.contiguous()
         with self._processes.communicating(self._what):
-            # Held together with the handle: the backend reads this memory until the message is taken.
+            # Kept with the handle, because the backend reads this memory until the message is received.
             self._messages[key] = tensor, dist.isend(tensor, dst=self._peer, group=self._group)
 
     def release(self, key: Hashable) -> None:
-        """Free a message that the receiver is known to have taken."""
+        """Free a message that is known to have been received."""
         if self._group is not None and key in self._messages:
             with self._processes.communicating(self._what):
                 self._messages.pop(key)[1].wait()
 
     def flush(self) -> None:
-        """Wait until everything has been taken."""
+        """Wait until all messages have been received."""
         for key in list(self._messages):
             self.release(key)
 
     # ------------------------------------------------------------------ the receiver's end
 
     def expect(self, messages: Iterable[Expected]) -> None:
-        """Take in all messages until the next flush, in the sender's order, and post the receive of the first one."""
+        """Set the messages to expect until the next flush, in the sender's order, and post the first receive."""
         if self._group is not None:
             assert not self._expected, "all messages of a step are taken before the next one"
             assert not self._messages, "all messages of a step are taken before the next one"
@@ -97,18 +97,18 @@ class Channel:
             self._post()
 
     def take(self, key: Hashable) -> torch.Tensor:
-        """Return a message; wait for it if it is not here yet.
+        """Return a message, waiting for it if necessary.
 
         Raises:
             ProcessError: if the sender has failed, died or hangs.
         """
-        # Receives are matched by order, so none may be skipped; what arrives before it is needed is kept.
+        # Receives are matched by order, so none may be skipped; messages that arrive early are kept.
         while key not in self._messages:
             assert self._expected, f"{key} is not on the sender's list"
             self._post()
         tensor, work = self._messages.pop(key)
         if work is not None:
-            # Before the wait: the next message can then arrive while this one is still under way, or computed on.
+            # Posted before the wait, so that the next message can arrive while this one is pending or in use.
             self._post()
             with self._processes.communicating(self._what):
                 work.wait()
@@ -118,7 +118,7 @@ class Channel:
         """Post the receive of the next message on the list, if there is one."""
         if self._expected:
             key, shape, dtype = self._expected.popleft()
-            # The shape is known from the plan, so no message has to announce it.
+            # The shape is known from the plan, so it need not be sent.
             tensor = torch.empty(shape, dtype=dtype, device=self._processes.device)
             with self._processes.communicating(self._what):
                 self._messages[key] = tensor, dist.irecv(tensor, src=self._peer, group=self._group)
@@ -134,16 +134,16 @@ class PipelineLinks:
 
     Attributes:
         stage: number of this process's stage.
-        outgoing: senders' ends, by kind of message ("F" or "B") and receiving stage.
-        incoming: receivers' ends, by kind of message and sending stage.
+        outgoing: sending ends, by kind of message ("F" or "B") and receiving stage.
+        incoming: receiving ends, by kind of message and sending stage.
 
     Raises:
-        ProcessError: if another process does not come within the time limit.
+        ProcessError: if another process does not join within the time limit.
         ValueError: if this process is not in exactly one of the pipelines.
     """
 
     def __init__(self, pipelines: Sequence[Sequence[int]], num_chunks: int, processes: Processes) -> None:
-        """Make the groups of all pipelines: `new_group` is collective over the whole run, and matched by order."""
+        """Create the groups of all pipelines: `new_group` is collective over the whole run, and matched by order."""
         own = [ranks for ranks in pipelines if processes.rank in ranks]
         if len(own) != 1:
             raise ValueError(
@@ -164,7 +164,7 @@ class PipelineLinks:
                 ways.append((len(ranks) - 1, 0))
             forwards = [("F", source, target) for source, target in ways]
             for kind, source, target in [*forwards, *(("B", target, source) for source, target in ways)]:
-                # A group for each way and kind: in a shared one, a receive that waits would hold up the send behind it.
+                # A group per direction and kind: in a shared one, a waiting receive would block the sends after it.
                 group = None if source == target else self._open([ranks[source], ranks[target]])
                 if processes.rank not in ranks:
                     continue
@@ -186,7 +186,7 @@ class PipelineLinks:
         return group
 
     def flush(self) -> None:
-        """Wait until all messages have been taken."""
+        """Wait until all messages have been received."""
         for outgoing in self.outgoing.values():
             outgoing.flush()
 
@@ -197,7 +197,7 @@ class PipelineLinks:
                 dist.broadcast(tensor, src=self._ranks[stage], group=self._whole_pipeline)
 
     def close(self) -> None:
-        """Break the connections, so that no other stage waits for this process any longer."""
+        """Abort the connections, so that no other stage keeps waiting for this process."""
         groups, self._groups = self._groups, []
         for group in groups:
             self._processes.close_group(group)

@@ -1,16 +1,16 @@
-"""`PipelinePlan`: the template that a pipeline follows, and which tasks its buckets stand for.
+"""`PipelinePlan`: the template that a pipeline follows, and the tasks of its buckets.
 
-A template speaks of micro-batch k of bucket b. A step brings micro-batches of hTasks, as many of each as its rows of
-this step need, which may be more or fewer than the C that the plan was made with. They are spread over the C
-micro-batches of their bucket in order and evenly; hTasks of one bucket follow one another within an action::
+A template refers to micro-batch k of bucket b. A step has micro-batches of hTasks, as many of each as its rows need,
+which may be more or fewer than the C of the plan. They are spread evenly and in order over the C micro-batches of their
+bucket; hTasks of one bucket run one after another within an action::
 
     bucket 0, C = 4         0        1        2     3
     hTask x, 4 passes       x0       x1       x2    x3
     hTask y, 2 passes       y0                y1
 
 Passes that share a long sequence (`peft_mux.data.batch`) stay together in one micro-batch of their bucket: its forward
-runs them in order, its backward in reverse. Each is sent to the next stage as soon as it is done, so one part is in a
-stage while the part before it is in the next one. Such a micro-batch holds all parts of its sequences.
+runs them in order, its backward in reverse. Each pass is sent to the next stage as soon as it has finished, so one part
+can be in a stage while the previous part is in the next one. Such a micro-batch holds all parts of its sequences.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class PipelinePlan:
         template: what each stage runs, in order.
         htasks: for each hTask, names of the tasks that share its passes.
         buckets: for each bucket of the template, indices of the hTasks in it.
-        loads: what each bucket costs, as the template was timed with; empty if that is not known.
-        link: the link between stages that the template was timed with; `None` if messages take no time.
+        loads: the cost of each bucket with which the template was timed; empty if unknown.
+        link: the link between stages with which the template was timed; `None` if messages take no time.
 
     Raises:
-        PlanError: if the template has another number of buckets, or a task is there twice.
+        PlanError: if the template has another number of buckets, or if a task occurs twice.
     """
 
     template: PipelineTemplate
@@ -53,8 +53,8 @@ class PipelinePlan:
         found = {action.bucket for row in self.template.actions for action in row}
         if found != set(range(len(self.buckets))):
             raise PlanError(
-                f"the template speaks of buckets {sorted(found)}; allowed: those from 0 to {len(self.buckets) - 1},"
-                " which the plan has. Build the template from the loads of these buckets."
+                f"the template refers to buckets {sorted(found)}; allowed: the plan's buckets, 0 to"
+                f" {len(self.buckets) - 1}. Build the template from the loads of these buckets."
             )
         names = [name for htask in self.htasks for name in htask]
         twice = sorted({name for name in names if names.count(name) > 1})
@@ -63,7 +63,7 @@ class PipelinePlan:
 
     @classmethod
     def of(cls, plan: Plan) -> PipelinePlan:
-        """Return what a pipeline follows of the plan of a run.
+        """Return the part of a run's plan that a pipeline follows.
 
         Raises:
             PlanError: for a plan without tasks.
@@ -82,14 +82,14 @@ class PipelinePlan:
         return window_step_s(self.template, self.loads, links=self.link) < flushed_s
 
     def slots(self, micro_batches: Sequence[MuxBatch], step: int = 0) -> dict[Slot, list[MuxBatch]]:
-        """Return which micro-batches each micro-batch of the template stands for; none for some, if they are few.
+        """Map each micro-batch of the template to the micro-batches of a step; some may have none.
 
         Args:
             micro_batches: micro-batches of a step, each of tasks of one hTask.
             step: number of that step in a template of several.
 
         Raises:
-            PlanError: for a micro-batch of a task that is not in the plan, or of tasks of several hTasks.
+            PlanError: if a micro-batch has a task that is not in the plan, or tasks of several hTasks.
         """
         htask_of = {name: index for index, htask in enumerate(self.htasks) for name in htask}
         passes: dict[int, list[MuxBatch]] = {index: [] for index in range(len(self.htasks))}
@@ -113,7 +113,7 @@ class PipelinePlan:
             for own in (passes[htask] for htask in members):
                 number = 0
                 for chain in chains_of(own):
-                    # By the number of its first pass, and the chain as a whole: parts of a sequence must not be in
+                    # By the number of its first pass, for the whole chain: parts of a sequence must not be in
                     # different micro-batches of the template.
                     slots[Slot(bucket, slot_of(number, len(own), counts[bucket]), step)].extend(chain)
                     number += len(chain)

@@ -1,27 +1,27 @@
 """`StageModel`: one stage of a multi-task model, run by the model code of transformers.
 
-`StageLayout` says which decoder layers lie in which process. Virtual stages are numbered in the order in which a
-micro-batch passes them: virtual stage `chunk * S + stage` follows the one before, as in
-`peft_mux.scheduler.pipeline.launch`. For 7 layers, S = 2 and 2 chunks per process, with 4 and 3 layers::
+`StageLayout` assigns decoder layers to processes. Virtual stages are numbered in the order in which a micro-batch
+passes through them, `chunk * S + stage`, as in `peft_mux.scheduler.pipeline.launch`. For 7 layers, S = 2 and 2 chunks
+per process, with 4 and 3 layers::
 
     virtual stage   0        1        2        3
     stage           0        1        0        1
     layers          0 1      2 3      4 5      6
     and             embedding                  final norm, head
 
-No decoder forward is reimplemented. The base model keeps its class, its rotary embeddings, its masks and the numbers of
-its layers (so names, dropout draws and kinds of attention stay). Modules of other processes are replaced by ones that
-return their input, and hidden states come in and go out between layers::
+No decoder forward is reimplemented. The base model keeps its class, rotary embeddings, masks and layer numbers, so
+names, dropout masks and attention types are unchanged. Modules of other processes are replaced by ones that return
+their input, and hidden states enter and leave between layers::
 
     virtual stage 0     embed  layer layer  exit  pass   pass
     virtual stage 1     pass   enter pass   layer layer  norm  -> head, losses
 
-If one process has several virtual stages, the modules of the others are replaced for the time of a pass.
+If one process has several virtual stages, the modules of the others are replaced during a pass.
 
-`load_stage` reads one stage from a folder of safetensors, and nothing but its own weights. The backbone is built
-without weights; parameters of this process are filled from the files, and those of other processes get a shape but no
-memory: one element, expanded to all of it. So PEFT injects adapters into a model that looks whole and draws what it
-would draw in one process; what belongs elsewhere is cut off last.
+`load_stage` reads only the weights of one stage from a folder of safetensors. The backbone is built without weights;
+parameters of this process are filled from the files, and parameters of other processes have a shape but no memory (one
+expanded element). So PEFT injects adapters into an apparently whole model and draws the same weights as in a single
+process; finally, everything that belongs to other stages is removed.
 
 Shape letters: T tokens of a micro-batch, D hidden features, N tasks.
 """
@@ -77,16 +77,16 @@ class StageLayout:
     def of(
         cls, num_layers: int, num_stages: int, *, num_chunks: int = 1, layers_per_stage: Sequence[int] | None = None
     ) -> StageLayout:
-        """Return the layout of a plan; the layers of a process are shared by its chunks as equally as can be.
+        """Return the layout of a plan; the layers of a process are divided among its chunks as evenly as possible.
 
         Args:
-            num_layers: decoder layers of the backbone.
+            num_layers: number of decoder layers of the backbone.
             num_stages: S, number of processes of the pipeline.
             num_chunks: number of virtual stages of each process.
-            layers_per_stage: decoder layers of each of the S processes; by default as equal as can be.
+            layers_per_stage: number of decoder layers of each of the S processes; by default as even as possible.
 
         Raises:
-            ValueError: if there are not S numbers that add up, or some process has fewer layers than chunks.
+            ValueError: if there are not S numbers with the right sum, or if a process has fewer layers than chunks.
         """
         given = None if layers_per_stage is None else tuple(layers_per_stage)
         counts = split_layers(num_layers, num_stages, given)
@@ -96,7 +96,7 @@ class StageLayout:
                 f" its chunks. Take fewer stages or chunks for a backbone of {num_layers} layers."
             )
         shares = [
-            # Earlier chunks take what is left over, so that virtual stages differ by a layer at most within a process.
+            # Earlier chunks take the remainder, so that the virtual stages of a process differ by at most one layer.
             counts[stage] // num_chunks + (chunk < counts[stage] % num_chunks)
             for chunk in range(num_chunks)
             for stage in range(num_stages)
@@ -109,7 +109,7 @@ class StageLayout:
         return len(self.layer_counts) - 1
 
     def virtual_stage(self, stage: int, chunk: int) -> int:
-        """Return the number of the virtual stage that is one chunk of a process."""
+        """Return the number of the virtual stage of one chunk of a process."""
         return chunk * self.num_stages + stage
 
     def virtual_stages_of(self, stage: int) -> tuple[int, ...]:
@@ -123,12 +123,13 @@ class StageLayout:
 
 
 class StagePass(NamedTuple):
-    """What one forward of a micro-batch through a virtual stage gave.
+    """The result of one forward of a micro-batch through a virtual stage.
 
     Attributes:
-        output: `[T, D]` hidden states; of the last virtual stage the `[N]` losses.
-        passes: rows bound to adapters, by kind of adapters; kept until the backward, as compiled ones look them up.
-        statistics: of the last virtual stage, the statistics that are logged with each loss.
+        output: `[T, D]` hidden states, or the `[N]` losses for the last virtual stage.
+        passes: rows bound to adapters, by type of adapter; kept until the backward, because compiled layers look them
+            up.
+        statistics: for the last virtual stage, the statistics that are logged with each loss.
     """
 
     output: torch.Tensor
@@ -137,26 +138,26 @@ class StagePass(NamedTuple):
 
 
 class StageModel:
-    """The layers and adapters of one stage, cut out of a whole model, which is used up.
+    """The layers and adapters of one stage, cut out of a whole model, which is modified.
 
-    A task without adapters on these layers keeps its name here, and no parameters.
+    A task without adapters on these layers keeps its name here, but has no parameters.
 
     Args:
-        model: the whole model; what belongs to other stages is dropped from it.
-        layout: which decoder layers lie in which stage.
+        model: the whole model; everything that belongs to other stages is removed from it.
+        layout: which decoder layers are in which stage.
         stage: number of the stage that this process holds.
 
     Attributes:
-        model: the model with the layers of this stage alone.
-        layout: which decoder layers lie in which stage.
+        model: the model with the layers of this stage only.
+        layout: which decoder layers are in which stage.
         stage: number of the stage that this process holds.
         virtual_stages: numbers of the virtual stages of this process, in order.
         has_head: whether this process computes the losses.
         hidden_size: D, width of the hidden states.
-        dtype: dtype of the hidden states between virtual stages, which is that of the residual stream.
+        dtype: dtype of the hidden states between virtual stages, the same as that of the residual stream.
 
     Raises:
-        UnsupportedModelError: for an architecture that cannot be cut.
+        UnsupportedModelError: if the architecture cannot be partitioned.
         ValueError: if the layout has another number of layers, or fewer stages.
 
     Example:
@@ -165,7 +166,7 @@ class StageModel:
     """
 
     def __init__(self, model: MultiTaskPeftModel, layout: StageLayout, stage: int) -> None:
-        """Drop what belongs to other stages, and give the adapters buffers that hold no more than these layers."""
+        """Remove everything that belongs to other stages, and move the adapters to buffers for these layers only."""
         self.model, self.layout, self.stage = model, layout, stage
         backbone = model.backbone
         self._base, self._family, self._handover = backbone.base_model, family_of(backbone), Handover()
@@ -178,13 +179,13 @@ class StageModel:
                 f"stage {stage} of {layout.num_stages} with {sum(layout.layer_counts)} layers; allowed: a stage of a"
                 f" layout of {len(layers)} layers, as {type(backbone).__name__} has. Make it with StageLayout.of."
             )
-        # Of the whole model, while there is one.
+        # Done while the model is still whole.
         for name in model.tasks:
             model.stream.lowest_layers[model.adapter_of(name)] = lowest_layer(model.task_parameters(name))
         own = {index for virtual_stage in self.virtual_stages for index in layout.layers_of(virtual_stage)}
         for index, layer in enumerate(layers):
             if index not in own:
-                # Replaced, not dropped: the others keep their numbers, on which names and dropout draws depend.
+                # Replaced, not removed, so that layers keep their numbers, on which names and dropout masks depend.
                 layers[index] = PassThrough(layer)
         dropped = [] if 0 in self.virtual_stages else self._present(self._family.embeddings)
         if not self.has_head:
@@ -206,12 +207,12 @@ class StageModel:
         self._modules_at = {virtual_stage: self._modules_of(virtual_stage) for virtual_stage in self.virtual_stages}
 
     def gradient_rows(self, virtual_stage: int, batch: MuxBatch) -> tuple[Rows, ...] | None:
-        """Return the rows of a virtual stage's input whose gradients the stages before it need; `None` for all.
+        """Return the rows of a virtual stage's input whose gradients earlier stages need; `None` for all.
 
-        They are those of tasks that have adapters further down. Every process returns the same for a micro-batch.
+        These are the rows of tasks that have adapters in earlier stages. Every process returns the same rows.
 
         Args:
-            virtual_stage: number of a virtual stage behind the first, of this process or of another one.
+            virtual_stage: number of a virtual stage after the first, of this process or of another one.
             batch: the micro-batch.
         """
         stream = self.model.stream
@@ -224,7 +225,7 @@ class StageModel:
         Args:
             virtual_stage: number of one of this process's virtual stages.
             batch: the micro-batch, its tensors on the device.
-            hidden_TD: `[T, D]` output of the virtual stage before; `None` at virtual stage 0.
+            hidden_TD: `[T, D]` output of the previous virtual stage; `None` at virtual stage 0.
         """
         model = self.model
         with model.multiplexing(batch, routing=model.routed(batch)), self.only(virtual_stage):
@@ -238,7 +239,7 @@ class StageModel:
 
     @torch.no_grad()
     def target_losses(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor:
-        """Run a micro-batch through the last virtual stage; return as `MultiTaskPeftModel.target_losses` does."""
+        """Run a micro-batch through the last virtual stage; see `MultiTaskPeftModel.target_losses`."""
         model = self.model
         with model.multiplexing(batch), self.only(self.layout.last_virtual_stage):
             output_TD = self._hidden_states(batch, hidden_TD, model.last_layer.rows(model, batch))
@@ -246,13 +247,13 @@ class StageModel:
 
     @torch.no_grad()
     def sequence_logits(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> list[torch.Tensor]:
-        """Run a micro-batch through the last virtual stage; return as `MultiTaskPeftModel.sequence_logits` does."""
+        """Run a micro-batch through the last virtual stage; see `MultiTaskPeftModel.sequence_logits`."""
         model = self.model
         with model.multiplexing(batch), self.only(self.layout.last_virtual_stage):
             return model.objectives.head.logits(self._hidden_states(batch, hidden_TD), batch, model)
 
     def prove_last_layer(self) -> None:
-        """Compare the last layer, if it lies here, with itself on some of its rows (`LastLayer`)."""
+        """Verify the last layer, if it is here, on a subset of its rows (`LastLayer`)."""
         last = self.layout.last_virtual_stage
 
         def states_of_probe(batch: MuxBatch, read: ReadRows | None) -> torch.Tensor:
@@ -267,7 +268,7 @@ class StageModel:
     def _hidden_states(
         self, batch: MuxBatch, hidden_TD: torch.Tensor | None, read: ReadRows | None = None
     ) -> torch.Tensor:
-        """Return the `[T, D]` hidden states that the modules in place now make of a micro-batch."""
+        """Run a micro-batch through the modules currently in place; return the `[T, D]` hidden states."""
         attention = AttentionStream(self.model.stream, batch, self.model.module_names, read=read)
         position_ids = batch.computed(batch.position_ids)
         arguments: dict[str, Any] = {"position_ids": position_ids, "mux_stream": attention, "use_cache": False}
@@ -276,7 +277,7 @@ class StageModel:
             if batch.token_type_ids is not None:
                 arguments["token_type_ids"] = batch.computed(batch.token_type_ids)
         else:
-            # For its shape and dtype alone: what the model makes of it ends at the entrance.
+            # Only its shape and dtype matter, because the entrance replaces it with the hidden states.
             arguments["inputs_embeds"] = hidden_TD.detach().unsqueeze(0)
         received = None if hidden_TD is None else hidden_TD.unsqueeze(0)
         with temporary_attributes(self._handover, received=received, given=None):
@@ -285,14 +286,14 @@ class StageModel:
             return (output if given is None else given)[0]
 
     def _present(self, names: Sequence[str]) -> list[str]:
-        """Return those of the names of modules that the base model has: some have none of a kind."""
+        """Return the names of modules that the base model has; some models lack some of them."""
         found = {name for name, _ in self._base.named_modules()}
         return [name for name in names if name in found]
 
     def _modules_of(self, virtual_stage: int) -> dict[str, nn.Module]:
         """Return the modules of the base model during a pass through a virtual stage, by name.
 
-        The list of layers keeps its length, as model code reads kinds of attention off a layer's position.
+        The list of layers keeps its length, because model code looks up attention types by layer position.
         """
         family, layers = self._family, self._base.get_submodule(self._family.layers)
         own = self.layout.layers_of(virtual_stage)
@@ -301,7 +302,7 @@ class StageModel:
         if virtual_stage > 0:
             chosen[0] = Entrance(layers[0], self._handover)
             modules |= {name: PassThrough() for name in self._present(family.embeddings)}
-            # Learned positions are added in virtual stage 0; here the model code would look up some that it lacks.
+            # Learned positions are added in virtual stage 0; other stages do not have their embedding.
             if family.positions is not None:
                 modules[family.positions] = NoPositions(self.dtype)
         if virtual_stage < self.layout.last_virtual_stage:
@@ -311,9 +312,9 @@ class StageModel:
 
     @contextmanager
     def only(self, virtual_stage: int) -> Iterator[None]:
-        """Let the base model consist of one virtual stage of this process for the time of the `with` block."""
+        """Reduce the base model to one virtual stage of this process during the `with` block."""
         places: list[tuple[dict[str, Any], str, Any]] = []
-        # Past `setattr`, which would register and check each module again in every pass.
+        # Bypasses `setattr`, which would register and check each module again in every pass.
         for name, module in self._modules_at[virtual_stage].items():
             parent, _, leaf = name.rpartition(".")
             modules = self._base.get_submodule(parent)._modules
@@ -342,27 +343,27 @@ def load_stage(
 ) -> StageModel:
     """Return one stage of a causal language model with the adapters of all tasks.
 
-    The packing probe (`peft_mux.modeling.backbone.probe`) needs a whole model and does not run; architectures that can
-    be cut are few, and known to pass it.
+    The packing probe (`peft_mux.modeling.backbone.probe`) needs a whole model and does not run; the few architectures
+    that can be partitioned are known to pass it.
 
     Args:
-        folder: folder of the backbone, as `save_pretrained` writes it.
-        peft_configs: `PeftConfig` of each task, by name of the task.
-        layout: which decoder layers lie in which stage.
+        folder: folder of the backbone, as written by `save_pretrained`.
+        peft_configs: `PeftConfig` of each task, by task name.
+        layout: which decoder layers are in which stage.
         stage: number of the stage that this process holds.
-        seeds: what fixes the initial adapter weights of each task, by name of the task.
+        seeds: seed of the initial adapter weights of each task, by task name.
         dtype: dtype of the backbone; by default that of its configuration.
 
     Raises:
-        CheckpointError: if the folder holds no safetensors, or a weight of this stage is not there.
-        UnsupportedModelError: for an architecture that cannot be cut, or quantised weights.
+        CheckpointError: if the folder has no safetensors, or if a weight of this stage is missing.
+        UnsupportedModelError: if the architecture cannot be partitioned, or the weights are quantised.
     """
     folder = Path(folder)
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if quantization_method(config) is not None:
         raise UnsupportedModelError(
-            f"{folder} holds quantised weights; allowed: plain ones, where stages read their own weights alone. Load"
-            " the model with from_pretrained and cut it with StageModel."
+            f"{folder} has quantised weights; allowed: floating point weights, because each stage reads only its own."
+            " Load the model with from_pretrained and cut it with StageModel."
         )
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     with init_empty_weights(include_buffers=False):  # rotary frequencies are computed, and in no file
@@ -376,15 +377,15 @@ def load_stage(
     if layout.last_virtual_stage in virtual_stages:
         own += [f"{prefix}.{name}." for name in family.after]
         head = backbone.get_output_embeddings()
-        # A head that is tied to the embedding is one parameter under two names; files may hold it under either.
+        # A head that is tied to the embedding is one parameter with two names; files may use either.
         own += [f"{name.rpartition('.')[0]}." for name, item in all_names if item is head.weight]
     wanted: dict[Path, list[tuple[str, str]]] = {}
     for name, parameter in list(backbone.named_parameters()):
         if not name.startswith(tuple(own)):
-            # Not on the meta device: PEFT puts adapters on the device of the layer, and there it would draw nothing.
+            # Not on the meta device, because PEFT puts adapters on the device of the layer, where they need memory.
             _put(backbone, name, torch.zeros((), dtype=parameter.dtype).expand(parameter.shape))
             continue
-        # Saved under one of its names, or under that within the base model alone (GPT-2's).
+        # Saved under one of its names, or under its name within the base model (as for GPT-2).
         same = [other for other, item in all_names if item is parameter]
         candidates = [key for other in same for key in (other, other.removeprefix(f"{prefix}."))]
         key = next((key for key in candidates if key in files), None)
@@ -394,30 +395,30 @@ def load_stage(
                 " names. Load the model with from_pretrained and cut it with StageModel."
             )
         wanted.setdefault(files[key], []).append((name, key))
-    # File by file, as opening a shard costs more than reading one tensor of it.
+    # File by file, because opening a shard costs more than reading one of its tensors.
     for path, pairs in wanted.items():
         with safe_open(path, framework="pt") as file:
             for name, key in pairs:
                 _put(backbone, name, file.get_tensor(key).to(backbone.get_parameter(name).dtype))
-    # Buffers that are saved with the weights, such as those by which routers balance experts.
+    # Buffers that are saved with the weights, such as those for load balancing of experts.
     saved = backbone.state_dict()
     for name, buffer in backbone.named_buffers():
         if name in saved and name in files:
             with safe_open(files[name], framework="pt") as file:
                 buffer.copy_(file.get_tensor(name))
-    # Again, as each parameter was replaced by itself, also one that has two names.
+    # Tie again, because each parameter was replaced separately, including those with two names.
     backbone.tie_weights()
     model = MultiTaskPeftModel(backbone, peft_configs, seeds=seeds, verify=False)
     return StageModel(model, layout, stage)
 
 
 def is_converted(folder: str | Path, backbone: Any) -> bool:
-    """Return whether transformers renames or merges tensors of a folder as it reads them.
+    """Return whether transformers renames or merges tensors of a folder when it reads them.
 
-    It does with mixtures, whose experts lie there one by one, and with GPT-NeoX's head.
+    This is the case for mixtures of experts, whose experts are saved one by one, and for GPT-NeoX's head.
 
     Args:
-        folder: folder of the backbone, as `save_pretrained` writes it.
+        folder: folder of the backbone, as written by `save_pretrained`.
         backbone: the model, possibly without weights, possibly with adapters.
     """
     if not get_model_conversion_mapping(backbone, add_legacy=False):
@@ -428,12 +429,12 @@ def is_converted(folder: str | Path, backbone: Any) -> bool:
 def blank_model(
     like: Any, peft_configs: Mapping[str, PeftConfig], seeds: Mapping[str, int] | None = None
 ) -> MultiTaskPeftModel:
-    """Return a whole model whose backbone takes no memory, with the adapters that one process would draw.
+    """Return a whole model whose backbone takes no memory, with the same adapters as in a single process.
 
     Args:
-        like: a backbone of the same class and configuration, perhaps a part of one.
-        peft_configs: `PeftConfig` of each task, by name of the task.
-        seeds: what fixes the initial adapter weights of each task, by name of the task.
+        like: a backbone of the same class and configuration, possibly a part of one.
+        peft_configs: `PeftConfig` of each task, by task name.
+        seeds: seed of the initial adapter weights of each task, by task name.
     """
     with init_empty_weights(include_buffers=False):
         backbone = type(like)(like.config)
@@ -458,7 +459,7 @@ def _files(folder: Path) -> dict[str, Path]:
     """Return the file that holds each tensor of a checkpoint, by the tensor's key."""
     if (folder / _INDEX).is_file():
         index = json.loads((folder / _INDEX).read_text(encoding="utf-8"))["weight_map"]
-        # The name alone: an index must not lead out of the folder.
+        # Only the file name, so that an index cannot refer to files outside the folder.
         return {key: folder / Path(file).name for key, file in index.items()}
     if not (folder / _WHOLE).is_file():
         raise CheckpointError(

@@ -1,8 +1,8 @@
 """`Traffic`: the messages between one stage and its neighbours while it runs its list of a template.
 
-Which messages go where, and in which order, is read off the lists, which every process has; processes exchange nothing
-about messages. A gradient is sent for the rows of tasks that have adapters further down, and for one row if there are
-none: the message also proves that the hidden states were taken.
+Every process has all lists, so destination and order of messages are known without communication. Gradients are sent
+for the rows of tasks that have adapters in earlier stages, or for one row if there are none: the message also confirms
+that the hidden states were received.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from peft_mux.scheduler.pipeline.launch import next_virtual_stage
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 
 FIGURES_DTYPE = torch.float64
-"""Dtype of losses and squared norms in messages: sums must not depend on the cut by more than fp32 shows."""
+"""Dtype of losses and squared norms in messages, so that the layout changes sums by less than fp32 precision."""
 
 
 class Key(NamedTuple):
@@ -29,7 +29,7 @@ class Key(NamedTuple):
 
     Attributes:
         slot: the micro-batch of the template.
-        number: which of the passes that the template's micro-batch stands for.
+        number: index of the pass within the template's micro-batch.
         chunk: which of the receiver's chunks the message is for.
     """
 
@@ -55,8 +55,8 @@ class StepEnds(NamedTuple):
 
     Attributes:
         after: the end of a bucket's step, by its last backward.
-        before: likewise, by the first forward of the bucket's next step.
-        last: ends of steps that have no next one, in the order of `after`.
+        before: the same, by the first forward of the bucket's next step.
+        last: ends of last steps, in the order of `after`.
     """
 
     after: dict[Action, StepEnd]
@@ -67,7 +67,7 @@ class StepEnds(NamedTuple):
     def of(cls, row: Sequence[Action]) -> StepEnds:
         """Read the list of a stage."""
         backwards = {StepEnd(one.bucket, one.step): one for one in row if one.kind == "B"}
-        # In reverse, so that the first of all forwards of a step stays.
+        # In reverse, so that the first forward of a step is kept.
         forwards = {StepEnd(one.bucket, one.step): one for one in reversed(row) if one.kind == "F"}
         after = {one: end for end, one in backwards.items()}
         before = {one: StepEnd(end.bucket, end.step - 1) for end, one in forwards.items() if end.step > 0}
@@ -76,7 +76,7 @@ class StepEnds(NamedTuple):
 
 
 class Traffic:
-    """Takes the inputs of a stage's actions from its neighbours, and sends them their results.
+    """Receives the inputs of a stage's actions from its neighbours, and sends them the results.
 
     Args:
         links: the channels to the other stages of the pipeline.
@@ -98,7 +98,7 @@ class Traffic:
         slots: Mapping[Slot, Sequence[MuxBatch]],
         num_tasks: Mapping[int, int] | None = None,
     ) -> None:
-        """Post the first receives of everything that neighbours will send until the next flush."""
+        """Post the first receive of each channel for the messages until the next flush."""
         self.slots = slots
         self._links, self._stage, self._template = links, stage, template
         self._num_tasks = num_tasks or {}
@@ -110,12 +110,12 @@ class Traffic:
     # ------------------------------------------------------------------ the messages of a template
 
     def target(self, action: Action) -> tuple[int, int] | None:
-        """Return the (stage, chunk) that an action's result is sent to; `None` at the end of its way."""
+        """Return the (stage, chunk) that an action's result is sent to; `None` at the last virtual stage."""
         template = self._template
         return next_virtual_stage(action.kind, action.stage, action.chunk, template.num_stages, template.num_chunks)
 
     def source(self, action: Action) -> tuple[int, int] | None:
-        """Return the (stage, chunk) that an action's input comes from; `None` at the beginning of its way."""
+        """Return the (stage, chunk) that an action's input comes from; `None` at the first virtual stage."""
         template, way = self._template, "B" if action.kind == "F" else "F"
         return next_virtual_stage(way, action.stage, action.chunk, template.num_stages, template.num_chunks)
 
@@ -127,9 +127,9 @@ class Traffic:
         return forward[::-1] if action.kind == "B" and is_chained(passes) else forward
 
     def expected(self, kind: str, source: int) -> Iterator[Expected]:
-        """Yield what another stage sends here, in its order: tensors `[T, D]`, and figures `[2, N]` of N tasks.
+        """Yield the messages from another stage in order: tensors `[T, D]`, and figures `[2, N]` of N tasks.
 
-        Losses and squared norms of a bucket's step come down the pipeline behind its last gradient, and go up before
+        Losses and squared norms of a bucket's step are sent down the pipeline after its last gradient, and up before
         the first hidden states of its next step.
 
         Args:
@@ -159,15 +159,15 @@ class Traffic:
             yield Expected(end, torch.Size((2, self._num_tasks[end.bucket])), FIGURES_DTYPE)
 
     def gradients_taken(self, other: int) -> dict[Key, list[Key]]:
-        """Return, for hidden states that come from a stage, which gradients that stage has taken by then.
+        """Return, for hidden states from a stage, the gradients that the stage has received before sending them.
 
-        A stage runs its list in order, so what it sends proves everything that stands before it.
+        A stage runs its list in order, so a message confirms all earlier receives of its sender.
 
         Args:
             other: number of the sending stage.
 
         Returns:
-            By the first message of each forward, the gradients that it proves and no earlier one did.
+            By the first message of each forward, the gradients that it confirms and no earlier message did.
         """
         proven: dict[Key, list[Key]] = {}
         taken: list[Key] = []
@@ -183,7 +183,7 @@ class Traffic:
         return proven
 
     def goes_back(self, action: Action, number: int) -> bool:
-        """Return whether a stage before the one of a forward needs gradients of the input of one of its passes."""
+        """Return whether an earlier stage needs gradients of the input of one of a forward's passes."""
         virtual_stage = self._stage.layout.virtual_stage(action.stage, action.chunk)
         return self._stage.gradient_rows(virtual_stage, self.slots[action.slot][number]) != ()
 
@@ -197,11 +197,11 @@ class Traffic:
     # ------------------------------------------------------------------ sending and receiving
 
     def put(self, action: Action, number: int, result_TD: torch.Tensor) -> None:
-        """Begin to send a result to the virtual stage that needs it.
+        """Start sending a result to the virtual stage that needs it.
 
         Args:
-            action: the action whose result it is, one that has a `target`.
-            number: which of its passes.
+            action: the action that has produced the result; it must have a `target`.
+            number: index of the pass within the action.
             result_TD: hidden states, or gradients of the action's input, `[T, D]`.
         """
         target, rows = self.target(action), self._sent_rows(action, number)
@@ -214,8 +214,8 @@ class Traffic:
         """Return an action's input `[T, D]`; `None` at virtual stage 0 forward and at the last one backward.
 
         Args:
-            action: the action that is to run.
-            number: which of its passes.
+            action: the action to run.
+            number: index of the pass within the action.
 
         Raises:
             ProcessError: if the other stage fails, dies, or does not answer within the time limit.
@@ -228,12 +228,12 @@ class Traffic:
         message = self._links.incoming[action.kind, source[0]].take(key)
         self.waited_s += time.perf_counter() - began
         if action.kind == "F":
-            # gloo does not tell when a send was taken. That these hidden states have come proves that their sender took
+            # gloo does not report when a send was received. These hidden states confirm that their sender has received
             # the gradients before them in its list, so these can be freed without blocking.
             for taken in self._proven_taken[source[0]].pop(key, ()):
                 self._links.outgoing["B", source[0]].release(taken)
             return message
-        # The gradient of an output has come, so the output itself was taken: waiting for its send returns.
+        # The gradient of an output has arrived, so the output was received, and waiting for its send returns.
         self._links.outgoing["F", source[0]].release(Key(action.slot, number, source[1]))
         passed = self.slots[action.slot][number]
         behind = self._stage.layout.virtual_stage(action.stage, action.chunk) + 1

@@ -1,12 +1,12 @@
-"""One optimizer, schedule and gradient norm for each task, and the check of their settings before any weight is read.
+"""One optimizer, schedule and gradient norm per task, and checks of their settings before any weight is read.
 
-Global clipping would couple tasks, since one NaN makes every norm NaN. Stepping an idle task would move it, since
-AdamW's momentum and decay act on zero gradients. So each task is clipped and stepped by itself. On CUDA the AdamW steps
-of all tasks are one call (`peft_mux.kernels.adamw`): each task's optimizer keeps its settings and its state, and only
-the arithmetic is done for it.
+Global clipping would couple tasks, because one NaN makes every norm NaN. Stepping an idle task would change its weights
+even with zero gradients, because of momentum and weight decay. Therefore each task is clipped and stepped separately.
+On CUDA the AdamW steps of all tasks are one call (`peft_mux.kernels.adamw`): each task's optimizer keeps its settings
+and state, and only the arithmetic is done jointly.
 
-A task steps only if its loss and its gradient norm are both finite (promise 2 of the design). `LastFiniteWeights` keeps
-the weights that passed this test, so that a task whose step made them NaN goes back to its last good adapter.
+A task steps only if its loss and gradient norm are both finite (promise 2 of the design). `LastFiniteWeights` keeps the
+weights that passed this test, so that a task whose step produced NaN weights is restored to its last good adapter.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ class LastFiniteWeights:
     """A copy of a task's weights from when its loss and gradients were last finite.
 
     Args:
-        parameters: the task's parameters by name; copied at once, as a task that fails at its first step goes back to
-            its initial weights.
+        parameters: the task's parameters by name; copied immediately, because a task that fails at its first step is
+            restored to its initial weights.
 
     Attributes:
-        weights: the copies by name. Updates and checkpoints hold these very tensors.
+        weights: the copies by name; updates and checkpoints hold references to these tensors.
         copies: the same copies, by parameter.
     """
 
@@ -51,12 +51,12 @@ class LastFiniteWeights:
 
     @torch.no_grad()
     def keep(self) -> None:
-        """Copy the present weights, which have just proven finite."""
+        """Copy the current weights, which have given a finite loss and gradients."""
         torch._foreach_copy_(list(self.copies.values()), [p.detach() for p in self.copies])
 
     @torch.no_grad()
     def restore(self) -> None:
-        """Put the copies back."""
+        """Restore the copies."""
         torch._foreach_copy_([p.detach() for p in self.copies], list(self.copies.values()))
 
 
@@ -69,7 +69,7 @@ def non_finite_reason(loss: float, gradient_norm: float) -> str | None:
 
 
 LORAPLUS_EMBEDDING_RATE = 1e-6
-"""Learning rate of factors of embeddings in LoRA+, PEFT's default, whatever the rate of the task."""
+"""Learning rate of embedding factors in LoRA+ (PEFT's default), independent of the task's learning rate."""
 
 
 def page_kind_of(hyper: HyperParameters) -> PageKind:
@@ -78,7 +78,7 @@ def page_kind_of(hyper: HyperParameters) -> PageKind:
 
 
 class _Count(NamedTuple):
-    """What is known on the host of a step counter: the tensor, its version, which each write changes, and its value."""
+    """Host copy of a step counter: the tensor, its version (which every write changes), and its value."""
 
     counter: torch.Tensor
     version: int
@@ -86,23 +86,22 @@ class _Count(NamedTuple):
 
 
 class TaskOptimizer:
-    """The optimizer and schedule of one task, over its own parameters alone.
+    """The optimizer and schedule of one task, for its own parameters only.
 
     Args:
         name: the name of the task, for messages.
         parameters: the task's parameters by name.
         hyper: the complete settings of the task.
         num_steps: optimizer steps that the task will take, for the schedule.
-        args: the run's arguments, read as Trainer reads them.
-        slab: the pages that the parameters are views of. Element-wise optimizers step these instead, each page in one
-            operation.
+        args: the run's arguments, interpreted as in Trainer.
+        slab: the pages that contain the parameters. Element-wise optimizers step whole pages instead of parameters.
 
     Attributes:
         optimizer: torch's optimizer.
         schedule: torch's schedule of the learning rate.
-        parameters: what the optimizer steps: parameters or pages.
+        parameters: the tensors that the optimizer steps: parameters or pages.
         kinds: for each parameter group one of `PAGE_KINDS`.
-        failure: why no further step can be taken, because the schedule gives no rate for it; else empty.
+        failure: why no further step is possible, if the schedule has no valid learning rate for it; else empty.
 
     Raises:
         ConfigError: if the optimizer or schedule cannot be built from these settings.
@@ -117,9 +116,9 @@ class TaskOptimizer:
         args: MultiTaskTrainingArguments,
         slab: TaskSlab | None = None,
     ) -> None:
-        """Build both, as Trainer would for this task alone."""
+        """Build both as Trainer would for this task."""
         own_args = task_arguments(hyper, args)
-        # An optimizer that looks at a parameter as a matrix, or at its norm, would see a page of many.
+        # Optimizers that use the shape or norm of a parameter cannot step pages of several parameters.
         self.slab = slab if hyper.optim in ELEMENTWISE else None
         if self.slab is not None:
             by_kind = [(page.values, page.kind) for page in self.slab.pages]
@@ -152,7 +151,7 @@ class TaskOptimizer:
                 num_training_steps=num_steps,
                 scheduler_specific_kwargs=hyper.lr_scheduler_kwargs,
             )
-        # Each library raises errors of its own for settings that it does not take.
+        # Each library raises different errors for unsupported settings.
         except Exception as error:
             raise ConfigError(
                 f"tasks.{name}: optim={hyper.optim!r} with lr_scheduler_type={hyper.lr_scheduler_type!r} cannot be "
@@ -161,7 +160,7 @@ class TaskOptimizer:
 
     @property
     def learning_rate(self) -> float:
-        """Rate of the next step."""
+        """Learning rate of the next step."""
         return float(self.schedule.get_last_lr()[0])
 
     @property
@@ -177,9 +176,9 @@ class TaskOptimizer:
         """Clip to `max_grad_norm` (unless it is 0), update the parameters, and advance the schedule.
 
         Args:
-            gradient_norm: norm of the whole gradient, of which processes may hold parts.
+            gradient_norm: norm of the whole gradient, which may be spread over processes.
         """
-        # A factor known to be 1 saves a pass over the gradients. On other devices asking would mean waiting.
+        # On a CPU, skip a factor of 1, which saves a pass over the gradients. On other devices the check would wait.
         is_short = gradient_norm.is_cpu and bool(self.max_grad_norm / (gradient_norm + 1e-6) >= 1)
         if self.max_grad_norm > 0 and not is_short:
             nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, gradient_norm)
@@ -188,21 +187,21 @@ class TaskOptimizer:
         self.zero_gradients()
 
     def advance_schedule(self) -> None:
-        """Set the rate of the next step; a rate that cannot be trained with fails this task, not the run."""
+        """Set the learning rate of the next step; an invalid rate fails this task, not the run."""
         try:
             self.schedule.step()
             fault = _rate_fault(self.schedule.get_last_lr())
-        except Exception as error:  # a formula of the schedule's, at numbers that the user chose
+        except Exception as error:  # the schedule's formula with the user's numbers
             fault = f"the schedule raises {type(error).__name__}: {error}"
         self.failure = f"learning_rate: {fault}" if fault else ""
 
     def rates_at(self, step: int) -> list[float]:
-        """Return the rate of each parameter group after a number of steps; the schedule itself does not move."""
+        """Return the learning rate of each parameter group after a number of steps, without advancing the schedule."""
         factors = [factor(step) for factor in self.schedule.lr_lambdas]
         return [base * factor for base, factor in zip(self.schedule.base_lrs, factors, strict=True)]
 
     def go_on_from(self, step: int) -> None:
-        """Set the rate to the one that this schedule has after a number of steps, taken with this or another one."""
+        """Set the learning rate to that of this schedule after a number of steps, even if another one was used."""
         self.schedule.last_epoch, self.schedule._step_count = step, step + 1
         self.schedule._last_lr = rates = self.rates_at(step)
         for group, rate in zip(self.optimizer.param_groups, rates, strict=True):
@@ -212,7 +211,7 @@ class TaskOptimizer:
 
     def zero_gradients(self) -> None:
         """Set the gradients to zero."""
-        # In place in a slab, where they are views of one buffer that sums and graphs refer to.
+        # In place if there is a slab, because sums and graphs refer to its buffer.
         self.optimizer.zero_grad(set_to_none=self.slab is None)
 
     def release(self) -> None:
@@ -224,13 +223,13 @@ class TaskOptimizer:
     # ------------------------------------------------------------------ joint steps of many tasks
 
     def page_updates(self, task: int, last_finite: LastFiniteWeights) -> list[PageUpdate]:
-        """Return what a joint step of many tasks needs of this one; nothing if the task must step by itself.
+        """Return the page updates of this task for a joint step; an empty list if the task must step by itself.
 
-        The state of the optimizer is made if it is not there yet.
+        The state of the optimizer is created if necessary.
 
         Args:
             task: column of the task among the verdicts.
-            last_finite: takes the weights as they are before the update.
+            last_finite: receives the weights before the update.
         """
         if not self._can_join():
             return []
@@ -238,16 +237,16 @@ class TaskOptimizer:
         for group in self.optimizer.param_groups:
             values, gradients, exp_avgs, exp_avg_sqs, counters = [], [], [], [], []
             new = [page for page in group["params"] if not self.optimizer.state.get(page)]
-            # Torch's own way to make and gather state, so that it stays what a step of torch would leave.
+            # Uses torch's own method to create and collect state, so that it is the same as after a torch step.
             self.optimizer._init_group(group, values, gradients, exp_avgs, exp_avg_sqs, [], counters)
-            for page in new:  # a new counter is 0, and asking the device would mean waiting
+            for page in new:  # a new counter is 0; reading it would wait for the device
                 counter = self.optimizer.state[page]["step"]
                 self._counts[page] = _Count(counter, counter._version, 0)
             columns = zip(values, gradients, exp_avgs, exp_avg_sqs, counters, strict=True)
             for page, gradient, exp_avg, exp_avg_sq, counter in columns:
                 known = self._counts.get(page)
                 if known is None or known.counter is not counter or known.version != counter._version:
-                    # Somebody else has changed the counter, so it is read, which waits for the device.
+                    # Other code has changed the counter, so it is read, which waits for the device.
                     known = self._counts[page] = _Count(counter, counter._version, int(counter.item()))
                 update = PageUpdate(
                     page,
@@ -286,7 +285,7 @@ class TaskOptimizer:
 
 @torch.no_grad()
 def count_joint_steps(optimizers: Sequence[TaskOptimizer]) -> None:
-    """Count a step in the state of these optimizers, whose arithmetic a joint update has done."""
+    """Increment the step counters of these optimizers after a joint update."""
     counters = {
         (optimizer, page): optimizer.optimizer.state[page]["step"]
         for optimizer in optimizers
@@ -298,21 +297,21 @@ def count_joint_steps(optimizers: Sequence[TaskOptimizer]) -> None:
     for own in by_device.values():  # one launch for all counters of a device
         torch._foreach_add_(own, 1)
     for (optimizer, page), counter in counters.items():
-        # A later write by somebody else changes the version again.
+        # A later write by other code changes the version again.
         optimizer._counts[page] = _Count(counter, counter._version, optimizer._counts[page].value + 1)
         optimizer.optimizer._opt_called = True  # otherwise the schedule warns about a wrong order
 
 
 def gradient_norms(optimizers: Sequence[TaskOptimizer]) -> list[torch.Tensor]:
-    """Return the gradient norm of every task, in one call for all if the device has such a call."""
+    """Return the gradient norm of every task, in one call for all tasks if the device supports it."""
     if any(adamw.joint_update(optimizer.parameters[0].device) is None for optimizer in optimizers):
         return [optimizer.gradient_norm() for optimizer in optimizers]
     return adamw.total_norms([optimizer.gradients for optimizer in optimizers])
 
 
 def _rate_fault(rates: Sequence[Any]) -> str:
-    """Return why rates cannot be trained with, or an empty string."""
-    # A power of a negative number with a fraction is complex.
+    """Return why learning rates are invalid, or an empty string."""
+    # A fractional power of a negative number is complex.
     wrong = [rate for rate in rates if not isinstance(rate, (int, float)) or not 0 <= rate < float("inf")]
     return f"the learning rate is {wrong[0]}" if wrong else ""
 
@@ -322,7 +321,7 @@ def _rate_fault(rates: Sequence[Any]) -> str:
 _ADEMAMIX = ("beta1", "beta2", "beta3", "alpha", "eps", "t_alpha", "t_beta3")
 _LOW_BIT = ("block_size", "bf16_stochastic_round")
 OPTIONS: Mapping[str, tuple[str, ...]] = {
-    # Without weight_decay, which Trainer would read here and its parameter groups override.
+    # Without weight_decay, which Trainer parses here although its parameter groups override it.
     "sgd": ("momentum", "dampening", "nesterov"),
     "adagrad": ("lr_decay", "eps"),
     "rmsprop": ("momentum", "alpha", "eps", "centered"),
@@ -341,7 +340,7 @@ OPTIONS: Mapping[str, tuple[str, ...]] = {
     "grokadamw": ("alpha_init", "lamb", "gamma", "grokking_signal_decay_rate", "gradient_clipping"),
     "stable_adamw": ("max_lr", "kahan_sum", "decouple_lr"),
 }
-"""What Trainer reads of `optim_args`, by optimizer; nothing for those that are not listed."""
+"""The options that Trainer reads from `optim_args`, by optimizer; none for optimizers that are not listed."""
 
 _SWITCHES = ("nesterov", "centered", "use_kahan_summation", "bf16_stochastic_round")
 _NUMBER = re.compile(r"[+-]?(\d+\.?\d*|\.\d+)(e[+-]?\d+)?", re.IGNORECASE)
@@ -349,24 +348,24 @@ _NUM_PROBES = 256
 
 
 def check_optimizer(name: str, hyper: HyperParameters, num_steps: int, args: MultiTaskTrainingArguments) -> None:
-    """Build a task's optimizer and schedule as a trial, and compute the rates of some steps of the whole run.
+    """Build a task's optimizer and schedule as a trial, and compute the learning rates of some steps.
 
-    Trainer ignores options that an optimizer does not know, and schedules compute their rates only when they step. Both
-    are checked here, so that a mistake is reported at once.
+    Trainer ignores options that an optimizer does not know, and schedules compute learning rates only when they step.
+    Both are checked here, so that mistakes are reported before training.
 
     Args:
         name: the name of the task.
         hyper: the complete settings of the task.
         num_steps: optimizer steps that the task will take.
-        args: the run's arguments, read as Trainer reads them.
+        args: the run's arguments, interpreted as in Trainer.
 
     Raises:
-        ConfigError: naming options that are not known, what cannot be built, and rates that cannot be trained with.
+        ConfigError: if options are unknown, the optimizer or schedule cannot be built, or learning rates are invalid.
     """
     where = f"tasks.{name}"
     raise_faults(_option_faults(hyper, where))
     trial = TaskOptimizer(name, {"trial": nn.Parameter(torch.zeros(1, 1))}, hyper, num_steps, args)
-    # The first steps, the last one, and some evenly in between. The rate after the last step trains nothing.
+    # The first steps, the last one, and some evenly in between. The rate after the last step is never used.
     some = range(0, num_steps, max(1, num_steps // _NUM_PROBES))
     for step in sorted({0, min(1, num_steps - 1), num_steps - 1, *some}):
         try:
@@ -381,13 +380,13 @@ def check_optimizer(name: str, hyper: HyperParameters, num_steps: int, args: Mul
 
 
 def _option_faults(hyper: HyperParameters, where: str) -> list[Fault]:
-    """Return what is wrong with the names and values in `optim_args` and `lr_scheduler_kwargs`."""
+    """Return the errors in the names and values of `optim_args` and `lr_scheduler_kwargs`."""
     args_where, known = f"{where}.optim_args", OPTIONS.get(hyper.optim, ())
     faults, seen = [], set()
     for pair in (hyper.optim_args or "").replace(" ", "").split(",") if hyper.optim_args else ():
         key, separator, value = pair.partition("=")
         words, allowed = ("true", "false", "none"), "a finite number"
-        if key in _SWITCHES:  # Trainer would read any other word as false
+        if key in _SWITCHES:  # Trainer parses any other word as false
             words, allowed = ("true", "false", "1", "0", "yes", "no"), "true or false"
         if not separator or not key or not value or "=" in value or key in seen:
             faults.append(Fault(args_where, shown(pair), 'options as "key=value,key=value", each once'))
@@ -404,7 +403,7 @@ def _option_faults(hyper: HyperParameters, where: str) -> list[Fault]:
     for key, value in (hyper.lr_scheduler_kwargs or {}).items():
         if key not in known:
             faults.append(_unknown_option(kwargs_where, key, known, f'lr_scheduler_type="{schedule}"', hyper))
-        elif isinstance(value, float) and not math.isfinite(value):  # some schedules would take it for 0
+        elif isinstance(value, float) and not math.isfinite(value):  # some schedules would treat it as 0
             faults.append(Fault(f"{kwargs_where}.{key}", repr(value), "a finite number"))
     return faults
 

@@ -1,6 +1,6 @@
-"""From a `Task` to a `ResolvedTask`, its settings complete, and to a `TaskRun`: rows tokenised, steps counted.
+"""Converts a `Task` into a `ResolvedTask` with complete settings, and into a `TaskRun` with tokenised rows.
 
-Nothing here touches the model.
+This module does not use the model.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from transformers import TrainerState
 
 from peft_mux.arguments import MOST_STEPS, MultiTaskTrainingArguments
 from peft_mux.data.dataset import TaskLoader, open_rows, tokenize_dataset
-from peft_mux.data.packing.prefixes import begin_alike
+from peft_mux.data.packing.prefixes import any_share_prefix
 from peft_mux.data.streams import ReadAhead, StreamLoader
 from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.engine.tasks.optimizer import check_optimizer
@@ -36,7 +36,7 @@ def resolve_tasks(tasks: Iterable[Task], args: MultiTaskTrainingArguments) -> li
     """Return the tasks with their settings completed by those of the run.
 
     Raises:
-        ConfigError: naming everything that is wrong with the losses of the tasks.
+        ConfigError: if the losses of tasks have errors; the message names all of them.
     """
     resolved: list[ResolvedTask] = []
     faults: list[Fault] = []
@@ -68,13 +68,13 @@ def num_labels_of(tasks: Sequence[ResolvedTask]) -> dict[str, int]:
 def make_task_runs(
     tasks: Sequence[ResolvedTask], args: MultiTaskTrainingArguments, tokenizer: Any, config: Any
 ) -> list[TaskRun]:
-    """Return all tasks ready to be started, or raise one error with everything that is wrong with any of them.
+    """Return all tasks ready to start, or raise one error with the errors of all of them.
 
     Args:
         tasks: the tasks, whose settings have been checked.
         args: the arguments of the run.
         tokenizer: the tokenizer for rows that are not tokenised yet; `None` if there are none.
-        config: the configuration of the backbone, for its vocabulary and positions.
+        config: the configuration of the backbone, for its vocabulary size and number of positions.
 
     Raises:
         DataError: if rows of one or more tasks cannot be trained on.
@@ -94,14 +94,14 @@ def make_task_runs(
 
 
 def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, tokenizer: Any, config: Any) -> TaskRun:
-    """Return one task ready to be started; see `make_task_runs`."""
+    """Return one task ready to start; see `make_task_runs`."""
     task, hyper = resolved.task, resolved.hyper
     kind, positions, reference_columns = prompt_kind_of(task.peft_config), max_positions(config), ()
     if kind is not None and positions is not None:
-        # Those of the prompt come before a row's; `max_length` is of the row alone, as in TRL.
+        # The prompt takes the first positions; `max_length` limits only the row, as in TRL.
         positions -= cast(Any, task.peft_config).num_virtual_tokens
     if isinstance(task.peft_config, PromptLearningConfig) and resolved.needs_reference:
-        # There is no pass without a learnt prompt that could compute them.
+        # Reference values cannot be computed, because rows always include the learnt prompt.
         reference_columns = resolved.objective.reference_columns
     options = TokenizeOptions(
         task=task.name,
@@ -119,7 +119,7 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
     )
     loader = _make_loader(resolved, options, tokenizer)
     if loader.report.warning:
-        # At once: otherwise a run may train for hours on four rows of twenty-four.
+        # Warn before training; otherwise a run may train for hours on four of twenty-four rows.
         warnings.warn(loader.report.warning, UserWarning, stacklevel=2)
     num_steps = hyper.max_steps
     if num_steps <= 0:
@@ -137,7 +137,7 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
     if task.eval_dataset is not None:
         rows = task.eval_dataset
         if not hasattr(rows, "__len__"):
-            # Every evaluation goes through all held-out rows, so a stream of them is read once and kept.
+            # Every evaluation uses all held-out rows, so an evaluation stream is read once and kept.
             where = f"tasks.{task.name}.eval_dataset"
             with _naming(where):
                 rows = ReadAhead((list(own) for own in (rows,)), where=where, timeout_s=hyper.data_timeout_s).take()
@@ -166,9 +166,9 @@ _SAMPLE_ROWS = 64
 
 
 def decide_sharing(runs: Iterable[TaskRun], args: MultiTaskTrainingArguments, backbone_reason: str | None) -> None:
-    """Let tasks share the tokens that their rows begin with if that is exact; note why others do not.
+    """Enable prefix sharing for tasks for which it is exact, and record a remark for the others.
 
-    It is noted if the user asked for sharing, or if rows of the task do share a beginning.
+    A remark is recorded if the user has requested sharing, or if rows of the task do have a common prefix.
 
     Args:
         runs: the tasks.
@@ -180,18 +180,18 @@ def decide_sharing(runs: Iterable[TaskRun], args: MultiTaskTrainingArguments, ba
         if reason is None and run.hyper.neftune_noise_alpha:
             reason = f"its neftune_noise_alpha={run.hyper.neftune_noise_alpha:g} is drawn for each row"
         if reason is None and args.pad_to_chunks:
-            reason = "pad_to_chunks=True asks for streams of equal shapes"
+            reason = "pad_to_chunks=True requires streams of equal shapes"
         run.loader.shares_prefixes = reason is None and args.share_prefixes is not False
         if reason is None or args.share_prefixes is False:
             continue
-        if args.share_prefixes is True or begin_alike(
+        if args.share_prefixes is True or any_share_prefix(
             row.input_ids[start:end] for row in run.loader.sample(_SAMPLE_ROWS) for start, end in row.sequence_bounds
         ):
-            run.sharing_remark = f"{run.name}: tokens that rows begin with alike are computed for each row, as {reason}"
+            run.sharing_remark = f"{run.name}: shared prefixes are computed for each row, because {reason}"
 
 
 def _make_loader(resolved: ResolvedTask, options: TokenizeOptions, tokenizer: Any) -> Any:
-    """Return what reads the global batch of any step: a `TaskLoader`, or a `StreamLoader` for rows without a length."""
+    """Return the loader of global batches: a `TaskLoader`, or a `StreamLoader` for datasets without a length."""
     task, hyper = resolved.task, resolved.hyper
     settings: dict[str, Any] = {
         "task": task.name,
@@ -200,7 +200,7 @@ def _make_loader(resolved: ResolvedTask, options: TokenizeOptions, tokenizer: An
         "arrange": options.arrange,
     }
     if options.arrange is not None and hyper.train_batch_size < 2:
-        allowed = "at least 2, as each prompt of a batch is also read with the answer of another"
+        allowed = "at least 2, because each prompt of a batch is also paired with the answer of another row"
         raise ConfigError(f"tasks.{task.name}.train_batch_size: got {hyper.train_batch_size}; allowed: {allowed}.")
     if hasattr(task.train_dataset, "__len__"):
         dataset = tokenize_dataset(task.train_dataset, options=options, tokenizer=tokenizer)
@@ -213,7 +213,7 @@ def _make_loader(resolved: ResolvedTask, options: TokenizeOptions, tokenizer: An
         timeout_s=hyper.data_timeout_s,
         **settings,
     )
-    # Plans need the first batch. Read here, its faults are raised where the task is registered.
+    # Plans need the first batch. Reading it here reports its errors when the task is registered.
     with _naming(where):
         loader.sample(1)
     return loader
@@ -222,7 +222,7 @@ def _make_loader(resolved: ResolvedTask, options: TokenizeOptions, tokenizer: An
 def _read_eval_prompts(
     resolved: ResolvedTask, rows: Any, options: TokenizeOptions, tokenizer: Any
 ) -> tuple[PromptRow, ...]:
-    """Return the prompts that evaluations complete; warn about rows that are too long for that."""
+    """Return the prompts that evaluations complete; warn about prompts that are too long."""
     generated = resolved.task.generate_options
     if generated is None:
         return ()
@@ -230,8 +230,8 @@ def _read_eval_prompts(
     found, num_too_long = read_prompts(rows, options, tokenizer, limit=generated.num_rows, max_tokens=room)
     if num_too_long:
         warnings.warn(
-            f"tasks.{resolved.name}.eval_generate: {num_too_long:,} held-out prompts left out, as no "
-            f"{generated.max_new_tokens:,} tokens fit behind them. Lower max_new_tokens.",
+            f"tasks.{resolved.name}.eval_generate: {num_too_long:,} held-out prompts left out, because "
+            f"{generated.max_new_tokens:,} new tokens do not fit after them. Lower max_new_tokens.",
             UserWarning,
             stacklevel=2,
         )
@@ -240,7 +240,7 @@ def _read_eval_prompts(
 
 @contextmanager
 def _naming(where: str) -> Iterator[None]:
-    """Name the dataset in what its own code raises: here no status of a task names it."""
+    """Add the name of the dataset to errors of its own code."""
     try:
         yield
     except DataError as error:

@@ -1,6 +1,6 @@
 """`TaskRun`: one task while it trains. `TaskTable`: all tasks of a run, which step together and fail alone.
 
-`ResolvedTask` is a `Task` with everything that follows from its settings and the run's, worked out once.
+`ResolvedTask` is a `Task` with all values that follow from its own and the run's settings, computed once.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ class ResolvedTask:
     """A task whose settings are complete and whose loss is known.
 
     Attributes:
-        task: the task as its user has written it.
-        hyper: its hyper-parameters, completed by the arguments of the run.
-        objective: the loss that it is trained towards.
+        task: the task as given by the user.
+        hyper: its hyperparameters, completed by the arguments of the run.
+        objective: the loss with which it is trained.
         loss_args: the arguments of the loss.
         num_labels: number of classes of the task's own head; `None` if it has none, or its rows have not been read yet.
     """
@@ -66,7 +66,7 @@ class ResolvedTask:
 
     @property
     def head_kind(self) -> HeadKind:
-        """The kind of output head that its loss reads."""
+        """The type of output head that its loss reads."""
         return self.objective.head.kind
 
     @property
@@ -94,19 +94,19 @@ class ResolvedTask:
 
     @property
     def has_adapter_reference(self) -> bool:
-        """Whether the reference of its loss is the adapter that it begins from."""
+        """Whether the reference of its loss is its initial adapter."""
         return self.needs_reference and self.task.init_adapter is not None and self.task.reference != "backbone"
 
 
 class BestMetric:
-    """Follows the metric that a task's `early_stopping` or its `metric_for_best_model` names.
+    """Tracks the metric of a task's `early_stopping` or `metric_for_best_model`.
 
     Args:
         task: the task.
         hyper: its complete settings.
 
     Attributes:
-        metric: key of the metric among those of an evaluation; `None` if none is followed.
+        metric: key of the metric in the evaluation results; `None` if no metric is tracked.
         keeps_weights: whether the task ends with the adapter of the best evaluation.
         value: best value so far; `None` before the first evaluation with a finite one.
         step: step of the task at which the best value was reached.
@@ -114,7 +114,7 @@ class BestMetric:
     """
 
     def __init__(self, task: Task, hyper: HyperParameters) -> None:
-        """Start without any evaluation."""
+        """Start without evaluations."""
         self.task, rule = task, task.early_stopping
         self._name = hyper.metric_for_best_model if rule is None else rule.metric
         name = self._name
@@ -128,10 +128,10 @@ class BestMetric:
         self.bad_evaluations = 0
 
     def update(self, metrics: dict[str, float], step: int) -> bool:
-        """Take an evaluation in; return whether it is the best so far.
+        """Record an evaluation; return whether it is the best so far.
 
         Raises:
-            ConfigError: if the metric is not among those that the task produces.
+            ConfigError: if the evaluation does not contain the metric.
         """
         if self.metric is None:
             return False
@@ -143,7 +143,7 @@ class BestMetric:
             )
         value = metrics[self.metric]
         gain = 0.0 if self.value is None else (value - self.value) * (1 if self._maximises else -1)
-        # The first number is the best whatever it is. One that is not finite is no improvement.
+        # The first finite value is the best so far. A value that is not finite is not an improvement.
         if math.isfinite(value) and (self.value is None or gain > self._min_delta):
             self.value, self.step, self.bad_evaluations = value, step, 0
             return True
@@ -155,15 +155,15 @@ class BestMetric:
         return {"value": self.value, "step": self.step, "bad_evaluations": self.bad_evaluations}
 
     def load(self, state: dict[str, Any]) -> None:
-        """Take up a state that `state` returned."""
+        """Restore a state that `state` returned."""
         self.value, self.step, self.bad_evaluations = state["value"], state["step"], state["bad_evaluations"]
 
 
 class LossMean:
     """Means of a task's loss and of its statistics since they were last read.
 
-    Statistics stay on the device until then. NaN means that the step had no samples of a statistic (such as the rewards
-    of good answers if all are bad); it does not count.
+    Statistics stay on the device until then. NaN means that the step had no samples of a statistic (for example rewards
+    of good answers if all are bad); it is ignored.
 
     Attributes:
         total: sum of the losses.
@@ -205,13 +205,13 @@ class TaskRun:
         loader: yields the global batch of any step.
         eval_data: tokenised held-out rows, or `None`.
         num_steps: optimizer steps that the task will take.
-        state: the state that Trainer would keep, for callbacks and the log history.
-        best: the metric that early stopping follows.
-        status: whether the task waits, runs, is paused or has ended, and how.
-        reason: why the task failed, stopped, waits or was removed.
+        state: the `TrainerState`, for callbacks and the log history.
+        best: the metric that early stopping tracks.
+        status: whether the task is waiting, running, paused or finished, and how it finished.
+        reason: why the task failed, stopped, is waiting or was removed.
         step: number of optimizer steps taken.
-        optimizer: the optimizer of the task; `None` before it starts and after it ended (the memory is freed).
-        last_good: the weights of the last finite loss and gradients; `None` whenever `optimizer` is.
+        optimizer: the optimizer of the task; `None` before it starts and after it has ended (the memory is freed).
+        last_good: the weights of the last finite loss and gradients; `None` if `optimizer` is.
         loss_mean: mean of its loss and statistics since the last log.
         last_loss: loss of the last step.
         last_gradient_norm: gradient norm of the last step, before clipping.
@@ -255,23 +255,23 @@ class TaskRun:
 
     @property
     def task(self) -> Task:
-        """The task as its user has written it."""
+        """The task as given by the user."""
         return self.resolved.task
 
     @property
     def hyper(self) -> HyperParameters:
-        """The hyper-parameters of the task, complete."""
+        """The complete hyperparameters of the task."""
         return self.resolved.hyper
 
     @property
     def epoch(self) -> float | None:
-        """Passes over its rows so far; `None` for streams."""
+        """Number of epochs so far; `None` for streams."""
         per_epoch = self.loader.steps_per_epoch
         return None if per_epoch is None else self.step / per_epoch
 
     @property
     def steps_per_epoch(self) -> int:
-        """Steps after which an epoch ends; all steps if the rows are a stream."""
+        """Number of steps of an epoch; all steps if the rows are a stream."""
         return self.loader.steps_per_epoch or self.num_steps
 
     @property
@@ -281,7 +281,7 @@ class TaskRun:
 
     @property
     def eval_every(self) -> int:
-        """Steps from one evaluation to the next; 0 for none."""
+        """Number of steps between evaluations; 0 for none."""
         if self.eval_data is None or self.hyper.eval_steps == 0:
             return 0
         own = self.hyper.eval_steps
@@ -289,12 +289,12 @@ class TaskRun:
 
     @property
     def save_every(self) -> int:
-        """Steps from one checkpoint of this task alone to the next; 0 for none."""
+        """Number of steps between checkpoints of this task alone; 0 for none."""
         return steps_of(self.hyper.save_steps, self.num_steps)
 
     @property
     def is_evaluation_due(self) -> bool:
-        """Whether the step just taken calls for an evaluation."""
+        """Whether to evaluate after the step just taken."""
         if self.eval_data is not None and self.step in self.own_eval_steps:
             return True
         every = self.eval_every
@@ -308,11 +308,11 @@ class TaskRun:
         if self.optimizer is not None:
             self.optimizer.release()
         self.status, self.reason = status, reason
-        # The memory goes at once: a task that waited may start in its place.
+        # Free the memory immediately, so that a waiting task can start.
         self.optimizer, self.last_good = None, None
 
     def quarantine(self, reason: str) -> None:
-        """Fail the task with its last good adapter in place; it does not step on what failed."""
+        """Mark the task as failed and restore its last good adapter."""
         if self.last_good is not None:
             self.last_good.restore()
         self.end(TaskStatus.FAILED, reason)
@@ -320,14 +320,14 @@ class TaskRun:
 
 @dataclass(frozen=True, slots=True)
 class UpdateOutcome:
-    """What the optimizer step of a task came to, to be counted by `TaskTable.count`.
+    """The outcome of a task's optimizer step, to be passed to `TaskTable.count`.
 
     Attributes:
         loss: loss of the step.
         norm: gradient norm, before clipping.
-        reason: why the task must not step, as loss or norm is not finite; "" if both are.
-        error: what its optimizer, or a hook of it, raised; "" if it stepped, or did not get so far.
-        rate_failure: why its schedule gives no rate for another step; "" if it does.
+        reason: why the task must not step, if loss or norm is not finite; else "".
+        error: the error that its optimizer or an optimizer hook raised; "" if there is none.
+        rate_failure: why its schedule has no valid learning rate for another step; "" if it has one.
     """
 
     loss: float
@@ -343,19 +343,19 @@ class UpdateOutcome:
 
 
 class TaskTable:
-    """All tasks of a run, in the order in which they came; their order in the stream is part of its rounding.
+    """All tasks of a run, in registration order, which is their stream order and affects rounding.
 
     Attributes:
-        runs: the tasks by name; one that comes again under its name is a new one.
+        runs: the tasks by name; a task that is registered again replaces the old one.
     """
 
     def __init__(self, runs: Iterable[TaskRun] = ()) -> None:
-        """Start with some tasks; `collect` returns each of them as a change."""
+        """Start with some tasks; the first `collect` returns all of them."""
         self.runs: dict[str, TaskRun] = {run.name: run for run in runs}
 
     def __iter__(self) -> Iterator[TaskRun]:
         """Iterate over the tasks."""
-        # Over a list: other threads look at the tasks while the one that trains adds some.
+        # Over a copy, because other threads may iterate while the training thread adds tasks.
         return iter(list(self.runs.values()))
 
     def __getitem__(self, name: str) -> TaskRun:
@@ -363,23 +363,23 @@ class TaskTable:
         return self.runs[name]
 
     def __contains__(self, name: object) -> bool:
-        """Whether there is a task of this name."""
+        """Whether there is a task with this name."""
         return name in self.runs
 
     @property
     def running(self) -> list[TaskRun]:
-        """Tasks that take steps now."""
+        """Running tasks."""
         return [run for run in self if run.status is TaskStatus.RUNNING]
 
     @property
     def plannable(self) -> list[TaskRun]:
-        """Tasks that could take steps, now or when there is room: neither ended nor paused."""
+        """Tasks that are running or waiting: neither finished nor paused."""
         return [run for run in self if not run.status.is_final and run.status is not TaskStatus.PAUSED]
 
     def apply(self, result: StepResult) -> None:
         """Step every task whose loss and gradients are finite; quarantine the others before they step.
 
-        The device is waited for once, for all tasks together.
+        Synchronises with the device once for all tasks.
         """
         if result.norms is None:
             norms = gradient_norms([self._started(name)[0] for name in result.losses])
@@ -388,7 +388,7 @@ class TaskTable:
         self.count(result, self.update(result.losses, norms))
 
     def update(self, losses: Mapping[str, torch.Tensor], norms: Sequence[torch.Tensor]) -> dict[str, UpdateOutcome]:
-        """Step the optimizer of every task whose loss and gradients are finite; count nothing, and end no task.
+        """Step the optimizer of every task whose loss and gradients are finite, without counting or ending tasks.
 
         Args:
             losses: losses of the tasks that are to step, by name.
@@ -407,7 +407,7 @@ class TaskTable:
         if joint_update is None:
             verdicts = verdicts_2N.tolist()
         else:
-            # It reads the verdicts on the device and leaves out tasks that are not finite, before the host knows.
+            # It reads the verdicts on the device and skips tasks that are not finite, before the host knows.
             pages = {
                 name: optimizer.page_updates(task, last_good)
                 for task, (name, (optimizer, last_good)) in enumerate(started.items())
@@ -429,7 +429,7 @@ class TaskTable:
                     if name in joined:
                         optimizer.advance_schedule()
                     else:
-                        # Before the step: these weights gave a finite loss, and the step may spoil them.
+                        # Before the step: these weights gave a finite loss, and the step may make them NaN.
                         last_good.keep()
                         optimizer.step(norm)
             except UserCodeError as raised:
@@ -439,7 +439,7 @@ class TaskTable:
         return outcomes
 
     def count(self, result: StepResult, outcomes: Mapping[str, UpdateOutcome]) -> None:
-        """Count a step that `update` has taken, and quarantine the tasks that could not take it or can take no other.
+        """Count a step of `update`, and quarantine tasks that could not take it or cannot take another one.
 
         Args:
             result: the step.
@@ -459,7 +459,7 @@ class TaskTable:
                 run.state.global_step, run.state.epoch = run.step, run.epoch
                 if one.rate_failure and run.step < run.num_steps:
                     run.quarantine(f"{one.rate_failure} at step {run.step}")
-        # After the verdicts: the loss of a task whose own loss has failed is NaN, and this says why.
+        # After the verdicts: if a custom loss has failed, the loss is NaN, and this gives the reason.
         for name, reason in {**result.failures, **result.loss_failures}.items():
             self[name].quarantine(reason)
 
@@ -470,7 +470,7 @@ class TaskTable:
         return run.optimizer, run.last_good
 
     def collect(self) -> list[TaskRun]:
-        """End the tasks that have taken all their steps; return each task whose status has changed since last time."""
+        """End the tasks that have taken all their steps; return tasks whose status has changed since the last call."""
         for run in self.running:
             if run.step >= run.num_steps:
                 run.end(TaskStatus.SUCCEEDED)
@@ -481,10 +481,10 @@ class TaskTable:
 
 
 def run_interval(interval: float, runs: Iterable[TaskRun]) -> int:
-    """Return an interval of the run in its steps; a share is one of the steps of the longest task.
+    """Convert an interval of the run into steps; a fraction refers to the steps of the longest task.
 
     Args:
-        interval: number of steps, or their share.
+        interval: number of steps, or a fraction.
         runs: the tasks of the run.
     """
     return steps_of(interval, max((run.num_steps for run in runs), default=1))

@@ -1,1 +1,1 @@
-"""Tensor parallelism: layers cut over processes, and passes in turns that hide their sums (M section 3.4.2)."""
+"""Tensor parallelism: layers cut over processes, and interleaved passes that hide the all-reduces (M section 3.4.2)."""

@@ -1,6 +1,6 @@
 """Which layers of a backbone tensor parallelism cuts, and which indices each rank holds (M section 3.4.2).
 
-The tensor parallel plan of transformers (`peft_mux.modeling.backbone.families`) says which layers are cut, and how::
+The tensor parallel plan of transformers (`peft_mux.modeling.backbone.families`) defines which layers are cut, and how::
 
     colwise, packed_colwise    a linear layer by its outputs; experts of a mixture by the features within an expert
     rowwise                    by its inputs
@@ -8,7 +8,7 @@ The tensor parallel plan of transformers (`peft_mux.modeling.backbone.families`)
     rowwise_split_input        and norms over the whole width of queries or keys are summed
     mla_kv_a_proj, replicated  whole; if heads are cut, its gradient is a sum over the ranks
 
-Transformers has no rule for adapters. Here they are cut as their base layers are.
+Transformers has no rules for adapters. Here they are cut like their base layers.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _PACKED = {"gate_up_proj": 2, "c_attn": 3}
 """Layers whose output consists of several equal matrices, by name."""
 
 _WIDE_NORMS = {"q_norm": "q_proj", "k_norm": "k_proj"}
-"""Norms of queries and keys, which some architectures take over all heads at once, with the layer that they follow."""
+"""Norms of queries and keys, which some architectures compute over all heads, with the layer that they follow."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,7 +52,7 @@ class Block:
             matrices that its output consists of.
         row: name of the row-parallel layer, or parameter of experts.
         vectors: parameters by name within the block with one entry, or row, for each head or channel of all heads.
-        norms: norms by name within the block that are taken over all heads at once.
+        norms: norms by name within the block that are computed over all heads.
         is_attention: whether the block is cut by heads.
         has_experts: whether `columns` and `row` are parameters of experts, `[E, K, D]`.
     """
@@ -72,7 +72,7 @@ class Block:
         return f"{self.layer}.{self.module}".rstrip(".")
 
     def inner(self, leaf: str) -> str:
-        """Return the name within the decoder layer of something in the block."""
+        """Return the name of a module or parameter of the block within the decoder layer."""
         return f"{self.module}.{leaf}".lstrip(".")
 
 
@@ -84,7 +84,7 @@ def blocks_of(backbone: Any, tp_size: int) -> tuple[Block, ...]:
         tp_size: n, the number of tensor parallel ranks of a stage.
 
     Raises:
-        UnsupportedModelError: for an architecture that cannot be cut, or not for so many ranks.
+        UnsupportedModelError: if the architecture cannot be cut, or not into this number of parts.
     """
     family, config = family_of(backbone), backbone.config.get_text_config()
     prefix = f"{backbone.base_model_prefix}.{family.layers}"
@@ -114,7 +114,7 @@ def blocks_of(backbone: Any, tp_size: int) -> tuple[Block, ...]:
 
 @dataclass
 class _Found:
-    """What the plan names in one module of a decoder layer."""
+    """The entries of the plan for one module of a decoder layer."""
 
     columns: dict[str, tuple[int, ...]] = field(default_factory=dict)
     rows: list[str] = field(default_factory=list)
@@ -122,12 +122,12 @@ class _Found:
 
 
 def _blocks_of_layer(name: str, layer: nn.Module, plan: Mapping[str, str], config: Any) -> Iterator[Block]:
-    """Yield the blocks that a plan makes of a decoder layer, possibly with adapters.
+    """Yield the blocks of a decoder layer according to a plan; the layer may have adapters.
 
     Args:
         name: name of the layer within the backbone.
         layer: the decoder layer.
-        plan: the tensor parallel plan of the architecture; some of what it names may only be in other layers.
+        plan: the tensor parallel plan of the architecture; some of its entries may only exist in other layers.
         config: the configuration of the language model.
     """
 
@@ -181,7 +181,7 @@ def _blocks_of_layer(name: str, layer: nn.Module, plan: Mapping[str, str], confi
 
 
 def features(layer: Any) -> tuple[int, int]:
-    """Return how many features a linear layer, or a parameter `[E, K, D]` of experts, reads and gives."""
+    """Return the numbers of input and output features of a linear layer or of an expert parameter `[E, K, D]`."""
     if isinstance(layer, nn.Parameter):
         return layer.shape[2], layer.shape[1]
     base = _frozen(layer)
@@ -196,7 +196,7 @@ def _at(module: Any, name: str) -> Any:
 
 
 def _frozen(module: Any) -> Any:
-    """Return the frozen layer within the adapters around it, which are several if tasks are of several types."""
+    """Return the frozen layer inside its adapters, which are nested if tasks have several PEFT types."""
     while (inner := getattr(module, "base_layer", None)) is not None:
         module = inner
     return module
@@ -206,7 +206,7 @@ def held_ranges(parts: Sequence[int], tp_rank: int, tp_size: int) -> Ranges:
     """Return the indices of a dimension that a tensor parallel rank holds.
 
     Args:
-        parts: sizes of the matrices that lie one behind another along the dimension, each of which is cut.
+        parts: sizes of the matrices that are concatenated along the dimension, each of which is cut.
         tp_rank: number of the rank within its group.
         tp_size: n, the number of ranks in the group.
 
@@ -216,7 +216,7 @@ def held_ranges(parts: Sequence[int], tp_rank: int, tp_size: int) -> Ranges:
     """
     ranges, start = [], 0
     for size in parts:
-        # Not size // n a rank: a vocabulary need not divide evenly, and then ranks differ by a word.
+        # Not `size // n` per rank: if a vocabulary is not divisible, ranks differ by a word.
         first, last = (start + size * number // tp_size for number in (tp_rank, tp_rank + 1))
         ranges.append((first, last))
         start += size

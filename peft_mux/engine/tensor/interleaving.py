@@ -1,35 +1,36 @@
-"""`Interleaving`: micro-batches of several hTasks of a bucket go through one model in turns (M sections 3.4.2, 3.4.3).
+"""`Interleaving`: micro-batches of several hTasks of a bucket take turns in one model (M sections 3.4.2, 3.4.3).
 
-Under tensor parallelism every layer ends in an all-reduce. While that of one hTask is under way, another hTask
-computes: in forward, in backward, and in what is recomputed for the backward. The forward of a transformers model is
-one call that cannot be left halfway, so every pass has a thread of its own, and exactly one of them holds the baton and
-runs. A pass that needs the result of a communication gives the baton away, and continues when it gets it back::
+With tensor parallelism every layer ends in an all-reduce. While one hTask waits for its all-reduce, another computes:
+in forward, in backward, and in recomputation. The forward of a transformers model is one call that cannot be suspended,
+so every pass has its own thread, and exactly one of them holds the baton and runs. A pass that needs the result of a
+communication passes the baton on, and continues when it gets it back::
 
     pass 0   | subgraph 0 |- all-reduce -|            | subgraph 1 |- all-reduce -|
     pass 1                | subgraph 0 |- all-reduce -|            | subgraph 1 |
                           ^ baton      ^ baton        ^ baton
 
-Algorithm 1 of M (section 3.4.2) decides which pass gets it, by the `LaunchQueue` that plans are made with: of the
-subgraphs that come next, one of the least depth, among these the longest; ties go to the pass given first. A subgraph
-ends where its pass waits, so subgraphs are cut at the collectives that the modules of the tensor-parallel plan begin,
-and are not traced. The order follows from depths and predicted latencies alone, never from a clock: all processes begin
-their collectives in the same order, as backends require. If it is a pass's turn and its communication is still under
-way, it waits for it.
+Algorithm 1 of M (section 3.4.2) decides which pass gets it, with the same `LaunchQueue` as the planner: of the next
+subgraphs it selects those with the smallest depth, and among these the longest; ties go to the first pass. A subgraph
+ends where its pass waits, so subgraphs are delimited by the collectives of the tensor-parallel plan and need no
+tracing. The order depends only on depths and predicted latencies, never on a clock, so that all processes start their
+collectives in the same order, as backends require. If it is a pass's turn while its communication is still pending, it
+waits for it.
 
-State that passes keep in the model's stream is taken out and put back at every turn. Threads end with the passes, also
-after an error or an interrupt.
+The state of a pass in the model's stream is swapped out and in at every turn. Threads end with their passes, even after
+an error or an interrupt.
 
-The plan says which passes form a group, and how many: passes of hTasks of one bucket, never of two
+The plan determines which and how many passes form a group: passes of hTasks of one bucket, never of two
 (`peft_mux.scheduler.subgraphs`). The three cases of adapter fusion at run time:
 
 1. Tasks within one hTask: their adapters of one site are one kernel launch or one loop of products on slices
    (`peft_mux.kernels.lora.group`), and their partial sums travel with the base operator's in one all-reduce.
 2. HTasks within one bucket that hold one task each: not fused here. One kernel over two hTasks needs both of them at
-   the same site at the same time, while turns keep them apart on purpose. The better of turns and of one hTask of both,
-   which is case 1, is predicted to take no longer (`benchmarks/planner/case_two.py`), so the planner compares these.
-3. Across buckets: never; their passes are never in one group.
+   the same site at the same time, while turns deliberately separate them. The better of interleaving and of one hTask
+   with both tasks (case 1) is predicted to be at least as fast (`benchmarks/planner/case_two.py`), so the planner
+   compares these two.
+3. Across buckets: never, because their passes are never in one group.
 
-On a GPU every pass has a CUDA stream of its own, collectives run on NCCL's, and a turn is a turn of launching. That
+On a GPU every pass has its own CUDA stream, collectives run on NCCL's stream, and a turn is a turn of launching. This
 path has not been run on a GPU yet.
 """
 
@@ -66,13 +67,13 @@ from peft_mux.scheduler.subgraphs import (
 T = TypeVar("T")
 
 Chain = Sequence[MuxBatch]
-"""Micro-batches that run as one: most often a single one, else those of long sequences (`peft_mux.data.batch`)."""
+"""Micro-batches that run together: usually a single one, or those of a long sequence (`peft_mux.data.batch`)."""
 
 _STRIDE = 1 << 32
-"""Distance between the dispatch numbers of two passes, so that no layer takes those of one for those of another."""
+"""Distance between the dispatch numbers of two passes, so that layers do not confuse them."""
 
 _MOST_REMEMBERED = 1024
-"""Groups whose order of turns is kept."""
+"""Number of groups whose order of turns is kept."""
 
 
 class Interleaving:
@@ -81,13 +82,13 @@ class Interleaving:
     Args:
         model: the model that the micro-batches go through.
         links: the links that its layers communicate through.
-        width: most passes in a group before there is a plan to follow; each holds its activations from its forward to
-            its backward.
+        width: maximum number of passes in a group before there is a plan; each pass holds its activations from its
+            forward to its backward.
         recomputes: whether activations are recomputed in the backward.
 
     Attributes:
-        width: most passes in a group.
-        spans: beginning and end of each turn of the last group.
+        width: maximum number of passes in a group.
+        spans: start and end of each turn of the last group.
         decisions: the order of turns of each group of the last steps, newest last: index of the pass within its group
             and depth of its subgraph, as `peft_mux.scheduler.subgraphs.turn_order` predicts it.
 
@@ -100,7 +101,7 @@ class Interleaving:
     def __init__(
         self, model: MultiTaskPeftModel, links: TurnLinks, *, width: int = 1, recomputes: bool = False
     ) -> None:
-        """Follow no plan yet: passes are of one bucket, and their latencies in proportion to their tokens."""
+        """Start without a plan: all passes belong to one bucket, with latencies proportional to their tokens."""
         self.model, self.links, self.width, self.recomputes = model, links, width, recomputes
         self._parts: Sequence[Any] = ()
         self._htask_of: dict[str, int] = {}
@@ -110,7 +111,7 @@ class Interleaving:
         self._streams: list[Any] = []
 
     def follow(self, plan: Plan) -> None:
-        """Follow a plan from the next group on: its number of passes in turns, buckets, and latencies."""
+        """Use a plan from the next group on: its group size, buckets, and latencies."""
         self.width = plan.passes_in_turns
         self._parts = () if plan.turns is None else plan.turns.parts
         self._htask_of = {name: index for index, htask in enumerate(plan.htasks) for name in htask.tasks}
@@ -121,16 +122,16 @@ class Interleaving:
 
         Args:
             chains: the chains of a step, or of an action of a pipeline, in the order of the work.
-            keeps_order: keep the order of the chains, as neighbouring stages wait for the messages of an action in it.
+            keeps_order: keep the order of the chains, because neighbouring stages expect messages in this order.
         """
         passes = []
         for chain in chains:
             names = tuple(dict.fromkeys(name for micro_batch in chain for name in micro_batch.task_names))
-            # The tasks of a chain are of one hTask.
+            # All tasks of a chain belong to one hTask.
             bucket = self._bucket_of.get(self._htask_of.get(names[0], -1), 0) if names else 0
             passes.append(GroupedPass(bucket, names))
         divide = neighbour_groups if keeps_order else turn_groups
-        # On a GPU the streams of two passes of one task would add to the same gradients at one time.
+        # On a GPU the streams of two passes of one task would add to the same gradients concurrently.
         return divide(passes, self.width, may_repeat=self.model.device.type == "cpu")
 
     def run(
@@ -141,33 +142,33 @@ class Interleaving:
         held: AbstractContextManager[Any] | None = None,
         stretch: Stretch | None = None,
     ) -> list[T]:
-        """Run something for each chain of a group, in turns.
+        """Call a function for each chain of a group, in turns.
 
         Args:
             chains: the chains of the group.
-            act: runs the forward, the backward or both of the chain of an index; it is called in a thread for each.
-            held: a change of the model that all of them need, for the time of the group.
+            act: runs the forward, the backward or both of the chain with an index; called in one thread per chain.
+            held: a context that modifies the model for all chains during the group.
             stretch: the part of the model that they go through; by default all of it, forward and backward.
 
         Returns:
             The result of `act` for each chain.
 
         Raises:
-            BaseException: the error of the first chain that failed; the others have ended then.
+            BaseException: the error of the first chain that failed, after the others have ended.
         """
         with ExitStack() as stack:
             if held is not None:
                 stack.enter_context(held)
             if len(chains) < 2:
-                # Without threads: there is no other pass to give a turn to.
+                # No threads, because there is no other pass.
                 return [act(index) for index in range(len(chains))]
             model, config, device = self.model, self.model.backbone.config, self.model.device
             whole = Stretch(config.get_text_config().num_hidden_layers, recomputes=self.recomputes)
             turns: Turns[T] = Turns([self.latency(chain, stretch or whole) for chain in chains], model.stream)
-            # One attribute for all layers: they hold these links, and none of them knows of turns.
+            # One attribute for all layers, which share these links and are unaware of turns.
             self.links.turns = turns
             stack.callback(setattr, self.links, "turns", None)
-            # Set for all passes what each would set and put back by itself, before the others are done.
+            # Set here for all passes, because each pass would restore it before the others have finished.
             stack.callback(setattr, config, "_attn_implementation", config._attn_implementation)
             config._attn_implementation = ATTENTION_NAME
             stack.enter_context(model.objectives.head.bypassed(model.backbone))
@@ -176,8 +177,8 @@ class Interleaving:
                 self._streams += [torch.cuda.Stream(device) for _ in chains[len(self._streams) :]]
                 streams, current = self._streams[: len(chains)], torch.cuda.current_stream(device)
                 for stream in streams:
-                    # A side stream sees what was launched before only if it waits for it; and the other way round at
-                    # the end.
+                    # A side stream must wait for earlier launches, and the current stream for the side streams at the
+                    # end.
                     stream.wait_stream(current)
                     stack.callback(current.wait_stream, stream)
 
@@ -192,12 +193,12 @@ class Interleaving:
                 self.decisions.append(tuple((span.index, span.depth) for span in turns.spans))
 
     def latency(self, chain: Chain, stretch: Stretch) -> Latency:
-        """Return the predicted latencies of the subgraphs of a chain: the plan's, for as many tokens as there are.
+        """Return the predicted latencies of the subgraphs of a chain, from the plan and the number of tokens.
 
-        Without a plan they are in proportion to tokens, which is enough to order subgraphs of one depth that are of one
-        layer. The micro-batches of a chain count as the largest of them, and a head counts as one of words that no task
-        adapts; others make more sums, or fewer. Turns then have another order than the one that would be predicted with
-        everything known, which is as good as any that all tensor parallel ranks keep to.
+        Without a plan they are proportional to tokens, which is enough to order subgraphs of the same layer. The
+        micro-batches of a chain count as the largest of them, and a head counts as a language model head that no task
+        adapts; other heads have a different number of sums. The order of turns may then differ from the predicted one,
+        but any order is correct as long as all tensor parallel ranks use the same.
 
         Args:
             chain: the micro-batches that run as one.
@@ -219,8 +220,8 @@ class TurnSpan(NamedTuple):
         index: index of the pass.
         depth: depth of the subgraph that ran, from 0.
         start_s: when the pass got the baton.
-        compute_start_s: when the communication that the pass needs was over.
-        end_s: when the pass gave the baton away.
+        compute_start_s: when the communication that the pass needs had finished.
+        end_s: when the pass handed the baton over.
     """
 
     index: int
@@ -231,21 +232,21 @@ class TurnSpan(NamedTuple):
 
 
 class _Ended(BaseException):
-    """Unwinds a pass after another one has failed; no `except Exception` of model code may stop it."""
+    """Unwinds a pass after another one has failed; not an `Exception`, so that model code does not catch it."""
 
 
 class Turns(Generic[T]):
     """Runs passes once, in turns.
 
-    Each pass has a state of the model's stream of its own, except for its counters and what all passes share: it is
-    taken out and put back at every turn.
+    Each pass has its own state of the model's stream, except for counters and shared state; it is swapped out and in at
+    every turn.
 
     Args:
         latencies: predicted latencies of the subgraphs of each pass.
-        stream: the stream of the model that the passes go through, between passes; by default they go through none.
+        stream: the stream of the model, in its state between passes; by default there is none.
 
     Attributes:
-        spans: beginning and end of each turn, in order: what Algorithm 1 decided, and when it ran.
+        spans: start and end of each turn, in the order that Algorithm 1 decided.
 
     Example:
         >>> turns = Turns([lambda depth: 1.0, lambda depth: 2.0])
@@ -260,15 +261,15 @@ class Turns(Generic[T]):
     """
 
     def __init__(self, latencies: Sequence[Latency], stream: Stream | None = None) -> None:
-        """Make a baton for each pass."""
+        """Create a baton for each pass."""
         assert stream is None or stream.is_idle, "a group begins between passes"
         self.spans: list[TurnSpan] = []
         self._latencies, self._stream = latencies, stream
         self._batons = [threading.Semaphore(0) for _ in latencies]
         self._states: list[dict[str, Any]] = []
         for index in range(len(latencies)):
-            # Dispatches of a pass get numbers, and long sequences a place, that no other has: compiled layers look up
-            # their rows by dispatch number, and passes in turns are under way at one time.
+            # Each pass gets unique dispatch numbers and its own store for long sequences: compiled layers look up their
+            # rows by dispatch number, and interleaved passes are active at the same time.
             own = self._state()
             if stream is not None:
                 own |= {"num_passes": stream.num_passes + (index + 1) * _STRIDE, "key_values": KeyValueStore()}
@@ -282,22 +283,22 @@ class Turns(Generic[T]):
         self._turn_s = self._compute_s = self._begin_s = 0.0
 
     def run(self, passes: Sequence[Callable[[], T]]) -> list[T]:
-        """Run the passes to their ends; no thread is left when this returns or raises.
+        """Run the passes to completion; no thread is left when this returns or raises.
 
         Args:
-            passes: functions that run a pass each, as many as latencies; each is called in a thread of its own, with
-                the caller's modes of torch.
+            passes: one function per pass, as many as latencies; each is called in its own thread, with the caller's
+                torch modes.
 
         Returns:
             The result of each of the functions.
 
         Raises:
-            BaseException: the error of the first pass that failed; the others end at their next wait.
+            BaseException: the error of the first pass that failed; the others stop at their next wait.
         """
         assert len(passes) == len(self._latencies), "one latency for each pass"
         modes, own = _modes_of_caller(), self._state()
         threads = [
-            # A copy of the context each, as a context can be entered by one thread only.
+            # A copy of the context for each thread, because only one thread can enter a context.
             threading.Thread(
                 target=contextvars.copy_context().run, args=(self._run_pass, index, work, modes), daemon=True
             )
@@ -309,13 +310,13 @@ class Turns(Generic[T]):
         except BaseException as error:
             self._errors.append(error)
         for index, thread in enumerate(threads):
-            # A thread that never started counts as ended, or the baton would go to no thread.
+            # A thread that never started counts as ended, so that it never gets the baton.
             if thread.is_alive():
                 self._enqueue(index)
         self._begin_s = time.perf_counter()
         self._pass_baton()
-        # Not by joining threads: one whose join was interrupted counts as ended from then on. An interrupt of the
-        # caller ends the passes at their next wait.
+        # Not by joining threads, because a thread whose join was interrupted counts as ended. An interrupt of the
+        # caller stops the passes at their next wait.
         while not self._is_over.is_set():
             try:
                 self._is_over.wait()
@@ -326,7 +327,7 @@ class Turns(Generic[T]):
                 thread.join()
         if self._stream is not None:
             vars(self._stream).update(own)
-            # Also after an error: the next pass must not take the dispatch numbers of one that was given up.
+            # Even after an error, so that the next pass does not reuse the dispatch numbers of an aborted one.
             before = self._stream.num_passes
             self._stream.num_passes += sum((one["num_passes"] - before) % _STRIDE for one in self._states)
         if self._errors:
@@ -334,12 +335,12 @@ class Turns(Generic[T]):
         return [self._results[index] for index in range(len(passes))]
 
     def wait(self, wait: Callable[[], object]) -> None:
-        """Give the baton away before a result is needed; when it is back, wait for the result.
+        """Pass the baton on before a result is needed; when it is back, wait for the result.
 
-        Called by a pass, in forward or backward. Any other caller just waits.
+        Called by a pass, in forward or backward. Any other caller only waits.
 
         Args:
-            wait: waits for a communication that this pass has begun.
+            wait: waits for a communication that this pass has started.
         """
         index = self._index_of_thread.get(threading.get_ident())
         if index is None:
@@ -347,12 +348,12 @@ class Turns(Generic[T]):
             return
         self._leave(index)
         self._depths[index] += 1
-        # Before the baton is passed: this pass may be the next one itself.
+        # Done before the baton is passed on, because this pass may be the next one.
         self._enqueue(index)
         self._pass_baton()
         self._batons[index].acquire()
         self._enter(index)
-        # Only once the turn is back: one thread at a time unwinds, so that no two change the model at once.
+        # Checked when the turn is back, so that only one thread at a time unwinds and changes the model.
         if self._errors:
             raise _Ended
         wait()
@@ -370,48 +371,48 @@ class Turns(Generic[T]):
         except _Ended:
             pass
         except BaseException as error:
-            # Kept, not raised: the other passes have to be woken and to end first.
+            # Stored, not raised, because the other passes must end first.
             self._errors.append(error)
         finally:
             self._leave(index)
             self._pass_baton()
 
     def _enqueue(self, index: int) -> None:
-        """Take in the next subgraph of a pass: it has no pending dependencies, as a pass is a chain."""
+        """Queue the next subgraph of a pass, which has no pending dependencies because a pass is a chain."""
         depth = self._depths[index]
         self._ready.enqueue(index, depth=depth, latency_s=self._latencies[index](depth), owner=index)
 
     def _pass_baton(self) -> None:
         """Wake the pass whose turn it is; only the holder of the baton calls this."""
-        # From depths and predictions alone, never from which communication is over: all processes have to begin their
-        # collectives in one order, and clocks differ.
+        # Depends only on depths and predictions, never on which communication has finished, because all processes must
+        # start their collectives in the same order.
         if self._ready:
             self._batons[self._ready.launch()].release()
         else:
             self._is_over.set()
 
     def _enter(self, index: int) -> None:
-        """Begin a turn: put the pass's state back."""
+        """Begin a turn: restore the pass's state."""
         if self._stream is not None:
             vars(self._stream).update(self._states[index])
         self._turn_s = self._compute_s = time.perf_counter()
 
     def _leave(self, index: int) -> None:
-        """End a turn: take the pass's state out."""
+        """End a turn: save the pass's state."""
         self._states[index] = self._state()
         instants = (self._turn_s, self._compute_s, time.perf_counter())
         self.spans.append(TurnSpan(index, self._depths[index], *(instant - self._begin_s for instant in instants)))
 
     def _state(self) -> dict[str, Any]:
-        """Return the state of the stream that a pass has by itself."""
+        """Return the part of the stream's state that each pass has separately."""
         common = ("makers", "version", "num_attention_calls")
         return {} if self._stream is None else {k: v for k, v in vars(self._stream).items() if k not in common}
 
 
 def _modes_of_caller() -> Callable[[], ExitStack]:
-    """Return what gives another thread the modes that torch keeps for each thread, as the caller has them.
+    """Return a context that sets the caller's thread-local torch modes in another thread.
 
-    Default hooks on saved tensors and dispatch modes of the caller do not reach the passes: torch exposes neither.
+    The caller's default saved-tensor hooks and dispatch modes are not copied, because torch does not expose them.
     """
     kinds = ["cpu", *(["cuda"] if torch.cuda.is_available() else [])]
     autocast = {kind: (torch.is_autocast_enabled(kind), torch.get_autocast_dtype(kind)) for kind in kinds}
@@ -423,7 +424,8 @@ def _modes_of_caller() -> Callable[[], ExitStack]:
         stack = ExitStack()
         stack.enter_context(torch.inference_mode(is_inference))
         stack.enter_context(torch.set_grad_enabled(has_grad))
-        # On a GPU all backward passes would share one thread of autograd's, where the first to wait stops the others.
+        # On a GPU all backward passes would share one autograd thread, in which the first one to wait blocks the
+        # others.
         stack.enter_context(torch.autograd.set_multithreading_enabled(False))
         for kind, (enabled, dtype) in autocast.items():
             stack.enter_context(torch.autocast(kind, dtype=dtype, enabled=enabled, cache_enabled=caches_casts))
@@ -436,10 +438,10 @@ def _modes_of_caller() -> Callable[[], ExitStack]:
 
 
 class TurnLinks:
-    """Links of a tensor parallel rank, on which waiting for an all-reduce gives a pass's turn away.
+    """Links of a tensor parallel rank on which a wait for an all-reduce ends the turn of a pass.
 
-    They stand between the layers and the links that communicate, so neither needs to know of turns. Outside a group of
-    passes they wait at once.
+    They wrap the links that communicate, so that neither these nor the layers depend on turns. Outside a group of
+    passes they wait immediately.
 
     Args:
         links: the links that communicate.
@@ -447,7 +449,7 @@ class TurnLinks:
     Attributes:
         index: rank of this process within its tensor parallel group.
         size: number of ranks in the group.
-        turns: the passes that run in turns now; `None` outside a group.
+        turns: the passes that are currently interleaved; `None` outside a group.
 
     Example:
         >>> links = TurnLinks(TensorLinks(layout.tensor_groups, processes))  # doctest: +SKIP
@@ -455,23 +457,23 @@ class TurnLinks:
     """
 
     def __init__(self, links: TensorParallelLinks) -> None:
-        """Wait as the links do, until there are turns."""
+        """Store the links; without turns, waits are passed through."""
         self.links, self.index, self.size = links, links.index, links.size
         self.turns: Turns[Any] | None = None
 
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:
-        """Begin to replace a contiguous tensor by its sum over the group."""
+        """Start to replace a contiguous tensor by its sum over the group."""
         return _PendingInTurns(self.links.all_reduce(tensor), self)
 
 
 class _PendingInTurns(NamedTuple):
-    """An all-reduce that is under way."""
+    """A pending all-reduce."""
 
     pending: Waitable
     links: TurnLinks
 
     def wait(self) -> None:
-        """Return when the sum is there, and it is this pass's turn."""
+        """Wait until the sum is complete and it is this pass's turn."""
         turns = self.links.turns
         if turns is None:
             self.pending.wait()

@@ -8,9 +8,9 @@ Frozen weights are cut as Megatron-LM cuts them, and every task's A and B to mat
     head               W [V/n, D]    as column-parallel; a view of the embedding if they are tied
     everything else    whole on all ranks, which compute the same bits
 
-Modules keep their classes, and the model code of transformers runs as it is; hooks put the all-reduces in
-(`peft_mux.modeling.sharding`). The bias of a row-parallel layer is rank 0's alone. All communication goes through
-`TensorLinks.all_reduce`, or through `TurnLinks` around it if passes run in turns.
+Modules keep their classes, and the model code of transformers runs unmodified; hooks add the all-reduces
+(`peft_mux.modeling.sharding`). Only rank 0 has the bias of a row-parallel layer. All communication goes through
+`TensorLinks.all_reduce`, or through `TurnLinks` around it if passes are interleaved.
 
 Shape letters: K output features, D input features, R rank of an adapter, V vocabulary, n tensor parallel ranks.
 """
@@ -52,10 +52,10 @@ _WHAT = "a sum over the shards of a stage"
 class TensorLinks:
     """All-reduces over the tensor parallel group of this process.
 
-    Every process of the run must make it, with the same groups.
+    Every process of the run must create one, with the same groups.
 
     Args:
-        groups: global ranks of every tensor parallel group of the run, as `ParallelLayout.tensor_groups` has them.
+        groups: global ranks of every tensor parallel group of the run, from `ParallelLayout.tensor_groups`.
         processes: the processes of the run, connected.
 
     Attributes:
@@ -64,12 +64,12 @@ class TensorLinks:
         num_bytes: bytes of the tensors that were summed so far.
 
     Raises:
-        ProcessError: if another process does not come within the time limit.
+        ProcessError: if another process does not join within the time limit.
         ValueError: if this process is in none of the groups, or in several.
     """
 
     def __init__(self, groups: Sequence[Sequence[int]], processes: Processes) -> None:
-        """Make the groups, in the same order on every process."""
+        """Create the groups in the same order on every process."""
         own = [group for group in groups if processes.rank in group]
         if len(own) != 1:
             raise ValueError(
@@ -80,39 +80,39 @@ class TensorLinks:
         self.num_bytes = 0
         self._processes = processes
         self._group: Any = None
-        # Every process makes every group, also those it is not in: `new_group` is collective over the whole run.
+        # Every process creates every group, including others' groups: `new_group` is collective over the whole run.
         for group in groups:
             if len(group) > 1:
                 self._group = processes.open_group(group) or self._group
 
     def all_reduce(self, tensor: torch.Tensor) -> Pending:
-        """Begin to replace a tensor by its sum over the group, with the same bits on all of its ranks.
+        """Start to replace a tensor by its sum over the group, with the same bits on all of its ranks.
 
         Args:
-            tensor: contiguous tensor on the device, of one shape on every rank; all ranks begin their all-reduces in
-                the same order.
+            tensor: contiguous tensor on the device, with the same shape on every rank; all ranks must start their
+                all-reduces in the same order.
         """
         if self.size == 1:
             return Pending(None, self._processes)
         if self._group is None:
             raise ProcessError(
-                "the connections between these shards are closed, as the run has moved or a pass has failed; allowed:"
-                " passes through the model of the present run. Take trainer.model anew."
+                "the connections between these shards are closed, because the run has moved to other replicas or a pass"
+                " has failed; allowed: passes through the run's current model. Get it again from trainer.model."
             )
         self.num_bytes += tensor.nbytes
         with self._processes.communicating(_WHAT):
             return Pending(dist.all_reduce(tensor, group=self._group, async_op=True), self._processes, _WHAT)
 
     def close(self) -> None:
-        """Close the connections, so that no other rank waits for this process any longer."""
-        # Forgotten first, so that a pass after this meets the error of `all_reduce`, and not a closed group.
+        """Close the connections, so that no other rank keeps waiting for this process."""
+        # Cleared first, so that a later pass gets the error of `all_reduce` instead of using a closed group.
         group, self._group = self._group, None
         if group is not None:
             self._processes.close_group(group)
 
 
 PEFT_PREFIX = "base_model.model."
-"""What PEFT's names of parameters have before the backbone's own names."""
+"""Prefix of PEFT's parameter names before the backbone's own names."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,7 +122,7 @@ class LayerCut:
     Attributes:
         name: name of the layer within the backbone.
         is_row: whether the layer is row-parallel, cut by its inputs; otherwise it is column-parallel.
-        size: length of the whole dimension that is cut.
+        size: size of the whole dimension that is cut.
         ranges: indices of that dimension that this process holds.
     """
 
@@ -133,21 +133,21 @@ class LayerCut:
 
     @property
     def num_held(self) -> int:
-        """Features of the cut dimension that this process holds."""
+        """Number of features of the cut dimension that this process holds."""
         return sum(end - start for start, end in self.ranges)
 
     def take(self, whole: torch.Tensor, dim: int) -> torch.Tensor:
-        """Return this process's part of a weight or bias that is cut along `dim`, contiguous in memory of its own."""
+        """Return this process's part of a weight or bias that is cut along `dim`, as a contiguous copy."""
         piece = Piece(tuple(whole.shape), dim, self.ranges)
-        # A view would keep the whole weight in memory, of which the process is to hold 1/n.
+        # A view would keep the whole weight in memory.
         return piece.take(whole).clone(memory_format=torch.contiguous_format)
 
 
 class TensorParallelModel:
-    """One tensor parallel rank's part of a model: which layers were cut, and how later tasks are registered.
+    """One tensor parallel rank's part of a model: cuts its layers, and registers later tasks.
 
     All ranks of a group must hold the same model, whole or already cut to a stage, with the adapters of its tasks
-    injected; each makes this with its own links, and then runs the same passes.
+    injected. Each rank creates this object with its own links, and then runs the same passes.
 
     Args:
         model: the model; it is cut in place, unless the group has one rank.
@@ -158,8 +158,8 @@ class TensorParallelModel:
         layers: how each layer was cut, by name within the backbone.
 
     Raises:
-        UnsupportedModelError: for an architecture, a number of ranks or a layer that cannot be cut; nothing is
-            changed then.
+        UnsupportedModelError: if the architecture or a layer cannot be cut, or not into this number of parts; the model
+            is not changed.
 
     Example:
         >>> parallel = TensorParallelModel(model, TensorLinks(layout.tensor_groups, processes))  # doctest: +SKIP
@@ -182,7 +182,7 @@ class TensorParallelModel:
                 cuts += [self._planned(f"{block.name}.{leaf}", parts) for leaf, parts in block.columns.items()]
                 row = f"{block.name}.{block.row}"
                 cuts.append(self._planned(row, features(model.backbone.get_submodule(row))[:1], is_row=True))
-        # Everything is checked before anything is cut, so that a refused model is left as it was.
+        # Everything is checked before anything is cut, so that a rejected model is unchanged.
         for cut in [*cuts, *([] if head is None else [head])]:
             _check_layer(model.backbone.get_submodule(cut.name), cut.name)
         with torch.no_grad():
@@ -199,10 +199,10 @@ class TensorParallelModel:
         self.register_pieces(model.tasks)
 
     def register_pieces(self, names: Sequence[str]) -> None:
-        """Register tasks whose adapters have the shapes of this rank: note which pieces they are, and hook new layers.
+        """Record the pieces of tasks whose adapters have the shapes of this rank, and add hooks to new layers.
 
-        To be called after `register_tasks`, as PEFT draws adapters of the rank's own shapes; their weights are set by
-        `TaskRegistry.place_whole`.
+        To be called after `register_tasks`, because PEFT creates adapters with the rank's own shapes; their weights are
+        set by `TaskRegistry.place_whole`.
         """
         if self._links.size == 1:
             return
@@ -212,8 +212,8 @@ class TensorParallelModel:
             hooked, handle = self._hooks.get(name, (None, None))
             if hooked is layer:
                 continue
-            # The sum has to be around the adapter, which PEFT may have wrapped around the layer since: the outputs of A
-            # and B, and their gradients, are partial as well.
+            # The sum must be outside the adapter, which PEFT may have wrapped around the layer in the meantime: the
+            # outputs of A and B, and their gradients, are partial as well.
             words = getattr(getattr(layer, "base_layer", layer), "vocab_parallel_head", None)
             new = None
             if words is not None:
@@ -238,8 +238,8 @@ class TensorParallelModel:
         site = "" if kind is None else kind.site_of(key).removeprefix(PEFT_PREFIX)
         cut = self.layers.get(site)
         if kind is None or cut is None:
-            # Layers that are not cut compute the same gradient on all ranks: it counts once, as rank 0's. But what
-            # leads to the heads of several ranks (latent attention's) has a part for the heads of each rank.
+            # Layers that are not cut compute the same gradient on all ranks, so only rank 0's is counted. But layers
+            # whose output is used by the heads of all ranks (in latent attention) have a partial gradient on each rank.
             leads_to_heads = site.startswith(self._attentions)
             return Piece.whole(parameter.shape, adds=leads_to_heads or self._links.index == 0)
         dim = kind.cut_dim(key, is_row=cut.is_row)
@@ -254,7 +254,7 @@ class TensorParallelModel:
         return LayerCut(name, is_row, sum(parts), held_ranges(parts, self._links.index, self._links.size))
 
     def _planned_head(self) -> LayerCut | None:
-        """Return how the output head will be cut; `None` if there is none of a language model in this process."""
+        """Return how the output head will be cut; `None` if this process has no language model head."""
         backbone = self.model.backbone
         head = backbone.get_output_embeddings() if self.model.objectives.head.kind.is_shared else None
         if head is None or isinstance(head, PassThrough):
@@ -282,24 +282,24 @@ class TensorParallelModel:
             if not cut.is_row:
                 bias_K = cut.take(bias_K, 0)
             elif self._links.index > 0:
-                # Outputs of row-parallel layers are summed, so only one rank may add the bias. Zeros on the others
-                # rather than no bias: Conv1D adds one in any case.
+                # Outputs of row-parallel layers are summed, so only one rank may add the bias. The others have zeros
+                # instead of no bias, because Conv1D always adds one.
                 bias_K = torch.zeros_like(bias_K)
             base.bias = nn.Parameter(bias_K, requires_grad=False)
         if cut.is_row:
-            # The position of its inputs in the whole: dropout draws for the whole width, so that shards drop what one
-            # process would.
+            # The position of its inputs in the whole: dropout is drawn for the whole width, so that shards drop the
+            # same elements as a single process.
             base.input_window = Window(cut.ranges[0][0], cut.size)
         self._set_sizes(cut, layer, base)
 
     def _cut_head(self, cut: LayerCut) -> None:
-        """Keep the rows of this rank's words: a view if the embedding is the same weight and stays whole."""
+        """Keep the rows of this rank's words; a view if the weight is tied to the embedding, which stays whole."""
         layer: Any = self.model.backbone.get_submodule(cut.name)
         base: Any = getattr(layer, "base_layer", layer)
         ((first, end),) = cut.ranges
         named = self.model.backbone.named_parameters(remove_duplicate=False)
         is_tied = sum(parameter is base.weight for _, parameter in named) > 1
-        # Tied, the embedding needs all rows in any case, and a copy of some would be memory for nothing.
+        # If tied, the embedding needs all rows anyway, and a copy would waste memory.
         weight = base.weight.data[first:end]
         base.weight = nn.Parameter(weight if is_tied else weight.clone(), requires_grad=False)
         if base.bias is not None:
@@ -323,10 +323,10 @@ class TensorParallelModel:
         kind.cut(layer, cut)
 
     def _cut_block(self, block: Block) -> None:
-        """Cut the other parameters of a block, and let it sum the gradient of its input over the ranks."""
+        """Cut the other parameters of a block, and add the sum of its input gradient over the ranks."""
         module: Any = self.model.backbone.get_submodule(block.name)
         if block.has_experts:
-            # Every expert, frozen as they are, by the features within it.
+            # Every (frozen) expert is cut by the features within it.
             for name, parts in block.columns.items():
                 self._cut_parameter(module, name, 1, parts)
             self._cut_parameter(module, block.row, 2)
@@ -348,7 +348,7 @@ class TensorParallelModel:
 
 
 def _check_layer(layer: Any, name: str) -> None:
-    """Refuse a layer that cannot be cut as a matrix."""
+    """Reject a layer that cannot be cut as a matrix."""
     base = getattr(layer, "base_layer", layer)
     if frozen_weight(base)[0] is None:
         raise UnsupportedModelError(

@@ -1,10 +1,10 @@
 """The cross-entropy of an output head, without the logits of the whole batch.
 
-`linear.py` has the head and the losses in torch, block by block, for a whole vocabulary and for one that is cut over
-several processes. `device.py` has the Triton kernel, which makes losses and gradients of one block of logits.
+`linear.py` has the head and the losses in torch, block by block, for a whole vocabulary and for one that is sharded
+over several processes. `device.py` has the Triton kernel, which computes losses and gradients of one block of logits.
 """
 
 import torch
 
 KERNEL_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
-"""Dtypes of logits for which there is a kernel; its arithmetic is fp32 in any case."""
+"""Dtypes of logits that the kernel supports; it always computes in fp32."""

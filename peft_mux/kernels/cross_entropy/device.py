@@ -1,11 +1,11 @@
 """Cross-entropy of a block of logits in one launch: the loss of each row, and the gradient over the logits.
 
 One program works on one row and reads it twice. The first pass keeps a running maximum and a running sum of
-exponentials; the second overwrites every logit by the derivative of the row's loss. No other buffer, no atomics, no
-host synchronisation, and no arithmetic shared by two rows: a row's bits depend on that row alone, and a NaN stays in
-the row that has it.
+exponentials; the second overwrites every logit with the derivative of the row's loss. There are no other buffers,
+atomics or host synchronisation, and rows share no arithmetic: the bits of a row depend only on that row, and a NaN
+stays in its row.
 
-Importing this file imports Triton, so callers import it only once they have chosen kernels.
+Importing this file imports Triton, so callers import it only if they use kernels.
 
 Shape letters: M rows, V vocabulary.
 """
@@ -24,7 +24,7 @@ _ROW_ALIGNMENT = 16  # elements
 
 @triton.jit
 def _transformed(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
-    """Return the scaled and capped logits, and their derivative in the raw ones."""
+    """Return the scaled and capped logits, and their derivative with respect to the raw ones."""
     logits = raw.to(tl.float32) * scale
     slope = scale
     if HAS_SOFTCAP:
@@ -39,7 +39,7 @@ def _transformed(raw, scale, softcap, HAS_SOFTCAP: tl.constexpr):
 
 @triton.jit
 def _shift(maximum):
-    """Return what is subtracted before exponentials: the maximum, or 0 where inf - inf would make a NaN of it."""
+    """Return the value to subtract before exponentials: the maximum, or 0 where inf - inf would give NaN."""
     return tl.where(tl.abs(maximum) == float("inf"), 0.0, maximum)
 
 
@@ -48,7 +48,7 @@ def _absorb(maximum, total, logits):
     """Return the running maximum and the sum of exponentials relative to it, extended by more logits."""
     raised = tl.maximum(maximum, tl.max(logits, axis=0))
     shift = _shift(raised)
-    # Nothing seen yet, or nothing but -inf: the sum is 0, and 0 * exp(0 - shift) may be 0 * inf.
+    # If all logits so far are -inf, or there are none yet, the sum is 0, and 0 * exp(0 - shift) may be 0 * inf.
     decay = tl.where(maximum == float("-inf"), 0.0, tl.exp(_shift(maximum) - shift))
     return raised, total * decay + tl.sum(tl.exp(logits - shift), axis=0)
 
@@ -81,7 +81,7 @@ def _cross_entropy_kernel(
     row_ptr = logits_ptr + row.to(tl.int64) * row_stride
     lanes = tl.arange(0, BLOCK)
     target = tl.load(targets_ptr + row)
-    # A target outside of the vocabulary cannot raise here: it makes a NaN of its row instead.
+    # A target outside the vocabulary cannot raise here; its row becomes NaN instead.
     known = (target >= 0) & (target < V)
     # Read before the first pass: its reductions are barriers, after which no warp can still be reading while
     # another one already overwrites.
@@ -100,12 +100,12 @@ def _cross_entropy_kernel(
         logits = _transformed(raw, scale, softcap, HAS_SOFTCAP)[0]
         maximum, total = _absorb(maximum, total, tl.where(lanes < TAIL, logits, float("-inf")))
     shift = _shift(maximum)
-    # In this order a row whose target is far ahead of all others keeps its small loss.
+    # This order keeps the small loss of a row whose target is far ahead of all others.
     tl.store(losses_ptr + row, (shift - target_logit) + tl.log(total))
 
     if WITH_GRADIENT:
         factor = tl.where(known, 1.0 / total, float("nan"))
-        # From the end back to the start: what was read last is the likeliest to be still in a cache.
+        # From the end back to the start, because the values read last are most likely still cached.
         if TAIL > 0:
             columns = FULL * BLOCK + lanes
             raw = tl.load(row_ptr + columns, mask=lanes < TAIL, other=0.0)
@@ -121,9 +121,9 @@ def _cross_entropy_kernel(
 
 
 def launch_shape(vocab_size: int) -> tuple[int, int]:
-    """Return the columns a program handles at a time, and its number of warps.
+    """Return the number of columns that a program handles at a time, and its number of warps.
 
-    Both follow from the vocabulary only, so that the order of sums in a row never depends on the other rows.
+    Both depend only on the vocabulary size, so that the order of sums in a row never depends on the other rows.
     """
     block = min(_MAX_BLOCK, triton.next_power_of_2(vocab_size))
     return block, min(16, max(1, block // 512))
@@ -148,9 +148,9 @@ def cross_entropy_(
 ) -> torch.Tensor:
     """Return the negative log-likelihood of each row, and turn the logits into its gradient, in place.
 
-    The loss is that of `softcap * tanh(scale * logits / softcap)`, or of `scale * logits` without a soft-cap; the
-    gradient is over `logits_MV` as they come in. A target outside the vocabulary makes NaNs of its row: an exception
-    would need a synchronisation with the host.
+    The loss is computed from `softcap * tanh(scale * logits / softcap)`, or `scale * logits` without a soft-cap; the
+    gradient is with respect to the input `logits_MV`. A target outside the vocabulary makes its row NaN, because an
+    exception would need a synchronisation with the host.
 
     Args:
         logits_MV: `[M, V]` in bf16, fp16 or fp32; columns adjacent, any row stride (`row_stride` returns a fast one).
@@ -158,14 +158,14 @@ def cross_entropy_(
         targets_M: int64 `[M]`, index of each row's target in the vocabulary.
         scale: multiplies the logits.
         softcap: bounds the scaled logits smoothly; `None` for no bound.
-        with_gradient: false to leave the logits as they are.
+        with_gradient: false to leave the logits unchanged.
         out: contiguous fp32 `[M]` to write the losses to; allocated by default.
 
     Returns:
         fp32 `[M]`, not differentiable.
 
     Raises:
-        ValueError: if a shape, a dtype or the layout is not as above.
+        ValueError: if a shape, a dtype or the layout differs from the above.
     """
     losses = torch.empty(len(logits_MV), dtype=torch.float32, device=logits_MV.device) if out is None else out
     num_rows, vocab_size = logits_MV.shape
@@ -185,7 +185,7 @@ def cross_entropy_(
     if num_rows == 0:
         return losses
     block, num_warps = launch_shape(vocab_size)
-    with torch.cuda.device_of(logits_MV):  # Triton launches on the current device, whatever the tensors are on
+    with torch.cuda.device_of(logits_MV):  # Triton launches on the current device, not on that of the tensors
         _cross_entropy_kernel[(num_rows,)](
             logits_MV,
             targets_M,

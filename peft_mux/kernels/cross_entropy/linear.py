@@ -1,25 +1,25 @@
-"""Cross-entropy of an output head, in blocks of rows: the logits of the whole stream never exist.
+"""Cross-entropy of an output head, in blocks of rows, without materialising the logits of the whole stream.
 
 Only rows with a target are passed in. The gradient of the hidden states is computed in the forward pass, while a
 block's logits are available; the head is frozen, so it gets no gradient. The libraries that fuse head and loss (Liger,
 cut-cross-entropy) need Triton and reduce to one scalar; here there is a loss per row, on any device.
 
-Where the vocabulary is cut into shards (M section 3.4.2), shard s has the logits of its words. With the greatest logit
-m_s, the sum e_s = sum exp(z - m_s), and the target's logit t_s (0 where the target is another shard's), all `[rows]`::
+If the vocabulary is sharded (M section 3.4.2), shard s has the logits of its words. With the largest logit m_s, the sum
+e_s = sum exp(z - m_s), and the target's logit t_s (0 if the target belongs to another shard), all `[rows]`::
 
     m = max_s m_s      log Z = m + log sum_s e_s exp(m_s - m)      loss = log Z - sum_s t_s
 
-One sum over the shards brings all three to every shard: each writes into its part of a buffer of zeros. All shards then
-compute the same bits. `d loss / d hidden` is a sum over shards too, in the backward pass.
+One all-reduce sends all three to every shard: each shard writes into its own part of a buffer of zeros. All shards then
+compute the same bits. `d loss / d hidden` is also summed over shards, in the backward pass.
 
-Label smoothing needs the *spread* of each target, how far its logit is above the mean logit::
+Label smoothing needs the *spread* of each target, the difference between its logit and the mean logit::
 
     mean_v -log p_v  =  log Z - mean_v z_v  =  nll + (z_t - mean_v z_v)
 
-so that the loss of transformers' `LabelSmoother` is `(1 - epsilon) nll + epsilon (nll + spread)`. A frozen linear head
-gives the spread without any logits: it is `h (W_t - mean_v W_v)`. Each shard has a part of every spread.
+so that the loss of transformers' `LabelSmoother` is `(1 - epsilon) nll + epsilon (nll + spread)`. For a frozen linear
+head the spread needs no logits: it is `h (W_t - mean_v W_v)`. Each shard has a part of every spread.
 
-Nothing of a row enters another row, so a NaN stays in its task.
+Rows do not influence one another, so a NaN stays in its task.
 
 Shape letters: M rows with a target, D hidden features, V vocabulary (of this shard).
 """
@@ -36,15 +36,15 @@ from peft_mux.kernels.cross_entropy import KERNEL_DTYPES
 
 
 class BlockSizes(NamedTuple):
-    """How many rows of logits are made at a time on one kind of device.
+    """How many rows of logits are computed at a time on one type of device.
 
     Attributes:
-        fast_rows: with as many rows the two products are near the rate that they have with any number: fewer read the
-            whole head for too little work. One core does 48 Gflop/s with 27 rows, 80 with 128 and 83 with 512
-            (151,936 words, `benchmarks.training.cpu_choices`), two do 150 with 128 and 177 with 384. On a GPU, 512 rows
-            give the gradient of the hidden states 64 tiles (width 4,096) for 132 multiprocessors; 1,024 give 128.
-        logits: of small vocabularies more rows are taken, up to this many logits.
-        most_logits: bound on memory, whatever the vocabulary: 512 MiB, in fp32 on a CPU and in bf16 on a GPU.
+        fast_rows: number of rows with which the two products are near their maximum rate; with fewer rows, reading the
+            head dominates. One core does 48 Gflop/s with 27 rows, 80 with 128 and 83 with 512 (151,936 words,
+            `benchmarks.training.cpu_choices`), two do 150 with 128 and 177 with 384. On a GPU, 512 rows give the
+            gradient of the hidden states 64 tiles (width 4,096) for 132 multiprocessors; 1,024 give 128.
+        logits: small vocabularies use more rows, up to this many logits.
+        most_logits: bound on memory for any vocabulary: 512 MiB, in fp32 on a CPU and in bf16 on a GPU.
     """
 
     fast_rows: int
@@ -57,7 +57,7 @@ _DEFAULT_BLOCK_SIZES = BlockSizes(1024, 2**26, 2**28)
 _LEAST_ROWS = 16
 _TILE_ROWS = 128
 COPIED_ROWS = 16
-"""Rows of logits whose exponentials are made at once where only their sums are wanted; few, as they are a copy."""
+"""Rows whose exponentials are computed at once if only their sums are needed; few, because they are a copy."""
 
 
 class Head(NamedTuple):
@@ -109,11 +109,11 @@ class Head(NamedTuple):
 def block_rows(vocab_size: int, device_type: str) -> int:
     """Return how many rows of logits are held at a time: enough to compute fast, within a bound on memory.
 
-    It follows from the vocabulary and the device alone, never from the rows that there are.
+    The number depends only on the vocabulary and the device, never on the rows of a batch.
 
     Args:
-        vocab_size: V, words of the head; where tensor parallelism cuts it, those of one device.
-        device_type: "cpu", or the kind of a device with kernels.
+        vocab_size: V, words of the head; with tensor parallelism, the words on one device.
+        device_type: "cpu", or the type of a device with kernels.
     """
     sizes = _BLOCK_SIZES.get(device_type, _DEFAULT_BLOCK_SIZES)
     fast = min(sizes.fast_rows, sizes.most_logits // vocab_size)
@@ -169,10 +169,10 @@ class _LinearCrossEntropy(torch.autograd.Function):
         links: TensorParallelLinks | None,
     ) -> torch.Tensor:
         """Compute the losses; keep the gradient of each row, to be scaled in the backward pass."""
-        # Filled in the forward pass: the backward one would have to make the logits again.
+        # Filled in the forward pass; otherwise the backward pass would have to recompute the logits.
         gradient = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
         losses = hidden_MD.new_empty(len(hidden_MD), dtype=torch.promote_types(hidden_MD.dtype, torch.float32))
-        # There is no fused kernel for a part of a vocabulary.
+        # There is no fused kernel for a sharded vocabulary.
         if links is None and runs_kernels(hidden_MD.device) and hidden_MD.dtype in KERNEL_DTYPES:
             _fused_blocks(hidden_MD, head, targets_M, rows_per_block, losses, gradient)
         else:
@@ -192,7 +192,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
                     log_normaliser, losses[rows] = _normaliser_and_losses(logits, targets, links)
                 if gradient is not None:
                     gradient[rows] = _hidden_gradient(logits, log_normaliser, local, head, hidden_MD.dtype, is_here)
-        # Rows are weighted in the backward pass, where their weights arrive: a task divides by its global batch.
+        # Rows are weighted in the backward pass, when their weights are known: a task divides by its global batch.
         if gradient is not None:
             ctx.save_for_backward(gradient)
         ctx.links = links
@@ -205,7 +205,7 @@ class _LinearCrossEntropy(torch.autograd.Function):
         (gradient,) = ctx.saved_tensors
         d_hidden_MD = gradient * d_losses_M[:, None].to(gradient.dtype)
         if ctx.links is not None:
-            # Each shard has the part of its own words; the hidden states, and so their gradient, are the same on all.
+            # Each shard has the part of its own words; the hidden states and their gradient are the same on all shards.
             ctx.links.all_reduce(d_hidden_MD).wait()
         return d_hidden_MD, None, None, None, None, None
 
@@ -219,12 +219,12 @@ def _fused_blocks(
     gradient_MD: torch.Tensor | None,
 ) -> None:
     """Fill losses and gradient with three launches per block: logits, loss over them in place, and back."""
-    # Imported here, as it needs Triton.
+    # Imported here, because it needs Triton.
     from peft_mux.kernels.cross_entropy.device import cross_entropy_, row_stride
 
     weight = head.weight.to(hidden_MD.dtype)
     bias = None if head.bias is None else head.bias.to(hidden_MD.dtype)
-    # One buffer for the logits of all blocks; its rows begin on whole words, whatever the size of the vocabulary.
+    # One buffer for the logits of all blocks; its rows are aligned for any vocabulary size.
     buffer = hidden_MD.new_empty(min(len(hidden_MD), rows_per_block), row_stride(len(weight)))[:, : len(weight)]
     for start in range(0, len(hidden_MD), rows_per_block):
         rows = slice(start, start + rows_per_block)
@@ -254,14 +254,14 @@ def _hidden_gradient(
     """Return `d loss / d hidden` of a block, `[M, D]`; overwrites the logits.
 
     Args:
-        logits: `[M, V]` logits of a block of rows, or those of a shard's words.
+        logits: `[M, V]` logits of a block of rows, for all words or for those of a shard.
         log_normaliser: `[M, 1]`, logarithm of the softmax's denominator over all words.
         targets: int64 `[M, 1]`, index of each target among the words of `logits`.
-        head: the head that made the logits.
-        hidden_dtype: the dtype of the hidden states, and so of the result.
+        head: the head that computed the logits.
+        hidden_dtype: the dtype of the hidden states and of the result.
         is_here: bool `[M, 1]`, whether a target is among these words; by default all are.
     """
-    # From the capped logits, before they are overwritten: 1 - tanh^2 is the derivative of tanh.
+    # Computed from the capped logits before they are overwritten: 1 - tanh^2 is the derivative of tanh.
     slope = None
     if head.softcap is not None:
         slope = (logits / head.softcap).square_().neg_().add_(1.0).mul_(head.scale)
@@ -276,15 +276,15 @@ def _hidden_gradient(
 
 
 class Waitable(Protocol):
-    """A sum over the shards that was begun and may not be done."""
+    """A pending sum over the shards."""
 
     def wait(self) -> None:
-        """Return when the sum is there to be read."""
+        """Wait until the sum is complete."""
         ...
 
 
 class TensorParallelLinks(Protocol):
-    """How the shards of one stage communicate: all that they exchange are sums (all-reduce)."""
+    """Communication between the shards of one stage, which consists of sums only (all-reduce)."""
 
     @property
     def index(self) -> int:
@@ -297,19 +297,19 @@ class TensorParallelLinks(Protocol):
         ...
 
     def all_reduce(self, tensor: torch.Tensor) -> Waitable:
-        """Begin to replace a contiguous tensor by its sum over the shards, with the same bits on all of them.
+        """Start to replace a contiguous tensor by its sum over the shards, with the same bits on all of them.
 
-        All shards begin their sums in the same order. Nobody touches the tensor before `wait` has returned.
+        All shards must start their sums in the same order. The tensor must not be used until `wait` returns.
         """
         ...
 
 
 class Targets(NamedTuple):
-    """Where the targets of rows lie.
+    """The targets of rows, relative to a shard's vocabulary.
 
     Attributes:
-        local_M: int64 `[M, 1]`, index within this shard's vocabulary; 0 where the target is another shard's.
-        is_here_M: bool `[M, 1]`, whether the target lies in this shard's vocabulary.
+        local_M: int64 `[M, 1]`, index within this shard's vocabulary; 0 if the target belongs to another shard.
+        is_here_M: bool `[M, 1]`, whether the target is in this shard's vocabulary.
     """
 
     local_M: torch.Tensor
@@ -326,7 +326,7 @@ class Targets(NamedTuple):
         """
         local_M = targets_M[:, None] - first
         is_here_M = (local_M >= 0) & (local_M < vocab_size)
-        # Any valid index will do for another shard's word: what is read there is replaced by 0.
+        # Any valid index works for another shard's word, because the value is replaced by 0.
         return cls(local_M.where(is_here_M, 0), is_here_M)
 
 
@@ -337,10 +337,10 @@ def _normaliser_and_losses(
 
     Args:
         logits_MV: logits of this shard's words, in fp32 at least.
-        targets: where the targets of the rows lie.
-        links: how this shard sums with the other ones.
+        targets: the targets of the rows.
+        links: sums over the shards.
     """
-    # Each shard writes into zeros of its own, so that the sum is a gathering: adding 0 changes no bit.
+    # Each shard writes into its own part of a zero buffer, so that the sum acts as an all-gather; adding 0 is exact.
     parts = logits_MV.new_zeros(links.size, 3, len(logits_MV))
     top_M = logits_MV.amax(dim=1)
     own = parts[links.index]
@@ -350,7 +350,7 @@ def _normaliser_and_losses(
     own[2] = logits_MV.gather(1, targets.local_M).where(targets.is_here_M, 0.0).squeeze(1)
     links.all_reduce(parts).wait()
     tops, sums, target_logits = parts.unbind(dim=1)
-    # The greatest logit of all shards is taken off, so that no exponential overflows.
+    # Subtract the largest logit of all shards, so that no exponential overflows.
     top_M = tops.amax(dim=0)
     log_normaliser_M = top_M + (sums * (tops - top_M).exp()).sum(dim=0).log()
     return log_normaliser_M[:, None], log_normaliser_M - target_logits.sum(dim=0)
@@ -366,11 +366,11 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
         """Return `[M]` losses, the same on all shards.
 
         Args:
-            ctx: what autograd keeps for the backward pass.
+            ctx: the autograd context.
             logits_MV: logits of this shard's words, in fp32 at least.
             targets_M: int64 `[M]`, indices into the whole vocabulary.
             first: index of this shard's first word in the whole vocabulary.
-            links: how this shard sums with the other ones.
+            links: sums over the shards.
         """
         targets = Targets.of(targets_M, first, logits_MV.shape[1])
         log_normaliser, losses_M = _normaliser_and_losses(logits_MV, targets, links)
@@ -382,14 +382,14 @@ class VocabParallelCrossEntropy(torch.autograd.Function):
     def backward(ctx: Any, d_losses_M: torch.Tensor) -> tuple[Any, ...]:
         """Return the gradient of this shard's logits."""
         logits_MV, log_normaliser, local_M, is_here_M = ctx.saved_tensors
-        # In a copy: what was saved for the backward pass may be asked for again.
+        # In a copy, because the saved tensors may be used by another backward pass.
         errors_MV = logits_MV.clone().sub_(log_normaliser).exp_()
         errors_MV.scatter_add_(1, local_M, -is_here_M.to(logits_MV.dtype))
         return errors_MV.mul_(d_losses_M[:, None]), None, None, None
 
 
 _WORDS_AT_ONCE = 4096
-"""Rows of a head that are added up at once: the whole of it in fp32 would be as large as the head again."""
+"""Rows of a head that are summed at once; an fp32 copy of the whole head would take too much memory."""
 
 
 def linear_spreads(
@@ -409,7 +409,7 @@ def linear_spreads(
     """
     size = len(head.weight) if vocab_size is None else vocab_size
     targets = Targets.of(targets_M, first, len(head.weight))
-    # The dtype follows from the hidden states, as in the losses to which this is added.
+    # Same dtype as the hidden states, as in the losses to which this is added.
     with torch.autocast(hidden_MD.device.type, enabled=False):
         if head.softcap is not None:
             return _CappedSpreads.apply(hidden_MD, head, targets, size)
@@ -431,7 +431,7 @@ def spreads_of_logits(logits_MV: torch.Tensor, targets: Targets, vocab_size: int
 
     Args:
         logits_MV: `[M, V]` logits of this shard's words.
-        targets: where the targets lie.
+        targets: the targets of the rows.
         vocab_size: number of words of all shards.
     """
     of_target_M = logits_MV.gather(1, targets.local_M).where(targets.is_here_M, 0.0).squeeze(1)
@@ -439,11 +439,11 @@ def spreads_of_logits(logits_MV: torch.Tensor, targets: Targets, vocab_size: int
 
 
 class _CappedSpreads(torch.autograd.Function):
-    """The spreads under a head with a soft-cap: of logits that are made block by block, and not kept."""
+    """The spreads under a head with a soft-cap, from logits that are computed block by block and not kept."""
 
     @staticmethod
     def forward(ctx: Any, hidden_MD: torch.Tensor, head: Head, targets: Targets, size: int) -> torch.Tensor:
-        """Compute the spreads; keep the gradient of each, as the logits are not there in the backward pass."""
+        """Compute the spreads and their gradients, because the logits are not available in the backward pass."""
         assert head.softcap is not None, "heads without one need no logits"
         spreads_M = hidden_MD.new_empty(len(hidden_MD), dtype=torch.promote_types(hidden_MD.dtype, torch.float32))
         gradient_MD = torch.empty_like(hidden_MD) if ctx.needs_input_grad[0] else None
@@ -466,6 +466,6 @@ class _CappedSpreads(torch.autograd.Function):
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, d_spreads_M: torch.Tensor) -> tuple[Any, ...]:
-        """Scale each gradient by what flows into its spread."""
+        """Scale each gradient by the gradient of its spread."""
         (gradient_MD,) = ctx.saved_tensors
         return gradient_MD * d_spreads_M[:, None].to(gradient_MD.dtype), None, None, None

@@ -1,9 +1,9 @@
-"""The Triton kernels of grouped LoRA, which `launch.py` starts, and the Philox draws inside of them.
+"""The Triton kernels of grouped LoRA, which `launch.py` starts, and their Philox random numbers.
 
-A program works on rows of one segment only, and reads neither rows nor columns of S nor rows of a slab that are not
-that segment's: a NaN stays with the task that has it. How a segment is cut into blocks follows from its own rank and
-rows, never from its neighbours, and gradients are summed in a fixed order without atomics; so every bit a task gets is
-the same alone and in company.
+A program works on rows of one segment only, and reads no rows or columns of S and no rows of a slab that belong to
+other segments, so a NaN stays in its task. The blocks of a segment depend only on its own rank and rows, never on its
+neighbours, and gradients are summed in a fixed order without atomics. Therefore a task gets the same bits when it
+trains alone and with others.
 
 Shape letters: T rows of the stream, D features, K features written, R rows of a slab, C columns of S, G segments;
 M rows of a block.
@@ -34,8 +34,8 @@ def _keep_mask(key, counter_M, first_column, threshold, COLUMNS: tl.constexpr, P
     zeros = tl.zeros_like(counter)
     limit = threshold.to(tl.uint32)
     if PINNED:
-        # A loop of one turn: the compiler moves no layout conversion across it. Beside a product, whose layout gives
-        # a thread two neighbouring columns, it would otherwise run the generator four times as often.
+        # A loop of one iteration: the compiler moves no layout conversion across it. Next to a product, whose layout
+        # gives a thread two neighbouring columns, it would otherwise run the generator four times as often.
         bits = tl.zeros_like(counter).to(tl.int32)
         turns = 1
         while turns > 0:
@@ -72,8 +72,9 @@ def _dropout_state(step_seed_ptr, threshold_ptr, places_ptr, segment, row, row_m
 
 @triton.jit
 def _factor(scale_ptr, keep_scale_ptr, segment, scaled, DROP: tl.constexpr):
-    """Return what sums are multiplied by, in fp32."""
-    # Asked when it runs: one more variant of every kernel would cost more than a product by 1, which changes no bit.
+    """Return the factor of the sums, in fp32."""
+    # Decided at run time: another compiled variant of every kernel would cost more than a multiplication by 1, which is
+    # exact.
     factor = tl.where(scaled != 0, tl.load(scale_ptr + segment), 1.0)
     if DROP:
         factor = factor * tl.load(keep_scale_ptr + segment)
@@ -98,11 +99,11 @@ def _columns_of(rank):
 
 @triton.jit
 def _out_of_class(rank, lowest_rank, highest_rank):
-    """Return whether a segment's rank is left to another launch, or to none."""
+    """Return whether another launch, or none, handles a segment's rank."""
     return (rank < lowest_rank) | (rank > highest_rank)
 
 
-# Not specialised: each module has a seed of its own, and Triton would compile anew for some of them.
+# Not specialised, because each module has its own seed and Triton would compile again for some of them.
 @triton.jit(do_not_specialize=["module_seed", "scaled", "lowest_rank", "highest_rank"])
 def shrink_kernel(
     x_ptr,
@@ -135,7 +136,7 @@ def shrink_kernel(
     """S of one tile of rows and one block of ranks: the sum over all columns of `x`."""
     tile = tl.program_id(0)
     segment = tl.load(tile_segment_ptr + tile)
-    # Tables of fixed size leave tiles over that this step does not use.
+    # Tables have a fixed size, so this step may not use all tiles.
     if segment < 0:
         return
     rank = tl.load(rank_ptr + segment)
@@ -166,12 +167,12 @@ def shrink_kernel(
         x = tl.load(x_ptr, mask=x_mask, other=0.0)
         w = tl.load(w_ptr, mask=w_mask, other=0.0)
         if DROP:
-            # Chosen and not multiplied: 0 * NaN would be NaN.
+            # Selected with `where`, not multiplied, because 0 * NaN is NaN.
             x = tl.where(_keep_mask(key, counter, first_column, threshold, BLOCK_D, False), x, 0.0)
         sums = _dot(x, tl.trans(w), sums, UPCAST)
         x_ptr += BLOCK_D
         w_ptr += BLOCK_D
-    # Scale and keep scale are applied to the fp32 sum, once, before it is rounded: S is rounded a single time.
+    # Scale and keep scale are applied to the fp32 sum, so that S is rounded only once.
     sums = sums * _factor(scale_ptr, keep_scale_ptr, segment, scaled, DROP)
     s_ptr += tl.multiple_of(tl.load(s_column_ptr + segment), 8)
     s_ptr = s_ptr + row[:, None] * s_stride + ranks[None, :]
@@ -252,7 +253,7 @@ def expand_kernel(
 
 @triton.jit
 def _has_one_chunk(chunk_begin_ptr, segment):
-    """Return whether a segment's gradient is what a single program of wgrad sums up."""
+    """Return whether a segment has a single chunk, so that one program of wgrad computes its whole gradient."""
     return tl.load(chunk_begin_ptr + segment + 1) - tl.load(chunk_begin_ptr + segment) == 1
 
 
@@ -290,10 +291,10 @@ def wgrad_kernel(
     ACCUMULATE: tl.constexpr,
     UPCAST: tl.constexpr,
 ):
-    """What one chunk of rows gives to a weight gradient, for one block of ranks and of columns.
+    """The contribution of one chunk of rows to a weight gradient, for one block of ranks and columns.
 
-    It is the whole gradient of a segment that has one chunk only, and else a part that `reduce_kernel` adds up; which
-    of the two follows from a segment's own rows.
+    If the segment has only one chunk, this is its whole gradient; otherwise `reduce_kernel` sums the contributions of
+    its chunks. Only the segment's own rows decide which of the two applies.
     """
     CALLS: tl.constexpr = (D + 7) // 8
     chunk = tl.program_id(0)
@@ -315,7 +316,7 @@ def wgrad_kernel(
         key = tl.load(step_seed_ptr + segment) ^ module_seed
         threshold = tl.load(threshold_ptr + segment)
     s_ptr += tl.multiple_of(tl.load(s_column_ptr + segment), 8)
-    # Columns first: 16 ranks are too few rows for the tensor cores' own product of a warp group.
+    # Columns first, because 16 ranks are too few rows for a warp group product of the tensor cores.
     sums = tl.zeros((BLOCK_D, BLOCK_R), dtype=tl.float32)
     for block_row in range(first_row, end_row, BLOCK_M):
         row = (block_row + tl.arange(0, BLOCK_M)).to(tl.int64)
@@ -355,7 +356,7 @@ def reduce_kernel(
     BLOCK_D: tl.constexpr,
     ACCUMULATE: tl.constexpr,
 ):
-    """A weight gradient: the parts of its chunks, added in their order; that of one chunk is there already."""
+    """Sum the contributions of a weight gradient's chunks in order; with one chunk, `wgrad` has written it already."""
     segment = tl.program_id(0)
     rank = tl.load(rank_ptr + segment)
     ranks = tl.program_id(2) * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -365,7 +366,7 @@ def reduce_kernel(
     mask = (ranks < rank)[:, None] & (column < D)[None, :]
     sums = tl.zeros((BLOCK_R, BLOCK_D), dtype=tl.float32)
     part_ptr = part_ptr + ranks.to(tl.int64)[:, None] * D + column[None, :]
-    # In the order of the chunks and without atomics: the same bits every time.
+    # In chunk order and without atomics, for the same bits every time.
     for chunk in range(tl.load(chunk_begin_ptr + segment), tl.load(chunk_begin_ptr + segment + 1)):
         sums += tl.load(part_ptr + tl.cast(chunk, tl.int64) * part_ranks * D, mask=mask, other=0.0)
     grad_ptr += tl.multiple_of(tl.load(w_offset_ptr + segment), 8)

@@ -1,11 +1,11 @@
-"""Grouped LoRA as autograd sees it: a function for eager passes, and opaque operators for compiled ones.
+"""Grouped LoRA in autograd: a function for eager passes, and opaque operators for compiled ones.
 
 Both call a `GroupCall`: the adapters of all tasks in a group of linear layers, bound to the rows of one pass. Gradients
-of the factors are added in place to the buffers that their owners keep, so they do not pass through autograd; a scalar
-that requires gradients (the anchor) makes outputs differentiable even where the activations are not.
+of the factors are added in place to the tasks' gradient buffers, not through autograd. A scalar that requires gradients
+(the anchor) makes outputs differentiable even if the activations are not.
 
-`peft_mux::lora_group` and `peft_mux::lora_group_backward` are opaque to `torch.compile`: which tasks there are, their
-rows, ranks and seeds are looked up when they run, under a number, so that no change of them compiles anything anew.
+`peft_mux::lora_group` and `peft_mux::lora_group_backward` are opaque to `torch.compile`: tasks, rows, ranks and seeds
+are looked up by number at run time, so that changing them does not trigger recompilation.
 
 Shape letters: T rows of the stream, D features read, K features of a layer.
 """
@@ -34,12 +34,12 @@ class LoraGroupFunction(torch.autograd.Function):
     def forward(
         ctx: Any, x: torch.Tensor, anchor: torch.Tensor | None, call: GroupCall, dtype: torch.dtype
     ) -> tuple[torch.Tensor, ...]:
-        """Compute each `y [..., K]` of `x [..., D]`; save `x` and what the call asks for."""
+        """Compute each `y [..., K]` of `x [..., D]`; save `x` and the tensors that the call needs."""
         ctx.call, ctx.dtype, ctx.input_dtype = call, dtype, x.dtype
-        # All shapes of x are taken as they come: a view outside of here would be a node of its own, twice a layer.
+        # x may have any shape, because a view outside this function would add two autograd nodes per layer.
         x, device_type = x if x.dtype is dtype else x.to(dtype), x.device.type
-        # The dtype is settled, and autocast would cast each product by itself. `torch.autocast` makes these two calls
-        # in the end, but by itself would cost as much as several launches.
+        # The dtype is already chosen; autocast would cast each product separately. These two calls do the same as
+        # `torch.autocast`, which would cost as much as several launches.
         autocast = torch.is_autocast_enabled(device_type)
         torch.set_autocast_enabled(device_type, False)
         try:
@@ -52,7 +52,7 @@ class LoraGroupFunction(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
         """Return `dx`, and add to the gradients of the factors."""
-        # Asked here: the decorator finds it out by a context that costs as much as a launch, in every layer.
+        # Checked here, because `once_differentiable` uses a context that costs as much as a launch in every layer.
         return (_once_differentiable if torch.is_grad_enabled() else _gradients)(ctx, *dys)
 
 
@@ -61,7 +61,7 @@ def _gradients(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
     dtype, input_dtype = ctx.dtype, ctx.input_dtype
     dys = tuple(dy if dy.dtype is dtype else dy.to(dtype) for dy in dys)
     dx = ctx.call.backward(dys, x, saved, needs_dx=ctx.needs_input_grad[0])
-    # None for the anchor: what it stands for, the factors' gradients, lies in their buffers already.
+    # None for the anchor: the gradients of the factors are already in their buffers.
     return dx if dx is None or input_dtype is dtype else dx.to(input_dtype), None, None, None
 
 
@@ -69,10 +69,10 @@ _once_differentiable = torch.autograd.function.once_differentiable(_gradients)
 
 
 class PassRegistry:
-    """Finds the call of a group in a pass by numbers, which is all that a compiled graph holds.
+    """Maps numbers to the calls of groups in passes, because a compiled graph can only hold numbers.
 
-    The newest 256 passes are kept, as a compiled graph does not say when it needs one no more: of compiled modules, no
-    more passes than that may wait for their backward.
+    The latest 256 passes are kept, because a compiled graph does not signal when it no longer needs one. Therefore at
+    most 256 passes of compiled modules may be waiting for their backward pass.
     """
 
     def __init__(self) -> None:
@@ -82,19 +82,19 @@ class PassRegistry:
 
     @torch.compiler.disable()
     def add(self, find: Callable[[int, torch.dtype], GroupCall]) -> torch.Tensor:
-        """Keep a pass until 256 newer ones have come.
+        """Register a pass; it is dropped after 256 newer ones.
 
         Args:
             find: returns the call of a group, from the group's number and the dtype of its activations.
 
         Returns:
-            int64 scalar on the CPU that stands for the pass.
+            int64 scalar on the CPU, the number of the pass.
         """
         self._number += 1
         self._passes[self._number] = find
         while len(self._passes) > _MAX_PASSES:
             self._passes.popitem(last=False)
-        # A tensor, as a graph would be guarded by the value of an int and compiled anew for each pass.
+        # A tensor, because `torch.compile` would guard on the value of an int and recompile for each pass.
         return torch.tensor(self._number)
 
     def call(self, handle: torch.Tensor, group: int, dtype: torch.dtype) -> GroupCall:
@@ -109,7 +109,7 @@ PASSES = PassRegistry()
 def lora_group(
     x: torch.Tensor, anchor: torch.Tensor, handle: torch.Tensor, group: int, widths: list[int], num_columns: int
 ) -> list[torch.Tensor]:
-    """Return the outputs of a group, and last what its backward pass needs.
+    """Return the outputs of a group, followed by the tensor that its backward pass needs.
 
     Args:
         x: `[T, D]` activations that all layers of the group read.
@@ -134,7 +134,7 @@ def _(
 def lora_group_backward(
     dys: list[torch.Tensor], x: torch.Tensor, saved: torch.Tensor, handle: torch.Tensor, group: int
 ) -> torch.Tensor:
-    """Add to the gradients of the factors, and return that of `x`."""
+    """Add to the gradients of the factors, and return the gradient of `x`."""
     dx = PASSES.call(handle, group, x.dtype).backward(dys, x, saved, needs_dx=True)
     assert dx is not None, "it was asked for"
     return dx
@@ -149,7 +149,7 @@ def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Ten
     x, _, handle, group, widths, _ = inputs
     ctx.save_for_backward(x, output[-1], handle)
     ctx.group, ctx.num_outputs, ctx.mark_saved = group, len(widths), output[-1]
-    # Zeros for outputs that nothing reads: the backward operator takes a gradient of every layer.
+    # Zeros for unused outputs, because the backward operator takes a gradient for every layer.
     ctx.set_materialize_grads(True)
 
 
@@ -157,7 +157,7 @@ def _backward(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
     x, saved, handle = ctx.saved_tensors
     dys = [gradient.contiguous() for gradient in gradients[: ctx.num_outputs]]
     dx = torch.ops.peft_mux.lora_group_backward(dys, x, saved, handle, ctx.group)
-    # The anchor's gradient, always zero, keeps the operator in graphs where nothing below wants dx.
+    # The anchor's gradient, which is always zero, keeps the operator in graphs in which no layer below needs dx.
     return dx, dx.flatten()[:1].sum() * 0, None, None, None, None
 
 

@@ -4,8 +4,8 @@
     backward   per layer dS_i = s dy_i B_i; dx = dS A of all layers, one launch, then the base products on top;
                dA of all layers, one launch; per layer dB_i                                            (M §3.4.3)
 
-A task whose adapters have dropout draws a separate mask for each layer, so its A works layer by layer, in further
-launches. Which launches work on a task follows from that task alone, so its bits are the same in any company.
+A task whose adapters have dropout draws a separate mask for each layer, so its factors A use one additional launch per
+layer. The launches that handle a task depend only on that task, so other tasks do not change its bits.
 
 Shape letters: T rows of the stream, D features read, K features of a layer, R rank, C columns of S.
 """
@@ -24,19 +24,19 @@ from peft_mux.kernels.lora.reference import LinearSlice, Rows, all_factors, slic
 from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, MAX_RANK, Factors, RankTable, SegmentTables
 
 _WORD_BYTES = 16
-"""Tensors that begin on such addresses are read by whole words; new tensors of torch begin there."""
+"""Alignment in bytes that allows vectorised loads; new torch tensors have it."""
 _ROW = 16
-"""Columns of a row of S come in groups of sixteen, so that Triton may load whole words at its strides."""
+"""The columns of S are a multiple of sixteen, so that Triton can use vectorised loads at its strides."""
 
 
 class Adapter(NamedTuple):
-    """One task's adapter in one linear layer, as kernels find it.
+    """One task's adapter in one linear layer, in the layout of the kernels.
 
     Attributes:
-        a_RD: values of A; rows up to the next multiple of eight are zeros that belong to it.
+        a_RD: values of A; its memory is padded with zero rows to a multiple of eight rows.
         b_RK: values of B transposed.
-        da_RD: fp32 gradient of A that a backward pass adds to; `None` where nothing trains.
-        db_RK: the same of B transposed.
+        da_RD: fp32 gradient of A that a backward pass adds to; `None` if the adapter is not trained.
+        db_RK: the same for B transposed.
         scale: alpha / rank, or alpha / sqrt(rank).
         dropout: probability of dropping an element of x.
     """
@@ -55,17 +55,17 @@ class Adapter(NamedTuple):
 
     @property
     def columns(self) -> int:
-        """Number of columns of S that it takes, the rank rounded up to a multiple of eight."""
+        """Number of columns of S that the adapter uses: the rank rounded up to a multiple of eight."""
         return -(-self.rank // 8) * 8
 
 
 class FactorTables(NamedTuple):
-    """What launches need to know of one factor of each segment.
+    """The launch tables of one factor of each segment.
 
     Attributes:
         ranks: rank, scale and dropout of each segment.
-        values: where the factors lie.
-        gradients: where their gradients lie; `None` where nothing trains.
+        values: addresses of the factors.
+        gradients: addresses of their gradients; `None` if nothing is trained.
         module_seed: the layer's half of the dropout key; `None` for no dropout.
     """
 
@@ -90,7 +90,7 @@ class LoraGroup:
         parts_of_a: the tables of factors A that there are, in the order of their launches.
 
     Raises:
-        ValueError: if the adapters lie where kernels cannot read them, or a rank is too great.
+        ValueError: if kernels cannot read the memory of the adapters, or a rank is too large.
     """
 
     def __init__(self, layers: Sequence[Sequence[Adapter | None]], module_names: Sequence[str]) -> None:
@@ -104,7 +104,7 @@ class LoraGroup:
             list(itertools.accumulate((0 if one is None else one.columns for one in adapters), initial=0))
             for adapters in tasks
         ]
-        # Whole words of any dtype in a row of S, so that one compiled variant serves every set of tasks.
+        # Rows of S are aligned for any dtype, so that one compiled variant works for every set of tasks.
         self.num_columns = -(-max((ends[-1] for ends in columns), default=0) // _ROW) * _ROW
         is_joint = [_work_as_one([one for one in adapters if one is not None]) for adapters in tasks]
         self.joint = _joint_tables(tasks, is_joint)
@@ -162,7 +162,7 @@ def _tables(
     dropouts: Sequence[float] | None = None,
     module_seed: int | None = None,
 ) -> FactorTables | None:
-    """Return the tables of one factor of each segment; `None` where no segment has one."""
+    """Return the tables of one factor of each segment; `None` if no segment has one."""
     first = next((value for value in values if value is not None), None)
     if first is None:
         return None
@@ -174,13 +174,13 @@ def _tables(
 
 
 def _joint_tables(tasks: Sequence[Sequence[Adapter | None]], is_joint: Sequence[bool]) -> FactorTables | None:
-    """Return the tables of the tasks whose factors A work as one: a matrix of all ranks that begins with the first."""
+    """Return the tables of the tasks whose factors A are used as one matrix, which starts at the first factor."""
     ranks: list[int] = []
     values: list[torch.Tensor | None] = []
     gradients: list[torch.Tensor | None] = []
     for adapters, joins in zip(tasks, is_joint, strict=True):
         present = [one for one in adapters if one is not None] if joins else []
-        # A group of one keeps its own rank, so that narrow ones stay narrow; of several, each takes whole groups.
+        # A single factor keeps its own rank, so that narrow ranks stay narrow; several are padded to groups of eight.
         rank = present[0].rank if len(present) == 1 else sum(one.columns for one in present)
         ranks.append(rank)
         for found, first in (
@@ -188,12 +188,12 @@ def _joint_tables(tasks: Sequence[Sequence[Adapter | None]], is_joint: Sequence[
             (gradients, present[0].da_RD if present else None),
         ):
             found.append(None if first is None else first.as_strided((rank, first.shape[1]), (first.shape[1], 1)))
-    # Scales of 1: those of the layers may differ, and enter with B.
+    # Scales of 1, because layers may have different scales, which are applied with B.
     return _tables(ranks, [1.0] * len(ranks), values, gradients)
 
 
 def _work_as_one(adapters: Sequence[Adapter]) -> bool:
-    """Whether the factors A of one task in all layers can work as one: no draws, and side by side in memory."""
+    """Whether the factors A of one task in all layers can be used as one matrix: no dropout, adjacent in memory."""
     if any(philox.drop_threshold(one.dropout) for one in adapters):
         return False
     if sum(one.columns for one in adapters) > MAX_JOINT_RANK:
@@ -205,7 +205,7 @@ def _work_as_one(adapters: Sequence[Adapter]) -> bool:
             if former is None or latter is None:
                 return False
             end = former.data_ptr() + one.columns * former.shape[1] * former.element_size()
-            # Two storages may follow each other by chance, and a view must not reach from one into the other.
+            # Two storages may be adjacent by chance, and a view must not span both.
             is_same_memory = former.untyped_storage().data_ptr() == latter.untyped_storage().data_ptr()
             if not is_same_memory or latter.data_ptr() != end:
                 return False
@@ -216,11 +216,11 @@ class Base(NamedTuple):
     """The frozen part of one linear layer.
 
     Attributes:
-        weight_KD: frozen weight `[K, D]`; `None` where the caller adds the base's output.
+        weight_KD: frozen weight `[K, D]`; `None` if the caller adds the base layer's output.
         bias_K: frozen bias `[K]`, or `None`.
         out_features: number of output features, K.
-        needed: the rows whose `dx` a layer below needs, as ranges in order; the others do not get the part of this
-            weight. `None` for all.
+        needed: the rows whose `dx` a layer below needs, as ranges in order; the contribution of this weight is computed
+            only for them. `None` for all.
     """
 
     weight_KD: torch.Tensor | None
@@ -229,49 +229,49 @@ class Base(NamedTuple):
     needed: tuple[Rows, ...] | None = None
 
     def output(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the frozen layer's own output; zeros where the caller adds it."""
+        """Return the frozen layer's output; zeros if the caller adds it."""
         if self.weight_KD is None:
             return x.new_zeros((*x.shape[:-1], self.out_features))
         bias = None if self.bias_K is None else _cast(self.bias_K, x.dtype)
         return F.linear(x, _cast(self.weight_KD, x.dtype), bias)
 
     def add_input_gradient(self, dx_TD: torch.Tensor, dy_TK: torch.Tensor) -> None:
-        """Add `dy W` to `dx`, in the rows that are needed; nothing where the caller adds the base's output."""
+        """Add `dy W` to the needed rows of `dx`; do nothing if the caller adds the base layer's output."""
         if self.weight_KD is None:
             return
         weight_KD = _cast(self.weight_KD, dx_TD.dtype)
         for start, end in ((0, len(dx_TD)),) if self.needed is None else self.needed:
-            # Ranges are read in place: to gather them would take as long as reading them.
+            # Ranges are read in place, because gathering them would take as long as reading them.
             dx_TD[start:end].addmm_(dy_TK[start:end], weight_KD)
 
 
 def _cast(tensor: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    # Compared first: a cast to the dtype that it has costs the host as much as a small launch.
+    # Compared first, because a cast to the same dtype costs the host as much as a small launch.
     return tensor if tensor.dtype is dtype else tensor.to(dtype)
 
 
 def rows_of(x: torch.Tensor) -> torch.Tensor:
-    """Return `x [..., D]` as `[T, D]`, copied only where its columns are not adjacent: once, for all readers."""
-    # A gradient of `expand` or `sum` has strides of 0, and what follows a convolution is transposed.
+    """Return `x [..., D]` as `[T, D]`, copied (once for all layers) only if its columns are not adjacent."""
+    # The gradient of `expand` or `sum` has strides of 0, and tensors after a convolution are transposed.
     x = x if x.stride(-1) == 1 else x.contiguous()
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
 def _more_arguments(part: FactorTables, places: torch.Tensor, layout: int | None) -> dict[str, Any]:
-    """Return the arguments of launches of A that depend on whether they draw."""
-    # Launches that draw check the places of every pass, and so all of its layout.
+    """Return the arguments of launches of A that depend on whether they have dropout."""
+    # Launches with dropout check the places in every pass, and therefore its whole layout.
     return {"layout": layout} if part.module_seed is None else {"places": places, "module_seed": part.module_seed}
 
 
 class KernelCall(NamedTuple):
-    """A group in a pass, through the kernels.
+    """A group in a pass, computed by the kernels.
 
     Attributes:
         group: the tables of the group.
         bases: the frozen part of each of its layers.
         segments: which rows of the stream belong to which task.
         places: int64 `[T]`, place of each row in its task's global batch, for dropout.
-        num_columns: columns that are kept of each row for the backward pass; by default as many as these tasks need.
+        num_columns: number of columns per row to keep for the backward pass; by default as many as these tasks need.
     """
 
     group: LoraGroup
@@ -282,12 +282,12 @@ class KernelCall(NamedTuple):
 
     def forward(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Return each layer's `y [..., K]` of `x [..., D]`, in the factors' dtype, and S for the backward pass."""
-        # Imported here, as it needs Triton, without which this file has to be importable.
+        # Imported here, because this file must be importable without Triton.
         from peft_mux.kernels.lora import launch as kernels
 
         group, segments, places = self.group, self.segments, self.places
         lead, x_TD = x.shape[:-1], rows_of(x)
-        # Not zeroed: no kernel reads columns of S that its segment has not written.
+        # Not zeroed, because no kernel reads columns of S that its segment has not written.
         s_TC = x_TD.new_empty((x_TD.shape[0], self.num_columns or group.num_columns))
         layout = group.layout_of(x_TD, s_TC, segments)
         for part in group.parts_of_a:
@@ -302,7 +302,7 @@ class KernelCall(NamedTuple):
             y_TK = rows_of(y)
             bias = None if base.bias_K is None else _cast(base.bias_K, x_TD.dtype)
             of_y = layout if bias is None else None
-            # The adapters' part first: the base product adds it in its own epilogue, and no kernel has to read y.
+            # The adapters' part first, so that the base product adds it in its epilogue and no kernel needs to read y.
             kernels.expand(s_TC, layer.values, y_TK, segments, layer.ranks, scaled=True, bias=bias, layout=of_y)
             if base.weight_KD is not None:
                 y_TK.addmm_(x_TD, _cast(base.weight_KD, x_TD.dtype).t())
@@ -325,11 +325,11 @@ class KernelCall(NamedTuple):
         group, segments, places = self.group, self.segments, self.places
         x_TD = rows_of(x)
         dys_TK = [rows_of(dy) for dy in dys]
-        # dS comes first, as dx and dA both read it (M Eq. 2).
+        # dS comes first, because dx and dA both read it (M Eq. 2).
         ds_TC = torch.empty_like(saved)
         layout = group.layout_of(x_TD, saved, segments)
         layouts = [
-            # A gradient that lies like a new tensor is launched as the layout of x says.
+            # A gradient with the layout of a new tensor uses the layout number of x.
             layout if dy.dtype is x_TD.dtype and dy.is_contiguous() and not dy.data_ptr() % _WORD_BYTES else None
             for dy in dys_TK
         ]
@@ -338,11 +338,11 @@ class KernelCall(NamedTuple):
                 kernels.shrink(dy, layer.values, ds_TC, segments, layer.ranks, scaled=True, layout=of_dy)
         dx = None
         if needs_dx:
-            # New rows, whatever the layout of x: kernels write whole words of a row.
+            # A new tensor with aligned rows, whatever the layout of x.
             # The joint launch writes every row; without it, launches of single layers add to zeros.
             dx = x_TD.new_zeros(x.shape) if group.joint is None else x_TD.new_empty(x.shape)
             dx_TD = rows_of(dx)
-            # The adapters' part first, the base's on top; in this order in any company.
+            # The adapters' part first, then the base's, in the same order for any set of tasks.
             for part in group.parts_of_a:
                 more = _more_arguments(part, places, layout)
                 add = part is not group.joint
@@ -362,12 +362,12 @@ class KernelCall(NamedTuple):
 
 
 class SliceCall(NamedTuple):
-    """A group in a pass, through products on slices; adds to the parameters' own gradients.
+    """A group in a pass, computed by products on slices; adds to the parameters' own gradients.
 
     Attributes:
         slices: the layers of the group with their adapters.
         places: int64 `[T]`, place of each row in its task's global batch, for dropout.
-        num_columns: columns that are kept of each row for the backward pass.
+        num_columns: number of columns per row to keep for the backward pass.
     """
 
     slices: Sequence[LinearSlice]
@@ -376,18 +376,18 @@ class SliceCall(NamedTuple):
 
     def forward(self, x_TD: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Return each layer's output `[T, K]`, and what the backward pass needs besides `x_TD`."""
-        # As wide as the compiled graph was told, which may be more than these tasks fill.
+        # As wide as the compiled graph expects, which may be more than these tasks need.
         saved = x_TD.new_zeros(len(x_TD) * self.num_columns)
         return slices_forward(x_TD, self.slices, self.places, saved), saved
 
     def backward(
         self, dys_TK: Sequence[torch.Tensor], x_TD: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
     ) -> torch.Tensor | None:
-        """Add to the gradients of the adapters, and return that of `x_TD` where a layer below needs it."""
+        """Add to the gradients of the adapters, and return that of `x_TD` if a layer below needs it."""
         factors = all_factors(self.slices)
         dx, gradients = slices_backward(dys_TK, x_TD, self.slices, self.places, saved.reshape(-1), needs_dx=needs_dx)
         for factor, gradient in zip(factors, gradients, strict=True):
             if gradient is not None:
-                # By hand, as autograd sees the whole group as one operator without factors.
+                # Done manually, because for autograd the whole group is one operator without factors.
                 factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)
         return dx

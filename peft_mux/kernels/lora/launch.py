@@ -4,11 +4,10 @@
     expand   y[m] = s? * drop?(S[m] @ W_g)           forward (S, B^T), backward (dS, A)
     wgrad    dW_g = s? * sum_m S[m]^T drop?(x[m])    backward (dS, x) for dA, (S, dy) for dB^T
 
-The kernels are in `device.py`. Importing this file imports Triton, so callers import it only once they have chosen
-kernels.
+The kernels are in `device.py`. Importing this file imports Triton, so callers import it only if they use kernels.
 
-Below a few thousand tokens the host sets the speed of a pass. Therefore what is the same in every pass is put together
-once, as `Launch`, and kept by the `Factors` that it works on.
+Below a few thousand tokens the host limits the speed of a pass. Therefore everything that is the same in every pass is
+prepared once, as a `Launch`, and cached by the `Factors` that it works on.
 
 Shape letters: T rows of the stream, D features, K features written, C columns of S, R rank, G segments.
 """
@@ -35,19 +34,19 @@ from peft_mux.kernels.lora.tables import (
     tiles,
 )
 
-_WORD_BYTES = 16  # code for tensors that begin on such addresses moves whole words
+_WORD_BYTES = 16  # alignment in bytes that vectorised code needs
 _REDUCE_RANKS = 16  # rows of a block of the reduction
 
-# Tests run the kernels on CPUs in Triton's interpreter, whose products of 16-bit blocks are wrong.
+# Tests run the kernels on CPUs in Triton's interpreter, which computes wrong products of 16-bit blocks.
 _INTERPRETED = not isinstance(shrink_kernel, triton.JITFunction)
 
 
 class Launch:
-    """A kernel with all of its arguments that are the same in every pass.
+    """A kernel with the arguments that are the same in every pass.
 
-    Triton binds the arguments in each launch, to find the code that was compiled for such ones; that takes the host
-    several times as long as the launch. Here everything that decides it is fixed, except where tensors begin: the code
-    for tensors that begin on 16 bytes is kept from the first launch, and any other launch goes through Triton's binder.
+    In each launch Triton binds the arguments to find the matching compiled code, which takes the host several times as
+    long as the launch itself. Here everything that the choice depends on is fixed except the alignment of tensors: the
+    code for 16-byte aligned tensors is cached after the first launch, and other launches use Triton's binder.
 
     Args:
         kernel: the Triton kernel that is launched.
@@ -59,13 +58,13 @@ class Launch:
     __slots__ = ("_compiled", "_fixed", "_grid", "_kernel", "_options", "_runner")
 
     def __init__(self, kernel: Any, tile: Tiles, *fixed: object, **constants: object) -> None:
-        """Remember all of them; nothing is compiled yet."""
+        """Store the arguments; nothing is compiled yet."""
         assert tuple(kernel.arg_names[-len(constants) :]) == tuple(constants), "constants are in the kernel's order"
         self._kernel, self._fixed = kernel, (*fixed, *constants.values())
         # Triton 3.10 no longer fuses a product and a sum into one instruction by default.
         self._options = {"num_warps": tile.warps, "num_stages": tile.stages, "enable_fp_fusion": True}
         self._compiled: Any = None
-        # Of the last grid: Triton makes a function for each launch, and passes of one size follow each other.
+        # Cached for the last grid: Triton creates a function for each launch, and consecutive passes have equal sizes.
         self._grid: tuple[int, ...] | None = None
         self._runner: Any = None
 
@@ -81,9 +80,10 @@ class Launch:
 
         Args:
             grid: number of programs in each of three dimensions.
-            moving: the kernel's first arguments, tensors that lie elsewhere in each pass.
-            tables: the arguments after them, tables of the pass, which begin on 16 bytes.
-            is_aligned: whether the caller knows that `moving` begin on 16 bytes, except for tensors that never move.
+            moving: the kernel's first arguments, tensors whose addresses change from pass to pass.
+            tables: the arguments after them, 16-byte aligned tables of the pass.
+            is_aligned: whether the caller knows that the tensors in `moving` are 16-byte aligned; those whose addresses
+                never change are excepted.
         """
         if not is_aligned:
             address = 0
@@ -115,8 +115,8 @@ def shrink(
 ) -> None:
     """Write `S[m] = scale? * drop?(x[m]) @ W_g^T`, for (x, A) and for (dy, B transposed).
 
-    A segment of rank r writes the columns of S from its first one, r rounded up to a multiple of 8; those past r
-    become 0. All other columns stay as they are.
+    A segment of rank r writes r columns of S, rounded up to a multiple of 8, starting at its first column; the columns
+    past r are set to 0. All other columns are unchanged.
 
     Args:
         x_TD: `[T, D]` activations or gradients, columns adjacent, any row stride.
@@ -128,8 +128,8 @@ def shrink(
         places: int64 `[T]`, place of each row in its task's global batch, to drop elements of x where the table has
             dropout; `None` for no dropout.
         module_seed: the module's half of the key, `philox.hash_seed(module_name)`.
-        layout: a number for everything else that decides on the launches of `w`, if the caller knows that it is as in
-            an earlier launch of the same number, and that all tensors begin on 16 bytes; `None` to look.
+        layout: a number for everything else that determines the launches of `w`. Launches with the same number must
+            have the same layout and 16-byte aligned tensors, and are not checked again. `None` to check.
 
     Raises:
         ValueError: if a shape or a dtype is not as above.
@@ -158,7 +158,7 @@ def shrink(
                 UPCAST=_INTERPRETED,
             )
             launches.append((triton.cdiv(min(highest, ranks.max_rank), block_ranks), launch))
-    # Without draws the last argument is not read, but some tensor has to be there.
+    # Without dropout the last argument is not read, but it must be a tensor.
     moving = x_TD, s_TC, tables.step_seed_G if places is None else places
     for num_blocks, launch in launches if tables.num_tiles else ():
         launch((tables.num_tiles, num_blocks, 1), moving, tables.of_tiles, is_aligned=layout is not None)
@@ -180,9 +180,9 @@ def expand(
 ) -> None:
     """Write `y[m] = scale? * drop?(S[m] @ W_g) + bias`, for (S, B transposed) and for (dS, A).
 
-    All rows of all segments are written and none is read: a segment without an adapter gets the bias, or zeros. The
-    base product is then added on top (`torch.addmm(y, x, W.t(), out=y)`). With `add` the result is added to what is
-    there, and segments without an adapter are left alone.
+    All rows of all segments are written and none is read: a segment without an adapter gets the bias or zeros. The
+    base product is then added (`torch.addmm(y, x, W.t(), out=y)`). With `add` the result is added to the contents of
+    `y_TK`, and segments without an adapter are unchanged.
 
     Args:
         s_TC: the S `[T, C]` that `shrink` has written.
@@ -192,9 +192,9 @@ def expand(
         ranks: the segments' adapters in this module.
         scaled: whether to multiply by each segment's scale.
         bias: the frozen layer's bias `[K]`; `None` for none. There is none with dropout.
-        places: as in `shrink`, but elements of the result (that is dx) are dropped.
+        places: as in `shrink`, but elements of the result (dx) are dropped.
         module_seed: as in `shrink`.
-        add: whether to add to what `y_TK` holds, instead of writing it.
+        add: whether to add to `y_TK` instead of overwriting it.
         layout: as in `shrink`.
 
     Raises:
@@ -209,7 +209,7 @@ def expand(
             choices = scaled, drop, module_seed, has_bias, add
             key = ("expand", *choices, ranks, *_layout_of(y_TK, s_TC, tables))
         launches = _found(key, y_TK, w, s_TC, tables, ranks, places)
-        # The dtype too: code that was compiled for another one would read the wrong bytes.
+        # Also check the dtype, because code that was compiled for another one would read the wrong bytes.
         if bias is not None and (
             drop or bias.shape != y_TK.shape[1:] or bias.dtype != y_TK.dtype or not bias.is_contiguous()
         ):
@@ -257,20 +257,20 @@ def wgrad(
 ) -> None:
     """Write `dW_g = scale? * sum_m S[m]^T drop?(x[m])`, for (dS, x) and for (S, dy).
 
-    Each chunk of a segment is summed by itself, and the chunks are added in order: no atomics, and the same bits
-    every time. Only the rows of segments with an adapter are touched; those of an empty segment become 0, or stay as
-    they are where gradients accumulate.
+    Each chunk of a segment is summed separately, and the chunks are added in order, without atomics, for the same bits
+    every time. Only the gradients of segments with an adapter are written; the gradient of a segment without rows is
+    set to 0, or unchanged if gradients accumulate.
 
     Args:
         s_TC: the S `[T, C]` that `shrink` has written.
         x_TD: `[T, D]` activations or gradients, columns adjacent, any row stride.
-        grad: where each segment's gradient lies, fp32 `[R, D]`; no two segments share one.
+        grad: addresses of the segments' gradients, fp32 `[R, D]`; no two segments share one.
         tables: which rows of the stream belong to which segment.
         ranks: the segments' adapters in this module.
         scaled: whether to multiply by each segment's scale.
         places: as in `shrink`.
         module_seed: as in `shrink`.
-        accumulate: whether to add to what `grad` holds, instead of writing it.
+        accumulate: whether to add to `grad` instead of overwriting it.
         layout: as in `shrink`.
 
     Raises:
@@ -322,18 +322,18 @@ def wgrad(
     launches, (reduced_blocks, reduction) = prepared
     num_chunks, parts = tables.num_chunks, grad.base
     if tables.has_parts:
-        # fp32 whatever the factors are held in: the parts of many chunks are still to be added.
+        # fp32 for any dtype of the factors, because the parts of many chunks are added later.
         parts = s_TC.new_empty((num_chunks, ranks.max_rank, grad.width), dtype=torch.float32)
     moving = s_TC, x_TD, parts, tables.step_seed_G if places is None else places
     for num_blocks, launch in launches if num_chunks else ():
         launch((num_chunks, *num_blocks), moving, tables.of_chunks, is_aligned=layout is not None)
-    # Also without any part: an empty segment's gradient has to be written, unless it accumulates.
+    # Needed even without parts, because the gradient of an empty segment must be written unless it accumulates.
     if tables.has_parts or not accumulate:
         reduction((tables.num_segments, *reduced_blocks), (parts,), (tables.chunk_begin,))
 
 
 def _layout_of(x_TD: torch.Tensor, s_TC: torch.Tensor, tables: SegmentTables) -> tuple[Any, ...]:
-    """Return everything of the tensors and tables of a launch that decides on it or is checked, except for rows."""
+    """Return the key of a launch: everything that determines it or is checked, except for the rows."""
     tensors = x_TD.dtype, x_TD.shape[1], x_TD.stride(), s_TC.dtype, s_TC.shape[1], s_TC.stride()
     return (*tensors, tables.num_segments, tables.block_rows, tables.chunk_rows)
 
@@ -367,7 +367,7 @@ def _found(
 def _check_columns(
     x_TD: torch.Tensor, w: Factors, s_TC: torch.Tensor, tables: SegmentTables, ranks: RankTable, *, is_gradient: bool
 ) -> None:
-    """Raise where a launch would compute with the wrong type, or with columns or segments that are not there."""
+    """Raise if dtypes, columns or segments of a launch do not match."""
     width = x_TD.shape[1]
     if x_TD.dtype not in DTYPES or s_TC.dtype != x_TD.dtype:
         raise ValueError(f"activations are {x_TD.dtype}, S is {s_TC.dtype}; allowed: one of bf16, fp16, fp32 for both.")
@@ -384,16 +384,16 @@ def _check_columns(
         raise ValueError("activations are transposed; allowed: columns that are adjacent.")
     if not tables.num_segments == ranks.num_segments == w.num_segments:
         raise ValueError(
-            f"{tables.num_segments} segments, ranks of {ranks.num_segments} segments, factors of {w.num_segments}; the "
-            "tables do not fit."
+            f"got tables of {tables.num_segments} segments, ranks of {ranks.num_segments}, and factors of "
+            f"{w.num_segments}; allowed: the same number in all."
         )
 
 
 def _rank_classes(ranks: RankTable, *, with_zero: bool = False) -> list[tuple[int, int, int]]:
-    """Return the launches that ranks need: lowest and highest rank, and ranks of a block.
+    """Return the launches that the ranks need, each as lowest rank, highest rank, and ranks per block.
 
-    One kernel for both block sizes would need so many registers that it spills; and one block size for all would let
-    neighbours decide how a small rank is summed.
+    One kernel for both block sizes would need so many registers that it spills; and with one block size for all, the
+    order of sums of a small rank would depend on other tasks.
     """
     classes = []
     if ranks.has_narrow:
@@ -401,7 +401,7 @@ def _rank_classes(ranks: RankTable, *, with_zero: bool = False) -> list[tuple[in
     if ranks.has_wide:
         classes.append((NARROW_RANK + 1, MAX_JOINT_RANK, WIDE_BLOCK))
     if with_zero:
-        # Segments without an adapter, whose rows must be written too, go with the first launch.
+        # The first launch also writes the rows of segments without an adapter.
         _, highest, block = classes[0] if classes else (0, 0, NARROW_RANK)
         classes[:1] = [(0, highest, block)]
     return classes

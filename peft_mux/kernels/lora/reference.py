@@ -4,8 +4,8 @@
     dS_g = s_g dy_g B_g            dB_g = s_g dy_g^T S_g        dA_g = dS_g^T drop(x_g)
     dx = dy W;                     dx_g += mask_g * (dS_g A_g)                       (M Eq. 2)
 
-The base product runs once over all rows; each task touches only its own rows, by slices and never by masks that
-multiply, so that a NaN of one task (0 * NaN = NaN) reaches no other.
+The base product runs once over all rows. Each task works only on its own rows, by slicing and never by multiplying with
+masks, so that a NaN of one task cannot reach others (0 * NaN = NaN).
 
 Shape letters: T rows of the stream, D input features, K output features, R rank.
 """
@@ -27,10 +27,10 @@ class LoraSegment(NamedTuple):
     Attributes:
         start: first row of the task in the stream.
         end: one past the task's last row.
-        scale: what the adapter's output is multiplied by: alpha / rank, or alpha / sqrt(rank).
+        scale: factor of the adapter's output: alpha / rank, or alpha / sqrt(rank).
         dropout: probability of dropping an input element; 0 for none.
         seed: 64-bit key of the dropout draws, from `philox.draw_seed`.
-        window: which columns of the whole input lie here, where not all do; dropout draws are those of the whole.
+        window: the columns of the whole input that this process holds, if not all; draws are those of the whole input.
     """
 
     start: int
@@ -48,7 +48,7 @@ class LinearSlice(NamedTuple):
         weight_KD: frozen weight `[K, D]`; `None` for the adapters' part alone (the base is added by the caller).
         bias_K: frozen bias `[K]`, or `None`.
         out_features: number of output features, K.
-        segments: rows of the tasks that have an adapter here; rows of no segment get the base alone.
+        segments: rows of the tasks that have an adapter here; other rows get only the base output.
         factors: `(A [R, D], B [K, R])` per segment; ranks may differ.
     """
 
@@ -67,18 +67,18 @@ class Rows(NamedTuple):
 
 
 def num_rows_in(ranges: Sequence[Rows]) -> int:
-    """Return how many rows some ranges have together."""
+    """Return the total number of rows of some ranges."""
     return sum(end - start for start, end in ranges)
 
 
 def take_rows(x_TD: torch.Tensor, ranges: Sequence[Rows]) -> torch.Tensor:
-    """Return some ranges of rows as one tensor; a view where there is one range, or none."""
+    """Return some ranges of rows as one tensor; a view if there is at most one range."""
     parts = [x_TD[start:end] for start, end in ranges]
     return torch.cat(parts) if len(parts) > 1 else parts[0] if parts else x_TD[:0]
 
 
 def spread_rows(taken_RD: torch.Tensor, ranges: Sequence[Rows], num_rows: int) -> torch.Tensor:
-    """Return `num_rows` rows with those of the ranges in their places, and 0 in all others: `take_rows` undone."""
+    """Return `num_rows` rows with the given rows at the ranges and 0 elsewhere: the inverse of `take_rows`."""
     whole_TD = taken_RD.new_zeros(num_rows, *taken_RD.shape[1:])
     sizes = [end - start for start, end in ranges]
     for (start, end), part in zip(ranges, taken_RD.split(sizes) if sizes else (), strict=True):
@@ -87,7 +87,7 @@ def spread_rows(taken_RD: torch.Tensor, ranges: Sequence[Rows], num_rows: int) -
 
 
 class Bundle(NamedTuple):
-    """Adapters of one task that read the same rows of `x`, with the same draws: one product for all of their A.
+    """Adapters of one task that read the same rows of `x` with the same dropout mask: one product for all their A.
 
     Attributes:
         segment: the rows that they read, and their dropout.
@@ -102,7 +102,7 @@ class Bundle(NamedTuple):
         return x_R.split([len(factors[2 * number]) for _, number, _ in self.members])
 
     def joint_a(self, factors: Sequence[torch.Tensor], dtype: torch.dtype) -> torch.Tensor:
-        """Return the members' factors A as one `[summed R, D]`; a view where they lie side by side."""
+        """Return the members' factors A as one `[summed R, D]`; a view if they are adjacent in memory."""
         owners = [factors[2 * number].detach() for _, number, _ in self.members]
         joint = _adjacent(owners)
         return torch.cat([a.to(dtype) for a in owners]) if joint is None else joint.to(dtype)
@@ -118,7 +118,7 @@ def bundles_with_s(
 ) -> Iterator[tuple[Bundle, torch.Tensor]]:
     """Gather the adapters of each task; yield each bundle with its `S [R, rows]`, a part of `saved`.
 
-    An adapter with dropout is a bundle by itself, because its draws are its own.
+    An adapter with dropout is its own bundle, because it has its own mask.
     """
     shared: dict[tuple[int, int], list[tuple[int, int, float]]] = {}
     alone: list[Bundle] = []
@@ -141,7 +141,7 @@ def bundles_with_s(
 
 
 def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
-    """Return matrices that follow each other in memory as one, without a copy; `None` where they do not."""
+    """Return matrices that are adjacent in memory as one, without a copy; `None` if they are not adjacent."""
     first = parts[0]
     if len(parts) == 1:
         return first
@@ -151,7 +151,7 @@ def _adjacent(parts: Sequence[torch.Tensor]) -> torch.Tensor | None:
             return None
         end += part.numel() * part.element_size()
     size = sum(len(part) for part in parts)
-    # Parts that follow each other by chance lie in storages of their own, where a view could not reach the next.
+    # Parts in separate storages may be adjacent by chance, but a view cannot span both.
     if first.storage_offset() + size * first.shape[1] > first.untyped_storage().nbytes() // first.element_size():
         return None
     return first.as_strided((size, first.shape[1]), (first.shape[1], 1))
@@ -165,22 +165,24 @@ def grouped_lora_slices(
 ) -> tuple[torch.Tensor, ...]:
     """Return the outputs of several frozen layers that read the same `x`, each with its adapters (M §3.4.3).
 
-    A task's factors A of all slices work as one of their summed rank: `x` is read once a task, and `dx` written once.
+    A task's factors A of all slices are used as one factor of the summed rank, so `x` is read and `dx` written once per
+    task.
 
     Args:
         x_TD: `[T, D]` activations, sorted by task.
         slices: the frozen layers with their adapters.
         places: int64 `[T]`, place of each row in its task's global batch, for dropout.
-        needed: the rows whose gradients a layer below needs, as ranges in order; those of others are 0. All by default.
+        needed: the rows whose gradients a layer below needs, as ranges in order; the gradients of others are 0. By
+            default all.
 
     Returns:
-        One `[T, K]` a slice, in the autocast dtype where autocast is on, else in that of `x`.
+        One `[T, K]` per slice, in the autocast dtype if autocast is on, else in the dtype of `x`.
     """
     device_type = x_TD.device.type
     autocast = torch.is_autocast_enabled(device_type)
     dtype = torch.get_autocast_dtype(device_type) if autocast else x_TD.dtype
     flat = all_factors(slices)
-    # The dtype is settled here, once for forward and backward; autocast would cast each product by itself.
+    # The dtype is chosen here, once for forward and backward; autocast would cast each product separately.
     with torch.autocast(device_type, enabled=False):
         return GroupedLoraFunction.apply(x_TD, tuple(slices), places, dtype, needed, *flat)
 
@@ -221,7 +223,7 @@ class GroupedLoraFunction(torch.autograd.Function):
         """Compute `dx` and each `dA`, `dB`; the frozen weights get no gradient."""
         x, places, saved = ctx.saved_tensors
         dys = [dy.to(ctx.dtype) for dy in dys_TK]
-        # Below the lowest adapter nothing trains, and no dx is needed.
+        # Below the lowest adapter nothing is trained, so no dx is needed.
         dx, gradients = slices_backward(
             dys, x, ctx.slices, places, saved, needs_dx=ctx.needs_input_grad[0], needed=ctx.needed
         )
@@ -273,15 +275,14 @@ def slices_backward(
 ) -> tuple[torch.Tensor | None, list[Any]]:
     """Return `dx` and the gradient of each factor.
 
-    Where a factor has a gradient already, `dA` and `dB` are added to it in place, by the product itself, and `None` is
-    returned for it.
+    If a factor already has a gradient, the product adds `dA` or `dB` to it in place, and `None` is returned for it.
 
     Args:
         dys_TK: gradient `[T, K]` of each `y`, in the dtype of `x`.
         x_TD: `[T, D]` activations that the forward pass read.
         slices: the frozen layers with their adapters.
         places: int64 `[T]`, place of each row in its task's global batch, for dropout.
-        saved: S of all adapters, as `slices_forward` has filled it.
+        saved: S of all adapters, as filled by `slices_forward`.
         needs_dx: whether a layer below needs `dx`.
         needed: the rows of `dx` that it needs; all by default.
     """
@@ -301,14 +302,14 @@ def slices_backward(
             else:
                 db = (s @ dy_g).mul_(scale).t()
                 gradients[2 * number + 1] = db.to(b.dtype, memory_format=torch.contiguous_format)
-        # Drawn once more, from seed and place: a mask that was kept would take memory for every layer.
+        # Drawn again from seed and place, because keeping the mask would take memory for every layer.
         kept = _kept(x_TD, bundle.segment, places)
         x_g = x_TD[rows] if kept is None else philox.dropped(x_TD[rows], kept, bundle.segment.dropout)
         owners = [factors[2 * number] for _, number, _ in bundle.members]
         are_in_place = all(_adds_in_place(a, dtype) for a in owners)
         joint = _adjacent([a.grad for a in owners]) if are_in_place else None  # type: ignore[misc]
         if joint is not None:
-            # Gradients lie side by side in a task's slab, as the factors A do, and one product adds to all of them.
+            # Gradients are adjacent in a task's slab, like the factors A, and one product adds to all of them.
             joint.addmm_(ds_RT, x_g)
         else:
             for (_, number, _), da in zip(bundle.members, bundle.split(ds_RT @ x_g, factors), strict=True):
@@ -328,7 +329,7 @@ def slices_backward(
 
 
 def _adds_in_place(parameter: torch.Tensor, dtype: torch.dtype) -> bool:
-    """Whether a product may be added to the parameter's gradient directly: it has one, and no hook reads it."""
+    """Whether a product may be added to the parameter's gradient directly: the gradient exists and has no hooks."""
     is_watched = parameter._backward_hooks or getattr(parameter, "_post_accumulate_grad_hooks", None)
     return parameter.is_leaf and parameter.grad is not None and parameter.grad.dtype == dtype and not is_watched
 
@@ -354,7 +355,7 @@ def _base_input_gradient(
 
 
 def _kept(x: torch.Tensor, segment: LoraSegment, places: torch.Tensor) -> torch.Tensor | None:
-    """Return which elements the dropout of a segment keeps in its rows; `None` where it drops none."""
+    """Return which elements the dropout of a segment keeps in its rows; `None` if it drops none."""
     if segment.dropout == 0.0:
         return None
     rows = slice(segment.start, segment.end)

@@ -1,17 +1,17 @@
-"""What grouped LoRA kernels know about a packed stream, as small arrays on the device, and how they are launched.
+"""Tables of a packed stream for the grouped LoRA kernels, as small arrays on the device, and launch settings.
 
 `SegmentTables` describes one step and is shared by all launches of it: which rows belong to which segment, cut into
 tiles and into chunks that never cross a segment. `RankTable` describes one module: each segment's rank, scale and
-dropout. `Factors` says where one factor (A, B transposed, or the gradient of either) of each segment lies in memory.
-Each is built on the host in one numpy buffer and moved in one copy.
+dropout. `Factors` holds the address of one factor (A, B transposed, or the gradient of either) of each segment. Each is
+built on the host in one numpy buffer and moved in one copy.
 
-Segments are contiguous and in order, and may be empty. Rows behind the last segment belong to no task; no kernel
-writes them. A stream that is padded gives its padding a segment of rank 0.
+Segments are contiguous and in order, and may be empty. Rows after the last segment belong to no task; no kernel writes
+them. If a stream is padded, the padding is a segment of rank 0.
 
-Tile sizes are a plain table: tuning at run time would synchronise, break graph capture, and let two runs differ. What
-decides the order of sums follows from the device and the task's own rank, never from the ranks of others: ranks up to
-16 and greater ones are launched separately. The sizes were chosen from compiled code (registers, shared memory,
-instructions) and byte counts, not from timings.
+Tile sizes are constants: tuning at run time would synchronise, break graph capture, and make runs differ. The order of
+sums depends only on the device and the task's own rank, never on the ranks of others: ranks up to 16 and larger ones
+are launched separately. The sizes were chosen from compiled code (registers, shared memory, instructions) and byte
+counts, not from timings.
 
 Shape letters: G segments, R rows of a factor (its rank), D columns, NT tiles, NC chunks; S is `x A^T` of all segments.
 """
@@ -31,16 +31,16 @@ DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 """Dtypes of activations and factors; sums are fp32 in any case."""
 
 NARROW_RANK = 16
-"""Ranks up to this are worked on in one block of 16, the smallest that a tensor core takes."""
+"""Ranks up to this are processed in one block of 16, the smallest block of a tensor core."""
 
 WIDE_BLOCK = 64
-"""Greater ranks are worked on in blocks of this many."""
+"""Larger ranks are processed in blocks of this size."""
 
 MAX_RANK = 256
 """The largest rank of one adapter."""
 
 MAX_JOINT_RANK = 1024
-"""The largest sum of ranks of adapters that work as one, because they read the same activations."""
+"""The largest sum of ranks of adapters that are used as one, because they read the same activations."""
 
 BLOCK_ROWS = 64
 """Rows of a tile: the work of one program of shrink and expand."""
@@ -55,7 +55,7 @@ class Tiles(NamedTuple):
     """How one kernel is launched.
 
     Attributes:
-        columns: columns of the activation that are worked on at a time, for 16-bit elements.
+        columns: columns of the activation that are processed at a time, for 16-bit elements.
         warps: number of warps of a program.
         stages: number of loads in flight in a loop.
     """
@@ -82,7 +82,7 @@ _TILES_BY_MODEL: dict[str, dict[str, tuple[Tiles, Tiles]]] = {
 
 
 def tiles(kernel: str, device_name: str, block_ranks: int, element_size: int) -> Tiles:
-    """Return how to launch a kernel.
+    """Return the launch settings of a kernel.
 
     Args:
         kernel: "shrink", "expand", "wgrad" or "reduce".
@@ -98,7 +98,7 @@ def tiles(kernel: str, device_name: str, block_ranks: int, element_size: int) ->
     columns = found.columns if kernel == "reduce" else found.columns // 2
     if block_ranks <= NARROW_RANK:
         return found._replace(columns=columns)
-    # Products in fp32 use no tensor cores, so a thread holds more of them: with 4 warps an A100 has to spill, and in
+    # Products in fp32 use no tensor cores, so a thread holds more of them: with 4 warps an A100 spills registers, in
     # wgrad even with two loads in flight.
     return Tiles(columns, 2 * found.warps, found.stages - (kernel == "wgrad"))
 
@@ -115,8 +115,8 @@ def gpu_model(device: torch.device) -> str:
 class SegmentTables:
     """Rows of all segments of one step, on the device.
 
-    With `max_tokens` the device buffer keeps its address and shape whatever the lengths are, so that a captured CUDA
-    graph serves every step of the same segments.
+    With `max_tokens` the device buffer keeps its address and shape for all lengths, so that a captured CUDA graph can
+    be replayed in every step of the same segments.
 
     Args:
         lengths: number of rows of each segment, in the order of the stream.
@@ -129,17 +129,17 @@ class SegmentTables:
     Attributes:
         step_seed_G: int64, the half of the dropout key that belongs to a task and its step.
         seg_end_G: int32, one past the last row of each segment.
-        tile_segment: int32 `[NT]`, the segment of each tile; -1 where the tile is unused.
+        tile_segment: int32 `[NT]`, the segment of each tile; -1 if the tile is unused.
         tile_row: int32 `[NT]`, first row of each tile.
-        chunk_segment: int32 `[NC]`, the segment of each chunk; -1 where the chunk is unused.
+        chunk_segment: int32 `[NC]`, the segment of each chunk; -1 if the chunk is unused.
         chunk_row: int32 `[NC]`, first row of each chunk; chunks are aligned to the start of their own segment.
         chunk_begin: int32 `[G + 1]`, first chunk of each segment.
         num_segments: G.
         num_rows: number of rows that belong to a segment.
         num_tiles: NT, the programs of a launch over rows.
         num_chunks: NC, the programs of a launch over chunks.
-        of_tiles: the tables that launches over rows take, in the order in which they take them.
-        of_chunks: the tables that launches over chunks take.
+        of_tiles: the table arguments of launches over rows, in order.
+        of_chunks: the table arguments of launches over chunks, in order.
         has_parts: whether a segment may have several chunks, whose parts of a gradient need a reduction.
 
     Raises:
@@ -167,7 +167,7 @@ class SegmentTables:
             num_tiles = sum(-(-length // block_rows) for length in lengths)
             num_chunks = sum(-(-length // chunk_rows) for length in lengths)
         else:
-            # The most that any mix needs: every segment may leave its last tile, and its last chunk, part empty.
+            # Upper bound for any lengths: the last tile and the last chunk of every segment may be partly empty.
             num_tiles = -(-max_tokens // block_rows) + count
             num_chunks = -(-max_tokens // chunk_rows) + count
         self._slots, begin = [], 0
@@ -183,7 +183,7 @@ class SegmentTables:
         self.num_tiles, self.num_chunks = num_tiles, num_chunks
         self.of_tiles = self.tile_segment, self.tile_row, self.seg_end_G, self.step_seed_G
         self.of_chunks = self.chunk_segment, self.chunk_row, self.chunk_begin, self.seg_end_G, self.step_seed_G
-        # Captured launches may meet any lengths later.
+        # Captured launches may be replayed with other lengths.
         self.has_parts = max_tokens is not None or max((0, *lengths)) > chunk_rows
 
     def update(self, lengths: Sequence[int], step_seeds: Sequence[int]) -> None:
@@ -203,7 +203,7 @@ class SegmentTables:
             raise ValueError(f"lengths are {list(lengths)}; allowed: 0 or more, {self.max_tokens} together.")
         end_G = np.cumsum(lengths_G)
         start_G = end_G - lengths_G
-        # Tiles and chunks that are not written below stay marked as unused, and their programs end at once.
+        # Tiles and chunks that are not written below stay marked as unused, and their programs return immediately.
         buffer = np.full(self._slots[-1].stop, _UNUSED, dtype=np.int32)
         seeds, ends, *of_tiles, chunk_segment, chunk_row, chunk_begin = (buffer[slot] for slot in self._slots)
         seeds.view(np.int64)[:] = [signed_seed(seed) for seed in step_seeds]
@@ -216,7 +216,7 @@ class SegmentTables:
             segment_of[: len(segments)] = segments
             row_of[: len(segments)] = start_G[segments] + within * size
             if size == self.chunk_rows:
-                # The reduction goes through a segment's chunks from one number to the next, and so in order.
+                # The reduction goes through a segment's chunks by number, and therefore in order.
                 chunk_begin[0], chunk_begin[1:] = 0, last_G
         self.num_rows = int(lengths_G.sum())
         return buffer
@@ -226,7 +226,7 @@ class RankTable:
     """Adapters of all segments in one module, on the device.
 
     Args:
-        ranks: rank of each segment's adapter; 0 where it has none in this module.
+        ranks: rank of each segment's adapter; 0 if it has none in this module.
         scales: scale of each segment's adapter, alpha / rank or alpha / sqrt(rank).
         s_columns: first column of each segment in S, a multiple of 8; by default 0 for all, because segments share no
             row of S.
@@ -235,11 +235,11 @@ class RankTable:
 
     Attributes:
         of_adapters: first column in S, rank, scale, scale of kept elements (`philox.keep_scale`) and dropout threshold
-            (`philox.drop_threshold`) of each segment, in the order in which kernels take them.
+            (`philox.drop_threshold`) of each segment, in the order of the kernels' arguments.
         rank_G: int32, the ranks.
         max_rank: the largest rank.
         has_narrow: whether there are ranks up to `NARROW_RANK`.
-        has_wide: whether there are greater ones; each of the two kinds has a launch to itself.
+        has_wide: whether there are larger ones; narrow and wide ranks have separate launches.
         has_dropout: whether launches draw masks.
         num_columns: number of columns of S that are needed.
         num_segments: number of segments, G.
@@ -272,7 +272,7 @@ class RankTable:
         self.num_columns = max(
             (0, *(column + -(-rank // 8) * 8 for column, rank in zip(s_columns, ranks, strict=True) if rank))
         )
-        # Rows begin on 16 bytes: Triton compiles for each alignment that occurs.
+        # Rows are 16-byte aligned, because Triton compiles a variant for each alignment.
         host = np.zeros((5, -(-count // 4) * 4), dtype=np.int32)
         for row, column in zip((0, 1, 4), (s_columns, ranks, thresholds), strict=True):
             host[row, :count] = column
@@ -284,28 +284,28 @@ class RankTable:
 
 
 class Factors:
-    """Where one factor (A, B transposed, or the gradient of either) of each segment lies on the device.
+    """The addresses of one factor (A, B transposed, or the gradient of either) of each segment on the device.
 
-    Owners keep their adapters in memory of their own; a launch receives one tensor and, for each segment, how far from
-    its beginning the segment's factor lies, in elements.
+    Each task keeps its adapters in its own memory. A launch receives one tensor and, for each segment, the distance of
+    the segment's factor from the start of this tensor, in elements.
 
     Args:
         parts: factor of each segment, contiguous `[R, width]`; `None` for a segment without an adapter here.
         width: number of columns of all factors.
 
     Attributes:
-        base: the first factor, from whose beginning distances are counted.
+        base: the first factor, from whose start distances are counted.
         offset_G: int64, distance of each segment's factor from it in elements; multiples of 8 where `width` is one.
         width: number of columns of every factor.
         num_segments: number of segments, G.
-        launches: the launches of these factors that were prepared before; see `peft_mux.kernels.lora.launch`.
+        launches: prepared launches of these factors; see `peft_mux.kernels.lora.launch`.
 
     Raises:
-        ValueError: if there is no factor, or one differs in width, dtype or device, or does not begin on 16 bytes.
+        ValueError: if there is no factor, or if one differs in width, dtype or device, or is not 16-byte aligned.
     """
 
     def __init__(self, parts: Sequence[torch.Tensor | None], width: int) -> None:
-        """Check the factors, and note how far each one lies from the first."""
+        """Check the factors, and compute their distances from the first one."""
         present = [part for part in parts if part is not None]
         if not present:
             raise ValueError("factors: got none; allowed: at least one segment with an adapter.")
@@ -316,14 +316,12 @@ class Factors:
                 raise ValueError(f"factor of shape {tuple(part.shape)}; allowed: contiguous with {width} columns.")
             if part.dtype != base.dtype or part.device != base.device:
                 raise ValueError(
-                    f"factor in {part.dtype} on {part.device}; allowed: {base.dtype} on {base.device}, as others."
+                    f"factor in {part.dtype} on {part.device}; allowed: {base.dtype} on {base.device}, like the others."
                 )
-            # Rows of other widths begin anywhere, so that loads of whole words are out of the question for them.
+            # Rows of other widths have any alignment, so vectorised loads are impossible anyway.
             if width % 8 == 0 and part.data_ptr() % 16:
-                raise ValueError(
-                    "a factor does not begin on 16 bytes; allowed: memory that loads of whole words can read."
-                )
-        # Signed and wide: owners' buffers lie anywhere, before the base as well as behind it.
+                raise ValueError("a factor is not 16-byte aligned; allowed: memory that vectorised loads can read.")
+        # Signed and 64 bits, because the buffers of other tasks may be at lower or higher addresses.
         offsets = np.zeros(len(parts), dtype=np.int64)
         for index, part in enumerate(parts):
             if part is not None:

@@ -60,8 +60,8 @@ class DistillLoss(Objective):
         LANGUAGE_ROWS,
         formats=(DataFormat.TOKENIZED,),
         token_columns={
-            "teacher_ids": TokenColumn(is_required=True, is_ids=True, is_wide=True, beside="teacher_logprobs"),
-            "teacher_logprobs": TokenColumn(is_required=True, is_wide=True, is_logprob=True, beside="teacher_ids"),
+            "teacher_ids": TokenColumn(is_required=True, is_ids=True, is_wide=True, requires="teacher_logprobs"),
+            "teacher_logprobs": TokenColumn(is_required=True, is_wide=True, is_logprob=True, requires="teacher_ids"),
         },
         marks=("input_ids", "teacher_ids", "teacher_logprobs"),
     )

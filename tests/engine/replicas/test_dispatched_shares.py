@@ -165,7 +165,7 @@ def test_unlike_replicas_without_a_time_model_are_refused() -> None:
 
 
 def test_a_replica_that_holds_nothing_is_refused_by_name() -> None:
-    with pytest.raises(ConfigError, match=r"of which <2,1> can hold no sequence"):
+    with pytest.raises(ConfigError, match=r"of which <2,1> cannot hold any sequence"):
         DispatchedShares(LAYOUT, cases.times({ParallelConfig(1, 1): 256}))
 
 

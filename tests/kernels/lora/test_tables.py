@@ -173,7 +173,7 @@ def test_factors_are_found_from_one_base_wherever_their_owners_keep_them() -> No
         ([torch.zeros(2, 8)], "16 columns"),
         ([torch.zeros(16, 2).t()], "contiguous"),
         ([torch.zeros(2, 16), torch.zeros(2, 16).bfloat16()], "allowed: torch.float32"),
-        ([torch.zeros(33)[1:].view(2, 16)], "16 bytes"),
+        ([torch.zeros(33)[1:].view(2, 16)], "16-byte aligned"),
     ],
 )
 def test_factors_that_a_launch_could_not_read_are_refused(parts: list, message: str) -> None:
