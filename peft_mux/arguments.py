@@ -627,7 +627,7 @@ def _meet(args: MultiTaskTrainingArguments) -> None:
     """Let the workers of one attempt of torchrun exchange addresses apart from those of the attempts before.
 
     torchrun keeps its store for all attempts. With torch 2.13, restarted workers find the addresses of dead ones there,
-    and wait for them. Nothing in the environment numbers the attempts equally on all nodes, so rank 0 gives them a name.
+    and wait for them. No variable has the same number of the attempt on all nodes, so rank 0 names the attempt.
     """
     shares_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     if not shares_store or os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0" or dist.is_initialized():
