@@ -1,9 +1,9 @@
 #!/bin/bash
-# Slurm: sbatch examples/launch/slurm.sh --resume=auto tasks.yaml [--set output_dir=/shared/runs/a ...]
+# Slurm: sbatch examples/launch/slurm.sh tasks.yaml [--set output_dir=/shared/runs/a ...]
 #
 # Change the lines marked "change". The repository, tasks.yaml and output_dir must be on a disk that all nodes share.
-# The job requeues itself before its time limit; the requeued job resumes from where it was saved, also without
-# --resume=auto. Workers that torchrun restarts within the job need the option (docs/parallel.md, Restarts).
+# The job requeues itself before its time limit; the requeued job resumes from where it was saved, and so do workers that
+# torchrun restarts within the job (docs/parallel.md, Restarts).
 
 #SBATCH --job-name=peft-mux
 #SBATCH --nodes=2                # change

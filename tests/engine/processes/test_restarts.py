@@ -97,6 +97,18 @@ def test_a_requeued_job_of_slurm_resumes(tmp_path: Path, monkeypatch: pytest.Mon
     assert requeued.task_states["one"].global_step == 4
 
 
+def test_a_worker_that_torchrun_restarts_within_a_job_of_slurm_resumes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "a-run"}.items():
+        monkeypatch.setenv(name, value)
+    a_run(tmp_path, max_steps=2).train()
+    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
+    restarted = a_run(tmp_path)
+    restarted.train()
+    assert restarted.task_states["one"].global_step == 4
+
+
 # ------------------------------------------------------------------ workers of torchrun
 
 
