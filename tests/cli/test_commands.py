@@ -388,7 +388,7 @@ def test_plan_as_json_can_be_read_and_needs_no_weights_but_train_does(
     [
         ("plan", "tasks.sql.learning_rat=1", 'Did you mean "learning_rate"?'),
         ("train", "tasks.sql.learning_rate=-1", "tasks.sql.learning_rate: got -1"),
-        ("plan", "tasks.sql.dataset=absent.jsonl", "tasks.sql.dataset: got 'absent.jsonl', which is not there"),
+        ("plan", "tasks.sql.dataset=absent.jsonl", "tasks.sql.dataset: got 'absent.jsonl', which does not exist"),
         ("train", "tasks.sql.peft.target_modules=[no_such]", "tasks.sql"),
         ("plan", "model=absent-model", 'model: got "absent-model", which cannot be read'),
         ("train", "model=absent-model", 'model: got "absent-model", which cannot be read'),

@@ -230,14 +230,14 @@ def test_an_unknown_name_is_refused_with_the_closest_and_nothing_is_removed() ->
 def test_a_name_that_is_held_already_is_refused_whatever_its_case(name: str) -> None:
     model = model_of("a")
     before = copies(model, "a")
-    with pytest.raises(ConfigError, match=rf'tasks.{name}.name: got "{name}" beside "a"'):
+    with pytest.raises(ConfigError, match=rf'tasks.{name}.name: got "{name}" and "a"'):
         model.register_tasks({name: lora()})
     assert model.tasks == ("a",)
     assert all(torch.equal(value, before[key]) for key, value in model.task_parameters("a").items())
 
 
 def test_names_that_differ_in_case_alone_are_refused_at_construction() -> None:
-    with pytest.raises(ConfigError, match=r'tasks.Sql.name: got "Sql" beside "sql"'):
+    with pytest.raises(ConfigError, match=r'tasks.Sql.name: got "Sql" and "sql"'):
         MultiTaskPeftModel(backbone(), {"sql": lora(), "Sql": lora()})
 
 

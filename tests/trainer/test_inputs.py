@@ -93,7 +93,7 @@ def refusal(model: Any, folder: Path, *tasks: Task, error: type[Exception] = Dat
         ([{"input_ids": [1, 2], "labels": [1]}], ("row 0 column labels", "1 labels", "2, one for each")),
         ([{"input_ids": [1.5, 2.0]}], ("row 0 column input_ids", "a list of integers")),
         ([{"input_ids": []}], ("row 0 column input_ids", "no tokens")),
-        ([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}], ("row 0 column attention_mask", "a hole")),
+        ([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}], ("row 0 column attention_mask", "in the middle")),
         (
             [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 4,
             ("tasks.own.train_dataset: got 4 rows", "all labels are masked (-100) in 4 of them"),

@@ -119,7 +119,7 @@ def test_a_task_with_noise_shares_no_prefixes_and_says_so(tmp_path: Path) -> Non
     table = run.trainer.table
     assert table["noisy"].loader.batch(0).trie is None
     assert table["plain"].loader.batch(0).trie is not None
-    assert table["noisy"].sharing_remark.endswith("as its neftune_noise_alpha=20 is drawn for each row")
+    assert table["noisy"].sharing_remark.endswith("because its neftune_noise_alpha=20 is drawn for each row")
 
 
 def test_what_is_no_strength_is_refused_by_name() -> None:

@@ -116,7 +116,7 @@ def test_rows_without_the_columns_of_the_loss_are_refused(tmp_path: Path) -> Non
 
 
 def test_kto_needs_two_rows_a_batch_where_it_compares_them(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tasks.a.train_batch_size: got 1; allowed: at least 2, as each prompt"):
+    with pytest.raises(ConfigError, match=r"tasks.a.train_batch_size: got 1; allowed: at least 2, because each prompt"):
         lab.make_trainer([task(ANSWER, objective="kto", train_batch_size=1)], tmp_path)
     single = task(ANSWER, objective="kto", loss_type="apo_zero_unpaired", train_batch_size=1, max_steps=1)
     assert lab.train([single], tmp_path).losses["a"] == [0.5]
