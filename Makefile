@@ -34,7 +34,8 @@ test: $(VENV)/.ready
 CARDS := tests/pretended_cuda/test_compiled.py::test_every_launch_of_training_compiles_for_a_card
 # 20 to 26 minutes on 2 cores.
 test-slow-ci: $(VENV)/.ready
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "slow and not gpu" --deselect "$(CARDS)[86]" --deselect "$(CARDS)[89]" $(SLOW_CI)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "slow and not gpu" --deselect "$(CARDS)[86]" --deselect "$(CARDS)[89]" \
+		--deselect "$(CARDS)[90]" $(SLOW_CI)
 
 # All slow tests, one after another.
 test-slow: $(VENV)/.ready

@@ -436,7 +436,7 @@ class Task:
     def generate_options(self) -> GenerateOptions | None:
         """What an evaluation generates; `None` for nothing."""
         given = self.eval_generate
-        return given if isinstance(given, GenerateOptions) else GenerateOptions() if given else None
+        return given if isinstance(given, GenerateOptions) else GenerateOptions() if given is True else None
 
     @property
     def stops_by_callback(self) -> bool:
