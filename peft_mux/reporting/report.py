@@ -267,11 +267,11 @@ def _process_lines(records: Sequence[RankRecord]) -> list[str]:
     if len(records) < 2:
         return []
     rows = [
-        f"{one.rank:>4}  {one.tokens:>12,}  {one.seconds:>9.1f}  {one.waited_seconds:>13.1f}  "
+        f"{one.rank:>4}  {one.tokens:>12,}  {one.seconds:>9.1f}  {one.waited_seconds:>9.1f}  "
         f"{one.peak_bytes / 2**20:>8,.0f}  {one.part}"
         for one in records
     ]
-    return ["", f"{'rank':>4}  {'tokens':>12}  {'seconds':>9}  {'waiting':>13}  {'peak MiB':>8}  part", *rows]
+    return ["", f"{'rank':>4}  {'tokens':>12}  {'seconds':>9}  {'waiting':>9}  {'peak MiB':>8}  part", *rows]
 
 
 def paused_line(rows: Sequence[ReportRow]) -> str:
