@@ -32,7 +32,7 @@ test: $(VENV)/.ready
 
 # Launches are compiled for the oldest and the newest cards here; `make test-slow` does so for those between, too.
 CARDS := tests/pretended_cuda/test_compiled.py::test_every_launch_of_training_compiles_for_a_card
-# 20 to 26 minutes on 2 cores.
+# About half an hour on 2 cores.
 test-slow-ci: $(VENV)/.ready
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "slow and not gpu" --deselect "$(CARDS)[86]" --deselect "$(CARDS)[89]" \
 		--deselect "$(CARDS)[90]" $(SLOW_CI)
