@@ -167,6 +167,11 @@ def join_state(
     kinds = _kinds(optimizer, parameters)
     read = optimizer.optimizer.state_dict()
     for kind, group in zip(kinds, read["param_groups"], strict=True) if from_step is None else ():
+        if kind != _NONE and kind not in state.settings:
+            raise CheckpointError(
+                f"optimizer: got settings for {', '.join(state.settings) or 'nothing'}; allowed: also for parameters of"
+                f" kind {kind!r}, which this task has. Resume with the same adapter configuration."
+            )
         # The rate is the same for groups without elements.
         group.update(next(iter(state.settings.values()), {}) if kind == _NONE else state.settings[kind])
     # The moments of this run so far are dropped: state that a checkpoint does not have must not survive the resumption.

@@ -75,7 +75,9 @@ def _parse(given: list[str]) -> argparse.Namespace:
     demo.add_argument("--fast", action="store_true", help="a few steps only, to see that everything runs")
 
     train = _command(commands, "train", "commands.train", "train the tasks of a YAML file", reads_file=True)
-    train.add_argument("--resume", action="store_true", help="resume the run in output_dir; --resume=auto if any")
+    train.add_argument(
+        "--resume", action="store_true", help="resume the run in output_dir; --resume=auto: start one if there is none"
+    )
     train.add_argument(_RESUME_AUTO, dest="resume", action="store_const", const="auto", help=argparse.SUPPRESS)
     _json(train, "print the result as JSON, everything else on standard error")
     train.add_argument(

@@ -219,6 +219,12 @@ def agreed_metrics(
     return next(metrics for metrics, _ in found if metrics is not None)
 
 
+def _shortest_row(batch: TaskBatch) -> Sequence[int]:
+    """Return the index of the shortest row that has a loss, or of all rows if none has one."""
+    rows = [(len(sequence), index) for index, sequence in enumerate(batch.sequences) if sequence.num_targets]
+    return [min(rows)[1]] if rows else range(len(batch.sequences))
+
+
 class TaskEvaluator:
     """Evaluates tasks between steps.
 
@@ -279,16 +285,28 @@ class TaskEvaluator:
     def quarantine_broken_endings(self) -> None:
         """Fail the tasks whose last update left weights without a finite loss.
 
-        An update is judged by the loss of the step after it, which the last update does not have. The shortest row of
-        the last batch goes through all weights of a task, so it is enough for tasks whose loss is finite there. The
-        others are judged by the whole batch, as a loss may compare rows with one another.
+        An update is judged by the loss of the step after it, which the last update does not have. If every token goes
+        through all weights of a task, a finite loss of one row of the last batch is enough. Otherwise the whole batch
+        decides, as some weights belong to single tokens or experts, and a loss may compare rows.
         """
         ended = {run.name: run for run in self._run.table.running if run.step >= run.num_steps}
         if not ended:
             return
         batches = {name: run.loader.batch(run.step - 1) for name, run in ended.items()}
-        lengths = [list(map(len, batch.sequences)) for batch in batches.values()]
-        broken = self._broken_losses(list(batches.values()), [[own.index(min(own))] for own in lengths])
+        model = self._placement.model
+        adapters = {name: model.adapter_of(name) for name in ended}
+        of_all_tokens = {
+            name
+            for name, adapter in adapters.items()
+            if any(one.tells(adapter) for one in model.stream.makers.values())
+        }
+        # A stage knows only its own layers.
+        of_all_tokens = set.intersection(*self._run.processes.gather(of_all_tokens))
+        rows = [
+            _shortest_row(batch) if name in of_all_tokens else range(len(batch.sequences))
+            for name, batch in batches.items()
+        ]
+        broken = self._broken_losses(list(batches.values()), rows)
         in_doubt = [batches[name] for name, error in broken.items() if not error]
         if in_doubt:
             broken = {name: error for name, error in broken.items() if error} | self._broken_losses(in_doubt)

@@ -13,13 +13,18 @@ from peft_mux import MultiTaskTrainer, Task, TaskStatus
 from tests.invariants.mux_lab import make_trainer, small_task
 
 
-def two_steps(loss: Callable[[Any], torch.Tensor], folder: Path) -> MultiTaskTrainer:
-    """Return a trainer after two steps of a task with a loss of its own, over rows of 9, 4 and 12 tokens."""
+def two_steps(
+    loss: Callable[[Any], torch.Tensor], folder: Path, *, masked: int | None = None, **config: Any
+) -> MultiTaskTrainer:
+    """Return a trainer after two steps of a task with its own loss, over rows of 9, 4 and 12 tokens."""
     rows = [{"input_ids": list(range(1, 1 + length))} for length in (9, 4, 12)]
+    if masked is not None:
+        rows = [{**row, "labels": row["input_ids"]} for row in rows]
+        rows[masked]["labels"] = [-100] * len(rows[masked]["labels"])
     settings: dict[str, Any] = {"train_batch_size": 3, "max_steps": 2, "shuffle": False}
-    config = LoraConfig(r=4, target_modules="all-linear")
+    lora = LoraConfig(r=4, target_modules="all-linear", **config)
     tasks = [
-        Task(name="a", peft_config=config, train_dataset=rows, objective=loss, learning_rate=1e-3, **settings),
+        Task(name="a", peft_config=lora, train_dataset=rows, objective=loss, learning_rate=1e-3, **settings),
         small_task("b", data_seed=1, **settings),
     ]
     trainer = make_trainer(tasks, folder)
@@ -43,6 +48,18 @@ def test_the_weights_of_the_last_update_are_proven_by_the_shortest_row(tmp_path:
     trainer = two_steps(loss, tmp_path)
     assert trainer.task_statuses["a"] is TaskStatus.SUCCEEDED
     assert loss.counts == [8 + 3 + 11, 8 + 3 + 11, 3]
+
+
+def test_a_row_without_a_loss_proves_nothing(tmp_path: Path) -> None:
+    loss = CountsTargets()
+    two_steps(loss, tmp_path, masked=1)
+    assert loss.counts == [8 + 11, 8 + 11, 8]
+
+
+def test_weights_of_single_tokens_are_proven_by_the_whole_last_batch(tmp_path: Path) -> None:
+    loss = CountsTargets()
+    two_steps(loss, tmp_path, trainable_token_indices=[11])
+    assert loss.counts == [22, 22, 22]
 
 
 class ComparesTargets:

@@ -78,8 +78,9 @@ class LoraGroups:
         alone, whatever other segments there are.
         """
         present = {segment.adapter: segment for segment in segments}
-        # Segments without an adapter share one name, so they have no place in an order.
-        if not self._composes or len(present) < len(segments) or any(self.slab_of(name) is None for name in present):
+        # Segments without an adapter share one name, so they have no place in an order. A pass may have no rows.
+        is_ordered = len(present) == len(segments) > 0 and all(self.slab_of(name) is not None for name in present)
+        if not self._composes or not is_ordered:
             return segments
         adapters = self._order.joined(tuple(present))
         found, end = [], segments[0].start
