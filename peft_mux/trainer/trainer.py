@@ -362,7 +362,7 @@ class MultiTaskTrainer(Trainer):
         Args:
             resume_from_checkpoint: `True` for the newest state in `output_dir`, "auto" for the same if there is one, or
                 another run's folder. Every task continues exactly where that state left it, also in a trainer that has
-                trained since. Workers that torchrun or Slurm has restarted resume by themselves.
+                trained since. Workers that torchrun or Slurm has restarted resume automatically.
             **unsupported: Trainer's other arguments are refused.
 
         Returns:

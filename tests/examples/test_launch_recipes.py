@@ -5,7 +5,6 @@ Slurm's commands are replaced by small programs that start, signal and requeue p
 
 from __future__ import annotations
 
-import json
 import os
 import random
 import shutil
@@ -22,14 +21,13 @@ import yaml
 from torch.distributed.run import get_args_parser
 
 from peft_mux.cli.main import main
-from tests.engine.processes.test_restarts import saved_step
+from tests.engine.processes.test_restarts import SAVE_STEPS, saved_step, write_tasks
 from tests.examples.test_launches import free_port
-from tests.invariants.mux_lab import rows, tiny_llama
 from tests.paths import ROOT
 
 RECIPES = ROOT / "examples/launch"
 NAMES = ("one", "two")
-NUM_STEPS, SAVE_STEPS = 100, 4
+NUM_STEPS = 100
 
 # ------------------------------------------------------------------ Slurm
 
@@ -128,21 +126,7 @@ def test_a_job_that_is_interrupted_is_requeued_unless_it_has_finished(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a backbone, rows, and a file of two tasks."""
-    found = tmp_path_factory.mktemp("recipes")
-    tiny_llama().save_pretrained(found / "backbone")
-    lines = "".join(json.dumps(row) + "\n" for row in rows(1, 12, 5, 9))
-    (found / "rows.jsonl").write_text(lines, encoding="utf-8")
-    (found / "tasks.yaml").write_text(
-        f"model: {found}/backbone\n"
-        f"output_dir: {found}/out\n"
-        f"run: {{use_cpu: true, report_to: none, ddp_timeout: 60, learning_rate: 1e-2, save_steps: {SAVE_STEPS}}}\n"
-        f"defaults: {{dataset: {found}/rows.jsonl, train_batch_size: 4, max_steps: {NUM_STEPS}}}\n"
-        "tasks:\n"
-        "  one: {peft: {r: 4, target_modules: all-linear, lora_dropout: 0.1}}\n"
-        "  two: {peft: {r: 2, target_modules: [q_proj, v_proj]}}\n",
-        encoding="utf-8",
-    )
-    return found
+    return write_tasks(tmp_path_factory.mktemp("recipes"), num_steps=NUM_STEPS)
 
 
 def bits_of(out: Path) -> list[bytes]:

@@ -74,14 +74,18 @@ def alone(folder: Path) -> Path:
     return out
 
 
+def child_environment(folder: Path) -> dict[str, str]:
+    """Return the environment of a child process that uses this checkout, one thread and no network."""
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
+    return environment | {"HF_HOME": str(folder / "cache"), "HF_DATASETS_CACHE": str(folder / "cache")}
+
+
 def call(folder: Path, *command: str) -> Printed:
     """Run `python command`, as a user would, outside of the repository."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment |= {"HF_HOME": str(folder / "cache"), "HF_DATASETS_CACHE": str(folder / "cache")}
     done = subprocess.run(
         [sys.executable, *command],
         cwd=folder,
-        env=environment,
+        env=child_environment(folder),
         capture_output=True,
         text=True,
         timeout=280,

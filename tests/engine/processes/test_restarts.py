@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import random
 import re
 import signal
@@ -20,9 +19,8 @@ from peft_mux.cli.main import main
 from peft_mux.errors import CheckpointError
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
-from tests.examples.test_launches import free_port
+from tests.examples.test_launches import child_environment, free_port
 from tests.invariants import mux_lab as lab
-from tests.paths import ROOT
 
 NAMES = ("one", "two")
 NUM_STEPS, SAVE_STEPS = 60, 4
@@ -112,30 +110,33 @@ def test_a_worker_that_torchrun_restarts_within_a_job_of_slurm_resumes(
 # ------------------------------------------------------------------ workers of torchrun
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a backbone, rows, and a file of two tasks."""
-    found = tmp_path_factory.mktemp("restarts")
-    lab.tiny_llama().save_pretrained(found / "backbone")
+def write_tasks(folder: Path, *, num_steps: int) -> Path:
+    """Write a backbone, rows, and a file of two tasks into a folder, and return the folder."""
+    lab.tiny_llama().save_pretrained(folder / "backbone")
     lines = "".join(json.dumps(row) + "\n" for row in lab.rows(1, 12, 5, 9))
-    (found / "rows.jsonl").write_text(lines, encoding="utf-8")
-    (found / "tasks.yaml").write_text(
-        f"model: {found}/backbone\n"
-        f"output_dir: {found}/out\n"
+    (folder / "rows.jsonl").write_text(lines, encoding="utf-8")
+    (folder / "tasks.yaml").write_text(
+        f"model: {folder}/backbone\n"
+        f"output_dir: {folder}/out\n"
         f"run: {{use_cpu: true, report_to: none, ddp_timeout: 60, learning_rate: 1e-2, save_steps: {SAVE_STEPS}}}\n"
-        f"defaults: {{dataset: {found}/rows.jsonl, train_batch_size: 4, max_steps: {NUM_STEPS}}}\n"
+        f"defaults: {{dataset: {folder}/rows.jsonl, train_batch_size: 4, max_steps: {num_steps}}}\n"
         "tasks:\n"
         "  one: {peft: {r: 4, target_modules: all-linear, lora_dropout: 0.1}}\n"
         "  two: {peft: {r: 2, target_modules: [q_proj, v_proj]}}\n",
         encoding="utf-8",
     )
-    return found
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a backbone, rows, and a file of two tasks."""
+    return write_tasks(tmp_path_factory.mktemp("restarts"), num_steps=NUM_STEPS)
 
 
 def launch(folder: Path, out: Path, *, num_nodes: int) -> list[subprocess.Popen[str]]:
     """Start torchrun on each of some nodes, two workers in all."""
-    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
-    environment |= {"HF_HOME": str(folder / "cache"), "HF_DATASETS_CACHE": str(folder / "cache")}
+    environment = child_environment(folder)
     meeting = ("--rdzv-backend", "c10d", "--rdzv-endpoint", f"127.0.0.1:{free_port()}", "--rdzv-id", out.name)
     options = ("--nnodes", str(num_nodes), "--nproc-per-node", str(2 // num_nodes), "--max-restarts", "3", *meeting)
     train = ("-m", "peft_mux", "train", "tasks.yaml", "--set", f"output_dir={out}")
