@@ -73,7 +73,7 @@ if __name__ == "__main__":
     parser.add_argument("--data", type=Path, default=shared, help="folder with text/*.jsonl")
     arguments = parser.parse_args()
     if not (arguments.data / "text").is_dir():
-        parser.error(f"--data: got {arguments.data}; allowed: a folder with text/sst2.*.jsonl and text/rte.*.jsonl.")
+        parser.error(f"--data must be a folder with text/sst2.*.jsonl and text/rte.*.jsonl, got {arguments.data}.")
     together, alone = compare(arguments.model, arguments.data)
     for name in together:
         print(f"{name:<6} held-out accuracy: together {together[name]:.1%}, alone {alone[name]:.1%}")

@@ -75,6 +75,6 @@ if __name__ == "__main__":
     parser.add_argument("--max-steps", type=int, default=100, help="of each task")
     arguments = parser.parse_args()
     if not (arguments.data / "stories260K").is_dir():
-        parser.error(f"--data: got {arguments.data}; allowed: a folder with stories260K/ and text/*.jsonl.")
+        parser.error(f"--data must be a folder with stories260K/ and text/*.jsonl, got {arguments.data}.")
     for name, losses in compare(arguments.data, max_steps=arguments.max_steps).items():
         print(f"{name:<12} held-out loss:", ", ".join(f"{when} {loss:.4f}" for when, loss in losses.items()))

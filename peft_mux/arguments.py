@@ -130,7 +130,7 @@ def refuse_unknown(given: Mapping[str, Any], known: Iterable[str], where: str, n
         fix = belongs(name, on_task=where != "args") or closest(name, known) or "Take it out."
         faults.append(Fault(f"{where}.{name}", shown(given[name]), "a setting of this class", fix))
     for name in [name for name in needed if name not in given]:
-        faults.append(Fault(f"{where}.{name}", "nothing", "a value, as it has no default"))
+        faults.append(Fault(f"{where}.{name}", "nothing", "set, because it has no default"))
     raise_faults(faults)
 
 
@@ -248,7 +248,7 @@ def choice_faults(where: str, value: object, options: Iterable[str]) -> list[Fau
     value, options = getattr(value, "value", value), list(options)
     if isinstance(value, str) and value in options:
         return []
-    return [Fault(where, shown(value), ", ".join(options), closest(value, options))]  # type: ignore[arg-type]
+    return [Fault(where, shown(value), f"one of {', '.join(options)}", closest(value, options))]  # type: ignore[arg-type]
 
 
 # ----------------------------------------------------------------------------------- the fields of `TrainingArguments`
@@ -697,7 +697,7 @@ def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         faults.append(Fault("accelerate launch --mixed_precision", launched, "bf16 or no", reason))
     saving, evaluating = (getattr(one, "value", one) for one in (args.save_strategy, args.eval_strategy))
     if args.push_to_hub is True and _equals(saving, "no"):
-        allowed, fix = 'save_strategy "steps" or "epoch"', "Only saved files are uploaded."
+        allowed, fix = 'False, or used with save_strategy "steps" or "epoch"', "Only saved files are uploaded."
         faults.append(Fault("args.push_to_hub", 'True with save_strategy="no"', allowed, fix))
     if is_interval(args.eval_steps) and (_equals(evaluating, "no") or _equals(evaluating, "epoch")):
         got = f'{shown(args.eval_steps)} with eval_strategy="{evaluating}"'
@@ -713,7 +713,7 @@ def _tracker_faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     named = ", ".join(args.report_to or ())
     others = [name for name in args.report_to or () if name not in LOGGERS_OF_MANY_RUNS]
     if others or not named:
-        allowed = f"True with some of {', '.join(LOGGERS_OF_MANY_RUNS)} alone, or False"
+        allowed = f"False, or used with {', '.join(LOGGERS_OF_MANY_RUNS)} only"
         why = f"{', '.join(others)} supports one run per process; with one run for all tasks, keys are task/loss."
         return [Fault("args.report_per_task", f"True with report_to={named or 'none'}", allowed, why if others else "")]
     if "trackio" in named and args.trackio_static_space_id:
@@ -732,5 +732,5 @@ def require_arguments(args: object) -> MultiTaskTrainingArguments:
     if isinstance(args, MultiTaskTrainingArguments):
         return args
     raise ConfigError(
-        f"args: got {type(args).__name__}; allowed: MultiTaskTrainingArguments (it takes all TrainingArguments fields)."
+        f"args must be MultiTaskTrainingArguments (it takes all TrainingArguments fields), got {type(args).__name__}."
     )

@@ -1,6 +1,6 @@
 """Exceptions of peft_mux, how their messages are written, checks of plain values, and installed versions.
 
-Every message says *where* (task and field), what was *got*, what is *allowed*, and what to *do*. Configuration faults
+Every message says what must hold *where* (task and field), what was *got*, and what to *do*. Configuration faults
 are collected and raised together, so that a script reports all of them in one run.
 
 A new exception belongs here if a caller could want to catch it separately; it also inherits the built-in class that it
@@ -72,9 +72,9 @@ class Fault:
     """One thing that is wrong, in the four parts of a message.
 
     Attributes:
-        where: dotted path of the field, such as `tasks.sql.learning_rate`.
+        where: dotted path of the field, such as `tasks.sql.learning_rate`; the subject of the message.
         got: the value that was found, as the user would recognise it.
-        allowed: the values that are accepted.
+        allowed: the values that are accepted; continues "must be".
         fix: the next step to take; empty if `allowed` says it already.
     """
 
@@ -86,7 +86,7 @@ class Fault:
     def __str__(self) -> str:
         """Return the message of this fault on one line."""
         fix = f" {self.fix}" if self.fix else ""
-        return f"{self.where}: got {self.got}; allowed: {self.allowed}.{fix}"
+        return f"{self.where} must be {self.allowed}, got {self.got}.{fix}"
 
 
 def raise_faults(faults: Sequence[Fault], error: type[PeftMuxError] = ConfigError) -> None:

@@ -163,7 +163,7 @@ def _refusals(config: Any, objective: Objective, given: Mapping[str, Any], rows_
     ]
     if config.train_sampling_strategy not in ("random", "sequential"):
         got = shown(config.train_sampling_strategy)
-        faults.append(Fault("config.train_sampling_strategy", got, "random, or sequential"))
+        faults.append(Fault("config.train_sampling_strategy", got, "random or sequential"))
     known = {*CARRIED, *NO_EFFECT, *(item.name for item in fields(objective.Args))}
     known |= set(_OF_ROWS.split()) if rows_are_tokenised else set()
     if "train_batch_size" in given:
@@ -263,38 +263,40 @@ def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
         return [*faults, Fault("trainer.model", got, allowed)]
     if type(trainer).__name__.startswith(("GRPO", "RLOO")):
         fix = 'Give rollouts with advantages to Task(objective="policy"): docs/losses.md.'
-        faults.append(Fault("trainer", type(trainer).__name__, "trainers whose rows are given", fix))
+        faults.append(Fault("trainer", type(trainer).__name__, "a trainer whose rows are given", fix))
     if not faults and _objective_of(type(config), "Config", "trainer.args") != ([], objective):
         allowed = f"the configuration of a {type(trainer).__name__}"
         faults.append(Fault("trainer.args", type(config).__name__, allowed))
     if getattr(config, "packing", False):
         fix = "Give its rows before they were packed: Task.from_sft_config(name, config, train_dataset=rows)."
-        faults.append(Fault("trainer.args.packing", "True", "False, as packed rows cannot be separated", fix))
+        faults.append(Fault("trainer.args.packing", "True", "False, because packed rows cannot be separated", fix))
     if getattr(trainer, "formatting_func", None) is not None:
-        faults.append(Fault("trainer.formatting_func", "a function", "rows that were mapped before"))
+        faults.append(Fault("trainer.formatting_func", "a function", "None", "Map the rows before."))
     if isinstance(trainer.eval_dataset, Mapping) and "eval_dataset" not in given:
-        faults.append(Fault("trainer.eval_dataset", "several", "one", "Give eval_dataset=... of one."))
+        faults.append(Fault("trainer.eval_dataset", "several", "one dataset", "Give eval_dataset=..."))
     own_loss = getattr(trainer, "compute_loss_func", None) is not None
     if own_loss or not _is_of_libraries(type(trainer).compute_loss):
         fix = "Give Task(objective=function): docs/losses.md."
-        faults.append(Fault("trainer.compute_loss", "a loss of your own", "the loss of its class", fix))
+        faults.append(Fault("trainer.compute_loss", "your own loss", "the loss of its class", fix))
     if not _is_of_libraries(type(trainer.data_collator)) and "train_dataset" not in given:
         fix = "Give the rows as it makes them: train_dataset=..."
-        faults.append(Fault("trainer.data_collator", "one of your own", "one of transformers or TRL", fix))
+        faults.append(Fault("trainer.data_collator", "your own", "one of transformers or TRL", fix))
     if getattr(trainer.data_collator, "mlm", False):
-        faults.append(Fault("trainer.data_collator.mlm", "True", "False, as masked language modelling is not offered"))
+        faults.append(
+            Fault("trainer.data_collator.mlm", "True", "False, because masked language modelling is not supported")
+        )
     for name in ("optimizer", "lr_scheduler"):
         if getattr(trainer, name, None) is not None:
-            faults.append(Fault(f"trainer.{name}", "one of your own", "None", "Set optim and lr_scheduler_type."))
+            faults.append(Fault(f"trainer.{name}", "your own", "None", "Set optim and lr_scheduler_type."))
     if getattr(trainer, "ref_model", None) is not None:
-        faults.append(Fault("trainer.ref_model", "a model", "None, for the backbone without adapters"))
+        faults.append(Fault("trainer.ref_model", "a model", "None, which is the backbone without adapters"))
     # An untrained LoRA is 0, except with some initialisations.
     is_zero_at_first = getattr(next(iter(adapters.values())), "init_lora_weights", False) is True
     has_moved = is_zero_at_first and any(
         ".lora_B." in name and bool(parameter.any()) for name, parameter in model.named_parameters()
     )
     if (trainer.state.global_step > 0 or has_moved) and "init_adapter" not in given:
-        allowed = "a new one, as its weights are not taken over"
-        fix = "Save it, and give init_adapter=..., its folder."
-        faults.append(Fault("trainer.model", "an adapter that was trained", allowed, fix))
+        allowed = "a model with an untrained adapter"
+        fix = "Save the adapter, and give its folder as init_adapter=..."
+        faults.append(Fault("trainer.model", "one with a trained adapter", allowed, fix))
     return faults

@@ -67,7 +67,7 @@ def check_task_names(names: Iterable[str], taken: Iterable[str] = ()) -> None:
                 Fault(
                     f"tasks.{name}.name",
                     f'"{name}" and "{seen[name.casefold()]}"',
-                    "names that differ in more than case (they become folders)",
+                    "different from other names in more than case (names become folders)",
                     "Rename one of them.",
                 )
             )
@@ -84,7 +84,7 @@ def name_fault(name: object, where: str = "task.name") -> Fault | None:
     if not NAME_PATTERN.fullmatch(name):
         return Fault(where, got, allowed)
     if name.casefold() in RESERVED_NAMES:
-        return Fault(where, got, f"any name but {', '.join(sorted(RESERVED_NAMES))} (reserved)")
+        return Fault(where, got, f"any name except {', '.join(sorted(RESERVED_NAMES))} (reserved)")
     return None
 
 
@@ -102,7 +102,7 @@ def safe_child(root: Path, name: str) -> Path:
     base, real = os.path.realpath(root), os.path.realpath(child)
     if child.is_symlink() or os.path.commonpath((base, real)) != base or real == base:
         raise CheckpointError(
-            f'task "{name}": got {child}, which leads to {real}; allowed: a folder inside {base}. Remove the link.'
+            f'task "{name}" must have its folder inside {base}, got {child}, which leads to {real}. Remove the link.'
         )
     return child
 
@@ -160,9 +160,9 @@ def unsealed_json(path: Path) -> Any:
         value = json.loads(json.loads(raw)["body"])
         is_intact = raw == sealed_json(value)
     except (OSError, ValueError, KeyError, TypeError, RecursionError) as error:
-        raise CheckpointError(f"{path}: got no readable file ({error}); allowed: an intact one.") from error
+        raise CheckpointError(f"{path} cannot be read ({error}).") from error
     if not is_intact:
-        raise CheckpointError(f"{path}: got a file that was changed since it was written; allowed: an intact one.")
+        raise CheckpointError(f"{path} was changed since it was written.")
     return value
 
 
@@ -183,23 +183,19 @@ def verify_folder(folder: Path, *, expect: Mapping[str, Any] | None = None) -> d
     try:
         facts, files = dict(value["facts"]), {name: (size, digest) for name, (size, digest) in value["files"].items()}
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path}: got a file that is not a manifest ({error!r}); allowed: an intact one."
-        ) from error
+        raise CheckpointError(f"{path} is not an intact manifest ({error!r}).") from error
     for key, wanted in (expect or {}).items():
         if facts.get(key) != wanted:
-            raise CheckpointError(f"{folder}: got {key} {facts.get(key)!r}; allowed: {wanted!r}.")
+            raise CheckpointError(f"{folder} must have {key} {wanted!r}, got {facts.get(key)!r}.")
     present = {path.name for path in folder.iterdir()} - {MANIFEST_NAME}
     for odd in sorted(present ^ files.keys()):
         state = "extra" if odd in present else "missing"
-        raise CheckpointError(
-            f"{folder / odd}: got a file that is {state}; allowed: exactly the files of the manifest."
-        )
+        raise CheckpointError(f"{folder / odd} is {state}; the folder must have exactly the files of its manifest.")
     for name, wanted in files.items():
         path = folder / name
         # A link is refused even if its content is right: its target may change later.
         if path.is_symlink() or not path.is_file() or digest_file(path) != wanted:
-            raise CheckpointError(f"{path}: got a file that was changed since it was written; allowed: an intact one.")
+            raise CheckpointError(f"{path} was changed since it was written.")
     return facts
 
 
@@ -230,18 +226,17 @@ def verify_checksums(folder: Path, names: Sequence[str]) -> None:
     try:
         wanted = {name: tuple(value["files"][name]) for name in names}
     except (KeyError, TypeError) as error:
-        raise CheckpointError(f"{path}: got no checksums of {', '.join(names)}; allowed: an intact file.") from error
+        raise CheckpointError(f"{path} has no checksums of {', '.join(names)}.") from error
     for name in names:
         file = folder / name
         try:
             found = digest_file(file)
         except OSError as error:
-            raise CheckpointError(f"{file}: got no readable file ({error}); allowed: an intact one.") from error
+            raise CheckpointError(f"{file} cannot be read ({error}).") from error
         if found != wanted[name]:
             raise CheckpointError(
-                f"{file}: got a file that was changed since it was written; allowed: the one that matches"
-                f" {CHECKSUMS_NAME} next to it. Resume the run, which takes it from a checkpoint, or delete the"
-                " checksums if the change was intended."
+                f"{file} was changed since it was written: it does not match {CHECKSUMS_NAME} next to it. Resume the "
+                "run, which restores it from a checkpoint, or delete the checksums if the change was intended."
             )
 
 
@@ -500,8 +495,9 @@ class FolderLock:
                     holder = keeper_of(self.root)
                     if holder or time.monotonic() > until:
                         raise CheckpointError(
-                            f"output_dir: got {self.root}, in which {holder or 'another process'} trains; allowed: one"
-                            " trainer at a time in a run folder. Wait for its end, end it, or set another output_dir."
+                            f"output_dir must have one trainer at a time, got {self.root}, in which "
+                            f"{holder or 'another process'} trains. Wait for its end, end it, or set another "
+                            "output_dir."
                         )
             except OSError as error:
                 # Some network file systems have no locks; refusing to train there would cost more than it saves.
@@ -574,8 +570,8 @@ def loading_of(root: Path) -> str:
 def unwritable(root: Path, error: BaseException) -> CheckpointError:
     """Return the refusal of a folder that a run cannot write to."""
     return CheckpointError(
-        f"output_dir: got {root}, which cannot be written to ({error}); allowed: a folder with room in which this"
-        " process may write. Free space, change its permissions, or set another output_dir."
+        f"output_dir must be a folder with free space in which this process may write, got {root} ({error}). Free "
+        "space, change its permissions, or set another output_dir."
     )
 
 
@@ -613,9 +609,7 @@ def load_tensors(path: Path) -> dict[str, torch.Tensor]:
         return load_file(path)
     # A crafted header makes torch raise several kinds of errors.
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
-        raise CheckpointError(
-            f"{path}: got no readable tensors ({error}); allowed: an intact safetensors file."
-        ) from error
+        raise CheckpointError(f"{path} is not an intact safetensors file ({error}).") from error
 
 
 def pack_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
@@ -644,7 +638,7 @@ def pack_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
             return value
         if isinstance(value, Mapping):
             if not all(type(key) in (str, int) for key in value):
-                raise CheckpointError(f"{path}: got a key that is neither a string nor an integer; allowed: those two.")
+                raise CheckpointError(f"{path}: keys must be strings or integers.")
             return {_MAP: [[key, pack(item, f"{path}.{key}")] for key, item in value.items()]}
         # By exact type: a subclass, such as a named tuple, would come back as something else.
         if type(value) is tuple:
@@ -652,7 +646,7 @@ def pack_state(state: Any) -> tuple[dict[str, torch.Tensor], Any]:
         if type(value) is list:
             return [pack(item, f"{path}[{index}]") for index, item in enumerate(value)]
         raise CheckpointError(
-            f"{path}: got a {type(value).__name__}; allowed: tensors, numbers, strings, None, and nestings of them."
+            f"{path} must have tensors, numbers, strings, None, and nestings of them, got a {type(value).__name__}."
         )
 
     return tensors, pack(state, "state")

@@ -148,7 +148,9 @@ def event_faults(callbacks: Iterable[object], where: str) -> list[Fault]:
         for name in [one for one in likely if one not in EVENTS and callable(getattr(callback, one))]:
             kind = callback.__name__ if isinstance(callback, type) else type(callback).__name__
             fix = closest(name, EVENTS)
-            faults.append(Fault(f"{where}.{kind}.{name}", "an event that is never called", ", ".join(EVENTS), fix))
+            faults.append(
+                Fault(f"{where}.{kind}.{name}", "an event that is never called", f"one of {', '.join(EVENTS)}", fix)
+            )
     return faults
 
 
@@ -372,7 +374,7 @@ class Task:
         """Refuse unknown settings with what to use instead, which Python's own error would not say."""
         if args:
             fix = "Write Task(name=..., peft_config=..., train_dataset=...)."
-            raise_faults([Fault("task", f"{shown(args[0])} without its name", "settings by name", fix)])
+            raise_faults([Fault("task", f"{shown(args[0])} without a name", "created from settings by name", fix)])
         # Copies, and tasks from another process, are made without settings.
         needed = ("name", "peft_config", "train_dataset") if settings else ()
         if settings.get("init_adapter") is not None:
@@ -503,7 +505,7 @@ def _begin_from_adapter(task: Task, where: str) -> list[Fault]:
             folder = Path(snapshot_download(str(given), allow_patterns=[*ADAPTER_NAMES, ENCODER_NAME]))
         saved = read_config(folder)
     except (OSError, ValueError, CheckpointError) as error:
-        return [Fault(field, shown(str(given)), allowed, f"{' '.join(str(error).split())}")]
+        return [Fault(field, shown(str(given)), allowed, " ".join(str(error).split()))]
     object.__setattr__(task, "init_adapter", str(folder))
     if task.peft_config is None:
         object.__setattr__(task, "peft_config", saved)
@@ -512,7 +514,7 @@ def _begin_from_adapter(task: Task, where: str) -> list[Fault]:
         return []  # which is a fault of its own
     fix = "Leave peft_config out to train the adapter as it was saved."
     if type(task.peft_config) is not type(saved):
-        got, wanted = type(task.peft_config).__name__, f"{type(saved).__name__}, the type of {given}"
+        got, wanted = type(task.peft_config).__name__, f"a {type(saved).__name__}, the type of {given}"
         return [Fault(f"{where}.peft_config", got, wanted, fix)]
     # Sets have no order in files; what PEFT completes by the model is `None` before.
     own, there = (json.loads(json.dumps(c.to_dict(), default=sorted)) for c in (task.peft_config, saved))
@@ -534,7 +536,7 @@ def _reference_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
     if given == "adapter" and task.init_adapter is None:
         return [Fault(field, shown(given), "'backbone' without init_adapter", "Set init_adapter to a saved adapter.")]
     if loss.objective is not None and loss.args is not None and not loss.objective.needs_reference(loss.args):
-        return [Fault(field, shown(given), "None with a loss that compares with no reference")]
+        return [Fault(field, shown(given), "None with a loss that has no reference")]
     return []
 
 
@@ -546,7 +548,7 @@ def _field_faults(task: Task, where: str) -> list[Fault]:
         faults.append(Fault(f"{where}.peft_config", type(task.peft_config).__name__, allowed))
     if task.loraplus_lr_ratio is not None and not isinstance(task.peft_config, LoraConfig):
         got = f"{shown(task.loraplus_lr_ratio)} with {type(task.peft_config).__name__}"
-        faults.append(Fault(f"{where}.loraplus_lr_ratio", got, "None, or a LoraConfig, whose B has its own rate"))
+        faults.append(Fault(f"{where}.loraplus_lr_ratio", got, "None except with LoraConfig, whose B has its own rate"))
     rules = {name: rule for name, rule in NUMBER_RULES.items() if getattr(task, name) is not None or name == "priority"}
     rules |= {name: type_rule(Task.__dataclass_fields__[name].type) for name in _PLAIN_FIELDS}
     for name, rule in rules.items():
@@ -567,7 +569,7 @@ def _field_faults(task: Task, where: str) -> list[Fault]:
             fix = (
                 "Give it to MultiTaskTrainer(callbacks=[...]); a Task's callbacks have on_train_begin and on_train_end."
             )
-            faults.append(Fault(f"{where}.callbacks", got, "events of one task", fix))
+            faults.append(Fault(f"{where}.callbacks", got, "callbacks with events of one task", fix))
     return faults
 
 
@@ -597,9 +599,9 @@ def _evaluation_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
     }
     for name in [name for name, is_wanted in wants.items() if is_wanted]:
         if task.eval_dataset is None:
-            faults.append(Fault(f"{where}.eval_dataset", "None", f"held-out rows, as {name} is set"))
+            faults.append(Fault(f"{where}.eval_dataset", "None", f"held-out rows, because {name} is set"))
         if name != "eval_on_start" and is_real(task.eval_steps) and task.eval_steps == 0:
-            faults.append(Fault(f"{where}.eval_steps", "0", f"more than 0, as {name} is set"))
+            faults.append(Fault(f"{where}.eval_steps", "0", f"more than 0, because {name} is set"))
     given = task.eval_generate
     if given is not None and given is not False:
         at = f"{where}.eval_generate"
@@ -608,10 +610,10 @@ def _evaluation_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
             allowed = "True, False, or GenerateOptions(max_new_tokens=..., metrics=...)"
             faults.append(Fault(at, shown(given), allowed, fix))
         elif task.is_classification:
-            faults.append(Fault(at, shown(given), "None for sequence classification, which completes no text"))
+            faults.append(Fault(at, shown(given), "None for sequence classification, which does not generate text"))
         elif task.eval_dataset is None:
             fix = "Give held-out rows with prompts."
-            faults.append(Fault(at, shown(given), "None where eval_dataset is not set", fix))
+            faults.append(Fault(at, shown(given), "None if eval_dataset is not set", fix))
     known = () if loss.objective is None or loss.args is None else loss.objective.metric_names(loss.args)
     if task.eval_dataset is not None and known and not task.has_own_metrics:
         # What `compute_metrics` returns is only known when it is called, so only its absence is judged.
@@ -619,15 +621,15 @@ def _evaluation_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
         fix = "Set compute_metrics so that it returns this metric."
         for name, metric in metrics.items():
             if metric_key(metric) not in known:
-                allowed = f"{' or '.join(known)} where compute_metrics is not set"
+                allowed = f"{' or '.join(known)} if compute_metrics is not set"
                 faults.append(Fault(f"{where}.{name}", shown(metric), allowed, fix))
     if callable(task.compute_metrics) and loss.objective is not None and not loss.objective.has_logits:
         allowed = "None with this objective, whose rows have no labels to compare logits with"
         faults.append(Fault(f"{where}.compute_metrics", "a function", allowed))
     if callable(task.compute_metrics) and task.eval_dataset is None:
-        faults.append(Fault(f"{where}.compute_metrics", "a function", "none where eval_dataset is not set"))
+        faults.append(Fault(f"{where}.compute_metrics", "a function", "None if eval_dataset is not set"))
     if task.train_dataset is not None and not hasattr(task.train_dataset, "__len__") and not task.max_steps:
-        allowed = "a number of steps, as a stream has no length"
+        allowed = "a number of steps, because a stream has no length"
         faults.append(Fault(f"{where}.max_steps", shown(task.max_steps), allowed))
     return faults
 

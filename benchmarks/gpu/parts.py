@@ -93,7 +93,7 @@ def chosen(planned: list[Planned], names: list[str] | None, settings: Settings, 
     for name in names or ():
         if not any(part.name.startswith(name) for part in planned):
             known = ", ".join(part.name for part in planned)
-            raise ValueError(f"part {name!r}; allowed: what a name of a part begins with ({known}).")
+            raise ValueError(f"part {name!r} must be the start of a part's name ({known}).")
     wanted = [part for part in planned if names is None or part.name.startswith(tuple(names))]
     return [Part(part.name, part.estimated_s, _bound(part, settings, backbones), part.is_check) for part in wanted]
 

@@ -40,7 +40,7 @@ def main(arguments: list[str] | None = None) -> int:
         return 0
     is_cuda = torch.cuda.is_available()
     if not is_cuda and not options.rehearse:
-        raise SystemExit("no GPU here; allowed without one: --rehearse, --list")
+        raise SystemExit("a GPU is needed, except for --rehearse and --list")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
     settings = Settings(torch.device("cuda" if is_cuda else "cpu"), options.rehearse, options.layers)
     backbones = Backbones(settings)

@@ -95,7 +95,9 @@ class Problem:
         """
         share = shape.num_tokens // shape.num_tasks // 8 * 8
         if share < 8:
-            raise ValueError(f"{shape}: {shape.num_tokens} tokens; allowed: at least 8 a task. Give more --tokens.")
+            raise ValueError(
+                f"{shape} must have at least 8 tokens per task, got {shape.num_tokens} tokens. Give more --tokens."
+            )
         self.shape, self.device, self.dtype = shape, device, dtype
         self.lengths = [share] * (shape.num_tasks - 1) + [shape.num_tokens - share * (shape.num_tasks - 1)]
         self.bounds = [0]
@@ -167,7 +169,9 @@ def errors(problem: Problem, step: Step) -> dict[str, float]:
         for name, mine, theirs in zip(Result._fields, found, wanted, strict=True):
             mine, theirs = ([tensor] if isinstance(tensor, torch.Tensor) else tensor for tensor in (mine, theirs))
             if len(mine) != len(theirs):
-                raise RuntimeError(f"{name}: {len(mine)} tensors; allowed: {len(theirs)}, one for each layer and task.")
+                raise RuntimeError(
+                    f"{name} must have one tensor for each layer and task ({len(theirs)}), got {len(mine)}."
+                )
             for left, right in zip(mine, theirs, strict=True):
                 worst[name] = greater(relative_error(left, right), worst.get(name, 0.0))
     return worst

@@ -201,7 +201,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = _options(arguments)
     device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
     if device.type == "cpu" and not options.dry_run:
-        raise SystemExit("no GPU here; allowed without one: --dry-run")
+        raise SystemExit("a GPU is needed, except for --dry-run")
     shapes: Sequence[Shape] = [
         Shape(width, outputs, num_tokens, num_tasks, rank)
         for width, outputs in options.layers

@@ -100,7 +100,9 @@ class Bench:
         budget = Budget(MAX_TOKENS, limit, num_micro_batches=num_micro_batches, schedule=schedule, links=self.link)
         outcome = plan_tasks(loads, self.cost, self.memory, budget, policy=policy)
         if outcome.waiting:
-            raise ValueError(f"{len(outcome.waiting)} tasks wait; allowed: none in a figure. Use fewer tasks.")
+            raise ValueError(
+                f"no task may wait in a figure, got {len(outcome.waiting)} waiting tasks. Use fewer tasks."
+            )
         return outcome
 
 

@@ -32,7 +32,7 @@ def slow_pair(latency_ms: float, mbytes_per_s: float) -> Iterator[tuple[Side, Si
     limited (`tbf`), and a line says so.
     """
     if os.geteuid() != 0 or not (shutil.which("ip") and shutil.which("tc")):
-        raise SystemExit("--netns: allowed: root with `ip` and `tc`. Leave it out, and delays are injected instead.")
+        raise SystemExit("--netns needs root with `ip` and `tc`. Leave it out to inject delays instead.")
     spaces = [f"overlap{os.getpid()}-{side}" for side in "ab"]
     sides = tuple(
         Side(["ip", "netns", "exec", space], f"10.213.7.{number}", "overlap0") for number, space in enumerate(spaces, 1)

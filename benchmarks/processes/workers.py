@@ -28,7 +28,7 @@ def run_workers(commands: Sequence[tuple[Sequence[str], Mapping[str, str]]]) -> 
             time.sleep(0.2)
         codes = [process.poll() for process in processes]
         if any(codes):
-            raise SystemExit(f"the workers ended with {codes}; allowed: 0. See what they printed above.")
+            raise SystemExit(f"the workers ended with {codes} instead of 0. See what they printed above.")
     finally:
         for process in processes:
             process.kill()

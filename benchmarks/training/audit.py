@@ -159,7 +159,7 @@ def main() -> None:
     """Audit what the command line names; the last line of the output is the result."""
     name, case, num_threads = sys.argv[1:]
     if name not in CONTENDERS:
-        raise SystemExit(f"got contender {name!r}; allowed: {', '.join(CONTENDERS)}")
+        raise SystemExit(f"contender must be one of {', '.join(CONTENDERS)}, got {name!r}")
     os.environ["OMP_NUM_THREADS"] = num_threads
     import torch
 

@@ -43,7 +43,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options = parser.parse_args(arguments)
     if options.steps:
         if not options.shape:
-            parser.error("--steps: got no --shape; allowed: one of the published shapes")
+            parser.error("--steps needs --shape: one of the published shapes")
         for number in options.tasks:
             print_parts_of_training(number, options)
         return

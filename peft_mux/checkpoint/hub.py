@@ -241,9 +241,13 @@ def check_push(run: TaskRun, repo_id: object, options: Mapping[str, Any]) -> Non
         faults.append(Fault("push_to_hub.repo_id", shown(repo_id), 'the name of a repository, such as "owner/name"'))
     for name in options:
         if name not in OPTIONS:
-            faults.append(Fault(f"push_to_hub.{name}", "an unknown option", ", ".join(OPTIONS), closest(name, OPTIONS)))
+            faults.append(
+                Fault(
+                    f"push_to_hub.{name}", "an unknown option", f"one of {', '.join(OPTIONS)}", closest(name, OPTIONS)
+                )
+            )
     if run.step == 0:
-        faults.append(Fault(f"tasks.{run.name}", "an adapter that was not trained", "one of a task that took a step"))
+        faults.append(Fault(f"tasks.{run.name}", "one without a step", "a task that has taken a step"))
     raise_faults(faults)
 
 
@@ -323,8 +327,8 @@ def _prepare_upload(
         # Errors of several HTTP libraries and of the Hub itself: each means that nothing was uploaded.
         except Exception as error:
             raise ConfigError(
-                f'push_to_hub: got an error of the Hub for "{repo_id}": {error}; allowed: a repository that the token '
-                "may write to, and a network. The adapter itself is as it was."
+                f'the Hub refused the upload to "{repo_id}": {error}. It needs a repository that the token may write '
+                "to, and a network. The adapter itself is unchanged."
             ) from error
 
     return upload

@@ -173,9 +173,7 @@ def read_record(path: Path) -> RunRecord:
         launch, tasks = _text(value.get("launch", ""), "launch"), {name: tasks[name] for name in order}
         return RunRecord(run_step, version, backbone, tasks, removed, numerics, run, launch)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise CheckpointError(
-            f"{path}: got a file that is no record of a run ({error}); allowed: one that a run has written."
-        ) from error
+        raise CheckpointError(f"{path} is not the record of a run ({error}).") from error
 
 
 def _count(value: Any, name: str) -> int:
@@ -282,10 +280,7 @@ def read_task_state(path: Path) -> SavedTask:
             optimizer=value.get("optimizer"),
         )
     except _MALFORMED as error:
-        raise CheckpointError(
-            f"{path}: got a file that is no state of a task ({type(error).__name__}: {error}); allowed: one that a run"
-            " has written."
-        ) from error
+        raise CheckpointError(f"{path} is not the state of a task ({type(error).__name__}: {error}).") from error
 
 
 def task_settings(run: TaskRun) -> dict[str, Any]:
@@ -337,8 +332,8 @@ def check_settings(run: TaskRun, saved: dict[str, Any]) -> str:
     refused = [text for key, text in changed.items() if key not in _FROM_HERE_ON or key in run.swept]
     if refused:
         raise ChangedSettingsError(
-            f'task "{run.name}": got other settings than its checkpoint has ({", ".join(refused)}); allowed: the same,'
-            f" but for {', '.join(sorted(_FROM_HERE_ON - run.swept - {'num_steps'}))}, which may change from here on."
-            " Undo the change, or train under another name or output_dir."
+            f'task "{run.name}" must have the settings of its checkpoint, got other ones ({", ".join(refused)}). '
+            f"Only {', '.join(sorted(_FROM_HERE_ON - run.swept - {'num_steps'}))} may change on resume. Undo the "
+            "change, or train under another name or output_dir."
         )
     return ", ".join(changed.values())

@@ -107,8 +107,8 @@ class RunFolder:
             root.mkdir(parents=True, exist_ok=True)
             if (root / STATE_FOLDER).is_symlink():
                 raise CheckpointError(
-                    f"output_dir: got {root / STATE_FOLDER}, which is a link; allowed: a run folder without links, as "
-                    "what they lead to would be written over. Remove the link."
+                    "output_dir must not have links, because files behind them would be overwritten, got the link "
+                    f"{root / STATE_FOLDER}. Remove the link."
                 )
             (root / STATE_FOLDER).mkdir(exist_ok=True)
             # Before anything is read: a folder that a crash left moved aside may be the checkpoint to resume from.
@@ -133,8 +133,8 @@ class RunFolder:
             folder.mkdir(exist_ok=True)
         except OSError as error:
             raise CheckpointError(
-                f'task "{name}": its folder {folder} could not be made ({error}); allowed: a folder in which this'
-                " process may write. Free space on its disk, or make it writable."
+                f'task "{name}": its folder {folder} could not be created ({error}). Free space on its disk, or make '
+                "it writable."
             ) from error
         return folder
 
@@ -235,15 +235,15 @@ class RunFolder:
             self._restored_from[run.name] = path
             return
         raise CheckpointError(
-            f'task "{run.name}": got no valid checkpoint up to step {step} in {folder}; allowed: an intact '
-            "checkpoint folder. Restore it, or remove the task's folder to train the task anew."
+            f'task "{run.name}" has no valid checkpoint up to step {step} in {folder}. Restore the checkpoint '
+            "folder, or remove the task's folder to train the task again from the start."
         )
 
     def _load(self, run: TaskRun, folder: Path, say: Callable[[str], None]) -> None:
         """Restore a task from a folder whose files are intact."""
         saved = read_task_state(folder / STATE_NAME)
         if folder.name != f"checkpoint-{saved.step}":
-            raise CheckpointError(f"{folder}: got a state of step {saved.step}; allowed: that of its own name.")
+            raise CheckpointError(f"{folder} must have the state of the step in its name, got step {saved.step}.")
         changed = check_settings(run, saved.settings)  # before anything of the task is changed
         # A task that had taken all its steps may now be given more of them.
         has_more_steps = saved.status is TaskStatus.SUCCEEDED and run.num_steps > saved.step
@@ -271,8 +271,7 @@ class RunFolder:
         # The files match their manifest, so the checkpoint was crafted, and torch may raise anything.
         except (KeyError, TypeError, ValueError, AttributeError, IndexError, RuntimeError) as error:
             raise CheckpointError(
-                f"{folder}: got a state that does not fit the task ({type(error).__name__}: {error}); allowed: one that"
-                " a run has written."
+                f"{folder} has a state that does not fit the task ({type(error).__name__}: {error})."
             ) from error
         if changed and saved.status.is_final and not has_more_steps:
             say(f'task "{run.name}": has ended, so that other settings come to nothing: {changed}')
@@ -312,13 +311,13 @@ class RunFolder:
             if has_checksums:
                 storage.verify_checksums(folder, ADAPTER_NAMES)
             if storage.digest_file(folder / WEIGHTS_NAME) != storage.digest_file(checkpoint / WEIGHTS_NAME):
-                fault = f"{folder / WEIGHTS_NAME}: got other weights than those that the task ended with."
+                fault = f"{folder / WEIGHTS_NAME} does not have the weights with which the task ended."
             # Only read: the name of the backbone in it may differ.
             json.loads(storage.read_regular(folder / CONFIG_NAME))
         except CheckpointError as error:
             fault = str(error)
         except (OSError, ValueError, RecursionError) as error:
-            fault = f"{folder}: got no readable adapter ({error})."
+            fault = f"{folder} has no readable adapter ({error})."
         if fault:
             say(f'task "{name}": {fault} It is taken from {checkpoint}.')
         elif has_checksums:
@@ -430,8 +429,8 @@ class RunFolder:
             is_own = False
         if not is_own:
             raise CheckpointError(
-                f"output_dir: got {self.root}, to which another trainer has written since this one trained; allowed: to"
-                " go on where that one is. Make a new trainer and call train(resume_from_checkpoint=True)."
+                f"output_dir {self.root} has changed: another trainer has written to it since this one trained. Make "
+                "a new trainer and call train(resume_from_checkpoint=True) to continue from there."
             )
 
 
@@ -480,8 +479,9 @@ def refuse_held_folder(root: Path) -> None:
     """
     if record_paths(root / STATE_FOLDER) and not was_restarted(root):
         raise CheckpointError(
-            f"output_dir: got {root}, which holds a run; allowed: a new folder, or to go on with it: "
-            "train(resume_from_checkpoint=True), or peft-mux train FILE --resume. Delete it to train from the start."
+            f"output_dir must be a new folder, got {root}, which holds a run. Resume it with "
+            "train(resume_from_checkpoint=True) or peft-mux train FILE --resume, or delete it to train from the "
+            "start."
         )
 
 
@@ -520,8 +520,8 @@ def require_state(root: Path) -> None:
     """
     if not record_paths(root / STATE_FOLDER):
         raise CheckpointError(
-            f"resume_from_checkpoint: got {root}, which holds no state of a run; allowed: the output_dir of a run that "
-            "has saved at least once. Call train() without it to begin, or peft-mux train without --resume."
+            f"resume_from_checkpoint must be the output_dir of a run that has saved at least once, got {root}, which "
+            "holds no state of a run. Call train() without it to begin, or peft-mux train without --resume."
         )
 
 
@@ -539,19 +539,20 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
     records = folder.records(say)
     if not records:
         raise CheckpointError(
-            f"resume_from_checkpoint: got {folder.root}, which holds no state of a run; allowed: the output_dir of a "
-            "run that has saved at least once. Call train() without it to begin."
+            "resume_from_checkpoint must be the output_dir of a run that has saved at least once, got "
+            f"{folder.root}, which holds no state of a run. Call train() without it to begin."
         )
     record, path = records[-1]
     if record.version not in READABLE_VERSIONS:
         raise CheckpointError(
-            f"{path}: got format version {record.version}; allowed: {FORMAT_VERSION}, which this version of "
-            "peft_mux reads. Resume with the version that wrote it, or train into a new output_dir."
+            f"{path} must have format version {FORMAT_VERSION}, which this version of peft_mux reads, got "
+            f"{record.version}. Resume with the version that wrote it, or train into a new output_dir."
         )
     if record.backbone != folder.fingerprint:
         raise CheckpointError(
-            f"resume_from_checkpoint: got {folder.root}, whose tasks were trained on other weights than those of "
-            "`model`; allowed: the same backbone in the same dtype. Load that one, or train into a new output_dir."
+            f"resume_from_checkpoint must be a run on the same backbone in the same dtype, got {folder.root}, whose "
+            "tasks were trained on other weights than those of `model`. Load that backbone, or train into a new "
+            "output_dir."
         )
     if record.run and folder.run_id not in ("", record.run):
         raise ForeignCheckpointError(

@@ -169,8 +169,8 @@ def join_state(
     for kind, group in zip(kinds, read["param_groups"], strict=True) if from_step is None else ():
         if kind != _NONE and kind not in state.settings:
             raise CheckpointError(
-                f"optimizer: got settings for {', '.join(state.settings) or 'nothing'}; allowed: also for parameters of"
-                f" kind {kind!r}, which this task has. Resume with the same adapter configuration."
+                f"optimizer must have settings for parameters of kind {kind!r}, which this task has, got settings "
+                f"for {', '.join(state.settings) or 'nothing'}. Resume with the same adapter configuration."
             )
         # The rate is the same for groups without elements.
         group.update(next(iter(state.settings.values()), {}) if kind == _NONE else state.settings[kind])
@@ -184,8 +184,8 @@ def join_state(
         for name, parameter in members.items():
             if missing := sorted(keys - set(found[name])):
                 raise CheckpointError(
-                    f"optimizer: got no {', '.join(missing)} of {name}; allowed: a state of all parameters that are "
-                    "stepped together. Restore the whole checkpoint."
+                    "optimizer must have a state of all parameters that are updated together, got no "
+                    f"{', '.join(missing)} of {name}. Restore the whole checkpoint."
                 )
             for key, value in found[name].items():
                 if owner is parameter or not isinstance(value, torch.Tensor) or value.shape != parameter.shape:
@@ -238,8 +238,8 @@ def _checked(name: str, found: torch.Tensor | None, shape: Sequence[int]) -> tor
     if found is None or tuple(found.shape) != tuple(shape):
         got = "nothing" if found is None else f"shape {list(found.shape)}"
         raise CheckpointError(
-            f"{name}: got {got}; allowed: a tensor of shape {list(shape)}. Resume with the adapter configuration that"
-            " the checkpoint was written with."
+            f"{name} must be a tensor of shape {list(shape)}, got {got}. Resume with the adapter configuration that "
+            "the checkpoint was written with."
         )
     return found
 
@@ -324,8 +324,8 @@ def join_parts(parts: Sequence[tuple[Mapping[str, Piece], TaskState]]) -> TaskSt
             last = max(last, end)
         if last < size:
             raise CheckpointError(
-                f"{name}: got nothing of index {last} along dimension {dim}, of {size}; allowed: all of it from the"
-                " processes of one replica. Load the same model and adapter in each."
+                f"{name}: the processes of one replica must have all of it, got nothing of index {last} along "
+                f"dimension {dim}, of {size}. Load the same model and adapter in each."
             )
         whole.weights[name] = _assembled(name, [(piece, state.weights.get(name)) for piece, state in held])
         for copy, own in whole.copies.items():
@@ -385,9 +385,9 @@ def _assembled_moments(name: str, parts: Sequence[tuple[Piece, Moments]]) -> Mom
             joined[key] = _assembled(f"{name}, {key}", [(piece, moments.get(key)) for piece, moments in parts])
         else:
             raise CheckpointError(
-                f"{name}, {key}: got shape {list(first.shape)} for a part of shape {list(piece.part_shape)}; allowed:"
-                " an optimizer that treats every element alike, where a parameter is cut. Set optim to adamw_torch, or"
-                " tensor_parallel_size to 1."
+                f"{name}, {key}: a divided parameter needs an optimizer that treats all elements equally, got shape "
+                f"{list(first.shape)} for a part of shape {list(piece.part_shape)}. Set optim to adamw_torch, or "
+                "tensor_parallel_size to 1."
             )
     return joined
 

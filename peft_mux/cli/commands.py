@@ -47,7 +47,7 @@ def train(arguments: argparse.Namespace) -> int:
     A launcher starts this command once for each process; only the main one prints.
     """
     if arguments.early_stop is not None and not arguments.sweep:
-        raise ConfigError("--early-stop: got it without --sweep; allowed: both. Name what is swept, or leave it out.")
+        raise ConfigError("--early-stop needs --sweep. Name what is swept, or leave it out.")
     # Standard output gets nothing but the JSON.
     with redirect_stdout(sys.stderr) if arguments.json else nullcontext(), ExitStack() as stack:
         locks: list[FolderLock] = []
@@ -102,7 +102,7 @@ def plan(arguments: argparse.Namespace) -> int:
         return show_deployment(make_trainer(config), arguments)
     for option in ("layer_profile", "max_tokens"):
         if getattr(arguments, option):
-            raise ConfigError(f"--{option.replace('_', '-')}: got it without --deployment; allowed: both. Add it.")
+            raise ConfigError(f"--{option.replace('_', '-')} needs --deployment. Add it.")
     layout = {}
     if arguments.devices is not None:
         # A trainer lays out the processes that it runs in, and this is a single one, whatever devices the plan is for.
@@ -142,11 +142,9 @@ def show_deployment(trainer: MultiTaskTrainer, arguments: argparse.Namespace) ->
 
     for option in ("explain", "gantt"):
         if getattr(arguments, option):
-            raise ConfigError(
-                f"--{option}: got it together with --deployment; allowed: one of them. Leave --deployment out."
-            )
+            raise ConfigError(f"--{option} cannot be combined with --deployment. Leave --deployment out.")
     if arguments.max_tokens and not arguments.layer_profile:
-        raise ConfigError("--max-tokens: got it without --layer-profile; allowed: both. Add the measured times.")
+        raise ConfigError("--max-tokens needs --layer-profile. Add the measured times.")
     measured = LayerProfile(arguments.layer_profile, arguments.max_tokens) if arguments.layer_profile else None
     report = trainer.plan_deployment(arguments.devices, measured=measured)
     print(report.to_json() if arguments.json else wrapped(f"{report}\n\n{report.picture()}", window_width()))
@@ -192,7 +190,7 @@ def make_trainer(config: RunConfig) -> MultiTaskTrainer:
             tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, trust_remote_code=is_trusted)
         except (OSError, ValueError, ImportError, TypeError, AttributeError, LookupError) as error:
             raise ConfigError(
-                f'tokenizer: got "{config.tokenizer}", which cannot be read: {" ".join(str(error).split())}'
+                f'tokenizer "{config.tokenizer}" cannot be read: {" ".join(str(error).split())}'
             ) from error
     options = {"processing_class": tokenizer, "model_init_kwargs": config.model_init_kwargs}
     try:
@@ -218,10 +216,12 @@ def _swept(config: RunConfig, options: Sequence[str]) -> tuple[RunConfig, list[A
         key, separator, text = option.partition("=")
         parts = key.split(".", 2)
         if not separator or len(parts) != 3 or parts[0] != "tasks":
-            raise ConfigError(f"--sweep: got {option!r}; allowed: tasks.NAME.FIELD=VALUE,VALUE.")
+            raise ConfigError(f"--sweep must be tasks.NAME.FIELD=VALUE,VALUE, got {option!r}.")
         if parts[1] not in names:
             hint = closest(parts[1], names)
-            raise ConfigError(f"--sweep: got task {parts[1]!r}; allowed: {', '.join(names)}. {hint}".rstrip())
+            raise ConfigError(
+                f"--sweep must name one of the tasks {', '.join(names)}, got {parts[1]!r}. {hint}".rstrip()
+            )
         field = parts[2].replace("peft.", "peft_config.", 1) if parts[2].startswith("peft.") else parts[2]
         # Read as a YAML list, so that values can be lists, or strings with commas.
         values = parse_value(text if text.startswith("[[") else f"[{text}]", f"--sweep {key}")
@@ -243,7 +243,7 @@ def _tasks_of_file(file: str, names: Sequence[str]) -> list[Task]:
     there = [task.name for task in tasks]
     missing = [name for name in names if name not in there]
     if missing:
-        raise ConfigError(f"add: got {', '.join(missing)}; allowed: tasks of {file}: {', '.join(there)}.")
+        raise ConfigError(f"add: {', '.join(missing)} must be tasks of {file}: {', '.join(there)}.")
     return [task for task in tasks if not names or task.name in names]
 
 

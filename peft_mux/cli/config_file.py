@@ -128,35 +128,35 @@ def read_config(
     path = Path(path)
     try:
         if path.exists() and not path.is_file():  # a pipe may never end
-            raise OSError("it is not a regular file; allowed: a YAML file.")
+            raise OSError("it is not a regular file")
         if (size_bytes := path.stat().st_size) > _MAX_BYTES:
-            raise OSError(f"got {size_bytes} bytes; allowed: at most {_MAX_BYTES}.")
+            raise OSError(f"it must have at most {_MAX_BYTES} bytes, got {size_bytes}")
         text = path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
-        raise ConfigError(f"{path}: cannot be read: {error}; allowed: UTF-8. Save it as UTF-8.") from error
+        raise ConfigError(f"{path} must be UTF-8 text: {error}. Save it as UTF-8.") from error
     except FileNotFoundError as error:
         raise ConfigError(
-            f"file: got {str(path)!r}, which is not there; allowed: a YAML file. peft-mux init {path} writes one."
+            f"file must be a YAML file, got {str(path)!r}, which does not exist. peft-mux init {path} writes one."
         ) from error
     except (OSError, ValueError) as error:
-        raise ConfigError(f"{path}: cannot be read: {error}") from error
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
     node, data = _parsed(text, str(path))
     if not isinstance(data, dict):
         allowed = f"a mapping with the keys {', '.join(_TOP_KEYS)}"
-        raise ConfigError(f"{path}: got {type(data).__name__}; allowed: {allowed}.")
+        raise ConfigError(f"{path} must be {allowed}, got {type(data).__name__}.")
     lines: dict[str, int] = {}  # of each key, by its dotted path
     faults = _look_at_keys(node, "", lines, set())
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
-            raise ConfigError(f"--set: got {override!r}; allowed: key=value, such as tasks.sql.learning_rate=1e-4.")
+            raise ConfigError(f"--set must be key=value, such as tasks.sql.learning_rate=1e-4, got {override!r}.")
         *parents, last = key.split(".")
         target = data
         for parent in parents:
             target = target.setdefault(parent, {})
             if not isinstance(target, dict):
                 got = f"a value where {parent} would be a mapping"
-                raise ConfigError(f"--set {key}: got {got}; allowed: an existing path.")
+                raise ConfigError(f"--set {key} must be an existing path, got {got}.")
         target[last] = parse_value(text, f"--set {key}")
     faults += _expand_secrets(data) + _structure_faults(data)
     # Objects are made as far as possible even now, so that one call reports all faults of a file.
@@ -212,11 +212,11 @@ class _Loader(yaml.SafeLoader):
         elif node in self._sizes:
             self._num_nodes += self._sizes[node]
         else:
-            raise ConfigError(f"{place}: got *{event.anchor} within itself; allowed: aliases without cycles.")
+            raise ConfigError(f"{place} must have aliases without cycles, got *{event.anchor} within itself.")
         if self._num_nodes > _MAX_NODES:
             raise ConfigError(
-                f"{place}: got more than {_MAX_NODES} values once aliases (*name) are written out; allowed: fewer. "
-                "Put what tasks share into the section defaults."
+                f"{place} must have at most {_MAX_NODES} values once aliases (*name) are written out. Put what tasks "
+                "share into the section defaults."
             )
         return node
 
@@ -257,7 +257,7 @@ def _parsed(text: str, where: str) -> tuple[Any, Any]:
         said = f"column {mark.column + 1}: {problem}{since}"
         raise ConfigError(f"{where}:{mark.line + 1}: is not YAML: {said}.") from error
     except RecursionError as error:
-        raise ConfigError(f"{where}: got sections nested too deeply; allowed: fewer levels.") from error
+        raise ConfigError(f"{where} has sections that are nested too deeply. Use fewer levels.") from error
     # PyYAML raises these for values such as the date 2024-13-01, or a number of 5,000 digits.
     except (ValueError, LookupError, TypeError, AttributeError, OverflowError) as error:
         raise ConfigError(f"{where}: is not YAML: a value cannot be read: {error}. Write it in quotes.") from error
@@ -270,7 +270,7 @@ def _look_at_keys(node: yaml.MappingNode, prefix: str, lines: dict[str, int], se
     for key, value in node.value:
         where = f"{prefix}{key.value}"
         if where in lines:
-            faults.append(Fault(where, "the same key twice", "each key once"))
+            faults.append(Fault(where, "the same key twice", "written once"))
             # The keys in the second section are not duplicates.
             for own in [line for line in lines if line.startswith(f"{where}.")]:
                 del lines[own]
@@ -299,11 +299,11 @@ def _expand_secrets(data: dict[str, Any]) -> list[Fault]:
         # No message shows the text: it may be the secret itself.
         if re.fullmatch(r"\$\w+", text):
             fix = "Write ${NAME} for the variable NAME."
-            faults.append(Fault(path, "a variable without braces", "a token, or a variable in braces", fix))
+            faults.append(Fault(path, "a variable without braces", "a token or a variable in braces", fix))
         elif missing := [f"${{{name}}}" for name in names if not os.environ.get(name)]:
             fix = "Set it in the shell that starts the run, or leave the field out to use the login of this machine."
             got = f"{', '.join(missing)}, an environment variable that is not set"
-            faults.append(Fault(path, got, "variables that are set", fix))
+            faults.append(Fault(path, got, "made of variables that are set", fix))
         else:
             own[key] = re.sub(r"\$\{(.*?)\}", lambda found: os.environ[found[1]], text)
     # In all other fields they are refused. Each value is visited once, because aliases may repeat it.
@@ -347,7 +347,7 @@ def _key_faults(
     for key in [str(key) for key in section if key not in allowed]:
         meant = [name for names in (_SHORT_NAMES, RENAMED, ADAPTER_NAMES) if (name := names.get(key)) in allowed]
         fix = f'Did you mean "{meant[0]}"?' if meant else (hint and hint(key)) or closest(key, allowed)
-        choices = "the keys of this section" if fix else ", ".join(allowed)
+        choices = "a key of this section" if fix else f"one of {', '.join(allowed)}"
         faults.append(Fault(f"{prefix}{key}", "an unknown key", choices, fix))
     return faults
 
@@ -372,7 +372,7 @@ def _structure_faults(data: dict[str, Any]) -> list[Fault]:
     faults = _key_faults(data, _TOP_KEYS, "")
     for key in ("model", "tasks"):
         if not data.get(key):
-            faults.append(Fault(key, shown(data.get(key)), "a value; every file needs it"))
+            faults.append(Fault(key, shown(data.get(key)), "set, because every file needs it"))
     for key in ("model", "tokenizer", "output_dir"):
         if data.get(key) is not None and not isinstance(data[key], str):
             faults.append(Fault(key, shown(data[key]), "a string"))
@@ -547,7 +547,8 @@ def _make_peft_config(settings: Mapping[str, Any], where: str) -> Any:
                 Fault(
                     where,
                     shown(dict(settings)),
-                    f"what PEFT accepts: it says {' '.join(str(error).split()).rstrip('.')}",
+                    "settings that PEFT accepts",
+                    f"PEFT: {' '.join(str(error).split()).rstrip('.')}.",
                 )
             ]
         )

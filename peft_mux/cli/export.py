@@ -28,10 +28,10 @@ def export(arguments: argparse.Namespace) -> int:
     adapters = _adapters(Path(arguments.run))
     if name := arguments.merge or arguments.task:
         if name not in adapters:
-            raise ConfigError(f"export: got task {name!r}; allowed: {', '.join(adapters)}.")
+            raise ConfigError(f"export: the task must be one of {', '.join(adapters)}, got {name!r}.")
         output = Path(arguments.output) if arguments.output else None
         if output is None or output.exists():
-            raise ConfigError(f"--output: got {arguments.output!r}; allowed: a folder that does not exist yet.")
+            raise ConfigError(f"--output must be a folder that does not exist yet, got {arguments.output!r}.")
         if arguments.merge:
             _merge(adapters[name], output)
         else:
@@ -91,11 +91,11 @@ def _adapters(root: Path) -> dict[str, dict[str, Any]]:
                 found[folder.name] = {**config, "folder": folder}
             except (OSError, ValueError, TypeError) as error:
                 raise ConfigError(
-                    f"export: got {folder / _FILES[0]}, which cannot be read ({error}); allowed: what PEFT wrote. "
+                    f"export: {folder / _FILES[0]} must be a file that PEFT wrote, but cannot be read ({error}). "
                     "Copy the adapter from its last checkpoint, or move its folder away."
                 ) from error
     if not found:
-        raise ConfigError(f"run: got {str(root)!r}, which holds no adapters; allowed: the output_dir of a run.")
+        raise ConfigError(f"run must be the output_dir of a run, got {str(root)!r}, which holds no adapters.")
     return found
 
 
@@ -124,7 +124,7 @@ def _merge(one: dict[str, Any], output: Path) -> None:
     base = one.get("base_model_name_or_path")
     if not base:
         raise ConfigError(
-            "export: got an adapter whose configuration has no base_model_name_or_path; allowed: one of a named model."
+            "export needs the adapter of a named model, got one whose configuration has no base_model_name_or_path."
         )
     kind = getattr(transformers, head_kind_for(one.get("task_type")).auto_class)
     try:
@@ -132,4 +132,4 @@ def _merge(one: dict[str, Any], output: Path) -> None:
         model.merge_and_unload().save_pretrained(output)
         transformers.AutoTokenizer.from_pretrained(base).save_pretrained(output)
     except (OSError, ValueError, NotImplementedError, AttributeError, TypeError, LookupError) as error:
-        raise ConfigError(f"export: got {one['folder']}, which cannot be merged: {error}") from error
+        raise ConfigError(f"export: {one['folder']} cannot be merged: {error}") from error

@@ -83,9 +83,7 @@ def ask(arguments: argparse.Namespace) -> int:
     root = _run_folder(arguments.run)
     mailbox, keeper = Mailbox(root), keeper_of(root)
     if not keeper and not arguments.next:
-        raise ConfigError(
-            f"{arguments.action}: got {root}, in which no process trains; allowed: a run that trains. {_FIX}"
-        )
+        raise ConfigError(f"{arguments.action} needs a run that trains, got {root}, in which no process trains. {_FIX}")
     if arguments.action == "add":
         file = str(Path(arguments.file).resolve())
         requests: list[dict[str, Any]] = [{"command": "add", "file": file, "tasks": list(arguments.tasks)}]
@@ -120,12 +118,12 @@ def _answer(root: Path, name: str, arguments: argparse.Namespace, keeper: str) -
         later = "it may still be done after the step in progress" if trains else "it may have been done"
         fix = "A step may take longer: raise --timeout." if trains else _FIX
         done = "it was withdrawn" if mailbox.withdraw(name) else later
-        raise ConfigError(f"{arguments.action}: got no answer from {keeper} {until}; {done}. {fix}")
+        raise ConfigError(f"{arguments.action}: no answer from {keeper} {until}; {done}. {fix}")
     return {"ok": bool(answer.get("ok")), "said": str(answer.get("said", ""))}
 
 
 def _run_folder(given: str) -> Path:
     root = Path(given)
     if not any((root / name).exists() for name in (METRICS_NAME, "config.json", "state", "run.lock")):
-        raise ConfigError(f"run: got {given!r}, which holds no run; allowed: the output_dir of one.")
+        raise ConfigError(f"run must be the output_dir of a run, got {given!r}, which holds none.")
     return root

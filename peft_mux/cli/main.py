@@ -150,7 +150,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
     command = next((word for word in given if not word.startswith("-")), None)
     if command is not None and command not in commands.choices:
         names = list(commands.choices)
-        parser.error(f"command: got {command!r}; allowed: {', '.join(names)}. {closest(command, names)}".rstrip())
+        parser.error(f"command must be one of {', '.join(names)}, got {command!r}. {closest(command, names)}".rstrip())
     # argparse cannot have an option whose value is optional and may stand before FILE.
     given = [_RESUME_AUTO if word == "--resume=auto" else word for word in given]
     return parser.parse_args(given, argparse.Namespace(words=given))

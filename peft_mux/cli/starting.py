@@ -54,11 +54,13 @@ def init(arguments: argparse.Namespace) -> int:
     """
     path = Path(arguments.file)
     if path.exists():
-        raise ConfigError(f"init: got {path}, which exists; allowed: a new file. Name another one.")
+        raise ConfigError(f"init must write a new file, got {path}, which exists. Choose another name.")
     data = arguments.data or ["data/first.jsonl", "data/second.jsonl"]
     names = [Path(one).stem.replace(".", "-").replace(" ", "-") for one in data]
     if len(set(names)) < len(names):
-        raise ConfigError(f"init: got {', '.join(data)}; allowed: files of different names, as tasks get them.")
+        raise ConfigError(
+            f"init: files must have different names, because tasks get these names, got {', '.join(data)}."
+        )
     faults = [str(fault) for name in names if (fault := name_fault(name)) is not None]
     if faults:
         raise ConfigError(" ".join(faults))

@@ -83,7 +83,7 @@ class ChunkPackingCollator:
                 )
                 if named != first:
                     got = f"columns of tokens {named or 'none'}, where the first row has {first or 'none'}"
-                    raise DataError(f"features of {name!r} row {index}: got {got}; allowed: the same in all rows.")
+                    raise DataError(f"features of {name!r} row {index} must be the same in all rows, got {got}.")
             step, seed = int(rows[0].get("step", 0)), int(rows[0].get("seed", 0))
             batches.append(TaskBatch(name, step, seed, tuple(sequences)))
         (micro_batch,) = self.micro_batches(batches, max_tokens=sum(batch.num_tokens for batch in batches))
@@ -230,12 +230,12 @@ class _MicroBatchBuilder:
         batch = self.batches[-1]
         if batch.sequences[0].class_label is not None:
             raise ConfigError(
-                "pad_to_chunks: got True for sequence classification; allowed: False, because padding has no label."
+                "pad_to_chunks must be False, because padding has no label, got True for sequence classification."
             )
         if not batch.sequences[0].can_be_split:
             raise ConfigError(
-                "pad_to_chunks: got True for a loss with one term per sequence; allowed: False, because padding has no "
-                "loss term."
+                "pad_to_chunks must be False, because padding has no loss term, got True for a loss with one term "
+                "per sequence."
             )
         tokens = self.task_offsets[-1] - self.task_offsets[-2]
         missing = round_up(tokens, chunk_size) - tokens
@@ -274,7 +274,7 @@ class _MicroBatchBuilder:
         if self.class_labels:
             if len(self.class_labels) != len(self.ids):
                 got = "rows with and without a class"
-                raise DataError(f"labels: got {got}; allowed: a class for all sequences of a micro-batch, or for none.")
+                raise DataError(f"labels must be a class for all sequences of a micro-batch, or for none, got {got}.")
             # If any label is a float, all are regression values; some of them may be stored as integers.
             is_value = any(isinstance(label, float) for label in self.class_labels)
             class_labels = torch.tensor(self.class_labels, dtype=torch.float32 if is_value else torch.int64)

@@ -22,7 +22,7 @@ from peft_mux.user_code import describe_error
 
 _MAX_ERRORS = 10
 _ROW_NUMBER = re.compile(r" row (\d+)")
-_VALUE = re.compile(r"got [^;]{1,62} \((int|float|bool)\);")
+_VALUE = re.compile(r"got [^;]{1,62} \((int|float|bool)\)\.")
 """A number where another type is expected. Rows that differ only in this number have the same fault."""
 _ORDER_STREAM = 0x0DE7  # separates these random numbers from others that are seeded with the task's seed
 _Extras = tuple[tuple[int, ...], Mapping[str, np.ndarray], Mapping[str, float | np.ndarray]]
@@ -155,7 +155,7 @@ def tokenize_dataset(
     if errors:
         raise DataError("\n".join(_without_repeats(errors)) + more)
     if reader is None:
-        raise DataError(f"{where}: got no rows; allowed: at least one.")
+        raise DataError(f"{where} must have at least one row, got none.")
     if not sequences:
         report, limit = reader.report, options.limit
         if reader.num_masked:
@@ -167,7 +167,7 @@ def tokenize_dataset(
             cause = f"cut to {limit} tokens, {report.num_without_targets} of them keep no target"
             fix = "Raise max_length, or shorten the prompts"
         got = f"{report.num_rows} rows of which none can be trained on ({cause})"
-        raise DataError(f"{where}: got {got}; allowed: at least one. {fix}.")
+        raise DataError(f"{where} must have at least one row, got {got}. {fix}.")
     return TokenizedDataset(sequences, reader.report)
 
 
@@ -206,7 +206,7 @@ def _rows(dataset: Any, where: str) -> Iterator[Any]:
     # KeyboardInterrupt is not caught.
     except (Exception, SystemExit) as error:
         got = describe_error(error)
-        raise DataError(f"{where} row {index}: got {got}; allowed: a row that can be read.") from error
+        raise DataError(f"{where} row {index} must be a row that can be read, got {got}.") from error
 
 
 def _without_repeats(errors: list[str]) -> list[str]:

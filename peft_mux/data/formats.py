@@ -145,10 +145,10 @@ def detect_format(columns: Iterable[str], *, where: str, row_form: RowForm) -> D
         if all(column in present for column in needed):
             if row_form.needs_label and not any(column in present for column in LABEL_COLUMNS):
                 allowed = f'"{needed[0]}" and "label", for sequence classification'
-                raise DataError(f"{where}: got columns {listed}; allowed: {allowed}.")
+                raise DataError(f"{where} must have {allowed}, got columns {listed}.")
             return data_format
     options = "; ".join(" + ".join(REQUIRED_COLUMNS[data_format]) for data_format in row_form.formats)
-    raise DataError(f"{where}: got columns {listed}; allowed: {options}. {_hint(present, row_form)}")
+    raise DataError(f"{where} must have the columns {options}, got columns {listed}. {_hint(present, row_form)}")
 
 
 def _hint(present: list[str], row_form: RowForm) -> str:

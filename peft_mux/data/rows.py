@@ -38,7 +38,7 @@ class RowCells:
 
     def error(self, index: int, column: str, got: str, allowed: str) -> DataError:
         """Return the error for one cell."""
-        return DataError(f"{self.where} row {index} column {column}: got {got}; allowed: {allowed}.")
+        return DataError(f"{self.where} row {index} column {column} must be {allowed}, got {got}.")
 
     # ------------------------------------------------------------------------------------------------ texts, numbers
 
@@ -227,15 +227,15 @@ class RowCells:
         task = f"tasks.{self.where.split('.')[1]}"
         if template is None:
             raise DataError(
-                f"{self.where}: got messages, but the tokenizer has no chat template; allowed: a tokenizer with one, "
-                f"or {task}.chat_template. Use the tokenizer of an instruct model, or pass a Jinja template."
+                f"{self.where} has messages, which need a tokenizer with a chat template or {task}.chat_template. "
+                "Use the tokenizer of an instruct model, or pass a Jinja template."
             )
         # transformers only warns about this, and returns a mask in which no token carries loss.
         if options.get("return_assistant_tokens_mask") and "generation" not in str(template):
             raise DataError(
-                f"{task}.assistant_only_loss: got True, but the chat template has no "
-                "{% generation %} block; allowed: a template that marks the assistant's tokens. Set "
-                "assistant_only_loss=False, or pass a chat_template that has the block."
+                f"{task}.assistant_only_loss needs a chat template that marks the assistant's tokens, got one "
+                "without a {% generation %} block. Set assistant_only_loss=False, or pass a chat_template that has "
+                "the block."
             )
         try:
             return self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, **options)

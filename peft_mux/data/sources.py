@@ -63,7 +63,7 @@ def rows_of(source: str, split: str, config: str | None, folder: Path, where: st
         if path.is_file():
             kind = FILE_KINDS.get(path.suffix, "")
             if not kind:
-                raise_faults([Fault(where_source, repr(source), f"{', '.join(FILE_KINDS)} files")])
+                raise_faults([Fault(where_source, repr(source), f"a file of type {', '.join(FILE_KINDS)}")])
             if not split.startswith("train"):
                 allowed = "train, or a part of it such as train[:90%], because a single file has no other split"
                 fix = "Put the held-out rows into a separate file and pass it as eval_dataset."
@@ -120,7 +120,7 @@ def encoding_fault(path: Path, where: str) -> list[Fault]:
             except UnicodeDecodeError as error:
                 got = f"{path.name} line {number}, byte 0x{line[error.start]:02x}"
                 fix = f"If it is Latin-1: iconv -f latin1 -t utf-8 {path.name} > utf8-{path.name}"
-                return [Fault(where, got, "UTF-8", fix)]
+                return [Fault(where, got, "UTF-8 text", fix)]
     return []
 
 
@@ -331,7 +331,8 @@ def row_format_faults(row_format: object, rows: Any, where: str, field: str) -> 
     missing = [name for name in needed if present is not None and name not in present]
     if not missing or isinstance(rows, MappedStream):
         return []
-    got, allowed = f"columns {', '.join(present or ()) or 'none'}", f"{', '.join(needed)}, as row_format requires"
+    got = f"columns {', '.join(present or ()) or 'none'}"
+    allowed = f"rows with {', '.join(needed)}, as row_format requires"
     # Suggest similar names only for the user's own mapping, which may have a typo; a named format has none.
     hint = "" if isinstance(row_format, str) else closest(missing[0], present or ())
     return [Fault(f"{where}.{field}", got, allowed, hint)]

@@ -63,8 +63,8 @@ class ReadAhead(Generic[Item]):
         """
         if self._next is not None and not wait([self._next], self.timeout_s).done:
             raise DataError(
-                f"{self.where}: got no rows for {self.timeout_s:g} s; allowed: all rows of a step in data_timeout_s. "
-                "Raise data_timeout_s, or make the stream faster."
+                f"{self.where} must deliver all rows of a step within data_timeout_s, got no rows for "
+                f"{self.timeout_s:g} s. Raise data_timeout_s, or make the stream faster."
             )
 
     def take(self) -> Item:
@@ -220,6 +220,6 @@ class StreamLoader(RowLoader):
                     yield step, tuple(sequences), replace(reader.report)
                     step, sequences = step + 1, []
             if reader is None:
-                raise DataError(f"{self.where}: got a stream without rows; allowed: at least one row.")
+                raise DataError(f"{self.where} must have at least one row, got a stream without rows.")
             if not is_usable:  # it would be read forever
-                raise DataError(f"{self.where}: got a stream without usable rows; allowed: at least one.")
+                raise DataError(f"{self.where} must have at least one usable row, got a stream without any.")

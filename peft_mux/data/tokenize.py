@@ -146,7 +146,7 @@ def checked_row(row: Any, index: int, where: str) -> Mapping[str, Any]:
         DataError: if it is anything else.
     """
     if not isinstance(row, Mapping):
-        raise DataError(f"{where} row {index}: got {type(row).__name__}; allowed: a dict of columns.")
+        raise DataError(f"{where} row {index} must be a dict of columns, got {type(row).__name__}.")
     return row
 
 
@@ -180,8 +180,8 @@ class RowTokenizer(RowCells):
         self._first_row: dict[str, Any] = {}
         if tokenizer is None and data_format not in TOKENIZED_FORMATS:
             raise DataError(
-                f"{self.where}: got {data_format} rows without a tokenizer; allowed: tokenised rows, or a "
-                "processing_class. Pass processing_class=AutoTokenizer.from_pretrained(...)."
+                f"{self.where} has {data_format} rows, which need a tokenizer. Pass "
+                "processing_class=AutoTokenizer.from_pretrained(...), or give tokenised rows."
             )
         allowed = ""
         field = "assistant_only_loss" if options.assistant_only_loss else "completion_only_loss"
@@ -194,7 +194,7 @@ class RowTokenizer(RowCells):
             allowed = "True for messages"
         if allowed:
             got = f"{getattr(options, field)} for {data_format} rows"
-            raise ConfigError(f"tasks.{options.task}.{field}: got {got}; allowed: {allowed}.")
+            raise ConfigError(f"tasks.{options.task}.{field} must be {allowed}, got {got}.")
 
     def __call__(self, row: Any, index: int) -> TokenSequence | None:
         """Return the sequence of a row, or `None` if the row is dropped (and counted).
@@ -231,7 +231,7 @@ class RowTokenizer(RowCells):
         # Cells may be any objects, which may raise any exception when they are read or printed.
         except Exception as error:
             got = describe_error(error)
-            raise DataError(f"{self.where} row {index}: got {got}; allowed: a row that can be read.") from error
+            raise DataError(f"{self.where} row {index} must be a row that can be read, got {got}.") from error
         self.report.num_kept += 1
         self.report.num_tokens += len(sequence)
         self.report.num_target_tokens += sequence.num_target_tokens

@@ -240,7 +240,7 @@ def _require_equal(what: str, found: Sequence[Any], fix: str = _CALL_EVERYWHERE)
 
 def _difference(what: str, found: Sequence[Any], fix: str) -> str:
     listed = "; ".join(f"rank {rank}: {one}" for rank, one in enumerate(found))
-    return f"{what}: got {listed}; allowed: the same on every process. {fix}"
+    return f"{what} must be the same on every process, got {listed}. {fix}"
 
 
 def _are_equal(values: Sequence[Any]) -> bool:

@@ -78,7 +78,7 @@ class BackboneSource:
         self.quantization: Any = None
         if _is_empty(tokenizer):
             fix = "Check the files that it was read from."
-            raise_faults([Fault("processing_class", "a tokenizer without tokens", "one with a vocabulary", fix)])
+            raise_faults([Fault("processing_class", "one without tokens", "a tokenizer with a vocabulary", fix)])
         if isinstance(model, str):
             self.config, self.tokenizer = self._read_config(model, tokenizer)
             self.quantization = quantization_of(self.config, model_init_kwargs)
@@ -86,11 +86,11 @@ class BackboneSource:
                 require_bitsandbytes(self.quantization, args.device)
         else:
             if self.model_init_kwargs or self.trust_remote_code:
-                raise ConfigError("model_init_kwargs: got options for a model that is loaded already; allowed: none.")
+                raise ConfigError("model_init_kwargs must be empty for a model that is already loaded.")
             if not hasattr(model, "config"):
                 raise ConfigError(
-                    f"model: got {type(model).__name__}; allowed: a hub id or folder, a PreTrainedModel, or a "
-                    "MultiTaskPeftModel."
+                    "model must be a hub id or folder, a PreTrainedModel, or a MultiTaskPeftModel, got "
+                    f"{type(model).__name__}."
                 )
             self.config, self.tokenizer = model.config, tokenizer
             prepare_quantized(model.backbone if isinstance(model, MultiTaskPeftModel) else model)
@@ -106,13 +106,13 @@ class BackboneSource:
             is_path = Path(name).is_absolute() or name.startswith((".", "~")) or name.count("/") > 1
             if is_path and not Path(name).exists():
                 raise ConfigError(
-                    f'model: got "{name}", which is not there; allowed: a folder with a config.json, or a hub id. '
+                    f'model must be a folder with a config.json, or a hub id, got "{name}", which does not exist. '
                     "Check the path."
                 ) from error
             here = [path.parent.name for path in Path.cwd().glob("*/config.json")]
             nearest = "" if "/" in name else closest(name, here)
             told = f"{self._told(error)} {nearest}".rstrip()
-            raise ConfigError(f'model: got "{name}", which cannot be read: {told}') from error
+            raise ConfigError(f'model "{name}" cannot be read: {told}') from error
         if tokenizer is None:
             # Rows that are tokenised already need none; others are refused by name if there is none.
             with suppress(*_LOADING_ERRORS):
@@ -148,7 +148,7 @@ class BackboneSource:
             coefficient = task.router_coefficient(self.config)
             if coefficient and not hasattr(self.config.get_text_config(), "output_router_logits"):
                 got = f"{coefficient:g} with the model type {self.config.model_type}"
-                allowed = "None, or 0, as this model has no routers whose logits it returns"
+                allowed = "None or 0, because this model has no routers whose logits it returns"
                 faults.append(Fault(f"tasks.{task.name}.router_aux_loss_coef", got, allowed))
         kinds = _head_kinds(tasks)
         if len(kinds) > 1:
@@ -156,8 +156,8 @@ class BackboneSource:
             faults.append(
                 Fault(
                     "tasks",
-                    f"{kinds[0].name} tasks ({names}) beside {kinds[1].name} tasks",
-                    "tasks of one kind, as a backbone has one kind of head",
+                    f"{kinds[0].name} tasks ({names}) and {kinds[1].name} tasks",
+                    "of one kind, because a backbone has one kind of head",
                     "Train them in two runs.",
                 )
             )
@@ -168,11 +168,16 @@ class BackboneSource:
         if isinstance(self.model, MultiTaskPeftModel):
             model = self.model
             fix = "Rename the task, or give the model without this adapter."
-            got = "another configuration than that of the model's adapter of this name"
+            got = "another one"
             held = [task for task in tasks if task.name in model.tasks]
             raise_faults(
                 [
-                    Fault(f"tasks.{task.name}.peft_config", got, "the same one", fix)
+                    Fault(
+                        f"tasks.{task.name}.peft_config",
+                        got,
+                        "the configuration of the model's adapter of this name",
+                        fix,
+                    )
                     for task in held
                     if not model.was_given(task.name, task.peft_config)
                 ]
@@ -189,7 +194,7 @@ class BackboneSource:
                 with torch.device("meta"):
                     backbone = self._auto_class(tasks).from_config(config, trust_remote_code=self.trust_remote_code)
             except _LOADING_ERRORS as error:
-                raise ConfigError(f'model: got "{self.model}", which cannot be built: {self._told(error)}') from error
+                raise ConfigError(f'model "{self.model}" cannot be built: {self._told(error)}') from error
             if self.quantization is not None:
                 quantize_description(backbone, self.quantization)
             return self._wrap(backbone, tasks)
@@ -216,7 +221,7 @@ class BackboneSource:
                 **options,
             )
         except _LOADING_ERRORS as error:
-            raise ConfigError(f'model: got "{self.model}", whose weights cannot be loaded: {error}') from error
+            raise ConfigError(f'the weights of model "{self.model}" cannot be loaded: {error}') from error
         prepare_quantized(backbone)
         is_head_new = any(key.split(".")[0] in HEAD_NAMES for key in report["missing_keys"])
         return self._wrap(backbone, tasks, is_head_new=is_head_new, verify=None)
@@ -245,7 +250,7 @@ class BackboneSource:
         try:
             return Path(snapshot_download(self.model, allow_patterns=["*.json", "*.safetensors"]))
         except (OSError, ValueError) as error:
-            raise ConfigError(f'model: got "{self.model}", whose weights cannot be loaded: {error}') from error
+            raise ConfigError(f'the weights of model "{self.model}" cannot be loaded: {error}') from error
 
     def _wrap(
         self,

@@ -269,15 +269,15 @@ class DispatchedShares:
         if self.looks_ahead:
             if time_model is None:
                 raise ConfigError(
-                    f"replicas: got different replicas {layout} without a time model; allowed: a time model that has"
-                    " each of them. Pass deployment_facts.run_time_model(...)."
+                    f"replicas {layout} differ, which needs a time model that has each of them. Pass "
+                    "deployment_facts.run_time_model(...)."
                 )
             unknown = [str(config) for config in dict.fromkeys(layout.replicas) if config not in time_model.max_tokens]
             if unknown:
                 known = ", ".join(map(str, time_model.configurations))
                 raise ConfigError(
-                    f"replicas: got {layout}, of which {', '.join(unknown)} cannot hold any sequence; allowed: {known}."
-                    " Use more processes per replica, or gradient_checkpointing=True."
+                    f"replicas must be of {known}, got {layout}, of which {', '.join(unknown)} cannot hold any "
+                    "sequence. Use more processes per replica, or gradient_checkpointing=True."
                 )
             self._times = replace(time_model, packs=True)
         self._options = {"policy": policy, "solver": solver, "pads": False, "least_solved_s": least_solved_s}
@@ -301,8 +301,8 @@ class DispatchedShares:
         if too_long is None or self.cuts_rows:
             return None
         return (
-            f"row {too_long.row} has {len(too_long)} tokens; allowed: at most {longest}, the maximum of the replicas "
-            f"{self.layout}. Set max_length={longest} or split_long_sequences=True, or add a replica of more "
+            f"row {too_long.row} must have at most {longest} tokens, the maximum of the replicas {self.layout}, got "
+            f"{len(too_long)}. Set max_length={longest} or split_long_sequences=True, or add a replica of more "
             "processes: peft-mux plan --deployment shows which."
         )
 

@@ -373,7 +373,7 @@ def require_gradients() -> None:
     """
     if not torch.is_grad_enabled():
         raise ConfigError(
-            "train: got a call without gradients; allowed: one outside torch.no_grad() and torch.inference_mode()."
+            "train must be called outside torch.no_grad() and torch.inference_mode(), because it needs gradients."
         )
 
 

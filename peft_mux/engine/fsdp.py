@@ -118,14 +118,14 @@ class ShardedBackbone:
         """Shard the units, and add hooks for those that FSDP2 does not free by itself."""
         backbone = model.backbone
         if isinstance(backbone.base_model, FSDPModule):
-            raise ConfigError("shard_backbone: got a model that is divided already; allowed: a whole one, once.")
+            raise ConfigError("shard_backbone needs a whole model, got one that is already divided.")
         if is_meta(backbone):
-            raise ConfigError("shard_backbone: got a model without weights; allowed: one that is loaded.")
+            raise ConfigError("shard_backbone needs a loaded model, got one without weights.")
         quantised = next((name for name, *_ in quantized_layers(backbone)), None)
         if quantised is not None:
             raise ConfigError(
-                f"shard_backbone: got a backbone whose layer {quantised} is quantised; allowed: weights in a floating "
-                "point type. Set shard_backbone=False, or load the backbone without quantization."
+                f"shard_backbone needs weights in a floating point type, got a backbone whose layer {quantised} is "
+                "quantised. Set shard_backbone=False, or load the backbone without quantization."
             )
         self.model, self.processes = model, processes
         self.num_bytes = 0
@@ -285,8 +285,8 @@ def _decoder_layers(backbone: Any) -> dict[int, Any]:
     ]
     if not found:
         raise UnsupportedModelError(
-            f"{type(backbone).__name__} has no list of {count} decoder layers; allowed with shard_backbone=True: "
-            "models whose layers are one such list. Set shard_backbone=False."
+            f"{type(backbone).__name__} must keep its {count} decoder layers in one list with "
+            "shard_backbone=True. Set shard_backbone=False."
         )
     return {number: layer for number, layer in enumerate(found[0]) if not isinstance(layer, PassThrough)}
 

@@ -222,8 +222,8 @@ def divide(pieces: Sequence[Mapping[str, Piece]]) -> tuple[Cell, ...]:
         dims = {piece.dim for piece in held.values() if not piece.is_whole}
         if len(shapes) > 1 or len(dims) > 1:
             raise ValueError(
-                f"{name}: got pieces of shapes {sorted(shapes)}, cut along dimensions {sorted(dims)}; allowed: one"
-                " shape, cut along one dimension by all processes. Load the same model and adapter in each."
+                f"{name} must have one shape and be cut along one dimension in all processes, got shapes "
+                f"{sorted(shapes)}, cut along dimensions {sorted(dims)}. Load the same model and adapter in each."
             )
         shape, dim = shapes.pop(), dims.pop() if dims else 0
         size = shape[dim] if shape else 1
@@ -237,9 +237,9 @@ def divide(pieces: Sequence[Mapping[str, Piece]]) -> tuple[Cell, ...]:
             adders = tuple(rank for rank in holders if held[rank].adds)
             if not adders:
                 raise ValueError(
-                    f"{name}: got indices {start} to {end - 1} of {size} along dimension {dim} that"
-                    f" {'no adding' if holders else 'no'} process holds; allowed: every one in at least one process"
-                    " that adds its gradient."
+                    f"{name}: each index must be held by at least one process that adds its gradient, got indices "
+                    f"{start} to {end - 1} of {size} along dimension {dim} that {'no adding' if holders else 'no'} "
+                    "process holds."
                 )
             num_elements = torch.Size(shape).numel() // size * (end - start)
             cells.append(Cell(name, dim, start, end, num_elements, holders, adders))
@@ -267,8 +267,8 @@ def bundles(cells: Sequence[Cell], holdings: Sequence[Holding]) -> tuple[Bundle,
                 known = dtypes.setdefault(parameter.name, page.dtype)
                 if known != page.dtype:
                     raise ValueError(
-                        f"{parameter.name}: got {known} and {page.dtype} in different processes; allowed: one dtype."
-                        " Load the same model and adapter in each."
+                        f"{parameter.name} must have one dtype in all processes, got {known} and {page.dtype}. Load "
+                        "the same model and adapter in each."
                     )
     by_name: dict[str, list[Cell]] = {}
     for cell in cells:
@@ -417,9 +417,9 @@ class GradientSync:
                 missing = set(range(layout.num_replicas)) - {replica_of_rank[adder] for adder in cell.adders}
                 if missing:
                     raise ProcessError(
-                        f'task "{name}", {cell.name}: got no gradient of indices {cell.start} to {cell.end - 1} along'
-                        f" dimension {cell.dim} in replicas {sorted(missing)} of {layout}; allowed: all of it in each"
-                        " replica. Load the same model and adapter in each."
+                        f'task "{name}", {cell.name}: each replica must have the whole gradient, got none of indices '
+                        f"{cell.start} to {cell.end - 1} along dimension {cell.dim} in replicas {sorted(missing)} of "
+                        f"{layout}. Load the same model and adapter in each."
                     )
             # Includes bundles of other processes, because `new_group` is collective over the run. A dict keeps the
             # same order everywhere.

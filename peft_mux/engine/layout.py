@@ -73,7 +73,7 @@ class ParallelLayout:
 
     def __post_init__(self) -> None:
         if not self.replicas:
-            raise ValueError("replicas is empty; allowed: at least one configuration, such as <1,1>.")
+            raise ValueError("replicas must have at least one configuration, such as <1,1>.")
 
     @classmethod
     def of(cls, world_size: int, *, tp: int = 1, pp: int = 1) -> ParallelLayout:
@@ -85,8 +85,8 @@ class ParallelLayout:
         config = ParallelConfig(tp, pp)
         if world_size < 1 or world_size % config.num_gpus:
             raise ValueError(
-                f"world_size is {world_size}; allowed: a multiple of tp * pp = {tp} * {pp} = {config.num_gpus}. Start "
-                "another number of processes, or set other sizes."
+                f"world_size must be a multiple of tp * pp = {tp} * {pp} = {config.num_gpus}, got {world_size}. "
+                "Start another number of processes, or set other sizes."
             )
         return cls((config,) * (world_size // config.num_gpus))
 
@@ -102,15 +102,15 @@ class ParallelLayout:
         matches = [match for item in items if (match := _REPLICAS.fullmatch(item))]
         if not items or len(matches) < len(items):
             raise ValueError(
-                f"replicas is {text!r}; allowed: tensor and pipeline degrees of each replica, such as"
-                ' "<1,1>x2, <2,1>x1".'
+                'replicas must be the tensor and pipeline degrees of each replica, such as "<1,1>x2, <2,1>x1", got '
+                f"{text!r}."
             )
         replicas = []
         for match in matches:
             tp, pp, count = match.groups(default="1")
             # Checked before the list is created, because huge numbers would fill the memory.
             if max(map(len, (tp, pp, count))) > _MOST_DIGITS:
-                raise ValueError(f"replicas is {text!r}; allowed: numbers of at most {_MOST_DIGITS} digits.")
+                raise ValueError(f"replicas must have numbers of at most {_MOST_DIGITS} digits, got {text!r}.")
             replicas += [ParallelConfig(int(tp), int(pp))] * int(count)
         return cls(tuple(replicas))
 
@@ -156,7 +156,7 @@ class ParallelLayout:
             ValueError: if the layout does not have this rank.
         """
         if not 0 <= rank < self.world_size:
-            raise ValueError(f"rank is {rank}; allowed: 0 to {self.world_size - 1}, as {self} has.")
+            raise ValueError(f"rank must be 0 to {self.world_size - 1}, as {self} has, got {rank}.")
         return self.places[rank]
 
     def rank(self, place: Place) -> int:
@@ -207,16 +207,16 @@ def layout_of(args: MultiTaskTrainingArguments) -> ParallelLayout:
         unit = tp * pp
         if world_size % unit:
             raise ConfigError(
-                f"args.tensor_parallel_size, args.pipeline_parallel_size: got {tp} and {pp} in a run of {world_size}"
-                f" processes; allowed: sizes whose product divides the number of processes. Start {unit} processes or a"
-                f" multiple: torchrun --nproc-per-node {unit} script.py, or accelerate launch --multi_gpu"
-                f" --num_processes {unit} script.py."
+                "args.tensor_parallel_size * args.pipeline_parallel_size must divide the number of processes, got "
+                f"{tp} * {pp} in a run of {world_size}. Start {unit} processes or a multiple: torchrun "
+                f"--nproc-per-node {unit} script.py, or accelerate launch --multi_gpu --num_processes {unit} "
+                "script.py."
             )
         return ParallelLayout.of(world_size, tp=tp, pp=pp)
     if (tp, pp) != (1, 1):
         raise ConfigError(
-            f"args.replicas: got {args.replicas!r} with tensor_parallel_size={tp} and pipeline_parallel_size={pp};"
-            " allowed: either replicas or the two sizes. Leave the sizes at 1, because replicas includes them."
+            f"args.replicas must be left out with tensor_parallel_size={tp} and pipeline_parallel_size={pp}, got "
+            f"{args.replicas!r}. Leave the sizes at 1, because replicas includes them."
         )
     return layout_of_text(args.replicas, world_size)
 
@@ -233,8 +233,8 @@ def layout_of_text(replicas: str, world_size: int) -> ParallelLayout:
         raise ConfigError(f"args.{error}") from error
     if layout.world_size != world_size:
         raise ConfigError(
-            f"args.replicas: got {layout}, which needs {layout.world_size} processes, in a run of {world_size};"
-            f" allowed: exactly as many as there are. Start {layout.world_size} processes, or use other replicas."
+            f"args.replicas must have as many processes as the run ({world_size}), got {layout}, which needs "
+            f"{layout.world_size}. Start {layout.world_size} processes, or use other replicas."
         )
     return layout
 
@@ -282,8 +282,8 @@ def check_layout(
             Fault(
                 f"tasks.{task.name}.peft_config",
                 f"{kind.title} with shard_backbone=True",
-                "PEFT types that adapt layers",
-                "Leave shard_backbone out, or train LORA.",
+                "a PEFT type that adapts layers",
+                "Leave shard_backbone out, or use LORA.",
             )
             for task in tasks
             if isinstance(kind := kind_of(task.peft_config), PromptKind)
@@ -324,11 +324,11 @@ def _sharding_faults(layout: ParallelLayout, args: MultiTaskTrainingArguments, *
     if layout.is_data_parallel or (layout.are_alike and not layout.is_tensor_parallel and layout.num_replicas > 1):
         return faults
     where = "args.tensor_parallel_size, pipeline_parallel_size, replicas"
-    allowed = "no tensor parallelism with shard_backbone=True"
+    allowed = "without tensor parallelism with shard_backbone=True"
     if layout.is_tensor_parallel:
         got, fix = f"{layout}, with tensor parallelism", "Leave one of the two out: both divide each layer."
     elif layout.are_alike:
-        got, allowed = f"{layout}, a single replica", "several replicas, which share the weights of each stage"
+        got, allowed = f"{layout}, a single replica", "several replicas, because they share the weights of each stage"
         fix = f"Start twice as many processes, {2 * layout.world_size}, or more; or leave shard_backbone out."
     else:
         got, allowed = f"{layout}, different replicas", "replicas with the same stages with shard_backbone=True"
@@ -355,7 +355,7 @@ def _bare_parameter_faults(layout: ParallelLayout, tasks: Sequence[ResolvedTask]
         if hasattr(config, "target_parameters"):
             convert(config, backbone)  # "all-linear" includes the experts of a mixture
         if targets := getattr(config, "target_parameters", None):
-            allowed = f"layers with replicas {layout}, because bare parameters cannot be divided among processes"
+            allowed = f"layers with replicas {layout}, because bare parameters cannot be divided"
             got = given if field == "target_parameters" else f"{given}, which on this mixture adapts {shown(targets)}"
             fix = (
                 'Set target_modules to attention layers such as ["q_proj", "v_proj"], or let every process hold '
@@ -371,14 +371,14 @@ def _word_faults(layout: str, tasks: Sequence[ResolvedTask]) -> list[Fault]:
     fix = "Give every process the whole output head (no tensor_parallel_size, no shard_backbone)."
     for task in tasks:
         if task.objective.needs_entropy(task.loss_args):
-            got = f"a loss that reads entropies with {layout}"
-            allowed = "losses without entropies in this layout"
+            got = f"one that reads entropies with {layout}"
+            allowed = "a loss without entropies in this layout"
             faults.append(Fault(f"tasks.{task.name}.objective_args", got, allowed, fix))
         columns = task.objective.row_form.token_columns
         known = {name for name, column in columns.items() if column.is_required} | columns_of(task.task.train_dataset)
         named = [name for name in WORDS if name in columns and name in known]
         if named:
-            got = f'rows with "{named[0]}" in combination with {layout}'
-            allowed = "one target for each token in this layout"
+            got = f'"{named[0]}" with {layout}'
+            allowed = "rows with one target per token in this layout"
             faults.append(Fault(f"tasks.{task.name}.train_dataset", got, allowed, fix))
     return faults

@@ -252,9 +252,9 @@ class Processes:
         except RuntimeError as error:  # also what torch.distributed derives from it
             cause = self._cause_of(error)
             raise ProcessError(
-                f"rank {self.rank} of {self.world_size} got no answer at {what}: {cause or error} Allowed: processes "
-                "that all go on. See what the other one printed, start all of them anew, and go on from the last saved "
-                "state with train(resume_from_checkpoint=True)."
+                f"rank {self.rank} of {self.world_size} got no answer at {what}: {cause or error} Another process has "
+                "stopped. See what it printed, start all processes again, and resume from the last saved state with "
+                "train(resume_from_checkpoint=True)."
             ) from error
         finally:
             self.waited_s += time.perf_counter() - started

@@ -121,7 +121,7 @@ class LastLayerForward(MultiplexedForward):
         except KeysReady:
             return
         raise UnsupportedModelError(
-            f"{self.name} ({type(self.module).__name__}) ended without attention; allowed: layers that attend once."
+            f"{self.name} ({type(self.module).__name__}) must attend once, but ended without attention."
         )
 
     def _find_projections(self, attention: AttentionStream, read: ReadRows, args: Any, kwargs: Any) -> Projections:

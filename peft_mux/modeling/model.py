@@ -99,8 +99,8 @@ def require_whole(model: MultiTaskPeftModel, what: str) -> None:
     """Raise a `ConfigError` if a model is one of several stages or shards; `what` was asked of it."""
     if model.num_stages * model.tp_size > 1 or isinstance(model.backbone.base_model, FSDPModule):
         raise ConfigError(
-            f"{what}: got a backbone that is divided among processes; allowed: a whole one. Load the saved adapter"
-            " with PeftModel.from_pretrained in one process."
+            f"{what} needs a whole backbone, got one that is divided among processes. Load the saved adapter with "
+            "PeftModel.from_pretrained in one process."
         )
 
 
@@ -108,9 +108,9 @@ def require_all_layers(model: MultiTaskPeftModel, what: str) -> None:
     """Raise a `ConfigError` if a model is one of several pipeline stages; `what` was asked of it."""
     if model.num_stages > 1:
         raise ConfigError(
-            f"{what}: got one of {model.num_stages} pipeline stages of the model, which has its own layers alone;"
-            " allowed: a whole model, or shards of one (tensor_parallel_size). Load the saved adapter with"
-            " PeftModel.from_pretrained in one process."
+            f"{what} needs a whole model, or shards of one (tensor_parallel_size), got one of {model.num_stages} "
+            "pipeline stages, which has its own layers only. Load the saved adapter with PeftModel.from_pretrained "
+            "in one process."
         )
 
 
@@ -251,7 +251,7 @@ class MultiTaskPeftModel(PeftModel):
         check_backbone(model)
         prepare_quantized(model)
         if not peft_configs:
-            raise ConfigError("peft_configs: got no task; allowed: at least one task name with its PeftConfig.")
+            raise ConfigError("peft_configs must have at least one task name with its PeftConfig, got none.")
         check_configs(peft_configs, model)
         register_attention()
         # Before PEFT's construction, so that `_apply` finds them whenever it is called.
@@ -407,7 +407,7 @@ class MultiTaskPeftModel(PeftModel):
             ConfigError: if options of PEFT are given.
         """
         if kwargs:
-            raise ConfigError(f"save_pretrained: got {', '.join(kwargs)}; allowed: the folder alone.")
+            raise ConfigError(f"save_pretrained takes the folder only, got {', '.join(kwargs)}.")
         for name in self.tasks:
             self.save_task(name, folder := Path(save_directory) / name)
             write_checksums(folder, files.adapter_names(folder))
@@ -579,7 +579,7 @@ class MultiTaskPeftModel(PeftModel):
         """
         require_all_layers(self, "log-probabilities of tokens")
         if not self.objectives.head.kind.is_shared:
-            raise ConfigError("token_logprobs: got a classifier; allowed: a causal language model.")
+            raise ConfigError("token_logprobs needs a causal language model, got a classifier.")
         self.prepare_pass(mux_batch.task_names)
         with self.multiplexing(mux_batch):
             hidden_TD = self.hidden_states(mux_batch, read=self.last_layer.rows(self, mux_batch))
@@ -746,7 +746,7 @@ class MultiTaskPeftModel(PeftModel):
         """
         if kwargs.pop("use_reentrant", False):
             raise ConfigError(
-                "use_reentrant: got True; allowed: False, as adapters sit inside the checkpointed layers."
+                "use_reentrant must be False, because adapters are inside the checkpointed layers, got True."
             )
 
         def contexts() -> tuple[Any, Any]:

@@ -91,7 +91,7 @@ class TaskRegistry:
     def _held(self, name: str) -> _Task:
         if name not in self._tasks:
             allowed = ", ".join(self.tasks) or "none, as the model holds no task (any more)"
-            raise ConfigError(f'got task "{name}"; allowed: {allowed}. {closest(name, self.tasks)}'.rstrip())
+            raise ConfigError(f'the task must be {allowed}, got "{name}". {closest(name, self.tasks)}'.rstrip())
         return self._tasks[name]
 
     def adapter_of(self, name: str) -> str:
@@ -217,8 +217,8 @@ class TaskRegistry:
             got = tuple(tensors[key].shape) if key in tensors else None
             if got != piece.shape:
                 raise CheckpointError(
-                    f'task "{name}": got {"nothing" if got is None else f"shape {list(got)}"} for {key}; allowed: '
-                    f"{list(piece.shape)}, the whole tensor of the adapter that is registered."
+                    f'task "{name}": {key} must be the whole tensor of the registered adapter, {list(piece.shape)}, '
+                    f"got {'nothing' if got is None else f'shape {list(got)}'}."
                 )
         for key, parameter in self.parameters_of(name).items():
             parameter.copy_(pieces[key].take(tensors[key]))
@@ -369,9 +369,8 @@ class TaskRegistry:
         own = {key: parameter for key, parameter in own.items() if not key.startswith(prefixes)}
         if all_own and not own:
             raise ConfigError(
-                f"tasks.{name}.peft_config.target_modules: got modules beside the language model alone "
-                f"({', '.join(beside)}); allowed: some of the language model, as only rows of text are trained on, "
-                "which never reach the others."
+                f"tasks.{name}.peft_config.target_modules must include modules of the language model, because only "
+                f"rows of text are trained on, got only modules outside it ({', '.join(beside)})."
             )
         if adapter in (encoders := encoders_of(model)):
             # What PEFT freezes of a prompt is not trained: CPT's words, the sink of a cartridge.
@@ -380,8 +379,8 @@ class TaskRegistry:
             adopt_encoder(encoders[adapter], completed)
         if not any(parameter.numel() for parameter in own.values()):
             raise ConfigError(
-                f"tasks.{name}.peft_config: got a configuration with which PEFT trains nothing; allowed: target modules"
-                " that its type can adapt, with ranks below their widths, and at least one part of it that is trained."
+                f"tasks.{name}.peft_config must have target modules that its type can adapt, with ranks below their "
+                "widths, and at least one part that is trained; with this configuration PEFT trains nothing."
             )
         self.adopt(name, own, are_described=is_meta(backbone))
         if can_be_copied(completed):

@@ -251,9 +251,9 @@ def _balanced(router: nn.Module, outputs: Any, index: int, stream: Stream) -> An
     logits_UE = parts[index].reshape(-1, parts[index].shape[-1])
     if logits_UE.shape != (stream.num_rows, routed.num_experts):
         raise UnsupportedModelError(
-            f"{type(router).__name__} returned logits of shape {list(logits_UE.shape)} for {stream.num_rows} tokens and"
-            f" {routed.num_experts} experts; allowed with a balancing loss: one row a token, one column an expert. Set "
-            "router_aux_loss_coef=0."
+            f"{type(router).__name__} must return one row per token and one column per expert for a balancing "
+            f"loss, got logits of shape {list(logits_UE.shape)} for {stream.num_rows} tokens and {routed.num_experts} experts."
+            " Set router_aux_loss_coef=0."
         )
     routed.add(router, logits_UE, stream.segments)
     if not (torch.is_grad_enabled() and logits_UE.requires_grad):
@@ -278,8 +278,8 @@ def _recorder_of(backbone: Any) -> Any:
     counts = _expert_counts(backbone.config)
     if getattr(recorder, "target_class", None) is None or not all(isinstance(count, int) for count in counts):
         raise UnsupportedModelError(
-            f"{type(backbone).__name__} has no balancing loss here, as transformers does not say which modules its "
-            "routers are, or how many experts a token goes to; allowed: mixtures such as Mixtral, Qwen3-MoE and OLMoE. "
-            "Set router_aux_loss_coef=0."
+            f"{type(backbone).__name__} has no balancing loss in peft_mux, because transformers does not say which "
+            "modules its routers are, or to how many experts a token is routed; mixtures such as Mixtral, Qwen3-MoE "
+            "and OLMoE have one. Set router_aux_loss_coef=0."
         )
     return recorder

@@ -429,8 +429,8 @@ class VocabParallelHead:
             return logits
         if torch.is_grad_enabled() and logits.requires_grad:
             raise UnsupportedModelError(
-                "logits of a head that is cut for tensor parallelism were asked for with gradients; allowed: losses of"
-                " a MuxBatch, or logits under torch.no_grad()."
+                "logits of a head that is cut for tensor parallelism cannot have gradients. Use losses of a "
+                "MuxBatch, or logits under torch.no_grad()."
             )
         # A sum of zero-padded logits, not an all-gather: if n does not divide V, ranks differ by a word.
         whole = logits.new_zeros(*logits.shape[:-1], self.vocab_size)

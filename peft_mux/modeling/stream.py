@@ -113,14 +113,14 @@ class KeyValueStore:
             if part.start in parts:
                 return
             raise RuntimeError(
-                f'a part of a sequence of task "{part.task}" ran outside a chain, so that gradients would not reach it;'
-                " allowed: chains of parts that peft_mux.engine.executor runs, or passes under torch.no_grad()."
+                f'a part of a sequence of task "{part.task}" ran outside a chain, so gradients would not reach it. '
+                "Use the chains of parts that peft_mux.engine.executor runs, or torch.no_grad()."
             )
         # The second attention's keys would replace those of the first one.
         if any(kept.layer == layer and kept.part == part for kept in self._recorded or ()):
             raise UnsupportedModelError(
-                f"{layer} attends more than once in a pass, so its keys and values cannot be told apart; allowed: one"
-                " attention a layer. Set split_long_sequences=False."
+                f"{layer} must attend once per pass, because else its keys and values cannot be separated. Set "
+                "split_long_sequences=False."
             )
         if part.start == 0:
             parts.clear()  # a step that failed may have left something

@@ -76,7 +76,7 @@ def report_deployment(
         raise ConfigError(f"devices: {error}") from error
     num_devices = planner.args.world_size if cluster is None else cluster.num_devices
     if not runs:
-        raise ConfigError("plan --deployment: got no task that could run; allowed: one or more. Register one.")
+        raise ConfigError("plan --deployment needs at least one task that can run, got none. Register one.")
     facts = run_facts(planner, runs, cluster)
     configs = candidate_configs(facts, num_devices)
     curve = measured_time_model(facts, configs, measured) if measured else time_model_of(facts, configs, runs)
@@ -144,7 +144,7 @@ def redeploy(
         ConfigError: as `report_deployment`.
     """
     if not runs:
-        raise ConfigError("redeploy: got no task that is still to be trained; allowed: one or more.")
+        raise ConfigError("redeploy needs at least one task that is still to be trained, got none.")
     facts = run_facts(planner, runs)
     # The present replicas too, even if they are not candidates: both plans need times from one model.
     configs = tuple(dict.fromkeys((*candidate_configs(facts, old.world_size), *old.replicas)))
@@ -181,8 +181,8 @@ def _sampled_tasks(runs: Sequence[TaskRun], time_model: ReplicaTimeModel, num_de
         tasks.append(TaskLengths(run.name, (*sample[:-1], longest), batch_size))
     if faults:
         raise ConfigError(
-            f"plan --deployment: {'; '.join(faults)}; allowed: at most {most}, the most that a replica on "
-            f"{num_devices} devices holds. Set max_length={most}, use more or larger devices, or "
+            f"plan --deployment: rows must have at most {most} tokens, the most that a replica on {num_devices} "
+            f"devices holds: {'; '.join(faults)}. Set max_length={most}, use more or larger devices, or "
             "gradient_checkpointing=True."
         )
     return tasks

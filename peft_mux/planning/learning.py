@@ -386,7 +386,9 @@ def repriced_s(
         ValueError: for a plan without tasks, or for another number of stages.
     """
     if plan.template is None or plan.template.num_stages != cost.num_stages:
-        raise ValueError(f"the plan has {plan.num_stages} stages; allowed: {cost.num_stages}, with a task or more.")
+        raise ValueError(
+            f"the plan must have {cost.num_stages} stages and at least one task, got {plan.num_stages} stages."
+        )
     times = TurnTimes(cost, plan.passes_in_turns, recomputes=recomputes)
     priced = []
     for load, bucket in zip(plan.bucket_loads, plan.buckets, strict=True):

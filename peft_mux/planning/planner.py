@@ -392,8 +392,8 @@ class Planner:
                 each = f"{num_chunks} layers (interleaved_1f1b: one for each virtual stage)"
                 other = ", or another pipeline_schedule"
             raise ConfigError(
-                f"plan: {field} asks for {target.num_stages} stages; allowed: 1 to {most_stages}, as the backbone has"
-                f" {self.shape.num_layers} layers and each stage needs {each}. Take fewer stages{other}."
+                f"plan: {field} must be 1 to {most_stages} stages, because the backbone has {self.shape.num_layers} "
+                f"layers and each stage needs {each}, got {target.num_stages}. Take fewer stages{other}."
             )
         # Divided as the rows of every step are.
         lengths, tries = [load.lengths for load in loads], [load.trie for load in loads]

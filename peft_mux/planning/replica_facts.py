@@ -125,10 +125,10 @@ def time_model_of(facts: ReplicaFacts, configs: Sequence[ParallelConfig], runs: 
     except ValueError as error:
         names = ", ".join(f'"{run.name}"' for run in runs)
         raise ConfigError(
-            f"replicas: the backbone and the adapters of {names} take {bytes_text(facts.least_bytes(configs[-1]))} on a"
-            f" device of {configs[-1]}, the most divided of {', '.join(map(str, configs))}; allowed: up to "
-            f"{bytes_text(facts.limit_bytes or 0)}, the memory that a plan may fill. Use more or larger devices, or a "
-            "quantised backbone, or raise memory_limit_gib."
+            f"replicas: the backbone and the adapters of {names} take {bytes_text(facts.least_bytes(configs[-1]))} "
+            f"on a device of {configs[-1]}, the most divided of {', '.join(map(str, configs))}, but a plan may fill "
+            f"only {bytes_text(facts.limit_bytes or 0)}. Use more or larger devices, or a quantised backbone, or "
+            "raise memory_limit_gib."
         ) from error
 
 

@@ -52,8 +52,8 @@ def run_profile(args: MultiTaskTrainingArguments, shape: ModelShape, devices_per
             profile = Profile.from_json(Path(args.cost_profile).read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise ConfigError(
-                f"args.cost_profile: {args.cost_profile!r} is not a profile ({error}); allowed: a JSON file that"
-                ' "peft-mux profile" wrote. Measure again, or leave cost_profile out.'
+                f'args.cost_profile must be a JSON file that "peft-mux profile" wrote, got {args.cost_profile!r} '
+                f"({error}). Measure again, or leave cost_profile out."
             ) from error
         return RunProfile(profile, _profile_notes(profile, args, shape))
     if args.device.type != "cuda":
@@ -215,16 +215,16 @@ def other_target(
         raise ConfigError(f"devices: {error}") from error
     if args.shard_backbone and devices_per_stage > 1:
         raise ConfigError(
-            f"plan: got shard_backbone=True with tensor_parallel_size={devices_per_stage}; allowed: 1. Leave one of"
-            " the two out."
+            f"plan: tensor_parallel_size must be 1 with shard_backbone=True, got {devices_per_stage}. Leave one of "
+            "the two out."
         )
     name, unit = cluster.device.name, devices_per_stage * (num_stages or 1)
     if cluster.num_devices % unit:
         sizes = {"tensor_parallel_size": devices_per_stage, "pipeline_parallel_size": num_stages or 1}
         said = " and ".join(f"{size_name}={size}" for size_name, size in sizes.items() if size > 1)
         raise ConfigError(
-            f"plan: devices are {cluster.num_devices} x {name} with {said}; allowed: a multiple of {unit}. Plan for"
-            f" {unit * -(-cluster.num_devices // unit)}x{name}, or set other sizes."
+            f"plan: the number of devices must be a multiple of {unit}, got {cluster.num_devices} x {name} with "
+            f"{said}. Plan for {unit * -(-cluster.num_devices // unit)}x{name}, or set other sizes."
         )
     num_replicas = cluster.num_devices // unit
     # With sharded weights replicas divide the backbone, unless stages are asked for too.

@@ -305,7 +305,7 @@ class TaskCallbacks:
         self._num_shown = len(run.state.log_history)
         answer = handler.call_event(event, self.args, self._state, self._handed, **facts)
         if not isinstance(answer, TrainerControl):
-            raise TypeError(f"got {type(answer).__name__} as its answer; allowed: the TrainerControl, or None")
+            raise TypeError(f"it must return the TrainerControl or None, got {type(answer).__name__}")
         # Its own fields, not those of its class: a control that was emptied is invalid.
         vars(self.control).update({item.name: bool(vars(answer)[item.name]) for item in fields(TrainerControl)})
         self._handed = answer

@@ -46,8 +46,8 @@ class MetricsLog:
         if path is not None and (path.is_symlink() or (path.exists() and not path.is_file())):
             kind = "a link" if path.is_symlink() else "a folder" if path.is_dir() else "a pipe or a device"
             raise CheckpointError(
-                f"output_dir: got {path}, which is {kind}; allowed: a regular file or none, as the run appends to it."
-                " Remove it."
+                f"output_dir: {path} must be a regular file or absent, because the run appends to it, got {kind}. "
+                "Remove it."
             )
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -106,7 +106,7 @@ def _content(path: Path) -> bytes:
     try:
         return read_regular(path)
     except OSError as error:
-        raise CheckpointError(f"{path}: got no readable file ({error}); allowed: the metrics of a run.") from error
+        raise CheckpointError(f"{path} must be the metrics of a run, but cannot be read ({error}).") from error
 
 
 def _records(content: bytes) -> Iterator[tuple[bytes, dict[str, Any] | None]]:

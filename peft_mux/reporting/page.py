@@ -216,7 +216,7 @@ def draw_losses(curves: Mapping[str, Curves], kind: str = "png") -> bytes:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("plots: got no matplotlib; allowed: pip install 'peft-mux[plots]'.") from error
+        raise ConfigError("plots need matplotlib: pip install 'peft-mux[plots]'.") from error
     columns = min(_MOST_COLUMNS, len(curves) if len(curves) < 4 else math.ceil(math.sqrt(len(curves))))
     num_rows = math.ceil(len(curves) / columns)
     # Inches, with a strip at the top for the title and the legend, which cover no curve there.
@@ -257,7 +257,7 @@ def plot_losses(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
     """
     curves = task_curves(records)
     if not curves:
-        raise ConfigError("plots: got no loss in the records; allowed: a run that has logged at least once.")
+        raise ConfigError("plots need a run that has logged at least once, got no loss in the records.")
     write_file(path, draw_losses(curves, path.suffix.removeprefix(".") or "png"))
     return path
 

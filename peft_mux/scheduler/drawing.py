@@ -287,7 +287,7 @@ def gantt_text(simulation: Simulation, width: int = 100) -> str:
     margin = max(map(len, labels)) + 3
     num_slots = width - margin
     if num_slots < _MIN_SLOTS:
-        raise ValueError(f"width is {width}; allowed: {_MIN_SLOTS + margin} or more for {len(labels)} stages.")
+        raise ValueError(f"width must be {_MIN_SLOTS + margin} or more for {len(labels)} stages, got {width}.")
     makespan_s = simulation.makespan_s
     lines = [
         f"makespan {_milliseconds(makespan_s, makespan_s)} ms, {simulation.num_stages} stages, "
@@ -363,14 +363,14 @@ def save_gantt(simulation: Simulation, path: Path, draw_below: Callable[[Axes], 
         ValueError: for another suffix.
     """
     if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"path is {path.name!r}; allowed: a name that ends in .png or .svg.")
+        raise ValueError(f"path must be a name that ends in .png or .svg, got {path.name!r}.")
     try:
         import matplotlib
         from matplotlib import colormaps
         from matplotlib.colors import to_rgb
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("plots: got no matplotlib; allowed: pip install 'peft-mux[plots]'.") from error
+        raise ConfigError("plots need matplotlib: pip install 'peft-mux[plots]'.") from error
     num_stages, names, makespan_s = simulation.num_stages, simulation.bucket_names, simulation.makespan_s
     heights = [1.4 + 0.55 * num_stages, *([] if draw_below is None else [1.6])]
     figure = Figure(figsize=(11, sum(heights)), layout="constrained")

@@ -199,7 +199,7 @@ class Plan:
             ValueError: for a plan without tasks.
         """
         if self.template is None:
-            raise ValueError("the plan holds no running task; allowed: plans with at least one, to have a timeline.")
+            raise ValueError("the plan must have at least one running task to have a timeline, got none.")
         return simulate(self.template, self.bucket_loads, links=self.link)
 
     def summary(self, columns: int | None = None) -> str:
@@ -273,7 +273,7 @@ class Plan:
         share = next((share for share in self.shares if share.name == task), None)
         if index is None or share is None:
             known = ", ".join([share.name for share in self.shares] + list(waiting))
-            raise ValueError(f"task is {task!r}; allowed: {known}.")
+            raise ValueError(f"task must be {known}, got {task!r}.")
 
         htask, others = self.htasks[index], self._company(task)
         company = f"shares its passes with {', '.join(others)}" if others else "has its passes to itself"
@@ -394,7 +394,7 @@ class Plan:
         data = with_tuples(json.loads(text))
         version = data.pop("format_version", None)
         if version != FORMAT_VERSION:
-            raise ValueError(f"format_version: got {version!r}; allowed: {FORMAT_VERSION}.")
+            raise ValueError(f"format_version must be {FORMAT_VERSION}, got {version!r}.")
         data.pop("forecast", None)  # follows from the rest
         try:
             for name, kind in (
@@ -414,7 +414,7 @@ class Plan:
                 data["turns"] = TurnPlan(**{**turns, "parts": tuple(PassParts(**parts) for parts in turns["parts"])})
             return cls(**data)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"plan lacks or misnames a field ({error}); allowed: what to_json wrote.") from error
+            raise ValueError(f"plan must be what to_json wrote, but lacks or misnames a field ({error}).") from error
 
 
 def _cell(name: str, width: int) -> str:

@@ -95,12 +95,12 @@ class Control:
             return self._membership.remove(task, save=saves), f"{task}: removed{'' if saves else ', not saved'}"
         if command != "add":
             raise ConfigError(
-                f"control: got {command!r}; allowed: pause, resume, remove or add, with the name of a task."
+                f"control: a command must be pause, resume, remove or add, with the name of a task, got {command!r}."
             )
         if self.read_tasks is None:
             raise ConfigError(
-                "control: got add for a run that was not started by peft-mux train; allowed: "
-                "trainer.register_tasks([...]) in the program that trains."
+                "control: add works for runs that peft-mux train started. Call trainer.register_tasks([...]) in the "
+                "program that trains."
             )
         names, ended = [str(name) for name in request.get("tasks") or ()], self._ended
         tasks = self.read_tasks(str(request.get("file")), names)
@@ -109,7 +109,7 @@ class Control:
         # Without names, all tasks that the run does not have yet.
         tasks = [task for task in tasks if names or task.name not in self._run.table]
         if not tasks:
-            raise ConfigError("control: got a file whose tasks are all part of the run; allowed: one with new tasks.")
+            raise ConfigError("control: the file must have new tasks, got one whose tasks are all part of the run.")
         return self._membership.register(tasks), f"added: {', '.join(task.name for task in tasks)}"
 
     def _answer(self, name: str, error: BaseException | None, done: str) -> None:

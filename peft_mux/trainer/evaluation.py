@@ -419,7 +419,7 @@ class TaskEvaluator:
         results of the task's own functions.
         """
         if run.eval_data is None:
-            raise ConfigError(f"tasks.{run.name}.eval_dataset: got None; allowed: held-out rows, to evaluate the task.")
+            raise ConfigError(f"tasks.{run.name}.eval_dataset must be held-out rows, to evaluate the task, got None.")
         model, executor, share = self._placement.model, self._placement.executor, self._share
         own = None if run.task.compute_metrics is None else _OwnMetrics(run.task)
         was_training = model.training

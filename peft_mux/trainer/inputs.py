@@ -43,7 +43,7 @@ def refuse_trainer_arguments(given: Mapping[str, Any]) -> None:
     # `None` is the default of most of them: code that passes them on unset asks for nothing.
     raise_faults(
         [
-            Fault(name, type(value).__name__, "nothing", f"{_WHERE.get(name, 'It has no meaning for many tasks')}.")
+            Fault(name, type(value).__name__, "left out", f"{_WHERE.get(name, 'It has no meaning for many tasks')}.")
             for name, value in given.items()
             if value is not None
         ]
@@ -88,15 +88,15 @@ def check_callbacks(callbacks: Iterable[Any]) -> None:
     """
     callbacks = list(callbacks)
     faults = [
-        Fault("callbacks", shown(one), "TrainerCallback objects, or their classes")
+        Fault("callbacks", shown(one), "a list of TrainerCallback objects or classes")
         for one in callbacks
         if not isinstance(one, TrainerCallback) and not (isinstance(one, type) and issubclass(one, TrainerCallback))
     ]
     faults += event_faults(callbacks, "callbacks")
     if any(isinstance(callback, EarlyStoppingCallback) for callback in callbacks):
         fix = "Give it to Task(callbacks=[...]), or set Task(early_stopping=EarlyStopping(...))."
-        allowed = "one on each Task that should stop early"
-        faults.append(Fault("callbacks", "an EarlyStoppingCallback for the whole run", allowed, fix))
+        allowed = "without EarlyStoppingCallback, because each task stops on its own"
+        faults.append(Fault("callbacks", "one for the whole run", allowed, fix))
     raise_faults(faults)
 
 
@@ -113,10 +113,9 @@ def check_launch(args: MultiTaskTrainingArguments) -> None:
         promised = processes_asked_of_launcher(os.environ)
         if promised is not None:
             raise ConfigError(
-                f"processes: got 1 where the launcher was asked for {promised}; allowed: as many as were asked for. "
-                "On CPUs start them with torchrun --nproc-per-node N script.py (accelerate launch --cpu starts one), "
-                "on GPUs with accelerate launch --multi_gpu --num_processes N script.py; a single one with "
-                "python script.py."
+                f"processes must be the {promised} that the launcher was asked for, got 1. On CPUs start them with "
+                "torchrun --nproc-per-node N script.py (accelerate launch --cpu starts one), on GPUs with accelerate "
+                "launch --multi_gpu --num_processes N script.py; a single one with python script.py."
             )
         return
     kinds = [
@@ -126,8 +125,8 @@ def check_launch(args: MultiTaskTrainingArguments) -> None:
     ]
     if kinds:
         raise ConfigError(
-            f"processes: got a launch with {', '.join(kinds)}; allowed: plain processes, each with the whole model "
-            "(accelerate launch --multi_gpu, or torchrun). Leave the option out."
+            "processes must be plain ones, each with the whole model (accelerate launch --multi_gpu, or torchrun), "
+            f"got a launch with {', '.join(kinds)}. Leave the option out."
         )
 
 
@@ -161,7 +160,7 @@ def check_evaluation(args: MultiTaskTrainingArguments, tasks: Sequence[Task]) ->
     fix = "Give eval_dataset to the tasks that should be evaluated."
     raise_faults(
         [
-            Fault(f"args.{name}", f"{value!r} where no task has held-out rows", "its default", fix)
+            Fault(f"args.{name}", f"{value!r} without a task that has held-out rows", "its default", fix)
             for name, value in wanted.items()
             if value is not None
         ]
@@ -187,24 +186,22 @@ def task_list(
     """
     if tasks is not None:
         if train_dataset is not None or eval_dataset is not None:
-            raise ConfigError(
-                "train_dataset: got rows together with tasks; allowed: one of the two. Put the rows on the tasks."
-            )
+            raise ConfigError("train_dataset must be left out with tasks. Put the rows on the tasks.")
         require_tasks(tasks)
         if not tasks:
-            raise ConfigError("tasks: got an empty list; allowed: a list of at least one Task.")
+            raise ConfigError("tasks must be a list of at least one Task, got an empty list.")
         check_task_names(task.name for task in tasks)
         return list(tasks)
     held_out = {} if eval_dataset is None else eval_dataset
     if not isinstance(model, MultiTaskPeftModel) or not isinstance(train_dataset, Mapping):
         raise ConfigError(
-            "tasks: got None; allowed: a list of Task, or a MultiTaskPeftModel with train_dataset={name: rows, ...}."
+            "tasks must be a list of Task, or a MultiTaskPeftModel with train_dataset={name: rows, ...}, got None."
         )
     is_of_model = set(train_dataset) == set(model.tasks)
     if not isinstance(held_out, Mapping) or not is_of_model or not set(held_out) <= set(train_dataset):
         raise ConfigError(
-            f"train_dataset: got rows for {', '.join(train_dataset)}; allowed: rows for exactly the tasks of the model "
-            f"({', '.join(model.tasks)}), and held-out rows for some of them."
+            f"train_dataset must have rows for exactly the tasks of the model ({', '.join(model.tasks)}), and "
+            f"held-out rows for some of them, got rows for {', '.join(train_dataset)}."
         )
     return [
         Task(
@@ -224,13 +221,13 @@ def require_tasks(tasks: object) -> None:
         ConfigError: naming the value, and how a list is written.
     """
     if isinstance(tasks, Task):
-        raise ConfigError("tasks: got a single Task; allowed: a list of at least one Task. Write [task].")
+        raise ConfigError("tasks must be a list of at least one Task, got a single Task. Write [task].")
     if not isinstance(tasks, Sequence) or isinstance(tasks, str):
         fix = " Write list(tasks.values())." if isinstance(tasks, Mapping) else ""
-        raise ConfigError(f"tasks: got {type(tasks).__name__}; allowed: a list of at least one Task.{fix}")
+        raise ConfigError(f"tasks must be a list of at least one Task.{fix}, got {type(tasks).__name__}")
     wrong = dict.fromkeys(type(task).__name__ for task in tasks if not isinstance(task, Task))
     if wrong:
-        raise ConfigError(f"tasks: got {', '.join(wrong)} in the list; allowed: a list of at least one Task.")
+        raise ConfigError(f"tasks must be a list of at least one Task, got {', '.join(wrong)} in the list.")
 
 
 def make_collator(args: MultiTaskTrainingArguments, tokenizer: Any) -> ChunkPackingCollator:

@@ -188,8 +188,8 @@ class TrainingLoop:
         largest = max(work.micro_batches, key=lambda micro_batch: micro_batch.num_computed)
         if len(largest.row_sequences) < 2 and not self._run.args.split_long_sequences:
             raise MemoryBudgetError(
-                f"tasks.{largest.task_names[0]}: a pass of one row of {largest.num_tokens:,} tokens does not fit into "
-                f"memory ({reason}); allowed: rows that do. Set max_length, gradient_checkpointing=True, bf16=True or "
+                f"tasks.{largest.task_names[0]}: a pass of one row of {largest.num_tokens:,} tokens does not fit "
+                f"into memory ({reason}). Set max_length, gradient_checkpointing=True, bf16=True or "
                 "split_long_sequences=True, or quantise the backbone; then resume with "
                 "train(resume_from_checkpoint=True)."
             )

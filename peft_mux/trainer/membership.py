@@ -70,8 +70,8 @@ class Command(Future[Any]):
     def _check(self) -> None:
         if not self.done() and self._queue.is_owner:
             raise ConfigError(
-                f"{self.label}: got a wait for it in the thread that trains; allowed: done(), or add_done_callback(). "
-                "It is done after the step in progress, which would wait for ever."
+                f"{self.label} must not be waited for in the thread that trains, because it is done after the step "
+                "in progress. Use done(), or add_done_callback()."
             )
 
     def result(self, timeout: float | None = None) -> Any:
@@ -161,7 +161,9 @@ class CommandQueue:
         with self._free:
             self._free.wait_for(lambda: self._trains or self._owner in (None, me))
             if self._trains:
-                raise ConfigError("train: got a call while the run trains; allowed: one at a time. Wait for the other.")
+                raise ConfigError(
+                    "train must be called once at a time, got a call while the run trains. Wait for the other call."
+                )
             owner_before, self._owner, self._trains = self._owner, me, True
         failed = True
         try:
@@ -292,7 +294,7 @@ class Membership:
         def act() -> None:
             run = self.run_of(name)
             if run.status.is_final:
-                raise ConfigError(f'got task "{name}", which has ended ({run.status}); allowed: one that has not.')
+                raise ConfigError(f'task "{name}" has already ended ({run.status}).')
             if is_paused and run.status is not TaskStatus.PAUSED:
                 run.status, run.reason = TaskStatus.PAUSED, ""
             elif not is_paused and run.status is TaskStatus.PAUSED:
@@ -310,7 +312,9 @@ class Membership:
     def _require_known(self, name: str, *, arriving: bool = True) -> None:
         names = [run.name for run in self._run.table] + (sorted(self._arriving) if arriving else [])
         if name not in names:
-            raise ConfigError(f'got task "{name}"; allowed: {", ".join(names)}. {closest(name, names)}'.rstrip())
+            raise ConfigError(
+                f'the task must be one of {", ".join(names)}, got "{name}". {closest(name, names)}'.rstrip()
+            )
 
     # ------------------------------------------------------------------ between two steps
 
@@ -395,8 +399,8 @@ class Membership:
         # Saved before it is dropped: the saver reads the table and the model. Every process gets here.
         if save and run.saver.folder is not None and not all(run.processes.gather(run.saver.save_adapter(name))):
             raise CheckpointError(
-                f'got task "{name}", whose adapter could not be written, so that it stays; allowed: a folder that can '
-                f'be written to, or remove_task("{name}", save=False), which discards the adapter.'
+                f'the adapter of task "{name}" could not be written, so the task stays. Make its folder writable, or '
+                f'call remove_task("{name}", save=False), which discards the adapter.'
             )
         if not own.status.is_final:
             own.end(TaskStatus.REMOVED, "" if save else "not saved")

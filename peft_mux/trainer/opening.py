@@ -67,8 +67,8 @@ class Opening:
         resume = resume or (None if run.has_trained else run.args.resume_from_checkpoint)
         if not resume and run.is_updating:
             raise CheckpointError(
-                f"train: got a run whose step {run.state.global_step + 1} was cut off while its tasks were "
-                "updated; allowed: train(resume_from_checkpoint=True), which resumes from the last saved state."
+                "train must resume with train(resume_from_checkpoint=True) from the last saved state, because step "
+                f"{run.state.global_step + 1} was cut off while its tasks were updated."
             )
         run.processes.connect()
         # Before anything is loaded: unequal settings are reported in seconds, and could hang the run later on.
@@ -203,9 +203,9 @@ class Opening:
         lost = [name for name in stepped if name not in record.tasks and name not in record.removed]
         if lost:
             raise CheckpointError(
-                f"resume_from_checkpoint: got {folder.root}, whose newest state does not have {', '.join(lost)}, which "
-                "has taken steps in this trainer; allowed: tasks of that state. Make a new trainer to resume with, or "
-                "remove the task and register it again."
+                "resume_from_checkpoint must have all tasks that have taken steps in this trainer, got "
+                f"{folder.root}, whose newest state does not have {', '.join(lost)}. Make a new trainer to resume "
+                "with, or remove the task and register it again."
             )
         self._plans.restore_times(record.numerics)
         run.is_updating = False

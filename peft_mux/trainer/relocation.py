@@ -94,12 +94,13 @@ class Relocation:
         """
         if not isinstance(self._placement.source.model, str):
             raise ConfigError(
-                "redeploy: got a model that is an object; allowed: a hub id or folder, from which every process reads"
-                " its new part. Give the trainer the folder of the model."
+                "redeploy needs a model that is a hub id or folder, from which every process reads its new part, got "
+                "a model object. Give the trainer the folder of the model."
             )
         if self._run.args.save_strategy == "no":
             raise ConfigError(
-                'redeploy: got save_strategy="no"; allowed: "steps", as tasks resume from the state that a move saves.'
+                'redeploy needs save_strategy="steps", because tasks resume from the state that a move saves, '
+                'got save_strategy="no".'
             )
 
     # ------------------------------------------------------------------ the decision
@@ -152,8 +153,8 @@ class Relocation:
         is_saved = self._run.saver.save_run() and not self._run.saver.unsaved
         if not all(self._run.processes.gather(is_saved)):
             raise _NotSavedError(
-                f"redeploy: the tasks could not be saved at step {self._run.state.global_step}, so they stay where they"
-                " are; allowed: a folder that can be written to. Free space in output_dir."
+                f"redeploy: the tasks could not be saved at step {self._run.state.global_step}, so they stay on "
+                "their processes. Make output_dir writable, or free space in it."
             )
 
     def _restore(self) -> None:

@@ -62,7 +62,7 @@ def sweep_tasks(task: Task, grid: Mapping[str, Sequence[Any]]) -> tuple[Contest,
     # Counted before any is made: a range may stand for more than memory holds.
     count = math.prod(map(len, grid.values()))
     if not 2 <= count <= _MOST_TASKS:
-        raise ConfigError(f"sweep: got {count} combinations; allowed: 2 to {_MOST_TASKS}.")
+        raise ConfigError(f"sweep must have 2 to {_MOST_TASKS} combinations, got {count}.")
     digits = max(2, len(str(count)))
     members, tasks = {}, []
     for number, values in enumerate(product(*grid.values()), start=1):
@@ -96,11 +96,11 @@ def _grid_faults(task: Task, grid: Mapping[str, Sequence[Any]]) -> list[Fault]:
         elif isinstance(values, (str, bytes)) or not isinstance(values, Sequence) or not values:
             faults.append(Fault(where, shown(values), "a list of at least one value"))
     if not grid:
-        faults.append(Fault("sweep", "no settings", 'some, such as {"learning_rate": [1e-4, 3e-4]}'))
+        faults.append(Fault("sweep", "no settings", 'at least one setting, such as {"learning_rate": [1e-4, 3e-4]}'))
     if task.eval_dataset is None:
-        faults.append(Fault(f"tasks.{task.name}.eval_dataset", "None", "held-out rows, by which a sweep ranks"))
+        faults.append(Fault(f"tasks.{task.name}.eval_dataset", "None", "held-out rows, because a sweep ranks by them"))
     if task.early_stopping is not None:
-        allowed_rule = "none: a sweep evaluates at steps of its own"
+        allowed_rule = "None, because a sweep evaluates at its own steps"
         fix = 'Use early_stop="halving".'
         faults.append(Fault(f"tasks.{task.name}.early_stopping", "a rule", allowed_rule, fix))
     return faults
@@ -217,7 +217,7 @@ class SweepResult:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ConfigError("plots: got no matplotlib; allowed: pip install 'peft-mux[plots]'.") from error
+            raise ConfigError("plots need matplotlib: pip install 'peft-mux[plots]'.") from error
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot()
         for number, one in enumerate(self.ranking):
@@ -263,8 +263,8 @@ class Referee(TrainerCallback):
                 run = trainer.table[name]
                 if run.hyper.load_best_model_at_end:
                     raise ConfigError(
-                        f"tasks.{contest.name}.load_best_model_at_end: got True in a sweep, whose evaluations decide "
-                        "which adapter is kept; allowed: False. Take the best of the ranking."
+                        f"tasks.{contest.name}.load_best_model_at_end must be False in a sweep, whose evaluations "
+                        "decide which adapter is kept, got True. Take the best of the ranking."
                     )
                 self._rungs[name] = rungs(run.num_steps, len(contest.members)) if halves else ()
                 run.own_eval_steps = frozenset({*self._rungs[name], run.num_steps})
@@ -404,7 +404,7 @@ def add_referee(
         ConfigError: for another way to stop early.
     """
     if early_stop not in (None, "halving"):
-        raise ConfigError(f'sweep.early_stop: got {shown(early_stop)}; allowed: "halving" or None.')
+        raise ConfigError(f'sweep.early_stop must be "halving" or None, got {shown(early_stop)}.')
     referee = Referee(trainer, contests, metric=metric, halves=early_stop is not None)
     if referee.contests:
         trainer.add_callback(referee)
@@ -429,7 +429,7 @@ def end_sweeps(trainer: MultiTaskTrainer, referee: Referee, *, prints: bool = Tr
             failed = [one.name for one in ranking if one.status == TaskStatus.FAILED]
             reasons = "; ".join(f"{name}: {trainer.table[name].reason}" for name in failed[:3])
             more = f", and {len(failed) - 3} more" if len(failed) > 3 else ""
-            known = f"no task has {referee.metric}; allowed: a metric of its evaluations."
+            known = f"no task has {referee.metric}. Name a metric of its evaluations."
             raise ConfigError(f"sweep {contest.name}: {known}{f' Failed: {reasons}{more}.' if failed else ''}")
         result = SweepResult(contest.name, referee.metric, tuple(ranking), _keep_best(trainer, contest, ranking[0]))
         if prints:

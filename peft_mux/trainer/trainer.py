@@ -45,7 +45,7 @@ from peft_mux.engine.allocator import keeping_freed_memory
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.tasks.setup import make_task_runs, resolve_tasks
 from peft_mux.engine.tasks.task_run import TaskTable
-from peft_mux.errors import ConfigError, Fault, raise_faults
+from peft_mux.errors import ConfigError
 from peft_mux.planning.deployment import report_deployment
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.profiling.backbone import profile_backbone
@@ -504,7 +504,7 @@ def _refusing(name: str, instead: str) -> Callable[..., Any]:
     def refuse(self: Any, *args: Any, **kwargs: Any) -> Any:
         if "_run" not in vars(self):  # called by Trainer's own constructor
             return getattr(Trainer, name)(self, *args, **kwargs)
-        raise_faults([Fault(f"trainer.{name}", "a call", instead, "Trainer's own is for one task.")], ConfigError)
+        raise ConfigError(f"trainer.{name} is Trainer's method for one task. Use {instead}.")
 
     refuse.__name__ = name
     refuse.__doc__ = f"Raise a `ConfigError`: use {instead}."

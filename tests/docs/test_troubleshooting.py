@@ -36,7 +36,9 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(importlib.util.find_spec("mkdocs_jupyter") is None, reason="mkdocs-jupyter is absent (the extra docs)")
+@pytest.mark.skipif(
+    importlib.util.find_spec("mkdocs_jupyter") is None, reason="mkdocs-jupyter is absent (the extra docs)"
+)
 def test_the_site_builds_without_a_warning(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "--site-dir", str(tmp_path / "site")]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)

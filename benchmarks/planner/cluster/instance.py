@@ -91,10 +91,10 @@ class InstanceSpec:
 
     def __post_init__(self) -> None:
         if self.max_tasks < 1:
-            raise ValueError(f"max_tasks is {self.max_tasks}; allowed: 1 or more. Use 1 for no sharing.")
+            raise ValueError(f"max_tasks must be 1 or more, got {self.max_tasks}. Use 1 for no sharing.")
         if not self.micro_batch_counts or min(self.micro_batch_counts) < 1:
             raise ValueError(
-                f"micro_batch_counts is {self.micro_batch_counts}; allowed: one number or more, each 1 or more."
+                f"micro_batch_counts must be one number or more, each 1 or more, got {self.micro_batch_counts}."
             )
 
 
@@ -122,7 +122,7 @@ class InstanceModel:
 
     def __post_init__(self) -> None:
         if self.system not in SYSTEMS:
-            raise ValueError(f"system is {self.system!r}; allowed: {', '.join(SYSTEMS)}.")
+            raise ValueError(f"system must be {', '.join(SYSTEMS)}, got {self.system!r}.")
         devices, shape = self.spec.devices, self.spec.shape
         profile = analytic_profile(devices.device, shape, link=devices.intra_node)
         # HF-PEFT alone runs a model operator by operator.
@@ -150,7 +150,8 @@ class InstanceModel:
         if found is None or len(kinds) > self.max_tasks:
             raise ValueError(
                 f"{len(kinds)} tasks do not fit an instance of {self.system} on {self.spec.devices.num_devices} x "
-                f"{self.spec.devices.device.name}; allowed: up to {self.max_tasks} that fit into memory. Ask fits()."
+                f"{self.spec.devices.device.name}, which holds up to {self.max_tasks} that fit into memory. Ask "
+                "fits()."
             )
         return found
 

@@ -22,9 +22,11 @@ def save_replays(cases: Mapping[str, Sequence[Replay]], path: Path) -> Path:
         ValueError: for no case, a case without replays, or another kind of file.
     """
     if path.suffix not in _FORMATS:
-        raise ValueError(f"path ends in {path.suffix!r}; allowed: {', '.join(_FORMATS)}. Choose one.")
+        raise ValueError(f"path must end in {', '.join(_FORMATS)}, got {path.suffix!r}.")
     if not cases or not all(cases.values()):
-        raise ValueError("cases hold nothing to draw; allowed: one case or more, each with one replay or more.")
+        raise ValueError(
+            "cases must have at least one case with at least one replay, so that there is something to draw."
+        )
     import matplotlib
     from matplotlib.figure import Figure
 

@@ -57,15 +57,15 @@ class ReplaySettings:
 
     def __post_init__(self) -> None:
         if self.num_gpus < 1:
-            raise ValueError(f"num_gpus is {self.num_gpus}; allowed: 1 or more. Count the GPUs of the cluster.")
+            raise ValueError(f"num_gpus must be 1 or more, got {self.num_gpus}. Count the GPUs of the cluster.")
         if self.placement not in ("spread", "fill"):
-            raise ValueError(f"placement is {self.placement!r}; allowed: 'spread', 'fill'.")
+            raise ValueError(f"placement must be 'spread', 'fill', got {self.placement!r}.")
         if not self.horizon_s > 0:
             raise ValueError(
-                f"horizon_s is {self.horizon_s}; allowed: more than 0, or inf to run until all have ended."
+                f"horizon_s must be more than 0, or inf to run until all have ended, got {self.horizon_s}."
             )
         if self.queue_limit is not None and self.queue_limit < 0:
-            raise ValueError(f"queue_limit is {self.queue_limit}; allowed: 0 or more, or None for no limit.")
+            raise ValueError(f"queue_limit must be 0 or more, or None for no limit, got {self.queue_limit}.")
 
 
 def replay(
@@ -84,12 +84,14 @@ def replay(
     """
     gpus = model.spec.devices.num_devices
     if settings.num_gpus < gpus:
-        raise ValueError(f"num_gpus is {settings.num_gpus}; allowed: {gpus} or more, the GPUs of one instance.")
+        raise ValueError(f"num_gpus must be {gpus} or more, the GPUs of one instance, got {settings.num_gpus}.")
     if any(later.submit_s < earlier.submit_s for earlier, later in zip(tasks, tasks[1:], strict=False)):
-        raise ValueError("tasks are out of order; allowed: by submit_s. Sort them.")
+        raise ValueError("tasks must be sorted by submit_s.")
     for kind in sorted({task.kind for task in tasks}):
         if not model.fits([kind]):
-            raise ValueError(f"a task of {kind} fits no empty instance of {model.system}; allowed: tasks that do.")
+            raise ValueError(
+                f"a task of {kind} does not fit an empty instance of {model.system}. Leave such tasks out."
+            )
     environment = simpy.Environment()
     run = _ReplayState(environment, tasks, model, reference, settings)
     environment.process(run.arrivals())

@@ -40,7 +40,7 @@ class TaskKind:
     def __post_init__(self) -> None:
         for field in ("tokens_per_sequence", "batch_size", "rank"):
             if getattr(self, field) < 1:
-                raise ValueError(f"{field} is {getattr(self, field)}; allowed: 1 or more. Correct the kind of task.")
+                raise ValueError(f"{field} must be 1 or more, got {getattr(self, field)}. Correct the kind of task.")
 
     @property
     def tokens_per_step(self) -> int:
@@ -61,7 +61,7 @@ class TaskKind:
         length = padded_to or self.tokens_per_sequence
         if length < self.tokens_per_sequence:
             raise ValueError(
-                f"padded_to is {length}; allowed: {self.tokens_per_sequence} or more, the task's own length."
+                f"padded_to must be {self.tokens_per_sequence} or more, the task's own length, got {length}."
             )
         query_width = shape.hidden_size + shape.attention_size
         key_width = shape.hidden_size + shape.key_value_size
@@ -95,9 +95,9 @@ class TracedTask:
 
     def __post_init__(self) -> None:
         if not 0 <= self.submit_s < math.inf:
-            raise ValueError(f"submit_s is {self.submit_s}; allowed: 0 or more. Count from the start of the trace.")
+            raise ValueError(f"submit_s must be 0 or more, got {self.submit_s}. Count from the start of the trace.")
         if not 0 < self.duration_s < math.inf:
-            raise ValueError(f"duration_s is {self.duration_s}; allowed: more than 0. Leave out tasks that never ran.")
+            raise ValueError(f"duration_s must be more than 0, got {self.duration_s}. Leave out tasks that never ran.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -122,10 +122,10 @@ class Recipe:
     def __post_init__(self) -> None:
         for field in ("datasets", "batch_sizes", "ranks"):
             if not getattr(self, field):
-                raise ValueError(f"{field} is empty; allowed: one value or more to draw from.")
+                raise ValueError(f"{field} must have at least one value to draw from.")
         for name in self.datasets:
             if name not in DATASET_TOKENS:
-                raise ValueError(f"datasets include {name!r}; allowed: {', '.join(DATASET_TOKENS)}.")
+                raise ValueError(f"datasets must be of {', '.join(DATASET_TOKENS)}, got {name!r}.")
 
     def draw(self, count: int) -> tuple[TaskKind, ...]:
         """Return the kinds of the first `count` tasks; more of them begin with the same ones."""
@@ -163,12 +163,12 @@ def read_trace(path: Path, recipe: Recipe, *, every: int = 1, until_s: float = m
         ValueError: for a missing column, a value that is no number, or `every` below 1.
     """
     if every < 1:
-        raise ValueError(f"every is {every}; allowed: 1 or more. Use 1 for all tasks.")
+        raise ValueError(f"every must be 1 or more, got {every}. Use 1 for all tasks.")
     with path.open(newline="") as file:
         reader = csv.DictReader(file)
         lacking = [name for name in ("submit_s", "duration_s") if name not in (reader.fieldnames or ())]
         if lacking:
-            raise ValueError(f"{path.name} lacks the column {lacking[0]}; allowed: CSV with submit_s and duration_s.")
+            raise ValueError(f"{path.name} must be CSV with submit_s and duration_s, but has no column {lacking[0]}.")
         rows = [_parse_times(row, number, path) for number, row in enumerate(reader, start=2)]
     # A task that ran 0 seconds has no work to replay.
     rows = sorted((row for row in rows if row[1] > 0), key=lambda row: row[0])[::every]
@@ -183,6 +183,6 @@ def _parse_times(row: dict[str, str], line: int, path: Path) -> tuple[float, flo
         return float(row["submit_s"]), float(row["duration_s"])
     except (TypeError, ValueError) as error:
         raise ValueError(
-            f"line {line} of {path.name} has submit_s {row['submit_s']!r} and duration_s {row['duration_s']!r}; "
-            "allowed: numbers of seconds."
+            f"line {line} of {path.name} must have numbers of seconds, got submit_s {row['submit_s']!r} and "
+            f"duration_s {row['duration_s']!r}."
         ) from error

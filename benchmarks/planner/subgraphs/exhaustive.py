@@ -29,7 +29,7 @@ def best_schedule(graphs: Sequence[Sequence[Subgraph]]) -> tuple[LaunchSchedule,
     subgraphs = by_key(graphs)
     if len(subgraphs) > MAX_SUBGRAPHS:
         raise ValueError(
-            f"graphs hold {len(subgraphs)} subgraphs; allowed: {MAX_SUBGRAPHS} or fewer. Use schedule() for more."
+            f"graphs must have at most {MAX_SUBGRAPHS} subgraphs, got {len(subgraphs)}. Use schedule() for more."
         )
     with_priorities(graphs)  # refuses cycles and unknown dependencies
     search = _Search(list(subgraphs.values()))

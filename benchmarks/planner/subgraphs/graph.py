@@ -63,7 +63,7 @@ class OperatorGraph:
         doubled = sorted({name for name in names if names.count(name) > 1}) if len(set(names)) < len(names) else []
         if doubled:
             raise ValueError(
-                f"operators of hTask {self.htask!r} repeat the names {doubled}; allowed: each name once. Rename them."
+                f"operators of hTask {self.htask!r} must have unique names, got {doubled} more than once. Rename them."
             )
         # Refuses unknown names and cycles.
         self.topological_order()
@@ -90,16 +90,15 @@ def topological_order(depends_on: Mapping[str, Sequence[str]], owner: str) -> tu
         for dependency in dependencies:
             if dependency not in index:
                 raise ValueError(
-                    f"depends_on of {name!r} in {owner} names {dependency!r}; allowed: names of the same graphs. "
-                    "Add that one or drop the dependency."
+                    f"depends_on of {name!r} in {owner} must have names of the same graphs, got {dependency!r}. Add "
+                    "that one or drop the dependency."
                 )
     sorter = graphlib.TopologicalSorter(depends_on)
     try:
         sorter.prepare()
     except graphlib.CycleError as error:
         raise ValueError(
-            f"depends_on of {owner} has a cycle through some of {error.args[1][:8]}; allowed: no cycle. "
-            "Drop one dependency of it."
+            f"depends_on of {owner} has a cycle through some of {error.args[1][:8]}. Drop one dependency of it."
         ) from error
     ready: list[tuple[int, str]] = []
     order: list[str] = []
@@ -246,7 +245,7 @@ def by_key(graphs: Iterable[Iterable[Subgraph]]) -> dict[str, Subgraph]:
         for item in graph:
             if item.key in found:
                 raise ValueError(
-                    f"graphs hold the subgraph {item.key!r} twice; allowed: once. Give each hTask a name of its own."
+                    f"graphs must have each subgraph once, got {item.key!r} twice. Give each hTask its own name."
                 )
             found[item.key] = item
     return found

@@ -73,8 +73,8 @@ def schedule(graphs: Sequence[Sequence[Subgraph]]) -> LaunchSchedule:
         for dependency in item.depends_on:
             if dependency not in followers:
                 raise ValueError(
-                    f"depends_on of {key!r} names {dependency!r}; allowed: keys of the given subgraphs. "
-                    "Pass all graphs of the bucket."
+                    f"depends_on of {key!r} must have keys of the given subgraphs, got {dependency!r}. Pass all "
+                    "graphs of the bucket."
                 )
             followers[dependency].append(key)
     pending = {key: len(item.depends_on) for key, item in subgraphs.items()}
@@ -92,8 +92,7 @@ def schedule(graphs: Sequence[Sequence[Subgraph]]) -> LaunchSchedule:
     if len(order) < len(subgraphs):
         stuck = [key for key, count in pending.items() if count > 0]
         raise ValueError(
-            f"depends_on of the subgraphs has a cycle through some of {stuck[:8]}; allowed: no cycle. "
-            "Undo the fusion that closed it."
+            f"depends_on of the subgraphs has a cycle through some of {stuck[:8]}. Undo the fusion that closed it."
         )
     return launches_of(order)
 
@@ -132,22 +131,22 @@ def simulate_streams(
     for launch in launches:
         if launch.key not in subgraphs or launch.key in end_s:
             raise ValueError(
-                f"schedule launches {launch.key!r} {'twice' if launch.key in end_s else 'which is in no graph'}; "
-                "allowed: each subgraph once. Schedule these graphs again."
+                f"schedule must have each subgraph once, got {launch.key!r} "
+                f"{'twice' if launch.key in end_s else 'which is in no graph'}. Schedule these graphs again."
             )
         item = subgraphs[launch.key]
         early = [key for key in item.depends_on if key not in end_s]
         if early:
             raise ValueError(
-                f"schedule launches {launch.key!r} before {early[0]!r}; allowed: after all that it depends on. "
-                "Schedule these graphs again."
+                f"schedule launches {launch.key!r} before {early[0]!r}, on which it depends. Schedule these graphs "
+                "again."
             )
         ready_s = max((end_s[key] for key in item.depends_on), default=0.0)
         end_s[item.key] = timeline.launch(item.htask, item.name, item.compute_s, item.communication_s, ready_s)
     missing = [key for key in subgraphs if key not in end_s]
     if missing:
         raise ValueError(
-            f"schedule leaves out {missing[:8]}; allowed: each subgraph once. Schedule these graphs again."
+            f"schedule must have each subgraph once, but leaves out {missing[:8]}. Schedule these graphs again."
         )
     return timeline
 

@@ -101,7 +101,7 @@ class PassRules:
         """Check the sizes."""
         for name, value in (("chunk_size", self.chunk_size), ("min_chunk_size", self.min_chunk_size)):
             if value is not None and value < 1:
-                raise ConfigError(f"{name}: got {value}; allowed: an integer of at least 1.")
+                raise ConfigError(f"{name} must be an integer of at least 1, got {value}.")
 
     def size(self, lengths: Sequence[int]) -> int:
         """Return the chunk size: the greatest power of two that divides all lengths, or the minimum (M §3.5)."""

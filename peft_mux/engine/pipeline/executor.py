@@ -121,8 +121,8 @@ class PipelineExecutor(Executor):
         self.links = PipelineLinks(pipelines or (stages,), num_chunks, processes)
         if self.links.stage != stage.stage:
             raise PlanError(
-                f"the model holds stage {stage.stage}; allowed: stage {self.links.stage}, as rank {processes.rank} has"
-                " in its pipeline. Cut the model for that one."
+                f"the model must be cut for stage {self.links.stage}, which rank {processes.rank} has in its "
+                f"pipeline, got stage {stage.stage}."
             )
 
     def follow(self, plan: Plan | PipelinePlan) -> None:
@@ -140,8 +140,8 @@ class PipelineExecutor(Executor):
             template, layout = self.plan.template, self.stage.layout
             if (template.num_stages, template.num_chunks) != (layout.num_stages, layout.num_chunks):
                 raise PlanError(
-                    f"the template has {template.num_stages} stages of {template.num_chunks} chunks; allowed:"
-                    f" {layout.num_stages} of {layout.num_chunks}, for which the model was cut."
+                    f"the template must have {layout.num_stages} stages of {layout.num_chunks} chunks, for which the "
+                    f"model was cut, got {template.num_stages} of {template.num_chunks}."
                 )
         if isinstance(plan, Plan):
             super().follow(plan)
@@ -514,9 +514,9 @@ class PipelineExecutor(Executor):
             found = [digest for (digest,) in self.processes.exchange([crc32(repr(template).encode())])]
             if len(set(found)) > 1:
                 raise PlanError(
-                    f"processes follow different templates (their digests, by rank: {found}); allowed: one, as replicas"
-                    " gather the weights of a stage together. Start every process with the same tasks, rows and"
-                    " arguments."
+                    "processes must follow the same template, because replicas gather the weights of a stage "
+                    f"together, got different ones (their digests, by rank: {found}). Start every process with the "
+                    "same tasks, rows and arguments."
                 )
             self._compared = True
         counts = self.processes.exchange([len(slots[slot]) for slot in sorted(slots)])

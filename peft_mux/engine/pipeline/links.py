@@ -147,7 +147,7 @@ class PipelineLinks:
         own = [ranks for ranks in pipelines if processes.rank in ranks]
         if len(own) != 1:
             raise ValueError(
-                f"pipelines are {[list(ranks) for ranks in pipelines]}; allowed: rank {processes.rank} in exactly one."
+                f"rank {processes.rank} must be in exactly one pipeline, got {[list(ranks) for ranks in pipelines]}."
             )
         self._ranks, self._processes = tuple(own[0]), processes
         self.stage = self._ranks.index(processes.rank)

@@ -53,13 +53,13 @@ class PipelinePlan:
         found = {action.bucket for row in self.template.actions for action in row}
         if found != set(range(len(self.buckets))):
             raise PlanError(
-                f"the template refers to buckets {sorted(found)}; allowed: the plan's buckets, 0 to"
-                f" {len(self.buckets) - 1}. Build the template from the loads of these buckets."
+                f"the template must refer to the plan's buckets, 0 to {len(self.buckets) - 1}, got {sorted(found)}. "
+                "Build the template from the loads of these buckets."
             )
         names = [name for htask in self.htasks for name in htask]
         twice = sorted({name for name in names if names.count(name) > 1})
         if twice:
-            raise PlanError(f"tasks {', '.join(twice)} are in several hTasks; allowed: every task in one.")
+            raise PlanError(f"each task must be in one hTask, got {', '.join(twice)} in several.")
 
     @classmethod
     def of(cls, plan: Plan) -> PipelinePlan:
@@ -69,7 +69,7 @@ class PipelinePlan:
             PlanError: for a plan without tasks.
         """
         if plan.template is None:
-            raise PlanError("the plan holds no running task; allowed: plans with at least one.")
+            raise PlanError("the plan must have at least one running task, got none.")
         htasks = tuple(htask.tasks for htask in plan.htasks)
         return cls(plan.template, htasks, plan.buckets, plan.bucket_loads, plan.link)
 
@@ -97,9 +97,9 @@ class PipelinePlan:
             homes = {htask_of.get(name) for name in micro_batch.task_names}
             if None in homes or len(homes) != 1:
                 raise PlanError(
-                    f"a micro-batch holds tasks {', '.join(micro_batch.task_names)}; allowed: tasks of one hTask of the"
-                    f" plan ({'; '.join(', '.join(htask) for htask in self.htasks)}). Dispatch the step with the plan"
-                    " that the pipeline follows."
+                    "a micro-batch must have tasks of one hTask of the plan "
+                    f"({'; '.join(', '.join(htask) for htask in self.htasks)}), got "
+                    f"{', '.join(micro_batch.task_names)}. Dispatch the step with the plan that the pipeline follows."
                 )
             passes[homes.pop()].append(micro_batch)  # type: ignore[index]
         # C of each bucket; any stage would do, as each runs every micro-batch.

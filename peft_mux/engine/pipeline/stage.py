@@ -92,8 +92,8 @@ class StageLayout:
         counts = split_layers(num_layers, num_stages, given)
         if min(counts) < num_chunks:
             raise ValueError(
-                f"layers_per_stage is {counts}; allowed: at least {num_chunks} layers in each stage, one for each of"
-                f" its chunks. Take fewer stages or chunks for a backbone of {num_layers} layers."
+                f"layers_per_stage must be at least {num_chunks} in each stage, one layer for each of its chunks, "
+                f"got {counts}. Take fewer stages or chunks for a backbone of {num_layers} layers."
             )
         shares = [
             # Earlier chunks take the remainder, so that the virtual stages of a process differ by at most one layer.
@@ -176,8 +176,8 @@ class StageModel:
         layers = self._base.get_submodule(self._family.layers)
         if len(layers) != sum(layout.layer_counts) or not 0 <= stage < layout.num_stages:
             raise ValueError(
-                f"stage {stage} of {layout.num_stages} with {sum(layout.layer_counts)} layers; allowed: a stage of a"
-                f" layout of {len(layers)} layers, as {type(backbone).__name__} has. Make it with StageLayout.of."
+                f"stage {stage} of {layout.num_stages} must be of a layout with {len(layers)} layers, as "
+                f"{type(backbone).__name__} has, got {sum(layout.layer_counts)}. Make it with StageLayout.of."
             )
         # Done while the model is still whole.
         for name in model.tasks:
@@ -362,8 +362,8 @@ def load_stage(
     config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
     if quantization_method(config) is not None:
         raise UnsupportedModelError(
-            f"{folder} has quantised weights; allowed: floating point weights, because each stage reads only its own."
-            " Load the model with from_pretrained and cut it with StageModel."
+            f"{folder} must have floating point weights, because each stage reads only its own, got quantised ones. "
+            "Load the model with from_pretrained and cut it with StageModel."
         )
     dtype = dtype or getattr(config, "dtype", None) or torch.float32
     with init_empty_weights(include_buffers=False):  # rotary frequencies are computed, and in no file
@@ -391,8 +391,8 @@ def load_stage(
         key = next((key for key in candidates if key in files), None)
         if key is None:
             raise CheckpointError(
-                f"{folder}: got no tensor {name}; allowed: the weights of a {type(backbone).__name__} under their own"
-                " names. Load the model with from_pretrained and cut it with StageModel."
+                f"{folder} must have the weights of a {type(backbone).__name__} under their own names, got no tensor "
+                f"{name}. Load the model with from_pretrained and cut it with StageModel."
             )
         wanted.setdefault(files[key], []).append((name, key))
     # File by file, because opening a shard costs more than reading one of its tensors.
@@ -448,8 +448,7 @@ def _put(backbone: Any, name: str, tensor: torch.Tensor) -> None:
     expected = backbone.get_parameter(name).shape
     if tensor.shape != expected:
         raise CheckpointError(
-            f"{name}: got shape {list(tensor.shape)}; allowed: {list(expected)}, as config.json says. Restore the"
-            " folder."
+            f"{name} must have shape {list(expected)}, as in config.json, got {list(tensor.shape)}. Restore the folder."
         )
     home, _, leaf = name.rpartition(".")
     setattr(backbone.get_submodule(home), leaf, nn.Parameter(tensor, requires_grad=False))
@@ -463,8 +462,8 @@ def _files(folder: Path) -> dict[str, Path]:
         return {key: folder / Path(file).name for key, file in index.items()}
     if not (folder / _WHOLE).is_file():
         raise CheckpointError(
-            f"{folder}: got neither {_INDEX} nor {_WHOLE}; allowed: a folder that save_pretrained wrote. Load a model"
-            " of another format with from_pretrained and cut it with StageModel."
+            f"{folder} must be a folder that save_pretrained wrote, got one with neither {_INDEX} nor {_WHOLE}. Load "
+            "a model of another format with from_pretrained and cut it with StageModel."
         )
     with safe_open(folder / _WHOLE, framework="pt") as file:
         return dict.fromkeys(file.keys(), folder / _WHOLE)

@@ -409,6 +409,6 @@ def _option_faults(hyper: HyperParameters, where: str) -> list[Fault]:
 
 
 def _unknown_option(where: str, key: object, known: Collection[str], whose: str, hyper: HyperParameters) -> Fault:
-    allowed = f"{', '.join(known)} for {whose}" if known else f"none for {whose}"
+    allowed = f"one of {', '.join(known)} for {whose}" if known else f"left out for {whose}"
     is_field = isinstance(key, str) and hasattr(hyper, key)
     return Fault(where, shown(key), allowed, f"Set {key} itself." if is_field else closest(str(key), known))

@@ -125,12 +125,12 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
     if num_steps <= 0:
         if loader.steps_per_epoch is None:
             allowed = "a number, as a stream has no length"
-            raise ConfigError(f"tasks.{task.name}.max_steps: got {num_steps}; allowed: {allowed}.")
+            raise ConfigError(f"tasks.{task.name}.max_steps must be {allowed}, got {num_steps}.")
         num_steps = math.ceil(hyper.num_train_epochs * loader.steps_per_epoch)
         if num_steps > MOST_STEPS:
             got = f"got {hyper.num_train_epochs}, which is {hyper.num_train_epochs * loader.steps_per_epoch:g} steps"
             raise ConfigError(
-                f"tasks.{task.name}.num_train_epochs: {got}; allowed: at most {MOST_STEPS} steps. Set max_steps."
+                f"tasks.{task.name}.num_train_epochs must give at most {MOST_STEPS} steps: {got}. Set max_steps."
             )
     check_optimizer(task.name, hyper, num_steps, args)
     eval_data, eval_prompts = None, ()
@@ -201,7 +201,7 @@ def _make_loader(resolved: ResolvedTask, options: TokenizeOptions, tokenizer: An
     }
     if options.arrange is not None and hyper.train_batch_size < 2:
         allowed = "at least 2, because each prompt of a batch is also paired with the answer of another row"
-        raise ConfigError(f"tasks.{task.name}.train_batch_size: got {hyper.train_batch_size}; allowed: {allowed}.")
+        raise ConfigError(f"tasks.{task.name}.train_batch_size must be {allowed}, got {hyper.train_batch_size}.")
     if hasattr(task.train_dataset, "__len__"):
         dataset = tokenize_dataset(task.train_dataset, options=options, tokenizer=tokenizer)
         return TaskLoader(dataset, **settings, shuffle=task.shuffle)

@@ -138,8 +138,8 @@ class BestMetric:
         if self.metric not in metrics:
             where = "metric_for_best_model" if self.task.early_stopping is None else "early_stopping.metric"
             raise ConfigError(
-                f'tasks.{self.task.name}.{where}: got "{self._name}", which the evaluation does not '
-                f"produce; allowed: {', '.join(metrics)}. Let compute_metrics return it, or name one of these."
+                f'tasks.{self.task.name}.{where} must be one of {", ".join(metrics)}, got "{self._name}", which '
+                "the evaluation does not produce. Let compute_metrics return it, or name one of these."
             )
         value = metrics[self.metric]
         gain = 0.0 if self.value is None else (value - self.value) * (1 if self._maximises else -1)

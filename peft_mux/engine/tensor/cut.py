@@ -105,9 +105,9 @@ def blocks_of(backbone: Any, tp_size: int) -> tuple[Block, ...]:
         if size % tp_size:
             divisors = [count for count in range(1, size + 1) if all(other % count == 0 for other in sizes.values())]
             raise UnsupportedModelError(
-                f"tensor_parallel_size is {tp_size}, and {type(backbone).__name__} has {field_name}={size}; allowed:"
-                f" sizes that divide the attention heads, the key-value heads and the neurons:"
-                f" {', '.join(map(str, divisors))}."
+                "tensor_parallel_size must divide the attention heads, the key-value heads and the neurons, so it "
+                f"must be one of {', '.join(map(str, divisors))}, got {tp_size} for {type(backbone).__name__} with "
+                f"{field_name}={size}."
             )
     return tuple(blocks)
 
@@ -133,9 +133,8 @@ def _blocks_of_layer(name: str, layer: nn.Module, plan: Mapping[str, str], confi
 
     def odd(where: str, got: str) -> UnsupportedModelError:
         return UnsupportedModelError(
-            f"{name}: the tensor parallel plan of its configuration has {got} at {where!r}; allowed: layers cut by"
-            f" outputs ({', '.join(_COLUMN_STYLES)}) before one cut by inputs ({', '.join(_ROW_STYLES)}). Set"
-            " tensor_parallel_size=1."
+            f"{name}: its tensor parallel plan must have layers cut by outputs ({', '.join(_COLUMN_STYLES)}) before "
+            f"one cut by inputs ({', '.join(_ROW_STYLES)}), got {got} at {where!r}. Set tensor_parallel_size=1."
         )
 
     modules: dict[str, _Found] = {}

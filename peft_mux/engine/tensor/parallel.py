@@ -73,8 +73,8 @@ class TensorLinks:
         own = [group for group in groups if processes.rank in group]
         if len(own) != 1:
             raise ValueError(
-                f"rank {processes.rank} is in {len(own)} of the groups {[list(group) for group in groups]}; allowed: "
-                "exactly one. Take them from ParallelLayout.tensor_groups."
+                f"rank {processes.rank} must be in exactly one of the groups {[list(group) for group in groups]}, "
+                f"got {len(own)}. Take them from ParallelLayout.tensor_groups."
             )
         self.index, self.size = list(own[0]).index(processes.rank), len(own[0])
         self.num_bytes = 0
@@ -96,8 +96,8 @@ class TensorLinks:
             return Pending(None, self._processes)
         if self._group is None:
             raise ProcessError(
-                "the connections between these shards are closed, because the run has moved to other replicas or a pass"
-                " has failed; allowed: passes through the run's current model. Get it again from trainer.model."
+                "the connections between these shards are closed, because the run has moved to other replicas or a "
+                "pass has failed. Get the run's current model from trainer.model."
             )
         self.num_bytes += tensor.nbytes
         with self._processes.communicating(_WHAT):
@@ -263,8 +263,8 @@ class TensorParallelModel:
         vocab_size = features(head)[1]
         if vocab_size < self._links.size:
             raise UnsupportedModelError(
-                f"{name} has {vocab_size} words for {self._links.size} shards; allowed: at least one word a shard. Set"
-                " tensor_parallel_size to less."
+                f"{name} must have at least one word per shard, got {vocab_size} words for {self._links.size} "
+                "shards. Set tensor_parallel_size to less."
             )
         return self._planned(name, [vocab_size])
 
@@ -352,14 +352,16 @@ def _check_layer(layer: Any, name: str) -> None:
     base = getattr(layer, "base_layer", layer)
     if frozen_weight(base)[0] is None:
         raise UnsupportedModelError(
-            f"{name} is a {type(base).__name__}; allowed with tensor parallelism: linear layers whose weights are not"
-            " quantised. Load the backbone in bf16, or set tensor_parallel_size=1."
+            f"{name} must be a linear layer whose weights are not quantised with tensor parallelism, got "
+            f"{type(base).__name__}. Load the backbone in bf16, or set tensor_parallel_size=1."
         )
     if hasattr(base, "input_window") or hasattr(base, "vocab_parallel_head"):
-        raise UnsupportedModelError(f"{name} is cut already; allowed: a model that no shard was made of. Load it anew.")
+        raise UnsupportedModelError(
+            f"{name} must be a model from which no shard was made, got one that is already cut. Load it again."
+        )
     kind = kind_of_layer(layer)
     if layer is not base and (kind is None or not kind.can_be_cut):
         allowed = ", ".join(one.title for one in KINDS.values() if one.can_be_cut)
         raise UnsupportedModelError(
-            f"{name} is adapted by a {type(layer).__name__}; allowed with tensor parallelism: {allowed}."
+            f"the adapter of {name} must be {allowed} with tensor parallelism, got {type(layer).__name__}."
         )

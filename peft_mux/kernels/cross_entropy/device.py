@@ -171,16 +171,16 @@ def cross_entropy_(
     num_rows, vocab_size = logits_MV.shape
     if logits_MV.dtype not in KERNEL_DTYPES or (logits_MV.stride(1) != 1 and vocab_size > 1):
         raise ValueError(
-            f"logits are {logits_MV.dtype}, columns {logits_MV.stride(1)} elements apart; allowed: bf16, fp16 or fp32, "
-            "adjacent columns."
+            f"logits must be bf16, fp16 or fp32 with adjacent columns, got {logits_MV.dtype}, columns "
+            f"{logits_MV.stride(1)} elements apart."
         )
     if targets_M.dtype != torch.int64 or targets_M.shape != (num_rows,) or not targets_M.is_contiguous():
         raise ValueError(
-            f"targets are {targets_M.dtype} of shape {tuple(targets_M.shape)}; allowed: contiguous int64 [{num_rows}]."
+            f"targets must be contiguous int64 [{num_rows}], got {targets_M.dtype} of shape {tuple(targets_M.shape)}."
         )
     if losses.dtype != torch.float32 or losses.shape != (num_rows,) or not losses.is_contiguous():
         raise ValueError(
-            f"out is {losses.dtype} of shape {tuple(losses.shape)}; allowed: contiguous float32 [{num_rows}]."
+            f"out must be contiguous float32 [{num_rows}], got {losses.dtype} of shape {tuple(losses.shape)}."
         )
     if num_rows == 0:
         return losses

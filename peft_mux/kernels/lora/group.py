@@ -97,7 +97,7 @@ class LoraGroup:
         """Decide which launches each task takes part in, and build their tables."""
         largest = max((adapter.rank for adapters in layers for adapter in adapters if adapter is not None), default=0)
         if largest > MAX_RANK:
-            raise ValueError(f"the largest rank is {largest}; allowed: 1 to {MAX_RANK}.")
+            raise ValueError(f"the largest rank must be 1 to {MAX_RANK}, got {largest}.")
         tasks = list(zip(*layers, strict=True))
         # First column of S of each layer's adapter of a task, and where they end.
         columns = [

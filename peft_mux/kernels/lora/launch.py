@@ -214,8 +214,8 @@ def expand(
             drop or bias.shape != y_TK.shape[1:] or bias.dtype != y_TK.dtype or not bias.is_contiguous()
         ):
             raise ValueError(
-                f"bias of shape {tuple(bias.shape)} in {bias.dtype}; allowed: contiguous [{w.width}] in {y_TK.dtype}, "
-                "and none with dropout."
+                f"bias must be contiguous [{w.width}] in {y_TK.dtype}, and None with dropout, got shape "
+                f"{tuple(bias.shape)} in {bias.dtype}."
             )
     if launches is None:
         launches = w.launches[key] = []
@@ -356,11 +356,11 @@ def _found(
     # A launch would read or write rows or places that are not there.
     num_rows = len(x_TD)
     if len(s_TC) != num_rows:
-        raise ValueError(f"S of shape {tuple(s_TC.shape)}; allowed: {num_rows} rows, as activations.")
+        raise ValueError(f"S must have {num_rows} rows, as many as the activations, got shape {tuple(s_TC.shape)}.")
     if tables.num_rows > num_rows:
         raise ValueError(f"segments of {tables.num_rows} rows, {num_rows} rows of the stream; the tables do not fit.")
     if places is not None and (places.dtype != torch.int64 or len(places) < num_rows or not places.is_contiguous()):
-        raise ValueError(f"places are {places.dtype} of length {len(places)}; allowed: contiguous int64 [{num_rows}].")
+        raise ValueError(f"places must be contiguous int64 [{num_rows}], got {places.dtype} of length {len(places)}.")
     return prepared
 
 
@@ -370,22 +370,25 @@ def _check_columns(
     """Raise if dtypes, columns or segments of a launch do not match."""
     width = x_TD.shape[1]
     if x_TD.dtype not in DTYPES or s_TC.dtype != x_TD.dtype:
-        raise ValueError(f"activations are {x_TD.dtype}, S is {s_TC.dtype}; allowed: one of bf16, fp16, fp32 for both.")
+        raise ValueError(
+            f"activations and S must have the same dtype, bf16, fp16 or fp32, got {x_TD.dtype} and {s_TC.dtype}."
+        )
     if w.base.dtype != (torch.float32 if is_gradient else x_TD.dtype) or w.width != width:
         raise ValueError(
-            f"factors or gradients [R, {w.width}] in {w.base.dtype} for activations [T, {width}] in {x_TD.dtype}; "
-            "allowed: the width of the activations, and their dtype, fp32 for gradients."
+            "factors and gradients must have the width of the activations and their dtype (fp32 for gradients), got "
+            f"[R, {w.width}] in {w.base.dtype} for activations [T, {width}] in {x_TD.dtype}."
         )
     if s_TC.shape[1] < ranks.num_columns or s_TC.stride(1) != 1:
         raise ValueError(
-            f"S of shape {tuple(s_TC.shape)}; allowed: [{len(x_TD)}, at least {ranks.num_columns}], columns adjacent."
+            f"S must have shape [{len(x_TD)}, at least {ranks.num_columns}] with adjacent columns, got "
+            f"{tuple(s_TC.shape)}."
         )
     if x_TD.stride(1) != 1 and width > 1:
-        raise ValueError("activations are transposed; allowed: columns that are adjacent.")
+        raise ValueError("activations must have adjacent columns, got transposed ones.")
     if not tables.num_segments == ranks.num_segments == w.num_segments:
         raise ValueError(
-            f"got tables of {tables.num_segments} segments, ranks of {ranks.num_segments}, and factors of "
-            f"{w.num_segments}; allowed: the same number in all."
+            f"tables, ranks and factors must have the same number of segments, got {tables.num_segments}, "
+            f"{ranks.num_segments} and {w.num_segments}."
         )
 
 

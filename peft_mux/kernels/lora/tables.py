@@ -197,10 +197,13 @@ class SegmentTables:
     def _packed(self, lengths: Sequence[int], step_seeds: Sequence[int]) -> np.ndarray:
         """Return one int32 buffer with all tables of a step."""
         if not len(lengths) == len(step_seeds) == self.num_segments:
-            raise ValueError(f"{len(lengths)} lengths, {len(step_seeds)} seeds; allowed: {self.num_segments} of each.")
+            raise ValueError(
+                f"lengths and seeds must have {self.num_segments} entries each, got {len(lengths)} and "
+                f"{len(step_seeds)}."
+            )
         lengths_G = np.array(lengths, dtype=np.int64)
         if (lengths_G < 0).any() or lengths_G.sum() > self.max_tokens:
-            raise ValueError(f"lengths are {list(lengths)}; allowed: 0 or more, {self.max_tokens} together.")
+            raise ValueError(f"lengths must be 0 or more and add up to at most {self.max_tokens}, got {list(lengths)}.")
         end_G = np.cumsum(lengths_G)
         start_G = end_G - lengths_G
         # Tiles and chunks that are not written below stay marked as unused, and their programs return immediately.
@@ -263,7 +266,7 @@ class RankTable:
         thresholds = [0] * count if dropouts is None else [philox.drop_threshold(p) for p in dropouts]
         keep_scales = [1.0] * count if dropouts is None else [philox.keep_scale(p) for p in dropouts]
         if any(not 0 <= rank <= MAX_JOINT_RANK for rank in ranks):
-            raise ValueError(f"ranks are {list(ranks)}; allowed: 0 to {MAX_JOINT_RANK}.")
+            raise ValueError(f"ranks must be 0 to {MAX_JOINT_RANK}, got {list(ranks)}.")
         assert not any(column % 8 for column in s_columns), "columns of S come in groups of eight"
         self.max_rank = max((0, *ranks))
         self.has_narrow = any(0 < rank <= NARROW_RANK for rank in ranks)
@@ -308,19 +311,20 @@ class Factors:
         """Check the factors, and compute their distances from the first one."""
         present = [part for part in parts if part is not None]
         if not present:
-            raise ValueError("factors: got none; allowed: at least one segment with an adapter.")
+            raise ValueError("factors must have at least one segment with an adapter, got none.")
         base = self.base = present[0]
         self.width, self.num_segments = width, len(parts)
         for part in present:
             if part.dim() != 2 or part.shape[1] != width or not part.is_contiguous():
-                raise ValueError(f"factor of shape {tuple(part.shape)}; allowed: contiguous with {width} columns.")
+                raise ValueError(f"a factor must be contiguous with {width} columns, got shape {tuple(part.shape)}.")
             if part.dtype != base.dtype or part.device != base.device:
                 raise ValueError(
-                    f"factor in {part.dtype} on {part.device}; allowed: {base.dtype} on {base.device}, like the others."
+                    f"a factor must be {base.dtype} on {base.device}, like the others, got {part.dtype} on "
+                    f"{part.device}."
                 )
             # Rows of other widths have any alignment, so vectorised loads are impossible anyway.
             if width % 8 == 0 and part.data_ptr() % 16:
-                raise ValueError("a factor is not 16-byte aligned; allowed: memory that vectorised loads can read.")
+                raise ValueError("a factor must be 16-byte aligned, so that vectorised loads can read it.")
         # Signed and 64 bits, because the buffers of other tasks may be at lower or higher addresses.
         offsets = np.zeros(len(parts), dtype=np.int64)
         for index, part in enumerate(parts):

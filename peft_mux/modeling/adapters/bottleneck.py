@@ -185,8 +185,8 @@ class BottleneckModel(OwnMethodModel):
     def _check_merge_allowed(self) -> None:
         """Refuse before anything is taken apart: a nonlinearity cannot become part of a weight."""
         raise ConfigError(
-            "merge: got a BOTTLENECK adapter (Adapter Tuning); allowed: adapters that add to a weight, such as LORA or "
-            "DIFF_PRUNING. A bottleneck has a nonlinearity: keep it beside the backbone, or take it out with unload()."
+            "merge needs an adapter that adds to a weight, such as LORA or DIFF_PRUNING, got BOTTLENECK (Adapter "
+            "Tuning), which has a nonlinearity. Keep it next to the backbone, or remove it with unload()."
         )
 
 

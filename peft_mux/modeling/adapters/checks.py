@@ -60,7 +60,7 @@ def peft_config_faults(config: PeftConfig, where: str) -> list[Fault]:
     if isinstance(config.peft_type, PeftType) and (entry := entry_of(config.peft_type)).refusal:
         fix = f"{entry.refusal[:1].upper()}{entry.refusal[1:]}. Nearest: {', '.join(entry.nearest)}."
     supported = ", ".join(peft_type.value for peft_type in KINDS)
-    return [Fault(where, f"{type(config).__name__} ({got})", f"PEFT types {supported}", fix)]
+    return [Fault(where, f"{type(config).__name__} ({got})", f"one of the PEFT types {supported}", fix)]
 
 
 def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
@@ -83,7 +83,8 @@ def target_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
     except ConfigError as error:
         return [replace(fault, where=f"{where}.{fault.where}") for fault in error.faults]
     except ValueError as error:  # of PEFT, which renames targets for some backbones
-        return [Fault(where, str(error), "targets that PEFT finds on this backbone")]
+        targets = "one whose targets PEFT finds on this backbone"
+        return [Fault(where, type(config).__name__, targets, f"PEFT: {error}")]
     faults = kind.backbone_faults(completed, backbone, where) or _module_faults(completed, backbone, where)
     return faults or own_copy_faults(config, backbone, where) + bias_faults(config, backbone, where)
 
@@ -102,14 +103,14 @@ def _module_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
         if check_target_module_exists(asked, name):
             leaf = name.rsplit(".", 1)[-1]
             others = sorted({other.rsplit(".", 1)[-1] for other, item in modules.items() if not is_router(item)})
-            allowed = f'{", ".join(others)}; or "all-linear" with exclude_modules=["{leaf}"]'
+            allowed = f'of {", ".join(others)}, or "all-linear" with exclude_modules=["{leaf}"]'
             reason = (
                 f"{name} ({type(module).__name__}) returns several tensors, on which PEFT's layer of a matrix fails."
             )
             return [Fault(f"{where}.target_modules", shown(targets), allowed, reason)]
     leaves = sorted({name.rsplit(".", 1)[-1] for name in modules})
     field, bare = f"{where}.target_modules", getattr(config, "target_parameters", None)
-    known = f'modules of {type(backbone).__name__}: {", ".join(leaves)}; or "all-linear"'
+    known = f'"all-linear" or modules of {type(backbone).__name__} ({", ".join(leaves)})'
     if targets is None and not bare:
         model_type: Any = getattr(getattr(backbone, "config", None), "model_type", None)
         if model_type in kind.default_targets:

@@ -307,8 +307,8 @@ class DiffPruningLinear(nn.Module, BaseTunerLayer):
         weight = getattr(self.get_base_layer(), "weight", None)
         if not isinstance(weight, torch.Tensor) or not weight.is_floating_point():
             raise ConfigError(
-                f"merge: got a DIFF_PRUNING adapter on {type(self.get_base_layer()).__name__}, whose weight is"
-                " quantised; allowed: weights in full precision. Load the backbone unquantised, and merge there."
+                "merge needs weights in full precision, got a DIFF_PRUNING adapter on a quantised "
+                f"{type(self.get_base_layer()).__name__}. Load the backbone unquantised, and merge there."
             )
 
     def get_delta_weight(self, adapter: str) -> torch.Tensor:
@@ -333,9 +333,7 @@ class DiffPruningLinear(nn.Module, BaseTunerLayer):
                 base: Any = self.get_base_layer()
                 merged = base.weight.data + self.get_delta_weight(adapter)
                 if safe_merge and not bool(torch.isfinite(merged).all()):
-                    raise ConfigError(
-                        f"merge: got adapter {adapter!r} with numbers that are not finite; nothing merged."
-                    )
+                    raise ConfigError(f"merge: adapter {adapter!r} has numbers that are not finite; nothing is merged.")
                 base.weight.data = merged
                 self.merged_adapters.append(adapter)
 
@@ -374,7 +372,7 @@ class DiffPruningModel(OwnMethodModel):
         ]
         counts = [expected_l0(parts, stretch) for parts, stretch in found if parts is not None]
         if not counts:
-            raise ConfigError(f"l0_penalty: got adapter {adapter_name!r}; allowed: {self._unpruned()}.")
+            raise ConfigError(f"l0_penalty: the adapter must be one of {self._unpruned()}, got {adapter_name!r}.")
         return self.peft_config[adapter_name].l0_weight * torch.stack(counts).sum()
 
     @torch.no_grad()
@@ -396,7 +394,9 @@ class DiffPruningModel(OwnMethodModel):
         """
         layers = dict(self._layers(adapter_name))
         if any(layer.parts_of(adapter_name) is None or layer.merged for layer in layers.values()) or not layers:
-            raise ConfigError(f"prune: got adapter {adapter_name!r}; allowed: {self._unpruned()}, not merged.")
+            raise ConfigError(
+                f"prune: the adapter must be one of {self._unpruned()}, not merged, got {adapter_name!r}."
+            )
         config: Any = self.peft_config[adapter_name]
         if target_sparsity is not None:
             fields = {"target_modules": "all-linear", "target_sparsity": target_sparsity}

@@ -184,20 +184,20 @@ def matching_weights(model: Any, adapter: str, folder: Path) -> dict[str, torch.
         missing = expected.keys() - found.keys()
         if EMBEDDINGS in found and missing and all(key.startswith(PREFIX) for key in missing):
             raise CheckpointError(
-                f"{folder}: got what the prompt's encoder made ({EMBEDDINGS}) without its parameters; allowed: a folder"
-                " that peft_mux wrote, as PEFT saves no more and the encoder cannot be had back. For inference, load it"
-                " with PeftModel.from_pretrained."
+                f"{folder} must have the parameters of the prompt's encoder, got only its output ({EMBEDDINGS}), "
+                "which is all that PEFT saves. Give a folder that peft_mux wrote; for inference, load this one with "
+                "PeftModel.from_pretrained."
             )
         odd = sorted(expected.keys() ^ found.keys()) or [key for key in expected if expected[key] != found[key]]
         raise CheckpointError(
-            f"{folder}: got {len(found)} tensors that do not match the {len(expected)} of this adapter; first odd one: "
-            f"{odd[0]}; allowed: an adapter of the same configuration on the same backbone."
+            f"{folder} must be an adapter of the same configuration on the same backbone, got {len(found)} tensors "
+            f"that do not match its {len(expected)}; the first one that differs: {odd[0]}."
         )
     broken = [key for key, value in state.items() if not bool(torch.isfinite(value.float()).all())]
     if broken:
         raise CheckpointError(
-            f"{folder / WEIGHTS_NAME}: got numbers that are not finite in {broken[0]}; allowed: finite weights, as any"
-            " result of others is NaN. Load an older checkpoint of the task."
+            f"{folder / WEIGHTS_NAME} must have finite weights, got numbers that are not finite in {broken[0]}. Load "
+            "an older checkpoint of the task."
         )
     return state
 
@@ -244,8 +244,8 @@ def read_adapter(model: Any, adapter: str, folder: Path, pieces: Mapping[str, Pi
         if found is None or tuple(found.shape) != shape:
             got = "nothing" if found is None else f"shape {list(found.shape)}"
             raise CheckpointError(
-                f"{folder}: got {got} for {key}; allowed: {list(shape)}, an adapter of the same configuration on the "
-                "same backbone."
+                f"{folder}: {key} must be {list(shape)}, as in an adapter of the same configuration on the same "
+                f"backbone, got {got}."
             )
         weights[name] = found
     if form is None:
@@ -258,7 +258,7 @@ def _read_weights(folder: Path) -> dict[str, torch.Tensor]:
     """Return the tensors of an adapter's file, which must match its checksum if there is one."""
     path = folder / WEIGHTS_NAME
     if not path.is_file():
-        raise CheckpointError(f"{folder}: got no {WEIGHTS_NAME}; allowed: the folder of a PEFT adapter.")
+        raise CheckpointError(f"{folder} must be the folder of a PEFT adapter, got one without {WEIGHTS_NAME}.")
     names = [name for name in adapter_names(folder) if name != CONFIG_NAME]
     if (folder / CHECKSUMS_NAME).exists():
         verify_checksums(folder, names)
@@ -276,7 +276,7 @@ def weights_digest(folder: Path) -> str:
         facts = path.stat()
         return _digest(path, facts.st_mtime_ns, facts.st_size)
     except OSError as error:
-        raise CheckpointError(f"{path}: got {error}; allowed: the adapter that a task began from.") from error
+        raise CheckpointError(f"{path} must be the adapter from which a task started, got {error}.") from error
 
 
 @lru_cache(maxsize=256)
@@ -309,7 +309,9 @@ def saved_adapters(root: Path) -> SavedAdapters:
     """
     folders = {path.parent.name: path.parent for path in sorted(root.glob(f"*/{CONFIG_NAME}"))}
     if not folders:
-        raise CheckpointError(f"{root}: got no sub-folder with an {CONFIG_NAME}; allowed: a folder of adapters.")
+        raise CheckpointError(
+            f"{root} must be a folder of adapters, got one without a sub-folder that has an {CONFIG_NAME}."
+        )
     configs: dict[str, PeftConfig] = {}
     labels: dict[str, int] = {}
     for name, folder in folders.items():
@@ -329,7 +331,7 @@ def saved_adapters(root: Path) -> SavedAdapters:
                     labels[name] = file.get_slice(heads[0]).get_shape()[0]
         except (OSError, SafetensorError, IndexError) as error:
             raise CheckpointError(
-                f"{task}: {path}: got no readable tensors ({error}); allowed: an intact safetensors file."
+                f"{task}: {path} must be an intact safetensors file, but cannot be read ({error})."
             ) from error
     return SavedAdapters(folders, configs, labels)
 
@@ -350,7 +352,7 @@ def read_config(folder: Path) -> PeftConfig:
     # Whatever PEFT raises for garbage: it has no error of its own for it.
     except Exception as error:
         raise CheckpointError(
-            f"{path}: got no readable configuration ({type(error).__name__}: {error}); allowed: that of a PEFT adapter."
+            f"{path} must be the configuration of a PEFT adapter, but cannot be read ({type(error).__name__}: {error})."
         ) from error
     config.inference_mode = False
     return config

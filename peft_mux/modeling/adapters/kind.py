@@ -100,10 +100,10 @@ class MultiplexedForward:
         """Refuse an `x` that is not one row of `width` elements for each row of the stream."""
         if x.numel() != self.stream.num_rows * width:
             raise UnsupportedModelError(
-                f"{self.name} ({type(self.module).__name__}) was called with a tensor of shape {list(x.shape)}, which "
-                f"is not one row for each of the {self.stream.num_rows} rows of the stream; allowed: layers that see "
-                "every token once, in order. Take this module out of target_modules (experts of a mixture, for one, "
-                "see tokens that were regrouped), or set the dropout to 0."
+                f"{self.name} ({type(self.module).__name__}) must see every token once, in order: one row for each "
+                f"of the {self.stream.num_rows} rows of the stream, got a tensor of shape {list(x.shape)}. Take this "
+                "module out of target_modules (experts of a mixture, for example, see regrouped tokens), or set the "
+                "dropout to 0."
             )
 
 
@@ -179,9 +179,9 @@ class AdapterKind:
         got = config.task_type
         if got is not None and not (isinstance(got, str) and got in SUPPORTED_TASK_TYPES):
             names = ", ".join(sorted(name for name in SUPPORTED_TASK_TYPES if name is not None))
-            faults.append(Fault(f"{where}.task_type", str(got), f"{names} or None"))
+            faults.append(Fault(f"{where}.task_type", str(got), f"one of {names} or None"))
         elif head_kind_for(got).trained_modules and not hasattr(type(config), "modules_to_save"):
-            fix = "Its configuration has no modules_to_save, so that the head would be in no file."
+            fix = "Its configuration has no modules_to_save, so the head would not be saved."
             faults.append(Fault(f"{where}.task_type", str(got), "CAUSAL_LM or None", fix))
         if not faults:
             # PEFT checks a configuration only when it is made, and this one may have been changed since.
@@ -190,7 +190,9 @@ class AdapterKind:
                     warnings.simplefilter("ignore")
                     replace(config)
             except (TypeError, ValueError, LookupError, ImportError) as error:
-                faults.append(Fault(where, type(config).__name__, "what PEFT takes", f"PEFT refuses it: {error}"))
+                faults.append(
+                    Fault(where, type(config).__name__, "a configuration that PEFT accepts", f"PEFT: {error}")
+                )
         return faults
 
     def setting_faults(self, config: Any, where: str) -> list[Fault]:
@@ -205,13 +207,13 @@ class AdapterKind:
     def backbone_faults(self, config: Any, backbone: Any, where: str) -> list[Fault]:
         """Return why a backbone, possibly without weights, cannot have an adapter, whatever its targets."""
         if self.entry.needs_weights and is_meta(backbone):
-            fix = "What it begins with is computed from them; load the model with from_pretrained and hand it over."
-            return [Fault(where, f"{self.title} on a model without weights", "a model that is loaded", fix)]
+            fix = "Its initial values are computed from the weights: load the model with from_pretrained and pass it."
+            return [Fault(where, f"{self.title} on a model without weights", "used on a loaded model", fix)]
         if not (self.entry.reads_weights and isinstance(backbone.base_model, FSDPModule)):
             return []
-        got, allowed = f"{self.title} on a backbone that is sharded", "a task of this type from the beginning of a run"
+        got, allowed = f"{self.title} on a sharded backbone", "registered before the backbone is sharded"
         return [
-            Fault(where, got, allowed, f"For {WEIGHTS_ARE_READ}; begin a run with it, or set shard_backbone=False.")
+            Fault(where, got, allowed, f"Reason: {WEIGHTS_ARE_READ}. Start a run with it, or set shard_backbone=False.")
         ]
 
     def adaptable(self, backbone: nn.Module) -> Mapping[str, nn.Module]:

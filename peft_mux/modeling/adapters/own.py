@@ -111,11 +111,11 @@ def bias_faults(config: Any, backbone: nn.Module, where: str) -> list[Fault]:
     if how != "all" and not isinstance(config.target_modules, str | None):
         wanted = {name: item for name, item in wanted.items() if check_target_module_exists(config, name)}
     if not wanted:
-        return [Fault(f"{where}.bias", repr(how), "'none', as no such module of the backbone has a bias")]
+        return [Fault(f"{where}.bias", repr(how), "'none', because no such module of the backbone has a bias")]
     for name, module in wanted.items():
         if type(module) not in (nn.Linear, Conv1D, nn.LayerNorm):
-            got = f"{how!r}, and {name} is a {type(module).__name__}"
-            allowed = "biases of linear layers and of LayerNorm, not quantised"
+            got = f"{how!r}, which includes {name}, a {type(module).__name__}"
+            allowed = "used with linear layers and LayerNorm, not quantised"
             return [Fault(f"{where}.bias", got, allowed, "Leave the biases out.")]
     return []
 
@@ -311,7 +311,7 @@ def own_copy_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
     for wanted in [name for name in saved if name not in heads]:
         # PEFT, too, looks at how names end.
         found = {name: module for name, module in modules.items() if name.endswith(wanted)}
-        field, allowed = f"{where}.modules_to_save", "embeddings, norms and the output head, by the ends of their names"
+        field, allowed = f"{where}.modules_to_save", "embeddings, norms or the output head, by the ends of their names"
         if not found:
             leaves = sorted({name.rsplit(".", 1)[-1] for name in modules})
             faults.append(Fault(field, repr(wanted), allowed, closest(wanted, leaves)))
@@ -319,7 +319,9 @@ def own_copy_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
             if isinstance(module, AuxiliaryTrainingWrapper | BaseTunerLayer):
                 continue  # other tasks train it, too, which `claim_faults` looks at
             if any(True for _ in module.children()):
-                fix = f"{name} has modules of its own, which other tasks adapt; name those that shall be trained whole."
+                fix = (
+                    f"{name} contains other modules, which other tasks adapt; name those that are to be trained whole."
+                )
             elif isinstance(module, nn.Linear) and module is not head:
                 fix = f"{name} is a linear layer, which other tasks adapt; adapt it with a high rank."
             else:
@@ -337,7 +339,7 @@ def own_copy_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
         faults += _row_faults(layer, indices, modules, where if by_layer is not given else f"{where}[{layer!r}]")
     for layer in by_layer:
         if any(layer.endswith(name) for name in saved):
-            allowed = "modules that are not in modules_to_save"
+            allowed = "a module that is not in modules_to_save"
             faults.append(Fault(where, repr(layer), allowed, "Leave one of them out."))
     return faults
 
@@ -353,11 +355,11 @@ def _row_faults(wanted: str, indices: list[int], modules: Mapping[str, nn.Module
     found = [module for name, module in modules.items() if name.endswith(wanted)]
     plain: list[Any] = [getattr(module, "original_module", getattr(module, "base_layer", module)) for module in found]
     if not found or not all(isinstance(module, nn.Embedding | nn.Linear) for module in plain):
-        allowed = "the input embedding, or the output head, by the end of its name"
+        allowed = "the input embedding or the output head, by the end of its name"
         return [Fault(where, repr(wanted), allowed, closest(wanted, sorted(modules)))]
     if any(isinstance(module, nn.Linear) and module.bias is not None for module in plain):
         fix = "PEFT leaves the bias out; train the layer in modules_to_save."
-        return [Fault(where, repr(wanted), "layers without a bias", fix)]
+        return [Fault(where, repr(wanted), "a layer without a bias", fix)]
     num_words = min(module.weight.shape[0] for module in plain)
     if max(indices) >= num_words:
         return [Fault(where, shown(indices), f"numbers of tokens below {num_words}", "Resize the embedding first.")]
@@ -412,7 +414,7 @@ def claim_faults(new: Mapping[str, PeftConfig], held: Mapping[str, PeftConfig], 
         for module, way in claims:
             first, other = owners.setdefault(module, (way, task))
             if first != way:
-                allowed = f'modules that task "{other}" does not name in {_FIELD_OF_WAY[first]}'
+                allowed = f'a module that task "{other}" does not name in {_FIELD_OF_WAY[first]}'
                 fix = "Name it in the same field for both, or train the two tasks in two runs."
                 faults.append(Fault(f"tasks.{task}.peft_config.{_FIELD_OF_WAY[way]}", module, allowed, fix))
     return faults

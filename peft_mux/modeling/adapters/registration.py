@@ -77,8 +77,8 @@ class OwnMethodModel(BaseTuner):
             shape = target.nf, target.nx
         else:
             raise ConfigError(
-                f"{type(peft_config).__name__}.target_modules: got {current_key} ({type(target).__name__}); allowed: "
-                "linear layers."
+                f"{type(peft_config).__name__}.target_modules must be linear layers, got {current_key} "
+                f"({type(target).__name__})."
             )
         layer = cast(Any, self.tuner_layer_cls)(target, adapter_name, peft_config, shape, current_key)
         if adapter_name not in self.active_adapters:

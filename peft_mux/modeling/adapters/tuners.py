@@ -199,8 +199,8 @@ def merge_and_unload(model: Any, tuners: Tuners, adapter: str) -> Any:
     kind = kind_of(config)
     if not kind.has_targets:
         raise ConfigError(
-            f"merge: got an adapter of {kind.title}; allowed: types that change weights, as a prompt is no change of "
-            "the backbone's weights. Load the saved adapter with PeftModel.from_pretrained."
+            f"merge needs an adapter that changes weights, got {kind.title}, which changes none. Load the saved "
+            "adapter with PeftModel.from_pretrained."
         )
     tuner = tuners.of(model, adapter, config)
     # Before anything is taken apart: some adapters cannot be merged.

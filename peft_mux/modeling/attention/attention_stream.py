@@ -82,17 +82,16 @@ class Prefixes:
         name, layer = type(module).__name__, getattr(module, "layer_idx", None)
         if not isinstance(layer, int) or not 0 <= 2 * layer < len(self._layers[number]):
             raise UnsupportedModelError(
-                f"{name} has layer number {layer}, for which a prefix has no keys; allowed: models whose attention"
-                " modules are numbered from 0. Use PROMPT_TUNING, which needs no layers."
+                f"{name} has layer number {layer}, for which a prefix has no keys: attention modules must be "
+                "numbered from 0. Use PROMPT_TUNING, which needs no layers."
             )
         pair = []
         for prefix_GVC, own in zip(self._layers[number][2 * layer : 2 * layer + 2], (keys, values), strict=True):
             heads, _, channels = prefix_GVC.shape
             if (heads, channels) != (own.shape[1], own.shape[3]):
                 raise UnsupportedModelError(
-                    f"{name} (layer {layer}) has {own.shape[1]} heads of {own.shape[3]} channels, and the prefix"
-                    f" {heads} of {channels}; allowed: models whose layers all have the heads that their configuration"
-                    " tells. Use PROMPT_TUNING, which needs no layers."
+                    f"{name} (layer {layer}) must have the heads of the configuration, {heads} of {channels} "
+                    f"channels, got {own.shape[1]} of {own.shape[3]}. Use PROMPT_TUNING, which needs no layers."
                 )
             # Expanded, so that the backward is one sum over the sequences, in their order.
             shared = prefix_GVC.to(own.dtype).expand(own.shape[0], -1, -1, -1)

@@ -89,8 +89,8 @@ def packed_attention(
     """
     if mux_stream is None:
         raise UnsupportedModelError(
-            f"{type(module).__name__} does not hand the arguments of the model call on to its attention function, "
-            "so its sequences cannot be told apart; allowed: architectures that pass **kwargs through to attention."
+            f"{type(module).__name__} must pass **kwargs of the model call through to its attention function; "
+            "without them its sequences cannot be separated."
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     _check_supported(module, mux_stream, attention_mask, kwargs, is_causal=causal, window=sliding_window)
@@ -160,29 +160,24 @@ def _check_supported(
     """Refuse by name what would change the result, and what has no meaning if every token sees every other."""
     reason = None
     if attention_mask is not None:
-        reason = "builds an attention mask of its own; allowed: none, as a mask over the stream would mix tasks."
+        reason = "builds its own attention mask, and a mask over the stream would mix tasks"
     for key, value in kwargs.items():
         if isinstance(value, torch.Tensor) and key not in _HARMLESS_TENSORS:
             reason = (
-                f'passes "{key}" to attention (position biases and the like), which packed attention does not honour; '
-                "allowed: plain, grouped-query, sliding-window and soft-capped attention, and sinks (s_aux)."
+                f'passes "{key}" to attention (position biases and similar), which packed attention does not '
+                "support; it supports plain, grouped-query, sliding-window and soft-capped attention, and sinks "
+                "(s_aux)"
             )
     if is_causal or reason is not None:
         pass
     elif window is not None:
-        reason = "slides a window over both directions; allowed: windows of causal attention."
+        reason = "slides a window over both directions; windows must be of causal attention"
     elif mux_stream.parts is not None:
-        reason = (
-            "lets every token see every other, so long sequences cannot be split; allowed: causal attention. Set"
-            " split_long_sequences=False."
-        )
+        reason = "lets every token see every other, so long sequences cannot be split. Set split_long_sequences=False"
     elif mux_stream.batch.shared is not None:
-        reason = (
-            "lets every token see every other, so no token of two sequences is the same; allowed: shared prefixes with"
-            " causal attention. Set share_prefixes=False."
-        )
+        reason = "lets every token see every other, so no prefix can be shared. Set share_prefixes=False"
     if reason is not None:
-        raise UnsupportedModelError(f"{type(module).__name__} {reason}")
+        raise UnsupportedModelError(f"{type(module).__name__} {reason}.")
 
 
 def _by_varlen(

@@ -165,9 +165,9 @@ def varlen_attention(
     if kernel is None:
         raise ValueError("no kernel for sequences of varying length; ask `varlen_support` first.")
     if window is not None and (not is_causal or window < 1):
-        raise ValueError(f"a window of {window} over both directions or of no token; allowed: causal, 1 or more.")
+        raise ValueError(f"a window must be causal and of 1 token or more, got {window}.")
     if q_THC.shape[1] % k_TGC.shape[1]:
-        raise ValueError(f"{k_TGC.shape[1]} key-value heads for {q_THC.shape[1]} heads; allowed: a divisor.")
+        raise ValueError(f"the number of key-value heads must divide the {q_THC.shape[1]} heads, got {k_TGC.shape[1]}.")
     # The kernels count the tokens to the left of the query, without the query.
     reach = (-1 if window is None else window - 1, 0 if is_causal else -1)
     # The kernels take any strides but those of the channels, which must be adjacent.

@@ -95,8 +95,9 @@ def family_of(backbone: Any) -> Family:
     if kind not in FAMILIES:
         reason = f", as {FAILING[kind]}" if kind in FAILING else ""
         raise UnsupportedModelError(
-            f"{type(backbone).__name__} (model type {kind!r}) cannot be cut into stages or shards{reason}; allowed:"
-            f" {', '.join(FAMILIES)}. Train it in one process, with data parallelism, or with shard_backbone=True."
+            f"{type(backbone).__name__} (model type {kind!r}) cannot be cut into stages or shards{reason}; the model "
+            f"types that can are {', '.join(FAMILIES)}. Train it in one process, with data parallelism, or with "
+            "shard_backbone=True."
         )
     if kind in OWN_PLANS:
         return OWN_PLANS[kind]

@@ -248,8 +248,8 @@ def head_module(backbone: Any) -> tuple[str, Any]:
         if isinstance(getattr(backbone, name, None), nn.Module):
             return name, getattr(backbone, name)
     raise UnsupportedModelError(
-        f"{type(backbone).__name__} has no classification head; allowed: models with a module named "
-        f"{' or '.join(HEAD_NAMES)}. Load the backbone with AutoModelForSequenceClassification for SEQ_CLS tasks."
+        f"{type(backbone).__name__} must have a classification head, a module named {' or '.join(HEAD_NAMES)}. Load "
+        "the backbone with AutoModelForSequenceClassification for SEQ_CLS tasks."
     )
 
 

@@ -41,17 +41,17 @@ def check_backbone(backbone: Any) -> None:
     name = type(backbone).__name__
     if isinstance(backbone, PeftModel):
         raise UnsupportedModelError(
-            f"{name} already holds adapters; allowed: a plain transformers model. Pass "
-            "`model.unload()` and load the adapters with `MultiTaskPeftModel.from_pretrained`."
+            f"{name} already holds adapters, and must be a plain transformers model. Pass `model.unload()` and load "
+            "the adapters with `MultiTaskPeftModel.from_pretrained`."
         )
     if any(isinstance(module, BaseTunerLayer) for module in backbone.modules()):
         raise UnsupportedModelError(
-            f"{name} still holds the adapters of another trainer or PEFT model, which new ones would be trained on top "
-            "of; allowed: a plain transformers model. Give `trainer.model.unload()`, which takes them out, or load the "
-            "model again; `MultiTaskTrainer(model=trainer.model, ...)` goes on with them."
+            f"{name} still holds the adapters of another trainer or PEFT model, and must be a plain transformers "
+            "model. Pass `trainer.model.unload()`, which removes them, or load the model again; "
+            "`MultiTaskTrainer(model=trainer.model, ...)` continues with them."
         )
     if not isinstance(backbone, PreTrainedModel):
-        raise UnsupportedModelError(f"got {name}; allowed: a transformers PreTrainedModel.")
+        raise UnsupportedModelError(f"the backbone must be a transformers PreTrainedModel, got {name}.")
     config = backbone.config
     layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     odd_types = sorted(set(layer_types) - {"attention", "full_attention", "sliding_attention"})
@@ -72,9 +72,9 @@ def check_backbone(backbone: Any) -> None:
     else:
         return
     raise UnsupportedModelError(
-        f"{name} cannot be packed: {reason}; allowed: decoder-only causal language models and encoders or "
-        "decoders with a sequence-classification head, whose attention goes through transformers' attention "
-        "interface (Llama, Qwen, Mistral, Gemma, Phi, GPT-2, OPT, BERT, ...)."
+        f"{name} cannot be packed: {reason}. It must be a decoder-only causal language model, or an encoder or "
+        "decoder with a sequence-classification head, whose attention goes through transformers' attention interface "
+        "(Llama, Qwen, Mistral, Gemma, Phi, GPT-2, OPT, BERT, ...)."
     )
 
 
@@ -214,8 +214,8 @@ def check_packing(model: Any) -> None:
         model.train(was_training)
     if reason:
         raise UnsupportedModelError(
-            f"{type(model.backbone).__name__} cannot be packed: {reason}; allowed: models whose tokens meet those of "
-            "their own sequence only, through transformers' attention interface."
+            f"{type(model.backbone).__name__} cannot be packed: {reason}. Its tokens must meet only those of their "
+            "own sequence, through transformers' attention interface."
         )
 
 

@@ -63,8 +63,8 @@ def base_output(layer: nn.Module, x: torch.Tensor, name: str) -> torch.Tensor:
     y = layer(x)
     if torch.is_grad_enabled() and x.requires_grad and not y.requires_grad:
         raise UnsupportedModelError(
-            f"{name} ({type(layer).__name__}): its kernel returns no gradient for its input; allowed: frozen layers "
-            "that autograd passes through. Load the backbone anew, and run it through peft_mux alone."
+            f"{name} ({type(layer).__name__}) must be a frozen layer that autograd passes through, but its kernel "
+            "returns no gradient for its input. Load the backbone again, and run it through peft_mux only."
         )
     return y
 
@@ -94,8 +94,8 @@ def prepare_quantized(backbone: Any) -> None:
         if layer in heads:
             faults["head"] = Fault(
                 where,
-                f"a head in {bits} bits",
-                "a head in full precision, which the loss reads",
+                f"{bits} bits",
+                "in full precision, because it is the head, which the loss reads",
                 f'Add "{heads[layer]}" to llm_int8_skip_modules.',
             )
         if bits == 8 and layer.state.threshold > 0.0:
@@ -105,9 +105,9 @@ def prepare_quantized(backbone: Any) -> None:
         if getattr(getattr(layer.weight, "quant_state", None), "packing_format_for_cpu", False):
             faults["packed"] = Fault(
                 where,
-                "4-bit weights that bitsandbytes has repacked for inference on this CPU",
-                "4-bit weights as they were loaded, which have input gradients",
-                "Load the backbone anew, and do not run it in evaluation mode before.",
+                "weights that bitsandbytes has repacked for inference on this CPU",
+                "4-bit weights as loaded, which have input gradients",
+                "Load the backbone again, and do not run it in evaluation mode before.",
             )
     raise_faults(list(faults.values()))
     for _, layer, bits in quantized_layers(backbone):
@@ -120,18 +120,18 @@ _STORED_FIX = "Set it to 0.0 in quantization_config of the model's config.json; 
 
 
 def _threshold_fault(where: str, threshold: float, fix: str) -> Fault:
-    allowed = "llm_int8_threshold=0.0, as outliers of one task would change the precision of all rows"
-    return Fault(where, f"8 bits with llm_int8_threshold={threshold}", allowed, fix)
+    allowed = "0.0, because outliers of one task would change the precision of all rows"
+    return Fault(f"llm_int8_threshold of {where}", str(threshold), allowed, fix)
 
 
 def _fp16_fault(where: str) -> Fault:
-    allowed = "False, as a frozen backbone needs no 16-bit copy of its weights"
-    return Fault(where, "llm_int8_has_fp16_weight=True", allowed)
+    allowed = "False, because a frozen backbone needs no 16-bit copy of its weights"
+    return Fault(f"llm_int8_has_fp16_weight of {where}", "True", allowed)
 
 
 def _method_fault(where: str, method: str | None) -> Fault:
     fix = "Load the weights in full precision with a BitsAndBytesConfig."
-    return Fault(where, f"a backbone quantised by {method}", f"{_METHOD} (4 or 8 bits), or no quantisation", fix)
+    return Fault(where, method, f"{_METHOD} (4 or 8 bits), or no quantisation", fix)
 
 
 # ---------------------------------------------------------------------- options
@@ -165,7 +165,7 @@ def quantization_of(config: Any, model_init_kwargs: Mapping[str, Any]) -> Any:
     if stored is not None:
         where, method = "model", quantization_method(config)
         if given is not None:
-            raise ConfigError(f"{where}: got options for weights that {method} has quantised already; allowed: none.")
+            raise ConfigError(f"{where} must be empty for weights that {method} has already quantised.")
         if method != _METHOD:
             raise_faults([_method_fault(where, method)])
         given = stored
@@ -178,19 +178,20 @@ def quantization_of(config: Any, model_init_kwargs: Mapping[str, Any]) -> Any:
     if not isinstance(given, BitsAndBytesConfig):
         if not isinstance(given, Mapping):
             got = type(given).__name__
-            raise ConfigError(f"{where}: got {got}; allowed: a BitsAndBytesConfig, or a mapping of one.")
+            raise ConfigError(f"{where} must be a BitsAndBytesConfig, or a mapping of one, got {got}.")
         known = {key.removeprefix("_") for key in BitsAndBytesConfig().to_dict()}
         odd = sorted(set(given) - known)
         if odd and stored is None:  # what another release has stored is transformers' to read
-            raise_faults([Fault(f"{where}.{key}", "it", ", ".join(sorted(known)), closest(key, known)) for key in odd])
+            allowed = f"one of {', '.join(sorted(known))}"
+            raise_faults([Fault(f"{where}.{key}", "an unknown option", allowed, closest(key, known)) for key in odd])
         wanted = {key: value for key, value in given.items() if key in known and key != "quant_method"}
         try:
             options = BitsAndBytesConfig(**wanted)
         except (TypeError, ValueError, AttributeError) as error:
-            raise ConfigError(f"{where}: got options that transformers refuses: {error}") from error
+            raise ConfigError(f"{where} must be options that transformers accepts: {error}") from error
     faults = []
     if not (options.load_in_4bit or options.load_in_8bit):
-        faults.append(Fault(where, "neither load_in_4bit nor load_in_8bit", "one of the two"))
+        faults.append(Fault(where, "neither", "set with load_in_4bit or load_in_8bit"))
     elif options.load_in_8bit and options.llm_int8_threshold > 0.0:
         fix = _LOAD_FIX if stored is None else _STORED_FIX
         faults.append(_threshold_fault(f"{where}.llm_int8_threshold", options.llm_int8_threshold, fix))
@@ -206,9 +207,8 @@ def _import_bitsandbytes(where: str) -> Any:
         return importlib.import_module(_METHOD)
     except Exception as error:  # a wheel for another platform raises what its loader raises
         raise ConfigError(
-            f"{where}: got quantised weights, for which bitsandbytes cannot be imported ({error}); allowed: full "
-            "precision, or bitsandbytes installed for this platform. Run pip install bitsandbytes, or load weights "
-            "that are not quantised."
+            f"{where} asks for quantised weights, but bitsandbytes cannot be imported ({error}). Run pip install "
+            "bitsandbytes, or load weights that are not quantised."
         ) from error
 
 
@@ -223,7 +223,7 @@ def require_bitsandbytes(options: Any, device: torch.device) -> None:
         ConfigError: saying what is missing and what to do.
     """
     bits = 4 if options.load_in_4bit else 8
-    where, library = f"model: got {bits}-bit weights", _import_bitsandbytes("model")
+    where, library = f"model has {bits}-bit weights", _import_bitsandbytes("model")
     width = 64
     x = torch.ones(2, width, device=device, requires_grad=True)
     try:
@@ -246,13 +246,13 @@ def require_bitsandbytes(options: Any, device: torch.device) -> None:
             layer(x).sum().backward()
     except Exception as error:  # the library's own kinds, by backend
         raise ConfigError(
-            f"{where}, which bitsandbytes {library.__version__} cannot compute on {device} ({error}); allowed: devices "
-            "that it supports. Install a release for this platform, or load weights that are not quantised."
+            f"{where}, which bitsandbytes {library.__version__} cannot compute on {device} ({error}). Install a "
+            "release for this platform, or load weights that are not quantised."
         ) from error
     if x.grad is None or not bool(torch.isfinite(x.grad).all()):
         raise ConfigError(
-            f"{where}, for which bitsandbytes {library.__version__} gives no input gradients on {device}; allowed: "
-            "devices where it does. Install a newer release, or load weights that are not quantised."
+            f"{where}, for which bitsandbytes {library.__version__} gives no input gradients on {device}. Install a "
+            "newer release, or load weights that are not quantised."
         )
 
 

@@ -119,14 +119,14 @@ def _as_requests(prompts: Requests) -> list[GenerationRequest]:
     if isinstance(prompts, Mapping):
         for name, rows in prompts.items():
             if isinstance(rows, (str, bytes, Mapping)) or not hasattr(rows, "__iter__"):
-                raise ConfigError(f"prompts.{name}: got {shown(rows)}; allowed: a list of prompts. Put it into a list.")
+                raise ConfigError(f"prompts.{name} must be a list of prompts, got {shown(rows)}. Put it into a list.")
         return [GenerationRequest(task=name, prompt=prompt) for name, rows in prompts.items() for prompt in rows]
     if isinstance(prompts, (str, bytes)) or not hasattr(prompts, "__iter__"):
-        raise ConfigError(f"prompts: got {shown(prompts)}; allowed: {allowed}.")
+        raise ConfigError(f"prompts must be {allowed}, got {shown(prompts)}.")
     requests = list(prompts)
     wrong = next((item for item in requests if not isinstance(item, GenerationRequest)), None)
     if wrong is not None:
-        raise ConfigError(f"prompts: got {shown(wrong)} in the list; allowed: {allowed}.")
+        raise ConfigError(f"prompts must be {allowed}, got {shown(wrong)} in the list.")
     return requests
 
 
@@ -134,7 +134,7 @@ def _check_model(model: Any) -> None:
     """Raise `ConfigError` or `UnsupportedModelError` for a model that cannot generate in mixed batches."""
     if not isinstance(model, MultiTaskPeftModel):
         raise ConfigError(
-            f"model: got {type(model).__name__}; allowed: a MultiTaskPeftModel. Load saved adapters with "
+            f"model must be a MultiTaskPeftModel, got {type(model).__name__}. Load saved adapters with "
             "MultiTaskPeftModel.from_pretrained(base, folder), or take trainer.model."
         )
     require_whole(model, "generate")
@@ -144,11 +144,11 @@ def _check_model(model: Any) -> None:
     looks_ahead = any(getattr(module, "is_causal", True) is False for module in text_modules)
     if model.objectives.head.kind == CLASSIFICATION or looks_ahead or not backbone.can_generate():
         raise UnsupportedModelError(
-            f"generate: got {type(backbone).__name__}; allowed: decoder-only language models (AutoModelForCausalLM). "
+            f"generate needs a decoder-only language model (AutoModelForCausalLM), got {type(backbone).__name__}. "
             "For classes, call model.task_view(name)."
         )
     if backbone.device.type == "meta":
-        raise ConfigError("generate: got a model without weights; allowed: a loaded one. Train or evaluate it first.")
+        raise ConfigError("generate needs a loaded model, got one without weights. Train or evaluate it first.")
 
 
 def learnt_prompt(model: MultiTaskPeftModel, task: str) -> tuple[int, int]:
@@ -247,11 +247,12 @@ def _rows(
         task, options = request.task, request.options or default
         if task not in model.tasks:
             hint = closest(task, model.tasks)
-            raise ConfigError(f"prompts: got task {shown(task)}; allowed: {', '.join(model.tasks)}. {hint}".rstrip())
+            raise ConfigError(
+                f"prompts must name tasks of {', '.join(model.tasks)}, got {shown(task)}. {hint}".rstrip()
+            )
         if tokenizer is None and options.stop_strings:
             raise ConfigError(
-                f"prompts.{task}: got stop_strings without a tokenizer; allowed: a processing_class, which "
-                "reads tokens as text. Give it, or eos_token_id in their place."
+                f"prompts.{task}: stop_strings need a tokenizer. Give processing_class, or eos_token_id instead."
             )
         place = places[task]
         places[task] += 1
@@ -261,9 +262,9 @@ def _rows(
         limit = None if most_tokens is None else most_tokens - learnt_prompt(model, task)[1]
         if limit is not None and row.max_length > limit:
             raise DataError(
-                f"prompts.{task} row {place}: got {len(row.prompt)} tokens with max_new_tokens="
-                f"{options.max_new_tokens}; allowed: {limit} together, the backbone's positions. Shorten "
-                "the prompt, or lower max_new_tokens."
+                f"prompts.{task} row {place} must have at most {limit} tokens with its completion, the backbone's "
+                f"positions, got {len(row.prompt)} with max_new_tokens={options.max_new_tokens}. Shorten the prompt, "
+                "or lower max_new_tokens."
             )
         rows.append(row)
     return rows

@@ -27,7 +27,7 @@ _HARMLESS = frozenset({"transformers_version", "bos_token_id", "pad_token_id", "
 def unknown_faults(given: Mapping[str, Any], known: Collection[str], advice: Mapping[str, str]) -> list[Fault]:
     """Return a fault for each setting that does not exist, with advice by its name or the closest name."""
     return [
-        Fault(name, shown(value), f"settings of {', '.join(known)}", advice.get(name) or closest(name, known))
+        Fault(name, shown(value), f"one of {', '.join(known)}", advice.get(name) or closest(name, known))
         for name, value in given.items()
         if name not in known
     ]
@@ -121,8 +121,8 @@ class SamplingOptions(_KnownSettings):
         if not faults and not self.do_sample:
             unused = [f"{name}={getattr(self, name)}" for name, idle in _FILTERS.items() if getattr(self, name) != idle]
             if unused:
-                got = f"False beside {', '.join(unused)}"
-                faults.append(Fault("do_sample", got, "True with these", "Set do_sample=True."))
+                got = f"False with {', '.join(unused)}"
+                faults.append(Fault("do_sample", got, "True with settings of sampling", "Set do_sample=True."))
         raise_faults(faults)
 
     @property

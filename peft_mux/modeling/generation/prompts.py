@@ -50,8 +50,8 @@ def read_prompts(
     field = f"tasks.{options.task}.eval_generate"
     if tokenizer is None:
         raise DataError(
-            f"{field}: got no tokenizer; allowed: a processing_class, which reads completions as text. Pass"
-            " processing_class=AutoTokenizer.from_pretrained(...)."
+            f"{field} needs a processing_class, which turns completions into text. Pass "
+            "processing_class=AutoTokenizer.from_pretrained(...)."
         )
     where = f"tasks.{options.task}.eval_dataset"
     cells = RowCells(where, options.vocab_size, tokenizer, options.chat_template)
@@ -64,8 +64,8 @@ def read_prompts(
         data_format = data_format or detect_format(list(row), where=where, row_form=options.row_form)
         if data_format not in (DataFormat.MESSAGES, DataFormat.PROMPT_COMPLETION):
             raise DataError(
-                f"{field}: got held-out rows of {data_format}, which have no prompts; allowed: rows with "
-                '"prompt" and "completion", or "messages". Set eval_generate=None.'
+                f'{field} needs held-out rows with "prompt" and "completion", or "messages", got {data_format}, '
+                "which have no prompts. Set eval_generate=None."
             )
         prompt = _read_prompt(row, index, data_format, cells, tokenizer)
         if max_tokens is not None and len(prompt.ids) > max_tokens:
@@ -74,8 +74,8 @@ def read_prompts(
             found.append(prompt)
     if not found:
         raise DataError(
-            f"{field}: got held-out prompts of which the shortest has more than {max_tokens} tokens; allowed: prompts "
-            "behind which the completion fits. Lower max_new_tokens."
+            f"{field} needs held-out prompts that leave room for a completion, but the shortest has more than "
+            f"{max_tokens} tokens. Lower max_new_tokens."
         )
     return tuple(found), num_too_long
 

@@ -52,8 +52,8 @@ class TaskHead(OutputHead):
         if classes is not None and classes != backbone.config.num_labels:
             if not isinstance(head, nn.Linear):
                 raise ConfigError(
-                    f"num_labels: got {classes} for the {type(head).__name__} of {type(backbone).__name__}; allowed: "
-                    f"{backbone.config.num_labels}, as the backbone was loaded. Load it with num_labels={classes}."
+                    f"num_labels must be {backbone.config.num_labels}, as the backbone was loaded, got {classes} for "
+                    f"the {type(head).__name__} of {type(backbone).__name__}. Load it with num_labels={classes}."
                 )
             options = {"bias": head.bias is not None, "device": head.weight.device, "dtype": head.weight.dtype}
             head = wrapper.modules_to_save[adapter] = nn.Linear(head.in_features, classes, **options)

@@ -62,8 +62,8 @@ def output_head(backbone: Any) -> tuple[Any, float, float | None]:
     module = backbone.get_output_embeddings()
     if module is None:
         raise UnsupportedModelError(
-            f"{type(backbone).__name__} has no output embeddings; allowed: language models (AutoModelForCausalLM) "
-            "and classifiers (AutoModelForSequenceClassification)."
+            f"{type(backbone).__name__} has no output embeddings; it must be a language model (AutoModelForCausalLM) "
+            "or a classifier (AutoModelForSequenceClassification)."
         )
     config = backbone.config
     # Cohere multiplies its logits, Granite divides them, and Gemma 2 caps them, all outside the output module.
@@ -111,8 +111,8 @@ def target_losses(
         weight, bias = frozen_weight(module)
         if weight is None:
             raise UnsupportedModelError(
-                f"the output head of {type(model.backbone).__name__} is a {type(module).__name__}; allowed: a linear "
-                "layer."
+                f"the output head of {type(model.backbone).__name__} must be a linear layer, got a "
+                f"{type(module).__name__}."
             )
         head, words = Head(weight, bias, scale, softcap), vocab_parallel_head(module)
 
@@ -236,8 +236,8 @@ def outputs_of_words(
     module, scale, softcap = output_head(model.backbone)
     if vocab_parallel_head(module) is not None:
         raise UnsupportedModelError(
-            f"tasks.{batch.task_names[task]}: got rows that name several words for each target, or a loss that reads "
-            "entropies; allowed: one target for each token where tensor parallelism divides the vocabulary. Set "
+            f"tasks.{batch.task_names[task]} must have one target per token where tensor parallelism divides the "
+            "vocabulary, got rows that name several words for each target, or a loss that reads entropies. Set "
             "tensor_parallel_size=1."
         )
     rows_M = batch.target_rows[batch.target_offsets[task] : batch.target_offsets[task + 1]]

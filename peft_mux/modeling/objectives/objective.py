@@ -119,10 +119,11 @@ def read_args(kind: type[T], given: object, loss_type: str, where: str) -> tuple
     for name in values:
         if name in kind.refused:
             fix = f"{name} is not supported: {kind.refused[name]}."
-            faults.append(Fault(f"{where}.{name}", shown(values[name]), ", ".join(known) or "none with this loss", fix))
+            allowed = f"one of {', '.join(known)}" if known else "left out with this loss"
+            faults.append(Fault(f"{where}.{name}", shown(values[name]), allowed, fix))
         elif name not in known:
             fix = f"Set Task.{name}." if name in _OF_THE_TASK else closest(name, list(known))
-            allowed = ", ".join(known) or "none with this loss"
+            allowed = f"one of {', '.join(known)}" if known else "left out with this loss"
             faults.append(Fault(f"{where}.{name}", "an unknown argument", allowed, fix))
     hints = get_type_hints(kind)
     read = {}
@@ -529,7 +530,7 @@ OBJECTIVES: dict[str, Objective] = {}
 def register_objective(objective: Objective) -> None:
     """Add a loss to `OBJECTIVES`; raise `ValueError` if its name is taken."""
     if objective.name in OBJECTIVES:
-        raise ValueError(f'the objective "{objective.name}" is registered already; allowed: a name of its own.')
+        raise ValueError(f'the objective "{objective.name}" is already registered. Choose another name.')
     OBJECTIVES[objective.name] = objective
 
 

@@ -79,8 +79,8 @@ class OwnLoss(Objective):
             else:
                 got = f"a tensor of shape {list(value.shape)}" if isinstance(value, torch.Tensor) else shown(value)
                 raise DataError(
-                    f"the objective returned {got}; allowed: a scalar of floats, or one term for each of the "
-                    f"{num_targets} targets. Return outputs.mean_over_rows(terms) for one term a row."
+                    f"the objective must return a scalar of floats, or one term for each of the {num_targets} "
+                    f"targets, got {got}. Return outputs.mean_over_rows(terms) for one term per row."
                 )
             if loss.requires_grad and outputs.nll_M.requires_grad:
                 found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)

@@ -130,12 +130,12 @@ class DPOArgs(LossArgs):
 
         def unread(name: str, readers: set[str]) -> Fault:
             got = f"{shown(getattr(self, name))}, which no loss here reads"
-            return Fault(f"{where}.{name}", got, f"none, or one of {', '.join(sorted(readers))}")
+            return Fault(f"{where}.{name}", got, f"left out without one of the losses {', '.join(sorted(readers))}")
 
         smoothing = f"{where}.label_smoothing"
         if self.label_smoothing == 0.5 and "robust" in chosen:
             got, allowed = "0.5 for the loss robust", "a number below 0.5"
-            faults.append(Fault(smoothing, got, allowed, "At 0.5 labels tell nothing."))
+            faults.append(Fault(smoothing, got, allowed, "At 0.5 labels carry no information."))
         elif self.label_smoothing == 0 and "exo_pair" in chosen:
             got, allowed = "0 for the loss exo_pair", "a number above 0"
             faults.append(Fault(smoothing, got, allowed, "Its paper recommends 1e-3."))
@@ -144,10 +144,13 @@ class DPOArgs(LossArgs):
         divergence = self.f_divergence_type
         if divergence != "reverse_kl" and not chosen <= _DIVERGING:
             got = f"{divergence!r} for {', '.join(sorted(chosen - _DIVERGING))}"
-            allowed = f"reverse_kl, or the losses {', '.join(sorted(_DIVERGING))} alone"
+            allowed = f"reverse_kl except with only losses of {', '.join(sorted(_DIVERGING))}"
             faults.append(Fault(f"{where}.f_divergence_type", got, allowed))
         elif divergence != "alpha_divergence" and self.f_alpha_divergence_coef != DPOArgs.f_alpha_divergence_coef:
-            got, allowed = shown(self.f_alpha_divergence_coef), "none unless f_divergence_type is 'alpha_divergence'"
+            got, allowed = (
+                shown(self.f_alpha_divergence_coef),
+                "left out unless f_divergence_type is 'alpha_divergence'",
+            )
             faults.append(Fault(f"{where}.f_alpha_divergence_coef", got, allowed))
         weights = self.loss_weights
         if weights is not None and len(weights) != len(self.loss_types):
@@ -157,7 +160,7 @@ class DPOArgs(LossArgs):
             faults.append(unread("discopop_tau", {"discopop"}))
         if chosen == {"sft"} and self.ld_alpha is not None:
             got = f"{self.ld_alpha}, which sft does not read"
-            faults.append(Fault(f"{where}.ld_alpha", got, "none with sft alone"))
+            faults.append(Fault(f"{where}.ld_alpha", got, "left out with sft alone"))
         return faults
 
 

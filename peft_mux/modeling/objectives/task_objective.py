@@ -86,8 +86,8 @@ def find_loss(task: Any, where: str) -> FoundLoss:
     if isinstance(task.peft_config, PromptLearningConfig) and objective.needs_reference(args) and not is_brought:
         # The reference is the backbone without the prompt, but its rows have virtual tokens in them.
         bring = f"Bring {' and '.join(wanted)} with the rows, or train" if wanted else "Train"
-        got = f"{objective.name} with {type(task.peft_config).__name__}"
-        allowed = "losses without a reference for adapters of prompts"
+        got = objective.name
+        allowed = f"a loss without a reference with {type(task.peft_config).__name__}"
         faults.append(Fault(f"{where}.objective", got, allowed, f"{bring} an adapter on layers such as LORA."))
     return FoundLoss(objective, args if loss_type else None, faults)
 
@@ -110,7 +110,7 @@ def smoothing_faults(
     own = "Its own label_smoothing is one of objective_args." if hasattr(objective.Args, "label_smoothing") else ""
     variant = f" and loss_type {loss_type}" if objective.smoothed_loss_types else ""
     got = f"{shown(share)} with the objective {objective.name}{variant}"
-    return [Fault(where, got, f"0 or None; more for {able}, whose targets are words", f"{fix} {own}".strip())]
+    return [Fault(where, got, f"0 or None, except for {able}, whose targets are words", f"{fix} {own}".strip())]
 
 
 def columns_of(dataset: Any) -> set[str]:
@@ -141,13 +141,13 @@ def _find_objective(task: Any, where: str) -> tuple[Objective | None, list[Fault
         entry = OBJECTIVES.get(OWN)
         if entry is not None and entry.head.kind == kind:
             return entry, []
-        got, fix = f"a function for {kind.name} tasks", 'Leave the task_type of the adapter open, or "CAUSAL_LM".'
+        got, fix = f"a function for {kind.name} tasks", 'Set the task_type of the adapter to None or "CAUSAL_LM".'
     elif isinstance(wanted, str) and wanted in names:
         return OBJECTIVES[wanted], []
     else:
         got = f"{shown(wanted)} for {kind.name} tasks"
         fix = _nearest_loss(wanted, entries) if isinstance(wanted, str) else ""
-    return None, [Fault(f"{where}.objective", got, ", ".join(names), fix)]
+    return None, [Fault(f"{where}.objective", got, f"one of {', '.join(names)}", fix)]
 
 
 def _nearest_loss(wanted: str, entries: Iterable[Objective]) -> str:
@@ -178,10 +178,12 @@ def _find_loss_type(objective: Objective, task: Any, where: str) -> tuple[str | 
             fix = f"{name} is not supported: {objective.refused_loss_types[name]}."
         elif isinstance(name, str):  # most often the name of a loss that stands in the other field
             fix = f'Set objective="{name}".' if name in OBJECTIVES else closest(name, list(objective.loss_types))
-        allowed = f"{', '.join(objective.loss_types)} (objective {objective.name})"
+        allowed = f"one of {', '.join(objective.loss_types)} (objective {objective.name})"
         faults.append(Fault(f"{where}.loss_type", shown(name), allowed, fix))
     if not faults and len(set(names)) < len(names):
-        faults = [Fault(f"{where}.loss_type", shown(given), "each loss once", "Weigh it with loss_weights.")]
+        faults = [
+            Fault(f"{where}.loss_type", shown(given), "a list with each loss once", "Weigh it with loss_weights.")
+        ]
     return (None, faults) if faults else (SEVERAL.join(names), [])
 
 
@@ -247,8 +249,8 @@ class TaskObjectives:
         """
         if objective.head.kind != self.head.kind:
             raise ConfigError(
-                f"tasks.{task}.objective: got {objective.name!r}, a loss of {objective.head.kind.name} tasks; allowed: "
-                f"those of {self.head.kind.name} tasks."
+                f"tasks.{task}.objective must be a loss of {self.head.kind.name} tasks, got {objective.name!r}, a "
+                f"loss of {objective.head.kind.name} tasks."
             )
         self._by_task[task] = _Assigned(objective.name, default_args(objective) if args is None else args)
 

@@ -158,7 +158,7 @@ def profile_backbone(
         ValueError: for a budget that is not above 0.
     """
     if not budget_s > 0:
-        raise ValueError(f"budget_s is {budget_s}; allowed: more than 0. 60 is enough for most devices.")
+        raise ValueError(f"budget_s must be more than 0, got {budget_s}. 60 is enough for most devices.")
     device = torch.device(device)
     names = _identity(model, device, dtype)
     path = None if folder is None else Path(folder) / f"{profile_key(**names)}.json"

@@ -112,8 +112,8 @@ class Subject:
         )
         if self._layer_list is None:
             raise ValueError(
-                f"{type(base_model).__name__} has no list of {self.num_layers} layers; allowed: transformers models "
-                "that keep their layers in one ModuleList. Give a stored profile, or plan with data-sheet numbers."
+                f"{type(base_model).__name__} must keep its {self.num_layers} layers in one ModuleList, as "
+                "transformers models do. Give a stored profile, or plan with data-sheet numbers."
             )
         # An attention module, the shapes of its queries, keys and values, and its other arguments.
         self._attention_call: tuple[nn.Module, tuple[torch.Size, ...], dict[str, Any]] | None = None

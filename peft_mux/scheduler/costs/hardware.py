@@ -36,11 +36,11 @@ class Link:
 
     def __post_init__(self) -> None:
         if not 0 <= self.latency_s < math.inf:
-            raise ValueError(f"latency_s is {self.latency_s}; allowed: 0 or more, and finite. Give seconds.")
+            raise ValueError(f"latency_s must be 0 or more, and finite, got {self.latency_s}. Give seconds.")
         if not self.bytes_per_s > 0:
             raise ValueError(
-                f"bytes_per_s is {self.bytes_per_s}; allowed: more than 0 (inf for a link on which only latency "
-                "counts). Give bytes per second."
+                "bytes_per_s must be more than 0 (inf for a link on which only latency counts), got "
+                f"{self.bytes_per_s}. Give bytes per second."
             )
 
     def transfer_s(self, num_bytes: float) -> float:
@@ -81,9 +81,9 @@ class Overlap:
     def __post_init__(self) -> None:
         for field in ("skew", "turn_s", "host_s"):
             if not 0 <= getattr(self, field) < math.inf:
-                raise ValueError(f"{field} is {getattr(self, field)}; allowed: 0 or more, and finite. Measure again.")
+                raise ValueError(f"{field} must be 0 or more, and finite, got {getattr(self, field)}. Measure again.")
         if not 0 <= self.slowdown <= MOST_SLOWDOWN:
-            raise ValueError(f"slowdown is {self.slowdown}; allowed: 0 to {MOST_SLOWDOWN}. Measure again.")
+            raise ValueError(f"slowdown must be 0 to {MOST_SLOWDOWN}, got {self.slowdown}. Measure again.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -196,16 +196,16 @@ def parse_devices(text: str) -> Cluster:
     """
     found = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?([A-Za-z][\w-]*)\s*", text)
     names = {name.lower(): name for name in DEVICES}
-    allowed = f'allowed: a count, "x" and one of {", ".join(DEVICES)}, such as 4xA100-80GB.'
+    allowed = f'a count, "x" and one of {", ".join(DEVICES)}, such as 4xA100-80GB'
     if found is None:
-        raise ValueError(f"devices is {text!r}; {allowed}")
+        raise ValueError(f"devices must be {allowed}, got {text!r}.")
     name = found[2].lower()
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
         fix = f" Did you mean {names[close[0]]}?" if close else ""
-        raise ValueError(f"devices is {text!r}, whose device {found[2]!r} is not known; {allowed}{fix}")
+        raise ValueError(f"devices must be {allowed}, got {text!r}, whose device {found[2]!r} is not known.{fix}")
     count = int(found[1] or 1)
     if count < 1:
-        raise ValueError(f"devices is {text!r}; {allowed} The count is 1 or more.")
+        raise ValueError(f"devices must be {allowed}, got {text!r}. The count is 1 or more.")
     device = DEVICES[names[name]]
     return Cluster(device, count, min(count, _DEVICES_PER_NODE), _LINKS[device.name], _INTER_NODE)

@@ -100,13 +100,13 @@ def split_layers(num_layers: int, num_stages: int, layers_per_stage: tuple[int, 
         ValueError: for stages without layers, or numbers that do not add up.
     """
     if not 1 <= num_stages <= num_layers:
-        raise ValueError(f"num_stages is {num_stages}; allowed: 1 to {num_layers}, the layers of the backbone.")
+        raise ValueError(f"num_stages must be 1 to {num_layers}, the layers of the backbone, got {num_stages}.")
     if layers_per_stage is None:
         each, rest = divmod(num_layers, num_stages)
         return tuple(each + (stage < rest) for stage in range(num_stages))
     if len(layers_per_stage) != num_stages or sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:
         raise ValueError(
-            f"layers_per_stage is {layers_per_stage}; allowed: {num_stages} numbers of 1 or more that add up to "
-            f"{num_layers}."
+            f"layers_per_stage must be {num_stages} numbers of 1 or more that add up to {num_layers}, got "
+            f"{layers_per_stage}."
         )
     return tuple(layers_per_stage)

@@ -49,11 +49,13 @@ class Curve:
 
     def __post_init__(self) -> None:
         if not self.counts or len(self.counts) != len(self.values):
-            raise ValueError(f"counts has {len(self.counts)} and values {len(self.values)} entries; allowed: as many.")
+            raise ValueError(
+                f"counts and values must have equally many entries, got {len(self.counts)} and {len(self.values)}."
+            )
         _require_ascending("counts", self.counts)
         if min(self.values) < 0 or not all(map(math.isfinite, self.values)) or np.any(np.diff(self.values) < 0):
             raise ValueError(
-                f"values are {self.values[:5]}; allowed: finite, 0 or more, not falling. Use Curve.measured for "
+                f"values must be finite, 0 or more, not falling, got {self.values[:5]}. Use Curve.measured for "
                 "measurements."
             )
 
@@ -114,7 +116,7 @@ class AdapterTable:
         values = np.asarray(self.values, dtype=float)
         if values.shape != shape or not np.all(np.isfinite(values)) or values.min() < 0:
             raise ValueError(
-                f"values have shape {values.shape}; allowed: finite numbers of 0 or more in shape {shape}. Give one "
+                f"values must be finite numbers of 0 or more in shape {shape}, got shape {values.shape}. Give one "
                 "for each rank, width and number of tokens."
             )
 
@@ -196,7 +198,7 @@ def _levelled(values: NDArray[Any]) -> NDArray[Any]:
 
 def _require_ascending(field: str, points: tuple[float, ...]) -> None:
     if not points or points[0] <= 0 or any(b <= a for a, b in itertools.pairwise(points)):
-        raise ValueError(f"{field} are {points[:5]}; allowed: one or more, above 0, ascending. Sort them.")
+        raise ValueError(f"{field} must be at least one number, above 0, ascending, got {points[:5]}. Sort them.")
 
 
 class Parts(NamedTuple):
@@ -294,13 +296,13 @@ class Profile:
     def __post_init__(self) -> None:
         if not 0 < self.forward_fraction < 1:
             raise ValueError(
-                f"forward_fraction is {self.forward_fraction}; allowed: between 0 and 1. Backward takes the rest."
+                f"forward_fraction must be between 0 and 1, got {self.forward_fraction}. Backward takes the rest."
             )
         for name in ("pass_overhead_s", "step_overhead_s", "attention_call_s"):
             if not 0 <= getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: 0 or more. Give seconds.")
+                raise ValueError(f"{name} must be 0 or more, got {getattr(self, name)}. Give seconds.")
         if self.source not in ("measured", "analytic"):
-            raise ValueError(f"source is {self.source!r}; allowed: 'measured', 'analytic'. Say which it is.")
+            raise ValueError(f"source must be 'measured', 'analytic', got {self.source!r}. Say which it is.")
 
     @property
     def reach(self) -> dict[str, float]:
@@ -333,10 +335,10 @@ class Profile:
             data = with_tuples(json.loads(text))
             version = data.pop("format_version", None)
         except (json.JSONDecodeError, AttributeError, TypeError) as error:
-            raise ValueError(f"profile is no JSON object ({error}); allowed: what Profile.to_json wrote.") from error
+            raise ValueError(f"profile must be a JSON object that Profile.to_json wrote ({error}).") from error
         if version != FORMAT_VERSION:
             raise ValueError(
-                f"format_version is {version}; allowed: {FORMAT_VERSION}. Measure the profile again, with refresh=True."
+                f"format_version must be {FORMAT_VERSION}, got {version}. Measure the profile again, with refresh=True."
             )
         # The key follows from the other fields; it is in the file for its reader.
         data.pop("key", None)
@@ -350,7 +352,7 @@ class Profile:
             data["overlap"] = None if data.get("overlap") is None else Overlap(**data["overlap"])
             return cls(**data)
         except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"profile lacks or misnames a field ({error}); allowed: what to_json wrote.") from error
+            raise ValueError(f"profile must be what to_json wrote, but lacks or misnames a field ({error}).") from error
 
 
 def with_tuples(value: Any) -> Any:
@@ -382,7 +384,7 @@ def corrected(profile: Profile, factors: Parts) -> Profile:
     """
     for name, factor in factors._asdict().items():
         if not 0 < factor < math.inf:
-            raise ValueError(f"{name} is {factor}; allowed: a factor above 0. Leave out passes that were not measured.")
+            raise ValueError(f"{name} must be a factor above 0, got {factor}. Leave out passes that were not measured.")
     if factors == AS_PROFILED:
         return profile
     # Utilization is a share of the device and no time: it stays.
@@ -451,7 +453,7 @@ def analytic_profile(
     """
     if num_devices_per_stage < 1:
         raise ValueError(
-            f"num_devices_per_stage is {num_devices_per_stage}; allowed: 1 or more. Use 1 for no sharding."
+            f"num_devices_per_stage must be 1 or more, got {num_devices_per_stage}. Use 1 for no sharding."
         )
     is_cpu, item_bytes, a_launch_s = device.name == "cpu", shape.activation_bytes, launch_s(device)
     flops_per_s = device.flops_per_s * device.efficiency

@@ -159,8 +159,8 @@ class RowMix:
                 continue
             if start == end:
                 raise ValueError(
-                    f"{count} sequences are padded to {boundary} tokens, which no sampled row is; allowed: buckets of "
-                    "the sample."
+                    f"buckets must be those of the sample, got {count} sequences padded to {boundary} tokens, to "
+                    "which no sampled row is padded."
                 )
             by_task = np.lexsort((self._lengths[start:end], self._owners[start:end])) + start
             for place in by_task[((np.arange(count) + 0.5) * (end - start) / count).astype(np.int64)].tolist():
@@ -312,8 +312,7 @@ def compose_deployment(
     single_price = pricer.price(single.groups, single.expected, deadline=deadline)
     if not math.isfinite(single_price.step_s):
         raise ValueError(
-            f"{single.layout} has no plan that fits into memory; allowed: replicas that hold the rows that they "
-            "are dispatched. Raise memory_limit_gib, or cut rows with max_length."
+            f"{single.layout} has no plan that fits into memory. Raise memory_limit_gib, or cut rows with max_length."
         )
     priced = {single.groups: single_price}
     for groups in also:

@@ -205,12 +205,12 @@ def save_deployment(report: DeploymentReport, path: str | Path) -> Path:
     """
     path = Path(path)
     if path.suffix not in _FORMATS:
-        raise ConfigError(f"image: got {path.name!r}; allowed: a name that ends in {' or '.join(_FORMATS)}.")
+        raise ConfigError(f"image must be a name that ends in {' or '.join(_FORMATS)}, got {path.name!r}.")
     try:
         import matplotlib
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("image: got no matplotlib; allowed: pip install 'peft-mux[plots]'.") from error
+        raise ConfigError("image needs matplotlib: pip install 'peft-mux[plots]'.") from error
     ways = {"length-based dispatch": report.by_length, "balanced dispatch": report.plan.expected}
     figure = Figure(figsize=(5.2 * len(ways), 6.2), layout="constrained")
     axes = figure.subplots(2, len(ways), squeeze=False, sharey="row")

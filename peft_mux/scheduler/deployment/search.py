@@ -134,13 +134,13 @@ def plan_deployment(
     check_at_least_one(num_gpus=num_gpus, max_candidates=max_candidates, max_plans=max_plans)
     # Conditions are written this way round so that NaN is refused as well.
     if not threshold >= 0:
-        raise ValueError(f"threshold is {threshold}; allowed: 0 or more, such as 0.15 for 15 %.")
+        raise ValueError(f"threshold must be 0 or more, such as 0.15 for 15 %, got {threshold}.")
     if not time_limit_s > 0:
-        raise ValueError(f"time_limit_s is {time_limit_s}; allowed: more than 0.")
+        raise ValueError(f"time_limit_s must be more than 0, got {time_limit_s}.")
     if budget_s is not None and not budget_s > 0:
-        raise ValueError(f"budget_s is {budget_s}; allowed: more than 0, or None for as long as it takes.")
+        raise ValueError(f"budget_s must be more than 0, or None for as long as it takes, got {budget_s}.")
     if not relative_gap >= 0:
-        raise ValueError(f"relative_gap is {relative_gap}; allowed: 0 or more, such as 0.005 for 0.5 %.")
+        raise ValueError(f"relative_gap must be 0 or more, such as 0.005 for 0.5 %, got {relative_gap}.")
     if isinstance(solver, str):  # a name that is wrong would otherwise only send every deployment back to the rules
         check_solver_name(solver)
     bucketing = expected_bucketing(
@@ -157,7 +157,7 @@ def plan_deployment(
     if num_plans > max_plans:
         fix = "Raise max_plans, or use fewer configurations." if proposal else "Set proposal=True."
         raise ValueError(
-            f"there are {num_plans} combinations of replicas; allowed: at most max_plans = {max_plans}. {fix}"
+            f"there must be at most max_plans = {max_plans} combinations of replicas, got {num_plans}. {fix}"
         )
     # Each candidate is a group of one replica; deployments of them differ in their numbers of replicas alone.
     problem = build_problem(replica_groups(configs, [1] * len(configs), time_model), bucketing, time_model)

@@ -134,8 +134,8 @@ def configurations_that_fit(time_model: ReplicaTimeModel, num_gpus: int, longest
     supported = max((time_model.max_tokens[config] for config in fitting), default=0)
     if longest > supported:
         raise ValueError(
-            f"the longest length is {longest}; allowed: at most {supported}, the most that a replica on {num_gpus} "
-            "GPUs supports. Truncate the sequences, or use more GPUs."
+            f"the longest sequence must have at most {supported} tokens, the most that a replica on {num_gpus} GPUs "
+            f"supports, got {longest}. Truncate the sequences, or use more GPUs."
         )
     return fitting
 

@@ -32,7 +32,7 @@ def check_at_least_one(**numbers: int) -> None:
     """Raise `ValueError` for the first number below 1, naming the argument that it came in."""
     for field, number in numbers.items():
         if number < 1:
-            raise ValueError(f"{field} is {number}; allowed: 1 or more.")
+            raise ValueError(f"{field} must be 1 or more, got {number}.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -80,8 +80,8 @@ class Bucketing:
         sizes = _checked_lengths(lengths)
         if sizes.max() > self.boundaries[-1]:
             raise ValueError(
-                f"lengths[{int(sizes.argmax())}] is {int(sizes.max())}; allowed: at most the last boundary, "
-                f"{self.boundaries[-1]}. Truncate the sequence or raise the last boundary."
+                f"lengths[{int(sizes.argmax())}] must be at most the last boundary, {self.boundaries[-1]}, got "
+                f"{int(sizes.max())}. Truncate the sequence or raise the last boundary."
             )
         # From the left: a length that is equal to a boundary still fits it.
         return np.searchsorted(np.asarray(self.boundaries), sizes, side="left")
@@ -121,8 +121,8 @@ def bucket_boundaries(
         ascending = np.unique(np.asarray(limits, dtype=np.int64))
         if sizes.max() > ascending[-1]:
             raise ValueError(
-                f"lengths[{int(sizes.argmax())}] is {int(sizes.max())}; allowed: at most {int(ascending[-1])}, the "
-                "longest that any replica supports. Truncate the sequence, or use larger replicas."
+                f"lengths[{int(sizes.argmax())}] must be at most {int(ascending[-1])}, the longest that any replica "
+                f"supports, got {int(sizes.max())}. Truncate the sequence, or use larger replicas."
             )
         ends = np.minimum(ends, ascending[np.searchsorted(ascending, sizes, side="left")])
     candidates, counts = np.unique(ends, return_counts=True)
@@ -204,7 +204,7 @@ def _checked_lengths(lengths: Sequence[int]) -> np.ndarray:
     """Return the lengths as int64 of shape `(B,)`; raise `ValueError` for none, or one below 1."""
     sizes = np.asarray(lengths, dtype=np.int64)
     if sizes.ndim != 1 or not sizes.size:
-        raise ValueError(f"lengths has shape {sizes.shape}; allowed: one length for each of one or more sequences.")
+        raise ValueError(f"lengths must be one length for each of at least one sequence, got shape {sizes.shape}.")
     if sizes.min() < 1:
-        raise ValueError(f"lengths[{int(sizes.argmin())}] is {int(sizes.min())}; allowed: 1 token or more.")
+        raise ValueError(f"lengths[{int(sizes.argmin())}] must be 1 token or more, got {int(sizes.min())}.")
     return sizes

@@ -129,16 +129,16 @@ def dispatch(
     """
     start = time.perf_counter()
     if policy != "balanced" and policy not in _RULES:
-        raise ValueError(f'policy is {policy!r}; allowed: "balanced", "length" or "uniform".')
+        raise ValueError(f'policy must be "balanced", "length" or "uniform", got {policy!r}.')
     if not time_limit_s > 0:
-        raise ValueError(f"time_limit_s is {time_limit_s}; allowed: more than 0.")
+        raise ValueError(f"time_limit_s must be more than 0, got {time_limit_s}.")
     if not relative_gap >= 0:
-        raise ValueError(f"relative_gap is {relative_gap}; allowed: 0 or more, such as 0.01 for 1 %.")
+        raise ValueError(f"relative_gap must be 0 or more, such as 0.01 for 1 %, got {relative_gap}.")
     if warm_start is not None:
         got, needed = [len(replicas) for replicas in warm_start.replica_counts], [group.count for group in groups]
         if got != needed:
             raise ValueError(
-                f"warm_start has groups of {got} replicas; allowed: {needed}. Pass None after a redeployment."
+                f"warm_start must have groups of {needed} replicas, got {got}. Pass None after a redeployment."
             )
     problem = build_problem(groups, bucketing, time_model, pads=pads)
     status: Status = "by rule"

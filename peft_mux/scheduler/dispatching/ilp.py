@@ -135,4 +135,4 @@ def check_solver_name(name: str) -> None:
 
     if name not in pulp.listSolvers():
         installed = ", ".join(pulp.listSolvers(onlyAvailable=True))
-        raise ValueError(f"solver is {name!r}; allowed: a solver of PuLP. Installed here: {installed}.")
+        raise ValueError(f"solver must be a solver of PuLP, got {name!r}. Installed here: {installed}.")

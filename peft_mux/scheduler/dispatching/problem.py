@@ -76,7 +76,7 @@ def build_problem(
         ValueError: for no groups, or a bucket with sequences that fits no group.
     """
     if not groups:
-        raise ValueError("groups is empty; allowed: one group of replicas or more. Plan a deployment first.")
+        raise ValueError("groups must have at least one group of replicas, got none. Plan a deployment first.")
     lengths = np.asarray(bucketing.boundaries, dtype=np.int64)
     num_sequences = np.asarray(bucketing.counts, dtype=np.int64)
     priced = lengths if pads else np.asarray(bucketing.mean_lengths or bucketing.boundaries, dtype=np.int64)
@@ -84,8 +84,9 @@ def build_problem(
     too_long = lengths[(lengths > max_tokens.max()) & (num_sequences > 0)]
     if too_long.size:
         raise ValueError(
-            f"a bucket is padded to {int(too_long[-1])} tokens; allowed: at most {int(max_tokens.max())}, the longest "
-            "that any replica supports. Truncate the sequences, or deploy a configuration with more GPUs per replica."
+            f"a bucket must be padded to at most {int(max_tokens.max())} tokens, the longest that any replica "
+            f"supports, got {int(too_long[-1])}. Truncate the sequences, or deploy a configuration with more GPUs "
+            "per replica."
         )
     sequence_s = np.full((len(groups), len(lengths)), np.inf)
     constant_s = np.zeros(len(groups))

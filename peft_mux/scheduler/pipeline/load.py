@@ -45,20 +45,20 @@ class BucketLoad:
             object.__setattr__(self, "backward_s", self.forward_s)
         where, num_stages, count = f"bucket {self.name!r}", len(self.forward_s), self.num_micro_batches
         if num_stages == 0:
-            raise ValueError(f"{where}: forward_s is empty; allowed: seconds of each stage, one or more.")
+            raise ValueError(f"{where}: forward_s must have the seconds of at least one stage, got none.")
         for field in ("forward_s", "backward_s", "activation_bytes"):
             values = getattr(self, field)
             if len(values) != num_stages:
                 raise ValueError(
-                    f"{where}: {field} has {len(values)} numbers; allowed: {num_stages}, as many as forward_s has."
+                    f"{where}: {field} must have {num_stages} numbers, as many as forward_s has, got {len(values)}."
                 )
             for value in values:
                 if not math.isfinite(value) or value < 0:
-                    raise ValueError(f"{where}: {field} contains {value}; allowed: finite numbers of 0 or more.")
+                    raise ValueError(f"{where}: {field} must be finite numbers of 0 or more, got {value}.")
         if self.output_bytes < 0:
-            raise ValueError(f"{where}: output_bytes is {self.output_bytes}; allowed: 0 or more.")
+            raise ValueError(f"{where}: output_bytes must be 0 or more, got {self.output_bytes}.")
         if count < 1:
-            raise ValueError(f"{where}: num_micro_batches is {count}; allowed: 1 or more.")
+            raise ValueError(f"{where}: num_micro_batches must be 1 or more, got {count}.")
         if self.weights:
             are_numbers = all(math.isfinite(weight) and weight >= 0 for weight in self.weights)
             if (
@@ -67,8 +67,8 @@ class BucketLoad:
                 or not math.isclose(sum(self.weights), count, rel_tol=1e-6)
             ):
                 raise ValueError(
-                    f"{where}: weights are {self.weights}; allowed: none, or {count} numbers of 0 or more that add up"
-                    f" to {count}, one for each micro-batch."
+                    f"{where}: weights must be empty, or {count} numbers of 0 or more that add up to {count}, one "
+                    f"for each micro-batch, got {self.weights}."
                 )
 
     @property
@@ -104,12 +104,12 @@ def checked_num_stages(buckets: Sequence[BucketLoad]) -> int:
         ValueError: if there is no bucket, or buckets differ in the number of stages.
     """
     if not buckets:
-        raise ValueError("buckets is empty; allowed: one bucket or more.")
+        raise ValueError("buckets must have at least one bucket, got none.")
     num_stages = buckets[0].num_stages
     for bucket in buckets:
         if bucket.num_stages != num_stages:
             raise ValueError(
-                f"bucket {bucket.name!r} has {bucket.num_stages} stages; allowed: {num_stages}, as bucket"
-                f" {buckets[0].name!r} has."
+                f"bucket {bucket.name!r} must have {num_stages} stages, as bucket {buckets[0].name!r} has, got "
+                f"{bucket.num_stages}."
             )
     return num_stages

@@ -206,8 +206,8 @@ def _run(
     num_stages, num_chunks = template.num_stages, template.num_chunks
     if checked_num_stages(buckets) != num_stages:
         raise ValueError(
-            f"the buckets have {buckets[0].num_stages} stages; allowed: {num_stages}, as the template has."
-            " Build the template from these buckets."
+            f"the buckets must have {num_stages} stages, as the template has, got {buckets[0].num_stages}. Build the "
+            "template from these buckets."
         )
     spans: list[list[Span]] = [[] for _ in range(num_stages)]
     if faults := _order_faults(template, buckets):

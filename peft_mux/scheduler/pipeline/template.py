@@ -96,11 +96,11 @@ class PipelineTemplate:
     def __post_init__(self) -> None:
         _check_schedule(self.schedule, self.num_chunks)
         if self.num_steps < 1:
-            raise ValueError(f"num_steps is {self.num_steps}; allowed: 1 or more.")
+            raise ValueError(f"num_steps must be 1 or more, got {self.num_steps}.")
         if self.num_stages < 1 or len(self.actions) != self.num_stages:
             raise ValueError(
-                f"actions has {len(self.actions)} lists, num_stages is {self.num_stages}; allowed: one list for each"
-                " of 1 stage or more."
+                f"actions must have one list for each of at least one stage, got {len(self.actions)} lists and "
+                f"num_stages={self.num_stages}."
             )
 
     def to_dict(self) -> dict[str, Any]:
@@ -131,7 +131,7 @@ class PipelineTemplate:
         """
         version = data.get("format_version")
         if version != FORMAT_VERSION:
-            raise ValueError(f"format_version: got {version!r}; allowed: {FORMAT_VERSION}.")
+            raise ValueError(f"format_version must be {FORMAT_VERSION}, got {version!r}.")
         try:
             rows = tuple(
                 tuple(Action(kind, bucket, micro_batch, stage, *rest) for kind, bucket, micro_batch, *rest in row)
@@ -140,7 +140,9 @@ class PipelineTemplate:
             num_steps = 1 + max((action.step for row in rows for action in row), default=0)
             return cls(data["schedule"], data["num_stages"], data["num_chunks"], rows, num_steps)
         except (KeyError, TypeError) as error:
-            raise ValueError(f"template lacks or misnames a field ({error}); allowed: what to_dict wrote.") from error
+            raise ValueError(
+                f"template must be what to_dict wrote, but lacks or misnames a field ({error})."
+            ) from error
 
 
 def build_template(
@@ -179,10 +181,10 @@ def build_template(
             for stage, room in enumerate(room_bytes):
                 if bucket.activation_bytes[stage] > room:
                     raise ValueError(
-                        f"bucket {bucket.name!r} on stage {stage}: one micro-batch holds"
-                        f" {bucket.activation_bytes[stage]:,} bytes; allowed: {room:,} (memory limit"
-                        f" {memory_limit_bytes[stage]:,} less {statics[stage]:,} static). Take smaller micro-batches,"
-                        " put fewer tasks into the bucket, or use more stages."
+                        f"bucket {bucket.name!r} on stage {stage}: one micro-batch must take at most {room:,} bytes "
+                        f"(memory limit {memory_limit_bytes[stage]:,} less {statics[stage]:,} static), got "
+                        f"{bucket.activation_bytes[stage]:,}. Take smaller micro-batches, put fewer tasks into the "
+                        "bucket, or use more stages."
                     )
     order = range(len(buckets))
     if schedule == "mux":  # rule 1; a stable sort keeps ties in the order of buckets
@@ -228,13 +230,13 @@ def build_template(
 
 def _check_schedule(schedule: str, num_chunks: int) -> None:
     if schedule not in SCHEDULES:
-        raise ValueError(f"schedule is {schedule!r}; allowed: {', '.join(SCHEDULES)}.")
+        raise ValueError(f"schedule must be {', '.join(SCHEDULES)}, got {schedule!r}.")
     if num_chunks < 1:
-        raise ValueError(f"num_chunks is {num_chunks}; allowed: 1 or more.")
+        raise ValueError(f"num_chunks must be 1 or more, got {num_chunks}.")
     if schedule == "interleaved_1f1b" and num_chunks < 2:
-        raise ValueError(f"num_chunks is {num_chunks}; allowed for interleaved_1f1b: 2 or more. For 1, take 1f1b.")
+        raise ValueError(f"num_chunks must be 2 or more for interleaved_1f1b, got {num_chunks}. For 1, use 1f1b.")
     if schedule in ("gpipe", "1f1b") and num_chunks > 1:
-        raise ValueError(f"num_chunks is {num_chunks}; allowed for {schedule}: 1. For more, take interleaved_1f1b.")
+        raise ValueError(f"num_chunks must be 1 for {schedule}, got {num_chunks}. For more, use interleaved_1f1b.")
 
 
 def _waves(stream: Sequence[Slot], buckets: Sequence[BucketLoad], room_bytes: Sequence[int] | None) -> list[Move]:

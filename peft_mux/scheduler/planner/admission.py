@@ -47,7 +47,7 @@ class DoesNotFitError(ValueError):
         """Write the message."""
         self.task, self.peak_bytes, self.limit_bytes = name, peak_bytes, limit_bytes
         super().__init__(
-            f"task {name!r} alone needs {bytes_text(peak_bytes)} on a device; allowed: {bytes_text(limit_bytes)}."
+            f"task {name!r} alone needs {bytes_text(peak_bytes)} on a device, which has {bytes_text(limit_bytes)}."
         )
 
 

@@ -104,7 +104,7 @@ def plan_tasks(
     chosen = policy_named(policy)
     names = [load.name for load in loads]
     if len(set(names)) < len(names):
-        raise ValueError(f"tasks are {', '.join(names)}; allowed: every name once.")
+        raise ValueError(f"tasks must have unique names, got {', '.join(names)}.")
     if not loads:
         return Outcome((), (), None, (), 0.0, (), (), budget.max_tokens, None)
 
@@ -126,8 +126,8 @@ def plan_tasks(
                 except ValueError:
                     continue
                 raise ValueError(
-                    f'interleaved_passes is {asked}; allowed: "auto", or an integer up to {width}. With {asked}:'
-                    f" {fault}"
+                    f'interleaved_passes must be "auto", or an integer up to {width}, got {asked}. With {asked}: '
+                    f"{fault}"
                 ) from fault
             raise
     best = plan_at(1)

@@ -127,7 +127,7 @@ def register_policy(policy: Policy) -> None:
         ValueError: if another policy has this name.
     """
     if policy.name in POLICIES:
-        raise ValueError(f"a policy is named {policy.name!r} already; allowed: a name of its own.")
+        raise ValueError(f"a policy is already named {policy.name!r}. Choose another name.")
     POLICIES[policy.name] = policy
 
 
@@ -138,5 +138,5 @@ def policy_named(name: str) -> Policy:
         ValueError: if no policy has this name.
     """
     if name not in POLICIES:
-        raise ValueError(f"policy is {name!r}; allowed: {', '.join(POLICIES)}.")
+        raise ValueError(f"policy must be {', '.join(POLICIES)}, got {name!r}.")
     return POLICIES[name]

@@ -26,7 +26,7 @@ class ParallelConfig:
     def __post_init__(self) -> None:
         for field, degree in (("tp", self.tp), ("pp", self.pp)):
             if degree < 1:
-                raise ValueError(f"{field} is {degree}; allowed: 1 or more. Use 1 for no such parallelism.")
+                raise ValueError(f"{field} must be 1 or more, got {degree}. Use 1 for no such parallelism.")
 
     @property
     def num_gpus(self) -> int:
@@ -60,14 +60,14 @@ class ReplicaGroup:
     def __post_init__(self) -> None:
         if self.count < 1:
             raise ValueError(
-                f"count is {self.count}; allowed: 1 or more. Leave out {self.config} where none is deployed."
+                f"count must be 1 or more, got {self.count}. Leave out {self.config} where none is deployed."
             )
         if self.max_tokens < 1:
             raise ValueError(
-                f"max_tokens is {self.max_tokens}; allowed: 1 or more. Leave out {self.config} where none fit."
+                f"max_tokens must be 1 or more, got {self.max_tokens}. Leave out {self.config} where none fit."
             )
         if not 0 < self.slowness < float("inf"):
-            raise ValueError(f"slowness is {self.slowness}; allowed: above 0, such as 2.0 for half as fast.")
+            raise ValueError(f"slowness must be above 0, such as 2.0 for half as fast, got {self.slowness}.")
 
     @property
     def num_gpus(self) -> int:

@@ -48,7 +48,7 @@ class LayerTime:
     def __post_init__(self) -> None:
         for name in ("tp", "length_tokens", "num_sequences", "seconds"):
             if not 0 < getattr(self, name) < math.inf:
-                raise ValueError(f"{name} is {getattr(self, name)}; allowed: more than 0. Remove the row.")
+                raise ValueError(f"{name} must be more than 0, got {getattr(self, name)}. Remove the row.")
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +68,7 @@ class LayerFit:
     def __post_init__(self) -> None:
         # A curve that falls somewhere would make a replica faster for being given more work.
         if len(self.coefficients) != _NUM_COEFFICIENTS or not all(0 <= c < math.inf for c in self.coefficients):
-            raise ValueError(f"coefficients are {self.coefficients}; allowed: six finite numbers of 0 or more.")
+            raise ValueError(f"coefficients must be six finite numbers of 0 or more, got {self.coefficients}.")
 
     def terms(self, length_tokens: float) -> tuple[float, float]:
         """Return t(b, s) of one length as a line in b: seconds of any micro-batch, and of each sequence in it."""
@@ -111,12 +111,12 @@ class ReplicaTimeModel:
 
     def __post_init__(self) -> None:
         if self.num_layers < 1:
-            raise ValueError(f"num_layers is {self.num_layers}; allowed: 1 or more.")
+            raise ValueError(f"num_layers must be 1 or more, got {self.num_layers}.")
         if not self.max_tokens:
-            raise ValueError("max_tokens is empty; allowed: one configuration or more. Read a table or use a model.")
+            raise ValueError("max_tokens must have at least one configuration, got none. Read a table or use a model.")
         for config, tokens in self.max_tokens.items():
             if tokens < 1:
-                raise ValueError(f"max_tokens of {config} is {tokens}; allowed: 1 or more. Leave {config} out.")
+                raise ValueError(f"max_tokens of {config} must be 1 or more, got {tokens}. Leave {config} out.")
             self._terms(config, (), tokens)  # raises if there is no fit, or fewer layers than stages
 
     @property
@@ -193,10 +193,10 @@ class ReplicaTimeModel:
         fit = self.fits.get(config.tp)
         if fit is None:
             raise ValueError(
-                f"tp of {config} is {config.tp}; allowed: {sorted(self.fits)}, which have a fit. Profile a layer at it."
+                f"tp of {config} must be {sorted(self.fits)}, which have a fit, got {config.tp}. Profile a layer at it."
             )
         if config.pp > self.num_layers:
-            raise ValueError(f"pp of {config} is {config.pp}; allowed: at most num_layers = {self.num_layers}.")
+            raise ValueError(f"pp of {config} must be at most num_layers = {self.num_layers}, got {config.pp}.")
         return _stage_terms(fit, -(-self.num_layers // config.pp), lengths, max_tokens)
 
 
@@ -212,7 +212,7 @@ def _stage_terms(
     """
     if lengths and max(lengths) > max_tokens:
         raise ValueError(
-            f"lengths has {max(lengths)}; allowed: at most max_tokens = {max_tokens}. Use more GPUs a replica."
+            f"lengths must be at most max_tokens = {max_tokens}, got {max(lengths)}. Use more GPUs per replica."
         )
     rows = []
     for length in lengths:
@@ -247,8 +247,8 @@ def fit_layer(measurements: Iterable[LayerTime]) -> dict[int, LayerFit]:
         columns = relative / scale
         if np.linalg.matrix_rank(columns) < _NUM_COEFFICIENTS:
             raise ValueError(
-                f"the {len(own)} measurements of tp {tp} do not tell {_NUM_COEFFICIENTS} terms apart; allowed: "
-                "three or more lengths, each with two or more micro-batch sizes. Measure more."
+                f"the measurements of tp {tp} must have three or more lengths, each with two or more micro-batch "
+                f"sizes, to separate {_NUM_COEFFICIENTS} terms, got {len(own)} measurements. Measure more."
             )
         coefficients = _non_negative_least_squares(columns, np.ones(len(own))) / scale
         error = float(np.abs(relative @ coefficients - 1).mean())
@@ -301,9 +301,9 @@ def read_max_tokens(path: str | Path) -> dict[ParallelConfig, int]:
     for row in _read_rows(path, ("tp", "pp", "max_tokens")):
         config = ParallelConfig(int(row["tp"]), int(row["pp"]))
         if int(row.get("sp") or 1) != 1:
-            raise ValueError(f"sp of {config} in {path} is {row['sp']}; allowed: 1. Remove the row.")
+            raise ValueError(f"sp of {config} in {path} must be 1, got {row['sp']}. Remove the row.")
         if config in limits:
-            raise ValueError(f"{config} comes twice in {path}; allowed: once. Remove one of the rows.")
+            raise ValueError(f"{config} must be once in {path}, got it twice. Remove one of the rows.")
         limits[config] = int(row["max_tokens"])
     return limits
 
@@ -314,5 +314,5 @@ def _read_rows(path: str | Path, columns: Sequence[str]) -> list[dict[str, str]]
         reader = csv.DictReader(file)
         missing = [column for column in columns if column not in (reader.fieldnames or ())]
         if missing:
-            raise ValueError(f"{path} has columns {reader.fieldnames}; allowed: with {missing} too. Add them.")
+            raise ValueError(f"{path} must have the columns {missing}, got {reader.fieldnames}. Add them.")
         return list(reader)

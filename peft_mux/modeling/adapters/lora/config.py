@@ -105,7 +105,9 @@ def parameter_faults(config: Any, backbone: Any) -> list[Fault]:
     beside = f"with adapters on bare parameters ({', '.join(targets)})"
     advice = 'Leave the experts out: name layers in target_modules, such as ["q_proj", "v_proj"].'
     faults = [
-        Fault(option, f"{shown(value)} {beside}", "its default: an adapter on a parameter sees no input", advice)
+        Fault(
+            option, f"{shown(value)} {beside}", "its default, because an adapter on a parameter sees no input", advice
+        )
         for option in _LINEAR_OPTIONS
         if (value := getattr(config, option, None))
     ]
@@ -126,9 +128,9 @@ def parameter_faults(config: Any, backbone: Any) -> list[Fault]:
         # The ends of their names, behind the number of the layer.
         names = sorted({re.sub(r"^(?:.*\.)?\d+\.", "", name) for name in experts or bare})
         if hits:
-            fix = f"{hits[0]} is another: layers are named in target_modules, which is the same LoRA."
+            fix = f"{hits[0]} belongs to a layer: name layers in target_modules, which is the same LoRA."
         else:
             fix = closest(target, names) if names else "This backbone has none; name layers in target_modules."
-        allowed = f"parameters of two or three dimensions in fp32, bf16 or fp16 that are no layer's: {', '.join(names)}"
+        allowed = f"parameters of two or three dimensions in fp32, bf16 or fp16 outside layers: {', '.join(names)}"
         faults.append(Fault("target_parameters", shown(target), allowed, fix))
     return faults

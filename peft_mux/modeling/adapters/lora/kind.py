@@ -158,7 +158,7 @@ class LoraKind(AdapterKind):
         alphas = {"lora_alpha": config.lora_alpha, **by_module(config.alpha_pattern, "alpha_pattern")}
         for name, alpha in alphas.items():
             if not is_real(alpha) or not 0 < alpha <= GREATEST_FP32:
-                faults.append(Fault(f"{where}.{name}", shown(alpha), "a finite number above 0, as fp32 holds it"))
+                faults.append(Fault(f"{where}.{name}", shown(alpha), "a finite number above 0 in fp32"))
         got: Any = config.init_lora_weights
         if not isinstance(got, (bool, str)):
             return faults
@@ -166,10 +166,10 @@ class LoraKind(AdapterKind):
             # PEFT cannot convert these two into a plain LoRA either.
             for field in ("use_dora", "use_bdlora"):
                 if value := getattr(config, field):
-                    allowed = "its default beside an initialisation that takes from the weights"
+                    allowed = "its default with an initialisation that changes the weights"
                     faults.append(Fault(f"{where}.{field}", shown(value), allowed, "Leave one of them out."))
         if got not in INITIALISERS and not ITERATED.fullmatch(str(got)):
-            allowed = f"{', '.join(map(repr, INITIALISERS))}, or 'pissa_niter_16' and the like"
+            allowed = f"one of {', '.join(map(repr, INITIALISERS))}, or 'pissa_niter_16' and similar"
             fix = f"Not supported: {REFUSED_INITIALISERS[got]}." if got in REFUSED_INITIALISERS else ""
             faults.append(Fault(f"{where}.init_lora_weights", shown(got), allowed, fix))
         return faults
@@ -190,7 +190,7 @@ class LoraKind(AdapterKind):
         odd = next((name for name, module in modules.items() if frozen_weight(module)[0] is None), None)
         if odd is not None:
             fix = f"{odd} is an embedding or quantised; leave it out of target_modules."
-            return [Fault(field, got, "True, False, or plain linear layers as targets", fix)]
+            return [Fault(field, got, "True or False, or used with plain linear layers as targets", fix)]
         turned = next((name for name, module in modules.items() if type(module) is Conv1D), None)
         if turned is None or config.init_lora_weights != "olora":
             return []

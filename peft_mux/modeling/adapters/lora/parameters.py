@@ -56,8 +56,8 @@ class MultiplexedParameters(MultiplexedForward):
         """Return what the module returns for all rows; a router returns several tensors."""
         if not args:
             raise UnsupportedModelError(
-                f"{self.name} is called with arguments by name alone, which PEFT's wrapper of a parameter does not "
-                f"take; allowed: experts, routers and other modules called with tokens first. {_ADVICE}"
+                f"{self.name} must be called with tokens as its first argument, because PEFT's wrapper of a "
+                f"parameter does not take arguments by name alone. {_ADVICE}"
             )
         if self.stream.is_idle:
             return self.original(*args, **kwargs)
@@ -96,8 +96,8 @@ class MultiplexedParameters(MultiplexedForward):
             return item
         if not isinstance(item, torch.Tensor):
             raise UnsupportedModelError(
-                f"{self.name} is called with a {type(item).__name__}, which cannot be divided among tasks; allowed: "
-                f"modules that see every token by itself, such as experts. {_ADVICE}"
+                f"{self.name} must see each token by itself, as experts do, got a {type(item).__name__}, which "
+                f"cannot be divided among tasks. {_ADVICE}"
             )
         if item.dim() < 2:
             return item  # one number an expert, such as the correction of its scores, is a weight of the model
@@ -109,8 +109,8 @@ class MultiplexedParameters(MultiplexedForward):
         if len(tensor) == num_rows:
             return 0
         raise UnsupportedModelError(
-            f"{self.name} takes or returns a tensor of shape {list(tensor.shape)}, which is not one row for each of "
-            f"the {num_rows} rows of its tasks; allowed: modules that see every token by itself, in order. {_ADVICE}"
+            f"{self.name} must see each token by itself, in order: one row for each of the {num_rows} rows of its "
+            f"tasks, got a tensor of shape {list(tensor.shape)}. {_ADVICE}"
         )
 
     def _joined(self, outputs: Sequence[Any], lengths: Sequence[int]) -> Any:

@@ -166,8 +166,8 @@ def _initialised(layer: Any, method: Callable[..., None], adapter: str, *args: A
     base = layer.get_base_layer()
     if method.__name__ == "lora_ga_init" and not hasattr(base, "_peft_loraga_grad"):
         raise ValueError(
-            "init_lora_weights='lora_ga' found no gradients on the backbone, without which PEFT draws at random; "
-            "allowed: a backbone that peft.tuners.lora.loraga.preprocess_loraga has estimated them on."
+            "init_lora_weights='lora_ga' needs gradients that peft.tuners.lora.loraga.preprocess_loraga has "
+            "estimated on the backbone, got none; without them, PEFT draws at random."
         )
     frozen = base.weight.data
     whole = frozen.clone()  # PEFT writes into it, or puts another in its place

@@ -63,7 +63,7 @@ class PromptKind(AdapterKind):
         if config.num_virtual_tokens is None:
             faults.append(Fault(f"{where}.num_virtual_tokens", "None", "an integer of at least 1"))
         task_types = [TaskType.CAUSAL_LM]
-        fix = "PEFT finds by it what puts the prompt before the tokens."
+        fix = "PEFT chooses by it how the prompt is put before the tokens."
         if isinstance(config, CPTConfig):
             fix = "PEFT trains no other with it; for classification, use PREFIX_TUNING or LORA."
         else:
@@ -89,17 +89,17 @@ class PromptKind(AdapterKind):
                 "PEFT gives it embeddings, in which it cannot see padding, so it would classify by padding in a batch"
                 " of rows of unequal length; use PREFIX_TUNING or LORA."
             )
-            return [Fault(where, got, "classifiers that pool the first token, such as BERT's", fix)]
+            return [Fault(where, got, "used with classifiers that pool the first token, such as BERT's", fix)]
         if _is_prefix(config):
             # As PEFT looks for it: among the model's arguments, else among those of what is below its head.
             calls = (backbone.forward, without_head(backbone).forward)
             if not any("past_key_values" in signature(call).parameters for call in calls):
-                return [Fault(where, got, "backbones that take past_key_values", "Use LORA.")]
+                return [Fault(where, got, "used with backbones that take past_key_values", "Use LORA.")]
             odd = next((name for name in _UNEVEN_FIELDS if written.get(name)), None)
             if backbone.config.model_type in TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING:
-                odd = "keys in a layout of its own"
+                odd = "its own layout of keys"
             if odd is not None:
-                allowed = "backbones whose layers all have the same heads"
+                allowed = "used with backbones whose layers all have the same heads"
                 return [Fault(where, f"{got} with {odd}", allowed, "Use PROMPT_TUNING.")]
         blank = copy.deepcopy(config)
         for name in _SHAPE_FIELDS:
@@ -107,18 +107,18 @@ class PromptKind(AdapterKind):
         try:
             completed = _prepare_prompt_learning_config(blank, backbone.config)
         except ValueError as error:  # of PEFT, which does not find a size in every configuration
-            return [Fault(where, got, "backbones whose configuration PEFT can read", f"PEFT: {error}.")]
+            return [Fault(where, got, "used with backbones whose configuration PEFT can read", f"PEFT: {error}.")]
         completed.num_transformer_submodules = 1
         width = next((written[name] for name in _WIDTH_FIELDS if name in written), completed.token_dim)
         if has_tokens and width != completed.token_dim:
             fix = f"PEFT makes virtual tokens of {completed.token_dim} features for embeddings of {width}. Use LORA."
-            return [Fault(where, got, "backbones whose embeddings are as wide as their layers", fix)]
+            return [Fault(where, got, "used with backbones whose embeddings are as wide as their layers", fix)]
         faults = []
         for name in _SHAPE_FIELDS:
             got, wanted = getattr(config, name), getattr(completed, name)
             # Users know what PEFT reads off the model before it looks at heads that share keys.
             if got not in (None, wanted):
-                known = f"{wanted} or None, as the backbone is a {type(backbone).__name__}"
+                known = f"{wanted} or None, because the backbone is a {type(backbone).__name__}"
                 faults.append(Fault(f"{where}.{name}", shown(got), known, "Leave it out: PEFT fills it in."))
         odd_tokens = [token for token in getattr(config, "cpt_token_ids", None) or () if token >= text.vocab_size]
         if odd_tokens:
@@ -147,28 +147,28 @@ def _encoder_faults(config: Any, where: str) -> list[Fault]:
             got = f"{shown(config.encoder_num_layers)} with an MLP"
             faults.append(Fault(f"{where}.encoder_num_layers", got, "2", "PEFT's MLP has a fixed number of layers."))
     elif isinstance(config, MultitaskPromptTuningConfig) and config.num_tasks != 1:
-        fix = "Rows here carry no task_ids; give each target task a Task, with the shared prompt as its source."
+        fix = "Rows have no task_ids; give each target task its own Task, with the shared prompt as its source."
         faults.append(Fault(f"{where}.num_tasks", shown(config.num_tasks), "1", fix))
     elif isinstance(config, CPTConfig):
         for name in ("cpt_token_ids", "cpt_mask", "cpt_tokens_type_mask"):
             num_entries = len(getattr(config, name) or ())
             if num_entries != count:
-                allowed = f"{count}, one for each of num_virtual_tokens"
-                faults.append(Fault(f"{where}.{name}", f"{num_entries} entries", allowed))
+                allowed = f"{count} entries, one for each of num_virtual_tokens"
+                faults.append(Fault(f"{where}.{name}", str(num_entries), allowed))
         if (highest := max(config.cpt_tokens_type_mask or (0,))) % 4:
             fix = "PEFT counts the types of rows on from it, and would mask the labels of all rows."
-            allowed = "types whose highest is a multiple of 4: that of an answer"
+            allowed = "types whose highest is a multiple of 4, the type of an answer"
             faults.append(Fault(f"{where}.cpt_tokens_type_mask", f"{highest} as the highest type", allowed, fix))
         for name in ("opt_projection_epsilon", "opt_projection_format_epsilon", "opt_loss_decay_factor"):
             if (value := getattr(config, name)) < 0:
                 faults.append(Fault(f"{where}.{name}", shown(value), "a finite number of at least 0"))
         if config.opt_weighted_loss_type != "none" and config.opt_loss_decay_factor != 1.0:
             got = f"{shown(config.opt_weighted_loss_type)} by {shown(config.opt_loss_decay_factor)}"
-            fix = "Not supported: tokens of a row have no weights of their own."
+            fix = "Not supported: tokens of a row have no weights."
             faults.append(Fault(f"{where}.opt_weighted_loss_type", got, "'none', or a decay by 1.0", fix))
     elif (frozen := getattr(config, "num_frozen_tokens", 0)) >= count:
-        allowed = f"less than num_virtual_tokens, which are {count}"
-        faults.append(Fault(f"{where}.num_frozen_tokens", shown(frozen), allowed, "Else nothing is trained."))
+        allowed = f"less than num_virtual_tokens, which is {count}"
+        faults.append(Fault(f"{where}.num_frozen_tokens", shown(frozen), allowed, "Otherwise nothing is trained."))
     return faults
 
 

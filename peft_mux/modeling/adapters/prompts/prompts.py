@@ -247,9 +247,9 @@ class Prompts:
             got = batch.virtual_tokens[number] if batch.virtual_tokens else 0
             if got != wanted:
                 raise ConfigError(
-                    f'task "{name}": got rows with {got} virtual tokens; allowed: {wanted}, as many as its prompt has '
-                    "in this pass. Collate with ChunkPackingCollator(virtual_labels=model.virtual_labels), or without"
-                    " them where adapters are off."
+                    f'task "{name}" must have rows with {wanted} virtual tokens, as many as its prompt has in this '
+                    f"pass, got {got}. Collate with ChunkPackingCollator(virtual_labels=model.virtual_labels), or "
+                    "without them where adapters are off."
                 )
             if config is None:
                 continue
