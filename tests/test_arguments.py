@@ -67,7 +67,7 @@ def test_an_argument_of_trainer_without_meaning_is_refused_by_name_with_the_reas
     field: str, value: Any, reason: str
 ) -> None:
     message = refusal(**{field: value})
-    assert message.startswith(f"args.{field}: got {value!r}; allowed: its default ")
+    assert message.startswith(f"args.{field} must be its default ")
     assert reason in message
 
 
@@ -78,7 +78,7 @@ def test_every_field_is_either_settable_or_refused_when_it_is_changed() -> None:
     assert {"fp16", "fsdp", "auto_find_batch_size", "data_seed"} <= refused
     strange = object()
     for name in sorted(refused - {"ddp_backend"}):
-        assert f"args.{name}: got {strange!r}" in refusal(**{name: strange})
+        assert f", got {strange!r}." in refusal(**{name: strange})
 
 
 def test_a_field_of_trainer_is_honoured_harmless_or_refused_with_a_reason_and_never_two_of_them() -> None:
@@ -202,7 +202,7 @@ PROPERTIES = [name for name, item in vars(TrainingArguments).items() if isinstan
 )
 def test_a_value_that_no_run_can_have_is_refused_by_its_field(field: str, value: Any) -> None:
     message = refusal(**{field: value})
-    assert message.startswith(f"args.{field}: got "), message
+    assert message.startswith(f"args.{field} must be "), message
     assert len(message) < 500
 
 
@@ -230,11 +230,11 @@ def test_any_value_in_any_field_gives_arguments_or_a_config_error(field: str) ->
 @pytest.mark.parametrize("field", ["share_prefixes", "last_layer_at_targets"])
 @pytest.mark.parametrize("value", ["yes", 1, None])
 def test_a_choice_that_a_run_may_make_is_on_off_or_auto(field: str, value: Any) -> None:
-    assert refusal(**{field: value}).startswith(f'args.{field}: got {value!r}; allowed: True, False or "auto"')
+    assert refusal(**{field: value}).startswith(f'args.{field} must be True, False or "auto", got {value!r}')
 
 
 def test_a_backend_of_processes_is_refused_by_name_and_not_used() -> None:
-    assert "args.ddp_backend: got 'gloo'" in refusal(ddp_backend="gloo")
+    assert "args.ddp_backend must be its default None, got 'gloo'" in refusal(ddp_backend="gloo")
 
 
 def test_a_refused_argument_may_be_given_its_default() -> None:
@@ -244,20 +244,18 @@ def test_a_refused_argument_may_be_given_its_default() -> None:
 @pytest.mark.parametrize("strategy", ["no", "epoch"])
 def test_a_number_of_steps_between_evaluations_is_refused_where_no_evaluation_goes_by_steps(strategy: str) -> None:
     message = refusal(eval_steps=5, eval_strategy=strategy)
-    assert message.startswith(f'args.eval_steps: got 5 with eval_strategy="{strategy}"; allowed: None, or a number')
+    assert message.startswith('args.eval_steps must be None, or a number with eval_strategy="steps", got 5')
     assert arguments(eval_steps=5, eval_strategy="steps").eval_steps == 5
     assert arguments(eval_strategy=strategy).eval_steps is None
 
 
 def test_what_belongs_to_each_task_or_has_a_longer_name_is_said_so() -> None:
-    assert "args.train_batch_size: got 3; allowed: a setting of this class. Use train_batch_size: it" in refusal(
-        train_batch_size=3
-    )
+    assert "args.train_batch_size must be a setting of this class, got 3" in refusal(train_batch_size=3)
     assert "Use learning_rate." in refusal(lr=1e-3)
 
 
 def test_an_unknown_argument_is_refused_with_what_was_meant() -> None:
-    assert "args.learning_rte: got 0.001" in (found := refusal(learning_rte=1e-3))
+    assert "args.learning_rte must be a setting of this class, got 0.001" in (found := refusal(learning_rte=1e-3))
     assert 'Did you mean "learning_rate"?' in found
 
 
@@ -301,7 +299,8 @@ def test_an_unknown_argument_is_refused_with_what_was_meant() -> None:
 )
 def test_a_number_out_of_range_is_refused_by_field_with_what_came_and_what_is_allowed(field: str, value: Any) -> None:
     message = refusal(**{field: value})
-    assert message.startswith(f"args.{field}: got {shown(value)}; allowed: "), message
+    assert message.startswith(f"args.{field} must be ")
+    assert f", got {shown(value)}." in message
     assert len(message.splitlines()) == 1
 
 
@@ -319,7 +318,8 @@ def test_a_number_out_of_range_is_refused_by_field_with_what_came_and_what_is_al
 )
 def test_a_misspelt_choice_is_refused_with_the_nearest_one(field: str, wrong: str, right: str) -> None:
     message = refusal(**{field: wrong})
-    assert message.startswith(f"args.{field}: got {wrong!r}")
+    assert message.startswith(f"args.{field} must be one of ")
+    assert f", got {wrong!r}." in message
     assert message.endswith(f'Did you mean "{right}"?')
 
 
@@ -335,11 +335,12 @@ def test_all_faults_are_named_at_once() -> None:
     message = refusal(**faults)
     assert message.startswith("6 things are wrong:")
     for name, value in faults.items():
-        assert f"args.{name}: got {value!r}; allowed: " in message
+        assert f"args.{name} must be " in message
+        assert f", got {value!r}." in message
 
 
 def test_saving_the_best_alone_is_refused_as_it_is_kept_for_each_task() -> None:
-    assert "args.save_strategy: got 'best'; allowed: steps, epoch, no." in refusal(save_strategy="best")
+    assert "args.save_strategy must be one of steps, epoch, no, got 'best'" in refusal(save_strategy="best")
 
 
 @pytest.mark.parametrize(
@@ -357,7 +358,7 @@ def test_saving_the_best_alone_is_refused_as_it_is_kept_for_each_task() -> None:
 )
 def test_names_of_other_releases_and_classes_say_where_they_belong(name: str, where: str) -> None:
     message = refusal(**{name: 1})
-    assert message.startswith(f"args.{name}: got 1; allowed: a setting of this class. ")
+    assert message.startswith(f"args.{name} must be a setting of this class, got 1. ")
     assert where in message
 
 
@@ -372,7 +373,7 @@ def test_names_of_other_releases_and_classes_say_where_they_belong(name: str, wh
     ],
 )
 def test_names_that_are_none_of_a_task_say_where_they_belong(name: str, where: str) -> None:
-    with pytest.raises(ConfigError, match=rf"tasks\.own\.{name}: got 1; .*Use {where}"):
+    with pytest.raises(ConfigError, match=rf"tasks\.own\.{name} .*got 1.*Use {where}"):
         task(**{name: 1})
 
 
@@ -389,7 +390,7 @@ def test_any_values_give_arguments_or_a_config_error(values: dict[str, Any]) -> 
     except ConfigError as error:
         message = str(error)
     if message:
-        assert "; allowed: " in message
+        assert " must " in message
         return
     assert {name: getattr(made, name) for name in OWN if name in values} == {
         name: value for name, value in values.items() if name in OWN
@@ -455,6 +456,6 @@ def test_the_precision_of_accelerate_launch_is_used_as_trainer_uses_it(monkeypat
 def test_a_precision_of_accelerate_launch_that_is_not_offered_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
-    with pytest.raises(ConfigError, match=r"accelerate launch --mixed_precision.*fp16.*bf16 or no"):
+    with pytest.raises(ConfigError, match="accelerate launch --mixed_precision must be bf16 or no, got fp16"):
         arguments()
     assert arguments(bf16=True).bf16, "what a script sets itself comes first, as in Trainer"

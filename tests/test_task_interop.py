@@ -73,11 +73,11 @@ def test_sft_config_says_what_is_trained_on(tmp_path: Path) -> None:
 @pytest.mark.parametrize(("field", "value"), [("eval_do_concat_batches", False), ("data_seed", 3)])
 def test_what_no_task_can_have_is_refused_with_its_reason(field: str, value: Any, tmp_path: Path) -> None:
     config = plain(tmp_path, **{field: value})
-    with pytest.raises(ConfigError, match=rf"config\.{field}: got {value}; .*Reason: "):
+    with pytest.raises(ConfigError, match=rf"config\.{field} .*got {value}.*Reason: "):
         Task.from_sft_config("a", config, train_dataset=ROWS, peft_config=LORA)
-    with pytest.raises(ConfigError, match=rf"args\.{field}: got {value}"):
+    with pytest.raises(ConfigError, match=rf"args\.{field} .*got {value}"):
         MultiTaskTrainingArguments.from_training_arguments(config)
-    with pytest.raises(ConfigError, match="config: got dict"):
+    with pytest.raises(ConfigError, match=r"config .*got dict"):
         Task.from_sft_config("a", {}, train_dataset=ROWS, peft_config=LORA)  # type: ignore[arg-type]
 
 
@@ -154,5 +154,8 @@ def _copy(model: Any) -> Any:
 
 def test_a_trainer_without_an_adapter_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(tiny_llama(), plain(tmp_path), train_dataset=ROWS)
-    with pytest.raises(ConfigError, match=r"trainer\.model: got LlamaForCausalLM; allowed: .*one adapter"):
+    with pytest.raises(
+        ConfigError,
+        match=r"trainer\.model must be a trainer of a model with one adapter:",
+    ):
         Task.from_trainer("own", trainer)

@@ -320,7 +320,7 @@ def _expand_secrets(data: dict[str, Any]) -> list[Fault]:
         # Chat templates use such braces themselves.
         is_exempt = where in SECRETS or where.endswith(".chat_template")
         if isinstance(value, str) and not is_exempt and re.search(r"\$\{\w+\}", value):
-            allowed = f"the value itself; variables are only allowed in {' and '.join(SECRETS)}"
+            allowed = f"the value itself (variables may be in {' and '.join(SECRETS)} only)"
             faults.append(Fault(where, shown(value), allowed, "Write the value, or give it with --set."))
     return faults
 

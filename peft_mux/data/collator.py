@@ -83,7 +83,9 @@ class ChunkPackingCollator:
                 )
                 if named != first:
                     got = f"columns of tokens {named or 'none'}, where the first row has {first or 'none'}"
-                    raise DataError(f"features of {name!r} row {index} must be the same in all rows, got {got}.")
+                    raise DataError(
+                        f"features of {name!r} row {index} must be of the same columns in all rows, got {got}."
+                    )
             step, seed = int(rows[0].get("step", 0)), int(rows[0].get("seed", 0))
             batches.append(TaskBatch(name, step, seed, tuple(sequences)))
         (micro_batch,) = self.micro_batches(batches, max_tokens=sum(batch.num_tokens for batch in batches))

@@ -77,8 +77,7 @@ def _same_kind(
     """
     for column in ("tools", "chat_template_kwargs"):
         if row.get(column):
-            got, wanted = f"{row[column]!r:.60}", "None or nothing; render the texts beforehand"
-            raise reader.error(index, column, got, wanted)
+            raise reader.error(index, column, f"{row[column]!r:.60}", "empty", "Render the texts beforehand.")
     read = [
         reader.messages(row, column, index) if isinstance(row[column], list) else reader.text(row, column, index)
         for column in columns

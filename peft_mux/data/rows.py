@@ -10,7 +10,7 @@ import numpy as np
 
 from peft_mux.data.formats import TokenColumn
 from peft_mux.data.task_batch import IGNORE_INDEX
-from peft_mux.errors import DataError
+from peft_mux.errors import DataError, Fault
 from peft_mux.user_code import describe_error
 
 _ROUNDING = 0.01
@@ -36,9 +36,9 @@ class RowCells:
         self.tokenizer = tokenizer
         self.chat_template = chat_template
 
-    def error(self, index: int, column: str, got: str, allowed: str) -> DataError:
+    def error(self, index: int, column: str, got: str, allowed: str, fix: str = "") -> DataError:
         """Return the error for one cell."""
-        return DataError(f"{self.where} row {index} column {column} must be {allowed}, got {got}.")
+        return DataError(str(Fault(f"{self.where} row {index} column {column}", got, allowed, fix)))
 
     # ------------------------------------------------------------------------------------------------ texts, numbers
 
@@ -51,9 +51,9 @@ class RowCells:
         value = row[column]
         if not isinstance(value, str):
             # Numbers usually come from CSV files, which have no types.
-            fix = f'. For a CSV file: load_rows(...).cast_column("{column}", Value("string"))'
-            allowed = f"a string{fix if isinstance(value, (int, float)) else ''}"
-            raise self.error(index, column, f"{value!r:.60} ({type(value).__name__})", allowed)
+            fix = f'For a CSV file: load_rows(...).cast_column("{column}", Value("string")).'
+            fix = fix if isinstance(value, (int, float)) else ""
+            raise self.error(index, column, f"{value!r:.60} ({type(value).__name__})", "a string", fix)
         try:
             # A tokenizer would also raise, but without naming the row.
             value.encode("utf-8")
@@ -110,7 +110,7 @@ class RowCells:
             return self.checked_ids(ids, index, "input_ids"), np.ones(len(ids), dtype=bool)
         mask = self.integers(row["attention_mask"], index, "attention_mask") != 0
         if len(mask) != len(ids):
-            raise self.error(index, "attention_mask", f"{len(mask)} entries", f"{len(ids)}, one for each of input_ids")
+            raise self.error(index, "attention_mask", str(len(mask)), f"{len(ids)} entries, one for each of input_ids")
         places = np.flatnonzero(mask)
         # Removing a gap would change the positions of the tokens after it.
         if len(places) and places[-1] - places[0] + 1 != len(places):
@@ -167,11 +167,11 @@ class RowCells:
         for name in found:
             if columns[name].excludes in found:
                 got = f'a value together with "{columns[name].excludes}"'
-                raise self.error(index, name, got, "one of the two")
+                raise self.error(index, name, got, "left out in that case")
             other = columns[name].requires
             if other and found[other].shape != found[name].shape:
                 got = f"shape {list(found[name].shape)}"
-                raise self.error(index, name, got, f'{list(found[other].shape)}, the shape of "{other}"')
+                raise self.error(index, name, got, f'of shape {list(found[other].shape)}, as "{other}"')
         return found
 
     # ------------------------------------------------------------------------------------------------------ messages

@@ -186,7 +186,7 @@ class RowTokenizer(RowCells):
         allowed = ""
         field = "assistant_only_loss" if options.assistant_only_loss else "completion_only_loss"
         if data_format in ANSWER_FORMATS and (options.completion_only_loss is not None or options.assistant_only_loss):
-            allowed = "no value, because the format already determines which tokens carry loss"
+            allowed = "left out, because the format already determines which tokens carry loss"
         elif options.completion_only_loss and data_format not in (DataFormat.PROMPT_COMPLETION, DataFormat.TOKENIZED):
             field = "completion_only_loss"
             allowed = "True for prompt/completion rows (or tokenised rows with a completion_mask)"
@@ -207,14 +207,12 @@ class RowTokenizer(RowCells):
         try:
             for column in REQUIRED_COLUMNS[self.data_format]:
                 if column not in row:
-                    raise self.error(index, column, "no such column", "the same columns in every row")
+                    raise self.error(index, column, "no such column", "in every row")
             for column in MEDIA_COLUMNS:
                 value = row.get(column)
                 # Empty cells are allowed, because mixed datasets have them.
                 if value is not None and not (isinstance(value, (list, tuple, str)) and not value):
-                    allowed = (
-                        "None or nothing, as only text is trained on: no images, videos or sounds, on any backbone"
-                    )
+                    allowed = "empty, because only text is trained on: no images, videos or sounds, on any backbone"
                     raise self.error(index, column, type(value).__name__, allowed)
             read = self.options.row_form.read
             sequence = self._read(row, index) if read is None else read(self, row, index)
@@ -250,8 +248,8 @@ class RowTokenizer(RowCells):
         options = self.options
         if options.overlong_policy == "error":
             why = "max_length" if options.limit == options.max_length else "the backbone's positions"
-            allowed = f"at most {options.limit} ({why}); shorten the row"
-            raise self.error(index, "input_ids", f"{length} tokens or more", allowed)
+            allowed = f"at most {options.limit} tokens ({why})"
+            raise self.error(index, "input_ids", f"{length} or more", allowed, "Shorten the row.")
         if options.overlong_policy == "drop":
             self.report.num_dropped_long += 1
             return True
@@ -329,7 +327,7 @@ class RowTokenizer(RowCells):
             labels = _masked(ids, masks)
             for name, column in self.options.row_form.token_columns.items():
                 if column.is_required or row.get(name) is not None:
-                    allowed = f'"input_ids" together with "{name}", which has one number per token'
+                    allowed = 'used with "input_ids", because it has one number per token'
                     raise self.error(index, name, f"{self.data_format} rows", allowed)
         # The first token is never predicted.
         if not np.any(labels[1:] != IGNORE_INDEX):
@@ -352,7 +350,7 @@ class RowTokenizer(RowCells):
         if row.get("labels") is not None:
             labels = self.integers(row["labels"], index, "labels")
             if len(labels) != len(keep):
-                raise self.error(index, "labels", f"{len(labels)} labels", f"{len(keep)}, one for each of input_ids")
+                raise self.error(index, "labels", str(len(labels)), f"{len(keep)} labels, one for each of input_ids")
             labels = labels[keep]
             self.checked_ids(labels[labels != IGNORE_INDEX], index, "labels", empty_allowed=True)
             return labels
@@ -364,7 +362,7 @@ class RowTokenizer(RowCells):
             if applies and row.get(column) is not None:
                 mask = self.integers(row[column], index, column)
                 if len(mask) != len(keep):
-                    raise self.error(index, column, f"{len(mask)} entries", f"{len(keep)}, one for each of input_ids")
+                    raise self.error(index, column, str(len(mask)), f"{len(keep)} entries, one for each of input_ids")
                 masks.append(mask[keep] != 0)
         return _masked(ids, masks)
 
@@ -382,7 +380,7 @@ class RowTokenizer(RowCells):
                     raise self.error(index, name, got, f'a value in all rows of "{self.where}" or in none')
                 if name in widths and widths[name] != first[name]:
                     got, wanted = (*widths[name], *first[name])
-                    raise self.error(index, name, f"{got} numbers a token", f"{wanted}, as in the first row")
+                    raise self.error(index, name, str(got), f"{wanted} numbers per token, as in the first row")
         return columns
 
 
@@ -521,10 +519,10 @@ def _classes(
     """Return the class of each token or word, checked."""
     column = next((name for name in columns if row.get(name) is not None), None)
     if column is None:
-        raise reader.error(index, columns[0], "no such column, or None", f"{count} classes, one for each")
+        raise reader.error(index, columns[0], "no such column, or None", f"{count} classes, one for each token or word")
     labels = reader.integers(row[column], index, column)
     if len(labels) != count:
-        raise reader.error(index, column, f"{len(labels)} classes", f"{count}, one for each")
+        raise reader.error(index, column, str(len(labels)), f"{count} classes, one for each token or word")
     num_labels = reader.options.num_labels
     wrong = (labels != IGNORE_INDEX) & ((labels < 0) | (labels >= (num_labels or _BEYOND_CLASSES)))
     if wrong.any():

@@ -251,9 +251,9 @@ def _balanced(router: nn.Module, outputs: Any, index: int, stream: Stream) -> An
     logits_UE = parts[index].reshape(-1, parts[index].shape[-1])
     if logits_UE.shape != (stream.num_rows, routed.num_experts):
         raise UnsupportedModelError(
-            f"{type(router).__name__} must return one row per token and one column per expert for a balancing "
-            f"loss, got logits of shape {list(logits_UE.shape)} for {stream.num_rows} tokens and {routed.num_experts} experts."
-            " Set router_aux_loss_coef=0."
+            f"{type(router).__name__} must return one row per token and one column per expert for a balancing loss, "
+            f"got shape {list(logits_UE.shape)} for {stream.num_rows} tokens and {routed.num_experts} experts. Set "
+            "router_aux_loss_coef=0."
         )
     routed.add(router, logits_UE, stream.segments)
     if not (torch.is_grad_enabled() and logits_UE.requires_grad):

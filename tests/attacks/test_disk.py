@@ -123,7 +123,7 @@ def assert_goes_on(folder: Path, sound: Outcome) -> None:
         if "holds no state" in refusal:
             return
         # A task none of whose states came through; the others must not be lost with it.
-        lost = re.match(r'task "(\w+)": got no valid checkpoint .*remove the task\'s folder', refusal)
+        lost = re.match(r'task "(\w+)" has no valid checkpoint .*remove the task\'s folder', refusal)
         assert lost is not None, refusal
         remove(folder / lost[1])
     raise AssertionError(f"its own advice does not help: {refusal}")

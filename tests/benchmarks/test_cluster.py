@@ -226,7 +226,13 @@ def test_memory_bounds_how_many_tasks_share_an_instance() -> None:
 def test_a_task_that_fits_no_instance_is_refused_before_the_replay() -> None:
     tiny = replace(SPEC.devices.device, memory_bytes=10**8)
     spec = replace(SPEC, devices=replace(SPEC.devices, device=tiny))
-    with pytest.raises(ValueError, match="fits no empty instance of nemo"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            r"a task of TaskKind\(tokens_per_sequence=64, batch_size=8, rank=8\) does not fit an empty "
+            r"instance of nemo"
+        ),
+    ):
         replay([task(0, 1)], InstanceModel("nemo", spec), REFERENCE, ReplaySettings(4))
 
 
@@ -260,9 +266,12 @@ def test_replays_are_drawn_into_a_png_file(tmp_path: Path) -> None:
     tasks = [task(0, 100), task(3, 50, LONG)]
     path = save_replays({"two tasks": [run(tasks, system) for system in SYSTEMS]}, tmp_path / "cluster.png")
     assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    with pytest.raises(ValueError, match=r"path ends in '\.gif'"):
+    with pytest.raises(ValueError, match=r"path must end in \.png, \.svg, got '\.gif'"):
         save_replays({"two tasks": [run(tasks)]}, tmp_path / "cluster.gif")
-    with pytest.raises(ValueError, match="nothing to draw"):
+    with pytest.raises(
+        ValueError,
+        match="cases must have at least one case with at least one replay, so that there is something to draw",
+    ):
         save_replays({}, tmp_path / "cluster.png")
 
 

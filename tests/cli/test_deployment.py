@@ -179,7 +179,7 @@ def test_sequences_that_no_replica_holds_are_refused_by_task(file: Path, capsys:
     error = refused([str(file), "--deployment", "--devices", "1xA100-40GB", "--set", limit], capsys)
     assert 'task "books" has sequences of' in error
     assert '"chat"' not in error
-    assert "allowed: at most 200" in error
+    assert "error: plan --deployment: rows must have at most 200 tokens, the most that a replica on 1" in error
     assert "Set max_length=200" in error
 
 
@@ -189,16 +189,19 @@ def test_a_backbone_that_fits_nowhere_is_refused_with_what_it_takes(
     error = refused([str(file), "--deployment", *DEVICES, "--set", "run.memory_limit_gib=0.00001"], capsys)
     assert "the backbone and the adapters of" in error
     assert "on a device of <4,1>" in error
-    assert "allowed: up to 10.49 KiB" in error
+    assert (
+        'error: replicas: the backbone and the adapters of "chat", "books" take 185.14 KiB on a device of <4,1>, '
+        "the most"
+    ) in error
 
 
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        (["--deployment", "--gantt"], "--gantt: got it together with --deployment"),
-        (["--deployment", "--explain", "chat"], "--explain: got it together with --deployment"),
-        (["--deployment", "--max-tokens", "x.csv"], "--max-tokens: got it without --layer-profile"),
-        (["--layer-profile", "x.csv"], "--layer-profile: got it without --deployment"),
+        (["--deployment", "--gantt"], "--gantt cannot be combined with --deployment"),
+        (["--deployment", "--explain", "chat"], "--explain cannot be combined with --deployment"),
+        (["--deployment", "--max-tokens", "x.csv"], "--max-tokens needs --layer-profile"),
+        (["--layer-profile", "x.csv"], "--layer-profile needs --deployment"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
@@ -244,7 +247,7 @@ def test_redeployment_is_needed_where_the_old_replicas_cannot_hold_the_tasks(fil
     assert ParallelLayout.parse(decision.new).world_size <= 4
     stays = redeploy(planner, runs, ParallelLayout.parse(decision.new), restart_s=1.0)
     assert not stays.is_needed
-    with pytest.raises(ConfigError, match="no task that is still to be trained"):
+    with pytest.raises(ConfigError, match="redeploy needs at least one task that is still to be trained, got none"):
         redeploy(planner, [], ParallelLayout.parse("<1,1>x4"))
 
 

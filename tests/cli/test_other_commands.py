@@ -120,7 +120,9 @@ def test_an_adapter_whose_configuration_is_cut_off_is_named(tmp_path: Path, caps
     (folder / "adapter_config.json").write_text('{"peft_type": "LO', encoding="utf-8")
     (folder / "adapter_model.safetensors").touch()
     assert main(["export", str(tmp_path / "run")]) == 2
-    assert f"{folder / 'adapter_config.json'}, which cannot be read" in capsys.readouterr().err
+    assert (
+        f"{folder / 'adapter_config.json'} must be a file that PEFT wrote, but cannot be read"
+    ) in capsys.readouterr().err
 
 
 def test_the_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:

@@ -51,11 +51,11 @@ def test_a_task_is_trained_with_all_combinations_beside_one_that_is_not_swept(
 @pytest.mark.parametrize(
     ("option", "said"),
     [
-        ("learning_rate=1e-3,1e-2", "allowed: tasks.NAME.FIELD=VALUE,VALUE"),
+        ("learning_rate=1e-3,1e-2", "error: --sweep must be tasks.NAME.FIELD=VALUE,VALUE, got"),
         ("tasks.sqll.learning_rate=1,2", 'Did you mean "sql"?'),
         ("tasks.sql.learning_rat=1,2", 'Did you mean "learning_rate"?'),
         ("tasks.sql.peft.rr=1,2", "sweep.peft_config.rr"),
-        ("tasks.sql.learning_rate=1", "got 1 combinations"),
+        ("tasks.sql.learning_rate=1", "error: sweep must have 2 to 512 combinations, got 1"),
     ],
 )
 def test_what_cannot_be_swept_ends_with_2(
@@ -67,4 +67,4 @@ def test_what_cannot_be_swept_ends_with_2(
 
 def test_a_rule_for_sweeps_without_a_sweep_ends_with_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", str(file), "--early-stop", "halving"]) == 2
-    assert "--early-stop: got it without --sweep" in capsys.readouterr().err
+    assert "--early-stop needs --sweep" in capsys.readouterr().err

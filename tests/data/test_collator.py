@@ -287,14 +287,20 @@ def test_a_stream_of_rows_with_and_without_a_class_is_refused() -> None:
 
 
 def test_padding_to_chunks_is_refused_for_classification() -> None:
-    with pytest.raises(ConfigError, match="pad_to_chunks: got True for sequence classification"):
+    with pytest.raises(
+        ConfigError,
+        match="pad_to_chunks must be False, because padding has no label, got True for sequence classification",
+    ):
         ChunkPackingCollator(pad_to_chunks=True).micro_batches([make_batch("a", [4], classes=[1])], max_tokens=9)
 
 
 def test_padding_to_chunks_is_refused_for_losses_with_one_term_for_each_sequence() -> None:
     batch = make_batch("a", [4])
     whole = replace(batch, sequences=tuple(replace(s, is_one_term=True) for s in batch.sequences))
-    with pytest.raises(ConfigError, match="pad_to_chunks: got True for a loss with one term per sequence"):
+    with pytest.raises(
+        ConfigError,
+        match="pad_to_chunks must be False, because padding has no loss term, got True for a loss with one",
+    ):
         ChunkPackingCollator(pad_to_chunks=True).micro_batches([whole], max_tokens=9)
 
 
@@ -400,13 +406,16 @@ def test_a_mean_per_micro_batch_would_be_noticed(mux_model: MultiTaskPeftModel) 
 @pytest.mark.parametrize(
     ("second", "match"),
     [
-        ({}, "row 1: got columns of tokens none, where the first row has weights"),
-        ({"weights": [1.0, 1.0]}, "row 1 column weights: got shape .2.; allowed: 3 numbers"),
-        ({"weights": [1.0, -1.0, 1.0]}, "row 1 column weights: got -1.0"),
         (
-            {"target_ids": [[1, 2]] * 3},
-            "row 1 column target_weights: got no such column, or None; allowed: a number for each of input_ids",
+            {},
+            (
+                "1 must be of the same columns in all rows, got columns of tokens none, where the first row has "
+                r"weights \['L'\]"
+            ),
         ),
+        ({"weights": [1.0, 1.0]}, r"weights must be 3 numbers, one for each of input_ids, got shape \[2\]"),
+        ({"weights": [1.0, -1.0, 1.0]}, r"weights must be numbers of at least 0, got -1\.0"),
+        ({"target_ids": [[1, 2]] * 3}, "target_weights must be a number for each of input_ids, because the row has"),
     ],
 )
 def test_weights_that_cannot_be_read_or_that_some_rows_lack_are_refused(second: dict[str, Any], match: str) -> None:

@@ -116,8 +116,8 @@ def test_tasks_with_learnt_prompts_generate_beside_others(kind: Any, tmp_path: P
     ("settings", "said"),
     [
         ({"eval_generate": {"max_new_tokens": 3}}, "Write GenerateOptions(**options)."),
-        ({"eval_generate": 3}, "tasks.cats.eval_generate: got 3; allowed: True, False, or GenerateOptions"),
-        ({"eval_dataset": None}, "tasks.cats.eval_generate: got GenerateOptions("),
+        ({"eval_generate": 3}, "tasks.cats.eval_generate must be True, False, or GenerateOptions(max_new_tokens=...,"),
+        ({"eval_dataset": None}, ("tasks.cats.eval_generate must be None if eval_dataset is not set, got")),
         ({"peft_config": LoraConfig(task_type="SEQ_CLS")}, "None for sequence classification"),
         (
             {"early_stopping": EarlyStopping(metric="eval_f2")},
@@ -139,13 +139,9 @@ def test_true_stands_for_the_defaults_and_false_for_nothing() -> None:
 @pytest.mark.parametrize(
     ("settings", "arguments", "said"),
     [
-        ({"eval_dataset": [{"text": "the cat"}]}, {}, "got held-out rows of text, which have no prompts"),
-        ({}, {"shard_backbone": True}, "tasks.cats.eval_generate: got replicas "),
-        (
-            {"eval_generate": GenerateOptions(max_new_tokens=63)},
-            {},
-            "tasks.cats.eval_generate: got held-out prompts of which the shortest has more than 1 tokens",
-        ),
+        ({"eval_dataset": [{"text": "the cat"}]}, {}, 'tasks.cats.eval_generate needs held-out rows with "prompt"'),
+        ({}, {"shard_backbone": True}, "tasks.cats.eval_generate must be None if a process holds only a part of the"),
+        ({"eval_generate": GenerateOptions(max_new_tokens=63)}, {}, "tasks.cats.eval_generate needs held-out"),
     ],
 )
 def test_a_run_that_cannot_generate_is_refused_when_it_is_made(
@@ -191,4 +187,6 @@ def test_processes_share_the_prompts_and_see_the_same_metrics(tmp_path: Path) ->
 @pytest.mark.parametrize("arguments", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
 def test_layouts_in_which_a_process_holds_a_part_are_refused_by_name(arguments: dict[str, Any], tmp_path: Path) -> None:
     for outcome in launch(2, cases.train, tmp_path, arguments, limit_s=120):
-        assert "tasks.cats.eval_generate: got replicas" in outcome.error
+        assert (
+            "tasks.cats.eval_generate must be None if a process holds only a part of the model, got replicas"
+        ) in outcome.error

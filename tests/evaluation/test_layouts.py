@@ -102,9 +102,9 @@ def test_a_classifier_in_parts_has_the_metrics_of_one_process(arguments: dict[st
 def test_a_stage_refuses_what_takes_all_layers_and_says_what_to_do(parts: dict[str, list[Measured]]) -> None:
     for part in parts["pp2"]:
         generate, forward, plain, merge = part.refusals
-        assert generate.startswith('task_view("well").generate: got one of 2 pipeline stages')
-        assert forward.startswith('task_view("well"), a forward pass: got one of 2 pipeline stages')
-        assert plain.startswith("a forward pass: got one of 2 pipeline stages")
+        assert generate.startswith('task_view("well").generate needs a whole model')
+        assert forward.startswith('task_view("well"), a forward pass needs a whole model')
+        assert plain.startswith("a forward pass needs a whole model")
         assert all("PeftModel.from_pretrained" in refusal for refusal in part.refusals)
         assert merge.startswith("merge_and_unload")
 
@@ -114,4 +114,4 @@ def test_shards_generate_together_and_refuse_to_merge(parts: dict[str, list[Meas
     for part in parts["tp2"]:
         assert part.refusals[0] == "done"
         assert part.refusals[1].startswith("logits of a head that is cut for tensor parallelism were asked for with")
-        assert part.refusals[3].startswith("merge_and_unload: got a backbone that is divided among processes")
+        assert part.refusals[3].startswith("merge_and_unload needs a whole backbone")

@@ -172,6 +172,6 @@ def test_accelerate_on_cpus_starts_one_process_and_is_told_what_to_type(folder: 
         found = list(both.map(lambda way: call(folder, "-m", *ACCELERATE, *way, *TRAIN, "tasks.yaml", *out), ways))
     for way, printed in zip(ways, found, strict=True):
         assert printed.code != 0, way
-        assert "processes: got 1 where the launcher was asked for several" in printed.error, way
+        assert "processes must be the several that the launcher was asked for, got 1" in printed.error, way
         assert "torchrun --nproc-per-node N script.py" in printed.error, way
     assert not (folder / "none").exists()

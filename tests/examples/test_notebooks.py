@@ -108,14 +108,17 @@ def check_your_own_data(notebook: Any) -> None:
     assert "cut 100.0%" in printed
     assert printed.count("8 held-out rows are trained on as well") == 1, "and no more once that is mended"
     for message in (
-        'got columns question, answer; allowed: .* row_format={"prompt": "question", "completion": "answer"}',
+        (
+            r'must have the columns .*, got columns question, answer.* row_format={"prompt": "question", '
+            r'"completion": "answer"}'
+        ),
         "the tokenizer has no chat template",
         r"has no \{% generation %\} block",
         "none can be trained on .*Raise max_length",
-        r"row 40 column completion: got None",
-        "row 40 column completion: got no such column",
-        r"row 40 column completion: got 3 \(int\); allowed: a string. For a CSV file: .*cast_column",
-        "got columns prompt, completion; allowed: conversations",
+        r"row 40 column completion .*got None",
+        r"row 40 column completion must be in every row",
+        r"row 40 column completion must be a string.*got 3 \(int\).*For a CSV file: .*cast_column",
+        r"must have conversations.*got columns prompt, completion",
         r"sum.csv', which does not exist",
         "got an empty dataset",
     ):

@@ -37,5 +37,8 @@ def test_learnt_prompts_of_all_forms_complete_in_one_batch_as_plain_peft_alone(t
 def test_positions_of_a_learnt_prompt_count(tmp_path: Path) -> None:
     model = held(tiny_llama(), {"prefix": config_of("prefix")})
     generate(model, {"prefix": [[3] * 50]}, max_new_tokens=9, eos_token_id=96)
-    with pytest.raises(DataError, match="got 51 tokens with max_new_tokens=9; allowed: 59 together"):
+    with pytest.raises(
+        DataError,
+        match=r"prompts\.prefix row 0 must have at most 59 tokens with its completion, the backbone's",
+    ):
         generate(model, {"prefix": [[3] * 51]}, max_new_tokens=9)

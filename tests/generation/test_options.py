@@ -30,21 +30,21 @@ from tests.modeling.test_architectures import CLASSIFIERS, LANGUAGE_MODELS, fill
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"max_new_tokens": 0}, "max_new_tokens: got 0; allowed: an integer from 1"),
-        ({"temperature": 0.0, "do_sample": True}, "temperature: got 0.0; allowed: a finite number above 0"),
-        ({"temperature": 10**400, "do_sample": True}, "allowed: a finite number above 0"),
-        ({"top_k": -1}, "top_k: got -1"),
-        ({"top_p": 1.5}, "top_p: got 1.5; allowed: a number above 0, at most 1"),
-        ({"min_p": "x"}, "min_p: got 'x'"),
-        ({"repetition_penalty": 0}, "repetition_penalty: got 0"),
-        ({"repetition_penalty": float("nan")}, "repetition_penalty: got nan"),
-        ({"stop_strings": [""]}, "stop_strings: got "),
-        ({"stop_strings": 3}, "stop_strings: got 3"),
-        ({"eos_token_id": []}, "eos_token_id: got "),
-        ({"eos_token_id": True}, "eos_token_id: got True"),
-        ({"seed": -1}, "seed: got -1"),
-        ({"do_sample": 1}, "do_sample: got 1"),
-        ({"temperature": 0.5, "top_k": 3}, "do_sample: got False beside temperature=0.5, top_k=3; allowed: True"),
+        ({"max_new_tokens": 0}, "max_new_tokens must be an integer from 1 to 1000000, got 0"),
+        ({"temperature": 0.0, "do_sample": True}, "temperature must be a finite number above 0, got 0.0"),
+        ({"temperature": 10**400, "do_sample": True}, "temperature must be a finite number above 0, got"),
+        ({"top_k": -1}, "top_k must be an integer of at least 0, got -1"),
+        ({"top_p": 1.5}, "top_p must be a number above 0, at most 1, got 1.5"),
+        ({"min_p": "x"}, "min_p must be a number from 0 to 1, got 'x'"),
+        ({"repetition_penalty": 0}, "repetition_penalty must be a finite number above 0, got 0"),
+        ({"repetition_penalty": float("nan")}, "repetition_penalty must be a finite number above 0, got nan"),
+        ({"stop_strings": [""]}, "stop_strings must be texts of at least one character, got ['']"),
+        ({"stop_strings": 3}, "stop_strings must be texts of at least one character, got 3"),
+        ({"eos_token_id": []}, "eos_token_id must be a token id, a list of them, or None, got []"),
+        ({"eos_token_id": True}, "eos_token_id must be a token id, a list of them, or None, got True"),
+        ({"seed": -1}, "seed must be an integer in [0, 2**63), got -1"),
+        ({"do_sample": 1}, "do_sample must be True or False, got 1"),
+        ({"temperature": 0.5, "top_k": 3}, "do_sample must be True with settings of sampling, got False with"),
     ],
 )
 def test_options_that_cannot_be_used_or_would_be_ignored_are_refused_by_name(settings: Any, said: str) -> None:
@@ -57,11 +57,11 @@ def test_options_that_cannot_be_used_or_would_be_ignored_are_refused_by_name(set
     ("settings", "said"),
     [
         ({"metrics": ["exact_matc"]}, 'Did you mean "exact_match"?'),
-        ({"metrics": [3]}, "metrics: got 3; allowed: exact_match, contains, f1, or functions"),
-        ({"metrics": {"f1": 1}}, "metrics: got {'f1': 1}"),
-        ({"num_rows": 0}, "num_rows: got 0"),
-        ({"num_logged": -1}, "num_logged: got -1"),
-        ({"top_p": 0}, "top_p: got 0"),
+        ({"metrics": [3]}, "metrics must be exact_match, contains, f1, or functions of (prompts, completions,"),
+        ({"metrics": {"f1": 1}}, "metrics must be a list of exact_match, contains, f1, or functions of (prompts,"),
+        ({"num_rows": 0}, "num_rows must be an integer of at least 1, or None for all rows, got 0"),
+        ({"num_logged": -1}, "num_logged must be an integer of at least 0, got -1"),
+        ({"top_p": 0}, "top_p must be a number above 0, at most 1, got 0"),
     ],
 )
 def test_options_of_evaluations_are_refused_by_name(settings: Any, said: str) -> None:
@@ -73,13 +73,13 @@ def test_options_of_evaluations_are_refused_by_name(settings: Any, said: str) ->
 @pytest.mark.parametrize(
     ("kind", "settings", "said"),
     [
-        (SamplingOptions, {"temprature": 0.5}, "temprature: got 0.5; allowed: settings of max_new_tokens, "),
+        (SamplingOptions, {"temprature": 0.5}, "temprature must be one of max_new_tokens, do_sample, temperature,"),
         (SamplingOptions, {"temprature": 0.5}, 'Did you mean "temperature"?'),
-        (SamplingOptions, {"max_length": 9}, "max_length: got 9;"),
+        (SamplingOptions, {"max_length": 9}, "max_length must be one of max_new_tokens, do_sample, temperature,"),
         (SamplingOptions, {"max_tokens": 9}, "Set max_new_tokens."),
-        (GenerateOptions, {"metric": "f1"}, "metric: got 'f1'; allowed: settings of max_new_tokens, "),
+        (GenerateOptions, {"metric": "f1"}, "metric must be one of max_new_tokens, do_sample, temperature, top_k,"),
         (GenerateOptions, {"metric": "f1"}, 'Did you mean "metrics"?'),
-        (GenerationRequest, {"sed": 3}, "sed: got 3; allowed: settings of task, prompt"),
+        (GenerationRequest, {"sed": 3}, "sed must be one of task, prompt, options, seed, got 3"),
         (GenerationRequest, {"top_k": 3}, "Write options=SamplingOptions(top_k=...)."),
     ],
 )
@@ -107,13 +107,21 @@ def test_every_setting_of_transformers_that_means_nothing_here_is_refused() -> N
     with pytest.raises(ConfigError) as caught:
         sampling_options(config, {"max_new_token": 3})
     said = str(caught.value)
-    for part in ("num_beams: got 4", "no_repeat_ngram_size: got 2", "max_length: got 9", "Set max_new_tokens"):
+    for part in (
+        "num_beams must be one of max_new_tokens, do_sample, temperature, top_k, top_p, min_p,",
+        (
+            "no_repeat_ngram_size must be one of max_new_tokens, do_sample, temperature, top_k, top_p, min_p, "
+            "repetition_penalty,"
+        ),
+        "max_length must be one of max_new_tokens",
+        "Set max_new_tokens",
+    ):
         assert part in said
     assert 'Did you mean "max_new_tokens"?' in said
     assert "pad_token_id" not in said
-    with pytest.raises(ConfigError, match="generation_config: got 3; allowed: a SamplingOptions"):
+    with pytest.raises(ConfigError, match=r"generation_config must be a SamplingOptions.*got 3"):
         sampling_options(3, {})  # type: ignore[arg-type]
-    with pytest.raises(ConfigError, match=r'top_kk: got 3.*Did you mean "top_k"'):
+    with pytest.raises(ConfigError, match=r'top_kk .*got 3.*Did you mean "top_k"'):
         sampling_options(SamplingOptions(), {"top_kk": 3})
 
 
@@ -125,17 +133,17 @@ def model() -> MultiTaskPeftModel:
 @pytest.mark.parametrize(
     ("prompts", "settings", "said"),
     [
-        ({"sq": [[3]]}, {}, "got task 'sq'; allowed: sql. Did you mean \"sql\"?"),
-        ({"sql": "text"}, {}, "prompts.sql: got 'text'; allowed: a list of prompts. Put it into a list."),
-        ("text", {}, "prompts: got 'text'; allowed: a dict of prompts by task name"),
-        ([[3]], {}, "prompts: got [3] in the list; allowed: a dict"),
-        ({"sql": [[3], "text"]}, {"max_new_tokens": 3}, "prompts.sql row 1 column prompt: got text without"),
-        ({"sql": [[3, 97]]}, {}, "prompts.sql row 0 column prompt: got token id 97; allowed: ids from 0 to 96"),
-        ({"sql": [[]]}, {}, "prompts.sql row 0 column prompt: got no tokens"),
-        ({"sql": [[3] * 60]}, {"max_new_tokens": 5}, "got 60 tokens with max_new_tokens=5; allowed: 64 together"),
-        ({"sql": [[3]]}, {"stop_strings": ["."]}, "prompts.sql: got stop_strings without a tokenizer"),
-        ({"sql": [[3]]}, {"max_batch_tokens": 0}, "max_batch_tokens: got 0"),
-        ({"sql": [[3]]}, {"num_beams": 2}, "num_beams: got 2"),
+        ({"sq": [[3]]}, {}, "prompts must name tasks of sql, got 'sq'"),
+        ({"sql": "text"}, {}, "prompts.sql must be a list of prompts, got 'text'"),
+        ("text", {}, "prompts must be a dict of prompts by task name, or a list of GenerationRequest, got 'text'"),
+        ([[3]], {}, "prompts must be a dict of prompts by task name, or a list of GenerationRequest, got [3] in the"),
+        ({"sql": [[3], "text"]}, {"max_new_tokens": 3}, "prompts.sql row 1 column prompt must be token ids, or a"),
+        ({"sql": [[3, 97]]}, {}, "prompts.sql row 0 column prompt must be ids from 0 to 96, the backbone's"),
+        ({"sql": [[]]}, {}, "prompts.sql row 0 column prompt must be at least one token, got no tokens"),
+        ({"sql": [[3] * 60]}, {"max_new_tokens": 5}, "prompts.sql row 0 must have at most 64 tokens with its"),
+        ({"sql": [[3]]}, {"stop_strings": ["."]}, "prompts.sql: stop_strings need a tokenizer"),
+        ({"sql": [[3]]}, {"max_batch_tokens": 0}, "max_batch_tokens must be an integer of at least 1, got 0"),
+        ({"sql": [[3]]}, {"num_beams": 2}, "num_beams must be one of max_new_tokens, do_sample, temperature, top_k,"),
     ],
 )
 def test_prompts_that_cannot_be_completed_are_refused(
@@ -156,20 +164,23 @@ def test_models_that_do_not_generate_are_refused(architecture: str) -> None:
     make, targets = CLASSIFIERS[architecture]
     config = LoraConfig(r=2, task_type="SEQ_CLS", target_modules=targets)
     model = MultiTaskPeftModel(filled(make), {"a": config}, verify=False)
-    with pytest.raises(UnsupportedModelError, match="allowed: decoder-only language models"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"generate needs a decoder-only language model \(AutoModelForCausalLM\), got",
+    ):
         generate(model, {"a": [[3]]})
 
 
 def test_anything_but_a_whole_model_with_weights_is_refused(model: MultiTaskPeftModel) -> None:
-    with pytest.raises(ConfigError, match="model: got LlamaForCausalLM; allowed: a MultiTaskPeftModel"):
+    with pytest.raises(ConfigError, match="model must be a MultiTaskPeftModel, got LlamaForCausalLM"):
         generate(tiny_llama(), {"a": [[3]]})  # type: ignore[arg-type]
     with torch.device("meta"):
         empty = LlamaForCausalLM(tiny_llama().config)
-    with pytest.raises(ConfigError, match="got a model without weights"):
+    with pytest.raises(ConfigError, match="generate needs a loaded model, got one without weights"):
         generate(MultiTaskPeftModel(empty, {"a": LoraConfig(r=2)}, verify=False), {"a": [[3]]})
     model.num_stages = 2
     try:
-        with pytest.raises(ConfigError, match="generate: got a backbone that is divided among processes"):
+        with pytest.raises(ConfigError, match=r"generate needs a whole backbone"):
             generate(model, {"sql": [[3]]})
     finally:
         model.num_stages = 1
@@ -187,10 +198,10 @@ def test_what_the_makers_of_a_backbone_recommend_is_taken(architecture: str) -> 
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"task": ["sql"]}, "task: got ['sql']; allowed: the name of a task"),
-        ({"options": {"top_k": 3}}, "options: got {'top_k': 3}; allowed: SamplingOptions(...), or None"),
-        ({"seed": -1}, "seed: got -1; allowed: an integer in [0, 2**63), or None"),
-        ({"seed": True}, "seed: got True"),
+        ({"task": ["sql"]}, "task must be the name of a task, got ['sql']"),
+        ({"options": {"top_k": 3}}, "options must be SamplingOptions(...), or None, got {'top_k': 3}"),
+        ({"seed": -1}, "seed must be an integer in [0, 2**63), or None, got -1"),
+        ({"seed": True}, "seed must be an integer in [0, 2**63), or None, got True"),
     ],
 )
 def test_fields_of_a_request_are_refused_by_name(fields: Any, said: str) -> None:
@@ -200,5 +211,8 @@ def test_fields_of_a_request_are_refused_by_name(fields: Any, said: str) -> None
 
 
 def test_a_request_says_what_is_wrong_with_it(model: MultiTaskPeftModel) -> None:
-    with pytest.raises(ConfigError, match="prompts: got 3 in the list"):
+    with pytest.raises(
+        ConfigError,
+        match="prompts must be a dict of prompts by task name, or a list of GenerationRequest, got 3 in the list",
+    ):
         generate(model, [GenerationRequest(task="sql", prompt=[3]), 3])  # type: ignore[list-item]

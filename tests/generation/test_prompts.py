@@ -70,14 +70,11 @@ def test_rows_beyond_the_limit_are_not_read_and_long_prompts_are_left_out_and_co
 @pytest.mark.parametrize(
     ("row", "said"),
     [
-        (
-            {"text": "the cat"},
-            "tasks.own.eval_generate: got held-out rows of text, which have no prompts; allowed: rows",
-        ),
-        ({"input_ids": [3, 4]}, "got held-out rows of tokenized, which have no prompts"),
-        ({"messages": CHAT[:1]}, "row 0 column messages: got 1 messages, the last of them of 'user'"),
-        ({"messages": CHAT[::-1]}, "got 2 messages, the last of them of 'user'; allowed: an answer of the assistant"),
-        ({"prompt": "", "completion": " mat"}, "row 0 column prompt: got no tokens"),
+        ({"text": "the cat"}, 'tasks.own.eval_generate needs held-out rows with "prompt" and "completion", or'),
+        ({"input_ids": [3, 4]}, 'tasks.own.eval_generate needs held-out rows with "prompt" and "completion", or'),
+        ({"messages": CHAT[:1]}, "messages must be an answer of the assistant at the end, to be generated, got 1"),
+        ({"messages": CHAT[::-1]}, "tasks.own.eval_dataset row 0 column messages must be an answer of the assistant"),
+        ({"prompt": "", "completion": " mat"}, "prompt must be at least one token, got no tokens"),
     ],
 )
 def test_rows_without_a_prompt_are_refused(row: dict[str, Any], said: str) -> None:
@@ -87,7 +84,12 @@ def test_rows_without_a_prompt_are_refused(row: dict[str, Any], said: str) -> No
 
 
 def test_prompts_behind_which_nothing_fits_and_runs_without_a_tokenizer_are_refused() -> None:
-    with pytest.raises(DataError, match=r"shortest has more than 2 tokens; allowed: .* Lower max_new_tokens"):
+    with pytest.raises(
+        DataError,
+        match=r"tasks\.own\.eval_generate needs held-out prompts that leave room for.* Lower max_new_tokens",
+    ):
         read([PAIR], max_tokens=2)
-    with pytest.raises(DataError, match=r"tasks\.own\.eval_generate: got no tokenizer"):
+    with pytest.raises(
+        DataError, match=r"tasks\.own\.eval_generate needs a processing_class, which turns completions into text"
+    ):
         read_prompts([PAIR], OPTIONS, None, limit=None, max_tokens=None)

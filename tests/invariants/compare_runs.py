@@ -161,7 +161,7 @@ def main() -> int:
     parser.add_argument("--write", type=Path, help="file for what the checkout from after shows")
     given = parser.parse_args()
     if not (given.before or given.against or given.write):
-        parser.error("nothing to do; allowed: --before CHECKOUT, --against FILE or --write FILE.")
+        parser.error("nothing to do: give --before CHECKOUT, --against FILE or --write FILE.")
     with tempfile.TemporaryDirectory() as scratch:
         root, before, half = Path(scratch), None, None
         if given.before:

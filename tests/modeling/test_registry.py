@@ -43,7 +43,7 @@ def test_a_task_that_is_not_held_is_refused_with_the_name_that_was_meant() -> No
     registry = registry_of("first", "second")
     asking = (registry.adapter_of, registry.parameters_of, registry.slab_of, registry.forget)
     for ask in asking:
-        with pytest.raises(ConfigError, match=r'got task "frist"; allowed: first, second.*first'):
+        with pytest.raises(ConfigError, match=r'the task must be first, second, got "frist".*first'):
             ask("frist")
     assert registry.tasks == ("first", "second")
 
@@ -69,9 +69,18 @@ def test_what_lies_here_of_whole_tensors_is_written_or_nothing() -> None:
     registry = registry_of("a")
     registry.pieces["a", NAME_OF_A] = Piece((2, 12), 1, ((6, 12),))
     whole = {NAME_OF_A: torch.arange(24.0).view(2, 12), NAME_OF_B: torch.zeros(4, 2)}
-    with pytest.raises(CheckpointError, match=r'task "a": got nothing for .*lora_B.*\[4, 2\]'):
+    with pytest.raises(
+        CheckpointError,
+        match=r'task "a": layer\.q_proj\.lora_B\.weight must be the whole tensor of .*, got nothing',
+    ):
         registry.place_whole("a", {NAME_OF_A: whole[NAME_OF_A]})
-    with pytest.raises(CheckpointError, match=r'task "a": got shape \[2, 6\] for .*lora_A.*\[2, 12\]'):
+    with pytest.raises(
+        CheckpointError,
+        match=(
+            r'task "a": layer\.q_proj\.lora_A\.weight must be the whole tensor of the registered adapter, \[2, 12\], '
+            r"got shape \[2, 6\]"
+        ),
+    ):
         registry.place_whole("a", {**whole, NAME_OF_A: torch.zeros(2, 6)})
     assert (registry.parameters_of("a")[NAME_OF_A] == 1.0).all()
     registry.place_whole("a", whole)

@@ -137,14 +137,18 @@ def trainer_of(backbone: Any, folder: Path, **settings: Any) -> MultiTaskTrainer
 
 
 def test_a_coefficient_for_a_model_without_routers_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"tasks\.a\.router_aux_loss_coef: got 0\.1 with the model type llama.*None"):
+    with pytest.raises(
+        ConfigError, match=r"tasks\.a\.router_aux_loss_coef must be.*, got 0\.1 with the model type llama"
+    ):
         trainer_of(lab.tiny_llama(), tmp_path, router_aux_loss_coef=0.1)
     trainer_of(lab.tiny_llama(), tmp_path, router_aux_loss_coef=0.0)
 
 
 @pytest.mark.parametrize("value", [-0.1, "much", float("nan")])
 def test_coefficients_are_finite_numbers_of_at_least_zero(value: Any) -> None:
-    with pytest.raises(ConfigError, match=r"tasks\.a\.router_aux_loss_coef: got .*a finite number of at least 0"):
+    with pytest.raises(
+        ConfigError, match=r"tasks\.a\.router_aux_loss_coef must be a finite number of at least 0, got "
+    ):
         lab.small_task("a", data_seed=1, router_aux_loss_coef=value)
 
 

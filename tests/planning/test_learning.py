@@ -282,7 +282,7 @@ def test_messages_take_what_the_link_is_known_to_be_now_and_another_number_of_st
     before, after = (repriced_s(plan, MIXED, cost, PassRules(), links=one) for one in (fast, fast.slowed(500.0)))
     assert before == pytest.approx(plan.step_s, rel=1e-9)
     assert after > 1.02 * before
-    with pytest.raises(ValueError, match="the plan has 2 stages; allowed: 1"):
+    with pytest.raises(ValueError, match="the plan must have 1 stages and at least one task, got 2 stages"):
         repriced_s(plan, MIXED, models()[0], PassRules())
 
 

@@ -115,7 +115,7 @@ def test_what_is_no_regular_file_is_refused_before_it_is_opened(kind: str, tmp_p
     path = tmp_path / METRICS_NAME
     plant = {"pipe": lambda: os.mkfifo(path), "folder": path.mkdir, "link": lambda: path.symlink_to(tmp_path / "x")}
     plant[kind]()
-    with pytest.raises(CheckpointError, match=rf"{METRICS_NAME}, which is a {kind}.*Remove it"):
+    with pytest.raises(CheckpointError, match=rf"{METRICS_NAME} must be a regular file .*, got a {kind}.*Remove it"):
         MetricsLog(tmp_path)
     with pytest.raises(CheckpointError, match=METRICS_NAME):
         read_metrics(path)

@@ -64,7 +64,7 @@ def test_a_task_is_explained_with_its_company_and_its_share() -> None:
 
 
 def test_a_task_that_a_plan_does_not_know_is_refused_with_those_it_knows() -> None:
-    with pytest.raises(ValueError, match="task is 'sqll'; allowed: sql, tales, sums, late"):
+    with pytest.raises(ValueError, match="task must be sql, tales, sums, late, got 'sqll'"):
         a_plan().explain("sqll")
 
 

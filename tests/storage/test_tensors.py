@@ -74,12 +74,12 @@ def test_floats_that_json_has_no_name_for_and_integer_keys_come_back() -> None:
 @pytest.mark.parametrize(
     ("state", "place"),
     [
-        ({"a": {"b": [1, {2, 3}]}}, r"state\.a\.b\[1\]: got a set"),
-        ({"a": np.float64(1.0) * np.ones(2)}, r"state\.a: got a ndarray"),
-        ({"f": len}, r"state\.f: got a builtin"),
-        ([b"bytes"], r"state\[0\]: got a bytes"),
-        ({(1, 2): 3}, "a key that is neither a string nor an integer"),
-        ({True: 3}, "a key that is neither a string nor an integer"),
+        ({"a": {"b": [1, {2, 3}]}}, r"state\.a\.b\[1\] must have tensors, numbers, strings, None, and nestings of"),
+        ({"a": np.float64(1.0) * np.ones(2)}, r"state\.a must have tensors, numbers, strings, None, and nestings of"),
+        ({"f": len}, r"state\.f must have tensors, numbers, strings, None, and nestings of them, got a"),
+        ([b"bytes"], r"state\[0\] must have tensors, numbers, strings, None, and nestings of them, got a bytes"),
+        ({(1, 2): 3}, "state: keys must be strings or integers"),
+        ({True: 3}, "state: keys must be strings or integers"),
     ],
 )
 def test_what_cannot_be_written_exactly_is_refused_with_its_place(state: Any, place: str) -> None:
@@ -135,7 +135,10 @@ def test_equal_content_makes_equal_files_whatever_the_order(tmp_path: Path) -> N
 def test_a_file_without_tensors_is_a_typed_error(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "t.safetensors"
     path.write_bytes(content)
-    with pytest.raises(CheckpointError, match=r"t\.safetensors: got no readable tensors"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"t\.safetensors is not an intact safetensors file \(Error while deserializing header: header",
+    ):
         load_tensors(path)
     with pytest.raises(CheckpointError, match="absent"):
         load_tensors(tmp_path / "absent")

@@ -118,14 +118,15 @@ def test_a_file_with_a_ratio_is_validated(file: Path, capsys: pytest.CaptureFixt
         config["defaults"]["loraplus_lr_ratio"] = ratio
         file.write_text(yaml.safe_dump(config))
         assert main(["validate", str(file)]) in codes
-    assert "loraplus_lr_ratio: got -1; allowed: a finite number above 0" in capsys.readouterr().err
+    assert "loraplus_lr_ratio must be a finite number above 0, got -1" in capsys.readouterr().err
 
 
 def test_a_ratio_without_meaning_is_refused() -> None:
     with pytest.raises(
-        ConfigError, match=r"loraplus_lr_ratio: got 8\.0 with IA3Config; allowed: None, or a LoraConfig"
+        ConfigError,
+        match=r"loraplus_lr_ratio must be None except with LoraConfig, whose B has its own rate, got 8\.0",
     ):
         plus("own", IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
-    with pytest.raises(ConfigError, match=r"loraplus_lr_ratio: got 0; allowed: a finite number above 0"):
+    with pytest.raises(ConfigError, match=r"loraplus_lr_ratio must be a finite number above 0.*got 0"):
         plus("own", loraplus_lr_ratio=0)
     assert plus("own", AdaLoraConfig(target_modules=["q_proj"], total_step=9)).loraplus_lr_ratio == 8.0

@@ -113,20 +113,20 @@ def test_any_type_begins_with_the_weights_of_the_file(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"peft_config": IA3Config()}, r"peft_config: got IA3Config; allowed: LoraConfig, the type of"),
+        ({"peft_config": IA3Config()}, r"peft_config must be a LoraConfig, the type of.*got IA3Config"),
         (
             {"peft_config": LoraConfig(r=8, lora_alpha=6)},
-            r"peft_config\.r: got 8; allowed: 4, as in .*Leave peft_config out",
+            r"peft_config\.r must be 4, as in .*got 8.*Leave peft_config out",
         ),
-        ({"peft_config": LoraConfig(r=4, lora_alpha=6, use_dora=True)}, r"peft_config\.use_dora: got True"),
-        ({"init_adapter": "nowhere"}, r"init_adapter: got 'nowhere'; allowed: the folder of a PEFT adapter"),
-        ({"init_adapter": 3}, r"init_adapter: got 3"),
-        ({"reference": "model"}, r"reference: got 'model'; allowed: 'adapter' or 'backbone'"),
+        ({"peft_config": LoraConfig(r=4, lora_alpha=6, use_dora=True)}, r"peft_config\.use_dora .*got True"),
+        ({"init_adapter": "nowhere"}, r"init_adapter must be the folder of a PEFT adapter.*got 'nowhere'"),
+        ({"init_adapter": 3}, r"init_adapter .*got 3"),
+        ({"reference": "model"}, r"reference must be 'adapter' or 'backbone'.*got 'model'"),
         (
             {"reference": "adapter", "init_adapter": None, "peft_config": CONFIG},
-            r"reference: got 'adapter'.*init_adapter",
+            r"reference .*got 'adapter'.*init_adapter",
         ),
-        ({"reference": "backbone", "objective": "orpo"}, r"reference: got 'backbone'; allowed: None with a loss"),
+        ({"reference": "backbone", "objective": "orpo"}, r"reference must be None with a loss.*got 'backbone'"),
     ],
 )
 def test_what_does_not_fit_is_refused_by_name(settings: dict[str, Any], said: str, tmp_path: Path) -> None:

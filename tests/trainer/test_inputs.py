@@ -90,13 +90,16 @@ def refusal(model: Any, folder: Path, *tasks: Task, error: type[Exception] = Dat
         ([{"input_ids": [1, 97]}], ("tasks.own.train_dataset row 0 column input_ids", "token id 97", "from 0 to 96")),
         ([{"input_ids": [1, -1]}], ("row 0 column input_ids", "token id -1", "vocabulary")),
         ([{"input_ids": [1, 2], "labels": [1, 200]}], ("row 0 column labels", "token id 200")),
-        ([{"input_ids": [1, 2], "labels": [1]}], ("row 0 column labels", "1 labels", "2, one for each")),
+        (
+            [{"input_ids": [1, 2], "labels": [1]}],
+            ("row 0 column labels", "tasks.own.train_dataset row 0 column labels must be", "2 labels, one for each"),
+        ),
         ([{"input_ids": [1.5, 2.0]}], ("row 0 column input_ids", "a list of integers")),
         ([{"input_ids": []}], ("row 0 column input_ids", "no tokens")),
         ([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}], ("row 0 column attention_mask", "in the middle")),
         (
             [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 4,
-            ("tasks.own.train_dataset: got 4 rows", "all labels are masked (-100) in 4 of them"),
+            ("tasks.own.train_dataset must have at least one row, got", "all labels are masked (-100) in 4 of them"),
         ),
         (["a"], ("tasks.own.train_dataset row 0", "got str", "a dict of columns")),
     ],
@@ -111,7 +114,9 @@ def test_rows_that_cannot_be_trained_on_are_refused_by_task_row_and_column(
 
 def test_an_empty_stream_is_refused_by_name(described: str, tmp_path: Path) -> None:
     stream = datasets.IterableDataset.from_generator(lambda: iter(()))
-    assert "tasks.own.train_dataset: got a stream without rows" in refusal(described, tmp_path, own_task(stream))
+    assert "tasks.own.train_dataset must have at least one row, got a stream without rows" in refusal(
+        described, tmp_path, own_task(stream)
+    )
 
 
 def test_held_out_rows_are_refused_under_their_own_name(described: str, tmp_path: Path) -> None:
@@ -122,8 +127,10 @@ def test_held_out_rows_are_refused_under_their_own_name(described: str, tmp_path
 def test_bad_rows_of_all_tasks_are_told_at_once(described: str, tmp_path: Path) -> None:
     tasks = [own_task([{"txt": "a"}], name="one"), own_task([{"input_ids": [1, 2, 99]}], name="two")]
     message = refusal(described, tmp_path, *tasks)
-    assert "tasks.one.train_dataset: got columns txt" in message
-    assert "tasks.two.train_dataset row 0 column input_ids: got token id 99" in message
+    assert (
+        "tasks.one.train_dataset must have the columns input_ids; prompt + completion; messages; text, got columns txt"
+    ) in message
+    assert "tasks.two.train_dataset row 0 column input_ids must be ids from 0" in message
 
 
 def test_at_most_ten_bad_rows_are_listed(described: str, tmp_path: Path) -> None:
@@ -151,7 +158,7 @@ def test_overlong_rows_are_left_out_when_asked_and_their_number_is_told(describe
 def test_overlong_rows_are_refused_when_asked(described: str, tmp_path: Path) -> None:
     task = own_task([{"input_ids": [2] * 9}], max_length=8)
     message = refusal(described, tmp_path, task, overlong_policy="error")
-    assert "tasks.own.train_dataset row 0 column input_ids: got 9 tokens or more; allowed: at most 8" in message
+    assert "input_ids must be at most 8 tokens (max_length), got 9 or more" in message
 
 
 def test_rows_are_cut_to_the_positions_of_the_backbone(described: str, tmp_path: Path) -> None:
@@ -169,9 +176,10 @@ def test_an_unknown_target_module_is_refused_with_the_nearest_one(described: str
     ]
     for model in (described, tiny_llama()):
         message = refusal(model, tmp_path, *tasks, error=ConfigError)
-        assert "tasks.one.peft_config.target_modules: got 'q_prj'" in message
+        assert 'tasks.one.peft_config.target_modules must be "all-linear" or modules of LlamaForCausalLM' in message
         assert 'Did you mean "q_proj"?' in message
-        assert "tasks.two.peft_config.target_modules: got 'gate_porj'" in message
+        assert "tasks.two.peft_config.target_modules must be " in message
+        assert "got 'gate_porj'" in message
         assert 'Did you mean "gate_proj"?' in message
         assert "down_proj" in message, "what is allowed is listed"
 
@@ -192,15 +200,14 @@ def test_adapters_that_cannot_be_multiplexed_are_refused_by_field(described: str
         ),
     ]
     message = refusal(described, tmp_path, *tasks, error=ConfigError)
-    assert "tasks.qalora.peft_config.use_qalora: got True" in message
-    assert "tasks.bias.peft_config.bias: got 'some'" in message
-    assert "tasks.prefix.peft_config: got AdaptionPromptConfig" in message
+    assert "tasks.bias.peft_config.bias must be 'none', 'all', 'lora_only', got 'some'" in message
+    assert "tasks.prefix.peft_config must be one of the PEFT types " in message
 
 
 def test_a_classifier_beside_a_language_model_is_refused(described: str, tmp_path: Path) -> None:
     config = LoraConfig(r=4, target_modules="all-linear", task_type=TaskType.SEQ_CLS)
     tasks = [own_task([{"text": "a", "label": 1}], name="cls", peft_config=config), small_task("lm", data_seed=1)]
-    assert "classification tasks (cls) beside language-model tasks" in refusal(
+    assert "tasks must be of one kind, because a backbone has one kind of head, got classification tasks" in refusal(
         described, tmp_path, *tasks, error=ConfigError
     )
 
@@ -208,7 +215,7 @@ def test_a_classifier_beside_a_language_model_is_refused(described: str, tmp_pat
 @pytest.mark.parametrize("model", ["no-such-folder/at-all", 5, None])
 def test_what_is_no_model_is_refused_by_name(tmp_path: Path, model: Any) -> None:
     args = MultiTaskTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
-    with pytest.raises(ConfigError, match=r"^model: got"):
+    with pytest.raises(ConfigError, match=r"^model (must be a hub id or folder|.* cannot be read)"):
         MultiTaskTrainer(model, args, [small_task("own", data_seed=1)])
 
 
@@ -229,21 +236,24 @@ def test_arguments_of_trainer_without_meaning_are_refused_by_name_all_at_once(tm
     with pytest.raises(ConfigError, match="5 things are wrong") as caught:
         MultiTaskTrainer(tiny_llama(), args, [small_task("own", data_seed=1)], **given)
     for name in given:
-        assert f"{name}: got " in str(caught.value)
+        assert f"{name} must be left out, got " in str(caught.value)
     assert "ChunkPackingCollator" in str(caught.value), "class names are spelt as they are"
 
 
 def test_arguments_of_train_and_evaluate_without_meaning_are_refused_by_name(tmp_path: Path) -> None:
     trainer = make_trainer([small_task("own", data_seed=1)], tmp_path)
-    with pytest.raises(ConfigError, match="trial: got int"):
+    with pytest.raises(ConfigError, match="trial must be left out, got int"):
         trainer.train(trial=3)
-    with pytest.raises(ConfigError, match="eval_dataset: got list"):
+    with pytest.raises(ConfigError, match=r"eval_dataset .*got list"):
         trainer.evaluate(eval_dataset=[1])
     assert trainer.task_statuses == {"own": "waiting"}
 
 
 def test_plain_training_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="args: got TrainingArguments; allowed: MultiTaskTrainingArguments"):
+    with pytest.raises(
+        ConfigError,
+        match=r"args must be MultiTaskTrainingArguments \(it takes all TrainingArguments fields\), got",
+    ):
         MultiTaskTrainer(
             tiny_llama(), TrainingArguments(output_dir=str(tmp_path), use_cpu=True), [small_task("a", data_seed=1)]
         )
@@ -252,14 +262,14 @@ def test_plain_training_arguments_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("tasks", [[], [5], ["sql"], [None]])
 def test_what_is_no_list_of_tasks_is_refused(tmp_path: Path, tasks: Any) -> None:
     args = MultiTaskTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
-    with pytest.raises(ConfigError, match=r"^tasks: got .*allowed: a list of at least one Task"):
+    with pytest.raises(ConfigError, match="tasks must be a list of at least one Task, got "):
         MultiTaskTrainer(tiny_llama(), args, tasks)
 
 
 def test_every_task_whose_name_differs_from_another_at_most_in_case_is_refused(tmp_path: Path) -> None:
     tasks = [small_task(name, data_seed=1) for name in ("a", "a", "sql", "SQL")]
     said = refusal(tiny_llama(), tmp_path, *tasks, error=ConfigError)
-    for part in ("2 things are wrong", '"a" and "a"', 'tasks.SQL.name: got "SQL" and "sql"', "in more than case"):
+    for part in ("2 things are wrong", '"a" and "a"', "tasks.SQL.name must be different from", "in more than case"):
         assert part in said
 
 
@@ -314,16 +324,21 @@ def test_the_short_form_needs_rows_for_exactly_the_tasks_of_the_model(tmp_path: 
 
 def test_the_short_form_needs_a_multi_task_model_and_a_dict(tmp_path: Path) -> None:
     args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(ConfigError, match="tasks: got None; allowed: a list of Task, or a MultiTaskPeftModel"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tasks must be a list of Task, or a MultiTaskPeftModel with train_dataset=\{name: rows,",
+    ):
         MultiTaskTrainer(tiny_llama(), args, train_dataset={"one": rows(1, 4, 5, 5)})
-    with pytest.raises(ConfigError, match="one of the two"):
+    with pytest.raises(ConfigError, match="train_dataset must be left out with tasks"):
         MultiTaskTrainer(tiny_llama(), args, [small_task("a", data_seed=1)], train_dataset={"a": rows(1, 4, 5, 5)})
 
 
 def test_a_task_whose_adapter_is_not_that_of_the_model_is_refused(tmp_path: Path) -> None:
     model = MultiTaskPeftModel(tiny_llama(), {"own": LORA}, verify=False)
     said = refusal(model, tmp_path, small_task("own", data_seed=1, rank=8), error=ConfigError)
-    assert "tasks.own.peft_config: got another configuration than that of the model's adapter of this name" in said
+    assert (
+        "tasks.own.peft_config must be the configuration of the model's adapter of this name, got another one" in said
+    )
     assert "Rename the task" in said
 
 
@@ -385,9 +400,12 @@ def test_a_plan_of_a_folder_equals_that_of_the_loaded_model(described: str, tmp_
 @pytest.mark.parametrize(
     ("tasks", "message"),
     [
-        (small_task("a", data_seed=1), r"^tasks: got a single Task; .*Write \[task\]\."),
-        ({"a": small_task("a", data_seed=1)}, r"^tasks: got dict; .*list\(tasks\.values\(\)\)"),
-        ([3, "x"], "^tasks: got int, str in the list"),
+        (
+            small_task("a", data_seed=1),
+            r"tasks must be a list of at least one Task, got a single Task.*Write \[task\]\.",
+        ),
+        ({"a": small_task("a", data_seed=1)}, r"tasks must be a list of at least one Task\. Write"),
+        ([3, "x"], "tasks must be a list of at least one Task, got int, str in the list"),
     ],
 )
 def test_what_is_no_list_of_tasks_is_refused_with_how_one_is_written(tasks: Any, message: str, tmp_path: Path) -> None:
@@ -401,7 +419,7 @@ def test_what_is_no_list_of_tasks_is_refused_with_how_one_is_written(tasks: Any,
 
 def test_what_is_no_callback_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer([small_task("own", data_seed=1)], tmp_path)
-    with pytest.raises(ConfigError, match="callbacks: got 3; allowed: TrainerCallback objects"):
+    with pytest.raises(ConfigError, match="callbacks must be a list of TrainerCallback objects or classes, got 3"):
         trainer.add_callback(3)  # type: ignore[arg-type]
 
 

@@ -54,8 +54,8 @@ def test_callbacks_that_fail_or_answer_rubbish_or_empty_their_control_fail_their
         (lambda **_: raising(SystemExit(3))(), "SystemExit: 3"),
         (lambda **_: raising(KeyboardInterrupt())(), "KeyboardInterrupt"),
         (lambda **_: recursing(), "RecursionError"),
-        (lambda **_: "done", "TypeError: got str as its answer"),
-        (lambda **_: 7, "TypeError: got int as its answer"),
+        (lambda **_: "done", "TypeError: it must return the TrainerControl or None, got str"),
+        (lambda **_: 7, "TypeError: it must return the TrainerControl or None, got int"),
         (lambda control, **_: vars(control).clear(), "KeyError: 'should_training_stop'"),
     ]
     tasks = [

@@ -245,7 +245,10 @@ def test_a_profile_from_a_file_is_planned_with(planned: MultiTaskTrainer, tmp_pa
 
 
 def test_a_profile_that_is_not_there_is_refused_by_name(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"args\.cost_profile: got .*nowhere.json"):
+    with pytest.raises(
+        ConfigError,
+        match=r"args\.cost_profile must be a file that peft-mux profile wrote, or None, got 'nowhere\.json'",
+    ):
         make_trainer(three(), tmp_path, cost_profile="nowhere.json")
 
 

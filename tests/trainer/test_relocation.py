@@ -120,13 +120,18 @@ def test_while_a_run_trains_it_moves_at_the_step_boundary_once(run: Run) -> None
 def test_a_run_that_cannot_be_saved_stays_where_it_is(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     calls = Calls()
     monkeypatch.setattr(run.saver, "save_run", lambda: False)
-    with pytest.raises(CheckpointError, match="could not be saved at step 0, so they stay where they are"):
+    with pytest.raises(
+        CheckpointError, match="redeploy: the tasks could not be saved at step 0, so they stay on their processes"
+    ):
         relocation_of(run, calls).redeploy("<1,1>")
     assert "let go" not in calls
 
 
 def test_a_model_that_is_an_object_cannot_be_read_again(run: Run) -> None:
-    with pytest.raises(ConfigError, match="got a model that is an object"):
+    with pytest.raises(
+        ConfigError,
+        match="redeploy needs a model that is a hub id or folder, from which every process reads its new",
+    ):
         relocation_of(run, Calls(), model=object()).redeploy("<1,1>")
 
 
@@ -136,7 +141,9 @@ def test_a_run_that_saves_nothing_cannot_move(tmp_path: Path) -> None:
 
 
 def test_replicas_of_another_number_of_processes_are_refused(run: Run) -> None:
-    with pytest.raises(ConfigError, match="needs 2 processes, in a run of 1"):
+    with pytest.raises(
+        ConfigError, match=r"args\.replicas must have as many processes as the run \(1\), got <1,2>x1, which needs 2"
+    ):
         relocation_of(run, Calls()).redeploy("<1,2>")
 
 
@@ -186,4 +193,4 @@ def test_a_run_that_trains_and_cannot_be_saved_is_told_and_goes_on_where_it_is(
     assert not relocation.move_if_asked()
     assert "let go" not in calls
     assert relocation.target == "", "it was tried once"
-    assert "could not be saved at step 0, so they stay where they are" in lines(run)[-1]
+    assert "redeploy: the tasks could not be saved at step 0, so they stay on their processes" in lines(run)[-1]

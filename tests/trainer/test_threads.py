@@ -126,7 +126,7 @@ def test_a_second_thread_that_trains_is_refused(tmp_path: Path) -> None:
     train([small_task("own", data_seed=1)], tmp_path, recorder=Recorder(at_begin={1: begin}))
     (error,) = background.errors
     assert isinstance(error, ConfigError)
-    assert "train: got a call while the run trains" in str(error)
+    assert "train must be called once at a time, got a call while the run trains" in str(error)
 
 
 def test_a_callback_that_waits_for_what_it_asked_for_fails_its_task_instead_of_hanging_the_run(tmp_path: Path) -> None:
@@ -138,7 +138,10 @@ def test_a_callback_that_waits_for_what_it_asked_for_fails_its_task_instead_of_h
     trainers = [make_trainer(tasks, tmp_path)]
     trainers[0].train()
     assert trainers[0].task_statuses["impatient"] == "failed"
-    assert "a wait for it in the thread that trains" in trainers[0].table["impatient"].reason
+    assert (
+        "a callback failed in on_step_end: ConfigError: pause own must not be waited for in the thread"
+        in trainers[0].table["impatient"].reason
+    )
 
 
 def test_a_request_that_is_cancelled_leaves_the_run_training_and_its_name_free(tmp_path: Path) -> None:

@@ -372,7 +372,7 @@ class DiffPruningModel(OwnMethodModel):
         ]
         counts = [expected_l0(parts, stretch) for parts, stretch in found if parts is not None]
         if not counts:
-            raise ConfigError(f"l0_penalty: the adapter must be one of {self._unpruned()}, got {adapter_name!r}.")
+            raise ConfigError(f"l0_penalty: the adapter must be {self._unpruned()}, got {adapter_name!r}.")
         return self.peft_config[adapter_name].l0_weight * torch.stack(counts).sum()
 
     @torch.no_grad()
@@ -394,9 +394,7 @@ class DiffPruningModel(OwnMethodModel):
         """
         layers = dict(self._layers(adapter_name))
         if any(layer.parts_of(adapter_name) is None or layer.merged for layer in layers.values()) or not layers:
-            raise ConfigError(
-                f"prune: the adapter must be one of {self._unpruned()}, not merged, got {adapter_name!r}."
-            )
+            raise ConfigError(f"prune: the adapter must be {self._unpruned()}, not merged, got {adapter_name!r}.")
         config: Any = self.peft_config[adapter_name]
         if target_sparsity is not None:
             fields = {"target_modules": "all-linear", "target_sparsity": target_sparsity}

@@ -63,7 +63,7 @@ def check_configs(
             if kind != wanted:
                 got = str(getattr(config.task_type, "value", config.task_type))
                 allowed = " or ".join(str(task_type) for task_type in kind.task_types)
-                allowed = f"{allowed}, as the backbone is a {type(backbone).__name__}"
+                allowed = f"{allowed}, because the backbone is a {type(backbone).__name__}"
                 own.append(Fault(f"tasks.{name}.peft_config.task_type", got, allowed, wanted.advice))
             sound += [] if own else [fields]
         faults += own

@@ -131,7 +131,7 @@ def _fp16_fault(where: str) -> Fault:
 
 def _method_fault(where: str, method: str | None) -> Fault:
     fix = "Load the weights in full precision with a BitsAndBytesConfig."
-    return Fault(where, method, f"{_METHOD} (4 or 8 bits), or no quantisation", fix)
+    return Fault(where, str(method), f"{_METHOD} (4 or 8 bits), or no quantisation", fix)
 
 
 # ---------------------------------------------------------------------- options

@@ -119,7 +119,9 @@ def test_a_stream_without_usable_rows_is_refused_rather_than_read_for_ever() -> 
     with pytest.raises(DataError, match="a stream without rows"):
         make_stream(Rows([])).batch(0)
     masked = [{"input_ids": [1, 2], "labels": [-100, -100]}]
-    with pytest.raises(DataError, match="a stream without usable rows"):
+    with pytest.raises(
+        DataError, match=r"tasks\.own\.train_dataset must have at least one usable row, got a stream without any"
+    ):
         make_stream(Rows(masked)).batch(0)
 
 
@@ -132,7 +134,7 @@ def test_a_row_that_is_no_dict_is_refused_by_its_place(row: Any, place: int) -> 
     rows: list[Any] = [{"input_ids": [1, 2]}] * 6
     rows[place] = row
     loader = make_stream(Rows(rows))
-    with pytest.raises(DataError, match=rf"tasks\.own\.train_dataset row {place}: got .*a dict of columns"):
+    with pytest.raises(DataError, match=rf"tasks\.own\.train_dataset row {place} must be a dict of columns, got "):
         loader.batch(1)
 
 

@@ -116,5 +116,8 @@ def test_a_view_computes_and_saves_and_plain_peft_reads_it(tmp_path: Path) -> No
 def test_a_model_whose_layers_cannot_be_told_is_refused() -> None:
     model: Any = MultiTaskPeftModel(cases.backbone("llama"), {"a": LoraConfig(target_modules=["q_proj"])}, verify=False)
     model.backbone.config.num_hidden_layers = 7
-    with pytest.raises(UnsupportedModelError, match="no list of 7 decoder layers"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match="LlamaForCausalLM must keep its 7 decoder layers in one list with shard_backbone=True",
+    ):
         ShardedBackbone(model, Processes(), mesh=None)  # type: ignore[arg-type]

@@ -146,7 +146,7 @@ def test_pieces_that_do_not_fit_together_are_named(pieces: list[Piece], message:
     if message is None:  # all columns are the whole
         assert len(divide(held)) == 2
         return
-    with pytest.raises(ValueError, match=f"layers.0.B: .*{message}"):
+    with pytest.raises(ValueError, match=f"layers.0.B.*{message}"):
         divide(held)
 
 
@@ -155,7 +155,9 @@ def test_one_parameter_in_two_dtypes_is_refused() -> None:
         (HeldPage(dtype, 16, (HeldParameter("a", 0, (2, 1), Piece.whole((8, 2))),)),)
         for dtype in (torch.float32, torch.bfloat16)
     ]
-    with pytest.raises(ValueError, match=r"a: got torch\.float32 and torch\.bfloat16"):
+    with pytest.raises(
+        ValueError, match=r"a must have one dtype in all processes, got torch\.float32 and torch\.bfloat16"
+    ):
         bundles(divide([{"a": Piece.whole((8, 2))}] * 2), holdings)
 
 
@@ -207,7 +209,10 @@ def test_a_whole_state_cut_for_any_layout_and_joined_again_is_itself(task: cases
 def test_a_state_whose_part_is_missing_is_refused() -> None:
     cut = {"B": Piece((8, 2), 0, ((0, 4),))}
     part = (cut, TaskState({"B": torch.ones(4, 2)}, {}, {}, {}))
-    with pytest.raises(CheckpointError, match="B: got nothing of index 4 along dimension 0, of 8"):
+    with pytest.raises(
+        CheckpointError,
+        match="B: the processes of one replica must have all of it, got nothing of index 4 along dimension 0, of 8",
+    ):
         join_parts([part])
 
 
@@ -217,13 +222,16 @@ def test_an_optimizer_that_keeps_rows_and_columns_cannot_be_joined_where_a_param
         cut = {"B": Piece((8, 2), 0, ((start, start + 4),))}
         moments = {"B": {"exp_avg_sq_row": torch.ones(4)}}
         parts.append((cut, TaskState({"B": torch.ones(4, 2)}, moments, {}, {})))
-    with pytest.raises(CheckpointError, match=r"B, exp_avg_sq_row: .* every element alike"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"B, exp_avg_sq_row: a divided parameter n.*, got shape \[4\] for a part of shape \[4, 2\]",
+    ):
         join_parts(parts)
 
 
 def test_a_state_of_another_rank_is_refused_by_shape() -> None:
     state = TaskState({"B": torch.ones(8, 4)}, {}, {}, {})
-    with pytest.raises(CheckpointError, match=r"B: got shape \[8, 4\]; allowed: a tensor of shape \[8, 2\]"):
+    with pytest.raises(CheckpointError, match=r"B must be a tensor of shape \[8, 2\], got shape \[8, 4\]"):
         take_part(state, {"B": Piece((8, 2), 0, ((0, 4),))})
-    with pytest.raises(CheckpointError, match="A: got nothing"):
+    with pytest.raises(CheckpointError, match=r"A .*got nothing"):
         take_part(state, {"A": Piece.whole((2, 8))})

@@ -263,7 +263,13 @@ def test_a_step_without_gradients_is_refused_by_name(off: Callable[[], Any]) -> 
     executor = PipelineExecutor(stage, plan, Processes())
     work = cases.step_work(0, list(cases.LENGTHS))
     for step in (lambda: executor.run(work), lambda: executor.run_window([work], lambda *_: ())):
-        with off(), pytest.raises(ConfigError, match=r"^train: got a call without gradients; allowed: .*no_grad"):
+        with (
+            off(),
+            pytest.raises(
+                ConfigError,
+                match=r"train must be called outside torch\.no_grad\(\) and torch\.inference_mode\(\),",
+            ),
+        ):
             step()
 
 
@@ -286,7 +292,10 @@ def test_a_layout_follows_the_way_of_a_micro_batch() -> None:
     layout = StageLayout.of(7, 2, num_chunks=2)
     assert [list(layout.layers_of(place)) for place in range(4)] == [[0, 1], [2, 3], [4, 5], [6]]
     assert layout.virtual_stages_of(1) == (1, 3)
-    with pytest.raises(ValueError, match="at least 2 layers in each stage"):
+    with pytest.raises(
+        ValueError,
+        match=r"layers_per_stage must be at least 2 in each stage, one layer for each of its chunks, got",
+    ):
         StageLayout.of(7, 4, num_chunks=2)
 
 
@@ -326,7 +335,13 @@ def test_an_architecture_that_cannot_be_cut_is_refused_by_name() -> None:
     config = OlmoeConfig(vocab_size=97, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, eos_token_id=None)
     configs = {"a": LoraConfig(target_modules=["q_proj"])}
     model = MultiTaskPeftModel(OlmoeForCausalLM(config), configs, verify=False)
-    with pytest.raises(UnsupportedModelError, match=r"OlmoeForCausalLM .*'olmoe'.*allowed: .*gpt2, .*llama"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=(
+            r"OlmoeForCausalLM \(model type 'olmoe'\) cannot be cut into stages or shards; the model types that can "
+            "are apertus, arcee,.*llama"
+        ),
+    ):
         StageModel(model, StageLayout.of(2, 2), 0)
 
 
@@ -352,7 +367,9 @@ def test_a_step_without_some_tasks_leaves_their_micro_batches_empty() -> None:
 
 def test_a_template_of_another_pipeline_is_refused() -> None:
     stage = StageModel(cases.mux_model(cases.CASES["llama-mux"]), StageLayout.of(cases.NUM_LAYERS, 1), 0)
-    with pytest.raises(PlanError, match="2 stages of 1 chunks; allowed: 1 of 1"):
+    with pytest.raises(
+        PlanError, match="the template must have 1 stages of 1 chunks, for which the model was cut, got 2 of 1"
+    ):
         PipelineExecutor(stage, plan_of(2), Processes())
 
 
@@ -396,7 +413,10 @@ def test_a_state_by_name_goes_on_exactly_in_another_layout(tmp_path: Path) -> No
     for key, parameter in model.task_parameters("a").items():
         assert torch.equal(parameter, other.task_parameters("a")[key]), key
     del state.weights[next(iter(state.weights))]
-    with pytest.raises(CheckpointError, match="got nothing; allowed: a tensor of shape"):
+    with pytest.raises(
+        CheckpointError,
+        match=r"base_model\.model\.model\.layers\.0\.self_attn\.q_proj\.lora_A\.weight must be a tensor of",
+    ):
         join_state(state, other.task_parameters("a"), resumed)
 
 

@@ -132,7 +132,10 @@ def test_a_step_is_divided_although_the_solver_finds_nothing(solver: Any) -> Non
 
 def test_a_sequence_that_no_replica_holds_is_refused_by_task_and_row() -> None:
     batches = [cases.batch_of("chat", (10,)), cases.batch_of("books", (20, 1025))]
-    with pytest.raises(ConfigError, match=r"tasks\.books: row 1 has 1025 tokens; allowed: at most 1024"):
+    with pytest.raises(
+        ConfigError,
+        match=r"tasks\.books: row 1 must have at most 1024 tokens, the maximum of the replicas <1,1>x2,",
+    ):
         shares_of().begin(batches)
 
 
@@ -154,13 +157,17 @@ def test_rows_that_are_cut_go_to_the_largest_replica_whatever_their_length() -> 
 def test_a_refusal_can_be_asked_for_before_a_step() -> None:
     shares = shares_of()
     assert shares.refusal(cases.batch_of("chat", (1024,))) is None
-    assert "row 2 has 2000 tokens" in (shares.refusal(cases.batch_of("chat", (1, 2, 2000))) or "")
+    assert "row 2 must have at most 1024 tokens, the maximum of the replicas <1,1>x2, <2,1>x1, <1,1>x1, got 2000" in (
+        shares.refusal(cases.batch_of("chat", (1, 2, 2000))) or ""
+    )
     alike = DispatchedShares(ParallelLayout.parse("<1,1>x2"))
     assert alike.refusal(cases.batch_of("chat", (10**6,))) is None
 
 
 def test_unlike_replicas_without_a_time_model_are_refused() -> None:
-    with pytest.raises(ConfigError, match="without a time model"):
+    with pytest.raises(
+        ConfigError, match="replicas <1,1>x2, <2,1>x1, <1,1>x1 differ, which needs a time model that has each of them"
+    ):
         DispatchedShares(LAYOUT)
 
 
@@ -326,7 +333,7 @@ class CountingLoader:
     def batch(self, step: int) -> TaskBatch:
         self.read.append(step)
         if step == 3:
-            raise DataError("row 7: got nothing")
+            raise DataError("row 7 has nothing")
         return cases.batch_of("a", (5,), step)
 
 

@@ -228,9 +228,9 @@ def test_moving_on_one_process_alone_is_an_error_on_every_one(folders: dict[str,
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"replicas": "<1,2>, <1,2>"}, "needs 4 processes, in a run of 1"),
+        ({"replicas": "<1,2>, <1,2>"}, r"args\.replicas must have as many processes as the run \(1\), got <1,2>x2,"),
         ({"replicas": "two"}, "degrees of each replica"),
-        ({"replicas": "<1,1>", "tensor_parallel_size": 2}, "either replicas or the two sizes"),
+        ({"replicas": "<1,1>", "tensor_parallel_size": 2}, r"args\.replicas must be left out with"),
         ({"pipeline_parallel_size": 3}, "Start 3 processes or a multiple"),
     ],
 )

@@ -79,5 +79,5 @@ def test_several_words_for_each_target_are_refused_where_the_head_is_divided(
     outcomes = launch(2, cases.train, tmp_path, model, arguments, {})
     for outcome in outcomes:
         assert "ConfigError" in outcome.error
-        assert 'tasks.taught.train_dataset: got rows with "teacher_ids"' in outcome.error
-        assert "tasks.curious.objective_args: got a loss that reads entropies" in outcome.error
+        assert "tasks.taught.train_dataset must be rows with one target per token in this layout, got" in outcome.error
+        assert "tasks.curious.objective_args must be a loss without entropies in this layout" in outcome.error

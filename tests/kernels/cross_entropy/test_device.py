@@ -325,10 +325,10 @@ def test_a_target_outside_of_the_vocabulary_makes_nans_of_its_row_alone(results:
 
 
 BAD_CALLS: dict[str, tuple[dict[str, Any], str]] = {
-    "float64": ({"dtype": torch.float64}, "allowed: bf16, fp16 or fp32"),
+    "float64": ({"dtype": torch.float64}, "logits must be bf16, fp16 or fp32 with adjacent columns, got"),
     "columns apart": ({"transposed": True}, "adjacent columns"),
-    "int32 targets": ({"targets": torch.int32}, "allowed: contiguous int64"),
-    "out in bf16": ({"out": torch.bfloat16}, "allowed: contiguous float32 [3]"),
+    "int32 targets": ({"targets": torch.int32}, "targets must be contiguous int64 [3], got torch.int32 of shape (3,)"),
+    "out in bf16": ({"out": torch.bfloat16}, "out must be contiguous float32 [3], got torch.bfloat16 of shape (3,)"),
 }
 
 

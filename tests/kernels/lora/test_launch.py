@@ -134,15 +134,18 @@ def test_a_launch_is_prepared_once_for_any_number_of_rows_and_anew_for_another_l
 def test_rows_are_checked_in_every_launch_and_layouts_in_the_first_of_each(started: list[kernels.Launch]) -> None:
     w, ranks = Factors([torch.zeros(RANK, COLUMNS)], COLUMNS), RankTable([RANK], [1.0])
     shrink(torch.zeros(ROWS, COLUMNS), w, ranks)
-    with pytest.raises(ValueError, match="S of shape"):
+    with pytest.raises(ValueError, match=r"S must have 8 rows, as many as the activations, got shape \(7, 8\)"):
         shrink(torch.zeros(ROWS, COLUMNS), w, ranks, torch.empty(ROWS - 1, 8))
-    with pytest.raises(ValueError, match=r"S is torch\.float64"):
+    with pytest.raises(
+        ValueError,
+        match=r"activations and S must have the same dtype, bf16, fp16 or fp32, got torch\.float32 and torch\.float64",
+    ):
         shrink(torch.zeros(ROWS, COLUMNS), w, ranks, torch.empty(ROWS, 8, dtype=torch.float64))
     with pytest.raises(ValueError, match="segments of 9 rows"):
         kernels.shrink(
             torch.zeros(ROWS, COLUMNS), w, torch.empty(ROWS, 8), SegmentTables([9], [0]), ranks, scaled=False
         )
-    with pytest.raises(ValueError, match="got tables of 2 segments"):
+    with pytest.raises(ValueError, match="got 2, 1 and 1"):
         kernels.shrink(
             torch.zeros(ROWS, COLUMNS), w, torch.empty(ROWS, 8), SegmentTables([4, 4], [0, 0]), ranks, scaled=False
         )
@@ -165,7 +168,7 @@ def test_types_and_columns_are_checked_once_if_launches_are_alike(
         kernels.expand(s, w, x, tables, ranks, scaled=True, bias=torch.zeros(COLUMNS))
         kernels.wgrad(s, x, w, tables, ranks, scaled=False, **drawn)
     assert checked == ["once"] * 3
-    with pytest.raises(ValueError, match="places are"):
+    with pytest.raises(ValueError, match=r"places must be contiguous int64 \[16\], got torch\.int64 of length 8"):
         kernels.shrink(x, w, s, tables, ranks, scaled=False, places=torch.arange(ROWS), module_seed=5)
 
 
@@ -173,7 +176,10 @@ def test_a_bias_of_another_dtype_is_refused_though_all_else_was_prepared(started
     w, ranks, tables = Factors([torch.zeros(RANK, COLUMNS)], COLUMNS), RankTable([RANK], [1.0]), SegmentTables([4], [0])
     s, y = torch.zeros(4, 8), torch.zeros(4, COLUMNS)
     kernels.expand(s, w, y, tables, ranks, scaled=True, bias=torch.zeros(COLUMNS))
-    with pytest.raises(ValueError, match=r"bias of shape \(32,\) in torch\.bfloat16"):
+    with pytest.raises(
+        ValueError,
+        match=r"bias must be contiguous \[32\] in torch\.float32, and None with dropout, got shape \(32,\)",
+    ):
         kernels.expand(s, w, y, tables, ranks, scaled=True, bias=torch.zeros(COLUMNS, dtype=torch.bfloat16))
     assert len(started) == 1
 

@@ -89,7 +89,7 @@ def test_every_registered_kind_has_a_case_here() -> None:
 
 def test_types_that_are_not_registered_have_no_kind() -> None:
     assert find_kind(PolyConfig(target_modules=["q_proj"])) is None
-    with pytest.raises(ConfigError, match=r"PolyConfig \(POLY\); allowed: PEFT types LORA, IA3, .*Nearest: LORA"):
+    with pytest.raises(ConfigError, match=r"tasks\.a\.peft_config must be.*, got PolyConfig \(POLY\).*Nearest: LORA"):
         MultiTaskPeftModel(tiny_llama(), {"a": PolyConfig(target_modules=["q_proj"])})
 
 

@@ -97,7 +97,10 @@ def test_what_a_run_saves_is_plain_peft_is_pruned_there_and_merged(tmp_path: Pat
             wanted = model.task_view(name)(input_ids=ids).logits
             assert torch.equal(loaded(input_ids=ids).logits, wanted)
             assert "import peft_mux\nfrom peft import PeftModel" in str(model_card(tmp_path / name, "me/it", 3))
-        with pytest.raises(ConfigError, match="merge: got a BOTTLENECK adapter"):
+        with pytest.raises(
+            ConfigError,
+            match=r"merge needs an adapter that adds to a we",
+        ):
             model.task_view("houlsby").merge_and_unload()
         assert model.tasks == ("diff", "houlsby")
         wanted = model.task_view("diff")(input_ids=ids).logits
@@ -106,7 +109,13 @@ def test_what_a_run_saves_is_plain_peft_is_pruned_there_and_merged(tmp_path: Pat
         pruned = PeftModel.from_pretrained(lab.tiny_llama(), str(tmp_path / "diff"))
         pruned.base_model.prune()
         pruned.save_pretrained(str(tmp_path / "served" / "diff"))
-    with pytest.raises(ConfigError, match=r"tasks\.diff\.peft_config\.kept: .*the adapter was pruned"):
+    with pytest.raises(
+        ConfigError,
+        match=(
+            r"tasks\.diff\.peft_config\.kept must be.*, got \{'model\.layers\.0\.mlp\.down_proj': 12, "
+            r"'model\.layers\.0\.self_attn\.q_proj': 4, 'model\.la.*the adapter was pruned"
+        ),
+    ):
         MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), tmp_path / "served")
 
 
@@ -133,7 +142,10 @@ def test_on_a_quantised_backbone_tasks_train_as_in_plain_peft_and_are_not_merged
     model, ids = run.trainer.model.eval(), torch.arange(9)[None]
     with torch.no_grad():
         before = {task.name: model.task_view(task.name)(input_ids=ids).logits for task in tasks}
-        with pytest.raises(ConfigError, match="whose weight is quantised; allowed: weights in full precision"):
+        with pytest.raises(
+            ConfigError,
+            match="merge needs weights in full precision, got a DIFF_PRUNING adapter on a quantised Linear4bit",
+        ):
             model.task_view("diff").merge_and_unload()
         for name, logits in before.items():
             assert torch.equal(model.task_view(name)(input_ids=ids).logits, logits), "nothing was taken apart"
@@ -145,7 +157,7 @@ def test_on_a_quantised_backbone_tasks_train_as_in_plain_peft_and_are_not_merged
 def test_a_field_that_was_spoilt_later_is_refused_by_task_and_field(field: str, value: Any) -> None:
     config: Any = BottleneckConfig(target_modules=["o_proj"])
     setattr(config, field, value)
-    with pytest.raises(ConfigError, match=rf"tasks\.own\.peft_config\.{field}: got .*; allowed: "):
+    with pytest.raises(ConfigError, match=rf"tasks\.own\.peft_config\.{field} must be .*got .*"):
         MultiTaskPeftModel(lab.tiny_llama(), {"own": config})
 
 

@@ -283,7 +283,10 @@ def test_a_layout_is_built_once_for_all_layers() -> None:
 
 
 def test_a_model_that_does_not_hand_the_stream_on_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"Attention does not hand the arguments .* cannot be told apart"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"Attention must pass \*\*kwargs of the model call through to its attention function; without",
+    ):
         packed_attention(Attention(), *states(4), None)
 
 
@@ -291,7 +294,10 @@ def test_a_mask_of_the_model_is_refused() -> None:
     stream, batch = Stream(), batch_of({"a": [4]})
     with stream.reading(batch, {"a": "a"}):
         attention = AttentionStream(stream, batch, {})
-        with pytest.raises(UnsupportedModelError, match="Attention builds an attention mask of its own"):
+        with pytest.raises(
+            UnsupportedModelError,
+            match="Attention builds its own attention mask, and a mask over the stream would mix tasks",
+        ):
             packed_attention(Attention(), *states(4), torch.ones(4, 4), mux_stream=attention)
 
 

@@ -320,7 +320,7 @@ def test_a_folder_that_is_stored_quantised_needs_no_options(folder: Path, tmp_pa
     fresh.train()
     for key, weight in weights(fresh, "first").items():
         assert relative(weights(stored, "first")[key], weight) < 1e-4
-    with pytest.raises(ConfigError, match="quantised already"):
+    with pytest.raises(ConfigError, match="model must be empty for weights that bitsandbytes has already quantised"):
         from_folder(tmp_path / "stored", tmp_path / "c", FORMATS["nf4"])
 
 
@@ -378,12 +378,12 @@ def test_a_saved_adapter_is_plain_pefts_on_either_backbone(
 @pytest.mark.parametrize(
     ("options", "said"),
     [
-        ({"load_in_8bit": True}, r"llm_int8_threshold: got 8 bits with llm_int8_threshold=6.0.*llm_int8_threshold=0.0"),
+        ({"load_in_8bit": True}, r"llm_int8_threshold of.*, got 6\.0.*llm_int8_threshold=0.0"),
         ({"load_in_8bit": True, "llm_int8_threshold": 0.0, "llm_int8_has_fp16_weight": True}, "16-bit copy"),
         ({"load_in_4bit": True, "bnb_4bit_quant_typ": "nf4"}, 'Did you mean "bnb_4bit_quant_type"'),
-        ({"load_in_4bit": True, "load_in_8bit": True}, "transformers refuses"),
-        ({}, "neither load_in_4bit nor load_in_8bit"),
-        ("nf4", "got str; allowed: a BitsAndBytesConfig"),
+        ({"load_in_4bit": True, "load_in_8bit": True}, r"model_init_kwargs\.quantization_config must be options"),
+        ({}, r"model_init_kwargs\.quantization_config must be set with load_in_4bit or load_in_8bit, got neither"),
+        ("nf4", r"model_init_kwargs\.quantization_config must be a BitsAndBytesConfig, or a mapping of one, got str"),
     ],
 )
 def test_options_that_would_change_results_are_refused(options: Any, said: str, folder: Path, tmp_path: Path) -> None:
@@ -410,14 +410,17 @@ def test_tasks_on_few_layers_train_after_the_probe_ran_the_others_in_evaluation_
 
 
 def test_a_quantised_head_is_refused(folder: Path, tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r'head in 4 bits.*Add "lm_head" to llm_int8_skip_modules'):
+    with pytest.raises(
+        ConfigError,
+        match=r'model\.lm_head must be in full precision, because.*Add "lm_head" to llm_int8_skip_modules',
+    ):
         make_trainer(two_tasks(), tmp_path, model=loaded(folder, "nf4", llm_int8_skip_modules=["gate_proj"]))
 
 
 def test_quantisation_of_another_library_is_refused(folder: Path, tmp_path: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(folder)
     model.config.quantization_config = {"quant_method": "gptq", "bits": 4}
-    with pytest.raises(ConfigError, match=r"quantised by gptq; allowed: bitsandbytes"):
+    with pytest.raises(ConfigError, match=r"model must be bitsandbytes \(4 or 8 bits\), or no quantisation, got gptq"):
         make_trainer(two_tasks(), tmp_path, model=model)
 
 
@@ -468,7 +471,9 @@ def test_a_folder_stored_in_8_bits_with_a_threshold_is_refused_with_the_line_to_
     folder: Path, tmp_path: Path
 ) -> None:
     loaded(folder, "int8", llm_int8_threshold=6.0).save_pretrained(tmp_path / "stored")
-    with pytest.raises(ConfigError, match=r"llm_int8_threshold=6\.0.*config\.json"):
+    with pytest.raises(
+        ConfigError, match=r"llm_int8_threshold of model\.llm_int8_threshold must be.*, got 6\.0.*config\.json"
+    ):
         from_folder(tmp_path / "stored", tmp_path / "run", None)
     path = tmp_path / "stored" / "config.json"
     path.write_text(path.read_text().replace('"llm_int8_threshold": 6.0', '"llm_int8_threshold": 0.0'))

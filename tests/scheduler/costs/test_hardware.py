@@ -27,7 +27,10 @@ def test_devices_may_be_spelled_in_several_ways(text: str) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("4xA100-80", r"'A100-80'.*A40, A100-40GB.*Did you mean A100-80GB\?"),
+        (
+            "4xA100-80",
+            r"devices must be.*, got '4xA100-80', whose device 'A100-80' is not known.*Did you mean A100-80GB\?",
+        ),
         *((text, "such as 4xA100-80GB") for text in ("", "four A40", "4x", "x4", "0xA40", "-1xA40")),
     ],
 )
@@ -62,12 +65,12 @@ def test_a_message_takes_the_latency_and_its_bytes_over_the_bandwidth() -> None:
 @pytest.mark.parametrize(
     ("latency_s", "bytes_per_s", "field"),
     [
-        (-1.0, 1.0, "latency_s is -1.0"),
-        (math.inf, 1.0, "latency_s is inf"),
-        (0.0, 0.0, "bytes_per_s is 0.0"),
-        (0.0, math.nan, "bytes_per_s is nan"),
+        (-1.0, 1.0, "latency_s must be .* got -1.0"),
+        (math.inf, 1.0, "latency_s must be .* got inf"),
+        (0.0, 0.0, "bytes_per_s must be .* got 0.0"),
+        (0.0, math.nan, "bytes_per_s must be .* got nan"),
     ],
 )
 def test_a_link_that_cannot_be_is_refused_by_field(latency_s: float, bytes_per_s: float, field: str) -> None:
-    with pytest.raises(ValueError, match=f"{field}; allowed: "):
+    with pytest.raises(ValueError, match=field):
         Link(latency_s, bytes_per_s)

@@ -280,8 +280,8 @@ def test_a_loss_sums_three_numbers_a_target_and_shard_for_each_block_and_one_gra
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"num_stages": 9}, "num_stages is 9; allowed: 1 to 8"),
-        ({"num_stages": 2, "layers_per_stage": (4, 5)}, "allowed: 2 numbers of 1 or more that add up to 8"),
+        ({"num_stages": 9}, "num_stages must be 1 to 8, the layers of the backbone, got 9"),
+        ({"num_stages": 2, "layers_per_stage": (4, 5)}, r"layers_per_stage must be 2 numbers of 1 or more that add"),
     ],
 )
 def test_impossible_stages_are_refused(arguments: dict[str, Any], message: str) -> None:

@@ -115,11 +115,23 @@ def test_replicas_larger_than_the_deployment_are_not_proposed() -> None:
 
 
 def test_a_length_that_nothing_supports_is_refused_with_the_longest_that_is() -> None:
-    with pytest.raises(ValueError, match="the longest length is 4096; allowed: at most 2048"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "the longest sequence must have at most 2048 tokens, the most that a replica on 2 GPUs supports, got 4096"
+        ),
+    ):
         propose_configurations(make_model(), 2, [4096])
-    with pytest.raises(ValueError, match="the longest length is 5000; allowed: at most 4096, the most"):
+    with pytest.raises(
+        ValueError,
+        match=(
+            "the longest sequence must have at most 4096 tokens, the most that a replica on 4 GPUs supports, got 5000"
+        ),
+    ):
         plan([5000], 4, make_model())
-    with pytest.raises(ValueError, match="the longest length is 3000; allowed: at most 2048, the most"):
+    with pytest.raises(
+        ValueError, match=r"the longest sequence must have at most 2048 tokens, the most that .* supports, got 3000"
+    ):
         plan([3000], 2, make_model())
 
 
@@ -304,19 +316,19 @@ def test_a_search_whose_time_is_spent_says_by_how_much_its_plan_may_miss_the_bes
 
 
 def test_an_unknown_solver_is_refused_before_anything_is_enumerated() -> None:
-    with pytest.raises(ValueError, match="solver is 'nonesuch'"):
+    with pytest.raises(ValueError, match="solver must be a solver of PuLP, got 'nonesuch'"):
         plan([SHORT], 4, make_model(), solver="nonesuch")
 
 
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"threshold": -0.1}, "threshold is -0.1; allowed: 0 or more"),
-        ({"time_limit_s": 0}, "time_limit_s is 0; allowed: more than 0"),
-        ({"relative_gap": -1}, "relative_gap is -1; allowed: 0 or more"),
-        ({"max_candidates": 0}, "max_candidates is 0; allowed: 1 or more"),
-        ({"budget_s": 0.0}, "budget_s is 0.0; allowed: more than 0, or None"),
-        ({"max_plans": 3}, "allowed: at most max_plans = 3"),
+        ({"threshold": -0.1}, r"threshold must be 0 or more, such as 0\.15 for 15 %, got -0\.1"),
+        ({"time_limit_s": 0}, "time_limit_s must be more than 0, got 0"),
+        ({"relative_gap": -1}, r"relative_gap must be 0 or more, such as 0\.005 for 0\.5 %, got -1"),
+        ({"max_candidates": 0}, "max_candidates must be 1 or more, got 0"),
+        ({"budget_s": 0.0}, r"budget_s must be more than 0, or None for as long as it takes, got 0\.0"),
+        ({"max_plans": 3}, "there must be at most max_plans = 3 combinations of replicas, got 9"),
     ],
 )
 def test_options_out_of_range_are_refused(options: dict[str, float], message: str) -> None:

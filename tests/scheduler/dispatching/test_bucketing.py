@@ -89,11 +89,11 @@ def test_fixed_boundaries_may_leave_buckets_empty() -> None:
 @pytest.mark.parametrize(
     ("arguments", "limits", "message"),
     [
-        (([], 4, 8), (), r"lengths has shape \(0,\); allowed: one length for each of one or more"),
-        (([3, 0], 4, 8), (), r"lengths\[1\] is 0; allowed: 1 token or more"),
-        (([3], 0, 8), (), "num_buckets is 0; allowed: 1 or more"),
-        (([3], 4, -1), (), "interval is -1; allowed: 1 or more"),
-        (([5, 40], 2, 8), (39,), r"lengths\[1\] is 40; allowed: at most 39, the longest that any replica"),
+        (([], 4, 8), (), r"lengths must be one length for each of at least one sequence, got shape \(0,\)"),
+        (([3, 0], 4, 8), (), r"lengths\[1\] must be 1 token or more, got 0"),
+        (([3], 0, 8), (), "num_buckets must be 1 or more, got 0"),
+        (([3], 4, -1), (), "interval must be 1 or more, got -1"),
+        (([5, 40], 2, 8), (39,), r"lengths\[1\] must be at most 39, the longest that any replica supports, got 40"),
     ],
 )
 def test_bad_input_is_refused_with_its_name(
@@ -104,7 +104,7 @@ def test_bad_input_is_refused_with_its_name(
 
 
 def test_fixed_boundaries_that_are_too_short_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"lengths\[1\] is 40; allowed: at most the last boundary, 30"):
+    with pytest.raises(ValueError, match=r"lengths\[1\] must be at most the last boundary, 30, got 40"):
         fixed_bucketing([5, 40], (10, 30))
 
 

@@ -70,7 +70,7 @@ def test_many_actions_in_one_slot_are_not_shown_as_idle() -> None:
 
 
 def test_a_picture_too_narrow_is_refused() -> None:
-    with pytest.raises(ValueError, match="width is 20; allowed: 30 or more"):
+    with pytest.raises(ValueError, match="width must be 30 or more for 2 stages, got 20"):
         gantt_text(simulated([0.010]), width=20)
 
 
@@ -92,7 +92,7 @@ def test_a_picture_of_the_same_plan_has_the_same_bytes_and_names_actions_buckets
 
 
 def test_another_suffix_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"'plan.gif'; allowed: a name that ends in \.png or \.svg"):
+    with pytest.raises(ValueError, match=r"path must be a name that ends in \.png or \.svg, got 'plan\.gif'"):
         save_gantt(simulated([0.001]), tmp_path / "plan.gif")
 
 

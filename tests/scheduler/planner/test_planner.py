@@ -97,9 +97,9 @@ def test_the_predicted_step_is_what_its_template_takes_and_the_updates() -> None
 def test_nothing_to_run_is_an_empty_plan_and_what_cannot_be_planned_is_refused() -> None:
     outcome = plan_tasks([], *models(), Budget(4096))
     assert (outcome.htasks, outcome.template, outcome.step_s) == ((), None, 0.0)
-    with pytest.raises(ValueError, match="policy is 'fastest'; allowed: mux, together, interleaved, sequential"):
+    with pytest.raises(ValueError, match="policy must be mux, together, interleaved, sequential, got 'fastest'"):
         plan_tasks([load("a")], *models(), Budget(4096), policy="fastest")
-    with pytest.raises(ValueError, match="every name once"):
+    with pytest.raises(ValueError, match="tasks must have unique names, got a, a"):
         plan_tasks([load("a"), load("a")], *models(), Budget(4096))
 
 
@@ -134,7 +134,7 @@ def test_a_running_task_goes_on_even_where_memory_is_predicted_to_be_short() -> 
 
 
 def test_where_not_even_one_task_fits_the_smallest_is_named_with_its_need() -> None:
-    with pytest.raises(DoesNotFitError, match=r"task 'small' alone needs .* GiB on a device; allowed: 1\.00 GiB"):
+    with pytest.raises(DoesNotFitError, match=r"task 'small' alone needs 13\.16 GiB on a device, which has 1\.00 GiB"):
         plan_tasks([load("large", rank=64), load("small", rank=1)], *models(), Budget(4096, 2**30))
 
 

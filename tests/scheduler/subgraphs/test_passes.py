@@ -105,7 +105,7 @@ def test_what_a_profile_knows_of_turns_is_charged() -> None:
 
 @pytest.mark.parametrize("known", [{"slowdown": 1.0}, {"skew": -0.1}, {"turn_s": float("inf")}])
 def test_what_no_device_does_is_refused(known: dict[str, float]) -> None:
-    with pytest.raises(ValueError, match=f"{next(iter(known))} is .*allowed"):
+    with pytest.raises(ValueError, match=f"{next(iter(known))} must be "):
         Overlap(**known)
 
 

@@ -75,7 +75,7 @@ def test_a_task_of_a_refused_type_hears_why_and_of_the_nearest_type(tmp_path: Pa
     with pytest.raises(ConfigError) as caught:
         lab.make_trainer(tasks, tmp_path)
     for number, entry in enumerate(refused):
-        said = f"tasks.t{number}.peft_config: got PeftConfig ({entry.name}); allowed: PEFT types LORA, "
+        said = f"tasks.t{number}.peft_config must be one of the PEFT types LORA, "
         (line,) = [one for one in str(caught.value).splitlines() if said in one]
         assert f"{entry.refusal[1:]}. Nearest: {', '.join(entry.nearest)}." in line
 

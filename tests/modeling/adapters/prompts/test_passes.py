@@ -279,10 +279,14 @@ def test_rows_without_the_virtual_tokens_of_their_task_are_refused_by_name() -> 
     model = mux("prompt", "lora")
     rows = {"prompt": rows_of("prompt"), "lora": rows_of("lora")}
     bare = ChunkPackingCollator()([{"task": task, "input_ids": ids} for task, own in rows.items() for ids in own])
-    with pytest.raises(ConfigError, match=r'task "prompt": got rows with 0 virtual tokens; allowed: 3'):
+    with pytest.raises(
+        ConfigError, match='prompt" must have rows with 3 virtual tokens, as many as its prompt has in this pass, got 0'
+    ):
         model(bare)
     full = packed(model, rows)
-    with pytest.raises(ConfigError, match=r'task "lora": got rows with 3 virtual tokens; allowed: 0'):
+    with pytest.raises(
+        ConfigError, match='lora" must have rows with 0 virtual tokens, as many as its prompt has in this pass, got 3'
+    ):
         model(replace(full, virtual_tokens=(3, 3)))
 
 
@@ -296,7 +300,10 @@ def test_switched_off_prompts_leave_the_backbone_alone() -> None:
     bare = ChunkPackingCollator()([{"task": task, "input_ids": ids} for task, own in rows.items() for ids in own])
     with model.without_adapters(), torch.no_grad():
         found = model.sequence_logits(bare)
-        with pytest.raises(ConfigError, match=r"allowed: 0, as many as its prompt has in this pass"):
+        with pytest.raises(
+            ConfigError,
+            match='task "prompt" must have rows with 0 virtual tokens, as many as its prompt has in this pass, got 3',
+        ):
             model(packed(model, rows))
     backbone = tiny_llama().eval()
     for logits, ids in zip(found, [ids for own in rows.values() for ids in own], strict=True):
@@ -315,7 +322,10 @@ def test_layers_with_other_heads_than_a_prefix_are_refused_by_name() -> None:
     attention.layer_idx = 1
     for name in ("k_proj", "v_proj"):
         setattr(attention, name, nn.Linear(32, 8))
-    with pytest.raises(UnsupportedModelError, match=r"layer 1\) has 1 heads of 8 channels, and the prefix 2 of 8"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"LlamaAttention \(layer 1\) must have the heads of the configuration, 2 of 8 channels, got 1 of 8",
+    ):
         model(packed(model, {"prefix": rows_of("prefix")}))
 
 

@@ -103,7 +103,10 @@ def test_under_autocast_it_is_computed_as_without_a_tree() -> None:
 
 def test_where_every_token_sees_every_other_shared_rows_are_refused() -> None:
     batch = stream()
-    with pytest.raises(UnsupportedModelError, match=r"no token of two sequences is the same.* share_prefixes=False"):
+    with pytest.raises(
+        UnsupportedModelError,
+        match=r"Attention lets every token see every other, so no prefix can be shared.* share_prefixes=False",
+    ):
         attend(batch, states(batch.num_computed), is_causal=False)
 
 
