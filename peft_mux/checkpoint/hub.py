@@ -91,7 +91,7 @@ def model_card(
         pipeline_tag=_PIPELINES[head],
         tags=[kind.lower(), "peft_mux"],
     )
-    shown_base = "the base model that its owner trained it on" if is_local else f"`{base}`"
+    shown_base = "the local base model on which it was trained" if is_local else f"`{base}`"
     loading = _LOADING.format(
         # PEFT knows types of our own once this package is imported.
         first="import peft_mux\n" if type(config).__module__.startswith("peft_mux.") else "",
@@ -176,7 +176,7 @@ def write_card(folder: Path, card: ModelCard) -> bool:
 
 
 def write_extras(folder: Path, run: TaskRun, *, num_tasks: int, tokenizer: Any, vocab_size: int | None) -> None:
-    """Write card, picture and tokenizer files into the folder of a task whose adapter lies there.
+    """Write card, picture and tokenizer files into the folder of a task whose adapter is in it.
 
     Args:
         folder: the folder of the task.
@@ -238,7 +238,7 @@ def check_push(run: TaskRun, repo_id: object, options: Mapping[str, Any]) -> Non
     except (ValueError, TypeError):
         is_name = False
     if not is_name:
-        faults.append(Fault("push_to_hub.repo_id", shown(repo_id), 'the name of a repository, such as "owner/name"'))
+        faults.append(Fault("push_to_hub.repo_id", shown(repo_id), 'the name of a repository, such as "user/name"'))
     for name in options:
         if name not in OPTIONS:
             faults.append(
@@ -286,13 +286,13 @@ def push_task(
 
 
 def _prepare_upload(
-    folder: Path, beside: Path | None, repo_id: str, num_steps: int, options: Mapping[str, Any]
+    folder: Path, extras: Path | None, repo_id: str, num_steps: int, options: Mapping[str, Any]
 ) -> Callable[[], Any]:
     """Read the files of an adapter now, and return a function that uploads them as one commit.
 
     Args:
         folder: folder with the adapter, as PEFT writes it, and its card, if this package wrote one.
-        beside: folder with its picture, tokenizer and an edited card, if there is one.
+        extras: folder with its picture, tokenizer and an edited card, if there is one.
         repo_id: repository on the Hub; created if it does not exist.
         num_steps: optimizer steps that the adapter was trained for.
         options: some of `OPTIONS`, by name.
@@ -305,9 +305,9 @@ def _prepare_upload(
         contents[CARD_NAME] = _marked(text).encode()
     else:
         contents[CARD_NAME] = str(model_card(folder, repo_id, num_steps)).encode()
-    if beside is not None:
-        paths = [beside / name for name in (PICTURE_NAME, *_TOKENIZER_FILES)]
-        own = beside / CARD_NAME
+    if extras is not None:
+        paths = [extras / name for name in (PICTURE_NAME, *_TOKENIZER_FILES)]
+        own = extras / CARD_NAME
         if own.is_file() and is_edited(_text_of(own)):
             paths.append(own)
         contents |= {path.name: path.read_bytes() for path in paths if path.is_file() and not path.is_symlink()}
@@ -316,7 +316,7 @@ def _prepare_upload(
     def upload() -> Any:
         try:
             api = huggingface_hub.HfApi(token=options.get("token"))
-            # A repository without an owner belongs to the user of the token; the Hub returns the full name.
+            # A repository without a namespace belongs to the user of the token; the Hub returns the full name.
             made = api.create_repo(repo_id, private=options.get("private"), exist_ok=True)
             return api.create_commit(
                 getattr(made, "repo_id", None) or repo_id,
@@ -362,7 +362,7 @@ class HubPushes:
                     self.push(run)
 
     def push(self, run: TaskRun) -> None:
-        """Upload the adapter of a task that lies in the run folder, with `push_to_hub=True`."""
+        """Upload the adapter of a task in the run folder, with `push_to_hub=True`."""
         args = self._args
         if not args.push_to_hub:
             return

@@ -207,7 +207,7 @@ class RunFolder:
         folder = storage.safe_child(self.root, run.name)
         if not folder.exists():
             # What the refusal below tells users to do if no checkpoint is valid.
-            warn(f'task "{run.name}": {folder} is gone; the task is trained anew.')
+            warn(f'task "{run.name}": {folder} is gone; the task is trained from the start.')
             return
         steps = [number for number in storage.numbered_folders(folder) if number <= step]
         if step not in steps:
@@ -223,7 +223,7 @@ class RunFolder:
                     raise ForeignCheckpointError(
                         f'task "{run.name}": {path} must be of run {self.run_id}, as the records in '
                         f"{self.root / STATE_FOLDER} are, got one of run {facts['run']}. Put back that of this "
-                        "run, or remove it to go on from the one before. To go on with the other run, resume from its "
+                        "run, or remove it to resume from the one before. To continue the other run, resume from its "
                         "own folder: train(resume_from_checkpoint=FOLDER)."
                     )
                 self._load(run, path, warn)
@@ -274,10 +274,14 @@ class RunFolder:
                 f"{folder} has a state that does not fit the task ({type(error).__name__}: {error})."
             ) from error
         if changed and saved.status.is_final and not has_more_steps:
-            say(f'task "{run.name}": has ended, so that other settings come to nothing: {changed}')
+            say(f'task "{run.name}": has ended, so other settings have no effect: {changed}')
         elif changed:
-            anew = "; its optimizer begins anew, as that of a task that has ended is not kept" if has_more_steps else ""
-            say(f'task "{run.name}": goes on from step {saved.step} with other settings: {changed}{anew}')
+            restart = (
+                "; its optimizer starts again, because it is not kept for a task that has ended"
+                if has_more_steps
+                else ""
+            )
+            say(f'task "{run.name}": resumes from step {saved.step} with other settings: {changed}{restart}')
 
     def newest_checkpoint(self, name: str) -> Path | None:
         """Return the newest intact checkpoint of a task; `None` if there is none."""
@@ -557,7 +561,7 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
     if record.run and folder.run_id not in ("", record.run):
         raise ForeignCheckpointError(
             f"resume_from_checkpoint: {path} must be of run {folder.run_id}, which this trainer trains, got one "
-            f"of run {record.run}. Put back the folder of this run; to go on with the other run, make a new trainer."
+            f"of run {record.run}. Put back the folder of this run; to continue the other run, make a new trainer."
         )
     folder.run_id = record.run
     folder.removed = dict(record.removed)

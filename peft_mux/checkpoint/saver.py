@@ -80,7 +80,7 @@ def environment_of(args: MultiTaskTrainingArguments) -> dict[str, Any]:
 
 def _commit_of_script() -> dict[str, Any] | None:
     """Return the commit of the script's folder, and whether files differ from it; `None` outside of a checkout."""
-    # Commands, notebooks and prompts have no script; what lies in an installation (peft-mux, pytest, the kernel of a
+    # Commands, notebooks and prompts have no script; what is part of an installation (peft-mux, pytest, the kernel of a
     # notebook) is not the user's.
     folder, script = Path.cwd(), getattr(sys.modules.get("__main__"), "__file__", None)
     if script is not None and (path := Path(script).resolve()).is_file():

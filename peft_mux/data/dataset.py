@@ -166,7 +166,7 @@ def tokenize_dataset(
         else:
             cause = f"cut to {limit} tokens, {report.num_without_targets} of them keep no target"
             fix = "Raise max_length, or shorten the prompts"
-        got = f"{report.num_rows} rows of which none can be trained on ({cause})"
+        got = f"{report.num_rows} rows, none of which can be trained on ({cause})"
         raise DataError(f"{where} must have at least one row, got {got}. {fix}.")
     return TokenizedDataset(sequences, reader.report)
 

@@ -332,7 +332,7 @@ def _read_scored(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> To
         reader.report.num_dropped_long += 1
         return None
     ids = np.concatenate(texts)
-    # There are no token labels, so the ids stand in for them. The class label 0.0 marks a classification row.
+    # There are no token labels, so the ids replace them. The class label 0.0 marks a classification row.
     return TokenSequence(ids, ids.copy(), index, 0.0, is_one_term=True, starts=(len(texts[0]),), row_values=values)
 
 

@@ -433,7 +433,7 @@ def _read_labelled(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> 
             types = np.asarray(encoded["token_type_ids"], dtype=np.int64)
         if is_longer and reader.drops(index, len(ids) + 1):
             return None
-    # Tokens carry no labels here, so the ids stand in for them.
+    # Tokens carry no labels here, so the ids replace them.
     kept = reader.cut(ids, ids, index)
     if kept is None:
         return None

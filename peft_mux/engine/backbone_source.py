@@ -52,7 +52,7 @@ class BackboneSource:
         args: the settings of the run.
         tokenizer: given by the user, or `None`.
         model_init_kwargs: further arguments of `from_pretrained`. The model's own code runs only where they say
-            `trust_remote_code=True`; nobody is asked.
+            `trust_remote_code=True`; the user is not asked.
 
     Attributes:
         config: the configuration of the backbone.
@@ -198,7 +198,7 @@ class BackboneSource:
             if self.quantization is not None:
                 quantize_description(backbone, self.quantization)
             return self._wrap(backbone, tasks)
-        # Packing is proven where the model will train: at once where it lies there, else when it has been moved.
+        # Packing is proven where the model will train: at once if it is already there, otherwise after it is moved.
         return self._wrap(self.model, tasks, verify=None if self.args.device.type == "cuda" else True)
 
     def load(self, described: MultiTaskPeftModel, tasks: Sequence[ResolvedTask]) -> MultiTaskPeftModel:
@@ -284,7 +284,7 @@ class BackboneSource:
         return getattr(transformers, kind.auto_class)
 
     def _sized_config(self, tasks: Sequence[ResolvedTask]) -> Any:
-        """Return the configuration, with the first task's number of classes for a head that is made anew."""
+        """Return the configuration, with the first task's number of classes for a new head."""
         if tasks[0].num_labels is not None:
             self.config.num_labels = tasks[0].num_labels
         return self.config

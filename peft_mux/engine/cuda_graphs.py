@@ -100,7 +100,7 @@ class CapturedPasses:
             batch: a micro-batch whose tensors are on the host.
 
         Returns:
-            `[N]`, the losses as `MuxOutput` has them; `None` if the pass has to be run eagerly, and nothing is changed.
+            `[N]`, the losses as `MuxOutput` has them; `None` if the pass must run eagerly, and nothing is changed.
         """
         reason = self._reason_against(batch)
         if reason is None:
@@ -187,7 +187,7 @@ class CapturedPasses:
         if any(batch.target_columns) or batch.token_type_ids is not None:
             return "rows bring numbers for each token"
         if batch.shared is not None:
-            return "rows that begin alike share tokens, others in each step"
+            return "rows with a common prefix share tokens, different ones in each step"
         key = self._model.stream.version, self._model.training
         # Kept, as going through all modules takes long, and they change only with the tables or the mode.
         if key not in self._model_reasons:
@@ -461,7 +461,7 @@ class StaticInputs:
         for name, count, dtype in sizes:
             end = num_bytes + count * dtype.itemsize
             self._slices[name] = num_bytes, end, dtype
-            # A view of another dtype has to begin at a multiple of its own size.
+            # A view of another dtype must start at a multiple of its own size.
             num_bytes = _round_up(end, _ALIGNMENT)
         self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         parts = self._views(self._buffer)
@@ -512,7 +512,7 @@ class StaticInputs:
         self._buffer.copy_(host.pin_memory() if self._buffer.is_cuda else host, non_blocking=True)
 
     def _views(self, buffer: torch.Tensor) -> dict[str, torch.Tensor]:
-        """Return the tensors that lie in a buffer, by name."""
+        """Return the tensors in a buffer, by name."""
         return {name: buffer[begin:end].view(dtype) for name, (begin, end, dtype) in self._slices.items()}
 
 

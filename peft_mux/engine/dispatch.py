@@ -13,7 +13,7 @@ larger than the maximum item is split, and a piece that is alone on a replica co
 same replica share it, so their cost assumes that they are spread over all replicas::
 
     a bundle of 3 pieces   [40 10 10] [40 10 10] [40 10]         170 tokens apart, 90 together
-    on two replicas        90 + (170 - 90) / (3 - 1) = 130       of which a piece of 60 counts 60 / 170
+    on two replicas        90 + (170 - 90) / (3 - 1) = 130       a piece of 60 counts 60 / 170 of it
 
 See `peft_mux.engine.steps` for what a replica does with its sequences, and `peft_mux.engine.gradients` for how
 gradients are summed over replicas.

@@ -1,4 +1,4 @@
-"""Executors: they run the micro-batches of a step on the part of the model that lies in this process.
+"""Executors: they run the micro-batches of a step on the part of the model that this process holds.
 
 `Executor` runs processes that hold all layers; `PipelineExecutor` runs the stages of a pipeline. Both begin the sums of
 gradients as soon as a task's last backward is done, and both may hold an `Interleaving` or a `ShardedBackbone`::

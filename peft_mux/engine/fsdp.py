@@ -277,7 +277,7 @@ _all_gather = getattr(dist, "all_gather_single", None) or dist.all_gather_into_t
 
 
 def _decoder_layers(backbone: Any) -> dict[int, Any]:
-    """Return the decoder layers that lie in this process, by number."""
+    """Return the decoder layers that this process holds, by number."""
     config = backbone.config.get_text_config()
     count = next((getattr(config, key) for key in ("num_hidden_layers", "n_layer") if hasattr(config, key)), None)
     found = [

@@ -9,7 +9,7 @@ process has finished, while other tasks still compute; frozen weights are never 
 
 If every process holds the whole model, a task's flat pages of gradients are summed in place. Otherwise the processes
 exchange once per task which piece of each parameter they hold. The boundaries of all pieces divide a parameter into
-cells, each of which a process holds entirely or not at all; the gradient of a cell is summed over exactly its holders.
+cells: a process holds a cell entirely or not at all; the gradient of a cell is summed over exactly its holders.
 B `[8, R]` of a column-parallel layer for <2,1>, <1,1>, <1,1>::
 
     rank 0 (tp rank 0)   | 0 1 2 3 |                     cell      holders
@@ -149,7 +149,7 @@ class Cell:
             if start <= self.start and self.end <= end:
                 return part.narrow(self.dim, before + self.start - start, self.end - self.start)
             before += end - start
-        raise AssertionError(f"{self} lies in none of the ranges {piece.ranges}")
+        raise AssertionError(f"{self} is in none of the ranges {piece.ranges}")
 
 
 @dataclass(frozen=True, slots=True)
@@ -341,7 +341,7 @@ class GradientSync:
     """Sums the gradients and losses of all replicas while passes are still running.
 
     Args:
-        model: the model of this process, whole or a part; the gradients of its tasks lie in flat pages.
+        model: the model of this process, whole or a part; the gradients of its tasks are in flat pages.
         processes: the processes of the run.
         layout: which process holds which part of which replica; by default each process holds the whole model.
         is_deferred: start all sums after the passes of this process. Needed if passes gather frozen weights: NCCL does

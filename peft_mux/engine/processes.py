@@ -37,7 +37,7 @@ _MOST_PATIENCE_S = 10.0
 
 
 class Pending(NamedTuple):
-    """An all-reduce that is under way.
+    """An all-reduce in progress.
 
     Attributes:
         work: the backend's handle; `None` if there was nothing to do.

@@ -68,9 +68,9 @@ from peft_mux.user_code import running_task
 def reason_of_backbone(backbone: Any) -> str | None:
     """Return why no task on a backbone may share the tokens that its rows begin with, a clause; `None` where tasks may.
 
-    The activations of a token depend on it and on what comes before it, so rows that begin alike share those of their
-    beginning (`docs/prefixes.md`). This needs a backbone that draws nothing for each row and whose tokens see no later
-    ones; it may have adapters, and may have no weights.
+    The activations of a token depend on it and on the tokens before it, so rows with a common prefix share its
+    activations (`docs/prefixes.md`). This needs a backbone that draws nothing for each row and whose tokens do not see
+    later ones; it may have adapters, and may have no weights.
     """
     for name, module in modules_below_adapters(language_model(backbone)):
         if getattr(module, "is_causal", True) is False:
@@ -222,7 +222,7 @@ class MultiTaskPeftModel(PeftModel):
         router_loss: which tasks add the balancing loss of routers to their own in training.
         module_names: name of each module within the backbone.
         num_stages: into which the backbone was cut; this model is one of them (`peft_mux.engine.pipeline.stage`).
-        tp_size: tensor parallel ranks among which each stage is cut; this model is what one of them holds.
+        tp_size: tensor parallel ranks among which each stage is cut; this model is the part of one of them.
 
     Raises:
         ConfigError: naming every task and field that cannot be trained.
@@ -397,7 +397,7 @@ class MultiTaskPeftModel(PeftModel):
     # ------------------------------------------------------------------ files
 
     def save_pretrained(self, save_directory: str | Path, **kwargs: Any) -> None:  # type: ignore[override]
-        """Write one sub-folder a task, each a plain PEFT adapter at its root with checksums beside its files.
+        """Write one sub-folder a task, each a plain PEFT adapter at its root with checksums next to its files.
 
         Args:
             save_directory: where the sub-folders go; made where absent.
@@ -560,7 +560,7 @@ class MultiTaskPeftModel(PeftModel):
         return MuxOutput(found.losses_N, mux_batch.task_names, found.statistics)
 
     def token_logprobs(self, mux_batch: MuxBatch) -> dict[str, TokenOutputs]:
-        """Return what every target of each task has as log-probability, with gradient, for losses of one's own.
+        """Return what every target of each task has as log-probability, with gradient, for your own losses.
 
         Of each task: `logprobs_M` and `nll_M` of its M targets (positions whose next token has a label), in the order
         of its rows in the batch, at the temperature of its loss; `by_sequence(...)` divides them among the sequences;
@@ -667,7 +667,7 @@ class MultiTaskPeftModel(PeftModel):
         Args:
             batch: the micro-batch, on the model's device.
             attention: the layouts of its sequences; made by default.
-            rows: keys and values of rows that are being completed, of which the batch is prompts or newest tokens.
+            rows: keys and values of rows that are being completed; the batch is their prompts or newest tokens.
             read: the rows that will be read, if the last layer need compute no others (`LastLayer`); the states of
                 others have no meaning then. `None` for all. Ignored with `attention`.
         """
@@ -707,7 +707,7 @@ class MultiTaskPeftModel(PeftModel):
         return self.router_loss.of_pass(batch, self.adapters) if is_training else None
 
     def statistic_names(self, task: str) -> tuple[str, ...]:
-        """Return the names of what a pass now gives beside the loss of a task."""
+        """Return the names of what a pass now returns in addition to the loss of a task."""
         has_more = self.training and torch.is_grad_enabled() and self.adapter_of(task) in self.router_loss.coefficients
         return (*self.objectives.statistic_names(task), *([STATISTIC] if has_more else []))
 
@@ -758,7 +758,7 @@ class MultiTaskPeftModel(PeftModel):
             again = self.multiplexing(stream.batch, stream.passes, stream.adapters_not_reached, stream.routing)
             return nullcontext(), again
 
-        # Dropout draws depend on seed and place, so no state of a generator has to be kept to repeat them.
+        # Dropout draws depend on seed and place, so no state of a generator must be kept to repeat them.
         options = {"use_reentrant": False, "context_fn": contexts, "preserve_rng_state": False, **kwargs}
         # Older releases of transformers have the second name alone.
         if hasattr(self.backbone, "activation_checkpointing_enable"):

@@ -34,7 +34,7 @@ from peft_mux.modeling.slabs import PageKind, TaskSlab, plain_kind
 
 @dataclass
 class _Task:
-    """One task: the configuration as it was given, its parameters, and the flat buffers that they lie in."""
+    """One task: the configuration as it was given, its parameters, and the flat buffers that hold them."""
 
     adapter: str
     kind: AdapterKind
@@ -45,7 +45,7 @@ class _Task:
 
 
 class TaskRegistry:
-    """The tasks of one model, and what of them lies in this process.
+    """The tasks of one model, and the part of them that this process holds.
 
     PEFT knows tasks under internal ids (`t000001`), which are never given twice.
 
@@ -55,8 +55,8 @@ class TaskRegistry:
 
     Attributes:
         adapters: internal id of each task's adapter, in the order in which the tasks came.
-        pieces: what lies in this process of a parameter, by task and parameter; only if that is less than all of it, or
-            the gradients of processes do not add.
+        pieces: the part of a parameter that this process holds, by task and parameter; only if it is not all of it, or
+            if the gradients of processes do not add.
         penalised: kinds of the tasks that add a penalty to their loss, by name of the task.
         tuners: PEFT's tuners of the model.
         references: frozen weights that the loss of a task compares with in place of the backbone, by task and
@@ -179,7 +179,7 @@ class TaskRegistry:
                 self.adopt(name, task.parameters, device)
 
     def divide_pages(self, model: Any, name: str, kind_of: PageKind) -> None:
-        """Lay out a task anew where its parameters lie in pages of other kinds: tensors with one learning rate each."""
+        """Lay out a task again if its parameters are in pages of other kinds: tensors with one learning rate each."""
         task = self._held(name)
         if task.page_kind is not kind_of:
             task.page_kind = kind_of
@@ -190,7 +190,7 @@ class TaskRegistry:
     # --------------------------------------------------------------- pieces
 
     def pieces_of(self, name: str) -> dict[str, Piece]:
-        """Return what of each of a task's parameters lies in this process."""
+        """Return the part of each of a task's parameters that this process holds."""
         return {
             key: self.pieces.get((name, key)) or Piece.whole(parameter.shape)
             for key, parameter in self.parameters_of(name).items()
@@ -202,7 +202,7 @@ class TaskRegistry:
 
     @torch.no_grad()
     def place_whole(self, name: str, tensors: Mapping[str, torch.Tensor]) -> None:
-        """Write what lies in this process of whole tensors into a task's parameters.
+        """Write this process's part of whole tensors into a task's parameters.
 
         Args:
             name: the task's name in the run.
@@ -310,7 +310,7 @@ class TaskRegistry:
         return next(iter(same), None)
 
     def _copy(self, model: Any, hidden: HiddenAdapters, name: str, config: PeftConfig, alike: str, seed: int) -> None:
-        """Add a task whose adapter is that of another one, but for its id, its seed and its scaling."""
+        """Add a task whose adapter equals another one except for its id, its seed and its scaling."""
         draws, is_described = self._fresh[alike], is_meta(model.backbone)
         adapter, other = self.add(name, config), self.adapter_of(alike)
         model.peft_config[adapter] = copy.deepcopy(model.peft_config[other])

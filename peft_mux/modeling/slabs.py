@@ -1,8 +1,8 @@
 """`TaskSlab`: all trainable weights of a task in one flat buffer, and their gradients in another.
 
 PEFT's parameters become views of the buffers, so names, saving and loading stay PEFT's, while the optimizer, the norm,
-the clipping and the copies of a task are each one operation over one tensor. In which order and form parameters lie
-there is decided by the kind of their adapter (`SlabLayout`).
+the clipping and the copies of a task are each one operation over one tensor. The kind of
+the adapter determines the order and form of its parameters there (`SlabLayout`).
 
 Kernels read in words of 16 bytes. So every parameter takes a multiple of eight elements; the padding stays zero in
 weights and gradients.
@@ -26,11 +26,11 @@ _LATE_HOOKS = operator.attrgetter("_post_accumulate_grad_hooks")
 
 
 class Slot(NamedTuple):
-    """How one parameter lies in its page.
+    """How one parameter is laid out in its page.
 
     Attributes:
-        block: parameters of one block lie side by side; blocks keep the order of their first parameters.
-        order: parameters of a block with a lower number lie first.
+        block: parameters of one block are adjacent; blocks keep the order of their first parameters.
+        order: parameters of a block with a lower number come first.
         num_elements: elements that it takes, padding included.
         is_transposed: whether it lies column by column.
     """
@@ -90,7 +90,7 @@ class _Entry(NamedTuple):
     is_transposed: bool
 
     def rows_of(self, flat: torch.Tensor) -> torch.Tensor:
-        """Return this parameter's part of a flat buffer as it lies there: contiguous, perhaps transposed."""
+        """Return this parameter's part of a flat buffer with its layout there: contiguous, perhaps transposed."""
         shape = self.parameter.shape[::-1] if self.is_transposed else self.parameter.shape
         return flat[self.offset : self.offset + self.parameter.numel()].view(shape)
 
@@ -166,7 +166,7 @@ class TaskSlab:
         parameters: the task's own, by their PEFT names. If there are none (a stage without adapters of the task), there
             is one page of zeros that nothing reads, so that optimizers need no special case.
         device: the device on which that page lies.
-        layout: returns how each parameter lies in its page.
+        layout: returns how each parameter is laid out in its page.
         kind_of: returns in which pages each parameter lies.
 
     Attributes:
@@ -200,7 +200,7 @@ class TaskSlab:
 
     @property
     def num_bindings(self) -> int:
-        """Changes whenever gradients lie somewhere else than before."""
+        """Changes whenever gradients move."""
         return sum(page.num_bindings for page in self.pages)
 
     def factor(self, parameter: nn.Parameter, dtype: torch.dtype) -> Factor | None:
@@ -232,7 +232,7 @@ class TaskSlab:
                 entry.parameter.requires_grad_(True)
 
     def is_in_place(self, device: torch.device) -> bool:
-        """Return whether the weights lie on a device as they were laid out: neither moved nor cast since."""
+        """Return whether the weights are on a device as they were laid out: neither moved nor cast since."""
         for page in self.pages:
             values = page.values.data
             views = ((entry.parameter.data, entry.view_of(values)) for entry in page.entries.values())

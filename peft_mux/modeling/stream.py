@@ -1,7 +1,7 @@
 """What the attached layers read of the micro-batch in flight, and keys and values between the passes of its parts.
 
 Adapted layers get no extra arguments from model code, so each of them holds a reference to its model's one `Stream`. It
-says which rows belong to which task (Dispatch, M §3.2) and where a token stands in its task's global batch (for
+says which rows belong to which task (Dispatch, M §3.2) and which place a token has in its task's global batch (for
 dropout). Between two passes the stream is idle, and every attached module behaves as PEFT and transformers wrote it.
 
 `KeyValueStore` connects the parts of a long sequence (M §3.5: KV reuse across chunks). A part attends to the keys and
@@ -254,7 +254,7 @@ class Stream:
         adapters_not_reached: adapters that no layer of the pass in flight has applied yet: nothing below needs the
             gradients of their rows. Empty where that is not known.
         lowest_layers: number of the lowest layer, in the whole model, that has weights of an adapter; 0 where rows go
-            all the way down. A pipeline stage, which does not see the layers below it, is told these numbers.
+            all the way down. A pipeline stage, which does not see the layers below it, gets these numbers.
         left_out: layers whose outputs nothing reads now, though their siblings are computed.
         routing: what the routers of this pass write into (`RoutedTokens`); `None` if no balancing loss is wanted.
     """

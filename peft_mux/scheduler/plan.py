@@ -225,7 +225,7 @@ class Plan:
                 for share in shares
             ]
             lines += [
-                f"  {share.name:<{width}}  computed / asked tokens {share.computed_share:.0%}: its rows begin alike"
+                f"  {share.name:<{width}}  prefix sharing: computes {share.computed_share:.0%} of its tokens"
                 for share in shares
                 if share.computed_share < 1
             ]
@@ -288,11 +288,11 @@ class Plan:
         if self.turns is not None and neighbours:
             sentences.append(
                 f"Its passes take turns with those of {', '.join(neighbours)}, up to {self.turns.width} at a time: one"
-                " computes while the sums of the others are under way."
+                " computes while the sums of the others are in progress."
             )
         if share.computed_share < 1:
             sentences.append(
-                f"Its rows begin alike: of their tokens {share.computed_share:.0%} are computed where they share one"
+                f"Its rows share prefixes: {share.computed_share:.0%} of their tokens are computed where they share one"
                 " pass."
             )
         if self.step_s:
@@ -345,7 +345,7 @@ class Plan:
             if share.name not in new
         ]
         for name in (share.name for share in other.shares if share.name in old):
-            then, now = (", ".join(plan._company(name)) or "nobody" for plan in (self, other))
+            then, now = (", ".join(plan._company(name)) or "no other task" for plan in (self, other))
             if then != now:
                 lines.append(f"~ {name} shares its passes with {now}, before with {then}")
         shown = {"step_s": seconds_text, "policy": str, "max_tokens_per_micro_batch": str, "passes_in_turns": str}

@@ -45,9 +45,9 @@ class LaunchQueue(Generic[Key]):
 
     Example:
         >>> queue = LaunchQueue[str]()
-        >>> queue.enqueue("short", depth=0, latency_s=1.0, owner=0)
-        >>> queue.enqueue("long", depth=0, latency_s=2.0, owner=1)
-        >>> queue.enqueue("deep", depth=1, latency_s=9.0, owner=2)
+        >>> queue.enqueue("short", depth=0, latency_s=1.0, group=0)
+        >>> queue.enqueue("long", depth=0, latency_s=2.0, group=1)
+        >>> queue.enqueue("deep", depth=1, latency_s=9.0, group=2)
         >>> [queue.launch() for _ in range(len(queue))]
         ['long', 'short', 'deep']
     """
@@ -59,17 +59,17 @@ class LaunchQueue(Generic[Key]):
         """Return how many subgraphs are ready."""
         return len(self._heap)
 
-    def enqueue(self, key: Key, *, depth: int, latency_s: float, owner: int, name: str = "") -> None:
+    def enqueue(self, key: Key, *, depth: int, latency_s: float, group: int, name: str = "") -> None:
         """Add a subgraph that is ready.
 
         Args:
             key: what `launch` returns for it.
             depth: its topological depth; a smaller one has a higher priority.
             latency_s: predicted seconds of all its operators, or any unit that is the same for all.
-            owner: number of its hTask or pass; the smallest wins a tie.
+            group: number of its hTask or pass; the smallest wins a tie.
             name: name within its hTask; the first in sorted order wins a tie that is left.
         """
-        heapq.heappush(self._heap, (depth, -latency_s, owner, name, key))
+        heapq.heappush(self._heap, (depth, -latency_s, group, name, key))
 
     def launch(self) -> Key:
         """Remove and return the subgraph to launch now: the smallest depth first, then the longest latency.
@@ -344,7 +344,7 @@ def turn_order(passes: Sequence[PassTimes]) -> list[tuple[int, int]]:
         depth = launched[index]
         if depth < len(passes[index]):
             compute_s, sum_s = passes[index][depth]
-            queue.enqueue(index, depth=depth, latency_s=compute_s + sum_s, owner=index)
+            queue.enqueue(index, depth=depth, latency_s=compute_s + sum_s, group=index)
 
     for index in range(len(passes)):
         enqueue(index)

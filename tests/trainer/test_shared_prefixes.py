@@ -118,7 +118,7 @@ def test_an_evaluation_shares_and_comes_to_the_same(tmp_path: Path, monkeypatch:
 
 def test_the_plan_says_how_many_tokens_are_computed(tmp_path: Path) -> None:
     told = str(lab.make_trainer(tasks(), tmp_path).plan()).splitlines()
-    shares = {line.split()[0]: line for line in told if "computed / asked tokens" in line}
+    shares = {line.split()[0]: line for line in told if "prefix sharing: computes" in line}
     assert shares.keys() == {"a", "c"}
     assert "computed" not in str(lab.make_trainer(tasks(), tmp_path, share_prefixes=False).plan())
 
@@ -196,4 +196,4 @@ def test_what_plans_look_at_leaves_the_order_of_rows_alone_and_streams_where_the
         assert first.trie is not None
         assert [row.row for row in first.sequences] == [row.row for row in run.loader.batch(0).sequences]
         assert run.loader.batch(3).step == later.step == 3
-    assert "b" in {line.split()[0] for line in str(trainer.plan()).splitlines() if "computed / asked" in line}
+    assert "b" in {line.split()[0] for line in str(trainer.plan()).splitlines() if "prefix sharing: computes" in line}

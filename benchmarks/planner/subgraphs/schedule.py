@@ -84,7 +84,7 @@ def schedule(graphs: Sequence[Sequence[Subgraph]]) -> LaunchSchedule:
     while ready or queue:
         for key in ready:
             item = subgraphs[key]
-            queue.enqueue(key, depth=item.priority, latency_s=item.latency_s, owner=owner[key], name=item.name)
+            queue.enqueue(key, depth=item.priority, latency_s=item.latency_s, group=owner[key], name=item.name)
         order.append(subgraphs[queue.launch()])
         for key in followers[order[-1].key]:
             pending[key] -= 1

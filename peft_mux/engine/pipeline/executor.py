@@ -11,7 +11,7 @@ their forwards run in turns, and so do their backwards, a group at a time: the i
 run, its results are sent, all in the order of the action, so neighbours see the messages that they expect. Parts of a
 long sequence wait for each other and run one after another.
 
-`BucketBarriers` ends the step of a bucket on all stages while other buckets are under way, in a window of several steps
+`BucketBarriers` ends the step of a bucket on all stages while other buckets continue, in a window of several steps
 without flushes. Adapters of tasks are disjoint, so before the forwards of a bucket's next step only its own tasks must
 have stepped on every stage. Whether a task steps, and how its gradient is clipped, follows from its loss, known on the
 last stage, and from the norm of its whole gradient, of which each stage holds a part::
@@ -181,7 +181,7 @@ class PipelineExecutor(Executor):
     def gains_by_windows(self, tasks: Sequence[str]) -> bool:
         """Return whether steps of tasks can be taken without flushes between them, and are predicted to be faster so.
 
-        They can if each gradient lies in one process alone, and if no loss needs passes before those of its step or is
+        They can if each gradient is in one process only, and if no loss needs passes before those of its step or is
         a function of the user's, whose failures are reported at the end of each step.
 
         Args:
@@ -206,7 +206,7 @@ class PipelineExecutor(Executor):
     def run_window(self, works: Sequence[StepWork], update: UpdateTasks) -> list[StepResult]:
         """Take several steps of the same tasks, between which the pipeline is not flushed.
 
-        The tasks of a bucket are updated on each stage when their own step is over, while others are under way. One
+        The tasks of a bucket are updated on each stage when their own step is over, while others are in progress. One
         that must not step takes no further step, and what its passes add to its gradients is ignored.
 
         Args:
@@ -319,7 +319,7 @@ class PipelineExecutor(Executor):
 
     @property
     def sees_whole_batches(self) -> bool:
-        """Whether all layers lie in this process: never."""
+        """Whether this process holds all layers: never."""
         return False
 
     def summed_over_stages(self, values: torch.Tensor) -> torch.Tensor:

@@ -380,7 +380,7 @@ class Turns(Generic[T]):
     def _enqueue(self, index: int) -> None:
         """Queue the next subgraph of a pass, which has no pending dependencies because a pass is a chain."""
         depth = self._depths[index]
-        self._ready.enqueue(index, depth=depth, latency_s=self._latencies[index](depth), owner=index)
+        self._ready.enqueue(index, depth=depth, latency_s=self._latencies[index](depth), group=index)
 
     def _pass_baton(self) -> None:
         """Wake the pass whose turn it is; only the holder of the baton calls this."""

@@ -219,7 +219,7 @@ def expand(
             )
     if launches is None:
         launches = w.launches[key] = []
-        # Without `add` every row has to be written, also those of tasks without an adapter here.
+        # Without `add` every row must be written, also those of tasks without an adapter here.
         for lowest, highest, block_ranks in _rank_classes(ranks, with_zero=not add):
             tile = tiles("expand", gpu_model(y_TK.device), block_ranks, y_TK.element_size())
             launch = Launch(

@@ -191,7 +191,7 @@ class GroupedLoraFunction(torch.autograd.Function):
     """Manual forward and backward of `grouped_lora_slices`: in-place `addmm_` on row slices, no copies of activations.
 
     Skinny products are written so that the rank is their first dimension (`A x^T`, `B^T dy^T`, `S dy`): on CPUs the
-    other orientation takes up to ten times as long (docs/log.md).
+    other orientation is up to ten times as slow (docs/log.md).
     """
 
     @staticmethod

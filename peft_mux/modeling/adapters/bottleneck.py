@@ -73,7 +73,7 @@ class BottleneckConfig(OwnMethodConfig):
         exclude_modules: names of layers, or a regular expression, that are left out.
         layers_to_transform: numbers of the blocks that are adapted; all by default.
         layers_pattern: name of the list of blocks, if it has an unusual one.
-        modules_to_save: modules of which a trained copy is saved with the adapter, such as a new head.
+        modules_to_save: modules whose trained copy is saved with the adapter, such as a new head.
 
     Raises:
         ConfigError: naming each field with what it may hold.
@@ -376,7 +376,7 @@ class BottleneckKind(OwnMethodKind):
     pass_maker = LoraGroups
 
     def slot(self, name: str, parameter: nn.Parameter) -> Slot:
-        """Return how a parameter of a task lies in its slab: `up` transposed, as kernels read it."""
+        """Return how a parameter of a task is laid out in its slab: `up` transposed, as kernels read it."""
         return plain_slot(name, parameter)._replace(is_transposed=name.endswith(".bottleneck_up.weight"))
 
     def loads(self, shapes: Shapes, cut: CutLayers) -> list[AdapterLoad]:

@@ -34,13 +34,13 @@ class TypeEntry:
         reasons: why some fields of its configuration must keep their defaults, by field.
         spans_layers: why a process that holds only some of the layers cannot train it; empty if each layer is
             independent of the others.
-        reads_weights: its initial state is computed from frozen weights, of which a part of a model lacks some.
+        reads_weights: its initial state is computed from frozen weights, and a part of a model lacks some of these.
         needs_weights: it cannot even be described before the frozen weights are loaded.
         draws: it draws random numbers for whole weights in training; they are seeded by the task's step.
         shares_base: its layers pass their own inputs on to the frozen layer, which then runs once for all tasks.
         needs: a package that PEFT imports for it.
         refusal: why tasks of this type are refused; empty for types that are trained.
-        nearest: the types that come nearest to a refused one, the nearest first.
+        nearest: the types closest to a refused one, the closest first.
     """
 
     name: str

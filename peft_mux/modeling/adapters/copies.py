@@ -1,7 +1,7 @@
 """Many similar adapters in little time: copies instead of injections, and adapters that PEFT does not see.
 
 PEFT goes through all modules many times for each adapter that it injects. If a second task has the configuration of a
-first one, but for its seed and scaling, its adapter is a copy of the first one's: the same entries of tuned layers
+first one except for its seed and scaling, its adapter is a copy of the first one's: the same entries of tuned layers
 under another id (`HiddenAdapters.copy`), drawn again from its own seed (`Draws`). And while adapters come, those that
 are there already are hidden (`HiddenAdapters`), so that registering many tasks does not take time by the square of
 their number.
@@ -93,7 +93,7 @@ class Draws(TorchDispatchMode):
         """
         if self._are_all is None:
             drawn = [parameter for parameter in parameters if parameter.any()]
-            # Modules are drawn in the order in which they stand in the model: of each shape, one after another.
+            # Modules are drawn in the order of the model: of each shape, one after another.
             waiting: dict[torch.Size, list[nn.Parameter]] = {}
             for parameter in reversed(drawn):
                 waiting.setdefault(parameter.shape, []).append(parameter)
@@ -171,7 +171,7 @@ class HiddenAdapters:
                     own = self._entries.setdefault(child, {field: {} for field in _ENTRIES if field in child.__dict__})
                     for field, entries in own.items():
                         entries.update(child.__dict__[field])
-                        # A `ParameterDict` keeps its keys beside its parameters, so both are emptied.
+                        # A `ParameterDict` keeps its keys next to its parameters, so both are emptied.
                         child.__dict__[field].clear()
                     # An attribute as any other: PEFT's layers find it as before.
                     vars(layer)[name] = layer._modules.pop(name)
@@ -189,7 +189,7 @@ class HiddenAdapters:
                     entries[new] = _copied(entries[adapter], parameters)
         for layer in self._order:
             for value in vars(layer).values():
-                if type(value) is dict and adapter in value:  # ranks, scalings and the like, by adapter
+                if type(value) is dict and adapter in value:  # ranks, scalings and similar, by adapter
                     value[new] = _copied(value[adapter], parameters)
         return parameters
 
@@ -225,7 +225,7 @@ def _copied(entry: Any, parameters: dict[int, nn.Parameter]) -> Any:
     if not isinstance(entry, nn.Module):
         return copy.copy(entry)
     new = object.__new__(type(entry))
-    # Hooks and buffers lie in dictionaries of the module's own; `copy.copy` of ordered ones takes many times as long.
+    # Hooks and buffers are in dictionaries of the module; `copy.copy` of ordered ones takes many times as long.
     new.__dict__.update({key: value.copy() if isinstance(value, dict) else value for key, value in vars(entry).items()})
     for entries in (new._parameters, new._modules):
         entries.update({key: _copied(value, parameters) for key, value in entries.items()})

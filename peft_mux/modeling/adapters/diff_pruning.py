@@ -55,8 +55,8 @@ class DiffPruningConfig(OwnMethodConfig):
     """Configuration of Diff Pruning (Guo et al., 2021, "Parameter-Efficient Transfer Learning with Diff Pruning").
 
     A targeted weight `W` becomes `W + z * w`. The gates `z` in [0, 1] are drawn from a hard-concrete distribution,
-    whose location `alpha` is learned beside `w`; the expected number of open gates, times `l0_weight`, is added to the
-    task's loss. In evaluation the gates are those without noise. `DiffPruningModel.prune` keeps the elements of
+    whose location `alpha` is learned together with `w`; the expected number of open gates, times `l0_weight`, is added
+    to the task's loss. In evaluation the gates are those without noise. `DiffPruningModel.prune` keeps the elements of
     greatest magnitude over all targets (the L0-ball projection of the paper), for serving.
 
     While it trains, an adapter holds two numbers for each element of its targets, as the paper's does; once pruned,
@@ -65,7 +65,7 @@ class DiffPruningConfig(OwnMethodConfig):
     Args:
         target_sparsity: share of the targets' elements that pruning keeps, as the paper calls it: 0.005 is 0.5 %.
         l0_weight: weight of the penalty, for each gate that is open in expectation.
-        structured: gate each output feature as a whole beside its elements ("structured" there, with rows for groups).
+        structured: also gate each output feature as a whole ("structured" in the paper, with rows for groups).
         alpha_init: the locations at the beginning; 5 leaves nearly all gates open.
         concrete_lower: where the stretched distribution begins, below 0.
         concrete_upper: where it ends, above 1.
@@ -73,7 +73,7 @@ class DiffPruningConfig(OwnMethodConfig):
         exclude_modules: names of layers, or a regular expression, that are left out.
         layers_to_transform: numbers of the blocks that are adapted; all by default.
         layers_pattern: name of the list of blocks, if it has an unusual one.
-        modules_to_save: modules of which a trained copy is saved with the adapter, such as a new head.
+        modules_to_save: modules whose trained copy is saved with the adapter, such as a new head.
         kept: elements that were kept of each target, by its name; written by `prune`, and `None` before it.
 
     Raises:
@@ -203,7 +203,7 @@ class DiffPruningLinear(nn.Module, BaseTunerLayer):
         diff_pruning_alpha: `[K, D]` locations of the gates.
         diff_pruning_row_alpha: `[K]` locations of the rows' gates, of structured adapters.
         diff_pruning_values: the elements that were kept, of adapters that were pruned; these have none of the above.
-        diff_pruning_places: int32, where these lie in the difference taken row by row.
+        diff_pruning_places: int32, the places of these in the difference taken row by row.
     """
 
     adapter_layer_names: tuple[str, ...] = (

@@ -100,7 +100,7 @@ def value_faults(config: Any, where: str) -> list[Fault]:
 
 @functools.cache
 def _rules_of(config_type: type) -> Mapping[str, list[_Rule]]:
-    """Return the rules of each field, of which a value has to meet one: its declared types, by its name and default."""
+    """Return the rules of each field; a value must meet one of them: its declared types, by its name and default."""
     found, declared = {}, typing.get_type_hints(config_type)
     for field in fields(config_type):
         if field.name in ("task_type", "peft_type"):

@@ -323,7 +323,7 @@ def saved_adapters(root: Path) -> SavedAdapters:
         try:
             if not path.is_file():
                 raise OSError("it is no regular file")
-            # Shapes stand in the header, so no weight is read.
+            # The header has the shapes, so no weight is read.
             with safe_open(path, framework="pt") as file:
                 heads = [key for key in file.keys() if key.endswith((".score.weight", "classifier.weight"))]
                 heads += [key for key in file.keys() if key.endswith("classifier.out_proj.weight")]

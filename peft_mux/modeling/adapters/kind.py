@@ -137,7 +137,7 @@ class AdapterKind:
         lies_apart: whether each of its adapters has a tuner and layers of its own
             (`peft_mux.modeling.adapters.tuners`); otherwise one layer of PEFT's holds the adapters of all tasks.
         has_penalty: whether its tasks add `penalty` to their loss.
-        slot: returns how a parameter of a task lies in its slab (`peft_mux.modeling.slabs.TaskSlab`).
+        slot: returns how a parameter of a task is laid out in its slab (`peft_mux.modeling.slabs.TaskSlab`).
         forward_type: class of the forwards that `attach` returns.
         pass_maker: returns what makes the passes of one model; `None` if layers need no more than the stream.
     """

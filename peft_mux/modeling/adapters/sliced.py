@@ -16,7 +16,7 @@ from peft_mux.modeling.stream import RowSegment, Stream
 class SlicedAdapter(MultiplexedForward):
     """PEFT's own layer, task by task on its rows; for layers that treat every token by itself.
 
-    The layer may lie around layers of other tasks and PEFT types, and dropout may lie in it: while it runs for one
+    The layer may wrap layers of other tasks and PEFT types, and may contain dropout: while it runs for one
     task, the stream shows them the rows of that task alone. If all of them pass their inputs on to the frozen layer
     unchanged, that one runs once over the stream (BaseOp, M §3.2), and each layer finds its rows of the output ready.
 

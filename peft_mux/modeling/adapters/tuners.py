@@ -13,8 +13,8 @@ Whatever PEFT does with an adapter (inject, delete, save, load, merge), it does 
 layers of that adapter's type and set, and no others. So names, initial weights and files are those of a model of one.
 
 Many types share state between adapters (projections, banks of vectors), or take one trainable adapter alone. So a kind
-may say that its adapters lie apart (`lies_apart`): each has a tuner and layers of its own, and PEFT is shown these and
-no others. What PEFT makes of it is then what it makes of the task alone.
+may say that its adapters are separate (`lies_apart`): each has its own tuner and layers, and PEFT sees only these. PEFT
+then treats the task as if it were alone.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ _TARGETS = "_peft_mux_targets"
 """The attribute in which a wrapper of a bare parameter keeps the set that it was made for."""
 
 Owner = tuple[PeftType, str]
-"""The owner of a tuner and its layers: a PEFT type, or one adapter if those of its kind lie apart."""
+"""What a tuner and its layers belong to: a PEFT type, or one adapter if those of its kind are separate."""
 
 _OWNER = "mux_owner"
-"""Attribute of a layer that lies apart: the internal id of the adapter that it was made for."""
+"""Attribute of a layer of a separate adapter: the internal id of the adapter that it was made for."""
 
 
 def _owner_of(adapter: str, config: PeftConfig) -> Owner:
@@ -66,7 +66,7 @@ class Tuners:
     Methods take that model, the internal id of an adapter, and its configuration as PEFT completed it.
 
     Attributes:
-        first: the owner of the first task's tuner; `None` before there is one.
+        first: what the first task's tuner belongs to; `None` before there is one.
     """
 
     def __init__(self) -> None:
@@ -77,7 +77,7 @@ class Tuners:
 
     @property
     def is_mixed(self) -> bool:
-        """Whether the model has had tuners beside the first, or more than one set of bare parameters."""
+        """Whether the model has had tuners in addition to the first, or more than one set of bare parameters."""
         return bool(self._others) or len(self._targets) > 1
 
     def of(self, model: Any, adapter: str, config: PeftConfig) -> Any:
@@ -152,7 +152,7 @@ class Tuners:
             with _layers_alone(backbone, _shows(adapter, config)), as_prompts(model, kind):
                 yield
         elif not self.is_mixed and not is_mixed:
-            # With one type PEFT's own view is the model as it is, and nothing has to be taken apart.
+            # With one type PEFT's own view is the model as it is, and nothing must be taken apart.
             yield
         else:
             before = model.base_model, model.peft_type
@@ -219,7 +219,7 @@ def merge_and_unload(model: Any, tuners: Tuners, adapter: str) -> Any:
 
 
 def _mark(backbone: nn.Module, owner: Owner) -> None:
-    """Note the owner in the layers of its kind that have none, if they belong to one adapter."""
+    """Mark the layers of a kind that are not marked yet, if they belong to one adapter."""
     if owner[1]:
         for module in backbone.modules():
             if isinstance(module, BaseTunerLayer) and _owner_of_layer(module) == (owner[0], ""):
@@ -248,7 +248,7 @@ def _layers_alone(backbone: nn.Module, shows: Callable[[Any], bool]) -> Iterator
 
 
 def _take_out(backbone: nn.Module, owner: Owner) -> None:
-    """Remove the layers of an owner; those of others stay around their frozen ones."""
+    """Remove the layers that belong to one kind or adapter; others stay around their frozen layers."""
     for name, layers in _stacks(backbone).items():
         frozen, others = layers[-1].base_layer, [layer for layer in layers if _owner_of_layer(layer) != owner]
         put_module(backbone, name, frozen)
@@ -262,7 +262,7 @@ def _stacks(backbone: nn.Module) -> dict[str, list[Any]]:
     stacks: dict[str, list[Any]] = {}
     inside: tuple[str, ...] = ()
     for name, module in backbone.named_modules():
-        # The rows of embeddings that tasks train lie in a tuner layer, too, which no type's tuner holds.
+        # The rows of embeddings that tasks train are in a tuner layer, too, which no type's tuner holds.
         if isinstance(module, BaseTunerLayer) and not name.startswith(inside) and not name.endswith(".token_adapter"):
             inside = (f"{name}.",)
             stacks[name] = _chain(module)
@@ -299,7 +299,7 @@ def _stack(backbone: nn.Module, name: str, layers: list[Any]) -> None:
         assert owner is not None, "layers of a kind that is registered"
         return rank.index(owner[0]), owner[1]
 
-    # The innermost first; sorting leaves layers of one owner in this order.
+    # The innermost first; sorting leaves layers of the same kind or adapter in this order.
     innermost_first = layers[::-1]
     for layer in sorted(innermost_first, key=place):
         layer.base_layer, inner = inner, layer

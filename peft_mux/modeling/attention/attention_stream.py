@@ -263,7 +263,7 @@ class AttentionStream:
         batch: the micro-batch in flight.
         module_names: name of every attention module, for dropout draws and messages.
         prefixes: learnt keys and values in front of some of the sequences.
-        rows: keys and values of rows that are being completed, of which the batch is prompts or newest tokens.
+        rows: keys and values of rows that are being completed; the batch is their prompts or newest tokens.
         read: the rows whose outputs of the last layer are read; `None` for all.
 
     Attributes:

@@ -5,9 +5,9 @@ gathered into rectangles of near-equal length, and one scaled-dot-product call i
 T x T mask, and no sequence shares arithmetic with another (a masked NaN is still NaN: 0 * NaN), so a poisoned sequence
 harms no other.
 
-Where sequences begin alike, queries, keys and values are those of the computed rows, and each node of the prefix tree
-attends to the keys from the root on (`prefix_tree`). Parts of long sequences are computed one by one, as each has its
-own number of keys.
+Where sequences have a common prefix, queries, keys and values are those of the computed rows, and each node of the
+prefix tree attends to the keys from the root on (`prefix_tree`). Parts of long sequences are computed one by one,
+because each has another number of keys.
 
 Causal sequences are padded at their end to a multiple of 16 tokens, which needs no mask: a padded key comes after every
 real query. If every token sees every other (encoders), rectangles hold equal lengths and nothing is padded.

@@ -1,4 +1,4 @@
-"""Attention over a prefix tree: sequences that begin alike share the rows of their beginning.
+"""Attention over a prefix tree: sequences with a common prefix share its rows.
 
 What a query sees is its own node and the nodes above it. There are three ways to compute it:
 
@@ -192,7 +192,7 @@ class TreeLayouts:
 
     @cached_property
     def before(self) -> KeysBefore:
-        """The nodes in rectangles, and what each of them sees before itself."""
+        """The nodes in rectangles, and the rows before it that each one sees."""
         rows_before = self._rows_before
         layout = build_layout(self.lengths, LENGTH_STEP, self._device, kinds=[len(rows) for rows in rows_before])
         # Where each node's first row went gives the order of the nodes.

@@ -1,8 +1,8 @@
 """Between the tokens of a stream and the rows that are computed of them, forwards and backwards in a fixed order.
 
 * Rectangles: sequences of a packed stream gathered by near-equal length, for attention without a varlen kernel.
-* `take_rows`: where sequences begin alike, one computed row stands for several tokens and gets the sum of their
-  gradients.
+* `take_rows`: where sequences have a common prefix, one computed row serves several tokens and gets the sum of
+  their gradients.
 * `ReadRows`: the rows whose last hidden states a head reads.
 
 Shape letters: T tokens of the stream, U computed rows, P rows of all rectangles, n sequences of a rectangle, L its
@@ -148,7 +148,7 @@ def build_layout(
     sizes = np.asarray(lengths, dtype=np.int64)
     stream_start = np.cumsum(sizes) - sizes
     row_of_token = np.repeat(first_row - stream_start, sizes) + np.arange(sizes.sum())
-    # Which rows are padding is known on the host, so that no size has to be read off a device.
+    # Which rows are padding is known on the host, so that no size must be read from a device.
     is_padding = np.ones(start, dtype=bool)
     is_padding[row_of_token] = False
     index, padding = torch.from_numpy(row_of_token), torch.from_numpy(np.flatnonzero(is_padding))

@@ -223,7 +223,7 @@ def _packing_fault(model: Any, batch: Any) -> str:
     """Return how packed results differ from separate ones, a clause; "" if they do not."""
     with torch.no_grad(), model.without_adapters():
         packed = model.sequence_logits(batch)
-        # Equal results alone would not show that attention was told where sequences end.
+        # Equal results alone would not show that attention knows where sequences end.
         if model.stream.num_attention_calls == 0:
             return "its attention never reached the packed attention function"
         ids = batch.input_ids.split(batch.sequence_lengths, dim=1)

@@ -4,7 +4,7 @@ The library's own kernels compute such a layer and its input gradient; adapters 
 (`MultiplexedLinear.alone`). What would break a promise is refused by name:
 
 * 8-bit layers with an outlier threshold: a feature that is large in one row is computed in another precision for all
-  rows of the call, so that one task changes its neighbours. With `llm_int8_threshold=0.0` every row stands alone.
+  rows of the call, so that one task changes its neighbours. With `llm_int8_threshold=0.0` every row is independent.
 * 4-bit layers that bitsandbytes has repacked for inference on CPUs (AVX512-BF16), as it does by default in evaluation
   mode: that path has no input gradient and rounds the scales. `prepare_quantized` prevents it.
 * quantised heads, whose weights the fused loss reads, and other libraries' quantisation.

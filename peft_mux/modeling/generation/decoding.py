@@ -198,7 +198,7 @@ class Row:
         self.logprobs.append(logprob)
         stops, tail = self.options.stop_strings, ""
         if stops and tokenizer is not None:
-            # A character takes up to four tokens, of bytes; a few more, as decoders trim what they begin with.
+            # A character is up to four tokens, of bytes; a few more, as decoders trim what they begin with.
             window = 4 * max(map(len, stops)) + 8
             tail = tokenizer.decode(self.tokens[-window:], skip_special_tokens=True)
         if token in self.eos or any(stop in tail for stop in stops):

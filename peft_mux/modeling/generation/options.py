@@ -203,7 +203,7 @@ def mean_metric(name: str, completions: Sequence[str], references: Sequence[str]
 class GenerateOptions(SamplingOptions):
     """What each evaluation of a task generates from its held-out prompts, and how it judges the completions.
 
-    How they are drawn is said by the fields of `SamplingOptions`, which it has too.
+    The fields of `SamplingOptions`, which it has too, determine how they are drawn.
 
     Attributes:
         metrics: names of `exact_match`, `contains` and `f1`, and functions that take `(prompts, completions,

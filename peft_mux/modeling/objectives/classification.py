@@ -295,7 +295,7 @@ class TokenClassificationLoss(Objective):
     name = "token_classification"
     loss_types = ("nll",)
     other_names: ClassVar[Mapping[str, str]] = {
-        "prm": 'Set task_type="TOKEN_CLS" on the adapter, for rows whose labels stand at the last token of each step.'
+        "prm": 'Set task_type="TOKEN_CLS" on the adapter, for rows whose labels are at the last token of each step.'
     }
     head = TOKEN_CLASSIFICATION_HEAD
     row_form = TAGGED_ROWS

@@ -366,7 +366,7 @@ class LanguageHead(OutputHead):
         for sequence in batch.sequences:
             by_place[place] = sequence.labels[sequence.num_virtual_tokens :]
             place += len(sequence)
-        # Packing reorders sequences; the place of the first token within the batch tells which one it is.
+        # Packing reorders sequences; the place of the first token within the batch identifies each one.
         for start in micro_batch.cu_seqlens[:-1].tolist():
             yield by_place[int(micro_batch.token_places[start])]
 

@@ -53,7 +53,7 @@ class LanguageLoss(Objective):
         share = args.label_smoothing_factor
         if not share:
             return TaskLoss(nll)
-        assert outputs.spread_M is not None, "the head is told which tasks smooth their labels"
+        assert outputs.spread_M is not None, "the head knows which tasks smooth their labels"
         of_all_words = self._mean(outputs, outputs.nll_M + outputs.spread_M)
         return TaskLoss((1 - share) * nll + share * of_all_words, nll.detach()[None])
 

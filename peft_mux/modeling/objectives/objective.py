@@ -438,7 +438,7 @@ class Objective:
         head: the output head that it reads.
         row_form: the form of the rows that it reads.
         refused_loss_types: variants that are known from TRL but not trained towards, and why.
-        other_names: names under which TRL has it, or what it comes nearest to, each with what to set instead.
+        other_names: names under which TRL has it, or the names of what is closest to it, each with what to set instead.
         takes_several: whether `Task.loss_type` may be a list of variants, whose losses are added up.
         Args: the dataclass of its arguments.
         reference_columns: token columns or row values that make the pass without adapters needless, if rows bring all

@@ -91,7 +91,7 @@ class OwnLoss(Objective):
 
 
 def _with_copies(outputs: TokenOutputs) -> TokenOutputs:
-    """Return outputs with tensors of their own, but for those with gradient; the micro-batch lacks what tasks bring."""
+    """Return outputs with copies of all tensors without gradient, and a micro-batch without the columns of rows."""
     batch = outputs.batch
     if batch is not None:
         tensors = {item.name: value for item in fields(batch) if isinstance(value := getattr(batch, item.name), Tensor)}

@@ -170,7 +170,7 @@ class PolicyLoss(Objective):
         else:
             loss = outputs.mean_over_tokens(terms_M)
         if args.entropy_coef != 0:
-            assert outputs.entropy_M is not None, "the head is told which tasks read it"
+            assert outputs.entropy_M is not None, "the head knows which tasks read it"
             entropy = outputs.mean_over_tokens(outputs.entropy_M)
             statistics += [entropy.detach(), loss.detach()]
             loss = loss - args.entropy_coef * entropy

@@ -568,7 +568,7 @@ class ORPOArgs(LossArgs):
     """Options of ORPO, by their names in `trl.experimental.orpo.ORPOConfig`.
 
     Attributes:
-        beta: weight of the odds ratio beside the negative log-likelihood; lambda in the paper.
+        beta: weight of the odds ratio next to the negative log-likelihood; lambda in the paper.
     """
 
     beta: float = at_least(0, 0.1)

@@ -176,7 +176,7 @@ def _find_loss_type(objective: Objective, task: Any, where: str) -> tuple[str | 
         fix = ""
         if isinstance(name, str) and name in objective.refused_loss_types:
             fix = f"{name} is not supported: {objective.refused_loss_types[name]}."
-        elif isinstance(name, str):  # most often the name of a loss that stands in the other field
+        elif isinstance(name, str):  # most often the name of a loss that belongs in the other field
             fix = f'Set objective="{name}".' if name in OBJECTIVES else closest(name, list(objective.loss_types))
         allowed = f"one of {', '.join(objective.loss_types)} (objective {objective.name})"
         faults.append(Fault(f"{where}.loss_type", shown(name), allowed, fix))

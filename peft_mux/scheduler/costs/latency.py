@@ -23,8 +23,8 @@ Where the paper slips or is silent, decided here:
   gatherings of a backbone that replicas divide (FSDP2) are added in full, too. Both are rings: n devices add b bytes in
   2 (n - 1) rounds of b / n bytes, and gather n parts of b / n bytes in n - 1 rounds.
 * Eq. 4 doubles the forward, as a frozen backbone has no weight gradients. If a profile has measured another ratio,
-  1 / `forward_fraction` stands in place of the 2. Overheads of passes are not in Eq. 3 and 4, and are added.
-* Eq. 3 has the same adapters in every layer, and the gradient of every row. Here a task's adapters lie in the layers
+  1 / `forward_fraction` replaces the 2. Overheads of passes are not in Eq. 3 and 4, and are added.
+* Eq. 3 has the same adapters in every layer, and the gradient of every row. Here a task's adapters are in the layers
   from its lowest one on, and layers below the lowest adapter of all tasks of a pass have no backward. Rows of single
   tasks that need no gradient, and rows that the last layer leaves out, are not subtracted.
 """

@@ -20,7 +20,7 @@ class AdapterLoad:
         width: input plus output features of the linear layer.
         cut_width: the part of `width` that tensor parallelism divides: outputs of column-parallel layers, inputs of
             row-parallel ones; 0 for a layer that stays whole.
-        is_routed: whether `rank` is the rank of all experts of a mixture together, of which a token uses some.
+        is_routed: whether `rank` is the rank of all experts of a mixture together, while a token uses some of them.
     """
 
     rank: int

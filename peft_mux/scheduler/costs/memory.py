@@ -146,7 +146,7 @@ class MemoryModel:
         return _ALLOCATOR_MARGINS.get(self.device_type, 0.0) if self.allocator_margin is None else self.allocator_margin
 
     def static_bytes(self, loads: Sequence[TaskLoad], stage: int = 0) -> int:
-        """Return the bytes that lie on each device of a stage whatever is computed: the first two terms of Eq. 5."""
+        """Return the bytes on each device of a stage that no pass changes: the first two terms of Eq. 5."""
         estimate = self.estimate_stage(loads, 0, 0, stage)
         return estimate.backbone_bytes + estimate.adapter_bytes
 

@@ -1,6 +1,6 @@
 """`ModelShape`: what estimates of seconds and bytes need to know of a backbone, and how its layers form stages.
 
-M Eq. 5 spreads a backbone evenly over stages. Its embedding lies on the first stage, though, its output head on the
+M Eq. 5 spreads a backbone evenly over stages. Its embedding is on the first stage, though, its output head on the
 last one; tensor parallelism cuts the linear layers and the head and leaves norms and the embedding whole
 (`peft_mux.engine.tensor.parallel`); and FSDP2 gathers one unit after another (`peft_mux.engine.fsdp`).
 """
@@ -15,12 +15,12 @@ class FrozenParts:
     """Bytes of the frozen weights of a backbone.
 
     Attributes:
-        before_bytes: bytes of the embeddings, learned positions included; they lie on the first stage.
+        before_bytes: bytes of the embeddings, learned positions included; they are on the first stage.
         layer_bytes: bytes of one layer, as a mean over all layers.
         cut_bytes: the part of `layer_bytes` that tensor parallelism divides; the rest is whole on every device.
-        after_bytes: bytes of the last norm and what else follows the layers; they lie on the last stage.
-        head_bytes: bytes of the output head, which tensor parallelism divides; they lie on the last stage.
-        is_tied: whether the head is the embedding's weight, which takes no room of its own if both lie on one stage.
+        after_bytes: bytes of the last norm and what else follows the layers; they are on the last stage.
+        head_bytes: bytes of the output head, which tensor parallelism divides; they are on the last stage.
+        is_tied: whether the head is the embedding's weight, which takes no room of its own if both are on one stage.
     """
 
     before_bytes: int
@@ -38,7 +38,7 @@ class FrozenParts:
         return cls(0, layer_bytes, layer_bytes, backbone_bytes - num_layers * layer_bytes, 0)
 
     def device_bytes(self, num_layers: int, *, is_first: bool, is_last: bool, devices: int = 1) -> float:
-        """Return the bytes that lie on each device of a stage.
+        """Return the bytes on each device of a stage.
 
         Args:
             num_layers: layers that the stage has.

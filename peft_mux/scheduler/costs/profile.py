@@ -519,14 +519,14 @@ def profile_text(profile: Profile) -> str:
         layer, attention, head = (f"{1e3 * seconds:.3f} ms" for seconds in times)
         lines.append(f"  {tokens:>8,}  {layer:>10}  {attention:>13}  {head:>10}")
     lines.append(
-        f"  a pass costs {1e3 * profile.pass_overhead_s:.2f} ms whatever its size, of which the forward takes"
+        f"  a pass costs {1e3 * profile.pass_overhead_s:.2f} ms whatever its size; its forward takes"
         f" {profile.forward_fraction:.0%}"
     )
     if profile.overlap is not None:
         known = profile.overlap
         lines.append(
             f"  passes in turns: a turn costs {1e6 * known.turn_s:,.0f} us, computing is {known.slowdown:.0%} slower"
-            f" beside a sum; one after another, a sum is waited for {known.skew:.0%} of the computing before it longer;"
+            f" during a sum; one after another, a sum is waited for {known.skew:.0%} of the computing before it longer;"
             f" the host takes {1e6 * known.host_s:,.0f} us more for what lies between two sums"
         )
     if profile.source == "measured":

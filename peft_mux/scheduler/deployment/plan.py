@@ -104,7 +104,7 @@ class DeploymentPlan:
         configurations: the configurations that were combined into deployments.
         candidates: deployments that were considered: those solved by time, then others by bound; the first of them
             if they are many.
-        statistics: how many deployments were considered, and what became of them.
+        statistics: how many deployments were considered, and the outcomes.
     """
 
     groups: tuple[ReplicaGroup, ...]
@@ -192,7 +192,7 @@ class DeploymentPlan:
     summary = __str__
 
     def picture(self) -> str:
-        """Return bars as in L Figure 9: seconds of each group, and what of each bucket lies on it."""
+        """Return bars as in L Figure 9: seconds of each group, with the part of each bucket in it."""
         boundaries = self.bucketing.boundaries
         signs = [_BUCKET_SIGNS[index % len(_BUCKET_SIGNS)] for index in range(len(boundaries))]
         totals = list(map(sum, zip(*self.expected.counts, strict=True)))

@@ -166,7 +166,7 @@ def plan_deployment(
     options = SolverOptions(solver, time_limit_s, relative_gap, budget_s)
     search = BestFirstSearch(problem, kept.counts, kept.bounds_s, options, prune=lower_bound_filter)
     statuses = [answer.status for answer in search.answers.values()]
-    # What was left to solve and then was not, but for want of time, could not beat the best.
+    # A deployment that was not solved, other than for lack of time, could not beat the best.
     numbers["num_out_of_reach"] += len(kept) - len(statuses) - len(search.unreached)
     groups = replica_groups(configs, kept.counts[search.best_row], time_model)
     return DeploymentPlan(
@@ -261,9 +261,9 @@ def filter_plans(
         max_dropped: how many of those dropped for either reason are returned.
 
     Returns:
-        The deployments that are left to solve, least bound first but for rounding; some of those that were dropped, as
-        another one is known to be faster than their bound and then by Theorem 1, each least bound first; and how many
-        there are of each, as `PlanningStatistics` has it.
+        The deployments that are left to solve, by increasing bound except for rounding; some of those that were dropped
+        because another one is faster than their bound, then by Theorem 1, each by increasing bound; and the number of
+        each, as in `PlanningStatistics`.
     """
     sizes = full.num_gpus.tolist()
     holds_longest = full.max_tokens >= full.lengths[-1]

@@ -17,12 +17,11 @@ from peft_mux.scheduler.dispatching.ilp import solve_ilp
 from peft_mux.scheduler.dispatching.problem import RELATIVE_ROUNDING, DispatchProblem, length_based, relocate
 
 _WAVE = 32
-"""Deployments of which the first are timed by rules, and after which the order of bounds is checked again."""
+"""Number of deployments in a wave: the first are timed by rules, and the order of bounds is checked again after it."""
 _LEAST_LIMIT_S = 1.0
 """What a solver gets even if less of the budget is left: with hardly any time it finds nothing at all."""
 _TRIED_BY_RULES = 2048
-"""Deployments of which the rules choose a wave after the first one, so that a good one is found before the order of
-bounds gets there."""
+"""Number of deployments from which the rules choose a wave after the first one, so that a good one is found early."""
 
 
 @dataclass(frozen=True, slots=True)

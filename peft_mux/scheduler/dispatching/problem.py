@@ -182,7 +182,7 @@ def uniform(problem: DispatchProblem) -> np.ndarray:
 def carried_over(problem: DispatchProblem, last_lengths: np.ndarray, last_counts: np.ndarray) -> np.ndarray:
     """Return counts with each group's share of a bucket as in another step's dispatch.
 
-    The bucket of that step is the nearest in padded length whose sequences lie on groups that support this one's; if
+    The bucket of that step is the nearest in padded length whose sequences are on groups that support this one's; if
     there is none, the bucket goes by length. Shares are rounded down, and what is left goes to the largest remainders.
 
     Args:

@@ -162,7 +162,7 @@ def build_template(
         schedule: the rule that orders actions, one of `SCHEDULES`.
         num_chunks: virtual stages a device; 2 or more for `interleaved_1f1b`, any number for `mux`, 1 for the others.
         memory_limit_bytes: bytes that each stage may hold; `None` for no limit.
-        static_bytes: bytes that lie on each stage always (weights, adapters, optimizer states); they count against the
+        static_bytes: bytes that are always on each stage (weights, adapters, optimizer states); they count against the
             limit.
         links: the link between neighbouring stages, which matters to the order of `mux` with one chunk alone.
         num_steps: steps between which the pipeline is not drained.

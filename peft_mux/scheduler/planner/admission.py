@@ -92,7 +92,7 @@ def admit(
             lacking = needed_bytes([*admitted, load]) - limit_bytes
             if lacking > 0:
                 company = ", ".join(one.name for one in admitted) or "the backbone"
-                reason = f"{bytes_text(lacking)} too much beside {company}; runs when others end"
+                reason = f"{bytes_text(lacking)} too much next to {company}; runs when others end"
                 waiting.append(Waiting(load.name, reason))
                 continue
         admitted.append(load)

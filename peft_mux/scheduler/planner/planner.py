@@ -62,7 +62,7 @@ _LEAST_PASS_TOKENS = 64
 _LARGEST_TO_MEAN_PASS = 1.5
 """A step of up to half as many tokens again as a typical one is cut into as many passes (`data.packing.passes`)."""
 _WORTH_MORE = 0.995
-"""Part of the makespan found so far that another number has to beat: simulating many micro-batches takes seconds."""
+"""Part of the makespan found so far that another number must beat: simulating many micro-batches takes seconds."""
 _LARGE_ACTIONS = 2_000
 """Actions of a step from which simulating every number of micro-batches would take seconds; the search ends earlier."""
 _MOST_ACTIONS = 8_000
@@ -137,7 +137,7 @@ def plan_tasks(
     for width in range(2, MOST_PASSES_IN_TURNS + 1):
         try:
             found = plan_at(width)
-        except ValueError:  # memory, of which a wider group holds even more
+        except ValueError:  # memory; a wider group holds even more
             break
         fits = budget.limit_bytes is None or max(found.peak_bytes, default=0) <= budget.limit_bytes
         # Fewer tasks, or a running one that is too large for so many passes, is no faster plan of the same step. And if
@@ -379,7 +379,7 @@ class _Search:
 
     def _compare(self, cuts: list[CutHTask], count: int, most_s: float, *, is_grouped: bool) -> None:
         """Simulate the groupings of a partition into each number of buckets; keep one that takes less than `most_s`."""
-        # Eq. 7 balances the latencies of a clock, of which a step has as many as the hTask with most passes. It does so
+        # Eq. 7 balances the latencies of a clock; a step has as many clocks as the hTask with most passes. It does so
         # for a given P; which P is best only the simulation shows.
         clocks = max(cut.num_chains for cut in cuts)
         first_stage_s = [float(cut.stage_s[:, 0].sum()) / clocks for cut in cuts]
@@ -466,7 +466,7 @@ class _Search:
         """Return a grouping as a plan, with what it holds."""
         cuts, buckets, max_tokens = found.cuts, found.buckets, self.admission.max_tokens
         if self.cost.num_stages == 1:
-            # hTasks stand in the order in which they run.
+            # hTasks are in the order in which they run.
             cuts = [cuts[index] for bucket in buckets for index in bucket]
             ends = itertools.accumulate(map(len, buckets), initial=0)
             buckets = tuple(tuple(range(start, end)) for start, end in itertools.pairwise(ends))
@@ -506,7 +506,7 @@ class _Search:
                     )
                 )
                 max_tokens = max(1, min(max_tokens, int(growth * max(cut.held_tokens for cut in cuts))))
-        # Tasks lie in the stream of a pass in the order in which they came, which affects its rounding.
+        # Tasks are in the stream of a pass in the order of their arrival, which affects its rounding.
         arrived = [load.name for load in self.admission.in_order]
         htasks = tuple(
             HTask(

@@ -108,7 +108,7 @@ def choose_layers(
     if num_stages == 1 or not any(load.lengths for load in loads):
         return split_layers(num_layers, num_stages)
     count = _MICRO_BATCHES_PER_STAGE * num_stages
-    # Virtual stages of a device lie apart, so that none of its layers are known to be below all adapters.
+    # Virtual stages of a device are not adjacent, so that none of its layers are known to be below all adapters.
     timed = loads if num_chunks == 1 else [replace(load, lowest_layer=0) for load in loads]
     passes = cut_into_passes([task_rows(load) for load in timed], PassRules(), bound=max_tokens, num_passes=count)
     layer_by_layer = CostModel(

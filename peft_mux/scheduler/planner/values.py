@@ -18,7 +18,7 @@ class HTask:
     """Tasks that are fused spatially: their tokens share every pass through the backbone (M §3.3).
 
     Attributes:
-        tasks: names of its tasks, in the order in which they lie in the stream of a pass.
+        tasks: names of its tasks, in their order in the stream of a pass.
         micro_batches: passes of a typical step.
         tokens_per_micro_batch: mean tokens of a pass.
         pass_s: mean predicted seconds of a pass, forward and backward, over all stages.

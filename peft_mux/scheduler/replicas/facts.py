@@ -75,7 +75,7 @@ class ReplicaFacts:
         model, tokens = self.memory_of(config), _UNBOUNDED_TOKENS
         for stage in range(config.pp):
             in_flight = config.pp - stage
-            # One look at a stage that holds as much as the stages before it spares the search.
+            # One look at a stage that holds as much as the stages before it avoids the search.
             if model.peak_bytes(self.loads, tokens, in_flight=in_flight, stage=stage) > self.limit_bytes:
                 tokens = model.max_tokens(self.loads, self.limit_bytes, in_flight=in_flight, stage=stage)
         return None if tokens >= _UNBOUNDED_TOKENS else tokens

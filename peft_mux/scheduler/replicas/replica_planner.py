@@ -100,7 +100,7 @@ class ReplicaPlanner:
         ]
         limit_bytes = facts.limit_bytes
         if limit_bytes is not None:
-            # The adapters of tasks without rows lie there as well.
+            # The adapters of tasks without rows are there as well.
             limit_bytes -= max(
                 int(memory.static_bytes(facts.loads, stage) - memory.static_bytes(loads, stage))
                 for stage in range(config.pp)

@@ -58,7 +58,7 @@ REFUSED_INITIALISERS = {
 """Why some values of `init_lora_weights` that PEFT knows cannot be trained with."""
 
 INITIALISERS = (True, False, "gaussian", "orthogonal", *INITIALISED_FROM_WEIGHTS)
-"""Values of `init_lora_weights`; "pissa_niter_16" and the like match `ITERATED`."""
+"""Values of `init_lora_weights`; "pissa_niter_16" and similar match `ITERATED`."""
 
 ITERATED = re.compile(r"pissa_niter_\d{1,4}")
 GREATEST_FP32 = 3.4e38

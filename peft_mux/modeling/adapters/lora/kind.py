@@ -1,6 +1,6 @@
 """LoRA as a kind of adapters: linear layers through the grouped kernels, embeddings through PEFT's own layer.
 
-Factors lie in a task's slab as the grouped kernels read them. A of the layers that read the same activations lie side
+A task's slab holds factors as the grouped kernels read them. A of the layers that read the same activations are side
 by side, so that they are one matrix without a copy; B lies transposed (`[R, K]`), as it is used::
 
     page   | q.A | k.A | v.A | o.A | q.B^T | k.B^T | v.B^T | o.B^T | gate.A | ...
@@ -56,7 +56,7 @@ class DoubledRank:
 
         W + s (B A - B0 A0) = W + s [B | -B0] [A ; A0]        the scale stays: rank and alpha are both doubled
 
-    So any PEFT, vLLM and the like load it on the backbone as it is, and nothing has to decompose weights again.
+    So PEFT, vLLM and similar load it on the backbone as it is, and nothing must decompose weights again.
 
     Args:
         layers: PEFT's layers that hold initial factors of the adapter, by the prefix of their keys.
@@ -119,7 +119,7 @@ class DoubledRank:
 
 
 def lora_slot(name: str, parameter: nn.Parameter) -> Slot:
-    """Return how a parameter of a LoRA task lies in its slab: A and B as kernels read them, a head as it is.
+    """Return how a parameter of a LoRA task is laid out in its slab: A and B as kernels read them, a head as it is.
 
     Args:
         name: PEFT's own, without the adapter id.

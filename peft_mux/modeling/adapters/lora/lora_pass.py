@@ -259,7 +259,7 @@ class LoraPass:
             ValueError: if the adapters are others, or there are more rows than the pass was made for.
         """
         if tuple(segment.adapter for segment in segments) != self.adapters:
-            raise ValueError(f"adapters of the segments are not {', '.join(self.adapters)}, of which the pass is.")
+            raise ValueError(f"adapters of the segments must be {', '.join(self.adapters)}, as in the pass.")
         if self.segment_tables is not None:
             self.segment_tables.update(*_lengths_and_seeds(segments))
         self.segments = segments

@@ -136,7 +136,7 @@ def remove_prompt(model: Any, adapter: str) -> None:
     encoders = encoders_of(model)
     if adapter in encoders:
         del encoders[adapter], model.prompt_tokens[adapter]  # type: ignore[attr-defined]
-    # Heads go on with the adapter that is active now.
+    # Heads continue with the adapter that is active now.
     active = [model.active_adapter] if model.active_adapter not in ([], adapter) else None
     for module in list(model.backbone.modules()):
         if isinstance(module, ModulesToSaveWrapper):
@@ -352,7 +352,7 @@ def project_prompts(model: Any, tasks: Iterable[str]) -> None:
 
 @torch.no_grad()
 def _projection(encoder: Any) -> torch.Tensor:
-    """Return CPT's projection of its changes, which leaves rows within their bounds, but for rounding, as they are."""
+    """Return CPT's projection of its changes, which leaves rows within their bounds unchanged, except for rounding."""
     weight = encoder.delta_embedding.weight
     bounds = encoder.get_epsilon().to(weight.device)
     is_within = weight.norm(p=2, dim=1) <= bounds * (1 + _PROJECTION_ROUNDING)
