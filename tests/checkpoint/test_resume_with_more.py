@@ -50,7 +50,7 @@ def test_more_steps_give_the_bits_of_a_run_that_had_them_from_the_start(
     assert run.losses["a"] == whole.losses["a"][4:]
     assert all(torch.equal(weight, whole.weights("a")[key]) for key, weight in run.weights("a").items())
     said = capsys.readouterr().out
-    assert 'task "a": goes on from step 4 with other settings: max_steps 8 -> 12, num_steps 8 -> 12' in said
+    assert 'task "a": resumes from step 4 with other settings: max_steps 8 -> 12, num_steps 8 -> 12' in said
     assert run.trainer.task_statuses["a"] == "succeeded"
 
 
@@ -71,7 +71,7 @@ def test_a_task_that_had_ended_goes_on_from_its_adapter_and_says_that_its_optimi
     ended = {name: first.weights(name) for name in "ab"}
     capsys.readouterr()
     run = resumed(tmp_path, own(max_steps=6), lab.small_task("b", data_seed=2, max_steps=4))
-    assert "its optimizer begins anew" in capsys.readouterr().out
+    assert "its optimizer starts again" in capsys.readouterr().out
     assert len(run.losses["a"]) == 2
     assert "b" not in run.losses
     assert all(torch.equal(weight, ended["b"][key]) for key, weight in run.weights("b").items())

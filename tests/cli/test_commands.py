@@ -187,8 +187,8 @@ def test_resume_with_more_steps_and_another_rate_says_so(
     more = ["--set", "run.max_steps=6", "--set", "tasks.sql.learning_rate=0.5", "--set", "tasks.math.learning_rate=0.5"]
     assert main(["train", str(file), "--resume", *more]) == 0
     said = capsys.readouterr().out
-    assert 'task "sql": goes on from step 3 with other settings: learning_rate 0.01 -> 0.5' in said
-    assert 'task "math": has ended, so that other settings come to nothing: learning_rate 0.01 -> 0.5' in said
+    assert 'task "sql": resumes from step 3 with other settings: learning_rate 0.01 -> 0.5' in said
+    assert 'task "math": has ended, so other settings have no effect: learning_rate 0.01 -> 0.5' in said
     assert any(line.split()[:3] == ["sql", "succeeded", "6/6"] for line in said.splitlines())
     assert (
         "error: task \"sql\" must have the settings of its checkpoint, got other ones (peft_config {'task_type': None,"
