@@ -249,7 +249,7 @@ def test_a_number_of_steps_between_evaluations_is_refused_where_no_evaluation_go
     assert arguments(eval_strategy=strategy).eval_steps is None
 
 
-def test_what_belongs_to_each_task_or_has_a_longer_name_is_said_so() -> None:
+def test_what_belongs_to_each_task_or_has_a_longer_name_is_reported() -> None:
     assert "args.train_batch_size must be a setting of this class, got 3" in refusal(train_batch_size=3)
     assert "Use learning_rate." in refusal(lr=1e-3)
 

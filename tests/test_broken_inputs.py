@@ -392,7 +392,7 @@ def message(fault: Fault, folder: Path, capsys: pytest.CaptureFixture[str]) -> s
 
 
 @pytest.mark.parametrize("fault", FAULTS, ids=[fault.name for fault in FAULTS])
-def test_the_owner_reads(fault: Fault, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_user_reads(fault: Fault, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     said = message(fault, tmp_path, capsys)
     assert "Traceback" not in said
     for piece in fault.says:

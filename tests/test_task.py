@@ -336,7 +336,7 @@ def test_an_unknown_field_is_refused_with_what_was_meant(settings: dict[str, Any
         task(**settings)
 
 
-def test_all_unknown_and_missing_fields_are_told_at_once() -> None:
+def test_all_unknown_and_missing_fields_are_reported_at_once() -> None:
     with pytest.raises(ConfigError) as caught:
         Task(nam="own", train_dataset=ROWS, lr=1.0)  # type: ignore[call-arg]
     found = [fault.where for fault in caught.value.faults]

@@ -114,7 +114,7 @@ def test_a_setting_of_the_process_that_own_code_leaves_is_put_back(name: str, fa
     assert asked() == before
 
 
-def test_a_timer_of_the_program_goes_on_and_one_that_own_code_sets_does_not_ring() -> None:
+def test_a_timer_of_the_program_continues_and_one_that_own_code_sets_does_not_ring() -> None:
     rung: list[int] = []
     before = signal.signal(signal.SIGVTALRM, lambda *_: rung.append(1))
     try:
@@ -156,7 +156,7 @@ def test_what_the_user_of_the_run_asks_for_passes(error: BaseException) -> None:
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_the_listener_is_told_how_long_it_took_whether_it_failed_or_not(fails: bool) -> None:
+def test_the_listener_gets_how_long_it_took_whether_it_failed_or_not(fails: bool) -> None:
     told: list[tuple[str, str, float]] = []
 
     def run() -> None:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import socket
+import uuid
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
@@ -109,6 +111,8 @@ class Opening:
         # Connected first, so that the others learn at once if another process uses the folder.
         resume = self.connect(resume)
         with saver.keep_folder(root, goes_on=not resume):
+            if self._run.args.save_strategy != "no":
+                self._require_one_folder()
             saver.note_loading("model")
             # Checked before weights are loaded.
             if resume and saver.is_writer:
@@ -117,6 +121,29 @@ class Opening:
                 refuse_held_folder(root)
             self.open(resume)
             yield
+
+    def _require_one_folder(self) -> None:
+        """Require that every process sees the run folder of the one that writes, as on a disk that machines share.
+
+        Raises:
+            ConfigError: on every process, naming the ranks and hosts that do not.
+        """
+        run = self._run
+        if run.processes.is_alone:
+            return
+        # A new name, which no network file system remembers as absent; what a crash leaves of it is removed later on.
+        probe = f".tmp-{uuid.uuid4().hex}" if run.saver.is_writer else ""
+        if probe:
+            (run.root / probe).touch()
+        probe = max(run.processes.gather(probe))
+        sees = run.processes.gather(((run.root / probe).exists(), f"{socket.gethostname()}:{run.root.absolute()}"))
+        if run.saver.is_writer:
+            (run.root / probe).unlink(missing_ok=True)
+        blind = ", ".join(f"{where} (rank {rank})" for rank, (has_seen, where) in enumerate(sees) if not has_seen)
+        if blind:
+            fix = "Set output_dir to a folder on a disk that all machines share."
+            allowed = f"the same folder for every process, {sees[0][1]} as on rank 0"
+            raise_faults([Fault("args.output_dir", f"another one in {blind}", allowed, fix)])
 
     def open(self, resume: str | bool | None) -> None:
         """Load the model, open the run folder, restore the tasks, and plan; see `opened`."""

@@ -285,7 +285,7 @@ def test_a_second_trainer_of_one_process_in_a_folder_is_refused(tmp_path: Path) 
 
 
 @pytest.mark.parametrize("content", [b"", b"not JSON", b'{"pid": 1, "host": "gone"}', b"\xff" * 5000])
-def test_a_lock_that_a_dead_process_left_keeps_nobody_out(content: bytes, sound: Outcome, tmp_path: Path) -> None:
+def test_a_lock_that_a_dead_process_left_locks_no_one_out(content: bytes, sound: Outcome, tmp_path: Path) -> None:
     (tmp_path / "run.lock").write_bytes(content)
     assert attacks.train(two_tasks(), tmp_path, **SAVING).weights == sound.weights
 

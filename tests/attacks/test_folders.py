@@ -118,7 +118,7 @@ HONEST_NAMES = ["mlp", "self_attn", "weight", "lora_A", "lora_B", "default", "de
 HONEST_NAMES += ["0", "base_model", "model", "layers", "base_layer", "q_proj", "adapter", "a-b", "A" * 64]
 
 
-def test_names_that_are_words_of_peft_harm_nobody(tmp_path: Path, record_property: Any) -> None:
+def test_names_that_are_words_of_peft_do_no_harm(tmp_path: Path, record_property: Any) -> None:
     tasks = [nano_task(name, number) for number, name in enumerate(HONEST_NAMES)]
     together = attacks.train(tasks, tmp_path / "together", **SAVING)
     assert set(together.statuses.values()) == {"succeeded"}
@@ -132,7 +132,7 @@ def test_names_that_are_words_of_peft_harm_nobody(tmp_path: Path, record_propert
     record_property(COUNT, len(HONEST_NAMES))
 
 
-def test_names_that_differ_in_case_alone_are_refused_beside_each_other(tmp_path: Path) -> None:
+def test_names_that_differ_in_case_alone_are_refused_next_to_each_other(tmp_path: Path) -> None:
     with pytest.raises(PeftMuxError, match="case"):
         attacks.make_trainer([nano_task("Own"), nano_task("oWN")], tmp_path)
 

@@ -67,7 +67,7 @@ def test_a_run_killed_again_and_again_ends_in_the_same_files(
     record_property(COUNT, num_kills)
 
 
-def test_a_run_killed_before_its_first_save_trains_anew_in_its_folder(
+def test_a_run_killed_before_its_first_save_trains_again_in_its_folder(
     helper: Helper, whole: Whole, tmp_path: Path
 ) -> None:
     folder = tmp_path / "run"

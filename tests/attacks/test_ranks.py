@@ -82,7 +82,7 @@ def healthy(model: str, tmp_path_factory: pytest.TempPathFactory) -> Healthy:
 
 
 @pytest.mark.parametrize("attack", sampled(attacks_of(ISOLATED), fast=0, slow=7))
-def test_a_task_that_fails_on_one_process_fails_on_all_and_the_others_go_on(
+def test_a_task_that_fails_on_one_process_fails_on_all_and_the_others_continue(
     attack: Attack, model: str, healthy: Healthy, tmp_path: Path
 ) -> None:
     world_size, arguments = LAYOUTS[attack.layout]

@@ -207,7 +207,7 @@ def test_tasks_that_threads_register_before_a_run_train_in_it(tmp_path: Path) ->
     assert len(trainer.task_statuses) == 5
 
 
-def test_after_a_run_threads_may_go_on(tmp_path: Path) -> None:
+def test_after_a_run_threads_may_continue(tmp_path: Path) -> None:
     trainer = attacks.make_trainer([nano_task("host", 1, eval_dataset=rows(3, 2))], tmp_path)
     trainer.train()
     guests = [nano_task(f"guest{number}", number, max_steps=2) for number in range(3)]
@@ -223,7 +223,7 @@ def test_after_a_run_threads_may_go_on(tmp_path: Path) -> None:
     assert set(trainer.task_statuses.values()) == {"succeeded"}
 
 
-def test_a_second_thread_that_trains_is_refused_and_the_first_goes_on(tmp_path: Path) -> None:
+def test_a_second_thread_that_trains_is_refused_and_the_first_continues(tmp_path: Path) -> None:
     trainer = attacks.make_trainer([host()], tmp_path)
     callers = Callers([[trainer.train]])
     train_until(trainer, callers)
@@ -275,7 +275,7 @@ def test_an_evaluation_asked_for_by_a_thread_changes_no_bit(tmp_path: Path) -> N
     assert asked.digests["host"][:count] == left_alone.digests["host"][:count]
 
 
-def test_what_is_wrong_is_told_to_who_asked_and_to_nobody_else(tmp_path: Path) -> None:
+def test_an_error_reaches_only_the_thread_that_asked(tmp_path: Path) -> None:
     trainer = attacks.make_trainer([host()], tmp_path)
     wrong = [
         lambda: trainer.register_tasks([nano_task("HOST", 2)]),

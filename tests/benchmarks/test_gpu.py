@@ -140,7 +140,7 @@ def test_gains_are_ratios_of_the_times_of_all_tasks(through_slices: dict[str, An
     assert rows["gains by tokens a task"] == {"32": {key: row[key] for key in row if key.startswith("gain")}}
 
 
-def test_the_rehearsal_holds_every_contender_against_float64(path: str, report: dict[str, Any]) -> None:
+def test_the_rehearsal_compares_every_contender_with_float64(path: str, report: dict[str, Any]) -> None:
     rows = rows_of(report, "kernels")
     tables = [row for row in rows.values() if "contenders" in row]
     assert len(tables) == 2
@@ -170,7 +170,7 @@ def test_every_trainer_has_the_losses_of_plain_peft_also_after_an_update(report:
             assert all(len(row["losses"]) == 2 and row["is_right"] for row in found), name
 
 
-def test_the_report_tells_which_path_the_model_took(path: str, report: dict[str, Any]) -> None:
+def test_the_report_says_which_path_the_model_took(path: str, report: dict[str, Any]) -> None:
     groups = {"layer": 4, END_TO_END: 8}  # q/k/v, o, gate/up and down of each layer
     for part, count in groups.items():
         if part not in report["parts"]:
@@ -543,7 +543,7 @@ def test_a_name_of_no_part_is_refused_and_the_plan_can_be_read_without_a_gpu(
     assert lines[-1].endswith("25 s of starting included")
 
 
-def test_the_exit_code_tells_of_a_check_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_exit_code_reports_a_check_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["--rehearse", "--parts", "adamw", "--output", str(tmp_path / "report.json")]
     assert gpu.main(command) == 0
     monkeypatch.setattr(multi_adamw, "foreach_update", lambda pages, verdicts: verdicts.tolist())

@@ -81,7 +81,7 @@ def test_ours_lays_adapters_out_so_that_a_group_reads_its_input_once() -> None:
     assert ours.group.joint.gradients is not None
 
 
-def test_without_a_gpu_and_an_interpreter_slices_stand_in_and_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_gpu_and_an_interpreter_slices_replace_them_and_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = kernels.measure(Shape(16, (8,), 16, 1, 8), torch.device("cpu"), torch.float32, names=["mux"], rounds=1)
     assert found["contenders"]["mux"]["path"] == "slices"
@@ -97,7 +97,7 @@ def test_a_gpu_without_triton_is_no_reason_to_fall_back(monkeypatch: pytest.Monk
         kernel_mux.mux(problem)
 
 
-def test_a_block_is_the_sum_of_its_groups_for_whoever_ran_in_all() -> None:
+def test_a_block_is_the_sum_of_its_groups_over_all_contenders() -> None:
     def table(frozen: float, mux: float, other: float | None) -> dict[str, object]:
         rows = {"frozen": {"eager_us": frozen}, "mux": {"eager_us": mux}, "grouped_mm": {"skipped": "absent"}}
         return {"contenders": rows if other is None else {**rows, "grouped_mm": {"eager_us": other}}}

@@ -80,7 +80,7 @@ def test_the_runs_of_one_task_after_another_add_up(monkeypatch: pytest.MonkeyPat
     assert measure([ONE, apart], CASE, 1, Path("backbone"))["apart"].seconds == [4.0]
 
 
-def test_the_page_has_each_figure_beside_the_papers_and_names_what_was_left_out() -> None:
+def test_the_page_has_each_figure_next_to_the_papers_and_names_what_was_left_out() -> None:
     row = Row("a", "M Fig. 14, pp2, uniform: against hf", "up to 2.33x", 1.5, "x", "mux 1.00 s; hf 1.50 s")
     hardware = {"cpu": "a CPU", "cores": 2, "load_average": None}
     found = {
@@ -114,7 +114,7 @@ def test_parts_that_are_run_again_take_the_place_of_theirs_and_others_stay_where
     assert other["rows"] == []
 
 
-def test_a_part_that_fails_is_told_and_the_others_run(
+def test_a_part_that_fails_is_reported_and_the_others_run(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     import benchmarks.papers.run as command

@@ -15,7 +15,9 @@ from benchmarks.planner import times as planner
 from benchmarks.planner.cluster import __main__ as cluster
 
 
-def test_a_missing_trace_is_said_with_the_way_to_get_one(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_missing_trace_is_reported_with_the_way_to_get_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert cluster.main(["--data", str(tmp_path)]) == 2
     assert "--data" in capsys.readouterr().out
 
@@ -113,7 +115,7 @@ def test_mixes_of_the_policies_are_of_many_sizes_within_the_stated_bounds() -> N
     assert min(tokens) < 1024 < max(tokens), "some steps need several passes of 1,024 tokens, and some do not"
 
 
-def test_the_planned_step_is_held_against_each_baseline_apart() -> None:
+def test_the_planned_step_is_compared_with_each_baseline_apart() -> None:
     row = planner_policies.Row(2, 900, {}, {}, {}, {"mux": 3.0, "together": 4.0, "interleaved": 2.0})
     assert row.ratios == {"together": 0.75, "interleaved": 1.5, "better": 1.5}
     assert planner_policies.summarise([row])["together"] == {"median": 0.75, "worst": 0.75, "best": 0.75}

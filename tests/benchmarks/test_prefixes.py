@@ -22,7 +22,7 @@ def named(name: str) -> SetUp:
 
 
 @pytest.mark.parametrize("kind", LEAST_GAIN)
-def test_rows_of_a_set_up_begin_alike_as_far_as_its_name_promises(kind: str) -> None:
+def test_rows_of_a_set_up_share_a_prefix_as_far_as_its_name_promises(kind: str) -> None:
     for set_up in SET_UPS:
         if set_up.name.startswith(kind):
             found = batches(set_up, 2, 1)

@@ -188,7 +188,7 @@ def sent(operators: dict[str, Operator]) -> frozenset[str]:
     return frozenset(name for name, operator in operators.items() if operator.kind == "communication")
 
 
-def test_what_runs_beside_a_communication_does_not_delay_its_start() -> None:
+def test_what_runs_next_to_a_communication_does_not_delay_its_start() -> None:
     operators = [
         Operator("a", "compute", 1.0),
         Operator("sent", "communication", 2.0, ("a",)),
@@ -200,7 +200,7 @@ def test_what_runs_beside_a_communication_does_not_delay_its_start() -> None:
     assert simulate_streams(launches, graphs).spans[0].communication_start_s == 1.0
 
 
-def test_the_output_projection_beside_its_add_hides_more_than_beside_the_attention() -> None:
+def test_the_output_projection_next_to_its_add_hides_more_than_next_to_the_attention() -> None:
     def bucket(before_lora: float, after_lora: float) -> Graphs:
         graphs = []
         for htask in ("h0", "h1"):

@@ -136,7 +136,9 @@ def test_a_checkpoint_of_another_run_is_refused_unless_its_own_folder_is_named(
     assert storage.unsealed_json(newest_record(tmp_path / "own"))["run"] not in ids.values()
 
 
-def test_a_trainer_does_not_go_on_with_another_run_put_in_the_place_of_its_own(crashed: Path, tmp_path: Path) -> None:
+def test_a_trainer_does_not_continue_with_another_run_put_in_the_place_of_its_own(
+    crashed: Path, tmp_path: Path
+) -> None:
     root = tmp_path / "run"
     trainer = lab.make_trainer(tasks(), root, recorder=Recorder(at_end={5: crash}), **SAVING)
     with pytest.raises(Killed):
@@ -152,7 +154,7 @@ def newest_record(root: Path) -> Path:
 
 
 @pytest.mark.parametrize("act", [flip, truncate, Path.unlink])
-def test_with_a_torn_record_the_run_goes_on_from_the_one_before_it(
+def test_with_a_torn_record_the_run_resumes_from_the_one_before_it(
     act: Callable[[Path], None], root: Path, whole: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     torn = newest_record(root)

@@ -206,7 +206,7 @@ def test_a_state_that_is_no_json_of_ours_is_named(content: bytes, tmp_path: Path
         ("bf16", {"bf16": True}),
     ],
 )
-def test_resuming_with_what_decides_the_bits_changed_is_said_and_recorded(
+def test_resuming_with_what_decides_the_bits_changed_is_reported_and_recorded(
     field: str, changed: dict[str, Any], root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     _, said = resume(root, capsys, **changed)
@@ -216,7 +216,7 @@ def test_resuming_with_what_decides_the_bits_changed_is_said_and_recorded(
     assert (event["name"], event["now"], event["run_step"]) == (field, changed[field], 4)
 
 
-def test_resuming_under_another_torch_is_said_and_under_the_same_nothing(
+def test_resuming_under_another_torch_is_reported_and_under_the_same_nothing(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = root / "state" / NEWEST
@@ -229,7 +229,7 @@ def test_resuming_under_another_torch_is_said_and_under_the_same_nothing(
     assert "resumed with another" not in said
 
 
-def test_a_record_of_the_format_before_goes_on(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_record_of_the_format_before_continues(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (root / "state").iterdir():
         record = storage.unsealed_json(path)
         for name in ("removed", "numerics", "run"):

@@ -41,7 +41,7 @@ def test_a_run_folder_says_with_what_it_was_trained_and_not_where(tmp_path: Path
         assert f"/{secret}" not in text
 
 
-def test_the_checkout_is_told_by_its_commit_and_whether_files_differ(
+def test_the_checkout_is_reported_by_its_commit_and_whether_files_differ(
     args: MultiTaskTrainingArguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "checkout").mkdir()
@@ -78,7 +78,7 @@ def test_the_checkout_is_that_of_the_script_wherever_it_was_started(
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 2.0)])
-def test_where_git_is_absent_or_slow_a_run_goes_on_without(
+def test_where_git_is_absent_or_slow_a_run_continues_without(
     error: Exception, args: MultiTaskTrainingArguments, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def run(*words: object, timeout: float, **options: object) -> None:

@@ -73,7 +73,7 @@ def test_a_removed_task_that_is_given_again_stays_removed_and_its_adapter_as_it_
     assert_stays_removed(resume(tmp_path, first(), second(), **options), tmp_path, before, step=step)
 
 
-def test_the_others_go_on_where_they_were_saved_when_a_removal_was_the_last_thing_written(tmp_path: Path) -> None:
+def test_the_others_resume_where_they_were_saved_when_a_removal_was_the_last_thing_written(tmp_path: Path) -> None:
     whole = lab.train([first(), second()], tmp_path / "whole", recorder=Recorder(at_end={3: remove_b}), **SAVING)
     interrupted(tmp_path / "run", {3: remove_b, 4: crash})
     run = resume(tmp_path / "run", first(), second())

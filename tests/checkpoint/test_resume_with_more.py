@@ -64,7 +64,7 @@ def test_changed_rates_hold_from_here_on_and_follow_their_schedule(tmp_path: Pat
     assert run.trainer.table["a"].step == after.trainer.table["a"].step == 16
 
 
-def test_a_task_that_had_ended_goes_on_from_its_adapter_and_says_that_its_optimizer_begins_anew(
+def test_a_task_that_had_ended_resumes_from_its_adapter_and_says_that_its_optimizer_starts_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     first = lab.train([own(max_steps=4), lab.small_task("b", data_seed=2, max_steps=4)], tmp_path, **SAVING)
@@ -128,7 +128,7 @@ PAIRS = [{"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6, 7, 
         ({"objective": "orpo"}, "'objective': 'orpo'"),
     ],
 )
-def test_a_task_does_not_go_on_towards_another_loss(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_a_task_does_not_continue_towards_another_loss(settings: dict[str, Any], named: str, tmp_path: Path) -> None:
     def answers(**more: Any) -> Task:
         return replace(own(), train_dataset=PAIRS, **{"objective": "dpo", **more})
 

@@ -35,7 +35,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 
 @pytest.mark.parametrize("options", [SAVING, {}], ids=["saves", "saves nothing"])
-def test_a_second_trainer_in_the_same_folder_is_refused_and_the_first_goes_on(
+def test_a_second_trainer_in_the_same_folder_is_refused_and_the_first_continues(
     options: dict[str, Any], whole: Run, tmp_path: Path
 ) -> None:
     refusals = []
@@ -57,7 +57,7 @@ def test_a_second_trainer_in_the_same_folder_is_refused_and_the_first_goes_on(
     assert not (tmp_path / "run.lock").exists()
 
 
-def test_a_trainer_goes_on_in_its_own_folder_but_not_after_another_has_written_there(
+def test_a_trainer_continues_in_its_own_folder_but_not_after_another_has_written_there(
     whole: Run, tmp_path: Path
 ) -> None:
     recorder = Recorder(at_end={2: stop, 3: stop})
@@ -73,7 +73,7 @@ def test_a_trainer_goes_on_in_its_own_folder_but_not_after_another_has_written_t
     assert files(tmp_path) == before
 
 
-def test_between_two_trainings_a_command_writes_only_what_nobody_else_keeps(tmp_path: Path) -> None:
+def test_between_two_trainings_a_command_writes_only_what_no_other_process_keeps(tmp_path: Path) -> None:
     trainer = lab.make_trainer(tasks(), tmp_path, recorder=Recorder(at_end={2: stop}), **SAVING)
     trainer.train()
     before = files(tmp_path)

@@ -215,7 +215,7 @@ def pause(out: Path, *names: str) -> None:
         Mailbox(out).send({"command": "pause", "task": name})
 
 
-def test_a_training_that_ends_while_a_task_is_paused_says_so_with_a_status_and_the_command_that_goes_on(
+def test_a_training_that_ends_while_a_task_is_paused_says_so_with_a_status_and_the_command_that_continues(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = tmp_path / "out"
@@ -292,7 +292,7 @@ def test_what_libraries_show_can_be_asked_for(file: Path, tmp_path: Path) -> Non
     assert "Generating train split" in shown(tmp_path, "plan", str(file), "--verbose")
 
 
-def test_json_of_a_training_stands_alone_on_standard_output(
+def test_json_of_a_training_is_alone_on_standard_output(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     third = "tasks.third={max_steps: 2}"
@@ -314,7 +314,7 @@ def test_json_of_a_training_stands_alone_on_standard_output(
 # -------------------------------------------------------------------- plan
 
 
-def test_a_profile_is_measured_once_and_read_again_until_asked_anew(
+def test_a_profile_is_measured_once_and_read_again_until_asked_again(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     measured: list[int] = []
@@ -427,7 +427,7 @@ def test_rows_of_an_unknown_form_end_with_2_by_task(
     assert 'Did you mean "prompt"?' in said
 
 
-def test_a_tokenizer_folder_beside_the_file_is_found(
+def test_a_tokenizer_folder_next_to_the_file_is_found(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -460,7 +460,7 @@ def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize(
     ("command", "options"), [("train", ["--resume", "--set"]), ("plan", ["--json", "--set"]), ("demo", ["--fast"])]
 )
-def test_every_command_tells_of_its_options(
+def test_every_command_reports_its_options(
     command: str, options: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     with pytest.raises(SystemExit) as caught:

@@ -115,7 +115,7 @@ def test_a_file_gives_the_same_arguments_and_tasks_as_python(folder: Path) -> No
     assert (config.model, config.tokenizer, config.model_init_kwargs) == ("my-model", None, {})
 
 
-def test_a_model_folder_beside_the_file_is_found_from_anywhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_folder_next_to_the_file_is_found_from_anywhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (folder / "my-model").mkdir()
     (folder / "elsewhere").mkdir()
     monkeypatch.chdir(folder / "elsewhere")
@@ -253,7 +253,7 @@ def test_a_wrong_value_is_named_with_its_own_line(old: str, new: str, line: int,
         read_config(write(folder, good(folder).replace(old, new, 1)))
 
 
-def test_faults_of_keys_values_rows_and_adapters_are_told_in_one_go(folder: Path) -> None:
+def test_faults_of_keys_values_rows_and_adapters_are_reported_in_one_go(folder: Path) -> None:
     text = """\
 model: m
 run: {logging_stepz: 1, save_steps: 0}

@@ -137,7 +137,7 @@ def test_tight_memory_leads_to_unlike_replicas_that_can_be_run_as_they_are_print
     assert data["limit_bytes"] == int(float(limit.split("=")[1]) * GIB)
 
 
-def test_the_image_is_drawn_beside_the_json(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_image_is_drawn_next_to_the_json(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     image = tmp_path / "plan.svg"
     said = planned([str(file), "--deployment", *DEVICES, "--json", "--image", str(image)], capsys)
     assert json.loads(said)["devices"] == "4 x A100-40GB"

@@ -46,7 +46,7 @@ def test_a_first_file_is_written_once_and_can_be_validated(
     assert "".join(text for text, _ in found["sample"]).startswith("say one")
 
 
-def test_what_is_trained_on_is_shown_and_held_out_rows_among_it_are_told(
+def test_what_is_trained_on_is_shown_and_held_out_rows_among_it_are_reported(
     file: Path,
     capsys: pytest.CaptureFixture[str],
 ) -> None:
@@ -57,7 +57,7 @@ def test_what_is_trained_on_is_shown_and_held_out_rows_among_it_are_told(
     assert "say one[ one" in said, "what carries loss is marked"
 
 
-def test_lengths_are_drawn_and_it_is_told_whether_the_end_of_sequence_is_trained(
+def test_lengths_are_drawn_and_it_is_shown_whether_the_end_of_sequence_is_trained(
     file: Path,
     made: Path,
     capsys: pytest.CaptureFixture[str],

@@ -32,7 +32,7 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return path
 
 
-def test_a_task_is_trained_with_all_combinations_beside_one_that_is_not_swept(
+def test_a_task_is_trained_with_all_combinations_next_to_one_that_is_not_swept(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     grid = ["--sweep", "tasks.sql.learning_rate=1e-3,1e-2", "--sweep", "tasks.sql.peft.r=1,2"]

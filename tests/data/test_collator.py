@@ -127,7 +127,7 @@ def test_micro_batches_keep_to_their_tokens_their_order_and_their_offsets(drawn:
 
 @PROPERTY
 @given(steps())
-def test_parts_of_a_row_lie_in_consecutive_micro_batches_which_are_a_chain(drawn: Drawn) -> None:
+def test_parts_of_a_row_are_in_consecutive_micro_batches_which_are_a_chain(drawn: Drawn) -> None:
     batches, max_tokens, _ = drawn
     rows = {batch.task: batch for batch in batches}
     micro_batches = splitting(drawn[2].rules.chunk_size).micro_batches(batches, max_tokens=max_tokens)
@@ -209,7 +209,7 @@ def test_rows_that_fit_are_laid_out_as_if_nothing_could_be_split() -> None:
         assert one.token_places.tolist() == other.token_places.tolist()
 
 
-def test_short_rows_fill_the_room_beside_parts() -> None:
+def test_short_rows_fill_the_room_next_to_parts() -> None:
     batches = [make_batch("a", [66]), make_batch("b", [8, 8, 9, 7])]
     micro_batches = splitting(8).micro_batches(batches, max_tokens=32)
     assert [micro.sequence_lengths for micro in micro_batches] == [(24, 8), (24, 8), (18, 9), (7,)]
@@ -222,7 +222,7 @@ def test_a_row_with_a_class_stays_whole() -> None:
     assert micro.parts == ()
 
 
-def test_padding_beside_a_part_belongs_to_no_row() -> None:
+def test_padding_next_to_a_part_belongs_to_no_row() -> None:
     first, last = splitting(16, pad_to_chunks=True).micro_batches([make_batch("a", [41])], max_tokens=32)
     assert first.num_padding_tokens == 0
     assert last.num_padding_tokens == 7

@@ -79,7 +79,7 @@ def test_a_stream_of_other_rows_stays_a_stream_that_can_be_read_again() -> None:
     assert [list(own.train_dataset) for _ in range(2)] == [list(task(row_format="alpaca_chat").train_dataset)] * 2
 
 
-def test_a_task_that_is_made_anew_of_another_reads_its_rows_once() -> None:
+def test_a_task_that_is_made_again_of_another_reads_its_rows_once() -> None:
     own = replace(task(row_format="alpaca"), seed=3)
     assert own.train_dataset[0]["completion"] == "sat"
 
@@ -142,7 +142,7 @@ def test_a_task_takes_the_path_of_its_rows(kind: str, tmp_path: Path) -> None:
     assert [dict(row) for row in load_rows(path)] == ROWS
 
 
-def test_a_path_that_is_not_there_is_told_with_the_other_faults() -> None:
+def test_a_path_that_is_not_there_is_reported_with_the_other_faults() -> None:
     with pytest.raises(ConfigError) as caught:
         task(train_dataset="absent.csv", learning_rate=-1.0)
     assert str(caught.value).startswith("2 things are wrong:")

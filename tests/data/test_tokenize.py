@@ -379,7 +379,7 @@ def test_rows_with_images_or_sounds_are_refused_by_row_and_column(row: dict[str,
         ("{% for x in %}", "TemplateSyntaxError"),
     ],
 )
-def test_a_chat_template_that_fails_is_told_by_row_and_column(template: str, got: str) -> None:
+def test_a_chat_template_that_fails_is_reported_by_row_and_column(template: str, got: str) -> None:
     rows = [{"messages": [{"role": "user", "content": "the"}]}]
     with pytest.raises(
         DataError, match=rf"^tasks\.own\.train_dataset row 0 column messages .*got {got}.*chat template"
@@ -474,7 +474,7 @@ def test_text_without_a_tokenizer_is_refused() -> None:
         tokenised([{"text": "the"}])
 
 
-def test_all_faults_are_told_together_up_to_ten() -> None:
+def test_all_faults_are_reported_together_up_to_ten() -> None:
     with pytest.raises(DataError) as caught:
         tokenised([{"text": "the"}] + [{"text": None}] * 30, words_tokenizer())
     assert str(caught.value).count("column text") == 1, "one fault is told once, with its rows"
@@ -489,7 +489,7 @@ def test_where_all_faults_are_known_no_others_are_hinted_at() -> None:
     assert "perhaps" not in str(caught.value)
 
 
-def test_numbers_where_text_belongs_are_told_once_with_what_mends_a_csv_file() -> None:
+def test_numbers_where_text_belongs_are_reported_once_with_what_mends_a_csv_file() -> None:
     with pytest.raises(DataError) as caught:
         tokenised([{"prompt": "the", "completion": number} for number in (3, 4, 5, "six")], words_tokenizer())
     assert str(caught.value).startswith(
@@ -499,7 +499,7 @@ def test_numbers_where_text_belongs_are_told_once_with_what_mends_a_csv_file() -
     assert str(caught.value).count("column completion") == 1
 
 
-def test_a_missing_template_is_told_once_for_all_rows() -> None:
+def test_a_missing_template_is_reported_once_for_all_rows() -> None:
     messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
     with pytest.raises(DataError) as caught:
         tokenised([{"messages": messages}] * 6, words_tokenizer())

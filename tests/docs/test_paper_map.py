@@ -56,7 +56,7 @@ def test_every_file_class_and_function_of_the_paper_map_exists(row: str) -> None
 
 
 @pytest.mark.parametrize("document", DOCUMENTS, ids=[path.name for path in DOCUMENTS])
-def test_every_benchmark_that_a_document_tells_to_run_exists(document: Path) -> None:
+def test_every_benchmark_that_a_document_says_to_run_exists(document: Path) -> None:
     for module in re.findall(r"\b(benchmarks(?:\.[a-z_0-9]+)+)\b(?!\.py)", document.read_text(encoding="utf-8")):
         place = ROOT / module.replace(".", "/")
         assert place.with_suffix(".py").exists() or (place / "__main__.py").exists(), f"{module} cannot be run"

@@ -59,14 +59,9 @@ PHRASES = {
 }
 """Patterns, and what to write instead."""
 
-NOT_YET: set[str] = set()
-"""Pages that are not rewritten yet. This list only gets shorter."""
-
-FOLDERS_NOT_YET: set[str] = set()
-"""Folders of `peft_mux/` that are not rewritten yet. This list only gets shorter."""
-
 HISTORY = {"log.md"}
-PAGES = [ROOT / "README.md", *sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in HISTORY)]
+PAGES = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "benchmarks/README.md")]
+PAGES += sorted(path for path in (ROOT / "docs").glob("*.md") if path.name not in HISTORY)
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FOLDERS = sorted(
     {path.parent.relative_to(ROOT / "peft_mux").parts[0] for path in (ROOT / "peft_mux").glob("*/**/*.py")}
@@ -121,20 +116,26 @@ def found_in(text: str) -> list[str]:
 @pytest.mark.parametrize("path", [*PAGES, *NOTEBOOKS], ids=lambda path: path.name)
 def test_a_page_has_none_of_the_phrases(path: Path) -> None:
     found = found_in(prose(path))
-    if path.name in NOT_YET:
-        assert found, f"{path.name} is plain now: remove it from NOT_YET"
-    else:
-        assert found == [], "\n".join(found)
+    assert found == [], "\n".join(found)
 
 
 @pytest.mark.parametrize("folder", ["", *FOLDERS], ids=lambda folder: folder or "the top folder")
 def test_the_texts_of_the_code_have_none_of_the_phrases(folder: str) -> None:
     paths = sorted((ROOT / "peft_mux" / folder).glob("**/*.py" if folder else "*.py"))
     found = [f"{path.relative_to(ROOT)}: {one}" for path in paths for text in texts(path) for one in found_in(text)]
-    if folder in FOLDERS_NOT_YET:
-        assert found, f"{folder} is plain now: remove it from FOLDERS_NOT_YET"
-    else:
-        assert found == [], "\n".join(found)
+    assert found == [], "\n".join(found)
+
+
+def test_the_names_of_tests_have_none_of_the_phrases() -> None:
+    names = [
+        node.name
+        for path in sorted((ROOT / "tests").glob("**/test_*.py"))
+        for node in ast.parse(path.read_text("utf-8")).body
+        if isinstance(node, ast.FunctionDef) and node.name.startswith("test_")
+    ]
+    assert len(names) > 1000
+    found = [f"{name}: {one}" for name in names for one in found_in(name.removeprefix("test_").replace("_", " "))]
+    assert found == [], "\n".join(found)
 
 
 def test_docstrings_comments_and_literals_are_texts_and_code_is_not(tmp_path: Path) -> None:

@@ -57,7 +57,7 @@ def test_memory_that_is_kept_costs_no_page_faults_the_next_time() -> None:
 
 @pytest.mark.skipif(not IS_GLIBC, reason="the C library is not glibc")
 @pytest.mark.skipif("[madvise]" not in HUGE_PAGES, reason="the system makes no huge pages, or without being asked")
-def test_what_is_allocated_while_training_lies_in_huge_pages() -> None:
+def test_what_is_allocated_while_training_is_in_huge_pages() -> None:
     kept, limited = (_huge_page_bytes(limit) for limit in (False, True))
     assert kept > 100 * 2**20, "of 160 MB"
     assert limited == 0, "where a process may hold so many addresses and no more, none are held back"

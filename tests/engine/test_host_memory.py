@@ -67,7 +67,7 @@ def test_where_there_are_no_control_groups_the_memory_is_that_of_the_host(groups
     assert allocator.host_memory_bytes() == 64 * GIB
 
 
-def test_where_nobody_knows_nothing_is_said(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_known_limit_nothing_is_reported(groups: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def fails() -> None:
         raise OSError
 
@@ -77,7 +77,7 @@ def test_where_nobody_knows_nothing_is_said(groups: Path, monkeypatch: pytest.Mo
     assert memory_now(torch.device("cpu")) is None
 
 
-def test_plans_and_screens_hold_a_run_against_the_limit(groups: Path) -> None:
+def test_plans_and_screens_compare_a_run_with_the_limit(groups: Path) -> None:
     be_in(groups, "0::/")
     limit(groups / "memory.max", str(4 * GIB))
     assert device_memory_bytes(torch.device("cpu")) == 4 * GIB

@@ -25,7 +25,7 @@ def test_a_pass_is_timed_with_the_rows_of_each_of_its_tasks() -> None:
     assert clock.take().passes == (), "a step is told of once"
 
 
-def test_what_a_pass_waits_for_sums_is_told_apart_where_somebody_tells_it() -> None:
+def test_what_a_pass_waits_for_sums_is_separated_if_it_is_known() -> None:
     (micro_batch,) = ChunkPackingCollator().micro_batches(batches_of({"a": [5]}), max_tokens=64)
     clock, waited_s = PassClock(torch.device("cpu")), [1.0]
     for added_s in (0.0, 2.5):

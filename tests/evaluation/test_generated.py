@@ -104,7 +104,7 @@ def test_rows_messages_and_number_of_rows_are_as_asked(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", [PromptTuningConfig, PrefixTuningConfig])
-def test_tasks_with_learnt_prompts_generate_beside_others(kind: Any, tmp_path: Path) -> None:
+def test_tasks_with_learnt_prompts_generate_next_to_others(kind: Any, tmp_path: Path) -> None:
     learnt = kind(task_type="CAUSAL_LM", num_virtual_tokens=3)
     tasks = [cases.task("cats", peft_config=learnt, max_steps=4), cases.task("dogs", max_steps=4)]
     trainer = cases.trainer(tasks, tmp_path)

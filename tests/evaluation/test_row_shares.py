@@ -27,7 +27,7 @@ def test_what_replicas_have_found_is_put_together_in_the_order_of_the_batches() 
     assert list(share.merged(found[0]).items()) == [(0, "a"), (1, "b"), (2, "c"), (3, "d")]
 
 
-def test_a_replica_by_itself_asks_nobody() -> None:
+def test_a_replica_by_itself_asks_no_one() -> None:
     def gather(value: object) -> list[object]:
         raise AssertionError("nobody is there")
 

@@ -80,11 +80,11 @@ def test_every_task_is_planned_trained_and_told_of(shown: Shown) -> None:
     assert "plan  6 tasks" in shown.said
 
 
-def test_the_adapters_are_said_to_give_the_same_logits_when_loaded_back(shown: Shown) -> None:
+def test_the_adapters_are_reported_to_give_the_same_logits_when_loaded_back(shown: Shown) -> None:
     assert "reloaded 6 adapters with plain PeftModel.from_pretrained: all give the same logits" in shown.said
 
 
-def test_what_is_said_to_be_written_is_there(shown: Shown) -> None:
+def test_what_is_reported_to_be_written_is_there(shown: Shown) -> None:
     assert f"Everything goes to {shown.root}." in shown.said
     drawn = re.search(r"losses drawn in (.*)", shown.said)
     no_plot = re.search(r"no plot: plots .*got no matplotlib", shown.said)

@@ -159,7 +159,7 @@ def test_a_notebook_trains_over_two_stages(folder: Path, alone: Path) -> None:
     assert_trained(folder / "notebook", alone, folder / "backbone")
 
 
-def test_accelerate_on_cpus_starts_one_process_and_is_told_what_to_type(folder: Path) -> None:
+def test_accelerate_on_cpus_starts_one_process_and_is_shown_what_to_type(folder: Path) -> None:
     config = folder / "accelerate.yaml"
     config.write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_cpu: true\nnum_machines: 1\n"

@@ -27,7 +27,7 @@ _FAST = ("LORA", "BOTTLENECK", "IA3", "OFT")
         for kind in LAYERED
     ],
 )
-def test_a_task_of_any_kind_beside_lora_completes_as_plain_peft_alone(kind: AdapterKind, tmp_path: Path) -> None:
+def test_a_task_of_any_kind_next_to_lora_completes_as_plain_peft_alone(kind: AdapterKind, tmp_path: Path) -> None:
     configs = {"own": CASES[kind.peft_type].make(0), "lora": LoraConfig(r=4, target_modules="all-linear")}
     rows = {name: prompts(len(name), (7, 1, 12), VOCABULARY) for name in configs}
     model = held(tiny_llama(), configs, scale=0.2)

@@ -57,11 +57,11 @@ def test_one_bit_of_one_loss_is_a_difference() -> None:
         ({"more": 1}, "trains to the same bits, but /more: only after"),
     ],
 )
-def test_every_kind_of_difference_is_told(other: dict[str, Any], told: str) -> None:
+def test_every_kind_of_difference_is_reported(other: dict[str, Any], told: str) -> None:
     assert dict(verdicts({"one": shown()}, {"one": changed(**other)})) == {"one": told}
 
 
-def test_long_values_are_told_in_short() -> None:
+def test_long_values_are_reported_in_short() -> None:
     (found,) = dict(verdicts({"one": {"text": "x" * 999}}, {"one": {"text": "y" * 999}})).values()
     assert len(found) < 300
 

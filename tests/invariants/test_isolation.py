@@ -223,7 +223,7 @@ def test_no_bit_depends_on_the_order_of_neighbours_of_equal_shape(tmp_path: Path
 # ------------------------------------------------------- I8: slots used again
 
 
-def test_a_task_that_is_removed_and_registered_anew_begins_afresh(tmp_path: Path) -> None:
+def test_a_task_that_is_removed_and_registered_again_begins_afresh(tmp_path: Path) -> None:
     again = lab.small_task("b", data_seed=2, max_steps=6)
     fresh: dict[str, Any] = {}
 

@@ -276,9 +276,7 @@ def flash_attention(q_THC, k_TGC, v_TGC, bounds_q, bounds_k, max_q, max_k, *, sc
 
 
 @pytest.mark.parametrize("shape", ["llama", "mistral"])
-def test_a_kernel_for_varying_lengths_is_told_the_keys_of_each_part(
-    shape: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_kernel_for_varying_lengths_gets_the_keys_of_each_part(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     work = step_work(LENGTHS, is_split=True)
     wanted, told = run(mux_model(shape), work), []
 
@@ -349,7 +347,7 @@ def test_nan_in_one_sequence_stays_in_its_task() -> None:
             assert torch.equal(gradients[name][key], gradient), (name, key)
 
 
-def test_passes_without_parts_take_the_same_path_as_ever() -> None:
+def test_passes_without_parts_take_the_same_path_as_before() -> None:
     lengths = {name: tuple(length for length in rows if length <= BOUND) for name, rows in LENGTHS.items()}
     split, whole = step_work(lengths, is_split=True), step_work(lengths, is_split=False)
     assert all(micro_batch.parts == () for micro_batch in split.micro_batches)

@@ -748,7 +748,7 @@ def test_a_trainer_refuses_an_unsupported_field_in_the_same_words(field: str) ->
         MultiTaskTrainer(backbone(), tasks=[task])
 
 
-def test_all_faults_of_all_tasks_are_told_at_once() -> None:
+def test_all_faults_of_all_tasks_are_reported_at_once() -> None:
     configs = {
         "sql": lora(targets=["q_proj"], bias="some", use_qalora=True),
         "qa": lora(targets=["nope"]),

@@ -100,7 +100,7 @@ def test_a_task_whose_routers_see_nan_reaches_no_other() -> None:
         torch.testing.assert_close(parameter.grad, found[1][1][key].grad, rtol=1e-4, atol=1e-6)
 
 
-def test_passes_without_gradient_and_losses_of_ones_own_are_without_it() -> None:
+def test_passes_without_gradient_and_losses_of_the_user_are_without_it() -> None:
     model = adapted(copy.deepcopy(router_cases.backbone()))
     with torch.no_grad():
         without = model(packed(ROWS)).losses

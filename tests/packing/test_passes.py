@@ -243,7 +243,7 @@ def test_a_step_of_about_the_planned_tokens_has_as_many_passes(
 
 
 @pytest.mark.parametrize(("tokens", "meant"), [(50, 4), (100, 8), (140, 8), (200, 8), (900, 8)])
-def test_passes_of_rows_that_begin_alike_grow_with_the_step(tokens: int, meant: int) -> None:
+def test_passes_of_rows_that_share_a_prefix_grow_with_the_step(tokens: int, meant: int) -> None:
     assert passes_meant(tokens, 100.0, 8, has_shared=True) == meant
 
 

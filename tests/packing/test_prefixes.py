@@ -40,7 +40,7 @@ def num_common(one: np.ndarray, other: np.ndarray) -> int:
 
 @PROPERTY
 @given(tries(), st.data())
-def test_rows_are_sorted_and_what_any_of_them_have_in_common_with_the_one_before_is_counted(
+def test_rows_are_sorted_and_what_they_have_in_common_with_the_one_before_is_counted(
     rows: Rows, data: st.DataObject
 ) -> None:
     chosen = data.draw(st.sets(st.sampled_from(range(len(rows))), min_size=1))
@@ -53,7 +53,7 @@ def test_rows_are_sorted_and_what_any_of_them_have_in_common_with_the_one_before
 
 @PROPERTY
 @given(tries(), st.integers(1, 4))
-def test_each_token_lies_in_one_run_of_the_rows_that_have_all_before_it_in_common(rows: Rows, least: int) -> None:
+def test_each_token_is_in_one_run_of_the_rows_that_have_all_before_it_in_common(rows: Rows, least: int) -> None:
     order, common = sort_rows(rows)
     runs = shared_runs([len(rows[index]) for index in order], common, least)
     for place, index in enumerate(order):
@@ -299,6 +299,6 @@ def test_tasks_begin_among_the_computed_rows_where_their_own_rows_do() -> None:
     assert tree.row_offsets((0, 42, 87)) == (0, 22, 47)
 
 
-def test_sequences_of_different_groups_share_nothing_however_alike() -> None:
+def test_sequences_of_different_groups_share_nothing_however_equal() -> None:
     rows = [np.arange(20)] * 3
     assert build_prefix_tree(rows, [0, 1, None]) is None

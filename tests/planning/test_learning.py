@@ -58,7 +58,7 @@ def test_a_part_that_is_wrong_by_four_is_found_and_the_others_are_left(seed: int
 
 
 @pytest.mark.parametrize("slower", [0.05, 3.0, 20.0])
-def test_a_machine_that_is_slower_in_all_is_told_from_passes_that_are_all_equal(slower: float) -> None:
+def test_a_machine_that_is_slower_in_all_is_distinguished_from_passes_that_are_all_equal(slower: float) -> None:
     draw, correction = np.random.default_rng(1), TimeCorrection()
     (one,) = passes(draw, 1)
     for _ in range(30):
@@ -82,7 +82,7 @@ def test_one_odd_step_changes_little_and_a_lasting_change_is_followed(seed: int,
     assert correction.learnt.tokens == pytest.approx(3.0, rel=0.15)
 
 
-def test_no_factor_falls_to_nothing_and_rounding_takes_nothing_on_itself() -> None:
+def test_no_factor_becomes_zero_and_rounding_takes_nothing_on_itself() -> None:
     draw, correction, rounding = np.random.default_rng(0), TimeCorrection(), TimeCorrection()
     for one in passes(draw, 100):
         correction.learn(one, max(1e-6, one.total - 1.5 * one.adapters - one.fixed))
@@ -163,7 +163,7 @@ def test_the_first_step_under_a_plan_teaches_nothing_the_next_ones_all_and_later
     assert observe(correction, 3)[-1] == 2
 
 
-def test_slow_links_are_told_from_slow_computing_if_waiting_for_sums_was_timed() -> None:
+def test_slow_links_are_distinguished_from_slow_computing_if_waiting_for_sums_was_timed() -> None:
     correction, blind = TimeCorrection(), TimeCorrection()
     observe(correction, 40, 6.0)
     assert correction.learnt.communication == pytest.approx(6.0, rel=0.1)

@@ -120,7 +120,7 @@ def operations(num_layers: int, lowest: dict[str, int]) -> int:
 
 
 @pytest.mark.parametrize("lowest", [{"a": 2, "b": 3}, {"a": 3}], ids=str)
-def test_a_backward_that_stops_early_is_predicted_to_spare_layers_below_all_adapters(lowest: dict[str, int]) -> None:
+def test_a_backward_that_stops_early_is_predicted_to_skip_layers_below_all_adapters(lowest: dict[str, int]) -> None:
     flat, nothing = Curve((1e-9, 1.0), (1e-9, 1.0)), Curve((1.0,), (0.0,))
     profile = Profile(
         device="cpu that takes a second for a token and layer",

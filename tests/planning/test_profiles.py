@@ -84,11 +84,11 @@ def notes_with(path: Path, folder: Path, **arguments: Any) -> str:
     return " | ".join(trainer.plan().notes)
 
 
-def test_a_stored_profile_that_fits_is_used_without_a_word(tmp_path: Path) -> None:
+def test_a_stored_profile_that_fits_is_used_silently(tmp_path: Path) -> None:
     assert "cost_profile" not in notes_with(stored(tmp_path), tmp_path)
 
 
-def test_a_measured_profile_of_this_backbone_is_used_without_a_word(tmp_path: Path) -> None:
+def test_a_measured_profile_of_this_backbone_is_used_silently(tmp_path: Path) -> None:
     trainer = make_trainer([small_task("own", data_seed=1)], tmp_path / "first")
     path = tmp_path / "profile.json"
     path.write_text(trainer.measure_profile(budget_s=0.2).to_json(), encoding="utf-8")
@@ -130,7 +130,7 @@ def test_a_measured_profile_of_another_dtype_or_of_other_software_is_named_in_th
     assert "measured in" not in older
 
 
-def test_a_profile_of_the_run_is_not_held_against_other_devices(tmp_path: Path) -> None:
+def test_a_profile_of_the_run_is_not_compared_with_other_devices(tmp_path: Path) -> None:
     path = stored(tmp_path, device="NVIDIA H200")
     trainer = make_trainer([small_task("own", data_seed=1)], tmp_path / "second", cost_profile=str(path))
     assert not any("cost_profile" in note for note in trainer.plan(devices="2xA40").notes)

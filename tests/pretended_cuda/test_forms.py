@@ -138,7 +138,7 @@ def test_an_old_card_computes_without_kernels_and_says_why(found: Found) -> None
     assert slower_attention(seen) == ["the GPU is older than compute capability 8.0"]
 
 
-def test_without_a_driver_training_goes_on_in_torch_and_says_why(found: Found) -> None:
+def test_without_a_driver_training_continues_in_torch_and_says_why(found: Found) -> None:
     seen = seen_of(found, "no driver, plain AdamW")
     assert seen["launches"] == {}
     (told,) = [message for message in seen["said"] if "Triton" in message]

@@ -117,7 +117,7 @@ def test_a_backbone_without_weights_is_profiled_like_one_with_weights(measured: 
     assert profile.layer(256) > 0
 
 
-def test_a_stored_profile_is_read_again_and_measured_anew_only_when_asked(
+def test_a_stored_profile_is_read_again_and_measured_again_only_when_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone = a_backbone(1)
@@ -133,7 +133,7 @@ def test_a_stored_profile_is_read_again_and_measured_anew_only_when_asked(
     assert counted == [1]
 
 
-def test_a_stored_profile_that_is_damaged_or_of_other_versions_is_measured_anew(tmp_path: Path) -> None:
+def test_a_stored_profile_that_is_damaged_or_of_other_versions_is_measured_again(tmp_path: Path) -> None:
     backbone = a_backbone(1)
     profile = profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5, folder=tmp_path)
     path = tmp_path / f"{profile.key}.json"
@@ -325,7 +325,7 @@ def a_gemma() -> Gemma2ForCausalLM:
 
 
 @pytest.mark.parametrize("backbone", [lambda: a_backbone(num_layers=7), a_gemma], ids=["llama", "gemma2"])
-def test_layers_that_are_alike_are_counted_as_those_that_are_run(
+def test_layers_that_are_equal_are_counted_as_those_that_are_run(
     backbone: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = a_model(backbone())
@@ -387,7 +387,7 @@ def test_with_checkpointing_inputs_of_layers_are_kept_and_one_layer_that_is_reco
     assert less == pytest.approx(4 * 64 * 4 + whole / 4)
 
 
-def test_half_the_bytes_are_kept_in_bf16_but_for_what_stays_in_fp32() -> None:
+def test_half_the_bytes_are_kept_in_bf16_except_what_stays_in_fp32() -> None:
     model = a_model()
     half, full = (
         count_activation_bytes_per_token(model, LENGTHS, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)

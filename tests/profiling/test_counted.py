@@ -45,7 +45,7 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     memory._COUNTED.clear()
 
 
-def test_models_that_are_alike_are_counted_once(counts: list[Any]) -> None:
+def test_models_that_are_equal_are_counted_once(counts: list[Any]) -> None:
     first, second = (count_activation_bytes_per_token(a_model(), LENGTHS) for _ in range(2))
     assert first == second
     assert len(counts) == 1
@@ -65,7 +65,7 @@ OTHERS: dict[str, Callable[[], tuple[MultiTaskPeftModel, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_model_or_pass_is_counted_anew(other: str, counts: list[Any]) -> None:
+def test_another_model_or_pass_is_counted_again(other: str, counts: list[Any]) -> None:
     count_activation_bytes_per_token(a_model(), LENGTHS)
     model, how = OTHERS[other]()
     how = {"lengths": LENGTHS, **how}
@@ -104,7 +104,7 @@ def test_of_many_counts_the_last_are_kept_and_64_at_most(monkeypatch: pytest.Mon
     memory._COUNTED.clear()
 
 
-def test_an_estimate_is_told_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_is_reported_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
     def fails(*given: object) -> float:
         raise NotImplementedError("this operator has no description")
 

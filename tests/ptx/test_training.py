@@ -123,7 +123,7 @@ def test_a_training_pass_in_bf16_is_as_near_to_float64_as_torch_in_bf16(
 
 
 @pytest.mark.parametrize("dropout", [0.0, pytest.param(0.1, marks=pytest.mark.slow)])
-def test_a_task_beside_nan_neighbours_has_the_bits_that_it_has_alone(dropout: float) -> None:
+def test_a_task_next_to_nan_neighbours_has_the_bits_that_it_has_alone(dropout: float) -> None:
     torch.manual_seed(0)
     width, lengths, ranks = 256, (40, 70, 25), (16, 24, 8)
     x = torch.randn(sum(lengths), width).to(torch.bfloat16)

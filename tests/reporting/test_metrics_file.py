@@ -29,7 +29,7 @@ def steps(path: Path) -> list[int]:
     return [one["run_step"] for one in read_metrics(path)]
 
 
-def test_a_full_disk_loses_records_says_so_once_and_tells_how_many(
+def test_a_full_disk_loses_records_says_so_once_and_says_how_many(
     tmp_path: Path, disk: Callable[[int | None], None]
 ) -> None:
     log, said = log_of(tmp_path)

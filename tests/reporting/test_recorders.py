@@ -114,7 +114,7 @@ def test_a_step_as_planned_counts_in_number_tasks_and_tokens_and_padding_counts_
     assert str(report).endswith("actual 2.0 (14.5 tokens); same tasks in the same order")
 
 
-def test_other_tokens_orders_and_numbers_of_passes_are_told_apart() -> None:
+def test_other_tokens_orders_and_numbers_of_passes_are_distinguished() -> None:
     drawn = PassReport().after(PLANNED, ran((("a", "b"), 21), (("a",), 8)))
     assert (drawn.same_number, drawn.same_tasks, drawn.same_tokens) == (1, 1, 0)
     turned = PassReport().after(PLANNED, ran((("a",), 9), (("a", "b"), 20)))

@@ -106,7 +106,7 @@ def test_with_a_measured_profile_the_report_says_what_the_steps_would_have_taken
     )
 
 
-def test_of_a_task_that_went_back_to_its_best_adapter_the_held_out_loss_of_that_is_told(tmp_path: Path) -> None:
+def test_of_a_task_that_went_back_to_its_best_adapter_the_held_out_loss_of_that_is_reported(tmp_path: Path) -> None:
     held_out = rows(9, 4, 5, 9)
     rule = EarlyStopping(patience=2)
     task = small_task(
@@ -136,7 +136,7 @@ def test_the_best_value_is_that_of_the_metric_that_decides_or_of_the_held_out_lo
     assert ">score 0.4000</td>" in (tmp_path / "run" / "report.html").read_text(encoding="utf-8")
 
 
-def test_a_run_that_was_interrupted_is_shown_as_such_and_recorded_as_it_goes_on(tmp_path: Path) -> None:
+def test_a_run_that_was_interrupted_is_shown_as_such_and_recorded_as_it_continues(tmp_path: Path) -> None:
     class Stop(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = state.global_step == 2
@@ -212,7 +212,7 @@ def test_a_reason_moves_no_cursor_and_begins_no_line() -> None:
     assert "\x1b" not in report.fitted(40)
 
 
-def test_a_program_of_the_users_own_is_told_how_paused_tasks_go_on(tmp_path: Path) -> None:
+def test_a_program_of_the_users_own_is_shown_how_paused_tasks_continue(tmp_path: Path) -> None:
     rows = [shown_row("a", tmp_path)._replace(status="paused")]
     first, second, *_ = next_lines(tmp_path, rows, None)
     assert f"next   peft-mux resume {tmp_path} a --next" in first

@@ -73,7 +73,7 @@ def test_a_run_says_at_its_start_what_it_trains_on_without_being_asked_for_a_pla
     assert len(told(tmp_path)) == 3
 
 
-def test_the_rows_of_an_arrival_are_told_when_it_begins(tmp_path: Path) -> None:
+def test_the_rows_of_an_arrival_are_reported_when_it_begins(tmp_path: Path) -> None:
     late = own_task(SHORT + LONG)
     recorder = Recorder(at_begin={1: lambda trainer: trainer.register_tasks([late])})
     trainer = make_trainer([small_task("other", data_seed=1, max_steps=4)], tmp_path, recorder=recorder)
@@ -82,7 +82,7 @@ def test_the_rows_of_an_arrival_are_told_when_it_begins(tmp_path: Path) -> None:
     assert [(record["task"], record["run_step"]) for record in told(tmp_path)] == [("other", 0), ("own", 2)]
 
 
-def test_a_stream_is_told_of_with_its_first_row_left_out_and_in_the_end(
+def test_a_stream_is_reported_of_with_its_first_row_left_out_and_in_the_end(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     class Rows:
@@ -107,7 +107,7 @@ def test_a_stream_is_told_of_with_its_first_row_left_out_and_in_the_end(
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
-def test_of_many_tasks_that_lose_rows_the_sum_is_told_in_two_lines_and_a_plan_lists_a_dozen(
+def test_of_many_tasks_that_lose_rows_the_sum_is_reported_in_two_lines_and_a_plan_lists_a_dozen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     masked = {"input_ids": [1, 2, 3], "labels": [-100] * 3}

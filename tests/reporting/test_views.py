@@ -60,7 +60,7 @@ def test_rates_and_times_left_are_those_of_the_last_steps() -> None:
 
 
 @pytest.mark.parametrize(("change", "trend"), [(-0.01, "down"), (0.01, "up"), (0.0, "flat")])
-def test_a_loss_that_falls_rises_or_stays_is_told_so(change: float, trend: str) -> None:
+def test_a_loss_that_falls_rises_or_stays_is_reported(change: float, trend: str) -> None:
     own = task()
     watch, clock = watched(own)
     for number in range(40):
@@ -78,7 +78,7 @@ def test_a_loss_that_is_not_finite_is_no_part_of_the_mean() -> None:
     assert watch.view().tasks[0].loss == pytest.approx(1.0)
 
 
-def test_a_task_that_rests_has_no_rate_and_begins_a_new_one_when_it_goes_on() -> None:
+def test_a_task_that_rests_has_no_rate_and_begins_a_new_one_when_it_continues() -> None:
     own, other = task("a"), task("b")
     watch, clock = watched(own, other)
     step(watch, clock, [own, other])
@@ -101,7 +101,7 @@ def test_tasks_come_and_go_between_steps() -> None:
     assert [one.name for one in watch.view().tasks] == ["b"]
 
 
-def test_the_last_held_out_loss_is_found_also_in_a_history_that_begins_anew() -> None:
+def test_the_last_held_out_loss_is_found_also_in_a_history_that_starts_again() -> None:
     own = task()
     own.state.log_history = [{"step": 1, "loss": 3.0}, {"step": 2, "eval_loss": 5.0}]
     watch, clock = watched(own)

@@ -41,7 +41,7 @@ def test_more_than_95_percent_is_nearly_full(size_gib: float, is_full: bool) -> 
     assert ("2.00 GiB too much" in bar.lines()[0]) is (size_gib == 8)
 
 
-def test_a_plan_is_held_against_its_device_and_where_that_is_unknown_against_what_it_may_fill() -> None:
+def test_a_plan_is_compared_with_its_device_and_where_that_is_unknown_against_what_it_may_fill() -> None:
     plan = a_plan()
     assert "of the 1.00 GiB, " in str(plan)
     large = dataclasses.replace(plan, device_bytes=2 * GIB)

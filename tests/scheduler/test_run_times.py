@@ -34,5 +34,5 @@ def test_company_makes_no_task_faster_than_it_is_alone() -> None:
 @pytest.mark.parametrize(
     ("alone_s", "step_s"), [((1.0,), 1.0), ((1.0, 0.0), 1.0), ((1.0, 1.0), 0.0), ((), 0.0)], ids=str
 )
-def test_nothing_is_told_of_one_task_or_where_a_time_is_unknown(alone_s: tuple[float, ...], step_s: float) -> None:
+def test_nothing_is_reported_of_one_task_or_where_a_time_is_unknown(alone_s: tuple[float, ...], step_s: float) -> None:
     assert run_times([3] * len(alone_s), alone_s, step_s) is None

@@ -96,7 +96,7 @@ def test_a_crash_at_any_point_leaves_the_old_folder_or_the_new_one(point: str, i
     assert content_of(folder) == "yet", "the folder can be written again"
 
 
-def test_what_a_crash_left_is_told_from_what_a_user_put_there(tmp_path: Path) -> None:
+def test_what_a_crash_left_is_distinguished_from_what_a_user_put_there(tmp_path: Path) -> None:
     kept = [".tmp-mine", ".old-mine", ".tmp-" + "g" * 32, "checkpoint-3", ".old-x-" + "0" * 31]
     for name in kept:
         (tmp_path / name).mkdir()
@@ -179,7 +179,7 @@ def test_missing_extra_linked_and_replaced_files_are_named(tmp_path: Path) -> No
         storage.verify_folder(tmp_path / "absent")
 
 
-def test_a_swapped_file_and_a_swapped_folder_are_told(tmp_path: Path) -> None:
+def test_a_swapped_file_and_a_swapped_folder_are_reported(tmp_path: Path) -> None:
     mine, theirs = tmp_path / "mine", tmp_path / "theirs"
     write(mine, "one", task="a")
     write(theirs, "two", task="b")

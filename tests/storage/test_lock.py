@@ -39,7 +39,7 @@ def kill(child: int) -> None:
     os.waitpid(child, 0)
 
 
-def test_a_second_lock_is_refused_naming_folder_host_and_process_and_the_first_goes_on(tmp_path: Path) -> None:
+def test_a_second_lock_is_refused_naming_folder_host_and_process_and_the_first_continues(tmp_path: Path) -> None:
     first, second = FolderLock(tmp_path), FolderLock(tmp_path)
     first.acquire()
     with pytest.raises(CheckpointError, match=rf"process {os.getpid()} on host '.+' trains") as caught:
@@ -75,7 +75,7 @@ def test_a_trainer_that_starts_waits_for_processes_that_only_ask(tmp_path: Path)
     lock.release()
 
 
-def test_a_killed_process_keeps_nobody_out(tmp_path: Path) -> None:
+def test_a_killed_process_locks_no_one_out(tmp_path: Path) -> None:
     child, pipe = child_that(FolderLock(tmp_path).acquire)
     lock = FolderLock(tmp_path)
     with pytest.raises(CheckpointError, match=f"process {child} on host"):
@@ -87,7 +87,7 @@ def test_a_killed_process_keeps_nobody_out(tmp_path: Path) -> None:
     os.close(pipe)
 
 
-def test_a_child_of_a_killed_process_keeps_nobody_out(tmp_path: Path) -> None:
+def test_a_child_of_a_killed_process_locks_no_one_out(tmp_path: Path) -> None:
     reader, writer = os.pipe()
 
     def acquire_and_fork() -> None:
@@ -139,7 +139,7 @@ def test_a_link_in_the_place_of_the_lock_is_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks_keeps_nobody_out(
+def test_a_file_system_without_locks_locks_no_one_out(
     code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def refuse(*args: object) -> None:

@@ -181,7 +181,7 @@ def make_schedule(optimizer: Any) -> Any:
 
 
 @pytest.mark.parametrize("name", list(_OPTIMIZERS))
-def test_an_optimizer_and_its_schedule_go_on_as_if_never_written(name: str, tmp_path: Path) -> None:
+def test_an_optimizer_and_its_schedule_continue_as_if_never_written(name: str, tmp_path: Path) -> None:
     parameters = make_parameters()
     optimizer = _OPTIMIZERS[name](parameters)
     schedule = make_schedule(optimizer)

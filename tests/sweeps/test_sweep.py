@@ -82,7 +82,7 @@ def test_the_worse_half_loses_and_of_equals_the_first_stays() -> None:
     assert losers({"a": 1.0, "b": 1.0}, {"a", "b"}, maximise=False) == ["b"]
 
 
-def test_who_comes_later_is_held_against_those_that_were_there_before() -> None:
+def test_who_comes_later_is_compared_with_those_that_were_there_before() -> None:
     assert losers({"a": 1.0, "b": 2.0, "late": 1.5}, {"late"}, maximise=False) == []
     assert losers({"a": 1.0, "b": 2.0, "c": 1.1, "late": 1.5}, {"late"}, maximise=False) == ["late"]
 
@@ -125,7 +125,7 @@ def test_a_survivor_is_what_it_is_alone(halved: tuple[Any, Path], tmp_path: Path
     assert result.best.value == pytest.approx(held_out, rel=1e-5)
 
 
-def test_the_best_adapter_lies_under_the_name_of_the_task(halved: tuple[Any, Path]) -> None:
+def test_the_best_adapter_is_under_the_name_of_the_task(halved: tuple[Any, Path]) -> None:
     result, folder = halved
     assert result.place == folder / "sql"
     best, kept = (
@@ -173,7 +173,9 @@ def test_the_last_lines_of_a_run_suggest_the_adapter_that_won(
     assert "--merge sql-01" not in said
 
 
-def test_a_sweep_goes_on_after_an_interrupt_as_if_there_had_been_none(halved: tuple[Any, Path], tmp_path: Path) -> None:
+def test_a_sweep_continues_after_an_interrupt_as_if_there_had_been_none(
+    halved: tuple[Any, Path], tmp_path: Path
+) -> None:
     class Stops(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = state.global_step == 3

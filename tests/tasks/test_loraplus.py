@@ -49,7 +49,7 @@ def optimizer_of_peft(model: Any, hyper: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("kind", CONFIGS)
-def test_a_task_goes_as_with_the_optimizer_of_peft_beside_a_plain_one(kind: str, tmp_path: Path) -> None:
+def test_a_task_goes_as_with_the_optimizer_of_peft_next_to_a_plain_one(kind: str, tmp_path: Path) -> None:
     tasks = [plus("own", CONFIGS[kind]), lab.small_task("plain", data_seed=4)]
     run = lab.train(tasks, tmp_path)
     verdicts = {"own": lab.judge(run.trainer, run.trainer.tasks[0], optimizer_of=optimizer_of_peft)}

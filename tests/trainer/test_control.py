@@ -61,7 +61,7 @@ def train(folder: Path, act: Callable[[], None], names: str = "ab") -> tuple[Any
     return trainer, holds
 
 
-def test_tasks_pause_go_on_and_leave_as_the_command_line_says(
+def test_tasks_pause_continue_and_leave_as_the_command_line_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, codes = str(tmp_path), []
@@ -110,7 +110,7 @@ def test_many_who_ask_at_once_are_all_answered_once(tmp_path: Path) -> None:
     assert list((tmp_path / "control").iterdir()) == []
 
 
-def test_what_is_asked_of_a_run_that_nobody_trains_is_refused_or_left_for_the_next(
+def test_what_is_asked_of_a_run_that_is_not_training_is_refused_or_left_for_the_next(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def tasks() -> list[Any]:
@@ -143,9 +143,7 @@ def test_what_is_asked_of_a_run_that_nobody_trains_is_refused_or_left_for_the_ne
     assert "b" not in run.losses, "it was done before the first step"
 
 
-def test_a_request_that_nobody_answers_in_time_is_taken_back(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_request_without_an_answer_in_time_is_taken_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     lock = FolderLock(tmp_path)  # somebody trains there, but does not look
     lock.acquire()
@@ -159,7 +157,7 @@ def test_a_request_that_nobody_answers_in_time_is_taken_back(
     assert Mailbox(tmp_path).requests() == []
 
 
-def test_whoever_asks_a_run_that_ends_before_it_looks_is_told_so_at_once(
+def test_a_request_to_a_run_that_ends_before_it_looks_is_reported_at_once(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
@@ -194,7 +192,7 @@ def test_a_request_that_is_none_is_answered_and_ends_nothing(tmp_path: Path) -> 
     assert trainer.task_statuses == {"a": "running", "b": "running"}
 
 
-def test_adding_to_a_run_of_ones_own_program_says_how_to_do_it_there(
+def test_adding_to_a_run_of_the_users_program_says_how_to_do_it_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     codes: list[int] = []
@@ -223,7 +221,7 @@ def test_a_look_shows_no_control_characters_of_requests_tasks_and_messages(
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "control", "run.lock", "run.lock.json"])
-def test_a_pipe_in_place_of_a_file_of_the_run_holds_up_nobody_who_looks(
+def test_a_pipe_in_place_of_a_file_of_the_run_blocks_no_reader(
     name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "state").mkdir()
@@ -258,7 +256,7 @@ def test_a_look_at_a_run_that_is_starting_says_what_it_loads(
     assert json.loads(rest)["loading"] == loading
 
 
-def test_whoever_keeps_a_folder_is_named_and_asking_keeps_nobody_out(tmp_path: Path) -> None:
+def test_the_process_that_keeps_a_folder_is_named_and_asking_locks_nothing(tmp_path: Path) -> None:
     lock = FolderLock(tmp_path)
     lock.acquire()
     (tmp_path / "x").write_text("")

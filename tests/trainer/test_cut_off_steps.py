@@ -68,7 +68,7 @@ def cut_off_in_updates(monkeypatch: pytest.MonkeyPatch, error: BaseException, up
 FAULT_OF_THE_DEVICE = RuntimeError("CUDA error: unspecified launch failure")
 
 
-def test_a_trainer_whose_passes_were_cut_off_goes_on_as_if_they_had_not_been(tmp_path: Path, wanted: Final) -> None:
+def test_a_trainer_whose_passes_were_cut_off_continues_as_if_they_had_not_been(tmp_path: Path, wanted: Final) -> None:
     trainer = make_trainer(tasks(), tmp_path)
     for step, error in ((3, ForcedInterrupt()), (5, FAULT_OF_THE_DEVICE)):
         cut_off_in_backward(trainer, error, step)

@@ -55,7 +55,7 @@ def test_a_task_that_arrives_from_a_callback_trains_as_if_alone(tmp_path: Path) 
     assert begun == [0, 0], "in company and alone"
 
 
-def test_a_task_that_leaves_is_written_first_and_the_others_go_on(tmp_path: Path) -> None:
+def test_a_task_that_leaves_is_written_first_and_the_others_continue(tmp_path: Path) -> None:
     recorder = act({3: lambda trainer: trainer.remove_task("gone")})
     run = train(
         [small_task("own", data_seed=1), small_task("gone", data_seed=2)],
@@ -73,7 +73,7 @@ def test_a_task_that_leaves_is_written_first_and_the_others_go_on(tmp_path: Path
 
 
 @pytest.mark.parametrize("strategy", ["steps", "no"])
-def test_the_settings_of_tasks_that_arrive_stand_beside_those_of_tasks_that_left_unwritten_or_not(
+def test_the_settings_of_tasks_that_arrive_are_next_to_those_of_tasks_that_left_unwritten_or_not(
     tmp_path: Path, strategy: str
 ) -> None:
     late = small_task("late", data_seed=3, max_steps=2)
@@ -104,7 +104,7 @@ def test_a_paused_task_takes_no_steps_until_it_is_resumed_and_ends_as_if_alone(t
     assert run.losses["own"] == pytest.approx(alone(task, tmp_path / "b").losses["own"], rel=1e-5)
 
 
-def test_a_run_whose_tasks_are_all_paused_ends_and_goes_on_later(tmp_path: Path) -> None:
+def test_a_run_whose_tasks_are_all_paused_ends_and_continues_later(tmp_path: Path) -> None:
     recorder = act({2: lambda trainer: trainer.pause_task("own")})
     trainer = train([small_task("own", data_seed=1)], tmp_path, recorder=recorder).trainer
     assert trainer.task_statuses == {"own": "paused"}
@@ -117,7 +117,7 @@ def test_a_run_whose_tasks_are_all_paused_ends_and_goes_on_later(tmp_path: Path)
     assert trainer.table["own"].step == 8
 
 
-def test_a_bad_arrival_is_refused_in_the_callback_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_a_bad_arrival_is_refused_in_the_callback_and_the_run_continues(tmp_path: Path) -> None:
     messages: list[str] = []
 
     def ask(trainer: MultiTaskTrainer) -> None:
@@ -255,7 +255,7 @@ def test_an_interrupt_ends_the_run_at_a_step_with_everything_saved_and_resumes_e
         ("steps", "this step could not be saved in {root}, so a new process resumes from the state before it"),
     ],
 )
-def test_an_interrupt_whose_step_is_not_on_the_disk_says_where_a_run_goes_on(
+def test_an_interrupt_whose_step_is_not_on_the_disk_says_where_a_run_continues(
     strategy: str, way_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fill_disk(_: MultiTaskTrainer) -> None:

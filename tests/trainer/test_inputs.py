@@ -124,7 +124,7 @@ def test_held_out_rows_are_refused_under_their_own_name(described: str, tmp_path
     assert "tasks.own.eval_dataset row 0 column input_ids" in refusal(described, tmp_path, task)
 
 
-def test_bad_rows_of_all_tasks_are_told_at_once(described: str, tmp_path: Path) -> None:
+def test_bad_rows_of_all_tasks_are_reported_at_once(described: str, tmp_path: Path) -> None:
     tasks = [own_task([{"txt": "a"}], name="one"), own_task([{"input_ids": [1, 2, 99]}], name="two")]
     message = refusal(described, tmp_path, *tasks)
     assert (
@@ -139,7 +139,7 @@ def test_at_most_ten_bad_rows_are_listed(described: str, tmp_path: Path) -> None
     assert "(and perhaps more)" in message
 
 
-def test_overlong_rows_are_cut_and_their_number_is_told(described: str, tmp_path: Path) -> None:
+def test_overlong_rows_are_cut_and_their_number_is_reported(described: str, tmp_path: Path) -> None:
     lengths = [5, 9, 12, 8]
     task = own_task([{"input_ids": [2] * length} for length in lengths], max_length=8)
     trainer = make_trainer([task], tmp_path, model=described)
@@ -148,7 +148,7 @@ def test_overlong_rows_are_cut_and_their_number_is_told(described: str, tmp_path
     assert "2 of 4 rows cut to 8 tokens" in str(trainer.plan())
 
 
-def test_overlong_rows_are_left_out_when_asked_and_their_number_is_told(described: str, tmp_path: Path) -> None:
+def test_overlong_rows_are_left_out_when_asked_and_their_number_is_reported(described: str, tmp_path: Path) -> None:
     task = own_task([{"input_ids": [2] * length} for length in (5, 9, 12, 8)], max_length=8)
     trainer = make_trainer([task], tmp_path, model=described, overlong_policy="drop")
     assert trainer.plan().notes == ("tasks.own.train_dataset: 2 of 4 rows longer than 8 left out",)
@@ -204,7 +204,7 @@ def test_adapters_that_cannot_be_multiplexed_are_refused_by_field(described: str
     assert "tasks.prefix.peft_config must be one of the PEFT types " in message
 
 
-def test_a_classifier_beside_a_language_model_is_refused(described: str, tmp_path: Path) -> None:
+def test_a_classifier_next_to_a_language_model_is_refused(described: str, tmp_path: Path) -> None:
     config = LoraConfig(r=4, target_modules="all-linear", task_type=TaskType.SEQ_CLS)
     tasks = [own_task([{"text": "a", "label": 1}], name="cls", peft_config=config), small_task("lm", data_seed=1)]
     assert "tasks must be of one kind, because a backbone has one kind of head, got classification tasks" in refusal(
@@ -423,7 +423,7 @@ def test_what_is_no_callback_is_refused(tmp_path: Path) -> None:
         trainer.add_callback(3)  # type: ignore[arg-type]
 
 
-def test_a_model_that_is_nearly_the_name_of_a_folder_here_is_told(
+def test_a_model_that_is_nearly_the_name_of_a_folder_here_is_reported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     tiny_llama().save_pretrained(tmp_path / "small")

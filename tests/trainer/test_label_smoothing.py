@@ -55,7 +55,7 @@ def test_tasks_of_different_factors_are_each_as_with_the_smoother_of_transformer
     assert abs(plain.losses[0] / verdicts["of-run"].losses[0] - 1) > 1e-3, "the factor shows"
 
 
-def test_a_task_alone_goes_as_beside_others(tmp_path: Path) -> None:
+def test_a_task_alone_goes_as_next_to_others(tmp_path: Path) -> None:
     tasks = [task("a", 1, label_smoothing_factor=0.2), task("b", 2), task("c", 3, label_smoothing_factor=0.7)]
     together = lab.train(tasks, tmp_path / "all", share_prefixes=False)
     for own in tasks:
@@ -68,7 +68,7 @@ def test_a_task_alone_goes_as_beside_others(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "lm_head"], "all-linear"], ids=["adapted head", "frozen head"])
-def test_rows_that_begin_alike_are_smoothed_as_without_sharing(targets: Any, tmp_path: Path) -> None:
+def test_rows_that_share_a_prefix_are_smoothed_as_without_sharing(targets: Any, tmp_path: Path) -> None:
     start = lab.rows(5, 1, 24, 24)[0]["input_ids"]
     rows = [{"input_ids": start + row["input_ids"]} for row in lab.rows(6, 9, 3, 9)]
     own = task("own", 4, rows=rows, label_smoothing_factor=0.3, target_modules=targets)
@@ -133,7 +133,7 @@ def test_the_factor_of_a_run_with_such_a_loss_is_refused_when_the_trainer_is_mad
         MultiTaskTrainingArguments(str(tmp_path), use_cpu=True, label_smoothing_factor=None)  # type: ignore[arg-type]
 
 
-def test_a_state_of_before_the_factor_goes_on_and_another_factor_is_refused(tmp_path: Path) -> None:
+def test_a_state_of_before_the_factor_continues_and_another_factor_is_refused(tmp_path: Path) -> None:
     from peft_mux.checkpoint.records import check_settings, task_settings
 
     run = lab.make_trainer([task("own", 1)], tmp_path / "a").table["own"]

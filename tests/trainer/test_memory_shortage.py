@@ -50,7 +50,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(tasks(), tmp_path_factory.mktemp("whole"))
 
 
-def test_a_run_goes_on_in_passes_that_fit_with_the_results_of_one_that_never_lacked_memory(
+def test_a_run_continues_in_passes_that_fit_with_the_results_of_one_that_never_lacked_memory(
     whole: Run, tmp_path: Path
 ) -> None:
     recorder = Recorder()
@@ -98,7 +98,7 @@ def test_a_resumed_run_keeps_to_what_fits(tmp_path: Path) -> None:
     assert second.plan().max_tokens_per_micro_batch == 64
 
 
-def test_a_row_that_does_not_fit_by_itself_is_told_by_task_and_length(tmp_path: Path) -> None:
+def test_a_row_that_does_not_fit_by_itself_is_reported_by_task_and_length(tmp_path: Path) -> None:
     trainer = make_trainer(tasks(), tmp_path)
     have_memory_for(trainer, 15, ERRORS[0])
     with pytest.raises(

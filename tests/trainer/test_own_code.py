@@ -87,7 +87,7 @@ def spoil_modes(model: Any, **_: Any) -> None:
     torch.set_grad_enabled(False)
 
 
-def test_what_callbacks_write_to_what_they_are_given_reaches_nobody_else(alone: Run, tmp_path: Path) -> None:
+def test_what_callbacks_write_to_what_they_are_given_reaches_no_one_else(alone: Run, tmp_path: Path) -> None:
     acts = {"state": spoil_state, "history": spoil_history, "arguments": spoil_arguments, "modes": spoil_modes}
     run = train(
         [good(), *(bad_task(f"bad-{what}", callbacks=[Does(spoil)]) for what, spoil in acts.items())],
@@ -208,7 +208,7 @@ def test_a_hook_of_an_optimizer_and_a_schedule_that_fail_fail_their_task_alone(a
 # ------------------------------------------------------------------ what it costs
 
 
-def test_what_own_code_costs_the_others_is_told_by_task_and_kind(
+def test_what_own_code_costs_the_others_is_reported_by_task_and_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     # Every call passes a limit of nothing; each one is told once its task's total has doubled.

@@ -52,7 +52,7 @@ def test_a_stream_that_goes_wrong_fails_its_task_alone(alone: Run, tmp_path: Pat
     assert {run.trainer.table[task.name].step for task, _ in tasks} == {2}, "the steps before the bad row are taken"
 
 
-def test_a_stream_that_blocks_fails_its_task_after_the_time_limit_and_the_others_go_on(
+def test_a_stream_that_blocks_fails_its_task_after_the_time_limit_and_the_others_continue(
     alone: Run, tmp_path: Path
 ) -> None:
     goes_on = threading.Event()
@@ -112,7 +112,7 @@ def test_the_rows_of_the_next_step_are_read_during_the_present_one(tmp_path: Pat
     assert waited == [True]
 
 
-def test_a_stream_that_was_read_ahead_goes_on_with_the_right_row_after_a_resume(tmp_path: Path) -> None:
+def test_a_stream_that_was_read_ahead_continues_with_the_right_row_after_a_resume(tmp_path: Path) -> None:
     class Rows:
         def __iter__(self) -> Iterator[Any]:
             yield from rows(5, 13, 12, 12)

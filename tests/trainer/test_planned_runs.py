@@ -189,7 +189,7 @@ def test_a_limit_that_is_no_amount_of_memory_is_refused(value: object, tmp_path:
 # ------------------------------------------------------------ plans made anew
 
 
-def test_the_plan_is_made_anew_when_tasks_arrive_leave_pause_and_end(tmp_path: Path) -> None:
+def test_the_plan_is_made_again_when_tasks_arrive_leave_pause_and_end(tmp_path: Path) -> None:
     held: list[set[str]] = []
 
     def look(trainer: MultiTaskTrainer) -> None:
@@ -220,7 +220,7 @@ def test_the_plan_is_made_anew_when_tasks_arrive_leave_pause_and_end(tmp_path: P
     ]
 
 
-def test_the_plan_that_a_run_follows_lies_in_its_folder(alone: dict[str, Run]) -> None:
+def test_the_plan_that_a_run_follows_is_in_its_folder(alone: dict[str, Run]) -> None:
     trainer = alone["a"].trainer
     written = Plan.from_json((Path(trainer.args.output_dir or "") / "plan.json").read_text(encoding="utf-8"))
     assert [htask.tasks for htask in written.htasks] == [("a",)]

@@ -98,7 +98,7 @@ def test_a_run_moves_by_saving_letting_go_and_restoring(run: Run) -> None:
     assert lines(run)[-1].startswith("replicas <1,1>x1 instead of <1,1>x1, after ")
 
 
-def test_a_model_that_is_not_loaded_yet_is_only_described_anew(run: Run) -> None:
+def test_a_model_that_is_not_loaded_yet_is_only_described_again(run: Run) -> None:
     calls = Calls()
     relocation_of(run, calls, is_placed=False).redeploy("<1,1>")
     assert calls == [("part", "<1,1>x1"), ("describe", "<1,1>x1")]
@@ -156,7 +156,7 @@ def decide(monkeypatch: pytest.MonkeyPatch, calls: Calls, new: str, *, pays: boo
 
 
 @pytest.mark.parametrize("pays", [True, False])
-def test_a_run_decides_anew_whenever_tasks_have_come_or_gone(
+def test_a_run_decides_again_whenever_tasks_have_come_or_gone(
     run: Run, monkeypatch: pytest.MonkeyPatch, pays: bool
 ) -> None:
     calls, run.args.redeploy = Calls(), True
@@ -183,7 +183,7 @@ def test_a_deployment_that_cannot_be_had_leaves_the_run_where_it_is(run: Run, mo
     assert lines(run) == ["the run stays on <1,1>x1: no replica holds these tasks"]
 
 
-def test_a_run_that_trains_and_cannot_be_saved_is_told_and_goes_on_where_it_is(
+def test_a_run_that_trains_and_cannot_be_saved_is_reported_and_resumes_where_it_is(
     run: Run, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     calls, run.is_in_train = Calls(), True

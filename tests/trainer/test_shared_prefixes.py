@@ -81,14 +81,14 @@ def test_shared_is_unshared_however_steps_are_cut(settings: dict[str, Any], unsh
     assert lines_of(shared, "sharing") != lines_of(unshared, "sharing") == []
 
 
-def test_rows_that_do_not_begin_alike_have_the_bits_of_a_run_that_never_looks(tmp_path: Path) -> None:
+def test_rows_that_share_no_prefix_have_the_bits_of_a_run_that_never_looks(tmp_path: Path) -> None:
     own = [task("a", lab.rows(2, 10, 20, 30)), task("b", lab.rows(4, 10, 5, 15))]
     runs = [lab.train(own, tmp_path / str(share), share_prefixes=share) for share in ("auto", False)]
     for name in "ab":
         lab.assert_bit_identical(runs[0], runs[1], name)
 
 
-def test_a_run_goes_on_from_its_checkpoint_bit_by_bit(whole: lab.Run, tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_checkpoint_bit_by_bit(whole: lab.Run, tmp_path: Path) -> None:
     stopped = lab.Recorder(at_end={3: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
     lab.train(tasks(), tmp_path, recorder=stopped, **options)
@@ -138,7 +138,7 @@ def test_a_task_with_dropout_of_its_adapter_does_not_share_and_the_plan_says_so(
     assert "dropped: shared prefixes are computed for each row, because its lora_dropout=0.1" in str(trainer.plan())
 
 
-def test_learnt_prompts_do_not_share_and_stand_beside_tasks_that_do(tmp_path: Path) -> None:
+def test_learnt_prompts_do_not_share_and_are_next_to_tasks_that_do(tmp_path: Path) -> None:
     prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, tokenizer_name_or_path="none")
     own = [task("prompt", few_shot(1), peft_config=prompt), task("plain", few_shot(2))]
     shared, unshared = (lab.train(own, tmp_path / str(share), share_prefixes=share) for share in (True, False))
@@ -172,7 +172,7 @@ def test_a_backbone_with_dropout_and_one_that_looks_ahead_share_nothing(tmp_path
     assert "every token of BertForSequenceClassification sees later ones" in remarks(trainer)["a"]
 
 
-def test_nothing_is_said_where_rows_do_not_begin_alike_but_to_who_asks(tmp_path: Path) -> None:
+def test_nothing_is_reported_where_rows_share_no_prefix_but_to_who_asks(tmp_path: Path) -> None:
     config = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1)
     own = [task("a", lab.rows(2, 10, 20, 30), peft_config=config)]
     told = [remarks(lab.make_trainer(own, tmp_path, share_prefixes=share))["a"] for share in ("auto", True, False)]

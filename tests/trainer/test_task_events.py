@@ -59,7 +59,7 @@ def told(tasks: list[Any], folder: Path, diary: Diary, recorder: Recorder | None
     return trainer
 
 
-def test_tasks_that_begin_and_end_are_told_once_when_their_adapter_is_on_the_disk(tmp_path: Path) -> None:
+def test_tasks_that_begin_and_end_are_reported_once_when_their_adapter_is_on_the_disk(tmp_path: Path) -> None:
     on_disk: list[bool] = []
     diary = Diary("on_task_end a", lambda _: on_disk.append((tmp_path / "a/adapter_model.safetensors").is_file()))
     tasks = [small_task("a", data_seed=1, max_steps=3), small_task("b", data_seed=2, max_steps=5)]
@@ -84,7 +84,7 @@ def test_a_task_that_stops_early_ends_with_its_reason(tmp_path: Path) -> None:
     assert end["reason"]
 
 
-def test_a_task_that_fails_is_told_with_its_reason_and_the_others_end(tmp_path: Path) -> None:
+def test_a_task_that_fails_is_reported_with_its_reason_and_the_others_end(tmp_path: Path) -> None:
     @torch.no_grad()
     def poison(trainer: Any) -> None:
         next(iter(trainer.model.task_parameters("bad").values())).fill_(float("nan"))
@@ -98,7 +98,7 @@ def test_a_task_that_fails_is_told_with_its_reason_and_the_others_end(tmp_path: 
     assert (failed["status"], failed["reason"]) == ("failed", "non_finite: loss is nan at step 3")
 
 
-def test_arrivals_pauses_and_departures_are_told_in_their_order(tmp_path: Path) -> None:
+def test_arrivals_pauses_and_departures_are_reported_in_their_order(tmp_path: Path) -> None:
     late = small_task("late", data_seed=3, max_steps=6)
     recorder = at_steps(
         step_1=lambda trainer: trainer.register_tasks([late]),
@@ -119,7 +119,7 @@ def test_arrivals_pauses_and_departures_are_told_in_their_order(tmp_path: Path) 
     assert (gone["status"], gone["adapter_folder"]) == ("removed", tmp_path / "late")
 
 
-def test_plans_are_told_when_steps_follow_another_one(tmp_path: Path) -> None:
+def test_plans_are_reported_when_steps_follow_another_one(tmp_path: Path) -> None:
     diary = Diary()
     told([small_task("a", data_seed=1, max_steps=2), small_task("b", data_seed=2, max_steps=4)], tmp_path, diary)
     plans = [(fact["before"], fact["plan"]) for fact in diary.facts if fact["event"] == "on_plan"]
@@ -129,7 +129,7 @@ def test_plans_are_told_when_steps_follow_another_one(tmp_path: Path) -> None:
     assert plans[1][0] is plans[0][1]
 
 
-def test_a_run_goes_on_with_what_is_registered_when_its_last_task_has_ended(tmp_path: Path) -> None:
+def test_a_run_continues_with_what_is_registered_when_its_last_task_has_ended(tmp_path: Path) -> None:
     follower = small_task("next", data_seed=2, max_steps=3)
     diary = Diary("on_task_end first")
     trainer = make_trainer([small_task("first", data_seed=1, max_steps=2)], tmp_path / "a")
@@ -142,7 +142,7 @@ def test_a_run_goes_on_with_what_is_registered_when_its_last_task_has_ended(tmp_
     assert trainer.table["next"].last_loss == pytest.approx(alone.table["next"].last_loss, rel=1e-5)
 
 
-def test_a_run_goes_on_with_what_is_registered_when_its_last_task_has_failed_before_its_first_step(
+def test_a_run_continues_with_what_is_registered_when_its_last_task_has_failed_before_its_first_step(
     tmp_path: Path,
 ) -> None:
     def broken(_: Any) -> dict[str, float]:
@@ -181,7 +181,7 @@ def test_what_a_callback_of_the_run_raises_ends_the_run_after_every_task_was_sav
     assert again.table["c"].last_loss == whole.table["c"].last_loss
 
 
-def test_a_resumed_run_tells_of_tasks_that_go_on_and_not_of_those_that_ended_or_rest(tmp_path: Path) -> None:
+def test_a_resumed_run_reports_tasks_that_continue_and_not_of_those_that_ended_or_rest(tmp_path: Path) -> None:
     tasks = [
         small_task(name, data_seed=seed, max_steps=steps)
         for seed, (name, steps) in enumerate({"a": 2, "b": 6, "c": 6}.items())

@@ -68,7 +68,7 @@ def test_a_task_that_another_thread_registers_while_the_model_loads_comes_in(
     assert trainer.task_statuses == {"own": "succeeded", "late": "succeeded"}
 
 
-def test_many_threads_that_ask_at_once_all_get_an_answer_and_the_run_goes_on(tmp_path: Path) -> None:
+def test_many_threads_that_ask_at_once_all_get_an_answer_and_the_run_continues(tmp_path: Path) -> None:
     background, accepted = Background(), []
     steady = small_task("steady", data_seed=1, max_steps=30, eval_dataset=small_task("x", data_seed=9).train_dataset)
 

@@ -91,7 +91,7 @@ def test_a_task_ends_with_the_adapter_of_its_best_evaluation(by: str, tmp_path: 
     assert any(not torch.equal(found[key], value) for key, value in keeps.kept[2].items())
 
 
-def test_whoever_asks_for_the_best_is_evaluated_once_an_epoch_at_least() -> None:
+def test_a_user_who_asks_for_the_best_is_evaluated_once_an_epoch_at_least() -> None:
     args = MultiTaskTrainingArguments(output_dir="unused", use_cpu=True, load_best_model_at_end=True)
     assert resolve(small_task("own", data_seed=1, eval_dataset=HELD_OUT), args).eval_steps == -1
     assert resolve(small_task("own", data_seed=1), args).load_best_model_at_end is False
@@ -202,7 +202,7 @@ def test_two_words_for_one_metric_must_mean_the_same() -> None:
 # ------------------------------------------------------------------------ folders
 
 
-def test_a_folder_that_holds_a_run_and_one_that_holds_none_are_told_before_weights_are_loaded(
+def test_a_folder_that_holds_a_run_and_one_that_holds_none_are_reported_before_weights_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from peft_mux.trainer.placement import Placement

@@ -92,7 +92,7 @@ def test_callbacks_come_and_go_and_hear_what_is_logged(tmp_path: Path) -> None:
     assert [entry["extra"] for entry in trainer.state.log_history if "extra" in entry] == [1.0, 2.0, 3.0]
 
 
-def test_a_script_may_print_and_write_its_numbers_beside_the_run(
+def test_a_script_may_print_and_write_its_numbers_next_to_the_run(
     trained: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
     trainer = trained.trainer
@@ -240,7 +240,7 @@ def test_an_adapter_that_was_not_trained_is_not_uploaded(hub: list[Hub], tmp_pat
     assert hub == []
 
 
-def test_what_the_hub_raises_is_told_in_words(trained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_hub_raises_is_reported_in_words(trained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     class Down(Hub):
         def create_repo(self, *args: Any, **kwargs: Any) -> None:
             raise ConnectionError("no route to host")

@@ -35,7 +35,7 @@ def card_of(folder: Path, name: str) -> huggingface_hub.ModelCard:
     return huggingface_hub.ModelCard((folder / name / "README.md").read_text(encoding="utf-8"))
 
 
-def test_a_card_tells_how_the_adapter_came_about(folder: Path) -> None:
+def test_a_card_says_how_the_adapter_came_about(folder: Path) -> None:
     card = card_of(folder, "sql")
     assert card.data.library_name == "peft"
     for part in (
@@ -80,7 +80,7 @@ def test_losses_are_pictured_where_there_is_more_than_one(folder: Path) -> None:
     assert "loss.png" not in card_of(folder, "math").text
 
 
-def test_a_card_is_written_anew_until_its_owner_has_edited_it(folder: Path, tmp_path: Path) -> None:
+def test_a_card_is_written_again_until_a_user_has_edited_it(folder: Path, tmp_path: Path) -> None:
     card, path = card_of(folder, "sql"), tmp_path / "README.md"
     assert write_card(tmp_path, card)
     assert write_card(tmp_path, card)

@@ -82,7 +82,7 @@ def test_a_mix_of_streams_is_trained_on_in_the_order_of_the_mix() -> None:
     assert {token >= 100 for token in order} == {False, True}
 
 
-def test_a_stream_that_ends_is_read_anew_without_losing_a_row() -> None:
+def test_a_stream_that_ends_is_read_again_without_losing_a_row() -> None:
     stream = plain_stream()
     loader = make_stream(stream)
     tokens = [token for step in range(10) for token in first_tokens(loader.batch(step))]
@@ -184,7 +184,7 @@ def test_a_batch_asked_for_again_is_not_read_again() -> None:
     assert stream.num_reads == 1
 
 
-def test_what_became_of_rows_is_told_as_of_the_batch_that_was_given() -> None:
+def test_counts_of_rows_are_those_up_to_the_given_batch() -> None:
     masked = {"input_ids": [1, 2], "labels": [-100, -100]}
     loader = make_stream(Rows([*rows_of(3), masked, {"input_ids": list(range(80))}, *rows_of(2)]))
     loader.batch(0)

@@ -76,7 +76,7 @@ def raising_at_once(error: BaseException) -> Iterator[int]:
     yield 0
 
 
-def test_an_iterator_that_gives_nothing_in_time_is_told_of_and_waited_for_no_longer() -> None:
+def test_an_iterator_that_gives_nothing_in_time_is_reported_of_and_waited_for_no_longer() -> None:
     goes_on = threading.Event()
 
     def items() -> Iterator[int]:

@@ -82,7 +82,7 @@ def test_a_replay_draws_by_the_seed_and_the_step_of_its_own_micro_batch(report: 
         ("moved", True),
     ],
 )
-def test_what_a_graph_holds_is_captured_anew_when_it_changes(report: dict, event: str, is_new: bool) -> None:
+def test_what_a_graph_holds_is_captured_again_when_it_changes(report: dict, event: str, is_new: bool) -> None:
     found, events = report["company"], list(report["company"])
     assert found[event]["difference"] <= LIMIT
     before = found[events[events.index(event) - 1]]["count"] if event != "first" else 0
@@ -93,7 +93,7 @@ def test_graphs_that_are_no_longer_true_are_freed(report: dict) -> None:
     assert [found["graphs"] for found in report["company"].values()] == [1, 1, 1, 1, 1, 1, 1]
 
 
-def test_graphs_beyond_the_limit_are_freed_and_captured_anew(report: dict) -> None:
+def test_graphs_beyond_the_limit_are_freed_and_captured_again(report: dict) -> None:
     assert report["bounded"]["counts"] == [[1, 1], [2, 1], [3, 1], [3, 1]]
 
 
@@ -314,7 +314,7 @@ def two_tasks() -> MuxBatch:
     return ChunkPackingCollator()(rows)
 
 
-def test_padding_is_a_sequence_of_its_own_and_belongs_to_nobody() -> None:
+def test_padding_is_a_sequence_of_its_own_and_belongs_to_no_task() -> None:
     inputs = StaticInputs(Shape.of(two_tasks()), ("a", "b"), torch.device("cpu"))
     inputs.fill(two_tasks())
     static = inputs.batch

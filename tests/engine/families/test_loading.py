@@ -44,7 +44,7 @@ def test_buffers_that_are_saved_are_read_as_well(tmp_path: Path) -> None:
     assert stage.model.backbone.model.layers[3].balance.tolist() == [0.0, 1.0, 2.0]
 
 
-def test_folders_whose_tensors_transformers_converts_are_told(tmp_path: Path) -> None:
+def test_folders_whose_tensors_transformers_converts_are_reported(tmp_path: Path) -> None:
     for kind, converts in (("mixtral", True), ("gpt_neox", True), ("phi3", False)):
         backbone = cases.backbone(kind)
         backbone.save_pretrained(tmp_path / kind)

@@ -97,7 +97,7 @@ def healthy_without_d(healthy: Seen, part: Seen) -> Seen:
     return Seen(losses=losses, weights=healthy.weights)
 
 
-def test_weights_are_freed_after_forward_and_the_backward_reads_what_is_gathered_anew(home: Path) -> None:
+def test_weights_are_freed_after_forward_and_the_backward_reads_what_is_gathered_again(home: Path) -> None:
     wanted = cases.changed_between_passes(None)
     for found, freed in values(launch(2, cases.changed_between_passes)):
         assert freed

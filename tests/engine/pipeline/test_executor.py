@@ -179,7 +179,7 @@ def most_in_flight(template: PipelineTemplate, stage: int) -> int:
 
 
 @pytest.mark.distributed
-def test_a_poisoned_task_fails_on_all_stages_and_its_neighbours_go_on_as_if_it_were_healthy(
+def test_a_poisoned_task_fails_on_all_stages_and_its_neighbours_continue_as_if_it_were_healthy(
     trained: dict[Any, Path], home: Path
 ) -> None:
     healthy, _ = alone("llama", False, False, home)
@@ -210,7 +210,7 @@ def test_the_bytes_that_a_stage_holds_never_exceed_those_of_the_template(
 
 @pytest.mark.distributed
 @pytest.mark.parametrize("world", [2, FOUR])
-def test_a_pipeline_goes_on_where_one_process_stopped(world: int, trained: dict[Any, Path], home: Path) -> None:
+def test_a_pipeline_resumes_where_one_process_stopped(world: int, trained: dict[Any, Path], home: Path) -> None:
     seen, _ = alone("llama", False, False, home)
     for rank in range(world):
         losses = read(trained[world], f"resume-{MEASURED}-{rank}")["losses"]
@@ -393,7 +393,7 @@ def test_all_that_a_stage_takes_is_on_the_lists_of_its_neighbours_and_gradients_
             assert bool(freed) == (schedule != "gpipe" and bool(sent))
 
 
-def test_a_state_by_name_goes_on_exactly_in_another_layout(tmp_path: Path) -> None:
+def test_a_state_by_name_continues_exactly_in_another_layout(tmp_path: Path) -> None:
     case = cases.CASES["llama-mux"]
     model = cases.mux_model(case)
     optimizer = cases.optimizer_of(model, "a", tmp_path)

@@ -255,6 +255,13 @@ def train_five(rank: int, folder: Path, arguments: dict[str, Any]) -> Part:
     return run(folder, five_tasks(), **arguments)
 
 
+def in_separate_folders(rank: int, folder: Path, save_strategy: str) -> Part:
+    """Train on machines without a shared disk: the same relative path, seen from other folders."""
+    (folder / f"host-{rank}").mkdir(parents=True)
+    os.chdir(folder / f"host-{rank}")
+    return run(Path("run"), five_tasks(), save_strategy=save_strategy)
+
+
 def learn_of_times(rank: int, folder: Path) -> tuple[float, float, Parts]:
     """Train the five tasks, on one process slowly.
 

@@ -82,6 +82,18 @@ def test_tasks_come_go_and_pause_on_several_processes_as_on_one(tmp_path: Path) 
     assert_as_one(parts[0], one)
 
 
+def test_processes_that_do_not_see_the_same_run_folder_are_named_before_anything_is_loaded(tmp_path: Path) -> None:
+    for outcome in launch(2, cases.in_separate_folders, tmp_path, "steps"):
+        assert "args.output_dir must be the same folder for every process" in outcome.error
+        assert "host-1/run (rank 1)" in outcome.error
+    assert list((tmp_path / "host-0/run").glob(".tmp-*")) == []
+
+
+@SLOW
+def test_without_saving_processes_need_no_shared_folder(tmp_path: Path) -> None:
+    assert [part.step for part in values(launch(2, cases.in_separate_folders, tmp_path, "no"))] == [8, 8]
+
+
 def test_all_processes_learn_from_the_time_of_the_slowest(tmp_path: Path) -> None:
     fast, slow = values(launch(2, cases.learn_of_times, tmp_path))
     assert fast == slow
@@ -142,7 +154,7 @@ def test_a_signal_to_one_process_stops_all_at_one_step_and_any_number_of_them_re
     assert_as_one(resumed[0], alone, from_step=5)
 
 
-def test_a_killed_process_is_named_at_once_and_one_process_goes_on_from_the_last_state(
+def test_a_killed_process_is_named_at_once_and_one_process_resumes_from_the_last_state(
     alone: Part, tmp_path: Path
 ) -> None:
     outcomes = launch(3, cases.killed, tmp_path, 2)
@@ -171,7 +183,7 @@ def test_a_process_that_stands_still_is_named_when_the_time_limit_has_passed(tmp
     ("world_size", "error_file"),
     [pytest.param(3, "", id="alone"), pytest.param(2, "missing/error.json", id="which a launcher's file cannot take")],
 )
-def test_the_error_of_one_process_is_told_by_the_others(world_size: int, error_file: str, tmp_path: Path) -> None:
+def test_the_error_of_one_process_is_reported_by_the_others(world_size: int, error_file: str, tmp_path: Path) -> None:
     outcomes = launch(world_size, cases.failing_alone, tmp_path, error_file)
     assert outcomes[1].error == "OSError: the disk of rank 1 is full"
     for other in (outcomes[0], *outcomes[2:]):
@@ -344,7 +356,7 @@ def test_ctrl_c_that_a_launcher_repeats_forces_nothing_and_a_later_one_does() ->
             signal.raise_signal(signal.SIGINT)
 
 
-def test_one_process_instead_of_several_is_told_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_process_instead_of_several_is_shown_what_to_type(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     monkeypatch.setenv("MASTER_PORT", "29500")
     with pytest.raises(

@@ -60,7 +60,7 @@ def test_every_sequence_goes_to_one_replica_that_can_hold_it(tasks: dict[str, li
 
 
 @pytest.mark.parametrize("policy", ["balanced", "length", "uniform"])
-def test_the_same_lengths_are_divided_alike_each_time(policy: Any) -> None:
+def test_the_same_lengths_are_divided_equally_each_time(policy: Any) -> None:
     batches = cases.batches_of(cases.SKEWED)
     first, second = shares_of(policy=policy), shares_of(policy=policy)
     assert first.divide(batches) == second.divide(batches)
@@ -101,7 +101,7 @@ def test_the_sequences_of_a_bucket_are_dealt_evenly_over_tasks() -> None:
     assert sorted(len(share[1]) for share in divided) == [1, 1, 2, 2]
 
 
-def test_replicas_of_one_configuration_that_lie_apart_get_like_shares() -> None:
+def test_replicas_of_one_configuration_that_are_apart_get_like_shares() -> None:
     batches = cases.batches_of({"a": (100,) * 30, "long": (1000,)})
     shares = shares_of()
     counts = [len(own) for own in lengths_by_replica(shares.divide(batches), batches)]
@@ -185,7 +185,7 @@ def test_a_step_without_sequences_gives_everyone_nothing() -> None:
 # ------------------------------------------------------------------ htask by htask
 
 
-def test_what_begin_decides_is_told_htask_by_htask() -> None:
+def test_what_begin_decides_is_reported_for_each_htask() -> None:
     batches = cases.batches_of(cases.SKEWED)
     whole, parts = shares_of(), shares_of()
     divided = whole.divide(batches)
@@ -195,7 +195,7 @@ def test_what_begin_decides_is_told_htask_by_htask() -> None:
     assert parts.clock.num_steps == 1
 
 
-def test_equal_replicas_divide_a_step_evenly_whatever_shares_a_pass_and_start_anew_each_step() -> None:
+def test_equal_replicas_divide_a_step_evenly_whatever_shares_a_pass_and_start_again_each_step() -> None:
     shares = DispatchedShares(ParallelLayout.parse("<2,1>x3"))
     for step in range(2):
         batches = cases.batches_of(cases.SKEWED, step)
@@ -268,7 +268,7 @@ def test_closing_twice_is_allowed_and_a_later_step_is_divided_all_the_same() -> 
     shares.close()
 
 
-def test_shares_that_take_the_place_of_others_go_on_with_their_clock() -> None:
+def test_shares_that_take_the_place_of_others_continue_with_their_clock() -> None:
     before = shares_of()
     before.begin(cases.batches_of(cases.SKEWED))
     after = shares_of(clock=before.clock)
@@ -307,7 +307,7 @@ def test_all_ranks_refuse_a_sequence_that_one_of_them_could_not_hold() -> None:
 
 
 @pytest.mark.distributed
-def test_real_processes_dispatch_three_steps_alike_and_solve_ahead() -> None:
+def test_real_processes_dispatch_three_steps_equally_and_solve_ahead() -> None:
     found = parallel_cases.values(parallel_cases.launch(3, cases.three_steps_over_gloo))
     batches = cases.batches_of(cases.SKEWED)
     for key in ("divided", "expected_s", "max_tokens"):
@@ -345,7 +345,7 @@ class Task:
         self.step, self.loader = 0, CountingLoader()
 
 
-def test_a_batch_of_another_step_or_another_loader_is_read_anew() -> None:
+def test_a_batch_of_another_step_or_another_loader_is_read_again() -> None:
     task, ahead = Task(), BatchesAhead()
     ahead.read([task])
     assert ahead.take(task).step == 0

@@ -178,7 +178,7 @@ def test_tasks_come_go_and_pause_in_any_layout_as_in_one_process(
         pytest.param({"shard_backbone": True}, 2, {"pipeline_parallel_size": 2}, id="fsdp2, then pp2", marks=SLOW),
     ],
 )
-def test_any_layout_goes_on_from_the_state_of_any_other(
+def test_any_layout_resumes_from_the_state_of_any_other(
     before: dict[str, Any],
     world_size: int,
     after: dict[str, Any],

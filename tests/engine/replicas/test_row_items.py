@@ -49,7 +49,7 @@ def divided(batches: list[TaskBatch], **options: Any) -> list[list[list[int]]]:
 
 @PROPERTY
 @given(st.lists(tries(max_rows=8, words=3), min_size=1, max_size=3), st.integers(1, 4), st.integers(1, 60))
-def test_each_row_lies_in_one_item_and_items_of_several_rows_fit_everywhere(
+def test_each_row_is_in_one_item_and_items_of_several_rows_fit_everywhere(
     tasks: list[Rows], num_replicas: int, least: int
 ) -> None:
     batches = [batch_rows(own) for own in tasks if own]

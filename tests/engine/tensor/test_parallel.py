@@ -229,7 +229,7 @@ def digest(model: MultiTaskPeftModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(item.shape) for name, item in model.named_parameters()}
 
 
-def test_an_architecture_that_nobody_has_checked_is_refused_by_name() -> None:
+def test_an_architecture_that_is_not_tested_is_refused_by_name() -> None:
     config = OlmoeConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, eos_token_id=None)
     with pytest.raises(UnsupportedModelError, match=r"'olmoe'.*gpt2, .*llama, .*shard_backbone=True"):
         TensorParallelModel(small(OlmoeForCausalLM(config)), Mute())
@@ -298,7 +298,7 @@ def test_pieces_of_all_shards_make_up_every_parameter_once() -> None:
             assert (covered == is_cut).all(), (name, key)
 
 
-def test_gradients_that_all_shards_hold_alike_count_once_and_partial_ones_everywhere() -> None:
+def test_gradients_that_all_shards_hold_equally_count_once_and_partial_ones_everywhere() -> None:
     model = cases.mux_model(cases.ShardCase("llama"))
     TensorParallelModel(model, Mute(1))
     pieces = model.registry.pieces_of("e")

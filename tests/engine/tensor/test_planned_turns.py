@@ -95,7 +95,7 @@ def test_a_plan_of_shards_says_what_is_known_of_turns(overlap: Overlap | None, e
         assert "bucket" in plan.gantt()
 
 
-def test_turns_that_nobody_would_wait_in_are_refused_by_name(tmp_path: Path) -> None:
+def test_turns_without_waiting_are_refused_by_name(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r'args\.interleaved_passes must be "auto" or 1 with replicas <1,1>x1, got 3'):
         make_trainer([small_task("own", data_seed=1)], tmp_path, interleaved_passes=3)
     with pytest.raises(ConfigError, match=r'args.interleaved_passes must be "auto", or an integer.*got .all.'):

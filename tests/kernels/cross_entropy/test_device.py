@@ -261,7 +261,7 @@ def test_a_target_of_minus_infinity_costs_infinitely_much_and_has_a_finite_gradi
 
 
 @needs_triton
-def test_a_row_has_the_same_bits_alone_and_in_company(results: Results) -> None:
+def test_a_row_has_the_same_bits_alone_and_with_others(results: Results) -> None:
     alone, company = results["row 2 alone"], results["small"]
     assert torch.equal(alone.losses, company.losses[2:3])
     assert torch.equal(alone.logits, company.logits[2:3])
@@ -280,7 +280,7 @@ def test_without_gradient_the_logits_stay_and_the_losses_are_the_same(results: R
 
 
 @needs_triton
-def test_nothing_is_written_between_rows_that_lie_apart(results: Results) -> None:
+def test_nothing_is_written_between_rows_that_are_apart(results: Results) -> None:
     found, wanted = results["padded"], reference(results.cases["padded"])
     assert relative(found.losses, wanted.losses) < 1e-5
     assert relative(found.logits[:, :8200], wanted.logits) < 1e-5

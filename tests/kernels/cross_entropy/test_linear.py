@@ -288,7 +288,7 @@ def test_the_logits_of_a_block_are_held_once_and_twice_with_the_slope_of_a_cap(
 
 
 @pytest.mark.parametrize("bias", [torch.ones(1000), None])
-def test_the_logits_of_all_blocks_lie_in_one_memory(bias: torch.Tensor | None) -> None:
+def test_the_logits_of_all_blocks_are_in_one_memory(bias: torch.Tensor | None) -> None:
     head, hidden = Head(torch.randn(1000, 4), bias), torch.randn(100, 4, requires_grad=True)
     targets = torch.randint(1000, (100,))
     with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:

@@ -210,7 +210,7 @@ def test_a_draw_that_equals_the_threshold_is_kept(report: dict, kernel: str) -> 
 
 # The interpreter's products do not depend on the block size, so that bits alone would not show this.
 @pytest.mark.parametrize(("rank", "block"), [(1, 16), (16, 16), (17, 64), (64, 64), (65, 64), (256, 64)])
-def test_a_rank_is_worked_on_once_and_in_the_same_blocks_beside_any_other(report: dict, rank: int, block: int) -> None:
+def test_a_rank_is_worked_on_once_and_in_the_same_blocks_next_to_any_other(report: dict, rank: int, block: int) -> None:
     assert all(blocks == [block] for blocks in report["blocks"][str(rank)])
 
 

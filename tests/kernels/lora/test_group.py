@@ -542,7 +542,7 @@ def test_outputs_and_gradients_of_all_layers_are_those_of_float64(report: dict, 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_is_written_beside_the_gradients_of_the_group(report: dict, name: str) -> None:
+def test_nothing_is_written_next_to_the_gradients_of_the_group(report: dict, name: str) -> None:
     assert report["cases"][name]["untouched"]
 
 
@@ -594,7 +594,7 @@ def test_adapters_in_two_layers_of_three_make_no_launch_for_the_third(report: di
     assert report["counts"]["two layers of three"] == {"shrink in": 1, "expand in": 1, "wgrad in": 1, **of_b}
 
 
-def test_adapters_that_lie_apart_are_launched_layer_by_layer(report: dict) -> None:
+def test_adapters_that_are_apart_are_launched_layer_by_layer(report: dict) -> None:
     of_b = {"expand out": 3, "shrink out": 3, "wgrad out": 3}
     assert report["counts"]["apart"] == {"shrink in": 3, "expand in": 3, "wgrad in": 3, **of_b}
 

@@ -63,7 +63,7 @@ def test_the_second_launch_goes_straight_to_what_was_compiled_with_all_arguments
     assert straight == ("straight", (6, 1, 1), (aligned, table, 5, 7))
 
 
-def test_tensors_that_do_not_begin_on_whole_words_are_always_bound_anew() -> None:
+def test_tensors_that_do_not_begin_on_whole_words_are_always_bound_again() -> None:
     kernel, table = Kernel(), torch.zeros(4)
     launch = kernels.Launch(kernel, Tiles(8, 4, 2), 5, SIZE=7)
     aligned, odd = memory()
@@ -72,7 +72,7 @@ def test_tensors_that_do_not_begin_on_whole_words_are_always_bound_anew() -> Non
     assert [call[0] for call in kernel.calls] == ["bound", "bound", "bound", "straight"]
 
 
-def test_where_the_caller_knows_how_tensors_begin_nobody_looks_and_runners_are_kept_by_grid() -> None:
+def test_where_the_caller_knows_how_tensors_begin_nothing_is_checked_and_runners_are_kept_by_grid() -> None:
     kernel, table = Kernel(), torch.zeros(4)
     launch = kernels.Launch(kernel, Tiles(8, 4, 2), 5, SIZE=7)
     for grid in ((3, 1, 1), (3, 1, 1), (6, 1, 1), (3, 1, 1)):
@@ -115,7 +115,7 @@ def shrink(x: torch.Tensor, w: Factors, ranks: RankTable, s: torch.Tensor | None
     kernels.shrink(x, w, s, tables, ranks, **{"scaled": False, **settings})
 
 
-def test_a_launch_is_prepared_once_for_any_number_of_rows_and_anew_for_another_layout(
+def test_a_launch_is_prepared_once_for_any_number_of_rows_and_again_for_another_layout(
     started: list[kernels.Launch],
 ) -> None:
     w, ranks = Factors([torch.zeros(RANK, COLUMNS)], COLUMNS), RankTable([RANK], [1.0])
@@ -152,7 +152,7 @@ def test_rows_are_checked_in_every_launch_and_layouts_in_the_first_of_each(start
     assert len(started) == 1
 
 
-def test_types_and_columns_are_checked_once_if_launches_are_alike(
+def test_types_and_columns_are_checked_once_if_launches_are_equal(
     started: list[kernels.Launch], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[str] = []

@@ -97,7 +97,7 @@ def test_seeds_keep_all_64_bits() -> None:
 
 
 @given(LENGTHS)
-def test_every_table_begins_on_16_bytes_so_that_no_mix_compiles_anew(lengths: list[int]) -> None:
+def test_every_table_begins_on_16_bytes_so_that_no_mix_compiles_again(lengths: list[int]) -> None:
     tables = tables_of(lengths, max_tokens=1200)
     base = tables.step_seed_G.data_ptr()
     views = [tables.seg_end_G, tables.tile_segment, tables.tile_row, tables.chunk_segment]
@@ -157,7 +157,7 @@ def test_a_rank_that_launches_do_not_serve_is_refused(rank: int) -> None:
 # ------------------------------------------------------------------------------ where factors lie
 
 
-def test_factors_are_found_from_one_base_wherever_their_owners_keep_them() -> None:
+def test_factors_are_found_from_one_base_wherever_tasks_keep_them() -> None:
     pages = [torch.zeros(64, dtype=torch.bfloat16) for _ in range(3)]
     parts = [pages[0][8:40].view(2, 16), None, pages[2][16:32].view(1, 16), pages[1].view(4, 16)]
     factors = Factors(parts, 16)

@@ -199,7 +199,7 @@ def noise_of(model: MultiTaskPeftModel, batch: MuxBatch) -> list[torch.Tensor]:
     return found
 
 
-def test_gates_are_drawn_anew_for_every_step_layer_and_seed_and_for_nothing_else() -> None:
+def test_gates_are_drawn_again_for_every_step_layer_and_seed_and_for_nothing_else() -> None:
     model = model_of()
     batch, _ = packed("a", "b")
     first = noise_of(model, batch)

@@ -244,7 +244,7 @@ def toy_task(name: str, number: int, **settings: Any) -> Task:
     return replace(task, peft_config=ia3(number))
 
 
-def test_a_new_type_trains_beside_lora_as_plain_peft_alone_and_arrives_in_a_run(toy: ToyKind, tmp_path: Path) -> None:
+def test_a_new_type_trains_next_to_lora_as_plain_peft_alone_and_arrives_in_a_run(toy: ToyKind, tmp_path: Path) -> None:
     tasks = [toy_task("toy0", 0), lab.small_task("lora", data_seed=3, max_steps=7), toy_task("toy1", 1, seed=2)]
     recorder = lab.Recorder(at_end={2: lambda trainer: trainer.register_tasks([tasks[2]])})
     run = lab.train(tasks[:2], tmp_path, recorder=recorder)
@@ -254,7 +254,7 @@ def test_a_new_type_trains_beside_lora_as_plain_peft_alone_and_arrives_in_a_run(
         assert verdict.losses[-1] != verdict.losses[0], f"{name} has learned something"
 
 
-def test_a_new_type_goes_on_from_its_checkpoint(toy: ToyKind, tmp_path: Path) -> None:
+def test_a_new_type_resumes_from_its_checkpoint(toy: ToyKind, tmp_path: Path) -> None:
     def tasks() -> list[Task]:
         return [toy_task("toy0", 0), lab.small_task("lora", data_seed=3, max_steps=5)]
 

@@ -78,7 +78,7 @@ def test_nan_of_one_task_stays_home(together: lab.Run, tmp_path: Path) -> None:
         lab.assert_same(run, together, name, 1e-5)
 
 
-def test_tasks_go_on_exactly_from_their_checkpoint(together: lab.Run, tmp_path: Path) -> None:
+def test_tasks_resume_exactly_from_their_checkpoint(together: lab.Run, tmp_path: Path) -> None:
     stop = lab.Recorder(at_end={3: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
     lab.train(cases.tasks_of(), tmp_path, recorder=stop, save_strategy="steps", save_steps=3)
     rest = lab.train(cases.tasks_of(), tmp_path, resume=True, save_strategy="steps", save_steps=100)
@@ -221,7 +221,7 @@ def test_a_layout_that_a_type_cannot_take_is_refused_on_every_process(
         assert said in outcome.error
 
 
-def test_classifiers_train_a_head_beside_a_bottleneck() -> None:
+def test_classifiers_train_a_head_next_to_a_bottleneck() -> None:
     base = lab.tiny_llama()
     base.config.num_labels, base.config.pad_token_id = 3, 0
     model = MultiTaskPeftModel(

@@ -215,7 +215,7 @@ def test_no_gradient_flows_back_from_a_later_token(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_sequence_has_the_same_bits_beside_others_of_its_length_and_beside_shorter_ones(kind: str) -> None:
+def test_a_sequence_has_the_same_bits_next_to_others_of_its_length_and_next_to_shorter_ones(kind: str) -> None:
     # The number of sequences in a rectangle is fixed here: batched products may sum in another order otherwise.
     qkv = states(60)
     first = attend(batch_of({"a": [20, 20, 20]}), qkv, **KINDS[kind])[:20]

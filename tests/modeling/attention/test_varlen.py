@@ -196,7 +196,7 @@ def test_key_value_heads_are_repeated_only_where_the_library_wants_it(library: L
     ("kind", "reach"),
     [("causal", (-1, 0)), ("bidirectional", (-1, -1)), ("window", (2, 0)), ("window of one token", (0, 0))],
 )
-def test_windows_are_handed_on_as_the_tokens_beside_the_query(
+def test_windows_are_handed_on_as_the_tokens_next_to_the_query(
     library: Library, kind: str, reach: tuple[int, int]
 ) -> None:
     attend(library, states(HEADS), **KINDS[kind])
@@ -221,7 +221,7 @@ def test_the_order_of_sums_is_asked_not_to_depend_on_the_longest_sequence(librar
 
 
 @pytest.mark.parametrize("asked", [True, False])
-def test_packages_are_told_whether_determinism_was_asked_for(asked: bool) -> None:
+def test_packages_know_whether_determinism_was_asked_for(asked: bool) -> None:
     library, before = Library("flash_attn"), torch.are_deterministic_algorithms_enabled()
     torch.use_deterministic_algorithms(asked)
     try:
@@ -387,7 +387,7 @@ def test_head_widths_that_some_cards_have_no_backward_pass_for_are_named(
     assert [varlen_support(CUDA, torch.bfloat16, head_dim) for head_dim in (192, 232, 256)] == [None] * 3
 
 
-def test_each_reason_is_told_once(fresh: None) -> None:
+def test_each_reason_is_reported_once(fresh: None) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for reason in ("scores are soft-capped", "attention has sinks", "scores are soft-capped"):

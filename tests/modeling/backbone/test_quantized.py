@@ -232,7 +232,7 @@ def test_classifiers_with_heads_in_full_precision_go_together_as_alone(form: str
 
 
 @BOTH_WIDTHS
-def test_a_task_of_nans_is_quarantined_and_its_neighbour_goes_on(
+def test_a_task_of_nans_is_quarantined_and_its_neighbour_continues(
     form: str, folder: Path, plain_run: Callable[[str], Run], tmp_path: Path
 ) -> None:
     def poison(trainer: MultiTaskTrainer) -> None:
@@ -461,7 +461,7 @@ def test_a_platform_without_kernels_is_named(folder: Path, tmp_path: Path, monke
         from_folder(folder, tmp_path, FORMATS["nf4"])
 
 
-def test_a_model_that_is_not_quantised_counts_as_ever(folder: Path) -> None:
+def test_a_model_that_is_not_quantised_counts_as_before(folder: Path) -> None:
     model = LlamaForCausalLM.from_pretrained(folder)
     shape = model_shape(model, model.config, dtype=torch.float32, activation_dtype=torch.float32)
     assert shape.backbone_bytes == 4 * sum(parameter.numel() for parameter in model.parameters())
@@ -490,7 +490,7 @@ def test_a_folder_stored_in_8_bits_with_a_threshold_is_refused_with_the_line_to_
 
 @pytest.mark.gpu
 @ALL_FORMATS
-def test_on_a_gpu_a_task_beside_another_goes_as_alone(form: str, folder: Path, tmp_path: Path) -> None:
+def test_on_a_gpu_a_task_next_to_another_goes_as_alone(form: str, folder: Path, tmp_path: Path) -> None:
     def losses(tasks: list[Any], output: Path) -> dict[str, list[float]]:
         args = MultiTaskTrainingArguments(
             output_dir=str(output), bf16=True, save_strategy="no", disable_tqdm=True, report_to="none"
@@ -509,7 +509,7 @@ def test_on_a_gpu_a_task_beside_another_goes_as_alone(form: str, folder: Path, t
         mux_lab.assert_close(together[task.name], alone, 2e-2, task.name)
 
 
-def test_what_tasks_train_beside_plain_lora_goes_as_plain_peft_on_quantised_layers(
+def test_what_tasks_train_next_to_plain_lora_goes_as_plain_peft_on_quantised_layers(
     folder: Path, tmp_path: Path
 ) -> None:
     configs = {

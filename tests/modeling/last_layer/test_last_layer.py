@@ -127,7 +127,7 @@ def test_every_architecture_gives_the_losses_and_gradients_of_all_rows(name: str
 
 
 @pytest.mark.parametrize("name", ["Llama", "Gemma2", "GPT2", "DeepseekV3"])
-def test_where_rows_begin_alike_the_rows_that_are_read_are_among_the_computed(name: str) -> None:
+def test_where_rows_share_a_prefix_the_rows_that_are_read_are_among_the_computed(name: str) -> None:
     masks = completions((9, 3), (5, 0), (20, 1), (20, 2), (9, 3))
     batch = stream_of(masks, masks[::-1])
     ids = batch.input_ids.clone()
@@ -297,7 +297,7 @@ def test_nan_of_one_task_reaches_no_other() -> None:
         assert torch.equal(mine, theirs)
 
 
-def test_a_task_alone_has_what_it_has_beside_another() -> None:
+def test_a_task_alone_has_what_it_has_next_to_another() -> None:
     model, batch = model_of("Llama"), some_rows()
     together, apart = losses_and_gradients(model, batch), losses_and_gradients(model, batch.of_tasks([0]))
     assert torch.allclose(together[0][:1], apart[0], rtol=1e-6)

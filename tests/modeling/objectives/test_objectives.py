@@ -531,7 +531,7 @@ def test_a_nan_of_one_loss_leaves_the_bits_of_another_in_the_same_pass(added: Ca
     assert torch.equal(gradient, poisoned_gradient)
 
 
-def test_statistics_of_a_loss_are_logged_beside_it_and_name_metrics_that_may_stop_a_task(
+def test_statistics_of_a_loss_are_logged_next_to_it_and_name_metrics_that_may_stop_a_task(
     added: Callable[[Any], Objective], tmp_path: Path
 ) -> None:
     added(SquaredSurprise())

@@ -76,7 +76,7 @@ def test_what_a_function_raises_or_returns_wrongly_fails_its_task_alone(reason: 
     assert table["plain"].status == "succeeded"
 
 
-def test_wrong_arguments_are_told_all_at_once_with_the_nearest_names() -> None:
+def test_wrong_arguments_are_reported_all_at_once_with_the_nearest_names() -> None:
     with pytest.raises(ConfigError) as error:
         lab.small_task(
             "a",

@@ -140,7 +140,7 @@ def test_a_run_that_was_interrupted_before_its_first_log_shows_its_tasks_and_the
     assert interrupted(rest) is rest, "no task of it would take steps by itself"
 
 
-def test_a_run_that_nobody_trains_has_no_rates_and_no_time_left() -> None:
+def test_a_run_that_is_not_training_has_no_rates_and_no_time_left() -> None:
     view = interrupted(RunView(TASKS, 50, 61.0, 98.0))
     assert view.tokens_per_s is None
     assert view.left_s is None

@@ -38,7 +38,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> tuple[MultiTaskTrainer, Pat
     return trained(folder), folder
 
 
-def test_the_page_needs_nothing_beside_itself(run: tuple[MultiTaskTrainer, Path]) -> None:
+def test_the_page_needs_nothing_next_to_itself(run: tuple[MultiTaskTrainer, Path]) -> None:
     page = (run[1] / "report.html").read_text(encoding="utf-8")
     assert re.findall("<h2>(.*?)</h2>", page) == [*SECTIONS, "Configuration"]
     assert not re.search(r"https?:|<script|<link|<img|@import|url\(", page)

@@ -57,7 +57,7 @@ def trained(folder: Path, recorder: lab.Recorder | None = None, tasks: Any = Non
     return lab.train(tasks or two_tasks(), folder, recorder=recorder, **{**options, **arguments})
 
 
-def test_each_task_has_a_run_with_its_settings_that_ends_with_it_while_the_others_go_on(
+def test_each_task_has_a_run_with_its_settings_that_ends_with_it_while_the_others_continue(
     tmp_path: Path, loggers: Loggers
 ) -> None:
     endings: dict[int, Any] = {}
@@ -135,7 +135,7 @@ def test_what_cuts_the_training_off_ends_the_runs_of_its_tasks(tmp_path: Path, l
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
-def test_a_resumed_task_goes_on_with_its_run(tmp_path: Path, loggers: Loggers) -> None:
+def test_a_resumed_task_continues_with_its_run(tmp_path: Path, loggers: Loggers) -> None:
     trained(tmp_path, lab.Recorder(at_end={5: stop}), **SAVING)
     for name, logger in loggers.items():
         endings = [run.ending for run in logger.runs]
@@ -150,7 +150,7 @@ def test_a_resumed_task_goes_on_with_its_run(tmp_path: Path, loggers: Loggers) -
         assert (after.steps_of("train/loss"), after.ending) == ([6], FINISHED[name])
 
 
-def test_a_training_that_begins_anew_has_new_runs(tmp_path: Path, loggers: Loggers) -> None:
+def test_a_training_that_starts_again_has_new_runs(tmp_path: Path, loggers: Loggers) -> None:
     for _ in range(2):
         trained(tmp_path)
     for name, logger in loggers.items():
@@ -174,7 +174,7 @@ def test_a_file_of_ids_that_somebody_has_spoilt_costs_no_more_than_the_old_run(
 
 
 @pytest.mark.parametrize("broken", ["begin", "log", "end"])
-def test_loggers_that_raise_end_neither_the_task_nor_the_run_and_are_told_once_each(
+def test_loggers_that_raise_end_neither_the_task_nor_the_run_and_are_reported_once_each(
     tmp_path: Path, loggers: Loggers, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
     for name, logger in loggers.items():

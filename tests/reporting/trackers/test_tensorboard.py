@@ -92,7 +92,7 @@ def test_each_task_has_a_run_of_its_own_with_its_own_steps_arguments_and_plain_k
     assert run.trainer.args.report_to == ["tensorboard"]
 
 
-def test_a_task_that_was_paused_goes_on_with_its_run(tmp_path: Path) -> None:
+def test_a_task_that_was_paused_continues_with_its_run(tmp_path: Path) -> None:
     pauses: dict[int, Any] = {2: lambda trainer: trainer.pause_task("b"), 3: lambda trainer: trainer.resume_task("b")}
     trained(tmp_path, lab.Recorder(at_end=pauses), report_per_task=True, logging_steps=1)
     first, second = sorted(Writer.made, key=lambda one: one.log_dir)

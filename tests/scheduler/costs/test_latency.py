@@ -175,7 +175,7 @@ def test_outside_of_its_passes_a_step_has_updates_its_overhead_and_the_forwards_
         assert cost.outside_s([TASK, load]) == pytest.approx(updates_s + PROFILE.step_overhead_s + sum(forward_s))
 
 
-def test_the_updates_are_those_of_the_parameters_that_lie_on_a_device_of_the_deepest_stage() -> None:
+def test_the_updates_are_those_of_the_parameters_that_are_on_a_device_of_the_deepest_stage() -> None:
     task = replace(TASK, cut_parameters=400_000)
     cost = CostModel(PROFILE, SHAPE, num_stages=2, layers_per_stage=(6, 2), devices_per_stage=4)
     assert cost.optimizer_s([task]) == pytest.approx(PROFILE.optimizer(0.75 * 200_000))

@@ -45,7 +45,7 @@ def test_activations_are_those_counted_times_tokens_micro_batches_and_the_share_
     assert [estimate.activation_bytes for estimate in estimates] == [37_500, 112_500]
 
 
-def test_the_loss_lies_on_the_last_stage_in_bf16_on_cuda_and_beside_its_fp32_copy_elsewhere() -> None:
+def test_the_loss_is_on_the_last_stage_in_bf16_on_cuda_and_next_to_its_fp32_copy_elsewhere() -> None:
     cuda, cpu = (MemoryModel(LLAMA_7B, num_stages=2, device_type=kind) for kind in ("cuda", "cpu"))
     assert cuda.loss_bytes(10**6) == (2**26 // 32000) // 128 * 128 * 32000 * 2
     assert cpu.loss_bytes(10**6) == 384 * 32000 * (2 + 4)
@@ -55,7 +55,7 @@ def test_the_loss_lies_on_the_last_stage_in_bf16_on_cuda_and_beside_its_fp32_cop
     assert cuda.workspace_bytes(100, 0) < cuda.workspace_bytes(100, 1) + 1
 
 
-def test_the_slope_of_bounded_logits_is_held_beside_them_where_the_loss_is_not_fused() -> None:
+def test_the_slope_of_bounded_logits_is_held_next_to_them_where_the_loss_is_not_fused() -> None:
     capped = replace(LLAMA_7B, caps_logits=True)
     assert MemoryModel(capped, device_type="cpu").loss_bytes(10) == 10 * 32000 * (2 + 4 + 4)
     assert MemoryModel(capped, device_type="cuda").loss_bytes(10) == 10 * 32000 * 2
@@ -142,7 +142,7 @@ def test_devices_of_a_stage_share_the_words_of_the_loss_in_fp32() -> None:
 
 @pytest.mark.parametrize("is_tied", [False, True])
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
-def test_the_embedding_lies_on_the_first_and_the_head_on_the_last_stage(num_stages: int, is_tied: bool) -> None:
+def test_the_embedding_is_on_the_first_and_the_head_on_the_last_stage(num_stages: int, is_tied: bool) -> None:
     shape = replace(WITH_PARTS, parts=replace(PARTS, is_tied=is_tied))
     layers = {1: (8,), 2: (5, 3), 3: (4, 2, 2)}[num_stages]
     model = MemoryModel(shape, num_stages=num_stages, layers_per_stage=layers)

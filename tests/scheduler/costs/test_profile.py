@@ -64,12 +64,12 @@ def test_a_curve_goes_through_points_that_rise(values: list[float]) -> None:
     assert Curve.measured(counts, values)(np.array(counts)) == pytest.approx(values)
 
 
-def test_a_curve_is_straight_between_points_held_below_them_and_goes_on_beyond() -> None:
+def test_a_curve_is_straight_between_points_held_below_them_and_continues_beyond() -> None:
     curve = Curve((16.0, 64.0), (1.0, 3.0))
     assert [curve(count) for count in (0, 1, 16, 40, 64, 112)] == pytest.approx([0, 1, 1, 2, 3, 5])
 
 
-def test_attention_goes_on_as_the_square_beyond_what_was_measured() -> None:
+def test_attention_continues_as_the_square_beyond_what_was_measured() -> None:
     lengths = np.array([16.0, 64, 128, 256, 512, 1024])
     beyond = np.array([1025.0, 2048, 4096, 32768])
     for linear in (0.0, 3e-5):
@@ -114,7 +114,7 @@ def test_an_adapter_table_gives_its_points_back_and_is_linear_between_them() -> 
     assert table(12, 150, 40) == pytest.approx(np.mean(table.values))
 
 
-def test_an_adapter_table_goes_on_beyond_its_points_in_proportion() -> None:
+def test_an_adapter_table_continues_beyond_its_points_in_proportion() -> None:
     table = a_profile().adapter
     assert table(32, 200, 64) == pytest.approx(2 * table(16, 200, 64))
     assert table(16, 400, 64) == pytest.approx(2 * table(16, 200, 64))

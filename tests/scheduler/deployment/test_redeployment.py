@@ -46,7 +46,7 @@ def test_the_same_saving_does_not_pay_a_dearer_restart_or_fewer_steps() -> None:
     assert not decide((FOUR,), steps=1).pays
 
 
-def test_both_sides_of_the_decision_are_told() -> None:
+def test_both_sides_of_the_decision_are_reported() -> None:
     decision = decide((FOUR,))
     said = str(decision)
     assert said.startswith("redeploy <4,1>x1 -> <1,1>x4")

@@ -41,7 +41,7 @@ def test_bucketing_pads_as_little_as_the_best_of_all_boundary_choices(
 
 @given(LENGTHS, st.integers(1, 30), st.integers(1, 50))
 @settings(max_examples=60, deadline=None)
-def test_every_sequence_lies_in_the_first_bucket_that_holds_it(
+def test_every_sequence_is_in_the_first_bucket_that_holds_it(
     lengths: list[int], num_buckets: int, interval: int
 ) -> None:
     found = bucket_boundaries(lengths, num_buckets, interval)

@@ -78,7 +78,7 @@ def test_no_pass_is_larger_than_allowed_unless_one_sequence_is() -> None:
         assert htask.tokens_per_micro_batch <= 1024 * 1.0001
 
 
-def test_tasks_of_an_htask_stand_in_the_order_in_which_they_came() -> None:
+def test_tasks_of_an_htask_are_in_the_order_in_which_they_came() -> None:
     loads = [load("b", 64), load("a", 32), load("c", 16)]
     outcome = plan_tasks(loads, *models(), Budget(4096), policy="together")
     assert outcome.htasks[0].tasks == ("b", "a", "c")
@@ -127,7 +127,7 @@ def test_a_running_task_is_not_put_out_for_one_of_higher_priority() -> None:
     assert names(outcome) == ["running"]
 
 
-def test_a_running_task_goes_on_even_where_memory_is_predicted_to_be_short() -> None:
+def test_a_running_task_continues_even_where_memory_is_predicted_to_be_short() -> None:
     running = load("running", rank=64)
     outcome = plan_tasks([running], *models(), Budget(4096, limit_for([load("x", rank=1)])), running=["running"])
     assert names(outcome) == ["running"]

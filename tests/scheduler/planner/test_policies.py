@@ -116,7 +116,7 @@ def test_mux_compares_its_fusion_with_all_apart_and_all_together_where_stages_ar
     assert policy_named("mux").partitions(latency_s, 1, 1) == [fused]
 
 
-def test_mux_goes_on_with_the_other_partitions_where_fusion_finds_none() -> None:
+def test_mux_continues_with_the_other_partitions_where_fusion_finds_none() -> None:
     too_large = np.array([[1.0, np.inf], [np.inf, np.inf]])
     assert len(policy_named("mux").partitions(too_large, 2, 4)) == 2
     with pytest.raises(ValueError, match="does not fit in memory even"):

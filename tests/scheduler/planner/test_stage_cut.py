@@ -187,7 +187,7 @@ def test_every_virtual_stage_has_a_layer() -> None:
     assert choose_layers(heavy, *models(4), None, max_tokens=8192, num_chunks=2)[-1] == 2
 
 
-def test_layers_below_all_adapters_are_as_dear_as_others_where_virtual_stages_lie_apart() -> None:
+def test_layers_below_all_adapters_are_as_dear_as_others_where_virtual_stages_are_apart() -> None:
     deep = [replace(load("a"), lowest_layer=8)]
     both = [choose_layers(one, *models(2), None, max_tokens=8192, num_chunks=2) for one in (deep, [load("a")])]
     assert both[0] == both[1]

@@ -128,7 +128,7 @@ def test_a_short_memory_lowers_the_width_before_anything_is_refused() -> None:
     assert max(tight.peak_bytes) <= 1.02 * least
 
 
-def test_whoever_insists_on_turns_has_tasks_wait_for_the_memory_of_all_passes() -> None:
+def test_with_turns_on_request_tasks_wait_for_the_memory_of_all_passes() -> None:
     loads = [load(f"t{i}", 1024, 2) for i in range(4)]
     limit = replace(models()[1], passes_in_turns=2).peak_bytes(loads[:2], 1024, in_flight=2)
     insisted, auto = (planned(loads, width, limit=limit) for width in (2, "auto"))

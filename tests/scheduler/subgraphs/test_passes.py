@@ -109,7 +109,7 @@ def test_what_no_device_does_is_refused(known: dict[str, float]) -> None:
         Overlap(**known)
 
 
-def test_the_queue_gives_least_depth_then_the_longest_then_the_first_owner() -> None:
+def test_the_queue_gives_least_depth_then_the_longest_then_the_first_group() -> None:
     queue: LaunchQueue[str] = LaunchQueue()
     for key, depth, latency_s, owner in [("d", 1, 9.0, 0), ("c", 0, 1.0, 2), ("b", 0, 1.0, 1), ("a", 0, 2.0, 3)]:
         queue.enqueue(key, depth=depth, latency_s=latency_s, group=owner)

@@ -79,7 +79,7 @@ def test_what_is_drawn_at_random_is_the_same_alone_and_in_micro_batches(peft_typ
 
 
 @pytest.mark.slow
-def test_a_run_of_all_types_goes_on_exactly_from_its_checkpoint(run: lab.Run, tmp_path: Path) -> None:
+def test_a_run_of_all_types_resumes_exactly_from_its_checkpoint(run: lab.Run, tmp_path: Path) -> None:
     tasks = [task(name, number) for number, name in enumerate(NAMES)]
     stop = lab.Recorder(at_end={2: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
     lab.train(tasks, tmp_path, recorder=stop, save_strategy="steps", save_steps=2)
@@ -160,7 +160,7 @@ def test_a_type_that_reads_weights_does_not_join_a_sharded_backbone(
 
 
 @EVERY_TYPE
-def test_a_classifier_trains_its_head_beside_any_type(peft_type: PeftType) -> None:
+def test_a_classifier_trains_its_head_next_to_any_type(peft_type: PeftType) -> None:
     config = CASES[peft_type].make(0)
     config.task_type = TaskType.SEQ_CLS
     shape = copy.deepcopy(tiny_llama().config)

@@ -58,7 +58,7 @@ def test_most_types_are_trained() -> None:
 
 
 @pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.category is Category.FUSED])
-def test_the_adapters_of_all_tasks_lie_in_one_layer_if_a_type_is_fused(name: str) -> None:
+def test_the_adapters_of_all_tasks_are_in_one_layer_if_a_type_is_fused(name: str) -> None:
     make = CASES_BY_NAME[name].make
     model = MultiTaskPeftModel(tiny_llama(), {"a": make(0), "b": make(1)}, verify=False)
     layers: list[Any] = [module for module in model.backbone.modules() if isinstance(module, BaseTunerLayer)]

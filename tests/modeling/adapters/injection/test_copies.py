@@ -135,7 +135,7 @@ def test_a_copy_of_another_seed_and_scaling_is_what_peft_would_have_injected(
     }
 
 
-def test_an_alpha_beside_alphas_of_single_layers_is_left_to_peft(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_alpha_next_to_alphas_of_single_layers_is_left_to_peft(monkeypatch: pytest.MonkeyPatch) -> None:
     fields = {"r": 2, "target_modules": ["q_proj", "up_proj"], "alpha_pattern": {"up_proj": 3}}
     configs: dict[str, Any] = {name: LoraConfig(**fields, lora_alpha=alpha) for name, alpha in (("a", 4), ("b", 5))}
     injected = injected_model(monkeypatch, configs)
@@ -206,7 +206,7 @@ def test_where_a_later_task_is_refused_copies_leave_again() -> None:
     assert (model.tasks, [name for name, _ in model.named_parameters()]) == (("a",), before)
 
 
-def test_a_fault_is_told_of_each_of_several_alike_tasks() -> None:
+def test_a_fault_is_reported_of_each_of_several_equal_tasks() -> None:
     configs = {name: LoraConfig(target_modules=["nowhere"]) for name in ("x", "y")}
     with pytest.raises(ConfigError, match=r"tasks\.x(.|\n)*tasks\.y"):
         MultiTaskPeftModel(tiny_llama(), configs, verify=False)

@@ -83,7 +83,7 @@ def test_peft_sees_one_adapter_at_a_time_however_many_there_are(monkeypatch: pyt
     assert model.task_view("t3")(input_ids=x).logits.isfinite().all()
 
 
-def test_weights_are_laid_out_anew_only_where_they_moved() -> None:
+def test_weights_are_laid_out_again_only_where_they_moved() -> None:
     model = model_of("a", "b")
     before = {name: model.registry.slab_of(name) for name in model.tasks}
     model.to("cpu")

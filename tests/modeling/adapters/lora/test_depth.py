@@ -121,7 +121,7 @@ def segments(**ends: int) -> tuple[RowSegment, ...]:
     return tuple(found)
 
 
-def test_rows_that_go_on_are_joined_and_few_rows_are_not_left_out() -> None:
+def test_rows_that_continue_are_joined_and_few_rows_are_not_left_out() -> None:
     rows = segments(a=10, b=20, c=30, d=40)
     assert rows_needed(rows, frozenset("b")) == (Rows(0, 10), Rows(20, 40))
     assert rows_needed(rows, frozenset("ab")) == (Rows(20, 40),)

@@ -261,7 +261,7 @@ def test_the_backbone_comes_back_as_it_was() -> None:
     assert all(torch.equal(item, after[key]) for key, item in before.items())
 
 
-def test_adapters_of_another_type_lie_beside_those_on_parameters(tmp_path: Path) -> None:
+def test_adapters_of_another_type_are_next_to_those_on_parameters(tmp_path: Path) -> None:
     with registered(ToyKind()):
         configs: dict[str, Any] = {"both": on(GATE_UP, DOWN), "ia3": ia3(0), "up": on(GATE_UP)}
         configs["ia3"].target_modules, configs["ia3"].feedforward_modules = ["k_proj"], []
@@ -297,7 +297,7 @@ def test_a_run_ends_with_the_weights_of_plain_peft(tmp_path: Path, monkeypatch: 
     lab.assert_as_judged(run, {task.name: lab.judge(run.trainer, task) for task in tasks()})
 
 
-def test_a_run_goes_on_from_its_checkpoint_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_resumes_from_its_checkpoint_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lab, "tiny_llama", qwen3_moe)
     whole = lab.train(tasks(), tmp_path / "whole")
     stop = lab.Recorder(at_end={3: lambda trainer: setattr(trainer.control, "should_training_stop", True)})

@@ -126,7 +126,7 @@ def test_a_saved_adapter_is_read_again_with_its_initial_factors(tmp_path: Path) 
         plain.load_task("own", tmp_path / "own")
 
 
-def test_a_run_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
     configs = {
         "initial": PISSA,
         "dora": LoraConfig(r=2, target_modules=TWO, use_dora=True),

@@ -466,7 +466,7 @@ def test_copies_in_bf16_follow_the_weights_after_an_optimizer_step(report: dict)
 
 
 @pytest.mark.parametrize("change", ["first pass", "arrival", "departure", "re-laid"])
-def test_tables_are_made_anew_when_a_task_comes_or_goes_or_is_laid_out_anew(report: dict, change: str) -> None:
+def test_tables_are_made_again_when_a_task_comes_or_goes_or_is_laid_out_again(report: dict, change: str) -> None:
     assert report["changes"]["counts"][change] == NUM_GROUPS
 
 
@@ -553,7 +553,7 @@ def test_a_compiled_block_is_one_graph_that_serves_every_step() -> None:
 # A block, compiled whole, is among the fast tests.
 @pytest.mark.slow
 @pytest.mark.usefixtures("_fresh_dynamo")
-def test_a_compiled_model_is_not_compiled_anew_by_new_seeds_and_steps() -> None:
+def test_a_compiled_model_is_not_compiled_again_by_new_seeds_and_steps() -> None:
     eager, compiled, counting = mux_model(), mux_model(), Counting()
     graphs = three_steps(torch.compile(compiled, backend=counting), eager, counting)
     assert graphs == [graphs[0]] * 3

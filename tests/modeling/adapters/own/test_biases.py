@@ -104,7 +104,7 @@ def _classifier(name: str) -> Any:
 
 @pytest.mark.parametrize("name", ["bert", "roberta", "gpt2"])
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
-def test_an_adapter_with_copies_beside_its_biases_has_the_keys_of_peft_and_is_exchanged_with_it(
+def test_an_adapter_with_copies_next_to_its_biases_has_the_keys_of_peft_and_is_exchanged_with_it(
     bias: Any, name: str, tmp_path: Path
 ) -> None:
     def base() -> Any:

@@ -262,7 +262,7 @@ def test_a_prompt_trains_alone_as_plain_peft_trains_it(name: str, form: str, tmp
 
 
 @ONE_OF_EACH
-def test_a_run_goes_on_from_its_checkpoint_bit_by_bit(name: str, tmp_path: Path) -> None:
+def test_a_run_resumes_from_its_checkpoint_bit_by_bit(name: str, tmp_path: Path) -> None:
     make, _, forms = CASES[name]
 
     def train(folder: str, **options: Any) -> lab.Run:
@@ -341,7 +341,7 @@ def test_micro_batches_and_dropout_of_an_encoder_depend_on_nothing_but_the_task(
         lab.assert_same(alone, together, form, 1e-4)
 
 
-def test_a_kernel_for_varying_lengths_is_told_the_keys_of_an_encoders_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_for_varying_lengths_gets_the_keys_of_an_encoders_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = {form: rows_of(form, SEQ) for form in ("prefix", "lora", "mlp")}
     model = mux("Bert", *rows)
     wanted = model(packed(model, rows)).losses

@@ -231,7 +231,7 @@ def test_attention_dropout_of_a_prefix_draws_by_place_and_key_alone_together_and
 
 
 @pytest.mark.parametrize("window", [None, 6])
-def test_a_kernel_for_varying_lengths_is_told_the_keys_of_prefixes(
+def test_a_kernel_for_varying_lengths_gets_the_keys_of_prefixes(
     window: int | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     forms = ("prefix", "lora", "projected")

@@ -114,7 +114,7 @@ def test_a_context_of_odd_types_is_weighed_as_peft_does() -> None:
     assert kind.virtual_labels(config) == (-100, 6, 7)
 
 
-def test_backbones_whose_keys_peft_lays_out_anew_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backbones_whose_keys_peft_lays_out_again_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING, "llama", lambda keys: keys)
     assert (
         "tasks.a.peft_config must be used with backbones whose layers all have the same heads, got PREFIX_TUNING on a"

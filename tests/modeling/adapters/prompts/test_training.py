@@ -29,7 +29,7 @@ def changed(task: Task, **settings: Any) -> Task:
     return Task(**{**{field.name: getattr(task, field.name) for field in fields(task)}, **settings})
 
 
-def test_every_prompt_beside_lora_trains_as_plain_peft_trains_it_alone(tmp_path: Path) -> None:
+def test_every_prompt_next_to_lora_trains_as_plain_peft_trains_it_alone(tmp_path: Path) -> None:
     tasks = [task_of(form, weight_decay=0.1, max_steps=5) for form in (*PROMPTS, "lora")]
     run = lab.train(tasks, tmp_path)
     lab.assert_as_judged(run, {task.name: judge(run.trainer, task) for task in tasks})
@@ -71,7 +71,7 @@ def test_a_prompt_arrives_in_a_run_of_lora_and_leaves_it(tmp_path: Path) -> None
     assert len(run.losses["lora"]) == 8
 
 
-def test_prompts_go_on_from_their_checkpoints_bit_by_bit(tmp_path: Path) -> None:
+def test_prompts_resume_from_their_checkpoints_bit_by_bit(tmp_path: Path) -> None:
     def tasks() -> list[Task]:
         return [task_of(form, max_steps=4) for form in (*PROMPTS, "lora")]
 

@@ -229,7 +229,7 @@ def joined(*families: list[np.ndarray]) -> PrefixTree:
 
 @pytest.mark.parametrize("kind", EXACT)
 @pytest.mark.parametrize("way", WAYS)
-def test_a_task_has_the_same_bits_alone_and_in_company(way: str, kind: str) -> None:
+def test_a_task_has_the_same_bits_alone_and_with_others(way: str, kind: str) -> None:
     other, own_rows = family(6, 30, 11, start=(9,) * 33), [*NESTED, *LONG]
     apart, together = joined(own_rows), joined(other, own_rows)
     own = slice(together.num_rows - apart.num_rows, None)
@@ -315,7 +315,7 @@ def test_activations_may_be_computed_again(way: str) -> None:
 # ------------------------------------------------------------------------------------------------ what is told
 
 
-def test_one_call_is_told_the_keys_from_the_root_on_that_a_window_leaves() -> None:
+def test_one_call_gets_the_keys_from_the_root_on_that_a_window_leaves() -> None:
     rows = family(5, 17)
     tree, told = tree_of(rows), []
 

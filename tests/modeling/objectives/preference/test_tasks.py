@@ -169,7 +169,7 @@ def test_a_prompt_has_no_reference_but_what_rows_bring(objective: str) -> None:
         )
 
 
-def test_columns_of_a_reference_that_hold_nothing_are_refused_beside_a_prompt(tmp_path: Path) -> None:
+def test_columns_of_a_reference_that_hold_nothing_are_refused_next_to_a_prompt(tmp_path: Path) -> None:
     rows = [{**TOKENS, "ref_chosen_logps": None, "ref_rejected_logps": None}] * 4
     prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     made = Task(name="a", peft_config=prompt, train_dataset=rows, objective="dpo", max_steps=1)
