@@ -112,10 +112,10 @@ def check_your_own_data(notebook: Any) -> None:
             r'must have the columns .*, got columns question, answer.* row_format={"prompt": "question", '
             r'"completion": "answer"}'
         ),
-        "the tokenizer has no chat template",
-        r"has no \{% generation %\} block",
+        "has messages, which need a tokenizer with a chat template",
+        r"without a \{% generation %\} block",
         "none can be trained on .*Raise max_length",
-        r"row 40 column completion .*got None",
+        "row 40 column completion must be a string, got None",
         r"row 40 column completion must be in every row",
         r"row 40 column completion must be a string.*got 3 \(int\).*For a CSV file: .*cast_column",
         r"must have conversations.*got columns prompt, completion",
