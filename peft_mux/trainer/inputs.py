@@ -224,7 +224,7 @@ def require_tasks(tasks: object) -> None:
         raise ConfigError("tasks must be a list of at least one Task, got a single Task. Write [task].")
     if not isinstance(tasks, Sequence) or isinstance(tasks, str):
         fix = " Write list(tasks.values())." if isinstance(tasks, Mapping) else ""
-        raise ConfigError(f"tasks must be a list of at least one Task.{fix}, got {type(tasks).__name__}")
+        raise ConfigError(f"tasks must be a list of at least one Task, got {type(tasks).__name__}.{fix}")
     wrong = dict.fromkeys(type(task).__name__ for task in tasks if not isinstance(task, Task))
     if wrong:
         raise ConfigError(f"tasks must be a list of at least one Task, got {', '.join(wrong)} in the list.")
