@@ -6,6 +6,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
+import numpy as np
+
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.dispatch import BatchRows, DispatchClock, DispatchedShares
 from peft_mux.engine.layout import ParallelLayout
@@ -45,6 +47,42 @@ class StepTime(NamedTuple):
     passes_s: float
 
 
+_STEPS_OF_A_WINDOW = 50
+"""After so many steps a slow rank is reported."""
+_LEAST_WAIT_S, _LEAST_SHARE = 1.0, 0.1
+"""Shorter waits are not reported: in seconds of a window, and relative to the time of its passes."""
+
+
+class SlowRanks:
+    """Finds the rank for which the others wait.
+
+    In each step the others wait for the slowest rank, for the time between the end of its passes and those of the next
+    slowest. A rank that is stopped once and a rank that is always slow both add up to a long wait.
+    """
+
+    def __init__(self) -> None:
+        """Start an empty window."""
+        self._steps: list[Sequence[float]] = []
+
+    def add(self, passes_s: Sequence[float]) -> int:
+        """Add the seconds of one step's passes by rank; return the number of steps in the window."""
+        self._steps.append(passes_s)
+        return len(self._steps)
+
+    def slowest(self) -> tuple[int, float, float, int] | None:
+        """Start a new window; return the slow rank, the wait in seconds, its share, and the steps, or `None`."""
+        steps, self._steps = np.array(self._steps), []
+        if not len(steps):
+            return None
+        ordered = np.sort(steps, axis=1)
+        waits_s = np.bincount(steps.argmax(axis=1), ordered[:, -1] - ordered[:, -2], minlength=steps.shape[1])
+        rank = int(waits_s.argmax())
+        waited_s, share = float(waits_s[rank]), float(waits_s[rank] / max(ordered[:, -1].sum(), 1e-9))
+        if waited_s < _LEAST_WAIT_S or share < _LEAST_SHARE:
+            return None
+        return rank, waited_s, share, len(steps)
+
+
 class PlanFollower:
     """Makes plans and follows them.
 
@@ -74,6 +112,7 @@ class PlanFollower:
         self._steps: StepSource | None = None
         self.dispatch_clock: DispatchClock | None = None
         self._last_step: StepTime | None = None
+        self._slow_ranks = SlowRanks()
         self.pass_report = self._counted_before = PassReport()
         self._waited_s = 0.0
         self._looked_at = 0
@@ -368,6 +407,8 @@ class PlanFollower:
             process_s: seconds of the passes of each process, by rank; none for a process that is alone.
         """
         last, self._last_step = self._last_step, None
+        if last is not None and len(process_s) > 1 and self._slow_ranks.add(process_s) >= _STEPS_OF_A_WINDOW:
+            self.report_slow_rank()
         if last is None or last.plan is None:
             return
         correction = self.planner.correction
@@ -380,3 +421,14 @@ class PlanFollower:
             self._run.log.event("forecast", ratio=found.ratio, **predicted)
         if self._steps is not None and len(process_s) > 1:
             self._steps.shares.observe(process_s)
+
+    def report_slow_rank(self) -> None:
+        """Log which rank the others have waited for since the last report, if the wait was long."""
+        found = self._slow_ranks.slowest()
+        if found is not None:
+            rank, waited_s, share, num_steps = found
+            self._run.log.say(
+                f"rank {rank} is slow: in the last {num_steps} steps the other ranks waited {waited_s:.1f} s for it,"
+                f" {share:.0%} of the time of passes"
+            )
+            self._run.log.event("slow_rank", rank=rank, waited_s=waited_s, share=share, num_steps=num_steps)

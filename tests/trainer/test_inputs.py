@@ -404,7 +404,10 @@ def test_a_plan_of_a_folder_equals_that_of_the_loaded_model(described: str, tmp_
             small_task("a", data_seed=1),
             r"tasks must be a list of at least one Task, got a single Task.*Write \[task\]\.",
         ),
-        ({"a": small_task("a", data_seed=1)}, r"tasks must be a list of at least one Task, got dict\. Write list\(tasks\.values\(\)\)\."),
+        (
+            {"a": small_task("a", data_seed=1)},
+            r"tasks must be a list of at least one Task, got dict\. Write list\(tasks\.values\(\)\)\.",
+        ),
         ([3, "x"], "tasks must be a list of at least one Task, got int, str in the list"),
     ],
 )

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 import time
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -49,3 +51,21 @@ def train_with_a_slow_process(rank: int, folder: Path, slow: int, arguments: dic
     recorder = lab.Recorder(keep_weights=False)
     lab.train(tasks, folder, recorder=recorder, ddp_timeout=cases.TIMEOUT_S, **arguments)
     return Followed(tokens, recorder.losses)
+
+
+def train_with_a_process_that_is_stopped_once(rank: int, folder: Path) -> list[float]:
+    """Train over two replicas; rank 1 is stopped for three seconds within a pass, as a debugger or a full host does."""
+    passes, calls = Executor.run_chain, []
+
+    def stopped_at_the_third(self: Executor, chain: Any, most_passes: int = 0) -> Any:
+        calls.append(rank)
+        if rank == 1 and len(calls) == 3:
+            subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; sleep 3; kill -CONT {os.getpid()}"])
+            time.sleep(0.5)  # during which the signal comes
+        return passes(self, chain, most_passes)
+
+    Executor.run_chain = stopped_at_the_third
+    tasks = [lab.small_task("a", data_seed=1, length=8, train_batch_size=4, max_steps=6)]
+    recorder = lab.Recorder(keep_weights=False)
+    lab.train(tasks, folder, recorder=recorder, ddp_timeout=cases.TIMEOUT_S)
+    return recorder.losses["a"]
