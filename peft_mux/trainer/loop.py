@@ -140,9 +140,10 @@ class TrainingLoop:
     def train_step(self, work: StepWork | None = None) -> None:
         """Take one step of every running task: the rows of its batch, forward and backward, its optimizer step.
 
-        If the device has no memory for a pass, the step is taken again in passes of half the tokens, and later steps
-        keep to that. A task's step does not depend on how its rows were cut into passes, so only time is lost. With
-        several processes the error is raised: the others would wait for the sums of a step that begins again.
+        If the device has no memory for a pass, the step is taken again: first without CUDA graphs, if there are any, then
+        in passes of half the tokens. Later steps do the same. A task's step does not depend on how its rows were cut into
+        passes, so only time is lost. With several processes the error is raised: the others would wait for the sums of a
+        step that starts again.
 
         Args:
             work: the micro-batches of the step; by default they are read now.
@@ -159,7 +160,7 @@ class TrainingLoop:
                     raise
                 reason = str(error).splitlines()[0] if str(error) else type(error).__name__
             # After the block: the traceback of the error holds the activations of the pass.
-            work, started = self._smaller_work(work, reason), time.perf_counter()
+            work, started = self._next_attempt(work, reason), time.perf_counter()
         run.is_updating = True
         run.table.apply(result)
         # `apply` has waited for the device, so this is the time of the step and not of its launches.
@@ -168,8 +169,8 @@ class TrainingLoop:
         run.is_updating = False
         self._num_stream_tokens += result.num_stream_tokens
 
-    def _smaller_work(self, work: StepWork, reason: str) -> StepWork:
-        """Return a step for which memory did not suffice in passes of half the tokens.
+    def _next_attempt(self, work: StepWork, reason: str) -> StepWork:
+        """Return a step for which memory did not suffice: as it is if CUDA graphs are dropped, or in smaller passes.
 
         Raises:
             MemoryBudgetError: if there is no memory for a pass of a single row.
@@ -178,12 +179,18 @@ class TrainingLoop:
         for run in self._run.table:
             if run.optimizer is not None:
                 run.optimizer.zero_gradients()
-        model = self._placement.model
+        model, executor = self._placement.model, self._placement.executor
+        graphs, executor.captured = executor.captured, None
+        has_graphs = graphs is not None
+        del graphs
         model.stream.key_values.clear()
         model.objectives.take_failures()
         gc.collect()
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
+        if has_graphs:
+            self._run.log.say(f"out of memory ({reason}): the step is taken again, without CUDA graphs from now on")
+            return work
         # By what a pass computes, which its bound counts: tokens that rows share are there once.
         largest = max(work.micro_batches, key=lambda micro_batch: micro_batch.num_computed)
         if len(largest.row_sequences) < 2 and not self._run.args.split_long_sequences:

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import IterableDataset
+from transformers import TrainerCallback
 
 from peft_mux import MultiTaskTrainer, Task
 from peft_mux.errors import MemoryBudgetError
@@ -65,6 +66,29 @@ def test_a_run_continues_in_passes_that_fit_with_the_results_of_one_that_never_l
     own, theirs = trainer.pass_reports[0], whole.trainer.pass_reports[0]
     assert (own.num_steps, own.tokens) == (theirs.num_steps, theirs.tokens), "no step counts twice"
     assert (own.asked_tokens, own.computed_tokens) == (theirs.asked_tokens, theirs.computed_tokens)
+    for name in ("one", "two"):
+        assert_same(Run(trainer, recorder), whole, name, 1e-5)
+
+
+def test_graphs_are_dropped_before_passes_become_smaller(
+    whole: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    class Graphs:
+        def run(self, batch: Any) -> None:
+            """Find no memory, as the pool of captured passes takes it."""
+            raise ERRORS[0]
+
+    class HasGraphs(TrainerCallback):
+        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
+            if state.global_step == 2:
+                trainer._placement.executor.captured = Graphs()  # type: ignore[assignment]
+
+    recorder = Recorder()
+    trainer = make_trainer(tasks(), tmp_path, recorder=recorder)
+    trainer.add_callback(HasGraphs())
+    trainer.train()
+    assert capsys.readouterr().out.count("without CUDA graphs from now on") == 1
+    assert run_records(tmp_path, "out_of_memory") == []
     for name in ("one", "two"):
         assert_same(Run(trainer, recorder), whole, name, 1e-5)
 

@@ -210,7 +210,8 @@ def test_passes_whose_rows_share_tokens_run_eagerly_and_say_why_once_and_others_
     shared = plain.sharing([True], 4)
     assert shared.num_computed < plain.num_computed
     assert said(passes, shared, shared) == [
-        "passes run eagerly instead of as CUDA graphs, as rows with a common prefix share tokens, different ones in each step."
+        "passes run eagerly instead of as CUDA graphs, as rows with a common prefix share tokens, different "
+        "ones in each step."
     ]
     assert passes._reason_against(plain) is None, "a refused pass refuses no other"
 
