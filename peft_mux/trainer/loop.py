@@ -140,10 +140,10 @@ class TrainingLoop:
     def train_step(self, work: StepWork | None = None) -> None:
         """Take one step of every running task: the rows of its batch, forward and backward, its optimizer step.
 
-        If the device has no memory for a pass, the step is taken again: first without CUDA graphs, if there are any, then
-        in passes of half the tokens. Later steps do the same. A task's step does not depend on how its rows were cut into
-        passes, so only time is lost. With several processes the error is raised: the others would wait for the sums of a
-        step that starts again.
+        If the device has no memory for a pass, the step is taken again: first without CUDA graphs, if there are any,
+        then in passes of half the tokens. Later steps do the same. A task's step does not depend on how its rows were
+        cut into passes, so only time is lost. With several processes the error is raised: the others would wait for
+        the sums of a step that starts again.
 
         Args:
             work: the micro-batches of the step; by default they are read now.
