@@ -171,7 +171,7 @@ def test_longer_rows_are_left_out_and_counted_where_the_policy_is_drop() -> None
     assert [data[row].row for row in range(len(data))] == [0]
     assert data.report.num_dropped_long == 2
     assert "2 of 3 rows longer than 5 left out" in data.report.remarks[0]
-    with pytest.raises(DataError, match=r"none can be trained on \(3 are longer than 2 tokens"):
+    with pytest.raises(DataError, match=r"none of which can be trained on \(3 are longer than 2 tokens"):
         tokenised(rows, max_length=2, overlong_policy="drop")
 
 
@@ -432,7 +432,7 @@ def test_a_row_that_is_no_dict_is_refused(row: Any, place: int) -> None:
 
 def test_all_labels_masked_is_refused_when_no_row_is_left_and_counted_otherwise() -> None:
     masked = {"input_ids": [8, 9], "labels": [-100, -100]}
-    with pytest.raises(DataError, match=r"none can be trained on \(all labels are masked"):
+    with pytest.raises(DataError, match=r"none of which can be trained on \(all labels are masked"):
         tokenised([masked, masked])
     data = tokenised([masked, {"input_ids": [8, 9], "labels": [-100, 9]}])
     assert (len(data), data.report.num_without_targets) == (1, 1)

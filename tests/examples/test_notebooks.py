@@ -114,7 +114,7 @@ def check_your_own_data(notebook: Any) -> None:
         ),
         "has messages, which need a tokenizer with a chat template",
         r"without a \{% generation %\} block",
-        "none can be trained on .*Raise max_length",
+        "none of which can be trained on .*Raise max_length",
         "row 40 column completion must be a string, got None",
         r"row 40 column completion must be in every row",
         r"row 40 column completion must be a string.*got 3 \(int\).*For a CSV file: .*cast_column",

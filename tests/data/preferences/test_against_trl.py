@@ -81,7 +81,7 @@ def left_out(examples: Sequence[Any], rows: Sequence[dict[str, Any]], form: RowF
     """Return whether TRL leaves out all rows; then they must be left out here."""
     if examples:
         return False
-    with pytest.raises(DataError, match="none can be trained on"):
+    with pytest.raises(DataError, match="none of which can be trained on"):
         ours(rows, form, max_length, tokenizer_of())
     return True
 
