@@ -118,7 +118,7 @@ def check_your_own_data(notebook: Any) -> None:
         "row 40 column completion must be a string, got None",
         r"row 40 column completion must be in every row",
         r"row 40 column completion must be a string.*got 3 \(int\).*For a CSV file: .*cast_column",
-        r"must have conversations.*got columns prompt, completion",
+        r"must be rows with conversations.*got columns prompt, completion",
         r"sum.csv', which does not exist",
         "got an empty dataset",
     ):
