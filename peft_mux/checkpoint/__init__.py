@@ -1,1 +1,1 @@
-"""The run folder: what a run writes, and how a run resumes from it."""
+"""The run folder: the files that a run writes, and how it resumes from them."""

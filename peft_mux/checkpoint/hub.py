@@ -109,7 +109,7 @@ def model_card(
 
 
 def _training_section(run: TaskRun, config: PeftConfig, *, num_tasks: int, has_picture: bool) -> str:
-    """Return what a card says of the training: its results, rows, adapter, hyper-parameters and versions."""
+    """Return a card's facts about the training: its results, rows, adapter, hyper-parameters and versions."""
     results: dict[str, Any] = {"steps": f"{run.step:,} of {run.num_steps:,}", "status": run.status.value}
     if run.step:
         results["loss of the last step"] = run.last_loss
@@ -149,7 +149,7 @@ def _marked(text: str) -> str:
 
 
 def is_edited(card: str) -> bool:
-    """Return whether a card is not, or no longer, what this package wrote."""
+    """Return whether a card was written or edited by someone else than this package."""
     return _marked(card.rpartition(_MARK.partition("{")[0])[0]) != card
 
 
@@ -261,7 +261,7 @@ def push_task(
     folder: Path | None = None,
     num_tasks: int = 1,
 ) -> Any:
-    """Upload one task's adapter and its card as one commit, and return what the Hub says of it.
+    """Upload one task's adapter and its card as one commit, and return the Hub's answer.
 
     Args:
         model: the model that holds the adapter.

@@ -1,4 +1,4 @@
-"""`Saver`: what a run writes into its folder, and when; a failed write costs a notice, never the run.
+"""`Saver`: writes the files of a run; a failed write is reported and never ends the run.
 
 Next to adapters and checkpoints these are `config.json` (all settings), `plan.json`, and `environment.json`: the
 versions, device and commit that a run was trained with, but no names of hosts, users or paths.
@@ -200,7 +200,7 @@ class Saver:
             self.lock.release()
 
     def note_loading(self, loading: str) -> None:
-        """Let other programs see what is loaded now: "model", or "" when training begins; a failed write is ignored."""
+        """Publish what is being loaded: "model", or "" when training begins; a failed write is ignored."""
         if self.lock is not None and self.lock.is_held:
             with suppress(CheckpointError):
                 self.lock.note_loading(loading)

@@ -63,7 +63,7 @@ class TaskState:
 
 
 def take_snapshot(run: TaskRun, model: Any) -> TaskState:
-    """Return a copy of what this process holds of a task; `model` has the adapter of the task, or a part of it."""
+    """Return a copy of this process's part of a task; `model` has the adapter of the task, or a part of it."""
     parameters = model.task_parameters(run.name)
     state = split_state(parameters, run.optimizer)
     if run.last_good is None:
@@ -290,7 +290,7 @@ def gather_task(
 
 
 def join_parts(parts: Sequence[tuple[Mapping[str, Piece], TaskState]]) -> TaskState:
-    """Return the whole state of a task from what each process of one replica holds of it.
+    """Return the whole state of a task from the parts of the processes of one replica.
 
     Args:
         parts: for each process its pieces by parameter, and the state of these pieces. Pieces may overlap.
@@ -373,7 +373,7 @@ def _assembled(name: str, parts: Iterable[tuple[Piece, torch.Tensor | None]]) ->
 
 
 def _assembled_moments(name: str, parts: Sequence[tuple[Piece, Moments]]) -> Moments:
-    """Return what an optimizer keeps for a parameter, made of what it keeps for its parts."""
+    """Return an optimizer's state of a parameter, joined from the states of its parts."""
     joined: Moments = {}
     for key in dict.fromkeys(key for _, moments in parts for key in moments):
         assert all(key in moments for _, moments in parts), f"the optimizer keeps {key} of {name} in every process"

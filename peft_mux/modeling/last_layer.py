@@ -39,7 +39,7 @@ _TOLERANCE = 1e-5
 
 
 class Projections(NamedTuple):
-    """What a layer computes before it asks for attention.
+    """The part of a layer before its attention.
 
     Attributes:
         attention: the module that attends.
@@ -125,7 +125,7 @@ class LastLayerForward(MultiplexedForward):
         )
 
     def _find_projections(self, attention: AttentionStream, read: ReadRows, args: Any, kwargs: Any) -> Projections:
-        """Return which projections the layer calls before it asks for attention."""
+        """Return which projections the layer calls before its attention."""
         called: list[nn.Module] = []
         hooks = [one.register_forward_hook(lambda one, *_: called.append(one)) for one in self.module.modules()]
         calls = LayerCalls(read.rows, has_own_queries=False)

@@ -297,12 +297,12 @@ class MultiTaskPeftModel(PeftModel):
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Names of the tasks, in the order in which they came."""
+        """Names of the tasks, in the order of their registration."""
         return self.registry.tasks
 
     @property
     def adapters(self) -> dict[str, str]:
-        """Internal id of each task's adapter, in the order in which the tasks came."""
+        """Internal id of each task's adapter, in the order of registration."""
         return self.registry.adapters
 
     def register_tasks(
@@ -368,7 +368,7 @@ class MultiTaskPeftModel(PeftModel):
         return is_held or self.registry.was_given(name, config)
 
     def lay_back(self) -> None:
-        """Make the parameters of all tasks views of their buffers again, trainable, whatever was done to them."""
+        """Make the parameters of all tasks trainable views of their buffers again, even after a move or a freeze."""
         for name in self.tasks:
             self.registry.slab_of(name).lay_back()
 
@@ -496,7 +496,7 @@ class MultiTaskPeftModel(PeftModel):
             yield
 
     def unload(self) -> Any:
-        """Take all tasks out and return the backbone as it came, for another model; this one holds nothing any more.
+        """Remove all tasks and return the original backbone for another model; this model is empty afterwards.
 
         Raises:
             ConfigError: if this model holds a part of the backbone only.
@@ -560,7 +560,7 @@ class MultiTaskPeftModel(PeftModel):
         return MuxOutput(found.losses_N, mux_batch.task_names, found.statistics)
 
     def token_logprobs(self, mux_batch: MuxBatch) -> dict[str, TokenOutputs]:
-        """Return what every target of each task has as log-probability, with gradient, for your own losses.
+        """Return the log-probability of every target of each task, with gradient, for your own losses.
 
         Of each task: `logprobs_M` and `nll_M` of its M targets (positions whose next token has a label), in the order
         of its rows in the batch, at the temperature of its loss; `by_sequence(...)` divides them among the sequences;
@@ -707,7 +707,7 @@ class MultiTaskPeftModel(PeftModel):
         return self.router_loss.of_pass(batch, self.adapters) if is_training else None
 
     def statistic_names(self, task: str) -> tuple[str, ...]:
-        """Return the names of what a pass now returns in addition to the loss of a task."""
+        """Return the names of the values that a pass returns in addition to the loss of a task."""
         has_more = self.training and torch.is_grad_enabled() and self.adapter_of(task) in self.router_loss.coefficients
         return (*self.objectives.statistic_names(task), *([STATISTIC] if has_more else []))
 

@@ -1,4 +1,4 @@
-"""`TaskRegistry`: the tasks of a model, how they come and go, their parameters, and where these lie (M §3.2).
+"""`TaskRegistry`: the tasks of a model, how they are added and removed, and their parameters (M §3.2).
 
 Tasks come to a model and leave it while its backbone and all other tasks stay as they are.
 """
@@ -78,7 +78,7 @@ class TaskRegistry:
 
     @property
     def tasks(self) -> tuple[str, ...]:
-        """Names of the tasks, in the order in which they came."""
+        """Names of the tasks, in the order of their registration."""
         return tuple(self.adapters)
 
     @property
@@ -225,7 +225,7 @@ class TaskRegistry:
 
     @contextmanager
     def reference_weights(self, names: Collection[str]) -> Iterator[None]:
-        """Let tasks have the weights of their `references` in the `with` block, in place, and their own after it."""
+        """Give tasks the weights of their `references` in the `with` block, in place; restore their own afterwards."""
         held = [(item, self.references[name][key]) for name in names for key, item in self.parameters_of(name).items()]
         own = [item.detach().clone() for item, _ in held]
         try:
@@ -295,7 +295,7 @@ class TaskRegistry:
             model.mark_trainable()
 
     def _alike(self, model: Any, config: PeftConfig, seed: int) -> str | None:
-        """Return a task that came just now, if PEFT would make a copy of it, even if drawn from another seed."""
+        """Return a task that was just added and is equal for PEFT, apart from its seed."""
         fields, names = config.to_dict(), []
         for name in self._fresh:
             given = self._tasks[name].given

@@ -147,7 +147,7 @@ class PassThrough(nn.Module):
 
 
 class Entrance(PassThrough):
-    """Stands before the first layer of a later stage: returns what the stage before gave."""
+    """Replaces the embedding in a later stage: returns the hidden states of the previous stage."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the hidden states of the stage before."""
@@ -157,7 +157,7 @@ class Entrance(PassThrough):
 
 
 class Exit(PassThrough):
-    """Stands behind the last layer of a stage that others follow: keeps what it is given."""
+    """Follows the last layer of a stage that is not the last one: keeps its input."""
 
     def forward(self, hidden_states: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Keep the hidden states, and return them."""

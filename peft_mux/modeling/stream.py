@@ -36,7 +36,7 @@ from peft_mux.kernels import philox
 
 @contextmanager
 def temporary_attributes(target: Any, **values: Any) -> Iterator[None]:
-    """Set attributes of one object for the time of the `with` block, and restore what it had of its own before.
+    """Set attributes of one object in the `with` block, and restore its previous own attributes afterwards.
 
     On a module they hide its methods and submodules of these names.
     """
@@ -91,7 +91,7 @@ class KeyValueStore:
 
     @contextmanager
     def recording(self) -> Iterator[list[Kept]]:
-        """Record what a forward pass keeps, in a list that its backward needs; `release` it afterwards."""
+        """Record what a forward pass keeps in a list for its backward; `release` it afterwards."""
         before, self._recorded = self._recorded, []
         try:
             yield self._recorded
@@ -204,7 +204,7 @@ class PassMaker(Protocol):
     def begin_pass(
         self, segments: tuple[RowSegment, ...], places: torch.Tensor, *, has_fixed_size: bool = False
     ) -> Any:
-        """Return what the layers of this kind need to know of one pass.
+        """Return the information about one pass that layers of this kind need.
 
         A pass of fixed size also has `update(segments)`, which lets it stand for other rows of the same adapters in the
         same memory (a segment may be empty), and `reason_against_capture()`: a clause, or `None`.
@@ -217,7 +217,7 @@ class PassMaker(Protocol):
         ...
 
     def clear(self) -> None:
-        """Forget where adapters lie; called whenever one came, went or moved."""
+        """Drop the places of adapters; called when one is added, removed or moved."""
         ...
 
     def tells(self, adapter: str) -> bool:
@@ -348,14 +348,14 @@ class Stream:
         }
 
     def clear_tables(self) -> None:
-        """Let every kind forget where adapters lie; needed whenever one came, went or moved."""
+        """Make every kind drop the places of adapters; needed when one is added, removed or moved."""
         # Captured passes compare it, as the addresses that they replay may be others now.
         self.version += 1
         for maker in self.makers.values():
             maker.clear()
 
     def without_adapters(self, *, but: Collection[str] = ()) -> AbstractContextManager[None]:
-        """Run the passes of the `with` block through the backbone alone: no layer knows the adapter of a row.
+        """Run the passes of the `with` block through the backbone only: no layer applies an adapter.
 
         Args:
             but: tasks whose rows keep their adapters.

@@ -1,4 +1,4 @@
-"""Tasks without rows in a pass, which are named in it all the same.
+"""Tasks without rows in a pass, which are included in it as empty segments.
 
 With rows of unequal length, almost every pass holds another set of tasks. Tables of kernels and CUDA graphs are made
 for a set of tasks, so they are made again and again, unless absent tasks are empty segments of every pass.
@@ -26,7 +26,7 @@ class StreamOrder:
         self._known: set[str] = set()
 
     def joined(self, present: Sequence[str]) -> tuple[str, ...]:
-        """Return the tasks of a pass and those that had rows before, in their order.
+        """Return the tasks of a pass and the tasks that had rows before, in their order.
 
         Args:
             present: the tasks of the pass, in stream order, each once.

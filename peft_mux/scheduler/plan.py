@@ -86,7 +86,7 @@ _SOURCES = {"measured": "profile measured on this device", "analytic": "analytic
 
 @dataclass(frozen=True, slots=True)
 class Plan:
-    """What runs together, and what it needs.
+    """A plan: which tasks run together, and their time and memory.
 
     Attributes:
         htasks: the hTasks of a step, in the order in which they run.

@@ -183,7 +183,7 @@ class BottleneckModel(OwnMethodModel):
     target_module_mapping = DEFAULT_TARGETS
 
     def _check_merge_allowed(self) -> None:
-        """Refuse before anything is taken apart: a nonlinearity cannot become part of a weight."""
+        """Refuse before the adapter is removed: a nonlinearity cannot become part of a weight."""
         raise ConfigError(
             "merge needs an adapter that adds to a weight, such as LORA or DIFF_PRUNING, got BOTTLENECK (Adapter "
             "Tuning), which has a nonlinearity. Keep it next to the backbone, or remove it with unload()."

@@ -162,7 +162,7 @@ class HiddenAdapters:
         return list(self._order)
 
     def hide(self) -> None:
-        """Hide all adapters, those that have come since too."""
+        """Hide all adapters, including those added since the last call."""
         layer: Any
         for layer in _tuned_layers(self._model):
             self._order[layer] = list(layer._modules)
@@ -177,7 +177,7 @@ class HiddenAdapters:
                     vars(layer)[name] = layer._modules.pop(name)
 
     def copy(self, adapter: str, new: str) -> dict[int, nn.Parameter]:
-        """Enter a new adapter into all layers that hold another one, equal to it, and hidden as it is.
+        """Add a new adapter to all layers that hold another one, as a hidden copy of it.
 
         Returns:
             its parameters, by `id` of those that they equal; they share memory until they are laid out.
@@ -194,7 +194,7 @@ class HiddenAdapters:
         return parameters
 
     def show_new(self) -> None:
-        """Let walks over modules meet the adapters that have come since they were hidden, and no others."""
+        """Show `named_modules` the adapters that were added since they were hidden, and no others."""
         for layer, order in self._order.items():
             now = dict(layer._modules)
             now |= {name: layer.__dict__.pop(name) for name in order if name in layer.__dict__}
@@ -216,7 +216,7 @@ class HiddenAdapters:
 
 
 def _copied(entry: Any, parameters: dict[int, nn.Parameter]) -> Any:
-    """Return what a layer shall hold of a new adapter: equal, of parameters that share memory with the other's."""
+    """Return a layer's entry of a new adapter: a copy of the other's, whose parameters share its memory."""
     if isinstance(entry, nn.Parameter):
         if id(entry) not in parameters:
             values = torch.empty_like(entry) if entry.is_meta else entry.detach()
@@ -234,7 +234,7 @@ def _copied(entry: Any, parameters: dict[int, nn.Parameter]) -> Any:
 
 @contextmanager
 def only_adapter(model: nn.Module, adapter: str) -> Iterator[None]:
-    """Take the adapters of all other tasks out of all tuned layers, in the `with` block, in which none is added.
+    """Remove the adapters of all other tasks from all tuned layers in the `with` block, in which none is added.
 
     Args:
         model: a model with adapters.

@@ -408,7 +408,7 @@ class DiffPruningModel(OwnMethodModel):
         return sum(config.kept.values())
 
     def _check_merge_allowed(self) -> None:
-        """Refuse before anything is taken apart."""
+        """Refuse before the adapter is removed."""
         super()._check_merge_allowed()
         for layer in self.model.modules():
             if isinstance(layer, DiffPruningLinear):

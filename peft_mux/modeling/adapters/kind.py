@@ -1,4 +1,4 @@
-"""Adapter kinds: what a PEFT type needs so that tasks of it can be trained here, and the `forward` of adapted layers.
+"""Adapter kinds: how tasks of a PEFT type are trained here, and the `forward` of adapted layers.
 
 An `AdapterKind` describes one PEFT type. One object serves the whole process; what belongs to one model, such as tables
 of where its adapters lie, is held by the `PassMaker` that the kind creates for it. The methods of the base class are
@@ -277,7 +277,7 @@ class AdapterKind:
         return None
 
     def loads(self, shapes: Shapes, cut: CutLayers) -> list[AdapterLoad]:
-        """Return what the adapters of a task cost in a pass: one load for each layer that they sit on.
+        """Return the cost of a task's adapters in a pass: one load for each adapted layer.
 
         By default, an adapter counts as one of rank 1 that is as wide as it has elements.
 
@@ -329,7 +329,7 @@ KINDS: dict[PeftType, AdapterKind] = {}
 
 
 def register_kind(kind: AdapterKind) -> AdapterKind:
-    """Let tasks of a PEFT type be trained, in place of what was registered for it before; returns the kind."""
+    """Register how tasks of a PEFT type are trained, in place of an earlier registration; returns the kind."""
     KINDS[kind.peft_type] = kind
     _kind_of_class.cache_clear()
     return kind

@@ -1,4 +1,4 @@
-"""What tasks train of the backbone itself, each its own: biases, copies of modules, and rows of embeddings.
+"""Parts of the backbone of which each task trains its own copy: biases, modules, and rows of embeddings.
 
 * `bias="all"` and `bias="lora_only"`: PEFT trains the backbone's biases themselves, and so lets one adapter of a model
   have any. Here each module holds a copy for each such task, and the difference is added to the module's output.
@@ -179,7 +179,7 @@ def biases_unsaid(configs: Iterable[Any]) -> Iterator[None]:
 
 
 class MultiplexedCopies(MultiplexedForward):
-    """PEFT's wrapper around a module and the tasks' copies of it; each row meets the copy of its own task."""
+    """PEFT's wrapper around a module and the tasks' copies of it; each row uses the copy of its task."""
 
     against_graphs = "a task trains its own copy of {name}"
 

@@ -129,7 +129,7 @@ class SlicedAdapter(MultiplexedForward):
 def _on_frozen_layer(
     layer: Any, rows: torch.Tensor | None = None, output: torch.Tensor | None = None
 ) -> Iterator[None]:
-    """Put a layer directly around the frozen one, as it is alone: some types look at what is inside them.
+    """Put a layer directly around the frozen one, as without other tasks: some types inspect the layer that they wrap.
 
     If its output for some rows is known, the frozen layer returns that, and computes other inputs as usual.
     """

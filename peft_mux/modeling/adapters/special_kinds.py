@@ -1,4 +1,4 @@
-"""The kinds of all types that run sliced, and what a few of them do of their own.
+"""The kinds of all types that run sliced, and the special cases of a few of them.
 
 LoHa and LoKr: PEFT makes a change as large as the frozen weight first; here it is computed from the factors::
 

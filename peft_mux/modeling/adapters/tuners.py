@@ -85,7 +85,7 @@ class Tuners:
         return self._others.get(_owner_of(adapter, config), model.base_model)
 
     def note(self, model: Any, adapter: str, config: PeftConfig) -> None:
-        """Note an adapter that was injected just now, and which layers of the model came with it."""
+        """Record an adapter that was just injected, and the layers that were added with it."""
         if self.first is None:
             self.first = _owner_of(adapter, config)
             _mark(model.backbone, self.first)
@@ -143,7 +143,7 @@ class Tuners:
 
     @contextmanager
     def alone(self, model: Any, adapter: str, config: PeftConfig, *, is_mixed: bool = False) -> Iterator[None]:
-        """Let a model be, in the `with` block, what PEFT made of it for an adapter and those of its tuner.
+        """Show a model in the `with` block as PEFT built it for an adapter and the others of its tuner.
 
         `is_mixed` says that the model has others, in addition to those that it had before.
         """

@@ -1,4 +1,4 @@
-"""`AttentionStream`: what attention reads of a micro-batch, passed through the model call to every layer.
+"""`AttentionStream`: the part of a micro-batch that attention reads, passed through the model call to every layer.
 
 In addition to the batch that is
 
@@ -50,7 +50,7 @@ class Prefixes:
     """
 
     def __init__(self, of_sequence: Sequence[int | None], key_values: Sequence[torch.Tensor]) -> None:
-        """Take the layers apart, once for all of them."""
+        """Split the prompt into layers, once for all of them."""
         self.of_sequence = tuple(of_sequence)
         self._layers = [stacked.unbind() for stacked in key_values]
 

@@ -1,1 +1,1 @@
-"""The frozen backbone: what is read off it, and what is proven about it before training."""
+"""The frozen backbone: its shape and modules, and the checks of it before training."""

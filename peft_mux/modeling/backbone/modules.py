@@ -41,7 +41,7 @@ def frozen_weight(base_layer: Any) -> tuple[torch.Tensor | None, torch.Tensor | 
 
 
 def without_head(backbone: Any) -> Any:
-    """Return what a backbone computes its last hidden states with: its base model, or its decoder if it has none."""
+    """Return the module that computes the last hidden states: the base model, or the decoder if there is none."""
     base = backbone.base_model
     # If the attribute that `base_model_prefix` names is missing, transformers gives the whole model (Llama 4).
     return getattr(backbone, "model", base) if base is backbone else base

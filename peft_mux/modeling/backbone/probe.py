@@ -134,7 +134,7 @@ class ComputingPath(NamedTuple):
 
 
 def path_of(model: Any) -> ComputingPath:
-    """Return what a pass of a model would be computed by now."""
+    """Return which kernels and attention a pass of a model would use now."""
     device_type = model.device.type
     is_autocast = torch.is_autocast_enabled(device_type)
     return ComputingPath(device_type, torch.get_autocast_dtype(device_type) if is_autocast else model.backbone.dtype)

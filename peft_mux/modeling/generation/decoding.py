@@ -352,7 +352,7 @@ class Draws:
     """
 
     def __init__(self, rows: Sequence[Row], device: torch.device) -> None:
-        """Sort the rows by what their scores pass through."""
+        """Sort the rows by their logits processors."""
         self._rows, self._device = rows, device
         groups: dict[Any, list[int]] = {}
         for number, row in enumerate(rows):
@@ -398,7 +398,7 @@ class Draws:
 
 
 def _processors(options: SamplingOptions) -> LogitsProcessorList:
-    """Return what the scores of a row pass through; transformers leaves out what would change nothing, as here."""
+    """Return the logits processors of a row; those without effect are left out, as in transformers."""
     found: list[Any] = []
     if options.repetition_penalty != 1.0:
         found.append(RepetitionPenaltyLogitsProcessor(penalty=float(options.repetition_penalty)))

@@ -47,7 +47,7 @@ class _KnownSettings:
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class SamplingOptions(_KnownSettings):
-    """How the completion of a prompt is drawn; every row of a batch may have options of its own.
+    """How the completion of a prompt is drawn; each row of a batch may have its own options.
 
     Attributes:
         max_new_tokens: tokens after which a completion ends; the last one counts.
@@ -133,7 +133,7 @@ class SamplingOptions(_KnownSettings):
 
 
 def sampling_options(config: SamplingOptions | GenerationConfig | None, settings: Mapping[str, Any]) -> SamplingOptions:
-    """Return options from what a caller has, in either form, and what replaces single fields of it.
+    """Return options from either form that a caller passes, with single fields replaced.
 
     Args:
         config: our own options, those of transformers, or nothing for the defaults.
@@ -163,7 +163,7 @@ def sampling_options(config: SamplingOptions | GenerationConfig | None, settings
 
 
 def normalised(text: str) -> str:
-    """Return a text without what answers are not judged by: case, runs of white space, and a full stop at the end.
+    """Return a text normalised for comparison: lower case, single spaces, no full stop at the end.
 
     Signs and articles stay, as "-5" is not "5", and "A" may be the letter of a choice.
     """
@@ -259,7 +259,7 @@ Prompt = str | Sequence[int] | Sequence[Mapping[str, Any]]
 
 @dataclass(frozen=True, kw_only=True, slots=True)
 class GenerationRequest(_KnownSettings):
-    """A prompt with options of its own.
+    """A prompt with its own options.
 
     Attributes:
         task: name of the task whose adapter completes the prompt.
@@ -281,7 +281,7 @@ class GenerationRequest(_KnownSettings):
     seed: int | None = None
 
     def __post_init__(self) -> None:
-        """Check what is not checked with the prompt."""
+        """Check the fields that the prompt's own check leaves out."""
         faults = []
         if not isinstance(self.task, str):
             faults.append(Fault("task", shown(self.task), "the name of a task"))

@@ -1,4 +1,4 @@
-"""What tasks are trained towards: losses by name, each a file that registers itself when it is imported."""
+"""The losses of tasks by name, each a file that registers itself when it is imported."""
 
 from peft_mux.modeling.objectives import classification, distill, language, own_loss, policy, preference
 

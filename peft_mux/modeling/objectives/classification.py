@@ -39,7 +39,7 @@ from peft_mux.modeling.stream import temporary_attributes
 
 
 class TaskHead(OutputHead):
-    """A small head for each task, of which PEFT trains a copy."""
+    """A small head for each task; PEFT trains a copy of it."""
 
     def prepare(self, backbone: Any, adapter: str, classes: int | None, seed: int, *, is_new: bool) -> None:
         """Give the task's head its own number of classes, and draw from the task's seed what was not loaded.
@@ -78,7 +78,7 @@ class TaskHead(OutputHead):
 def head_outputs(
     states: torch.Tensor, offsets: Sequence[int], places: torch.Tensor, batch: MuxBatch, model: Any
 ) -> list[torch.Tensor]:
-    """Return what each task's own head makes of its rows.
+    """Return the output of each task's own head for its rows.
 
     Args:
         states: rows that the heads read, sorted by task.

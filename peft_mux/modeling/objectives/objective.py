@@ -1,4 +1,4 @@
-"""What a task is trained towards: `Objective`, with its arguments, what it reads and returns, and output heads.
+"""The loss of a task: `Objective`, its arguments, inputs and outputs, and output heads.
 
 There are two levels. What a pass computes once for all its tasks, whatever their losses, belongs to the `OutputHead`:
 for language models one linear cross-entropy over the targets of all tasks. An `Objective` is a pure function of what
@@ -352,7 +352,7 @@ def _sums(values: torch.Tensor, counts: Sequence[int]) -> torch.Tensor:
 
 
 class OutputHead:
-    """One kind of output head: what it computes on a packed stream, whatever loss is taken of it.
+    """One kind of output head: its computation on a packed stream, for any loss.
 
     Methods get `model`, the `MultiTaskPeftModel` whose stream reads the micro-batch.
 
@@ -365,7 +365,7 @@ class OutputHead:
     example_label: int | None = None
 
     def prepare(self, backbone: Any, adapter: str, classes: int | None, seed: int, *, is_new: bool) -> None:
-        """Make what a task trains of the head, after its adapter was injected; by default nothing.
+        """Create the task's trainable part of the head after its adapter was injected; by default nothing.
 
         Args:
             backbone: transformers model that holds the adapter.

@@ -45,11 +45,11 @@ class OwnLoss(Objective):
     Args = OwnArgs
 
     def needs_reference(self, args: OwnArgs) -> bool:
-        """Return what the task says."""
+        """Return the task's own value."""
         return args.needs_reference
 
     def loss(self, outputs: TokenOutputs, args: OwnArgs) -> TaskLoss:
-        """Return what the function makes of the targets.
+        """Return the result of the function for the targets.
 
         Raises:
             UserCodeError: what the function raises, or what is wrong with what it returns.

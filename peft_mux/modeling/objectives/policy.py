@@ -115,7 +115,7 @@ class PolicyLoss(Objective):
         return args.beta != 0
 
     def temperature(self, args: PolicyArgs) -> float:
-        """Return that of the sampling."""
+        """Return the ratio of the sampling."""
         return args.temperature
 
     def needs_entropy(self, args: PolicyArgs) -> bool:

@@ -1,4 +1,4 @@
-"""Which loss each task is trained towards, and the losses of a packed pass over several tasks.
+"""The loss of each task, and the losses of a packed pass over several tasks.
 
 `find_loss` reads the loss of a task from its fields and from the columns of its rows. `TaskObjectives` holds the losses
 of all tasks on one backbone and computes them for a micro-batch.
@@ -95,7 +95,7 @@ def find_loss(task: Any, where: str) -> FoundLoss:
 def smoothing_faults(
     objective: Objective, loss_type: str, share: float | None, where: str, fix: str = ""
 ) -> list[Fault]:
-    """Return a fault if the labels of a task shall be smoothed but its loss has none to smooth.
+    """Return a fault if a task smooths its labels but its loss has none to smooth.
 
     Args:
         objective: the loss of the task.
@@ -151,7 +151,7 @@ def _find_objective(task: Any, where: str) -> tuple[Objective | None, list[Fault
 
 
 def _nearest_loss(wanted: str, entries: Iterable[Objective]) -> str:
-    """Return what to do about a name that no loss has: it is TRL's for one, that of a variant, or a slip."""
+    """Return advice for a name that no loss has: a name of TRL, the name of a variant, or a typo."""
     entries, name = list(entries), wanted.lower().replace("-", "_")
     for entry in OBJECTIVES.values():
         if name in entry.other_names:

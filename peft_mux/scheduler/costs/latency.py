@@ -121,7 +121,7 @@ class PassParts:
 
 
 class PassWork(NamedTuple):
-    """What passes amount to on one device, as arrays `[P]`, or `[M, M]` over ranges of tasks.
+    """Total loads of passes on one device, as arrays `[P]`, or `[M, M]` over ranges of tasks.
 
     Attributes:
         tokens: tokens of a pass.
@@ -200,7 +200,7 @@ class CostModel:
     # ---------------------------------------------------------- what passes hold
 
     def pass_work(self, loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]]) -> PassWork:
-        """Return what each of P passes amounts to; the `task` of a member counts these loads."""
+        """Return the total load of each of P passes; the `task` of a member counts these loads."""
         members = [(number, *member) for number, own in enumerate(passes) for member in own]
         number, task, _, start, end, shared = np.array(members, dtype=np.int64).reshape(len(members), 6).T
         tokens = np.zeros((len(passes), len(loads)))

@@ -1,4 +1,4 @@
-"""What the planner knows of a task: the shape of one typical global batch, and its adapters. No model, no data.
+"""The planner's view of a task: the shape of one typical global batch, and its adapters. No model, no data.
 
 Also how many bytes kernels hold while they compute, for the memory model: pure numbers, as the kernels decide them.
 """
@@ -35,7 +35,7 @@ class AdapterLoad:
 
 @dataclass(frozen=True, slots=True)
 class TaskLoad:
-    """What one task brings into a step.
+    """The load of one task in a step.
 
     Attributes:
         name: name of the task, unique in the run.

@@ -32,7 +32,7 @@ class FrozenParts:
 
     @classmethod
     def even(cls, backbone_bytes: int, num_layers: int) -> FrozenParts:
-        """Return a backbone that is nothing but its layers, all of which can be cut."""
+        """Return a backbone that consists of its layers only, all of which can be cut."""
         layer_bytes = backbone_bytes // num_layers
         # Bytes that do not divide evenly come after the layers, so that the sum is right.
         return cls(0, layer_bytes, layer_bytes, backbone_bytes - num_layers * layer_bytes, 0)

@@ -312,7 +312,7 @@ class Profile:
 
     @property
     def pass_s(self) -> float:
-        """Seconds of a pass whatever its size, and never nothing."""
+        """Seconds of a pass of any size, always above 0."""
         return max(self.pass_overhead_s, _LEAST_PASS_S)
 
     @property

@@ -19,7 +19,7 @@ from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
 @dataclass(frozen=True, slots=True)
 class Baseline:
-    """Another way to run the same tasks on the same GPUs.
+    """An alternative way to run the same tasks on the same GPUs.
 
     Attributes:
         name: what the paper calls this way.

@@ -75,7 +75,7 @@ class PlannedReplica:
 
 @dataclass(frozen=True, slots=True)
 class PricedDeployment:
-    """A deployment, and what its replicas run.
+    """A deployment and the plans of its replicas.
 
     Attributes:
         groups: the replicas, by configuration.
@@ -169,7 +169,7 @@ class RowMix:
 
 
 class DeploymentPricer:
-    """Prices deployments by whole plans, and corrects the curve by what these take.
+    """Prices deployments by whole plans, and corrects the curve by their times.
 
     Args:
         planner: plans single replicas.
@@ -216,7 +216,7 @@ class DeploymentPricer:
     def price(
         self, groups: tuple[ReplicaGroup, ...], known: Dispatch | None = None, *, deadline: float = math.inf
     ) -> PricedDeployment:
-        """Return what a deployment takes under the best of a few dispatches.
+        """Return the step time of a deployment under the best of a few dispatches.
 
         The first is by the model so far. Each further one is by the model that the plans of the one before have
         corrected, so that work leaves the replicas that were slower than predicted.
@@ -252,7 +252,7 @@ class DeploymentPricer:
         return max(changes)
 
     def _priced(self, groups: tuple[ReplicaGroup, ...], spread: Dispatch) -> PricedDeployment:
-        """Return what the replicas of a deployment take under a dispatch; equal ones are planned once."""
+        """Return the times of a deployment's replicas under a dispatch; equal replicas are planned once."""
         replicas = []
         for group, rows in zip(groups, spread.replica_counts, strict=True):
             for counts in dict.fromkeys(rows):

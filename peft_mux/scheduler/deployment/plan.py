@@ -52,7 +52,7 @@ class Candidate:
 
 @dataclass(frozen=True, slots=True)
 class PlanningStatistics:
-    """What planning looked at, and what it took.
+    """Statistics of planning: the candidates considered and the time spent.
 
     Attributes:
         num_configurations: configurations that the time model knows.
@@ -92,7 +92,7 @@ class PlanningStatistics:
 
 @dataclass(frozen=True, slots=True)
 class DeploymentPlan:
-    """The replicas to deploy, and what they are expected to do.
+    """The replicas to deploy, and their expected work and time.
 
     Attributes:
         groups: the replicas to deploy, by configuration.
@@ -252,7 +252,7 @@ class DeploymentPlan:
 
 @dataclass(frozen=True, slots=True)
 class Redeployment:
-    """A decision, and what it rests on.
+    """A decision and its reasons.
 
     Attributes:
         old: the present replicas, in LobRA's notation.
@@ -273,7 +273,7 @@ class Redeployment:
 
     @property
     def saving_s(self) -> float:
-        """Seconds that the new replicas save over what is left, the restart not yet paid."""
+        """Seconds that the new replicas save over the remaining steps, before the cost of the restart."""
         # No steps times an infinite difference would be NaN.
         if self.old == self.new or not self.remaining_steps:
             return 0.0

@@ -1,4 +1,4 @@
-"""What `peft-mux plan --deployment` shows: a deployment plan, what it was made from, and the alternatives.
+"""The output of `peft-mux plan --deployment`: a deployment plan, its inputs, and the alternatives.
 
 The values come from `peft_mux/planning/deployment.py`; this file prints, serialises and draws them.
 """
@@ -142,7 +142,7 @@ class DeploymentReport:
         return self.plan.picture()
 
     def to_json(self) -> str:
-        """Return the report as JSON; `replicas` is what the argument of that name takes."""
+        """Return the report as JSON; `replicas` is the value for the argument of that name."""
         composed = self.composed
         planned = composed and {
             "rows": [asdict(one) for one in composed.chosen.replicas],

@@ -1,4 +1,4 @@
-"""`ReplicaRates`: how much slower each replica is than the others, learned from what its share of each step took."""
+"""`ReplicaRates`: how much slower each replica is than the others, learned from the time of its share of each step."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class ReplicaRates:
         return tuple(round(math.exp(_GRAIN * number), 2) for number in grains)
 
     def observe(self, expected: Sequence[float], measured: Sequence[float]) -> None:
-        """Compare what each replica took with what its share should take, from the same predictor for all.
+        """Compare the time of each replica with the predicted time of its share, from the same predictor for all.
 
         Nothing is learned of a replica without a share, or one that was not timed.
 

@@ -1,4 +1,4 @@
-"""Inputs of a pipeline: the load of each bucket on each stage, and what a message between stages takes."""
+"""Inputs of a pipeline: the load of each bucket on each stage, and the time of a message between stages."""
 
 from __future__ import annotations
 

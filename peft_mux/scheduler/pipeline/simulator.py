@@ -1,4 +1,4 @@
-"""What a pipeline template does: when each action runs, where devices idle, what they hold, and what is wrong with it.
+"""Simulates a pipeline template: when each action runs, when devices idle, the memory they hold, and invalid actions.
 
 Each device runs its list in order. An action starts when its device is free and its input has arrived: a forward's from
 the stage before, a backward's from the stage after; on the first stage a bucket's step begins when the last backward of

@@ -1,4 +1,4 @@
-"""The passes that an hTask really has: its rows cut by the engine's own rules, and what each pass costs.
+"""The real passes of an hTask: its rows cut by the engine's rules, and the cost of each pass.
 
 M splits every global batch into C equal parts. Rows are whole, so that an hTask of few rows has fewer passes than C,
 and these are unequal: what is planned here is cut by `peft_mux.data.packing.passes`, as every step of a run is.

@@ -227,7 +227,7 @@ class _Search:
     # ------------------------------------------------------- what is compared
 
     def _try_numbers(self) -> None:
-        """Compare what the policy makes of each number of micro-batches, and of some around the best one."""
+        """Compare the policy's plans for each number of micro-batches, and for some around the best one."""
         asked = self.budget.num_micro_batches
         if asked is not None:
             self._try_counts([asked])
@@ -245,7 +245,7 @@ class _Search:
             self._try_counts(sorted(middles))
 
     def _try_counts(self, counts: Iterable[int]) -> None:
-        """Compare what the policy makes of each number, ascending, until none can be faster than what was found."""
+        """Compare the policy's plans for ascending numbers, until none can be faster than the best one so far."""
         num_slower = 0
         for count in counts:
             is_new, is_slower, best = False, True, self._best
@@ -407,7 +407,7 @@ class _Search:
                     self._best, self._best_count, most_s = found, count, found.step_s
 
     def _bucket_load(self, cuts: Sequence[CutHTask], bucket: Sequence[int], number: int) -> BucketLoad:
-        """Return what a bucket costs: hTasks of a bucket run within one clock, and what they take adds up."""
+        """Return the cost of a bucket: its hTasks run within one clock, and their times add up."""
         own = [cuts[index] for index in bucket]
         fields = self.times.bucket_fields(own)
         # A clock may hold the largest passes of all its hTasks at once.

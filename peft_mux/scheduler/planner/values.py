@@ -1,4 +1,4 @@
-"""What the planner is given and what it returns, apart from loads and models."""
+"""Inputs and results of the planner, except loads and models."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class HTask:
 
 @dataclass(frozen=True, slots=True)
 class TaskShare:
-    """What one task brings into a step.
+    """The load of one task in a step.
 
     Attributes:
         name: name of the task, which no other task of the run has.

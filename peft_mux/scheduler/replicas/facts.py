@@ -1,4 +1,4 @@
-"""`ReplicaFacts`: what the costs of a replica depend on, and the limits and time model that follow from it.
+"""`ReplicaFacts`: the inputs of a replica's costs, and the limits and time model that follow from them.
 
 LobRA profiles a layer at each tensor parallel degree (L Appendix D). Without such a profile, the times of a layer at
 any degree follow from a profile of one device by M Eq. 3 (`CostModel`), and the curve of L Eq. 10 is fitted to these

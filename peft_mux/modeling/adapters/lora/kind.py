@@ -214,7 +214,7 @@ class LoraKind(AdapterKind):
         return MultiplexedLinear(module, name, stream) if is_linear else SlicedAdapter(module, name, stream)
 
     def arrange(self, model: nn.Module, stream: Stream) -> None:
-        """Let the layers that read the same activations be computed together, and count what their kernels need."""
+        """Group the layers that read the same activations, and count the sizes that their kernels need."""
         # Siblings are attributes of one module, so parents are searched and not names.
         modules = [module for _, module in modules_around_adapters(model)]
         for parent in modules:

@@ -270,7 +270,7 @@ class LinearGroup:
         return tuple(y.view(*lead, -1) for y in ys)
 
     def _meet(self) -> tuple[Rows, ...] | None:
-        """Return which rows need the gradient of `x`, and note that the adapters of these layers are met now."""
+        """Return which rows need the gradient of `x`, and mark the adapters of these layers as applied in this pass."""
         stream = self.stream
         if torch.compiler.is_compiling() or any(member.module.disable_adapters for member in self.members):
             # A compiled graph must not depend on which adapters were met, and a frozen pass may need input gradients.

@@ -95,7 +95,7 @@ class LoraGroups:
         return all(page.values.grad is not None for page in slab.pages) and not slab.watched()
 
     def clear(self) -> None:
-        """Forget all tables; needed whenever an adapter came, went or moved."""
+        """Drop all tables; needed when an adapter is added, removed or moved."""
         self._tables.clear()
         self._is_linear_only.clear()
         self._composes = True

@@ -226,7 +226,7 @@ def grouped_experts(
     factors: Mapping[str, Sequence[ExpertFactors | None]],
     lengths: tuple[int, ...],
 ) -> torch.Tensor:
-    """Return what the experts make of each token, with the adapter of the token's task.
+    """Return the experts' output for each token, with the adapter of the token's task.
 
     Args:
         experts: the frozen module, as `runs_grouped` wants it.

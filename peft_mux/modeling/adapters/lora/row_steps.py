@@ -47,7 +47,7 @@ class RowSteps:
     """
 
     def __init__(self, layer: Any, adapter: str) -> None:
-        """Look up what the adapter has, which does not change after it was injected."""
+        """Look up the adapter's settings, which do not change after injection."""
         self._layer, self._adapter = layer, adapter
         self._is_here = adapter in layer.lora_A
         # One factor of `use_bdlora` consists of blocks, so the grouped product leaves it out.

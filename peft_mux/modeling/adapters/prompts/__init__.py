@@ -1,1 +1,1 @@
-"""Learnt prompts: PEFT types without layers of their own, whose virtual tokens, or keys, stand before each sequence."""
+"""Prompt learning: PEFT types without adapted layers, whose virtual tokens or keys precede each sequence."""

@@ -42,7 +42,7 @@ _WIDTH_FIELDS = ("embedding_size", "word_embed_proj_dim")
 
 
 class PromptKind(AdapterKind):
-    """A prompt that stands before every sequence of its task."""
+    """A prompt before every sequence of its task."""
 
     has_targets = False
     lies_apart = False

@@ -1,4 +1,4 @@
-"""Learnt prompts in a model: how they join and leave it, what they bring into a pass, and their files.
+"""Prompts in a model: how they are added and removed, their part of a pass, and their files.
 
 In a packed pass, `Prompts` runs the encoder of each task's prompt once and says where its output belongs: in the rows
 of virtual tokens, or as keys and values before the first token. Outside of one (views, forwards, `generate`), PEFT's
@@ -278,7 +278,7 @@ class Prompts:
 
 
 def encode(encoder: nn.Module, config: Any, device: torch.device) -> torch.Tensor:
-    """Return what a prompt's encoder makes on a device: `[V, D]`, or `[V, 2 * layers * G * C]` for keys and values."""
+    """Return the output of a prompt's encoder: `[V, D]`, or `[V, 2 * layers * G * C]` for keys and values."""
     tokens = torch.arange(config.num_virtual_tokens, device=device)[None]
     if hasattr(config, "num_tasks"):
         return encoder(tokens, torch.zeros(1, dtype=torch.int64, device=device))[0]
@@ -317,7 +317,7 @@ _PROJECTION_ROUNDING = 1e-6
 
 
 def adopt_encoder(encoder: Any, config: PeftConfig) -> None:
-    """Let an encoder leave its parameters where they are: CPT's gives them new memory whenever it projects them."""
+    """Keep an encoder's parameters in their memory: CPT's encoder allocates new ones whenever it projects them."""
     if isinstance(config, CPTConfig):
         # A bound method, because a copy of the model has to have that of its own encoder.
         encoder.forward = MethodType(_projected, encoder)
