@@ -47,6 +47,6 @@ def a_plan() -> Plan:
         peak_bytes=(memory.peak_bytes,),
         limit_bytes=2**30,
         profile_source="analytic",
-        waiting=(Waiting("late", "0.10 GiB too much beside sql; runs when others end"),),
+        waiting=(Waiting("late", "0.10 GiB too much next to sql; runs when others end"),),
         notes=("sql: 3 of 40 rows are cut",),
     )

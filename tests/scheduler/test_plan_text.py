@@ -18,7 +18,7 @@ def test_a_printed_plan_shows_each_task_under_its_htask_and_every_note() -> None
     (sums,) = [line.split() for line in lines if line.startswith("  sums")]
     assert sums == ["sums", "2", "2", "40", "5", "50"]
     assert "  hTask 1: 2 passes a step of about 150 tokens (at most 256), 500 ms each" in lines
-    assert "  late   waits: 0.10 GiB too much beside sql; runs when others end" in lines
+    assert "  late   waits: 0.10 GiB too much next to sql; runs when others end" in lines
     assert any(
         line.startswith("time (analytic profile, not measured)  1 s a step (order of magnitude), 300") for line in lines
     )
@@ -60,7 +60,7 @@ def test_a_task_is_explained_with_its_company_and_its_share() -> None:
     assert "1 s of the step's 1.25 s" in told
     assert "it trains 100 parameters" in told.lower()
     assert "has its passes to itself" in a_plan().explain("sums")
-    assert a_plan().explain("late") == "late waits: 0.10 GiB too much beside sql; runs when others end"
+    assert a_plan().explain("late") == "late waits: 0.10 GiB too much next to sql; runs when others end"
 
 
 def test_a_task_that_a_plan_does_not_know_is_refused_with_those_it_knows() -> None:
@@ -81,7 +81,7 @@ def test_a_diff_tells_who_comes_goes_and_changes_company() -> None:
     assert before.diff(after).splitlines() == [
         "+ late starts",
         "- sums leaves",
-        "~ sql shares its passes with nobody, before with tales",
+        "~ sql shares its passes with no other task, before with tales",
         "~ tales shares its passes with late, before with sql",
         "~ step_s: 1.25 s -> 1 s",
     ]

@@ -101,7 +101,7 @@ def test_a_task_that_does_not_fit_waits_with_a_reason_and_runs_when_another_ends
     recorder = Recorder(at_begin={1: look, 4: look})
     run = train([first, second], tmp_path / "run", recorder=recorder, memory_limit_gib=limit)
     assert seen[0][0] == "waiting"
-    assert "iB too much beside first; runs when others end" in seen[0][1]
+    assert "iB too much next to first; runs when others end" in seen[0][1]
     assert seen[1] == ("running", "")
     assert run.trainer.task_states["second"].global_step == 4
     assert_same(run, train([second], tmp_path / "alone"), "second", 1e-5)

@@ -118,7 +118,7 @@ def test_tasks_that_do_not_fit_wait_by_priority_and_say_how_much_is_lacking() ->
     assert names(outcome) == ["small", "urgent"]
     (waiting,) = outcome.waiting
     assert waiting.name == "first"
-    assert "iB too much beside urgent" in waiting.reason
+    assert "iB too much next to urgent" in waiting.reason
 
 
 def test_a_running_task_is_not_put_out_for_one_of_higher_priority() -> None:
