@@ -48,16 +48,17 @@ class StepTime(NamedTuple):
 
 
 _STEPS_OF_A_WINDOW = 50
-"""After so many steps a slow rank is reported."""
+"""After so many steps a slow replica is reported."""
 _LEAST_WAIT_S, _LEAST_SHARE = 1.0, 0.1
 """Shorter waits are not reported: in seconds of a window, and relative to the time of its passes."""
 
 
-class SlowRanks:
-    """Finds the rank for which the others wait.
+class SlowReplicas:
+    """Finds the replica for which the others wait.
 
-    In each step the others wait for the slowest rank, for the time between the end of its passes and those of the next
-    slowest. A rank that is stopped once and a rank that is always slow both add up to a long wait.
+    In each step the others wait for the slowest replica, for the time between the end of its passes and those of the
+    next slowest. A replica that is stopped once and one that is always slow both add up to a long wait. Ranks of one
+    replica wait for each other within their passes, so they cannot be compared.
     """
 
     def __init__(self) -> None:
@@ -65,22 +66,22 @@ class SlowRanks:
         self._steps: list[Sequence[float]] = []
 
     def add(self, passes_s: Sequence[float]) -> int:
-        """Add the seconds of one step's passes by rank; return the number of steps in the window."""
+        """Add the seconds of one step's passes by replica; return the number of steps in the window."""
         self._steps.append(passes_s)
         return len(self._steps)
 
     def slowest(self) -> tuple[int, float, float, int] | None:
-        """Start a new window; return the slow rank, the wait in seconds, its share, and the steps, or `None`."""
+        """Start a new window; return the slow replica, the wait in seconds, its share, and the steps, or `None`."""
         steps, self._steps = np.array(self._steps), []
         if not len(steps):
             return None
         ordered = np.sort(steps, axis=1)
         waits_s = np.bincount(steps.argmax(axis=1), ordered[:, -1] - ordered[:, -2], minlength=steps.shape[1])
-        rank = int(waits_s.argmax())
-        waited_s, share = float(waits_s[rank]), float(waits_s[rank] / max(ordered[:, -1].sum(), 1e-9))
+        replica = int(waits_s.argmax())
+        waited_s, share = float(waits_s[replica]), float(waits_s[replica] / max(ordered[:, -1].sum(), 1e-9))
         if waited_s < _LEAST_WAIT_S or share < _LEAST_SHARE:
             return None
-        return rank, waited_s, share, len(steps)
+        return replica, waited_s, share, len(steps)
 
 
 class PlanFollower:
@@ -112,7 +113,7 @@ class PlanFollower:
         self._steps: StepSource | None = None
         self.dispatch_clock: DispatchClock | None = None
         self._last_step: StepTime | None = None
-        self._slow_ranks = SlowRanks()
+        self._slow_replicas = SlowReplicas()
         self.pass_report = self._counted_before = PassReport()
         self._waited_s = 0.0
         self._looked_at = 0
@@ -125,6 +126,7 @@ class PlanFollower:
     def follow_model(self) -> None:
         """Plan for the model that there is now, and for as many replicas as there are now."""
         self.planner.model, self.planner.num_replicas = self._placement.outline, self._run.layout.num_replicas
+        self._slow_replicas = SlowReplicas()  # replicas that have moved are not compared with those before
 
     # ------------------------------------------------------------------ plans
 
@@ -407,8 +409,13 @@ class PlanFollower:
             process_s: seconds of the passes of each process, by rank; none for a process that is alone.
         """
         last, self._last_step = self._last_step, None
-        if last is not None and len(process_s) > 1 and self._slow_ranks.add(process_s) >= _STEPS_OF_A_WINDOW:
-            self.report_slow_rank()
+        layout = self._run.layout
+        if last is not None and layout.num_replicas > 1:
+            replica_s = [0.0] * layout.num_replicas
+            for place, own_s in zip(layout.places, process_s, strict=True):
+                replica_s[place.replica] = max(replica_s[place.replica], own_s)
+            if self._slow_replicas.add(replica_s) >= _STEPS_OF_A_WINDOW:
+                self.report_slow_replica()
         if last is None or last.plan is None:
             return
         correction = self.planner.correction
@@ -422,13 +429,15 @@ class PlanFollower:
         if self._steps is not None and len(process_s) > 1:
             self._steps.shares.observe(process_s)
 
-    def report_slow_rank(self) -> None:
-        """Log which rank the others have waited for since the last report, if the wait was long."""
-        found = self._slow_ranks.slowest()
+    def report_slow_replica(self) -> None:
+        """Log the ranks of the replica that the others have waited for since the last report, if the wait was long."""
+        found = self._slow_replicas.slowest()
         if found is not None:
-            rank, waited_s, share, num_steps = found
+            replica, waited_s, share, num_steps = found
+            ranks = [rank for rank, place in enumerate(self._run.layout.places) if place.replica == replica]
+            subject = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
             self._run.log.say(
-                f"rank {rank} is slow: in the last {num_steps} steps the other ranks waited {waited_s:.1f} s for it,"
-                f" {share:.0%} of the time of passes"
+                f"{subject} slow: in the last {num_steps} steps the other replicas waited {waited_s:.1f} s for"
+                f" {'it' if len(ranks) == 1 else 'them'}, {share:.0%} of the time of passes"
             )
-            self._run.log.event("slow_rank", rank=rank, waited_s=waited_s, share=share, num_steps=num_steps)
+            self._run.log.event("slow_rank", ranks=ranks, waited_s=waited_s, share=share, num_steps=num_steps)

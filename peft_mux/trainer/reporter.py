@@ -106,7 +106,7 @@ class Reporter:
         metrics |= {f"{own.name}/train_loss": own.last_loss for own in run.table}
         run.log.event("run", **metrics)
 
-        plans.report_slow_rank()
+        plans.report_slow_replica()
         clock = plans.dispatch_clock
         if clock is not None and clock.num_steps:
             run.log.event("dispatch", hidden_share=clock.hidden_share, **asdict(clock))

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from peft_mux.engine.executor import Executor
+from peft_mux.engine.pipeline.stage import StageModel
 from tests.engine.processes import cases
 from tests.invariants import mux_lab as lab
 
@@ -51,6 +52,19 @@ def train_with_a_slow_process(rank: int, folder: Path, slow: int, arguments: dic
     recorder = lab.Recorder(keep_weights=False)
     lab.train(tasks, folder, recorder=recorder, ddp_timeout=cases.TIMEOUT_S, **arguments)
     return Followed(tokens, recorder.losses)
+
+
+def train_with_a_slow_stage(rank: int, folder: Path, slow: int) -> None:
+    """Train over two pipelines of two stages; one stage sleeps in each of its passes."""
+    forward = StageModel.forward
+
+    def slowly(self: StageModel, *arguments: Any) -> Any:
+        time.sleep(0.2 if rank == slow else 0.0)
+        return forward(self, *arguments)
+
+    StageModel.forward = slowly
+    task = lab.small_task("a", data_seed=0, length=8, train_batch_size=8, max_steps=NUM_STEPS)
+    lab.train([task], folder, ddp_timeout=cases.TIMEOUT_S, replicas="<1,2>x2")
 
 
 def train_with_a_process_that_is_stopped_once(rank: int, folder: Path) -> list[float]:

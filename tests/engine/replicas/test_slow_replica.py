@@ -11,7 +11,7 @@ from peft_mux.data.packing.passes import even_shares
 from peft_mux.engine.dispatch import DispatchedShares
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
-from peft_mux.trainer.plan_follower import SlowRanks
+from peft_mux.trainer.plan_follower import SlowReplicas
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas import dispatch_cases, slow_cases
 from tests.records import run_records
@@ -39,7 +39,7 @@ def test_a_slow_replica_gets_fewer_rows_within_a_few_steps(
     for name, losses in told[0].losses.items():
         assert found[0].losses[name] == pytest.approx(losses, rel=1e-5)
     (slow_rank,) = run_records(tmp_path / "report", "slow_rank")
-    assert slow_rank["rank"] == slow
+    assert slow_rank["ranks"] == [slow]
     assert slow_rank["share"] > 0.4, "it takes four times as long"
 
 
@@ -49,22 +49,31 @@ def test_a_process_that_is_stopped_once_is_named_with_the_time_that_the_others_w
     one, other = values(launch(2, slow_cases.train_with_a_process_that_is_stopped_once, tmp_path))
     assert one == other
     (slow_rank,) = run_records(tmp_path, "slow_rank")
-    assert slow_rank["rank"] == 1
+    assert slow_rank["ranks"] == [1]
     assert 2.5 < slow_rank["waited_s"] < 10
 
 
-def test_processes_that_are_equally_fast_are_not_reported() -> None:
-    ranks = SlowRanks()
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_a_slow_pipeline_is_named_by_all_its_ranks(tmp_path: Path) -> None:
+    values(launch(4, slow_cases.train_with_a_slow_stage, tmp_path, 2))
+    (slow_rank,) = run_records(tmp_path, "slow_rank")
+    assert slow_rank["ranks"] == [2, 3]
+    assert slow_rank["share"] > 0.2
+
+
+def test_replicas_that_are_equally_fast_are_not_reported() -> None:
+    replicas = SlowReplicas()
     for step in range(20):
-        ranks.add((1.0 + 0.05 * (step % 2), 1.05 - 0.05 * (step % 2), 1.0))
-    assert ranks.slowest() is None
-    assert ranks.slowest() is None, "a window without steps"
+        replicas.add((1.0 + 0.05 * (step % 2), 1.05 - 0.05 * (step % 2), 1.0))
+    assert replicas.slowest() is None
+    assert replicas.slowest() is None, "a window without steps"
 
 
-def test_the_wait_for_a_slow_rank_is_the_time_after_the_next_slowest() -> None:
-    ranks = SlowRanks()
-    assert [ranks.add((1.0, 2.0, 1.5)) for _ in range(4)] == [1, 2, 3, 4]
-    assert ranks.slowest() == (1, 2.0, 0.25, 4)
+def test_the_wait_for_a_slow_replica_is_the_time_after_the_next_slowest() -> None:
+    replicas = SlowReplicas()
+    assert [replicas.add((1.0, 2.0, 1.5)) for _ in range(4)] == [1, 2, 3, 4]
+    assert replicas.slowest() == (1, 2.0, 0.25, 4)
 
 
 def test_rows_follow_the_rate_of_a_replica_among_others_of_its_configuration() -> None:
