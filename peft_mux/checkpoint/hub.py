@@ -149,7 +149,7 @@ def _marked(text: str) -> str:
 
 
 def is_edited(card: str) -> bool:
-    """Return whether a card was written or edited by someone else than this package."""
+    """Return whether a card was written or edited by someone other than this package."""
     return _marked(card.rpartition(_MARK.partition("{")[0])[0]) != card
 
 
@@ -327,7 +327,7 @@ def _prepare_upload(
         # Errors of several HTTP libraries and of the Hub itself: each means that nothing was uploaded.
         except Exception as error:
             raise ConfigError(
-                f'the Hub refused the upload to "{repo_id}": {error}. It needs a repository that the token may write '
+                f'the upload to "{repo_id}" failed: {error}. It needs a repository that the token may write '
                 "to, and a network. The adapter itself is unchanged."
             ) from error
 

@@ -84,7 +84,7 @@ class ChunkPackingCollator:
                 if named != first:
                     got = f"columns of tokens {named or 'none'}, where the first row has {first or 'none'}"
                     raise DataError(
-                        f"features of {name!r} row {index} must be of the same columns in all rows, got {got}."
+                        f"features of {name!r} row {index} must have the token columns of the first row, got {got}."
                     )
             step, seed = int(rows[0].get("step", 0)), int(rows[0].get("seed", 0))
             batches.append(TaskBatch(name, step, seed, tuple(sequences)))

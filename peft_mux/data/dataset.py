@@ -206,7 +206,7 @@ def _rows(dataset: Any, where: str) -> Iterator[Any]:
     # KeyboardInterrupt is not caught.
     except (Exception, SystemExit) as error:
         got = describe_error(error)
-        raise DataError(f"{where} row {index} must be a row that can be read, got {got}.") from error
+        raise DataError(f"{where} row {index} cannot be read: {got}.") from error
 
 
 def _without_repeats(errors: list[str]) -> list[str]:

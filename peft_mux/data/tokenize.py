@@ -229,7 +229,7 @@ class RowTokenizer(RowCells):
         # Cells may be any objects, which may raise any exception when they are read or printed.
         except Exception as error:
             got = describe_error(error)
-            raise DataError(f"{self.where} row {index} must be a row that can be read, got {got}.") from error
+            raise DataError(f"{self.where} row {index} cannot be read: {got}.") from error
         self.report.num_kept += 1
         self.report.num_tokens += len(sequence)
         self.report.num_target_tokens += sequence.num_target_tokens

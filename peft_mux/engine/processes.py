@@ -252,8 +252,8 @@ class Processes:
         except RuntimeError as error:  # also what torch.distributed derives from it
             cause = self._cause_of(error)
             raise ProcessError(
-                f"rank {self.rank} of {self.world_size} got no answer at {what}: {cause or error} Another process has "
-                "stopped. See what it printed, start all processes again, and resume from the last saved state with "
+                f"rank {self.rank} of {self.world_size} got no answer at {what}: {cause or error} See what the "
+                "other processes printed, start all of them again, and resume from the last saved state with "
                 "train(resume_from_checkpoint=True)."
             ) from error
         finally:

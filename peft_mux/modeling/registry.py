@@ -34,7 +34,7 @@ from peft_mux.modeling.slabs import PageKind, TaskSlab, plain_kind
 
 @dataclass
 class _Task:
-    """One task: the configuration as it was given, its parameters, and the flat buffers that hold them."""
+    """One task: the configuration as given, its parameters, and the flat buffers that hold them."""
 
     adapter: str
     kind: AdapterKind
@@ -90,7 +90,7 @@ class TaskRegistry:
 
     def _held(self, name: str) -> _Task:
         if name not in self._tasks:
-            allowed = ", ".join(self.tasks) or "none, as the model holds no task (any more)"
+            allowed = f"one of {', '.join(self.tasks)}" if self.tasks else "none, because the model holds no tasks"
             raise ConfigError(f'the task must be {allowed}, got "{name}". {closest(name, self.tasks)}'.rstrip())
         return self._tasks[name]
 
@@ -127,7 +127,7 @@ class TaskRegistry:
         return None if task is None else task.slab
 
     def add(self, name: str, config: PeftConfig) -> str:
-        """Add a task with the configuration as it was given, without parameters yet; return its adapter's id."""
+        """Add a task with the configuration as given, without parameters yet; return its adapter's id."""
         task = _Task(self.next_adapter, kind_of(config), config.to_dict())
         self.adapters[name] = task.adapter
         self._tasks[name] = self._by_adapter[task.adapter] = task
@@ -334,7 +334,7 @@ class TaskRegistry:
         Args:
             model: the `MultiTaskPeftModel` that the registry belongs to.
             name: the task's name.
-            config: the configuration as it was given for the task.
+            config: the configuration as given for the task.
             num_labels: classes of the task's head; `None` for the backbone's.
             draws: what was drawn for the adapter; its seed fixes the initial weights of a head that is drawn, too.
         """

@@ -119,7 +119,7 @@ class KeyValueStore:
         # The second attention's keys would replace those of the first one.
         if any(kept.layer == layer and kept.part == part for kept in self._recorded or ()):
             raise UnsupportedModelError(
-                f"{layer} must attend once per pass, because else its keys and values cannot be separated. Set "
+                f"{layer} must attend once per pass, because otherwise its keys and values cannot be separated. Set "
                 "split_long_sequences=False."
             )
         if part.start == 0:

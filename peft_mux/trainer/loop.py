@@ -180,9 +180,7 @@ class TrainingLoop:
             if run.optimizer is not None:
                 run.optimizer.zero_gradients()
         model, executor = self._placement.model, self._placement.executor
-        graphs, executor.captured = executor.captured, None
-        has_graphs = graphs is not None
-        del graphs
+        has_graphs, executor.captured = executor.captured is not None, None
         model.stream.key_values.clear()
         model.objectives.take_failures()
         gc.collect()

@@ -85,12 +85,12 @@ class Opening:
             require_consistent(run.processes, facts)
         is_first = not resume and not run.has_trained and run.args.save_strategy != "no"
         if resume == "auto" or is_first:
-            # Only the process that writes sees the folder for certain.
+            # Whether all processes see the same folder is checked later.
             holds_run = was_restarted(run.root) if is_first else bool(record_paths(run.root / STATE_FOLDER))
             resume = any(run.processes.gather(run.saver.is_writer and holds_run)) or None
         root = run.root if resume is True else Path(resume or "")
-        # Only the process that writes needs to see the folder. The run's own folder, if it exists, is locked first, to
-        # find out whether another process uses it.
+        # The process that writes answers for all. The run's own folder, if it exists, is locked first, to find out
+        # whether another process uses it.
         if resume and run.saver.is_writer and not (root == run.root and root.is_dir()):
             require_state(root)
         return resume

@@ -409,7 +409,7 @@ def test_a_mean_per_micro_batch_would_be_noticed(mux_model: MultiTaskPeftModel) 
         (
             {},
             (
-                "1 must be of the same columns in all rows, got columns of tokens none, where the first row has "
+                "1 must have the token columns of the first row, got columns of tokens none, where the first row has "
                 r"weights \['L'\]"
             ),
         ),

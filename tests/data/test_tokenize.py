@@ -401,7 +401,7 @@ def test_a_cell_that_cannot_even_be_shown_is_refused_by_its_row() -> None:
         def __repr__(self) -> str:
             raise ZeroDivisionError("not to be seen")
 
-    with pytest.raises(DataError, match="1 must be a row that can be read, got ZeroDivisionError: not to be seen"):
+    with pytest.raises(DataError, match="1 cannot be read: ZeroDivisionError: not to be seen"):
         tokenised([{"text": "the"}, {"text": Hidden()}], words_tokenizer())
 
 

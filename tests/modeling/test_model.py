@@ -190,7 +190,7 @@ def test_a_task_that_is_gone_leaves_no_parameter_behind() -> None:
     model.remove_tasks(["b"])
     assert not gone & {id(value) for value in model.parameters()}
     assert len(model.peft_config) == 1
-    with pytest.raises(ConfigError, match='the task must be a, got "b"'):
+    with pytest.raises(ConfigError, match='the task must be one of a, got "b"'):
         model.task_parameters("b")
 
 
@@ -218,11 +218,13 @@ def test_a_name_may_be_used_again_and_means_the_new_task() -> None:
 
 def test_an_unknown_name_is_refused_with_the_closest_and_nothing_is_removed() -> None:
     model = model_of("summaries", "sql")
-    with pytest.raises(ConfigError, match='the task must be summaries, sql, got "summary"'):
+    with pytest.raises(
+        ConfigError, match=r'the task must be one of summaries, sql, got "summary".*Did you mean "summaries"'
+    ):
         model.remove_tasks(["sql", "summary"])
     assert model.tasks == ("summaries", "sql")
     for use in (model.adapter_of, model.task_parameters, model.task_view):
-        with pytest.raises(ConfigError, match='the task must be summaries, sql, got "nope"'):
+        with pytest.raises(ConfigError, match='the task must be one of summaries, sql, got "nope"'):
             use("nope")
 
 

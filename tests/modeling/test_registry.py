@@ -43,7 +43,7 @@ def test_a_task_that_is_not_held_is_refused_with_the_name_that_was_meant() -> No
     registry = registry_of("first", "second")
     asking = (registry.adapter_of, registry.parameters_of, registry.slab_of, registry.forget)
     for ask in asking:
-        with pytest.raises(ConfigError, match=r'the task must be first, second, got "frist".*first'):
+        with pytest.raises(ConfigError, match=r'the task must be one of first, second, got "frist".*first'):
             ask("frist")
     assert registry.tasks == ("first", "second")
 

@@ -44,7 +44,7 @@ def test_an_unloaded_backbone_is_in_every_part_the_one_that_came(kind: str) -> N
     assert all(torch.equal(tensor, tensors[name]) for name, tensor in base.state_dict().items())
     assert torch.equal(base(PROMPT).logits, logits)
     assert model.tasks == ()
-    with pytest.raises(ConfigError, match=r'the task must be none, as the model holds no task \(any more\), got "a"'):
+    with pytest.raises(ConfigError, match=r'the task must be none, because the model holds no tasks, got "a"'):
         model.task_view("a")
 
 

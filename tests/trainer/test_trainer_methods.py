@@ -246,5 +246,5 @@ def test_what_the_hub_raises_is_reported_in_words(trained: Run, monkeypatch: pyt
             raise ConnectionError("no route to host")
 
     monkeypatch.setattr(huggingface_hub, "HfApi", Down)
-    with pytest.raises(ConfigError, match='the Hub refused the upload to "me/mine": no route to host'):
+    with pytest.raises(ConfigError, match='the upload to "me/mine" failed: no route to host'):
         trained.trainer.push_to_hub("mine", repo_id="me/mine")

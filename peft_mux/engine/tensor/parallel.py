@@ -356,9 +356,7 @@ def _check_layer(layer: Any, name: str) -> None:
             f"{type(base).__name__}. Load the backbone in bf16, or set tensor_parallel_size=1."
         )
     if hasattr(base, "input_window") or hasattr(base, "vocab_parallel_head"):
-        raise UnsupportedModelError(
-            f"{name} must be a model from which no shard was made, got one that is already cut. Load it again."
-        )
+        raise UnsupportedModelError(f"{name} is already cut. Load the model again.")
     kind = kind_of_layer(layer)
     if layer is not base and (kind is None or not kind.can_be_cut):
         allowed = ", ".join(one.title for one in KINDS.values() if one.can_be_cut)

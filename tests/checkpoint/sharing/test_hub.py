@@ -153,7 +153,7 @@ def test_a_repository_that_is_refused_costs_a_line_and_no_other_task(
     assert set(trainer.task_statuses.values()) == {"succeeded"}
     assert hub.commits == [("me/run-math", f"Adapter after {step} steps") for step in (2, 4)], "every save"
     printed = capsys.readouterr().out
-    assert printed.count('sql: not on the Hub: the Hub refused the upload to "run-sql"') == 1
+    assert printed.count('sql: not on the Hub: the upload to "run-sql" failed') == 1
     assert "math: not on" not in printed
 
 

@@ -96,7 +96,7 @@ class MultiplexedParameters(MultiplexedForward):
             return item
         if not isinstance(item, torch.Tensor):
             raise UnsupportedModelError(
-                f"{self.name} must see each token by itself, as experts do, got a {type(item).__name__}, which "
+                f"{self.name} must process each token independently, as experts do, got a {type(item).__name__}, which "
                 f"cannot be divided among tasks. {_ADVICE}"
             )
         if item.dim() < 2:
@@ -109,8 +109,8 @@ class MultiplexedParameters(MultiplexedForward):
         if len(tensor) == num_rows:
             return 0
         raise UnsupportedModelError(
-            f"{self.name} must see each token by itself, in order: one row for each of the {num_rows} rows of its "
-            f"tasks, got a tensor of shape {list(tensor.shape)}. {_ADVICE}"
+            f"{self.name} must process each token independently, in order: one row for each of the {num_rows} rows "
+            f"of its tasks, got a tensor of shape {list(tensor.shape)}. {_ADVICE}"
         )
 
     def _joined(self, outputs: Sequence[Any], lengths: Sequence[int]) -> Any:
