@@ -256,6 +256,7 @@ def test_a_stream_needs_a_number_of_steps() -> None:
             return iter(ROWS)
 
     assert refusal(train_dataset=Stream()).startswith("tasks.own.max_steps must be a number of steps")
+    assert ", got None" in refusal(train_dataset=Stream())
     assert task(train_dataset=Stream(), max_steps=2).max_steps == 2
 
 
@@ -268,6 +269,7 @@ def test_early_stopping_needs_held_out_rows_and_a_metric_that_will_be_there() ->
     )
     message = refusal(early_stopping=EarlyStopping(metric="eval_f1"), eval_dataset=ROWS)
     assert "tasks.own.early_stopping.metric must be eval_loss or eval_perplexity if compute_metrics is not" in message
+    assert "got 'eval_f1'" in message
     assert "Set compute_metrics so that it returns this metric." in message
     assert task(early_stopping=EarlyStopping(metric="loss"), eval_dataset=ROWS).early_stopping is not None
     made = task(early_stopping=EarlyStopping(metric="f1"), eval_dataset=ROWS, compute_metrics=lambda _: {"f1": 1.0})
@@ -389,7 +391,7 @@ def made_or_refused(make: Callable[[], object]) -> bool:
         make()
     except ConfigError as error:
         message = str(error)
-    assert message is None or " must " in message
+    assert message is None or (" must " in message and ", got " in message)
     return message is None
 
 
@@ -442,3 +444,4 @@ def test_a_dataset_whose_length_raises_is_refused_with_what_it_raises() -> None:
 
     message = refusal(train_dataset=Broken())
     assert "train_dataset must be a datasets.Dataset or IterableDataset, or a list of dicts, with at least" in message
+    assert "OSError: the disk of its owner is gone" in message

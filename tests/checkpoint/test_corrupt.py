@@ -102,7 +102,7 @@ def test_a_spoilt_checkpoint_is_passed_over_for_the_one_before_it_and_named(
 def test_without_any_intact_checkpoint_task_folder_and_way_out_are_named(root: Path) -> None:
     for step in (2, 4):
         flip(root / "a" / f"checkpoint-{step}" / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match=r'task "a" has no valid checkpoint up to step 4 in .*') as caught:
+    with pytest.raises(CheckpointError, match=r'task "a" has no valid checkpoint up to step 4 .*Restore') as caught:
         resume(root)
     assert str(root / "a") in str(caught.value)
 
@@ -111,7 +111,7 @@ def test_checkpoints_of_another_task_are_not_taken(root: Path) -> None:
     (root / "a").rename(root / "other")
     (root / "b").rename(root / "a")
     (root / "other").rename(root / "b")
-    with pytest.raises(CheckpointError, match=r'task "a" has no valid checkpoint up to step 4 in .*'):
+    with pytest.raises(CheckpointError, match='task "a" has no valid checkpoint up to step 4 in '):
         resume(root)
 
 
@@ -223,20 +223,22 @@ def test_a_backbone_of_other_shapes_is_refused(root: Path) -> None:
         num_attention_heads=4,
         num_key_value_heads=2,
     )
-    with pytest.raises(CheckpointError, match=r"resume_from_checkpoint must be.*, got .*, whos"):
+    with pytest.raises(CheckpointError, match=r"resume_from_checkpoint must be .*the same backbone.*, got "):
         resume(root, model=LlamaForCausalLM(config))
 
 
 def test_a_backbone_of_other_weights_is_refused(root: Path) -> None:
     other = lab.tiny_llama()
     lab.fill(other, 1)
-    with pytest.raises(CheckpointError, match=r"resume_from_checkpoint must be.*, got .*, whos"):
+    with pytest.raises(CheckpointError, match=r"the same backbone.*, got .*trained on other weights"):
         resume(root, model=other)
 
 
 def test_a_folder_that_holds_a_run_is_refused_without_resuming(root: Path) -> None:
     before = snapshot(root)
-    with pytest.raises(CheckpointError, match=r"output_dir must be.*, got .*, whic.*resume_from_checkpoint=True"):
+    with pytest.raises(
+        CheckpointError, match=r"output_dir must be a new folder, got .*which holds a run.*resume_from_checkpoint=True"
+    ):
         lab.train(tasks(), root, **SAVING)
     assert snapshot(root) == before
 
@@ -372,7 +374,7 @@ def test_a_pickle_in_the_place_of_a_checkpoint_is_not_opened(root: Path) -> None
         folder = root / "a" / f"checkpoint-{step}"
         (folder / "adapter_model.safetensors").unlink()
         (folder / "adapter_model.bin").write_bytes(pickle.dumps(Exploit(marker)))
-    with pytest.raises(CheckpointError, match=r'task "a" has no valid checkpoint up to step 4 in .*'):
+    with pytest.raises(CheckpointError, match='task "a" has no valid checkpoint up to step 4 in '):
         resume(root)
     assert not marker.exists()
 

@@ -243,5 +243,5 @@ def test_a_record_of_the_format_before_continues(root: Path, capsys: pytest.Capt
 @pytest.mark.parametrize("strategy", ["steps", "no"])
 def test_a_pipe_in_the_place_of_the_metrics_is_refused_at_once(strategy: str, tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "metrics.jsonl")
-    with pytest.raises(CheckpointError, match=r"output_dir: .* must be.*, got a pipe or a device"):
+    with pytest.raises(CheckpointError, match=r"metrics\.jsonl must be .*, got a pipe"):
         lab.train(tasks(), tmp_path, save_strategy=strategy)

@@ -133,7 +133,7 @@ def test_a_flip_in_an_adapter_without_checksums_is_found_by_the_checkpoint(
     (root / "a" / CHECKSUMS).unlink()
     flip(root / "a" / WEIGHTS)
     _, said = resume(root, capsys)
-    assert "plan     no task has steps to take: all have ended or are paused" in said
+    assert "does not have the weights with which the task ended" in said
     assert files(root, "a") == before
 
 

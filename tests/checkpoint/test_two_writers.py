@@ -45,7 +45,7 @@ def test_a_second_trainer_in_the_same_folder_is_refused_and_the_first_continues(
         for resume in (None, True):
             with pytest.raises(
                 CheckpointError,
-                match=r"output_dir must have one trainer at a ti.*, got .*, in which.*process \d+ on host",
+                match=r"output_dir must have one trainer at a time, got .*, in which.*process \d+ on host",
             ) as caught:
                 lab.make_trainer(tasks(), tmp_path, **options).train(resume_from_checkpoint=resume)
             refusals.append(caught)

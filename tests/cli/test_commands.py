@@ -390,23 +390,17 @@ def test_plan_as_json_can_be_read_and_needs_no_weights_but_train_does(
     [
         ("plan", "tasks.sql.learning_rat=1", 'Did you mean "learning_rate"?'),
         ("train", "tasks.sql.learning_rate=-1", "tasks.sql.learning_rate must be a finite number above 0, got -1"),
-        ("plan", "tasks.sql.dataset=absent.jsonl", "tasks.sql.dataset must be a .jsonl, .json, .csv or .parquet"),
+        ("plan", "tasks.sql.dataset=absent.jsonl", "got 'absent.jsonl', which does not exist"),
         ("train", "tasks.sql.peft.target_modules=[no_such]", "tasks.sql"),
         (
             "plan",
             "model=absent-model",
-            (
-                "model \"absent-model\" cannot be read: We couldn't connect to 'https://huggingface.co' to load the "
-                "files, and couldn't"
-            ),
+            'model "absent-model" cannot be read',
         ),
         (
             "train",
             "model=absent-model",
-            (
-                "model \"absent-model\" cannot be read: We couldn't connect to 'https://huggingface.co' to load the "
-                "files, and couldn't"
-            ),
+            'model "absent-model" cannot be read',
         ),
         ("plan", "tokenizer=absent-tokenizer", "absent-tokenizer"),
     ],
@@ -424,6 +418,7 @@ def test_rows_of_an_unknown_form_end_with_2_by_task(
     (tmp_path / "odd.jsonl").write_text('{"promt": "a", "completion": "b"}\n', encoding="utf-8")
     said = refused(["train", str(file), "--set", f"tasks.sql.dataset={tmp_path / 'odd.jsonl'}"], capsys)
     assert "tasks.sql.train_dataset must have the columns input_ids; prompt + completion; messages; text," in said
+    assert "got columns promt, completion" in said
     assert 'Did you mean "prompt"?' in said
 
 

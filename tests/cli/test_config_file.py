@@ -293,8 +293,8 @@ def test_a_section_that_stands_twice_is_one_fault(folder: Path) -> None:
             r'sql\.learning_rat must be a key of this section, got an unknown key.*Did you mean "learning_rate"',
         ),
         ("tasks.sql.learning_rate=fast", r"tasks\.sql\.learning_rate must be a finite number above 0, got 'fast'"),
-        ("tasks.sql.train_batch_size='4'", r"tasks\.sql\.train_batch_size must be an integer from 1 to 1048576, got"),
-        ("tasks.sql.max_steps=2.5", r"tasks\.sql\.max_steps must be an integer from 1 to 1000000000, or -1 for"),
+        ("tasks.sql.train_batch_size='4'", r"tasks\.sql\.train_batch_size must be an integer .*, got '4'"),
+        ("tasks.sql.max_steps=2.5", r"tasks\.sql\.max_steps must be an integer from 1 to .*, got 2\.5"),
         ("tasks.sql.seed=true", r"tasks\.sql\.seed must be an integer in \[0, 2\*\*63\), got True"),
         ("tasks.sql=null", r"tasks\.sql must be a mapping, got None"),
         ("tasks=[sql]", r"tasks\.yaml:7 tasks must be a mapping, got \['sql'\]"),
@@ -306,25 +306,43 @@ def test_a_section_that_stands_twice_is_one_fault(folder: Path) -> None:
             "tasks.math.early_stopping={patient: 3}",
             r'tasks\.math\.early_stopping\.patient must be a key of this section,.*Did you mean "patience"',
         ),
-        ("tasks.math.early_stopping={patience: 0}", r"early_stopping\.patience must be an integer of at least 1,"),
-        ("tasks.math.eval_generate={top_p: 2}", r"tasks\.math\.eval_generate\.top_p must be a number above 0, at"),
+        (
+            "tasks.math.early_stopping={patience: 0}",
+            r"early_stopping\.patience must be an integer of at least 1, got 0",
+        ),
+        (
+            "tasks.math.eval_generate={top_p: 2}",
+            r"tasks\.math\.eval_generate\.top_p must be a number above 0, at .*got 2",
+        ),
         (
             "tasks.math.eval_generate={metric: f1}",
             r'tasks\.math\.eval_generate\.metric must be a key of this section, got an unknown key.*"metrics"',
         ),
-        ("tasks.math.eval_generate={metrics: [f2]}", r"tasks\.math\.eval_generate\.metrics must be exact_match,"),
-        ("tasks.math.eval_generate=3", r"tasks\.math\.eval_generate must be True, False, or"),
-        ("tasks.sql.eval_generate=true", r"tasks\.sql\.eval_generate must be None if eval_dataset is not set, got"),
+        (
+            "tasks.math.eval_generate={metrics: [f2]}",
+            r"tasks\.math\.eval_generate\.metrics must be .*exact_match,.*got 'f2'",
+        ),
+        ("tasks.math.eval_generate=3", r"tasks\.math\.eval_generate must be True, False, or GenerateOptions.*, got 3"),
+        (
+            "tasks.sql.eval_generate=true",
+            r"tasks\.sql\.eval_generate must be None if eval_dataset is not set, got True",
+        ),
         (
             "tasks.sql.peft.type=lorra",
-            r'tasks\.sql\.peft\.type must be a type of docs/peft_types\.md, such as.*Did you mean "lora"',
+            (
+                r"tasks\.sql\.peft\.type must be a type of docs/peft_types\.md, "
+                r'such as.*got \'lorra\'.*Did you mean "lora"'
+            ),
         ),
-        ("tasks.sql.dataset=null", r"tasks\.sql\.dataset must be a \.jsonl, \.json, \.csv or \.parquet file, a"),
-        ("tasks.sql.dataset=tasks.yaml", r"tasks\.sql\.dataset must be a file of type \.jsonl, \.json, \.csv,"),
+        ("tasks.sql.dataset=null", r"tasks\.sql\.dataset must be a \.jsonl, .*, got None"),
+        ("tasks.sql.dataset=tasks.yaml", r"tasks\.sql\.dataset must be a file of type \.jsonl, .*, got 'tasks\.yaml'"),
         ("run.save_strategy=sometimes", "save_strategy must be one of steps, epoch, no, got 'sometimes'"),
         (
             "run.fp16=true",
-            r"run\.fp16 must be a key of this.*Reason: each task would need its own loss scaler; use bf16",
+            (
+                r"run\.fp16 must be a key of this section, got an unknown key.*Reason: "
+                r"each task would need its own loss scaler; use bf16"
+            ),
         ),
         (
             "run.evaluation_strategy=steps",
@@ -346,15 +364,18 @@ def test_a_section_that_stands_twice_is_one_fault(folder: Path) -> None:
         ("tasks.sql.r=3", r"tasks\.sql\.r must be a key of this section, got an unknown key.*set r under peft\."),
         (
             "tasks.sqll.max_steps=3",
-            r'tasks\.sqll\.dataset must be a \.jsonl, \.json, \.csv or \.parquet file,.*Did you mean "sql"',
+            r'tasks\.sqll\.dataset must be a \.jsonl, .*, got None.*Did you mean "sql"',
         ),
         ("tasks.sql.optim=adamw", "tasks\\.sql\\.optim must be.*, got 'adamw'.*Did you mean \"adamw_torch\""),
         ("run.output_dir=x", r"run\.output_dir must be a key of this section, got an unknown key"),
-        ("tasks.a/b={dataset: rows.jsonl}", r"task\.name must be 1 to 64 letters, digits, '_' and '-', beginning"),
+        (
+            "tasks.a/b={dataset: rows.jsonl}",
+            r"task\.name must be 1 to 64 letters, digits, '_' and '-', beginning.*, got 'a/b'",
+        ),
         *((f"tasks.sql.{key}={value}", rf"\b{key}\b") for key, value in (("peft", "lora"), ("shuffle", "'no'"))),
         *(
-            (f"tasks.sql.dataset={value}", (r"tasks\.sql\.dataset must be a \.jsonl, \.json, \.csv or \.parquet"))
-            for value in ("5", "[rows.jsonl]")
+            (f"tasks.sql.dataset={value}", rf"tasks\.sql\.dataset must be a \.jsonl, .*, got {got}")
+            for value, got in (("5", "5"), ("[rows.jsonl]", r"\['rows"))
         ),
         ("defaults.peft=[lora]", r"defaults\.peft must be a mapping, got \['lora'\]"),
         ("defaults=3", "defaults must be a mapping, got 3"),
@@ -369,7 +390,9 @@ def test_a_wrong_value_is_refused_by_key(override: str, said: str, folder: Path)
 
 def test_a_key_that_stands_twice_is_named_with_its_line(folder: Path) -> None:
     text = good(folder).replace("    seed: 7\n", "    seed: 7\n    seed: 8\n")
-    with pytest.raises(ConfigError, match=r"tasks\.sql\.seed must be written once, got the same key twice"):
+    with pytest.raises(
+        ConfigError, match=r"tasks\.yaml:12 tasks\.sql\.seed must be written once, got the same key twice"
+    ):
         read_config(write(folder, text))
 
 
@@ -380,7 +403,9 @@ def test_yaml_cannot_run_code(folder: Path) -> None:
     assert not (folder / "exploited").exists()
 
 
-@pytest.mark.parametrize(("what", "told"), [("absent.yaml", "file must be.*, got '.*"), (".", "cannot be read")])
+@pytest.mark.parametrize(
+    ("what", "told"), [("absent.yaml", r"file must be .*does not exist(.|\n)*peft-mux init"), (".", "cannot be read")]
+)
 def test_a_file_that_cannot_be_read_is_named(what: str, told: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match=told):
         read_config(folder / what)
@@ -415,7 +440,10 @@ def test_a_dollar_in_a_token_or_in_the_value_of_a_variable_is_part_of_the_secret
         ("run.hub_token=${MUX_TOKEN}", "got ${MUX_TOKEN}, an environment variable that is not set"),
         ("model_init_kwargs.token=${MUX_EMPTY}", "got ${MUX_EMPTY}, an environment variable that is not set"),
         ("run.hub_token=${MUX_SET}${MUX_EMPTY}${MUX_TOKEN}", "got ${MUX_EMPTY}, ${MUX_TOKEN}, an environment variable"),
-        ("run.hub_token=$MUX_SET", "tasks.yaml:3 run.hub_token must be a token or a variable in braces, got a"),
+        (
+            "run.hub_token=$MUX_SET",
+            "run.hub_token must be a token or a variable in braces, got a variable without braces",
+        ),
         ("run.hub_token=hf_abc$1${MUX_TOKEN}", "got ${MUX_TOKEN}, an environment variable that is not set"),
         (
             "run.run_name=${MUX_SET}",
@@ -472,15 +500,15 @@ def test_aliases_that_stand_for_billions_of_values_are_refused_by_line(tmp_path:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
     told = refusal(tmp_path, "model: m\n" + "\n".join(lines))
-    assert "7 must have at most 200000 values once aliases (*name) are written out" in told
+    assert "line 7 must have at most 200000 values once aliases (*name) are written out" in told
     with pytest.raises(
-        ConfigError, match=r"--set run: line 6 must have at most 200000 values once aliases \(\*name\) are written out"
+        ConfigError, match=r"^--set run: line 6 must have at most 200000 values once aliases \(\*name\) are written out"
     ):
         parse_value("\n".join(lines), "--set run")
 
 
 def test_a_section_that_contains_itself_is_refused_by_line(tmp_path: Path) -> None:
-    assert "2 must have aliases without cycles, got *x within itself" in refusal(
+    assert "line 2 must have aliases without cycles, got *x within itself" in refusal(
         tmp_path, "model: m\ntasks: &x {own: *x}\n"
     )
     assert "within itself" in refusal(tmp_path, "&x [*x]\n")

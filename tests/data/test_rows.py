@@ -64,7 +64,10 @@ def test_the_first_token_of_each_word_has_its_class() -> None:
     [
         ({"tokens": ["a"], "ner_tags": [1, 2]}, "ner_tags must be 1 classes, one for each token or word, got 2"),
         ({"tokens": [], "ner_tags": []}, "a list of words"),
-        ({"input_ids": [4, 5], "labels": [0, 7]}, "tasks.a.train_dataset row 0 column labels must be classes from 0"),
+        (
+            {"input_ids": [4, 5], "labels": [0, 7]},
+            "row 0 column labels must be classes from 0 to 2, or -100 for none, got 7",
+        ),
         ({"input_ids": [4, 5]}, "no such column"),
     ],
 )
@@ -77,7 +80,7 @@ def test_wrong_classes_are_named_by_row_and_column(row: dict[str, Any], told: st
 @pytest.mark.parametrize(
     ("columns", "told"),
     [
-        ({"weights": [1.0]}, "tasks.a.train_dataset row 0 column weights must be 3 numbers, one for each of"),
+        ({"weights": [1.0]}, "shape [1]"),
         ({"weights": [1.0, -1.0, 0.0]}, "at least 0"),
         ({"weights": [1.0, float("nan"), 0.0]}, "not finite"),
         ({"target_ids": [[1, 2]] * 3}, 'because the row has "target_ids"'),
@@ -107,12 +110,20 @@ def taught(num_words: int, logprob: float = -2.0) -> dict[str, Any]:
 @pytest.mark.parametrize(
     ("objective", "rows", "match"),
     [
-        ("distill", [taught(2), taught(3)], "teacher_ids must be 2 numbers per token, as in the first row, got 3"),
-        ("distill", [taught(2, 0.5)], r"teacher_logprobs must be natural logarithms of probabilities, at most 0,"),
+        (
+            "distill",
+            [taught(2), taught(3)],
+            "row 1 column teacher_ids must be 2 numbers per token, as in the first row, got 3",
+        ),
+        (
+            "distill",
+            [taught(2, 0.5)],
+            r"row 0 column teacher_logprobs must be natural logarithms of probabilities, at most 0, got 0\.5",
+        ),
         (
             "policy",
             [{"input_ids": [1, 2], "advantages": 1.0, "old_logprobs": [-1.0, 0.3]}],
-            r"old_logprobs must be natural logarithms of probabilities, at most 0, got 0\.3",
+            r"row 0 column old_logprobs must be natural logarithms of probabilities, at most 0, got 0\.3",
         ),
     ],
 )

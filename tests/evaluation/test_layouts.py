@@ -105,6 +105,8 @@ def test_a_stage_refuses_what_takes_all_layers_and_says_what_to_do(parts: dict[s
         assert generate.startswith('task_view("well").generate needs a whole model')
         assert forward.startswith('task_view("well"), a forward pass needs a whole model')
         assert plain.startswith("a forward pass needs a whole model")
+        for said in (generate, forward, plain):
+            assert "got one of 2 pipeline stages" in said
         assert all("PeftModel.from_pretrained" in refusal for refusal in part.refusals)
         assert merge.startswith("merge_and_unload")
 
@@ -115,3 +117,4 @@ def test_shards_generate_together_and_refuse_to_merge(parts: dict[str, list[Meas
         assert part.refusals[0] == "done"
         assert part.refusals[1].startswith("logits of a head that is cut for tensor parallelism cannot have gradients")
         assert part.refusals[3].startswith("merge_and_unload needs a whole backbone")
+        assert "divided among processes" in part.refusals[3]

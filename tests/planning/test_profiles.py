@@ -144,7 +144,7 @@ def test_a_file_that_is_no_profile_is_refused_by_name_with_what_to_do(text: str,
     path = tmp_path / "profile.json"
     path.write_text(text, encoding="utf-8")
     trainer = make_trainer([small_task("own", data_seed=1)], tmp_path / "run", cost_profile=str(path))
-    with pytest.raises(ConfigError, match=r"args\.cost_profile must be.*, got '.* again"):
+    with pytest.raises(ConfigError, match=r"args\.cost_profile must be.*, got '.*profile\.json' \(.*Measure again"):
         trainer.plan()
 
 
@@ -152,5 +152,5 @@ def test_a_profile_with_a_number_out_of_range_is_refused_as_well(tmp_path: Path)
     path = stored(tmp_path)
     assert Profile.from_json(path.read_text(encoding="utf-8")).forward_fraction == 0.5
     path.write_text(path.read_text(encoding="utf-8").replace('"forward_fraction": 0.5', '"forward_fraction": 7'))
-    with pytest.raises(ConfigError, match=r"args\.cost_profile must be.*, got '.*"):
+    with pytest.raises(ConfigError, match=r"args\.cost_profile must be.*, got '.*forward_fraction must be .*got 7"):
         notes_with(path, tmp_path)

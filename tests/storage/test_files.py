@@ -154,7 +154,7 @@ def test_missing_extra_linked_and_replaced_files_are_named(tmp_path: Path) -> No
         storage.verify_folder(folder)
     (folder / "extra.bin").unlink()
     os.rename(folder / "a.bin", tmp_path / "a.bin")
-    with pytest.raises(CheckpointError, match=r".* is missing; the folder"):
+    with pytest.raises(CheckpointError, match=r"a\.bin is missing; the folder"):
         storage.verify_folder(folder)
     (folder / "a.bin").symlink_to(tmp_path / "a.bin")
     with pytest.raises(CheckpointError, match=r"a\.bin was changed since it was written"):
@@ -192,7 +192,7 @@ def test_a_swapped_file_and_a_swapped_folder_are_reported(tmp_path: Path) -> Non
     shutil.copytree(theirs, mine)
     with pytest.raises(CheckpointError, match="mine must have task 'a', got 'b'"):
         storage.verify_folder(mine, expect={"task": "a"})
-    with pytest.raises(CheckpointError, match=r".* must have step 8, got 4"):
+    with pytest.raises(CheckpointError, match="must have step 8, got 4"):
         storage.verify_folder(mine, expect={"task": "b", "step": 8})
     storage.verify_folder(mine, expect={"task": "b", "step": 4})
 
@@ -388,7 +388,7 @@ def test_a_link_in_the_place_of_a_task_is_refused(target: str, tmp_path: Path) -
     (root / "other").mkdir(parents=True)
     (tmp_path / "outside").mkdir()
     (root / "own").symlink_to(tmp_path / target, target_is_directory=True)
-    with pytest.raises(CheckpointError, match=r'own" must have its folder inside /dev/sh.*, got .*, .*Remove the link'):
+    with pytest.raises(CheckpointError, match=r'task "own" must have its folder inside .*, got .*Remove the link'):
         storage.safe_child(root, "own")
 
 

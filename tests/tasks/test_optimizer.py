@@ -574,9 +574,6 @@ def test_every_wrong_option_of_optimizer_and_schedule_is_named_at_once(tmp_path:
     assert (
         "tasks.own.lr_scheduler_kwargs must be left out for lr_scheduler_type=\"constant\", got 'num_cycles'" in message
     )
-    assert (
-        "tasks.own.lr_scheduler_kwargs must be left out for lr_scheduler_type=\"constant\", got 'num_cycles'" in message
-    )
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adagrad", "rmsprop", "adamw_torch", "adafactor"])
@@ -608,7 +605,11 @@ def test_the_options_that_are_known_are_those_that_trainer_reads(
         ("polynomial", {"power": math.nan}, "power must be a finite number, got nan"),
         ("polynomial", {"lr_end": -1.0}, "the learning rate is -"),
         ("polynomial", {"power": "2"}, "cannot be built"),
-        ("polynomial", {1: 2}, "tasks.own.lr_scheduler_kwargs must be one of lr_end, power for"),
+        (
+            "polynomial",
+            {1: 2},
+            'lr_scheduler_kwargs must be one of lr_end, power for lr_scheduler_type="polynomial", got 1',
+        ),
         ("cosine", {"num_cycles": "x"}, "cannot be built"),
         ("cosine_with_restarts", {"num_cycles": math.inf}, "num_cycles must be a finite number, got inf"),
         ("cosine_with_min_lr", {"min_lr_rate": 10**400}, "cannot be built"),

@@ -92,14 +92,17 @@ def refusal(model: Any, folder: Path, *tasks: Task, error: type[Exception] = Dat
         ([{"input_ids": [1, 2], "labels": [1, 200]}], ("row 0 column labels", "token id 200")),
         (
             [{"input_ids": [1, 2], "labels": [1]}],
-            ("row 0 column labels", "tasks.own.train_dataset row 0 column labels must be", "2 labels, one for each"),
+            ("tasks.own.train_dataset row 0 column labels must be", "2 labels, one for each", "got 1"),
         ),
         ([{"input_ids": [1.5, 2.0]}], ("row 0 column input_ids", "a list of integers")),
         ([{"input_ids": []}], ("row 0 column input_ids", "no tokens")),
         ([{"input_ids": [1, 2, 3], "attention_mask": [1, 0, 1]}], ("row 0 column attention_mask", "in the middle")),
         (
             [{"input_ids": [1, 2, 3], "labels": [-100] * 3}] * 4,
-            ("tasks.own.train_dataset must have at least one row, got", "all labels are masked (-100) in 4 of them"),
+            (
+                "tasks.own.train_dataset must have at least one row, got 4 rows",
+                "all labels are masked (-100) in 4 of them",
+            ),
         ),
         (["a"], ("tasks.own.train_dataset row 0", "got str", "a dict of columns")),
     ],
@@ -131,6 +134,7 @@ def test_bad_rows_of_all_tasks_are_reported_at_once(described: str, tmp_path: Pa
         "tasks.one.train_dataset must have the columns input_ids; prompt + completion; messages; text, got columns txt"
     ) in message
     assert "tasks.two.train_dataset row 0 column input_ids must be ids from 0" in message
+    assert "got token id 99" in message or "got 99" in message
 
 
 def test_at_most_ten_bad_rows_are_listed(described: str, tmp_path: Path) -> None:
@@ -158,7 +162,9 @@ def test_overlong_rows_are_left_out_when_asked_and_their_number_is_reported(desc
 def test_overlong_rows_are_refused_when_asked(described: str, tmp_path: Path) -> None:
     task = own_task([{"input_ids": [2] * 9}], max_length=8)
     message = refusal(described, tmp_path, task, overlong_policy="error")
-    assert "input_ids must be at most 8 tokens (max_length), got 9 or more" in message
+    assert (
+        "tasks.own.train_dataset row 0 column input_ids must be at most 8 tokens (max_length), got 9 or more" in message
+    )
 
 
 def test_rows_are_cut_to_the_positions_of_the_backbone(described: str, tmp_path: Path) -> None:
@@ -177,6 +183,7 @@ def test_an_unknown_target_module_is_refused_with_the_nearest_one(described: str
     for model in (described, tiny_llama()):
         message = refusal(model, tmp_path, *tasks, error=ConfigError)
         assert 'tasks.one.peft_config.target_modules must be "all-linear" or modules of LlamaForCausalLM' in message
+        assert "got 'q_prj'" in message
         assert 'Did you mean "q_proj"?' in message
         assert "tasks.two.peft_config.target_modules must be " in message
         assert "got 'gate_porj'" in message
@@ -200,22 +207,25 @@ def test_adapters_that_cannot_be_multiplexed_are_refused_by_field(described: str
         ),
     ]
     message = refusal(described, tmp_path, *tasks, error=ConfigError)
+    assert "tasks.qalora.peft_config.use_qalora must be its default False, got True" in message
     assert "tasks.bias.peft_config.bias must be 'none', 'all', 'lora_only', got 'some'" in message
     assert "tasks.prefix.peft_config must be one of the PEFT types " in message
+    assert ", got AdaptionPromptConfig" in message
 
 
 def test_a_classifier_next_to_a_language_model_is_refused(described: str, tmp_path: Path) -> None:
     config = LoraConfig(r=4, target_modules="all-linear", task_type=TaskType.SEQ_CLS)
     tasks = [own_task([{"text": "a", "label": 1}], name="cls", peft_config=config), small_task("lm", data_seed=1)]
-    assert "tasks must be of one kind, because a backbone has one kind of head, got classification tasks" in refusal(
-        described, tmp_path, *tasks, error=ConfigError
-    )
+    assert (
+        "tasks must be of one kind, because a backbone has one kind of head, got "
+        "classification tasks (cls) and language-model tasks"
+    ) in refusal(described, tmp_path, *tasks, error=ConfigError)
 
 
 @pytest.mark.parametrize("model", ["no-such-folder/at-all", 5, None])
 def test_what_is_no_model_is_refused_by_name(tmp_path: Path, model: Any) -> None:
     args = MultiTaskTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
-    with pytest.raises(ConfigError, match=r"^model (must be a hub id or folder|.* cannot be read)"):
+    with pytest.raises(ConfigError, match=r"^model (must be a hub id or folder.*, got|.* cannot be read)"):
         MultiTaskTrainer(model, args, [small_task("own", data_seed=1)])
 
 
@@ -252,7 +262,7 @@ def test_arguments_of_train_and_evaluate_without_meaning_are_refused_by_name(tmp
 def test_plain_training_arguments_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"args must be MultiTaskTrainingArguments \(it takes all TrainingArguments fields\), got",
+        match=r"args must be MultiTaskTrainingArguments .*, got TrainingArguments",
     ):
         MultiTaskTrainer(
             tiny_llama(), TrainingArguments(output_dir=str(tmp_path), use_cpu=True), [small_task("a", data_seed=1)]
@@ -269,7 +279,13 @@ def test_what_is_no_list_of_tasks_is_refused(tmp_path: Path, tasks: Any) -> None
 def test_every_task_whose_name_differs_from_another_at_most_in_case_is_refused(tmp_path: Path) -> None:
     tasks = [small_task(name, data_seed=1) for name in ("a", "a", "sql", "SQL")]
     said = refusal(tiny_llama(), tmp_path, *tasks, error=ConfigError)
-    for part in ("2 things are wrong", '"a" and "a"', "tasks.SQL.name must be different from", "in more than case"):
+    for part in (
+        "2 things are wrong",
+        '"a" and "a"',
+        "tasks.SQL.name must be different from",
+        'got "SQL" and "sql"',
+        "in more than case",
+    ):
         assert part in said
 
 
@@ -326,7 +342,7 @@ def test_the_short_form_needs_a_multi_task_model_and_a_dict(tmp_path: Path) -> N
     args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     with pytest.raises(
         ConfigError,
-        match=r"tasks must be a list of Task, or a MultiTaskPeftModel with train_dataset=\{name: rows,",
+        match=r"tasks must be a list of Task, or a MultiTaskPeftModel with train_dataset=\{name: rows.*, got None",
     ):
         MultiTaskTrainer(tiny_llama(), args, train_dataset={"one": rows(1, 4, 5, 5)})
     with pytest.raises(ConfigError, match="train_dataset must be left out with tasks"):

@@ -113,7 +113,10 @@ PAIRS = [{"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5]}] * 4
 def test_a_loss_without_labels_to_smooth_refuses_the_factor_by_name() -> None:
     with pytest.raises(ConfigError) as caught:
         task("pairs", 1, rows=PAIRS, objective="dpo", label_smoothing_factor=0.1)
-    assert str(caught.value).startswith("tasks.pairs.label_smoothing_factor must be 0 or None, except for sft, whose ")
+    assert str(caught.value) == (
+        "tasks.pairs.label_smoothing_factor must be 0 or None, except for sft, whose targets are words, got 0.1 with "
+        "the objective dpo. Its own label_smoothing is one of objective_args."
+    )
     with pytest.raises(ConfigError, match=r"tasks\.own\.label_smoothing_factor must be a number from 0 to.*got 1\.5"):
         task("own", 1, label_smoothing_factor=1.5)
     with pytest.raises(ConfigError, match=r"objective_args\.label_smoothing_factor must .* Set Task\.label_smoothing"):
@@ -124,7 +127,7 @@ def test_the_factor_of_a_run_with_such_a_loss_is_refused_when_the_trainer_is_mad
     tasks = [task("own", 2), task("pairs", 1, rows=PAIRS, objective="dpo")]
     with pytest.raises(
         ConfigError,
-        match=r"args\.label_smoothing_factor must be 0 or None, except for sft, whose.*the task pairs",
+        match=r"args\.label_smoothing_factor must be 0 or None, except for sft.*got 0\.1 with the objective dpo.*pairs",
     ):
         lab.make_trainer(tasks, tmp_path, label_smoothing_factor=0.1)
     tasks[1] = task("pairs", 1, rows=PAIRS, objective="dpo", label_smoothing_factor=0)

@@ -76,7 +76,7 @@ def test_numbers_that_some_rows_lack_or_that_are_none_are_refused(tokenizer: Any
 
 
 def test_an_answer_of_a_pair_is_refused_under_the_name_that_it_had(tokenizer: Any) -> None:
-    with pytest.raises(DataError, match="rejected must be a text or a list of messages, got None"):
+    with pytest.raises(DataError, match="row 1 column rejected must be a text or a list of messages, got None"):
         read([PAIR, {**PAIR, "rejected": None}], SINGLE_ROWS, tokenizer)
     with pytest.raises(DataError, match=r"row 1 column rejected .*got a NUL character"):
         read([PAIR, {**PAIR, "rejected": "blue\0"}], SINGLE_ROWS, tokenizer)
@@ -106,8 +106,8 @@ def test_answers_and_texts_to_score_may_be_tokens_already() -> None:
     ("row", "match"),
     [
         ({**TOKENS, "chosen_ids": [4, 900]}, "token id 900"),
-        ({**TOKENS, "rejected_ids": []}, "rejected_ids must be at least one token, got no tokens"),
-        ({**TOKENS, "prompt_ids": [1.5]}, r"prompt_ids must be a list of integers, got \[1\.5\] \(list\)"),
+        ({**TOKENS, "rejected_ids": []}, "column rejected_ids must be at least one token, got no tokens"),
+        ({**TOKENS, "prompt_ids": [1.5]}, r"column prompt_ids must be a list of integers, got \[1\.5\] \(list\)"),
         ({**TOKENS, "rejected_ids": [[1]]}, "column rejected_ids"),
     ],
 )
@@ -124,7 +124,9 @@ def test_long_pairs_are_cut_left_out_or_refused_as_the_policy_says() -> None:
     assert (dataset.report.num_truncated, dataset.report.num_target_tokens) == (1, 11)
     dataset = read([TOKENS, long], PAIR_ROWS, max_length=8, overlong_policy="drop")
     assert (len(dataset), dataset.report.num_dropped_long) == (1, 1)
-    with pytest.raises(DataError, match=r"input_ids must be at most 8 tokens \(max_length\), got 13 or more"):
+    with pytest.raises(
+        DataError, match=r"row 1 column input_ids must be at most 8 tokens \(max_length\), got 13 or more"
+    ):
         read([TOKENS, long], PAIR_ROWS, max_length=8, overlong_policy="error")
     only_prompt = {**long, "prompt_ids": [1] * 8}
     dataset = read([TOKENS, only_prompt], PAIR_ROWS, max_length=8)
@@ -154,11 +156,12 @@ def test_settings_of_other_rows_are_refused(tokenizer: Any) -> None:
 def test_rows_of_another_form_are_refused_by_their_columns(tokenizer: Any) -> None:
     with pytest.raises(
         DataError,
-        match=r"tasks\.a\.train_dataset must have the columns chosen_ids \+ rejected_ids; chosen \+",
+        match=r"must have the columns .*chosen \+ rejected.*, got columns prompt, completion, label",
     ):
         read([SINGLE], PAIR_ROWS, tokenizer)
     with pytest.raises(
-        DataError, match=r"tasks\.a\.train_dataset must have the colu.*, got columns prompt, completion"
+        DataError,
+        match=r"train_dataset must have the columns .*prompt \+ completion \+ label.*, got columns prompt, completion",
     ):
         read([{"prompt": "a", "completion": "b"}], SINGLE_ROWS, tokenizer)
     # A stream is not read ahead by a thousand rows, so its pairs stay pairs.

@@ -87,3 +87,4 @@ def test_a_nan_ends_its_task_on_all_processes_and_harms_no_neighbour(home: Path)
 def test_replicas_that_follow_different_templates_are_reported_before_they_gather() -> None:
     for outcome in launch(4, cases.follow_apart, CASES["llama-1f1b"], limit_s=60):
         assert outcome.error.startswith("PlanError: processes must follow the same template, ")
+        assert "(their digests, by rank: [" in outcome.error

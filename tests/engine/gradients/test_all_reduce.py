@@ -177,6 +177,7 @@ def test_parts_that_are_no_whole_are_an_error_on_every_process() -> None:
     for outcome in launch(2, cases.unequal):
         assert outcome.error.startswith('ProcessError: task "a", '), outcome.error
         assert 'ProcessError: task "a", base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight' in outcome.error
+        assert ", got shapes " in outcome.error
 
 
 # ---------------------------------------------------------------- one process

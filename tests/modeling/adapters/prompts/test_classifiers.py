@@ -468,6 +468,7 @@ def refusal(backbone: Any, config: Any) -> str:
 def test_virtual_tokens_before_a_decoder_are_refused_as_plain_peft_classifies_by_padding(name: str, form: str) -> None:
     make = CASES[name].make
     said = refusal(filled(make), config_of(form, SEQ))
+    assert said.startswith("tasks.a.peft_config must be ")
     assert f", got {config_of(form, SEQ).peft_type.value} on a {name}ForSequenceClassif" in said
     assert "it would classify by padding" in said
     peft_model, own = plain(config_of(form, SEQ), 0, filled(make))
@@ -513,7 +514,7 @@ def narrow_electra() -> Any:
 @pytest.mark.parametrize(
     ("make", "form", "said", "theirs"),
     [
-        (distilbert, "prompt", "tasks.a.peft_config must be used with backbones whose", "specify `token_dim`"),
+        (distilbert, "prompt", "backbones whose configuration PEFT can read", "specify `token_dim`"),
         (modernbert, "prefix", "backbones that take past_key_values", "does not support past key values"),
         (
             narrow_electra,

@@ -117,7 +117,8 @@ def test_a_context_of_odd_types_is_weighed_as_peft_does() -> None:
 def test_backbones_whose_keys_peft_lays_out_again_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING, "llama", lambda keys: keys)
     assert (
-        "tasks.a.peft_config must be used with backbones whose layers all have the same heads, got PREFIX_TUNING on a"
+        "tasks.a.peft_config must be used with backbones whose layers all have the same heads, got PREFIX_TUNING on a "
+        "LlamaForCausalLM with its own layout of keys"
     ) in refusal(config_of("prefix"))
 
 
@@ -126,7 +127,8 @@ def test_backbones_with_uneven_heads_are_refused() -> None:
     uneven.config.num_kv_shared_layers = 1
     said = refusal(config_of("prefix"), uneven)
     assert (
-        "tasks.a.peft_config must be used with backbones whose layers all have the same heads, got PREFIX_TUNING on a"
+        "tasks.a.peft_config must be used with backbones whose layers all have the same heads, got PREFIX_TUNING on a "
+        "LlamaForCausalLM with num_kv_shared_layers"
     ) in said
 
 
@@ -169,7 +171,7 @@ def test_a_loss_that_compares_with_the_backbone_wants_rows_that_bring_the_refere
     rows = [{"prompt": "a", "chosen": "b", "rejected": "c"}]
     with pytest.raises(
         ConfigError,
-        match=r"tasks\.a\.objective must be a loss without a reference with.*ref_chosen_logps",
+        match=r"tasks\.a\.objective must be a loss without a reference with.*got dpo.*ref_chosen_logps",
     ):
         Task(name="a", peft_config=config_of("prompt"), train_dataset=rows)
     brought = [{**row, "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0} for row in rows]

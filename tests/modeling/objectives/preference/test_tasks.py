@@ -58,11 +58,17 @@ def test_several_losses_of_dpo_are_added_up_by_their_names() -> None:
             {"loss_type": "aot"},
             r"tasks\.a\.loss_type must be.*, got 'aot'.*aot is not supported: it sorts the answers of a whole batch",
         ),
-        ({"loss_type": ["sigmoid", "sigmoid"]}, r"tasks\.a\.loss_type must be a list with each loss once, got"),
+        (
+            {"loss_type": ["sigmoid", "sigmoid"]},
+            r"tasks\.a\.loss_type must be a list with each loss once, got \[.sigmoid., .sigmoid.\]",
+        ),
         ({"loss_type": []}, r"tasks\.a\.loss_type must be.*, got \[\]"),
         ({"loss_type": ["sft", 3]}, r"tasks\.a\.loss_type must be.*, got 3"),
         ({"loss_type": "orpo"}, 'Set objective="orpo"'),
-        ({"objective": "orpo", "loss_type": ["odds_ratio"]}, r"tasks\.a\.loss_type must be one of odds_ratio"),
+        (
+            {"objective": "orpo", "loss_type": ["odds_ratio"]},
+            r"tasks\.a\.loss_type must be one of odds_ratio.*, got \['odds_ratio'\]",
+        ),
         ({"objective_args": {"beta": 0}}, r"tasks\.a\.objective_args\.beta must be a finite number above 0, got 0"),
         ({"objective_args": {"beta": "0.1"}}, r"objective_args\.beta must be a finite number above 0, got '0\.1'"),
         ({"objective_args": {"beta": float("inf")}}, r"objective_args\.beta must be a finite number above 0, got inf"),
@@ -73,23 +79,41 @@ def test_several_losses_of_dpo_are_added_up_by_their_names() -> None:
         ({"objective_args": {"label_smoothing": 0.6}}, "a number from 0 to 0.5"),
         ({"loss_type": "hinge", "objective_args": {"label_smoothing": 0.1}}, "which no loss here reads"),
         ({"loss_type": "robust", "objective_args": {"label_smoothing": 0.5}}, "a number below 0.5"),
-        ({"loss_type": "exo_pair"}, r"tasks\.a\.objective_args\.label_smoothing must be a number above 0, got 0 for"),
-        ({"objective_args": {"discopop_tau": 0.1}}, r"tasks\.a\.objective_args\.discopop_tau must be left out"),
+        (
+            {"loss_type": "exo_pair"},
+            r"tasks\.a\.objective_args\.label_smoothing must be a number above 0, got 0 for the loss exo_pair",
+        ),
+        (
+            {"objective_args": {"discopop_tau": 0.1}},
+            r"tasks\.a\.objective_args\.discopop_tau must be left out.*discopop",
+        ),
         ({"objective_args": {"loss_weights": [1.0, 2.0]}}, "a list of 1 numbers, one for each of loss_type"),
-        ({"objective_args": {"loss_weights": [float("nan")]}}, r"objective_args\.loss_weights must be a value or"),
+        (
+            {"objective_args": {"loss_weights": [float("nan")]}},
+            r"objective_args\.loss_weights must be a value or.*, got",
+        ),
         (
             {"loss_type": "apo_zero", "objective_args": {"f_divergence_type": "forward_kl"}},
-            r"tasks\.a\.objective_args\.f_divergence_type must be.*, got 'forward_kl' for apo_zero",
+            r"tasks\.a\.objective_args\.f_divergence_type must be.*reverse_kl.*, got 'forward_kl' for apo_zero",
         ),
-        ({"objective_args": {"f_divergence_type": "kl"}}, "f_divergence_type must be 'reverse_kl' or 'forward_kl'"),
-        ({"objective_args": {"f_alpha_divergence_coef": 0.2}}, r"tasks\.a\.objective_args\.f_alpha_divergence_coef"),
+        (
+            {"objective_args": {"f_divergence_type": "kl"}},
+            "f_divergence_type must be 'reverse_kl' or 'forward_kl'.*got 'kl'",
+        ),
+        (
+            {"objective_args": {"f_alpha_divergence_coef": 0.2}},
+            r"objective_args\.f_alpha_divergence_coef must be .*f_divergence_type .*'alpha_divergence'",
+        ),
         ({"objective_args": {"ld_alpha": 1.5}}, r"ld_alpha must be a number from 0 to 1, got 1\.5"),
         ({"loss_type": "sft", "objective_args": {"ld_alpha": 0.5}}, "which sft does not read"),
         (
             {"objective": "kto", "objective_args": {"desirable_weight": -1}},
             "desirable_weight must be a finite number of at least 0, got -1",
         ),
-        ({"objective": "reward"}, r"tasks\.a\.objective must be one of sft, distill, policy, dpo, kto, cpo, orpo,"),
+        (
+            {"objective": "reward"},
+            r"tasks\.a\.objective must be one of sft, .*dpo.*got 'reward' for language-model tasks",
+        ),
     ],
 )
 def test_what_a_loss_cannot_take_is_refused_by_name(settings: dict[str, Any], match: str) -> None:
@@ -100,9 +124,15 @@ def test_what_a_loss_cannot_take_is_refused_by_name(settings: dict[str, Any], ma
 @pytest.mark.parametrize(
     ("settings", "match"),
     [
-        ({"objective": "dpo"}, r"tasks\.a\.objective must be one of classification, reward, got 'dpo' for"),
+        (
+            {"objective": "dpo"},
+            r"tasks\.a\.objective must be one of classification, reward, got 'dpo' for classification tasks",
+        ),
         ({"objective": "reward", "num_labels": 2}, "num_labels must be 1 or None with the objective reward, got 2"),
-        ({"objective_args": {"center_rewards_coefficient": -1}}, "center_rewards_coefficient must be a finite"),
+        (
+            {"objective_args": {"center_rewards_coefficient": -1}},
+            "center_rewards_coefficient must be a finite .*got -1",
+        ),
         (
             {"eval_dataset": [PAIR], "compute_metrics": lambda prediction: {}},
             "compute_metrics must be None with this objective, whose rows have no labels to compare logits",
@@ -117,12 +147,12 @@ def test_what_a_reward_cannot_take_is_refused_by_name(settings: dict[str, Any], 
 def test_rows_without_the_columns_of_the_loss_are_refused(tmp_path: Path) -> None:
     with pytest.raises(
         DataError,
-        match=r"train_dataset must have the columns chosen_ids \+ rejected_ids; chosen \+ rejected, got",
+        match=r"train_dataset must have the columns chosen_ids \+ rejected_ids; .*, got columns input_ids",
     ):
         lab.make_trainer([task({"input_ids": [1, 2, 3]}, objective="dpo")], tmp_path)
     with pytest.raises(
         DataError,
-        match=r"tasks\.a\.train_dataset must have the colu.*, got columns prompt_ids, chosen_ids, rejected_ids",
+        match=r"must have the columns .*prompt_ids \+ completion_ids \+ label.*, got columns prompt_ids, ",
     ):
         lab.make_trainer([task(TOKENS, objective="kto")], tmp_path)
 
@@ -130,7 +160,7 @@ def test_rows_without_the_columns_of_the_loss_are_refused(tmp_path: Path) -> Non
 def test_kto_needs_two_rows_a_batch_where_it_compares_them(tmp_path: Path) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"tasks\.a\.train_batch_size must be at least 2, because each prompt of a batch is also",
+        match=r"tasks\.a\.train_batch_size must be at least 2, because each prompt .*, got 1",
     ):
         lab.make_trainer([task(ANSWER, objective="kto", train_batch_size=1)], tmp_path)
     single = task(ANSWER, objective="kto", loss_type="apo_zero_unpaired", train_batch_size=1, max_steps=1)
@@ -173,5 +203,7 @@ def test_columns_of_a_reference_that_hold_nothing_are_refused_next_to_a_prompt(t
     rows = [{**TOKENS, "ref_chosen_logps": None, "ref_rejected_logps": None}] * 4
     prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     made = Task(name="a", peft_config=prompt, train_dataset=rows, objective="dpo", max_steps=1)
-    with pytest.raises(DataError, match=r"ref_chosen_logps must be.*, got no such column, or None"):
+    with pytest.raises(
+        DataError, match=r"row 0 column ref_chosen_logps must be a value.*, got no such column, or None"
+    ):
         lab.train([made], tmp_path)
