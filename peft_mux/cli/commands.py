@@ -100,7 +100,7 @@ def plan(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.file, arguments.overrides)
     if arguments.deployment:
         return show_deployment(make_trainer(config), arguments)
-    for option in ("layer_profile", "max_tokens"):
+    for option in ("layer_profile", "max_tokens", "free_exchange"):
         if getattr(arguments, option):
             raise ConfigError(f"--{option.replace('_', '-')} needs --deployment. Add it.")
     layout = {}
@@ -146,7 +146,7 @@ def show_deployment(trainer: MultiTaskTrainer, arguments: argparse.Namespace) ->
     if arguments.max_tokens and not arguments.layer_profile:
         raise ConfigError("--max-tokens needs --layer-profile. Add the measured times.")
     measured = LayerProfile(arguments.layer_profile, arguments.max_tokens) if arguments.layer_profile else None
-    report = trainer.plan_deployment(arguments.devices, measured=measured)
+    report = trainer.plan_deployment(arguments.devices, measured=measured, free_exchange=arguments.free_exchange)
     print(report.to_json() if arguments.json else wrapped(f"{report}\n\n{report.picture()}", window_width()))
     if arguments.image:
         drawn = save_deployment(report, arguments.image)

@@ -38,6 +38,7 @@ from peft_mux.scheduler.dispatching.bucketing import interval_tokens
 from peft_mux.scheduler.dispatching.dispatch import dispatch
 from peft_mux.scheduler.planner.policies import policy_named
 from peft_mux.scheduler.replicas.configs import ReplicaGroup
+from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.facts import ReplicaFacts
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
@@ -57,15 +58,22 @@ _BUDGET_S_OF_A_TASK = 2.0
 
 
 def report_deployment(
-    planner: Planner, runs: Sequence[TaskRun], devices: str | None = None, *, measured: LayerProfile | None = None
+    planner: Planner,
+    runs: Sequence[TaskRun],
+    devices: str | None = None,
+    *,
+    measured: LayerProfile | None = None,
+    free_exchange: bool = False,
 ) -> DeploymentReport:
     """Return the replicas that train these tasks fastest (L Eq. 2), and the alternatives.
 
     Args:
         planner: the planner of the run, whose shapes and arguments are read.
         runs: the tasks that could take steps.
-        devices: the devices to plan for, such as "16xA100-40GB"; by default those that the run was started on.
+        devices: the devices to plan for, such as "16xA100-40GB", or "4x4xA100-40GB" for 4 nodes of 4; by
+            default those that the run was started on.
         measured: times of one layer at several tensor parallel degrees, in place of a profile of one device.
+        free_exchange: whether the exchange of gradients between replicas takes no time, as in L.
 
     Raises:
         ConfigError: for unknown devices, files that cannot be read, no tasks, or tasks that no replica can hold.
@@ -78,22 +86,23 @@ def report_deployment(
     if not runs:
         raise ConfigError("plan --deployment needs at least one task that can run, got none. Register one.")
     facts = run_facts(planner, runs, cluster)
+    exchange = None if free_exchange else GradientExchange(facts.loads, facts)
     configs = candidate_configs(facts, num_devices)
     curve = measured_time_model(facts, configs, measured) if measured else time_model_of(facts, configs, runs)
     tasks = _sampled_tasks(runs, curve, num_devices)
     interval = interval_tokens(max(length for task in tasks for length in task.lengths))
-    single = _searched(tasks, num_devices, curve, interval)
+    single = _searched(tasks, num_devices, curve, interval, exchange)
     try:
-        fused = task_fused(tasks, num_devices, curve, interval=interval)
+        fused = task_fused(tasks, num_devices, curve, interval=interval, exchange=exchange)
     except ValueError:  # no configuration holds all sequences
         fused = None
     sizes = [config.num_gpus for config in curve.configurations if config.num_gpus <= num_devices]
     # A configuration is proposed by its throughput over many full micro-batches (L Appendix A). If equal replicas win,
     # each replica has few, and others may be faster: all are combined, if deployments of them are not too many.
     if fused and fused.gpu_seconds < single.gpu_seconds and count_plans(num_devices, sizes) <= MOST_DEPLOYMENTS:
-        wider = _searched(tasks, num_devices, curve, interval, proposal=False)
+        wider = _searched(tasks, num_devices, curve, interval, exchange, proposal=False)
         single = min(single, wider, key=lambda plan: plan.gpu_seconds)
-    composed = None if measured else _composed(planner, facts, tasks, single, curve, interval)
+    composed = None if measured else _composed(planner, facts, tasks, single, curve, interval, exchange)
     plan, times = (single, curve) if composed is None else (composed.plan, composed.model)
     boundaries = plan.bucketing.boundaries
     places = {len(boundaries) * part // _NUM_LENGTHS - 1 for part in range(1, _NUM_LENGTHS + 1)}
@@ -121,10 +130,16 @@ def report_deployment(
         ),
         by_length=by_length,
         alternatives=_alternatives(
-            tasks, plan, times, by_length.makespan_s, interval, None if composed is None else composed.equal
+            tasks,
+            plan,
+            times,
+            by_length.makespan_s + plan.exchange_s,
+            interval,
+            None if composed is None else composed.equal,
+            exchange,
         ),
         # If whole plans are compared, equal replicas are among them.
-        notes=notes_on(facts, plan, fused if composed is None else None, measured),
+        notes=notes_on(facts, plan, fused if composed is None else None, measured, exchange),
         composed=composed,
     )
 
@@ -151,16 +166,18 @@ def redeploy(
     curve = time_model_of(facts, configs, runs)
     tasks = _sampled_tasks(runs, curve, old.world_size)
     interval = interval_tokens(max(length for task in tasks for length in task.lengths))
-    plan = _searched(tasks, old.world_size, curve, interval)
+    exchange = GradientExchange(facts.loads, facts)
+    plan = _searched(tasks, old.world_size, curve, interval, exchange)
     # Replicas that cannot hold anything have no price.
     present = groups_of(old.replicas, curve)
-    composed = _composed(planner, facts, tasks, plan, curve, interval, [present] if present else [])
+    composed = _composed(planner, facts, tasks, plan, curve, interval, exchange, [present] if present else [])
     return decide_redeployment(
         old.replicas,
         plan if composed is None else composed.plan,
         curve if composed is None else composed.model,
         remaining=[(run.num_steps - run.step, run.loader.tokens_per_step) for run in runs],
         restart_s=restart_s,
+        exchange=exchange,
     )
 
 
@@ -189,12 +206,18 @@ def _sampled_tasks(runs: Sequence[TaskRun], time_model: ReplicaTimeModel, num_de
 
 
 def _searched(
-    tasks: Sequence[TaskLengths], num_devices: int, curve: ReplicaTimeModel, interval: int, *, proposal: bool = True
+    tasks: Sequence[TaskLengths],
+    num_devices: int,
+    curve: ReplicaTimeModel,
+    interval: int,
+    exchange: GradientExchange | None,
+    *,
+    proposal: bool = True,
 ) -> DeploymentPlan:
     """Return the deployment that is fastest by the curve of a layer alone."""
     options = {"interval": interval, "proposal": proposal, "budget_s": _BUDGET_S, "time_limit_s": _TIME_LIMIT_S}
     try:
-        return plan_deployment(*joint_sample(tasks), num_devices, curve, **options)
+        return plan_deployment(*joint_sample(tasks), num_devices, curve, exchange=exchange, **options)
     except ValueError as error:
         raise ConfigError(f"plan --deployment: {error}") from error
 
@@ -206,6 +229,7 @@ def _composed(
     single: DeploymentPlan,
     curve: ReplicaTimeModel,
     interval: int,
+    exchange: GradientExchange | None,
     also: Sequence[tuple[ReplicaGroup, ...]] = (),
 ) -> ComposedDeployment | None:
     """Return the fastest deployment by the plans of its replicas; `None` if plans cannot be priced this way.
@@ -225,7 +249,7 @@ def _composed(
     )
     options = {"also": also, "budget_s": _COMPOSED_BUDGET_S, "interval": interval, "time_limit_s": _TIME_LIMIT_S}
     try:
-        return compose_deployment(tasks, single, curve, replicas, **options)
+        return compose_deployment(tasks, single, curve, replicas, exchange=exchange, **options)
     except ValueError as error:
         raise ConfigError(f"plan --deployment: {error}") from error
 
@@ -237,6 +261,7 @@ def _alternatives(
     by_length_s: float,
     interval: int,
     equal: PricedDeployment | None,
+    exchange: GradientExchange | None,
 ) -> tuple[Baseline, ...]:
     """Return the baselines of L section 5.1 on the same devices, with the times that the deployment was chosen with.
 
@@ -261,7 +286,7 @@ def _alternatives(
             found.append(known(name, equal.groups, equal.step_s))
             continue
         try:
-            found.append(way(tasks, num_gpus, time_model, interval=interval, **options))
+            found.append(way(tasks, num_gpus, time_model, interval=interval, exchange=exchange, **options))
         except ValueError as error:
             # A baseline that cannot hold the sequences is a result too: the table has it with the reason.
             found.append(Baseline(name, note=str(error)))
@@ -279,7 +304,11 @@ def times_from(facts: ReplicaFacts, measured: LayerProfile | None) -> str:
 
 
 def notes_on(
-    facts: ReplicaFacts, plan: DeploymentPlan, fused: Baseline | None, measured: LayerProfile | None
+    facts: ReplicaFacts,
+    plan: DeploymentPlan,
+    fused: Baseline | None,
+    measured: LayerProfile | None,
+    exchange: GradientExchange | None = None,
 ) -> tuple[str, ...]:
     """Return the notes of the report; `fused` are the best equal replicas, if any can hold all rows."""
     notes = []
@@ -300,7 +329,12 @@ def notes_on(
             "no link between these devices is known, so tensor parallelism looks faster than it is: measure one with"
             " peft-mux profile in several processes, or name the devices"
         )
-    notes.append(
-        "times do not include the exchange of gradients between replicas and of states between stages, as in L"
-    )
+    if exchange is None:
+        notes.append("times do not include the exchange of gradients between replicas, as in L")
+    else:
+        most_bytes = max(sum(exchange.device_bytes(group.config)) for group in plan.groups)
+        notes.append(
+            f"times include {plan.exchange_s:.4f} s a step in which replicas add their gradients: rings over up to "
+            f"{most_bytes / 1e9:.3g} GB on a device, one after another, as if they overlapped with nothing"
+        )
     return tuple(notes)

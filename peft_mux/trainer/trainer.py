@@ -310,17 +310,22 @@ class MultiTaskTrainer(Trainer):
         stages = {"num_stages": num_stages, "devices_per_stage": devices_per_stage}
         return self._membership.queue.ask("plan", lambda: self._plans.plan(devices, **stages))
 
-    def plan_deployment(self, devices: str | None = None, *, measured: LayerProfile | None = None) -> DeploymentReport:
+    def plan_deployment(
+        self, devices: str | None = None, *, measured: LayerProfile | None = None, free_exchange: bool = False
+    ) -> DeploymentReport:
         """Return the replicas that would train these tasks fastest (LobRA), and the alternatives.
 
         Args:
-            devices: such as "16xA100-40GB"; by default those that the run was started on.
+            devices: such as "16xA100-40GB", or "4x4xA100-40GB" for 4 nodes of 4; by default those that the run was
+                started on.
             measured: times of one layer at several tensor parallel sizes, in place of a profile of one device.
+            free_exchange: whether the exchange of gradients between replicas takes no time, as LobRA assumes.
 
         Raises:
             ConfigError: for unknown devices, no tasks, or tasks that no replica can hold.
         """
-        return report_deployment(self._plans.planner, self._run.table.plannable, devices, measured=measured)
+        options = {"measured": measured, "free_exchange": free_exchange}
+        return report_deployment(self._plans.planner, self._run.table.plannable, devices, **options)
 
     def measure_profile(self, budget_s: float = 60.0, *, folder: Path | None = None, refresh: bool = False) -> Profile:
         """Measure how long the parts of a step take on this device, for `cost_profile`; reads and changes no weights.

@@ -251,6 +251,22 @@ def test_redeployment_is_needed_where_the_old_replicas_cannot_hold_the_tasks(fil
         redeploy(planner, [], ParallelLayout.parse("<1,1>x4"))
 
 
+def test_the_exchange_of_gradients_is_counted_unless_it_is_free_as_in_the_paper(
+    file: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    arguments = [str(file), "--deployment", "--devices", "4x1xA100-40GB", "--json"]
+    counted = json.loads(planned(arguments, capsys))
+    free = json.loads(planned([*arguments, "--free-exchange"], capsys))
+    assert free["exchange_s"] == 0
+    assert any(note.endswith("between replicas, as in L") for note in free["notes"])
+    assert any("s a step in which replicas add their gradients" in note for note in counted["notes"])
+    assert counted["exchange_s"] > 0 or counted["plan"]["groups"][0]["count"] == 1
+    assert counted["expected_step_s"] == pytest.approx(
+        max(counted["plan"]["expected"]["group_s"]) + counted["exchange_s"], rel=1e-9
+    )
+    assert "--free-exchange needs --deployment. Add it." in refused([str(file), "--free-exchange"], capsys)
+
+
 def test_a_report_from_python_is_the_one_that_is_printed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
     report = trainer_of(file).plan_deployment("4xA100-40GB")
     said = planned([str(file), "--deployment", *DEVICES, "--json"], capsys)

@@ -186,26 +186,32 @@ def known_device(name: str, memory_bytes: int) -> Device | None:
 
 
 def parse_devices(text: str) -> Cluster:
-    """Read a cluster from text such as "4xA100-80GB", or "H200" for one device.
+    """Read a cluster from text such as "4xA100-80GB", "8x8xA100-80GB" for 8 nodes of 8, or "H200" for one device.
+
+    Without a number of nodes, nodes have 8 devices.
 
     Args:
-        text: number of devices, "x", and a name of `DEVICES`; upper and lower case are the same.
+        text: number of nodes, if any, number of devices and a name of `DEVICES`, with "x" between them; upper and lower
+            case are the same.
 
     Raises:
         ValueError: saying what is allowed, for any other text.
     """
-    found = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?([A-Za-z][\w-]*)\s*", text)
+    found = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?(?:(\d+)\s*[xX*]\s*)?([A-Za-z][\w-]*)\s*", text)
     names = {name.lower(): name for name in DEVICES}
-    allowed = f'a count, "x" and one of {", ".join(DEVICES)}, such as 4xA100-80GB'
+    allowed = f'a count, "x" and one of {", ".join(DEVICES)}, such as 4xA100-80GB, or 8x4xA100-80GB for 8 nodes of 4'
     if found is None:
         raise ValueError(f"devices must be {allowed}, got {text!r}.")
-    name = found[2].lower()
+    name = found[3].lower()
     if name not in names:
         close = difflib.get_close_matches(name, names, n=1)
         fix = f" Did you mean {names[close[0]]}?" if close else ""
-        raise ValueError(f"devices must be {allowed}, got {text!r}, whose device {found[2]!r} is not known.{fix}")
-    count = int(found[1] or 1)
+        raise ValueError(f"devices must be {allowed}, got {text!r}, whose device {found[3]!r} is not known.{fix}")
+    # A single number is of devices: it matches the first group.
+    num_nodes, per_node = (int(found[1]), int(found[2])) if found[2] else (1, int(found[1] or 1))
+    count = num_nodes * per_node
     if count < 1:
         raise ValueError(f"devices must be {allowed}, got {text!r}. The count is 1 or more.")
     device = DEVICES[names[name]]
-    return Cluster(device, count, min(count, _DEVICES_PER_NODE), _LINKS[device.name], _INTER_NODE)
+    devices_per_node = per_node if found[2] else min(count, _DEVICES_PER_NODE)
+    return Cluster(device, count, devices_per_node, _LINKS[device.name], _INTER_NODE)

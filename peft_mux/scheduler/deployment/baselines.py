@@ -14,6 +14,7 @@ from peft_mux.scheduler.deployment.space import TaskLengths, configurations_that
 from peft_mux.scheduler.dispatching.bucketing import DEFAULT_INTERVAL_TOKENS
 from peft_mux.scheduler.dispatching.dispatch import dispatch
 from peft_mux.scheduler.replicas.configs import ReplicaGroup
+from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
 
@@ -42,6 +43,7 @@ def task_fused(
     time_model: ReplicaTimeModel,
     *,
     interval: int = DEFAULT_INTERVAL_TOKENS,
+    exchange: GradientExchange | None = None,
 ) -> Baseline:
     """Return all tasks fused on equal replicas, of the best configuration that supports the longest (L Figure 4(b)).
 
@@ -50,11 +52,12 @@ def task_fused(
         num_gpus: GPUs that all tasks share (N in L).
         time_model: predicts the seconds of one replica, and knows the configurations to choose from.
         interval: distance of candidate boundaries of buckets, in tokens.
+        exchange: predicts the exchange of gradients; `None` if it is free.
 
     Raises:
         ValueError: for lengths that no configuration supports.
     """
-    best = _best_equal(*joint_sample(tasks), num_gpus, time_model, interval)
+    best = _best_equal(*joint_sample(tasks), num_gpus, time_model, interval, exchange)
     return _one_after_another("Task-Fused", [best], num_gpus)
 
 
@@ -64,23 +67,42 @@ def task_sequential(
     time_model: ReplicaTimeModel,
     *,
     interval: int = DEFAULT_INTERVAL_TOKENS,
+    exchange: GradientExchange | None = None,
 ) -> Baseline:
     """Return the tasks one after another, each on equal replicas of the best configuration for it (L Figure 4(a)).
 
     Arguments and errors are those of `task_fused`.
     """
-    best = [_best_equal(task.lengths, task.batch_size, num_gpus, time_model, interval) for task in tasks]
+    best = [
+        _best_equal(task.lengths, task.batch_size, num_gpus, time_model, interval, exchange and exchange.of(task.name))
+        for task in tasks
+    ]
     return _one_after_another("Task-Sequential", best, num_gpus)
 
 
 def lobra_sequential(
-    tasks: Sequence[TaskLengths], num_gpus: int, time_model: ReplicaTimeModel, **planning: Any
+    tasks: Sequence[TaskLengths],
+    num_gpus: int,
+    time_model: ReplicaTimeModel,
+    *,
+    exchange: GradientExchange | None = None,
+    **planning: Any,
 ) -> Baseline:
     """Return the tasks one after another, each on a deployment planned for it alone.
 
     Arguments and errors are those of `task_fused`, and `planning` further options of `plan_deployment`.
     """
-    plans = [plan_deployment(task.lengths, task.batch_size, num_gpus, time_model, **planning) for task in tasks]
+    plans = [
+        plan_deployment(
+            task.lengths,
+            task.batch_size,
+            num_gpus,
+            time_model,
+            exchange=exchange and exchange.of(task.name),
+            **planning,
+        )
+        for task in tasks
+    ]
     return _one_after_another("LobRA-Sequential", [(plan.groups, plan.expected_step_s) for plan in plans], num_gpus)
 
 
@@ -90,6 +112,7 @@ def _best_equal(
     num_gpus: int,
     time_model: ReplicaTimeModel,
     interval: int,
+    exchange: GradientExchange | None,
 ) -> tuple[tuple[ReplicaGroup, ...], float]:
     """Return equal replicas on as many GPUs as they fill, and the seconds of the expected batch, evenly spread."""
     bucketing = expected_bucketing(lengths, global_batch, time_model, num_gpus, interval=interval)
@@ -99,7 +122,8 @@ def _best_equal(
         if time_model.max_tokens[config] >= longest:
             groups = (ReplicaGroup(config, num_gpus // config.num_gpus, time_model.max_tokens[config]),)
             # GPUs that no further replica fits on stay idle, and are paid for all the same.
-            timed.append((groups, dispatch(groups, bucketing, time_model, policy="uniform").makespan_s))
+            exchange_s = 0.0 if exchange is None else exchange.seconds_of(groups)
+            timed.append((groups, dispatch(groups, bucketing, time_model, policy="uniform").makespan_s + exchange_s))
     # Of equally fast ones the first, on fewer GPUs a replica, is taken.
     return min(timed, key=lambda pair: pair[1])
 

@@ -31,6 +31,7 @@ from peft_mux.scheduler.deployment.space import MOST_DEPLOYMENTS, TaskLengths, c
 from peft_mux.scheduler.dispatching.bucketing import DEFAULT_INTERVAL_TOKENS, Bucketing
 from peft_mux.scheduler.dispatching.dispatch import Dispatch, dispatch
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup, layout_text
+from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
@@ -80,15 +81,17 @@ class PricedDeployment:
     Attributes:
         groups: the replicas, by configuration.
         replicas: what they run under the fastest dispatch that was tried.
+        exchange_s: seconds in which they add their gradients; 0 if that is taken as free.
     """
 
     groups: tuple[ReplicaGroup, ...]
     replicas: tuple[PlannedReplica, ...]
+    exchange_s: float = 0.0
 
     @property
     def step_s(self) -> float:
-        """Seconds of the slowest replica, and so of the step."""
-        return max(replica.step_s for replica in self.replicas)
+        """Seconds of the step: of the slowest replica, and of the exchange after it."""
+        return max(replica.step_s for replica in self.replicas) + self.exchange_s
 
     @property
     def layout(self) -> str:
@@ -176,6 +179,7 @@ class DeploymentPricer:
         tasks: the sampled lengths of each task and its batch, in the order of the planner's loads.
         bucketing: the expected batch (L section 4.2).
         curve: the time model of one curve, which knows the configurations.
+        exchange: predicts the exchange of gradients; `None` if it is free.
 
     Attributes:
         planner: as given.
@@ -183,9 +187,14 @@ class DeploymentPricer:
     """
 
     def __init__(
-        self, planner: ReplicaPlanner, tasks: Sequence[TaskLengths], bucketing: Bucketing, curve: ReplicaTimeModel
+        self,
+        planner: ReplicaPlanner,
+        tasks: Sequence[TaskLengths],
+        bucketing: Bucketing,
+        curve: ReplicaTimeModel,
+        exchange: GradientExchange | None = None,
     ) -> None:
-        self.planner, self.bucketing = planner, bucketing
+        self.planner, self.bucketing, self._exchange = planner, bucketing, exchange
         self._mix = RowMix(tasks)
         # Replicas pack their rows; by the curve alone, passes hold sequences of all lengths.
         self._curve = replace(curve, packs=True, slowness={})
@@ -269,7 +278,8 @@ class DeploymentPricer:
                             num_buckets=len(outcome.buckets),
                         )
                 replicas.append(replica)
-        return PricedDeployment(groups, tuple(replicas))
+        exchange_s = 0.0 if self._exchange is None else self._exchange.seconds_of(groups)
+        return PricedDeployment(groups, tuple(replicas), exchange_s)
 
     def _predicted_s(self, model: ReplicaTimeModel, config: ParallelConfig, counts: Sequence[int]) -> float:
         limit = model.max_tokens[config]
@@ -286,6 +296,7 @@ def compose_deployment(
     *,
     also: Sequence[tuple[ReplicaGroup, ...]] = (),
     budget_s: float = DEFAULT_COMPOSED_BUDGET_S,
+    exchange: GradientExchange | None = None,
     **search: Any,
 ) -> ComposedDeployment:
     """Return the replicas that train an expected batch fastest when each follows MuxTune's plan for its rows.
@@ -299,6 +310,7 @@ def compose_deployment(
             batch are left out.
         budget_s: seconds for all of it; when they are spent, the best deployment so far is the answer. What one curve
             chooses, `also` and the fastest equal replicas are priced whatever it is.
+        exchange: predicts the exchange of gradients, as `single` was chosen with.
         search: further options of `plan_deployment`, such as `interval`.
 
     Raises:
@@ -307,7 +319,7 @@ def compose_deployment(
     start = time.perf_counter()
     assert [task.name for task in tasks] == [load.name for load in planner.facts.loads], "one load for each task"
     deadline, num_gpus, longest = start + budget_s, single.num_gpus, single.bucketing.boundaries[-1]
-    pricer = DeploymentPricer(planner, tasks, single.bucketing, curve)
+    pricer = DeploymentPricer(planner, tasks, single.bucketing, curve, exchange)
     # With its own dispatch first, as it would run: what is compared with it may not be compared with less.
     single_price = pricer.price(single.groups, single.expected, deadline=deadline)
     if not math.isfinite(single_price.step_s):
@@ -324,7 +336,7 @@ def compose_deployment(
         interval = search.get("interval", DEFAULT_INTERVAL_TOKENS)
         while True:
             try:
-                (groups,) = task_fused(tasks, num_gpus, pricer.model, interval=interval).deployments
+                (groups,) = task_fused(tasks, num_gpus, pricer.model, interval=interval, exchange=exchange).deployments
             except ValueError:  # no configuration holds all sequences
                 return None
             if groups in priced:
@@ -345,6 +357,7 @@ def compose_deployment(
             pricer.model,
             proposal=proposal,
             budget_s=_SOLVING_SHARE * left_s,
+            exchange=exchange,
             **search,
         )
         new = [groups for groups in _near_best(found, curve) if groups not in priced]
@@ -365,6 +378,7 @@ def compose_deployment(
             groups=best.groups,
             bucketing=single.bucketing,
             expected=dispatch(best.groups, single.bucketing, model, time_limit_s=_DISPATCH_LIMIT_S),
+            exchange_s=best.exchange_s,
         ),
         chosen=best,
         single=single_price,

@@ -16,6 +16,7 @@ from dataclasses import asdict, dataclass, replace
 from peft_mux.scheduler.dispatching.bucketing import Bucketing
 from peft_mux.scheduler.dispatching.dispatch import Dispatch, dispatch
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup, layout_text
+from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
 FORMAT_VERSION = 3
@@ -105,6 +106,7 @@ class DeploymentPlan:
         candidates: deployments that were considered: those solved by time, then others by bound; the first of them
             if they are many.
         statistics: how many deployments were considered, and the outcomes.
+        exchange_s: seconds of a step in which replicas add their gradients; 0 if that is taken as free, as in L.
     """
 
     groups: tuple[ReplicaGroup, ...]
@@ -116,11 +118,12 @@ class DeploymentPlan:
     configurations: tuple[ParallelConfig, ...]
     candidates: tuple[Candidate, ...]
     statistics: PlanningStatistics
+    exchange_s: float = 0.0
 
     @property
     def expected_step_s(self) -> float:
-        """Predicted seconds of the expected batch (L Eq. 10 to 12), without the exchange of gradients."""
-        return self.expected.makespan_s
+        """Predicted seconds of the expected batch (L Eq. 10 to 12), with `exchange_s`."""
+        return self.expected.makespan_s + self.exchange_s
 
     @property
     def gpu_seconds(self) -> float:
@@ -129,7 +132,7 @@ class DeploymentPlan:
 
     @property
     def utilisation(self) -> tuple[float, ...]:
-        """Share of the step that the slowest replica of each group is busy, 0 to 1."""
+        """Share of the step that the slowest replica of each group computes, 0 to 1."""
         return tuple(seconds / self.expected_step_s for seconds in self.expected.group_s)
 
     @property
@@ -246,6 +249,7 @@ class DeploymentPlan:
                 "configurations": [asdict(config) for config in self.configurations],
                 "candidates": [asdict(candidate) for candidate in self.candidates],
                 "statistics": asdict(self.statistics),
+                "exchange_s": self.exchange_s,
             }
         )
 
@@ -309,6 +313,7 @@ def decide_redeployment(
     *,
     remaining: Sequence[tuple[int, float]],
     restart_s: float,
+    exchange: GradientExchange | None = None,
 ) -> Redeployment:
     """Compare a plan for the present tasks with the present replicas.
 
@@ -321,6 +326,7 @@ def decide_redeployment(
         time_model: predicts the seconds of one replica; it knows the old configurations too, if they hold anything.
         remaining: the steps that each task has left, and its tokens in a step.
         restart_s: seconds that the restart costs.
+        exchange: predicts the exchange of gradients; `None` if the plan was made without.
     """
     tokens_per_step = sum(tokens for _, tokens in remaining)
     tokens_left = sum(max(0, steps) * tokens for steps, tokens in remaining)
@@ -332,6 +338,7 @@ def decide_redeployment(
         *shorter, last = plan.bucketing.boundaries
         bucketing = replace(plan.bucketing, boundaries=(*shorter, min(last, supported)))
         old_step_s = dispatch(groups, bucketing, time_model).makespan_s
+        old_step_s += 0.0 if exchange is None else exchange.seconds_of(groups)
     planned = [group.config for group in plan.groups for _ in range(group.count)]
     # Both are found by heuristics: the present replicas may be as good as what was planned.
     stays = sorted(old) == sorted(planned) or old_step_s <= plan.expected_step_s

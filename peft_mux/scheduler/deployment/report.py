@@ -164,6 +164,7 @@ class DeploymentReport:
                 "fit_error": self.fit_error,
                 "limit_bytes": self.limit_bytes,
                 "expected_step_s": self.plan.expected_step_s,
+                "exchange_s": self.plan.exchange_s,
                 "gpu_seconds": self.plan.gpu_seconds,
                 "utilisation": dict(zip(map(str, self.plan.groups), self.plan.utilisation, strict=True)),
                 "lengths": self.lengths,

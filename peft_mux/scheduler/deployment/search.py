@@ -11,7 +11,7 @@ Each step's sequences are then spread by `dispatch`. The plan that comes out is 
 from __future__ import annotations
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -38,6 +38,7 @@ from peft_mux.scheduler.dispatching.dispatch import DEFAULT_RELATIVE_GAP, dispat
 from peft_mux.scheduler.dispatching.ilp import check_solver_name
 from peft_mux.scheduler.dispatching.problem import RELATIVE_ROUNDING, DispatchProblem, build_problem
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
+from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
 DEFAULT_THRESHOLD = 0.15
@@ -98,6 +99,7 @@ def plan_deployment(
     relative_gap: float = DEFAULT_RELATIVE_GAP,
     max_candidates: int = DEFAULT_MAX_CANDIDATES,
     max_plans: int = DEFAULT_MAX_PLANS,
+    exchange: GradientExchange | None = None,
 ) -> DeploymentPlan:
     """Return the replicas that train an expected batch fastest (L Eq. 2).
 
@@ -125,6 +127,8 @@ def plan_deployment(
         relative_gap: how far above its optimum each solution may be, relative to it.
         max_candidates: most rows of the plan's table; the statistics count all deployments.
         max_plans: most combinations of replicas that are looked at.
+        exchange: predicts the exchange of gradients between replicas, which every deployment pays in addition; `None`
+            for the paper's assumption that it is free.
 
     Raises:
         ValueError: for an argument out of its range, lengths that no configuration on `num_gpus` supports, an unknown
@@ -161,10 +165,18 @@ def plan_deployment(
         )
     # Each candidate is a group of one replica; deployments of them differ in their numbers of replicas alone.
     problem = build_problem(replica_groups(configs, [1] * len(configs), time_model), bucketing, time_model)
-    kept, dropped, numbers = filter_plans(problem, num_gpus, threshold if lower_bound_filter else None, max_candidates)
+
+    def exchange_s(counts: np.ndarray) -> np.ndarray:
+        return np.zeros(len(counts)) if exchange is None else exchange.seconds(configs, counts)
+
+    kept, dropped, numbers = filter_plans(
+        problem, num_gpus, threshold if lower_bound_filter else None, max_candidates, exchange_s
+    )
     filter_s = time.perf_counter() - start
     options = SolverOptions(solver, time_limit_s, relative_gap, budget_s)
-    search = BestFirstSearch(problem, kept.counts, kept.bounds_s, options, prune=lower_bound_filter)
+    search = BestFirstSearch(
+        problem, kept.counts, kept.bounds_s, options, prune=lower_bound_filter, exchange_s=exchange_s(kept.counts)
+    )
     statuses = [answer.status for answer in search.answers.values()]
     # A deployment that was not solved, other than for lack of time, could not beat the best.
     numbers["num_out_of_reach"] += len(kept) - len(statuses) - len(search.unreached)
@@ -180,6 +192,7 @@ def plan_deployment(
             groups, bucketing, time_model, solver=solver, time_limit_s=time_limit_s, relative_gap=relative_gap
         ),
         configurations=configs,
+        exchange_s=0.0 if exchange is None else exchange.seconds_of(groups),
         candidates=(*_solved_first(kept, search), *dropped)[:max_candidates],
         statistics=PlanningStatistics(
             num_configurations=len(time_model.configurations),
@@ -245,7 +258,11 @@ def replica_groups(
 
 
 def filter_plans(
-    full: DispatchProblem, num_gpus: int, threshold: float | None, max_dropped: int
+    full: DispatchProblem,
+    num_gpus: int,
+    threshold: float | None,
+    max_dropped: int,
+    exchange_s: Callable[[np.ndarray], np.ndarray] = lambda counts: np.zeros(len(counts)),
 ) -> tuple[BoundedPlans, list[Candidate], dict[str, int]]:
     """Return the deployments of `num_gpus` that are left by their bounds, and those that are not.
 
@@ -259,6 +276,7 @@ def filter_plans(
         threshold: how far above the least bound of Theorem 1 a deployment's own may be, relative to it; None keeps
             every deployment that supports the longest bucket.
         max_dropped: how many of those dropped for either reason are returned.
+        exchange_s: returns the seconds that deployments take in addition, given their counts; by default none.
 
     Returns:
         The deployments that are left to solve, by increasing bound except for rounding; some of those that were dropped
@@ -268,19 +286,27 @@ def filter_plans(
     sizes = full.num_gpus.tolist()
     holds_longest = full.max_tokens >= full.lengths[-1]
     num_enumerated = num_feasible = num_within = 0
-    least_s = known_s = np.inf
+    least_s = least_sum_s = known_s = np.inf
     for block in enumerate_plans(num_gpus, sizes):
         counts = block[np.any(block[:, holds_longest] > 0, axis=1)]
         num_enumerated += len(block)
         num_feasible += len(counts)
-        least_s = min(least_s, float(length_based_bound_s(full, counts).min(initial=np.inf)))
-    limit_s = np.inf if threshold is None else least_s * (1 + threshold)
+        length_based_s = length_based_bound_s(full, counts)
+        least_s = min(least_s, float(length_based_s.min(initial=np.inf)))
+        least_sum_s = min(least_sum_s, float((length_based_s + exchange_s(counts)).min(initial=np.inf)))
+    limit_s, limit_sum_s = np.inf, np.inf
+    if threshold is not None:
+        limit_s, limit_sum_s = least_s * (1 + threshold), least_sum_s * (1 + threshold)
     nothing = BoundedPlans(np.zeros((0, len(sizes)), dtype=np.int64), np.zeros(0), np.zeros(0))
     kept, over_threshold, out_of_reach = [nothing], nothing, nothing
     for block in enumerate_plans(num_gpus, sizes):
         counts = block[np.any(block[:, holds_longest] > 0, axis=1)]
-        plans = BoundedPlans(counts, length_based_bound_s(full, counts), cheapest_bound_s(full, counts))
-        within = plans.length_based_s <= limit_s
+        added_s = exchange_s(counts)
+        length_based_s = length_based_bound_s(full, counts)
+        plans = BoundedPlans(counts, length_based_s + added_s, cheapest_bound_s(full, counts) + added_s)
+        # The bound of Theorem 1 can be far below the real seconds of computing, and those of the exchange are not: a
+        # sum of the two alone would prefer deployments that exchange little.
+        within = (length_based_s <= limit_s) | (plans.length_based_s <= limit_sum_s)
         # Cut to `max_dropped` block by block, so that memory stays small however many are dropped.
         over_threshold = _of_least_bound([over_threshold, plans.take(~within)], max_dropped)
         plans = plans.take(within)
@@ -288,19 +314,21 @@ def filter_plans(
         if threshold is not None:
             # What the rules reach on the best of a block: no bound that is kept later may exceed it.
             tried = np.argsort(plans.bounds_s, kind="stable")[:_TRIED_PER_BLOCK]
-            known_s = min([known_s, *times_by_rules(full, plans.counts[tried])])
+            reached_s = times_by_rules(full, plans.counts[tried]) + exchange_s(plans.counts[tried])
+            known_s = min([known_s, *reached_s])
         reachable = plans.bounds_s <= known_s * (1 + RELATIVE_ROUNDING)
         out_of_reach = _of_least_bound([out_of_reach, plans.take(~reachable)], max_dropped)
         kept.append(plans.take(reachable))
     plans = _joined(kept)
     # The dual bound costs far more than the others, and so comes last, on what they have left. Both are bounds, and so
     # is the greater one.
-    bounds_s = np.fmax(plans.bounds_s, dual_bound_s(full, plans.counts))
+    added_s = exchange_s(plans.counts)
+    bounds_s = np.fmax(plans.bounds_s, dual_bound_s(full, plans.counts) + added_s)
     # With many replicas and few long sequences, Eq. 2 charges a replica one sequence of each bucket, and so finds very
     # many deployments equally fast. Of these, the time with divisible sequences prefers the one with GPUs where the
     # work is. Bounds count in steps of the rounding, so that those that are equal on paper leave the choice to it.
     steps = np.round(bounds_s / bounds_s.min(initial=np.inf) / RELATIVE_ROUNDING)
-    order = np.lexsort((dual_bound_s(full, plans.counts, rounding=False), steps))
+    order = np.lexsort((dual_bound_s(full, plans.counts, rounding=False) + added_s, steps))
     plans = BoundedPlans(plans.counts, plans.length_based_s, bounds_s).take(order)
     reachable = plans.bounds_s <= known_s * (1 + RELATIVE_ROUNDING)
     out_of_reach = _of_least_bound([out_of_reach, plans.take(~reachable)], max_dropped)

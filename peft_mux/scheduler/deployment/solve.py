@@ -107,13 +107,13 @@ def restrict(full: DispatchProblem, counts: np.ndarray) -> DispatchProblem:
     )
 
 
-def times_by_rules(full: DispatchProblem, plans: Iterable[np.ndarray]) -> list[float]:
+def times_by_rules(full: DispatchProblem, plans: Iterable[np.ndarray]) -> np.ndarray:
     """Return the seconds of deployments by the rules alone: never below what `solve_plan` would find."""
     found = []
     for counts in plans:
         problem = restrict(full, counts)
         found.append(float(problem.group_s(relocate(problem, length_based(problem))).max()))
-    return found
+    return np.array(found)
 
 
 class BestFirstSearch:
@@ -127,9 +127,11 @@ class BestFirstSearch:
         full: the linear form with one group of one replica for each candidate configuration.
         plans: replicas of each candidate in each deployment, int64 of shape `(plans, candidates)`, in ascending order
             of bounds.
-        bounds_s: seconds below which no dispatch of each deployment stays in the form of Eq. 2, of shape `(plans,)`.
+        bounds_s: seconds below which no dispatch of each deployment stays in the form of Eq. 2, of shape `(plans,)`,
+            the exchange included.
         options: how each programme is solved, and how long all may take.
         prune: whether the bounds may be used at all.
+        exchange_s: seconds that each deployment takes in addition, of shape `(plans,)`; by default none.
 
     Attributes:
         answers: what is known of each deployment that was solved, by its row.
@@ -142,18 +144,26 @@ class BestFirstSearch:
     """
 
     def __init__(
-        self, full: DispatchProblem, plans: np.ndarray, bounds_s: np.ndarray, options: SolverOptions, *, prune: bool
+        self,
+        full: DispatchProblem,
+        plans: np.ndarray,
+        bounds_s: np.ndarray,
+        options: SolverOptions,
+        *,
+        prune: bool,
+        exchange_s: np.ndarray | None = None,
     ) -> None:
         start = time.perf_counter()
         self._full, self._plans, self._bounds_s, self._options, self._prune = full, plans, bounds_s, options, prune
+        self._exchange_s = np.zeros(len(plans)) if exchange_s is None else exchange_s
         self._deadline = np.inf if options.budget_s is None else start + options.budget_s
         self.answers: dict[int, PlanAnswer] = {}
         self.best_s, self.best_row = np.inf, -1
         if prune:
             # A first time to prune by: the rules cost far less than a solver.
-            known_s = times_by_rules(full, plans[:_WAVE])
+            known_s = times_by_rules(full, plans[:_WAVE]) + self._exchange_s[:_WAVE]
             self.best_row = int(np.argmin(known_s))
-            self.best_s = known_s[self.best_row]
+            self.best_s = float(known_s[self.best_row])
         reached = self._solve_in_order()
         # The best may be one that only the rules timed, before the time was spent.
         self.answers.setdefault(self.best_row, PlanAnswer(self.best_s, "time limit"))
@@ -174,7 +184,8 @@ class BestFirstSearch:
                 # Bounds alone hardly tell the next deployments apart: those that the rules time best come first.
                 near = range(start, min(start + _TRIED_BY_RULES, num_plans))
                 rows = [row for row in near if self._could_be_best(row)]
-                order = np.argsort(times_by_rules(self._full, self._plans[rows]), kind="stable")
+                reached_s = times_by_rules(self._full, self._plans[rows]) + self._exchange_s[rows]
+                order = np.argsort(reached_s, kind="stable")
                 self._solve([rows[index] for index in order[:_WAVE]])
             rows = range(start, min(start + _WAVE, num_plans))
             better = [row for row in rows if not self._prune or self._could_be_best(row)]
@@ -194,8 +205,10 @@ class BestFirstSearch:
             left_s = max(self._deadline - time.perf_counter(), _LEAST_LIMIT_S)
             options = replace(self._options, time_limit_s=min(self._options.time_limit_s, left_s))
             # If bounds may not prune, they may not end a solve early either.
-            bound_s = float(self._bounds_s[row]) if self._prune else 0.0
-            answer = self.answers[row] = solve_plan(restrict(self._full, self._plans[row]), bound_s, options)
+            added_s = float(self._exchange_s[row])
+            bound_s = float(self._bounds_s[row]) - added_s if self._prune else 0.0
+            solved = solve_plan(restrict(self._full, self._plans[row]), bound_s, options)
+            answer = self.answers[row] = replace(solved, step_s=solved.step_s + added_s)
             # Rows are not solved in order, yet of equally fast deployments the first row is the best.
             is_first = row < self.best_row and answer.step_s <= self.best_s * (1 + RELATIVE_ROUNDING)
             if is_first or answer.step_s < self.best_s * (1 - RELATIVE_ROUNDING):

@@ -19,6 +19,12 @@ def test_a_count_and_a_name_make_a_cluster_of_that_many_devices(name: str, count
     assert cluster.devices_per_node == min(count, 8)
 
 
+def test_nodes_of_a_number_of_devices_may_be_named() -> None:
+    cluster = parse_devices("3x4xA100-80GB")
+    assert (cluster.num_devices, cluster.devices_per_node) == (12, 4)
+    assert cluster.link(3, 4) == cluster.inter_node
+
+
 @pytest.mark.parametrize("text", ["h200", "1xH200", " 1 x h200 ", "1*H200"])
 def test_devices_may_be_spelled_in_several_ways(text: str) -> None:
     assert parse_devices(text) == parse_devices("1xH200")
@@ -31,7 +37,10 @@ def test_devices_may_be_spelled_in_several_ways(text: str) -> None:
             "4xA100-80",
             r"devices must be.*, got '4xA100-80', whose device 'A100-80' is not known.*Did you mean A100-80GB\?",
         ),
-        *((text, "such as 4xA100-80GB") for text in ("", "four A40", "4x", "x4", "0xA40", "-1xA40")),
+        *(
+            (text, "such as 4xA100-80GB")
+            for text in ("", "four A40", "4x", "x4", "0xA40", "2x0xA40", "-1xA40", "2x2x2xA40")
+        ),
     ],
 )
 def test_text_that_names_no_cluster_is_refused_with_what_is_allowed(text: str, message: str) -> None:

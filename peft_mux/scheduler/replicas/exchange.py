@@ -1,0 +1,77 @@
+"""How long replicas take to add the gradients of their adapters, which L leaves out of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
+from peft_mux.scheduler.replicas.facts import ReplicaFacts
+
+_GRADIENT_BYTES = 4
+"""Gradients of adapters are fp32."""
+
+
+@dataclass(frozen=True, slots=True)
+class GradientExchange:
+    """Predicts the all-reduces of gradients in a step, as `peft_mux.engine.gradients` makes them.
+
+    A device of a replica <t,p> holds a p-th of each adapter. Of that, factors that tensor parallelism cuts are added
+    over replicas, a t-th each; the others are added over the t devices of each replica as well. Each all-reduce is a
+    flat ring at the pace of its slowest link. Two things make it faster and are not counted: communication libraries
+    may use several ports of a node at once, and tasks whose passes end early are added while others compute.
+
+    Attributes:
+        loads: the adapters of the tasks.
+        facts: the devices and their links; without a known link, all seconds are 0.
+    """
+
+    loads: tuple[TaskLoad, ...]
+    facts: ReplicaFacts
+
+    def device_bytes(self, config: ParallelConfig) -> tuple[float, float]:
+        """Return the bytes of gradients on a device of a replica: of whole factors, and of factors that are cut."""
+        cut = _GRADIENT_BYTES * sum(load.cut_parameters for load in self.loads)
+        whole = _GRADIENT_BYTES * sum(load.trainable_parameters for load in self.loads) - cut
+        return whole / config.pp, cut / config.num_gpus
+
+    def seconds(self, configs: Sequence[ParallelConfig], counts: np.ndarray) -> np.ndarray:
+        """Return the seconds of each deployment, float64 of shape `(plans,)`: those of its slowest device.
+
+        Args:
+            configs: the configurations of replicas.
+            counts: replicas of each configuration in each deployment, int64 of shape `(plans, configs)`.
+        """
+        tp, sizes = np.array([config.tp for config in configs]), np.array([config.num_gpus for config in configs])
+        num_replicas, num_shards = counts.sum(axis=1), counts @ tp
+        # A replica that is alone adds within its tensor parallel groups only.
+        reach, which = np.unique(np.where(num_replicas == 1, num_shards, counts @ sizes), return_inverse=True)
+        links = [self.facts.link(int(num_devices)) for num_devices in reach]
+        latency_s = np.array([0.0 if link is None else link.latency_s for link in links])[which]
+        bytes_per_s = np.array([np.inf if link is None else link.bytes_per_s for link in links])[which]
+
+        def ring_s(num_bytes: float, num_ranks: np.ndarray) -> np.ndarray:
+            """Return the seconds of a reduce-scatter and an all-gather, of n - 1 rounds each."""
+            if not num_bytes:
+                return np.zeros(len(num_ranks))
+            ranks = np.maximum(num_ranks, 1)
+            return 2 * (ranks - 1) * (latency_s + num_bytes / ranks / bytes_per_s)
+
+        slowest_s = np.zeros(len(counts))
+        for number, config in enumerate(configs):
+            whole_bytes, cut_bytes = self.device_bytes(config)
+            own_s = ring_s(whole_bytes, num_shards) + ring_s(cut_bytes, num_replicas)
+            slowest_s = np.maximum(slowest_s, np.where(counts[:, number] > 0, own_s, 0.0))
+        return slowest_s
+
+    def of(self, name: str) -> GradientExchange:
+        """Return the exchange of one task alone."""
+        return GradientExchange(tuple(load for load in self.loads if load.name == name), self.facts)
+
+    def seconds_of(self, groups: Sequence[ReplicaGroup]) -> float:
+        """Return the seconds of one deployment."""
+        counts = np.array([[group.count for group in groups]], dtype=np.int64)
+        return float(self.seconds([group.config for group in groups], counts)[0])
