@@ -139,12 +139,12 @@ FAULTS = (
     Fault(
         "no name",
         of_task(name=""),
-        "task.name must be 1 to 64 letters, digits, '_' and '-', beginning with a letter or digit (it",
+        "task.name must be 1 to 64 letters, digits, '_' and '-', beginning with a letter or digit.*, got ''",
     ),
     Fault(
         "a name that is a path",
         of_task(name="../sql"),
-        "task.name must be 1 to 64 letters, digits, '_' and '-', beginning with a letter or digit (it",
+        "task.name must be 1 to 64 letters, digits, '_' and '-', beginning with a letter or digit.*, got '../sql'",
     ),
     Fault("a name twice", lambda folder: trainer(folder, [task(), task()]), 'got "sql" and "sql"', "Rename one"),
     Fault(
@@ -168,7 +168,7 @@ FAULTS = (
     # ------------------------------------------------------------------- rows
     Fault("no rows", of_task(train_dataset=[]), rf"{TRAIN} .*got an empty dataset", "with at least one row"),
     Fault(
-        "columns of nobody", of_rows({"question": "a", "reply": "b"}), rf"{TRAIN} .*got columns question", "row_format="
+        "unknown columns", of_rows({"question": "a", "reply": "b"}), rf"{TRAIN} .*got columns question", "row_format="
     ),
     Fault("rows of Alpaca", of_task(train_dataset=ALPACA), "got columns instruction", 'set row_format="alpaca"'),
     Fault("rows of ShareGPT", of_task(train_dataset=SHAREGPT), "got columns conv", 'set row_format="sharegpt"'),
@@ -194,11 +194,10 @@ FAULTS = (
         "Shorten",
     ),
     Fault(
-        "a token of nobody",
+        "a token outside the vocabulary",
         of_rows({"input_ids": [1, 99_999]}),
-        "row 0 column input_ids",
-        "99999",
-        ". The same in rows 1, 2, 3",
+        "row 0 column input_ids must be ids from 0 to 96.*99999",
+        "The same in rows 1, 2, 3",
     ),
     Fault(
         "a file that is not there", of_task(train_dataset="a/sql.jsonl"), rf"{TRAIN} .*got 'a/sql.jsonl'", "Check the"
@@ -243,6 +242,7 @@ FAULTS = (
         "an optimizer misspelt",
         of_task(optim="adamw"),
         ("sql.optim must be one of adamw_torch, adamw_torch_fused, adamw_torch_xla, adamw_torch_npu_fused, adafactor,"),
+        "got 'adamw'",
         'Did you mean "adamw_torch"?',
     ),
     Fault("a schedule misspelt", of_task(lr_scheduler_type="cosin"), "got 'cosin'", 'Did you mean "cosine"?'),
@@ -256,7 +256,6 @@ FAULTS = (
         "nothing held out",
         of_task(early_stopping=EarlyStopping()),
         "sql.eval_dataset must be held-out rows, because early_stopping is set, got None",
-        "",
     ),
     Fault(
         "a policy misspelt",
@@ -265,7 +264,7 @@ FAULTS = (
         'Did you mean "sequential"?',
     ),
     Fault(
-        "a tracker of nobody",
+        "an unknown tracker",
         of_run(report_to="comet_ml"),
         'args.report_to must be the name of a logger that is installed, a list of them, "all" or "none",',
         "got 'comet_ml'",
@@ -280,14 +279,12 @@ FAULTS = (
         "a rank of 0",
         of_adapter(r=0, target_modules=["q_proj"]),
         "sql.peft_config.r must be an integer of at least 1, got 0",
-        "",
     ),
     Fault("a target misspelt", of_adapter(r=4, target_modules=["q_prj"]), "got 'q_prj'", 'Did you mean "q_proj"?'),
     Fault(
         "no adapter",
         of_task(peft_config={"r": 4}),
         "tasks.sql.peft_config must be a peft.PeftConfig such as LoraConfig(r=8), got dict",
-        "",
     ),
     # -------------------------------------------------------------------- runs
     Fault("nothing to resume", resumed_with_nothing, "which holds no state", "Call train() without it to begin"),
@@ -296,10 +293,10 @@ FAULTS = (
         trained_twice,
         "which holds a run",
         "resume_from_checkpoint=True",
-        ") or peft-mux train FILE --resume, or delete it to train from the start",
+        "or delete it to train from the start",
     ),
     Fault(
-        "a task of nobody",
+        "an unknown task",
         of_trained(lambda own: own.pause_task("sqll")),
         'ConfigError: the task must be one of sql, got "sqll"',
         'Did you mean "sql"?',
@@ -308,7 +305,7 @@ FAULTS = (
     Fault(
         "no such file",
         of_command("plan", "{folder}/tasks.yml"),
-        "error: file must be a YAML file, got",
+        "error: file must be a YAML file, got .*tasks.yml', which does not exist",
         "peft-mux init",
     ),
     Fault("a key misspelt", of_file("max_steps", "max_step"), "tasks.yaml:5 tasks.sql.max_step", 'mean "max_steps"?'),
@@ -321,7 +318,7 @@ FAULTS = (
     Fault(
         "a key twice",
         of_file("tasks:", "output_dir: b\ntasks:"),
-        "output_dir must be written once, got the same key twice",
+        "tasks.yaml:4 output_dir must be written once, got the same key twice",
     ),
     Fault(
         "an open bracket", of_file("max_steps: 2}", "max_steps: 2"), "tasks.yaml:6: is not YAML", "begins on line 5."
@@ -339,13 +336,13 @@ FAULTS = (
             "max_steps: 2}\ndefaults:\n  peft:\n    target_modules: [q_prj]",
             with_model=True,
         ),
-        'tasks.sql.peft.target_modules must be "all-linear" or modules of LlamaForCausalLM (down_proj,',
+        "tasks.yaml:8 tasks.sql.peft.target_modules must be \"all-linear\" or modules of .*, got 'q_prj'",
         'Did you mean "q_proj"?',
     ),
     Fault(
         "a rank of 0 in a file",
         of_file("r: 4", "r: 0", with_model=True),
-        "tasks.sql.peft.r must be an integer of at least 1, got 0",
+        "tasks.yaml:5 tasks.sql.peft.r must be an integer of at least 1, got 0",
     ),
     Fault(
         "a type under PEFT's name",
@@ -356,13 +353,16 @@ FAULTS = (
     Fault(
         "no such rows",
         of_file("rows.jsonl", "row.jsonl"),
-        "tasks.sql.dataset must be a .jsonl, .json, .csv or .parquet file, a folder, or a hub id, got",
+        (
+            "tasks.yaml:5 tasks.sql.dataset must be a .jsonl, .json, .csv or "
+            ".parquet file, .*, got .*, which does not exist"
+        ),
         "Check the path.",
     ),
     Fault(
         "no such model",
         of_file("tasks:", "tasks:"),
-        "error: model must be a folder with a config.json, or a hub id, got",
+        'error: model must be a folder with a config.json, or a hub id, got .*no-model", which does not exist',
         "Check the path.",
     ),
     Fault(
@@ -372,7 +372,11 @@ FAULTS = (
         '"learning_rate"?',
     ),
     Fault("no run", of_command("status", "{folder}"), "run must be the output_dir of a run, got", "which holds none."),
-    Fault("no adapters", of_command("export", "{folder}"), "error: run must be the output_dir of a run, got"),
+    Fault(
+        "no adapters",
+        of_command("export", "{folder}"),
+        "error: run must be the output_dir of a run, got .*which holds no adapters",
+    ),
     Fault(
         "a file there",
         of_file("tasks:", "tasks:", "init", "{folder}/tasks.yaml"),

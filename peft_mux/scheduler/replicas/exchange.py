@@ -53,19 +53,17 @@ class GradientExchange:
         latency_s = np.array([0.0 if link is None else link.latency_s for link in links])[which]
         bytes_per_s = np.array([np.inf if link is None else link.bytes_per_s for link in links])[which]
 
-        def ring_s(num_bytes: float, num_ranks: np.ndarray) -> np.ndarray:
-            """Return the seconds of a reduce-scatter and an all-gather, of n - 1 rounds each."""
-            if not num_bytes:
-                return np.zeros(len(num_ranks))
-            ranks = np.maximum(num_ranks, 1)
-            return 2 * (ranks - 1) * (latency_s + num_bytes / ranks / bytes_per_s)
-
+        # A reduce-scatter and an all-gather, of n - 1 rounds each, with an n-th of the bytes in a round.
+        whole_s, cut_s = (2 * (ranks - 1) / np.maximum(ranks, 1) / bytes_per_s for ranks in (num_shards, num_replicas))
         slowest_s = np.zeros(len(counts))
-        for number, config in enumerate(configs):
+        for present, config in zip(counts.T > 0, configs, strict=True):
             whole_bytes, cut_bytes = self.device_bytes(config)
-            own_s = ring_s(whole_bytes, num_shards) + ring_s(cut_bytes, num_replicas)
-            slowest_s = np.maximum(slowest_s, np.where(counts[:, number] > 0, own_s, 0.0))
-        return slowest_s
+            slowest_s = np.maximum(slowest_s, present * (whole_bytes * whole_s + cut_bytes * cut_s))
+        rounds = sum(
+            2 * (ranks - 1) * (num_bytes > 0)
+            for ranks, num_bytes in zip((num_shards, num_replicas), self.device_bytes(configs[0]), strict=True)
+        )
+        return slowest_s + rounds * latency_s
 
     def of(self, name: str) -> GradientExchange:
         """Return the exchange of one task alone."""

@@ -77,6 +77,7 @@ def test_a_task_of_a_refused_type_hears_why_and_of_the_nearest_type(tmp_path: Pa
     for number, entry in enumerate(refused):
         said = f"tasks.t{number}.peft_config must be one of the PEFT types LORA, "
         (line,) = [one for one in str(caught.value).splitlines() if said in one]
+        assert f", got PeftConfig ({entry.name})" in line
         assert f"{entry.refusal[1:]}. Nearest: {', '.join(entry.nearest)}." in line
 
 
