@@ -145,7 +145,8 @@ def test_tokenised_rows_take_labels_masks_and_drop_padding_at_either_end() -> No
 def test_an_attention_mask_with_a_hole_is_refused() -> None:
     rows = [{"input_ids": [8, 9, 10, 11], "attention_mask": [1, 0, 1, 1]}]
     with pytest.raises(
-        DataError, match=r"attention_mask must be zeros at the ends only \(padding\), got zeros in the middle"
+        DataError,
+        match=r"row 0 column attention_mask must be zeros at the ends only \(padding\), got zeros in the middle",
     ):
         tokenised(rows)
 
@@ -177,7 +178,9 @@ def test_longer_rows_are_left_out_and_counted_where_the_policy_is_drop() -> None
 
 def test_longer_rows_are_refused_where_the_policy_is_error() -> None:
     rows = [{"input_ids": [8] * length} for length in (3, 6)]
-    with pytest.raises(DataError, match=r"input_ids must be at most 5 tokens \(max_length\), got 6 or more"):
+    with pytest.raises(
+        DataError, match=r"row 1 column input_ids must be at most 5 tokens \(max_length\), got 6 or more"
+    ):
         tokenised(rows, max_length=5, overlong_policy="error")
 
 
@@ -216,7 +219,7 @@ def test_a_cut_classified_row_is_counted() -> None:
 @pytest.mark.parametrize("label", [None, -1, 3, True, "1", math.nan, math.inf, 0.5, [1]])
 def test_a_label_that_is_no_class_is_refused(label: Any) -> None:
     rows = [{"text": "the", "label": 0}, {"text": "cat", "label": label}]
-    with pytest.raises(DataError, match="row 1 column label must be "):
+    with pytest.raises(DataError, match=r"tasks\.own\.train_dataset row 1 column label must be .*, got "):
         tokenised(rows, words_tokenizer(), row_form=LABELLED_ROWS, num_labels=3)
 
 
@@ -401,7 +404,9 @@ def test_a_cell_that_cannot_even_be_shown_is_refused_by_its_row() -> None:
         def __repr__(self) -> str:
             raise ZeroDivisionError("not to be seen")
 
-    with pytest.raises(DataError, match="1 cannot be read: ZeroDivisionError: not to be seen"):
+    with pytest.raises(
+        DataError, match=r"^tasks\.own\.train_dataset row 1 cannot be read: ZeroDivisionError: not to be seen"
+    ):
         tokenised([{"text": "the"}, {"text": Hidden()}], words_tokenizer())
 
 
@@ -444,7 +449,7 @@ def test_a_first_label_alone_is_no_target_as_nothing_predicts_it() -> None:
 
 
 def test_rows_with_other_keys_than_the_first_are_refused() -> None:
-    with pytest.raises(DataError, match="text must be in every row, got no such column"):
+    with pytest.raises(DataError, match="row 1 column text must be in every row, got no such column"):
         tokenised([{"text": "the"}, {"prompt": "the", "completion": "cat"}], words_tokenizer())
 
 

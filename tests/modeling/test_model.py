@@ -241,7 +241,7 @@ def test_a_name_that_is_held_already_is_refused_whatever_its_case(name: str) -> 
 def test_names_that_differ_in_case_alone_are_refused_at_construction() -> None:
     with pytest.raises(
         ConfigError,
-        match=r"tasks\.Sql\.name must be different from other names in more than case \(names become",
+        match=r'tasks\.Sql\.name must be different from other names in more than case.*got "Sql" and "sql"',
     ):
         MultiTaskPeftModel(backbone(), {"sql": lora(), "Sql": lora()})
 
@@ -250,7 +250,7 @@ def test_names_that_differ_in_case_alone_are_refused_at_construction() -> None:
 def test_a_name_that_cannot_become_a_folder_is_refused(name: str) -> None:
     with pytest.raises(
         ConfigError,
-        match=r"\.name must be ",
+        match=r"\.name must be .*, got ('|a name of 65 characters)",
     ):
         MultiTaskPeftModel(backbone(), {name: lora()})
 
@@ -266,7 +266,7 @@ def test_one_faulty_newcomer_keeps_all_of_them_out() -> None:
     model = model_of("a")
     with pytest.raises(
         ConfigError,
-        match=r"tasks\.c\.peft_config\.target_modules must be.*, got 'q_prj'",
+        match=r"tasks\.c\.peft_config\.target_modules must be.*, got 'q_prj'.*Did you mean \"q_proj\"",
     ):
         model.register_tasks({"b": lora(), "c": lora(targets=["q_prj"])})
     assert model.tasks == ("a",)
