@@ -384,7 +384,7 @@ def speed() -> Drawing:
         24,
         y + 14,
         f"Real tokens/s of optimizer steps, fp32, {machine['cores']} cores of an {machine['cpu']}, torch "
-        f"{throughput['versions']['torch'].partition('+')[0]}; not yet run on a GPU.",
+        f"{throughput['versions']['torch'].partition('+')[0]}.",
         size=12,
         style="soft",
     )

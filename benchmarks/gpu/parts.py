@@ -22,6 +22,7 @@ from benchmarks.gpu.checks.lora import lora_rows
 from benchmarks.gpu.checks.passes import captured_rows
 from benchmarks.gpu.checks.trainer import trainer_rows
 from benchmarks.gpu.checks.updates import adamw_rows, task_table_rows
+from benchmarks.gpu.default_run import default_rows
 from benchmarks.gpu.device import device_part
 from benchmarks.gpu.kernel_table import kernel_part
 from benchmarks.gpu.report import Deadline, Part, Row
@@ -69,6 +70,7 @@ def plan(num_layers: int = 32) -> list[Planned]:
         uniform,
         _gain("1B", sweep.FEW_TOKENS, 16),
         nonuniform,
+        _check("default run", 40, 12, default_rows),
         _check("trainer float32", 16, 34, partial(_trainer_rows, fp32)),
         _check("lora float32", 2, 14, partial(_kernel_rows, lora_rows, fp32)),
         Planned("kernels", 30, lambda settings, deadline, _: kernel_part(settings, deadline)),
