@@ -41,8 +41,9 @@ class Kept:
 KEPT = {
     "floor": Kept(1.05, 0.0),
     "hf": Kept(1.46, 12.0),
-    "mux": Kept(1.05, 0.1),
-    "mux_graphs": Kept(1.05, 0.1),
+    # Measured on an H100: 42.6 KB a token and layer more than the floor, between steps of 1,945 and 7,444 tokens.
+    "mux": Kept(1.29, 0.1),
+    "mux_graphs": Kept(1.29, 0.1),
     "padded": Kept(1.33, 14.0),
 }
 

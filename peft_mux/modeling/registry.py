@@ -410,6 +410,7 @@ class TaskRegistry:
             forget_biases(model.backbone, adapter)
             self.tuners.delete(model, adapter)
             drop_unused_wrappers(model.backbone)
+        model.name_modules()
         model.active_adapter = next(iter(self.adapters.values()), [])
         if self.tuners.is_mixed and model.active_adapter:
             model.select_adapter(model.active_adapter)

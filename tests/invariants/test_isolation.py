@@ -284,6 +284,41 @@ class _Rows(list):  # type: ignore[type-arg]
     """Rows that can be watched."""
 
 
+def _watched_weights(trainer: MultiTaskTrainer, name: str) -> list[weakref.ref[Any]]:
+    """Watch the weights of a task, without keeping them."""
+    return [weakref.ref(weight) for weight in trainer.model.task_parameters(name).values()]
+
+
+def test_no_adapter_outlives_its_trainer(tmp_path: Path) -> None:
+    trainer = lab.make_trainer([lab.small_task(name, data_seed=1) for name in ("a", "b")], tmp_path)
+    trainer.train()
+    watched = _watched_weights(trainer, "a") + _watched_weights(trainer, "b")
+    gc.collect()
+    assert all(watch() is not None for watch in watched)
+    del trainer
+    gc.collect()
+    assert [watch() for watch in watched if watch() is not None] == []
+
+
+def test_the_weights_of_a_departed_task_are_freed(tmp_path: Path) -> None:
+    watched: list[weakref.ref[Any]] = []
+    alive: list[bool] = []
+
+    def look(trainer: MultiTaskTrainer) -> None:
+        gc.collect()
+        alive.append(any(watch() is not None for watch in watched))
+
+    def depart(trainer: MultiTaskTrainer) -> None:
+        watched.extend(_watched_weights(trainer, "guest"))
+        look(trainer)
+        trainer.remove_task("guest")
+
+    recorder = Recorder(at_begin={6: look}, at_end={4: depart})
+    tasks = [lab.small_task("host", data_seed=1, max_steps=8), lab.small_task("guest", data_seed=2, max_steps=9)]
+    lab.train(tasks, tmp_path, recorder=recorder)
+    assert alive == [True, False]
+
+
 def test_a_departed_task_s_rows_are_freed(tmp_path: Path) -> None:
     guest_rows = _Rows(lab.rows(5, 8, 6, 12))
     watch = weakref.ref(guest_rows)

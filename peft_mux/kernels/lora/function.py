@@ -12,16 +12,12 @@ Shape letters: T rows of the stream, D features read, K features of a layer.
 
 from __future__ import annotations
 
-from collections import OrderedDict
-from collections.abc import Callable
 from typing import Any
+from weakref import WeakValueDictionary
 
 import torch
 
 from peft_mux.kernels.lora.group import KernelCall, SliceCall
-
-_MAX_PASSES = 256
-
 
 GroupCall = KernelCall | SliceCall
 """A group of linear layers in one pass."""
@@ -69,37 +65,31 @@ _once_differentiable = torch.autograd.function.once_differentiable(_gradients)
 
 
 class PassRegistry:
-    """Maps numbers to the calls of groups in passes, because a compiled graph can only hold numbers.
-
-    The latest 256 passes are kept, because a compiled graph does not signal when it no longer needs one. Therefore at
-    most 256 passes of compiled modules may be waiting for their backward pass.
-    """
+    """Maps numbers to passes, because a compiled graph can only hold numbers; the passes belong to their models."""
 
     def __init__(self) -> None:
         """Start without any pass."""
-        self._passes: OrderedDict[int, Callable[[int, torch.dtype], GroupCall]] = OrderedDict()
+        self._passes: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._number = 0
 
     @torch.compiler.disable()
-    def add(self, find: Callable[[int, torch.dtype], GroupCall]) -> torch.Tensor:
-        """Register a pass; it is dropped after 256 newer ones.
+    def add(self, one: Any) -> torch.Tensor:
+        """Register a pass, which the registry does not keep alive.
 
         Args:
-            find: returns the call of a group, from the group's number and the dtype of its activations.
+            one: has `call_of`, which returns the call of a group, from its number and the dtype of its activations.
 
         Returns:
             int64 scalar on the CPU, the number of the pass.
         """
         self._number += 1
-        self._passes[self._number] = find
-        while len(self._passes) > _MAX_PASSES:
-            self._passes.popitem(last=False)
+        self._passes[self._number] = one
         # A tensor, because `torch.compile` would guard on the value of an int and recompile for each pass.
         return torch.tensor(self._number)
 
     def call(self, handle: torch.Tensor, group: int, dtype: torch.dtype) -> GroupCall:
         """Return the call of a group in a pass."""
-        return self._passes[int(handle)](group, dtype)
+        return self._passes[int(handle)].call_of(group, dtype)
 
 
 PASSES = PassRegistry()

@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections import OrderedDict
+from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from peft_mux.modeling.stream import RowSegment
 
 _MAX_COMPOSITIONS = 32
+_MAX_PASSES = 256
 
 
 class GroupedAdapter(NamedTuple):
@@ -53,11 +54,14 @@ class LoraGroups:
     Attributes:
         slab_of: see above.
         groups: groups by number, weakly, because they belong to their layers, which may be regrouped or removed.
+        recent: the latest passes, kept because a compiled graph does not signal when it no longer needs one. At most
+            `_MAX_PASSES` passes of compiled modules may be waiting for their backward pass.
     """
 
     def __init__(self, slab_of: Callable[[str], TaskSlab | None]) -> None:
         """Start empty."""
         self.groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
+        self.recent: deque[LoraPass] = deque(maxlen=_MAX_PASSES)
         self.slab_of = slab_of
         self._tables: OrderedDict[tuple[Any, ...], dict[int, LoraGroup | None]] = OrderedDict()
         self._num_enrolled = 0
@@ -95,8 +99,9 @@ class LoraGroups:
         return all(page.values.grad is not None for page in slab.pages) and not slab.watched()
 
     def clear(self) -> None:
-        """Drop all tables; needed when an adapter is added, removed or moved."""
+        """Drop all tables and passes, which hold adapters; needed when an adapter is added, removed or moved."""
         self._tables.clear()
+        self.recent.clear()
         self._is_linear_only.clear()
         self._composes = True
         self._forget_order()
@@ -229,15 +234,9 @@ class LoraPass:
         # If nothing below trains, activations need no gradient, and outputs would not either.
         self.anchor = torch.zeros((), device=places.device, requires_grad=True)
         self._has_fixed_size = has_fixed_size
-        find = weakref.WeakMethod(self._find)
-
-        def find_in_captured(group: int, dtype: torch.dtype) -> KernelCall | SliceCall:
-            bound = find()
-            assert bound is not None, "the pass outlives its captured launches"
-            return bound(group, dtype)
-
-        # The table of passes would keep a captured pass, and with it the memory of its tables, alive.
-        self.handle = PASSES.add(find_in_captured if has_fixed_size else self._find)
+        self.handle = PASSES.add(self)
+        if not has_fixed_size:
+            groups.recent.append(self)
         self.found: dict[tuple[int, torch.dtype], LoraGroup | None] = {}
         self.segment_tables: SegmentTables | None = None
         self._watched: frozenset[int] = frozenset()
@@ -293,7 +292,8 @@ class LoraPass:
         # If activations require a gradient already, the anchor would only be one more edge of the graph.
         return LoraGroupFunction.apply(x, None if x.requires_grad else self.anchor, call, dtype)
 
-    def _find(self, number: int, dtype: torch.dtype) -> KernelCall | SliceCall:
+    def call_of(self, number: int, dtype: torch.dtype) -> KernelCall | SliceCall:
+        """Return the call of a group for compiled graphs, from the group's number and the dtype of its activations."""
         group = self._groups.groups[number]
         tables = self.tables_of(group, dtype)
         if tables is not None and self.segment_tables is not None:
