@@ -60,7 +60,7 @@ def test_settings_that_diverge_lose_and_their_neighbours_are_ranked(tmp_path: Pa
 
 def test_a_sweep_all_of_which_fails_says_why(tmp_path: Path) -> None:
     with pytest.raises(PeftMuxError, match=r"no task has eval_loss.*Failed: sql-01: non_finite"):
-        swept(tmp_path / "run", {"learning_rate": [1e30, 1e29]})
+        swept(tmp_path / "run", {"learning_rate": [1e30, 1e29]}, task={"weight_decay": 1.0})
 
 
 @pytest.mark.parametrize("grid", [{"learning_rate": [2e-3, 1e-3]}, {"seed": [8, 9]}, {"max_steps": [8, 6]}], ids=str)

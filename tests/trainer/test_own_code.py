@@ -136,7 +136,7 @@ def test_outside_of_training_what_metrics_raise_is_the_caller_s(error: BaseExcep
 
 
 def test_a_diverged_task_that_stops_early_fails_alone_and_keeps_usable_weights(alone: Run, tmp_path: Path) -> None:
-    task = bad_task(learning_rate=1e30, eval_steps=1, early_stopping=EarlyStopping(patience=1))
+    task = bad_task(learning_rate=1e30, weight_decay=1.0, eval_steps=1, early_stopping=EarlyStopping(patience=1))
     run = check_fails_alone(task, tmp_path, alone, "non_finite: the loss of its evaluation is nan at step 1")
     assert all(weight.isfinite().all() for weight in run.weights("bad").values())
 

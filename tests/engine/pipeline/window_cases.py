@@ -73,7 +73,7 @@ def first_tasks() -> list[Task]:
         ),
         lab.small_task("short", data_seed=2, length=14, max_steps=7, max_grad_norm=0.0, train_batch_size=7),
         lab.small_task("steady", data_seed=5, rank=2, length=12, max_steps=24),
-        lab.small_task("wild", data_seed=3, length=9, max_steps=21, optim="sgd", learning_rate=1e30),
+        lab.small_task("wild", data_seed=3, length=9, max_steps=21, optim="sgd", learning_rate=1e30, weight_decay=1.0),
         lab.small_task("goes", data_seed=4, length=16, max_steps=21, weight_decay=0.1, save_steps=3),
     ]
 
