@@ -19,9 +19,10 @@ from transformers import AutoTokenizer
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.run_folder import refuse_held_folder, require_state
-from peft_mux.cli.config_file import RunConfig, parse_value, read_config
+from peft_mux.cli.config_file import RunConfig, parse_value, read_cluster, read_config
 from peft_mux.errors import ConfigError, PeftMuxError, closest, raise_faults
 from peft_mux.reporting.views import window_width, wrapped
+from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import profile_text
 from peft_mux.scheduler.plan import Plan
 from peft_mux.storage import FolderLock, write_file
@@ -100,7 +101,7 @@ def plan(arguments: argparse.Namespace) -> int:
     config = read_config(arguments.file, arguments.overrides)
     if arguments.deployment:
         return show_deployment(make_trainer(config), arguments)
-    for option in ("layer_profile", "max_tokens", "free_exchange"):
+    for option in ("layer_profile", "max_tokens", "free_exchange", "failures_per_day"):
         if getattr(arguments, option):
             raise ConfigError(f"--{option.replace('_', '-')} needs --deployment. Add it.")
     layout = {}
@@ -110,7 +111,7 @@ def plan(arguments: argparse.Namespace) -> int:
         args = config.args
         layout = {"num_stages": args.pipeline_parallel_size, "devices_per_stage": args.tensor_parallel_size}
         args.tensor_parallel_size = args.pipeline_parallel_size = 1
-    found = make_trainer(config).plan(arguments.devices, **layout)
+    found = make_trainer(config).plan(_devices_of(arguments), **layout)
     if arguments.json:
         print(found.to_json())
     elif arguments.explain:
@@ -125,6 +126,12 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.image:
         print(f"drawn: {found.save_gantt(arguments.image)}")
     return 0
+
+
+def _devices_of(arguments: argparse.Namespace) -> str | Cluster | None:
+    """Return the devices to plan for, read from a file if they are the name of one."""
+    devices = arguments.devices
+    return read_cluster(devices) if devices and Path(devices).suffix in (".yaml", ".yml") else devices
 
 
 def show_deployment(trainer: MultiTaskTrainer, arguments: argparse.Namespace) -> int:
@@ -143,10 +150,20 @@ def show_deployment(trainer: MultiTaskTrainer, arguments: argparse.Namespace) ->
     for option in ("explain", "gantt"):
         if getattr(arguments, option):
             raise ConfigError(f"--{option} cannot be combined with --deployment. Leave --deployment out.")
+    if arguments.failures_per_day is not None and not 0 < arguments.failures_per_day < math.inf:
+        raise ConfigError(
+            f"--failures-per-day must be more than 0, such as 2.5, got {arguments.failures_per_day:g}. Leave it out if "
+            "nothing fails."
+        )
     if arguments.max_tokens and not arguments.layer_profile:
         raise ConfigError("--max-tokens needs --layer-profile. Add the measured times.")
     measured = LayerProfile(arguments.layer_profile, arguments.max_tokens) if arguments.layer_profile else None
-    report = trainer.plan_deployment(arguments.devices, measured=measured, free_exchange=arguments.free_exchange)
+    report = trainer.plan_deployment(
+        _devices_of(arguments),
+        measured=measured,
+        free_exchange=arguments.free_exchange,
+        failures_per_day=arguments.failures_per_day,
+    )
     print(report.to_json() if arguments.json else wrapped(f"{report}\n\n{report.picture()}", window_width()))
     if arguments.image:
         drawn = save_deployment(report, arguments.image)

@@ -15,6 +15,7 @@ token is not. Elsewhere a variable would make the file train something else on a
 
 from __future__ import annotations
 
+import math
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -37,6 +38,7 @@ from peft_mux.arguments import (
 from peft_mux.data.sources import SOURCES, rows_of
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.modeling.generation.options import GenerateOptions
+from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, Link, parse_devices
 from peft_mux.task import TASK_FIELDS, EarlyStopping, Task
 
 SECRETS = ("run.hub_token", "model_init_kwargs.token")
@@ -126,21 +128,7 @@ def read_config(
         ConfigError: naming every fault, with its line if it has one.
     """
     path = Path(path)
-    try:
-        if path.exists() and not path.is_file():  # a pipe may never end
-            raise OSError("it is not a regular file")
-        if (size_bytes := path.stat().st_size) > _MAX_BYTES:
-            raise OSError(f"it must have at most {_MAX_BYTES} bytes, got {size_bytes}")
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ConfigError(f"{path} must be UTF-8 text: {error}. Save it as UTF-8.") from error
-    except FileNotFoundError as error:
-        raise ConfigError(
-            f"file must be a YAML file, got {str(path)!r}, which does not exist. peft-mux init {path} writes one."
-        ) from error
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"{path} cannot be read: {error}.") from error
-    node, data = _parsed(text, str(path))
+    node, data = _parsed(_text_of(path, f" peft-mux init {path} writes one."), str(path))
     if not isinstance(data, dict):
         allowed = f"a mapping with the keys {', '.join(_TOP_KEYS)}"
         raise ConfigError(f"{path} must be {allowed}, got {type(data).__name__}.")
@@ -166,6 +154,102 @@ def read_config(
     raise_faults(_located(faults, path.name, lines))
     assert config is not None, "a configuration without faults was made"
     return replace(config, file=path.name, lines=lines)
+
+
+_CLUSTER_KEYS = {
+    "device": "the name of a device",
+    "nodes": "an integer of 1 or more",
+    "devices_per_node": "an integer of 1 or more",
+    "ports_per_node": "an integer of 1 or more",
+    "intra_node_gb_per_s": "a number above 0",
+    "intra_node_latency_us": "a number of 0 or more",
+    "inter_node_gb_per_s": "a number above 0",
+    "inter_node_latency_us": "a number of 0 or more",
+}
+"""The keys of a file that describes a cluster; only the first three are required."""
+
+
+def read_cluster(path: str | Path) -> Cluster:
+    """Return the cluster that a YAML file describes; links that it does not name are those of the data sheets.
+
+    Args:
+        path: path of the file, such as::
+
+            device: H100-80GB
+            nodes: 8
+            devices_per_node: 8
+            ports_per_node: 8             # network ports; by default one of each device
+            intra_node_gb_per_s: 380      # NVLink or PCIe, in one direction
+            inter_node_gb_per_s: 25       # one port, in one direction
+            inter_node_latency_us: 15
+
+    Raises:
+        ConfigError: naming every fault, with its line if it has one.
+    """
+    path = Path(path)
+    node, data = _parsed(_text_of(path), str(path))
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must be a mapping with the keys {', '.join(_CLUSTER_KEYS)}, got {shown(data)}.")
+    lines: dict[str, int] = {}
+    faults = _look_at_keys(node, "", lines, set()) + _key_faults(data, _CLUSTER_KEYS, "")
+    for key, allowed in _CLUSTER_KEYS.items():
+        value = data.get(key)
+        if value is None:
+            if key in ("device", "nodes", "devices_per_node"):
+                faults.append(Fault(key, "nothing", allowed))
+            continue
+        if key == "device":
+            is_right = isinstance(value, str)
+        elif allowed.startswith("an integer"):
+            is_right = type(value) is int and value >= 1
+        else:
+            is_number = type(value) in (int, float) and math.isfinite(value)
+            is_right = is_number and (value >= 0 if "latency" in key else value > 0)
+        if not is_right:
+            faults.append(Fault(key, shown(value), allowed))
+    cluster = None
+    if not faults:
+        try:
+            cluster = parse_devices(f"{data['nodes']}x{data['devices_per_node']}x{data['device']}")
+        except ValueError:
+            fix = closest(data["device"], DEVICES)
+            faults.append(Fault("device", shown(data["device"]), f"one of {', '.join(DEVICES)}", fix))
+    raise_faults(_located(faults, path.name, lines))
+    assert cluster is not None, "a cluster without faults was made"
+
+    def link(name: str, default: Link) -> Link:
+        latency_us, gb_per_s = data.get(f"{name}_latency_us"), data.get(f"{name}_gb_per_s")
+        return Link(
+            default.latency_s if latency_us is None else latency_us * 1e-6,
+            default.bytes_per_s if gb_per_s is None else gb_per_s * 1e9,
+        )
+
+    return replace(
+        cluster,
+        intra_node=link("intra_node", cluster.intra_node),
+        inter_node=link("inter_node", cluster.inter_node),
+        ports_per_node=data.get("ports_per_node"),
+    )
+
+
+def _text_of(path: Path, fix: str = "") -> str:
+    """Return the text of a YAML file of the user's.
+
+    Raises:
+        ConfigError: if it cannot be read.
+    """
+    try:
+        if path.exists() and not path.is_file():  # a pipe may never end
+            raise OSError("it is not a regular file")
+        if (size_bytes := path.stat().st_size) > _MAX_BYTES:
+            raise OSError(f"it must have at most {_MAX_BYTES} bytes, got {size_bytes}")
+        return path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise ConfigError(f"{path} must be UTF-8 text: {error}. Save it as UTF-8.") from error
+    except FileNotFoundError as error:
+        raise ConfigError(f"file must be a YAML file, got {str(path)!r}, which does not exist.{fix}") from error
+    except (OSError, ValueError) as error:
+        raise ConfigError(f"{path} cannot be read: {error}.") from error
 
 
 def _located(faults: Iterable[Fault], file: str, lines: Mapping[str, int]) -> list[Fault]:

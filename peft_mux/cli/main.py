@@ -92,9 +92,8 @@ def _parse(given: list[str]) -> argparse.Namespace:
     words = "show which tasks would run together, and the memory; loads no weights"
     plan = _command(commands, "plan", "commands.plan", words, reads_file=True)
     _json(plan, "print the plan as JSON")
-    plan.add_argument(
-        "--devices", metavar="NxNAME", help="plan for other devices, such as 4xA100-80GB, or 8x4xA100-80GB"
-    )
+    words = "plan for other devices, such as 4xA100-80GB, 8x4xA100-80GB, or a file that describes a cluster"
+    plan.add_argument("--devices", metavar="NxNAME|FILE.yaml", help=words)
     plan.add_argument("--explain", metavar="TASK", help="explain in words what one task shares and needs")
     plan.add_argument("--gantt", action="store_true", help="draw when each pass runs, and the memory of each stage")
     plan.add_argument("--image", metavar="FILE", help="write the drawing to a .png or .svg")
@@ -104,6 +103,8 @@ def _parse(given: list[str]) -> argparse.Namespace:
     deployment.add_argument(
         "--free-exchange", action="store_true", help="take the exchange of gradients as free, as LobRA does"
     )
+    words = "also show what failures of devices, checkpoints and restarts cost"
+    deployment.add_argument("--failures-per-day", metavar="N", type=float, help=words)
     deployment.add_argument("--max-tokens", metavar="CSV", help="maximum tokens of a micro-batch: tp, pp, max_tokens")
 
     init = _command(commands, "init", "starting.init", "write a tasks.yaml to begin with")

@@ -14,12 +14,13 @@ from peft_mux.errors import ConfigError
 from peft_mux.planning.loads import typical_lengths
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import LayerProfile, measured_time_model, run_facts, time_model_of
-from peft_mux.scheduler.costs.hardware import parse_devices
+from peft_mux.scheduler.costs.hardware import Cluster, parse_devices
 from peft_mux.scheduler.deployment.baselines import Baseline, lobra_sequential, task_fused, task_sequential
 from peft_mux.scheduler.deployment.composed import ComposedDeployment, PricedDeployment, compose_deployment
 from peft_mux.scheduler.deployment.plan import (
     DEFAULT_RESTART_S,
     DeploymentPlan,
+    FailureOverhead,
     Redeployment,
     decide_redeployment,
     groups_of,
@@ -60,20 +61,22 @@ _BUDGET_S_OF_A_TASK = 2.0
 def report_deployment(
     planner: Planner,
     runs: Sequence[TaskRun],
-    devices: str | None = None,
+    devices: str | Cluster | None = None,
     *,
     measured: LayerProfile | None = None,
     free_exchange: bool = False,
+    failures_per_day: float | None = None,
 ) -> DeploymentReport:
     """Return the replicas that train these tasks fastest (L Eq. 2), and the alternatives.
 
     Args:
         planner: the planner of the run, whose shapes and arguments are read.
         runs: the tasks that could take steps.
-        devices: the devices to plan for, such as "16xA100-40GB", or "4x4xA100-40GB" for 4 nodes of 4; by
-            default those that the run was started on.
+        devices: the devices to plan for, such as "16xA100-40GB", "4x4xA100-40GB" for 4 nodes of 4, or a `Cluster` with
+            its own links; by default those that the run was started on.
         measured: times of one layer at several tensor parallel degrees, in place of a profile of one device.
         free_exchange: whether the exchange of gradients between replicas takes no time, as in L.
+        failures_per_day: failures of any device in a day, for the overhead of checkpoints and restarts.
 
     Raises:
         ConfigError: for unknown devices, files that cannot be read, no tasks, or tasks that no replica can hold.
@@ -141,6 +144,10 @@ def report_deployment(
         # If whole plans are compared, equal replicas are among them.
         notes=notes_on(facts, plan, fused if composed is None else None, measured, exchange),
         composed=composed,
+        # Checkpoints hold weights and two moments of each adapter parameter, in fp32.
+        failures=None
+        if not failures_per_day
+        else FailureOverhead.of(failures_per_day, 12 * sum(load.trainable_parameters for load in facts.loads)),
     )
 
 
@@ -334,7 +341,8 @@ def notes_on(
     else:
         most_bytes = max(sum(exchange.device_bytes(group.config)) for group in plan.groups)
         notes.append(
-            f"times include {plan.exchange_s:.4f} s a step in which replicas add their gradients: rings over up to "
-            f"{most_bytes / 1e9:.3g} GB on a device, one after another, as if they overlapped with nothing"
+            f"times include {plan.exchange_s:.4f} s a step in which replicas add their gradients and no pass runs; "
+            f"adding all of them, up to {most_bytes / 1e9:.3g} GB on a device, takes "
+            f"{exchange.seconds_of(plan.groups):.4f} s"
         )
     return tuple(notes)

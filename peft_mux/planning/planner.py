@@ -44,6 +44,7 @@ from peft_mux.planning.targets import (
     run_profile,
     target_notes,
 )
+from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
@@ -147,7 +148,7 @@ class Planner:
         runs: Sequence[TaskRun],
         *,
         running: Sequence[str] = (),
-        devices: str | None = None,
+        devices: str | Cluster | None = None,
         num_stages: int | None = None,
         devices_per_stage: int | None = None,
         schedule: Schedule | None = None,
@@ -238,7 +239,7 @@ class Planner:
         self,
         runs: Sequence[TaskRun],
         *,
-        devices: str | None = None,
+        devices: str | Cluster | None = None,
         num_stages: int | None = None,
         devices_per_stage: int | None = None,
         schedule: Schedule | None = None,
@@ -359,7 +360,7 @@ class Planner:
 
     # ---------------------------------------------------------------- internal
 
-    def _target(self, devices: str | None, num_stages: int | None, devices_per_stage: int | None) -> Target:
+    def _target(self, devices: str | Cluster | None, num_stages: int | None, devices_per_stage: int | None) -> Target:
         args = self.args
         sharers = args.tensor_parallel_size if devices_per_stage is None else devices_per_stage
         if devices is not None:

@@ -191,7 +191,7 @@ def own_target(
 def other_target(
     args: MultiTaskTrainingArguments,
     shape: ModelShape,
-    devices: str,
+    devices: str | Cluster,
     *,
     num_stages: int | None,
     devices_per_stage: int,

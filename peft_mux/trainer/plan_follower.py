@@ -19,6 +19,7 @@ from peft_mux.planning.loads import part_of
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.replica_facts import run_time_model
 from peft_mux.reporting.recorders import PassReport
+from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import Parts
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
 from peft_mux.scheduler.plan import Plan
@@ -131,7 +132,11 @@ class PlanFollower:
     # ------------------------------------------------------------------ plans
 
     def plan(
-        self, devices: str | None = None, *, num_stages: int | None = None, devices_per_stage: int | None = None
+        self,
+        devices: str | Cluster | None = None,
+        *,
+        num_stages: int | None = None,
+        devices_per_stage: int | None = None,
     ) -> Plan:
         """Return the plan for this run's processes, or for other devices; nothing is changed.
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -81,6 +82,14 @@ def make_run(callbacks: RunCallbacks, table: TaskTable) -> Run:
     args, state = callbacks.args, callbacks.state
     processes, layout = Processes.of(args), layout_of(args)
     log = RunLog(table, state, callbacks.log, is_shown=processes.is_main)
+    per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or layout.world_size)  # torchrun and accelerate set it
+    split = [group for group in layout.tensor_groups if group[0] // per_node != group[-1] // per_node]
+    if split and len(split[0]) <= per_node:
+        log.warn(
+            f"replicas {layout}: ranks {split[0][0]} to {split[0][-1]} share layers but are on two machines of "
+            f"{per_node} ranks. Their sums, several per layer, cross the network. List replicas with larger tensor "
+            "parallel degrees first, and start a multiple of these on each machine."
+        )
     saver = Saver(table, args, log, is_writer=processes.is_main)
     hub = HubPushes(args, output_folder(args), log.warn)
     return Run(args, table, state, callbacks.control, callbacks, log, saver, hub, processes, layout)

@@ -56,6 +56,7 @@ from peft_mux.reporting.page import run_html
 from peft_mux.reporting.recorders import PassReport
 from peft_mux.reporting.report import RunReport
 from peft_mux.reporting.screen import show_view
+from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.scheduler.deployment.report import DeploymentReport
 from peft_mux.scheduler.plan import Plan
@@ -295,7 +296,11 @@ class MultiTaskTrainer(Trainer):
     # ------------------------------------------------------------- planning
 
     def plan(
-        self, devices: str | None = None, *, num_stages: int | None = None, devices_per_stage: int | None = None
+        self,
+        devices: str | Cluster | None = None,
+        *,
+        num_stages: int | None = None,
+        devices_per_stage: int | None = None,
     ) -> Plan:
         """Return what would run together, in how many passes, how fast, and in how much memory; allocates nothing.
 
@@ -311,20 +316,26 @@ class MultiTaskTrainer(Trainer):
         return self._membership.queue.ask("plan", lambda: self._plans.plan(devices, **stages))
 
     def plan_deployment(
-        self, devices: str | None = None, *, measured: LayerProfile | None = None, free_exchange: bool = False
+        self,
+        devices: str | Cluster | None = None,
+        *,
+        measured: LayerProfile | None = None,
+        free_exchange: bool = False,
+        failures_per_day: float | None = None,
     ) -> DeploymentReport:
         """Return the replicas that would train these tasks fastest (LobRA), and the alternatives.
 
         Args:
-            devices: such as "16xA100-40GB", or "4x4xA100-40GB" for 4 nodes of 4; by default those that the run was
-                started on.
+            devices: such as "16xA100-40GB", "4x4xA100-40GB" for 4 nodes of 4, or a `peft_mux.scheduler.Cluster` with
+                its own links; by default those that the run was started on.
             measured: times of one layer at several tensor parallel sizes, in place of a profile of one device.
             free_exchange: whether the exchange of gradients between replicas takes no time, as LobRA assumes.
+            failures_per_day: failures of any device in a day, for the overhead of checkpoints and restarts.
 
         Raises:
             ConfigError: for unknown devices, no tasks, or tasks that no replica can hold.
         """
-        options = {"measured": measured, "free_exchange": free_exchange}
+        options = {"measured": measured, "free_exchange": free_exchange, "failures_per_day": failures_per_day}
         return report_deployment(self._plans.planner, self._run.table.plannable, devices, **options)
 
     def measure_profile(self, budget_s: float = 60.0, *, folder: Path | None = None, refresh: bool = False) -> Profile:

@@ -13,7 +13,7 @@ import pytest
 from datasets import Dataset
 from peft import LoraConfig
 
-from peft_mux.cli.config_file import read_config
+from peft_mux.cli.config_file import read_cluster, read_config
 from peft_mux.cli.main import main
 from peft_mux.demo.small_llama import make_backbone, make_tokenizer
 from peft_mux.engine.layout import ParallelLayout
@@ -161,7 +161,7 @@ def test_measured_times_of_a_layer_take_the_place_of_data_sheets(
     options = ["--deployment", *DEVICES, "--layer-profile", str(times), "--max-tokens", str(limits)]
     said = planned([str(file), *options], capsys)
     assert "times    layer times measured, from times.csv" in said
-    assert said.split("deployment  ")[1].splitlines()[0] == "<1,1>x2, <2,1>x1"
+    assert said.split("deployment  ")[1].splitlines()[0] == "<2,1>x1, <1,1>x2"
     assert "by MuxTune's plans" not in said, "layer times say nothing of what else a plan is made of"
     times.write_text("tp,seq_len\n1,64\n")
     assert "layer profile times.csv, limits.csv" in refused([str(file), *options], capsys)
@@ -265,6 +265,69 @@ def test_the_exchange_of_gradients_is_counted_unless_it_is_free_as_in_the_paper(
         max(counted["plan"]["expected"]["group_s"]) + counted["exchange_s"], rel=1e-9
     )
     assert "--free-exchange needs --deployment. Add it." in refused([str(file), "--free-exchange"], capsys)
+
+
+CLUSTER = """
+device: A100-40GB
+nodes: 4
+devices_per_node: 1
+ports_per_node: 1
+inter_node_gb_per_s: {gb_per_s}
+inter_node_latency_us: 20
+"""
+
+
+def test_a_file_describes_nodes_and_their_links(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {}
+    for gb_per_s in (25, 0.25):
+        path = tmp_path / f"cluster-{gb_per_s}.yaml"
+        path.write_text(CLUSTER.format(gb_per_s=gb_per_s), encoding="utf-8")
+        found[gb_per_s] = json.loads(planned([str(file), "--deployment", "--devices", str(path), "--json"], capsys))
+    assert found[25]["devices"] == "4 x A100-40GB"
+    assert found[0.25]["expected_step_s"] > found[25]["expected_step_s"]
+    cluster = read_cluster(tmp_path / "cluster-25.yaml")
+    assert cluster == replace(parse_devices("4x1xA100-40GB"), inter_node=Link(20 * 1e-6, 25e9), ports_per_node=1)
+    assert trainer_of(file).plan_deployment(cluster).replicas == found[25]["replicas"]
+    path.write_text(path.read_text(encoding="utf-8").replace("nodes: 4", "nodes: 2"), encoding="utf-8")
+    assert "2 x A100-40GB" in planned([str(file), "--devices", str(path)], capsys)
+
+
+def test_all_faults_of_such_a_file_are_named_with_their_lines(file: Path, tmp_path: Path) -> None:
+    path = tmp_path / "cluster.yaml"
+    path.write_text("device: H100-80\nnodes: 0\ninter_node_gb_per_s: -1\nintra_node_latency_us: .nan\nspeed: 3\n")
+    with pytest.raises(ConfigError) as caught:
+        read_cluster(path)
+    for said in (
+        "cluster.yaml:2 nodes must be an integer of 1 or more, got 0",
+        "cluster.yaml devices_per_node must be an integer of 1 or more, got nothing",
+        "cluster.yaml:3 inter_node_gb_per_s must be a number above 0, got -1",
+        "cluster.yaml:4 intra_node_latency_us must be a number of 0 or more, got nan",
+        "cluster.yaml:5 speed must be one of device, ",
+    ):
+        assert said in str(caught.value)
+    path.write_text("device: H100-80\nnodes: 1\ndevices_per_node: 8\n")
+    with pytest.raises(ConfigError, match=r"cluster\.yaml:1 device must be one of .*got 'H100-80'.*Did you mean"):
+        read_cluster(path)
+    for text in ("- 1", "", "nodes: [", "a: &a [*a]"):
+        path.write_text(text)
+        with pytest.raises(ConfigError, match=r"cluster\.yaml"):
+            read_cluster(path)
+    with pytest.raises(ConfigError, match="which does not exist"):
+        read_cluster(tmp_path / "none.yaml")
+
+
+def test_the_cost_of_failures_is_shown_if_their_rate_is_given(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = [str(file), "--deployment", *DEVICES]
+    assert "failures:" not in planned(arguments, capsys)
+    said = planned([*arguments, "--failures-per-day", "4"], capsys)
+    assert "failures: 4 a day, checkpoints of " in said
+    assert "% of the time is lost" in said
+    data = json.loads(planned([*arguments, "--failures-per-day", "4", "--json"], capsys))
+    assert 180 * 4 / 86_400 < data["failures"]["lost_share"] < 0.02
+    for rate in ("0", "-1", "nan", "inf"):
+        refusal = refused([*arguments, "--failures-per-day", rate], capsys)
+        assert "--failures-per-day must be more than 0" in refusal
+    assert "--failures-per-day needs --deployment. Add it." in refused([str(file), "--failures-per-day", "1"], capsys)
 
 
 def test_a_report_from_python_is_the_one_that_is_printed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:

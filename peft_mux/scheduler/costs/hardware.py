@@ -114,7 +114,8 @@ class Cluster:
         num_devices: number of devices of all nodes together.
         devices_per_node: number of devices of a node; the last node may hold fewer.
         intra_node: the link between two devices of one node.
-        inter_node: the link between two devices of different nodes.
+        inter_node: the link between two devices of different nodes, through one network port.
+        ports_per_node: network ports of a node; `None` for one of each device.
     """
 
     device: Device
@@ -122,6 +123,7 @@ class Cluster:
     devices_per_node: int
     intra_node: Link
     inter_node: Link
+    ports_per_node: int | None = None
 
     def link(self, first: int, second: int) -> Link:
         """Return the link between two devices, which are numbered node by node from 0."""
@@ -185,10 +187,10 @@ def known_device(name: str, memory_bytes: int) -> Device | None:
     return min(named, key=lambda device: abs(device.memory_bytes - memory_bytes), default=None)
 
 
-def parse_devices(text: str) -> Cluster:
+def parse_devices(text: str | Cluster) -> Cluster:
     """Read a cluster from text such as "4xA100-80GB", "8x8xA100-80GB" for 8 nodes of 8, or "H200" for one device.
 
-    Without a number of nodes, nodes have 8 devices.
+    Without a number of nodes, nodes have 8 devices. A cluster is returned unchanged.
 
     Args:
         text: number of nodes, if any, number of devices and a name of `DEVICES`, with "x" between them; upper and lower
@@ -197,6 +199,8 @@ def parse_devices(text: str) -> Cluster:
     Raises:
         ValueError: saying what is allowed, for any other text.
     """
+    if isinstance(text, Cluster):
+        return text
     found = re.fullmatch(r"\s*(?:(\d+)\s*[xX*]\s*)?(?:(\d+)\s*[xX*]\s*)?([A-Za-z][\w-]*)\s*", text)
     names = {name.lower(): name for name in DEVICES}
     allowed = f'a count, "x" and one of {", ".join(DEVICES)}, such as 4xA100-80GB, or 8x4xA100-80GB for 8 nodes of 4'

@@ -81,7 +81,7 @@ class PricedDeployment:
     Attributes:
         groups: the replicas, by configuration.
         replicas: what they run under the fastest dispatch that was tried.
-        exchange_s: seconds in which they add their gradients; 0 if that is taken as free.
+        exchange_s: seconds in which they add gradients after the last pass; 0 if the exchange is taken as free.
     """
 
     groups: tuple[ReplicaGroup, ...]
@@ -263,6 +263,7 @@ class DeploymentPricer:
     def _priced(self, groups: tuple[ReplicaGroup, ...], spread: Dispatch) -> PricedDeployment:
         """Return the times of a deployment's replicas under a dispatch; equal replicas are planned once."""
         replicas = []
+        ready_s = dict.fromkeys((load.name for load in self.planner.facts.loads), 0.0)
         for group, rows in zip(groups, spread.replica_counts, strict=True):
             for counts in dict.fromkeys(rows):
                 replica = PlannedReplica(group.config, rows.count(counts), counts, sum(counts))
@@ -277,8 +278,11 @@ class DeploymentPricer:
                             micro_batches=tuple(htask.micro_batches for htask in outcome.htasks),
                             num_buckets=len(outcome.buckets),
                         )
+                    if self._exchange is not None:
+                        own_s = self.planner.ready_s(group.config, own_rows)
+                        ready_s = {name: max(seconds, own_s[name]) for name, seconds in ready_s.items()}
                 replicas.append(replica)
-        exchange_s = 0.0 if self._exchange is None else self._exchange.seconds_of(groups)
+        exchange_s = 0.0 if self._exchange is None else self._exchange.exposed_s(groups, ready_s)
         return PricedDeployment(groups, tuple(replicas), exchange_s)
 
     def _predicted_s(self, model: ReplicaTimeModel, config: ParallelConfig, counts: Sequence[int]) -> float:

@@ -22,6 +22,8 @@ from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 FORMAT_VERSION = 3
 DEFAULT_RESTART_S = 180.0
 """L section 5.1: "consistently less than 3 minutes in practice"; a measured time should take its place."""
+STORAGE_BYTES_PER_S = 1e9
+"""Speed at which checkpoints are assumed to be written."""
 
 _SUMMARY_CANDIDATES = 10
 _BAR_WIDTH = 48
@@ -252,6 +254,44 @@ class DeploymentPlan:
                 "exchange_s": self.exchange_s,
             }
         )
+
+
+@dataclass(frozen=True, slots=True)
+class FailureOverhead:
+    """What failures and checkpoints cost, if checkpoints are saved as often as is best (in neither paper).
+
+    The interval is Young's: with c seconds a checkpoint and a failure every m seconds, sqrt(2 c m) loses the least.
+
+    Attributes:
+        failures_per_day: failures of any of the devices.
+        checkpoint_s: seconds in which a checkpoint is written and no step is taken.
+        restart_s: seconds from a failure to the next step.
+        save_every_s: seconds between checkpoints.
+        lost_share: part of the time in which no step is taken, or one whose result is lost; at most 1.
+    """
+
+    failures_per_day: float
+    checkpoint_s: float
+    restart_s: float
+    save_every_s: float
+    lost_share: float
+
+    @classmethod
+    def of(
+        cls, failures_per_day: float, checkpoint_bytes: float, restart_s: float = DEFAULT_RESTART_S
+    ) -> FailureOverhead:
+        """Return the overhead of so many failures.
+
+        Args:
+            failures_per_day: more than 0.
+            checkpoint_bytes: bytes of a checkpoint.
+            restart_s: seconds from a failure to the next step.
+        """
+        failure_s = 86_400 / failures_per_day
+        checkpoint_s = checkpoint_bytes / STORAGE_BYTES_PER_S
+        save_every_s = math.sqrt(2 * checkpoint_s * failure_s)
+        lost = (checkpoint_s / save_every_s if save_every_s else 0.0) + (restart_s + save_every_s / 2) / failure_s
+        return cls(failures_per_day, checkpoint_s, restart_s, save_every_s, min(1.0, lost))
 
 
 @dataclass(frozen=True, slots=True)

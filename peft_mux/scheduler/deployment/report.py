@@ -12,7 +12,7 @@ from pathlib import Path
 from peft_mux.errors import ConfigError
 from peft_mux.scheduler.deployment.baselines import Baseline
 from peft_mux.scheduler.deployment.composed import ComposedDeployment
-from peft_mux.scheduler.deployment.plan import DeploymentPlan
+from peft_mux.scheduler.deployment.plan import DeploymentPlan, FailureOverhead
 from peft_mux.scheduler.dispatching.dispatch import Dispatch
 from peft_mux.scheduler.replicas.configs import ParallelConfig, layout_text
 from peft_mux.scheduler.units import bytes_text
@@ -59,6 +59,7 @@ class DeploymentReport:
         composed: what MuxTune's plans run on the replicas, by which they were chosen; `None` if the curve alone was
             asked, as with measured layer times. If it is given, the chosen deployment and Task-Fused have the seconds
             of whole plans among the alternatives, the others those of the corrected curve.
+        failures: what failures and checkpoints cost; `None` if no rate of failures was given.
     """
 
     plan: DeploymentPlan
@@ -72,6 +73,7 @@ class DeploymentReport:
     alternatives: tuple[Baseline, ...]
     notes: tuple[str, ...] = ()
     composed: ComposedDeployment | None = None
+    failures: FailureOverhead | None = None
 
     @property
     def replicas(self) -> str:
@@ -131,6 +133,13 @@ class DeploymentReport:
             lines.append(
                 f"  {way.name:<{width}} {sum(way.step_s):>9.4f} {way.gpu_seconds:>9.3f} {ratio:>7.2f}x  {layouts}"
             )
+        if (lost := self.failures) is not None:
+            share, save_steps = lost.lost_share, max(1, round(lost.save_every_s / step_s))
+            lines += [
+                f"failures: {lost.failures_per_day:g} a day, checkpoints of {lost.checkpoint_s:.3g} s, restarts of "
+                f"{lost.restart_s:.3g} s: with a checkpoint every {lost.save_every_s:.0f} s (save_steps={save_steps}), "
+                f"{share:.1%} of the time is lost, {24 * share:.2g} hours a day",
+            ]
         lines += [f"note: {note}" for note in self.notes]
         num_processes = sum(group.num_gpus for group in plan.groups)
         return "\n".join([*lines, f'to run it: replicas: "{self.replicas}", on {num_processes} processes'])
@@ -165,6 +174,7 @@ class DeploymentReport:
                 "limit_bytes": self.limit_bytes,
                 "expected_step_s": self.plan.expected_step_s,
                 "exchange_s": self.plan.exchange_s,
+                "failures": self.failures and asdict(self.failures),
                 "gpu_seconds": self.plan.gpu_seconds,
                 "utilisation": dict(zip(map(str, self.plan.groups), self.plan.utilisation, strict=True)),
                 "lengths": self.lengths,

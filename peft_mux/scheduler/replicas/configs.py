@@ -80,5 +80,9 @@ class ReplicaGroup:
 
 
 def layout_text(groups: tuple[ReplicaGroup, ...]) -> str:
-    """Return the replicas of a deployment in the paper's notation, such as "<1,1>x4, <2,1>x1"."""
-    return ", ".join(map(str, groups))
+    """Return the replicas of a deployment in the paper's notation, such as "<2,1>x1, <1,1>x4".
+
+    Ranks are given to replicas in this order. The largest tensor parallel degrees are first, so that no tensor parallel
+    group is on two nodes if a node has a multiple of its devices: L's degrees are powers of two.
+    """
+    return ", ".join(map(str, sorted(groups, key=lambda group: (-group.config.tp, -group.config.pp))))

@@ -11,8 +11,10 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.memory import MemoryModel
+from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.planner.planner import plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
@@ -80,6 +82,28 @@ class ReplicaPlanner:
             self._plans[key] = self._new_plan(*key)
         return self._plans[key]
 
+    def ready_s(self, config: ParallelConfig, rows: Sequence[Sequence[int]]) -> dict[str, float]:
+        """Return for each task the seconds until its last backward pass ends, on all stages of one replica.
+
+        Args:
+            config: how the replica is spread over devices.
+            rows: for each task of the facts, the lengths of its rows on this replica; a task without rows is ready at
+                once. The rows have a plan.
+        """
+        found = {load.name: 0.0 for load in self.facts.loads}
+        outcome = self.plan(config, rows) if any(rows) else None
+        if outcome is None or outcome.template is None:
+            return found
+        for span in simulate(outcome.template, outcome.bucket_loads, links=self._stage_link(config)).spans:
+            if span.action.kind == "B":
+                for htask in outcome.buckets[span.action.bucket]:
+                    for name in outcome.htasks[htask].tasks:
+                        found[name] = max(found[name], span.end_s)
+        return found
+
+    def _stage_link(self, config: ParallelConfig) -> Link | None:
+        return self.facts.link(config.num_gpus) if config.pp > 1 else None
+
     def _new_plan(self, config: ParallelConfig, rows: Rows) -> Outcome | None:
         facts = self.facts
         cost, memory, longest = self._models_of(config)
@@ -110,7 +134,7 @@ class ReplicaPlanner:
             limit_bytes,
             schedule=self.schedule,
             num_chunks=2 if self.schedule == "interleaved_1f1b" and config.pp > 1 else 1,
-            links=facts.link(config.num_gpus) if config.pp > 1 else None,
+            links=self._stage_link(config),
         )
         try:
             # All of them run: whether they fit together was settled with the candidates.

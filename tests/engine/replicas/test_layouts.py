@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import logging
+import os
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +14,7 @@ from peft_mux import ConfigError
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas import layout_cases as cases
 from tests.engine.replicas.layout_cases import LaidOut
+from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import assert_close
 from tests.records import run_records
 
@@ -281,3 +284,24 @@ def test_what_callbacks_do_on_one_process_is_done_on_all(
         one.adapters.pop("spoilt")
         assert_as_one(one, alone["llama"])
     assert (tmp_path / "state" / "run-00000004.json").is_file()
+
+
+def warnings_on_machines_of_two(rank: int, folder: Path, replicas: str) -> list[str]:
+    """Return the warnings of a run whose ranks are on machines of two."""
+    os.environ["LOCAL_WORLD_SIZE"] = "2"
+    said: list[str] = []
+    handler = logging.Handler()
+    handler.emit = lambda record: said.append(record.getMessage())  # type: ignore[method-assign]
+    logging.getLogger("peft_mux").addHandler(handler)
+    cases.train(folder, cases.backbone("llama"), [lab.small_task("a", data_seed=1, max_steps=1)], replicas=replicas)
+    return [line for line in said if "are on two machines" in line]
+
+
+@pytest.mark.distributed
+def test_a_tensor_parallel_group_on_two_machines_is_named(tmp_path: Path) -> None:
+    shown = values(launch(3, warnings_on_machines_of_two, tmp_path / "split", "<1,1>, <2,1>"))
+    assert len(shown[0]) == 1
+    assert "ranks 1 to 2 share layers but are on two machines of 2 ranks" in shown[0][0]
+    assert "List replicas with larger tensor parallel degrees first" in shown[0][0]
+    assert shown[1:] == [[], []]
+    assert values(launch(3, warnings_on_machines_of_two, tmp_path / "whole", "<2,1>, <1,1>")) == [[], [], []]

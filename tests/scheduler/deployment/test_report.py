@@ -11,7 +11,7 @@ import pytest
 
 from peft_mux.errors import ConfigError
 from peft_mux.scheduler.deployment.baselines import Baseline, task_fused
-from peft_mux.scheduler.deployment.plan import DeploymentPlan
+from peft_mux.scheduler.deployment.plan import DeploymentPlan, FailureOverhead
 from peft_mux.scheduler.deployment.report import ConfigRow, DeploymentReport, save_deployment
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import TaskLengths
@@ -68,7 +68,7 @@ def report_of(plan: DeploymentPlan, model: ReplicaTimeModel) -> DeploymentReport
 
 def test_the_example_of_section_3_comes_out_end_to_end() -> None:
     plan = figure_4_plan()
-    assert plan.layout == "<1,1>x4, <2,1>x2, <8,1>x1"
+    assert plan.layout == "<8,1>x1, <2,1>x2, <1,1>x4"
     assert plan.bucketing.counts == (196, 62, 16, 4)
     assert [sum(column) for column in zip(*plan.expected.counts, strict=True)] == [196, 62, 16, 4]
     assert plan.expected.counts[2][2:] == (16, 4)
@@ -82,11 +82,11 @@ def test_a_report_shows_candidates_plan_alternatives_and_how_to_run_it() -> None
     for part in (
         "devices  16 x A100-40GB, 37.25 GiB each",
         "times    L Table 3",
-        "deployment  <1,1>x4, <2,1>x2, <8,1>x1",
+        "deployment  <8,1>x1, <2,1>x2, <1,1>x4",
         "Task-Fused",
         "no task fits",
         "note: one remark",
-        'to run it: replicas: "<1,1>x4, <2,1>x2, <8,1>x1", on 16 processes',
+        'to run it: replicas: "<8,1>x1, <2,1>x2, <1,1>x4", on 16 processes',
     ):
         assert part in said
     (row,) = [line.split() for line in said.splitlines() if line.split()[:2] == ["<2,1>", "2"]]
@@ -98,12 +98,23 @@ def test_a_report_shows_candidates_plan_alternatives_and_how_to_run_it() -> None
 def test_a_report_as_json_says_what_to_run_and_keeps_the_plan() -> None:
     report = report_of(figure_4_plan(), figure_4_model())
     data = json.loads(report.to_json())
-    assert data["replicas"] == "<1,1>x4, <2,1>x2, <8,1>x1"
+    assert data["replicas"] == "<8,1>x1, <2,1>x2, <1,1>x4"
     assert data["gpu_seconds"] == pytest.approx(16 * data["expected_step_s"])
     assert data["utilisation"]["<8,1>x1"] == pytest.approx(report.plan.utilisation[2])
     assert data["plan"]["groups"][0] == {"config": {"tp": 1, "pp": 1}, "count": 4, "max_tokens": 2048}
     assert data["plan"]["candidates"][0]["verdict"] == "chosen"
     assert [one["name"] for one in data["alternatives"]] == ["Task-Fused", "Task-Sequential"]
+
+
+def test_failures_cost_what_young_s_interval_loses() -> None:
+    # 4 failures a day and checkpoints of 50 GB: sqrt(2 x 50 x 21,600) s between checkpoints.
+    lost = FailureOverhead.of(4, 50e9, restart_s=180)
+    assert lost.save_every_s == pytest.approx(1469.7, abs=0.1)
+    assert lost.lost_share == pytest.approx(50 / 1469.7 + (180 + 1469.7 / 2) / 21_600, abs=1e-5)
+    for other_s in (0.8 * lost.save_every_s, 1.25 * lost.save_every_s):
+        assert lost.lost_share < 50 / other_s + (180 + other_s / 2) / 21_600
+    assert FailureOverhead.of(10_000, 50e9).lost_share == 1
+    assert FailureOverhead.of(4, 0).lost_share == pytest.approx(180 / 21_600)
 
 
 def test_a_report_is_drawn_as_in_figure_9(tmp_path: Path) -> None:

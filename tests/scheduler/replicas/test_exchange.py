@@ -28,10 +28,41 @@ def seconds(exchange: GradientExchange, *replicas: tuple[ParallelConfig, int]) -
 
 
 def test_many_adapters_on_64_gpus_take_longer_to_add_than_their_passes() -> None:
-    # 4.76G parameters, halved by two stages, over a ring of 32 at 25 GB/s and 15 us a message.
+    # 4.76G parameters, halved by two stages, over a ring of 32 at 25 GB/s and 15 us a message: each node of two devices
+    # has one rank of each stage, and one port for it.
     found = seconds(exchange_of("32x2xH100-80GB", 4_760_000_000), (STAGES, 32))
     assert found == pytest.approx(2 * 31 * (15e-6 + 4 * 4.76e9 / 2 / 32 / 25e9), rel=1e-12)
     assert found == pytest.approx(0.74, abs=0.003)
+
+
+def test_groups_of_ranks_share_the_ports_of_a_node() -> None:
+    # Nodes of 8 have 4 ranks of each of two stages: 4 ports for each, and so a quarter of the seconds for the bytes.
+    exchange = exchange_of("8x8xH100-80GB", 4_760_000_000)
+    found = seconds(exchange, (STAGES, 32))
+    assert found == pytest.approx(2 * 31 * (15e-6 + 4 * 4.76e9 / 2 / 32 / 100e9), rel=1e-12)
+    two_ports = replace(exchange, facts=replace(exchange.facts, links=replace(exchange.facts.links, ports_per_node=2)))
+    slower = seconds(two_ports, (STAGES, 32))
+    assert slower == pytest.approx(2 * 31 * (15e-6 + 4 * 4.76e9 / 2 / 32 / 25e9), rel=1e-12)
+    # Ports cannot send more than the links within the node bring.
+    many = replace(exchange, facts=replace(exchange.facts, links=replace(exchange.facts.links, ports_per_node=64)))
+    assert seconds(many, (ONE, 64)) == pytest.approx(2 * 63 * (15e-6 + 4 * 4.76e9 / 64 / 380e9), rel=1e-12)
+
+
+def test_every_task_pays_the_latency_of_its_own_sums() -> None:
+    loads = tuple(TaskLoad(name, (100,), 50, (), 1_000_000) for name in "abc")
+    exchange = GradientExchange(loads, replace(FACTS, loads=loads, links=parse_devices("8xH100-80GB")))
+    assert seconds(exchange, (ONE, 8)) == pytest.approx(3 * 2 * 7 * (5e-6 + 4e6 / 8 / 380e9), rel=1e-12)
+
+
+def test_sums_of_tasks_that_end_early_are_hidden_by_the_passes_of_others() -> None:
+    loads = tuple(TaskLoad(name, (100,), 50, (), size) for name, size in {"a": 10**9, "b": 10**8, "c": 10**8}.items())
+    exchange = GradientExchange(loads, replace(FACTS, loads=loads, links=parse_devices("8xH100-80GB")))
+    groups = [ReplicaGroup(ONE, 8, 1)]
+    a_s, b_s, c_s = (exchange.of(name).seconds_of(groups) for name in "abc")
+    assert exchange.exposed_s(groups, {"a": 5.0, "b": 5.0, "c": 5.0}) == pytest.approx(a_s + b_s + c_s)
+    assert exchange.exposed_s(groups, {"a": 0.0, "b": 4.0, "c": 5.0}) == pytest.approx(c_s)
+    late = {"a": 5.0 - a_s / 2, "b": 5.0 - a_s / 4, "c": 5.0}
+    assert exchange.exposed_s(groups, late) == pytest.approx(a_s / 2 + b_s + c_s)
 
 
 def test_within_a_node_the_links_of_the_node_count() -> None:

@@ -62,3 +62,21 @@ def test_a_plan_is_made_once() -> None:
 
 def test_other_policies_plan_replicas_too() -> None:
     assert ReplicaPlanner(FACTS, max_tokens=4096, policy="together").step_s(EIGHT, ROWS) > 0
+
+
+@pytest.mark.parametrize("config", [ONE, ParallelConfig(1, 2)], ids=str)
+def test_gradients_are_ready_when_the_last_backward_of_their_htask_ends(config: ParallelConfig) -> None:
+    planner = ReplicaPlanner(replace(FACTS, limit_bytes=None), max_tokens=4096, policy="interleaved")
+    outcome = planner.plan(config, ROWS)
+    assert outcome is not None
+    assert sorted(htask.tasks for htask in outcome.htasks) == [("books",), ("chat",)]
+    ready_s = planner.ready_s(config, ROWS)
+    computing_s = outcome.step_s - planner._models_of(config)[0].outside_s(LOADS)
+    assert max(ready_s.values()) == pytest.approx(computing_s)
+    # One stage runs one hTask after the other, longest first.
+    if config == ONE:
+        books, _ = outcome.htasks
+        assert ready_s["books"] == pytest.approx(books.micro_batches * books.pass_s, rel=0.01)
+    assert ready_s["books"] != ready_s["chat"]
+    assert planner.ready_s(config, [ROWS[0], ()]).keys() == ready_s.keys()
+    assert planner.ready_s(config, [ROWS[0], ()])["books"] == 0
