@@ -11,6 +11,7 @@ import errno
 import json
 import math
 import os
+import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
@@ -433,6 +434,10 @@ _RULES: Mapping[str, Rule] = {
                 lambda value: value is None or (_is_path(value) and Path(value).is_file()),
                 "a file that peft-mux profile wrote, or None",
             ),
+            "upload_to": Rule(
+                lambda value: value is None or (isinstance(value, str) and bool(re.fullmatch(r"[\w+.-]+://.+", value))),
+                'a URL such as "s3://bucket/runs/support", or None',
+            ),
             "replicas": Rule(
                 lambda value: value is None or (isinstance(value, str) and len(value) <= 1000),
                 'a string such as "<2,1>, <1,1>x2", or None',
@@ -515,6 +520,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
             bucket's next step then begins when its own step is over. Results are the same.
         shard_backbone: divide the frozen weights (of each stage, if there are stages) among replicas (FSDP2), which
             gather each layer before they use it.
+        upload_to: URL of fsspec, such as "s3://bucket/runs/support", to which the run folder is copied after each save,
+            in the background, and from which a run resumes whose `output_dir` holds none.
         report_per_task: one run per task in each logger of `report_to` instead of one for all tasks, with the task's
             own steps, arguments and plain keys (`train/loss`). TensorBoard, W&B, MLflow and Trackio can do so; other
             loggers keep one run per process and are refused.
@@ -557,6 +564,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
     pipeline_schedule: str = field(default="mux", metadata={"help": "mux, 1f1b, gpipe or interleaved_1f1b."})
     pipeline_flush: str = field(default="auto", metadata={"help": "auto or every_step."})
     shard_backbone: bool = field(default=False, metadata={"help": "Divide the frozen weights among replicas (FSDP2)."})
+    upload_to: str | None = field(default=None, metadata={"help": "URL of a copy of the run folder (fsspec)."})
     report_per_task: bool = field(default=False, metadata={"help": "One run per task in report_to."})
 
     def __new__(cls, *args: Any, **settings: Any) -> MultiTaskTrainingArguments:
@@ -696,9 +704,11 @@ def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         reason = f"Reason: {reason_against('fp16') if launched == 'fp16' else 'adapters train in bf16 or fp32'}."
         faults.append(Fault("accelerate launch --mixed_precision", launched, "bf16 or no", reason))
     saving, evaluating = (getattr(one, "value", one) for one in (args.save_strategy, args.eval_strategy))
-    if args.push_to_hub is True and _equals(saving, "no"):
-        allowed, fix = 'False, or used with save_strategy "steps" or "epoch"', "Only saved files are uploaded."
-        faults.append(Fault("args.push_to_hub", 'True with save_strategy="no"', allowed, fix))
+    for name, unset in {"push_to_hub": False, "upload_to": None}.items():
+        value = getattr(args, name)
+        if not _equals(value, unset) and _equals(saving, "no"):
+            allowed, fix = f'{unset}, or used with save_strategy "steps" or "epoch"', "Only saved files are uploaded."
+            faults.append(Fault(f"args.{name}", f'{shown(value)} with save_strategy="no"', allowed, fix))
     if is_interval(args.eval_steps) and (_equals(evaluating, "no") or _equals(evaluating, "epoch")):
         got = f'{shown(args.eval_steps)} with eval_strategy="{evaluating}"'
         allowed, fix = 'None, or a number with eval_strategy="steps"', "Or set eval_steps on individual tasks."

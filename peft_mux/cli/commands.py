@@ -61,7 +61,10 @@ def train(arguments: argparse.Namespace) -> int:
                 stack.callback(locks[0].release)
             # Several processes check it once they are connected.
             if args.world_size == 1 and args.save_strategy != "no" and arguments.resume != "auto":
-                (require_state if arguments.resume else refuse_held_folder)(output_folder(args))
+                if not arguments.resume:
+                    refuse_held_folder(output_folder(args))
+                elif args.upload_to is None:  # otherwise the state may be there alone
+                    require_state(output_folder(args))
 
         config = read_config(arguments.file, arguments.overrides, keep_folder)
         config, contests = _swept(config, arguments.sweep)

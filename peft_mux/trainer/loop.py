@@ -115,7 +115,11 @@ class TrainingLoop:
             run.hub.wait()
             run.callbacks.call_task_events()
             num_tokens = self._num_stream_tokens - first_token
-            return self.reporter.finish(seconds, waited_s, num_tokens, run.state.global_step - first_step)
+            report = self.reporter.finish(seconds, waited_s, num_tokens, run.state.global_step - first_step)
+            if run.upload is not None:
+                run.upload.start()
+                run.upload.wait()
+            return report
 
     @contextmanager
     def _under_way(self) -> Iterator[None]:
@@ -393,8 +397,12 @@ class TrainingLoop:
     def _save(self) -> None:
         """Save all tasks that have not ended, and call callbacks if that went well."""
         run = self._run
+        if run.upload is not None:
+            run.upload.wait()  # a save deletes old checkpoints
         if not run.saver.save_run():
             return
+        if run.upload is not None:
+            run.upload.start()
         for own in run.table.running:
             run.log.callbacks[own.name].call("on_save")
         run.callbacks.call("on_save")

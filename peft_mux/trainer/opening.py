@@ -24,7 +24,7 @@ from peft_mux.checkpoint.run_folder import (
 from peft_mux.checkpoint.saver import describe_run, numerics_of
 from peft_mux.engine.agreement import require_consistent
 from peft_mux.engine.tasks.task_run import BestMetric, LossMean
-from peft_mux.errors import CheckpointError, Fault, installed_version, raise_faults
+from peft_mux.errors import CheckpointError, ConfigError, Fault, installed_version, raise_faults
 from peft_mux.modeling.backbone.shape import fingerprint
 from peft_mux.reporting.banner import banner_lines
 from peft_mux.reporting.metrics_file import MetricsLog
@@ -84,10 +84,18 @@ class Opening:
             }
             require_consistent(run.processes, facts)
         is_first = not resume and not run.has_trained and run.args.save_strategy != "no"
+        has_copy = self._is_only_uploaded()
         if resume == "auto" or is_first:
             # Whether all processes see the same folder is checked later.
-            holds_run = was_restarted(run.root) if is_first else bool(record_paths(run.root / STATE_FOLDER))
+            holds_run = was_restarted(run.root) if is_first else has_copy or bool(record_paths(run.root / STATE_FOLDER))
             resume = any(run.processes.gather(run.saver.is_writer and holds_run)) or None
+        if has_copy and not resume and run.upload is not None:
+            raise CheckpointError(
+                f"args.upload_to must be a place without a run, got {run.upload.url}, which holds one. Resume it with "
+                "train(resume_from_checkpoint=True) or peft-mux train FILE --resume, or name another place."
+            )
+        if has_copy and resume is True:
+            return resume  # what is copied is checked later
         root = run.root if resume is True else Path(resume or "")
         # The process that writes answers for all. The run's own folder, if it exists, is locked first, to find out
         # whether another process uses it.
@@ -111,6 +119,8 @@ class Opening:
         # Connected first, so that the others learn at once if another process uses the folder.
         resume = self.connect(resume)
         with saver.keep_folder(root, goes_on=not resume):
+            if resume is True and self._run.upload is not None and not record_paths(root / STATE_FOLDER):
+                self._run.upload.fetch()
             if self._run.args.save_strategy != "no":
                 self._require_one_folder()
             saver.note_loading("model")
@@ -121,6 +131,22 @@ class Opening:
                 refuse_held_folder(root)
             self.open(resume)
             yield
+
+    def _is_only_uploaded(self) -> bool:
+        """Whether there is a run at `upload_to`, and none in the run folder; False on processes that do not write.
+
+        Raises:
+            ConfigError: on every process, if the writing one cannot read the URL.
+        """
+        run, found, faults = self._run, False, []
+        if run.upload is not None:
+            try:
+                found = run.upload.holds_run() and not record_paths(run.root / STATE_FOLDER)
+            except ConfigError as error:
+                faults.append(str(error))
+        if run.args.upload_to and (faults := [text for own in run.processes.gather(faults) for text in own]):
+            raise ConfigError(faults[0])
+        return found
 
     def _require_one_folder(self) -> None:
         """Require that every process sees the run folder of the one that writes, as on a disk that machines share.

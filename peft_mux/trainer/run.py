@@ -11,6 +11,7 @@ from transformers import TrainerControl, TrainerState
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.hub import HubPushes, write_extras
 from peft_mux.checkpoint.saver import Saver
+from peft_mux.checkpoint.upload import FolderUpload
 from peft_mux.engine.layout import ParallelLayout, layout_of
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
@@ -33,6 +34,7 @@ class Run:
         log: takes every number and event.
         saver: writes adapters and states.
         hub: uploads adapters (`push_to_hub=True`).
+        upload: copies the run folder (`upload_to`), on the process that writes; `None` on others, and if not asked for.
         processes: all processes of the run. They build the same trainer over the same tasks and agree on each step.
         layout: which process makes up which replica; a move to other replicas changes it.
         is_in_train: whether `train` is between its first and its last step.
@@ -53,6 +55,7 @@ class Run:
     log: RunLog
     saver: Saver
     hub: HubPushes
+    upload: FolderUpload | None
     processes: Processes
     layout: ParallelLayout
     is_in_train: bool = False
@@ -92,7 +95,10 @@ def make_run(callbacks: RunCallbacks, table: TaskTable) -> Run:
         )
     saver = Saver(table, args, log, is_writer=processes.is_main)
     hub = HubPushes(args, output_folder(args), log.warn)
-    return Run(args, table, state, callbacks.control, callbacks, log, saver, hub, processes, layout)
+    upload = (
+        FolderUpload(args.upload_to, output_folder(args), log.warn) if args.upload_to and processes.is_main else None
+    )
+    return Run(args, table, state, callbacks.control, callbacks, log, saver, hub, upload, processes, layout)
 
 
 def output_folder(args: MultiTaskTrainingArguments) -> Path:
