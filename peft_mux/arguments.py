@@ -388,6 +388,7 @@ _CHOICES: Mapping[str, Iterable[str]] = by_name(
         "dispatch": get_args(Policy),
         "measured_times": ("report", "plan"),
         "quarantine_policy": ("quarantine", "stop"),
+        "reduce_dtype": ("float32", "bfloat16"),
         "save_strategy eval_strategy logging_strategy": ("steps", "epoch", "no"),
         "hub_strategy": ("end", "every_save"),
         "optim": supported_optimizers(),
@@ -520,6 +521,11 @@ class MultiTaskTrainingArguments(TrainingArguments):
             bucket's next step then begins when its own step is over. Results are the same.
         shard_backbone: divide the frozen weights (of each stage, if there are stages) among replicas (FSDP2), which
             gather each layer before they use it.
+        shard_optimizer: with data parallelism, keep the optimizer state of each task on one process only, which sends
+            the new weights to the others (ZeRO-1, by whole tasks). Saves 8 bytes of AdamW's moments for each adapter
+            parameter on all other processes, and sends no more than before. Results are the same.
+        reduce_dtype: dtype in which replicas send and add the gradients of adapters: "float32", or "bfloat16" for half
+            the bytes. With "bfloat16", sums have 8 bits, and results depend on the number of replicas.
         upload_to: URL of fsspec, such as "s3://bucket/runs/support", to which the run folder is copied after each save,
             in the background, and from which a run resumes whose `output_dir` holds none.
         report_per_task: one run per task in each logger of `report_to` instead of one for all tasks, with the task's
@@ -564,6 +570,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
     pipeline_schedule: str = field(default="mux", metadata={"help": "mux, 1f1b, gpipe or interleaved_1f1b."})
     pipeline_flush: str = field(default="auto", metadata={"help": "auto or every_step."})
     shard_backbone: bool = field(default=False, metadata={"help": "Divide the frozen weights among replicas (FSDP2)."})
+    shard_optimizer: bool = field(default=False, metadata={"help": "Divide optimizer states among replicas by task."})
+    reduce_dtype: str = field(default="float32", metadata={"help": "float32 or bfloat16: how gradients are sent."})
     upload_to: str | None = field(default=None, metadata={"help": "URL of a copy of the run folder (fsspec)."})
     report_per_task: bool = field(default=False, metadata={"help": "One run per task in report_to."})
 

@@ -13,7 +13,7 @@ rank 0, which joins them (`join_parts`). On resuming, each process takes its own
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -93,6 +93,8 @@ def put_snapshot(run: TaskRun, model: Any, state: TaskState, *, from_step: int |
     parameters = model.task_parameters(run.name)
     # By this process's own pieces, so that the layout that wrote the state does not matter.
     own = take_part(state, model.registry.pieces_of(run.name))
+    if run.optimizer is not None and not run.optimizer.steps_here:
+        own = replace(own, moments={})
     join_state(own, parameters, run.optimizer, from_step)
     if run.last_good is None:
         return
@@ -287,6 +289,24 @@ def gather_task(
         processes.send(*_packed(pieces, own), target=0)
         return None
     return join_parts([(pieces, own), *(_unpacked(*processes.receive(rank)) for rank in ranks[1:])])
+
+
+def take_from(processes: Processes, holder: int, snapshot: Callable[[], TaskState]) -> TaskState | None:
+    """Return on rank 0 the whole state of a task that one process has, and `None` on other ranks.
+
+    Args:
+        processes: the processes of the run, connected; all of them call this.
+        holder: rank of the process that has the state.
+        snapshot: returns the state on this process.
+
+    Raises:
+        ProcessError: if another process fails, dies, or does not answer within the time limit.
+    """
+    if processes.rank == holder == 0:
+        return snapshot()
+    if processes.rank == holder:
+        processes.send(*_packed({}, snapshot()), target=0)
+    return _unpacked(*processes.receive(holder))[1] if processes.rank == 0 else None
 
 
 def join_parts(parts: Sequence[tuple[Mapping[str, Piece], TaskState]]) -> TaskState:

@@ -347,6 +347,9 @@ class GradientSync:
         is_deferred: start all sums after the passes of this process. Needed if passes gather frozen weights: NCCL does
             not order collectives of different groups, so a sum on one process and an all-gather on another could wait
             for each other.
+        keeper_of: returns the rank that alone needs the summed gradients of a task (`OptimizerShards`); by default all
+            processes get them.
+        reduce_dtype: dtype in which gradients are sent and summed; by default their own.
 
     Attributes:
         holds_parts: whether processes hold parts of the model, so that gradients are summed bundle by bundle.
@@ -361,9 +364,12 @@ class GradientSync:
         layout: ParallelLayout | None = None,
         *,
         is_deferred: bool = False,
+        keeper_of: Callable[[str], int] | None = None,
+        reduce_dtype: torch.dtype | None = None,
     ) -> None:
         """Store the model and the processes without communicating."""
         self.model, self.processes, self.is_deferred = model, processes, is_deferred
+        self.keeper_of, self.reduce_dtype = keeper_of, reduce_dtype
         self.layout = layout or ParallelLayout.of(processes.world_size)
         self.holds_parts = not self.layout.is_data_parallel
         self._is_leader = processes.rank in self.layout.leaders
@@ -472,7 +478,8 @@ class GradientSync:
                 unpack_sum()
         self._pending = []
         # After the waits, because norms are computed from sums. A process that holds a whole task computes them later.
-        norms = self.gradient_norms(list(result.losses)) if self.holds_parts else None
+        shares_norms = self.holds_parts or self.keeper_of is not None
+        norms = self.gradient_norms(list(result.losses)) if shares_norms else None
         losses, statistics = unpack(figures, result.losses, result.statistics)
         failures = result.loss_failures
         # Only a process with rows of a task can see its loss function fail, and all must report the same reason.
@@ -505,7 +512,17 @@ class GradientSync:
             ProcessError: if another process has failed, died or hangs.
         """
         if not self.holds_parts or self.processes.is_alone or not tasks:
-            return {name: nn.utils.get_total_norm(self._page_gradients(name)) for name in tasks}
+            norms = {name: nn.utils.get_total_norm(self._page_gradients(name)) for name in tasks if self._has_sum(name)}
+            if self.keeper_of is None:
+                return norms
+            # Only the keeper of a task has its gradients.
+            norms_N = torch.zeros(len(tasks), device=self.processes.device)
+            for index, name in enumerate(tasks):
+                if name in norms:
+                    norms_N[index] = norms[name]
+            self.num_bytes += norms_N.nbytes
+            self.processes.all_reduce(norms_N).wait()
+            return dict(zip(tasks, norms_N.unbind(), strict=True))
         squares_N = self.squared_norms(tasks)
         self.num_bytes += squares_N.nbytes
         self.processes.all_reduce(squares_N).wait()
@@ -542,26 +559,55 @@ class GradientSync:
             return
         if not self.holds_parts:
             for gradient in self._page_gradients(name):
-                self._begin_sum(gradient)
+                self._begin_gradient_sum(gradient, target=None if self.keeper_of is None else self.keeper_of(name))
             return
         known, slab, gradients = self.cells_of(name), self.model.registry.slab_of(name), self._gradients(name)
         for bundle, page in zip(known.bundles, known.in_place, strict=True):
             if page is None:
                 buffer = bundle.pack(known.rank, gradients, known.pieces)
-                self._begin_sum(buffer, bundle.holders, partial(bundle.unpack, buffer, gradients, known.pieces))
+                unpack_sum = partial(bundle.unpack, buffer, gradients, known.pieces)
+                self._begin_gradient_sum(buffer, bundle.holders, unpack_sum)
             else:
                 gradient = slab.pages[page].values.grad
                 assert gradient is not None, "gradients are bound before a step"
-                self._begin_sum(gradient, bundle.holders)
+                self._begin_gradient_sum(gradient, bundle.holders)
+
+    def _has_sum(self, name: str) -> bool:
+        """Whether this process gets the summed gradients of a task."""
+        return self.keeper_of is None or self.keeper_of(name) == self.processes.rank
+
+    def _begin_gradient_sum(
+        self,
+        gradient: torch.Tensor,
+        ranks: tuple[int, ...] | None = None,
+        unpack_sum: Callable[[], None] | None = None,
+        *,
+        target: int | None = None,
+    ) -> None:
+        """Start summing gradients in the dtype in which they are sent."""
+        if self.reduce_dtype is None or gradient.dtype == self.reduce_dtype:
+            self._begin_sum(gradient, ranks, unpack_sum, target=target)
+            return
+        sent = gradient.to(self.reduce_dtype)
+
+        def unpack_sent() -> None:
+            gradient.copy_(sent)
+            if unpack_sum is not None:
+                unpack_sum()
+
+        self._begin_sum(sent, ranks, unpack_sent, target=target)
 
     def _begin_sum(
         self,
         tensor: torch.Tensor,
         ranks: tuple[int, ...] | None = None,
         unpack_sum: Callable[[], None] | None = None,
+        *,
+        target: int | None = None,
     ) -> None:
         self.num_bytes += tensor.nbytes
-        self._pending.append((self.processes.all_reduce(tensor, ranks), unpack_sum))
+        begun = self.processes.all_reduce(tensor, ranks) if target is None else self.processes.reduce(tensor, target)
+        self._pending.append((begun, unpack_sum))
 
     def _page_gradients(self, name: str) -> list[torch.Tensor]:
         pages = self.model.registry.slab_of(name).pages

@@ -274,6 +274,11 @@ def check_layout(
         fix = "Leave it out: it hides all-reduces of tensor parallelism, which no replica uses here."
         allowed = f'"auto" or 1 with replicas {layout}'
         faults.append(Fault("args.interleaved_passes", str(args.interleaved_passes), allowed, fix))
+    if args.shard_optimizer and not (layout.is_data_parallel and not args.redeploy):
+        got = "True with redeploy=True" if args.redeploy else f"True with replicas {layout}"
+        allowed = "False if a process holds only a part of the model, or may do so later"
+        fix = "Leave it out: stages and tensor parallelism divide optimizer states already."
+        faults.append(Fault("args.shard_optimizer", got, allowed, fix))
     raise_faults(faults)
     if args.shard_backbone:
         faults = _sharding_faults(layout, args, is_quantized=is_quantized)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import copy
 import warnings
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
 from typing import Any
@@ -130,6 +130,7 @@ class ModelPart:
         tasks: Sequence[ResolvedTask],
         plan: Plan | None,
         processes: Processes,
+        keeper_of: Callable[[str], int] | None = None,
     ) -> ParallelModel:
         """Create the part of the model that this process holds, and its executor.
 
@@ -143,6 +144,7 @@ class ModelPart:
             plan: determines the layers of each stage, and is the initial plan of a pipeline; may be `None` if the
                 replica of this process has one stage.
             processes: the processes of the run, connected.
+            keeper_of: returns the rank that steps a task, if optimizers are sharded.
 
         Raises:
             ConfigError: if the weights cannot be loaded.
@@ -179,7 +181,9 @@ class ModelPart:
         if turn_links is not None and turn_links.size > 1:
             # The plan determines how many passes are interleaved.
             interleaving = Interleaving(model, turn_links, recomputes=args.uses_checkpointing)
-        sync = GradientSync(model, processes, layout, is_deferred=is_sharded)
+        reduce_dtype = torch.bfloat16 if args.reduce_dtype == "bfloat16" else None
+        options: dict[str, Any] = {"keeper_of": keeper_of, "reduce_dtype": reduce_dtype}
+        sync = GradientSync(model, processes, layout, is_deferred=is_sharded, **options)
         shared: dict[str, Any] = {"bf16": args.bf16, "sync": sync, "interleaving": interleaving, "sharded": sharded}
         if stage is not None:
             assert plan is not None, "several stages are planned before they are cut"

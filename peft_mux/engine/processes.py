@@ -37,7 +37,7 @@ _MOST_PATIENCE_S = 10.0
 
 
 class Pending(NamedTuple):
-    """An all-reduce in progress.
+    """A sum, or a broadcast, in progress.
 
     Attributes:
         work: the backend's handle; `None` if there was nothing to do.
@@ -207,6 +207,27 @@ class Processes:
         group = self._device_group if ranks is None or len(ranks) == self.world_size else self._groups[ranks]
         with self.communicating("the sum of gradients"):
             return Pending(dist.all_reduce(tensor, group=group, async_op=True), self)
+
+    def reduce(self, tensor: torch.Tensor, target: int) -> Pending:
+        """Begin to replace a tensor of one process by its sum over all; it is undefined on the others afterwards.
+
+        Args:
+            tensor: contiguous tensor on the device, of one shape on every process.
+            target: rank of the process that gets the sum.
+        """
+        with self.communicating("the sum of gradients"):
+            return Pending(dist.reduce(tensor, dst=target, group=self._device_group, async_op=True), self)
+
+    def broadcast(self, tensor: torch.Tensor, source: int) -> Pending:
+        """Begin to replace a tensor by the one of another process; all must begin in the same order.
+
+        Args:
+            tensor: contiguous tensor on the device, of one shape on every process.
+            source: rank of the process that sends its tensor.
+        """
+        with self.communicating("the weights of a task"):
+            work = dist.broadcast(tensor, src=source, group=self._device_group, async_op=True)
+            return Pending(work, self, "the weights of a task")
 
     def send(self, value: Any, buffer: torch.Tensor, target: int) -> None:
         """Send a value and a buffer to another process, and wait until they are taken.

@@ -89,7 +89,7 @@ def report_deployment(
     if not runs:
         raise ConfigError("plan --deployment needs at least one task that can run, got none. Register one.")
     facts = run_facts(planner, runs, cluster)
-    exchange = None if free_exchange else GradientExchange(facts.loads, facts)
+    exchange = None if free_exchange else GradientExchange(facts.loads, facts, _gradient_bytes(planner))
     configs = candidate_configs(facts, num_devices)
     curve = measured_time_model(facts, configs, measured) if measured else time_model_of(facts, configs, runs)
     tasks = _sampled_tasks(runs, curve, num_devices)
@@ -151,6 +151,10 @@ def report_deployment(
     )
 
 
+def _gradient_bytes(planner: Planner) -> int:
+    return 2 if planner.args.reduce_dtype == "bfloat16" else 4
+
+
 def redeploy(
     planner: Planner, runs: Sequence[TaskRun], old: ParallelLayout, *, restart_s: float = DEFAULT_RESTART_S
 ) -> Redeployment:
@@ -173,7 +177,7 @@ def redeploy(
     curve = time_model_of(facts, configs, runs)
     tasks = _sampled_tasks(runs, curve, old.world_size)
     interval = interval_tokens(max(length for task in tasks for length in task.lengths))
-    exchange = GradientExchange(facts.loads, facts)
+    exchange = GradientExchange(facts.loads, facts, _gradient_bytes(planner))
     plan = _searched(tasks, old.world_size, curve, interval, exchange)
     # Replicas that cannot hold anything have no price.
     present = groups_of(old.replicas, curve)

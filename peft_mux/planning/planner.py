@@ -406,6 +406,7 @@ class Planner:
             num_stages=target.num_stages,
             devices_per_stage=target.devices_per_stage,
             backbone_shards=target.backbone_shards,
+            optimizer_shards=target.num_replicas if args.shard_optimizer else 1,
             checkpointing=args.uses_checkpointing,
             activation_bytes_per_token=self.counted_bytes(busiest, target.device_type),
             device_type=target.device_type,

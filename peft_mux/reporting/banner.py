@@ -44,6 +44,9 @@ def banner_lines(
     """
     kind, dtype = type(model.backbone).__name__, str(source.dtype).removeprefix("torch.")
     name = source.model if isinstance(source.model, str) else getattr(source.config, "_name_or_path", "") or kind
+    if processes:
+        processes += ", optimizer states divided by task" if args.shard_optimizer else ""
+        processes += ", gradients added in bf16" if args.reduce_dtype == "bfloat16" else ""
     notes = (", bf16 autocast" if args.bf16 and dtype != "bfloat16" else "") + _router_words(source.config, runs)
     adapter_parameters = [sum(own.numel() for own in model.task_parameters(name).values()) for name in model.tasks]
     num_parameters = model.backbone.num_parameters() - sum(adapter_parameters)

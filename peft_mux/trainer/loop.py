@@ -166,7 +166,7 @@ class TrainingLoop:
             # After the block: the traceback of the error holds the activations of the pass.
             work, started = self._next_attempt(work, reason), time.perf_counter()
         run.is_updating = True
-        run.table.apply(result)
+        (self._placement.shards or run.table).apply(result)
         # `apply` has waited for the device, so this is the time of the step and not of its launches.
         self._plans.record_step_time(result, time.perf_counter() - started)
         run.state.global_step += 1

@@ -13,13 +13,14 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from peft_mux.checkpoint.task_state import TaskState, gather_task, split_state, take_snapshot
+from peft_mux.checkpoint.task_state import TaskState, gather_task, split_state, take_from, take_snapshot
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.parallelize import ModelPart, ParallelModel, begin_from_adapters, register_tasks
 from peft_mux.engine.tasks.optimizer import LastFiniteWeights, TaskOptimizer
 from peft_mux.engine.tasks.setup import decide_sharing
+from peft_mux.engine.tasks.sharding import OptimizerShards
 from peft_mux.engine.tasks.task_run import ResolvedTask, TaskRun
 from peft_mux.modeling.model import MultiTaskPeftModel, reason_of_backbone
 from peft_mux.reporting.callbacks import TaskCallbacks
@@ -42,6 +43,7 @@ class Placement:
         part: which part of the model this process holds.
         outline: the whole model, possibly without weights, from which plans are made; `None` while it is released.
         model: the model that trains, or its description before it is loaded; `None` while it is released.
+        shards: which process steps which task; `None` if each process steps all of them.
         lock: held while adapters come and go, and by threads that look at them.
         on_change: called after `model` or `outline` became another object.
 
@@ -58,6 +60,7 @@ class Placement:
         self.model: Any = described
         self.outline: Any = described
         self._parallel: ParallelModel | None = None
+        self.shards: OptimizerShards | None = None
         self.on_change: Callable[[], None] = lambda: None
         self.part = self.part_for_layout(run.layout)
         # Read now, as a stage later holds only some of the modules.
@@ -92,15 +95,20 @@ class Placement:
             if self._parallel is None:
                 self._run.processes.connect()
                 plan = None if self.part.num_stages == 1 else plan_stages()
-                self._parallel = self.part.parallelize(self.model, self.tasks, plan, self._run.processes)
+                processes = self._run.processes
+                is_sharded = self._run.args.shard_optimizer and not processes.is_alone
+                self.shards = OptimizerShards(processes, self._run.table, self.model) if is_sharded else None
+                keeper_of = None if self.shards is None else self.shards.keeper_of
+                self._parallel = self.part.parallelize(self.model, self.tasks, plan, processes, keeper_of)
                 self.model = self._parallel.model
+                if self.shards is not None:
+                    self.shards.model = self.model
                 if self._parallel.is_whole:
                     self.outline = self.model  # a part has no shapes of whole parameters, which plans need
-                if self._run.layout.is_data_parallel:
+                if self._run.layout.is_data_parallel and self.shards is None:
                     self._run.saver.use_parts(None)
                 else:
-                    gather = self._run.processes.gather
-                    self._run.saver.use_parts(self._gather_state, lambda saved: all(gather(saved)))
+                    self._run.saver.use_parts(self._gather_state, lambda saved: all(processes.gather(saved)))
                 self.on_change()
             return self._parallel.samples
 
@@ -157,20 +165,30 @@ class Placement:
     def make_optimizer(self, run: TaskRun) -> None:
         """Give a task its optimizer, and the copy of its weights to which it falls back if a step is not finite."""
         parameters, slab = self.model.task_parameters(run.name), self.model.registry.slab_of(run.name)
+        before, run.optimizer = run.optimizer, None
+        keeper = 0
+        if self.shards is not None:
+            keeper = self.shards.choose_keeper() if before is None else before.keeper
         run.optimizer = TaskOptimizer(run.name, parameters, run.hyper, run.num_steps, self._run.args, slab)
+        run.optimizer.keeper = keeper
+        run.optimizer.steps_here = self.shards is None or keeper == self._run.processes.rank
         run.last_good = LastFiniteWeights({f"page_{number}": page.values for number, page in enumerate(slab.pages)})
 
     def _gather_state(self, run: TaskRun, *, only_weights: bool = False) -> TaskState | None:
         """Return a task's state, assembled from the parts of the first replica; `None` except on the first process."""
+        if self.shards is not None:
+            keeper = 0 if only_weights or run.optimizer is None else run.optimizer.keeper
+            return take_from(self._run.processes, keeper, lambda: self._own_state(run, only_weights=only_weights))
         # Replicas hold equal adapters after every step, so one of them is enough.
         if self.part.place.replica > 0:
             return None
-        if only_weights:
-            own = TaskState(split_state(self.model.task_parameters(run.name), None).weights, {}, {}, {})
-        else:
-            own = take_snapshot(run, self.model)
-        pieces = self.model.registry.pieces_of(run.name)
+        own, pieces = self._own_state(run, only_weights=only_weights), self.model.registry.pieces_of(run.name)
         return gather_task(self._run.processes, self._run.layout, pieces, own)
+
+    def _own_state(self, run: TaskRun, *, only_weights: bool) -> TaskState:
+        if only_weights:
+            return TaskState(split_state(self.model.task_parameters(run.name), None).weights, {}, {}, {})
+        return take_snapshot(run, self.model)
 
     # ------------------------------------------------------------------ other replicas
 

@@ -101,6 +101,8 @@ class TaskOptimizer:
         schedule: torch's schedule of the learning rate.
         parameters: the tensors that the optimizer steps: parameters or pages.
         kinds: for each parameter group one of `PAGE_KINDS`.
+        keeper: rank of the process that keeps the state and takes the steps (`OptimizerShards`).
+        steps_here: whether this process does; it does by default.
         failure: why no further step is possible, if the schedule has no valid learning rate for it; else empty.
 
     Raises:
@@ -139,6 +141,7 @@ class TaskOptimizer:
         ]
         self.parameters: list[nn.Parameter] = [parameter for group in groups for parameter in group["params"]]
         self.max_grad_norm = hyper.max_grad_norm
+        self.keeper, self.steps_here = 0, True
         self.failure = ""
         self._counts: dict[nn.Parameter, _Count] = {}
         try:
@@ -183,6 +186,12 @@ class TaskOptimizer:
         if self.max_grad_norm > 0 and not is_short:
             nn.utils.clip_grads_with_norm_(self.parameters, self.max_grad_norm, gradient_norm)
         self.optimizer.step()
+        self.advance_schedule()
+        self.zero_gradients()
+
+    def skip_step(self) -> None:
+        """Advance the schedule for a step that another process takes."""
+        self.optimizer._opt_called = True  # otherwise the schedule warns about a wrong order
         self.advance_schedule()
         self.zero_gradients()
 
@@ -231,7 +240,7 @@ class TaskOptimizer:
             task: column of the task among the verdicts.
             last_finite: receives the weights before the update.
         """
-        if not self._can_join():
+        if not self.steps_here or not self._can_join():
             return []
         updates = []
         for group in self.optimizer.param_groups:

@@ -428,6 +428,9 @@ class TaskTable:
                 with guard_user_code(name, "optimizer"):
                     if name in joined:
                         optimizer.advance_schedule()
+                    elif not optimizer.steps_here:
+                        last_good.keep()
+                        optimizer.skip_step()
                     else:
                         # Before the step: these weights gave a finite loss, and the step may make them NaN.
                         last_good.keep()

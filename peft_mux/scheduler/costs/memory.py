@@ -24,8 +24,8 @@ _OPTIMIZER_BYTES_PER_PARAMETER = 8
 """Two Adam moments in fp32."""
 _ADAPTER_ITEM_BYTES = 4
 """Bytes of an fp32 weight of an adapter."""
-_ADAPTER_BYTES_PER_PARAMETER = 3 * _ADAPTER_ITEM_BYTES + _OPTIMIZER_BYTES_PER_PARAMETER
-"""fp32 weight, gradient, and the last good copy; optimizer state."""
+_ADAPTER_BYTES_PER_PARAMETER = 3 * _ADAPTER_ITEM_BYTES
+"""fp32 weight, gradient, and the last good copy."""
 _UPDATE_BYTES_PER_PARAMETER = 8
 """Two buffers of the size of the weights while AdamW updates a page."""
 _TRANSIENT_COPIES = 4
@@ -125,6 +125,7 @@ class MemoryModel:
         layers_per_stage: the layers of each of the S stages; by default as equal as can be.
         device_type: "cuda" or "cpu", which decides the blocks of the loss and the margin of the allocator.
         backbone_shards: replicas that divide the frozen weights of each stage (FSDP2); each gathers one unit at a time.
+        optimizer_shards: replicas among which the optimizer states of whole tasks are divided.
         passes_in_turns: passes that compute in turns (M §3.4.2); each of them stops in the middle of a layer or of the
             loss, and holds its transient buffers until its turn comes again.
     """
@@ -138,6 +139,7 @@ class MemoryModel:
     layers_per_stage: tuple[int, ...] | None = None
     device_type: str = "cuda"
     backbone_shards: int = 1
+    optimizer_shards: int = 1
     passes_in_turns: int = 1
 
     @property
@@ -224,18 +226,22 @@ class MemoryModel:
             gathered = _GATHERED_COPIES * max(parts.layer_bytes, before, after)
             backbone = backbone / self.backbone_shards + gathered
         parameters = share * sum(load.device_parameters(devices) for load in loads)
+        # Of whole tasks, the largest may be more than an equal part.
+        largest = share * max((load.device_parameters(devices) for load in loads), default=0)
+        kept = parameters if self.optimizer_shards == 1 else max(parameters / self.optimizer_shards, largest)
+        moments = math.floor(_OPTIMIZER_BYTES_PER_PARAMETER * kept)
         # Kernels read copies in the dtype of the activations, unless that is the dtype of the weights.
         copies = self.shape.activation_bytes if self.shape.activation_bytes != _ADAPTER_ITEM_BYTES else 0
         activations = in_flight * self.activation_bytes(tokens, stage)
         # When tasks are updated, activations are gone and buffers as large as one task's weights are there.
-        update = _UPDATE_BYTES_PER_PARAMETER * share * max((one.device_parameters(devices) for one in loads), default=0)
+        update = _UPDATE_BYTES_PER_PARAMETER * largest
         workspace = max(self.workspace_bytes(tokens, stage, loads), math.ceil(update) - activations)
         return MemoryEstimate(
             backbone_bytes=math.ceil(backbone),
-            adapter_bytes=math.ceil((_ADAPTER_BYTES_PER_PARAMETER + copies) * parameters),
+            adapter_bytes=math.ceil((_ADAPTER_BYTES_PER_PARAMETER + copies) * parameters) + moments,
             activation_bytes=activations,
             workspace_bytes=workspace + math.ceil(self.margin * (activations + workspace)),
-            optimizer_bytes=math.floor(_OPTIMIZER_BYTES_PER_PARAMETER * parameters),
+            optimizer_bytes=moments,
         )
 
     def _num_layers(self, stage: int) -> int:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from peft_mux.scheduler.replicas.facts import ReplicaFacts
-
-_GRADIENT_BYTES = 4
-"""Gradients of adapters are fp32."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -27,15 +24,17 @@ class GradientExchange:
     Attributes:
         loads: the adapters of the tasks.
         facts: the devices and their links; without a known link, all seconds are 0.
+        gradient_bytes: bytes of a gradient as it is sent.
     """
 
     loads: tuple[TaskLoad, ...]
     facts: ReplicaFacts
+    gradient_bytes: int = 4
 
     def device_bytes(self, config: ParallelConfig) -> tuple[float, float]:
         """Return the bytes of gradients on a device of a replica: of whole factors, and of factors that are cut."""
-        cut = _GRADIENT_BYTES * sum(load.cut_parameters for load in self.loads)
-        whole = _GRADIENT_BYTES * sum(load.trainable_parameters for load in self.loads) - cut
+        cut = self.gradient_bytes * sum(load.cut_parameters for load in self.loads)
+        whole = self.gradient_bytes * sum(load.trainable_parameters for load in self.loads) - cut
         return whole / config.pp, cut / config.num_gpus
 
     def seconds(self, configs: Sequence[ParallelConfig], counts: np.ndarray) -> np.ndarray:
@@ -79,7 +78,7 @@ class GradientExchange:
 
     def of(self, name: str) -> GradientExchange:
         """Return the exchange of one task alone."""
-        return GradientExchange(tuple(load for load in self.loads if load.name == name), self.facts)
+        return replace(self, loads=tuple(load for load in self.loads if load.name == name))
 
     def seconds_of(self, groups: Sequence[ReplicaGroup]) -> float:
         """Return the seconds of one deployment."""

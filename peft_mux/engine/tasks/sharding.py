@@ -1,0 +1,81 @@
+"""`OptimizerShards`: each task's optimizer state is kept by one of the processes only (ZeRO-1, by whole tasks).
+
+With data parallelism every process would hold the same moments of all tasks, 8 bytes for each adapter parameter with
+AdamW. Here each task has an *keeper*, the process that had least to keep when the task started::
+
+    gradients of a task    reduced to its keeper, instead of to all processes
+    norm                   computed by the keeper, and sent to all, so that all reach the same verdict
+    optimizer step         taken by the keeper
+    weights                sent by the keeper to all
+
+A reduction and a broadcast send as much as the all-reduce that they replace. Whole tasks need no rule for how an
+optimizer may be cut, so any `optim` works; there should be at least as many tasks as processes.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+from typing import Any
+
+import torch
+
+from peft_mux.engine.processes import Processes
+from peft_mux.engine.tasks.task_run import TaskTable
+from peft_mux.engine.work import StepResult
+
+
+class OptimizerShards:
+    """Assigns tasks to processes, and sends what keepers compute.
+
+    Args:
+        processes: the processes of the run, each of which holds the whole model.
+        table: all tasks of the run.
+        model: the model of this process.
+    """
+
+    def __init__(self, processes: Processes, table: TaskTable, model: Any) -> None:
+        self.processes, self.table, self.model = processes, table, model
+
+    def choose_keeper(self) -> int:
+        """Return the rank that keeps the fewest parameters now; the same on all processes."""
+        kept = Counter(dict.fromkeys(range(self.processes.world_size), 0))
+        for run in self.table:
+            if run.optimizer is not None:
+                kept[run.optimizer.keeper] += sum(item.numel() for item in run.optimizer.parameters)
+        return min(kept, key=lambda rank: (kept[rank], rank))
+
+    def keeper_of(self, name: str) -> int:
+        """Return the rank of a running task's keeper."""
+        optimizer = self.table[name].optimizer
+        assert optimizer is not None, "a running task has an optimizer"
+        return optimizer.keeper
+
+    def apply(self, result: StepResult) -> None:
+        """Step every task on its keeper, as `TaskTable.apply` does, and send the new weights to all processes.
+
+        Args:
+            result: the step, with the norms that keepers have computed.
+
+        Raises:
+            ProcessError: if another process has failed, died or hangs.
+        """
+        assert result.norms is not None, "GradientSync sends the norms of keepers to all"
+        outcomes = self.table.update(result.losses, [result.norms[name] for name in result.losses])
+        # An optimizer raises on its keeper alone, and all processes must end its task in this step.
+        own = {name: one.error for name, one in outcomes.items() if one.error}
+        errors: dict[str, str] = {}
+        if any(count for (count,) in self.processes.exchange([len(own)])):
+            for found in self.processes.gather(own):
+                errors |= found
+        keepers = {name: self.keeper_of(name) for name in outcomes}
+        self.table.count(result, {name: replace(one, error=errors.get(name, "")) for name, one in outcomes.items()})
+        # Also of tasks that have just failed: their keepers have the weights that they go back to.
+        with torch.no_grad():
+            pending = [
+                self.processes.broadcast(page.values.detach(), rank)
+                for name, rank in keepers.items()
+                for page in self.model.registry.slab_of(name).pages
+            ]
+        for one in pending:
+            one.wait()

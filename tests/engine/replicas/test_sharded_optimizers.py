@@ -1,0 +1,174 @@
+"""`shard_optimizer` and `reduce_dtype`: results equal those of replicas that keep everything; what is kept and sent."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from peft_mux import ConfigError, MultiTaskTrainingArguments
+from peft_mux.engine.layout import ParallelLayout, check_layout
+from tests.engine.processes.cases import launch, values
+from tests.engine.replicas import layout_cases as cases
+from tests.engine.replicas.layout_cases import LaidOut
+from tests.invariants import mux_lab as lab
+
+pytestmark = pytest.mark.distributed
+
+
+class Kept(NamedTuple):
+    """What a run showed to one process, the elements of optimizer states that it kept after step 2, and bytes sent."""
+
+    laid: LaidOut
+    moments: dict[str, int]
+    num_bytes: int
+    said: list[str]
+
+
+def train(rank: int, folder: Path, arguments: dict[str, Any], case: str = "") -> Kept:
+    kept: dict[str, int] = {}
+    sent: list[int] = []
+
+    def look(trainer: Any) -> None:
+        for run in trainer.table:
+            states = [] if run.optimizer is None else run.optimizer.optimizer.state.values()
+            kept[run.name] = sum(
+                item.numel()
+                for state in states
+                for item in state.values()
+                if isinstance(item, torch.Tensor) and item.dim()
+            )
+        sent.append(trainer._placement.executor.sync.num_bytes)
+
+    def poison(trainer: Any) -> None:
+        with torch.no_grad():
+            next(iter(trainer.model.task_parameters("b").values())).fill_(torch.nan)
+
+    def fail(trainer: Any) -> None:
+        def hook(*given: Any) -> None:
+            raise ValueError("no more steps")
+
+        trainer.table["b"].optimizer.optimizer.register_step_pre_hook(hook)
+
+    def arrive(trainer: Any) -> None:
+        trainer.register_tasks([lab.small_task("late", data_seed=9, max_steps=2)])
+
+    def stop(trainer: Any) -> None:
+        trainer.control.should_training_stop = True
+
+    begin = {"nan": {2: poison}, "hook": {2: fail}, "arrival": {1: arrive}}.get(case, {})
+    ends = {2: look} if case != "stop" else {2: stop}
+    watcher = cases.Watcher(at_begin=begin, at_end=ends)
+    optim = {"adafactor": "adafactor", "sgd": "sgd"}.get(case, "adamw_torch")
+    tasks = [
+        lab.small_task("a", data_seed=1, rank=2, lora_dropout=0.1, max_steps=5, optim=optim),
+        lab.small_task("b", data_seed=2, rank=8, length=13, max_steps=5),
+        lab.small_task("c", data_seed=3, rank=4, length=9, max_steps=4, weight_decay=0.1, max_grad_norm=0.01),
+    ]
+    resume = arguments.pop("resume", False)
+    laid = cases.train(folder, cases.backbone("llama"), tasks, watcher=watcher, resume=resume, **arguments)
+    return Kept(laid, kept, sent[0] if sent else 0, laid.report.splitlines())
+
+
+def run(folder: Path, world_size: int, case: str = "", **arguments: Any) -> list[Kept]:
+    return values(launch(world_size, train, folder, arguments, case, limit_s=120))
+
+
+def assert_same(found: LaidOut, wanted: LaidOut, *, first: int = 0, bound: float = 0.0) -> None:
+    """Assert that losses from a step on, and final adapters, are equal in every bit, or within a bound."""
+    assert found.statuses == wanted.statuses
+    assert found.adapters.keys() == wanted.adapters.keys()
+    for name, weights in wanted.adapters.items():
+        if bound:
+            lab.assert_close(found.losses[name], wanted.losses[name][first:], bound, name)
+        else:  # as text, as NaN is not equal to itself
+            assert repr(found.losses[name]) == repr(wanted.losses[name][first:]), name
+        for key, weight in weights.items():
+            assert lab.relative(torch.from_numpy(found.adapters[name][key]), torch.from_numpy(weight)) <= bound, key
+
+
+SHARDED = {"shard_optimizer": True}
+
+
+@pytest.mark.parametrize(
+    "case", ["", "nan", "hook", "arrival", pytest.param("adafactor", marks=pytest.mark.slow), "sgd"]
+)
+def test_two_replicas_end_with_the_same_bits_as_with_all_states_on_both(case: str, tmp_path: Path) -> None:
+    plain, found = run(tmp_path / "plain", 2, case), run(tmp_path / "sharded", 2, case, **SHARDED)
+    for mine, theirs in zip(found, plain, strict=True):
+        # Adafactor sums over a matrix, in an order that depends on where it is in memory.
+        assert_same(mine.laid, theirs.laid, bound=1e-6 if case == "adafactor" else 0.0)
+        assert case == "adafactor" or repr(mine.laid.norms) == repr(theirs.laid.norms)
+    statuses = found[0].laid.statuses
+    assert statuses["b"][0] == ("failed" if case in ("nan", "hook") else "succeeded"), statuses
+    assert found[0].laid.statuses == found[1].laid.statuses
+    if case == "hook":
+        assert "no more steps" in statuses["b"][1]
+
+
+def test_each_state_is_on_one_process_and_no_more_is_sent(tmp_path: Path) -> None:
+    plain, found = run(tmp_path / "plain", 2), run(tmp_path / "sharded", 2, **SHARDED)
+    for name, total in plain[0].moments.items():
+        assert sorted(one.moments[name] for one in found) == [0, total]
+    assert found[0].moments["a"] > 0, "ranks are chosen by what they keep so far"
+    assert found[1].moments["b"] > found[0].moments["a"]
+    kept = [sum(one.moments.values()) for one in found]
+    assert max(kept) < 0.6 * sum(plain[0].moments.values()), "the largest task is on one, the two others on the other"
+    assert found[0].num_bytes == plain[0].num_bytes + 4 * 3, "a norm for each task"
+
+
+@pytest.mark.parametrize("resumed", [{**SHARDED}, {}, {"pipeline_parallel_size": 2}], ids=str)
+def test_a_run_resumes_with_and_without_sharded_states(resumed: dict[str, Any], tmp_path: Path) -> None:
+    whole = run(tmp_path / "whole", 2)[0].laid
+    run(tmp_path / "cut", 2, "stop", **SHARDED)
+    rest = run(tmp_path / "cut", 2, resume=True, **resumed)[0].laid
+    assert_same(rest, whole, first=2, bound=1e-4 if "pipeline_parallel_size" in resumed else 0.0)
+
+
+@pytest.mark.slow
+def test_three_replicas_with_sharded_weights_equal_one_process(tmp_path: Path) -> None:
+    alone = train(0, tmp_path / "alone", {}).laid
+    for arguments in ({}, {"shard_backbone": True}):
+        found = run(tmp_path / f"sharded{len(arguments)}", 3, **SHARDED, **arguments)
+        assert_same(found[0].laid, alone, bound=1e-4)
+
+
+def test_gradients_in_bf16_are_half_the_bytes_and_near_those_in_fp32(tmp_path: Path) -> None:
+    exact = run(tmp_path / "fp32", 2)
+    for arguments in ({}, SHARDED):
+        rounded = run(tmp_path / f"bf16{len(arguments)}", 2, reduce_dtype="bfloat16", **arguments)
+        figures = 4 * (3 + 3 * len(arguments))  # losses and norms, in fp32
+        assert rounded[0].num_bytes - figures == (exact[0].num_bytes - 4 * 3) // 2
+        assert rounded[0].laid.adapters.keys() == exact[0].laid.adapters.keys()
+        for name, losses in exact[0].laid.losses.items():
+            lab.assert_close(rounded[0].laid.losses[name], losses, 2e-2, name)
+            assert rounded[0].laid.norms[name] != exact[0].laid.norms[name]
+            lab.assert_close(rounded[0].laid.norms[name], exact[0].laid.norms[name], 2e-2, name)
+
+
+@pytest.mark.slow
+def test_gradients_of_parts_are_sent_in_bf16_too(tmp_path: Path) -> None:
+    exact = run(tmp_path / "fp32", 4, pipeline_parallel_size=2)
+    rounded = run(tmp_path / "bf16", 4, pipeline_parallel_size=2, reduce_dtype="bfloat16")
+    assert rounded[0].num_bytes < 0.6 * exact[0].num_bytes
+    for name, losses in exact[0].laid.losses.items():
+        lab.assert_close(rounded[0].laid.losses[name], losses, 2e-2, name)
+
+
+@pytest.mark.parametrize(
+    ("layout", "settings", "got"),
+    [
+        ("<1,2>x2", {}, "True with replicas <1,2>x2"),
+        ("<2,1>, <1,1>x2", {}, "True with replicas <2,1>x1, <1,1>x2"),
+        ("<1,1>x2", {"redeploy": True}, "True with redeploy=True"),
+    ],
+)
+def test_layouts_that_divide_states_already_refuse_it(layout: str, settings: dict[str, Any], got: str) -> None:
+    args = MultiTaskTrainingArguments("runs/a", use_cpu=True, shard_optimizer=True, **settings)
+    with pytest.raises(ConfigError, match=r"args\.shard_optimizer must be False .*, got ") as caught:
+        check_layout(
+            ParallelLayout.parse(layout), is_quantized=False, args=args, tasks=[], backbone=cases.backbone("llama")
+        )
+    assert got in str(caught.value)
