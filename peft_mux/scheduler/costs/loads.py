@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import lru_cache
 
 from peft_mux.data.packing.prefixes import RowTrie
 
@@ -129,13 +130,18 @@ def weight_gradient_bytes(loads: Sequence[TaskLoad], tokens: float, hidden_size:
         hidden_size: width of the residual stream, which one end of each linear layer of a decoder layer has.
         devices: devices that share each layer (tensor parallelism).
     """
-    widest = 0.0
-    for load in loads:
-        if load.adapters:
-            padded = sorted((-(-adapter.rank // _RANK_STEP) * _RANK_STEP for adapter in load.adapters), reverse=True)
-            joint_rank = min(sum(padded[:_MOST_JOINT_LAYERS]), max(_MAX_JOINT_RANK, padded[0]))
-            wide = max(adapter.rank * (adapter.device_width(devices) - hidden_size) for adapter in load.adapters)
-            widest = max(widest, joint_rank * hidden_size, wide)
+    widest = max((_widest_gradient(load.adapters, hidden_size, devices) for load in loads), default=0.0)
     # A chunk never crosses a task, so that each task may leave its last one partly empty.
     chunks = min(tokens, tokens // _CHUNK_ROWS + len(loads))
     return chunks * widest * _PART_BYTES
+
+
+@lru_cache(maxsize=4096)
+def _widest_gradient(adapters: tuple[AdapterLoad, ...], hidden_size: int, devices: int) -> float:
+    """Return the elements of a chunk's largest weight gradient; cached, as planners ask for each pass that they try."""
+    if not adapters:
+        return 0.0
+    padded = sorted((-(-adapter.rank // _RANK_STEP) * _RANK_STEP for adapter in adapters), reverse=True)
+    joint_rank = min(sum(padded[:_MOST_JOINT_LAYERS]), max(_MAX_JOINT_RANK, padded[0]))
+    wide = max(adapter.rank * (adapter.device_width(devices) - hidden_size) for adapter in adapters)
+    return max(joint_rank * hidden_size, wide)

@@ -388,9 +388,16 @@ class _Search:
             schedules.append(("1f1b", 1))  # faster for some very unequal buckets
         if self.cost.num_stages == 1:
             schedules = [("1f1b", 1)]  # each backward right after its forward
+        known: dict[tuple[int, ...], BucketLoad] = {}
         for num_buckets in range(1 if is_grouped else len(cuts), len(cuts) + 1):
             buckets = group(first_stage_s, num_buckets)
-            bucket_loads = tuple(self._bucket_load(cuts, bucket, number) for number, bucket in enumerate(buckets, 1))
+            for bucket in buckets:
+                if bucket not in known:  # other numbers of buckets have some of the same
+                    known[bucket] = self._bucket_load(cuts, bucket)
+            word = "bucket" if self.cost.num_stages > 1 or self.width > 1 else "hTask"
+            bucket_loads = tuple(
+                replace(known[bucket], name=f"{word} {number}") for number, bucket in enumerate(buckets, 1)
+            )
             # Building and simulating a template costs far more than the bound that it cannot beat.
             bound = lower_bound_s if self.drains else steady_lower_bound_s
             if bound(bucket_loads, num_chunks=self.num_chunks) >= most_s:
@@ -406,8 +413,8 @@ class _Search:
                 if found.step_s < most_s:
                     self._best, self._best_count, most_s = found, count, found.step_s
 
-    def _bucket_load(self, cuts: Sequence[CutHTask], bucket: Sequence[int], number: int) -> BucketLoad:
-        """Return the cost of a bucket: its hTasks run within one clock, and their times add up."""
+    def _bucket_load(self, cuts: Sequence[CutHTask], bucket: Sequence[int]) -> BucketLoad:
+        """Return the cost of a bucket, without a name: its hTasks run within one clock, and their times add up."""
         own = [cuts[index] for index in bucket]
         fields = self.times.bucket_fields(own)
         # A clock may hold the largest passes of all its hTasks at once.
@@ -415,7 +422,7 @@ class _Search:
         # Hidden states [T, D] go up the pipeline, and gradients of the same size come down.
         sent_tokens = sum(sum(cut.tokens) for cut in own) / fields["num_micro_batches"]
         return BucketLoad(
-            name=f"bucket {number}" if self.cost.num_stages > 1 or self.width > 1 else f"hTask {number}",
+            name="",
             activation_bytes=tuple(
                 self._with_margin(self.memory.activation_bytes(held_tokens, stage)) for stage in self.stages
             ),
