@@ -8,6 +8,7 @@ reason, never accepted and ignored. Values are checked against `_RULES`, `_CHOIC
 from __future__ import annotations
 
 import errno
+import importlib.util
 import json
 import math
 import os
@@ -262,7 +263,8 @@ HONOURED = (
     "logging_strategy logging_steps logging_first_step log_on_each_node log_level log_level_replica disable_tqdm "
     "report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id logging_dir eval_strategy "
     "eval_steps eval_delay eval_on_start load_best_model_at_end metric_for_best_model greater_is_better save_strategy "
-    "save_steps save_total_limit resume_from_checkpoint push_to_hub hub_model_id hub_strategy hub_token "
+    "save_steps save_total_limit resume_from_checkpoint use_liger_kernel liger_kernel_config push_to_hub hub_model_id "
+    "hub_strategy hub_token "
     "hub_private_repo hub_always_push hub_revision local_rank ddp_timeout "
     # Flags for the user's script, which Trainer does not read either.
     "do_train do_eval do_predict"
@@ -293,7 +295,6 @@ REASONS = by_name(
         "torch_compile torch_compile_backend torch_compile_mode": (
             "compile modules of the backbone (layer.mlp.compile()); grouped LoRA is one operator inside them"
         ),
-        "use_liger_kernel": "it replaces the layers that are multiplexed",
         "fsdp fsdp_config": "adapters of many tasks are laid out by peft_mux; set shard_backbone=True for FSDP2",
         "deepspeed parallelism_config": (
             "adapters of many tasks are laid out by peft_mux; set shard_backbone, or the two parallel sizes"
@@ -375,6 +376,17 @@ def _is_report(value: object) -> bool:
     return isinstance(names, (list, tuple)) and all(isinstance(name, str) and name in known for name in names)
 
 
+LIGER_SWITCHES = ("rope", "rms_norm", "swiglu", "geglu", "layer_norm")
+"""What `liger_kernel_config` may switch."""
+
+
+def _is_liger_switch(item: tuple[object, object]) -> bool:
+    name, value = item
+    return (isinstance(name, str) and name in LIGER_SWITCHES and isinstance(value, bool)) or (
+        name in ("cross_entropy", "fused_linear_cross_entropy") and value is False
+    )
+
+
 _COUNT = _integer(1)
 _TEXT = Rule(lambda value: value is None or isinstance(value, str), "a string or None")
 _OPTIONS = Rule(_is_options, "a dict of options, or None")
@@ -411,7 +423,11 @@ _RULES: Mapping[str, Rule] = {
             "dataloader_num_workers dataloader_prefetch_factor": _optional(_integer(0)),
             "ddp_bucket_cap_mb eval_accumulation_steps": _optional(_integer(0)),
             "local_rank": Rule(lambda value: is_integer(value, -1, 2**31 - 1), "the rank set by the launcher"),
-            "share_prefixes last_layer_at_targets": _SWITCH_OR_AUTO,
+            "share_prefixes last_layer_at_targets use_liger_kernel": _SWITCH_OR_AUTO,
+            "liger_kernel_config": Rule(
+                lambda value: value is None or (isinstance(value, dict) and all(map(_is_liger_switch, value.items()))),
+                f"a dict of {', '.join(LIGER_SWITCHES)}, each True or False, or None (losses are computed by peft_mux)",
+            ),
             "lr_scheduler_kwargs activation_checkpointing_kwargs gradient_checkpointing_kwargs": _OPTIONS,
             "project trackio_static_space_id": _TEXT,
             "output_dir": Rule(lambda value: value is None or _is_path(value), "the path of a folder"),
@@ -496,6 +512,11 @@ class MultiTaskTrainingArguments(TrainingArguments):
         cuda_graphs: capture passes of equal shape as CUDA graphs and replay them, which saves the time that the host
             takes to launch them. Passes that cannot be captured run eagerly, and the run says why. Refused without a
             GPU.
+        use_liger_kernel: compute norms, rotary embeddings and gated MLPs of the backbone by Liger's fused kernels; its
+            losses are not used. "auto", the default, does so on a GPU if liger-kernel is installed, each process holds
+            all layers, and the results are those of the backbone's own code, which is tried before the first step;
+            True also ends the run with the reason if it cannot be done. `liger_kernel_config` switches single kernels,
+            as in `{"rope": False}`.
         tensor_parallel_size: processes that share every layer of a replica of the backbone.
         pipeline_parallel_size: stages of whole layers of a replica; the remaining processes make further replicas,
             which share the rows of each step.
@@ -557,6 +578,9 @@ class MultiTaskTrainingArguments(TrainingArguments):
     replan_steps: int = field(default=20, metadata={"help": "Steps after which a new plan is considered."})
     replan_gain: float = field(default=0.05, metadata={"help": "How much faster it must be, as a share."})
     quarantine_policy: str = field(default="quarantine", metadata={"help": "quarantine or stop."})
+    use_liger_kernel: bool | str = field(  # type: ignore[assignment]
+        default="auto", metadata={"help": "Fused norms, RoPE and MLPs of Liger: True, False, auto."}
+    )
     cuda_graphs: bool = field(default=False, metadata={"help": "Replay passes as CUDA graphs."})
     tensor_parallel_size: int = field(default=1, metadata={"help": "Processes that share every layer."})
     pipeline_parallel_size: int = field(default=1, metadata={"help": "Stages of whole layers."})
@@ -706,8 +730,12 @@ def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
                 faults.append(Fault(where, shown(value), rule.allowed))
     if args.tf32 is True and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8):
         faults.append(Fault("args.tf32", "True", "False or None", "Reason: it needs a GPU of Ampere or later."))
-    if args.cuda_graphs is True and (args.use_cpu is True or not torch.cuda.is_available()):
+    on_cpu = args.use_cpu is True or not torch.cuda.is_available()
+    if args.cuda_graphs is True and on_cpu:
         faults.append(Fault("args.cuda_graphs", "True", "False", "Reason: a CPU has no CUDA graphs."))
+    if args.use_liger_kernel is True and (on_cpu or importlib.util.find_spec("liger_kernel") is None):
+        why = "Reason: its kernels need a GPU." if on_cpu else "Install it: pip install 'peft-mux[liger]'."
+        faults.append(Fault("args.use_liger_kernel", "True", '"auto" or False', why))
     if args.bf16 is False and (launched := _precision_of_launcher()) != "no":
         reason = f"Reason: {reason_against('fp16') if launched == 'fp16' else 'adapters train in bf16 or fp32'}."
         faults.append(Fault("accelerate launch --mixed_precision", launched, "bf16 or no", reason))

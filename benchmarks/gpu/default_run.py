@@ -1,7 +1,8 @@
 """The part `default run` of `benchmarks.gpu`: `MultiTaskTrainer.train()` as users call it, on rows of unequal lengths.
 
 It compares the predicted peak of memory with the measured one, and shows the time of each step with everything that a
-user waits for: planning, packing, callbacks and the updates.
+user waits for: planning, packing, callbacks and the updates. If liger-kernel is installed, the larger batches are
+trained with it as well.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from benchmarks.gpu.rehearsal import stand_ins
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.roofline import Backbone
 from benchmarks.gpu.settings import Settings, free
+from peft_mux.modeling.backbone.liger import has_liger
 
 NUM_STEPS = 6
 """The first two compile and allocate."""
@@ -45,11 +47,12 @@ def default_rows(settings: Settings) -> Iterator[Row]:
             vocab_size=shape.vocab_size,
             batch_size=batch_size,
         )
+        name = f"{shape.num_layers} layers, {num_tasks} nonuniform x {batch_size} rows"
         free(settings.device)
-        yield (
-            f"{shape.num_layers} layers, {num_tasks} nonuniform x {batch_size} rows",
-            _measured(settings, shape, workload),
-        )
+        yield name, _measured(settings, shape, workload, with_liger=False)
+        if batch_size == max(BATCH_SIZES) and has_liger():
+            free(settings.device)
+            yield f"{name}, Liger", _measured(settings, shape, workload, with_liger=True)
 
 
 class _StepClock(TrainerCallback):
@@ -65,7 +68,7 @@ class _StepClock(TrainerCallback):
         self.at_s.append(time.perf_counter())  # the step has read its losses, so its passes are done
 
 
-def _measured(settings: Settings, shape: Backbone, workload: Any) -> dict[str, Any]:
+def _measured(settings: Settings, shape: Backbone, workload: Any, *, with_liger: bool) -> dict[str, Any]:
     from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
 
     tasks = [
@@ -86,6 +89,7 @@ def _measured(settings: Settings, shape: Backbone, workload: Any) -> dict[str, A
             output_dir=folder,
             use_cpu=not is_cuda,
             bf16=not settings.is_rehearsal,
+            use_liger_kernel=with_liger,
             save_strategy="no",
             disable_tqdm=True,
             report_to="none",

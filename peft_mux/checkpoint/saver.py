@@ -62,6 +62,7 @@ def numerics_of(args: MultiTaskTrainingArguments) -> dict[str, Any]:
         "device": torch.cuda.get_device_name(device) if is_cuda else device.type,
         "threads": None if is_cuda else torch.get_num_threads(),
         "attention": "by groups of equal length" if kernel is None else f"{kernel.library} varlen",
+        "liger": (installed_version("liger-kernel") if is_cuda and args.use_liger_kernel else None) or "not used",
     }
 
 

@@ -31,8 +31,10 @@ from peft_mux.engine.tasks.task_run import ResolvedTask
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.engine.tensor.parallel import PEFT_PREFIX, TensorLinks, TensorParallelModel
 from peft_mux.errors import CheckpointError, ConfigError
+from peft_mux.kernels.availability import runs_kernels
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.layer import lowest_layer
+from peft_mux.modeling.backbone.liger import fuse_layers, has_liger
 from peft_mux.modeling.backbone.modules import adaptable_modules, is_meta
 from peft_mux.modeling.backbone.shape import weight_samples
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -168,6 +170,7 @@ class ModelPart:
             # precision, so the model's own is enough there.
             is_autocast = args.bf16 and args.device.type == "cuda"
             with torch.autocast(args.device.type, dtype=torch.bfloat16) if is_autocast else nullcontext():
+                self._fuse_layers(model)
                 model.verify_once()
         begin_from_adapters(model, tasks)
         self._prepare_last_layer(model, stage)
@@ -221,6 +224,21 @@ class ModelPart:
             seeds, dtype = seeds_of(tasks), self.source.dtype
             stage = load_stage(folder, configs_of(tasks), stages, self.place.stage, seeds=seeds, dtype=dtype)
         return assign_settings(stage.model, tasks), stage
+
+    def _fuse_layers(self, model: MultiTaskPeftModel) -> None:
+        """Let the backbone compute by Liger's kernels if the arguments ask for it or leave it open.
+
+        Raises:
+            ConfigError: if it was asked for and cannot be done.
+        """
+        wanted = self.args.use_liger_kernel
+        if wanted is False or (wanted == "auto" and not (has_liger() and runs_kernels(model.device))):
+            return
+        reason = fuse_layers(model, self.args.liger_kernel_config)
+        if reason and wanted is True:
+            raise ConfigError(f"args.use_liger_kernel must be False for this model, got True: {reason}.")
+        if reason:
+            warnings.warn(f"norms, RoPE and MLPs are not fused, because {reason}.", stacklevel=2)
 
     def _prepare_last_layer(self, model: MultiTaskPeftModel, stage: StageModel | None) -> None:
         """Restrict the last layer to the rows that losses read, if the arguments allow it; warn if it is impossible."""

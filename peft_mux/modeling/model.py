@@ -51,6 +51,7 @@ from peft_mux.modeling.adapters.tuners import merge_and_unload
 from peft_mux.modeling.attention.attention_stream import AttentionStream, KeyValueRows
 from peft_mux.modeling.attention.packed import ATTENTION_NAME, register_attention
 from peft_mux.modeling.attention.rows import ReadRows
+from peft_mux.modeling.backbone.liger import unfuse
 from peft_mux.modeling.backbone.modules import is_meta, language_model, modules_below_adapters, without_head
 from peft_mux.modeling.backbone.probe import ComputingPath, check_backbone, check_packing, path_of, position_offset
 from peft_mux.modeling.backbone.quantized import prepare_quantized
@@ -503,6 +504,7 @@ class MultiTaskPeftModel(PeftModel):
         """
         require_whole(self, "unload")
         self.remove_tasks(self.tasks)
+        unfuse(self.backbone)
         self._origin.restore(self.backbone)
         return self.backbone
 

@@ -14,6 +14,7 @@ from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import installed_version
 from peft_mux.kernels.availability import reason_against_kernels
+from peft_mux.modeling.backbone.liger import is_fused
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.units import MEMORY, bytes_text, step_time_text
@@ -51,6 +52,7 @@ def banner_lines(
     adapter_parameters = [sum(own.numel() for own in model.task_parameters(name).values()) for name in model.tasks]
     num_parameters = model.backbone.num_parameters() - sum(adapter_parameters)
     kernels = reason_against_kernels(args.device)
+    fused = "; norms, RoPE and MLPs by Liger" if is_fused(model.backbone) else ""
     saved = "nothing is saved" if args.save_strategy == "no" else "Ctrl-C ends the run with everything saved"
     versions = {name: installed_version(name) or "(checkout)" for name in ("peft-mux", "transformers", "peft")}
 
@@ -88,7 +90,7 @@ def banner_lines(
         f"model    {kind if name == kind else f'{name}: {kind}'}, {num_parameters:,} parameters, {dtype}{notes}",
         f"tasks    {', '.join(tasks)}",
         *([f"begins   {'; '.join(starts)}"] if starts else []),
-        f"kernels  {'Triton' if kernels is None else f'torch, not Triton: {kernels}'}; attention {attention}",
+        f"kernels  {'Triton' if kernels is None else f'torch, not Triton: {kernels}'}{fused}; attention {attention}",
         f"plan     {', '.join(planned)}",
         f"memory   {bytes_text(peak)} {MEMORY.words} at its peak, predicted{limit}",
         f"output   {root}; {saved}",

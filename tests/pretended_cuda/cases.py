@@ -2,7 +2,7 @@
 
 In a process of its own: `python tests/pretended_cuda/cases.py LIBRARY '{"name": {...}}'`; the fields of a case
 are those of `steps.Case`, or with "kind" the arguments of `loading.load` ("load"), `memory.kept` ("memory") or
-`ragged.train` ("ragged").
+`ragged.train` ("ragged") or `elementwise.traffic` ("elementwise").
 """
 
 from __future__ import annotations
@@ -20,12 +20,14 @@ def main(library: str, cases: dict[str, dict[str, Any]]) -> None:
     """Run cases; one that raises has its error for a result."""
     pretended_cuda.load(library)
     # Only now, as this imports torch.
+    from tests.pretended_cuda.elementwise import traffic
     from tests.pretended_cuda.loading import load as load_backbone
     from tests.pretended_cuda.memory import kept
     from tests.pretended_cuda.ragged import train as train_ragged
     from tests.pretended_cuda.steps import train
 
     kinds: dict[str, Any] = {"train": train, "load": load_backbone, "memory": kept, "ragged": train_ragged}
+    kinds["elementwise"] = traffic
 
     found: dict[str, Any] = {}
     for name, fields in cases.items():

@@ -87,7 +87,8 @@ def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capabil
     arguments: list[int] = []
     for index, param in enumerate(kernel.params):
         value = bound.arguments[param.name]
-        if param.is_constexpr or (type(value) is int and value == 1 and not param.do_not_specialize):
+        is_one = type(value) is int and value == 1 and not param.do_not_specialize
+        if param.is_constexpr or value is None or is_one:
             signature[param.name], constants[index,] = "constexpr", value
             continue
         if isinstance(value, torch.Tensor):

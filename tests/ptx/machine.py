@@ -265,12 +265,15 @@ _FLOAT_OPS: dict[str, Callable[..., np.ndarray]] = {
     "lg2": np.log2,
     "rcp": np.reciprocal,
     "sqrt": np.sqrt,
+    "rsqrt": lambda x: np.reciprocal(np.sqrt(x)),
 }
 _INTEGER_OPS: dict[str, Callable[..., np.ndarray]] = {
     "add": np.add,
     "sub": np.subtract,
     "mul": np.multiply,
     "mad": lambda a, b, c: a * b + c,
+    "div": lambda a, b: np.trunc(a / b).astype(np.int64),
+    "rem": np.fmod,
     "neg": np.negative,
     "abs": np.abs,
     "max": np.maximum,
@@ -423,10 +426,10 @@ class Block:
             return np.bitwise_or.reduce(found)
         if name == "cvt":
             return self._converted(one, bits)
-        if name not in (_FLOAT_OPS if kind == "f32" else _INTEGER_OPS):
+        if name not in (_FLOAT_OPS if kind in ("f32", "bf16") else _INTEGER_OPS):
             raise PtxFault("the machine does not know this opcode")
-        if kind == "f32":
-            return _FLOAT_OPS[name](*map(_to_f32, bits))
+        if kind in ("f32", "bf16"):
+            return _FLOAT_OPS[name](*(_typed(one_bits, kind) for one_bits in bits))
         if "hi" in one.parts:
             assert kind == "u32", one.text
             upper = ((bits[0] & LOW_32) * (bits[1] & LOW_32)) >> np.uint64(32)
