@@ -57,12 +57,13 @@ def shard_backbone(
     """Shard the frozen weights of a model over processes, in place; all processes of the run must call this.
 
     Each process must hold the same complete weights, of all layers or of its stage, and keeps 1/n of them. Call this
-    after probing the packing and computing the fingerprint, which read complete weights, and after moving and casting
-    the model, because FSDP2 fixes device and dtype at the first all-gather. Peak memory is that of loading the complete
-    weights, plus one shard of the unit that is being sharded. Poolers and classification heads are not sharded.
+    after probing the packing and computing the fingerprint, which read complete weights, and after casting the model.
+    The model may be on the CPU: each unit is moved to the device of the processes and cut before the next one, so that
+    a device never holds more than its shards and one unit. What is not sharded (adapters, poolers, classification
+    heads) is moved by the caller.
 
     Args:
-        model: the whole model, or a stage of it, on its device, with any tasks; more may be registered later.
+        model: the whole model, or a stage of it, with any tasks; more may be registered later.
         processes: the processes of the run, connected.
         sets: ranks of the processes that hold the same weights, for each part of the backbone; by default all processes
             hold the whole backbone.

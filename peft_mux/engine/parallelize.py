@@ -160,26 +160,31 @@ class ModelPart:
         # always use links that support interleaved passes.
         links = TensorLinks(layout.tensor_groups, processes) if layout.is_tensor_parallel else None
         turn_links = None if links is None else TurnLinks(links)
-        if stage is None and not self.is_whole:
+        is_sharded = args.shard_backbone and not processes.is_alone
+        if stage is None and (is_sharded or not self.is_whole):
             model.verify_once()  # a part of a model computes nothing by itself
         tensor_parallel = None if turn_links is None else TensorParallelModel(model, turn_links)
 
+        sharded = None
+        if is_sharded:
+            # FSDP2 moves one unit to the device and cuts it before the next one.
+            self._prepare_last_layer(model, stage)
+            sharded = shard_frozen_weights(model, stage, processes, layout)
         model.to(args.device)  # only now, so that no device ever holds what it does not keep
-        if self.is_whole:
-            # Packing is verified on the device and in the precision of the passes. A CPU runs the same code in every
-            # precision, so the model's own is enough there.
-            is_autocast = args.bf16 and args.device.type == "cuda"
-            with torch.autocast(args.device.type, dtype=torch.bfloat16) if is_autocast else nullcontext():
-                self._fuse_layers(model)
-                model.verify_once()
+        if not is_sharded:
+            if self.is_whole:
+                # Packing is verified on the device and in the precision of the passes. A CPU runs the same code in
+                # every precision, so the model's own is enough there.
+                is_autocast = args.bf16 and args.device.type == "cuda"
+                with torch.autocast(args.device.type, dtype=torch.bfloat16) if is_autocast else nullcontext():
+                    self._fuse_layers(model)
+                    model.verify_once()
+            self._prepare_last_layer(model, stage)
         begin_from_adapters(model, tasks)
-        self._prepare_last_layer(model, stage)
         if args.uses_checkpointing:
             model.activation_checkpointing_enable(**args.checkpointing_kwargs)
         model.train()
 
-        is_sharded = args.shard_backbone and not processes.is_alone
-        sharded = shard_frozen_weights(model, stage, processes, layout) if is_sharded else None
         interleaving = None
         if turn_links is not None and turn_links.size > 1:
             # The plan determines how many passes are interleaved.

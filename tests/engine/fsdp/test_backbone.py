@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +11,9 @@ import numpy as np
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
+from torch.distributed.tensor import DTensor
 
+from peft_mux.engine import fsdp
 from peft_mux.engine.fsdp import ShardedBackbone
 from peft_mux.engine.processes import Processes
 from peft_mux.errors import UnsupportedModelError
@@ -18,6 +21,8 @@ from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.engine.fsdp import cases
 from tests.engine.fsdp.cases import Case, Seen
 from tests.engine.processes.cases import launch, values
+from tests.engine.replicas import layout_cases
+from tests.invariants import mux_lab as lab
 
 pytestmark = pytest.mark.distributed
 
@@ -121,3 +126,55 @@ def test_a_model_whose_layers_cannot_be_told_is_refused() -> None:
         match="LlamaForCausalLM must keep its 7 decoder layers in one list with shard_backbone=True",
     ):
         ShardedBackbone(model, Processes(), mesh=None)  # type: ignore[arg-type]
+
+
+def bytes_while_sharding(rank: int, folder: Path) -> tuple[int, int, int, list[int]]:
+    """Return the most bytes of frozen weights that a process's device held, its shards, the largest unit, and moves."""
+    from torch.distributed.fsdp._fully_shard import _fsdp_init
+
+    held, peaks, units, moved = [0], [0], [0], []
+    move, shard = _fsdp_init._move_states_to_device, fsdp.fully_shard
+    to = MultiTaskPeftModel.to
+
+    def noted_move(params: list[Any], buffers: list[Any], device: Any) -> None:
+        units.append(sum(item.nbytes for item in params))
+        move(params, buffers, device)
+        peaks.append(held[0] + units[-1])
+
+    def noted_shard(unit: Any, **options: Any) -> Any:
+        found = shard(unit, **options)
+        held[0] = sum(item.to_local().nbytes for item in model.backbone.parameters() if isinstance(item, DTensor))
+        return found
+
+    def noted_to(self: Any, *args: Any, **options: Any) -> Any:
+        moved.append(sum(item.nbytes for item in self.backbone.parameters() if not isinstance(item, DTensor)))
+        return to(self, *args, **options)
+
+    model: Any = None
+    wrap = MultiTaskPeftModel.verify_once
+
+    def noted_model(self: Any) -> None:
+        nonlocal model
+        model = self
+        wrap(self)
+
+    with pytest.MonkeyPatch.context() as patch:
+        for place in [module for name, module in sys.modules.items() if "_fully_shard" in name]:
+            if hasattr(place, "_move_states_to_device"):
+                patch.setattr(place, "_move_states_to_device", noted_move)
+        patch.setattr(fsdp, "fully_shard", noted_shard)
+        patch.setattr(MultiTaskPeftModel, "to", noted_to)
+        patch.setattr(MultiTaskPeftModel, "verify_once", noted_model)
+        task = lab.small_task("a", data_seed=1, max_steps=1)
+        layout_cases.train(folder, layout_cases.backbone("llama"), [task], shard_backbone=True)
+    return max(peaks), held[0], max(units), moved
+
+
+def test_a_device_never_holds_more_than_its_shards_and_one_unit(tmp_path: Path) -> None:
+    whole = sum(item.nbytes for item in layout_cases.backbone("llama").parameters())
+    for peak, shards, unit, moved in values(launch(2, bytes_while_sharding, tmp_path)):
+        assert 0.5 * whole <= shards <= 0.51 * whole
+        assert unit < 0.3 * whole
+        assert peak <= shards + unit
+        assert len(moved) == 1
+        assert 0 < moved[0] < 0.25 * whole, "only adapters are left to move"
