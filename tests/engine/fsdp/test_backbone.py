@@ -173,7 +173,7 @@ def bytes_while_sharding(rank: int, folder: Path) -> tuple[int, int, int, list[i
 def test_a_device_never_holds_more_than_its_shards_and_one_unit(tmp_path: Path) -> None:
     whole = sum(item.nbytes for item in layout_cases.backbone("llama").parameters())
     for peak, shards, unit, moved in values(launch(2, bytes_while_sharding, tmp_path)):
-        assert 0.5 * whole <= shards <= 0.51 * whole
+        assert 0.49 * whole <= shards <= 0.51 * whole
         assert unit < 0.3 * whole
         assert peak <= shards + unit
         assert len(moved) == 1
