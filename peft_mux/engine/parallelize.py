@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.engine.allocator import use_expandable_segments
 from peft_mux.engine.backbone_source import BackboneSource, assign_settings
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp import PassPart, ShardedBackbone, shard_backbone
@@ -170,6 +171,8 @@ class ModelPart:
             # FSDP2 moves one unit to the device and cuts it before the next one.
             self._prepare_last_layer(model, stage)
             sharded = shard_frozen_weights(model, stage, processes, layout)
+        if args.device.type == "cuda":
+            use_expandable_segments()
         model.to(args.device)  # only now, so that no device ever holds what it does not keep
         if not is_sharded:
             if self.is_whole:

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from peft_mux.engine import allocator
-from peft_mux.engine.allocator import keeping_freed_memory
+from peft_mux.engine.allocator import keeping_freed_memory, use_expandable_segments
 from tests.children import run_code
 
 CHILD = """
@@ -121,3 +121,26 @@ def test_a_system_that_hides_how_it_counts_memory_is_trained_on(
     monkeypatch.setattr(allocator, "_OVERCOMMIT", tmp_path)
     with keeping_freed_memory(torch.device("cpu")):
         assert torch.ones(3).sum() == 3
+
+
+@pytest.mark.parametrize(
+    ("environment", "platform", "wanted"),
+    [
+        ({}, "linux", ["expandable_segments:True"]),
+        ({"PYTORCH_CUDA_ALLOC_CONF": "max_split_size_mb:64"}, "linux", []),
+        ({"PYTORCH_ALLOC_CONF": "expandable_segments:False"}, "linux", []),
+        ({}, "win32", []),
+    ],
+)
+def test_segments_of_cuda_are_expandable_unless_the_user_has_set_them(
+    environment: dict[str, str], platform: str, wanted: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings: list[str] = []
+    for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("sys.platform", platform)
+    monkeypatch.setattr(torch._C, "_accelerator_setAllocatorSettings", settings.append, raising=False)
+    use_expandable_segments()
+    assert settings == wanted
