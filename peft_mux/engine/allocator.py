@@ -82,7 +82,7 @@ def memory_now(device: torch.device) -> tuple[int, int] | None:
 def use_expandable_segments() -> None:
     """Let the CUDA allocator grow its segments, unless the user has set its options.
 
-    Passes of unequal sizes otherwise leave gaps: on an H100, runs whose tensors took 54 to 60 GB reserved 83 to 84
+    Passes of unequal sizes may leave gaps otherwise: on an H100, runs whose tensors took 54 to 60 GB reserved 83 to 84
     (`docs/log.md`). Not on Windows, which has no such segments.
     """
     if any(os.environ.get(name) for name in ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")):

@@ -73,12 +73,21 @@ def test_other_families_are_fused_and_proven(family: str) -> None:
     assert any("glu" in kernel for kernel in launches.counts)
 
 
-def test_only_the_modules_of_one_model_change_and_they_change_back() -> None:
-    before = dict(vars(modeling_llama))
+def test_only_the_modules_of_one_model_change_and_they_change_back(monkeypatch: pytest.MonkeyPatch) -> None:
+    from liger_kernel.transformers import monkey_patch
+
+    before, layer_norm, apply = dict(vars(modeling_llama)), nn.LayerNorm, monkey_patch._apply_liger_kernel_to_instance
+
+    def apply_as_to_models_with_images(model: Any, **options: Any) -> None:
+        apply(model, **options)
+        modeling_llama.nn.LayerNorm = object
+
+    monkeypatch.setattr(monkey_patch, "_apply_liger_kernel_to_instance", apply_as_to_models_with_images)
     model, other = small_llama(1, torch.bfloat16), small_llama(1, torch.bfloat16)
     with ptx_on_cpu(90):
         assert liger.fuse_layers(model, {"rope": False}) == ""
     assert {key: value for key, value in vars(modeling_llama).items() if before.get(key) is not value} == {}
+    assert nn.LayerNorm is layer_norm
     assert liger.is_fused(model.backbone)
     assert not liger.is_fused(other.backbone)
     layer = model.backbone.model.layers[0]

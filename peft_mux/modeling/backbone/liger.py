@@ -78,7 +78,9 @@ def _patch(backbone: Any, switches: Mapping[str, bool]) -> None:
     """Give the modules of a backbone subclasses whose `forward` is Liger's."""
     from liger_kernel.transformers.monkey_patch import _apply_liger_kernel_to_instance
 
-    files = {name: dict(vars(file)) for name, file in list(sys.modules.items()) if name.startswith("transformers.")}
+    # Of models with images it replaces `torch.nn.LayerNorm` too.
+    names = [name for name in sys.modules if name.startswith(("transformers.", "torch.nn."))]
+    files = {name: dict(vars(sys.modules[name])) for name in ["torch.nn", *names]}
     modules = list(backbone.modules())
     before = [dict(module.__dict__) for module in modules]
     functions: dict[Any, Any] = {}
