@@ -60,6 +60,18 @@ from peft_mux.modeling.objectives.objective import BATCH_VALUES, REFERENCE, ROUT
 from peft_mux.modeling.stream import Kept
 from peft_mux.scheduler.plan import Plan
 
+_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error says that a device, or the machine, has no memory left."""
+    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
+
+
+def first_line(error: BaseException) -> str:
+    """Return the first line of an error's text, or its type if it has none."""
+    return str(error).splitlines()[0] if str(error) else type(error).__name__
+
 
 class Executor:
     """Runs the micro-batches of a step through all layers, forward and backward.
@@ -77,6 +89,8 @@ class Executor:
         model: the model of this process.
         device: device of the model.
         clock: times the passes of a step.
+        shortage: why a pass of the last step found no memory, if the step was finished all the same
+            (`finishes_steps`); else "".
     """
 
     def __init__(
@@ -95,6 +109,15 @@ class Executor:
         self.interleaving, self.sharded = interleaving, sharded
         self.captured = CapturedPasses(model, self.precision) if cuda_graphs else None
         self.clock = PassClock(self.device)
+        self.shortage = ""
+
+    @property
+    def finishes_steps(self) -> bool:
+        """Whether a step without memory for a pass takes part in all sums of the step, so that no process waits.
+
+        That is so with data parallelism, where passes themselves do not communicate.
+        """
+        return not self.sync.processes.is_alone and self.sharded is None and not self.sync.holds_parts
 
     def follow(self, plan: Plan) -> None:
         """Follow another plan from the next step on: on one stage its turns, as the work of a step holds the rest."""
@@ -127,20 +150,28 @@ class Executor:
         self.sync.begin(work)
         self.clock.start_step()
         sums = StepSums(self.model, work.tasks, self.device)
-        for index, group in enumerate(groups):
-            # How long this process has waited, if it waits for each sum of a group at once.
-            waits_at_once = self.interleaving is not None and len(group) == 1
-            waited_s = (lambda: self.sync.processes.waited_s) if waits_at_once else None
-            with self.clock.timing([micro_batch for chain in group for micro_batch in chain], waited_s):
-                if self.interleaving is not None:
-                    outputs = self.interleaving.run(group, lambda number, group=group: self.run_chain(group[number]))
-                else:
-                    outputs = [self.run_chain(group[0], longest[index] if longest else 0)]
-            for chain, passes in zip(group, outputs, strict=True):
-                for micro_batch, output in zip(chain, passes, strict=True):
-                    sums.add(output)
-                    # At once, so that the sum of a complete task hides behind the passes that are left.
-                    self.sync.after_backward(micro_batch)
+        self.shortage = ""
+        try:
+            for index, group in enumerate(groups):
+                # How long this process has waited, if it waits for each sum of a group at once.
+                waits_at_once = self.interleaving is not None and len(group) == 1
+                waited_s = (lambda: self.sync.processes.waited_s) if waits_at_once else None
+                with self.clock.timing([micro_batch for chain in group for micro_batch in chain], waited_s):
+                    if self.interleaving is not None:
+                        outputs = self.interleaving.run(
+                            group, lambda number, group=group: self.run_chain(group[number])
+                        )
+                    else:
+                        outputs = [self.run_chain(group[0], longest[index] if longest else 0)]
+                for chain, passes in zip(group, outputs, strict=True):
+                    for micro_batch, output in zip(chain, passes, strict=True):
+                        sums.add(output)
+                        # At once, so that the sum of a complete task hides behind the passes that are left.
+                        self.sync.after_backward(micro_batch)
+        except (RuntimeError, MemoryError) as error:
+            if not self.finishes_steps or not is_out_of_memory(error):
+                raise
+            self.shortage = first_line(error)
         if self.sharded is not None:
             # Positions at which only other processes have chains.
             for num_passes in longest[len(chains) :]:

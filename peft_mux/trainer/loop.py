@@ -18,7 +18,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from transformers.trainer_utils import TrainOutput
@@ -27,6 +27,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.records import task_settings
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.agreement import Agreement, Ending, require_consistent, tensors_digest
+from peft_mux.engine.executor import first_line, is_out_of_memory
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.tasks.task_run import TaskRun, UpdateOutcome, run_interval
 from peft_mux.engine.work import StepWork
@@ -43,6 +44,16 @@ from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.relocation import Relocation
 from peft_mux.trainer.reporter import Reporter
 from peft_mux.trainer.run import Run, write_task_files
+
+
+class _Shortage(NamedTuple):
+    """A pass for which there was no memory; the largest one compares greatest."""
+
+    num_computed: int
+    num_rows: int
+    task: str
+    num_tokens: int
+    reason: str
 
 
 class TrainingLoop:
@@ -146,25 +157,28 @@ class TrainingLoop:
 
         If the device has no memory for a pass, the step is taken again: first without CUDA graphs, if there are any,
         then in passes of half the tokens. Later steps do the same. A task's step does not depend on how its rows were
-        cut into passes, so only time is lost. With several processes the error is raised: the others would wait for
-        the sums of a step that starts again.
+        cut into passes, so only time is lost. With data parallelism all processes finish the sums of the step, discard
+        them, and take it again together. Elsewhere passes communicate, and the error is raised.
 
         Args:
             work: the micro-batches of the step; by default they are read now.
         """
         run = self._run
         started = time.perf_counter()
-        work = self._plans.next_work() if work is None else work
+        work, executor = self._plans.next_work() if work is None else work, self._placement.executor
         while True:
             try:
-                result = self._placement.executor.run(work)
-                break
+                result = executor.run(work)
+                reason = executor.shortage
             except (RuntimeError, MemoryError) as error:
                 if not run.processes.is_alone or not is_out_of_memory(error):
                     raise
-                reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+                reason = first_line(error)
             # After the block: the traceback of the error holds the activations of the pass.
-            work, started = self._next_attempt(work, reason), time.perf_counter()
+            shortage = self._shortage(work, reason)
+            if shortage is None:
+                break
+            work, started = self._next_attempt(work, shortage), time.perf_counter()
         run.is_updating = True
         (self._placement.shards or run.table).apply(result)
         # `apply` has waited for the device, so this is the time of the step and not of its launches.
@@ -173,7 +187,27 @@ class TrainingLoop:
         run.is_updating = False
         self._num_stream_tokens += result.num_stream_tokens
 
-    def _next_attempt(self, work: StepWork, reason: str) -> StepWork:
+    def _shortage(self, work: StepWork, reason: str) -> _Shortage | None:
+        """Return the largest pass for which a process had no memory, the same on all processes; `None` if all had.
+
+        Args:
+            work: the step of this process.
+            reason: why a pass of this process found no memory; "" if none did.
+        """
+        processes = self._run.processes
+        own = None
+        if reason:
+            # By what a pass computes, which its bound counts: tokens that rows share are there once.
+            largest = max(work.micro_batches, key=lambda micro_batch: micro_batch.num_computed)
+            rows = len(largest.row_sequences)
+            own = _Shortage(largest.num_computed, rows, largest.task_names[0], largest.num_tokens, reason)
+        if processes.is_alone or not self._placement.executor.finishes_steps:
+            return own
+        if not any(count for (count,) in processes.exchange([int(own is not None)])):
+            return None
+        return max(one for one in processes.gather(own) if one is not None)
+
+    def _next_attempt(self, work: StepWork, shortage: _Shortage) -> StepWork:
         """Return a step for which memory did not suffice: as it is if CUDA graphs are dropped, or in smaller passes.
 
         Raises:
@@ -190,24 +224,23 @@ class TrainingLoop:
         gc.collect()
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
+        tokens, reason = shortage.num_computed, shortage.reason
         if has_graphs:
             self._run.log.say(f"out of memory ({reason}): the step is taken again, without CUDA graphs from now on")
             return work
-        # By what a pass computes, which its bound counts: tokens that rows share are there once.
-        largest = max(work.micro_batches, key=lambda micro_batch: micro_batch.num_computed)
-        if len(largest.row_sequences) < 2 and not self._run.args.split_long_sequences:
+        if shortage.num_rows < 2 and not self._run.args.split_long_sequences:
             raise MemoryBudgetError(
-                f"tasks.{largest.task_names[0]}: a pass of one row of {largest.num_tokens:,} tokens does not fit "
+                f"tasks.{shortage.task}: a pass of one row of {shortage.num_tokens:,} tokens does not fit "
                 f"into memory ({reason}). Set max_length, gradient_checkpointing=True, bf16=True or "
                 "split_long_sequences=True, or quantise the backbone; then resume with "
                 "train(resume_from_checkpoint=True)."
             )
-        most = max(1, largest.num_computed // 2)
+        most = max(1, tokens // 2)
         self._run.log.say(
-            f"out of memory in a pass of {largest.num_computed:,} tokens ({reason}): the step is taken again, in passes"
+            f"out of memory in a pass of {tokens:,} tokens ({reason}): the step is taken again, in passes"
             f" of at most {most:,} from now on"
         )
-        self._run.log.event("out_of_memory", tokens=largest.num_computed, max_tokens=most, reason=reason)
+        self._run.log.event("out_of_memory", tokens=tokens, max_tokens=most, reason=reason)
         return self._plans.smaller_work(work, most)
 
     def _take_window(self, num_steps: int) -> None:
@@ -441,15 +474,6 @@ def steps_until_due(
         intervals += [(run.save_every, run.step), (run.eval_every, run.step)]
     found += [every - step % every for every, step in intervals if every > 0]
     return max(1, min(found))
-
-
-_CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
-"""What torch says in a plain `RuntimeError` if the memory of a CPU is used up."""
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error says that a device, or the machine, has no memory left."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or _CPU_ALLOCATOR in str(error)
 
 
 @contextmanager

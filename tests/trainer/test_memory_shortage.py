@@ -12,9 +12,20 @@ from datasets import IterableDataset
 from transformers import TrainerCallback
 
 from peft_mux import MultiTaskTrainer, Task
+from peft_mux.engine.executor import is_out_of_memory
 from peft_mux.errors import MemoryBudgetError
-from peft_mux.trainer.loop import is_out_of_memory
-from tests.invariants.mux_lab import Recorder, Run, assert_same, make_trainer, small_task, train
+from tests.engine.processes.cases import launch, values
+from tests.engine.replicas import layout_cases
+from tests.invariants.mux_lab import (
+    Recorder,
+    Run,
+    assert_close,
+    assert_same,
+    make_trainer,
+    relative,
+    small_task,
+    train,
+)
 from tests.records import run_records
 
 CPU = "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
@@ -139,3 +150,49 @@ def test_other_errors_are_none_of_memory(tmp_path: Path) -> None:
     have_memory_for(trainer, 40, other)
     with pytest.raises(RuntimeError, match="unspecified launch failure"):
         trainer.train()
+
+
+def train_with_little_memory(rank: int, folder: Path, short_rank: int, max_tokens: int, arguments: Any) -> Any:
+    """Train in one of several processes, of which one has no memory for large passes from step 2 on."""
+    failed: list[int] = []
+
+    def tighten(trainer: MultiTaskTrainer) -> None:
+        failed.append(0)
+        if rank == short_rank:
+            failed.extend(have_memory_for(trainer, max_tokens, ERRORS[1]))
+
+    watcher = layout_cases.Watcher(at_begin={2: tighten})
+    own = [small_task("one", data_seed=1, lora_dropout=0.2, max_steps=5), small_task("two", data_seed=2, max_steps=5)]
+    return layout_cases.train(folder, layout_cases.backbone("llama"), own, watcher=watcher, **arguments)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("arguments", [{}, {"shard_optimizer": True}], ids=str)
+def test_processes_take_a_step_again_together_if_one_has_no_memory(arguments: dict[str, Any], tmp_path: Path) -> None:
+    options = {**arguments, "max_tokens_per_micro_batch": 4096}
+    wanted = values(launch(2, train_with_little_memory, tmp_path / "whole", -1, 0, options))
+    found = values(launch(2, train_with_little_memory, tmp_path / "short", 1, 25, options))
+    assert len(run_records(tmp_path / "short", "out_of_memory")) >= 1
+    assert run_records(tmp_path / "whole", "out_of_memory") == []
+    for mine, theirs in zip(found, wanted, strict=True):
+        assert mine.statuses == theirs.statuses
+        for name, weights in theirs.adapters.items():
+            assert_close(mine.losses[name], theirs.losses[name], 1e-5, name)
+            for key, weight in weights.items():
+                assert relative(torch.from_numpy(mine.adapters[name][key]), torch.from_numpy(weight)) <= 1e-4, key
+
+
+@pytest.mark.distributed
+def test_all_processes_name_the_row_for_which_one_has_no_memory(tmp_path: Path) -> None:
+    options = {"max_tokens_per_micro_batch": 4096}
+    for outcome in launch(2, train_with_little_memory, tmp_path, 1, 3, options):
+        assert "MemoryBudgetError" in str(outcome)
+        assert "a pass of one row of" in str(outcome)
+
+
+@pytest.mark.distributed
+def test_passes_that_communicate_end_the_run_as_before(tmp_path: Path) -> None:
+    options = {"max_tokens_per_micro_batch": 4096, "tensor_parallel_size": 2, "ddp_timeout": 20}
+    first, second = launch(2, train_with_little_memory, tmp_path, 1, 3, options)
+    assert "DefaultCPUAllocator" in str(second)
+    assert "rank 1 failed with RuntimeError" in str(first)
