@@ -122,16 +122,39 @@ def test_kernels_that_cannot_run_leave_the_model_as_it_was() -> None:
     assert liger.fuse_layers(model_of(gpt2)) == "Liger has no kernels for models of type gpt2"
 
 
-def test_norms_that_a_task_trains_are_still_called_through_its_adapter() -> None:
+def norms_and_factors() -> MultiTaskPeftModel:
+    """Return a model with a task that trains norms, one that trains copies of them, and one with LoRA."""
     torch.manual_seed(0)
     backbone = transformers.LlamaForCausalLM(transformers.LlamaConfig(**SIZES)).to(torch.bfloat16)
-    model = model_of(backbone, norms=LNTuningConfig(target_modules=["input_layernorm"]))
+    model = model_of(
+        backbone,
+        narrow=LNTuningConfig(target_modules=["input_layernorm"]),
+        with_dropout=LoraConfig(r=4, target_modules=["q_proj"], modules_to_save=["post_attention_layernorm"]),
+        wide=LoraConfig(r=4, target_modules="all-linear", init_lora_weights=False),
+    )
+    torch.manual_seed(1)
+    for name in model.tasks:
+        for parameter in model.task_parameters(name).values():
+            with torch.no_grad():
+                parameter.add_((0.1 * torch.randn(parameter.shape)).to(parameter.dtype))
+    return model
+
+
+def test_modules_that_tasks_adapt_are_still_called_through_their_adapters() -> None:
+    plain_losses, plain = losses_and_gradients(norms_and_factors())
+    model = norms_and_factors()
     with ptx_on_cpu(90):
         assert liger.fuse_layers(model) == ""
+        losses, found = losses_and_gradients(model)
     layer = model.backbone.model.layers[0]
     assert "_plain_class" not in vars(type(layer.input_layernorm))
-    assert hasattr(type(layer.post_attention_layernorm), "_plain_class")
-    model.register_tasks({"late": LNTuningConfig(target_modules=["post_attention_layernorm"])}, seeds={"late": 1})
-    copies = [item for key, item in model.task_parameters("late").items() if "post_attention" in key]
-    assert len(copies) == 1
-    assert copies[0].data_ptr() != layer.post_attention_layernorm.base_layer.weight.data_ptr()
+    assert hasattr(type(layer.input_layernorm.base_layer), "_plain_class")
+    assert hasattr(type(layer.post_attention_layernorm.original_module), "_plain_class")
+    assert hasattr(type(model.backbone.model.norm), "_plain_class")
+    for name in PRESENT:
+        assert plain[name].norm() > 0
+        assert off_by(found[name], plain[name]) < 0.03, name
+        assert abs(losses[name] - plain_losses[name]) < 0.01, name
+    model.register_tasks({"late": LNTuningConfig(target_modules=["model.norm"])}, seeds={"late": 1})
+    (own,) = model.task_parameters("late").values()
+    assert own.data_ptr() != model.backbone.model.norm.base_layer.weight.data_ptr()

@@ -14,7 +14,8 @@ from __future__ import annotations
 import importlib.util
 import inspect
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from types import FunctionType, MethodType
 from typing import Any
 
@@ -85,9 +86,10 @@ def _patch(backbone: Any, switches: Mapping[str, bool]) -> None:
     before = [dict(module.__dict__) for module in modules]
     functions: dict[Any, Any] = {}
     try:
-        _apply_liger_kernel_to_instance(
-            backbone, **{"cross_entropy": False, "fused_linear_cross_entropy": False, **switches}
-        )
+        with _without_wrappers(backbone):
+            _apply_liger_kernel_to_instance(
+                backbone, **{"cross_entropy": False, "fused_linear_cross_entropy": False, **switches}
+            )
     finally:
         for name, known in files.items():
             now = vars(sys.modules[name])
@@ -103,10 +105,12 @@ def _patch(backbone: Any, switches: Mapping[str, bool]) -> None:
             if isinstance(value, MethodType) and known.get(key) is not value
         }
         for key in bound:
-            del module.__dict__[key]
+            if key in known:
+                module.__dict__[key] = known[key]
+            else:
+                del module.__dict__[key]
         plain = type(module)
-        # PEFT's layers replace a norm, and call it themselves.
-        if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)) or hasattr(plain, "_plain_class"):
+        if "forward" in known or hasattr(plain, "_plain_class"):  # adapted in place, or fused already
             continue
         if "in_place" in module.__dict__:
             module.in_place = False  # gradients of a norm may be read by others as well
@@ -117,6 +121,25 @@ def _patch(backbone: Any, switches: Mapping[str, bool]) -> None:
                 own = {"forward": forward, "_plain_class": plain, "__module__": plain.__module__}
                 classes[key] = type(plain.__name__, (plain,), own)
             module.__class__ = classes[key]
+
+
+@contextmanager
+def _without_wrappers(backbone: Any) -> Iterator[None]:
+    """Let a backbone have its own modules in place of PEFT's, which call them, in the `with` block."""
+    places = []
+    for parent in list(backbone.modules()):
+        for name, child in parent._modules.items():
+            own = child
+            while isinstance(own, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+                own = own.get_base_layer() if isinstance(own, BaseTunerLayer) else own.original_module
+            if own is not child:
+                places.append((parent, name, child))
+                parent._modules[name] = own
+    try:
+        yield
+    finally:
+        for parent, name, child in places:
+            parent._modules[name] = child
 
 
 def _calling(function: Callable[..., Any], functions: Mapping[Any, Any]) -> Any:
