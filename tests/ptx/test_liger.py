@@ -122,6 +122,24 @@ def test_kernels_that_cannot_run_leave_the_model_as_it_was() -> None:
     assert liger.fuse_layers(model_of(gpt2)) == "Liger has no kernels for models of type gpt2"
 
 
+def test_a_patch_that_fails_halfway_leaves_the_model_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
+    from liger_kernel.transformers import monkey_patch
+
+    apply = monkey_patch._apply_liger_kernel_to_instance
+
+    def apply_and_fail(model: Any, **options: Any) -> None:
+        apply(model, **options)
+        assert "forward" in vars(model.model.norm)
+        raise AttributeError("no such layer")
+
+    monkeypatch.setattr(monkey_patch, "_apply_liger_kernel_to_instance", apply_and_fail)
+    model = small_llama(1, torch.bfloat16)
+    before = [dict(vars(module)) for module in model.backbone.modules()]
+    assert liger.fuse_layers(model) == "Liger fails on this model (AttributeError: no such layer)"
+    assert [dict(vars(module)) for module in model.backbone.modules()] == before
+    assert not liger.is_fused(model.backbone)
+
+
 def norms_and_factors() -> MultiTaskPeftModel:
     """Return a model with a task that trains norms, one that trains copies of them, and one with LoRA."""
     torch.manual_seed(0)

@@ -90,6 +90,11 @@ def _patch(backbone: Any, switches: Mapping[str, bool]) -> None:
             _apply_liger_kernel_to_instance(
                 backbone, **{"cross_entropy": False, "fused_linear_cross_entropy": False, **switches}
             )
+    except Exception:  # some modules have methods of Liger already, which `unfuse` does not see
+        for module, known in zip(modules, before, strict=True):
+            module.__dict__.clear()
+            module.__dict__.update(known)
+        raise
     finally:
         for name, known in files.items():
             now = vars(sys.modules[name])
