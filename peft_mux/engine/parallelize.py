@@ -166,13 +166,13 @@ class ModelPart:
             model.verify_once()  # a part of a model computes nothing by itself
         tensor_parallel = None if turn_links is None else TensorParallelModel(model, turn_links)
 
+        if args.device.type == "cuda":
+            use_expandable_segments()
         sharded = None
         if is_sharded:
             # FSDP2 moves one unit to the device and cuts it before the next one.
             self._prepare_last_layer(model, stage)
             sharded = shard_frozen_weights(model, stage, processes, layout)
-        if args.device.type == "cuda":
-            use_expandable_segments()
         model.to(args.device)  # only now, so that no device ever holds what it does not keep
         if not is_sharded:
             if self.is_whole:

@@ -1,7 +1,7 @@
 """`OptimizerShards`: each task's optimizer state is kept by one of the processes only (ZeRO-1, by whole tasks).
 
 With data parallelism every process would hold the same moments of all tasks, 8 bytes for each adapter parameter with
-AdamW. Here each task has an *keeper*, the process that had least to keep when the task started::
+AdamW. Here each task has a *keeper*, the process that had least to keep when the task started::
 
     gradients of a task    reduced to its keeper, instead of to all processes
     norm                   computed by the keeper, and sent to all, so that all reach the same verdict
