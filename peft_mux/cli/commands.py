@@ -105,7 +105,7 @@ def plan(arguments: argparse.Namespace) -> int:
     if arguments.deployment:
         return show_deployment(make_trainer(config), arguments)
     for option in ("layer_profile", "max_tokens", "free_exchange", "failures_per_day"):
-        if getattr(arguments, option):
+        if getattr(arguments, option) not in (None, False):
             raise ConfigError(f"--{option.replace('_', '-')} needs --deployment. Add it.")
     layout = {}
     if arguments.devices is not None:
@@ -153,11 +153,6 @@ def show_deployment(trainer: MultiTaskTrainer, arguments: argparse.Namespace) ->
     for option in ("explain", "gantt"):
         if getattr(arguments, option):
             raise ConfigError(f"--{option} cannot be combined with --deployment. Leave --deployment out.")
-    if arguments.failures_per_day is not None and not 0 < arguments.failures_per_day < math.inf:
-        raise ConfigError(
-            f"--failures-per-day must be more than 0, such as 2.5, got {arguments.failures_per_day:g}. Leave it out if "
-            "nothing fails."
-        )
     if arguments.max_tokens and not arguments.layer_profile:
         raise ConfigError("--max-tokens needs --layer-profile. Add the measured times.")
     measured = LayerProfile(arguments.layer_profile, arguments.max_tokens) if arguments.layer_profile else None

@@ -5,6 +5,7 @@ The counterpart of `Planner` for unequal replicas. It reads shapes and lengths, 
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -56,6 +57,9 @@ _TIME_LIMIT_S = 2.5
 """Time limit for solving one deployment."""
 _BUDGET_S_OF_A_TASK = 2.0
 """Time limit for planning a task alone, which only serves as a comparison."""
+_SAVED_BYTES_PER_PARAMETER = 20
+"""Bytes that a checkpoint writes for each adapter parameter, in fp32: weights, two moments of AdamW, and two copies of
+the weights, the adapter itself and the last one that was good."""
 
 
 def report_deployment(
@@ -76,11 +80,17 @@ def report_deployment(
             its own links; by default those that the run was started on.
         measured: times of one layer at several tensor parallel degrees, in place of a profile of one device.
         free_exchange: whether the exchange of gradients between replicas takes no time, as in L.
-        failures_per_day: failures of any device in a day, for the overhead of checkpoints and restarts.
+        failures_per_day: failures of any device in a day, for the overhead of checkpoints and restarts; more than 0.
 
     Raises:
-        ConfigError: for unknown devices, files that cannot be read, no tasks, or tasks that no replica can hold.
+        ConfigError: for unknown devices, files that cannot be read, a rate of failures that is not more than 0, no
+            tasks, or tasks that no replica can hold.
     """
+    if failures_per_day is not None and not 0 < failures_per_day < math.inf:
+        raise ConfigError(
+            f"failures_per_day must be more than 0, such as 2.5, got {failures_per_day:g}. Leave it out if nothing "
+            "fails."
+        )
     try:
         cluster = None if devices is None else parse_devices(devices)
     except ValueError as error:
@@ -144,10 +154,11 @@ def report_deployment(
         # If whole plans are compared, equal replicas are among them.
         notes=notes_on(facts, plan, fused if composed is None else None, measured, exchange),
         composed=composed,
-        # Checkpoints hold weights and two moments of each adapter parameter, in fp32.
         failures=None
-        if not failures_per_day
-        else FailureOverhead.of(failures_per_day, 12 * sum(load.trainable_parameters for load in facts.loads)),
+        if failures_per_day is None
+        else FailureOverhead.of(
+            failures_per_day, _SAVED_BYTES_PER_PARAMETER * sum(load.trainable_parameters for load in facts.loads)
+        ),
     )
 
 

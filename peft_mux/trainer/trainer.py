@@ -330,10 +330,12 @@ class MultiTaskTrainer(Trainer):
                 its own links; by default those that the run was started on.
             measured: times of one layer at several tensor parallel sizes, in place of a profile of one device.
             free_exchange: whether the exchange of gradients between replicas takes no time, as LobRA assumes.
-            failures_per_day: failures of any device in a day, for the overhead of checkpoints and restarts.
+            failures_per_day: failures of any device in a day, for the overhead of checkpoints and restarts; more than
+                0.
 
         Raises:
-            ConfigError: for unknown devices, no tasks, or tasks that no replica can hold.
+            ConfigError: for unknown devices, a rate of failures that is not more than 0, no tasks, or tasks that no
+                replica can hold.
         """
         options = {"measured": measured, "free_exchange": free_exchange, "failures_per_day": failures_per_day}
         return report_deployment(self._plans.planner, self._run.table.plannable, devices, **options)

@@ -326,7 +326,7 @@ def test_the_cost_of_failures_is_shown_if_their_rate_is_given(file: Path, capsys
     assert 180 * 4 / 86_400 < data["failures"]["lost_share"] < 0.02
     for rate in ("0", "-1", "nan", "inf"):
         refusal = refused([*arguments, "--failures-per-day", rate], capsys)
-        assert "--failures-per-day must be more than 0" in refusal
+        assert "failures_per_day must be more than 0" in refusal
     assert "--failures-per-day needs --deployment. Add it." in refused([str(file), "--failures-per-day", "1"], capsys)
 
 
