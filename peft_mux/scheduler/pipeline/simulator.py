@@ -86,7 +86,6 @@ def simulate(
     buckets: Sequence[BucketLoad],
     *,
     links: Link | None = None,
-    is_checked: bool = False,
 ) -> Simulation:
     """Time all steps of a template.
 
@@ -97,12 +96,11 @@ def simulate(
         template: the template to run.
         buckets: the loads of its buckets, in the order in which it was built.
         links: the link between neighbouring stages; `None` if messages take no time.
-        is_checked: whether the lists are known to have each action once and in order, as `build_template` makes them.
 
     Raises:
         ValueError: for a template that is not of these buckets, lacks or repeats an action, or comes to a halt.
     """
-    spans, faults = _run(template, buckets, links, is_checked=is_checked)
+    spans, faults = _run(template, buckets, links)
     if faults:
         raise ValueError(_listed("cannot be run", faults))
     return Simulation(
@@ -202,7 +200,7 @@ def _order_faults(template: PipelineTemplate, buckets: Sequence[BucketLoad]) -> 
 
 
 def _run(
-    template: PipelineTemplate, buckets: Sequence[BucketLoad], links: Link | None, *, is_checked: bool = False
+    template: PipelineTemplate, buckets: Sequence[BucketLoad], links: Link | None
 ) -> tuple[list[list[Span]], list[str]]:
     """Run every device as far as its inputs allow; return the spans of each, and what is wrong with the lists."""
     num_stages, num_chunks = template.num_stages, template.num_chunks
@@ -212,7 +210,7 @@ def _run(
             "template from these buckets."
         )
     spans: list[list[Span]] = [[] for _ in range(num_stages)]
-    if not is_checked and (faults := _order_faults(template, buckets)):
+    if faults := _order_faults(template, buckets):
         return spans, faults
     # An input is known by (kind, slot, chunk) on the device that waits for it.
     arrivals: list[dict[tuple[str, Slot, int], float]] = [{} for _ in range(num_stages)]

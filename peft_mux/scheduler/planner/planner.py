@@ -454,7 +454,7 @@ class _Search:
         bucket_loads: tuple[BucketLoad, ...],
         template: PipelineTemplate,
     ) -> _Grouping:
-        simulation = simulate(template, bucket_loads, links=self.budget.links, is_checked=True)
+        simulation = simulate(template, bucket_loads, links=self.budget.links)
         step_s = simulation.makespan_s
         if not self.drains:
             step_s = window_step_s(template, bucket_loads, links=self.budget.links)
