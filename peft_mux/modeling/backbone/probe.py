@@ -3,7 +3,8 @@
 Class names and configurations do not say everything about an architecture. So before the first step a few short
 sequences go through the backbone twice, packed by us and one by one by the model's own code; a model whose results
 differ is refused by name. Of layers that are of one kind the first stand for all. The probe runs on the device where
-the model will train and in that precision, as a GPU computes attention by other kernels than a CPU. A second pass in
+the model will train and in that precision, as a GPU computes attention by other kernels than a CPU; with
+`shard_backbone` and pipeline stages it runs on the host, before the weights are distributed. A second pass in
 training mode watches the global random generators: a model that draws from them (functional dropout, layer drop) would
 make one task's result depend on its neighbours.
 
