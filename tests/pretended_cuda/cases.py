@@ -1,8 +1,8 @@
 """Runs named cases on the pretended device and prints what was seen of each as JSON.
 
 In a process of its own: `python tests/pretended_cuda/cases.py LIBRARY '{"name": {...}}'`; the fields of a case
-are those of `steps.Case`, or with "kind" the arguments of `loading.load` ("load"), `memory.kept` ("memory") or
-`ragged.train` ("ragged") or `elementwise.traffic` ("elementwise").
+are those of `steps.Case`, or with "kind" the arguments of `loading.load` ("load"), `memory.kept` ("memory"),
+`ragged.train` ("ragged"), `elementwise.traffic` ("elementwise") or `whole_run.run` ("whole run").
 """
 
 from __future__ import annotations
@@ -25,9 +25,10 @@ def main(library: str, cases: dict[str, dict[str, Any]]) -> None:
     from tests.pretended_cuda.memory import kept
     from tests.pretended_cuda.ragged import train as train_ragged
     from tests.pretended_cuda.steps import train
+    from tests.pretended_cuda.whole_run import run
 
     kinds: dict[str, Any] = {"train": train, "load": load_backbone, "memory": kept, "ragged": train_ragged}
-    kinds["elementwise"] = traffic
+    kinds |= {"elementwise": traffic, "whole run": run}
 
     found: dict[str, Any] = {}
     for name, fields in cases.items():
@@ -39,7 +40,7 @@ def main(library: str, cases: dict[str, dict[str, Any]]) -> None:
 
             found[name] = {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()[-3000:]}"}
         print(f"{name}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
-    print(json.dumps(found))
+    print("\n" + json.dumps(found))
 
 
 if __name__ == "__main__":

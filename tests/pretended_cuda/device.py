@@ -13,7 +13,7 @@ import sys
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
-from types import FrameType
+from types import FrameType, SimpleNamespace
 from typing import Any
 from unittest import mock
 
@@ -44,6 +44,7 @@ class PretendedCuda(FakeTensorMode):
         attention: number of calls of torch's own attention operators, by name.
         launches: the launches of Triton kernels.
         number: what every floating-point number is that the host reads.
+        num_places: how many places of the call stack waits and copies are recorded with.
     """
 
     def __init__(
@@ -56,7 +57,7 @@ class PretendedCuda(FakeTensorMode):
         self.unsafe: Counter[str] = Counter()
         self.attention: Counter[str] = Counter()
         self.launches = Launches()
-        self.number = 1.0
+        self.number, self.num_places = 1.0, 4
         self._addresses: dict[int, tuple[int, Any]] = {}
         self._is_capturing = False
 
@@ -71,7 +72,7 @@ class PretendedCuda(FakeTensorMode):
             self._look_for_unsafe(func, args, kwargs)
         if func is aten._local_scalar_dense.default and isinstance(args[0], FakeTensor):
             if args[0].device.type == "cuda":
-                self.waits[f"item: {caller()}"] += 1
+                self.waits[f"item: {caller(self.num_places)}"] += 1
             return self._number_of(args[0].dtype)
         if func is aten.equal.default:
             return True
@@ -90,10 +91,10 @@ class PretendedCuda(FakeTensorMode):
 
     def _look_at_copy(self, source: torch.Tensor, target: torch.device, non_blocking: bool) -> None:
         if source.device.type == "cuda" and target.type == "cpu":
-            self.waits[f"copy to the host: {caller()}"] += 1
+            self.waits[f"copy to the host: {caller(self.num_places)}"] += 1
         is_asynchronous = non_blocking and getattr(source, "is_pretended_pinned", False)
         if source.device.type == "cpu" and target.type == "cuda" and not is_asynchronous:
-            self.blocking_copies[f"{tuple(source.shape)}: {caller()}"] += 1
+            self.blocking_copies[f"{tuple(source.shape)}: {caller(self.num_places)}"] += 1
 
     def _look_for_unsafe(self, func: Any, args: Any, kwargs: Any) -> None:
         tensors = [leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
@@ -103,7 +104,7 @@ class PretendedCuda(FakeTensorMode):
         )
         name = str(func)
         if on_host or func is aten._local_scalar_dense.default or any(word in name for word in _DRAWS):
-            self.unsafe[f"{name}: {caller()}"] += 1
+            self.unsafe[f"{name}: {caller(self.num_places)}"] += 1
 
     @contextmanager
     def capturing(self) -> Iterator[None]:
@@ -139,9 +140,12 @@ class PretendedCuda(FakeTensorMode):
             return self.capability >= (8, 0)
 
         def synchronize(*args: Any) -> None:
-            self.waits[f"synchronize: {caller()}"] += 1
+            self.waits[f"synchronize: {caller(self.num_places)}"] += 1
 
-        cuda = torch.cuda
+        cuda, (major, minor) = torch.cuda, self.capability
+        properties = SimpleNamespace(
+            name=self.name, major=major, minor=minor, total_memory=85 * 10**9, multi_processor_count=132
+        )
         return [
             (FakeTensor, "tolist", self._tolist),
             (torch.Tensor, "data_ptr", self._data_ptr(torch.Tensor.data_ptr)),
@@ -151,6 +155,7 @@ class PretendedCuda(FakeTensorMode):
             (cuda, "device", _NoGuard),
             (cuda, "get_device_capability", lambda device=None: self.capability),
             (cuda, "get_device_name", lambda device=None: self.name),
+            (cuda, "get_device_properties", lambda device=None: properties),
             (cuda, "current_device", lambda: 0),
             (cuda, "get_rng_state", lambda device=None: torch.get_rng_state()),
             (cuda, "is_bf16_supported", is_bf16_supported),
@@ -167,7 +172,8 @@ class PretendedCuda(FakeTensorMode):
     @property
     def _tolist(self) -> Any:
         def tolist(tensor: torch.Tensor) -> Any:
-            self.waits[f"tolist: {caller()}"] += 1
+            if tensor.device.type == "cuda":
+                self.waits[f"tolist: {caller(self.num_places)}"] += 1
             return _nested(self._number_of(tensor.dtype), list(tensor.shape))
 
         return tolist
@@ -186,7 +192,7 @@ class PretendedCuda(FakeTensorMode):
         return self._addresses.setdefault(storage._cdata, ((len(self._addresses) + 1) << 40, owner))[0]
 
 
-def caller(limit: int = 4) -> str:
+def caller(limit: int) -> str:
     """Return the places in the package and in transformers from which an operator was called, the nearest first."""
     places: list[str] = []
     frame: FrameType | None = sys._getframe(1)

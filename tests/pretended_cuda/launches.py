@@ -91,6 +91,8 @@ def _argument(kernel: Any, param: Any, value: Any) -> Argument:
     if param.is_constexpr:
         # A dtype by its name, as signatures are written as JSON.
         return Argument(param.name, "constexpr", f"dtype {value}" if isinstance(value, tl.dtype) else value)
+    if value is None:
+        return Argument(param.name, "constexpr", None)
     if isinstance(value, torch.Tensor):
         assert value.device.type == "cuda", f"{kernel.__name__}: {param.name} lies on {value.device}"
         is_aligned = value.data_ptr() % 16 == 0 and not param.do_not_specialize

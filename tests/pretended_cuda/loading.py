@@ -50,7 +50,7 @@ def load(architecture: str, *, dtype: str, bf16: bool, is_held_by_user: bool = F
         warnings.simplefilter("always")
         runs_kernels(torch.device("cuda"))
         device.number = 0.0  # of every difference that the probe reads
-        moves = mock.patch.object(MultiTaskPeftModel, "_apply", _moved(MultiTaskPeftModel._apply))
+        moves = mock.patch.object(MultiTaskPeftModel, "_apply", moved(MultiTaskPeftModel._apply))
         with mock.patch("peft_mux.modeling.model.check_packing", noted), moves:
             backbone = backbones.make(architecture, DTYPES[dtype], device="cpu")
             given = MultiTaskPeftModel(backbone, names) if is_held_by_user else backbone  # type: ignore[arg-type]
@@ -64,10 +64,10 @@ def load(architecture: str, *, dtype: str, bf16: bool, is_held_by_user: bool = F
     }
 
 
-def _moved(original: Any) -> Any:
+def moved(original: Any) -> Any:
     """Return `_apply` that lets moved parameters be those of their tasks: moving a fake one makes another object."""
 
-    def moved(model: MultiTaskPeftModel, *args: Any, **kwargs: Any) -> Any:
+    def apply(model: MultiTaskPeftModel, *args: Any, **kwargs: Any) -> Any:
         result = original(model, *args, **kwargs)
         parameters = dict(model.named_parameters())
         for name, adapter in model.adapters.items():
@@ -75,7 +75,7 @@ def _moved(original: Any) -> Any:
             model.adopt_parameters(name, {key: own[key] for key in model.task_parameters(name)})
         return result
 
-    return moved
+    return apply
 
 
 def _trained_on_cuda(given: Any, tasks: list[Task], *, bf16: bool) -> MultiTaskPeftModel:
