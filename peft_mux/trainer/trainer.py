@@ -23,6 +23,7 @@ import inspect
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -392,7 +393,9 @@ class MultiTaskTrainer(Trainer):
             ConfigError: if another thread trains.
         """
         refuse_trainer_arguments(unsupported)
-        with self._run.processes.together(), keeping_freed_memory(self.args.device):
+        # With a sharded backbone memory counts more than the time of page faults.
+        keeping = nullcontext() if self.args.shard_backbone else keeping_freed_memory(self.args.device)
+        with self._run.processes.together(), keeping:
             return self._loop.train(resume_from_checkpoint)
 
     def evaluate(self, task: str | None = None, **unsupported: Any) -> dict[str, float]:  # type: ignore[override]
