@@ -10,6 +10,7 @@ The library of `library.py` must be loaded before torch is imported, so each tes
 from __future__ import annotations
 
 import sys
+import weakref
 from collections import Counter
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager
@@ -35,6 +36,7 @@ class PretendedCuda(FakeTensorMode):
         name: model of the card.
         capability: compute capability of the card.
         has_driver: whether Triton finds a driver; without one its launches raise what it raises on this machine.
+        memory_bytes: memory of the card.
 
     Attributes:
         waits: where the host would have waited for the device, and how often.
@@ -44,11 +46,17 @@ class PretendedCuda(FakeTensorMode):
         attention: number of calls of torch's own attention operators, by name.
         launches: the launches of Triton kernels.
         number: what every floating-point number is that the host reads.
+        memory: the history of allocations: a storage's number, and its bytes, or 0 where it is freed.
         num_places: how many places of the call stack waits and copies are recorded with.
     """
 
     def __init__(
-        self, name: str = "NVIDIA H100 80GB HBM3", capability: tuple[int, int] = (9, 0), *, has_driver: bool = True
+        self,
+        name: str = "NVIDIA H100 80GB HBM3",
+        capability: tuple[int, int] = (9, 0),
+        *,
+        has_driver: bool = True,
+        memory_bytes: int = 85 * 10**9,
     ) -> None:
         super().__init__(allow_non_fake_inputs=True)
         self.name, self.capability, self._has_driver = name, capability, has_driver
@@ -58,7 +66,10 @@ class PretendedCuda(FakeTensorMode):
         self.attention: Counter[str] = Counter()
         self.launches = Launches()
         self.number, self.num_places = 1.0, 4
-        self._addresses: dict[int, tuple[int, Any]] = {}
+        self.memory: list[tuple[int, int]] = []
+        self._memory_bytes = memory_bytes
+        self._storages: dict[int, int] = {}
+        self._num_storages = 0
         self._is_capturing = False
 
     avoid_device_init = property(lambda self: True)
@@ -87,7 +98,24 @@ class PretendedCuda(FakeTensorMode):
         name = str(func)
         if any(word in name for word in _ATTENTION):
             self.attention[name.removeprefix("aten.").removesuffix(".default")] += 1
-        return super().dispatch(func, types, args, kwargs)
+        found = super().dispatch(func, types, args, kwargs)
+        for leaf in pytree.tree_leaves(found):
+            if isinstance(leaf, FakeTensor) and leaf.device.type == "cuda":
+                self._number(leaf.untyped_storage())
+        return found
+
+    def _number(self, storage: torch.UntypedStorage) -> int:
+        """Return the number of a storage of the device; a new one is noted until it is freed."""
+        key = storage._cdata
+        if key not in self._storages:
+            self._num_storages += 1
+            self._storages[key] = number = self._num_storages
+            self.memory.append((number, storage.nbytes()))
+            weakref.finalize(storage, self._free, key)
+        return self._storages[key]
+
+    def _free(self, key: int) -> None:
+        self.memory.append((self._storages.pop(key), 0))
 
     def _look_at_copy(self, source: torch.Tensor, target: torch.device, non_blocking: bool) -> None:
         if source.device.type == "cuda" and target.type == "cpu":
@@ -144,12 +172,12 @@ class PretendedCuda(FakeTensorMode):
 
         cuda, (major, minor) = torch.cuda, self.capability
         properties = SimpleNamespace(
-            name=self.name, major=major, minor=minor, total_memory=85 * 10**9, multi_processor_count=132
+            name=self.name, major=major, minor=minor, total_memory=self._memory_bytes, multi_processor_count=132
         )
         return [
             (FakeTensor, "tolist", self._tolist),
             (torch.Tensor, "data_ptr", self._data_ptr(torch.Tensor.data_ptr)),
-            (torch.UntypedStorage, "data_ptr", lambda storage: self._base(storage, storage)),
+            (torch.UntypedStorage, "data_ptr", lambda storage: self._number(storage) << 40),
             (torch.nn.Module, "_apply", _apply),
             (cuda, "device_of", _NoGuard),
             (cuda, "device", _NoGuard),
@@ -182,14 +210,10 @@ class PretendedCuda(FakeTensorMode):
         def data_ptr(tensor: torch.Tensor) -> int:
             if not isinstance(tensor, FakeTensor):
                 return original(tensor)
-            base = self._base(tensor.untyped_storage(), tensor)
-            return base + tensor.storage_offset() * tensor.element_size()
+            # Far from all others.
+            return (self._number(tensor.untyped_storage()) << 40) + tensor.storage_offset() * tensor.element_size()
 
         return data_ptr
-
-    def _base(self, storage: torch.UntypedStorage, owner: Any) -> int:
-        """Return where a storage would lie: far from all others, and kept, so that no two ever get one address."""
-        return self._addresses.setdefault(storage._cdata, ((len(self._addresses) + 1) << 40, owner))[0]
 
 
 def caller(limit: int) -> str:

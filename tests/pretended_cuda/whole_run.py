@@ -26,6 +26,7 @@ from peft_mux.modeling.adapters import files
 from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.pretended_cuda import backbones
+from tests.pretended_cuda.allocator import allocated_bytes, reserved_bytes
 from tests.pretended_cuda.device import PretendedCuda
 from tests.pretended_cuda.loading import moved
 from tests.pretended_cuda.steps import Graph, forget_the_last_card
@@ -53,7 +54,17 @@ class _Arrival(TrainerCallback):
             self._trainer.register_tasks([self._task])
 
 
-def run(tasks: int, rows: int, mean: int, steps: int, *, cuda_graphs: bool = False) -> dict[str, Any]:
+def run(
+    tasks: int,
+    rows: int,
+    mean: int,
+    steps: int,
+    *,
+    backbone: str = "llama",
+    memory_bytes: int = 85 * 10**9,
+    cuda_graphs: bool = False,
+    **arguments: Any,
+) -> dict[str, Any]:
     """Train tasks with lognormal lengths, the last of which arrives after the third step.
 
     Args:
@@ -61,15 +72,19 @@ def run(tasks: int, rows: int, mean: int, steps: int, *, cuda_graphs: bool = Fal
         rows: rows of each task in a step.
         mean: mean length of a row in tokens.
         steps: optimizer steps of each task.
+        backbone: name in `backbones.ARCHITECTURES` or `backbones.REAL_WIDTHS`.
+        memory_bytes: memory of the card.
         cuda_graphs: whether passes are captured.
+        arguments: further fields of `MultiTaskTrainingArguments`.
 
     Returns:
         `steps` by task; `waits` and `blocking_copies` by phase and place; `launches` by kernel; of training passes the
         `micro_batches`, the `sets` of tasks that these held, the `misses`, in how many of them tables were made, and
-        the `captures`; `said`, the warnings.
+        the `captures`; `memory`: the bytes at most that the plan predicts, that were allocated, and that torch's
+        allocator would have reserved for them, and those that the plan may fill; `said`, the warnings.
     """
     forget_the_last_card()
-    device = PretendedCuda()
+    device = PretendedCuda(memory_bytes=memory_bytes)
     device.num_places = 30
     passes_with_tables: set[int] = set()
     in_step = False
@@ -102,6 +117,7 @@ def run(tasks: int, rows: int, mean: int, steps: int, *, cuda_graphs: bool = Fal
             eval_steps=2,
             save_steps=2,
             report_to=[],
+            **arguments,
         )
         args.cuda_graphs = cuda_graphs  # refused with `use_cpu`, which keeps accelerate from looking for a real card
         stack.enter_context(device.present())
@@ -116,8 +132,9 @@ def run(tasks: int, rows: int, mean: int, steps: int, *, cuda_graphs: bool = Fal
             stack.enter_context(mock.patch.object(target, name, value))
         stack.enter_context(mock.patch.object(MultiTaskTrainingArguments, "device", torch.device("cuda")))
         *first, last = [_task(number, rows, mean) for number in range(tasks)]
-        trainer = MultiTaskTrainer(model=backbones.make("llama", torch.bfloat16, "cpu"), tasks=first, args=args)
+        trainer = MultiTaskTrainer(model=backbones.make(backbone, torch.bfloat16, "cpu"), tasks=first, args=args)
         trainer.add_callback(_Arrival(trainer, last))
+        plan = trainer.plan()
         trainer.train()
         captured = trainer._placement.executor.captured
     return {
@@ -129,6 +146,12 @@ def run(tasks: int, rows: int, mean: int, steps: int, *, cuda_graphs: bool = Fal
         "sets": len(set(micro_batches)),
         "misses": len(passes_with_tables),
         "captures": 0 if captured is None else captured.num_captures,
+        "memory": {
+            "predicted": plan.memory.peak_bytes,
+            "limit": plan.limit_bytes,
+            "allocated": allocated_bytes(device.memory),
+            "reserved": reserved_bytes(device.memory, memory_bytes),
+        },
         "said": list(dict.fromkeys(str(one.message) for one in said)),
     }
 
