@@ -1,75 +1,134 @@
 """The part `default run` of `benchmarks.gpu`: `MultiTaskTrainer.train()` as users call it, on rows of unequal lengths.
 
-It compares the predicted peak of memory with the measured one, and shows the time of each step with everything that a
-user waits for: planning, packing, callbacks and the updates. If liger-kernel is installed, the larger batches are
-trained with it as well.
+Beside it, PEFT trains the same rows task by task without padding, with Liger if it is installed: what is gained over
+the best that one task at a time can do. Steps are timed with everything that a user waits for: packing, callbacks and
+updates. The last steps are traced, for the share of time in which the GPU has nothing to do, and the predicted peak of
+memory is compared with the measured one.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
+from torch.autograd import DeviceType
 from transformers import TrainerCallback
 
 from benchmarks.gpu import roofline
-from benchmarks.gpu.backbones import llama
+from benchmarks.gpu.backbones import Backbones
 from benchmarks.gpu.rehearsal import stand_ins
-from benchmarks.gpu.report import Row
+from benchmarks.gpu.report import Deadline, Row
 from benchmarks.gpu.roofline import Backbone
 from benchmarks.gpu.settings import Settings, free
-from peft_mux.modeling.backbone.liger import has_liger
+from benchmarks.gpu.train import MOST_PASS_TOKENS, loss_difference, loss_tolerance, train_safely
+from peft_mux.modeling.backbone.liger import has_liger, unfuse
 
-NUM_STEPS = 6
-"""The first two compile and allocate."""
-BATCH_SIZES = (16, 64)
-"""Rows of a task's step: 6,700 and 27,000 tokens of 8 tasks, of which the second exceeds one pass."""
+NUM_STEPS, NUM_WARM_UP, NUM_TRACED = 8, 2, 2
+"""The first ones compile and allocate; the last ones are traced, and not timed."""
+BASELINE_STEPS = 4
+BATCH_SIZES = {"1K": 2, "4K": 10, "8K": 20}
+"""Rows of a step of each of 8 tasks, by tokens of their step together."""
 
 
-def default_rows(settings: Settings) -> Iterator[Row]:
-    """Yield a row for each batch size: predicted and measured memory, seconds of steps, and tokens per second."""
+def default_part(settings: Settings, deadline: Deadline, backbones: Backbones) -> Iterator[Row]:
+    """Yield for each batch size the baseline and the default run; for the largest one also the run without Liger."""
     from benchmarks.training.workloads import make_workload
 
     shape = Backbone(32, 2, 48, 4, 64) if settings.is_rehearsal else roofline.LLAMA_8B.of_layers(settings.num_layers)
     num_tasks = 3 if settings.is_rehearsal else 8
-    for batch_size in (4,) if settings.is_rehearsal else BATCH_SIZES:
+    for tokens, batch_size in {"tiny": 4}.items() if settings.is_rehearsal else BATCH_SIZES.items():
+        if not deadline.has():
+            yield f"{tokens} tokens a step", {"skipped": "the time budget is spent"}
+            continue
         workload = make_workload(
-            "nonuniform",
-            num_tasks=num_tasks,
-            num_steps=NUM_STEPS,
-            vocab_size=shape.vocab_size,
-            batch_size=batch_size,
+            "nonuniform", num_tasks=num_tasks, num_steps=NUM_STEPS, vocab_size=shape.vocab_size, batch_size=batch_size
         )
-        name = f"{shape.num_layers} layers, {num_tasks} nonuniform x {batch_size} rows"
-        free(settings.device)
-        yield name, _measured(settings, shape, workload, with_liger=False)
-        if batch_size == max(BATCH_SIZES) and has_liger():
-            free(settings.device)
-            yield f"{name}, Liger", _measured(settings, shape, workload, with_liger=True)
+        baseline = _baseline(settings, backbones, shape, workload)
+        yield f"{tokens} tokens a step: PEFT, packed", baseline
+        row = _measured(settings, backbones, shape, workload, use_liger="auto")
+        if "losses" in baseline:
+            row["loss_difference"] = loss_difference(row["losses"], baseline["losses"])
+            row["is_right"] = row["is_right"] and row["loss_difference"] <= loss_tolerance(settings)
+            row["gain_over_packed"] = row["tokens_per_s"] / baseline["tokens_per_s"]
+        yield f"{tokens} tokens a step: default run", row
+        if tokens == list(BATCH_SIZES)[-1] and has_liger() and deadline.has():
+            yield (
+                f"{tokens} tokens a step: without Liger",
+                _measured(settings, backbones, shape, workload, use_liger=False),
+            )
 
 
-class _StepClock(TrainerCallback):
-    """Writes down when training begins and when each step ends."""
+def _baseline(settings: Settings, backbones: Backbones, shape: Backbone, workload: Any) -> dict[str, Any]:
+    """Return what PEFT takes for the first steps of a workload, one task after the other, packed."""
+    steps = dataclasses.replace(workload, num_steps=BASELINE_STEPS)
+    one = max(task.rank for task in workload.tasks) * shape.rank_weights
+    pass_tokens = roofline.pass_tokens(shape, "packed", one, settings.device_bytes, MOST_PASS_TOKENS)
+    row = train_safely(settings, backbones, shape, "packed", steps, pass_tokens)
+    if "steps_s" in row:
+        timed = zip(_num_tokens(steps)[NUM_WARM_UP:], row["steps_s"][NUM_WARM_UP:], strict=True)
+        row["tokens_per_s"] = statistics.median(tokens / s for tokens, s in timed)
+    return row
 
-    def __init__(self) -> None:
+
+def _num_tokens(workload: Any) -> list[int]:
+    steps = range(workload.num_steps)
+    return [sum(len(row["input_ids"]) for task in workload.tasks for row in task.batches[step]) for step in steps]
+
+
+class _Recorder(TrainerCallback):
+    """Records when steps end and the losses of all tasks, and traces the kernels of the last steps."""
+
+    def __init__(self, device: torch.device) -> None:
         self.at_s: list[float] = []
+        self.losses: list[list[float]] = []
+        self.idle_share: float | None = None
+        self.trainer: Any = None
+        self._device = device
+        self._profile: Any = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.at_s.append(time.perf_counter())
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.at_s.append(time.perf_counter())  # the step has read its losses, so its passes are done
+        self.losses.append([run.last_loss for run in self.trainer.table])
+        if self._device.type != "cuda":
+            return
+        if state.global_step == NUM_STEPS - NUM_TRACED:
+            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
+            self._profile.start()
+        elif state.global_step == NUM_STEPS:
+            torch.cuda.synchronize(self._device)
+            self._profile.stop()
+            events = [event for event in self._profile.events() if event.device_type == DeviceType.CUDA]
+            self.idle_share = idle_share((event.time_range.start, event.time_range.end) for event in events)
 
 
-def _measured(settings: Settings, shape: Backbone, workload: Any, *, with_liger: bool) -> dict[str, Any]:
+def idle_share(intervals: Iterable[tuple[float, float]]) -> float | None:
+    """Return the share of the time from the first start to the last end that no interval covers; `None` without any."""
+    ordered = sorted(intervals)
+    if not ordered:
+        return None
+    first, busy, until = ordered[0][0], 0.0, ordered[0][0]
+    for start, end in ordered:
+        busy += max(0.0, end - max(start, until))
+        until = max(until, end)
+    return 1 - busy / (until - first) if until > first else 0.0
+
+
+def _measured(
+    settings: Settings, backbones: Backbones, shape: Backbone, workload: Any, *, use_liger: bool | str
+) -> dict[str, Any]:
     from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
+    from peft_mux.modeling.adapters.injection import detach
 
     tasks = [
         Task(
@@ -78,23 +137,26 @@ def _measured(settings: Settings, shape: Backbone, workload: Any, *, with_liger:
             train_dataset=list(own.rows),
             train_batch_size=own.batch_size,
             learning_rate=workload.learning_rate,
+            lr_scheduler_type="constant",
+            shuffle=False,
             max_steps=NUM_STEPS,
             seed=own.seed,
         )
         for own in workload.tasks
     ]
-    clock, is_cuda = _StepClock(), settings.device.type == "cuda"
+    free(settings.device)
+    recorder, is_cuda, backbone = _Recorder(settings.device), settings.device.type == "cuda", backbones.of(shape)
     with tempfile.TemporaryDirectory() as folder, stand_ins(settings):
         args = MultiTaskTrainingArguments(
             output_dir=folder,
             use_cpu=not is_cuda,
             bf16=not settings.is_rehearsal,
-            use_liger_kernel=with_liger,
+            use_liger_kernel=use_liger,
             save_strategy="no",
             disable_tqdm=True,
             report_to="none",
         )
-        trainer = MultiTaskTrainer(llama(settings, shape), args, tasks, callbacks=[clock])
+        trainer = recorder.trainer = MultiTaskTrainer(backbone, args, tasks, callbacks=[recorder])
         plan = trainer.plan()
         if is_cuda:
             torch.cuda.reset_peak_memory_stats(settings.device)
@@ -102,12 +164,18 @@ def _measured(settings: Settings, shape: Backbone, workload: Any, *, with_liger:
         events = [json.loads(line) for line in (Path(folder) / "metrics.jsonl").read_text().splitlines()]
         shortages = [event for event in events if event.get("event") == "out_of_memory"]
         statuses = sorted({trainer.table[task.name].status.value for task in tasks})
-    steps_s = [after - before for before, after in itertools.pairwise(clock.at_s)]
-    num_tokens = [sum(len(r["input_ids"]) for own in workload.tasks for r in own.batches[s]) for s in range(NUM_STEPS)]
+    trainer = recorder.trainer = None
+    unfuse(backbone)
+    detach(backbone)
+    steps_s = [after - before for before, after in itertools.pairwise(recorder.at_s)]
+    num_tokens = _num_tokens(workload)
+    timed = slice(NUM_WARM_UP, NUM_STEPS - NUM_TRACED)
     found = {
         "steps_s": steps_s,
+        "losses": recorder.losses,
         "tokens_per_step": num_tokens,
-        "tokens_per_s": statistics.median(n / s for n, s in zip(num_tokens[2:], steps_s[2:], strict=True)),
+        "tokens_per_s": statistics.median(n / s for n, s in zip(num_tokens[timed], steps_s[timed], strict=True)),
+        "gpu_idle_share": recorder.idle_share,
         "planned_passes": sum(htask.micro_batches for htask in plan.htasks),
         "planned_step_s": plan.step_s,
         "predicted_peak_bytes": max(plan.peak_bytes),
@@ -121,4 +189,5 @@ def _measured(settings: Settings, shape: Backbone, workload: Any, *, with_liger:
             "reserved_bytes": torch.cuda.max_memory_reserved(settings.device),
         }
         found["peak_over_predicted"] = found["peak_bytes"] / found["predicted_peak_bytes"]
+        found["reserved_over_predicted"] = found["reserved_bytes"] / found["predicted_peak_bytes"]
     return found

@@ -20,9 +20,10 @@ from benchmarks.gpu.checks.cross_entropy import cross_entropy_rows
 from benchmarks.gpu.checks.group import group_rows
 from benchmarks.gpu.checks.lora import lora_rows
 from benchmarks.gpu.checks.passes import captured_rows
+from benchmarks.gpu.checks.plain_peft import plain_peft_rows
 from benchmarks.gpu.checks.trainer import trainer_rows
 from benchmarks.gpu.checks.updates import adamw_rows, task_table_rows
-from benchmarks.gpu.default_run import default_rows
+from benchmarks.gpu.default_run import default_part
 from benchmarks.gpu.device import device_part
 from benchmarks.gpu.kernel_table import kernel_part
 from benchmarks.gpu.report import Deadline, Part, Row
@@ -54,7 +55,7 @@ def plan(num_layers: int = 32) -> list[Planned]:
         num_layers: layers of the backbone of the parts `end to end`.
     """
     bf16, fp32 = torch.bfloat16, torch.float32
-    uniform, nonuniform, small = (_end_to_end(case, num_layers) for case in train.CASES)
+    uniform, small = (_end_to_end(case, num_layers) for case in train.CASES)
     return [
         Planned("device", 2, lambda settings, deadline, _: device_part(settings, deadline)),
         _check("lora bfloat16", 2, 24, partial(_kernel_rows, lora_rows, bf16)),
@@ -66,11 +67,10 @@ def plan(num_layers: int = 32) -> list[Planned]:
         _check("task table", 4, 6, task_table_rows),
         _check("captured pass", 4, 5, captured_rows),
         _check("trainer bfloat16", 6, 1, partial(_trainer_rows, bf16)),
+        _check("plain peft", 8, 12, plain_peft_rows),
+        Planned("default run", 65 + 12 * roofline.COMPILE_S, default_part, is_check=True),
         _gain("8B", sweep.SWEEP_TOKENS, 16),
         uniform,
-        _gain("1B", sweep.FEW_TOKENS, 16),
-        nonuniform,
-        _check("default run", 43, 12, default_rows),
         _check("trainer float32", 16, 12, partial(_trainer_rows, fp32)),
         _check("lora float32", 2, 27, partial(_kernel_rows, lora_rows, fp32)),
         Planned("kernels", 41, lambda settings, deadline, _: kernel_part(settings, deadline)),

@@ -1,11 +1,12 @@
 """The parts `gain` of `benchmarks.gpu`: what training tasks together gains over one after another, by tokens a task.
 
 It answers the objection that fusing gains nothing once a batch fills the GPU: 8 equal tasks of rank 16 take steps of
-512 to 32K tokens each, in rows of 256 tokens, so that nobody pads and all that is gained comes from sharing passes.
+512 to 8K tokens each, in rows of 256 tokens, so that nobody pads and all that is gained comes from sharing passes.
 
     together     all tasks in one stream, in passes of up to 16K tokens
     alone        peft_mux with one task; the time of one, times 8, as their steps are alike
-    hf           PEFT with one task, times 8
+    packed       PEFT with one task, packed and with Liger, times 8
+    hf           PEFT with one task, padded, times 8
 
 Graphs are measured up to 4K tokens a task: beyond it, passes are the same 16K tokens, which take the device several
 times as long as the host.
@@ -35,13 +36,11 @@ from benchmarks.gpu.train import (
 NUM_TASKS = 8
 RANK = 16
 ROW_TOKENS = 256
-SWEEP_TOKENS = (4096, 512, 16384, 1024, 8192, 2048, 32768)
+SWEEP_TOKENS = (4096, 512, 1024, 8192, 2048)
 """Tokens of a task's step, the most telling first, as a run may be cut off."""
-FEW_TOKENS = (512, 32768, 2048, 8192)
-"""Fewer of them, for the smaller backbone."""
 GRAPH_TOKENS = 4096
 """Most tokens of a task's step for which graphs are measured."""
-BACKBONES = {"8B": roofline.LLAMA_8B.of_layers(8), "1B": roofline.LLAMA_1B}
+BACKBONES = {"8B": roofline.LLAMA_8B.of_layers(8)}
 """Eight layers of the 8B's shape, as the gain is that of a layer: more only take longer."""
 
 WAYS = {
@@ -49,6 +48,7 @@ WAYS = {
     "alone": ("mux", 1),
     "together_graphs": ("mux_graphs", NUM_TASKS),
     "alone_graphs": ("mux_graphs", 1),
+    "packed": ("packed", 1),
     "hf": ("hf", 1),
 }
 """Contender and number of tasks of each way to train."""
@@ -133,6 +133,7 @@ def _gains(found: dict[str, Any]) -> dict[str, float]:
     """Return how much faster all tasks are together than one after another, for each way that was measured."""
     pairs = {
         "gain_over_hf": ("hf_s", "together_s"),
+        "gain_over_packed": ("packed_s", "together_s"),
         "gain_over_alone": ("alone_s", "together_s"),
         "gain_over_alone_with_graphs": ("alone_graphs_s", "together_graphs_s"),
     }

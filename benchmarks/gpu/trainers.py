@@ -1,5 +1,5 @@
-"""Who trains in `benchmarks.gpu.train` and `benchmarks.gpu.sweep`: the floor, PEFT task by task, peft_mux, and the
-padded joint batch.
+"""Who trains in `benchmarks.gpu.train`, `.sweep` and `.default_run`: the floor, PEFT task by task, padded and packed,
+peft_mux, and the padded joint batch.
 
 Each gets a backbone and leaves it as it was; one that raises leaves anything.
 """
@@ -38,37 +38,95 @@ class Trained(NamedTuple):
 
 def train_floor(settings: Settings, backbone: Any, workload: Any, pass_tokens: int) -> Trained:
     """The packed tokens through the frozen backbone, forward and input gradients; attention in one call on a GPU."""
-    from transformers import AttentionInterface, AttentionMaskInterface
+    from benchmarks.training.baselines import floor
+
+    packed = [[_moved(part, settings) for part in floor.pack(workload.tasks, s, pass_tokens)]
+              for s in range(workload.num_steps)]  # fmt: skip
+    losses = torch.zeros(len(workload.tasks), device=settings.device)
+    with _attention_in_one_call(backbone):
+        timer = _StepTimer(settings.device)
+        for step in range(workload.num_steps):
+            for part, bounds in packed[step]:
+                embeddings = backbone.get_input_embeddings()(part.input_ids).requires_grad_()
+                terms = _weighted_losses(backbone, part, bounds, inputs_embeds=embeddings)
+                terms.sum().backward()
+                if step == 0:
+                    losses.index_add_(0, part.task_of_target, terms.detach().float())
+            timer.tick()
+    return Trained(timer.steps_s, [losses.tolist()])
+
+
+def train_packed(settings: Settings, backbone: Any, workload: Any, pass_tokens: int) -> Trained:
+    """PEFT, one task after the other, without padding: what is left to gain over it comes from sharing passes.
+
+    Rows are packed, attention over them is one call, logits are computed by blocks, and on a GPU norms, rotary
+    embeddings and MLPs are Liger's if it is installed.
+    """
+    from peft import get_peft_model
 
     from benchmarks.training.baselines import floor
-    from peft_mux.kernels.cross_entropy.linear import Head, linear_cross_entropy
+    from peft_mux.modeling.backbone import liger
+
+    totals = [0.0] * workload.num_steps
+    losses: list[list[float]] = [[] for _ in totals]
+    with _attention_in_one_call(backbone):
+        for task in workload.tasks:
+            torch.manual_seed(task.seed)
+            model = get_peft_model(backbone, task.lora_config())
+            model.train()
+            if settings.device.type == "cuda" and liger.has_liger():
+                liger._patch(backbone, {})
+            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+            optimizer = _adamw(parameters, workload)
+            steps = [[_moved(part, settings) for part in floor.pack((task,), step, pass_tokens)]
+                     for step in range(workload.num_steps)]  # fmt: skip
+            timer = _StepTimer(settings.device)
+            for step, parts in enumerate(steps):
+                total = torch.zeros((), device=settings.device)
+                for part, bounds in parts:
+                    with settings.precision():
+                        loss = _weighted_losses(backbone, part, bounds, input_ids=part.input_ids).sum()
+                    loss.backward()
+                    total += loss.detach()
+                losses[step].append(total.item())
+                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+                optimizer.step()
+                optimizer.zero_grad()
+                timer.tick()
+            totals = [total + own for total, own in zip(totals, timer.steps_s, strict=True)]
+            liger.unfuse(backbone)
+            backbone = model.unload()
+            vars(backbone).pop("peft_config", None)
+    return Trained(totals, losses)
+
+
+@contextlib.contextmanager
+def _attention_in_one_call(backbone: Any) -> Iterator[None]:
+    from transformers import AttentionInterface, AttentionMaskInterface
 
     AttentionInterface.register("benchmark_gpu_floor", _floor_attention)
     AttentionMaskInterface.register("benchmark_gpu_floor", lambda *args, **kwargs: None)
     before = backbone.config._attn_implementation
     backbone.set_attn_implementation("benchmark_gpu_floor")
-    packed = [[_moved(part, settings) for part in floor.pack(workload.tasks, s, pass_tokens)]
-              for s in range(workload.num_steps)]  # fmt: skip
-    losses = torch.zeros(len(workload.tasks), device=settings.device)
-    timer = _StepTimer(settings.device)
-    for step in range(workload.num_steps):
-        for part, bounds in packed[step]:
-            embeddings = backbone.get_input_embeddings()(part.input_ids).requires_grad_()
-            hidden = backbone.model(
-                inputs_embeds=embeddings,
-                position_ids=part.position_ids,
-                use_cache=False,
-                floor_rectangles=part.rectangles,
-                floor_bounds=bounds,
-            ).last_hidden_state[0]
-            head = Head(backbone.lm_head.weight)
-            terms = linear_cross_entropy(hidden.index_select(0, part.target_rows), head, part.targets) * part.weights
-            terms.sum().backward()
-            if step == 0:
-                losses.index_add_(0, part.task_of_target, terms.detach().float())
-        timer.tick()
-    backbone.set_attn_implementation(before)
-    return Trained(timer.steps_s, [losses.tolist()])
+    try:
+        yield
+    finally:
+        backbone.set_attn_implementation(before)
+
+
+def _weighted_losses(backbone: Any, part: Any, bounds: torch.Tensor, **inputs: torch.Tensor) -> torch.Tensor:
+    """Return the loss of each target of a packed pass, over the number of targets of its task's step."""
+    from peft_mux.kernels.cross_entropy.linear import Head, linear_cross_entropy
+
+    hidden = backbone.model(
+        position_ids=part.position_ids,
+        use_cache=False,
+        floor_rectangles=part.rectangles,
+        floor_bounds=bounds,
+        **inputs,
+    ).last_hidden_state[0]
+    head = Head(backbone.lm_head.weight)
+    return linear_cross_entropy(hidden.index_select(0, part.target_rows), head, part.targets) * part.weights
 
 
 def _moved(part: Any, settings: Settings) -> tuple[Any, torch.Tensor]:
@@ -292,6 +350,7 @@ def train_padded(settings: Settings, backbone: Any, workload: Any, pass_tokens: 
 TRAINERS: dict[str, Callable[[Settings, Any, Any, int], Trained]] = {
     "floor": train_floor,
     "hf": train_hf,
+    "packed": train_packed,
     "mux": train_mux,
     "mux_graphs": train_mux_with_graphs,
     "padded": train_padded,

@@ -18,7 +18,7 @@ from unittest import mock
 
 from tests.pretended_cuda import library
 
-PARTS = ["lora", "cross", "attention", "adamw", "task", "captured", "gain 8B", "end to end 8 nonuniform"]
+PARTS = ["lora", "cross", "attention", "adamw", "task", "captured", "gain 8B", "end to end 8 uniform x 32", "default"]
 
 
 class Silent:

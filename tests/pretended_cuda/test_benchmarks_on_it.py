@@ -21,22 +21,22 @@ def parts(pretended_cuda: Path, tmp_path_factory: pytest.TempPathFactory) -> dic
 
 
 def test_every_part_comes_to_its_end(parts: dict[str, Any]) -> None:
-    assert len(parts) == 11
+    assert len(parts) == 12
     faults = {name: entry.get("traceback") for name, entry in parts.items() if entry["status"] != "done"}
     assert faults == {}
 
 
 def test_every_contender_trains_or_is_left_out_for_its_size(parts: dict[str, Any]) -> None:
-    rows = parts["end to end 8 nonuniform x 16 rows"]["rows"]
+    rows = parts["end to end 8 uniform x 32 rows"]["rows"]
     trained = {name.split(": ")[-1]: row for name, row in rows.items() if ": " in name}
     assert {name: row.get("failed") for name, row in trained.items() if "steps_s" not in row} == {}
-    assert set(trained) == {"floor", "hf", "mux", "mux_graphs", "padded"}
+    assert set(trained) == {"floor", "hf", "packed", "mux", "mux_graphs", "padded"}
     (gain,) = (row for name, row in parts["gain 8B"]["rows"].items() if name.startswith("512 "))
     assert {"gain_over_hf", "gain_over_alone", "gain_over_alone_with_graphs"} <= set(gain)
 
 
 def test_passes_go_through_kernels_and_are_captured(parts: dict[str, Any]) -> None:
-    rows = parts["end to end 8 nonuniform x 16 rows"]["rows"]
+    rows = parts["end to end 8 uniform x 32 rows"]["rows"]
     for name, row in rows.items():
         if name.endswith((": mux", ": mux_graphs")):
             assert row["path"] == "kernels"

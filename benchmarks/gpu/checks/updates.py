@@ -60,7 +60,9 @@ def adamw_rows(settings: Settings) -> Iterator[Row]:
             for part in _PARTS:
                 found[part] = greater(relative_error(own[part], wanted[part]), found[part])
         limit = UPDATE_TOLERANCES[dtype]
-        is_right = all(error <= limit for error in found.values())
+        # In bf16 the error is that of rounding weights, which torch's own AdamW has in the same measure.
+        limits = dict.fromkeys(_PARTS, limit) | {"values": max(limit, 1.05 * of_torch)}
+        is_right = all(error <= limits[part] for part, error in found.items())
         yield f"adamw {kind}", {**found, "values_of_torch": of_torch, "tolerance": limit, "is_right": is_right}
         alone = {index: _stepped(settings, dtype, [index])[index] for index in together}
         yield f"adamw {kind} co-location", _same(alone, together)
