@@ -1,6 +1,6 @@
 """`TrainingLoop`: the steps of a run, and what happens between them.
 
-Between two steps all processes do the same, in this order::
+`MultiTaskTrainer.train` has the loop itself. Between two steps all processes do the same, in this order::
 
     agree         stop? tasks that ended elsewhere; commands of other threads; endings; a move or another plan
     evaluate      tasks that are about to take their first step (`eval_on_start`)
@@ -18,10 +18,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
-from transformers.trainer_utils import TrainOutput
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.records import task_settings
@@ -46,18 +45,8 @@ from peft_mux.trainer.reporter import Reporter
 from peft_mux.trainer.run import Run, write_task_files
 
 
-class _Shortage(NamedTuple):
-    """A pass for which there was no memory; the largest one compares greatest."""
-
-    num_computed: int
-    num_rows: int
-    task: str
-    num_tokens: int
-    reason: str
-
-
 class TrainingLoop:
-    """Trains all running tasks until every task has ended or is paused.
+    """Takes the steps of all running tasks, and does what is due between them; `MultiTaskTrainer.train` calls it.
 
     Args:
         run: the present run.
@@ -72,6 +61,7 @@ class TrainingLoop:
         evaluator: evaluates tasks on their held-out rows.
         reporter: logs, and writes the reports at the end.
         control: receives requests from other programs through the run folder.
+        num_stream_tokens: tokens that went through the backbone of this process so far, padding included.
     """
 
     def __init__(self, run: Run, placement: Placement, plans: PlanFollower, collator: ChunkPackingCollator) -> None:
@@ -85,72 +75,7 @@ class TrainingLoop:
         self.control = Control(run, self.membership)
         self._agreement = Agreement(run.processes)
         self._compared: set[str] = set()
-        self._num_stream_tokens = 0
-
-    def train(self, resume: str | bool | None) -> TrainOutput:
-        """Train until every task has ended or is paused.
-
-        Args:
-            resume: what to resume from; see `Opening.opened`.
-        """
-        run = self._run
-        # From the start: requests of other threads wait for the first step while the model loads.
-        with self.membership.queue.training(self.membership.finish_commands), self.opening.opened(resume):
-            # Timed from here on: loading and planning are not training.
-            started, waited_before_s = time.perf_counter(), run.processes.waited_s
-            first_token, first_step = self._num_stream_tokens, run.state.global_step
-            with self._under_way():
-                run.callbacks.begin_training(run.table)
-                # Callbacks may have asked for tasks in on_train_begin, and other threads before it.
-                self.membership.apply_commands()
-                self._call_task_events()
-                while self._agree_on_step():
-                    self.evaluator.evaluate_new()
-                    if not run.table.running:  # their evaluation has failed them
-                        continue
-                    num_steps = self._num_steps_in_window()
-                    stepping = self._call_step_begin()
-                    if num_steps > 1:
-                        self._take_window(num_steps)
-                    else:
-                        self.train_step()
-                    self._after_step(stepping)
-                    # Before processes compare their tasks: afterwards all have the same ones, or the run has ended.
-                    self.membership.apply_commands()
-                    self._call_task_events()
-            seconds, waited_s = time.perf_counter() - started, run.processes.waited_s - waited_before_s
-            self.membership.settle()
-            # The last step need not be a multiple of `save_steps`.
-            if not run.saver.is_current:
-                self._save()
-            run.hub.wait()
-            run.callbacks.call_task_events()
-            num_tokens = self._num_stream_tokens - first_token
-            report = self.reporter.finish(seconds, waited_s, num_tokens, run.state.global_step - first_step)
-            if run.upload is not None:
-                run.upload.start()
-                run.upload.wait()
-            return report
-
-    @contextmanager
-    def _under_way(self) -> Iterator[None]:
-        """Begin a training whose steps are taken in the `with` block; signals and requests are handled there."""
-        run, is_alone = self._run, self._run.processes.is_alone
-
-        def stop(signal_number: int) -> None:
-            run.interrupted_by, run.control.should_training_stop = signal_number, True
-
-        try:
-            with stop_at_signal(stop, echo_s=0.0 if is_alone else 2.0):
-                self.opening.begin()
-                with self.control.listening(is_alone=is_alone):
-                    yield
-        except Exception:
-            run.log.end_trackers()
-            raise
-        finally:
-            run.log.progress.stop()
-            run.is_in_train = False
+        self.num_stream_tokens = 0
 
     def train_step(self, work: StepWork | None = None) -> None:
         """Take one step of every running task: the rows of its batch, forward and backward, its optimizer step.
@@ -175,75 +100,74 @@ class TrainingLoop:
                     raise
                 reason = first_line(error)
             # After the block: the traceback of the error holds the activations of the pass.
-            shortage = self._shortage(work, reason)
-            if shortage is None:
+            again = self._step_in_less_memory(work, reason)
+            if again is None:
                 break
-            work, started = self._next_attempt(work, shortage), time.perf_counter()
+            work, started = again, time.perf_counter()
         run.is_updating = True
         (self._placement.shards or run.table).apply(result)
         # `apply` has waited for the device, so this is the time of the step and not of its launches.
         self._plans.record_step_time(result, time.perf_counter() - started)
         run.state.global_step += 1
         run.is_updating = False
-        self._num_stream_tokens += result.num_stream_tokens
+        self.num_stream_tokens += result.num_stream_tokens
 
-    def _shortage(self, work: StepWork, reason: str) -> _Shortage | None:
-        """Return the largest pass for which a process had no memory, the same on all processes; `None` if all had.
+    def _step_in_less_memory(self, work: StepWork, reason: str) -> StepWork | None:
+        """Return the step that is tried next, the same on all processes; `None` if every pass had the memory it needs.
+
+        It is the same step if CUDA graphs are dropped, or has smaller passes.
 
         Args:
             work: the step of this process.
             reason: why a pass of this process found no memory; "" if none did.
-        """
-        processes = self._run.processes
-        own = None
-        if reason:
-            # By what a pass computes, which its bound counts: tokens that rows share are there once.
-            largest = max(work.micro_batches, key=lambda micro_batch: micro_batch.num_computed)
-            rows = len(largest.row_sequences)
-            own = _Shortage(largest.num_computed, rows, largest.task_names[0], largest.num_tokens, reason)
-        if processes.is_alone or not self._placement.executor.finishes_steps:
-            return own
-        if not any(count for (count,) in processes.exchange([int(own is not None)])):
-            return None
-        return max(one for one in processes.gather(own) if one is not None)
-
-    def _next_attempt(self, work: StepWork, shortage: _Shortage) -> StepWork:
-        """Return a step for which memory did not suffice: as it is if CUDA graphs are dropped, or in smaller passes.
 
         Raises:
             MemoryBudgetError: if there is no memory for a pass of a single row.
         """
-        # Drop what the passes have left, whose memory the next attempt needs.
-        for run in self._run.table:
-            if run.optimizer is not None:
-                run.optimizer.zero_gradients()
+        run, processes = self._run, self._run.processes
         model, executor = self._placement.model, self._placement.executor
+        shortage = None
+        if reason:
+            # By what a pass computes, which its bound counts: tokens that rows share are there once.
+            largest = max(work.micro_batches, key=lambda micro_batch: micro_batch.num_computed)
+            rows = len(largest.row_sequences)
+            shortage = largest.num_computed, rows, largest.task_names[0], largest.num_tokens, reason
+        if executor.finishes_steps and not processes.is_alone:
+            if not any(count for (count,) in processes.exchange([int(shortage is not None)])):
+                return None
+            shortage = max(one for one in processes.gather(shortage) if one is not None)
+        if shortage is None:
+            return None
+        tokens, rows, task, task_tokens, reason = shortage
+        # Drop what the passes have left, whose memory the next attempt needs.
+        for own in run.table:
+            if own.optimizer is not None:
+                own.optimizer.zero_gradients()
         has_graphs, executor.captured = executor.captured is not None, None
         model.stream.key_values.clear()
         model.objectives.take_failures()
         gc.collect()
         if model.device.type == "cuda":
             torch.cuda.empty_cache()
-        tokens, reason = shortage.num_computed, shortage.reason
         if has_graphs:
-            self._run.log.say(f"out of memory ({reason}): the step is taken again, without CUDA graphs from now on")
+            run.log.say(f"out of memory ({reason}): the step is taken again, without CUDA graphs from now on")
             return work
-        if shortage.num_rows < 2 and not self._run.args.split_long_sequences:
+        if rows < 2 and not run.args.split_long_sequences:
             raise MemoryBudgetError(
-                f"tasks.{shortage.task}: a pass of one row of {shortage.num_tokens:,} tokens does not fit "
+                f"tasks.{task}: a pass of one row of {task_tokens:,} tokens does not fit "
                 f"into memory ({reason}). Set max_length, gradient_checkpointing=True, bf16=True or "
                 "split_long_sequences=True, or quantise the backbone; then resume with "
                 "train(resume_from_checkpoint=True)."
             )
         most = max(1, tokens // 2)
-        self._run.log.say(
+        run.log.say(
             f"out of memory in a pass of {tokens:,} tokens ({reason}): the step is taken again, in passes"
             f" of at most {most:,} from now on"
         )
-        self._run.log.event("out_of_memory", tokens=tokens, max_tokens=most, reason=reason)
+        run.log.event("out_of_memory", tokens=tokens, max_tokens=most, reason=reason)
         return self._plans.smaller_work(work, most)
 
-    def _take_window(self, num_steps: int) -> None:
+    def take_window(self, num_steps: int) -> None:
         """Take several steps without flushing the pipeline between them; something is due only at the last one.
 
         Each bucket of tasks steps when its own passes are done. Callbacks are called for all steps, one by one, after
@@ -273,10 +197,10 @@ class TrainingLoop:
             # In stream order, whichever bucket was done first.
             table.count(result, {name: outcomes[number][name] for name in result.losses if name in outcomes[number]})
             run.state.global_step += 1
-            self._num_stream_tokens += result.num_stream_tokens
+            self.num_stream_tokens += result.num_stream_tokens
             if number + 1 < len(results):
                 run.callbacks.call("on_step_end")
-                self._call_step_begin()
+                self.call_step_begin()
         run.is_updating = False
         seconds = (time.perf_counter() - started) / len(results)
         last = results[-1]
@@ -285,11 +209,15 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------ before a step
 
-    def _agree_on_step(self) -> bool:
+    def agree_on_step(self) -> bool:
         """Return whether all processes take another step, after stops on one process were applied to all.
 
         All processes are between the same two steps here, so the run also moves to other replicas, and changes its
         plan.
+
+        Raises:
+            ConfigError: on every process, if a task that runs for the first time has other settings or initial weights
+                on one of them.
         """
         run, plans, agreement = self._run, self._plans, self._agreement
         endings, wants_stop = agreement.on_tasks(
@@ -297,8 +225,8 @@ class TrainingLoop:
             run.table,
             wants_stop=run.control.should_training_stop,
             replicas=self.relocation.target,
-            last_step_s=plans.last_step_s,
-            last_passes_s=plans.last_passes_s,
+            last_step_s=plans.last_step.seconds,
+            last_passes_s=plans.last_step.passes_s,
             num_commands=len(self.membership.queue.labels),
         )
         self._apply_endings(endings)
@@ -307,8 +235,18 @@ class TrainingLoop:
         self.membership.apply_shared_commands(has_commands=agreement.has_commands)
         self.membership.handle_changes()
         # Before it is known whether there is another step: a task that callbacks register takes it.
-        self._call_task_events()
-        self._compare_new_tasks()
+        self.call_task_events()
+        new = [own for own in run.table.running if own.name not in self._compared]
+        if new and not run.processes.is_alone:
+            self._compared |= {own.name for own in new}
+            facts: dict[str, Any] = {own.name: task_settings(own) for own in new}
+            # In other layouts processes hold different parts of the weights, which cannot be compared.
+            if run.layout.is_data_parallel:
+                for own in new:
+                    parameters = self._placement.model.task_parameters(own.name)
+                    weights = {name: weight.data for name, weight in parameters.items()}
+                    facts[own.name]["initial weights (digest)"] = tensors_digest(weights)
+            require_consistent(run.processes, {"tasks": facts})
         takes_step = bool(run.table.running) and not wants_stop
         # After the endings of other processes, as tasks that come or go make a move pay.
         if takes_step and self.relocation.move_if_asked():
@@ -326,38 +264,19 @@ class TrainingLoop:
             else:
                 run.end(status, reason)
 
-    def _compare_new_tasks(self) -> None:
-        """Require that tasks which run for the first time have equal settings and initial weights on all processes.
-
-        Raises:
-            ConfigError: on every process, if they differ.
-        """
-        new = [run for run in self._run.table.running if run.name not in self._compared]
-        if not new or self._run.processes.is_alone:
-            return
-        self._compared |= {run.name for run in new}
-        facts: dict[str, Any] = {run.name: task_settings(run) for run in new}
-        # In other layouts processes hold different parts of the weights, which cannot be compared.
-        if self._run.layout.is_data_parallel:
-            for run in new:
-                parameters = self._placement.model.task_parameters(run.name)
-                weights = {name: weight.data for name, weight in parameters.items()}
-                facts[run.name]["initial weights (digest)"] = tensors_digest(weights)
-        require_consistent(self._run.processes, {"tasks": facts})
-
-    def _call_task_events(self) -> None:
+    def call_task_events(self) -> None:
         """Call the callbacks of tasks whose status has changed, and carry out their requests."""
         while self._run.callbacks.call_task_events():
             self.membership.apply_commands()
 
-    def _call_step_begin(self) -> list[str]:
+    def call_step_begin(self) -> list[str]:
         """Call the callbacks of a step that begins; return the tasks that take it."""
         self._run.callbacks.call("on_step_begin")
         for run in self._run.table.running:
             self._run.log.callbacks[run.name].step_begins()
         return [run.name for run in self._run.table.running]
 
-    def _num_steps_in_window(self) -> int:
+    def num_steps_in_window(self) -> int:
         """Return how many steps are taken before all processes look at the run again, the same number on all."""
         run, executor = self._run, self._placement.executor
         if run.args.pipeline_flush != "auto" or not isinstance(executor, PipelineExecutor):
@@ -380,7 +299,7 @@ class TrainingLoop:
 
     # ------------------------------------------------------------------ after a step
 
-    def _after_step(self, names: Sequence[str]) -> None:
+    def after_step(self, names: Sequence[str]) -> None:
         """Do what is due after a step, in this order: callbacks, logs, evaluations, endings, files.
 
         Args:
@@ -409,7 +328,7 @@ class TrainingLoop:
         # running task, so no other one is written next to it.
         if run.saver.is_due() or run.control.should_save:
             run.control.should_save = False
-            self._save()
+            self.save()
         else:
             run.saver.save_due_tasks(list(names))
         run.log.advance()
@@ -417,7 +336,7 @@ class TrainingLoop:
     def _agree_on_requests(self) -> None:
         """Apply to all processes what callbacks did on one: they end a task, or ask for an evaluation or a save.
 
-        A request to stop waits for `_agree_on_step`, where all processes stop together.
+        A request to stop waits for `agree_on_step`, where all processes stop together.
         """
         run, control = self._run, self._run.control
         if run.processes.is_alone:
@@ -427,7 +346,7 @@ class TrainingLoop:
         asked = run.processes.exchange([int(control.should_save), int(control.should_evaluate)])
         control.should_save, control.should_evaluate = (any(own) for own in zip(*asked, strict=True))
 
-    def _save(self) -> None:
+    def save(self) -> None:
         """Save all tasks that have not ended, and call callbacks if that went well."""
         run = self._run
         if run.upload is not None:

@@ -253,22 +253,20 @@ class Membership:
             self._placement.check(resolved)
             # Reserved from here on: another caller may ask for the same name while these rows are read.
             self._arriving.update(names)
+
+        def free_names(_: object = None) -> None:
+            with self._placement.lock:
+                self._arriving.difference_update(names)
+
         try:
             source = self._placement.source
             with self._reading:
                 runs = make_task_runs(resolved, self._run.args, source.tokenizer, source.config)
+            command = self.queue.give(f"register {', '.join(names)}", lambda: self._add(runs))
         except BaseException:
-            with self._placement.lock:
-                self._arriving.difference_update(names)
+            free_names()
             raise
-        command = self.queue.give(f"register {', '.join(names)}", lambda: self._add(runs))
-        lock, arriving = self._placement.lock, self._arriving
-
-        def free_names(done: Future[Any]) -> None:
-            if done.cancelled():
-                with lock:
-                    arriving.difference_update(names)
-
+        # Done, refused, cancelled, or left when the run ends.
         command.add_done_callback(free_names)
         return command
 
@@ -377,18 +375,14 @@ class Membership:
         for own in runs:
             if own.name in run.table:  # removed before this run was resumed
                 self._drop(own.name)
-        try:
-            # PEFT refuses some configurations only when it injects the adapter; then the others train on.
-            self._placement.register(runs)
-            for own in runs:
-                run.table.runs[own.name] = own
-                run.saver.note_arrival(own.name)
-                run.callbacks.note_event("on_task_register", own)
-            if run.is_in_train:  # otherwise the tasks are described when training begins
-                run.saver.describe_arrivals(run.root)
-        finally:
-            with self._placement.lock:
-                self._arriving.difference_update(own.name for own in runs)
+        # PEFT refuses some configurations only when it injects the adapter; then the others train on.
+        self._placement.register(runs)
+        for own in runs:
+            run.table.runs[own.name] = own
+            run.saver.note_arrival(own.name)
+            run.callbacks.note_event("on_task_register", own)
+        if run.is_in_train:  # otherwise the tasks are described when training begins
+            run.saver.describe_arrivals(run.root)
 
     def _remove(self, name: str, save: bool) -> None:
         """Take a task out of every part that holds something of it, saving its adapter first if asked to."""
@@ -414,7 +408,7 @@ class Membership:
     def _drop(self, name: str) -> None:
         del self._run.table.runs[name]
         # Rows that were read ahead would be held for the rest of the run.
-        self._plans.drop_read_ahead(name)
+        self._plans.ahead.drop(name)
         self._run.log.drop_callbacks(name)
         self._placement.remove(name)
 

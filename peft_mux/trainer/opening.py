@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import socket
 import uuid
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -61,7 +61,7 @@ class Opening:
 
         Raises:
             CheckpointError: if the last step was cut off while tasks were updated, or there is nothing to resume from.
-            ConfigError: on every process, naming each rank and field that differs.
+            ConfigError: on every process, naming each rank and field that differs, or why `upload_to` cannot be read.
             ProcessError: if another process does not come.
         """
         run = self._run
@@ -84,7 +84,15 @@ class Opening:
             }
             require_consistent(run.processes, facts)
         is_first = not resume and not run.has_trained and run.args.save_strategy != "no"
-        has_copy = self._is_only_uploaded()
+        # Whether there is a run at `upload_to`, and none in the run folder: only the process that writes looks.
+        has_copy, unread = False, []
+        if run.upload is not None:
+            try:
+                has_copy = run.upload.holds_run() and not record_paths(run.root / STATE_FOLDER)
+            except ConfigError as error:
+                unread.append(str(error))
+        if run.args.upload_to and (unread := [text for own in run.processes.gather(unread) for text in own]):
+            raise ConfigError(unread[0])
         if resume == "auto" or is_first:
             # Whether all processes see the same folder is checked later.
             holds_run = was_restarted(run.root) if is_first else has_copy or bool(record_paths(run.root / STATE_FOLDER))
@@ -113,16 +121,30 @@ class Opening:
 
         Raises:
             CheckpointError: if there is nothing to resume from, or the folder holds a run that is not resumed.
-            ConfigError: if processes differ, or nothing fits into memory.
+            ConfigError: if processes differ, do not see the same run folder, or nothing fits into memory.
         """
-        saver, root = self._run.saver, self._run.root
+        saver, root, processes = self._run.saver, self._run.root, self._run.processes
         # Connected first, so that the others learn at once if another process uses the folder.
         resume = self.connect(resume)
         with saver.keep_folder(root, goes_on=not resume):
             if resume is True and self._run.upload is not None and not record_paths(root / STATE_FOLDER):
                 self._run.upload.fetch()
-            if self._run.args.save_strategy != "no":
-                self._require_one_folder()
+            if self._run.args.save_strategy != "no" and not processes.is_alone:
+                # A new name, which no network file system remembers as absent; what a crash leaves is removed later on.
+                probe = f".tmp-{uuid.uuid4().hex}" if saver.is_writer else ""
+                if probe:
+                    (root / probe).touch()
+                probe = max(processes.gather(probe))
+                sees = processes.gather(((root / probe).exists(), f"{socket.gethostname()}:{root.absolute()}"))
+                if saver.is_writer:
+                    (root / probe).unlink(missing_ok=True)
+                blind = ", ".join(
+                    f"{where} (rank {rank})" for rank, (has_seen, where) in enumerate(sees) if not has_seen
+                )
+                if blind:
+                    fix = "Set output_dir to a folder on a disk that all machines share."
+                    allowed = f"the same folder for every process, {sees[0][1]} as on rank 0"
+                    raise_faults([Fault("args.output_dir", f"another one in {blind}", allowed, fix)])
             saver.note_loading("model")
             # Checked before weights are loaded.
             if resume and saver.is_writer:
@@ -132,49 +154,24 @@ class Opening:
             self.open(resume)
             yield
 
-    def _is_only_uploaded(self) -> bool:
-        """Whether there is a run at `upload_to`, and none in the run folder; False on processes that do not write.
-
-        Raises:
-            ConfigError: on every process, if the writing one cannot read the URL.
-        """
-        run, found, faults = self._run, False, []
-        if run.upload is not None:
-            try:
-                found = run.upload.holds_run() and not record_paths(run.root / STATE_FOLDER)
-            except ConfigError as error:
-                faults.append(str(error))
-        if run.args.upload_to and (faults := [text for own in run.processes.gather(faults) for text in own]):
-            raise ConfigError(faults[0])
-        return found
-
-    def _require_one_folder(self) -> None:
-        """Require that every process sees the run folder of the one that writes, as on a disk that machines share.
-
-        Raises:
-            ConfigError: on every process, naming the ranks and hosts that do not.
-        """
-        run = self._run
-        if run.processes.is_alone:
-            return
-        # A new name, which no network file system remembers as absent; what a crash leaves of it is removed later on.
-        probe = f".tmp-{uuid.uuid4().hex}" if run.saver.is_writer else ""
-        if probe:
-            (run.root / probe).touch()
-        probe = max(run.processes.gather(probe))
-        sees = run.processes.gather(((run.root / probe).exists(), f"{socket.gethostname()}:{run.root.absolute()}"))
-        if run.saver.is_writer:
-            (run.root / probe).unlink(missing_ok=True)
-        blind = ", ".join(f"{where} (rank {rank})" for rank, (has_seen, where) in enumerate(sees) if not has_seen)
-        if blind:
-            fix = "Set output_dir to a folder on a disk that all machines share."
-            allowed = f"the same folder for every process, {sees[0][1]} as on rank 0"
-            raise_faults([Fault("args.output_dir", f"another one in {blind}", allowed, fix)])
-
     def open(self, resume: str | bool | None) -> None:
-        """Load the model, open the run folder, restore the tasks, and plan; see `opened`."""
+        """Load the model, open the run folder, restore the tasks, and plan; see `opened`.
+
+        Raises:
+            ConfigError: on every process, naming a frozen weight that several of them hold and that differs.
+        """
         run, args, root, saver = self._run, self._run.args, self._run.root, self._run.saver
-        backbone = self._compare_frozen_weights(self._placement.load(self._plans.plan_stages))
+        whole: dict[str, str] = {}  # a digest of each frozen weight
+        faults = []
+        for rank, own in enumerate(run.processes.gather(dict(self._placement.load(self._plans.plan_stages)))):
+            odd = next((name for name in own if whole.get(name, own[name]) != own[name]), None)
+            if odd is not None:
+                where = f"rank {rank}: model.frozen weights (digest) of {odd}"
+                allowed = f"{whole[odd]}, as on the processes before it"
+                faults.append(Fault(where, own[odd], allowed, "Start every process with the same model."))
+            whole = {**own, **whole}  # the first process that holds a weight sets the rule for the others
+        raise_faults(faults)
+        backbone = fingerprint(type(self._placement.model.backbone).__name__, whole)
         if saver.folder is None and args.save_strategy != "no":
             saver.folder = RunFolder(
                 root,
@@ -206,27 +203,6 @@ class Opening:
         # The stop request of the previous training would end this one before its first step. Not later than here: once
         # signals are handled, one of them may have asked for a stop.
         run.control.should_training_stop, run.interrupted_by = False, 0
-
-    def _compare_frozen_weights(self, samples: Mapping[str, str]) -> str:
-        """Compare the frozen weights of all processes; return the digest of the whole backbone.
-
-        Args:
-            samples: a digest of each weight that this process holds.
-
-        Raises:
-            ConfigError: on every process, naming a weight that several of them hold and that differs.
-        """
-        whole: dict[str, str] = {}
-        faults = []
-        for rank, own in enumerate(self._run.processes.gather(dict(samples))):
-            odd = next((name for name in own if whole.get(name, own[name]) != own[name]), None)
-            if odd is not None:
-                where = f"rank {rank}: model.frozen weights (digest) of {odd}"
-                allowed = f"{whole[odd]}, as on the processes before it"
-                faults.append(Fault(where, own[odd], allowed, "Start every process with the same model."))
-            whole = {**own, **whole}  # the first process that holds a weight sets the rule for the others
-        raise_faults(faults)
-        return fingerprint(type(self._placement.model.backbone).__name__, whole)
 
     def _restore(self, root: Path, backbone: str) -> None:
         """Start all tasks and put them back to where a run's newest state left them.

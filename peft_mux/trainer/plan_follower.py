@@ -48,6 +48,7 @@ class StepTime(NamedTuple):
     passes_s: float
 
 
+_NO_STEP = StepTime(None, 0, 0.0, 0.0)
 _STEPS_OF_A_WINDOW = 50
 """After so many steps a slow replica is reported."""
 _LEAST_WAIT_S, _LEAST_SHARE = 1.0, 0.1
@@ -101,6 +102,8 @@ class PlanFollower:
         planner: makes the plans, and learns from the times of steps.
         current: the plan that is followed; `None` before the first one.
         pass_report: the passes and tokens of this process's replica, as planned and as run.
+        last_step: what the last step took if nothing was learnt from it yet, else zeros.
+        ahead: rows that were read before their step.
         dispatch_clock: time of dividing rows among unequal replicas under all plans; `None` before the first one.
     """
 
@@ -110,10 +113,10 @@ class PlanFollower:
         self.current: Plan | None = None
         self._run, self._placement, self._collator = run, placement, collator
         # Rows that were read early belong to their tasks, and outlive a plan.
-        self._ahead = BatchesAhead(run.log.note_own_code)
+        self.ahead = BatchesAhead(run.log.note_own_code)
         self._steps: StepSource | None = None
         self.dispatch_clock: DispatchClock | None = None
-        self._last_step: StepTime | None = None
+        self.last_step = _NO_STEP
         self._slow_replicas = SlowReplicas()
         self.pass_report = self._counted_before = PassReport()
         self._waited_s = 0.0
@@ -204,28 +207,45 @@ class PlanFollower:
                 self._placement.start(run)
             if run.status is TaskStatus.WAITING:
                 run.reason = reasons.get(run.name, "")
-        self._steps = self._new_steps(plan)
-        self.current = plan if self._steps is None else self._with_dispatched_rows(plan, self._steps.shares)
+        self._follow(plan)
+        return plan
+
+    def _follow(self, plan: Plan) -> None:
+        """Take the next steps by a plan."""
+        if self._steps is not None:
+            self._steps.shares.close()
+        self.current, self._steps = plan, None
+        layout, processes, args = self._run.layout, self._run.processes, self._run.args
+        runs = self._run.table.plannable
+        if runs:
+            if self._applies_times and (self._rates is None or self._rates_of != layout):
+                self._rates, self._rates_of = ReplicaRates(layout.num_replicas), layout
+            policy: Any = args.dispatch
+            shares = DispatchedShares(
+                layout,
+                None if layout.are_alike else run_time_model(self.planner, runs, layout),
+                processes,
+                policy=policy,
+                clock=self.dispatch_clock,
+                rates=self._rates,
+                cuts_rows=args.split_long_sequences,
+            )
+            self.dispatch_clock = shares.clock
+            self._steps = StepSource(plan, self._collator, processes, layout, shares, self.ahead)
+            # The passes of unequal replicas, whose rows are dispatched as in a step.
+            names = {name for htask in plan.htasks for name in htask.tasks}
+            loads = [self.planner.load_of(run) for run in runs if run.name in names] if shares.looks_ahead else []
+            rows = shares.typical_rows([BatchRows(load.name, 0, load.lengths, load.trie) for load in loads])
+            if rows is not None:
+                passes = []
+                for own, most_tokens in zip(rows, shares.max_tokens, strict=True):
+                    bound = min(plan.max_tokens_per_micro_batch, most_tokens or plan.max_tokens_per_micro_batch)
+                    parts = [part_of(load, own[load.name]) for load in loads]
+                    passes.append(planned_passes(plan.htasks, parts, self._collator.rules, bound))
+                self.current = replace(plan, passes=tuple(passes))
         self._run.callbacks.plan = self.current
         if self._placement.is_loaded:
             self._placement.executor.follow(plan)
-        return plan
-
-    def _with_dispatched_rows(self, plan: Plan, shares: DispatchedShares) -> Plan:
-        """Return the plan with the passes of unequal replicas, whose rows are dispatched as in a step."""
-        if not shares.looks_ahead:
-            return plan
-        names = {name for htask in plan.htasks for name in htask.tasks}
-        loads = [self.planner.load_of(run) for run in self._run.table.plannable if run.name in names]
-        rows = shares.typical_rows([BatchRows(load.name, 0, load.lengths, load.trie) for load in loads])
-        if rows is None:
-            return plan
-        passes = []
-        for own, most_tokens in zip(rows, shares.max_tokens, strict=True):
-            bound = min(plan.max_tokens_per_micro_batch, most_tokens or plan.max_tokens_per_micro_batch)
-            parts = [part_of(load, own[load.name]) for load in loads]
-            passes.append(planned_passes(plan.htasks, parts, self._collator.rules, bound))
-        return replace(plan, passes=tuple(passes))
 
     def replan_if_faster(self) -> bool:
         """Follow another plan if it is faster by the times that were measured; every process calls this at once.
@@ -296,29 +316,6 @@ class PlanFollower:
             "schedule": self._run.args.pipeline_schedule,
         }
 
-    def _new_steps(self, plan: Plan) -> StepSource | None:
-        """Return what turns a plan into steps; `None` if there is nothing to do."""
-        if self._steps is not None:
-            self._steps.shares.close()
-        layout, processes, args = self._run.layout, self._run.processes, self._run.args
-        runs = self._run.table.plannable
-        if not runs:
-            return None
-        if self._applies_times and (self._rates is None or self._rates_of != layout):
-            self._rates, self._rates_of = ReplicaRates(layout.num_replicas), layout
-        policy: Any = args.dispatch
-        shares = DispatchedShares(
-            layout,
-            None if layout.are_alike else run_time_model(self.planner, runs, layout),
-            processes,
-            policy=policy,
-            clock=self.dispatch_clock,
-            rates=self._rates,
-            cuts_rows=args.split_long_sequences,
-        )
-        self.dispatch_clock = shares.clock
-        return StepSource(plan, self._collator, processes, layout, shares, self._ahead)
-
     # ------------------------------------------------------------------ steps
 
     def next_work(self) -> StepWork:
@@ -341,7 +338,7 @@ class PlanFollower:
             max_tokens: the most tokens of a pass that are left to try.
         """
         self.planner.most_tokens = max_tokens
-        self._ahead.put_back()
+        self.ahead.put_back()
         self.pass_report = self._counted_before
         self.replan()
         assert self._steps is not None, "a run that has running tasks follows a plan"
@@ -366,10 +363,6 @@ class PlanFollower:
         planned = passes[replica] if replica < len(passes) else None
         self._counted_before, self.pass_report = self.pass_report, self.pass_report.after(planned, work.micro_batches)
 
-    def drop_read_ahead(self, name: str) -> None:
-        """Forget what was read early of a task that was removed."""
-        self._ahead.drop(name)
-
     # ------------------------------------------------------------------ times
 
     def record_step_time(self, result: StepResult, seconds: float, *, num_steps: int = 1) -> None:
@@ -392,19 +385,9 @@ class PlanFollower:
             between_s = seconds - times.span_s - (self._run.processes.waited_s - self._waited_s)
             correction.observe_passes(times, between_s, result.num_tokens, prices)
         # With its plan: by the time that the processes have exchanged their times, there may be another one.
-        self._last_step = StepTime(self.current, sum(result.num_tokens.values()), seconds, times.span_s)
+        self.last_step = StepTime(self.current, sum(result.num_tokens.values()), seconds, times.span_s)
         if self._run.processes.is_alone:
             self.observe_step_time(seconds)
-
-    @property
-    def last_step_s(self) -> float:
-        """Seconds of the last step that nothing was learnt from yet; 0 if there is none."""
-        return 0.0 if self._last_step is None else self._last_step.seconds
-
-    @property
-    def last_passes_s(self) -> float:
-        """Seconds of these from the first pass to the end of the last one."""
-        return 0.0 if self._last_step is None else self._last_step.passes_s
 
     def observe_step_time(self, seconds: float, process_s: Sequence[float] = ()) -> None:
         """Compare the last step with its prediction, once, and replicas with one another.
@@ -413,15 +396,15 @@ class PlanFollower:
             seconds: what the step took: here, or on the slowest process.
             process_s: seconds of the passes of each process, by rank; none for a process that is alone.
         """
-        last, self._last_step = self._last_step, None
+        last, self.last_step = self.last_step, _NO_STEP
         layout = self._run.layout
-        if last is not None and layout.num_replicas > 1:
+        if last is not _NO_STEP and layout.num_replicas > 1:
             replica_s = [0.0] * layout.num_replicas
             for place, own_s in zip(layout.places, process_s, strict=True):
                 replica_s[place.replica] = max(replica_s[place.replica], own_s)
             if self._slow_replicas.add(replica_s) >= _STEPS_OF_A_WINDOW:
                 self.report_slow_replica()
-        if last is None or last.plan is None:
+        if last.plan is None:
             return
         correction = self.planner.correction
         correction.observe(last.plan, last.num_tokens, seconds)

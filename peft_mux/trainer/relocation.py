@@ -124,56 +124,47 @@ class Relocation:
     # ------------------------------------------------------------------ the move
 
     def _move(self, target: ModelPart) -> None:
-        """Save all tasks, give up the model, and load the part of the new replicas that this process holds."""
-        with self._placement.lock:  # no other thread may use a model that is released
-            self._target = None
-            started, before, was_placed = time.perf_counter(), self._run.layout, self._placement.is_loaded
-            if was_placed:
-                # No process releases its part before all tasks are saved: if that fails, the model is still there.
-                self._save()
-                self._run.processes.wait_for_all()
-                self._placement.release_model()
-            self._run.layout = target.layout
-            self._placement.describe_part(target)
-            if was_placed:
-                self._placement.load(self._plans.plan_stages)
-                self._restore()
-            # The next decision uses the measured cost of a move.
-            self._restart_s = seconds = time.perf_counter() - started
-            self._run.log.event("redeployed", replicas=str(target.layout), before=str(before), seconds=seconds)
-            self._run.log.say(f"replicas {target.layout} instead of {before}, after {seconds:.1f} s")
-
-    def _save(self) -> None:
-        """Save all tasks that are not finished.
+        """Save all tasks, give up the model, load the part of the new replicas that this process holds, and resume.
 
         Raises:
             CheckpointError: on every process, if any of them could not save, or the adapter of a task that has ended is
                 not on the disk.
         """
-        is_saved = self._run.saver.save_run() and not self._run.saver.unsaved
-        if not all(self._run.processes.gather(is_saved)):
-            raise _NotSavedError(
-                f"redeploy: the tasks could not be saved at step {self._run.state.global_step}, so they stay on "
-                "their processes. Make output_dir writable, or free space in it."
-            )
-
-    def _restore(self) -> None:
-        """Put every task back to where `_save` left it, in the new part of the model."""
-        folder = self._run.saver.folder
-        assert folder is not None, "redeploy is refused without a folder"
-        self._run.processes.wait_for_all()  # others read what the first one has written
-        for run in self._run.table:
-            # It has taken no step: its adapter is initialised from its seed, and it gets an optimizer when it starts.
-            if run.status is TaskStatus.WAITING:
-                continue
-            if run.status.is_final:
-                model = self._placement.model
-                try:
-                    weights = model.saved_weights(run.name, folder.task_folder(run.name))
-                    put_snapshot(run, model, TaskState(weights, {}, {}, {}))
-                except CheckpointError as error:
-                    # Its adapter was not written, so the task has none here.
-                    self._run.log.warn(f'task "{run.name}": its adapter is missing: {error}')
-                continue
-            self._placement.make_optimizer(run)
-            folder.restore(run, run.step, self._run.log.warn)
+        run, processes = self._run, self._run.processes
+        with self._placement.lock:  # no other thread may use a model that is released
+            self._target = None
+            started, before, was_placed = time.perf_counter(), run.layout, self._placement.is_loaded
+            if was_placed:
+                # No process releases its part before all tasks are saved: if that fails, the model is still there.
+                if not all(processes.gather(run.saver.save_run() and not run.saver.unsaved)):
+                    raise _NotSavedError(
+                        f"redeploy: the tasks could not be saved at step {run.state.global_step}, so they stay on "
+                        "their processes. Make output_dir writable, or free space in it."
+                    )
+                processes.wait_for_all()
+                self._placement.release_model()
+            run.layout = target.layout
+            self._placement.describe_part(target)
+            if was_placed:
+                self._placement.load(self._plans.plan_stages)
+                folder = run.saver.folder
+                assert folder is not None, "redeploy is refused without a folder"
+                processes.wait_for_all()  # others read what the first one has written
+                # A waiting task has taken no step: its adapter is initialised from its seed, and it gets an optimizer
+                # when it starts.
+                for own in [own for own in run.table if own.status is not TaskStatus.WAITING]:
+                    if not own.status.is_final:
+                        self._placement.make_optimizer(own)
+                        folder.restore(own, own.step, run.log.warn)
+                        continue
+                    model = self._placement.model
+                    try:
+                        weights = model.saved_weights(own.name, folder.task_folder(own.name))
+                        put_snapshot(own, model, TaskState(weights, {}, {}, {}))
+                    except CheckpointError as error:
+                        # Its adapter was not written, so the task has none here.
+                        run.log.warn(f'task "{own.name}": its adapter is missing: {error}')
+            # The next decision uses the measured cost of a move.
+            self._restart_s = seconds = time.perf_counter() - started
+            run.log.event("redeployed", replicas=str(target.layout), before=str(before), seconds=seconds)
+            run.log.say(f"replicas {target.layout} instead of {before}, after {seconds:.1f} s")

@@ -85,7 +85,23 @@ class Reporter:
         peak = peak_bytes(run.args.device)
         record = RankRecord(processes.rank, num_tokens, seconds, waited_s, peak, ", ".join(part))
         run.records = tuple(RankRecord(*one) for one in processes.gather(record))
-        self._log_interruption()
+        # The signal need not have reached every process.
+        run.interrupted_by = max(processes.gather(run.interrupted_by))
+        if run.interrupted_by:
+            name = signal.Signals(run.interrupted_by).name
+            is_saved = run.saver.folder is not None and run.saver.is_current
+            if run.saver.folder is None:
+                way_on = 'nothing is saved (save_strategy="no"); train() of this trainer continues from here'
+            elif is_saved:
+                how = "resume with train(resume_from_checkpoint=True), or peft-mux train FILE --resume"
+                way_on = f"saved in {run.root}; {how}"
+            else:
+                way_on = (
+                    f"this step could not be saved in {run.root}, so a new process resumes from the state before it"
+                )
+            steps = {own.name: own.step for own in run.table}
+            run.log.event("interrupted", signal=name, is_saved=is_saved, steps=steps)
+            run.log.warn(f"interrupted by {name} after step {run.state.global_step}; {way_on}")
 
         plans.share_times()
         correction = plans.planner.correction
@@ -138,25 +154,6 @@ class Reporter:
         self._write_end(num_steps)
         finite = [own.last_loss for own in run.table if own.last_loss == own.last_loss]  # NaN before the first step
         return TrainOutput(run.state.global_step, sum(finite) / max(len(finite), 1), metrics)
-
-    def _log_interruption(self) -> None:
-        """Warn that a signal has ended the training, and say how to continue; all processes call this."""
-        run = self._run
-        # The signal need not have reached every process.
-        run.interrupted_by = max(run.processes.gather(run.interrupted_by))
-        if not run.interrupted_by:
-            return
-        name, step = signal.Signals(run.interrupted_by).name, run.state.global_step
-        if run.saver.folder is None:
-            way_on = 'nothing is saved (save_strategy="no"); train() of this trainer continues from here'
-        elif not run.saver.is_current:
-            way_on = f"this step could not be saved in {run.root}, so a new process resumes from the state before it"
-        else:
-            how = "resume with train(resume_from_checkpoint=True), or peft-mux train FILE --resume"
-            way_on = f"saved in {run.root}; {how}"
-        is_saved = run.saver.folder is not None and run.saver.is_current
-        run.log.event("interrupted", signal=name, is_saved=is_saved, steps={own.name: own.step for own in run.table})
-        run.log.warn(f"interrupted by {name} after step {step}; {way_on}")
 
     def _write_end(self, num_steps: int) -> None:
         """Write the files of the run and of its tasks, and print its report; all processes call this."""

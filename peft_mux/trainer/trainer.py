@@ -5,7 +5,7 @@ The trainer makes the parts of a run; each of its methods asks one of them::
     Run                    what all parts share: arguments, tasks, state, log, saver, processes     run.py
     Placement              the model of this process                                                placement.py
     PlanFollower           which tasks share their passes, and the work of each step                plan_follower.py
-    TrainingLoop           takes the steps; `train_step` is one of them                             loop.py
+    TrainingLoop           takes the steps of `train`, and does what is due between them            loop.py
       .opening             begins and resumes a training                                            opening.py
       .membership          tasks that come, pause, end and leave                                    membership.py
       .relocation          moves the run to other replicas                                          relocation.py
@@ -20,6 +20,7 @@ do here what their name says (`push_to_hub` would upload the adapters of all use
 from __future__ import annotations
 
 import inspect
+import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
@@ -73,7 +74,7 @@ from peft_mux.trainer.inputs import (
     task_list,
     trainer_constructor,
 )
-from peft_mux.trainer.loop import TrainingLoop
+from peft_mux.trainer.loop import TrainingLoop, stop_at_signal
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import make_run, mark_main_process, output_folder
@@ -393,10 +394,66 @@ class MultiTaskTrainer(Trainer):
             ConfigError: if another thread trains.
         """
         refuse_trainer_arguments(unsupported)
+        run, loop, membership = self._run, self._loop, self._membership
+        is_alone = run.processes.is_alone
         # With a sharded backbone memory counts more than the time of page faults.
         keeping = nullcontext() if self.args.shard_backbone else keeping_freed_memory(self.args.device)
-        with self._run.processes.together(), keeping:
-            return self._loop.train(resume_from_checkpoint)
+
+        def stop(signal_number: int) -> None:
+            run.interrupted_by, run.control.should_training_stop = signal_number, True
+
+        with (
+            run.processes.together(),
+            keeping,
+            # From the start: requests of other threads wait for the first step while the model loads.
+            membership.queue.training(membership.finish_commands),
+            loop.opening.opened(resume_from_checkpoint),
+        ):
+            # Timed from here on: loading and planning are not training.
+            started, waited_before_s = time.perf_counter(), run.processes.waited_s
+            first_token, first_step = loop.num_stream_tokens, run.state.global_step
+            try:
+                with stop_at_signal(stop, echo_s=0.0 if is_alone else 2.0):
+                    loop.opening.begin()
+                    with loop.control.listening(is_alone=is_alone):
+                        run.callbacks.begin_training(run.table)
+                        # Callbacks may have asked for tasks in on_train_begin, and other threads before it.
+                        membership.apply_commands()
+                        loop.call_task_events()
+                        while loop.agree_on_step():
+                            self._evaluator.evaluate_new()
+                            if not run.table.running:  # their evaluation has failed them
+                                continue
+                            num_steps = loop.num_steps_in_window()
+                            stepping = loop.call_step_begin()
+                            if num_steps > 1:
+                                loop.take_window(num_steps)
+                            else:
+                                loop.train_step()
+                            loop.after_step(stepping)
+                            # Before processes compare their tasks: afterwards all have the same ones, or the run has
+                            # ended.
+                            membership.apply_commands()
+                            loop.call_task_events()
+            except Exception:
+                run.log.end_trackers()
+                raise
+            finally:
+                run.log.progress.stop()
+                run.is_in_train = False
+            seconds, waited_s = time.perf_counter() - started, run.processes.waited_s - waited_before_s
+            membership.settle()
+            # The last step need not be a multiple of `save_steps`.
+            if not run.saver.is_current:
+                loop.save()
+            run.hub.wait()
+            run.callbacks.call_task_events()
+            num_tokens, num_steps = loop.num_stream_tokens - first_token, run.state.global_step - first_step
+            output = self._reporter.finish(seconds, waited_s, num_tokens, num_steps)
+            if run.upload is not None:
+                run.upload.start()
+                run.upload.wait()
+            return output
 
     def evaluate(self, task: str | None = None, **unsupported: Any) -> dict[str, float]:  # type: ignore[override]
         """Evaluate one task, or all that have held-out rows; from another thread, after the step in progress.

@@ -80,7 +80,7 @@ def test_a_task_whose_schedule_gives_out_in_a_window_keeps_the_step_that_it_has_
     loop = TrainingLoop(run, *parts)
     gives_out = {"a": UpdateOutcome(1.0, 2.0, rate_failure="learning_rate: the learning rate is nan")}
     monkeypatch.setattr(run.table, "update", lambda losses, norms: gives_out if losses else {})
-    loop._take_window(3)
+    loop.take_window(3)
     assert executor.stopped == [{"a"}] * 3
     assert (run.table["a"].status, run.table["a"].step) == (TaskStatus.FAILED, 1)
     assert run.table["a"].reason == "learning_rate: the learning rate is nan at step 1"

@@ -123,7 +123,7 @@ def _watch(trainer: MultiTaskTrainer) -> tuple[dict[str, list[tuple[float, float
     outcomes: dict[str, list[tuple[float, float]]] = {}
     windows: list[int] = []
     table, loop = trainer.table, trainer._loop
-    count, take = table.count, loop._take_window
+    count, take = table.count, loop.take_window
 
     def counted(result: Any, found: Any) -> None:
         for name, one in found.items():
@@ -134,5 +134,5 @@ def _watch(trainer: MultiTaskTrainer) -> tuple[dict[str, list[tuple[float, float
         windows.append(num_steps)
         take(num_steps)
 
-    table.count, loop._take_window = counted, taken
+    table.count, loop.take_window = counted, taken
     return outcomes, windows
