@@ -40,11 +40,6 @@ def test_public_methods_of_public_names_are_documented(name: str) -> None:
     assert bare == []
 
 
-def test_names_are_sorted_and_given_once() -> None:
-    assert len(peft_mux.__all__) == len(set(peft_mux.__all__))
-    assert sorted(CLASSES) == CLASSES
-
-
 def test_names_for_type_checkers_are_those_that_are_resolved_when_used() -> None:
     tree = ast.parse(Path(peft_mux.__file__).read_text(encoding="utf-8"))
     typed = {
@@ -62,16 +57,6 @@ def test_a_star_import_gives_exactly_the_public_names() -> None:
     exec("from peft_mux import *", namespace)
     namespace.pop("__builtins__")
     assert sorted(namespace) == sorted(peft_mux.__all__)
-
-
-def test_dir_lists_the_public_names() -> None:
-    assert set(peft_mux.__all__) <= set(dir(peft_mux))
-
-
-def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
-    with pytest.raises(AttributeError, match="no attribute 'MultiTaskTrainner'"):
-        _ = peft_mux.MultiTaskTrainner
-    assert not hasattr(peft_mux, "torch")
 
 
 def test_the_version_is_that_of_the_project() -> None:

@@ -20,7 +20,7 @@ from transformers.training_args import OptimizerNames
 from peft_mux.arguments import supported_optimizers, supported_schedules
 from peft_mux.errors import ConfigError
 from peft_mux.storage import RESERVED_NAMES
-from peft_mux.task import TASK_FIELDS, EarlyStopping, Task, TaskStatus
+from peft_mux.task import TASK_FIELDS, EarlyStopping, Task
 
 ROWS = [{"input_ids": [1, 2, 3]}]
 CONFIG = LoraConfig(r=4)
@@ -62,16 +62,6 @@ def test_reserved_names_and_windows_devices_are_refused_whatever_their_case(name
     assert "reserved" in message
 
 
-@pytest.mark.parametrize("name", ["com0", "LPT0"])
-def test_the_ports_of_windows_are_counted_from_0(name: str) -> None:
-    assert "reserved" in refusal(name=name)
-
-
-@pytest.mark.parametrize("name", [None, 5, b"own", ["own"], CONFIG])
-def test_a_name_that_is_no_string_is_refused_with_its_type(name: Any) -> None:
-    assert f"({type(name).__name__})" in refusal(name=name)
-
-
 @pytest.mark.parametrize("name", ["a", "0", "A-b_C", "a" * 64, "sst2", "con1", "communication", "com10", "runs"])
 def test_ordinary_names_are_accepted(name: str) -> None:
     assert task(name=name).name == name
@@ -106,6 +96,8 @@ BAD_NUMBERS: dict[str, list[Any]] = {
     "eval_steps": [-1, 1.5, "all"],
     "save_steps": [-1, 1.5],
     "priority": [0.5, "high", True],
+    "neftune_noise_alpha": [-1.0, math.nan, "5", True],
+    "data_timeout_s": [0, -1.0, math.nan, math.inf, "60", True],
 }
 
 
@@ -166,13 +158,6 @@ def test_all_faults_of_one_construction_are_named_at_once() -> None:
         assert line.startswith(f"  {number}. ")
         assert " must be " in line
         assert ", got " in line
-
-
-def test_faults_of_a_task_with_a_bad_name_are_still_told_by_field() -> None:
-    message = refusal(name="../x", learning_rate=-1.0, train_dataset=None)
-    assert "task.name" in message
-    assert "task.learning_rate" in message
-    assert "task.train_dataset" in message
 
 
 # -------------------------------------------------------------------- choices
@@ -245,11 +230,6 @@ def test_what_is_no_dataset_is_refused_by_field(field: str, value: Any, shown: s
     assert fix in message
 
 
-@pytest.mark.parametrize("field", TASK_FIELDS)
-def test_a_number_of_too_many_digits_to_be_shown_is_refused(field: str) -> None:
-    assert "that cannot be shown" in refusal(**{field: 10**5000}) or field.endswith(("config", "dataset"))
-
-
 def test_a_stream_needs_a_number_of_steps() -> None:
     class Stream:
         def __iter__(self) -> Any:
@@ -296,11 +276,6 @@ def test_numbers_of_early_stopping_are_checked(settings: dict[str, Any]) -> None
     (field,) = settings
     with pytest.raises(ConfigError, match=rf"early_stopping\.{field} .*got "):
         EarlyStopping(**settings)
-
-
-def test_all_faults_of_early_stopping_are_named_at_once() -> None:
-    with pytest.raises(ConfigError, match="3 things are wrong"):
-        EarlyStopping(metric="", patience=0, min_delta=-1)
 
 
 def test_a_loss_is_made_smaller_and_other_metrics_greater_unless_told() -> None:
@@ -359,11 +334,6 @@ def test_settings_without_their_names_are_refused() -> None:
         Task("own", LoraConfig(), ROWS)  # type: ignore[misc]
 
 
-@pytest.mark.parametrize("status", TaskStatus)
-def test_a_status_is_final_exactly_when_the_task_will_not_train_again(status: TaskStatus) -> None:
-    assert status.is_final == (status.value in ("succeeded", "stopped_early", "failed", "removed"))
-
-
 # ------------------------------------------------------------------------ fuzz
 
 ANYTHING: st.SearchStrategy[Any] = st.one_of(
@@ -406,11 +376,6 @@ def test_any_value_in_any_field_gives_a_task_or_a_config_error(field: str, value
 @given(values=st.dictionaries(st.sampled_from(TASK_FIELDS), ANYTHING, max_size=8))
 def test_any_values_in_many_fields_give_a_task_or_a_config_error(values: dict[str, Any]) -> None:
     made_or_refused(lambda: task(**values))
-
-
-@given(values=st.dictionaries(st.sampled_from("metric patience min_delta greater_is_better".split()), ANYTHING))
-def test_any_values_of_early_stopping_give_one_or_a_config_error(values: dict[str, Any]) -> None:
-    made_or_refused(lambda: EarlyStopping(**values))
 
 
 @pytest.mark.parametrize(

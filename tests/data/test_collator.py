@@ -155,21 +155,6 @@ def test_parts_of_a_row_are_in_consecutive_micro_batches_which_are_a_chain(drawn
     assert sum(len(chain) > 1 for chain in chains) == sum(map(is_chained, chains)) == num_long
 
 
-def test_a_row_that_is_too_long_does_not_let_shorter_ones_exceed_the_limit_together() -> None:
-    batch = make_batch("a", [300, 60, 60, 60, 60])
-    micro_batches = ChunkPackingCollator().micro_batches([batch], max_tokens=100)
-    assert all(micro.num_tokens <= 100 or micro.num_sequences == 1 for micro in micro_batches)
-
-
-def test_collation_is_deterministic() -> None:
-    batches = [make_batch("a", [5, 9, 30, 2]), make_batch("b", [40, 41])]
-    first, second = (ChunkPackingCollator().micro_batches(batches, max_tokens=50) for _ in range(2))
-    assert len(first) == len(second) > 1
-    for one, other in zip(first, second, strict=True):
-        assert torch.equal(one.input_ids, other.input_ids)
-        assert one.task_offsets == other.task_offsets
-
-
 @PROPERTY
 @given(steps(), st.sampled_from([8, 64]))
 def test_padding_fills_each_task_up_to_whole_chunks_as_one_sequence_without_targets(drawn: Drawn, size: int) -> None:
@@ -196,17 +181,6 @@ def test_padding_fills_each_task_up_to_whole_chunks_as_one_sequence_without_targ
 
 
 # ----------------------------------------------------------------- rows in parts
-
-
-def test_rows_that_fit_are_laid_out_as_if_nothing_could_be_split() -> None:
-    batches = [make_batch("a", [5, 30, 17, 60]), make_batch("b", [40, 41, 8])]
-    whole = ChunkPackingCollator(chunk_size=16).micro_batches(batches, max_tokens=64)
-    found = splitting(16).micro_batches(batches, max_tokens=64)
-    assert [micro.parts for micro in found] == [()] * len(whole)
-    for one, other in zip(found, whole, strict=True):
-        assert one.input_ids.tolist() == other.input_ids.tolist()
-        assert one.position_ids.tolist() == other.position_ids.tolist()
-        assert one.token_places.tolist() == other.token_places.tolist()
 
 
 def test_short_rows_fill_the_room_next_to_parts() -> None:
@@ -294,16 +268,6 @@ def test_padding_to_chunks_is_refused_for_classification() -> None:
         ChunkPackingCollator(pad_to_chunks=True).micro_batches([make_batch("a", [4], classes=[1])], max_tokens=9)
 
 
-def test_padding_to_chunks_is_refused_for_losses_with_one_term_for_each_sequence() -> None:
-    batch = make_batch("a", [4])
-    whole = replace(batch, sequences=tuple(replace(s, is_one_term=True) for s in batch.sequences))
-    with pytest.raises(
-        ConfigError,
-        match="pad_to_chunks must be False, because padding has no loss term, got True for a loss with one",
-    ):
-        ChunkPackingCollator(pad_to_chunks=True).micro_batches([whole], max_tokens=9)
-
-
 def test_token_types_are_zero_where_a_sequence_has_none() -> None:
     ids = np.array([5, 6, 7])
     with_types = TokenSequence(ids, ids, 0, 1, np.array([0, 1, 1]))
@@ -387,20 +351,6 @@ def test_any_split_into_micro_batches_has_the_gradient_of_one_big_batch(
     for key, gradient in whole.items():
         assert gradient.norm() > 0, key
         assert (parts[key] - gradient).norm() <= 1e-5 * gradient.norm(), key
-
-
-def test_a_mean_per_micro_batch_would_be_noticed(mux_model: MultiTaskPeftModel) -> None:
-    batches = [make_batch("a", [7, 19, 3, 30, 11, 2], masked=0.6, vocabulary=50)]
-    whole = gradients(mux_model, batches, 10_000)
-    mux_model.zero_grad()
-    for sequence in batches[0].sequences:
-        alone = TaskBatch("a", 3, 7, (sequence,))
-        if alone.num_targets:
-            (micro,) = ChunkPackingCollator().micro_batches([alone], max_tokens=100)
-            (mux_model(micro).losses.sum() / len(batches[0].sequences)).backward()
-    key, parameter = next(iter(mux_model.task_parameters("a").items()))
-    assert parameter.grad is not None
-    assert (parameter.grad - whole[f"a.{key}"]).norm() > 1e-3 * whole[f"a.{key}"].norm()
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -65,32 +64,11 @@ def test_epochs_and_seeds_have_orders_of_their_own() -> None:
     assert len(set(orders)) == 5
 
 
-def test_without_shuffling_every_epoch_is_in_dataset_order() -> None:
-    loader = make_loader(10, 3, shuffle=False)
-    assert [epoch_rows(loader, epoch) for epoch in range(3)] == [list(range(10))] * 3
-
-
 def test_the_order_is_the_one_of_released_versions() -> None:
     # Runs resume across versions only while this order stays.
     loader = make_loader(10, 3, seed=7)
     assert loader.order(0).tolist() == [5, 0, 9, 6, 2, 1, 3, 8, 7, 4]
     assert loader.order(1).tolist() == [2, 6, 5, 1, 8, 9, 0, 7, 4, 3]
-
-
-def test_two_loaders_in_turn_do_not_disturb_each_other() -> None:
-    one, other = make_loader(20, 3, seed=1), make_loader(15, 4, seed=2)
-    alone = [rows_of(make_loader(20, 3, seed=1).batch(step)) for step in range(15)]
-    together = []
-    for step in range(15):
-        other.batch(14 - step)
-        together.append(rows_of(one.batch(step)))
-    assert together == alone
-
-
-def test_tokens_per_step_and_lengths_are_those_of_the_rows() -> None:
-    loader = make_loader(10, 4)
-    assert loader.sample_lengths == [2] * 10
-    assert loader.tokens_per_step == pytest.approx(20 / 3)
 
 
 def test_datasets_that_were_mixed_before_keep_the_order_of_the_mix() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import csv
 import json
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -77,11 +76,6 @@ def test_a_stream_of_other_rows_stays_a_stream_that_can_be_read_again() -> None:
     own = task(train_dataset=stream, row_format="alpaca_chat", max_steps=2)
     assert not hasattr(own.train_dataset, "__len__")
     assert [list(own.train_dataset) for _ in range(2)] == [list(task(row_format="alpaca_chat").train_dataset)] * 2
-
-
-def test_a_task_that_is_made_again_of_another_reads_its_rows_once() -> None:
-    own = replace(task(row_format="alpaca"), seed=3)
-    assert own.train_dataset[0]["completion"] == "sat"
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 import threading
-import time
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,7 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from peft_mux.data.dataset import TokenizedDataset, tokenize_dataset
-from peft_mux.data.formats import LANGUAGE_ROWS, DataFormat, detect_format
+from peft_mux.data.formats import LANGUAGE_ROWS, detect_format
 from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.data.tokenize import LABELLED_ROWS, TokenizeOptions
 from peft_mux.errors import ConfigError, DataError
@@ -162,10 +161,6 @@ def test_cut_rows_are_counted_and_reported() -> None:
     assert "2 of 3 rows cut" in data.report.summary()
 
 
-def test_the_positions_of_the_backbone_limit_the_length_too() -> None:
-    assert len(tokenised([{"input_ids": [8] * 9}], max_length=64, max_positions=4)[0]) == 4
-
-
 def test_longer_rows_are_left_out_and_counted_where_the_policy_is_drop() -> None:
     rows = [{"input_ids": [8] * length} for length in (3, 6, 9)]
     data = tokenised(rows, max_length=5, overlong_policy="drop")
@@ -216,7 +211,9 @@ def test_a_cut_classified_row_is_counted() -> None:
     assert data.report.num_truncated == 1
 
 
-@pytest.mark.parametrize("label", [None, -1, 3, True, "1", math.nan, math.inf, 0.5, [1]])
+@pytest.mark.parametrize(
+    "label", [None, -1, 3, True, "1", math.nan, 0.5, [1], pytest.param(10**400, id="huge"), np.float32("nan"), "\ud800"]
+)
 def test_a_label_that_is_no_class_is_refused(label: Any) -> None:
     rows = [{"text": "the", "label": 0}, {"text": "cat", "label": label}]
     with pytest.raises(DataError, match=r"tasks\.own\.train_dataset row 1 column label must be .*, got "):
@@ -267,44 +264,28 @@ _IDS = [
     pytest.param({"input_ids": None}, "input_ids", id="None"),
     pytest.param({"input_ids": 7}, "input_ids", id="int"),
     pytest.param({"input_ids": "123"}, "input_ids", id="string"),
-    pytest.param({"input_ids": b"123"}, "input_ids", id="bytes"),
     pytest.param({"input_ids": []}, "input_ids", id="empty"),
-    pytest.param({"input_ids": [8, None]}, "input_ids", id="None inside"),
     pytest.param({"input_ids": [8, 1.5]}, "input_ids", id="floats"),
-    pytest.param({"input_ids": [8, math.nan]}, "input_ids", id="NaN"),
-    pytest.param({"input_ids": ["8", "9"]}, "input_ids", id="strings"),
     pytest.param({"input_ids": [[8, 9]]}, "input_ids", id="nested"),
-    pytest.param({"input_ids": [[8, 9], [8]]}, "input_ids", id="ragged"),
     pytest.param({"input_ids": [8, -1]}, "input_ids", id="negative"),
     pytest.param({"input_ids": [8, len(WORDS)]}, "input_ids", id="outside the vocabulary"),
-    pytest.param({"input_ids": [8, 2**31 + 8]}, "input_ids", id="beyond 32 bits"),
     pytest.param({"input_ids": [8, 2**80]}, "input_ids", id="beyond 64 bits"),
     pytest.param({"labels": [8]}, "labels", id="labels of another length"),
     pytest.param({"labels": [8, len(WORDS), 8]}, "labels", id="label outside the vocabulary"),
-    pytest.param({"labels": [8, -1, 8]}, "labels", id="negative label"),
-    pytest.param({"labels": "abc"}, "labels", id="labels as text"),
     pytest.param({"labels": [1.0, 2.0, 3.0]}, "labels", id="labels as floats"),
-    pytest.param({"labels": [8, math.nan, 8]}, "labels", id="NaN among labels"),
-    pytest.param({"labels": [8, None, 8]}, "labels", id="None among labels"),
-    pytest.param({"labels": b"abc"}, "labels", id="labels as bytes"),
     pytest.param({"labels": [8, 2**64 - 100, 8]}, "labels", id="label that would wrap to the ignored one"),
-    pytest.param({"labels": [8, 2**80, 8]}, "labels", id="label beyond 64 bits"),
-    pytest.param({"attention_mask": [1, None, 1]}, "attention_mask", id="None in the mask"),
     pytest.param({"completion_mask": "abc"}, "completion_mask", id="completion mask as text"),
-    pytest.param({"assistant_masks": [0, 1.5, 1]}, "assistant_masks", id="assistant mask of floats"),
     pytest.param({"attention_mask": [1, 1]}, "attention_mask", id="mask of another length"),
     pytest.param({"attention_mask": [0, 0, 0]}, "input_ids", id="nothing attended"),
-    pytest.param({"completion_mask": [1, 1]}, "completion_mask", id="completion mask of another length"),
     pytest.param({"assistant_masks": [1]}, "assistant_masks", id="assistant mask of another length"),
 ]
 
 
-@pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
 @pytest.mark.parametrize(("change", "column"), _IDS)
-def test_malformed_tokens_are_refused_by_task_row_and_column(change: dict[str, Any], column: str, split: str) -> None:
+def test_malformed_tokens_are_refused_by_task_row_and_column(change: dict[str, Any], column: str) -> None:
     good = {"input_ids": [8, 9, 10]}
-    with pytest.raises(DataError, match=rf"^tasks\.own\.{split} row 2 column {column} must be .*, got "):
-        tokenised([good, good, {**good, **change}], split=split)
+    with pytest.raises(DataError, match=rf"^tasks\.own\.train_dataset row 2 column {column} must be .*, got "):
+        tokenised([good, good, {**good, **change}])
 
 
 @pytest.mark.parametrize(
@@ -319,17 +300,6 @@ def test_malformed_messages_are_refused(messages: Any) -> None:
         tokenised([{"messages": good}, {"messages": messages}], words_tokenizer(), chat_template=PLAIN_TEMPLATE)
 
 
-@pytest.mark.parametrize("content", [None, 7, b"the", ["the"]])
-def test_a_message_whose_content_is_no_text_is_refused(content: Any) -> None:
-    good = {"role": "user", "content": "the cat"}
-    rows = [{"messages": [good, {"role": "assistant", "content": content}]}]
-    with pytest.raises(
-        DataError,
-        match=r"messages must be text, a list of parts, or None together with tool_calls, got content ",
-    ):
-        tokenised(rows, words_tokenizer(), chat_template=PLAIN_TEMPLATE)
-
-
 @pytest.mark.parametrize(
     ("messages", "got"),
     [
@@ -339,30 +309,18 @@ def test_a_message_whose_content_is_no_text_is_refused(content: Any) -> None:
         ([{"role": "user", "content": [{"type": "text", "text": b"the"}]}], "bytes"),
         ([{"role": "user", "content": [{"type": "text"}]}], "the part"),
         ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "the"}]}], "part of type 'image'"),
-        ([{"role": "user", "content": [{"type": "image_url", "image_url": "x.png"}]}], "part of type 'image_url'"),
-        ([{"role": "user", "content": [{"type": "audio", "audio": "x.wav"}]}], "part of type 'audio'"),
+        ([{"role": "user", "content": None}], "text, a list of parts, or None together with tool_calls, got content"),
     ],
 )
-@pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
-def test_parts_of_messages_that_are_no_text_are_refused(messages: Any, got: str, split: str) -> None:
+def test_parts_of_messages_that_are_no_text_are_refused(messages: Any, got: str) -> None:
     rows = [{"messages": [{"role": "user", "content": "the"}]}, {"messages": messages}]
-    with pytest.raises(DataError, match=rf"^tasks\.own\.{split} row 1 column \w+ must be .*{got}"):
-        tokenised(rows, words_tokenizer(), chat_template=PLAIN_TEMPLATE, split=split)
+    with pytest.raises(DataError, match=rf"^tasks\.own\.train_dataset row 1 column \w+ must be .*{got}"):
+        tokenised(rows, words_tokenizer(), chat_template=PLAIN_TEMPLATE)
 
 
 @pytest.mark.parametrize("column", ["image", "images", "video", "videos", "audio", "pixel_values"])
-@pytest.mark.parametrize(
-    "row",
-    [
-        {"text": "the cat"},
-        {"input_ids": [8, 9]},
-        {"prompt": "the", "completion": " cat"},
-        {"messages": [{"role": "user", "content": "the"}]},
-    ],
-    ids=["text", "tokenised", "prompt", "messages"],
-)
-def test_rows_with_images_or_sounds_are_refused_by_row_and_column(row: dict[str, Any], column: str) -> None:
-    rows = [{**row, column: None}, {**row, column: []}, {**row, column: [object()]}]
+def test_rows_with_images_or_sounds_are_refused_by_row_and_column(column: str) -> None:
+    rows = [{"text": "the cat", column: value} for value in (None, [], [object()])]
     with pytest.raises(
         DataError,
         match=(
@@ -388,15 +346,6 @@ def test_a_chat_template_that_fails_is_reported_by_row_and_column(template: str,
         DataError, match=rf"^tasks\.own\.train_dataset row 0 column messages .*got {got}.*chat template"
     ):
         tokenised(rows, words_tokenizer(), chat_template=template)
-
-
-@pytest.mark.parametrize("label", [pytest.param(10**400, id="huge"), b"1", np.float32("nan"), "\ud800"])
-@pytest.mark.parametrize("num_labels", [None, 1, 3])
-@pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
-def test_a_label_that_is_no_number_of_any_head_is_refused(label: Any, num_labels: int | None, split: str) -> None:
-    rows = [{"text": "the", "label": 1}, {"text": "the", "label": label}]
-    with pytest.raises(DataError, match=rf"^tasks\.own\.{split} row 1 column label must be .*, got "):
-        tokenised(rows, words_tokenizer(), row_form=LABELLED_ROWS, num_labels=num_labels, split=split)
 
 
 def test_a_cell_that_cannot_even_be_shown_is_refused_by_its_row() -> None:
@@ -448,11 +397,6 @@ def test_a_first_label_alone_is_no_target_as_nothing_predicts_it() -> None:
         tokenised([{"input_ids": [8, 9], "labels": [8, -100]}])
 
 
-def test_rows_with_other_keys_than_the_first_are_refused() -> None:
-    with pytest.raises(DataError, match="row 1 column text must be in every row, got no such column"):
-        tokenised([{"text": "the"}, {"prompt": "the", "completion": "cat"}], words_tokenizer())
-
-
 def test_columns_of_no_format_are_refused_with_the_nearest_one_named() -> None:
     with pytest.raises(
         DataError,
@@ -469,11 +413,6 @@ def test_columns_of_no_format_are_refused_with_the_nearest_one_named() -> None:
         detect_format([], where="tasks.own.train_dataset", row_form=LANGUAGE_ROWS)
 
 
-def test_the_format_of_rows_with_several_is_the_one_nearest_to_tokens() -> None:
-    found = detect_format(["text", "messages", "input_ids"], where="x", row_form=LANGUAGE_ROWS)
-    assert found is DataFormat.TOKENIZED
-
-
 def test_text_without_a_tokenizer_is_refused() -> None:
     with pytest.raises(DataError, match=r"tasks\.own\.train_dataset has text rows, which need a tokenizer"):
         tokenised([{"text": "the"}])
@@ -488,12 +427,6 @@ def test_all_faults_are_reported_together_up_to_ten() -> None:
     assert str(caught.value).endswith("(and perhaps more)")
 
 
-def test_where_all_faults_are_known_no_others_are_hinted_at() -> None:
-    with pytest.raises(DataError) as caught:
-        tokenised([{"text": "the"}] + [{"text": None}] * 10, words_tokenizer())
-    assert "perhaps" not in str(caught.value)
-
-
 def test_numbers_where_text_belongs_are_reported_once_with_what_mends_a_csv_file() -> None:
     with pytest.raises(DataError) as caught:
         tokenised([{"prompt": "the", "completion": number} for number in (3, 4, 5, "six")], words_tokenizer())
@@ -502,13 +435,6 @@ def test_numbers_where_text_belongs_are_reported_once_with_what_mends_a_csv_file
     )
     assert 'cast_column("completion", Value("string")). The same in rows 1, 2.' in str(caught.value)
     assert str(caught.value).count("column completion") == 1
-
-
-def test_a_missing_template_is_reported_once_for_all_rows() -> None:
-    messages = [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat"}]
-    with pytest.raises(DataError) as caught:
-        tokenised([{"messages": messages}] * 6, words_tokenizer())
-    assert str(caught.value).count("need a tokenizer with a chat template") == 1
 
 
 @pytest.mark.parametrize(
@@ -526,20 +452,6 @@ def test_columns_of_other_projects_are_known_and_said_how_to_read(columns: list[
         detect_format(columns, where="x", row_form=LANGUAGE_ROWS)
     assert hint in str(caught.value)
     assert "Did you mean" not in str(caught.value)
-
-
-def test_one_row_is_a_dataset() -> None:
-    data = tokenised([{"input_ids": np.array([8, 9, 10])}])
-    assert (len(data), data.report.num_kept, data.report.num_tokens) == (1, 1, 3)
-
-
-def test_a_string_of_a_megabyte_is_cut_within_a_second() -> None:
-    # Words of a hundred letters: the test is not about the tokenizer's speed.
-    text = f"{'cat' * 33} " * (2**20 // 100)
-    started = time.process_time()
-    data = tokenised([{"text": text}], words_tokenizer(), max_length=64)
-    assert (len(data[0]), data.report.num_truncated) == (64, 1)
-    assert time.process_time() - started < 2
 
 
 def test_the_fingerprint_tells_rows_labels_and_classes_apart() -> None:

@@ -133,11 +133,6 @@ def test_a_task_that_cannot_generate_is_refused(settings: dict[str, Any], said: 
     assert said in str(caught.value)
 
 
-def test_true_stands_for_the_defaults_and_false_for_nothing() -> None:
-    assert cases.task("cats", eval_generate=True).generate_options == GenerateOptions()
-    assert cases.task("cats", eval_generate=False, eval_dataset=None, eval_steps=None).generate_options is None
-
-
 @pytest.mark.parametrize(
     ("settings", "arguments", "said"),
     [
@@ -160,15 +155,6 @@ def test_prompts_that_are_too_long_are_left_out_with_a_warning(tmp_path: Path) -
     with pytest.warns(UserWarning, match=r"tasks\.cats\.eval_generate: 1 held-out prompts left out"):
         trainer = cases.trainer([cases.task("cats", eval_generate=options)], tmp_path)
     assert len(trainer.table["cats"].eval_prompts) == 5
-
-
-def test_settings_of_generation_may_change_when_a_run_is_resumed(tmp_path: Path) -> None:
-    first = cases.trainer([cases.task("cats", max_steps=4)], tmp_path, save_strategy="steps", save_steps=4)
-    first.train()
-    changed = cases.task("cats", max_steps=4, eval_generate=GenerateOptions(max_new_tokens=2))
-    second = cases.trainer([changed], tmp_path, save_strategy="steps", save_steps=4)
-    second.train(resume_from_checkpoint=True)
-    assert "eval_f1" not in second.evaluate()
 
 
 @pytest.mark.slow

@@ -27,13 +27,6 @@ def test_what_replicas_have_found_is_put_together_in_the_order_of_the_batches() 
     assert list(share.merged(found[0]).items()) == [(0, "a"), (1, "b"), (2, "c"), (3, "d")]
 
 
-def test_a_replica_by_itself_asks_no_one() -> None:
-    def gather(value: object) -> list[object]:
-        raise AssertionError("nobody is there")
-
-    assert EvaluationShare(0, 1, gather).merged({1: "b", 0: "a"}) == {0: "a", 1: "b"}
-
-
 def test_a_function_that_fails_on_one_process_fails_the_evaluation_on_all() -> None:
     own = UserCodeError("ValueError: here")
     for found, error, reason in (

@@ -138,14 +138,6 @@ def test_a_row_is_the_same_alone_in_any_order_and_however_batches_are_cut(model:
     assert [one.seed for one in together] == [5, 6, 7, 5, 6]
 
 
-def test_seeds_of_rows_that_have_none_count_on_within_their_task(model: MultiTaskPeftModel) -> None:
-    row = given()["a"][1]
-    found = generate(model, {"a": [row, row], "b": [row]}, do_sample=True, max_new_tokens=TOKENS, seed=3)
-    assert [one.seed for one in found] == [3, 4, 3]
-    assert found[0].token_ids != found[1].token_ids
-    assert found[0].token_ids != found[2].token_ids
-
-
 def test_nan_of_one_adapter_ends_its_own_rows_alone() -> None:
     healthy, sick = (held(tiny_llama(), loras("a", "b", "c")) for _ in range(2))
     with torch.no_grad():

@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import copy
-import pickle
-from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -92,19 +89,6 @@ def test_settings_that_there_are_not_are_refused_with_what_was_meant(kind: Any, 
     with pytest.raises(ConfigError) as caught:
         kind(**settings)
     assert said in str(caught.value)
-
-
-def test_options_travel_and_are_replaced_as_they_are() -> None:
-    options = GenerateOptions(max_new_tokens=3, metrics="f1")
-    assert pickle.loads(pickle.dumps(options)) == copy.copy(options) == options
-    assert replace(options, num_rows=2).num_rows == 2
-
-
-def test_single_values_stand_for_lists_of_them() -> None:
-    assert SamplingOptions(stop_strings="x").stop_strings == ("x",)
-    assert SamplingOptions(eos_token_id=3).eos_token_ids == (3,)
-    assert GenerateOptions(metrics="f1").metric_names == ("eval_f1",)
-    assert GenerateOptions(metrics=["f1", lambda *texts: {"own": 1.0}]).metric_names is None
 
 
 def test_every_setting_of_transformers_that_means_nothing_here_is_refused() -> None:
@@ -220,11 +204,3 @@ def test_fields_of_a_request_are_refused_by_name(fields: Any, said: str) -> None
     with pytest.raises(ConfigError) as caught:
         GenerationRequest(**{"task": "sql", "prompt": [3], **fields})
     assert said in str(caught.value)
-
-
-def test_a_request_says_what_is_wrong_with_it(model: MultiTaskPeftModel) -> None:
-    with pytest.raises(
-        ConfigError,
-        match="prompts must be a dict of prompts by task name, or a list of GenerationRequest, got 3 in the list",
-    ):
-        generate(model, [GenerationRequest(task="sql", prompt=[3]), 3])  # type: ignore[list-item]

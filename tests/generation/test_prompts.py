@@ -6,8 +6,6 @@ from typing import Any
 
 import pytest
 
-from peft_mux.data.dataset import tokenize_dataset
-from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.errors import DataError
 from peft_mux.modeling.generation.prompts import PromptRow, read_prompts
@@ -48,15 +46,6 @@ def test_a_prompt_ends_where_the_answer_begins(row: dict[str, Any], prompt: str,
     (found,) = read([row])
     assert words(found) == prompt
     assert found.reference == reference
-
-
-def test_the_loss_of_training_begins_at_the_token_after_the_prompt() -> None:
-    options = TokenizeOptions(task="own", max_length=64, vocab_size=len(WORDS))
-    sequence = tokenize_dataset([PAIR], options=options, tokenizer=words_tokenizer())[0]
-    (found,) = read([PAIR])
-    assert tuple(sequence.input_ids[: len(found.ids)]) == found.ids
-    assert (sequence.labels[: len(found.ids)] == IGNORE_INDEX).all()
-    assert sequence.labels[len(found.ids)] != IGNORE_INDEX
 
 
 def test_rows_beyond_the_limit_are_not_read_and_long_prompts_are_left_out_and_counted() -> None:

@@ -20,7 +20,6 @@ from peft_mux.data.packing.passes import (
     even_shares,
     part_bounds,
     passes_meant,
-    round_up,
     slot_of,
 )
 from peft_mux.data.packing.prefixes import row_trie
@@ -95,12 +94,6 @@ def test_packs_are_at_most_eleven_ninths_of_the_fewest_plus_six_ninths(drawn: tu
     assert len(best_fit_decreasing(lengths, capacity)) <= 11 / 9 * fewest_packs(lengths, capacity) + 6 / 9
 
 
-def test_the_brute_force_beats_the_rule_somewhere_so_that_the_bound_is_no_tautology() -> None:
-    lengths, capacity = [4, 4, 3, 3, 3, 3], 10
-    assert fewest_packs(lengths, capacity) == 2
-    assert len(best_fit_decreasing(lengths, capacity)) == 3
-
-
 def test_the_example_of_the_module_comes_out_as_drawn() -> None:
     assert best_fit_decreasing([7, 5, 4, 3, 1], 8) == [[0, 4], [1, 3], [2]]
 
@@ -128,27 +121,11 @@ def test_the_chunk_size_of_padded_tasks_is_that_of_the_paper() -> None:
     assert PassRules().size([]) == 64
 
 
-def test_an_override_is_taken_as_it_is() -> None:
-    assert PassRules(chunk_size=7).size([128, 256]) == 7
-
-
 @pytest.mark.parametrize("field", ["chunk_size", "min_chunk_size"])
 @pytest.mark.parametrize("value", [0, -4])
 def test_a_chunk_size_below_one_is_refused_with_the_field_named(field: str, value: int) -> None:
     with pytest.raises(ConfigError, match=rf"^{field} must be an integer of at least 1, got {value}"):
         PassRules(**{field: value})
-
-
-@PROPERTY
-@given(st.integers(0, 300), st.integers(1, 70))
-def test_a_pack_is_filled_up_to_the_fewest_whole_chunks_that_hold_it(tokens: int, size: int) -> None:
-    filled = round_up(tokens, size)
-    assert filled % size == 0
-    assert 0 <= filled - tokens < size, "only the last chunk of a pack is filled up"
-
-
-def test_the_pack_of_the_module_example_is_filled_up_as_drawn() -> None:
-    assert round_up(11, 4) == 3 * 4
 
 
 # ------------------------------------------------------------------- cutting
@@ -216,11 +193,6 @@ def test_a_replica_cuts_its_own_rows_with_the_chunks_of_the_whole_batch() -> Non
     assert chains_of_passes(whole, passes) == [[0, 1]]
 
 
-def test_passes_of_whole_rows_are_chains_by_themselves() -> None:
-    tasks = rows_of([[5, 5], [4]])
-    assert chains_of_passes(tasks, cut_into_passes(tasks, PassRules(), bound=5)) == [[0], [1], [2]]
-
-
 # ------------------------------------------------------------- from plan to step
 
 
@@ -283,10 +255,6 @@ def test_every_row_goes_to_one_replica_and_shares_differ_by_less_than_a_row(
         assert sorted(row for share in shares for row in share[task]) == list(range(len(own)))
     tokens = [sum(tasks[task][row] for task, rows in enumerate(share) for row in rows) for share in shares]
     assert max(tokens) - min(tokens) <= max(max(own, default=0) for own in tasks)
-
-
-def test_fewer_rows_than_replicas_leave_some_without() -> None:
-    assert sorted(len(share[0]) for share in even_shares([[5, 7]], 4)) == [0, 0, 1, 1]
 
 
 # ---------------------------------------------------------------------- parts

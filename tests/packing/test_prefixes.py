@@ -75,12 +75,6 @@ def test_without_a_minimum_every_different_beginning_is_computed_once(rows: Rows
     assert num_computed(rows, 1) == len(beginnings)
 
 
-def test_a_minimum_leaves_short_branches_to_each_row() -> None:
-    # [1 2 3 4 5] + [6 7 8] + the branch [4 6], which is a row's own; [1 7 8], [2], [9 9] + [1].
-    assert num_computed(hard_rows(), 2) == 3 + 2 + 3 + 2 + 3 + 1 + 2 + 1
-    assert num_computed(hard_rows(), 100) == sum(map(len, hard_rows()))
-
-
 @PROPERTY
 @given(tries(), st.integers(1, 4))
 def test_the_first_look_says_whether_anything_is_shared(rows: Rows, least: int) -> None:
@@ -189,14 +183,6 @@ def test_a_bundle_stays_in_one_pass_where_it_fits_and_else_each_piece_has_its_be
     assert sorted(sum(one.num_computed for one in members) for members in cut) == [60, 70]
 
 
-def test_rows_of_bundles_stay_together_where_two_tasks_fill_passes() -> None:
-    alone = TaskRows([30, 30, 30])
-    task = TaskRows([50] * 4, trie=row_trie(few_shot(4, prefix=40, own=10)))
-    passes = cut_into_passes([alone, task], PassRules(), bound=100)
-    assert sum(any(one.task == 1 for one in members) for members in passes) == 1
-    assert len(passes) == 2
-
-
 def test_long_rows_that_are_cut_into_parts_share_nothing() -> None:
     rows = few_shot(3, prefix=40, own=10)
     rows[1] = [np.concatenate([rows[1][0], np.arange(60)])]
@@ -290,13 +276,6 @@ def test_the_cases_that_are_easy_to_get_wrong_hold() -> None:
         (15, 1, -1, 0),
         (16, 1, 2, 2),
     ]
-
-
-def test_tasks_begin_among_the_computed_rows_where_their_own_rows_do() -> None:
-    rows = [np.arange(20), np.arange(22), np.arange(20), np.arange(25)]
-    tree = build_prefix_tree(rows, [0, 0, 1, 1])
-    assert tree is not None
-    assert tree.row_offsets((0, 42, 87)) == (0, 22, 47)
 
 
 def test_sequences_of_different_groups_share_nothing_however_equal() -> None:

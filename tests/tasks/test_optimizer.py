@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import math
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -15,11 +14,11 @@ import pytest
 import torch
 import transformers.trainer
 import transformers.trainer_optimizer
-from transformers import Adafactor, Trainer, TrainerCallback, get_scheduler
+from transformers import Trainer, TrainerCallback, get_scheduler
 
 from peft_mux import ConfigError, MultiTaskTrainer
 from peft_mux.arguments import MultiTaskTrainingArguments, supported_optimizers, supported_schedules
-from peft_mux.engine.tasks.optimizer import OPTIONS, LastFiniteWeights, TaskOptimizer, count_joint_steps
+from peft_mux.engine.tasks.optimizer import OPTIONS, LastFiniteWeights, TaskOptimizer
 from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.engine.work import StepResult
 from peft_mux.kernels import adamw as multi_adamw
@@ -31,18 +30,6 @@ from tests.invariants.mux_lab import Recorder, Run, make_trainer, small_task, tr
 
 RATE = 3e-3
 Weights = dict[str, torch.Tensor]
-
-# What each name means, written down here and not asked of the product: learning rate 3e-3 and Trainer's defaults.
-TORCH_OPTIMIZERS: dict[str, Callable[[list[torch.Tensor]], torch.optim.Optimizer]] = {
-    "adamw_torch": lambda p: torch.optim.AdamW(p, lr=RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01),
-    "adamw_torch_fused": lambda p: torch.optim.AdamW(
-        p, lr=RATE, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.01, fused=True
-    ),
-    "adafactor": lambda p: Adafactor(p, lr=RATE, scale_parameter=False, relative_step=False, weight_decay=0.01),
-    "sgd": lambda p: torch.optim.SGD(p, lr=RATE, weight_decay=0.01),
-    "adagrad": lambda p: torch.optim.Adagrad(p, lr=RATE, weight_decay=0.01),
-    "rmsprop": lambda p: torch.optim.RMSprop(p, lr=RATE, weight_decay=0.01),
-}
 
 
 class Spy(TrainerCallback):
@@ -93,18 +80,6 @@ def run_with(spy: Spy, tasks: list[Any], folder: Path) -> MultiTaskTrainer:
 
 
 # ----------------------------------------------------------------- optimizers
-
-
-def test_the_optimizers_of_torch_step_as_they_do_alone(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """All of them in one run, so that none may take anything from its neighbours."""
-    spy = Spy(monkeypatch)
-    common = {"lr_scheduler_type": "constant", "weight_decay": 0.01, "max_grad_norm": 0, "max_steps": 3}
-    tasks = [small_task(name, data_seed=seed, optim=name, **common) for seed, name in enumerate(TORCH_OPTIMIZERS)]
-    trainer = run_with(spy, tasks, tmp_path)
-    assert set(trainer.task_statuses.values()) == {"succeeded"}
-    for name, make in TORCH_OPTIMIZERS.items():
-        assert len(spy.after[name]) == 3
-        spy.replay(name, make)
 
 
 def test_every_supported_optimizer_steps_as_trainer_would_or_names_what_is_missing(
@@ -168,24 +143,6 @@ def test_every_task_is_clipped_by_its_own_norm(tmp_path: Path, monkeypatch: pyte
     moved = [(spy.after["tight"][0][key] - value).flatten() for key, value in spy.first["tight"].items()]
     # sums of fp32 weights round at about 1e-8, the step is 3e-6 long
     assert torch.cat(moved).norm().item() == pytest.approx(RATE * 1e-3, rel=2e-2)
-
-
-def test_a_gradient_within_its_limit_is_not_gone_through_on_a_cpu(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    clipped = []
-    original = torch.nn.utils.clip_grads_with_norm_
-
-    def clip(parameters: Any, max_norm: float, norm: torch.Tensor) -> None:
-        clipped.append(max_norm)
-        original(parameters, max_norm, norm)
-
-    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", clip)
-    tasks = [small_task("loose", data_seed=2, max_grad_norm=1e6), small_task("free", data_seed=2, max_grad_norm=0)]
-    tasks.append(small_task("tight", data_seed=2, max_grad_norm=1e-3, max_steps=2))
-    run = train(tasks, tmp_path)
-    assert clipped == [1e-3, 1e-3]
-    assert run.recorder.digests["loose"] == run.recorder.digests["free"]
 
 
 # ----------------------------------------------------------------- joint steps
@@ -253,18 +210,6 @@ def test_fused_tasks_join_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
             torch.testing.assert_close(together.weights(name)[key], weight, rtol=1e-5, atol=1e-7)
 
 
-def test_a_task_has_the_same_bits_in_a_joint_step_alone_and_among_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    Joint(monkeypatch)
-    optimizers = {name: slab_optimizer(seed=seed) for seed, name in enumerate(("own", "other"))}
-    alone = slab_optimizer(seed=0)
-    for _ in range(3):
-        steps_of([*optimizers.values()])
-        steps_of([alone])
-    own = optimizers["own"]
-    assert torch.equal(own.parameters[0], alone.parameters[0])
-    assert not torch.equal(own.parameters[0], optimizers["other"].parameters[0])
-
-
 def test_a_task_that_is_not_finite_leaves_a_joint_step_with_its_last_good_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -308,13 +253,6 @@ def test_a_jointly_stepped_run_resumes_with_equal_bits_even_from_single_steps(
         assert resumed == digests, name
 
 
-def test_no_schedule_warns_that_its_optimizer_did_not_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    Joint(monkeypatch)
-    with warnings.catch_warnings():
-        warnings.filterwarnings("error", message=".*lr_scheduler.step.*")
-        train([small_task("own", data_seed=1, max_steps=3)], tmp_path)
-
-
 @cache
 def like(optim: str) -> MultiTaskTrainer:
     """Return a trainer whose task has the settings of an optimizer."""
@@ -332,32 +270,6 @@ def slab_optimizer(*, seed: int = 0, optim: str = "adamw_torch", dtype: torch.dt
         assert page.values.grad is not None
         page.values.grad.fill_(0.1 * (seed + 1))
     return optimizer
-
-
-def steps_of(optimizers: list[TaskOptimizer]) -> list[int]:
-    """Take a joint step; return which one it was for each page."""
-    pages = []
-    for task, optimizer in enumerate(optimizers):
-        last_good = LastFiniteWeights({str(index): page for index, page in enumerate(optimizer.parameters)})
-        pages += optimizer.page_updates(task, last_good)
-    multi_adamw.foreach_update(pages, torch.ones(2, len(optimizers)))
-    count_joint_steps(optimizers)
-    return [page.step for page in pages]
-
-
-def test_steps_that_others_take_are_counted_and_counters_are_read_no_more_than_needed(
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
-    optimizer = slab_optimizer()
-    reads = []
-    original = torch.Tensor.item
-    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: (reads.append(1), original(tensor))[1])
-    assert [steps_of([optimizer]) for _ in range(3)] == [[1], [2], [3]]
-    assert reads == [], "a counter on a device is waited for when it is read, and that of a first step is known"
-    optimizer.optimizer.step()
-    assert steps_of([optimizer]) == [5]
-    optimizer.optimizer.load_state_dict(optimizer.optimizer.state_dict())
-    assert steps_of([optimizer]) == [6]
 
 
 def _turn_on(variant: str) -> Callable[[TaskOptimizer], None]:
@@ -623,20 +535,6 @@ def test_a_schedule_that_would_fail_at_some_step_is_refused_before_the_first(
     message = refusal(tmp_path, lr_scheduler_type=schedule, lr_scheduler_kwargs=options)
     assert "tasks.own" in message
     assert part in message, message
-
-
-@pytest.mark.parametrize("max_steps", [1, 2, 1000, 10**9])
-def test_every_schedule_with_its_usual_options_is_taken_whatever_the_number_of_steps(
-    tmp_path: Path, max_steps: int
-) -> None:
-    options = {"cosine_with_min_lr": {"min_lr_rate": 0.1}, "cosine_warmup_with_min_lr": {"min_lr_rate": 0.1}}
-    options["warmup_stable_decay"] = {"num_decay_steps": 1}
-    common: dict[str, Any] = {"data_seed": 1, "rank": 1, "max_steps": max_steps, "warmup_steps": 1}
-    tasks = [
-        small_task(name, lr_scheduler_type=name, lr_scheduler_kwargs=options.get(name), **common)
-        for name in supported_schedules()
-    ]
-    assert {run.num_steps for run in make_trainer(tasks, tmp_path).table} == {max_steps}
 
 
 @pytest.mark.parametrize("fail", ["raises", "nan"])

@@ -89,27 +89,6 @@ def test_tasks_pause_continue_and_leave_as_the_command_line_says(
     assert list((tmp_path / "control").iterdir()) == [], "nothing is left behind"
 
 
-def test_many_who_ask_at_once_are_all_answered_once(tmp_path: Path) -> None:
-    codes: list[int] = []
-
-    def act() -> None:
-        words = [("pause", "a"), ("resume", "a"), ("pause", "b"), ("resume", "b")] * 3
-        threads = [
-            threading.Thread(target=lambda word=word: codes.append(main([word[0], str(tmp_path), word[1]])))
-            for word in words
-        ]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-
-    # A third one that nobody pauses: a run whose tasks all rest ends, and would not hear those who ask last.
-    trainer, _ = train(tmp_path, act, names="abc")
-    assert codes == [0] * 12
-    assert set(trainer.task_statuses.values()) <= {"running", "paused"}
-    assert list((tmp_path / "control").iterdir()) == []
-
-
 def test_what_is_asked_of_a_run_that_is_not_training_is_refused_or_left_for_the_next(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -239,6 +218,17 @@ def test_a_pipe_in_place_of_a_file_of_the_run_blocks_no_reader(
     assert "no process trains" in capsys.readouterr().out
 
 
+def test_the_process_that_keeps_a_folder_is_named_and_asking_locks_nothing(tmp_path: Path) -> None:
+    lock = FolderLock(tmp_path)
+    lock.acquire()
+    (tmp_path / "x").write_text("")
+    assert keeper_of(tmp_path).startswith("process ")
+    with pytest.raises(CheckpointError):
+        FolderLock(tmp_path).acquire()
+    lock.release()
+    assert keeper_of(tmp_path) == ""
+
+
 @pytest.mark.parametrize("loading", ["data", "model"])
 def test_a_look_at_a_run_that_is_starting_says_what_it_loads(
     loading: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
@@ -254,14 +244,3 @@ def test_a_look_at_a_run_that_is_starting_says_what_it_loads(
     first, rest = capsys.readouterr().out.split("\n", 1)
     assert f" is loading the {loading} of the run in {tmp_path}" in first
     assert json.loads(rest)["loading"] == loading
-
-
-def test_the_process_that_keeps_a_folder_is_named_and_asking_locks_nothing(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path)
-    lock.acquire()
-    (tmp_path / "x").write_text("")
-    assert keeper_of(tmp_path).startswith("process ")
-    with pytest.raises(CheckpointError):
-        FolderLock(tmp_path).acquire()
-    lock.release()
-    assert keeper_of(tmp_path) == ""

@@ -135,13 +135,6 @@ def test_what_does_not_fit_is_refused_by_name(settings: dict[str, Any], said: st
         task("a", settings.pop("init_adapter", start), **settings)
 
 
-def test_an_adapter_of_the_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    start = saved(tmp_path / "start")
-    asked: list[str] = []
-    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or str(start))
-    assert (task("a", "somebody/adapter").init_adapter, asked) == (str(start), ["somebody/adapter"])
-
-
 def test_modules_that_differ_are_refused_before_training(tmp_path: Path) -> None:
     other = LoraConfig(**{**CONFIG.to_dict(), "target_modules": "all-linear"})
     one = task("a", saved(tmp_path / "start"), peft_config=other)
@@ -158,3 +151,10 @@ def test_a_file_names_the_adapter_relative_to_itself_and_needs_no_peft_section(t
     (made,) = read_config(file).tasks
     assert (made.init_adapter, made.reference) == (str(tmp_path / "start"), "backbone")
     assert made.peft_config.r == CONFIG.r
+
+
+def test_an_adapter_of_the_hub_is_downloaded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    start = saved(tmp_path / "start")
+    asked: list[str] = []
+    monkeypatch.setattr("huggingface_hub.snapshot_download", lambda name, **_: asked.append(name) or str(start))
+    assert (task("a", "somebody/adapter").init_adapter, asked) == (str(start), ["somebody/adapter"])

@@ -55,18 +55,6 @@ def test_tasks_of_different_factors_are_each_as_with_the_smoother_of_transformer
     assert abs(plain.losses[0] / verdicts["of-run"].losses[0] - 1) > 1e-3, "the factor shows"
 
 
-def test_a_task_alone_goes_as_next_to_others(tmp_path: Path) -> None:
-    tasks = [task("a", 1, label_smoothing_factor=0.2), task("b", 2), task("c", 3, label_smoothing_factor=0.7)]
-    together = lab.train(tasks, tmp_path / "all", share_prefixes=False)
-    for own in tasks:
-        alone = lab.train(
-            [task(own.name, own.seed or 0, label_smoothing_factor=own.label_smoothing_factor)],
-            tmp_path / own.name,
-            share_prefixes=False,
-        )
-        lab.assert_same(alone, together, own.name, 1e-5)
-
-
 @pytest.mark.parametrize("targets", [["q_proj", "lm_head"], "all-linear"], ids=["adapted head", "frozen head"])
 def test_rows_that_share_a_prefix_are_smoothed_as_without_sharing(targets: Any, tmp_path: Path) -> None:
     start = lab.rows(5, 1, 24, 24)[0]["input_ids"]
@@ -92,19 +80,6 @@ def test_evaluations_give_the_smoothed_loss_and_the_plain_perplexity(tmp_path: P
     steps = [entry for entry in history if "loss" in entry]
     assert all(entry["nll"] != entry["loss"] for entry in steps)
     assert not any("nll" in entry for entry in run.trainer.task_states["other"].log_history)
-
-
-def test_a_nan_of_a_smoothed_task_stays_at_home(tmp_path: Path) -> None:
-    def poison(trainer: Any) -> None:
-        next(iter(trainer.model.task_parameters("sick").values())).data.fill_(float("nan"))
-
-    def tasks() -> list[Task]:
-        return [task("sick", 1, label_smoothing_factor=0.2), task("well", 2, label_smoothing_factor=0.5)]
-
-    sick = lab.train(tasks(), tmp_path / "sick", recorder=lab.Recorder(at_begin={3: poison}))
-    well = lab.train(tasks(), tmp_path / "well")
-    assert sick.trainer.table["sick"].reason.startswith("non_finite")
-    lab.assert_same(sick, well, "well", 1e-6)
 
 
 PAIRS = [{"prompt_ids": [1, 2], "chosen_ids": [3, 4], "rejected_ids": [5]}] * 4

@@ -50,12 +50,6 @@ def test_the_weights_of_the_last_update_are_proven_by_the_shortest_row(tmp_path:
     assert loss.counts == [8 + 3 + 11, 8 + 3 + 11, 3]
 
 
-def test_a_row_without_a_loss_proves_nothing(tmp_path: Path) -> None:
-    loss = CountsTargets()
-    two_steps(loss, tmp_path, masked=1)
-    assert loss.counts == [8 + 11, 8 + 11, 8]
-
-
 def test_weights_of_single_tokens_are_proven_by_the_whole_last_batch(tmp_path: Path) -> None:
     loss = CountsTargets()
     two_steps(loss, tmp_path, trainable_token_indices=[11])

@@ -12,7 +12,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from peft_mux import ConfigError, DataError, MultiTaskTrainer, Task
+from peft_mux import DataError, MultiTaskTrainer, Task
 from tests.invariants.mux_lab import Recorder, Run, make_trainer, rows, small_task, train
 from tests.trainer.neighbours import (
     Stream,
@@ -154,38 +154,6 @@ def test_a_stream_that_raises_in_its_first_row_is_refused_by_task_split_and_kind
     task = stream_task(Rows()) if split == "train_dataset" else stream_task(rows(1, 4, 5, 5), eval_dataset=Rows())
     with pytest.raises(DataError, match=rf"^tasks\.bad\.{split}: OSError: no such share$"):
         make_trainer([task], tmp_path)
-
-
-def test_a_blocked_arrival_is_refused_after_its_time_limit(tmp_path: Path) -> None:
-    goes_on = threading.Event()
-
-    class Rows:
-        def __iter__(self) -> Iterator[Any]:
-            goes_on.wait(60)
-            yield {"input_ids": [1, 2]}
-
-    trainer = make_trainer([good()], tmp_path, data_timeout_s=0.1)
-    try:
-        with pytest.raises(
-            DataError,
-            match=r"tasks\.bad\.train_dataset must deliver all rows of a step within data_timeout_s, got no",
-        ):
-            trainer.register_tasks([stream_task(Rows())])
-    finally:
-        goes_on.set()
-
-
-@pytest.mark.parametrize("value", [0, -1.0, float("nan"), float("inf"), "60", True])
-def test_a_time_limit_that_is_none_is_refused(value: Any, tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"tasks\.bad\.data_timeout_s must be a finite number of seconds above 0, at most 1,000,000, got ",
-    ):
-        stream_task(Stream(dict), data_timeout_s=value)
-    with pytest.raises(
-        ConfigError, match=r"args\.data_timeout_s must be a finite number of seconds above 0, at most 1,000,000, got "
-    ):
-        make_trainer([good()], tmp_path, data_timeout_s=value)
 
 
 # -------------------------------------------------- datasets that fail while they are tokenised

@@ -147,13 +147,6 @@ def digest(tensor: torch.Tensor) -> bytes:
     return tensor.detach().contiguous().numpy().tobytes()
 
 
-def test_a_task_that_takes_all_its_steps_also_goes_back_to_its_best_adapter(tmp_path: Path) -> None:
-    run = train([stopping_task([1.0, 7.0, 2.0, 2.0], max_steps=8, patience=50)], tmp_path)
-    assert run.trainer.task_statuses == {"own": "succeeded"}
-    best, final = run.recorder.before["own"][4], run.weights("own")
-    assert all(torch.equal(final[key], best[key]) for key in best)
-
-
 def test_direction_delta_and_patience_decide_when_a_task_stops_and_a_first_nan_is_not_its_best(tmp_path: Path) -> None:
     tasks = [
         stopping_task([5.0, 4.0, 3.0, 3.5, 3.6], "smaller", greater_is_better=False),
@@ -250,19 +243,6 @@ def test_callbacks_of_a_task_see_its_own_steps_in_order(tmp_path: Path) -> None:
     assert not any("/" in key for log in [*short.logs, *long.logs] for key in log)
 
 
-def test_a_callback_of_a_task_stops_that_task_alone(tmp_path: Path) -> None:
-    class Stop(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = state.global_step == 3
-
-    tasks = [small_task("own", data_seed=1, callbacks=[Stop()]), small_task("other", data_seed=2, max_steps=5)]
-    trainer = train(tasks, tmp_path).trainer
-    assert trainer.task_statuses == {"own": "stopped_early", "other": "succeeded"}
-    assert trainer.table["own"].step == 3
-    assert trainer.table["own"].reason == "stopped by a callback of the task"
-    assert trainer.table["other"].step == 5
-
-
 def test_a_callback_of_the_run_stops_the_run_and_sees_keys_with_task_names(tmp_path: Path) -> None:
     seen: list[set[str]] = []
 
@@ -330,13 +310,6 @@ def test_the_first_step_is_logged_when_asked(tmp_path: Path) -> None:
         [small_task("own", data_seed=1)], tmp_path, logging_strategy="steps", logging_steps=4, logging_first_step=True
     )
     assert [line["step"] for line in records(tmp_path) if line["event"] == "train"] == [1, 4, 8]
-
-
-def test_nothing_is_reported_to_any_service_by_default(tmp_path: Path) -> None:
-    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path)
-    kinds = [type(callback).__module__ for callback in trainer.callback_handler.callbacks]
-    assert kinds
-    assert not any("integration" in kind for kind in kinds)
 
 
 def test_what_is_returned_reported_and_printed_names_every_task_and_its_end(

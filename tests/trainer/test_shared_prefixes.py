@@ -81,13 +81,6 @@ def test_shared_is_unshared_however_steps_are_cut(settings: dict[str, Any], unsh
     assert lines_of(shared, "sharing") != lines_of(unshared, "sharing") == []
 
 
-def test_rows_that_share_no_prefix_have_the_bits_of_a_run_that_never_looks(tmp_path: Path) -> None:
-    own = [task("a", lab.rows(2, 10, 20, 30)), task("b", lab.rows(4, 10, 5, 15))]
-    runs = [lab.train(own, tmp_path / str(share), share_prefixes=share) for share in ("auto", False)]
-    for name in "ab":
-        lab.assert_bit_identical(runs[0], runs[1], name)
-
-
 def test_a_run_resumes_from_its_checkpoint_bit_by_bit(whole: lab.Run, tmp_path: Path) -> None:
     stopped = lab.Recorder(at_end={3: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 3}
@@ -177,14 +170,6 @@ def test_nothing_is_reported_where_rows_share_no_prefix_but_to_who_asks(tmp_path
     own = [task("a", lab.rows(2, 10, 20, 30), peft_config=config)]
     told = [remarks(lab.make_trainer(own, tmp_path, share_prefixes=share))["a"] for share in ("auto", True, False)]
     assert [bool(text) for text in told] == [False, True, False]
-
-
-def test_a_task_that_arrives_shares_as_one_that_was_there(tmp_path: Path) -> None:
-    late = task("late", few_shot(5), max_steps=2)
-    register: dict[int, Any] = {2: lambda trainer: trainer.register_tasks([late])}
-    recorder = lab.Recorder(at_end=register)
-    run = lab.train([task("a", few_shot(1))], tmp_path, recorder=recorder, logging_strategy="steps")
-    assert {line["task"] for line in lines_of(run, "sharing")} == {"a", "late"}
 
 
 def test_what_plans_look_at_leaves_the_order_of_rows_alone_and_streams_where_they_are(tmp_path: Path) -> None:

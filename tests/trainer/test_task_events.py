@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from peft_mux import ConfigError, EarlyStopping, MultiTaskTrainerCallback
+from peft_mux import ConfigError, MultiTaskTrainerCallback
 from peft_mux.task import EVENTS
 from tests.invariants.mux_lab import Recorder, make_trainer, rows, small_task, train
 from tests.paths import ROOT
@@ -72,16 +72,6 @@ def test_tasks_that_begin_and_end_are_reported_once_when_their_adapter_is_on_the
     assert end["task_state"] is trainer.task_states["a"]
     assert end["task_state"].global_step == 3
     assert end["model"] is trainer.model
-
-
-def test_a_task_that_stops_early_ends_with_its_reason(tmp_path: Path) -> None:
-    stopping = EarlyStopping(patience=1, min_delta=1e9)
-    task = small_task("a", data_seed=1, eval_dataset=rows(5, 4, 12, 12), eval_steps=1, early_stopping=stopping)
-    diary = Diary()
-    told([task], tmp_path, diary)
-    (end,) = [fact for fact in diary.facts if fact["event"] == "on_task_end"]
-    assert end["status"] == "stopped_early"
-    assert end["reason"]
 
 
 def test_a_task_that_fails_is_reported_with_its_reason_and_the_others_end(tmp_path: Path) -> None:
@@ -210,19 +200,6 @@ def test_what_is_done_to_a_trainer_that_does_not_train_is_not_told(tmp_path: Pat
     trainer.register_tasks([small_task("b", data_seed=2, max_steps=2)])
     trainer.train()
     assert diary.of("a") == diary.of("b") == [(0, "on_task_begin"), (2, "on_task_end")]
-
-
-def test_a_plain_callback_may_have_single_events(tmp_path: Path) -> None:
-    ended: list[str] = []
-
-    class Plain(TrainerCallback):
-        def on_task_end(self, args: Any, state: Any, control: Any, *, task: str, **facts: Any) -> None:
-            ended.append(task)
-
-    trainer = make_trainer([small_task("a", data_seed=1, max_steps=1)], tmp_path)
-    trainer.add_callback(Plain())
-    trainer.train()
-    assert ended == ["a"]
 
 
 class Misspelt(TrainerCallback):

@@ -11,7 +11,7 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import CheckpointError, ConfigError
-from peft_mux.task import EarlyStopping, resolve
+from peft_mux.task import EarlyStopping
 from tests.invariants.mux_lab import make_trainer, rows, small_task, tiny_llama
 from tests.records import run_records as records
 
@@ -37,20 +37,6 @@ def test_the_early_stopping_callback_of_transformers_stops_its_task_alone(tmp_pa
     assert trainer.table["own"].step == 4, "two evaluations in a row were no better than 5.0"
     state = trainer.task_states["own"]
     assert (state.best_metric, state.best_global_step) == (5.0, 2)
-
-
-def test_the_callback_follows_the_held_out_loss_where_no_metric_is_named(tmp_path: Path) -> None:
-    own = small_task(
-        "own",
-        data_seed=1,
-        eval_dataset=HELD_OUT,
-        eval_steps=1,
-        learning_rate=1e-9,
-        callbacks=[EarlyStoppingCallback(2, 1.0)],
-    )
-    trainer = make_trainer([own], tmp_path)
-    trainer.train()
-    assert trainer.task_statuses == {"own": "stopped_early"}
 
 
 def test_a_callback_for_the_whole_run_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
@@ -89,12 +75,6 @@ def test_a_task_ends_with_the_adapter_of_its_best_evaluation(by: str, tmp_path: 
     found = trainer.model.task_parameters("own")
     assert all(torch.equal(found[key], value) for key, value in keeps.kept[1].items())
     assert any(not torch.equal(found[key], value) for key, value in keeps.kept[2].items())
-
-
-def test_a_user_who_asks_for_the_best_is_evaluated_once_an_epoch_at_least() -> None:
-    args = MultiTaskTrainingArguments(output_dir="unused", use_cpu=True, load_best_model_at_end=True)
-    assert resolve(small_task("own", data_seed=1, eval_dataset=HELD_OUT), args).eval_steps == -1
-    assert resolve(small_task("own", data_seed=1), args).load_best_model_at_end is False
 
 
 def test_the_report_tells_the_loss_of_the_adapter_that_was_kept_and_the_tasks_that_left(tmp_path: Path) -> None:
@@ -165,16 +145,6 @@ def test_an_evaluation_before_the_first_step_and_a_delay_of_others(tmp_path: Pat
     make_trainer(tasks, tmp_path, save_strategy="steps").train()
     found = [(record["task"], record["step"]) for record in records(tmp_path, "eval")]
     assert found == [("a", 0), ("b", 2), ("a", 3), ("a", 4), ("b", 4)]
-
-
-def test_an_evaluation_before_the_first_step_changes_nothing_of_the_training(tmp_path: Path) -> None:
-    losses = []
-    for starts in (False, True):
-        own = small_task("own", data_seed=1, max_steps=2, eval_dataset=HELD_OUT, lora_dropout=0.2)
-        trainer = make_trainer([own], tmp_path / str(starts), eval_on_start=starts)
-        trainer.train()
-        losses.append(trainer.table["own"].last_loss)
-    assert losses[0] == losses[1]
 
 
 @pytest.mark.parametrize(

@@ -60,15 +60,6 @@ def test_training_without_gradients_is_refused_instead_of_changing_nothing(
     assert trainer.state.global_step == 0
 
 
-def test_what_refusals_name_is_there(trained: Run) -> None:
-    trainer = trained.trainer
-    state = trainer.table["mine"]
-    assert state.hyper.train_batch_size == 4
-    assert len(list(state.loader.dataset)) == 10
-    assert "learning_rate" not in trainer.task_states
-    assert trainer.model.task_view("mine") is not None
-
-
 # -------------------------------------------------------------- those that work
 
 
@@ -113,16 +104,6 @@ def test_old_names_of_methods_still_work_with_a_warning(trained: Run) -> None:
         trained.trainer.tell("a line")
     with pytest.warns(DeprecationWarning, match="set_best_task"):
         trained.trainer.prefer("theirs")
-
-
-def test_the_trainable_parameters_are_those_of_all_tasks(trained: Run) -> None:
-    own = [trained.trainer.model.task_parameters(name).values() for name in ("mine", "theirs")]
-    assert trained.trainer.get_num_trainable_parameters() == sum(p.numel() for values in own for p in values)
-
-
-def test_the_optimizer_of_arguments_is_that_of_trainer() -> None:
-    args = MultiTaskTrainingArguments(output_dir="unused", use_cpu=True, optim="sgd", learning_rate=0.5)
-    assert MultiTaskTrainer.get_optimizer_cls_and_kwargs(args) == (torch.optim.SGD, {"lr": 0.5})
 
 
 # ------------------------------------------------------------------------ the Hub

@@ -75,13 +75,6 @@ def test_reading_on_seeking_and_reading_again_give_the_same_batches(make: Callab
         assert first_tokens(sequential.batch(step)) == batches[step], "the same loader, going back"
 
 
-def test_a_mix_of_streams_is_trained_on_in_the_order_of_the_mix() -> None:
-    order = [row["input_ids"][0] for row in mixed_stream()]
-    loader = make_stream(mixed_stream(), len(order))
-    assert first_tokens(loader.batch(0)) == order
-    assert {token >= 100 for token in order} == {False, True}
-
-
 def test_a_stream_that_ends_is_read_again_without_losing_a_row() -> None:
     stream = plain_stream()
     loader = make_stream(stream)
@@ -98,14 +91,6 @@ def test_a_shuffled_stream_has_another_order_in_its_next_epoch() -> None:
     ]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(1, 13))
     assert epochs[0] != epochs[1]
-
-
-def test_a_stream_has_no_epochs_and_estimates_from_its_first_batch() -> None:
-    loader = make_stream(plain_stream())
-    assert loader.steps_per_epoch is None
-    assert loader.sample_lengths == [2, 2, 2]
-    assert loader.tokens_per_step == 6
-    assert loader.batch(0).seed == 5
 
 
 def test_a_bad_row_of_a_stream_is_named_when_it_comes() -> None:

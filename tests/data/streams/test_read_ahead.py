@@ -24,48 +24,6 @@ def own_threads() -> list[threading.Thread]:
     return [thread for thread in threading.enumerate() if thread.name.startswith("peft_mux tasks.own")]
 
 
-def raising(error: BaseException) -> Iterator[int]:
-    yield 1
-    raise error
-
-
-def test_items_come_in_order_whether_they_were_begun_early_or_not() -> None:
-    reader = reader_of(iter(range(6)))
-    taken = []
-    for number in range(6):
-        if number % 2:
-            reader.begin()
-            reader.begin()
-        taken.append(reader.take())
-    assert taken == list(range(6))
-
-
-def test_the_next_item_is_read_while_the_caller_does_something_else() -> None:
-    was_read = threading.Event()
-
-    def items() -> Iterator[int]:
-        was_read.set()
-        yield 7
-
-    reader = reader_of(items())
-    reader.begin()
-    assert was_read.wait(LIMIT_S), "nobody has asked for it yet"
-    assert reader.take() == 7
-
-
-@pytest.mark.parametrize(
-    "error",
-    [OSError("gone"), KeyError("x"), RecursionError("deep"), SystemExit(3), KeyboardInterrupt("mine"), MemoryError()],
-)
-def test_whatever_is_raised_is_a_data_error_of_the_one_who_takes(error: BaseException) -> None:
-    reader = reader_of(raising(error))
-    assert reader.take() == 1
-    reader.begin()
-    with pytest.raises(DataError, match=f"^{type(error).__name__}") as caught:
-        reader.take()
-    assert caught.value.__cause__ is error
-
-
 def test_errors_of_our_own_keep_their_kind() -> None:
     with pytest.raises(ConfigError, match="no such setting"):
         reader_of(raising_at_once(ConfigError("no such setting"))).take()
