@@ -150,11 +150,6 @@ def _put_timers_back(before: list[tuple[float, float]]) -> None:
             signal.setitimer(timer, due and max(due - _TIMERS[timer](), 1e-3), every)
 
 
-def _read_handlers() -> list[Any]:
-    # `signal.getsignal` makes enumerations of them, which takes twenty times as long.
-    return [_signal.getsignal(number) for number in _SIGNALS]
-
-
 def _put_handlers_back(before: list[Any]) -> None:
     for number, handler in zip(_SIGNALS, before, strict=True):
         # Only the main thread sets handlers. `None`: a handler that is not a Python function cannot be set from here.
@@ -185,10 +180,6 @@ def _put_operations_back(before: list[Any]) -> None:
 
 
 _hooks = torch._C._autograd
-
-
-def _read_hooks() -> tuple[bool, Any]:
-    return _hooks._saved_tensors_hooks_is_enabled(), _hooks._top_saved_tensors_default_hooks(True)
 
 
 def _put_hooks_back(before: tuple[bool, Any]) -> None:
@@ -263,10 +254,6 @@ _SWITCHES = [
 ]
 
 
-def _read_switches() -> list[Any]:
-    return [read() for read, _ in _SWITCHES]
-
-
 def _put_switches_back(before: list[Any]) -> None:
     for (_, write), value in zip(_SWITCHES, before, strict=True):
         write(*(value if isinstance(value, tuple) else [value]))
@@ -275,10 +262,14 @@ def _put_switches_back(before: list[Any]) -> None:
 # Signals first, which may come at any moment, then the modes in which functions of torch would fail.
 _MODES = (
     _Mode(_read_timers, _put_timers_back),
-    _Mode(_read_handlers, _put_handlers_back),
+    # `signal.getsignal` makes enumerations of handlers, which takes twenty times as long.
+    _Mode(lambda: [_signal.getsignal(number) for number in _SIGNALS], _put_handlers_back),
     _Mode(_read_functions, _put_functions_back),
     _Mode(dispatch_modes._get_current_dispatch_mode_stack, _put_operations_back),
-    _Mode(_read_hooks, _put_hooks_back),
+    _Mode(
+        lambda: (_hooks._saved_tensors_hooks_is_enabled(), _hooks._top_saved_tensors_default_hooks(True)),
+        _put_hooks_back,
+    ),
     _Mode(_read_autocast, _put_autocast_back),
     _Mode(_read_precision, _put_precision_back),
     _Mode(_read_folder, _put_folder_back),
@@ -294,7 +285,7 @@ _MODES = (
         lambda: (torch.is_anomaly_enabled(), torch.is_anomaly_check_nan_enabled()),
         lambda before: torch.set_anomaly_enabled(*before),
     ),
-    _Mode(_read_switches, _put_switches_back),
+    _Mode(lambda: [read() for read, _ in _SWITCHES], _put_switches_back),
 )
 
 

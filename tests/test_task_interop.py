@@ -48,28 +48,6 @@ def test_a_task_has_what_the_arguments_of_one_run_said(tmp_path: Path) -> None:
     assert (task.label_smoothing_factor, task.neftune_noise_alpha) == (0.2, 5.0)
 
 
-def test_sft_config_says_what_is_trained_on(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    template = tmp_path / "chat.jinja"
-    template.write_text("{{ messages[0].content }}")
-    config = trl.SFTConfig(
-        output_dir=str(tmp_path),
-        use_cpu=True,
-        bf16=False,
-        max_length=77,
-        completion_only_loss=False,
-        chat_template_path=str(template),
-        dataset_text_field="body",
-    )
-    task = Task.from_sft_config("a", config, train_dataset=[{"body": "x"}], peft_config=LORA)
-    assert (task.max_length, task.completion_only_loss) == (77, False)
-    assert task.chat_template == "{{ messages[0].content }}"
-    assert task.train_dataset[0] == {"text": "x"}
-    args = MultiTaskTrainingArguments.from_training_arguments(config, logging_steps=3)
-    assert (args.max_length, args.logging_steps, args.learning_rate) == (77, 3, config.learning_rate)
-    assert args.uses_checkpointing == bool(config.gradient_checkpointing)
-
-
 @pytest.mark.parametrize(("field", "value"), [("eval_do_concat_batches", False), ("data_seed", 3)])
 def test_what_no_task_can_have_is_refused_with_its_reason(field: str, value: Any, tmp_path: Path) -> None:
     config = plain(tmp_path, **{field: value})
@@ -119,37 +97,6 @@ def _stacked(batch: Any) -> dict[str, Any]:
     import torch
 
     return {key: torch.tensor([row[key] for row in batch]) for key in ("input_ids", "labels")}
-
-
-def test_a_trainer_of_trl_gives_its_rows_with_their_masks(tmp_path: Path) -> None:
-    trl = pytest.importorskip("trl")
-    from datasets import Dataset
-
-    from tests.trl.trl_lab import tokenizer
-
-    config = trl.SFTConfig(output_dir=str(tmp_path), use_cpu=True, bf16=False, report_to="none", max_steps=2)
-    pairs = [{"prompt": "the sky is", "completion": " blue"}, {"prompt": "snow", "completion": " is white"}]
-    from tests.trl.trl_lab import _language_model
-
-    trainer = trl.SFTTrainer(
-        _copy(_language_model()),
-        config,
-        train_dataset=Dataset.from_list(pairs),
-        peft_config=LORA,
-        processing_class=tokenizer(),
-    )
-    task = Task.from_trainer("own", trainer)
-    row = task.train_dataset[0]
-    assert {"input_ids", "labels"} <= set(row)
-    masked = [label for label in row["labels"] if label == -100]
-    assert 0 < len(masked) < len(row["labels"]), "the prompt carries no loss"
-    assert task.peft_config.r == 4
-
-
-def _copy(model: Any) -> Any:
-    import copy
-
-    return copy.deepcopy(model)
 
 
 def test_a_trainer_without_an_adapter_is_refused(tmp_path: Path) -> None:

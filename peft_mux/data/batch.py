@@ -35,6 +35,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import torch
 
+from peft_mux.data.packing.passes import chained
 from peft_mux.data.packing.prefixes import MIN_RUN_TOKENS, PrefixTree, build_prefix_tree
 
 Columns = Mapping[str, torch.Tensor]
@@ -379,21 +380,8 @@ def chains_of(micro_batches: Sequence[MuxBatch]) -> list[tuple[MuxBatch, ...]]:
     Args:
         micro_batches: the micro-batches of a step, in order.
     """
-    chains: list[list[MuxBatch]] = []
-    unfinished: dict[tuple[str, int], int] = {}  # sequences that continue in the next micro-batch, and where
-    for micro_batch in micro_batches:
-        if unfinished:
-            chains[-1].append(micro_batch)
-        else:
-            chains.append([micro_batch])
-        for part in micro_batch.parts:
-            assert part.is_whole or unfinished.get(part.sequence, 0) == part.start, (
-                f"{part} does not follow the previous part"
-            )
-        assert unfinished.keys() <= {part.sequence for part in micro_batch.parts}, "a part is missing"
-        unfinished = {part.sequence: part.end for part in micro_batch.parts if part.has_more}
-    assert not unfinished, f"the last parts of {sorted(unfinished)} are missing"
-    return [tuple(chain) for chain in chains]
+    chains = chained(micro_batch.has_more for micro_batch in micro_batches)
+    return [tuple(micro_batches[number] for number in chain) for chain in chains]
 
 
 def is_chained(micro_batches: Sequence[MuxBatch]) -> bool:

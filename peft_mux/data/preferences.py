@@ -188,15 +188,21 @@ def _two_sequences(chosen: Answer, rejected: Answer, index: int, values: Mapping
 # ------------------------------------------------------------------------------------------------------- pairs (DPO)
 
 
+def _tokenised_pair(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> list[Answer] | None:
+    """Return both answers of a row of tokens; `None` for rows of texts and messages."""
+    if reader.data_format is not DataFormat.TOKENIZED_PREFERENCE:
+        return None
+    return [_tokenised_answer(reader, row, column, index) for column in ("chosen_ids", "rejected_ids")]
+
+
 def _read_pair(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:
     """Return a row of a chosen and a rejected answer.
 
     `EOS` is appended to text answers. If the last tokens of the prompt merge with an answer, they belong to the answer.
     Row values are the numbers of tokens of the two answers, and the `REFERENCE_COLUMNS` if present.
     """
-    if reader.data_format is DataFormat.TOKENIZED_PREFERENCE:
-        pair = [_tokenised_answer(reader, row, column, index) for column in ("chosen_ids", "rejected_ids")]
-    else:
+    pair = _tokenised_pair(reader, row, index)
+    if pair is None:
         prompt, *texts = _prompt_and_answers(reader, row, index)
         pair = [_encoded_answer(reader, prompt, text, index) for text in texts]
         # Both answers use the shorter prompt, because tokens may merge in one of them only.
@@ -206,11 +212,10 @@ def _read_pair(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> Toke
     kept = _cut_answers(reader, pair, index)
     if kept is None:
         return None
-    chosen, rejected = kept
-    # Includes the first token of an answer even if no token precedes it to predict it.
-    values["chosen_tokens"] = float(len(chosen.ids) - chosen.start)
-    values["rejected_tokens"] = float(len(rejected.ids) - rejected.start)
-    return _two_sequences(chosen, rejected, index, values)
+    for name, answer in zip(("chosen_tokens", "rejected_tokens"), kept, strict=True):
+        # Includes the first token of an answer even if no token precedes it to predict it.
+        values[name] = float(len(answer.ids) - answer.start)
+    return _two_sequences(*kept, index, values)
 
 
 PAIR_ROWS = RowForm(_PAIRED, is_one_term=True, read=_read_pair, marks=("prompt", "chosen", "rejected"))
@@ -222,9 +227,8 @@ PAIR_ROWS = RowForm(_PAIRED, is_one_term=True, read=_read_pair, marks=("prompt",
 
 def _read_joined(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:
     """Return a row of a chosen and a rejected answer, each tokenised as one text with the prompt."""
-    if reader.data_format is DataFormat.TOKENIZED_PREFERENCE:
-        pair = [_tokenised_answer(reader, row, column, index) for column in ("chosen_ids", "rejected_ids")]
-    else:
+    pair = _tokenised_pair(reader, row, index)
+    if pair is None:
         prompt, *texts = _prompt_and_answers(reader, row, index)
         if isinstance(prompt, list):
             prompt, texts = _rendered(reader, prompt, texts, index)
@@ -238,7 +242,7 @@ def _read_joined(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> To
             allowed = "a prompt of which at most the last token merges with an answer"
             raise reader.error(index, "prompt", f"prompts that differ in {differing} tokens", allowed)
     kept = _cut_answers(reader, pair, index)
-    return None if kept is None else _two_sequences(kept[0], kept[1], index, {})
+    return None if kept is None else _two_sequences(*kept, index, {})
 
 
 def _read_odds(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:

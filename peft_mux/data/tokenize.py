@@ -131,13 +131,6 @@ class DataReport:
             fixes.append("Check labels, prompts and max_length: a row needs a token that carries loss.")
         return f"{self.remarks[0]}. {' '.join(fixes)}" if fixes else ""
 
-    def summary(self) -> str:
-        """Return the report in one line."""
-        share = 100 * self.num_target_tokens / max(self.num_tokens, 1)
-        rows = f"{self.num_kept:,} of {self.num_rows:,} rows ({self.data_format})"
-        head = f"{self.where}: {rows}, {self.num_tokens:,} tokens"
-        return "; ".join([f"{head}, {share:.0f} % trained on", *self.remarks])
-
 
 def checked_row(row: Any, index: int, where: str) -> Mapping[str, Any]:
     """Return a row that must be a dict of columns.
@@ -268,6 +261,26 @@ class RowTokenizer(RowCells):
         # Keep the start, as TRL does.
         return None if self.drops(index, len(ids)) else (ids[:limit], labels[:limit])
 
+    def cut_with_targets(
+        self, ids: np.ndarray, labels: np.ndarray, index: int, first: int
+    ) -> tuple[np.ndarray, np.ndarray] | None:
+        """Return what `cut` does, or `None` if no token is left that carries loss.
+
+        Args:
+            ids: token ids of the row.
+            labels: its labels.
+            index: index of the row.
+            first: first token that can carry loss.
+        """
+        if not np.any(labels[first:] != IGNORE_INDEX):
+            self.count_without_targets(is_masked=True)
+            return None
+        kept = self.cut(ids, labels, index)
+        if kept is not None and not np.any(kept[1][first:] != IGNORE_INDEX):
+            self.count_without_targets(is_masked=False)
+            return None
+        return kept
+
     def count_without_targets(self, *, is_masked: bool) -> None:
         """Count a row that is dropped because it has no targets, before (`is_masked`) or after truncation."""
         self.report.num_without_targets += 1
@@ -329,18 +342,10 @@ class RowTokenizer(RowCells):
                 if column.is_required or row.get(name) is not None:
                     allowed = 'used with "input_ids", because it has one number per token'
                     raise self.error(index, name, f"{self.data_format} rows", allowed)
-        # The first token is never predicted.
-        if not np.any(labels[1:] != IGNORE_INDEX):
-            self.count_without_targets(is_masked=True)
-            return None
-        kept = self.cut(ids, labels, index)
+        kept = self.cut_with_targets(ids, labels, index, first=1)  # the first token is never predicted
         if kept is None:
             return None
         ids, labels = kept
-        # Checked again, because truncation may have removed all targets.
-        if not np.any(labels[1:] != IGNORE_INDEX):
-            self.count_without_targets(is_masked=False)
-            return None
         columns = {name: values[: len(ids)] for name, values in columns.items()}
         is_one_term = self.options.row_form.is_one_term
         return TokenSequence(ids, labels, index, is_one_term=is_one_term, token_columns=columns)
@@ -504,11 +509,8 @@ def _read_tagged(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> To
             before = word
         labels = np.asarray(found, dtype=np.int64)
         ids = reader.checked_ids(np.asarray(encoded["input_ids"], dtype=np.int64), index, "input_ids")
-    kept = reader.cut(ids, labels, index)
+    kept = reader.cut_with_targets(ids, labels, index, first=0)
     if kept is None:
-        return None
-    if not np.any(kept[1] != IGNORE_INDEX):
-        reader.count_without_targets(is_masked=not np.any(labels != IGNORE_INDEX))
         return None
     return TokenSequence(*kept, index, labels_itself=True)
 

@@ -203,28 +203,21 @@ class Placement:
         part.check(self.tasks, self.outline.backbone)
         return part
 
-    def release_model(self) -> None:
-        """Release the model and all optimizers before the next model comes; all processes call this at the same time.
+    def change_part(self, part: ModelPart) -> None:
+        """Release the model and all optimizers, and describe another part of it that this process holds from now on.
 
-        The state of the tasks must be saved by then.
+        `load` reads it. All processes call this at the same time; the state of the tasks must be saved by then.
         """
-        assert self._parallel is not None, "only a loaded model is released"
-        self._parallel.executor.close()
-        self._parallel.close()
-        self._parallel = self.model = self.outline = None
-        # Every reference to the weights must go, or two models would have to fit into memory.
-        for run in self._run.table:
-            run.optimizer = run.last_good = None
-        self.on_change()
-        gc.collect()  # hooks and their modules refer to one another
-
-    def describe_part(self, part: ModelPart) -> None:
-        """Describe the model again, for another part of it that this process holds from now on.
-
-        Args:
-            part: the part, which `load` reads.
-        """
-        self.part, self._parallel = part, None
+        if self._parallel is not None:
+            self._parallel.executor.close()
+            self._parallel.close()
+            self._parallel = self.model = self.outline = None
+            # Every reference to the weights must go, or two models would have to fit into memory.
+            for run in self._run.table:
+                run.optimizer = run.last_good = None
+            self.on_change()
+            gc.collect()  # hooks and their modules refer to one another
+        self.part, self._run.layout = part, part.layout
         self.model = self.source.describe(self.tasks)
         self.outline = self.part.outline(self.model, self.tasks)
         self.on_change()

@@ -142,9 +142,7 @@ class Relocation:
                         "their processes. Make output_dir writable, or free space in it."
                     )
                 processes.wait_for_all()
-                self._placement.release_model()
-            run.layout = target.layout
-            self._placement.describe_part(target)
+            self._placement.change_part(target)
             if was_placed:
                 self._placement.load(self._plans.plan_stages)
                 folder = run.saver.folder

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -210,19 +209,6 @@ def test_only_the_chosen_rows_are_split() -> None:
     micro_batches = splitting(8).micro_batches([batch], max_tokens=32, only=[[1, 2]])
     assert [part[:4] for micro in micro_batches for part in micro.parts] == [("a", 1, 0, 32), ("a", 1, 32, 60)]
     assert sum(micro.num_tokens for micro in micro_batches) == 65
-
-
-def test_a_chain_without_its_middle_is_our_own_bug() -> None:
-    micro_batches = splitting(8).micro_batches([make_batch("a", [96])], max_tokens=32)
-    with pytest.raises(AssertionError, match="does not follow"):
-        chains_of([micro_batches[0], micro_batches[2]])
-    with pytest.raises(AssertionError, match="are missing"):
-        chains_of(micro_batches[:2])
-    with pytest.raises(AssertionError, match="does not follow"):
-        chains_of(micro_batches[1:])
-    empty = replace(micro_batches[1], parts=())
-    with pytest.raises(AssertionError, match="a part is missing"):
-        chains_of([micro_batches[0], empty])
 
 
 # ------------------------------------------------------------ classification

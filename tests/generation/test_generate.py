@@ -18,7 +18,7 @@ from tests.generation.judge import Judge, held, prompts
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import VOCABULARY, tiny_llama
 from tests.modeling.adapters.toy_kind import ToyKind, registered
-from tests.modeling.test_architectures import LANGUAGE_MODELS, VISION_LANGUAGE_MODELS, filled
+from tests.modeling.test_architectures import LANGUAGE_MODELS, filled
 from tests.modeling.test_architectures import VOCABULARY as SMALL_VOCABULARY
 
 LENGTHS = {"a": (1, 9, 14), "b": (12, 3)}
@@ -58,17 +58,6 @@ def test_greedy_completions_of_a_mixed_batch_are_those_of_each_adapter_alone(arc
         assert tokens == judge.completions(name, rows[name], do_sample=False, max_new_tokens=TOKENS)
     for one in found:
         np.testing.assert_allclose(one.logprobs, judge.logprobs(one), atol=1e-4)
-
-
-@pytest.mark.parametrize("architecture", VISION_LANGUAGE_MODELS)
-def test_a_model_of_images_and_text_completes_text_as_plain_peft_alone(architecture: str, tmp_path: Path) -> None:
-    backbone = filled(VISION_LANGUAGE_MODELS[architecture]).eval()
-    model = held(backbone, {name: LoraConfig(r=2 + rank, target_modules=["q_proj"]) for rank, name in enumerate("ab")})
-    rows = {name: prompts(ord(name), lengths, SMALL_VOCABULARY) for name, lengths in LENGTHS.items()}
-    found = by_task(generate(model, rows, max_new_tokens=TOKENS))
-    judge = Judge(backbone, model, tmp_path)
-    for name, tokens in found.items():
-        assert tokens == judge.completions(name, rows[name], do_sample=False, max_new_tokens=TOKENS)
 
 
 def test_adapters_of_all_kinds_generate_side_by_side_embeddings_and_the_head_included(tmp_path: Path) -> None:

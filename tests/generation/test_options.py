@@ -21,7 +21,7 @@ from peft_mux import (
 )
 from peft_mux.modeling.generation.options import sampling_options
 from tests.invariants.mux_lab import tiny_llama
-from tests.modeling.test_architectures import CLASSIFIERS, LANGUAGE_MODELS, filled
+from tests.modeling.test_architectures import CLASSIFIERS, filled
 
 
 @pytest.mark.parametrize(
@@ -180,15 +180,6 @@ def test_anything_but_a_whole_model_with_weights_is_refused(model: MultiTaskPeft
             generate(model, {"sql": [[3]]})
     finally:
         model.num_stages = 1
-
-
-@pytest.mark.parametrize("architecture", ["Llama", "GPT2", "Gemma2"])
-def test_what_the_makers_of_a_backbone_recommend_is_taken(architecture: str) -> None:
-    make, targets = LANGUAGE_MODELS[architecture]
-    model = MultiTaskPeftModel(filled(make), {"sql": LoraConfig(r=2, target_modules=targets)}, verify=False)
-    model.backbone.generation_config.update(do_sample=True, top_k=3)
-    found = generate(model, {"sql": [[3]]}, generation_config=model.backbone.generation_config, max_new_tokens=9)
-    assert found == generate(model, {"sql": [[3]]}, do_sample=True, top_k=3, max_new_tokens=9)
 
 
 @pytest.mark.parametrize(

@@ -156,21 +156,6 @@ def test_a_request_to_a_run_that_ends_before_it_looks_is_reported_at_once(
     assert Mailbox(tmp_path).requests() == []
 
 
-def test_a_request_that_is_none_is_answered_and_ends_nothing(tmp_path: Path) -> None:
-    answers: list[Any] = []
-
-    def act() -> None:
-        mailbox = Mailbox(tmp_path)
-        for content in (b"", b"{", b"[]", b'{"command": "explode"}', b'{"command": "pause", "task": 5}', b"\xff\xfe"):
-            name = mailbox.send({})
-            (mailbox.folder / f"{name}.request.json").write_bytes(content)
-            answers.append(mailbox.wait(name, 20))
-
-    trainer, _ = train(tmp_path, act)
-    assert [answer is not None and answer["ok"] for answer in answers] == [False] * 6
-    assert trainer.task_statuses == {"a": "running", "b": "running"}
-
-
 def test_adding_to_a_run_of_the_users_program_says_how_to_do_it_there(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -35,26 +35,6 @@ def alone(task: Task, folder: Path) -> Run:
     return train([task], folder)
 
 
-def test_a_task_that_arrives_from_a_callback_trains_as_if_alone(tmp_path: Path) -> None:
-    begun: list[int] = []
-
-    class Begin(TrainerCallback):
-        def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            begun.append(state.global_step)
-
-    late = small_task("late", data_seed=2, max_steps=5, callbacks=[Begin()])
-    run = train(
-        [small_task("own", data_seed=1)],
-        tmp_path / "a",
-        recorder=act({3: lambda trainer: trainer.register_tasks([late])}),
-    )
-    assert run.trainer.task_statuses == {"own": "succeeded", "late": "succeeded"}
-    assert run.losses["late"] == pytest.approx(alone(late, tmp_path / "b").losses["late"], rel=1e-5)
-    assert [task.name for task in run.trainer.tasks] == ["own", "late"]
-    assert run.trainer.state.global_step == 9, "asked for in the fourth step, it begins with the fifth and takes five"
-    assert begun == [0, 0], "in company and alone"
-
-
 def test_a_task_that_leaves_is_written_first_and_the_others_continue(tmp_path: Path) -> None:
     recorder = act({3: lambda trainer: trainer.remove_task("gone")})
     run = train(
@@ -88,20 +68,6 @@ def test_the_settings_of_tasks_that_arrive_are_next_to_those_of_tasks_that_left_
     assert not (tmp_path / "gone").exists()
     config = json.loads((tmp_path / "config.json").read_text(encoding="utf-8"))["tasks"]
     assert {name: own["num_steps"] for name, own in config.items()} == {"own": 6, "gone": 7, "late": 2}
-
-
-def test_a_paused_task_takes_no_steps_until_it_is_resumed_and_ends_as_if_alone(tmp_path: Path) -> None:
-    recorder = act({2: lambda trainer: trainer.pause_task("own"), 5: lambda trainer: trainer.resume_task("own")})
-    task = small_task("own", data_seed=1, max_steps=6)
-    run = train([task, small_task("other", data_seed=2, max_steps=8)], tmp_path / "a", recorder=recorder)
-    assert run.trainer.task_statuses == {"own": "succeeded", "other": "succeeded"}
-    statuses = [
-        (line["run_step"], line["status"])
-        for line in records(tmp_path / "a")
-        if line["event"] == "status" and line["task"] == "own"
-    ]
-    assert statuses == [(3, "paused"), (6, "running"), (9, "succeeded")]
-    assert run.losses["own"] == pytest.approx(alone(task, tmp_path / "b").losses["own"], rel=1e-5)
 
 
 def test_a_run_whose_tasks_are_all_paused_ends_and_continues_later(tmp_path: Path) -> None:
@@ -200,17 +166,6 @@ def test_a_quarantined_task_does_not_stop_the_others_and_train_says_so(
     assert run.losses["good"] == pytest.approx(alone(tasks[0], tmp_path / "b").losses["good"], rel=1e-5)
 
 
-def test_a_run_that_shall_stop_at_the_first_failure_does_and_says_so_without_progress_bars(
-    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
-) -> None:
-    tasks = [small_task("good", data_seed=1), small_task("bad", data_seed=2)]
-    run = train(tasks, tmp_path, recorder=act({3: poison}), quarantine_policy="stop")
-    assert run.trainer.task_statuses == {"good": "running", "bad": "failed"}
-    assert run.trainer.table["good"].step == 4
-    captured = capfd.readouterr()
-    assert "bad" in captured.out + captured.err + caplog.text
-
-
 # -------------------------------------------------------------------- interrupts
 
 
@@ -281,3 +236,36 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
         trainer.train()
     assert trainer.table["own"].step == 2
     assert not trainer.is_in_train
+
+
+# ------------------------------------------------------------------ futures of requests
+
+
+def test_a_callback_that_waits_for_what_it_asked_for_fails_its_task_instead_of_hanging_the_run(tmp_path: Path) -> None:
+    class Impatient(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trainers[0].pause_task("own").result()
+
+    tasks = [small_task("own", data_seed=1), small_task("impatient", data_seed=2, callbacks=[Impatient()])]
+    trainers = [make_trainer(tasks, tmp_path)]
+    trainers[0].train()
+    assert trainers[0].task_statuses["impatient"] == "failed"
+    assert (
+        "a callback failed in on_step_end: ConfigError: pause own must not be waited for in the thread"
+        in trainers[0].table["impatient"].reason
+    )
+
+
+def test_a_request_that_is_cancelled_leaves_the_run_training_and_its_name_free(tmp_path: Path) -> None:
+    answers: list[Any] = []
+
+    def ask(trainer: MultiTaskTrainer) -> None:
+        for _ in range(2):
+            answers.append(trainer.register_tasks([small_task("late", data_seed=2, max_steps=3)]))
+            answers[0].cancel()
+
+    recorder = Recorder(at_begin={2: ask})
+    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path, recorder=recorder)
+    trainer.train()
+    assert [answer.cancelled() for answer in answers] == [True, False]
+    assert trainer.task_statuses == {"own": "succeeded", "late": "succeeded"}

@@ -97,20 +97,6 @@ def test_passes_that_are_cut_otherwise_draw_the_same(tmp_path: Path) -> None:
     lab.assert_same(run("again", activation_checkpointing=True), whole, "own", 1e-5)
 
 
-def test_evaluations_have_no_noise(tmp_path: Path) -> None:
-    held_out = lab.rows(9, 4, 5, 9)
-    own = small("own", 1, neftune_noise_alpha=ALPHA, eval_dataset=held_out, eval_steps=4)
-    trainer = lab.train([own], tmp_path).trainer
-    found = next(entry for entry in trainer.task_states["own"].log_history if "eval_loss" in entry)
-    view, total, count = trainer.model.task_view("own"), 0.0, 0
-    for row in held_out:
-        ids = torch.tensor(row["input_ids"])
-        with torch.no_grad():
-            total += F.cross_entropy(view(input_ids=ids[None]).logits[0][:-1], ids[1:], reduction="sum").item()
-        count += len(ids) - 1
-    assert found["eval_loss"] == pytest.approx(total / count, rel=1e-5)
-
-
 def test_a_task_with_noise_shares_no_prefixes_and_says_so(tmp_path: Path) -> None:
     start = lab.rows(5, 1, 24, 24)[0]["input_ids"]
     rows = [{"input_ids": start + row["input_ids"]} for row in lab.rows(6, 9, 3, 9)]

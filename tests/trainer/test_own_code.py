@@ -1,39 +1,46 @@
-"""What a task's own callbacks, metrics and optimizer may do to the others: nothing, and what it costs is told."""
+"""A task's own callbacks, metrics, optimizers, streams and datasets: what fails it alone, and what it costs others.
+
+`tests/attacks` has every way to fail.
+"""
 
 from __future__ import annotations
 
-import json
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from peft import LoraConfig
 from transformers import TrainerCallback
 
-from peft_mux import EarlyStopping, Task
+from peft_mux import EarlyStopping, MultiTaskTrainer, Task
 from peft_mux.reporting import recorders
-from tests.invariants.mux_lab import Run, assert_bit_identical, make_trainer, small_task, train
+from tests.invariants.mux_lab import Recorder, assert_bit_identical, make_trainer, rows, small_task, train
 from tests.records import run_records as records
-from tests.trainer.neighbours import (
-    Stream,
-    bad_task,
-    check_all_fail_alone,
-    check_fails_alone,
-    good,
-    raising,
-    recursing,
-    stream_task,
-    train_alone,
-)
+
+HELD_OUT = rows(90, 3, 5, 9)
 
 
-@pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    return train_alone(tmp_path_factory.mktemp("alone"))
+def good() -> Task:
+    return small_task("good", data_seed=1, lora_dropout=0.2, eval_dataset=HELD_OUT, eval_steps=3)
 
 
-# -------------------------------------------------------------------- callbacks
+def bad_task(name: str = "bad", **settings: Any) -> Task:
+    return small_task(name, data_seed=2, eval_dataset=HELD_OUT, **settings)
+
+
+def stream_task(stream: Any, name: str = "bad", **settings: Any) -> Task:
+    options = {"train_batch_size": 4, "max_steps": 8, "learning_rate": 1e-3, **settings}
+    return Task(name=name, peft_config=LoraConfig(r=4, target_modules=["q_proj"]), train_dataset=stream, **options)
+
+
+def raising(error: BaseException) -> Callable[[], Any]:
+    def fail() -> Any:
+        raise error
+
+    return fail
 
 
 class Does(TrainerCallback):
@@ -46,85 +53,7 @@ class Does(TrainerCallback):
         return self.act(args=args, state=state, control=control, **kwargs) if state.global_step == 3 else None
 
 
-def test_callbacks_that_fail_or_answer_rubbish_or_empty_their_control_fail_their_tasks_alone(
-    alone: Run, tmp_path: Path
-) -> None:
-    acts: list[tuple[Callable[..., Any], str]] = [
-        (lambda **_: raising(ValueError("no such column"))(), "ValueError: no such column"),
-        (lambda **_: raising(SystemExit(3))(), "SystemExit: 3"),
-        (lambda **_: raising(KeyboardInterrupt())(), "KeyboardInterrupt"),
-        (lambda **_: recursing(), "RecursionError"),
-        (lambda **_: "done", "TypeError: it must return the TrainerControl or None, got str"),
-        (lambda **_: 7, "TypeError: it must return the TrainerControl or None, got int"),
-        (lambda control, **_: vars(control).clear(), "KeyError: 'should_training_stop'"),
-    ]
-    tasks = [
-        (bad_task(f"bad{number}", callbacks=[Does(act)]), f"a callback failed in on_step_end: {reason}")
-        for number, (act, reason) in enumerate(acts)
-    ]
-    check_all_fail_alone(tasks, tmp_path, alone)
-
-
-def spoil_state(state: Any, **_: Any) -> None:
-    state.log_history = None
-    state.global_step = "three"
-
-
-def spoil_history(state: Any, **_: Any) -> None:
-    state.log_history.append(object())
-    for entry in state.log_history[:-1]:
-        entry.clear()
-
-
-def spoil_arguments(args: Any, **_: Any) -> None:
-    args.learning_rate = "fast"
-    args.logging_steps = 0
-    args.lr_scheduler_kwargs.clear()
-
-
-def spoil_modes(model: Any, **_: Any) -> None:
-    model.eval()
-    torch.set_grad_enabled(False)
-
-
-def test_what_callbacks_write_to_what_they_are_given_reaches_no_one_else(alone: Run, tmp_path: Path) -> None:
-    acts = {"state": spoil_state, "history": spoil_history, "arguments": spoil_arguments, "modes": spoil_modes}
-    run = train(
-        [good(), *(bad_task(f"bad-{what}", callbacks=[Does(spoil)]) for what, spoil in acts.items())],
-        tmp_path,
-        planner="interleaved",
-        logging_strategy="steps",
-        logging_steps=1,
-        save_strategy="steps",
-        save_steps=2,
-        lr_scheduler_kwargs={},
-    )
-    assert torch.is_grad_enabled()
-    assert run.trainer.task_statuses["good"] == "succeeded"
-    assert_bit_identical(run, alone, "good")
-    # What it spoils for itself may fail it; a history that it was shown is a copy.
-    for what in acts:
-        history = run.trainer.task_states[f"bad-{what}"].log_history
-        assert [entry["step"] for entry in history if "loss" in entry] == list(range(1, len(history) + 1))
-        assert json.dumps(history)
-
-
-# ---------------------------------------------------------------------- metrics
-
-
-def test_metrics_that_fail_or_are_none_fail_their_task_alone(alone: Run, tmp_path: Path) -> None:
-    tasks = []
-    for function in ("compute_metrics", "preprocess_logits_for_metrics"):
-        for error in (SystemExit(3), KeyboardInterrupt("mine"), ZeroDivisionError("nothing")):
-            functions = {"compute_metrics": lambda _: {"f": 1.0}, function: lambda *_, error=error: raising(error)()}
-            kind = type(error).__name__
-            task = bad_task(f"{kind}-{function}", eval_steps=3, **functions)
-            tasks.append((task, f"evaluation failed: {kind}: {error}"))
-    answers: list[Any] = [None, 7, ["f"], {"f": "high"}, {7: 1.0}, {"f": None}]
-    for number, answer in enumerate(answers):
-        task = bad_task(f"bad{number}", eval_steps=3, compute_metrics=lambda _, answer=answer: answer)
-        tasks.append((task, "evaluation failed: "))
-    check_all_fail_alone(tasks, tmp_path, alone)
+# -------------------------------------------------------- callbacks, metrics and optimizers
 
 
 @pytest.mark.parametrize("error", [SystemExit(3), ValueError("no such column")])
@@ -133,12 +62,6 @@ def test_outside_of_training_what_metrics_raise_is_the_caller_s(error: BaseExcep
     with pytest.raises(type(error)) as caught:
         trainer.evaluate("bad")
     assert caught.value is error
-
-
-def test_a_diverged_task_that_stops_early_fails_alone_and_keeps_usable_weights(alone: Run, tmp_path: Path) -> None:
-    task = bad_task(learning_rate=1e30, weight_decay=1.0, eval_steps=1, early_stopping=EarlyStopping(patience=1))
-    run = check_fails_alone(task, tmp_path, alone, "non_finite: the loss of its evaluation is nan at step 1")
-    assert all(weight.isfinite().all() for weight in run.weights("bad").values())
 
 
 def scored(name: str, scores: Sequence[float], callback: TrainerCallback | None = None) -> Task:
@@ -151,20 +74,6 @@ def scored(name: str, scores: Sequence[float], callback: TrainerCallback | None 
         early_stopping=EarlyStopping(metric="score", patience=2),
         callbacks=[callback] if callback else [],
     )
-
-
-def test_a_metric_that_is_never_a_number_stops_its_task_alone(alone: Run, tmp_path: Path) -> None:
-    class Clears(TrainerCallback):
-        def on_evaluate(self, args: Any, state: Any, control: Any, metrics: Any, **kwargs: Any) -> None:
-            metrics.clear()  # of its own copy
-
-    values = {"nan": float("nan"), "inf": float("inf"), "cleared": float("nan")}
-    tasks = [scored(name, [value] * 8, Clears() if name == "cleared" else None) for name, value in values.items()]
-    run = train([good(), *tasks], tmp_path, planner="interleaved", save_strategy="steps", save_steps=2)
-    assert run.trainer.task_statuses == {"good": "succeeded", **dict.fromkeys(values, "stopped_early")}
-    for name in values:
-        assert run.trainer.table[name].reason == "score was no finite number in any of 2 evaluations"
-    assert_bit_identical(run, alone, "good")
 
 
 def test_a_task_that_a_callback_fails_at_its_last_evaluation_has_failed(tmp_path: Path) -> None:
@@ -184,10 +93,7 @@ def test_a_task_that_a_callback_fails_at_its_last_evaluation_has_failed(tmp_path
         assert trainer.table[event].reason == f"a callback failed in {event}: ValueError: no"
 
 
-# ------------------------------------------------------------------- optimizers
-
-
-def test_a_hook_of_an_optimizer_and_a_schedule_that_fail_fail_their_task_alone(alone: Run, tmp_path: Path) -> None:
+def test_a_hook_of_an_optimizer_and_a_schedule_that_fail_fail_their_task_alone(tmp_path: Path) -> None:
     def hooked(error: BaseException) -> Does:
         def fail(*_: Any) -> None:
             raise error
@@ -197,15 +103,17 @@ def test_a_hook_of_an_optimizer_and_a_schedule_that_fail_fail_their_task_alone(a
     def break_schedule(lr_scheduler: Any, **_: Any) -> None:
         lr_scheduler.step = raising(OverflowError("too large"))
 
-    tasks = []
-    for error in (RuntimeError("no"), SystemExit(3), KeyboardInterrupt()):
-        kind = type(error).__name__
-        tasks.append((bad_task(kind, callbacks=[hooked(error)]), f"the optimizer failed at step 3: {kind}"))
-    reason = "learning_rate: the schedule raises OverflowError: too large at step 4"
-    check_all_fail_alone([*tasks, (bad_task(callbacks=[Does(break_schedule)]), reason)], tmp_path, alone)
-
-
-# ------------------------------------------------------------------ what it costs
+    errors = [RuntimeError("no"), SystemExit(3), KeyboardInterrupt()]
+    reasons = {type(error).__name__: f"the optimizer failed at step 3: {type(error).__name__}" for error in errors}
+    tasks = [bad_task(type(error).__name__, callbacks=[hooked(error)]) for error in errors]
+    reasons["schedule"] = "learning_rate: the schedule raises OverflowError: too large at step 4"
+    tasks.append(bad_task("schedule", callbacks=[Does(break_schedule)]))
+    alone = train([good()], tmp_path / "alone", planner="interleaved")
+    run = train([good(), *tasks], tmp_path / "run", planner="interleaved")
+    assert run.trainer.task_statuses == {"good": "succeeded", **dict.fromkeys(reasons, "failed")}
+    for name, reason in reasons.items():
+        assert reason in run.trainer.table[name].reason
+    assert_bit_identical(run, alone, "good")
 
 
 def test_what_own_code_costs_the_others_is_reported_by_task_and_kind(
@@ -216,7 +124,7 @@ def test_what_own_code_costs_the_others_is_reported_by_task_and_kind(
     slow = (
         bad_task("callback", callbacks=[Does(lambda **_: None)]),
         bad_task("compute_metrics", eval_steps=1, compute_metrics=lambda _: {"f": 1.0}),
-        stream_task(Stream(lambda: {"input_ids": [1, 2]}), "train_dataset"),
+        stream_task(rows(5, 100, 12, 12), "train_dataset"),
         bad_task("objective", objective=lambda outputs: outputs.nll_M),
     )
     train([small_task("good", data_seed=1), *slow], tmp_path)
@@ -226,3 +134,83 @@ def test_what_own_code_costs_the_others_is_reported_by_task_and_kind(
         (total,) = (record for record in records(tmp_path, "delay_total") if record["task"] == name)
         assert total[f"{name}_s"] > 0
         assert f"{name}: its" in printed
+
+
+# ------------------------------------------------------------------ streams and datasets
+
+
+def test_a_stream_is_read_once_from_its_start_to_its_end(tmp_path: Path) -> None:
+    starts: list[int] = []
+
+    class Rows:
+        def __iter__(self) -> Iterator[Any]:
+            starts.append(1)
+            yield from rows(5, 100, 12, 12)
+
+    late = small_task("late", data_seed=3, max_steps=3)
+    recorder = Recorder(at_begin={2: lambda trainer: trainer.register_tasks([late])})
+    train([good(), stream_task(Rows())], tmp_path, recorder=recorder)
+    assert len(starts) == 1, "plans are made anew, and the last step is proven, without reading it again"
+
+
+def test_the_rows_of_the_next_step_are_read_during_the_present_one(tmp_path: Path) -> None:
+    third_step = threading.Event()
+
+    class Rows:
+        def __iter__(self) -> Iterator[Any]:
+            for number, row in enumerate(rows(5, 100, 12, 12)):
+                if number == 8:
+                    third_step.set()
+                yield row
+
+    waited: list[bool] = []
+
+    class Wait(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 2:
+                # Asked for by nobody before the third step; without reading ahead this would wait in vain.
+                waited.append(third_step.wait(60))
+
+    train([small_task("good", data_seed=1, callbacks=[Wait()]), stream_task(Rows())], tmp_path)
+    assert waited == [True]
+
+
+def test_a_stream_that_was_read_ahead_continues_with_the_right_row_after_a_resume(tmp_path: Path) -> None:
+    class Rows:
+        def __iter__(self) -> Iterator[Any]:
+            yield from rows(5, 13, 12, 12)
+
+    def stop(trainer: MultiTaskTrainer) -> None:
+        trainer.control.should_training_stop = True
+
+    options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
+    whole = train([good(), stream_task(Rows())], tmp_path / "a")
+    first = train([good(), stream_task(Rows())], tmp_path / "b", recorder=Recorder(at_end={3: stop}), **options)
+    rest = train([good(), stream_task(Rows(), data_timeout_s=30.0)], tmp_path / "b", resume=True, **options)
+    assert len(first.losses["bad"]) == 3
+    for name in ("good", "bad"):
+        assert first.losses[name] + rest.losses[name] == whole.losses[name]
+        assert all(torch.equal(value, whole.weights(name)[key]) for key, value in rest.weights(name).items())
+
+
+class Rows:
+    """A dataset with a length, whose rows are made when they are read."""
+
+    def __init__(self, make: Callable[[], dict[str, Any]]) -> None:
+        self.make = make
+
+    def __len__(self) -> int:
+        return 5
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return self.make()
+
+
+def test_ctrl_c_while_rows_are_tokenised_is_the_user_s(tmp_path: Path) -> None:
+    with pytest.raises(KeyboardInterrupt):
+        make_trainer([stream_task(Rows(raising(KeyboardInterrupt())))], tmp_path)
+
+
+def test_a_dataset_that_knows_no_end_is_read_as_far_as_its_length(tmp_path: Path) -> None:
+    trainer = make_trainer([stream_task(Rows(lambda: {"input_ids": [1, 2, 3]}))], tmp_path)
+    assert trainer.table["bad"].loader.report.num_rows == 5

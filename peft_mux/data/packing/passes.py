@@ -29,7 +29,7 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, insort
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -305,14 +305,19 @@ def chains_of_passes(tasks: Sequence[TaskRows], passes: Sequence[Sequence[Member
         tasks: the rows of each task.
         passes: the members of each pass, as returned by `cut_into_passes`.
     """
+    return chained(
+        any(member.end < tasks[member.task].lengths[member.index] for member in members) for members in passes
+    )
+
+
+def chained(have_more: Iterable[bool]) -> list[list[int]]:
+    """Return the numbers of the passes of each chain, given for each pass whether a row of it continues in the next."""
     chains: list[list[int]] = []
-    has_more = False
-    for number, members in enumerate(passes):
-        if has_more:
-            chains[-1].append(number)
-        else:
-            chains.append([number])
-        has_more = any(member.end < tasks[member.task].lengths[member.index] for member in members)
+    continues = False
+    for number, has_more in enumerate(have_more):
+        chains += [] if continues else [[]]
+        chains[-1].append(number)
+        continues = has_more
     return chains
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import Any
 
@@ -111,31 +111,6 @@ def test_a_stream_without_usable_rows_is_refused_rather_than_read_for_ever() -> 
 
 
 # --------------------------------------------------------- what goes wrong, and what is told
-
-
-@pytest.mark.parametrize("row", [None, "the", 7, ["the"]])
-@pytest.mark.parametrize("place", [0, 4])
-def test_a_row_that_is_no_dict_is_refused_by_its_place(row: Any, place: int) -> None:
-    rows: list[Any] = [{"input_ids": [1, 2]}] * 6
-    rows[place] = row
-    loader = make_stream(Rows(rows))
-    with pytest.raises(DataError, match=rf"tasks\.own\.train_dataset row {place} must be a dict of columns, got "):
-        loader.batch(1)
-
-
-@pytest.mark.parametrize(
-    "error", [OSError("gone"), KeyError("x"), SystemExit(3), KeyboardInterrupt(), RecursionError()]
-)
-def test_whatever_a_stream_raises_is_a_data_error_with_its_kind(error: BaseException) -> None:
-    class Failing:
-        def __iter__(self) -> Iterator[Any]:
-            yield from rows_of(3)
-            raise error
-
-    loader = make_stream(Failing())
-    assert len(loader.batch(0).sequences) == 3
-    with pytest.raises(DataError, match=f"^{type(error).__name__}"):
-        loader.batch(1)
 
 
 @pytest.mark.parametrize("step", [0, 1, 4])
