@@ -178,11 +178,11 @@ def _cut_answers(reader: RowTokenizer, answers: Sequence[Answer], index: int) ->
     return kept
 
 
-def _two_sequences(chosen: Answer, rejected: Answer, index: int, values: Mapping[str, float]) -> TokenSequence:
+def _two_sequences(pair: Sequence[Answer], index: int, values: Mapping[str, float]) -> TokenSequence:
     """Return a row of two sequences, the chosen one first, each with loss on its answer."""
-    ids = np.concatenate((chosen.ids, rejected.ids))
-    labels = np.concatenate((chosen.labels(), rejected.labels()))
-    return TokenSequence(ids, labels, index, is_one_term=True, starts=(len(chosen.ids),), row_values=values)
+    ids = np.concatenate([answer.ids for answer in pair])
+    labels = np.concatenate([answer.labels() for answer in pair])
+    return TokenSequence(ids, labels, index, is_one_term=True, starts=(len(pair[0].ids),), row_values=values)
 
 
 # ------------------------------------------------------------------------------------------------------- pairs (DPO)
@@ -215,7 +215,7 @@ def _read_pair(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> Toke
     for name, answer in zip(("chosen_tokens", "rejected_tokens"), kept, strict=True):
         # Includes the first token of an answer even if no token precedes it to predict it.
         values[name] = float(len(answer.ids) - answer.start)
-    return _two_sequences(*kept, index, values)
+    return _two_sequences(kept, index, values)
 
 
 PAIR_ROWS = RowForm(_PAIRED, is_one_term=True, read=_read_pair, marks=("prompt", "chosen", "rejected"))
@@ -242,7 +242,7 @@ def _read_joined(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> To
             allowed = "a prompt of which at most the last token merges with an answer"
             raise reader.error(index, "prompt", f"prompts that differ in {differing} tokens", allowed)
     kept = _cut_answers(reader, pair, index)
-    return None if kept is None else _two_sequences(*kept, index, {})
+    return None if kept is None else _two_sequences(kept, index, {})
 
 
 def _read_odds(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:
