@@ -98,6 +98,7 @@ def test_the_source_distribution_makes_the_same_wheel_as_the_repository(built: D
     assert built.wheel_of_sdist == built.wheel
 
 
+@pytest.mark.slow
 def test_an_installed_wheel_runs_its_commands(built: Distributions, tmp_path: Path) -> None:
     installed = tmp_path / "installed"
     pip = [sys.executable, "-m", "pip", "install", "--quiet", "--disable-pip-version-check"]

@@ -112,6 +112,7 @@ def test_groups_are_read_from_the_command_line() -> None:
     assert kernels._layer("4096x4096+1024") == (4096, (4096, 1024))
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_the_hosts_time_is_that_of_a_pass_that_launches_every_kernel(capsys: pytest.CaptureFixture[str]) -> None:
     host_time.main(["--layers", "2", "--tasks", "2", "--passes", "4"])

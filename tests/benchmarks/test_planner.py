@@ -22,6 +22,7 @@ def test_a_missing_trace_is_reported_with_the_way_to_get_one(
     assert "--data" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_the_quick_cluster_replay_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("simpy", reason="simpy is not installed")
     pytest.importorskip("matplotlib", reason="matplotlib is not installed")

@@ -215,6 +215,7 @@ def train_two(rank: int, folder: Path, url: str, resume: Any, max_steps: int) ->
     return layout_cases.train(folder, layout_cases.backbone("llama"), own, **arguments).losses.get("a", [])
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_processes_resume_from_the_copy(tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'bucket'}"

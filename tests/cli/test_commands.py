@@ -283,6 +283,7 @@ def shown(folder: Path, *words: str) -> str:
     return done.stderr
 
 
+@pytest.mark.slow
 def test_nothing_of_a_library_is_shown(file: Path, tmp_path: Path) -> None:
     assert shown(tmp_path, "train", str(file)) == ""
 

@@ -11,6 +11,7 @@ import pytest
 from tests.pretended_cuda.checks import seen_of
 
 pytestmark = [
+    pytest.mark.slow,
     pytest.mark.timeout(900),
     pytest.mark.skipif(importlib.util.find_spec("liger_kernel") is None, reason="needs Liger"),
 ]

@@ -7,7 +7,7 @@ round, in the form that Trainer makes of a backbone that is given as an object, 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,7 +21,7 @@ from tests.pretended_cuda.checks import (
     slower_attention,
 )
 
-pytestmark = pytest.mark.timeout(900)  # of seconds on an idle machine; a busy one takes longer
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
     "chains": {"has_chains": True},
@@ -41,36 +41,13 @@ LOADS: dict[str, dict[str, Any]] = {
     "fp32 under autocast": {"architecture": "llama", "dtype": "fp32", "bf16": True},
     "bf16, already multiplexed": {"architecture": "llama", "dtype": "bf16", "bf16": False, "is_held_by_user": True},
 }
-SLOW = (
-    "chains",
-    "an old card",
-    "upper layers",
-    "upper layers, recomputed",
-    "upper layers, captured",
-    "adapted head",
-    "captured under autocast",
-    "captured bottlenecks",
-    "SGD",
-)
-"""Forms whose like is among the others, or whose path fast tests take on a CPU: of chains `test_key_values.py`, of old
-cards `test_availability.py` and `test_varlen.py`, and of upper layers `test_lora_pass.py`."""
 Found = dict[str, dict[str, Any]]
 
 
-def each(names: Iterable[str]) -> list[Any]:
-    return [pytest.param(name, marks=[pytest.mark.slow] if name in SLOW else []) for name in names]
-
-
 @pytest.fixture(scope="module")
-def found(request: pytest.FixtureRequest, run_cases: Callable[..., Found]) -> Found:
-    """Return what was seen of the cases that selected tests ask for."""
-    beside = [item for item in request.session.items if item.path == request.path]
-    asked = {item.get_closest_marker("slow") is not None for item in beside}
-    cases = {name: case for name, case in CASES.items() if (name in SLOW) in asked}
-    if False in asked:
-        cases |= {f"load, {name}": {**fields, "kind": "load"} for name, fields in LOADS.items()}
-        cases["gpt2"] = {"architecture": "gpt2", "dtype": "fp32", "autocast": True}
-    return run_cases(cases)
+def found(run_cases: Callable[..., Found]) -> Found:
+    loads = {f"load, {name}": {**fields, "kind": "load"} for name, fields in LOADS.items()}
+    return run_cases({**CASES, **loads, "gpt2": {"architecture": "gpt2", "dtype": "fp32", "autocast": True}})
 
 
 @pytest.mark.parametrize("name", LOADS)
@@ -94,21 +71,21 @@ def test_an_architecture_trains_without_a_wait(found: Found) -> None:
     assert_as_promised(seen_of(found, "gpt2"), "gpt2", "fp32 under autocast")
 
 
-@pytest.mark.parametrize("name", each(CASES))
+@pytest.mark.parametrize("name", CASES)
 def test_no_pass_waits_and_a_step_reads_once(found: Found, name: str) -> None:
     seen = seen_of(found, name)
     assert_trained(seen)
     assert_nothing_waits(seen)
 
 
-@pytest.mark.parametrize("name", each(name for name in CASES if name != "an old card"))
+@pytest.mark.parametrize("name", [name for name in CASES if name != "an old card"])
 def test_attention_is_one_call_for_all_sequences(found: Found, name: str) -> None:
     seen = seen_of(found, name)
     assert slower_attention(seen) == []
     assert seen["attention"][VARLEN] > 0
 
 
-@pytest.mark.parametrize("name", each(["captured", "captured under autocast"]))
+@pytest.mark.parametrize("name", ["captured", "captured under autocast"])
 def test_a_captured_pass_touches_nothing_on_the_host(found: Found, name: str) -> None:
     seen = seen_of(found, name)
     assert seen["num_captures"] > 0
@@ -116,20 +93,18 @@ def test_a_captured_pass_touches_nothing_on_the_host(found: Found, name: str) ->
     assert not any("passes run eagerly" in message for message in seen["said"])
 
 
-@pytest.mark.slow
 def test_passes_with_bottlenecks_run_eagerly_and_the_run_says_why(found: Found) -> None:
     seen = seen_of(found, "captured bottlenecks")
     assert seen["num_captures"] == 0
     assert any("bottlenecks run behind each task's own rows" in message for message in seen["said"])
 
 
-@pytest.mark.parametrize("name", each(name for name in CASES if "upper" in name or name == "plain"))
+@pytest.mark.parametrize("name", [name for name in CASES if "upper" in name or name == "plain"])
 def test_backward_passes_stop_at_the_lowest_adapter_but_where_launches_are_replayed(found: Found, name: str) -> None:
     stops = "upper" in name and "captured" not in name
     assert (seen_of(found, name)["rows_left_out"] > 0) == stops
 
 
-@pytest.mark.slow
 def test_an_old_card_computes_without_kernels_and_says_why(found: Found) -> None:
     seen = seen_of(found, "an old card")
     assert seen["launches"] == {}

@@ -16,6 +16,7 @@ pytestmark = pytest.mark.timeout(900)
 SHORT = {"kind": "ragged", "tasks": 8, "rows": 8, "mean": 24, "sigma": 0.7, "max_tokens": 512}
 
 
+@pytest.mark.slow
 def test_tables_of_kernels_are_made_once_though_every_pass_holds_other_tasks(run_cases: Callable[..., Any]) -> None:
     seen = seen_of(run_cases({"ragged": {**SHORT, "steps": 5}}), "ragged")
     assert seen["sets"] > 10

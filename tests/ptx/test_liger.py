@@ -47,6 +47,7 @@ def model_of(backbone: Any, **configs: Any) -> MultiTaskPeftModel:
     return MultiTaskPeftModel(backbone.requires_grad_(False), configs, verify=False).train()
 
 
+@pytest.mark.slow
 def test_a_training_pass_with_liger_is_as_near_to_float64_as_torch_in_bf16() -> None:
     right_losses, right = losses_and_gradients(small_llama(1, torch.float64))
     _, plain = losses_and_gradients(small_llama(1, torch.bfloat16))

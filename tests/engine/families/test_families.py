@@ -18,7 +18,7 @@ from tests.engine.processes import cases as parallel_cases
 from tools.architectures import page
 
 PAGE = Path(__file__).parents[3] / "docs" / "architectures.md"
-FAST = ("gemma3_text", "phi3", "mixtral")
+FAST = ("phi3", "mixtral")
 OF_FOUR = ("granite", "gpt_neox", "opt", "qwen3_moe")
 SLOW = tuple(kind for kind in FAMILIES if kind not in FAST)
 ALL_PARTS = tuple(tuple(FAMILIES)[start : start + 15] for start in range(0, len(FAMILIES), 15))

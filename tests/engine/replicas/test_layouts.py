@@ -85,7 +85,7 @@ LAYOUTS = [
     pytest.param(4, "llama", {**PP2, **TP2, "interleaved_passes": 2}, id="tp2 x pp2, passes in turns"),
     pytest.param(4, "llama", {"replicas": "<2,1>, <1,1>x2", **CHAINS}, id="unequal replicas of shards, long rows cut"),
     pytest.param(2, "llama", {"shard_backbone": True}, id="fsdp2", marks=SLOW),
-    pytest.param(4, "llama", {**PP2, "shard_backbone": True}, id="fsdp2 x pp2"),
+    pytest.param(4, "llama", {**PP2, "shard_backbone": True}, id="fsdp2 x pp2", marks=SLOW),
     pytest.param(
         4, "gpt2", {**PP2, "shard_backbone": True, **CHAINS}, id="fsdp2 x pp2, GPT-2, long rows cut", marks=SLOW
     ),
@@ -270,7 +270,7 @@ def test_a_run_that_cannot_move_is_refused_before_it_begins(
 
 
 @pytest.mark.parametrize(
-    "event", ["on_step_end", pytest.param("on_step_begin", marks=SLOW), pytest.param("on_evaluate", marks=SLOW)]
+    "event", [pytest.param(event, marks=SLOW) for event in ("on_step_end", "on_step_begin", "on_evaluate")]
 )
 def test_what_callbacks_do_on_one_process_is_done_on_all(
     event: str, folders: dict[str, str], alone: dict[str, LaidOut], tmp_path: Path

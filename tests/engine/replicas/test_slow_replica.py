@@ -20,12 +20,10 @@ LAYOUT = ParallelLayout.parse(dispatch_cases.LAYOUT)
 
 
 @pytest.mark.distributed
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "slow"),
-    [
-        pytest.param({}, 1, id="three equal", marks=pytest.mark.slow),
-        pytest.param({"replicas": "<1,2>, <1,1>"}, 2, id="unequal"),
-    ],
+    [pytest.param({}, 1, id="three equal"), pytest.param({"replicas": "<1,2>, <1,1>"}, 2, id="unequal")],
 )
 def test_a_slow_replica_gets_fewer_rows_within_a_few_steps(
     arguments: dict[str, Any], slow: int, tmp_path: Path

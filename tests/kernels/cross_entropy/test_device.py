@@ -403,6 +403,7 @@ def compile_for_sm90() -> None:
     print(json.dumps(report))
 
 
+@pytest.mark.slow
 @needs_triton
 def test_the_kernel_compiles_for_sm_90_without_spills_and_with_wide_loads(tmp_path: Path) -> None:
     report = json.loads(run_script(__file__, "compile", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)))

@@ -20,6 +20,8 @@ import pytest
 
 from tests.children import run_script
 
+pytestmark = pytest.mark.slow
+
 BUCKETS = (16, 64, 128, 256)
 WIDTHS = (4096, 14336, 1024)
 SHARED_MEMORY = 227 * 1024
@@ -214,7 +216,6 @@ def test_every_rank_bucket_is_served_by_block_sizes_that_are_compiled_here() -> 
     assert {tunings.NARROW_RANK, tunings.WIDE_BLOCK} == {variant.block_ranks for variant in QUICK}
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("name", [variant.name for variant in SWEEP])
 def test_a_kernel_of_other_widths_and_types_fits_too(sweep: dict[str, dict[str, int]], name: str) -> None:
     assert_lean(sweep[name])

@@ -25,6 +25,8 @@ from peft_mux.modeling.slabs import TaskSlab
 from tests.children import run_script
 from tests.kernels.interpreter import keep_patches
 
+pytestmark = pytest.mark.slow
+
 NAN = float("nan")
 LAYERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
 STRANGER = "self_attn.o_proj"  # lies in the same slab; nobody has any business there

@@ -419,22 +419,26 @@ def report() -> dict:
     return json.loads(run_script(__file__, TRITON_INTERPRET="1").splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_losses_and_gradients_are_those_of_products_on_slices(report: dict) -> None:
     assert report["plain"]["tables"] == NUM_GROUPS, "not every group went through the kernels"
     assert report["plain"]["gradients"] == 2 * 2 * (7 + 3 + 5)
     assert report["plain"]["to slices"] <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", "abc")
 def test_a_task_gets_the_same_bits_alone_and_among_others(report: dict, name: str) -> None:
     assert report["plain"]["alone"][name] == []
 
 
+@pytest.mark.slow
 def test_recomputed_activations_give_the_same_gradients(report: dict) -> None:
     assert report["plain"]["passes of recomputation"] > 1, "nothing was recomputed"
     assert report["plain"]["recomputed"] == []
 
 
+@pytest.mark.slow
 def test_optimizer_steps_go_the_way_of_products_on_slices(report: dict) -> None:
     trained = report["trained"]
     without, with_kernels = trained["tables"]
@@ -448,51 +452,61 @@ def test_optimizer_steps_go_the_way_of_products_on_slices(report: dict) -> None:
     assert trained["adapters"] <= 1e-4
 
 
+@pytest.mark.slow
 def test_under_autocast_kernels_read_copies_in_bf16_and_add_to_gradients_in_fp32(report: dict) -> None:
     assert report["in_bf16"]["dtypes"] == ["torch.bfloat16"]
     assert report["in_bf16"]["gradient dtypes"] == ["torch.float32"]
     assert report["in_bf16"]["to slices"] <= 1e-2
 
 
+@pytest.mark.slow
 def test_gradients_stop_at_the_lowest_adapter_of_a_task(report: dict) -> None:
     assert report["depths"]["difference"] <= 1e-6
     rows = report["depths"]["rows"]
     assert rows["stops"] < 0.8 * rows["goes down"], "products with frozen weights are made for the other tasks alone"
 
 
+@pytest.mark.slow
 def test_copies_in_bf16_follow_the_weights_after_an_optimizer_step(report: dict) -> None:
     assert report["in_bf16"]["moved"] > 0.01
     assert report["in_bf16"]["like a fresh model"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["first pass", "arrival", "departure", "re-laid"])
 def test_tables_are_made_again_when_a_task_comes_or_goes_or_is_laid_out_again(report: dict, change: str) -> None:
     assert report["changes"]["counts"][change] == NUM_GROUPS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("change", ["again", "after arrival", "first tasks again"])
 def test_tables_are_kept_as_long_as_they_are_true(report: dict, change: str) -> None:
     assert report["changes"]["counts"][change] == 0
 
 
+@pytest.mark.slow
 def test_a_pass_of_some_of_the_tasks_uses_the_tables_of_all(report: dict) -> None:
     assert report["changes"]["counts"]["other tasks"] == 0
 
 
+@pytest.mark.slow
 def test_results_stay_the_same_bits_when_others_come_and_go_and_memory_moves(report: dict) -> None:
     assert report["changes"]["same"] == [True] * 4
     assert report["changes"]["gradients after a move"] == []
 
 
+@pytest.mark.slow
 def test_float64_is_served_by_products_on_slices(report: dict) -> None:
     assert report["changes"]["counts"]["float64"] == 0
     assert report["changes"]["float64"] <= 1e-6
 
 
+@pytest.mark.slow
 def test_gradients_that_are_there_when_the_model_moves_are_added_to(report: dict) -> None:
     assert report["moved_between_passes"] <= 1e-5
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("way", ["hook", "post-accumulate hook"])
 def test_adapters_whose_gradients_are_watched_are_served_by_products_on_slices(report: dict, way: str) -> None:
     seen = report["watched"][way]
@@ -503,14 +517,17 @@ def test_adapters_whose_gradients_are_watched_are_served_by_products_on_slices(r
     assert seen["to unwatched"] <= 1e-5
 
 
+@pytest.mark.slow
 def test_a_hook_that_comes_after_the_first_pass_sees_gradients(report: dict) -> None:
     assert report["watched"]["late"] == 1
 
 
+@pytest.mark.slow
 def test_kernels_in_a_compiled_graph_give_the_same_bits(report: dict) -> None:
     assert report["compiled_kernels"] == {"differing": [], "graphs": 1, "tables": NUM_GROUPS}
 
 
+@pytest.mark.slow
 def test_bottlenecks_go_through_the_same_kernels(report: dict) -> None:
     found = report["bottlenecks"]
     assert found["to slices"] <= 1e-5
