@@ -162,10 +162,6 @@ def test_a_choice_that_a_run_may_make_is_on_off_or_auto(field: str, value: Any) 
     assert refusal(**{field: value}).startswith(f'args.{field} must be True, False or "auto", got {value!r}')
 
 
-def test_a_refused_argument_may_be_given_its_default() -> None:
-    assert arguments(fp16=False, push_to_hub=False, dataloader_num_workers=0).fp16 is False
-
-
 @pytest.mark.parametrize("strategy", ["no", "epoch"])
 def test_a_number_of_steps_between_evaluations_is_refused_where_no_evaluation_goes_by_steps(strategy: str) -> None:
     message = refusal(eval_steps=5, eval_strategy=strategy)
@@ -346,11 +342,6 @@ def test_a_machine_without_accelerator_gets_the_cpu_even_with_bf16(monkeypatch: 
     made = MultiTaskTrainingArguments(output_dir="unused", bf16=True)
     assert made.use_cpu
     assert made.device.type == "cpu"
-
-
-def test_making_arguments_creates_no_folder(tmp_path: Path) -> None:
-    arguments(output_dir=str(tmp_path / "run"))
-    assert not (tmp_path / "run").exists()
 
 
 def test_the_precision_of_accelerate_launch_is_used_as_trainer_uses_it(monkeypatch: pytest.MonkeyPatch) -> None:

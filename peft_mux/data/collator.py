@@ -116,7 +116,7 @@ class ChunkPackingCollator:
         """
         chosen = [None] * len(batches) if only is None else only
         lengths = [[len(sequence) for sequence in batch.sequences] for batch in batches]
-        stay_whole = [[not sequence.can_be_split for sequence in batch.sequences] for batch in batches]
+        stay_whole = [not all(sequence.can_be_split for sequence in batch.sequences) for batch in batches]
         tries = [batch.trie for batch in batches]
         rows = list(map(TaskRows, lengths, chosen, stay_whole, tries))
         passes = cut_into_passes(rows, self.rules, bound=max_tokens, num_passes=num_passes)
@@ -126,10 +126,10 @@ class ChunkPackingCollator:
         places = [np.cumsum([0, *own]) for own in lengths]
         totals = [batch_totals(batch) for batch in batches]
         weights = []
-        for batch, own, are_whole in zip(batches, totals, stay_whole, strict=True):
+        for batch, own, stays_whole in zip(batches, totals, stay_whole, strict=True):
             # Divided by the terms of the global batch, so that the losses of its micro-batches add up to its mean. If
             # each target is one term, `num_target_tokens` is their number.
-            is_counted = batch.totals is None and not any(are_whole)
+            is_counted = batch.totals is None and not stays_whole
             terms = own["num_target_tokens"] if is_counted else batch.num_targets
             weights.append(1.0 / terms if terms else 0.0)
         micro_batches = []

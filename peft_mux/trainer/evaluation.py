@@ -219,12 +219,6 @@ def agreed_metrics(
     return next(metrics for metrics, _ in found if metrics is not None)
 
 
-def _shortest_row(batch: TaskBatch) -> Sequence[int]:
-    """Return the index of the shortest row that has a loss, or of all rows if none has one."""
-    rows = [(len(sequence), index) for index, sequence in enumerate(batch.sequences) if sequence.num_targets]
-    return [min(rows)[1]] if rows else range(len(batch.sequences))
-
-
 class TaskEvaluator:
     """Evaluates tasks between steps.
 
@@ -300,10 +294,12 @@ class TaskEvaluator:
         }
         # A stage knows only its own layers.
         of_all_tokens = set.intersection(*self._run.processes.gather(of_all_tokens))
-        rows = [
-            _shortest_row(batch) if name in of_all_tokens else range(len(batch.sequences))
-            for name, batch in batches.items()
-        ]
+        rows: list[Sequence[int]] = []
+        for name, batch in batches.items():
+            # The shortest row that has a loss, or all rows if none has one.
+            with_loss = [(len(row), index) for index, row in enumerate(batch.sequences) if row.num_targets]
+            judges = name in of_all_tokens and with_loss
+            rows.append([min(with_loss)[1]] if judges else range(len(batch.sequences)))
         broken = self._broken_losses(list(batches.values()), rows)
         in_doubt = [batches[name] for name, error in broken.items() if not error]
         if in_doubt:

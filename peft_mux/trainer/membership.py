@@ -303,8 +303,7 @@ class Membership:
 
     def run_of(self, name: str) -> TaskRun:
         """Return a task by name; a `ConfigError` with the closest one if there is none."""
-        if name not in self._run.table:
-            self._require_known(name, arriving=False)
+        self._require_known(name, arriving=False)
         return self._run.table[name]
 
     def _require_known(self, name: str, *, arriving: bool = True) -> None:

@@ -55,35 +55,24 @@ _LEAST_WAIT_S, _LEAST_SHARE = 1.0, 0.1
 """Shorter waits are not reported: in seconds of a window, and relative to the time of its passes."""
 
 
-class SlowReplicas:
-    """Finds the replica for which the others wait.
+def slow_replica(passes_s: Sequence[Sequence[float]]) -> tuple[int, float, float] | None:
+    """Return the replica for which the others wait, the wait in seconds, and its share of the time; `None` for none.
 
     In each step the others wait for the slowest replica, for the time between the end of its passes and those of the
     next slowest. A replica that is stopped once and one that is always slow both add up to a long wait. Ranks of one
     replica wait for each other within their passes, so they cannot be compared.
+
+    Args:
+        passes_s: seconds of the passes of each step, by replica.
     """
-
-    def __init__(self) -> None:
-        """Start an empty window."""
-        self._steps: list[Sequence[float]] = []
-
-    def add(self, passes_s: Sequence[float]) -> int:
-        """Add the seconds of one step's passes by replica; return the number of steps in the window."""
-        self._steps.append(passes_s)
-        return len(self._steps)
-
-    def slowest(self) -> tuple[int, float, float, int] | None:
-        """Start a new window; return the slow replica, the wait in seconds, its share, and the steps, or `None`."""
-        steps, self._steps = np.array(self._steps), []
-        if not len(steps):
-            return None
-        ordered = np.sort(steps, axis=1)
-        waits_s = np.bincount(steps.argmax(axis=1), ordered[:, -1] - ordered[:, -2], minlength=steps.shape[1])
-        replica = int(waits_s.argmax())
-        waited_s, share = float(waits_s[replica]), float(waits_s[replica] / max(ordered[:, -1].sum(), 1e-9))
-        if waited_s < _LEAST_WAIT_S or share < _LEAST_SHARE:
-            return None
-        return replica, waited_s, share, len(steps)
+    steps = np.array(passes_s)
+    if not len(steps):
+        return None
+    ordered = np.sort(steps, axis=1)
+    waits_s = np.bincount(steps.argmax(axis=1), ordered[:, -1] - ordered[:, -2], minlength=steps.shape[1])
+    replica = int(waits_s.argmax())
+    waited_s, share = float(waits_s[replica]), float(waits_s[replica] / max(ordered[:, -1].sum(), 1e-9))
+    return None if waited_s < _LEAST_WAIT_S or share < _LEAST_SHARE else (replica, waited_s, share)
 
 
 class PlanFollower:
@@ -117,7 +106,7 @@ class PlanFollower:
         self._steps: StepSource | None = None
         self.dispatch_clock: DispatchClock | None = None
         self.last_step = _NO_STEP
-        self._slow_replicas = SlowReplicas()
+        self._passes_s: list[list[float]] = []
         self.pass_report = self._counted_before = PassReport()
         self._waited_s = 0.0
         self._looked_at = 0
@@ -130,7 +119,7 @@ class PlanFollower:
     def follow_model(self) -> None:
         """Plan for the model that there is now, and for as many replicas as there are now."""
         self.planner.model, self.planner.num_replicas = self._placement.outline, self._run.layout.num_replicas
-        self._slow_replicas = SlowReplicas()  # replicas that have moved are not compared with those before
+        self._passes_s = []  # replicas that have moved are not compared with those before
 
     # ------------------------------------------------------------------ plans
 
@@ -402,7 +391,8 @@ class PlanFollower:
             replica_s = [0.0] * layout.num_replicas
             for place, own_s in zip(layout.places, process_s, strict=True):
                 replica_s[place.replica] = max(replica_s[place.replica], own_s)
-            if self._slow_replicas.add(replica_s) >= _STEPS_OF_A_WINDOW:
+            self._passes_s.append(replica_s)
+            if len(self._passes_s) >= _STEPS_OF_A_WINDOW:
                 self.report_slow_replica()
         if last.plan is None:
             return
@@ -419,9 +409,9 @@ class PlanFollower:
 
     def report_slow_replica(self) -> None:
         """Log the ranks of the replica that the others have waited for since the last report, if the wait was long."""
-        found = self._slow_replicas.slowest()
+        found, num_steps, self._passes_s = slow_replica(self._passes_s), len(self._passes_s), []
         if found is not None:
-            replica, waited_s, share, num_steps = found
+            replica, waited_s, share = found
             ranks = [rank for rank, place in enumerate(self._run.layout.places) if place.replica == replica]
             subject = f"rank {ranks[0]} is" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))} are"
             self._run.log.say(

@@ -10,14 +10,11 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from peft import LoraConfig
-from transformers import LlamaConfig, LlamaForCausalLM
 
 from peft_mux.data.batch import MuxBatch, SequencePart, chains_of, is_chained
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence
 from peft_mux.errors import ConfigError, DataError
-from peft_mux.modeling.model import MultiTaskPeftModel
 
 PROPERTY = settings(deadline=None, max_examples=60)
 Drawn = tuple[list[TaskBatch], int, ChunkPackingCollator]
@@ -282,61 +279,6 @@ def test_features_are_grouped_by_task_in_the_order_in_which_tasks_come() -> None
 
 
 # --------------------------------------------- D5: gradients that no split changes
-
-
-@pytest.fixture(scope="module")
-def mux_model() -> MultiTaskPeftModel:
-    """Two tasks on a tiny random Llama, with adapters that do something."""
-    config = LlamaConfig(
-        vocab_size=50,
-        hidden_size=16,
-        intermediate_size=24,
-        num_hidden_layers=2,
-        num_attention_heads=2,
-        num_key_value_heads=1,
-        max_position_embeddings=64,
-    )
-    torch.manual_seed(0)
-    configs = {"a": LoraConfig(r=4, target_modules="all-linear"), "b": LoraConfig(r=2, target_modules=["q_proj"])}
-    model = MultiTaskPeftModel(LlamaForCausalLM(config), configs)
-    with torch.no_grad():
-        for name in model.tasks:
-            for parameter in model.task_parameters(name).values():
-                parameter.normal_(0, 0.1)
-    return model.train()
-
-
-def gradients(model: MultiTaskPeftModel, batches: list[TaskBatch], max_tokens: int) -> dict[str, torch.Tensor]:
-    """Return the gradient of every task's every weight, accumulated over all micro-batches."""
-    model.zero_grad()
-    micro_batches = ChunkPackingCollator().micro_batches(batches, max_tokens=max_tokens)
-    for micro in micro_batches:
-        model(micro).losses.sum().backward()
-    found = {
-        f"{name}.{key}": parameter.grad.clone()
-        for name in model.tasks
-        for key, parameter in model.task_parameters(name).items()
-        if parameter.grad is not None
-    }
-    return {"num": torch.tensor(len(micro_batches)), **found}
-
-
-@pytest.mark.parametrize("max_tokens", [1, 20, 37, 60, 100, 150])
-def test_any_split_into_micro_batches_has_the_gradient_of_one_big_batch(
-    mux_model: MultiTaskPeftModel, max_tokens: int
-) -> None:
-    batches = [
-        make_batch("a", [7, 19, 3, 30, 11, 2], masked=0.6, vocabulary=50),
-        make_batch("b", [25, 5, 14], masked=0.1, vocabulary=50),
-    ]
-    whole, parts = gradients(mux_model, batches, 10_000), gradients(mux_model, batches, max_tokens)
-    assert whole.pop("num") == 1
-    assert (parts.pop("num") > 1) == (sum(batch.num_tokens for batch in batches) > max_tokens)
-    assert whole.keys() == parts.keys()
-    assert len(whole) == sum(len(mux_model.task_parameters(name)) for name in "ab")
-    for key, gradient in whole.items():
-        assert gradient.norm() > 0, key
-        assert (parts[key] - gradient).norm() <= 1e-5 * gradient.norm(), key
 
 
 @pytest.mark.parametrize(

@@ -142,14 +142,6 @@ def test_a_task_takes_the_path_of_its_rows(kind: str, tmp_path: Path) -> None:
     assert [dict(row) for row in load_rows(path)] == ROWS
 
 
-def test_a_path_that_is_not_there_is_reported_with_the_other_faults() -> None:
-    with pytest.raises(ConfigError) as caught:
-        task(train_dataset="absent.csv", learning_rate=-1.0)
-    assert str(caught.value).startswith("2 things are wrong:")
-    assert "tasks.own.train_dataset must be a .jsonl" in str(caught.value)
-    assert "got 'absent.csv', which does not exist" in str(caught.value)
-
-
 def test_a_dataset_that_cannot_be_had_names_how_to_choose_its_split() -> None:
     with pytest.raises(
         ConfigError,

@@ -134,10 +134,6 @@ def test_rows_of_other_widths_and_probabilities_for_their_logarithms_are_refused
         read(rows, OBJECTIVES[objective].row_form)
 
 
-def test_rounding_of_a_log_probability_above_zero_is_let_be() -> None:
-    assert len(read([taught(1, 1e-3)], OBJECTIVES["distill"].row_form)) == 1
-
-
 def test_each_sequence_of_a_row_begins_with_virtual_tokens() -> None:
     ids = np.array([5, 6, 7, 8, 9])
     row = TokenSequence(
@@ -155,8 +151,3 @@ def test_each_sequence_of_a_row_begins_with_virtual_tokens() -> None:
     assert made.labels.tolist() == [x, x, 5, 6, 7, x, x, 8, 9]
     assert made.token_columns["weights"].tolist() == [0, 0, 0, 1, 2, 0, 0, 3, 4]
     assert (made.starts, made.num_virtual_tokens, made.row_values, made.row) == ((5,), 2, {"m": 2.0}, 3)
-
-
-def test_a_row_without_a_prompt_stays_as_it_is() -> None:
-    row = TokenSequence(np.array([5, 6]), np.array([5, 6]), 0)
-    assert with_virtual_tokens(row, ()) is row

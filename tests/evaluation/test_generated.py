@@ -78,15 +78,6 @@ def test_a_metric_of_the_users_that_fails_ends_its_task_alone(tmp_path: Path) ->
     assert len(seen["evaluations"]["cats"]) == 3
 
 
-def test_early_stopping_may_follow_what_is_generated(tmp_path: Path) -> None:
-    rule = EarlyStopping(metric="eval_exact_match", patience=1)
-    task = cases.task("cats", early_stopping=rule, max_steps=40)
-    trainer = cases.trainer([task], tmp_path)
-    trainer.train()
-    assert trainer.task_statuses["cats"].value == "stopped_early"
-    assert trainer.table["cats"].best.value == pytest.approx(5 / 6)
-
-
 def test_rows_messages_and_number_of_rows_are_as_asked(tmp_path: Path) -> None:
     chat = [
         {"messages": [{"role": "user", "content": "the cat"}, {"role": "assistant", "content": "sat home"}]},

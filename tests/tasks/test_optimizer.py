@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Callable
 from dataclasses import replace
@@ -199,17 +198,6 @@ def test_a_joint_step_leaves_the_bits_of_single_steps(tmp_path: Path, monkeypatc
     assert sorted(page.weight_decay for page in joint.steps[0] if page.task == 0) == [0.0, 0.1]
 
 
-def test_fused_tasks_join_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    tasks = [small_task(name, data_seed=seed, optim="adamw_torch_fused") for seed, name in enumerate("ab")]
-    single = train(tasks, tmp_path / "single")
-    joint = Joint(monkeypatch)
-    together = train(tasks, tmp_path / "joint")
-    assert [len(pages) for pages in joint.steps] == [2] * 8
-    for name in "ab":
-        for key, weight in single.weights(name).items():
-            torch.testing.assert_close(together.weights(name)[key], weight, rtol=1e-5, atol=1e-7)
-
-
 def test_a_task_that_is_not_finite_leaves_a_joint_step_with_its_last_good_weights(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -272,46 +260,29 @@ def slab_optimizer(*, seed: int = 0, optim: str = "adamw_torch", dtype: torch.dt
     return optimizer
 
 
-def _turn_on(variant: str) -> Callable[[TaskOptimizer], None]:
-    def turn_on(optimizer: TaskOptimizer) -> None:
-        optimizer.optimizer.param_groups[0][variant] = True
-
-    return turn_on
-
-
-def _listen(optimizer: TaskOptimizer) -> None:
-    optimizer.optimizer.register_step_post_hook(lambda *args: None)
-
-
-def _take_rate_from_a_tensor(optimizer: TaskOptimizer) -> None:
-    optimizer.optimizer.param_groups[0]["lr"] = torch.tensor(1e-3)
-
-
-def _lose_a_gradient(optimizer: TaskOptimizer) -> None:
+def lose_gradient(optimizer: TaskOptimizer) -> None:
     optimizer.parameters[0].grad = None
 
 
-@pytest.mark.parametrize(
-    "change",
-    [
-        pytest.param(_listen, id="somebody listens"),
-        pytest.param(_take_rate_from_a_tensor, id="rate in a tensor"),
-        pytest.param(_lose_a_gradient, id="no gradient"),
-        *[pytest.param(_turn_on(name), id=name) for name in ("amsgrad", "maximize", "capturable", "differentiable")],
-    ],
-)
-def test_what_a_joint_step_would_not_do_right_steps_by_itself(change: Callable[[TaskOptimizer], None]) -> None:
+OF_THE_GROUP = dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), True)
+NOT_JOINT: dict[str, Callable[[TaskOptimizer], object]] = {
+    "somebody listens": lambda optimizer: optimizer.optimizer.register_step_post_hook(lambda *args: None),
+    "no gradient": lose_gradient,
+    **{
+        f"{name}={value}": lambda optimizer, own={name: value}: optimizer.optimizer.param_groups[0].update(own)
+        for name, value in {**OF_THE_GROUP, "lr": torch.tensor(1e-3)}.items()
+    },
+}
+
+
+@pytest.mark.parametrize("change", NOT_JOINT)
+def test_what_a_joint_step_would_not_do_right_steps_by_itself(change: str) -> None:
     optimizer = slab_optimizer()
     last_good = LastFiniteWeights({"page": optimizer.parameters[0]})
     assert len(optimizer.page_updates(0, last_good)) == 1
-    change(optimizer)
+    NOT_JOINT[change](optimizer)
     assert optimizer.page_updates(0, last_good) == []
-
-
-@pytest.mark.parametrize("settings", [{"optim": "sgd"}, {"dtype": torch.float64}], ids=str)
-def test_other_optimizers_and_types_do_not_join(settings: dict[str, Any]) -> None:
-    optimizer = slab_optimizer(**settings)
-    assert optimizer.page_updates(0, LastFiniteWeights({"page": optimizer.parameters[0]})) == []
+    assert slab_optimizer(optim="sgd").page_updates(0, last_good) == []
 
 
 # ------------------------------------------------------------------- schedules
@@ -432,22 +403,6 @@ def test_tasks_that_end_at_different_times_each_take_their_own_steps(tmp_path: P
     assert all(entry.optimizer is None for entry in run.trainer.table), "the memory of ended tasks is freed"
 
 
-def test_a_run_in_bf16_stays_finite_and_learns(tmp_path: Path) -> None:
-    tasks = [
-        small_task(name, data_seed=seed, max_steps=12, learning_rate=1e-2, shuffle=False, train_batch_size=10)
-        for seed, name in enumerate(("one", "two"))
-    ]
-    run = train(tasks, tmp_path, recorder=Recorder(keep_weights=False), bf16=True)
-    assert set(run.trainer.task_statuses.values()) == {"succeeded"}
-    for name in ("one", "two"):
-        assert all(math.isfinite(loss) for loss in run.losses[name])
-        assert run.losses[name][-1] < run.losses[name][0]
-        for key, weight in run.weights(name).items():
-            assert weight.isfinite().all(), key
-            assert weight.dtype is torch.float32, "adapters are kept in full precision"
-    assert json.loads((tmp_path / "config.json").read_text())["args"]["bf16"] is True
-
-
 # ------------------------------------------- options that nothing reads, rates that nothing can be trained with
 
 
@@ -477,15 +432,6 @@ def test_an_option_that_the_optimizer_would_ignore_is_refused_with_those_that_it
     message = refusal(tmp_path, optim=optim, optim_args=options)
     assert message.startswith("tasks.own.optim_args")
     assert all(part in message for part in parts), message
-
-
-def test_every_wrong_option_of_optimizer_and_schedule_is_named_at_once(tmp_path: Path) -> None:
-    settings = {"optim_args": "a=1,b=2", "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"num_cycles": 2}}
-    message = refusal(tmp_path, optim="sgd", **settings)
-    assert "3 things are wrong" in message
-    assert (
-        "tasks.own.lr_scheduler_kwargs must be left out for lr_scheduler_type=\"constant\", got 'num_cycles'" in message
-    )
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adagrad", "rmsprop", "adamw_torch", "adafactor"])

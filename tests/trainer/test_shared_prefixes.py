@@ -154,13 +154,6 @@ def test_a_backbone_with_dropout_and_one_that_looks_ahead_share_nothing(tmp_path
     assert "every token of BertForSequenceClassification sees later ones" in remarks(trainer)["a"]
 
 
-def test_nothing_is_reported_where_rows_share_no_prefix_but_to_who_asks(tmp_path: Path) -> None:
-    config = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1)
-    own = [task("a", lab.rows(2, 10, 20, 30), peft_config=config)]
-    told = [remarks(lab.make_trainer(own, tmp_path, share_prefixes=share))["a"] for share in ("auto", True, False)]
-    assert [bool(text) for text in told] == [False, True, False]
-
-
 def test_what_plans_look_at_leaves_the_order_of_rows_alone_and_streams_where_they_are(tmp_path: Path) -> None:
     plain, streamed = task("a", few_shot(1)), task("b", few_shot(2))
     stream = Dataset.from_list(few_shot(2)).to_iterable_dataset()

@@ -191,17 +191,6 @@ def test_a_resumed_run_reports_tasks_that_continue_and_not_of_those_that_ended_o
     assert [event for _, event in diary.of("c")] == ["on_task_resume", "on_task_begin", "on_task_end"]
 
 
-def test_what_is_done_to_a_trainer_that_does_not_train_is_not_told(tmp_path: Path) -> None:
-    diary = Diary()
-    trainer = make_trainer([small_task("a", data_seed=1, max_steps=2)], tmp_path)
-    trainer.add_callback(diary)
-    trainer.pause_task("a")
-    trainer.resume_task("a")
-    trainer.register_tasks([small_task("b", data_seed=2, max_steps=2)])
-    trainer.train()
-    assert diary.of("a") == diary.of("b") == [(0, "on_task_begin"), (2, "on_task_end")]
-
-
 class Misspelt(TrainerCallback):
     def on_task_ends(self, **facts: Any) -> None:
         raise AssertionError

@@ -11,7 +11,6 @@ from transformers import EarlyStoppingCallback, TrainerCallback
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import CheckpointError, ConfigError
-from peft_mux.task import EarlyStopping
 from tests.invariants.mux_lab import make_trainer, rows, small_task, tiny_llama
 from tests.records import run_records as records
 
@@ -159,14 +158,6 @@ def test_what_evaluations_would_tell_is_refused_where_there_are_none(name: str, 
     if name != "eval_strategy":
         with pytest.raises(ConfigError, match=rf"eval_dataset must be held-out rows, because {name} is set, got None"):
             small_task("a", data_seed=1, **{name: value})
-
-
-def test_two_words_for_one_metric_must_mean_the_same() -> None:
-    with pytest.raises(
-        ConfigError, match="metric_for_best_model must be 'eval_loss', the metric of early_stopping, or None, got 'f1'"
-    ):
-        scored([1.0], early_stopping=EarlyStopping(), metric_for_best_model="f1")
-    assert scored([1.0], early_stopping=EarlyStopping(), metric_for_best_model="loss").metric_for_best_model == "loss"
 
 
 # ------------------------------------------------------------------------ folders

@@ -151,43 +151,6 @@ def test_the_adapter_of_one_task_is_uploaded_and_nothing_else(trained: Run, hub:
     assert all(torch.equal(found[name], mine[name]) for name in mine)
 
 
-def test_the_card_of_an_adapter_says_what_is_known_of_it_and_no_more(
-    trained: Run, hub: list[Hub], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
-) -> None:
-    cards = []
-    for base in ("org/base", str(tmp_path)):
-        for config in trained.trainer.model.peft_config.values():
-            monkeypatch.setattr(config, "base_model_name_or_path", base)
-        trained.trainer.push_to_hub("mine", repo_id="me/mine-lora")
-        cards.append(hub[-1].files["README.md"].decode())
-    assert str(tmp_path) not in cards[1], "it does not tell where a folder lies on this machine"
-    assert "base_model" not in cards[1].split("---")[1]
-    card = huggingface_hub.ModelCard(cards[0])
-    assert (card.data.base_model, card.data.library_name) == ("org/base", "peft")
-    assert card.data.tags == ["lora", "peft_mux"]
-    assert "LORA adapter for `org/base`, fine-tuned for 2 optimizer steps" in card.text
-    assert 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("org/base"), "me/mine-lora")' in card.text
-    for claim in ("from scratch", "unknown dataset", "theirs"):
-        assert claim not in str(card)
-
-
-@pytest.mark.parametrize(
-    ("task_type", "pipeline", "auto_class"),
-    [
-        (None, "text-generation", "AutoModelForCausalLM"),
-        ("SEQ_CLS", "text-classification", "AutoModelForSequenceClassification"),
-        ("TOKEN_CLS", "token-classification", "AutoModelForTokenClassification"),
-    ],
-)
-def test_a_card_tells_the_class_that_loads_the_backbone(
-    task_type: Any, pipeline: str, auto_class: str, tmp_path: Path
-) -> None:
-    LoraConfig(task_type=task_type).save_pretrained(str(tmp_path))
-    card = model_card(tmp_path, "me/own", 3)
-    assert card.data.pipeline_tag == pipeline
-    assert f"from transformers import {auto_class}\n" in card.text
-
-
 @pytest.mark.parametrize(
     ("arguments", "options", "parts"),
     [
@@ -229,3 +192,20 @@ def test_what_the_hub_raises_is_reported_in_words(trained: Run, monkeypatch: pyt
     monkeypatch.setattr(huggingface_hub, "HfApi", Down)
     with pytest.raises(ConfigError, match='the upload to "me/mine" failed: no route to host'):
         trained.trainer.push_to_hub("mine", repo_id="me/mine")
+
+
+@pytest.mark.parametrize(
+    ("task_type", "pipeline", "auto_class"),
+    [
+        (None, "text-generation", "AutoModelForCausalLM"),
+        ("SEQ_CLS", "text-classification", "AutoModelForSequenceClassification"),
+        ("TOKEN_CLS", "token-classification", "AutoModelForTokenClassification"),
+    ],
+)
+def test_a_card_tells_the_class_that_loads_the_backbone(
+    task_type: Any, pipeline: str, auto_class: str, tmp_path: Path
+) -> None:
+    LoraConfig(task_type=task_type).save_pretrained(str(tmp_path))
+    card = model_card(tmp_path, "me/own", 3)
+    assert card.data.pipeline_tag == pipeline
+    assert f"from transformers import {auto_class}\n" in card.text

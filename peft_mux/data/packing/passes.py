@@ -121,13 +121,13 @@ class TaskRows:
     Attributes:
         lengths: tokens of each row.
         only: indices of the rows that are to be cut into passes; `None` for all.
-        stay_whole: for each row whether it must not be split (such as rows with a class); one value for all rows.
+        stay_whole: whether the rows must not be split, such as rows with a class.
         trie: shared prefixes of the rows; `None` if they share none.
     """
 
     lengths: Sequence[int]
     only: Sequence[int] | None = None
-    stay_whole: Sequence[bool] | bool = False
+    stay_whole: bool = False
     trie: RowTrie | None = None
 
 
@@ -413,10 +413,7 @@ def _filled(tasks: Sequence[TaskRows], items: Sequence[_Item], rules: PassRules,
             fitting[member.task].append(item)
             continue
         assert len(item.members) == 1, "an item of several rows fits into a pass"
-        stay_whole = tasks[member.task].stay_whole
-        if rules.split_long_sequences and not (
-            stay_whole if isinstance(stay_whole, bool) else stay_whole[member.index]
-        ):
+        if rules.split_long_sequences and not tasks[member.task].stay_whole:
             bounds = part_bounds(member.num_tokens, capacity, size)
             parts += [Member(member.task, member.index, start, end) for start, end in bounds]
         else:

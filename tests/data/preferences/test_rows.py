@@ -167,14 +167,3 @@ def test_rows_of_another_form_are_refused_by_their_columns(tokenizer: Any) -> No
     # A stream is not read ahead by a thousand rows, so its pairs stay pairs.
     with pytest.raises(DataError, match=r"got columns prompt, chosen, rejected"):
         open_rows(PAIR, options=TokenizeOptions(task="a", max_length=8, row_form=SINGLE_ROWS), tokenizer=tokenizer)
-
-
-def test_texts_without_a_tokenizer_are_refused() -> None:
-    with pytest.raises(DataError, match=r"tasks\.a\.train_dataset has preference rows, which need a tokenizer"):
-        read([PAIR], PAIR_ROWS)
-
-
-def test_a_dataset_of_other_numbers_has_another_fingerprint() -> None:
-    rows = [{**TOKENS, "ref_chosen_logps": value, "ref_rejected_logps": -2.0} for value in (-1.0, -1.5)]
-    assert read(rows[:1], PAIR_ROWS).fingerprint != read(rows[1:], PAIR_ROWS).fingerprint
-    assert read([TOKENS], PAIR_ROWS).fingerprint != read([TOKENS], ODDS_ROWS).fingerprint

@@ -11,7 +11,7 @@ from peft_mux.data.packing.passes import even_shares
 from peft_mux.engine.dispatch import DispatchedShares
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
-from peft_mux.trainer.plan_follower import SlowReplicas
+from peft_mux.trainer.plan_follower import slow_replica
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas import dispatch_cases, slow_cases
 from tests.records import run_records
@@ -61,17 +61,13 @@ def test_a_slow_pipeline_is_named_by_all_its_ranks(tmp_path: Path) -> None:
 
 
 def test_replicas_that_are_equally_fast_are_not_reported() -> None:
-    replicas = SlowReplicas()
-    for step in range(20):
-        replicas.add((1.0 + 0.05 * (step % 2), 1.05 - 0.05 * (step % 2), 1.0))
-    assert replicas.slowest() is None
-    assert replicas.slowest() is None, "a window without steps"
+    steps = [(1.0 + 0.05 * (step % 2), 1.05 - 0.05 * (step % 2), 1.0) for step in range(20)]
+    assert slow_replica(steps) is None
+    assert slow_replica([]) is None
 
 
 def test_the_wait_for_a_slow_replica_is_the_time_after_the_next_slowest() -> None:
-    replicas = SlowReplicas()
-    assert [replicas.add((1.0, 2.0, 1.5)) for _ in range(4)] == [1, 2, 3, 4]
-    assert replicas.slowest() == (1, 2.0, 0.25, 4)
+    assert slow_replica([(1.0, 2.0, 1.5)] * 4) == (1, 2.0, 0.25)
 
 
 def test_rows_follow_the_rate_of_a_replica_among_others_of_its_configuration() -> None:
