@@ -123,27 +123,12 @@ class PlanFollower:
 
     # ------------------------------------------------------------------ plans
 
-    def plan(
-        self,
-        devices: str | Cluster | None = None,
-        *,
-        num_stages: int | None = None,
-        devices_per_stage: int | None = None,
-    ) -> Plan:
-        """Return the plan for this run's processes, or for other devices; nothing is changed.
-
-        Args:
-            devices: other devices, such as "4xA100-80GB"; by default the run's own processes.
-            num_stages: stages of a pipeline over `devices`; by default as the arguments ask, or one of all devices.
-            devices_per_stage: devices that share each layer; by default as the arguments ask.
-
-        Raises:
-            ConfigError: if nothing fits into memory, or for devices that are unknown or cannot be divided so.
-        """
+    def plan(self, devices: str | Cluster | None = None, **stages: int | None) -> Plan:
+        """Return the plan for this run's processes, or for other devices; see `MultiTaskTrainer.plan`."""
         runs = self._run.table.plannable
         pipeline = self.own_pipeline
         if devices is not None:
-            pipeline = {"devices": devices, "num_stages": num_stages, "devices_per_stage": devices_per_stage}
+            pipeline = {"devices": devices, **stages}
         plan = self._plan_for(pipeline)
         names = {name for htask in plan.htasks for name in htask.tasks}
         if len(names) < 2:
