@@ -104,23 +104,6 @@ def test_messages_as_prompt_and_completion_are_masked_up_to_the_generation_promp
     assert "cat" not in targets(sequence)
 
 
-def test_without_a_template_with_generation_blocks_assistant_only_loss_is_refused() -> None:
-    rows = [{"messages": [{"role": "user", "content": "the"}, {"role": "assistant", "content": "cat"}]}]
-    with pytest.raises(
-        DataError,
-        match=r"tasks\.own\.assistant_only_loss needs a chat template that marks the assistant's tokens,",
-    ):
-        tokenised(rows, words_tokenizer(), assistant_only_loss=True, chat_template=PLAIN_TEMPLATE)
-    with pytest.raises(
-        DataError,
-        match=(
-            r"tasks\.own\.train_dataset has messages, which need a tokenizer with a chat template or "
-            r"tasks\.own\.chat_template"
-        ),
-    ):
-        tokenised(rows, words_tokenizer())
-
-
 @pytest.mark.parametrize(
     ("options", "rows"),
     [({"completion_only_loss": True}, [{"text": "the cat"}]), ({"assistant_only_loss": True}, [{"text": "the cat"}])],
@@ -141,15 +124,6 @@ def test_tokenised_rows_take_labels_masks_and_drop_padding_at_either_end() -> No
     assert spoken.labels.tolist() == [-100, 9, 10]
 
 
-def test_an_attention_mask_with_a_hole_is_refused() -> None:
-    rows = [{"input_ids": [8, 9, 10, 11], "attention_mask": [1, 0, 1, 1]}]
-    with pytest.raises(
-        DataError,
-        match=r"row 0 column attention_mask must be zeros at the ends only \(padding\), got zeros in the middle",
-    ):
-        tokenised(rows)
-
-
 # ------------------------------------------------------------------ length
 
 
@@ -168,14 +142,6 @@ def test_longer_rows_are_left_out_and_counted_where_the_policy_is_drop() -> None
     assert "2 of 3 rows longer than 5 left out" in data.report.remarks[0]
     with pytest.raises(DataError, match=r"none of which can be trained on \(3 are longer than 2 tokens"):
         tokenised(rows, max_length=2, overlong_policy="drop")
-
-
-def test_longer_rows_are_refused_where_the_policy_is_error() -> None:
-    rows = [{"input_ids": [8] * length} for length in (3, 6)]
-    with pytest.raises(
-        DataError, match=r"row 1 column input_ids must be at most 5 tokens \(max_length\), got 6 or more"
-    ):
-        tokenised(rows, max_length=5, overlong_policy="error")
 
 
 def test_rows_that_lose_all_targets_by_the_cut_are_left_out_and_counted() -> None:
@@ -210,6 +176,77 @@ def test_a_cut_classified_row_is_counted() -> None:
     assert data.report.num_truncated == 1
 
 
+def test_values_to_regress_on_are_kept_as_floats() -> None:
+    rows = [{"text": "the", "label": 0.5}, {"text": "cat", "label": 1}]
+    data = tokenised(rows, words_tokenizer(), row_form=LABELLED_ROWS, num_labels=1)
+    assert [(type(data[row].class_label), data[row].class_label) for row in range(2)] == [(float, 0.5), (float, 1.0)]
+
+
+# ---------------------------------------------------------------- what is refused
+
+
+class Hidden:
+    """A cell that cannot even be shown."""
+
+    def __repr__(self) -> str:
+        raise ZeroDivisionError("not to be seen")
+
+
+def chat(content: Any, role: Any = "user") -> dict[str, Any]:
+    return {"messages": [{"role": role, "content": content}]}
+
+
+TOKENS = {"input_ids": [8, 9, 10]}
+MASKED = {"input_ids": [8, 9], "labels": [-100, -100]}
+NO_MESSAGES = r'a list of \{"role": \.\.\., "content": \.\.\.\}, got'
+BAD_TEXTS = {
+    "None": None,
+    "7": 7,
+    "bytes": b"the",
+    "nan": math.nan,
+    "lone surrogate at character 1": "a\ud800b",
+    "NUL character at 1": "a\0b",
+}
+BAD_COLUMNS: dict[str, list[Any]] = {
+    "input_ids": [None, 7, "123", [], [8, 1.5], [[8, 9]], [8, -1], [8, len(WORDS)], [8, 2**80]],
+    "labels": [[8], [8, len(WORDS), 8], [1.0, 2.0, 3.0], [8, 2**64 - 100, 8]],  # the last would wrap to the ignored one
+    "attention_mask": [[1, 1], [1, 0, 1]],
+    "completion_mask": ["abc"],
+    "assistant_masks": [[1]],
+    **{name: [[object()]] for name in ("image", "images", "video", "videos", "audio", "pixel_values")},
+}
+BAD_CELLS: list[tuple[Any, str]] = [
+    *(({"text": value}, rf"column text must be .*{got}") for got, value in BAD_TEXTS.items()),
+    ({"prompt": "the", "completion": 7}, r"column completion must be .*got 7 \(int\)"),
+    *(
+        ({**TOKENS, column: value}, f"column {column} must be .*, got ")
+        for column, values in BAD_COLUMNS.items()
+        for value in values
+    ),
+    ({**TOKENS, "attention_mask": [0, 0, 0]}, "column input_ids must be at least one token"),
+    *(({"messages": value}, NO_MESSAGES) for value in (None, "hello", [], [{"role": "user"}], ["the"])),
+    (chat("a", role=1), NO_MESSAGES),
+    (chat("a", role="us\ud800er"), "lone surrogate"),
+    (chat("a\ud800"), "lone surrogate"),
+    (chat([{"type": "text", "text": "a\ud800"}]), "lone surrogate"),
+    (chat([{"type": "text", "text": b"the"}]), "bytes"),
+    (chat([{"type": "text"}]), "the part"),
+    (chat([{"type": "image"}, {"type": "text", "text": "the"}]), "part of type 'image'"),
+    (chat(None), "text, a list of parts, or None together with tool_calls, got content"),
+]
+
+
+@pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
+@pytest.mark.parametrize(("row", "said"), BAD_CELLS, ids=[str(number) for number in range(len(BAD_CELLS))])
+def test_a_cell_that_cannot_be_trained_on_is_refused_by_task_split_row_and_column(
+    row: Any, said: str, split: str
+) -> None:
+    goods = {"text": {"text": "the"}, "prompt": {"prompt": "the", "completion": " cat"}, "messages": chat("the")}
+    good = next((good for column, good in goods.items() if column in row), TOKENS)
+    with pytest.raises(DataError, match=rf"^tasks\.own\.{split} row 1 .*{said}"):
+        tokenised([good, row], words_tokenizer(), chat_template=PLAIN_TEMPLATE, split=split)
+
+
 @pytest.mark.parametrize(
     "label", [None, -1, 3, True, "1", math.nan, 0.5, [1], pytest.param(10**400, id="huge"), np.float32("nan"), "\ud800"]
 )
@@ -219,143 +256,47 @@ def test_a_label_that_is_no_class_is_refused(label: Any) -> None:
         tokenised(rows, words_tokenizer(), row_form=LABELLED_ROWS, num_labels=3)
 
 
-def test_values_to_regress_on_are_kept_as_floats() -> None:
-    rows = [{"text": "the", "label": 0.5}, {"text": "cat", "label": 1}]
-    data = tokenised(rows, words_tokenizer(), row_form=LABELLED_ROWS, num_labels=1)
-    assert [(type(data[row].class_label), data[row].class_label) for row in range(2)] == [(float, 0.5), (float, 1.0)]
-
-
-def test_classification_without_a_label_column_is_refused() -> None:
-    with pytest.raises(DataError, match=r'"text" and "label"'):
-        tokenised([{"text": "the"}], words_tokenizer(), row_form=LABELLED_ROWS)
-
-
-# ------------------------------------------------------------ D1: malformed
-
-_TEXTS = [
-    pytest.param(None, "None", id="None"),
-    pytest.param(7, "7", id="int"),
-    pytest.param(b"the", "bytes", id="bytes"),
-    pytest.param(["the"], "list", id="list"),
-    pytest.param(math.nan, "nan", id="NaN"),
-    pytest.param("a\ud800b", "lone surrogate at character 1", id="surrogate"),
-    pytest.param("a\0b", "NUL character at 1", id="NUL"),
-]
-
-
-@pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
-@pytest.mark.parametrize("column", ["text", "prompt", "completion"])
-@pytest.mark.parametrize(("value", "got"), _TEXTS)
-def test_a_cell_that_is_no_text_is_refused_by_task_split_row_and_column(
-    value: Any, got: str, column: str, split: str
-) -> None:
-    good = {"text": "the"} if column == "text" else {"prompt": "the", "completion": " cat"}
-    with pytest.raises(DataError) as caught:
-        tokenised([good, {**good, column: value}], words_tokenizer(), split=split)
-    message = str(caught.value)
-    assert f"tasks.own.{split} row 1 column " in message
-    assert got in message
-    # A list in either cell makes both of them messages, so that the other one may be the odd one out.
-    assert f"column {column} must" in message or isinstance(value, list)
-
-
-_IDS = [
-    pytest.param({"input_ids": None}, "input_ids", id="None"),
-    pytest.param({"input_ids": 7}, "input_ids", id="int"),
-    pytest.param({"input_ids": "123"}, "input_ids", id="string"),
-    pytest.param({"input_ids": []}, "input_ids", id="empty"),
-    pytest.param({"input_ids": [8, 1.5]}, "input_ids", id="floats"),
-    pytest.param({"input_ids": [[8, 9]]}, "input_ids", id="nested"),
-    pytest.param({"input_ids": [8, -1]}, "input_ids", id="negative"),
-    pytest.param({"input_ids": [8, len(WORDS)]}, "input_ids", id="outside the vocabulary"),
-    pytest.param({"input_ids": [8, 2**80]}, "input_ids", id="beyond 64 bits"),
-    pytest.param({"labels": [8]}, "labels", id="labels of another length"),
-    pytest.param({"labels": [8, len(WORDS), 8]}, "labels", id="label outside the vocabulary"),
-    pytest.param({"labels": [1.0, 2.0, 3.0]}, "labels", id="labels as floats"),
-    pytest.param({"labels": [8, 2**64 - 100, 8]}, "labels", id="label that would wrap to the ignored one"),
-    pytest.param({"completion_mask": "abc"}, "completion_mask", id="completion mask as text"),
-    pytest.param({"attention_mask": [1, 1]}, "attention_mask", id="mask of another length"),
-    pytest.param({"attention_mask": [0, 0, 0]}, "input_ids", id="nothing attended"),
-    pytest.param({"assistant_masks": [1]}, "assistant_masks", id="assistant mask of another length"),
-]
-
-
-@pytest.mark.parametrize(("change", "column"), _IDS)
-def test_malformed_tokens_are_refused_by_task_row_and_column(change: dict[str, Any], column: str) -> None:
-    good = {"input_ids": [8, 9, 10]}
-    with pytest.raises(DataError, match=rf"^tasks\.own\.train_dataset row 2 column {column} must be .*, got "):
-        tokenised([good, good, {**good, **change}])
-
-
 @pytest.mark.parametrize(
-    "messages", [None, "hello", [], [{"role": "user"}], [{"content": "the"}], ["the"], [{"role": 1, "content": "a"}]]
-)
-def test_malformed_messages_are_refused(messages: Any) -> None:
-    good = [{"role": "user", "content": "the"}]
-    with pytest.raises(
-        DataError,
-        match=r'messages must be a list of \{"role": \.\.\., "content": \.\.\.\}, got',
-    ):
-        tokenised([{"messages": good}, {"messages": messages}], words_tokenizer(), chat_template=PLAIN_TEMPLATE)
-
-
-@pytest.mark.parametrize(
-    ("messages", "got"),
+    ("rows", "options", "said"),
     [
-        ([{"role": "us\ud800er", "content": "a"}], "lone surrogate"),
-        ([{"role": "user", "content": "a\ud800"}], "lone surrogate"),
-        ([{"role": "user", "content": [{"type": "text", "text": "a\ud800"}]}], "lone surrogate"),
-        ([{"role": "user", "content": [{"type": "text", "text": b"the"}]}], "bytes"),
-        ([{"role": "user", "content": [{"type": "text"}]}], "the part"),
-        ([{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "the"}]}], "part of type 'image'"),
-        ([{"role": "user", "content": None}], "text, a list of parts, or None together with tool_calls, got content"),
-    ],
-)
-def test_parts_of_messages_that_are_no_text_are_refused(messages: Any, got: str) -> None:
-    rows = [{"messages": [{"role": "user", "content": "the"}]}, {"messages": messages}]
-    with pytest.raises(DataError, match=rf"^tasks\.own\.train_dataset row 1 column \w+ must be .*{got}"):
-        tokenised(rows, words_tokenizer(), chat_template=PLAIN_TEMPLATE)
-
-
-@pytest.mark.parametrize("column", ["image", "images", "video", "videos", "audio", "pixel_values"])
-def test_rows_with_images_or_sounds_are_refused_by_row_and_column(column: str) -> None:
-    rows = [{"text": "the cat", column: value} for value in (None, [], [object()])]
-    with pytest.raises(
-        DataError,
-        match=(
-            rf"^tasks\.own\.train_dataset row 2 column {column} must be empty, because only text is trained "
-            rf"on"
+        (
+            [TOKENS, {"input_ids": [8] * 6}],
+            {"max_length": 5, "overlong_policy": "error"},
+            r"row 1 column input_ids must "
+            r"be at most 5 tokens \(max_length\), got 6 or more",
         ),
-    ):
-        tokenised(rows, words_tokenizer(), chat_template=PLAIN_TEMPLATE)
-    assert len(tokenised(rows[:2], words_tokenizer(), chat_template=PLAIN_TEMPLATE)) == 2, "empty cells are none"
-
-
-@pytest.mark.parametrize(
-    ("template", "got"),
-    [
-        ("{{ raise_exception('no such role') }}", "TemplateError: no such role"),
-        ("{{ messages[0].nothing.here }}", "UndefinedError"),
-        ("{% for x in %}", "TemplateSyntaxError"),
+        ([MASKED, MASKED], {}, r"none of which can be trained on \(all labels are masked"),
+        ([{"input_ids": [8, 9], "labels": [8, -100]}], {}, "all labels are masked"),
+        ([{"text": "the"}], {"row_form": LABELLED_ROWS}, '"text" and "label"'),
+        ([{"text": "the"}, {"text": Hidden()}], {}, "row 1 cannot be read: ZeroDivisionError: not to be seen"),
+        ([{"promt": "the", "completion": "cat"}], {}, r'the columns input_ids; prompt \+.*Did you mean "prompt"'),
+        ([{}], {}, r"the columns input_ids; prompt \+ completion; messages; text, got columns none"),
+        (
+            [chat("the")],
+            {"assistant_only_loss": True, "chat_template": PLAIN_TEMPLATE},
+            "a chat template that marks the",
+        ),
+        ([chat("the")], {}, r"has messages, which need a tokenizer with a chat template or tasks\.own\.chat_template"),
+        ([chat("the")], {"chat_template": "{{ raise_exception('no such role') }}"}, "TemplateError: no such role from"),
+        (
+            [chat("the")],
+            {"chat_template": "{{ messages[0].nothing.here }}"},
+            "row 0 column messages .*got UndefinedError",
+        ),
+        ([chat("the")], {"chat_template": "{% for x in %}"}, "row 0 column messages .*got TemplateSyntaxError"),
     ],
 )
-def test_a_chat_template_that_fails_is_reported_by_row_and_column(template: str, got: str) -> None:
-    rows = [{"messages": [{"role": "user", "content": "the"}]}]
-    with pytest.raises(
-        DataError, match=rf"^tasks\.own\.train_dataset row 0 column messages .*got {got}.*chat template"
-    ):
-        tokenised(rows, words_tokenizer(), chat_template=template)
+def test_rows_that_cannot_be_trained_on_are_refused_with_the_reason(
+    rows: list[Any], options: dict[str, Any], said: str
+) -> None:
+    with pytest.raises(DataError, match=said):
+        tokenised(rows, words_tokenizer(), **options)
 
 
-def test_a_cell_that_cannot_even_be_shown_is_refused_by_its_row() -> None:
-    class Hidden:
-        def __repr__(self) -> str:
-            raise ZeroDivisionError("not to be seen")
-
-    with pytest.raises(
-        DataError, match=r"^tasks\.own\.train_dataset row 1 cannot be read: ZeroDivisionError: not to be seen"
-    ):
-        tokenised([{"text": "the"}, {"text": Hidden()}], words_tokenizer())
+def test_text_needs_a_tokenizer_and_empty_cells_of_images_are_none() -> None:
+    with pytest.raises(DataError, match=r"tasks\.own\.train_dataset has text rows, which need a tokenizer"):
+        tokenised([{"text": "the"}])
+    assert len(tokenised([{"text": "the cat", "image": value} for value in (None, [])], words_tokenizer())) == 2
 
 
 def test_tasks_that_are_tokenised_in_several_threads_keep_their_own_limits() -> None:
@@ -372,40 +313,6 @@ def test_tasks_that_are_tokenised_in_several_threads_keep_their_own_limits() -> 
     for thread in threads:
         thread.join()
     assert lengths == {10: {10}, 20: {20}, 30: {30}}
-
-
-def test_all_labels_masked_is_refused_when_no_row_is_left_and_counted_otherwise() -> None:
-    masked = {"input_ids": [8, 9], "labels": [-100, -100]}
-    with pytest.raises(DataError, match=r"none of which can be trained on \(all labels are masked"):
-        tokenised([masked, masked])
-    data = tokenised([masked, {"input_ids": [8, 9], "labels": [-100, 9]}])
-    assert (len(data), data.report.num_without_targets) == (1, 1)
-
-
-def test_a_first_label_alone_is_no_target_as_nothing_predicts_it() -> None:
-    with pytest.raises(DataError, match="all labels are masked"):
-        tokenised([{"input_ids": [8, 9], "labels": [8, -100]}])
-
-
-def test_columns_of_no_format_are_refused_with_the_nearest_one_named() -> None:
-    with pytest.raises(
-        DataError,
-        match=r'tasks\.own\.train_dataset must have the columns input_ids; prompt \+.*Did you mean "prompt"',
-    ):
-        tokenised([{"promt": "the", "completion": "cat"}], words_tokenizer())
-    with pytest.raises(
-        DataError,
-        match=(
-            r"tasks\.own\.train_dataset must have the columns input_ids; prompt \+ completion; messages; text, got "
-            "columns none"
-        ),
-    ):
-        detect_format([], where="tasks.own.train_dataset", row_form=LANGUAGE_ROWS)
-
-
-def test_text_without_a_tokenizer_is_refused() -> None:
-    with pytest.raises(DataError, match=r"tasks\.own\.train_dataset has text rows, which need a tokenizer"):
-        tokenised([{"text": "the"}])
 
 
 def test_all_faults_are_reported_together_up_to_ten() -> None:

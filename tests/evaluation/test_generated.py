@@ -108,9 +108,7 @@ def test_tasks_with_learnt_prompts_generate_next_to_others(kind: Any, tmp_path: 
     [
         ({"eval_generate": {"max_new_tokens": 3}}, "Write GenerateOptions(**options)."),
         ({"eval_generate": 3}, "tasks.cats.eval_generate must be True, False, or GenerateOptions(max_new_tokens=...,"),
-        ({"eval_generate": 3}, ", got 3"),
         ({"eval_dataset": None}, ("tasks.cats.eval_generate must be None if eval_dataset is not set, got")),
-        ({"eval_dataset": None}, "got GenerateOptions("),
         ({"peft_config": LoraConfig(task_type="SEQ_CLS")}, "None for sequence classification"),
         (
             {"early_stopping": EarlyStopping(metric="eval_f2")},
@@ -129,7 +127,6 @@ def test_a_task_that_cannot_generate_is_refused(settings: dict[str, Any], said: 
     [
         ({"eval_dataset": [{"text": "the cat"}]}, {}, 'tasks.cats.eval_generate needs held-out rows with "prompt"'),
         ({}, {"shard_backbone": True}, "tasks.cats.eval_generate must be None if a process holds only a part of the"),
-        ({}, {"shard_backbone": True}, ", got replicas "),
         ({"eval_generate": GenerateOptions(max_new_tokens=63)}, {}, "tasks.cats.eval_generate needs held-out"),
     ],
 )

@@ -55,9 +55,7 @@ def test_options_that_cannot_be_used_or_would_be_ignored_are_refused_by_name(set
     [
         ({"metrics": ["exact_matc"]}, 'Did you mean "exact_match"?'),
         ({"metrics": [3]}, "metrics must be exact_match, contains, f1, or functions of (prompts, completions,"),
-        ({"metrics": [3]}, ", got 3"),
         ({"metrics": {"f1": 1}}, "metrics must be a list of exact_match, contains, f1, or functions of (prompts,"),
-        ({"metrics": {"f1": 1}}, ", got {'f1': 1}"),
         ({"num_rows": 0}, "num_rows must be an integer of at least 1, or None for all rows, got 0"),
         ({"num_logged": -1}, "num_logged must be an integer of at least 0, got -1"),
         ({"top_p": 0}, "top_p must be a number above 0, at most 1, got 0"),
@@ -73,13 +71,10 @@ def test_options_of_evaluations_are_refused_by_name(settings: Any, said: str) ->
     ("kind", "settings", "said"),
     [
         (SamplingOptions, {"temprature": 0.5}, "temprature must be one of max_new_tokens, do_sample, temperature,"),
-        (SamplingOptions, {"temprature": 0.5}, ", got 0.5"),
         (SamplingOptions, {"temprature": 0.5}, 'Did you mean "temperature"?'),
         (SamplingOptions, {"max_length": 9}, "max_length must be one of max_new_tokens, do_sample, temperature,"),
-        (SamplingOptions, {"max_length": 9}, ", got 9"),
         (SamplingOptions, {"max_tokens": 9}, "Set max_new_tokens."),
         (GenerateOptions, {"metric": "f1"}, "metric must be one of max_new_tokens, do_sample, temperature, top_k,"),
-        (GenerateOptions, {"metric": "f1"}, ", got 'f1'"),
         (GenerateOptions, {"metric": "f1"}, 'Did you mean "metrics"?'),
         (GenerationRequest, {"sed": 3}, "sed must be one of task, prompt, options, seed, got 3"),
         (GenerationRequest, {"top_k": 3}, "Write options=SamplingOptions(top_k=...)."),
@@ -132,14 +127,11 @@ def model() -> MultiTaskPeftModel:
         ([[3]], {}, "prompts must be a dict of prompts by task name, or a list of GenerationRequest, got [3] in the"),
         ({"sql": [[3], "text"]}, {"max_new_tokens": 3}, "prompts.sql row 1 column prompt must be token ids, or a"),
         ({"sql": [[3, 97]]}, {}, "prompts.sql row 0 column prompt must be ids from 0 to 96, the backbone's"),
-        ({"sql": [[3, 97]]}, {}, "97"),
         ({"sql": [[]]}, {}, "prompts.sql row 0 column prompt must be at least one token, got no tokens"),
         ({"sql": [[3] * 60]}, {"max_new_tokens": 5}, "prompts.sql row 0 must have at most 64 tokens with its"),
-        ({"sql": [[3] * 60]}, {"max_new_tokens": 5}, "got 60"),
         ({"sql": [[3]]}, {"stop_strings": ["."]}, "prompts.sql: stop_strings need a tokenizer"),
         ({"sql": [[3]]}, {"max_batch_tokens": 0}, "max_batch_tokens must be an integer of at least 1, got 0"),
         ({"sql": [[3]]}, {"num_beams": 2}, "num_beams must be one of max_new_tokens, do_sample, temperature, top_k,"),
-        ({"sql": [[3]]}, {"num_beams": 2}, ", got 2"),
     ],
 )
 def test_prompts_that_cannot_be_completed_are_refused(

@@ -3,16 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import datasets
 import pytest
-import torch
 from peft import LoraConfig, TaskType
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast, TrainingArguments
+from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
 
 from peft_mux import ConfigError, DataError, MultiTaskPeftModel, MultiTaskTrainer, MultiTaskTrainingArguments, Task
 from peft_mux.scheduler.plan import Plan
@@ -78,54 +77,26 @@ def refusal(model: Any, folder: Path, *tasks: Task, error: type[Exception] = Dat
 # --------------------------------------------- rows, before any weights are read
 
 
-@pytest.mark.parametrize(
-    ("train_dataset", "parts"),
-    [
-        ([{"txt": "a b"}], ("tasks.own.train_dataset", "got columns txt", "text", 'Did you mean "text"?')),
-        (
-            [{"text": "a"}, {"txt": "b"}],
-            ("tasks.own.train_dataset row 1 column text", "in every row, got no such column"),
-        ),
-        ([{"input_ids": [1, 97]}], ("tasks.own.train_dataset row 0 column input_ids", "token id 97", "from 0 to 96")),
-    ],
-)
-def test_rows_that_cannot_be_trained_on_are_refused_by_task_row_and_column(
-    described: str, tmp_path: Path, train_dataset: Any, parts: tuple[str, ...]
-) -> None:
-    message = refusal(described, tmp_path, own_task(train_dataset))
-    for part in parts:
-        assert part in message
-
-
-def test_an_empty_stream_is_refused_by_name(described: str, tmp_path: Path) -> None:
-    stream = datasets.IterableDataset.from_generator(lambda: iter(()))
-    assert "tasks.own.train_dataset must have at least one row, got a stream without rows" in refusal(
-        described, tmp_path, own_task(stream)
-    )
-
-
 def test_bad_rows_of_all_tasks_are_reported_at_once(described: str, tmp_path: Path) -> None:
-    tasks = [own_task([{"txt": "a"}], name="one"), own_task([{"input_ids": [1, 2, 99]}], name="two")]
+    tasks = [
+        own_task([{"txt": "a"}], name="one"),
+        own_task([{"input_ids": [1, 97]}], name="two"),
+        own_task(datasets.IterableDataset.from_generator(lambda: iter(())), name="three"),
+    ]
     message = refusal(described, tmp_path, *tasks)
-    assert (
-        "tasks.one.train_dataset must have the columns input_ids; prompt + completion; messages; text, got columns txt"
-    ) in message
-    assert "tasks.two.train_dataset row 0 column input_ids must be ids from 0" in message
-    assert "got token id 99" in message or "got 99" in message
+    columns = "must have the columns input_ids; prompt + completion; messages; text, got columns txt"
+    assert f"tasks.one.train_dataset {columns}" in message
+    assert "tasks.two.train_dataset row 0 column input_ids must be ids from 0 to 96" in message
+    assert "tasks.three.train_dataset must have at least one row, got a stream without rows" in message
 
 
 def test_overlong_rows_are_cut_and_their_number_is_reported(described: str, tmp_path: Path) -> None:
-    lengths = [5, 9, 12, 8]
-    task = own_task([{"input_ids": [2] * length} for length in lengths], max_length=8)
-    trainer = make_trainer([task], tmp_path, model=described)
-    assert trainer.plan().notes == ("tasks.own.train_dataset: 2 of 4 rows cut to 8 tokens",)
+    task = own_task([{"input_ids": [2] * length} for length in (5, 9, 12, 8)], max_length=8)
+    trainer = make_trainer([task, own_task([{"input_ids": [2] * 70}], name="long")], tmp_path, model=described)
+    assert "tasks.own.train_dataset: 2 of 4 rows cut to 8 tokens" in trainer.plan().notes
+    assert trainer.table["long"].loader.dataset.lengths.tolist() == [64], "the positions of the backbone"
     assert sorted(trainer.table["own"].loader.dataset.lengths.tolist()) == [5, 8, 8, 8]
     assert "2 of 4 rows cut to 8 tokens" in str(trainer.plan())
-
-
-def test_rows_are_cut_to_the_positions_of_the_backbone(described: str, tmp_path: Path) -> None:
-    trainer = make_trainer([own_task([{"input_ids": [2] * 70}], max_length=500)], tmp_path, model=described)
-    assert trainer.table["own"].loader.dataset.lengths.tolist() == [64]
 
 
 # ---------------------------------------------------------------- adapters, models
@@ -147,31 +118,74 @@ def test_an_unknown_target_module_is_refused_with_the_nearest_one(described: str
         assert "down_proj" in message, "what is allowed is listed"
 
 
-def test_a_classifier_next_to_a_language_model_is_refused(described: str, tmp_path: Path) -> None:
-    config = LoraConfig(r=4, target_modules="all-linear", task_type=TaskType.SEQ_CLS)
-    tasks = [own_task([{"text": "a", "label": 1}], name="cls", peft_config=config), small_task("lm", data_seed=1)]
-    assert (
-        "tasks must be of one kind, because a backbone has one kind of head, got "
-        "classification tasks (cls) and language-model tasks"
-    ) in refusal(described, tmp_path, *tasks, error=ConfigError)
-
-
-@pytest.mark.parametrize("model", ["no-such-folder/at-all", 5, None])
-def test_what_is_no_model_is_refused_by_name(tmp_path: Path, model: Any) -> None:
-    args = MultiTaskTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
-    with pytest.raises(ConfigError, match=r"^model (must be a hub id or folder.*, got|.* cannot be read)"):
-        MultiTaskTrainer(model, args, [small_task("own", data_seed=1)])
-
-
-def test_options_for_a_model_that_is_loaded_already_are_refused(tmp_path: Path) -> None:
-    args = MultiTaskTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True)
-    with pytest.raises(ConfigError, match="model_init_kwargs"):
-        MultiTaskTrainer(
-            tiny_llama(), args, [small_task("own", data_seed=1)], model_init_kwargs={"dtype": torch.float32}
-        )
-
-
 # --------------------------------------------------------- arguments of the trainer
+
+
+def mux(*names: str) -> MultiTaskPeftModel:
+    return MultiTaskPeftModel(tiny_llama(), dict.fromkeys(names, LORA), verify=False)
+
+
+def of_rows(*names: str) -> dict[str, Any]:
+    return {"train_dataset": {name: rows(1, 4, 5, 5) for name in names}}
+
+
+OWN = small_task("own", data_seed=1)
+CLASSIFIER = LoraConfig(r=4, target_modules="all-linear", task_type=TaskType.SEQ_CLS)
+REFUSED: dict[str, tuple[Callable[[], Any], dict[str, Any], str]] = {
+    "a folder that is not there": (lambda: "no-such-folder/at-all", {"tasks": [OWN]}, "^model .* cannot be read"),
+    "a number for a model": (lambda: 5, {"tasks": [OWN]}, "^model must be a hub id or folder.*, got"),
+    "options of a loaded model": (
+        tiny_llama,
+        {"tasks": [OWN], "model_init_kwargs": {"a": 1}},
+        "model_init_kwargs",
+    ),
+    "arguments of another class": (
+        tiny_llama,
+        {"tasks": [OWN], "args": {"bf16": True}},
+        r"args must be MultiTaskTrainingArguments .*, got dict",
+    ),
+    "no tasks": (tiny_llama, {"tasks": []}, "tasks must be a list of at least one Task, got an empty list"),
+    "one task": (tiny_llama, {"tasks": OWN}, r"at least one Task, got a single Task.*Write \[task\]\."),
+    "a dict of tasks": (tiny_llama, {"tasks": {"own": OWN}}, r"got dict\. Write list\(tasks\.values\(\)\)\."),
+    "what is no task": (tiny_llama, {"tasks": [3, "x"]}, "at least one Task, got int, str in the list"),
+    "one name twice": (tiny_llama, {"tasks": [OWN, OWN]}, '"own" and "own"'),
+    "names that differ in case": (
+        tiny_llama,
+        {"tasks": [OWN, small_task("OWN", data_seed=1)]},
+        r'tasks\.OWN\.name must be different from .*in more than case.*, got "OWN" and "own"',
+    ),
+    "a classifier beside a language model": (
+        tiny_llama,
+        {"tasks": [OWN, own_task([{"input_ids": [1], "label": 1}], name="cls", peft_config=CLASSIFIER)]},
+        r"tasks must be of one kind, .*, got classification tasks \(cls\) and language-model tasks",
+    ),
+    "the adapter of another task": (
+        lambda: mux("own"),
+        {"tasks": [small_task("own", data_seed=1, rank=8)]},
+        r"tasks\.own\.peft_config must be the configuration of the model's adapter.*Rename the task",
+    ),
+    "rows of too few tasks": (
+        lambda: mux("one", "two"),
+        of_rows("one"),
+        r"exactly the tasks of the model \(one, two\)",
+    ),
+    "rows of a task that is not there": (lambda: mux("one"), of_rows("one", "two"), "exactly the tasks of the model"),
+    "the short form of a plain model": (
+        tiny_llama,
+        of_rows("one"),
+        r"tasks must be a list of Task, or a MultiTaskPeftModel with train_dataset=\{name: rows.*, got None",
+    ),
+    "both forms": (tiny_llama, {"tasks": [OWN], **of_rows("own")}, "train_dataset must be left out with tasks"),
+}
+
+
+@pytest.mark.parametrize("case", REFUSED)
+def test_what_no_trainer_can_be_made_of_is_refused(case: str, tmp_path: Path) -> None:
+    make, given, said = REFUSED[case]
+    args = MultiTaskTrainingArguments(output_dir=str(tmp_path / "run"), use_cpu=True, report_to="none")
+    with pytest.raises(ConfigError, match=said):
+        MultiTaskTrainer(make(), **{"args": args, **given})
+    assert not (tmp_path / "run").exists(), "nothing is written for a run that is refused"
 
 
 def test_arguments_of_trainer_without_meaning_are_refused_by_name_all_at_once(tmp_path: Path) -> None:
@@ -190,30 +204,9 @@ def test_arguments_of_train_and_evaluate_without_meaning_are_refused_by_name(tmp
         trainer.train(trial=3)
     with pytest.raises(ConfigError, match=r"eval_dataset .*got list"):
         trainer.evaluate(eval_dataset=[1])
+    with pytest.raises(ConfigError, match="at least one Task, got a single Task"):
+        trainer.register_tasks(OWN)  # type: ignore[arg-type]
     assert trainer.task_statuses == {"own": "waiting"}
-
-
-def test_plain_training_arguments_are_refused(tmp_path: Path) -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"args must be MultiTaskTrainingArguments .*, got TrainingArguments",
-    ):
-        MultiTaskTrainer(
-            tiny_llama(), TrainingArguments(output_dir=str(tmp_path), use_cpu=True), [small_task("a", data_seed=1)]
-        )
-
-
-def test_every_task_whose_name_differs_from_another_at_most_in_case_is_refused(tmp_path: Path) -> None:
-    tasks = [small_task(name, data_seed=1) for name in ("a", "a", "sql", "SQL")]
-    said = refusal(tiny_llama(), tmp_path, *tasks, error=ConfigError)
-    for part in (
-        "2 things are wrong",
-        '"a" and "a"',
-        "tasks.SQL.name must be different from",
-        'got "SQL" and "sql"',
-        "in more than case",
-    ):
-        assert part in said
 
 
 # ------------------------------------------------------------------------- forms
@@ -239,34 +232,6 @@ def test_the_short_form_trains_every_task_of_the_model_as_the_long_form_does(tmp
     assert short.table["one"].step == short.table["two"].step == 3
     assert recorder.losses == long.losses
     assert short.evaluate().keys() == {"two/eval_loss", "two/eval_perplexity"}
-
-
-@pytest.mark.parametrize("names", [["one"], ["one", "two", "three"], []])
-def test_the_short_form_needs_rows_for_exactly_the_tasks_of_the_model(tmp_path: Path, names: list[str]) -> None:
-    model = MultiTaskPeftModel(tiny_llama(), {"one": LORA, "two": LORA}, verify=False)
-    args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(ConfigError, match=r"exactly the tasks of the model \(one, two\)"):
-        MultiTaskTrainer(model, args, train_dataset={name: rows(1, 4, 5, 5) for name in names})
-
-
-def test_the_short_form_needs_a_multi_task_model_and_a_dict(tmp_path: Path) -> None:
-    args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    with pytest.raises(
-        ConfigError,
-        match=r"tasks must be a list of Task, or a MultiTaskPeftModel with train_dataset=\{name: rows.*, got None",
-    ):
-        MultiTaskTrainer(tiny_llama(), args, train_dataset={"one": rows(1, 4, 5, 5)})
-    with pytest.raises(ConfigError, match="train_dataset must be left out with tasks"):
-        MultiTaskTrainer(tiny_llama(), args, [small_task("a", data_seed=1)], train_dataset={"a": rows(1, 4, 5, 5)})
-
-
-def test_a_task_whose_adapter_is_not_that_of_the_model_is_refused(tmp_path: Path) -> None:
-    model = MultiTaskPeftModel(tiny_llama(), {"own": LORA}, verify=False)
-    said = refusal(model, tmp_path, small_task("own", data_seed=1, rank=8), error=ConfigError)
-    assert (
-        "tasks.own.peft_config must be the configuration of the model's adapter of this name, got another one" in said
-    )
-    assert "Rename the task" in said
 
 
 def test_a_stream_trains_like_the_same_rows_in_order(tmp_path: Path) -> None:
@@ -316,29 +281,6 @@ def test_a_plan_of_a_model_folder_reads_no_weights(described: str, tmp_path: Pat
     for part in ("first", "second", "tokens/step", "memory (analytic estimate)", "MiB", "backbone", "on cpu"):
         assert part in printed
     assert all(len(line) <= 100 for line in printed.splitlines()[:5])
-
-
-@pytest.mark.parametrize(
-    ("tasks", "message"),
-    [
-        (
-            small_task("a", data_seed=1),
-            r"tasks must be a list of at least one Task, got a single Task.*Write \[task\]\.",
-        ),
-        (
-            {"a": small_task("a", data_seed=1)},
-            r"tasks must be a list of at least one Task, got dict\. Write list\(tasks\.values\(\)\)\.",
-        ),
-        ([3, "x"], "tasks must be a list of at least one Task, got int, str in the list"),
-    ],
-)
-def test_what_is_no_list_of_tasks_is_refused_with_how_one_is_written(tasks: Any, message: str, tmp_path: Path) -> None:
-    args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
-    with pytest.raises(ConfigError, match=message):
-        MultiTaskTrainer(tiny_llama(), args, tasks)
-    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path)
-    with pytest.raises(ConfigError, match=message):
-        trainer.register_tasks(tasks)
 
 
 def test_what_is_no_callback_is_refused(tmp_path: Path) -> None:
