@@ -14,14 +14,12 @@ from peft_mux.modeling.adapters.kind import entry_of
 COMMAND = "python -m tools.peft_types"
 
 MEANINGS = {
-    Category.FUSED: "The frozen layer runs once over the whole stream, and one function adds the outputs of the "
-    "adapters of all tasks, each on its own rows. On a GPU, the products of LoRA and Adapter Tuning are a few "
-    "launches.",
+    Category.FUSED: "One function adds the outputs of the adapters of all tasks. On a GPU, the products of LoRA and "
+    "Adapter Tuning are a few launches.",
     Category.SLICED: "PEFT's own layer runs on the rows of each task, and adds to the frozen output.",
     Category.WEIGHT_SPACE: "PEFT's own layer runs on the rows of each task, and computes a weight (or a rotation of "
-    "the inputs) in each pass. The cost grows with the size of the layer as well as with the rows.",
+    "the inputs) in each pass. The cost also grows with the size of the layer.",
     Category.PROMPT: "Virtual tokens, or keys and values before the first token, for each sequence.",
-    Category.REFUSED: "Tasks of this type are refused before the run starts, with the reason and the nearest type.",
 }
 
 TRAINS = {
@@ -66,31 +64,25 @@ TRAINS = {
     "PREFIX_TUNING": "keys and values before each sequence",
     "CPT": "virtual tokens initialised from an example, with a loss of its own",
     "CARTRIDGE": "keys and values that represent a long text",
-    "ADAPTION_PROMPT": "gated keys and values in the attention of the upper layers",
-    "ADALORA": "low-rank factors whose ranks are reallocated among layers",
-    "XLORA": "a classifier that mixes trained LoRA adapters",
-    "POLY": "a bank of low-rank factors, and a router that selects among them per task",
-    "LILY": "low-rank factors that layers share, and a router over them",
-    "SHADOW": "a small network of layers parallel to the backbone",
 }
-"""What each type trains, in a phrase."""
+"""What each supported type trains, in a phrase."""
 
 CLASSIFYING_PROMPTS = """\
 ## Prompts that classify
 
-A prompt with `task_type="SEQ_CLS"` or `"TOKEN_CLS"` trains a copy of the classification head as well, as in PEFT. Where
-PEFT itself fails, or its results depend on padding, the task is refused with the reason:
+A prompt with `task_type="SEQ_CLS"` or `"TOKEN_CLS"` also trains a copy of the classification head. Where PEFT itself
+fails, or its results depend on padding, the task is refused:
 
 | type | `SEQ_CLS`, first token pooled (BERT, RoBERTa, ELECTRA) | \
 `SEQ_CLS`, last token pooled (Llama, Qwen, GPT-2) | `TOKEN_CLS` |
 |---|---|---|---|
 | `PREFIX_TUNING`, `CARTRIDGE` | yes | yes | yes |
 | `PROMPT_TUNING`, `P_TUNING`, `MULTITASK_PROMPT_TUNING` | yes | \
-no: PEFT passes embeddings, in which the model cannot see padding, so it pools the last position of the batch | \
+no: PEFT's model cannot see padding in embeddings, and pools the last position of the batch | \
 no: PEFT's loss fails on the virtual tokens, which have no labels |
-| `CPT` | no: PEFT refuses it | no: PEFT refuses it | no: PEFT refuses it |
+| `CPT` | no | no | no: PEFT refuses it |
 
-The first token of a sequence with virtual tokens is a virtual one; PEFT pools it, and so does peft_mux. A prefix needs
+The first token may be a virtual one; PEFT pools it, and so does peft_mux. A prefix needs
 a backbone that takes `past_key_values`, which DistilBERT, ALBERT and ModernBERT do not. Virtual tokens need embeddings
 as wide as the layers (not those of `electra-small`).
 """
@@ -121,51 +113,48 @@ def _head(entries: list[TypeEntry]) -> Iterator[str]:
     yield "has the initial weights, losses, gradients and files of plain PEFT. If layers of an adapter share weights,"
     yield "they do so within one task only."
     yield ""
-    for category in Category:
-        yield f"* **{category.value}**: {MEANINGS[category]}"
+    for category, meaning in MEANINGS.items():
+        yield f"* **{category.value}**: {meaning}"
     yield ""
-    yield "**once**: the frozen layer runs once over the rows of all tasks, as long as tasks that need it **per task**"
-    yield "have at most half of the rows. LoHa and LoKr compute with their factors if that is less work."
+    yield "The frozen layer runs once over the rows of all tasks, unless types that need it **per task** have more than"
+    yield "half of the rows. LoHa and LoKr compute with their factors if that is less work."
     yield ""
 
 
 def _table(entries: list[TypeEntry]) -> Iterator[str]:
     letters: dict[str, str] = {}
-    yield "| type | how | frozen layer | trains | stages | sharded |"
-    yield "|---|---|---|---|---|---|"
+    yield "| type | how | trains | stages |"
+    yield "|---|---|---|---|"
     for entry in sorted(entries, key=lambda entry: (list(Category).index(entry.category), entry.name)):
         if entry.category is Category.REFUSED:
             continue
         is_once = entry.shares_base or entry.category in (Category.FUSED, Category.PROMPT)
         needs = f" (needs `{entry.needs}`)" if entry.needs else ""
-        stages, shards = "yes", "yes"
+        stages = "yes"
         if entry.category is Category.PROMPT:
-            stages, shards = "no", "no"
+            stages = "no"
         elif reason := entry.spans_layers or (WEIGHTS_ARE_READ if entry.reads_weights else ""):
             stages = f"no ({letters.setdefault(reason, 'abcdefghijklmnop'[len(letters)])})"
-        if entry.reads_weights:
-            shards = "at start"
-        how = f"{entry.category.value} | {'once' if is_once else 'per task'}"
-        yield f"| `{entry.name}` | {how} | {TRAINS[entry.name]}{needs} | {stages} | {shards} |"
+        how = f"{entry.category.value}{'' if is_once else ', per task'}"
+        marked = f"{stages} \\*" if entry.reads_weights else stages
+        yield f"| `{entry.name}` | {how} | {TRAINS[entry.name]}{needs} | {marked} |"
     yield ""
-    yield "**stages**: pipelines, whose processes hold some layers. **sharded**: `shard_backbone=True`; at start:"
-    yield "the task must exist when the run starts. Why types cannot be divided into stages:"
+    yield "`shard_backbone=True` supports all types except prompt/KV; tasks of types with \\* must exist when the run"
+    yield "starts. Tensor parallelism supports LoRA only. Why types cannot be divided into pipeline stages:"
     yield ""
     for reason, letter in letters.items():
         yield f"* ({letter}) {reason}"
 
 
 def _refusals(entries: list[TypeEntry]) -> Iterator[str]:
-    yield "Tensor parallelism supports LoRA only; tasks of other types are refused."
-    yield ""
     yield "## Refused types"
     yield ""
-    yield "| type | trains | reason | nearest type |"
-    yield "|---|---|---|---|"
+    yield "| type | reason | nearest type |"
+    yield "|---|---|---|"
     for entry in sorted(entries, key=lambda entry: entry.name):
         if entry.category is Category.REFUSED:
             nearest = ", ".join(f"`{name}`" for name in entry.nearest)
-            yield f"| `{entry.name}` | {TRAINS[entry.name]} | {entry.refusal} | {nearest} |"
+            yield f"| `{entry.name}` | {entry.refusal} | {nearest} |"
     yield ""
 
 
@@ -175,15 +164,16 @@ def _fields(entries: list[TypeEntry]) -> Iterator[str]:
     yield "All fields of PEFT's configuration of a type are supported, except these. `bias` and `modules_to_save` train"
     yield "parts of the backbone, and are for LoRA only ([its fields](lora_fields.md))."
     yield ""
+    by_reason: dict[str, dict[str, list[str]]] = {}
     for entry in sorted(entries, key=lambda entry: entry.name):
         if entry.category in (Category.REFUSED, Category.FUSED):
             continue
-        by_reason: dict[str, list[str]] = {}
         for name, reason in entry.reasons.items():
             if name not in _OF_BACKBONE:
-                by_reason.setdefault(reason, []).append(f"`{name}`")
-        for reason, names in by_reason.items():
-            yield f"* `{entry.name}`: not {', '.join(names)}: {reason}."
+                by_reason.setdefault(reason, {}).setdefault(f"`{name}`", []).append(f"`{entry.name}`")
+    for reason, fields in by_reason.items():
+        types = sorted({one for found in fields.values() for one in found})
+        yield f"* {', '.join(types)}: not {', '.join(fields)}: {reason}."
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -85,8 +86,9 @@ def page(found: dict[str, Any]) -> str:
         "",
         f"Written by {commands} ({found['date']}); `benchmarks/papers/` describes each figure.",
         "Ratios compare the time of all steps except each task's first. Contenders alternate in one run, after a check",
-        "that losses are equal. The papers used A40, H100 and A100 GPUs, and backbones of 2.7B parameters or more,",
-        "so only the direction of the results is comparable. M is MuxTune, L is LobRA.",
+        "that losses are equal; `benchmarks/results/papers.json` has the seconds of each run. The papers used A40,",
+        "H100 and A100 GPUs, and backbones of 2.7B parameters or more, so only the direction is comparable. M is",
+        "MuxTune, L is LobRA.",
         "",
         f"{hardware['cpu']}, {hardware['cores']} cores, load average {hardware['load_average']}; "
         + ", ".join(f"{name} {version}" for name, version in versions.items())
@@ -96,15 +98,18 @@ def page(found: dict[str, Any]) -> str:
         rows = [row for row in found["rows"] if row["part"] == part]
         if not rows:
             continue
-        lines += ["", f"## {title}", "", "| figure | paper | here | runs |", "|---|---|---|---|"]
-        notes = ["", *(row["note"] for row in rows)]
-        for row, last in zip(rows, notes, strict=False):
-            note = "the same" if row["note"] == last else row["note"]
-            lines.append(f"| {row['what']} | {row['paper']} | {figure(row)} | {note} |")
+        lines += ["", f"## {title}", "", "| figure | paper | here |", "|---|---|---|"]
+        lines += [f"| {_without_figure(row['what'], title)} | {row['paper']} | {figure(row)} |" for row in rows]
     left = [part for part in PARTS if part not in {row["part"] for row in found["rows"]}]
     if left:
         lines += ["", "Not in this run: " + "; ".join(PARTS[part] for part in left) + "."]
     return "\n".join([*lines, ""])
+
+
+def _without_figure(what: str, title: str) -> str:
+    """Return what a row compares, without the figure's number if the heading has it."""
+    found = re.match(r"[ML] Fig\. (\d+), ", what)
+    return what[found.end() :] if found and found[1] in re.findall(r"\d+", title) else what
 
 
 def figure(row: dict[str, Any]) -> str:
