@@ -8,7 +8,7 @@ Contenders, all greedy, on the same prompts and adapters, for the same number of
     base           the frozen backbone's own `generate` on all rows in one batch, without adapters
 
 Before anything is timed, the tokens of the first three are compared; where they differ the benchmark ends with an
-error. Timed runs are interleaved, so that whatever else the machine does meets all contenders alike.
+error. Timed runs are interleaved, so that whatever else the machine does affects all contenders equally.
 
     python -m benchmarks.generation --tasks 8 --prompts 4
 """

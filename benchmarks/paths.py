@@ -11,4 +11,4 @@ RESULTS = ROOT / "benchmarks" / "results"
 """Folder of the results that are kept, as JSON and pictures."""
 
 SHARED_DATA = ROOT.parent / "shared" / "data"
-"""Real inputs that may lie beside the repository."""
+"""Real inputs that may be next to the repository."""

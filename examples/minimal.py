@@ -30,7 +30,7 @@ V, D, H, NUM_LAYERS, NUM_STEPS = 50, 32, 4, 2, 20
 
 @dataclass
 class Task:
-    """One owner's job: rows of tokens, and LoRA factors with an optimizer of their own."""
+    """One user's job: rows of tokens, and LoRA factors with an optimizer of their own."""
 
     name: str
     rows: list[Tensor]

@@ -40,7 +40,7 @@ def main(model: str | None, output_dir: Path, max_steps: int) -> None:
         if rows.name in ("mood", "kind", "action")
     ]
 
-    # 2. Train all of them at once. The plan tells what runs together before any weight is loaded.
+    # 2. Train all of them at once. The plan shows what runs together before any weight is loaded.
     args = MultiTaskTrainingArguments(output_dir=str(output_dir / "run"), max_steps=max_steps, logging_steps=20)
     trainer = MultiTaskTrainer(model, args, tasks)
     print(trainer.plan())

@@ -1,8 +1,8 @@
 """Two real classifiers on one real encoder: sentiment (SST-2) and entailment (RTE), together and each alone.
 
 Each task has its own LoRA adapter and its own classification head on one frozen MiniLM. What this shows: accuracy on
-held-out rows, and that training beside another task does not change it. RTE is here as the neighbour that must not
-disturb sentiment: in so few steps this encoder learns next to nothing of it, and its own accuracy says nothing.
+held-out rows, and that training together with another task does not change it. RTE is here as the neighbour that
+must not disturb sentiment: in so few steps this encoder hardly learns it.
 
 python examples/real_classifiers.py [--model FOLDER_OR_HUB_ID] [--data FOLDER]
 

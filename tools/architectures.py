@@ -14,8 +14,8 @@ _HEAD = """\
 
 The backbone can be any transformers model for causal language modelling, or for sequence or token classification, whose
 attention uses transformers' attention interface. This includes mixtures of experts, and vision-language models on text.
-Before the first step, packed and separate results are compared on the model itself (the *probe*). Models with recurrent
-layers or their own attention code are refused.
+Before the first step, packed and separate results are compared on the model itself (the *probe*). Recurrent layers are
+refused.
 
 | layout | models |
 |---|---|
@@ -35,10 +35,9 @@ granite, gpt_neox, opt and qwen3_moe.
 _NOTES = """\
 * Mixtures under pp and tp: adapters can be on attention layers only; frozen experts are cut under tp. Adapters on
   experts, which `all-linear` includes, need processes with whole layers.
-* A pipeline process reads only the files of its own stage. If transformers converts tensors while reading (separate
-  experts, GPT-NeoX's head), it reads all files, says so, and keeps its stage.
-* Under FSDP2 x pp, the replicas of a pipeline shard the weights of each stage and gather one layer at a time. Unequal
-  replicas and tensor parallelism are refused.
+* A pipeline process reads only the files of its stage, or all if transformers converts tensors while reading (separate
+  experts, GPT-NeoX's head).
+* FSDP2 x pp refuses unequal replicas and tensor parallelism.
 """
 
 

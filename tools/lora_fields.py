@@ -35,9 +35,8 @@ HONOURED: dict[str, str] = {
     "modules_to_save": "Each task has its own copy of embeddings, norms and the output head. Linear layers inside "
     "blocks, and modules that contain others, are refused.",
     "init_lora_weights": "True, False, gaussian and orthogonal as in PEFT. pissa, pissa_niter_N, olora (not for "
-    "weights stored as [in, out], such as GPT-2's, where PEFT fails), corda and lora_ga do not change the shared "
-    "backbone; the adapter is saved as a LoRA of twice the rank, like PEFT's conversion. corda and lora_ga need "
-    "preprocess_corda and preprocess_loraga on the backbone. eva, loftq and mica are refused.",
+    "GPT-2's [in, out] weights, where PEFT fails), corda and lora_ga do not change the backbone; the adapter is saved "
+    "as a LoRA of twice the rank, like PEFT's conversion. eva, loftq and mica are refused.",
     "layers_to_transform": _AS_IN_PEFT,
     "layers_pattern": _AS_IN_PEFT,
     "rank_pattern": _AS_IN_PEFT,

@@ -13,7 +13,7 @@ MAX_POSITIONS = 4096
 
 
 class Backbones:
-    """Holds the backbone in use. Whoever asks must not keep it, or its memory stays taken when it is dropped.
+    """Holds the backbone in use. Callers must not keep it, or its memory stays taken when it is dropped.
 
     Args:
         settings: where backbones are made, and in which dtype.

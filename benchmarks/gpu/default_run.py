@@ -1,9 +1,9 @@
 """The part `default run` of `benchmarks.gpu`: `MultiTaskTrainer.train()` as users call it, on rows of unequal lengths.
 
-Beside it, PEFT trains the same rows task by task without padding, with Liger if it is installed: what is gained over
-the best that one task at a time can do. Steps are timed with everything that a user waits for: packing, callbacks and
-updates. The last steps are traced, for the share of time in which the GPU has nothing to do, and the predicted peak of
-memory is compared with the measured one.
+For comparison, PEFT trains the same rows task by task without padding, with Liger if it is installed: what is gained
+over the best that one task at a time can do. Steps are timed with everything that a user waits for: packing,
+callbacks and updates. The last steps are traced, for the share of time in which the GPU has nothing to do, and the
+predicted peak of memory is compared with the measured one.
 """
 
 from __future__ import annotations

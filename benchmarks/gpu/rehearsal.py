@@ -1,4 +1,4 @@
-"""What stands in, in a rehearsal without a GPU, for that which only a GPU has."""
+"""What replaces a GPU in a rehearsal without one."""
 
 from __future__ import annotations
 

@@ -57,7 +57,7 @@ class Report:
 
     Attributes:
         path: path of the JSON file, which is written whole or not at all.
-        head: plain values that stand at its beginning.
+        head: plain values at its beginning.
         clock: returns seconds.
         after_failure: called after a part has failed, to free what it held; may say that no part can run any more.
     """

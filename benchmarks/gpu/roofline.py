@@ -114,7 +114,7 @@ class Backbone:
         return replace(self, num_layers=num_layers)
 
     def flops_per_token(self, length: float, rank: float = 16) -> float:
-        """Return what a step computes for a token; the formula stands at the top of `train.py`.
+        """Return what a step computes for a token; the formula is at the top of `train.py`.
 
         Args:
             length: mean square length of sequences over their mean length.

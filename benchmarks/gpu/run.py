@@ -58,7 +58,7 @@ def main(arguments: list[str] | None = None) -> int:
         "minutes": options.minutes,
     }
     if not settings.has_kernels:
-        print("no GPU, and TRITON_INTERPRET is not 1: slices stand in for the Triton kernels", flush=True)
+        print("no GPU, and TRITON_INTERPRET is not 1: slices replace the Triton kernels", flush=True)
     report = Report(path, head, after_failure=lambda: recovered(settings, backbones))
     report.run(parts, 60 * options.minutes - (0 if options.rehearse else roofline.START_S))
     for skipped in report.skipped():

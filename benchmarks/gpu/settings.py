@@ -56,7 +56,7 @@ class Settings:
 
 
 def free(device: torch.device) -> None:
-    """Hand memory that nobody holds back to the device."""
+    """Return unused memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()

@@ -1,10 +1,11 @@
 """The parts `gain` of `benchmarks.gpu`: what training tasks together gains over one after another, by tokens a task.
 
 It answers the objection that fusing gains nothing once a batch fills the GPU: 8 equal tasks of rank 16 take steps of
-512 to 8K tokens each, in rows of 256 tokens, so that nobody pads and all that is gained comes from sharing passes.
+512 to 8K tokens each, in rows of 256 tokens, so that no contender pads and all that is gained comes from sharing
+passes.
 
     together     all tasks in one stream, in passes of up to 16K tokens
-    alone        peft_mux with one task; the time of one, times 8, as their steps are alike
+    alone        peft_mux with one task; the time of one, times 8, as their steps are equal
     packed       PEFT with one task, packed and with Liger, times 8
     hf           PEFT with one task, padded, times 8
 

@@ -6,7 +6,7 @@ sequences of mean square length over mean length L (causal attention, its backwa
 the dense bf16 rate of the H100 and H200 SXM data sheets.
 
 A contender that needs more memory than there is, by `roofline.peak_bytes`, is left out with that number; one that runs
-out of memory all the same, or fails, is reported, and the next one gets a new backbone.
+out of memory nevertheless, or fails, is reported, and the next one gets a new backbone.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def train_safely(
         torch.cuda.reset_peak_memory_stats(settings.device)
     try:
         row = plain_values(settings, TRAINERS[contender](settings, backbones.of(shape), workload, pass_tokens))
-    except Exception as error:  # the others are measured all the same
+    except Exception as error:  # the others are still measured
         first_line = (str(error).splitlines() or [""])[0][:300]
         if out_of_memory(error):
             row = {"skipped": f"out of memory: {first_line}"}
@@ -201,7 +201,7 @@ def rates(settings: Settings, steps_s: list[float], num_tokens: list[int]) -> di
 
 
 def path_of(calls: dict[str, int]) -> str:
-    """Return which path computed the adapters: "kernels", "slices", or "both"; "none" where nobody did."""
+    """Return which path computed the adapters: "kernels", "slices", or "both"; "none" if neither did."""
     taken = [name for name in ("kernels", "slices") if calls.get(name)]
     return "both" if len(taken) == 2 else (taken or ["none"])[0]
 
@@ -213,7 +213,7 @@ def judged(
 
     That is: the losses of two steps are those of PEFT, and ours ran through the kernels where there are any. The second
     step is the first that an update has changed; later ones drift apart in bf16. The floor has no adapters, so that
-    only its first step is held against that of PEFT, which comes after it.
+    only its first step is compared with that of PEFT, which comes after it.
     """
     found: dict[str, Any] = {"mfu": None, "share_of_floor": 1.0 if not measured else None}
     peak = peak_flops(settings.device)
@@ -245,7 +245,7 @@ def loss_tolerance(settings: Settings) -> float:
 
 
 def peak_flops(device: torch.device) -> float | None:
-    """Return the rate that MFU is held against, where it is known."""
+    """Return the rate that MFU is compared with, where it is known."""
     words = torch.cuda.get_device_name(device).split() if device.type == "cuda" else []
     return next((roofline.PEAK_FLOPS[word] for word in words if word in roofline.PEAK_FLOPS), None)
 
@@ -260,7 +260,7 @@ def loss_difference(losses: list[list[float]], reference: list[list[float]]) -> 
 
 
 def flops_per_token(shape: Backbone, workload: Any) -> float:
-    """Return what a step has to compute for a real token, averaged; the formula stands at the top of the file."""
+    """Return what a step has to compute for a real token, averaged; the formula is at the top of the file."""
     lengths = [(len(row["input_ids"]), task.rank) for task in workload.tasks for row in task.rows]
     num_tokens = sum(length for length, _ in lengths)
     rank = sum(length * rank for length, rank in lengths) / num_tokens

@@ -27,7 +27,7 @@ class Trained(NamedTuple):
         steps_s: seconds of each step of all tasks.
         losses: for each step, the loss of each task; for the floor, of the first step alone.
         calls: how often peft_mux computed a group of layers through "kernels" and through "slices"; `None` for others.
-        num_captures: passes captured as CUDA graphs; `None` where nobody asked for graphs.
+        num_captures: passes captured as CUDA graphs; `None` if graphs were not asked for.
     """
 
     steps_s: list[float]

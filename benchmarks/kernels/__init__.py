@@ -1,1 +1,1 @@
-"""Grouped adapter kernels beside their contenders."""
+"""Grouped adapter kernels next to their contenders."""

@@ -35,7 +35,7 @@ def main() -> None:
     stand_in_for_device()
     multiplexed, plain = passes(json.loads(setting))
     for _ in sys.stdin:
-        # The processes take turns, and the first milliseconds after a wait are slow: they are nobody's.
+        # The processes take turns, and the first milliseconds after a wait are slow: they belong to no contender.
         woken_s = time.process_time()
         while time.process_time() - woken_s < _WARM_UP_S:
             plain()
@@ -58,7 +58,7 @@ class _Kernel:
         self._count = count
 
     def launch_metadata(self, *arguments: Any) -> None:
-        """Return nothing, as a compiled kernel does while nobody profiles."""
+        """Return nothing, as a compiled kernel does without a profiler."""
 
     def run(self, *arguments: Any) -> None:
         """Count a launch."""

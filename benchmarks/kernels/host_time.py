@@ -5,7 +5,7 @@
 
 Below a few thousand tokens a pass it is not the GPU but the host, which launches its work, that sets the speed. Here
 tensors are so small that their arithmetic on a CPU vanishes; Triton's launches take the way that they take on a GPU up
-to the driver, of which a stand-in does nothing; attention over the stream does nothing as well, but is called, saved
+to the driver, which a stand-in replaces; attention over the stream does nothing as well, but is called, saved
 for and differentiated as the real one. What is left is what the host does: Python, autograd, a call an operation.
 The plain backbone, without adapters, is measured in the same process by the same means.
 

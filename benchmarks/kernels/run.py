@@ -5,10 +5,10 @@
     python -m benchmarks.kernels --dry-run                any machine: tiny shapes, every contender against float64
 
 A shape is a group of layers that read the same activations: `mux` (the path that training takes) computes it as one,
-the others layer by layer. Every contender gets the same packed rows and returns y, dx and each dA and dB; each is held
-against float64 before it is timed. Rounds of all contenders are interleaved, inputs and weights rotate so that they do
-not stay in the L2, and the median is told, launched one by one ("eager") and as a CUDA graph ("graph"). The overhead is
-over `frozen`, the products of the frozen layers alone.
+the others layer by layer. Every contender gets the same packed rows and returns y, dx and each dA and dB; each is
+compared with float64 before it is timed. Rounds of all contenders are interleaved, inputs and weights rotate so that
+they do not stay in the L2, and the median is reported, launched one by one ("eager") and as a CUDA graph ("graph").
+The overhead is over `frozen`, the products of the frozen layers alone.
 """
 
 from __future__ import annotations

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 Call = Callable[[int], Any]
-"""Work to time; it is told the number of the call, by which inputs rotate."""
+"""Work to time; it gets the number of the call, by which inputs rotate."""
 
 
 def interleaved_us(steps: dict[str, Call], device: torch.device, *, calls: int, rounds: int) -> dict[str, float]:

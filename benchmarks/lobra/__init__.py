@@ -1,1 +1,1 @@
-"""The evaluation of LobRA, as far as a planner and two cores can bear it."""
+"""The evaluation of LobRA, with a planner and two CPU cores."""

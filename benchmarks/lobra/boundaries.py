@@ -19,7 +19,7 @@ from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 def uniform_boundaries(
     max_length: int, num_buckets: int = DEFAULT_NUM_BUCKETS, interval: int = DEFAULT_INTERVAL_TOKENS
 ) -> tuple[int, ...]:
-    """Return boundaries at equal distances up to `max_length`, each a multiple of `interval` but for the last.
+    """Return boundaries at equal distances up to `max_length`, each a multiple of `interval` except the last.
 
     Fewer than `num_buckets` if there are fewer intervals.
     """

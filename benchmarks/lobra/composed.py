@@ -1,4 +1,4 @@
-"""LobRA's deployments priced by MuxTune's plans, beside those that one curve chooses: in simulation, without a GPU.
+"""LobRA's deployments priced by MuxTune's plans, next to those that one curve chooses: in simulation, without a GPU.
 
     python -m benchmarks.lobra.composed                          a few minutes, one thread
     python -m benchmarks.lobra.composed --gpus 4 8 --seeds 2     smaller
@@ -7,7 +7,7 @@ Tasks of lognormal lengths on a Llama-2-7B by the data sheet of an A100-40GB, fr
 the deployment of one curve (L Eq. 2, Eq. 10 to 12), the composed one, and the seconds of a step of both by the plans
 that `plan_tasks` makes for the rows of each replica, in which a pipeline's template is simulated. `gain` is the one
 over the other, `fit` how far the linear forms of the search are from the plans, `curve` what the curve itself says of
-its own choice. Seconds of planning are of this machine, and are held against the bound of 30 s for 64 GPUs.
+its own choice. Seconds of planning are of this machine, and are compared with the bound of 30 s for 64 GPUs.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@ Starts as many gloo processes as the replicas take, one thread each (more of the
 here are no measure of what GPUs would do). Printed for each policy of dispatch: seconds of a step, how even the
 replicas were by the tokens that they processed, and what dispatching cost: seconds of solving, and how many of them a
 step waited for, as the next step is solved on a thread while the present one runs (L section 4.3). The losses of the
-policies are held against one another: where a sequence is trained must not matter.
+policies are compared with one another: where a sequence is trained must not matter.
 """
 
 from __future__ import annotations

@@ -1,11 +1,11 @@
-"""Prints how LobRA's plans depend on tasks, GPUs and buckets, beside L Appendix B (Tables 6, 8 to 10, Figures 11, 12).
+"""Prints how LobRA's plans depend on tasks, GPUs and buckets, next to L Appendix B (Tables 6, 8 to 10, Figures 11, 12).
 
 python -m benchmarks.lobra.sensitivity           half a minute, one thread
 python -m benchmarks.lobra.sensitivity --budgets 5 20 60          two minutes more
 python -m benchmarks.lobra.sensitivity --data FOLDER --seeds 3 --steps 5
 
 The folder is that of `benchmarks.lobra.steps`: the published profile of Llama2-7B. The paper's Tables 6, 9 and 10 and
-its Figure 11 are of a 70B model, whose profile is not published: shapes of curves can be held against it, seconds
+its Figure 11 are of a 70B model, whose profile is not published: shapes of curves can be compared with it, seconds
 cannot. Every time is that of the time model.
 """
 
@@ -58,7 +58,7 @@ NUMBERS_OF_BUCKETS = (4, 6, 8, 12, 16, 24, 32)
 
 def print_alone(inputs: Inputs, seed: int) -> None:
     """Print what unequal replicas gain for each task alone."""
-    print(f"1. Each task alone on {NUM_GPUS} GPUs, beside L Tables 6 and 8; lognormal lengths, seed {seed}")
+    print(f"1. Each task alone on {NUM_GPUS} GPUs, next to L Tables 6 and 8; lognormal lengths, seed {seed}")
     tasks = inputs.tasks(lognormal, np.random.default_rng(seed), BATCHES_IN_SAMPLE)
     equal = task_sequential(tasks, NUM_GPUS, inputs.model)
     planned = lobra_sequential(tasks, NUM_GPUS, inputs.model)
@@ -77,7 +77,7 @@ def print_alone(inputs: Inputs, seed: int) -> None:
 def print_scale(inputs: Inputs, seed: int) -> None:
     """Print GPU seconds over numbers of GPUs, and of tasks."""
     print(
-        f"2. GPU seconds of a step over GPUs and tasks, beside L Figure 11 (70B there); lognormal lengths, seed {seed}"
+        f"2. GPU seconds of a step over GPUs and tasks, next to L Figure 11 (70B there); lognormal lengths, seed {seed}"
     )
     tasks = inputs.tasks(lognormal, np.random.default_rng(seed), BATCHES_IN_SAMPLE)
     print(f"   {'tasks':>5} {'GPUs':>4} {'Task-Fused':>10} {'LobRA':>8} {'saved %':>8}  {'equal replicas':<16} LobRA's")
@@ -109,7 +109,9 @@ def print_buckets(inputs: Inputs, seeds: Sequence[int], num_steps: int) -> None:
         seeds: seeds of the drawn lengths.
         num_steps: batches that are drawn for each seed.
     """
-    print(f"3. Buckets (R), beside L Figure 12; {len(seeds)} seeds from 0, {num_steps} drawn batches each, 7B, 16 GPUs")
+    print(
+        f"3. Buckets (R), next to L Figure 12; {len(seeds)} seeds from 0, {num_steps} drawn batches each, 7B, 16 GPUs"
+    )
     rows: dict[int, list[tuple[float, float, float]]] = {number: [] for number in NUMBERS_OF_BUCKETS}
     for seed in seeds:
         rng = np.random.default_rng(seed)

@@ -1,4 +1,4 @@
-"""Prints LobRA's time model, plans and savings beside the figures of the paper (PVLDB 18(8), 2616-2625).
+"""Prints LobRA's time model, plans and savings next to the figures of the paper (PVLDB 18(8), 2616-2625).
 
 python -m benchmarks.lobra                       about 2 minutes, one thread
 python -m benchmarks.lobra --data FOLDER --seeds 3 --steps 5
@@ -160,7 +160,7 @@ def published_layout(rows: Sequence[Sequence[Any]]) -> str:
 
 def print_time_model(inputs: Inputs) -> None:
     """Print how well the time model fits its measurements, and the steps of L Table 11."""
-    print("1. Time model: one layer, and whole steps beside L Table 11 (16 GPUs, 64 sequences of one length)")
+    print("1. Time model: one layer, and whole steps next to L Table 11 (16 GPUs, 64 sequences of one length)")
     for tp, fit in inputs.fits.items():
         print(
             f"   tp {tp}: mean error {fit.mean_relative_error:5.1%} over {fit.num_measurements} measurements of a layer"
@@ -188,7 +188,7 @@ def print_plans(inputs: Inputs, seeds: Sequence[int]) -> None:
     """Print which plans the drawn lengths lead to, and how often it is that of L Table 2."""
     published = inputs.tables["table2_end_to_end"]["7B_16xA100-40"]
     wanted = published_layout(published["lobra"])
-    print(f"2. The 7B plan of {NUM_GPUS} GPUs beside L Table 2: {wanted}")
+    print(f"2. The 7B plan of {NUM_GPUS} GPUs next to L Table 2: {wanted}")
     print(f"   {'lengths':<10} {'seed':>4} {'candidates':<12} {'plan':<40} {'step s':>7} {'over 4K':>8}  as in Table 2")
     matches: dict[tuple[str, bool], list[bool]] = {}
     for name, sampler in SAMPLERS.items():
@@ -325,9 +325,7 @@ def print_savings(inputs: Inputs, seeds: Sequence[int], num_steps: int) -> None:
         seeds: seeds of the drawn lengths.
         num_steps: batches that are drawn for each seed.
     """
-    print(
-        f"3. GPU seconds a step, six tasks on {NUM_GPUS} GPUs, beside L Figure 8; lognormal lengths, {len(seeds)} seeds"
-    )
+    print(f"3. GPU seconds a step, six tasks on {NUM_GPUS} GPUs, as L Figure 8; lognormal lengths, {len(seeds)} seeds")
     print(f"   from 0, {num_steps} drawn batches each; percent saved of Task-Fused with the same fixed boundaries")
     found = [savings_of_seed(inputs, seed, num_steps) for seed in seeds]
     _print_fixed(found)
@@ -335,7 +333,7 @@ def print_savings(inputs: Inputs, seeds: Sequence[int], num_steps: int) -> None:
 
 
 def _print_fixed(found: Sequence[Savings]) -> None:
-    """Print GPU seconds with fixed boundaries beside L Figure 8."""
+    """Print GPU seconds with fixed boundaries next to L Figure 8."""
     print(
         f"   {'fixed boundaries':<16} {'way':<38} {'GPU s':>7} {'saved %':>8} {'range':>16} {'paper %':>8} {'apart':>6}"
     )
@@ -358,7 +356,7 @@ def _print_fixed(found: Sequence[Savings]) -> None:
 
 
 def _print_chosen(found: Sequence[Savings]) -> None:
-    """Print GPU seconds with boundaries chosen for each step, and the configurations beside L Table 7."""
+    """Print GPU seconds with boundaries chosen for each step, and the configurations next to L Table 7."""
     print(f"   {'boundaries chosen for each step':<34} {'GPU s':>7}  {'LobRA is faster by':>18} {'range':>14}")
     for name in found[0].chosen:
         costs = [savings.chosen[name] for savings in found]
@@ -399,7 +397,7 @@ def print_planning_times(inputs: Inputs, seed: int) -> None:
         inputs: the published profile and tables.
         seed: seed of the drawn lengths.
     """
-    print(f"4. Planning time beside L Table 5 (70B there, 7B here), lognormal lengths, seed {seed}")
+    print(f"4. Planning time next to L Table 5 (70B there, 7B here), lognormal lengths, seed {seed}")
     tasks = inputs.tasks(lognormal, np.random.default_rng(seed), BATCHES_IN_SAMPLE)
     lengths, batch = all_lengths(tasks), sum(task.batch_size for task in tasks)
     print(
@@ -438,7 +436,7 @@ def main() -> None:
     """Print four tables."""
     default = SHARED_DATA / "lobra"
     parser = argparse.ArgumentParser(
-        prog="python -m benchmarks.lobra", description="LobRA's planner beside the figures of the paper"
+        prog="python -m benchmarks.lobra", description="LobRA's planner next to the figures of the paper"
     )
     parser.add_argument("--data", type=Path, default=default, help="folder of the published profile and tables")
     parser.add_argument("--seeds", type=int, default=5, help="how many seeds, from 0")

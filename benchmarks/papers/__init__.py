@@ -1,1 +1,1 @@
-"""The evaluations of both papers as far as a machine without GPUs bears them: one command, one table."""
+"""The evaluations of both papers on a machine without GPUs: one command, one table."""

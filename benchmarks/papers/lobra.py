@@ -88,7 +88,7 @@ def _actual(one: Measured) -> list[Row]:
 
 
 def two_stages(settings: Settings, data: Path = SHARED_DATA / "lobra") -> list[Row]:
-    """Figure 10: what deploying once costs against solving Eq. 1 anew for each step, by the published 7B profile."""
+    """Figure 10: what deploying once costs against solving Eq. 1 again for each step, by the published 7B profile."""
     inputs = Inputs(data)
     draw = np.random.default_rng(0)
     tasks = inputs.tasks(lognormal, draw, BATCHES_IN_SAMPLE)

@@ -110,5 +110,5 @@ def _times(found: dict[str, Measured], name: str) -> float:
 
 
 def _spread(found: dict[str, Measured]) -> str:
-    """Return the seconds of every round, which tell how far a ratio may be trusted."""
+    """Return the seconds of every round, which show how far a ratio may be trusted."""
     return "; ".join(f"{name} " + "/".join(f"{s:.2f}" for s in one.seconds) + " s" for name, one in found.items())

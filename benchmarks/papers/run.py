@@ -1,4 +1,4 @@
-"""The evaluations of MuxTune and LobRA as far as CPUs bear them, the papers' figures beside each.
+"""The evaluations of MuxTune and LobRA on CPUs, each compared with the papers' figures.
 
     python -m benchmarks.papers                               small, about 10 minutes on 2 idle cores
     python -m benchmarks.papers --parts c d                   some parts alone
@@ -100,12 +100,12 @@ def keep_others(found: dict[str, Any], before: dict[str, Any], parts: Sequence[s
 
 
 def _run_part(part: str, settings: Settings, backbone: Path, found: dict[str, Any]) -> None:
-    """Add the rows of a part to what was found, or its fault: the other parts are run all the same."""
+    """Add the rows of a part to what was found, or its fault: the other parts still run."""
     print(f"{part}: {PARTS[part]}", file=sys.stderr, flush=True)
     start = time.perf_counter()
     try:
         found["rows"] += [asdict(row) for row in _RUNS[part](settings, backbone)]
-    except Exception as error:  # a part that fails is said, and costs no other its hour
+    except Exception as error:  # a part that fails is reported, and the others run
         found["faults"][part] = f"{type(error).__name__}: {error}"
         print(f"FAULT {part}: {found['faults'][part]}", flush=True)
     found["seconds"][part] = time.perf_counter() - start

@@ -30,7 +30,7 @@ class Contender:
     Attributes:
         name: what tables call it.
         processes: processes that train together, one thread each.
-        arguments: arguments of `MultiTaskTrainingArguments` beside those that all have.
+        arguments: arguments of `MultiTaskTrainingArguments` in addition to those that all have.
         padded: whether rows are filled up to the longest of all tasks.
         is_hf: whether it is transformers' Trainer with PEFT, in one process with as many threads.
         parts: names of the tasks of each run, one run after another; `()` for one run of all.
@@ -72,7 +72,7 @@ def measure(contenders: Sequence[Contender], case: Case, rounds: int, backbone: 
 
     Args:
         contenders: whom to compare.
-        case: what all of them train on.
+        case: the rows and model that all train on.
         rounds: timed runs of each.
         backbone: folder of the saved backbone of the case.
 

@@ -21,7 +21,7 @@ PARTS = {
 
 @dataclass(frozen=True, slots=True)
 class Row:
-    """One figure beside the paper's.
+    """One figure next to the paper's.
 
     Attributes:
         part: letter of the part.

@@ -1,9 +1,9 @@
-"""Holds the planner's predictions against measurements: seconds of a step and peak memory, over many mixes of tasks.
+"""Compares the planner's predictions with measurements: seconds of a step and peak memory, over many mixes of tasks.
 
     python -m benchmarks.planner.accuracy --mixes 24 --write        about 10 minutes on 2 cores
 
 The backbone is that of `benchmarks.training.throughput`. Mixes are drawn by a seed: 1 to 8 tasks, 1 to 4 sequences of
-10 to 250 tokens in a global batch, ranks 4 to 64; in every other mix all tasks are alike. The profile is measured once,
+10 to 250 tokens in a global batch, ranks 4 to 64; in every other mix all tasks are equal. The profile is measured once,
 in this process, and knows nothing of the mixes.
 
 Each mix is trained in a process of its own, through `MultiTaskTrainer` and whatever plan it makes, on the same batch in
@@ -175,7 +175,7 @@ def compare(options: argparse.Namespace) -> list[Row]:
 def predict(
     tasks: Sequence[MixTask], measured: Measurement, profile: Any, backbone: Any, options: argparse.Namespace
 ) -> Row:
-    """Return a mix as the planner's models see it, beside what was measured.
+    """Return a mix as the planner's models see it, next to what was measured.
 
     Of the measurement only the plan is read: which tasks shared which passes.
     """

@@ -1,4 +1,4 @@
-"""The planner's figures beside those of M, Figures 9, 16, 17, 19(b) and 20: by simulation with an analytic profile.
+"""The planner's figures next to those of M, Figures 9, 16, 17, 19(b) and 20: by simulation with an analytic profile.
 
 python -m benchmarks.planner.figures             about 10 seconds, one thread
 python -m benchmarks.planner.figures --write     also benchmarks/results/planner-figures.json
@@ -131,7 +131,7 @@ def _in_turn_s(bench: Bench, loads: Sequence[TaskLoad], count: int) -> float:
 
 
 def _padded_s(bench: Bench, loads: Sequence[TaskLoad], count: int) -> tuple[float, float]:
-    """Return times with zero padding to the longest of all tasks (planned anew), and of each hTask as planned."""
+    """Return times with zero padding to the longest of all tasks (planned again), and of each hTask as planned."""
     longest = max(load.longest for load in loads)
     all_s = bench.plan([_padded(load, longest) for load in loads], count, "mux").step_s
     by_name = {load.name: load for load in loads}
@@ -238,7 +238,7 @@ def figure_19b(device: str) -> list[Row]:
                     alone_s / joint_s,
                     "x",
                     f"bubbles bound it by (C + S - 1) / C = {(count + STAGES - 1) / count:.3f}; M's numbers of tasks "
-                    "are in a picture: its figures stand beside 2, 4 and 8 here",
+                    "are in a picture: its figures are compared with 2, 4 and 8 here",
                 )
             )
     return rows

@@ -24,7 +24,7 @@ import numpy as np
 from peft_mux.scheduler.planner.fusion import cheapest_partition, fuse, group
 
 PERCENT = 0.02
-"""What the median may lie above the best of all partitions."""
+"""What the median may be above the best of all partitions."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,7 @@
 
 For mixes of 2 to 4 tasks (drawn by a seed: 2 to 8 rows of 10 to 70, or 1 or 2 of 100 to 200 tokens a step, ranks 4 to
 64) all contiguous partitions of the tasks into hTasks, with hTasks that share buckets and without, 1, 2 or 4
-micro-batches and, on tensor parallel ranks, 1 to 4 passes in turns are planned; plans that come out alike count once.
+micro-batches and, on tensor parallel ranks, 1 to 4 passes in turns are planned; equal plans count once.
 One trainer follows all of them, one after another, step by step, after a profile that two processes measured. Then the
 fastest of them and the planner's own run again by turns, as the fastest of many medians is also the luckiest; `own /
 best` is of these rounds. Steps are flushed, so that each has a time of its own.

@@ -4,11 +4,11 @@
     python -m benchmarks.processes.flush --write    also into benchmarks/results/
 
 Two stages of a Llama of random weights, in two processes over gloo, train four tasks with equal adapters, each a bucket
-of its own with C micro-batches of T tokens a step: a light load, of which the flush is a large part. `flushed` takes
+of its own with C micro-batches of T tokens a step: a light load, so the flush is a large part. `flushed` takes
 steps one by one, as `pipeline_flush="every_step"` does: passes, the sum of the norms, updates. `window` takes the same
 number of steps in one window, as "auto" does. Both run in every round, by turns first and last; `faster` is the median
 over rounds of flushed over window, both of one round, and `planned` the same of the simulator, of passes alone, over
-latencies that are measured beside them.
+latencies that are measured next to them.
 """
 
 from __future__ import annotations

@@ -30,7 +30,7 @@ TOKENS = (256, 192, 224, 160)
 NOTICED_S = 1e-4
 """A sum that is waited for longer than this was not there before."""
 NUM_PICTURED = 9
-"""Number of steps that are run for the picture, of which the fastest is drawn."""
+"""Number of steps that are run for the picture, the fastest of which is drawn."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,7 +72,7 @@ class Row:
 
 
 class SlowSum(NamedTuple):
-    """A sum that is under way on slow links, and done no sooner than their speed allows."""
+    """A sum in transit on slow links, and done no sooner than their speed allows."""
 
     pending: Any
     links: SlowLinks

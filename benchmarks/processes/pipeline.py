@@ -12,7 +12,7 @@ order:
     1f1b      1F1B over the micro-batches of all tasks, not drained in between
     gpipe     all forwards, then all backwards
 
-Every round takes one step under each schedule, by turns first and last, and measures each stage's latencies beside
+Every round takes one step under each schedule, by turns first and last, and measures each stage's latencies next to
 them, in both processes at the same time; so what they take from one another is in both. Times are medians over rounds:
 `passes` are forward and backward of all tasks, `steps` have the sums of norms and the updates too. `planned` comes from
 the simulator over the measured latencies and the measured link; it is off by planned / measured - 1. `least` compares
@@ -179,7 +179,7 @@ def _print_times(rows: Sequence[Mapping[str, Any]], num_tokens: int) -> None:
 
 
 def _print_bytes(rows: Sequence[Mapping[str, Any]]) -> None:
-    """Print what each stage sent in a step, beside the closed form."""
+    """Print what each stage sent in a step, next to the closed form."""
     for row in rows:
         if row["schedule"] == "mux":
             print(

@@ -1,4 +1,4 @@
-"""The picture of `benchmarks.processes.pipeline`: what each stage ran when in one step, planned beside measured."""
+"""The picture of `benchmarks.processes.pipeline`: what each stage ran when in one step, planned and measured."""
 
 from __future__ import annotations
 

@@ -1,1 +1,1 @@
-"""Whole training steps beside plain PEFT, and what they are made of."""
+"""Whole training steps compared with plain PEFT, and what they are made of."""

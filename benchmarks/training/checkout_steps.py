@@ -22,7 +22,7 @@ def main() -> None:
     # What a run tells its user goes elsewhere than the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
     warnings.simplefilter("ignore")
-    # The package comes first: beside the benchmarks of ROOT lies another one.
+    # The package comes first: next to the benchmarks of ROOT there is another one.
     sys.path.insert(0, checkout)
     import peft_mux
 

@@ -30,7 +30,7 @@ class Child:
     """One checkout that works in a process of its own, a step at a time.
 
     Args:
-        script: what the process runs; it is told the checkout, the root of the benchmarks and `arguments`.
+        script: what the process runs; it gets the checkout, the root of the benchmarks and `arguments`.
         checkout: folder of the checkout.
         arguments: what else the script wants to know.
     """

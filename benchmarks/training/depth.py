@@ -3,7 +3,7 @@
     python -m benchmarks.training.depth            1 minute on one core
 
 A forward and backward pass of all tasks is made in turn with and without the stop, in one process, on one thread; times
-are of the processor, the ratio is the median over the rounds. Tasks whose adapters lie on the upper half of the layers
+are of the processor, the ratio is the median over the rounds. Tasks whose adapters are on the upper half of the layers
 are the first ones, or every other one.
 """
 
@@ -42,7 +42,7 @@ def measure(spec: ModelSpec, tasks: tuple[TaskWorkload, ...], upper: set[int]) -
     Args:
         spec: the backbone.
         tasks: the tasks of a pass.
-        upper: numbers of the tasks whose adapters lie on the upper half of the layers.
+        upper: numbers of the tasks whose adapters are on the upper half of the layers.
     """
     layers = list(range(spec.num_layers // 2, spec.num_layers))
     configs = {task.name: _config(task, layers if number in upper else None) for number, task in enumerate(tasks)}

@@ -1,4 +1,4 @@
-"""Times each loss: four tasks of it in one run of this package, beside TRL's trainer for one task after another.
+"""Times each loss: four tasks of it in one run of this package, next to TRL's trainer for one task after another.
 
 python -m benchmarks.training.losses                       about 5 minutes on one core; needs trl
 

@@ -1,10 +1,10 @@
-"""A row a PEFT type: eight tasks of it in one pass, beside plain PEFT task by task; and eight tasks of eight types.
+"""A row for each PEFT type: eight tasks in one pass, and in plain PEFT task by task; and eight tasks of eight types.
 
 A pass is a forward and a backward over two rows of 64 tokens of each task, on a small Llama of random weights with the
 shape of a real one, on one thread. Times are of the processor, which others that share the machine do not change. Both
 sides begin with the same adapters and see the same rows, of one length, so that plain PEFT pads nothing; their losses
-are compared before anything is timed, and passes of both are interleaved. Memory is what a pass takes above what lies
-there before it (the peak of the resident set; Linux only).
+are compared before anything is timed, and passes of both are interleaved. Memory is what a pass takes in
+addition to what was in use (the peak of the resident set; Linux only).
 
     python -m benchmarks.training.peft_types --types IA3 VERA LOHA --repeats 5
 """
@@ -131,7 +131,7 @@ def plain(name: str, base: Any, tasks: Sequence[int]) -> Callable[[], list[float
 
 
 def compare(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Cost]:
-    """Return the cost of each run; they take turns, so that whatever else the machine does meets all alike."""
+    """Return the cost of each run; they take turns, so that whatever else the machine does affects all equally."""
     seconds: dict[str, list[float]] = {name: [] for name in runs}
     peaks = {name: peak_bytes_of(run) for name, run in runs.items()}
     for _ in range(repeats):
@@ -144,7 +144,7 @@ def compare(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Co
 
 def peak_bytes_of(run: Callable[[], Any]) -> int | None:
     """Return by how much the resident set grows while something runs; `None` where the system does not tell."""
-    run()  # gradients, and what libraries keep, lie there afterwards
+    run()  # gradients, and what libraries keep, stay afterwards
     try:
         ctypes.CDLL("libc.so.6").malloc_trim(0)
         Path("/proc/self/clear_refs").write_text("5")
@@ -164,7 +164,7 @@ def check_losses(name: str, ours: list[float], theirs: list[float]) -> None:
     """Raise an error where two sides do not do the same work; PVeRA draws for itself, and is only held to be near."""
     tolerance = 0.05 if name == "PVERA" else LOSS_TOLERANCE
     if not all(math.isclose(a, b, rel_tol=tolerance) for a, b in zip(ours, theirs, strict=True)):
-        raise RuntimeError(f"{name}: losses {ours} of peft_mux beside {theirs} of plain PEFT; no equal work.")
+        raise RuntimeError(f"{name}: losses are {ours} of peft_mux, {theirs} of plain PEFT; the work is not equal.")
 
 
 def row_of_type(name: str, base: Any, repeats: int) -> dict[str, Any]:

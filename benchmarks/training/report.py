@@ -111,7 +111,7 @@ def _cell(value: float | None, width: int, style: str) -> str:
 
 
 def write(path: Path, results: list[CaseResult], command: list[str]) -> None:
-    """Write the JSON file and, beside it, the plot.
+    """Write the JSON file and, next to it, the plot.
 
     Args:
         path: path of the JSON file.
@@ -149,7 +149,7 @@ def circumstances(command: list[str]) -> dict[str, Any]:
 
 
 def cpu_name() -> str:
-    """Return the processor's name as the system tells it."""
+    """Return the processor's name as the system reports it."""
     cpuinfo = Path("/proc/cpuinfo")
     found = re.search(r"^model name\s*:\s*(.+)$", cpuinfo.read_text(), re.MULTILINE) if cpuinfo.exists() else None
     return found[1].strip() if found else platform.processor() or platform.machine()

@@ -12,7 +12,7 @@ class Shape(NamedTuple):
     Attributes:
         model_type: of transformers.
         num_layers: decoder layers of the published model.
-        fields: what its configuration has beside the defaults of transformers.
+        fields: what its configuration has in addition to the defaults of transformers.
     """
 
     model_type: str

@@ -47,7 +47,7 @@ def main() -> None:
 
 
 def timed(name: str, parts: dict[str, list[float]], act: Callable[[], Any]) -> Any:
-    """Run something and keep its seconds; of the first time, tell how many pages of memory it touched first."""
+    """Run something and keep its seconds; of the first time, print how many pages of memory it touched first."""
     faults = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     start_s = time.perf_counter()
     result = act()

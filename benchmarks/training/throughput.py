@@ -24,7 +24,7 @@ real run. `train()` counts everything.
 Before anything is timed, each contender runs its first two steps in a process of its own, and the losses of
 every task are compared: contenders that do not agree do not do equal work, and the benchmark ends with an
 error. (The floor has no adapters, so only its first step is held to the others': adapters start at zero.)
-Timed runs are interleaved, so that whatever else the machine does meets all contenders alike.
+Timed runs are interleaved, so that whatever else the machine does affects all contenders equally.
 
     python -m benchmarks.training.throughput --tasks 8 --mix uniform nonuniform
     python -m benchmarks.training.throughput --shape qwen3-0.6b --mix nonuniform --batch-size 2 --steps 3 \
@@ -223,7 +223,7 @@ def _parser() -> argparse.ArgumentParser:
     add(
         "--shape",
         choices=SHAPES,
-        help="a published shape instead of sizes of one's own",
+        help="a published shape instead of your own sizes",
     )
     add("--layers", type=int, help="layers of the backbone; by default 8, or all of the shape")
     add("--clock", choices=CLOCKS, default="wall", help="what seconds are of; `processor` with `--threads 1` only")
@@ -233,7 +233,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, help="threads of torch; default is torch's own number")
     add("--seed", type=int, default=0, help="fixes the rows")
     add("--data", type=Path, default=DEFAULT_DATA, help="folder with the texts whose lengths are used")
-    add("--output", type=Path, help="JSON file to write; the plot goes beside it")
+    add("--output", type=Path, help="JSON file to write; the plot goes next to it")
     return parser
 
 

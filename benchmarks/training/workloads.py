@@ -86,7 +86,7 @@ class ModelSpec:
 
 @dataclass(frozen=True, slots=True)
 class TextSource:
-    """Lengths of the rows of one data set of M Table 1, and what stands in where the real text is absent.
+    """Lengths of the rows of one data set of M Table 1, and what replaces it where the real text is absent.
 
     Attributes:
         name: name of the data set.

@@ -111,7 +111,7 @@ def _results_table(tasks: list[DemoTask], before: dict[str, float], after: dict[
 
 @torch.no_grad()
 def _check_adapters(trainer: MultiTaskTrainer, root: Path) -> bool:
-    """Load every saved adapter with plain PEFT and hold its logits against the trained model's."""
+    """Load every saved adapter with plain PEFT and compare its logits with the trained model's."""
     from peft import PeftModel
     from transformers import AutoModelForCausalLM
 

@@ -89,7 +89,7 @@ class Executor:
         model: the model of this process.
         device: device of the model.
         clock: times the passes of a step.
-        shortage: why a pass of the last step found no memory, if the step was finished all the same
+        shortage: why a pass of the last step found no memory, if the step was finished nevertheless
             (`finishes_steps`); else "".
     """
 

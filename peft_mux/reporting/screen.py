@@ -288,7 +288,7 @@ class LiveProgress(Progress):
             self._live.stop()
 
     def _frame(self) -> RenderableType:
-        """Return the next frame; erase before it what is left of the last one if the window got narrower."""
+        """Return the next frame; first erase the rest of the last one if the window got narrower."""
         assert self.watch is not None, "set by the constructor"
         table, width = RunTable(self.watch.view()), self.console.size.width
         if width < self._drawn_width:

@@ -41,6 +41,13 @@ PHRASES = {
     r"\bthe more so\b": "even more",
     r"\bunder way\b": "running, in transit",
     r"\bin company\b": "with other tasks",
+    r"\bmended\b": "fixed",
+    r"\bbears? (it|them|this|that)\b": "supports, allows",
+    r"\bwhat is (left|missing) of\b": "the rest of",
+    r"\bfor its own sake\b": "because",
+    r"\b(is|are) heard of\b": "is reported",
+    r"\bhears? (of|nothing|that)\b": "is notified of, gets no events",
+    r"\ball the same\b(?! (to|as|in|for))": "nevertheless, still",
     r"\bhas to be\b": "must be",
     r"\bcomes? nearest\b": "is closest",
     r"\bfalls? to\b": "goes to",
@@ -66,6 +73,7 @@ NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 FOLDERS = sorted(
     {path.parent.relative_to(ROOT / "peft_mux").parts[0] for path in (ROOT / "peft_mux").glob("*/**/*.py")}
 )
+SCRIPTS = ("benchmarks", "examples", "tools")
 
 
 def prose(path: Path) -> str:
@@ -123,6 +131,15 @@ def test_a_page_has_none_of_the_phrases(path: Path) -> None:
 def test_the_texts_of_the_code_have_none_of_the_phrases(folder: str) -> None:
     paths = sorted((ROOT / "peft_mux" / folder).glob("**/*.py" if folder else "*.py"))
     found = [f"{path.relative_to(ROOT)}: {one}" for path in paths for text in texts(path) for one in found_in(text)]
+    assert found == [], "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", SCRIPTS)
+def test_the_texts_of_benchmarks_examples_and_tools_have_none_of_the_phrases(folder: str) -> None:
+    paths = sorted((ROOT / folder).rglob("*.py"))
+    # A parameter's name in a docstring is no phrase.
+    texts_of = {path: [re.sub(r"(?m)^ +\w+: ", "", text) for text in texts(path)] for path in paths}
+    found = [f"{path.relative_to(ROOT)}: {one}" for path in paths for text in texts_of[path] for one in found_in(text)]
     assert found == [], "\n".join(found)
 
 

@@ -1,1 +1,1 @@
-"""Right or wrong: what runs on CUDA alone, held against float64 or against the plain path, with stated tolerances."""
+"""Right or wrong: what runs on CUDA alone, compared with float64 or with the plain path, with stated tolerances."""

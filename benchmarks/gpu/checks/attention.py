@@ -1,6 +1,6 @@
 """Checks of `benchmarks.gpu`: variable-length attention on packed sequences.
 
-Forward and backward against float64, each sequence alone and together, and a sequence of NaN beside others.
+Forward and backward against float64, each sequence alone and together, and a sequence of NaN next to others.
 """
 
 from __future__ import annotations

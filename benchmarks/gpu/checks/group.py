@@ -1,7 +1,7 @@
 """Checks of `benchmarks.gpu`: q, k and v as training computes them, one group of adapters.
 
-The adapters' part alone, as the base product is the library's: against float64, and each task alone against itself in
-company. Tasks with dropout draw a mask for each layer, so their factors A are launched apart from those of the others.
+The adapters' part alone, as the base product is the library's: against float64, and each task alone against itself with
+others. Tasks with dropout draw a mask for each layer, so their factors A are launched apart from those of the others.
 """
 
 from __future__ import annotations

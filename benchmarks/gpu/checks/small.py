@@ -49,7 +49,7 @@ def work_of(workload: Any, step: int) -> Any:
 
 
 def passes_of(settings: Settings, model: Any, workload: Any, step: int) -> Any:
-    """Run the passes of a step eagerly; gradients lie in the model."""
+    """Run the passes of a step eagerly; gradients stay in the model."""
     from peft_mux.engine.executor import Executor
 
     with stand_ins(settings):

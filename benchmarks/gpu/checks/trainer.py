@@ -58,7 +58,7 @@ def trainer_rows(settings: Settings, dtype: torch.dtype) -> Iterator[Row]:
             found["weights"] = greater(float((one - other).norm() / one.norm()), found["weights"])
         limits = TOLERANCES[kind]
         statuses = sorted(set(together.statuses.values()))
-        # Beside the steps, what plans count on the meta device goes through slices.
+        # In addition to the steps, what plans count on the meta device goes through slices.
         path = "kernels" if together.calls["kernels"] else "slices"
         is_right = statuses == ["succeeded"] and all(found[part] <= limits[part] for part in limits)
         is_right = is_right and path == ("kernels" if settings.wants_kernels else "slices")

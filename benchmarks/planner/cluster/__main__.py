@@ -1,4 +1,4 @@
-"""Replays a trace of fine-tuning tasks on a simulated cluster: throughput beside M Figure 21(b), waiting, completion.
+"""Replays a trace of fine-tuning tasks on a simulated cluster: throughput next to M Figure 21(b), waiting, completion.
 
 python -m benchmarks.planner.cluster                  a week, 128 A40; 5 to 9 minutes, one thread
 python -m benchmarks.planner.cluster --quick          a day, 32 GPUs; about half a minute
@@ -91,7 +91,7 @@ def print_case(name: str, replays: Sequence[Replay]) -> None:
 
 
 def compared(name: str, replays: Sequence[Replay]) -> list[dict[str, Any]]:
-    """Return our ratios of throughput beside the paper's."""
+    """Return our ratios of throughput next to the paper's."""
     best = replays[-1].tokens_per_s
     return [
         {
@@ -165,7 +165,7 @@ def run(arguments: argparse.Namespace) -> dict[str, Any]:
 
 
 def print_assumptions(replays: Sequence[Replay], path: Path, recipes: Sequence[Recipe]) -> None:
-    """Print what all of it takes for granted."""
+    """Print the assumptions."""
     print(f"Trace {path.name}; Llama 7B shapes, 16-bit, LoRA on the four projections of attention.")
     for sentence in replays[-1].assumptions:
         print(f"* {sentence}")

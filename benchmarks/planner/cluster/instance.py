@@ -157,7 +157,7 @@ class InstanceModel:
 
     def _remembered_speed(self, kinds: Sequence[TaskKind]) -> Speed | None:
         """Return how these tasks train together, planned on the first call; `None` where memory does not hold them."""
-        # Tasks of one kind are alike to the planner: the multiset decides.
+        # Tasks of one kind are equal to the planner: the multiset decides.
         key = tuple(sorted(kinds))
         if key not in self._speeds:
             self._speeds[key] = self._fastest(key)

@@ -5,12 +5,12 @@ Assumptions, which `assumptions` puts into sentences for the reader of a `Replay
 * The cluster is cut into instances of equal size, one backbone each (`benchmarks.planner.cluster.instance`).
 * First come, first served: only the oldest waiting task is ever placed. It opens a new instance while GPUs are free
   ("spread"), or joins the fullest instance with room first ("fill"); otherwise the instance with fewest tasks that has
-  room for it; otherwise it waits, and all behind it too. Placing costs no time; nobody is moved or preempted.
+  room for it; otherwise it waits, and all behind it too. Placing costs no time; no task is moved or preempted.
 * The work of a task is the tokens that it trains in its duration when it runs alone on an instance of the reference
   system. All systems get the same work.
 * While an instance holds a set of tasks, each takes one optimizer step in every step of the instance, whose time the
-  planner predicts for that set. When a task comes or ends, all progress is settled and times are predicted anew
-  (processor sharing by events). Steps in flight are cut and go on in proportion.
+  planner predicts for that set. When a task comes or ends, all progress is settled and times are predicted again
+  (processor sharing by events). Steps in flight are cut and continue in proportion.
 * An instance that runs empty gives its GPUs back at once.
 * Tasks that find the queue full are turned away, where it has a limit. At the horizon everything stops: tokens trained
   by then count, tasks that have not ended count neither as ended nor as waiting.
@@ -281,7 +281,7 @@ class _ReplayState:
             system=self._model.system,
             num_gpus=self._settings.num_gpus,
             gpus_per_instance=self._model.spec.devices.num_devices,
-            # Not the clock, which goes on to instants that were given up when an instance's tasks changed.
+            # Not the clock, which advances to instants that were given up when an instance's tasks changed.
             elapsed_s=max((end for end in self._end if end is not None), default=0.0)
             if math.isinf(horizon_s)
             else horizon_s,
@@ -319,7 +319,7 @@ def assumptions(model: InstanceModel, reference: InstanceModel, settings: Replay
         f"A task's work is the tokens that {reference.system} trains in its duration, alone on an instance.",
         "Each task of an instance takes one optimizer step in every step of the instance; progress is settled at every "
         "arrival and end.",
-        "Placing, starting, loading, saving and failing take no time; nobody is moved or preempted.",
+        "Placing, starting, loading, saving and failing take no time; no task is moved or preempted.",
     )
 
 

@@ -60,7 +60,7 @@ class Replay:
 
     @property
     def trained_tokens(self) -> float:
-        """Effective tokens of all tasks: those their owners asked for."""
+        """Effective tokens of all tasks: those that users asked for."""
         return math.fsum(record.trained_tokens for record in self.records)
 
     @property

@@ -22,10 +22,10 @@ DATASET_TOKENS = {"sst2": 64, "openbookqa": 128, "rte": 256}
 
 @dataclass(frozen=True, slots=True, order=True)
 class TaskKind:
-    """What a task trains; tasks of one kind are alike to the planner.
+    """What a task trains; tasks of one kind are equal to the planner.
 
     Attributes:
-        tokens_per_sequence: the task's own length, to which its owner pays for padding.
+        tokens_per_sequence: the task's own length, up to which its user pays for padding.
         batch_size: sequences of the global batch.
         rank: rank of LoRA on the four projections of attention.
 
@@ -44,7 +44,7 @@ class TaskKind:
 
     @property
     def tokens_per_step(self) -> int:
-        """Tokens of the global batch that the owner asked for: effective tokens (M §5.3)."""
+        """Tokens of the global batch that the user asked for: effective tokens (M §5.3)."""
         return self.tokens_per_sequence * self.batch_size
 
     def load(self, name: str, shape: ModelShape, *, padded_to: int | None = None) -> TaskLoad:

@@ -1,4 +1,4 @@
-"""Subgraph scheduling beside the paper (MuxTune section 3.4.2 and 3.4.3, Figures 18 and 19a): computed, nothing is run.
+"""Subgraph scheduling compared with MuxTune (sections 3.4.2 and 3.4.3, Figures 18 and 19a): computed, nothing is run.
 
     python -m benchmarks.planner.subgraphs                 every table; seconds on one core
     python -m benchmarks.planner.subgraphs --instances 200 --layers 2
@@ -30,12 +30,12 @@ FIGURE_19A = {2: 1.20, 3: 1.22, 4: 1.23}
 FIGURE_18_LAYER_S, FIGURE_18_BUSY, FIGURE_18_NO_OVERLAP_S, FIGURE_18_OVERLAP_S = 43.2e-3, 0.825, 172.5e-3, 156.2e-3
 FIGURE_18_OVERLAP_BUSY, FIGURE_18_TASKS = 0.978, 4
 COMMUNICATION_BLOCKS = 8
-"""Thread blocks that communication holds beside compute (section 3.4.3)."""
+"""Thread blocks that communication takes from compute (section 3.4.3)."""
 
 
 @dataclass(frozen=True, slots=True)
 class Hardware:
-    """Datasheet rates of one device, and what share of them is assumed to be reached."""
+    """Datasheet rates of one device, and the share that is assumed to be reached."""
 
     name: str
     flops_per_s: float
@@ -65,7 +65,7 @@ H100 = Hardware("H100 SXM, NVLink 4", 989e12, 3350e9, 450e9, 132)
 
 
 def layer_latency(hardware: Hardware, num_tokens: int, length: int) -> LayerLatency:
-    """Return the base operators of one layer on one of the devices; in PEFT both directions alike (section 3.3)."""
+    """Return the base operators of one layer on one device; in PEFT the same in both directions (section 3.3)."""
 
     def linear(inputs: int, outputs: int, elementwise_bytes: int) -> float:
         weights, rows = inputs * outputs / DEGREE, num_tokens * (inputs + outputs) / DEGREE
@@ -202,7 +202,7 @@ def print_differences(layers: int) -> None:
             f"{hardware.name.split(',')[0]}: one task of 8 x 128 tokens spends {1 - alone:.1%} of its time on "
             f"communication, so overlap gains at most {1 / alone:.3f}x; it gains {gains[0]:.3f}x with 2 tasks and "
             f"{gains[1]:.3f}x with 4. In Figure 18(a) the share is {1 - FIGURE_18_BUSY:.1%} and the limit "
-            f"{1 / FIGURE_18_BUSY:.3f}x, beside {FIGURE_19A[2]:.2f}x to {FIGURE_19A[4]:.2f}x in Figure 19(a)."
+            f"{1 / FIGURE_18_BUSY:.3f}x, next to {FIGURE_19A[2]:.2f}x to {FIGURE_19A[4]:.2f}x in Figure 19(a)."
         )
     print_text(
         "Two tasks gain less than four here: an all-reduce that is longer than the output projection of the only other "
@@ -234,7 +234,7 @@ def figure_18_graphs() -> list[tuple[Subgraph, ...]]:
 
 
 def print_figure_18() -> None:
-    """Print the layer latency of 4 interleaved tasks beside Figure 18."""
+    """Print the layer latency of 4 interleaved tasks next to Figure 18."""
     graphs = figure_18_graphs()
     alone = simulate_streams(sequential_schedule(graphs[:1]), graphs[:1], overlap=False)
     blocked = simulate_streams(schedule(graphs), graphs, overlap=False)
@@ -251,7 +251,7 @@ def print_figure_18() -> None:
         ("(b) 4 tasks, no overlap", blocked, FIGURE_18_NO_OVERLAP_S, 0.847),
         ("(c) 4 tasks, overlap", overlapped, FIGURE_18_OVERLAP_S, FIGURE_18_OVERLAP_BUSY),
         (
-            f"(c) and {a40_slowdown:.1%} slower beside communication",
+            f"(c) and {a40_slowdown:.1%} slower during communication",
             slowed,
             FIGURE_18_OVERLAP_S,
             FIGURE_18_OVERLAP_BUSY,
@@ -267,7 +267,7 @@ def print_figure_18() -> None:
     print_text(
         "(b): the latency agrees; without overlap the busy share cannot differ from that of (a) here, and the paper "
         f"does not say why its own does. (c): the paper's device is busy for {paper_busy_s * 1e3:.1f} ms where 4 x (a) "
-        f"is {FIGURE_18_TASKS * alone_busy_s * 1e3:.1f} ms: its operators got slower beside communication. Here that "
+        f"is {FIGURE_18_TASKS * alone_busy_s * 1e3:.1f} ms: its operators got slower during communication. Here that "
         f"latency is met at a slowdown of {implied:.1%} while communication runs; {COMMUNICATION_BLOCKS} of "
         f"{A40.multiprocessors} multiprocessors explain {a40_slowdown:.1%}, the rest may be memory bandwidth, which is "
         f"not modelled. (c) over (b): {blocked.makespan_s / overlapped.makespan_s:.3f}x here without slowdown, "
@@ -278,7 +278,7 @@ def print_figure_18() -> None:
 
 
 def implied_slowdown(graphs: Sequence[Sequence[Subgraph]]) -> float:
-    """Return the slowdown beside communication at which the layer takes as long as in Figure 18(c)."""
+    """Return the slowdown during communication at which the layer takes as long as in Figure 18(c)."""
     launches = schedule(graphs)
     low, high = 0.0, 0.99
     for _ in range(50):
@@ -360,7 +360,7 @@ def best_of(run: Callable[[], object], repeats: int = 3) -> float:
 
 def main() -> None:
     """Print all tables."""
-    parser = argparse.ArgumentParser(description="Subgraph scheduling beside the paper's Figures 18 and 19(a).")
+    parser = argparse.ArgumentParser(description="Subgraph scheduling next to the paper's Figures 18 and 19(a).")
     parser.add_argument("--instances", type=int, default=2000, help="random buckets of each kind")
     parser.add_argument("--layers", type=int, default=4, help="decoder layers in a pass")
     options = parser.parse_args()
@@ -368,7 +368,7 @@ def main() -> None:
     print_text(
         f"{options.layers} layers forward and backward, LoRA at all linear layers, tasks interleaved as hTasks of one "
         "bucket. 'busy' is the share of time in which the compute stream runs; '8 blocks' slows compute by "
-        f"{COMMUNICATION_BLOCKS} of the multiprocessors beside communication (section 3.4.3); tokens/s are those of "
+        f"{COMMUNICATION_BLOCKS} of the multiprocessors during communication (section 3.4.3); tokens/s are those of "
         "one layer. A computation, not a measurement."
     )
     for hardware in (A40, H100):

@@ -34,7 +34,7 @@ class FusedBucket:
     """The subgraphs of one bucket after fusion, and what the fusion across hTasks did.
 
     Attributes:
-        graphs: the subgraphs of each hTask; a fused adapter stands in the graph of the first hTask that has it.
+        graphs: the subgraphs of each hTask; a fused adapter is in the graph of the first hTask that has it.
         launches: the order of Algorithm 1 over `graphs`.
         makespan_s: seconds that `launches` takes on two streams.
         unfused_makespan_s: seconds that it would take without fusion across hTasks.

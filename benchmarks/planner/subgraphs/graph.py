@@ -80,7 +80,7 @@ def topological_order(depends_on: Mapping[str, Sequence[str]], owner: str) -> tu
 
     Args:
         depends_on: for each node the nodes before it.
-        owner: the phrase that names the graph in a message of an error.
+        owner: phrase that names the graph in a message of an error.
 
     Raises:
         ValueError: for a dependency that is no node, or a cycle.
@@ -175,8 +175,8 @@ def segment(graph: OperatorGraph) -> tuple[Subgraph, ...]:
     Consecutive compute operators are clustered, each communication operator is appended to the subgraph of the
     operator that it depends on, adapters are isolated, and the priority is the topological depth.
 
-    The paper leaves open on which side of an adapter the base operator beside it goes. Two decisions, both for the sake
-    of "a longer sequence of computation operators benefits fully overlapping communication":
+    The paper leaves open on which side of an adapter the base operator next to it goes. Two decisions, both for the
+    sake of "a longer sequence of computation operators benefits fully overlapping communication":
 
     * A base operator joins what follows it, up to the communication that ends the subgraph (output, Add, all-reduce):
       the all-reduce of one hTask then runs under the output projection of the next one, not under its tiny Add.
@@ -187,7 +187,7 @@ def segment(graph: OperatorGraph) -> tuple[Subgraph, ...]:
 
     Besides, two operators are clustered only where both wait for the same communications, so that none waits for one
     that it does not need, and where the first of them feeds no communication, which its successor would delay.
-    Clusters lie on levels counted from the end of the graph; every dependency between two of them climbs, so the
+    Clusters are on levels counted from the end of the graph; every dependency between two of them climbs, so the
     result has no cycle.
 
     Args:

@@ -126,7 +126,7 @@ def train_in_turn(workload: Workload, make_trainer: Callable[[TaskWorkload, str]
                 raise RuntimeError(f"{task.name}: {trainer.state.global_step} steps, not {workload.num_steps}")
             if record_losses:
                 losses[task.name] = trainer.losses
-            # A Trainer sits in reference cycles, which would keep its backbone alive beside the next one.
+            # A Trainer sits in reference cycles, which would keep its backbone alive next to the next one.
             del trainer
             gc.collect()
     return InTurn(train_s, steps_s, losses)

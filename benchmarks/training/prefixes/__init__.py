@@ -1,1 +1,1 @@
-"""Rows that begin alike: the gain that sharing their tokens could bring, and the one that it does."""
+"""Rows with a common prefix: the gain that sharing their tokens could bring, and the one that it does."""

@@ -1,4 +1,4 @@
-"""Sharing the tokens that rows begin with alike: the ideal and the realised gain of ordinary set-ups, time and memory.
+"""Sharing the common prefixes of rows: the ideal and the realised gain of ordinary set-ups, time and memory.
 
 python -m benchmarks.training.prefixes                       some 15 minutes on one core
 python -m benchmarks.training.prefixes --only 4-shot --rounds 5

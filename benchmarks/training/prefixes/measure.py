@@ -1,4 +1,4 @@
-"""Steps with and without sharing in one process, in turns, and those of HF's Trainer and TRL's beside them.
+"""Steps with and without sharing in one process, in turns, and those of HF's Trainer and TRL's next to them.
 
 Seconds are those of the processor on one thread, which others on the machine hardly change. Losses of all contenders
 are compared before anything is timed.
@@ -49,7 +49,7 @@ class Found:
         share_s: seconds of a step with sharing, median.
         hf_s: seconds of a step of all tasks, one after another, by HF's Trainer; `None` where it has no such loss.
         trl_s: the same by TRL's trainer, a step's rows packed into one stream; `None` where HF's is.
-        peak_bytes: what training takes at most above what lies there before it, with sharing and without.
+        peak_bytes: what training takes at most above the memory in use before it, with sharing and without.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""The set-ups: ordinary ways to turn texts into rows of a batch that begin alike.
+"""The set-ups: ordinary ways to turn texts into rows of a batch with common prefixes.
 
 Texts are those of `../shared/data/text`, tokens GPT-2's. Where a data set has one answer a prompt, the rejected answers
 of DPO and the other completions of GRPO are those of other prompts.
@@ -67,7 +67,7 @@ class Batches:
 
     Attributes:
         steps: the rows of each step, tokenised as peft_mux reads them.
-        sequences: the token ids of each step's sequences, of which a row of DPO has two.
+        sequences: the token ids of each step's sequences, two of which are a row of DPO.
         vocabulary: number of different tokens; ids are below it.
     """
 
@@ -194,7 +194,7 @@ SET_UPS: tuple[SetUp, ...] = (
 
 
 def batches(set_up: SetUp, num_tasks: int, num_steps: int) -> list[Batches]:
-    """Return the rows of each task, one batch after another; ids are numbered anew so that no vocabulary is idle."""
+    """Return the rows of each task, one batch after another; ids are renumbered so that no vocabulary is idle."""
     numbers: dict[int | str, int] = {END: 0}
     encode = _encoder()
 

@@ -257,7 +257,7 @@ class CostModel:
         profile, devices, shards = self.profile, self.devices_per_stage, self.backbone_shards
         first, num_layers = sum(self.layers_per_stage[:stage]), self.layers_per_stage[stage]
         is_first, is_last = stage == 0, stage == self.num_stages - 1
-        # Stages that gather their weights are run backward all the same, as replicas gather together.
+        # Stages that gather their weights still run backward, as replicas gather together.
         stops_early = shards == 1 or self.num_stages == 1
         without_backward = np.clip(work.lowest - first, 0, num_layers) * stops_early
         # A layer of which only the forward is run counts as that part of a layer.

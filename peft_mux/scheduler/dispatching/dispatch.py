@@ -105,7 +105,7 @@ def dispatch(
 
     "balanced" minimises the time of the slowest replica: Eq. 3 in the linear form of the time model, then single moves
     as long as they help by the time model itself. Without an answer of the solver it starts from the dispatch by length
-    with work moved off its slowest group. If the plain dispatch by length is faster all the same, it is taken. A time
+    with work moved off its slowest group. If the plain dispatch by length is still faster, it is used. A time
     limit that is reached makes the answer depend on the machine; processes that must agree take it from one.
 
     Args:

@@ -328,7 +328,7 @@ class _Search:
         found = np.full(num_rows.shape, np.inf)
         for count in (*(count for count in _COUNTS if count < num_micro_batches), num_micro_batches):
             if count not in self._latencies:
-                # A task whose own micro-batch is over the bound runs all the same, alone: only company is refused.
+                # A task whose own micro-batch is over the bound still runs, but alone.
                 largest = max(self.admission.max_tokens, float(tokens.max()) / count)
                 seconds = self.cost.latency_matrix(self.loads, count)
                 self._latencies[count] = np.where(range_sums(tokens) / count <= largest, seconds, np.inf)

@@ -256,7 +256,7 @@ def test_preparing_returns_while_the_solver_still_runs_and_the_wait_is_counted()
     assert "1 steps, 1 solved ahead" in str(shares.clock)
 
 
-def test_closing_twice_is_allowed_and_a_later_step_is_divided_all_the_same() -> None:
+def test_closing_twice_is_allowed_and_a_later_step_is_still_divided() -> None:
     shares = shares_of()
     batches = cases.batches_of(cases.SKEWED)
     shares.begin(batches)

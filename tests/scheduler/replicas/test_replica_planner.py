@@ -38,7 +38,7 @@ def test_a_pipeline_is_planned_with_its_stages_and_its_links() -> None:
     assert slow.step_s(deep, chat) > PLANNER.step_s(deep, chat)
 
 
-def test_a_task_without_rows_is_updated_all_the_same_and_a_replica_without_any_does_nothing() -> None:
+def test_a_task_without_rows_is_still_updated_and_a_replica_without_any_does_nothing() -> None:
     chat = (LOADS[0].lengths[:8], ())
     outcome = PLANNER.plan(EIGHT, chat)
     assert outcome is not None
