@@ -276,9 +276,3 @@ def test_parts_are_even_whole_chunks_within_the_bound(num_tokens: int, max_token
         assert len(sizes) <= -(-num_tokens // (max_tokens // chunk * chunk))
     else:
         assert len(sizes) == -(-num_tokens // max_tokens)
-
-
-def test_whole_chunks_and_one_token_more() -> None:
-    assert part_bounds(64, 32, 16) == [(0, 32), (32, 64)]
-    assert part_bounds(65, 32, 16) == [(0, 32), (32, 64), (64, 65)]
-    assert part_bounds(4096, 1000, 64) == [(0, 832), (832, 1664), (1664, 2496), (2496, 3328), (3328, 4096)]
