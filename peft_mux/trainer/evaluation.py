@@ -247,7 +247,10 @@ class TaskEvaluator:
         new = [run for run in self._run.table.running if run.step == 0 and run.hyper.eval_on_start]
         new = [run for run in new if run.eval_data is not None and run.loader not in self._evaluated]
         self._evaluated.update(run.loader for run in new)
-        self._evaluate_together(new)
+        answers = self.generate(new)
+        for run in new:
+            if run.status is TaskStatus.RUNNING:
+                self._run.callbacks.call("on_evaluate", self.evaluate(run, answers.get(run.name)))
 
     def evaluate_if_due(self, names: Sequence[str]) -> None:
         """Evaluate the tasks that are due, and stop those whose callbacks ask for it.
@@ -259,20 +262,15 @@ class TaskEvaluator:
         # Reset before callbacks are called, which may ask for the next one.
         is_asked = self._run.control.should_evaluate
         self._run.control.should_evaluate = False
-        self._evaluate_together(
-            [run for run in runs if run.eval_data is not None and (run.is_evaluation_due or is_asked)]
-        )
+        due = {run.name for run in runs if run.eval_data is not None and (run.is_evaluation_due or is_asked)}
+        # All tasks at once, before the first one is evaluated: their completions share batches.
+        answers = self.generate([run for run in runs if run.name in due])
         for run in runs:
+            # Checked again, as callbacks of the tasks before may have ended this one.
+            if run.name in due and run.status is TaskStatus.RUNNING:
+                self._run.callbacks.call("on_evaluate", self.evaluate(run, answers.get(run.name)))
             if run.status is TaskStatus.RUNNING and self._run.log.callbacks[run.name].control.should_training_stop:
                 run.end(TaskStatus.STOPPED_EARLY, "stopped by a callback of the task")
-
-    def _evaluate_together(self, runs: Sequence[TaskRun]) -> None:
-        """Evaluate tasks one by one; their completions, which share batches, are generated before the first one."""
-        answers = self.generate(runs)
-        for run in runs:
-            # Callbacks of the tasks before may have ended this one.
-            if run.status is TaskStatus.RUNNING:
-                self._run.callbacks.call("on_evaluate", self.evaluate(run, answers.get(run.name)))
 
     def quarantine_broken_endings(self) -> None:
         """Fail the tasks whose last update left weights without a finite loss.
