@@ -27,7 +27,7 @@ COUNT = "attacks"
 """Name of the property in which a test that makes several attacks says how many: `record_property(COUNT, number)`."""
 
 IS_FULL = os.environ.get("PEFT_MUX_ATTACKS") == "full"
-# With 34 rows of a task in a pass, matrix products round alike whatever runs beside it.
+# With 34 rows of a task in a pass, matrix products round equally whatever other tasks run.
 VOCABULARY, LENGTH, BATCH, NUM_STEPS = 64, 17, 2, 6
 OTHERS = ("one", "two", "three", "four", "five")
 ATTACKED = "attacked"

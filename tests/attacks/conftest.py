@@ -26,7 +26,7 @@ def helper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Helper]:
 
 @pytest.fixture(scope="module")
 def whole(helper: Helper, tmp_path_factory: pytest.TempPathFactory) -> Whole:
-    """Return the run of a process that nobody kills."""
+    """Return the run of a process that is not killed."""
     return Whole(helper, tmp_path_factory.mktemp("whole") / "run")
 
 

@@ -419,7 +419,7 @@ def hooked(outputs: Any) -> torch.Tensor:
 
 
 def changes_given(act: Callable[[torch.Tensor], Any]) -> Callable[[Any], torch.Tensor]:
-    """Return a loss that does something to the memory of what it is given, and goes on as if it were sound."""
+    """Return a loss that does something to the memory of what it is given, and continues as if it were sound."""
 
     def spoil(outputs: Any) -> torch.Tensor:
         found = mean_loss(outputs)
@@ -454,7 +454,7 @@ CHANGED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "frees its graph": (lambda nll_M: torch.autograd.grad(nll_M.exp().sum(), nll_M), ""),
     "stops its gradient": (lambda nll_M: nll_M.requires_grad_(False), ""),
 }
-"""What a loss may do to what it is given, and how the task is blamed; nothing where it harms nobody."""
+"""What a loss may do to what it is given, and how the task is blamed; nothing where it harms no task."""
 
 
 def spoils_batch(outputs: Any) -> torch.Tensor:
@@ -713,7 +713,7 @@ class Stream:
 
     Args:
         at: number of the row from which on `act` gives the rows.
-        act: called for each row; returns what stands in its place, or raises.
+        act: called for each row; returns its replacement, or raises.
     """
 
     def __init__(self, at: int, act: Callable[[], Any]) -> None:
@@ -748,7 +748,7 @@ class NoIterator:
 
 
 class SpoiltEpoch(Stream):
-    """A short stream that fails when it is told of its second epoch."""
+    """A short stream that fails when its second epoch is set."""
 
     def set_epoch(self, epoch: int) -> None:
         """Fail from epoch 1 on."""
@@ -827,7 +827,7 @@ BLOCKED = [
 
 
 class Rows:
-    """Rows that are read by number, of which some fail.
+    """Rows that are read by number; some fail.
 
     Args:
         act: called for the fourth row.

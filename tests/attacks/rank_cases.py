@@ -50,7 +50,7 @@ class Part:
 
 
 class Stream:
-    """A stream that fails at a row, or gives another one, where it is told to."""
+    """A stream that fails at a row, or gives another one, where it is asked to."""
 
     def __init__(self, act: Callable[[], Any] | None = None) -> None:
         """Be sound by default."""
@@ -137,7 +137,7 @@ ISOLATED: dict[str, Callable[[], tuple[Fault, dict[str, Any]]]] = {
     "a stream with a bad row": lambda: (Fault({"train_dataset": Stream(lambda: None)}), {"train_dataset": Stream()}),
     "weights of NaN": lambda: (Fault(at_begin={STEP: spoil_weights}), {}),
 }
-"""Faults of one task on one process, and the settings of that task on the others: the other tasks go on."""
+"""Faults of one task on one process, and the settings of that task on the others: the other tasks continue."""
 
 FATAL: dict[str, Callable[[], Fault]] = {
     "killed": lambda: Fault(at_begin={STEP: die}),
@@ -151,7 +151,7 @@ FATAL: dict[str, Callable[[], Fault]] = {
     "a task registered there alone": lambda: Fault(at_begin={STEP: register_alone}),
     "stopped": lambda: Fault(at_begin={STEP: stop}),
 }
-"""Faults of one process after which the run cannot go on: every other process says so, and names that one."""
+"""Faults of one process after which the run cannot continue: every other process says so, and names that one."""
 
 
 def train(folder: Path, model: str, tasks: list[Task], at_begin: Any, **arguments: Any) -> Part:

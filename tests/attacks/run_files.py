@@ -38,7 +38,7 @@ def crash_run(folder: Path) -> None:
 
 
 class Whole:
-    """A run in a process of its own that nobody kills, and its folder."""
+    """A run in a process of its own that is not killed, and its folder."""
 
     def __init__(self, helper: Helper, folder: Path) -> None:
         """Run it."""
@@ -65,7 +65,7 @@ def loss_log(folder: Path) -> list[tuple[Any, ...]]:
 
 
 def assert_same_files(folder: Path, whole: Whole) -> None:
-    """Assert that adapters and loss log are those of the run that nobody killed."""
+    """Assert that adapters and loss log are those of the run that was not killed."""
     wanted = adapter_digests(whole.folder)
     assert len(wanted) == 3
     assert adapter_digests(folder) == wanted
@@ -85,7 +85,7 @@ def remove(path: Path) -> None:
 
 
 def assert_told_truly(run: Outcome, folder: Path) -> None:
-    """Assert that a task which is said to have succeeded has its adapter on the disk."""
+    """Assert that a task which is reported as succeeded has its adapter on the disk."""
     for name, status in run.statuses.items():
         if status in ("waiting", "running", "paused"):
             continue

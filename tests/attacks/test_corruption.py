@@ -152,7 +152,7 @@ def resume_and_stop(folder: Path) -> Outcome:
 
 
 def fault_of_resuming(folder: Path, sound: Outcome) -> str | None:
-    """Return what is wrong with how a run goes on in a folder; `None` where nothing is, or where it is refused."""
+    """Return what is wrong with how a run continues in a folder; `None` where nothing is, or where it is refused."""
     try:
         run = resume_and_stop(folder)
         for name in ("long", "short"):
@@ -370,7 +370,7 @@ def test_a_crafted_record_is_refused_by_name_or_passed_over(
         record = [] if hostile == "a list" else "record"
     path.write_bytes(storage.sealed_json(record))
     fault = fault_of_resuming(folder, sound)
-    # A record may leave tasks out; then they begin anew.
+    # A record may leave tasks out; then they start again.
     assert fault is None or "stands at step 0" in fault, fault
     assert sorted(one.name for one in tmp_path.iterdir()) == ["run"]
 

@@ -1,6 +1,6 @@
 """The disk is full, read-only or broken, for a while or for ever; or what stands in the run folder is a trap.
 
-No such thing ends the run or changes a bit of what is trained; and no task is said to have succeeded whose adapter is
+No such thing ends the run or changes a bit of what is trained; and no task is reported as succeeded whose adapter is
 not on the disk.
 """
 

@@ -1,6 +1,6 @@
 """One of six tasks fails in every way that its own code, data, numbers or stream can: no bit of the others moves.
 
-The others are held against the run in which the attacked task is healthy, and against those in which it is removed
+The others are compared with the run in which the attacked task is healthy, and with those in which it is removed
 after some step: equal composition, equal bits.
 """
 
@@ -61,7 +61,7 @@ class References:
     def like(self, run: Outcome, *, arrives: bool) -> Outcome | None:
         """Return the run whose other tasks went through the same bits, if there is one."""
         first = ARRIVAL if arrives else 0
-        # On most machines shapes of this size round alike whatever runs beside them, so the first one is it.
+        # On most machines shapes of this size round equally whatever other tasks run, so the first one is it.
         for leaves_after in (None, *range(first, NUM_STEPS + ARRIVAL + 1)):
             wanted = self.run(arrives=arrives, leaves_after=leaves_after)
             if all(run.digests.get(name) == wanted.digests[name] for name in OTHERS):

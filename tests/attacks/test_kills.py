@@ -25,7 +25,7 @@ NUM_STEPS = 8
 
 
 def random_kill(number: int) -> dict[str, Any]:
-    """Return when a run is killed: a while after a step was told, or at a place of a write."""
+    """Return when a run is killed: a while after a step was reported, or at a place of a write."""
     rng = random.Random(number)
     if number % 2:
         return {"kill_at": rng.randint(1, NUM_STEPS - 1), "delay": rng.uniform(0.0, 0.04)}

@@ -27,7 +27,7 @@ PATIENCE_S = 60.0
 
 @dataclass
 class Answer:
-    """What a caller was told: a value, or an error."""
+    """What a caller got: a value, or an error."""
 
     value: Any = None
     error: BaseException | None = None

@@ -1,6 +1,6 @@
 """The GPU benchmarks on a machine without a GPU: rehearsals in child processes, and the judges in this one.
 
-One rehearsal goes through Triton's interpreter, which has to be chosen before Triton is imported. The other goes
+One rehearsal goes through Triton's interpreter, which must be chosen before Triton is imported. The other goes
 without, and without the packages that a GPU machine may lack.
 """
 

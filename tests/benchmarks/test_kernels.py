@@ -118,5 +118,5 @@ def test_the_hosts_time_is_that_of_a_pass_that_launches_every_kernel(capsys: pyt
     host_time.main(["--layers", "2", "--tasks", "2", "--passes", "4"])
     hardware, row = capsys.readouterr().out.splitlines()
     assert "layers 2" in hardware
-    # Seven layers in four groups: y, dB and dS of each layer; S, dA, and but for the first group dx, of each group.
+    # Seven layers in four groups: y, dB and dS of each layer; S and dA of each group, dx of all but the first.
     assert row.endswith(f"{(2 * (3 * 7 + 3 * 4) - 1) / 2:.1f} Triton launches a layer")

@@ -1,4 +1,4 @@
-"""The benchmark of shared prefixes: its set-ups begin alike as they say, and both sides are shown to do equal work."""
+"""The benchmark of shared prefixes: set-ups have the prefixes that they state, and both sides do equal work."""
 
 from __future__ import annotations
 

@@ -34,7 +34,7 @@ def tasks():
     ]
 
 class Journal(lab.Recorder):
-    """Tells of every step while the run goes on: a killed process has no last words."""
+    """Reports every step while the run continues: a killed process has no last words."""
 
     def on_step_end(self, args, state, control, **kwargs):
         super().on_step_end(args, state, control, **kwargs)

@@ -88,7 +88,7 @@ def test_a_spoilt_checkpoint_is_passed_over_for_the_one_before_it_and_named(
         act(root / name / "checkpoint-4" / file)
     run, said = said_while_resuming(root, capsys)
     for name in "ab":
-        # A spoilt one goes back to step 2 and takes its later steps again, another one goes on at step 4.
+        # A spoilt one goes back to step 2 and takes its later steps again, another one continues at step 4.
         assert len(run.losses[name]) == (5 if name in spoilt else 3)
         last = [Run(one.trainer, Recorder(losses={name: one.losses[name][-3:]})) for one in (run, whole)]
         lab.assert_same(*last, name, 1e-5)

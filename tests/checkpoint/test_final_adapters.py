@@ -1,4 +1,4 @@
-"""The adapter that a task leaves behind is as it was written, or whoever reads it is told; resuming repairs it."""
+"""The adapter that a task leaves behind is as it was written, or reading it fails; resuming repairs it."""
 
 from __future__ import annotations
 

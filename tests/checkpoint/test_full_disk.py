@@ -78,7 +78,7 @@ def test_a_task_whose_adapter_was_never_written_has_failed_and_the_report_names_
         assert str(tmp_path / name / "checkpoint-2") in task.reason, "where the last good copy lies"
     table = run.trainer.report().splitlines()
     assert ["not saved" in line for line in table[1:3]] == [True, True]
-    # Whoever resumes trains the lost steps again, and succeeds.
+    # A resumed run trains the lost steps again, and succeeds.
     again = lab.train(tasks(), tmp_path, resume=True, **SAVING)
     assert set(again.trainer.task_statuses.values()) == {TaskStatus.SUCCEEDED}
     assert again.losses == {name: whole.losses[name][2:] for name in "ab"}
@@ -135,7 +135,7 @@ def test_an_adapter_that_reads_back_otherwise_than_it_was_written_is_no_success(
     run = lab.train(tasks(), tmp_path, **SAVING)
     assert run.trainer.task_statuses == {"a": TaskStatus.FAILED, "b": TaskStatus.SUCCEEDED}
     assert "adapter_model.safetensors" in run.trainer.table["a"].reason
-    # The state of its last step was written all the same, and holds the adapter.
+    # The state of its last step was still written, and holds the adapter.
     assert str(tmp_path / "a" / "checkpoint-7") in run.trainer.table["a"].reason
     monkeypatch.undo()
     mended = lab.train(tasks(), tmp_path, resume=True, **SAVING)

@@ -70,7 +70,7 @@ def test_a_run_killed_at_a_moment_of_chance_resumes_to_the_same_bits(
     seed: int, helper: Helper, whole: Outcome, tmp_path: Path
 ) -> None:
     rng = random.Random(seed)
-    # The step is said before it is evaluated and saved; the delay lets the kill fall into either.
+    # The step is reported before it is evaluated and saved; the delay lets the kill fall into either.
     killed = helper.run(tmp_path / "run", kill_at=rng.randint(2, 6), delay=rng.uniform(0.0, 0.03))
     assert_resumes(helper, tmp_path / "run", killed, whole)
 

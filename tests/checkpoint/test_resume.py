@@ -1,4 +1,4 @@
-"""A run that is interrupted and resumed goes on as if nothing had happened, in every bit of every task."""
+"""A run that is interrupted and resumed continues as if nothing had happened, in every bit of every task."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def all_kinds() -> list[Task]:
     """Return one task of each kind that resuming must know to put back; the longest takes 9 steps."""
     stream = IterableDataset.from_generator(stream_rows, gen_kwargs={"seed": 5}).shuffle(seed=3, buffer_size=4)
     return [
-        # Three epochs of three batches, of which the last is smaller; the schedule never stands still.
+        # Three epochs of three batches, the last of which is smaller; the schedule never stands still.
         lab.small_task(
             "epochs",
             data_seed=1,
@@ -140,7 +140,7 @@ def assert_went_the_same(run: Run, whole: Run, *, first: int) -> None:
         losses, digests = whole.losses[name][first:], whole.recorder.digests[name][first:]
         assert [repr(loss) for loss in run.losses.get(name, [])] == [repr(loss) for loss in losses], name
         mine = run.recorder.digests.get(name, [])
-        # "fails" has no moments after its failure, and NaN or restored weights: equal all the same.
+        # "fails" has no moments after its failure, and NaN or restored weights: still equal.
         assert mine == digests, f"{name}: first difference at step {first + differing(mine, digests)}"
 
 
@@ -243,7 +243,7 @@ def test_a_paused_task_is_paused_still_after_resuming(step: int, tmp_path: Path)
 
 
 def logged(run: Run) -> list[str]:
-    """Return the records of `metrics.jsonl` that tell of tasks, but for when; their order in a step has no meaning."""
+    """Return the records of `metrics.jsonl` about tasks, without their times; their order in a step has no meaning."""
     records = [{**record, "time": 0} for record in run_records(folder_of(run))]
     return sorted(json.dumps(record) for record in records if record["event"] in ("train", "eval", "status"))
 

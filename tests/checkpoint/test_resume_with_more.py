@@ -1,4 +1,4 @@
-"""A run that goes on with more steps, with other rates from here on, with tasks added and dropped; all of it told."""
+"""A run that continues with more steps, with other rates from here on, with tasks added and dropped; all of it told."""
 
 from __future__ import annotations
 

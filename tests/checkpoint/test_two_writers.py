@@ -30,7 +30,7 @@ def files(root: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run that nobody disturbs."""
+    """The undisturbed run."""
     return lab.train(tasks(), tmp_path_factory.mktemp("whole"), **SAVING)
 
 

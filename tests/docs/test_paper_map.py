@@ -16,14 +16,14 @@ DOCUMENTS = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", ROOT / "benchmarks/RE
 
 
 def named_files(cell: str) -> list[tuple[str, Path | None, str]]:
-    """Return what a cell names, as it stands there, with its path (`None` where there is none) and its name in it."""
+    """Return the text of each name in a cell, with its path (`None` where there is none) and its name in it."""
     found: list[tuple[str, Path | None, str]] = []
     folders: list[Path] = []
     for text in re.findall(r"`([^`]+)`", cell):
         path, _, name = text.partition("::")
         if not re.fullmatch(r"[\w./-]+(\.py|\.md|/)", path):
             continue
-        # A bare file name lies in the folder of a file that the cell has named before, or in such a folder.
+        # A bare file name is in the folder of a file that the cell has named before, or in such a folder.
         places = [PACKAGE / path, ROOT / path, *(folder / path for folder in reversed(folders) if "/" not in path)]
         if path.startswith("catalogue/"):
             places += [folder / path for folder in folders]

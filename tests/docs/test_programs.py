@@ -32,7 +32,7 @@ BLOCKS = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.DOTALL)
 
 
 def words(text: str) -> list[str]:
-    """Return what stands in backticks."""
+    """Return the code in backticks."""
     return re.findall(r"`([^`]+)`", text)
 
 
@@ -44,7 +44,7 @@ def rows_of(header: str) -> dict[str, str]:
 
 
 def after(start: str) -> list[str]:
-    """Return what stands in backticks in a paragraph."""
+    """Return the code in backticks of a paragraph."""
     return words(PAGE[PAGE.index(start) :].split("\n\n")[0])
 
 

@@ -1,4 +1,4 @@
-"""The messages that the docs explain are said by the code, and the site has all pages."""
+"""The code has the messages that the docs explain, and the site has all pages."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ PIECES = re.findall(r"^\| `([^`]+)` \|", (ROOT / "docs/troubleshooting.md").read
 
 @pytest.fixture(scope="module")
 def said() -> str:
-    """Return all code, with strings that go on in the next line put together."""
+    """Return all code, with strings joined that continue on the next line."""
     code = "\n".join(path.read_text(encoding="utf-8") for path in sorted((ROOT / "peft_mux").rglob("*.py")))
     return re.sub(r'"\s*\n\s*f?"', "", code)
 

@@ -106,7 +106,7 @@ def check_your_own_data(notebook: Any) -> None:
     assert "chat, messages: user: Is 0 even?\n[yes<|end|>]" in printed, "the assistant alone carries loss"
     assert "### Response:\n[zero<|end|>]" in printed
     assert "cut 100.0%" in printed
-    assert printed.count("8 held-out rows are trained on as well") == 1, "and no more once that is mended"
+    assert printed.count("8 held-out rows are trained on as well") == 1, "and not after that is fixed"
     for message in (
         (
             r'must have the columns .*, got columns question, answer.* row_format={"prompt": "question", '

@@ -1,4 +1,4 @@
-"""The model card in a task's folder, what lies beside it, and that nothing of the owner's is written over."""
+"""The model card in a task's folder, the files next to it, and that files of the user are not overwritten."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def test_a_link_in_place_of_a_card_is_not_followed(folder: Path, tmp_path: Path)
 
 
 class Words:
-    """Stands in for a tokenizer of so many words."""
+    """A stand-in for a tokenizer of so many words."""
 
     def __init__(self, count: int) -> None:
         self.count = count
