@@ -118,16 +118,18 @@ def describe_run(root: Path, args: MultiTaskTrainingArguments, table: TaskTable,
     storage.write_file(root / ENVIRONMENT_NAME, json.dumps(environment_of(args), indent=2).encode())
 
 
+def task_config(run: TaskRun) -> dict[str, Any]:
+    """Return every setting of a task in effect."""
+    return {**asdict(run.hyper), "num_steps": run.num_steps, "peft_config": run.task.peft_config.to_dict()}
+
+
 def describe_tasks(root: Path, args: MultiTaskTrainingArguments, table: TaskTable, *, keeps: bool = False) -> None:
     """Write every setting in effect into `config.json`; with `keeps`, tasks that have left stay in the file.
 
     Raises:
         CheckpointError: if it cannot be written.
     """
-    tasks = {
-        run.name: {**asdict(run.hyper), "num_steps": run.num_steps, "peft_config": run.task.peft_config.to_dict()}
-        for run in table
-    }
+    tasks = {run.name: task_config(run) for run in table}
     if keeps:
         # A user may have edited or removed the file; nothing is resumed from it.
         with suppress(OSError, ValueError, KeyError, TypeError):

@@ -48,8 +48,8 @@ _NOT_IN_FILES = "name peft_config train_dataset eval_dataset callbacks compute_m
 TASK_KEYS = (*DATA_KEYS, "peft", *(name for name in TASK_FIELDS if name not in _NOT_IN_FILES.split()))
 """The keys of a task in a file."""
 _TOP_KEYS = ("model", "tokenizer", "output_dir", "run", "defaults", "tasks", "model_init_kwargs")
-_MAX_BYTES, _MAX_NODES = 2**23, 200_000
-"""Limits of a file, and of its values once aliases are written out."""
+_MAX_NODES = 200_000
+"""Limit of the values of a file once aliases are written out."""
 _FREE_SECTIONS = ("model_init_kwargs",)
 """Sections that are passed on unchanged, in which numbers may be keys (`max_memory: {0: 10GiB}`)."""
 _WHEN_EVALUATED = ("eval_steps", "eval_delay", "eval_on_start")
@@ -241,8 +241,6 @@ def _text_of(path: Path, fix: str = "") -> str:
     try:
         if path.exists() and not path.is_file():  # a pipe may never end
             raise OSError("it is not a regular file")
-        if (size_bytes := path.stat().st_size) > _MAX_BYTES:
-            raise OSError(f"it must have at most {_MAX_BYTES} bytes, got {size_bytes}")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} must be UTF-8 text: {error}. Save it as UTF-8.") from error

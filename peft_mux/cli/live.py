@@ -14,6 +14,7 @@ from peft_mux.reporting.views import RunView, interrupted, view_of_records, wind
 from peft_mux.storage import keeper_of, loading_of, read_regular
 from peft_mux.trainer.mailbox import Mailbox
 
+_SHOWN = ("status", "step", "num_steps", "loss", "eval_loss", "reason")
 _FIX = (
     "Resume it with peft-mux train FILE --resume; with --next, this is done then, before its first step. (A run ends "
     "when all its tasks are paused.)"
@@ -32,16 +33,7 @@ def show_status(arguments: argparse.Namespace) -> int:
     requests = Mailbox(root).requests()
     if arguments.json:
         tasks = {
-            one.name: {
-                "status": one.status,
-                "step": one.step,
-                "num_steps": one.num_steps,
-                "loss": one.loss,
-                "eval_loss": one.eval_loss,
-                "reason": one.reason,
-                "token_share": one.share,
-            }
-            for one in view.tasks
+            one.name: {**{name: getattr(one, name) for name in _SHOWN}, "token_share": one.share} for one in view.tasks
         }
         found = {
             "run": str(root),

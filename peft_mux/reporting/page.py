@@ -286,32 +286,19 @@ _PAGE_STYLE = (
 _MOST_LINES = 10
 
 
-class MeasuredPass(NamedTuple):
-    """A pass as one process timed it.
-
-    Attributes:
-        tasks: names of the tasks in it; of passes in turns, of all of them.
-        seconds: seconds of its forward and backward on that process.
-    """
-
-    tasks: tuple[str, ...]
-    seconds: float
-
-
 class MeasuredStep(NamedTuple):
     """The last step under a plan as one process timed it.
 
     Attributes:
         rank: rank of the process.
         stage: stage of the pipeline that it holds.
-        replica: replica that it is part of.
-        passes: its passes, in the order in which they ended.
+        passes: the names of the tasks in each pass (of passes in turns, of all of them), and the seconds of its forward
+            and backward, in the order in which they ended.
     """
 
     rank: int
     stage: int
-    replica: int
-    passes: tuple[MeasuredPass, ...]
+    passes: tuple[tuple[tuple[str, ...], float], ...]
 
 
 def page_html(
@@ -395,11 +382,11 @@ def timeline_html(plan: Plan | None, steps: Sequence[MeasuredStep]) -> str:
         rows.append((f"planned{name}", planned_bars(simulation, stage)))
         for step in [step for step in steps if step.stage == stage and step.passes]:
             bars, at_s = [], 0.0
-            for one in step.passes:
-                bucket = next((found for name in one.tasks if (found := plan.bucket_of(name)) is not None), 0)
-                names = ", ".join(one.tasks[:4]) + (f" and {len(one.tasks) - 4} more" if len(one.tasks) > 4 else "")
-                bars.append(Bar(at_s, at_s + one.seconds, bucket, f"{names}: {seconds_text(one.seconds)}"))
-                at_s += one.seconds
+            for tasks, seconds in step.passes:
+                bucket = next((found for name in tasks if (found := plan.bucket_of(name)) is not None), 0)
+                names = ", ".join(tasks[:4]) + (f" and {len(tasks) - 4} more" if len(tasks) > 4 else "")
+                bars.append(Bar(at_s, at_s + seconds, bucket, f"{names}: {seconds_text(seconds)}"))
+                at_s += seconds
             end = max(end, at_s)
             rows.append((f"measured process {step.rank}" if len(steps) > 1 else "measured", bars))
     return (

@@ -15,6 +15,7 @@ from peft_mux.reporting.views import curve_of, number_text, share_text, shortene
 from peft_mux.task import TaskStatus
 
 _HEADS = ("task", "status", "steps", "loss", "best", "eval", "time", "of time", "tokens", "adapter")
+_METRIC_WORDS = {"loss": "train", "eval_loss": "eval"}
 _LEAST_NAME = 10
 _FIRST_TO_GO = ("of time", "tokens", "time", "eval", "best")
 """Which columns a narrow window leaves out first."""
@@ -231,7 +232,7 @@ def _cells(rows: Sequence[ReportRow], is_interrupted: bool) -> list[tuple[str, .
                 status_word(row, is_interrupted),
                 f"{row.step}/{row.num_steps}",
                 number_text(row.loss),
-                f"{_metric_word(row.best_metric)} {number_text(row.best)}",
+                f"{_METRIC_WORDS.get(row.best_metric, row.best_metric.removeprefix('eval_'))} {number_text(row.best)}",
                 number_text(row.eval_loss),
                 time_text(row.seconds),
                 share_text(row.time_share),
@@ -244,11 +245,6 @@ def _cells(rows: Sequence[ReportRow], is_interrupted: bool) -> list[tuple[str, .
     shows_shares = sum(row.time_share is not None for row in rows) > 1
     left_out = None if shows_shares else _HEADS.index("of time")
     return [tuple(cell for column, cell in enumerate(own) if column != left_out) for own in cells]
-
-
-def _metric_word(metric: str) -> str:
-    """Return the name of a metric in the column of best values, such as "train", "eval" or "accuracy"."""
-    return {"loss": "train", "eval_loss": "eval"}.get(metric, metric.removeprefix("eval_"))
 
 
 def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:

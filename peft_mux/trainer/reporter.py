@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import platform
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import Any
 
 from transformers.trainer_utils import TrainOutput
 
-from peft_mux.checkpoint.saver import numerics_of
+from peft_mux.checkpoint.saver import environment_of, task_config
 from peft_mux.engine.allocator import peak_bytes
 from peft_mux.engine.tasks.task_run import run_interval
 from peft_mux.errors import ConfigError
-from peft_mux.reporting.banner import device_words
 from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
-from peft_mux.reporting.page import MeasuredPass, MeasuredStep, page_html, plot_losses, task_curves
+from peft_mux.reporting.page import MeasuredStep, page_html, plot_losses, task_curves
 from peft_mux.reporting.recorders import PassReport, pass_lines, shared_tokens
 from peft_mux.reporting.report import RankRecord, RunReport, next_lines, paused_line, report_row
 from peft_mux.reporting.views import RunView, interrupted, view_of, view_of_records
@@ -160,13 +157,10 @@ class Reporter:
         run, followed = self._run, self._run.log.times.followed
         passes = () if followed is None else followed[1].passes
         own_passes = tuple(
-            MeasuredPass(tuple(dict.fromkeys(part.task for rows in one.passes for part in rows)), one.seconds)
-            for one in passes
+            (tuple(dict.fromkeys(part.task for rows in one.passes for part in rows)), one.seconds) for one in passes
         )
-        steps = []
-        for rank, found in enumerate(run.processes.gather(own_passes)):
-            place = run.layout.place(rank)
-            steps.append(MeasuredStep(rank, place.stage, place.replica, tuple(MeasuredPass(*one) for one in found)))
+        gathered = run.processes.gather(own_passes)
+        steps = tuple(MeasuredStep(rank, run.layout.place(rank).stage, own) for rank, own in enumerate(gathered))
         num_tasks = sum(1 for _ in run.table)
         if num_tasks >= _MANY and run.saver.folder is not None:
             run.log.say(f"writing cards and pictures of {num_tasks} tasks, and the page of the run")
@@ -179,7 +173,7 @@ class Reporter:
         # If no step was taken, the page of the earlier steps is kept.
         if run.saver.is_writer and run.saver.folder is not None and (num_steps or self._page is None):
             try:
-                self._write_page(in_turn, tuple(steps))
+                self._write_page(in_turn, steps)
             except Exception as error:  # the page must not lose what was trained
                 run.log.warn(f"{run.root / PAGE_NAME}: could not be written ({describe_error(error)})")
             try:
@@ -205,12 +199,9 @@ class Reporter:
     def _write_page(self, in_turn: str, steps: Sequence[MeasuredStep]) -> None:
         run, followed = self._run, self._run.log.times.followed
         # `to_dict` masks tokens that a user gave as arguments.
-        config: dict[str, Any] = {"arguments of the run": run.args.to_dict()}
-        for own in run.table:
-            peft_config = own.task.peft_config.to_dict()
-            config[f"task {own.name}"] = {**asdict(own.hyper), "num_steps": own.num_steps, "peft_config": peft_config}
-        numerics = numerics_of(run.args)
-        versions = {name.removesuffix(" version"): numerics[name] for name in numerics if name.endswith("version")}
+        config = {"arguments of the run": run.args.to_dict()}
+        config |= {f"task {own.name}": task_config(own) for own in run.table}
+        environment = environment_of(run.args)
         remark = ""
         if run.interrupted_by:
             remark = f"Interrupted by {signal.Signals(run.interrupted_by).name}: it can be resumed."
@@ -221,13 +212,7 @@ class Reporter:
             None if followed is None else followed[0],
             steps,
             config={name: json.dumps(section, indent=2, default=str) for name, section in config.items()},
-            versions={
-                "Python": f"{platform.python_version()}, {platform.platform()}",
-                "device": device_words(run.args.device),
-                **versions,
-                "attention": numerics["attention"],
-                "world_size": numerics["world_size"],
-            },
+            versions={**environment.pop("versions"), **{name: own for name, own in environment.items() if own}},
             remark=remark,
             is_host=run.args.device.type != "cuda",
         )

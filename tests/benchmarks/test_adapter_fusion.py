@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from benchmarks.planner.subgraphs.adapter_fusion import fuse_adapters, fuse_site, fuse_within, fused_latency_s
-from benchmarks.planner.subgraphs.graph import Operator, OperatorGraph, segment, with_priorities
+from benchmarks.planner.subgraphs.graph import Operator, OperatorGraph, segment
 from benchmarks.planner.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
 from benchmarks.planner.subgraphs.schedule import compute_stall_s, schedule, simulate_streams
 
@@ -54,15 +54,6 @@ def test_adapters_of_the_tasks_of_one_htask_become_one_operator_a_site() -> None
     assert len(fused.operators) == len(graph.operators) - 2 * 4
 
 
-def test_fusion_of_one_task_is_that_task() -> None:
-    graph = an_htask(0)
-    assert fuse_within(graph) == graph
-    (bucket,) = fuse_adapters([[graph]])
-    assert bucket.graphs == (segment(graph),)
-    assert bucket.launches == schedule([segment(graph)])
-    assert (bucket.fused_sites, bucket.makespan_s) == ((), bucket.unfused_makespan_s)
-
-
 def test_single_task_htasks_of_a_bucket_share_their_adapters_at_every_site() -> None:
     (bucket,) = fuse_adapters([[an_htask(number) for number in range(3)]])
     assert bucket.fused_sites == tuple(f"layer0.{linear}.lora" for linear in LINEARS)
@@ -77,42 +68,6 @@ def test_single_task_htasks_of_a_bucket_share_their_adapters_at_every_site() -> 
     saved_s = 4 * (3 - 1) * 1.0  # three adapters of 1 s take 1 s together
     assert bucket.unfused_makespan_s - bucket.makespan_s == pytest.approx(saved_s)
     assert compute_stall_s(simulate_streams(bucket.launches, bucket.graphs)) == pytest.approx(1.5)
-
-
-def test_fusing_the_adds_would_stop_the_overlap_of_the_all_reduces() -> None:
-    def bucket(fused_add: bool) -> list[OperatorGraph]:
-        graphs = []
-        for number in range(2):
-            add = Operator("add", "adapter", 0.25, ("output",), 0.5, "add") if fused_add else None
-            operators = [Operator("output", "compute", 2.0), add or Operator("add", "compute", 0.25, ("output",))]
-            # An empty operator keeps the fused Add apart from the all-reduce, which would otherwise forbid fusion.
-            operators.append(Operator("ready", "compute", 0.0, ("add",)))
-            operators.append(Operator("all_reduce", "communication", 1.5, ("ready",)))
-            operators.append(Operator("gate_up", "compute", 8.0, ("all_reduce",)))
-            graphs.append(OperatorGraph(f"h{number}", (f"t{number}",), tuple(operators)))
-        return graphs
-
-    apart = with_priorities([segment(graph) for graph in bucket(False)])
-    together = fuse_site([segment(graph) for graph in bucket(True)], "add")
-    assert together is not None
-    assert compute_stall_s(simulate_streams(schedule(apart), apart)) == 0.0
-    assert compute_stall_s(simulate_streams(schedule(together), together)) == pytest.approx(1.5)
-
-
-def test_htasks_of_several_tasks_are_not_fused_with_others() -> None:
-    (bucket,) = fuse_adapters([[an_htask(0, tasks=2), an_htask(1)]])
-    assert bucket.fused_sites == ()
-    assert all(item.fused_with == () for graph in bucket.graphs for item in graph)
-    assert [item.name for item in bucket.graphs[0] if item.is_adapter] == [f"layer0.{n}.lora" for n in LINEARS]
-
-
-def test_nothing_is_fused_across_buckets() -> None:
-    apart = fuse_adapters([[an_htask(0)], [an_htask(1)]])
-    assert [bucket.fused_sites for bucket in apart] == [(), ()]
-    for number, bucket in enumerate(apart):
-        assert {key.split("/")[0] for graph in bucket.graphs for item in graph for key in item.depends_on} == {
-            f"h{number}"
-        }
 
 
 def test_a_fusion_that_would_close_a_cycle_is_left_out() -> None:

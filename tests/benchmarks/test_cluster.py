@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -15,13 +14,12 @@ pytest.importorskip("simpy", reason="simpy is not installed")
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.planner.cluster.instance import SYSTEMS, InstanceModel, InstanceSpec, eager_profile
+from benchmarks.planner.cluster.instance import SYSTEMS, InstanceModel, InstanceSpec
 from benchmarks.planner.cluster.replay import ReplaySettings, replay
 from benchmarks.planner.cluster.result import Replay
-from benchmarks.planner.cluster.trace import NON_UNIFORM, UNIFORM, TaskKind, TracedTask, read_trace
+from benchmarks.planner.cluster.trace import UNIFORM, TaskKind, TracedTask, read_trace
 from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.memory import ModelShape
-from peft_mux.scheduler.costs.profile import analytic_profile
 
 SHAPE = ModelShape(8, 1024, 2816, 1024, 1024, 32000, 2 * 130_000_000, 2)
 SPEC = InstanceSpec(parse_devices("2xA40"), SHAPE, max_tasks=3, micro_batch_counts=(4,))
@@ -136,13 +134,6 @@ def test_spread_opens_an_instance_while_gpus_are_free_and_fill_joins_first() -> 
     assert fill.allocated_gpu_s < spread.allocated_gpu_s
 
 
-def test_a_full_queue_turns_tasks_away() -> None:
-    result = run([task(index, 1000) for index in range(5)], "nemo", num_gpus=2, queue_limit=1)
-    assert [record.rejected for record in result.records] == [False, False, True, True, True]
-    assert result.num_rejected == 3
-    assert len(result.completion_s) == 2
-
-
 def test_at_the_horizon_only_what_was_trained_by_then_counts() -> None:
     one = task(10, 100)
     result = run([one, task(5000, 1)], "nemo", horizon_s=35.0)
@@ -151,22 +142,6 @@ def test_at_the_horizon_only_what_was_trained_by_then_counts() -> None:
     assert result.completion_s == ()
     assert result.waiting_s == (0.0,)
     assert result.summary()["completion_minutes"] is None
-
-
-def test_figures_are_means_and_percentiles_in_minutes() -> None:
-    tasks = [task(0, 60 * minutes) for minutes in (1, 2, 3, 4)]
-    summary = run(tasks, "nemo", num_gpus=8).summary()
-    assert summary["completion_minutes"] == pytest.approx({"mean": 2.5, "p50": 2.5, "p90": 3.7, "p99": 3.97})
-    assert summary["waiting_minutes"]["mean"] == 0.0
-
-
-def test_the_same_replay_twice_gives_the_same_bytes() -> None:
-    draw, submit_s, tasks = random.Random(0), 0.0, []
-    for kind in NON_UNIFORM.draw(30):
-        submit_s += draw.expovariate(0.1)
-        tasks.append(TracedTask(submit_s, max(1.0, draw.expovariate(1 / 60)), kind))
-    fresh = replay(tasks, InstanceModel("muxtune", SPEC), InstanceModel("nemo", SPEC), ReplaySettings(4))
-    assert fresh.to_json() == run(tasks).to_json()
 
 
 # ------------------------------------------------------------------- instances
@@ -178,38 +153,6 @@ def test_zero_padding_is_computed_by_sl_peft_alone() -> None:
     assert MODELS["muxtune"].speed(kinds).computed_tokens == own
     assert MODELS["sl-peft"].speed(kinds).computed_tokens == 256 * (SHORT.batch_size + LONG.batch_size)
     assert MODELS["sl-peft"].speed([SHORT, SHORT]).computed_tokens == 2 * SHORT.tokens_per_step
-
-
-@pytest.mark.parametrize("system", SYSTEMS)
-def test_a_speed_does_not_depend_on_the_order_of_tasks(system: str) -> None:
-    kinds = [SHORT, LONG][: MODELS[system].max_tasks]
-    assert MODELS[system].speed(kinds) == MODELS[system].speed(kinds[::-1])
-
-
-def test_sharing_trains_more_tokens_a_second_than_one_task_alone() -> None:
-    model = MODELS["muxtune"]
-    assert model.speed([SHORT] * 3).step_s < 3 * model.speed([SHORT]).step_s
-    assert model.speed([LONG] * 3).utilization > model.speed([LONG]).utilization
-
-
-def test_eager_operators_are_slower_at_every_number_of_tokens() -> None:
-    device = SPEC.devices.device
-    profile = analytic_profile(device, SHAPE)
-    eager = eager_profile(profile, device, SHAPE)
-    for tokens in (1, 64, 1000, 16384):
-        assert eager.layer(tokens) > profile.layer(tokens)
-    assert MODELS["hf-peft"].speed([LONG]).step_s > MODELS["nemo"].speed([LONG]).step_s
-
-
-def test_the_fastest_number_of_micro_batches_is_taken() -> None:
-    free = InstanceModel("nemo", replace(SPEC, micro_batch_counts=(1, 4, 16)))
-    fixed = [InstanceModel("nemo", replace(SPEC, micro_batch_counts=(count,))) for count in (1, 4, 16)]
-    assert free.speed([LONG]).step_s == min(model.speed([LONG]).step_s for model in fixed)
-
-
-def test_no_more_micro_batches_than_sequences() -> None:
-    model = InstanceModel("nemo", replace(SPEC, micro_batch_counts=(16,)))
-    assert model.speed([TaskKind(64, 2, 8)]).num_micro_batches == 2
 
 
 def test_memory_bounds_how_many_tasks_share_an_instance() -> None:
@@ -257,33 +200,3 @@ def test_the_adapted_week_has_the_figures_of_the_paper(shared_data: Path) -> Non
 
 
 # --------------------------------------------------------------------- drawing
-
-
-def test_replays_are_drawn_into_a_png_file(tmp_path: Path) -> None:
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
-    from benchmarks.planner.cluster.plot import save_replays
-
-    tasks = [task(0, 100), task(3, 50, LONG)]
-    path = save_replays({"two tasks": [run(tasks, system) for system in SYSTEMS]}, tmp_path / "cluster.png")
-    assert path.read_bytes()[:8] == b"\x89PNG\r\n\x1a\n"
-    with pytest.raises(ValueError, match=r"path must end in \.png, \.svg, got '\.gif'"):
-        save_replays({"two tasks": [run(tasks)]}, tmp_path / "cluster.gif")
-    with pytest.raises(
-        ValueError,
-        match="cases must have at least one case with at least one replay, so that there is something to draw",
-    ):
-        save_replays({}, tmp_path / "cluster.png")
-
-
-@pytest.mark.parametrize("system", ["nemo", "muxtune"])
-def test_an_instance_holds_what_fills_its_memory_to_the_last_byte_and_no_more(system: str) -> None:
-    speed = MODELS[system].speed([LONG])
-
-    def model(memory_bytes: int) -> InstanceModel:
-        device = replace(SPEC.devices.device, memory_bytes=memory_bytes)
-        return InstanceModel(system, replace(SPEC, devices=replace(SPEC.devices, device=device)))
-
-    assert model(speed.peak_bytes).speed([LONG]) == speed
-    assert model(speed.peak_bytes - 1).fits([LONG]) is False or (
-        model(speed.peak_bytes - 1).speed([LONG]).peak_bytes < speed.peak_bytes
-    )

@@ -8,19 +8,13 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers import runs
-from benchmarks.papers.run import keep_others, main
+from benchmarks.papers.run import main
 from benchmarks.papers.runs import Contender, measure, steps_of
 from benchmarks.papers.table import PARTS, Row, page
 from benchmarks.training.throughput import UnequalWorkError
 from benchmarks.training.workloads import Case, ModelSpec
 
 CASE = Case("uniform", 2, 3, "full", ModelSpec(hidden_size=32, num_layers=1))
-
-
-def test_the_first_step_of_a_run_is_not_counted() -> None:
-    counts = [[1, 1], [2, 2], [3, 3]]
-    found = {"ends_s": [10.0, 11.0, 13.0], "planned_s": [0.0, 0.5, 0.6], "steps": 3, "counts": counts}
-    assert steps_of(found) == [(1.0, 0.5), (2.0, 0.6)]
 
 
 @pytest.mark.parametrize(
@@ -72,14 +66,6 @@ def test_contenders_are_held_to_equal_losses_and_then_timed_by_turns(monkeypatch
         measure([ONE, OTHER], CASE, 1, Path("backbone"))
 
 
-def test_the_runs_of_one_task_after_another_add_up(monkeypatch: pytest.MonkeyPatch) -> None:
-    stand_in(monkeypatch, {"mux": 2.0})
-    names = [task.name for task in CASE.workload().tasks]
-    apart = Contender("apart", 2, {"planner": "mux"}, parts=tuple((name,) for name in reversed(names)))
-    apart = Contender(apart.name, 2, apart.arguments, parts=apart.parts, part_arguments=({}, {}))
-    assert measure([ONE, apart], CASE, 1, Path("backbone"))["apart"].seconds == [4.0]
-
-
 def test_the_page_has_each_figure_next_to_the_papers_and_names_what_was_left_out() -> None:
     row = Row("a", "M Fig. 14, pp2, uniform: against hf", "up to 2.33x", 1.5, "x", "mux 1.00 s; hf 1.50 s")
     hardware = {"cpu": "a CPU", "cores": 2, "load_average": None}
@@ -95,23 +81,6 @@ def test_the_page_has_each_figure_next_to_the_papers_and_names_what_was_left_out
     assert "python -m benchmarks.papers --parts a --write" in text
     assert "| pp2, uniform: against hf | up to 2.33x | 1.50x |" in text
     assert all(title in text.splitlines()[-1] for part, title in PARTS.items() if part != "a")
-
-
-def test_parts_that_are_run_again_take_the_place_of_theirs_and_others_stay_where_settings_are_the_same() -> None:
-    rows = [{"part": "a", "own": 1.0}, {"part": "e", "own": 2.0}]
-    before = {"settings": "small", "commands": ["all"], "rows": rows, "seconds": {"a": 1, "e": 2}, "faults": {"e": "x"}}
-    found = {"settings": "small", "commands": ["part e"], "rows": [], "seconds": {}, "faults": {}}
-    keep_others(found, before, ["e"])
-    assert found == {
-        "settings": "small",
-        "commands": ["all", "part e"],
-        "rows": rows[:1],
-        "seconds": {"a": 1},
-        "faults": {},
-    }
-    other = {"settings": "large", "commands": ["part e"], "rows": [], "seconds": {}, "faults": {}}
-    keep_others(other, before, ["e"])
-    assert other["rows"] == []
 
 
 def test_a_part_that_fails_is_reported_and_the_others_run(

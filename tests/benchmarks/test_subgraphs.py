@@ -14,11 +14,9 @@ from benchmarks.planner.subgraphs.exhaustive import best_schedule
 from benchmarks.planner.subgraphs.graph import Operator, OperatorGraph, Subgraph, segment, with_priorities
 from benchmarks.planner.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
 from benchmarks.planner.subgraphs.schedule import (
-    Launch,
     compute_stall_s,
     launches_of,
     schedule,
-    sequential_schedule,
     simulate_streams,
 )
 
@@ -115,17 +113,6 @@ def test_a_layer_has_its_all_reduces_after_the_adds_of_the_partial_sums(directio
     assert sum(operator.latency_s for operator in graph.operators) == 23 + 4 * 0.75 + 2 * 1.5
 
 
-def test_one_device_has_no_all_reduce_and_a_layer_without_adapters_is_cut_only_by_all_reduces() -> None:
-    alone = LayerLatency(6.0, 3.0, 2.0, 8.0, 4.0, 0.0)
-    (only,) = segment(layer_graph("h", alone, tasks=["t"], num_layers=3))
-    assert (only.compute_s, only.communication_s) == (69.0, 0.0)
-    cut = segment(layer_graph("h", LAYER, tasks=["t"]))
-    assert [[operator.name.removeprefix("layer0.") for operator in item.operators] for item in cut] == [
-        ["qkv", "attention", "output", "output.all_reduce"],
-        ["gate_up", "down", "down.all_reduce"],
-    ]
-
-
 def test_a_decoder_layer_is_cut_as_the_docstring_draws_it() -> None:
     cut = segment(a_layer())
     assert [(item.priority, [o.name.removeprefix("layer0.") for o in item.operators]) for item in cut] == [
@@ -188,45 +175,10 @@ def sent(operators: dict[str, Operator]) -> frozenset[str]:
     return frozenset(name for name, operator in operators.items() if operator.kind == "communication")
 
 
-def test_what_runs_next_to_a_communication_does_not_delay_its_start() -> None:
-    operators = [
-        Operator("a", "compute", 1.0),
-        Operator("sent", "communication", 2.0, ("a",)),
-        Operator("b", "compute", 5.0, ("a",)),
-    ]
-    graphs = [segment(OperatorGraph("h", ("t",), tuple(operators)))]
-    assert [item.name for item in graphs[0]] == ["a", "b"]
-    launches = (Launch("h", "a", 0.0), Launch("h", "b", 0.0))
-    assert simulate_streams(launches, graphs).spans[0].communication_start_s == 1.0
-
-
-def test_the_output_projection_next_to_its_add_hides_more_than_next_to_the_attention() -> None:
-    def bucket(before_lora: float, after_lora: float) -> Graphs:
-        graphs = []
-        for htask in ("h0", "h1"):
-            graph = [unit("attention", htask, before_lora), unit("lora", htask, 0.5, 0.0, (f"{htask}/attention",))]
-            graph.append(unit("add", htask, after_lora, 1.5, (f"{htask}/attention", f"{htask}/lora")))
-            graph.append(unit("gate_up", htask, 8.0, 0.0, (f"{htask}/add",)))
-            graphs.append(graph)
-        return with_priorities(graphs)
-
-    beside_add, beside_attention = bucket(3.0, 2.25), bucket(5.0, 0.25)
-    better, worse = (simulate_streams(schedule(graphs), graphs) for graphs in (beside_add, beside_attention))
-    assert better.compute_busy_s == worse.compute_busy_s
-    assert compute_stall_s(better) == 0.0
-    assert compute_stall_s(worse) == pytest.approx(1.5 - 0.25), "only the Add of the other hTask hides it"
-
-
 @given(BUCKETS)
 def test_the_schedule_equals_algorithm_1_written_naively(graphs: Graphs) -> None:
     launches = [(launch.key, launch.t_s) for launch in schedule(graphs)]
     assert launches == naive_algorithm_1(graphs)
-
-
-def test_equal_subgraphs_go_by_the_order_of_the_htasks_and_then_by_name() -> None:
-    graphs = ((unit("z", "second", 1.0), unit("y", "second", 1.0)), (unit("a", "first", 1.0), unit("b", "first", 2.0)))
-    keys = [launch.key for launch in schedule(graphs)]
-    assert keys == ["first/b", "second/y", "second/z", "first/a"]
 
 
 @given(BUCKETS, st.sampled_from([0.0, 0.4]))
@@ -252,23 +204,6 @@ def test_no_stream_runs_two_things_at_once_and_nothing_starts_before_what_it_nee
     assert timeline.makespan_s == max(span.end_s for span in timeline.spans)
     assert slowdown or timeline.makespan_s <= total_s + 1e-9, "one of the streams is always busy"
     assert slowdown or timeline.compute_busy_s == pytest.approx(sum(item.compute_s for item in subgraphs.values()))
-
-
-def test_computing_is_slower_just_while_communication_runs() -> None:
-    for sent_s, end_s in [(10.0, 1.0 + 8.0), (2.0, 1.0 + 2.0 + 3.0)]:
-        graphs = [[unit("a", "h0", 1.0, sent_s)], [unit("b", "h1", 4.0)]]
-        launches = (Launch("h0", "a", 0.0), Launch("h1", "b", 0.0))
-        timeline = simulate_streams(launches, graphs, compute_slowdown=0.5)
-        assert timeline.spans[1].compute_end_s == end_s
-        assert timeline.compute_busy_s == end_s
-
-
-def test_without_overlap_interleaving_takes_as_long_as_one_task_after_another() -> None:
-    graphs = [segment(a_layer(f"h{number}")) for number in range(4)]
-    one_by_one = simulate_streams(sequential_schedule(graphs), graphs, overlap=False)
-    interleaved = simulate_streams(schedule(graphs), graphs, overlap=False)
-    assert interleaved.makespan_s == pytest.approx(one_by_one.makespan_s)
-    assert [span.htask for span in one_by_one.spans] == [f"h{number}" for number in range(4) for _ in range(10)]
 
 
 @given(

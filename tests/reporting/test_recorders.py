@@ -59,13 +59,6 @@ def test_the_plan_of_most_steps_is_kept_with_its_last_step() -> None:
 # -------------------------------------------------------------- own code of tasks
 
 
-def test_one_long_call_is_reported() -> None:
-    clock = Clock()
-    times = RunTimes(clock)
-    clock.now_s = 1e6
-    assert warned_totals(clock, times, 3 * CALL_LIMIT_S, calls=1) == [3.0]
-
-
 def test_many_short_calls_are_reported_if_they_take_much_of_the_run() -> None:
     clock = Clock()
     times = RunTimes(clock)

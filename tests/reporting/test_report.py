@@ -219,11 +219,6 @@ def test_a_program_of_the_users_own_is_shown_how_paused_tasks_continue(tmp_path:
     assert "trainer.train(resume_from_checkpoint=True)" in second
 
 
-def test_as_a_string_lines_are_as_long_as_they_must_be() -> None:
-    rows = [shown_row("a", Path("/" + "long/" * 60))]
-    assert str(rows[0].place) in RunReport(rows)
-
-
 def test_lines_of_losses_say_how_fast_it_goes_and_for_how_long(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -236,23 +231,6 @@ def test_lines_of_losses_say_how_fast_it_goes_and_for_how_long(
     assert re.fullmatch(r"step 4  a [\d.]+  \([\d,.k]+ tokens/s, \d+:\d\d left\)", second)
     assert re.fullmatch(r"step 6  a [\d.]+", last), "nothing is left"
     assert re.search(r"^a step 4  eval_loss [\d.]+  eval_perplexity [\d.]+$", printed, re.MULTILINE)
-
-
-def test_a_task_is_given_the_time_of_its_own_steps_only() -> None:
-    class Shown:
-        def __init__(self, name: str) -> None:
-            self.name, self.step, self.num_tokens = name, 5, 70
-
-    now = [0.0]
-    times, a, b = RunTimes(lambda: now[0]), Shown("a"), Shown("b")
-    times.begin([a, b])  # type: ignore[list-item]
-    for seconds, stepping in ((1.0, [a, b]), (2.0, [b]), (4.0, [a])):
-        now[0] += seconds
-        for one in stepping:
-            one.step += 1
-        times.advance([a, b])  # type: ignore[list-item]
-    assert (times.seconds("a"), times.seconds("b")) == (5.0, 3.0)
-    assert (times.num_steps(a), times.num_steps(b)) == (2, 2)  # type: ignore[arg-type]
 
 
 def test_the_time_of_a_step_of_several_tasks_is_divided_by_their_tokens() -> None:

@@ -62,12 +62,6 @@ def test_points_lie_within_their_chart_and_a_fall_goes_down() -> None:
     assert len([part for part in svg.iter() if part.tag == "circle"]) == 1
 
 
-def test_a_chart_has_a_title_names_of_its_axes_and_round_numbers() -> None:
-    svg = ElementTree.fromstring(chart_svg("sql", [Line("train", CURVE)]))
-    texts = [part.text for part in svg.iter() if part.tag == "text"]
-    assert texts == ["sql", "1", "2", "3", "4", "5", "0", "100", "200", "300", "400", "step", "loss"]
-
-
 @pytest.mark.parametrize(
     ("low", "high", "texts"),
     [
@@ -138,15 +132,6 @@ def test_a_run_that_was_interrupted_before_its_first_log_shows_its_tasks_and_the
     assert "<b>run</b> interrupted, step 12" in run_html(left)
     rest = replace(view, tasks=view.tasks[1:])
     assert interrupted(rest) is rest, "no task of it would take steps by itself"
-
-
-def test_a_run_that_is_not_training_has_no_rates_and_no_time_left() -> None:
-    view = interrupted(RunView(TASKS, 50, 61.0, 98.0))
-    assert view.tokens_per_s is None
-    assert view.left_s is None
-    assert [one.name for one in view.tasks if one.status == "interrupted"] == [
-        one.name for one in TASKS if one.status == "running"
-    ]
 
 
 class Handle:

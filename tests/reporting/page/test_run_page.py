@@ -90,11 +90,6 @@ def test_held_out_losses_are_drawn_next_to_those_of_training_rows(tmp_path: Path
     assert [drawing.count("stroke-dasharray") for drawing in drawings[:3]] == [1, 1, 0], "of the run, of a, of b"
 
 
-def test_losses_are_drawn_into_a_picture(run: tuple[MultiTaskTrainer, Path]) -> None:
-    pytest.importorskip("matplotlib", reason="needs the plots extra")
-    assert (run[1] / "losses.png").read_bytes().startswith(b"\x89PNG")
-
-
 @pytest.mark.parametrize("num_tasks", [1, 7])
 def test_a_picture_has_titles_names_of_its_axes_and_one_legend_that_covers_nothing(
     num_tasks: int, monkeypatch: pytest.MonkeyPatch
@@ -118,12 +113,6 @@ def test_a_picture_has_titles_names_of_its_axes_and_one_legend_that_covers_nothi
     boxes = [one.get_tightbbox() for one in panels]
     assert not any(legend.get_window_extent().overlaps(box) for box in boxes)
     assert not any(first.overlaps(second) for first, second in combinations(boxes, 2)), "no title lies on a number"
-
-
-def test_a_run_that_saves_nothing_leaves_no_page(tmp_path: Path) -> None:
-    report = trained(tmp_path, save_strategy="no").report()
-    assert not (tmp_path / "report.html").exists()
-    assert "report.html" not in report
 
 
 def test_a_page_that_cannot_be_written_costs_a_line(
