@@ -7,9 +7,9 @@ import pytest
 from benchmarks.paths import SHARED_DATA
 from benchmarks.training.prefixes import measure
 from benchmarks.training.prefixes.__main__ import line
-from benchmarks.training.prefixes.rows import SET_UPS, SetUp, batches, sequences_of
+from benchmarks.training.prefixes.rows import SET_UPS, SetUp, batches
 from benchmarks.training.throughput import UnequalWorkError
-from benchmarks.training.workloads import IGNORE_INDEX, ModelSpec
+from benchmarks.training.workloads import ModelSpec
 
 pytestmark = pytest.mark.skipif(not (SHARED_DATA / "text").is_dir(), reason="needs the texts of ../shared/data")
 TINY = ModelSpec(hidden_size=16, num_layers=1, intermediate_size=16, num_heads=2, max_tokens=2048)
@@ -27,24 +27,6 @@ def test_rows_of_a_set_up_share_a_prefix_as_far_as_its_name_promises(kind: str) 
         if set_up.name.startswith(kind):
             found = batches(set_up, 2, 1)
             assert measure.ideal_gain(found)[1] >= LEAST_GAIN[kind], set_up.name
-
-
-def test_every_set_up_has_a_full_batch_for_each_step_and_something_to_learn() -> None:
-    for set_up in SET_UPS:
-        for task in batches(set_up, set_up.num_tasks or 2, 2):
-            assert [len(rows) for rows in task.steps] == [set_up.batch_size] * 2, set_up.name
-            for row in task.steps[0]:
-                assert all(0 <= token < task.vocabulary for ids in sequences_of(row) for token in ids)
-                if "labels" in row:
-                    assert any(label != IGNORE_INDEX for label in row["labels"][1:])
-
-
-def test_eight_tasks_have_three_data_sets_in_turn_and_each_step_other_rows() -> None:
-    found = batches(named("4-shot: eight tasks of these"), 8, 2)
-    starts = [task.steps[0][0]["input_ids"][:100] for task in found]
-    assert [starts.index(one) for one in starts] == [0, 1, 2, 0, 1, 2, 0, 1]
-    rows = [tuple(row["input_ids"]) for task in found for step in task.steps for row in step]
-    assert len(set(rows)) == len(rows)
 
 
 @pytest.mark.parametrize("name", [pytest.param("4-shot: sst2", marks=pytest.mark.slow), "DPO: instruct"])

@@ -9,9 +9,8 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.processes import flush
 from benchmarks.processes.pipeline import figures
-from benchmarks.processes.pipeline_worker import SCHEDULES, drained_1f1b, template_of
+from benchmarks.processes.pipeline_worker import SCHEDULES, drained_1f1b
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate, verify
@@ -40,21 +39,6 @@ def test_one_task_after_another_fills_and_empties_the_pipeline_for_each(num_micr
     verify(template, own)
     # 1F1B takes (C + S - 1) (f + b) for each task.
     assert simulate(template, own).makespan_s == pytest.approx(NUM_TASKS * 2 * (num_micro_batches + NUM_STAGES - 1))
-
-
-@pytest.mark.parametrize("schedule", SCHEDULES[2:])
-def test_without_draining_the_pipeline_is_filled_once(schedule: str) -> None:
-    own = loads(3)
-    template = template_of(schedule, own, AT_ONCE)
-    assert simulate(template, own).makespan_s == pytest.approx(2 * (NUM_TASKS * 3 + NUM_STAGES - 1))
-
-
-def test_steps_without_flushes_are_compared_round_by_round() -> None:
-    planned = {"planned_flushed_s": 3.0, "planned_window_s": 2.0}
-    row = {"num_micro_batches": 1, "flushed_s": [1.2, 9.0, 1.5], "window_s": [1.0, 6.0, 1.6], **planned}
-    found = flush.figures(row, num_steps=4)
-    assert (found["faster"], found["least"], found["planned"]) == pytest.approx((1.2, 1.2, 1.5))
-    assert (found["flushed_ms"], found["window_ms"]) == pytest.approx((375.0, 400.0))
 
 
 def test_ratios_are_medians_over_rounds_and_errors_are_signed() -> None:

@@ -16,7 +16,7 @@ from peft_mux.cli.main import main
 from peft_mux.demo.small_llama import make_backbone, make_tokenizer
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import ConfigError
-from peft_mux.planning.deployment import notes_on, redeploy, times_from
+from peft_mux.planning.deployment import redeploy
 from peft_mux.planning.replica_facts import run_facts, run_time_model
 from peft_mux.scheduler.costs.hardware import Link, parse_devices
 from peft_mux.scheduler.replicas.configs import ParallelConfig
@@ -291,16 +291,3 @@ def test_the_cost_of_failures_is_shown_if_their_rate_is_given(file: Path, capsys
         refusal = refused([*arguments, "--failures-per-day", rate], capsys)
         assert "failures_per_day must be more than 0" in refusal
     assert "--failures-per-day needs --deployment. Add it." in refused([str(file), "--failures-per-day", "1"], capsys)
-
-
-def test_where_no_link_is_known_the_report_says_that_shards_look_too_fast(file: Path) -> None:
-    trainer = trainer_of(file)
-    plan = trainer.plan_deployment().plan
-    facts = facts_of(trainer)
-    measured = replace(facts, profile=replace(facts.profile, source="measured", link=None))
-    unknown = replace(measured, links=None)
-    own = replace(unknown, profile=replace(unknown.profile, link=Link(1e-4, 1e9)))
-    cases = (measured, unknown, own)
-    said = {times_from(one, None).rpartition("; ")[2]: notes_on(one, plan, None, None) for one in cases}
-    assert list(said) == [f"links between devices {words}" for words in ("from data sheets", "not known", "measured")]
-    assert [any("no link" in note for note in notes) for notes in said.values()] == [False, True, False]
