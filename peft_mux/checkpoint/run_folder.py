@@ -49,7 +49,7 @@ from peft_mux.checkpoint.records import (
 from peft_mux.checkpoint.task_state import BEST, LAST_GOOD, TaskState, put_snapshot
 from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
 from peft_mux.errors import CheckpointError
-from peft_mux.modeling.adapters.files import ADAPTER_NAMES, CONFIG_NAME, WEIGHTS_NAME, adapter_names
+from peft_mux.modeling.adapters.files import ADAPTER_NAMES, WEIGHTS_NAME, adapter_names
 from peft_mux.modeling.backbone.shape import backbone_fingerprint
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import TaskStatus
@@ -431,11 +431,7 @@ def _replace_adapter(folder: Path, scratch: Path) -> None:
     # Checksums are removed first and written last: a crash between two files must not leave those of other files.
     (folder / storage.CHECKSUMS_NAME).unlink(missing_ok=True)
     for file in (*adapter_names(scratch), storage.CHECKSUMS_NAME):
-        present, new = folder / file, scratch / file
-        # The configuration is the same at every save.
-        is_same = file == CONFIG_NAME and present.is_file() and not present.is_symlink()
-        if not is_same or present.read_bytes() != new.read_bytes():
-            storage.replace_file(new, present)
+        storage.replace_file(scratch / file, folder / file)
 
 
 def open_other_folder(

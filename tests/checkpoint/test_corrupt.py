@@ -21,7 +21,6 @@ from tests.checkpoint.crashes import SAVING, Killed, crash
 from tests.checkpoint.crashes import crashed_tasks as tasks
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
-from tests.records import run_records
 
 
 @pytest.fixture(scope="module")
@@ -48,10 +47,6 @@ def flip(path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def put_step_2_there(path: Path) -> None:
@@ -258,33 +253,7 @@ def assert_resumable_at(root: Path, step: int, whole: Run, **options: Any) -> No
     assert run.recorder.digests == {name: whole.recorder.digests[name][step:] for name in "ab"}
 
 
-def test_a_disk_that_fills_up_costs_neither_the_run_nor_its_older_state(
-    disk: Callable[[int | None], None], whole: Run, tmp_path: Path
-) -> None:
-    # No checkpoint file but the record fits into the limit; it lasts over the saves of steps 4, and is gone at the end.
-    acts = {3: lambda _: disk(5_000), 5: lambda _: disk(None)}
-    run = lab.train(tasks(), tmp_path / "run", recorder=Recorder(at_end=acts), **SAVING)
-    assert run.losses == whole.losses
-    records = sorted(path.name for path in (tmp_path / "run" / "state").iterdir())
-    assert records == [f"run-{step:08d}.json" for step in (2, 6, 7)]
-    (failure,) = run_records(tmp_path / "run", "save_failed")
-    assert failure["run_step"] == 4
-    assert not list((tmp_path / "run").rglob(".tmp-*"))
-
-
 # --------------------------------------------------- links, paths and pickles
-
-
-def test_a_name_in_a_record_deletes_nothing_outside(root: Path) -> None:
-    victim = root.parent / "victim"
-    shutil.copytree(root / "a", victim)
-    shutil.copytree(victim / "checkpoint-2", victim / "checkpoint-1")
-    path = newest_record(root)
-    record = storage.unsealed_json(path)
-    record["tasks"]["../victim"] = {"status": "running", "reason": "", "step": 4}
-    path.write_bytes(storage.sealed_json(record))
-    resume(root, save_total_limit=2)
-    assert storage.numbered_folders(victim) == [1, 2, 4]
 
 
 class Exploit:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -173,22 +172,3 @@ def test_a_disk_that_is_full_before_the_first_step_is_refused_by_folder_with_a_w
     assert not root.exists(), "nothing is left of it"
     trainer.train()
     assert set(trainer.task_statuses.values()) == {TaskStatus.SUCCEEDED}
-
-
-def test_a_folder_that_cannot_be_made_is_refused_by_the_trainer_itself(tmp_path: Path) -> None:
-    (tmp_path / "file").write_text("in the way")
-    root = tmp_path / "file" / "run"
-    with pytest.raises(
-        CheckpointError, match=r"output_dir must be a folder .*, got .*[Ss]et another output_dir"
-    ) as caught:
-        lab.make_trainer(tasks(), root, **SAVING)
-    assert str(root) in str(caught.value)
-
-
-@pytest.mark.skipif(not hasattr(os, "geteuid") or os.geteuid() == 0, reason="root may write everywhere")
-def test_a_read_only_folder_is_refused_before_the_first_step(tmp_path: Path) -> None:
-    trainer = lab.make_trainer(tasks(), tmp_path, **SAVING)
-    tmp_path.chmod(0o555)
-    with pytest.raises(CheckpointError, match=r"output_dir must be a folder .*, got .*change its permissions"):
-        trainer.train()
-    tmp_path.chmod(0o755)

@@ -36,14 +36,6 @@ def test_a_run_is_a_table_with_bars_and_a_chart_of_each_task_that_has_losses() -
     assert "memory 1.00/2.0 GiB" in html
 
 
-def test_shares_of_several_tasks_are_a_column_that_says_of_what() -> None:
-    html = run_html(RunView(tuple(replace(one, share=0.5) for one in TASKS), share_of="tokens"))
-    assert "<th>of tokens</th>" in html
-    assert html.count("<td>50%</td>") == 3
-    assert "colspan=9" in html
-    assert "<th>of" not in run_html(RunView(TASKS))
-
-
 def test_of_many_tasks_those_that_run_get_a_chart_first_and_the_others_are_counted() -> None:
     tasks = [TaskView(f"t{number}", "succeeded", 9, 9, losses=CURVE) for number in range(5)]
     html = run_html(RunView((*tasks, TASKS[0])), most_charts=2)

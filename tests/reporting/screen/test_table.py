@@ -75,11 +75,6 @@ def test_numbers_are_never_cut_where_columns_can_go() -> None:
         assert "1.235e+05 ↑" in lines[5], width
 
 
-def test_no_line_is_wider_than_the_window() -> None:
-    for width in (30, 40, 50, 58, 66, 80, 120, 200):
-        assert max(map(len, drawn(RUN, width, 40))) <= width
-
-
 @pytest.mark.parametrize("count", [1, 7, 20, 21, 22, 200])
 def test_the_table_and_the_cursor_fit_into_the_window(count: int) -> None:
     lines = drawn(many(count), 80, 24)
