@@ -11,7 +11,6 @@ import json
 import os
 import subprocess
 import sys
-import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -19,18 +18,14 @@ from typing import Any
 import pytest
 import torch
 
-from benchmarks.gpu import default_run, roofline, sweep
+from benchmarks.gpu import default_run, roofline
 from benchmarks.gpu import parts as gpu_parts
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import run as gpu
 from benchmarks.gpu import settings as gpu_settings
 from benchmarks.gpu import train as gpu_train
-from benchmarks.gpu import trainers as gpu_trainers
 from benchmarks.gpu.backbones import Backbones, llama
-from benchmarks.gpu.checks import trainer as trainer_check
 from benchmarks.gpu.checks import updates
-from benchmarks.gpu.kernel_table import kernel_shapes
-from benchmarks.kernels import run as kernels
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.kernels.problem import Result
 from peft_mux.kernels import adamw as multi_adamw
@@ -94,12 +89,6 @@ def test_the_rehearsal_finishes_every_part_also_without_optional_packages(path: 
     assert report["faults"] == []
 
 
-def test_the_report_names_the_software_and_each_check_as_passed_or_failed(report: dict[str, Any]) -> None:
-    assert {"torch", "transformers", "peft", "python"} <= set(report["versions"])
-    assert len(report["checks"]) > 20
-    assert set(report["checks"].values()) == {"pass"}
-
-
 def test_the_rehearsal_checks_each_kernel_that_can_run_and_finds_it_right(path: str, report: dict[str, Any]) -> None:
     checks = [*LORA_CHECKS, "cross entropy float32", "captured pass", "captured pass NaN isolation"]
     checks = checks if path == "kernels" else []
@@ -117,16 +106,6 @@ def test_the_rehearsal_checks_each_kernel_that_can_run_and_finds_it_right(path: 
         if "skipped" not in value
     }
     assert {name: row["is_right"] for name, row in rows.items()} == dict.fromkeys(sorted(checks), True)
-
-
-def test_what_a_rehearsal_leaves_out_it_says(through_slices: dict[str, Any]) -> None:
-    kernels_only = [line for line in through_slices["skipped"] if line.endswith("TRITON_INTERPRET is not 1")]
-    assert len(kernels_only) == len(through_slices["skipped"]) == 6
-
-
-def test_whole_runs_of_the_trainer_say_which_path_they_took(path: str, report: dict[str, Any]) -> None:
-    row = rows_of(report, "trainer float32")["trainer float32"]
-    assert (row["path"], row["statuses"]) == (path, "succeeded")
 
 
 def test_gains_are_ratios_of_the_times_of_all_tasks(through_slices: dict[str, Any]) -> None:
@@ -153,13 +132,6 @@ def test_the_rehearsal_compares_every_contender_with_float64(path: str, report: 
             assert all(0 < error <= 1e-5 for error in contender["errors"].values()), name
         assert row["contenders"]["mux"]["path"] == path
     assert rows["all linear layers of a block"]["mux eager_us"] > 0
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_each_kernel_of_a_group_is_timed_by_itself(through_kernels: dict[str, Any]) -> None:
-    counts = [len(row["kernels"]) for row in rows_of(through_kernels, "kernels").values() if "kernels" in row]
-    assert counts == [6, 12]
 
 
 def test_every_trainer_has_the_losses_of_plain_peft_also_after_an_update(report: dict[str, Any]) -> None:
@@ -223,44 +195,11 @@ def test_slices_on_a_gpu_are_a_fault_even_with_the_right_losses(
     assert judged("cuda", {"kernels": 4, "slices": 0})["is_right"] is True
 
 
-def test_slices_are_right_where_there_are_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
-    assert judged("cpu", {"kernels": 0, "slices": 4})["is_right"] is True
-    assert judged("cpu", {"kernels": 4, "slices": 0})["is_right"] is False
-
-
-def test_paths_are_counted_only_while_somebody_asks() -> None:
-    from peft_mux.modeling.adapters.lora import layer as layers
-
-    before = layers.grouped_lora_slices
-    with gpu_trainers.counted_paths() as calls:
-        assert layers.grouped_lora_slices is not before
-    assert layers.grouped_lora_slices is before
-    assert dict(calls) == {"kernels": 0, "slices": 0}
-
-
-def test_the_first_shapes_are_the_groups_of_a_block() -> None:
-    groups, others = kernel_shapes(gpu_settings.Settings(torch.device("cpu"), is_rehearsal=False))
-    assert [(shape.in_features, shape.out_features) for shape in groups] == list(kernels.LLAMA_LAYER)
-    assert {(shape.num_tokens, shape.num_tasks, shape.rank) for shape in groups} == {(4096, 8, 16)}
-    assert len({*groups, *others}) == len(groups) + len(others)
-
-
 # ------------------------------------------------------------- checks can fail
 
 
 def rows_found(rows: Iterator[gpu_report.Row]) -> dict[str, bool]:
     return {name: value["is_right"] for name, value in rows}
-
-
-def test_an_update_without_weight_decay_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    step = multi_adamw.foreach_update
-
-    def without(pages: Any, verdicts: torch.Tensor) -> Any:
-        return step([page._replace(weight_decay=0.0) for page in pages], verdicts)
-
-    monkeypatch.setattr(multi_adamw, "foreach_update", without)
-    assert rows_found(updates.adamw_rows(CPU))["adamw float32"] is False
 
 
 def test_an_update_that_lets_one_task_clip_another_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -281,24 +220,6 @@ def test_an_update_of_a_task_that_is_not_finite_is_found(monkeypatch: pytest.Mon
     assert rows_found(updates.adamw_rows(CPU))["adamw float32 NaN isolation"] is False
 
 
-def test_a_table_that_does_not_clip_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", lambda *given: None)
-    assert rows_found(updates.task_table_rows(CPU))["task table"] is False
-
-
-def test_a_run_whose_tasks_depend_on_their_company_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    from peft_mux.engine.tasks.task_run import TaskTable
-
-    def rate_by_company(self: Any, *args: Any, original: Any = TaskTable.apply) -> None:
-        for run in self.running:
-            for group in run.optimizer.optimizer.param_groups:
-                group["lr"] /= len(self.running)
-        original(self, *args)
-
-    monkeypatch.setattr(TaskTable, "apply", rate_by_company)
-    assert rows_found(trainer_check.trainer_rows(CPU, torch.float32))["trainer float32"] is False
-
-
 # -------------------------------------------------------------- what is computed
 
 
@@ -307,16 +228,6 @@ def test_all_parts_take_less_than_eight_of_nine_minutes_on_an_h100_by_their_comp
     assert roofline.START_S + sum(part.estimated_s for part in parts) <= 465 < 60 * gpu.MINUTES == 540
     assert all(part.estimated_s > 0 for part in parts)
     assert len({part.name for part in parts}) == len(parts)
-
-
-def test_the_computed_time_of_a_part_is_that_of_its_rows() -> None:
-    parts = {part.name: part.estimated_s for part in gpu_parts.plan()}
-    shape = sweep.BACKBONES["8B"]
-    assert parts["gain 8B"] > sum(sweep.row_s(shape, tokens) for tokens in sweep.SWEEP_TOKENS)
-    assert sorted(sweep.SWEEP_TOKENS) == [512 * 2**power for power in range(5)]
-    # A step of 8K tokens of 8 tasks: 4 flops for each weight and token at least, at 40 % of the peak.
-    least_s = 8 * 8192 * 4 * shape.linear_weights / (0.4 * 989.4e12)
-    assert sweep.row_s(shape, 8192) > 2 * least_s
 
 
 def test_the_default_run_has_one_four_and_eight_thousand_tokens_a_step() -> None:
@@ -365,42 +276,6 @@ def test_a_shape_counts_what_the_backbone_and_its_adapters_have(shape: roofline.
     assert trained == 4 * shape.rank_weights
 
 
-def test_a_pass_has_the_tokens_that_fit() -> None:
-    shape = roofline.LLAMA_8B
-    trained = 8 * 8 * shape.rank_weights
-    room = roofline.pass_tokens(shape, "mux", trained, 85 * 10**9, 16384)
-    assert 7 * 1024 <= room <= 10 * 1024
-    allowed = roofline.USABLE_SHARE * 85e9
-    assert roofline.peak_bytes(shape, "mux", room, trained) <= allowed
-    assert roofline.peak_bytes(shape, "mux", room + 1024, trained) > allowed
-    assert roofline.pass_tokens(shape, "mux", trained, None, 16384) == 16384
-
-
-class SmallCard(gpu_settings.Settings):
-    """A CPU that says how much memory it has."""
-
-    @property
-    def device_bytes(self) -> int:
-        return 85 * 10**9
-
-
-def test_a_padded_batch_that_cannot_fit_is_left_out_with_its_size() -> None:
-    settings, case = SmallCard(torch.device("cpu"), is_rehearsal=False), gpu_train.CASES[0]
-    reason = gpu_train.too_large(settings, roofline.LLAMA_8B, case, "padded", 8 * 32 * 69)
-    assert reason is not None
-    assert reason.startswith("needs some 18")
-    assert "GB for 17664 tokens at once, of 76 GB" in reason
-    assert gpu_train.too_large(settings, roofline.LLAMA_8B, gpu_train.CASES[1], "padded", 8 * 8 * 69) is None
-
-
-def test_large_batches_of_plain_peft_are_accumulated_by_their_targets() -> None:
-    rows = [{"input_ids": [1] * n, "labels": [-100, *[1] * (n - 1)]} for n in (5, 3, 4)]
-    parts = gpu_trainers.shares_of(rows, 10)
-    assert [len(part) for part, _ in parts] == [2, 1]
-    assert [share for _, share in parts] == pytest.approx([6 / 9, 3 / 9])
-    assert [share for _, share in gpu_trainers.shares_of(rows, 1000)] == [1.0]
-
-
 # ------------------------------------------------------------ failures are survived
 
 
@@ -425,23 +300,6 @@ def test_an_out_of_memory_is_noted_and_the_next_contender_gets_a_new_backbone(mo
     for name in ("mux", "mux_graphs", "padded"):
         assert rows[name]["is_right"] is True
     assert rows["mux"]["loss_difference"] <= 1e-4  # of the floor, on the backbone of before
-
-
-def test_a_contender_that_fails_is_a_fault_and_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows, backbones = compared(monkeypatch, "mux", RuntimeError("no such kernel\nmore"))
-    assert rows["mux"] == {"failed": "RuntimeError: no such kernel", "is_right": False}
-    assert backbones.num_made == 2
-    assert rows["padded"]["is_right"] is True
-
-
-def test_one_backbone_is_held_at_a_time() -> None:
-    backbones = Backbones(CPU)
-    one, other = roofline.Backbone(32, 1, 48, 4, 64), roofline.Backbone(32, 2, 48, 4, 64)
-    assert backbones.of(one) is backbones.of(one)
-    first = weakref.ref(backbones.of(one))
-    backbones.of(other)
-    assert first() is None
-    assert backbones.num_made == 2
 
 
 # ------------------------------------------------------------- budget and report
@@ -480,30 +338,6 @@ def test_parts_run_one_after_another_and_what_does_not_fit_is_named(tmp_path: Pa
         "e": "done",
         "f": "skipped: needs 1 s, and 0 s are left",
     }
-
-
-def test_all_planned_parts_run_where_they_take_what_was_computed(tmp_path: Path) -> None:
-    planned = gpu_parts.plan()
-    total_s = 60 * gpu.MINUTES - roofline.START_S
-    found = ran(tmp_path, total_s, *((part.name, part.estimated_s, part.estimated_s) for part in planned))
-    assert found == {part.name: "done" for part in planned}
-    # Twice as slow a machine: what comes first is done, what comes last is left out.
-    slow = ran(tmp_path, total_s, *((part.name, part.estimated_s, 2 * part.estimated_s) for part in planned))
-    statuses = [slow[part.name] for part in planned]
-    assert all(status == "done" for status in statuses[: len(planned) // 2])
-    assert statuses[-1].startswith("skipped: needs")
-
-
-def test_time_that_a_part_leaves_over_goes_to_later_ones(tmp_path: Path) -> None:
-    clock, seen = Clock(), []
-
-    def watching(deadline: gpu_report.Deadline) -> Iterator[gpu_report.Row]:
-        seen.append(deadline.left_s())
-        yield from clock.work(10)
-
-    made = [gpu_report.Part(name, 100, watching) for name in ("a", "b", "c")]
-    gpu_report.Report(tmp_path / "report.json", {}, clock=clock).run(made, 300)
-    assert seen == [200, 200, 280]
 
 
 def test_a_part_that_fails_costs_no_other_and_keeps_its_rows(tmp_path: Path) -> None:
@@ -547,25 +381,3 @@ def test_where_the_device_is_lost_the_rest_is_not_tried_and_checks_among_it_are_
     report.run(parts, 60)
     assert report.skipped() == ["b: the device is lost", "c: the device is lost"]
     assert report.faults() == ["a: failed: RuntimeError: an illegal memory access", "b: skipped: the device is lost"]
-
-
-def test_a_name_of_no_part_is_refused_and_the_plan_can_be_read_without_a_gpu(
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with pytest.raises(
-        SystemExit,
-        match=r"--parts: part 'nothing' must be the start of a part's name \(device, lora bfloat16, lora",
-    ):
-        gpu.main(["--rehearse", "--parts", "nothing"])
-    assert gpu.main(["--list"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert len(lines) == len(gpu_parts.plan()) + 1
-    assert lines[-1].endswith("25 s of starting included")
-
-
-def test_the_exit_code_reports_a_check_that_failed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    command = ["--rehearse", "--parts", "adamw", "--output", str(tmp_path / "report.json")]
-    assert gpu.main(command) == 0
-    monkeypatch.setattr(multi_adamw, "foreach_update", lambda pages, verdicts: verdicts.tolist())
-    assert gpu.main(command) == 1
-    assert "fail" in json.loads((tmp_path / "report.json").read_text())["checks"].values()

@@ -8,9 +8,8 @@ import pytest
 import torch
 
 from benchmarks.kernels import contenders, host_time
-from benchmarks.kernels import mux as kernel_mux
 from benchmarks.kernels import run as kernels
-from benchmarks.kernels.problem import CannotRunError, Problem, Result, Shape, errors
+from benchmarks.kernels.problem import Problem, Result, Shape, errors
 
 
 def tiny_problem() -> Problem:
@@ -44,28 +43,6 @@ def test_a_nan_of_a_single_task_is_an_error_whichever_comes_after_it() -> None:
     assert error != error
 
 
-def test_the_gathering_contender_refuses_copies_that_are_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    problem = tiny_problem()
-    needed = 48 * 8 * (2 * 24 + 16 + 8) * 4
-    monkeypatch.setattr(contenders, "MAX_GATHERED_BYTES", needed)
-    contenders.gather_bmm(problem)
-    monkeypatch.setattr(contenders, "MAX_GATHERED_BYTES", needed - 1)
-    with pytest.raises(CannotRunError, match="gathered factors take"):
-        contenders.gather_bmm(problem)
-
-
-def test_a_baseline_may_be_skipped_and_our_kernels_may_not() -> None:
-    skipped = {"skipped": "absent"}
-    assert kernels.wrong_contenders({"contenders": {"grouped_mm": skipped, "frozen": {"is_right": True}}}) == []
-    assert kernels.wrong_contenders({"contenders": {"grouped_mm": skipped, "mux": skipped}}) == ["mux"]
-
-
-def test_tokens_that_do_not_divide_go_to_the_last_task_in_groups_of_eight() -> None:
-    problem = Problem(Shape(8, (8,), 80, 3, 8), torch.device("cpu"), torch.float32)
-    assert problem.lengths == [24, 24, 32]
-    assert problem.bounds == [0, 24, 48, 80]
-
-
 @pytest.mark.parametrize("name", [name for name in contenders.CONTENDERS if name != "frozen"])
 def test_layers_one_by_one_add_up_to_the_group(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
@@ -74,42 +51,12 @@ def test_layers_one_by_one_add_up_to_the_group(name: str, monkeypatch: pytest.Mo
     assert all(error <= 1e-5 for error in found.values())
 
 
-def test_ours_lays_adapters_out_so_that_a_group_reads_its_input_once() -> None:
-    ours = kernel_mux.MuxGroup(tiny_problem())
-    assert ours.group.joint is not None
-    assert ours.group.apart == [None, None]
-    assert ours.group.joint.gradients is not None
-
-
 def test_without_a_gpu_and_an_interpreter_slices_replace_them_and_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     found = kernels.measure(Shape(16, (8,), 16, 1, 8), torch.device("cpu"), torch.float32, names=["mux"], rounds=1)
     assert found["contenders"]["mux"]["path"] == "slices"
     assert "kernels" not in found
     assert "through slices" in kernels.describe(found)
-
-
-def test_a_gpu_without_triton_is_no_reason_to_fall_back(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel_mux, "has_kernels", lambda device: False)
-    problem = tiny_problem()
-    problem.device = torch.device("cuda")
-    with pytest.raises(CannotRunError, match="Triton"):
-        kernel_mux.mux(problem)
-
-
-def test_a_block_is_the_sum_of_its_groups_over_all_contenders() -> None:
-    def table(frozen: float, mux: float, other: float | None) -> dict[str, object]:
-        rows = {"frozen": {"eager_us": frozen}, "mux": {"eager_us": mux}, "grouped_mm": {"skipped": "absent"}}
-        return {"contenders": rows if other is None else {**rows, "grouped_mm": {"eager_us": other}}}
-
-    found = kernels.layer_totals([table(1.0, 1.5, 2.0), table(3.0, 3.5, None)])
-    assert found["mux eager_us"] == 5.0
-    assert found["mux eager_overhead_percent"] == pytest.approx(25)
-    assert not any(name.startswith("grouped_mm") or "graph" in name for name in found)
-
-
-def test_groups_are_read_from_the_command_line() -> None:
-    assert kernels._layer("4096x4096+1024") == (4096, (4096, 1024))
 
 
 @pytest.mark.slow

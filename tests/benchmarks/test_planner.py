@@ -8,18 +8,9 @@ from pathlib import Path
 import pytest
 
 from benchmarks.planner import case_two
-from benchmarks.planner import choices as planner_choices
 from benchmarks.planner import figures as planner_figures
-from benchmarks.planner import policies as planner_policies
 from benchmarks.planner import times as planner
 from benchmarks.planner.cluster import __main__ as cluster
-
-
-def test_a_missing_trace_is_reported_with_the_way_to_get_one(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert cluster.main(["--data", str(tmp_path)]) == 2
-    assert "--data" in capsys.readouterr().out
 
 
 @pytest.mark.slow
@@ -92,39 +83,12 @@ def test_disabling_orchestration_or_alignment_costs_throughput(figures: list[pla
     assert max(row.ours for row in rows) < -5
 
 
-def test_every_figure_is_explained_and_written(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert planner_figures.main(["--figures", "19", "--write", "--results", str(tmp_path)]) == 0
-    printed = capsys.readouterr().out
-    rows = json.loads((tmp_path / "planner-figures.json").read_text())["rows"]
-    assert rows
-    for row in rows:
-        assert f"{row['ours']:.2f}x" in printed
-        assert row["why"] in printed
-
-
 def test_times_of_planning_are_printed_for_every_policy(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     options = ["--repeats", "1", "--tasks", "3", "--stages", "1", "2", "--fusion-tasks", "20"]
     assert planner.main([*options, "--write", "--results", str(tmp_path)]) == 0
     rows = json.loads((tmp_path / "planner-times.json").read_text())["rows"]
     assert [row["what"] for row in rows] == ["fusion"] + ["planning"] * 8
     assert "interleaved" in capsys.readouterr().out
-
-
-def test_mixes_of_the_policies_are_of_many_sizes_within_the_stated_bounds() -> None:
-    tokens = [sum(sum(task.lengths) for task in planner_policies.draw_mix(number, 1)) for number in range(20)]
-    assert all(600 <= count <= 2000 for count in tokens)
-    assert min(tokens) < 1024 < max(tokens), "some steps need several passes of 1,024 tokens, and some do not"
-
-
-def test_the_planned_step_is_compared_with_each_baseline_apart() -> None:
-    row = planner_policies.Row(2, 900, {}, {}, {}, {"mux": 3.0, "together": 4.0, "interleaved": 2.0})
-    assert row.ratios == {"together": 0.75, "interleaved": 1.5, "better": 1.5}
-    assert planner_policies.summarise([row])["together"] == {"median": 0.75, "worst": 0.75, "best": 0.75}
-
-
-def test_the_single_template_and_the_single_fusion_lose_on_some_instances() -> None:
-    assert max(planner_choices.template_losses(60, 0)) > 0
-    assert max(planner_choices.partition_losses(8, 0)) > 0
 
 
 def test_one_launch_over_two_htasks_is_no_faster_than_the_better_of_turns_and_one_htask() -> None:
