@@ -12,7 +12,8 @@ test test-slow-ci test-slow attack: export PYTHONDONTWRITEBYTECODE =
 # Slow tests that CI runs too: checkpoints and kills, layouts of processes, evaluation, examples on real data, whole
 # steps on a pretended GPU, and a part of the attacks.
 SLOW_CI := tests/checkpoint tests/cli tests/engine tests/evaluation tests/examples tests/pretended_cuda tests/attacks tests/trl \
-	tests/modeling tests/generation tests/tools tests/ptx tests/kernels tests/test_packaging.py
+	tests/modeling tests/generation tests/tools tests/ptx tests/kernels tests/test_packaging.py \
+	tests/benchmarks/test_gpu_many.py
 
 .PHONY: demo test test-slow-ci test-slow attack lint types shape docs bench clean
 

@@ -3,27 +3,29 @@
 For comparison, PEFT trains the same rows task by task without padding, with Liger if it is installed: what is gained
 over the best that one task at a time can do. Steps are timed with everything that a user waits for: packing,
 callbacks and updates. The last steps are traced, for the share of time in which the GPU has nothing to do, and the
-predicted peak of memory is compared with the measured one.
+predicted peak of memory is compared with the measured one. TRL with its defaults
+follows once, if it is installed.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib.util
 import itertools
 import json
 import statistics
 import tempfile
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from torch.autograd import DeviceType
 from transformers import TrainerCallback
 
 from benchmarks.gpu import roofline
 from benchmarks.gpu.backbones import Backbones
+from benchmarks.gpu.profiler import Profiler
 from benchmarks.gpu.rehearsal import stand_ins
 from benchmarks.gpu.report import Deadline, Row
 from benchmarks.gpu.roofline import Backbone
@@ -34,6 +36,8 @@ from peft_mux.modeling.backbone.liger import has_liger, unfuse
 NUM_STEPS, NUM_WARM_UP, NUM_TRACED = 8, 2, 2
 """The first ones compile and allocate; the last ones are traced, and not timed."""
 BASELINE_STEPS = 4
+TRL_S = 60
+"""Seconds that must be left in the part: 25 for TRL, the rest for the steps of 8K tokens."""
 BATCH_SIZES = {"1K": 2, "4K": 10, "8K": 20}
 """Rows of a step of each of 8 tasks, by tokens of their step together."""
 
@@ -64,17 +68,43 @@ def default_part(settings: Settings, deadline: Deadline, backbones: Backbones) -
                 f"{tokens} tokens a step: without Liger",
                 _measured(settings, backbones, shape, workload, use_liger=False),
             )
+        if tokens in ("4K", "tiny"):
+            yield f"{tokens} tokens a step: TRL", _trl(settings, deadline, backbones, shape, workload, row)
 
 
-def _baseline(settings: Settings, backbones: Backbones, shape: Backbone, workload: Any) -> dict[str, Any]:
-    """Return what PEFT takes for the first steps of a workload, one task after the other, packed."""
+def _baseline(
+    settings: Settings, backbones: Backbones, shape: Backbone, workload: Any, contender: str = "packed"
+) -> dict[str, Any]:
+    """Return what a contender that trains one task after the other takes for the first steps of a workload."""
     steps = dataclasses.replace(workload, num_steps=BASELINE_STEPS)
     one = max(task.rank for task in workload.tasks) * shape.rank_weights
     pass_tokens = roofline.pass_tokens(shape, "packed", one, settings.device_bytes, MOST_PASS_TOKENS)
-    row = train_safely(settings, backbones, shape, "packed", steps, pass_tokens)
+    row = train_safely(settings, backbones, shape, contender, steps, pass_tokens)
     if "steps_s" in row:
         timed = zip(_num_tokens(steps)[NUM_WARM_UP:], row["steps_s"][NUM_WARM_UP:], strict=True)
         row["tokens_per_s"] = statistics.median(tokens / s for tokens, s in timed)
+    return row
+
+
+def _trl(
+    settings: Settings,
+    deadline: Deadline,
+    backbones: Backbones,
+    shape: Backbone,
+    workload: Any,
+    default: dict[str, Any],
+) -> dict[str, Any]:
+    """Return what TRL takes with its defaults, if it is installed and the later parts leave time for it."""
+    if any(importlib.util.find_spec(name) is None for name in ("trl", "datasets")):
+        return {"skipped": "trl or datasets is not installed"}
+    if not deadline.has(TRL_S):
+        return {"skipped": f"the time budget is spent: needs {TRL_S} s, and what follows"}
+    row = _baseline(settings, backbones, shape, workload, "trl")
+    backbones.drop()
+    if "losses" in row:
+        row["loss_difference"] = loss_difference(row["losses"], default["losses"])
+        row["is_right"] = row["loss_difference"] <= loss_tolerance(settings)
+        row["gain_of_default_run"] = default["tokens_per_s"] / row["tokens_per_s"]
     return row
 
 
@@ -89,10 +119,9 @@ class _Recorder(TrainerCallback):
     def __init__(self, device: torch.device) -> None:
         self.at_s: list[float] = []
         self.losses: list[list[float]] = []
-        self.idle_share: float | None = None
+        self.profile: dict[str, Any] = {}
         self.trainer: Any = None
-        self._device = device
-        self._profile: Any = None
+        self._profiler = Profiler(device)
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.at_s.append(time.perf_counter())
@@ -100,28 +129,10 @@ class _Recorder(TrainerCallback):
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         self.at_s.append(time.perf_counter())  # the step has read its losses, so its passes are done
         self.losses.append([run.last_loss for run in self.trainer.table])
-        if self._device.type != "cuda":
-            return
         if state.global_step == NUM_STEPS - NUM_TRACED:
-            self._profile = torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA])
-            self._profile.start()
+            self._profiler.start()
         elif state.global_step == NUM_STEPS:
-            torch.cuda.synchronize(self._device)
-            self._profile.stop()
-            events = [event for event in self._profile.events() if event.device_type == DeviceType.CUDA]
-            self.idle_share = idle_share((event.time_range.start, event.time_range.end) for event in events)
-
-
-def idle_share(intervals: Iterable[tuple[float, float]]) -> float | None:
-    """Return the share of the time from the first start to the last end that no interval covers; `None` without any."""
-    ordered = sorted(intervals)
-    if not ordered:
-        return None
-    first, busy, until = ordered[0][0], 0.0, ordered[0][0]
-    for start, end in ordered:
-        busy += max(0.0, end - max(start, until))
-        until = max(until, end)
-    return 1 - busy / (until - first) if until > first else 0.0
+            self.profile = self._profiler.stop(NUM_TRACED)
 
 
 def _measured(
@@ -175,7 +186,8 @@ def _measured(
         "losses": recorder.losses,
         "tokens_per_step": num_tokens,
         "tokens_per_s": statistics.median(n / s for n, s in zip(num_tokens[timed], steps_s[timed], strict=True)),
-        "gpu_idle_share": recorder.idle_share,
+        "gpu_idle_share": recorder.profile.get("idle_share"),
+        "profile": recorder.profile,
         "planned_passes": sum(htask.micro_batches for htask in plan.htasks),
         "planned_step_s": plan.step_s,
         "predicted_peak_bytes": max(plan.peak_bytes),

@@ -24,6 +24,7 @@ from benchmarks.gpu import roofline
 from benchmarks.gpu.backbones import Backbones
 from benchmarks.gpu.device import versions
 from benchmarks.gpu.parts import Planned, chosen, plan
+from benchmarks.gpu.profiler import TRACES_VARIABLE
 from benchmarks.gpu.report import Report
 from benchmarks.gpu.settings import Settings
 from benchmarks.paths import RESULTS
@@ -42,6 +43,8 @@ def main(arguments: list[str] | None = None) -> int:
     if not is_cuda and not options.rehearse:
         raise SystemExit("a GPU is needed, except for --rehearse and --list")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
+    if options.traces:
+        os.environ[TRACES_VARIABLE] = str(options.traces)
     settings = Settings(torch.device("cuda" if is_cuda else "cpu"), options.rehearse, options.layers)
     backbones = Backbones(settings)
     try:
@@ -96,6 +99,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add("--parts", nargs="+", help="beginnings of the names of the parts to run; by default all")
     add("--layers", type=int, default=32, help="layers of the backbone of `end to end`; 32 for Llama-3-8B")
     add("--minutes", type=float, default=MINUTES, help="minutes after which no measurement begins, starting included")
+    add("--traces", type=Path, help="folder to keep profiler traces in; by default only their numbers are kept")
     add("--list", action="store_true", help="tell the parts and their computed seconds, and run nothing")
     add("--rehearse", action="store_true", help="tiny shapes in fp32, on any machine")
     return parser.parse_args(arguments)

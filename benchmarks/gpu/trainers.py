@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import tempfile
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -313,6 +314,70 @@ def shares_of(rows: Any, pass_tokens: int) -> list[tuple[Any, float]]:
     return [(part, count / sum(targets)) for part, count in zip(parts, targets, strict=True)]
 
 
+def train_trl(settings: Settings, backbone: Any, workload: Any, pass_tokens: int) -> Trained:
+    """TRL's `SFTTrainer` with its defaults, one task after the other: batches padded to their longest row.
+
+    Its hooks stay in the backbone.
+    """
+    del pass_tokens
+    from datasets import Dataset
+    from peft import get_peft_model
+    from tokenizers import Tokenizer, models
+    from transformers import PreTrainedTokenizerFast, TrainerCallback
+    from trl import SFTConfig, SFTTrainer
+
+    from benchmarks.training.baselines.hf_trainer import RecordsLosses
+
+    class Recording(RecordsLosses, SFTTrainer):
+        pass
+
+    class Clock(TrainerCallback):
+        def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
+            self.timer = _StepTimer(settings.device)
+
+        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
+            self.timer.tick()
+
+    # Rows are tokenised; the tokenizer only names the token of padding.
+    words = Tokenizer(models.WordLevel({"<end>": 0}, "<end>"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
+    totals = [0.0] * workload.num_steps
+    losses = []
+    for task in workload.tasks:
+        torch.manual_seed(task.seed)
+        with tempfile.TemporaryDirectory() as folder:
+            args = SFTConfig(
+                output_dir=folder,
+                per_device_train_batch_size=task.batch_size,
+                max_steps=workload.num_steps,
+                learning_rate=workload.learning_rate,
+                lr_scheduler_type="constant",
+                seed=task.seed,
+                max_length=None,
+                train_sampling_strategy="sequential",
+                bf16=not settings.is_rehearsal,
+                logging_strategy="no",
+                save_strategy="no",
+                report_to="none",
+                disable_tqdm=True,
+                use_cpu=settings.device.type == "cpu",
+            )
+            clock = Clock()
+            trainer = Recording(
+                model=get_peft_model(backbone, task.lora_config()),
+                args=args,
+                train_dataset=Dataset.from_list([dict(row) for row in task.rows]),
+                processing_class=tokenizer,
+                callbacks=[clock],
+            )
+            trainer.train()
+        losses.append(trainer.losses)
+        totals = [total + own for total, own in zip(totals, clock.timer.steps_s, strict=True)]
+        trainer.accelerator.unwrap_model(trainer.model).unload()
+        vars(backbone).pop("peft_config", None)
+    return Trained(totals, [list(step) for step in zip(*losses, strict=True)])
+
+
 def train_padded(settings: Settings, backbone: Any, workload: Any, pass_tokens: int) -> Trained:
     """All tasks in one padded batch with LoRA by `bmm`, however large it is."""
     del pass_tokens
@@ -354,6 +419,7 @@ TRAINERS: dict[str, Callable[[Settings, Any, Any, int], Trained]] = {
     "mux": train_mux,
     "mux_graphs": train_mux_with_graphs,
     "padded": train_padded,
+    "trl": train_trl,
 }
 
 

@@ -20,6 +20,7 @@ import torch
 
 from benchmarks.gpu import default_run, roofline
 from benchmarks.gpu import parts as gpu_parts
+from benchmarks.gpu import profiler as gpu_profiler
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import run as gpu
 from benchmarks.gpu import settings as gpu_settings
@@ -28,6 +29,7 @@ from benchmarks.gpu.backbones import Backbones, llama
 from benchmarks.gpu.checks import updates
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.kernels.problem import Result
+from benchmarks.training.workloads import make_workload
 from peft_mux.kernels import adamw as multi_adamw
 from tests.paths import ROOT
 
@@ -244,11 +246,42 @@ def test_the_default_run_is_compared_with_packed_peft_on_the_same_rows(through_s
     assert run["gain_over_packed"] == pytest.approx(run["tokens_per_s"] / baseline["tokens_per_s"])
 
 
-@pytest.mark.parametrize(
-    ("kernels", "share"), [([], None), ([(0, 4), (2, 5), (8, 10)], 0.3), ([(6, 10), (0, 10)], 0.0)]
-)
-def test_a_gpu_is_idle_while_none_of_its_kernels_runs(kernels: list[tuple[float, float]], share: float | None) -> None:
-    assert default_run.idle_share(kernels) == (share if share is None else pytest.approx(share))
+def test_the_default_run_is_profiled_in_its_last_steps(through_slices: dict[str, Any]) -> None:
+    run = rows_of(through_slices, "default run")["tiny tokens a step: default run"]
+    profile = run["profile"]
+    assert profile["watched"] == "operators of the host, which stand in"
+    assert 0 < profile["busy_s"] <= profile["step_s"]
+    assert run["gpu_idle_share"] == pytest.approx(1 - profile["busy_s"] / profile["step_s"])
+    assert profile["kernels_s"]
+
+
+def test_trl_trains_the_same_losses_one_task_after_another() -> None:
+    pytest.importorskip("trl")
+    work = make_workload("nonuniform", num_tasks=2, num_steps=2, vocab_size=64, batch_size=2)
+    shape = roofline.Backbone(32, 1, 48, 4, 64)
+    mux, trl = (gpu_trainers.TRAINERS[name](CPU, llama(CPU, shape), work, 4096) for name in ("mux", "trl"))
+    assert gpu_train.loss_difference(trl.losses, mux.losses) <= 1e-4
+    assert [len(found.steps_s) for found in (mux, trl)] == [2, 2]
+
+
+def test_the_device_is_busy_wherever_a_kernel_runs_and_communication_is_exposed_where_nothing_else_does() -> None:
+    def event(name: str, start_us: float, end_us: float, category: str = "kernel") -> dict[str, Any]:
+        return {"ph": "X", "cat": category, "name": name, "ts": start_us, "dur": end_us - start_us}
+
+    events = [
+        event("gemm", 0, 40),
+        event("gemm", 30, 50),  # on another stream
+        event("ncclDevKernel_AllReduce", 45, 70),
+        event("Memcpy HtoD", 80, 90, "gpu_memcpy"),
+        event("Optimizer.step", 0, 100, "gpu_user_annotation"),
+        {"ph": "i", "name": "mark", "ts": 95},
+    ]
+    found = gpu_profiler.summary(events, 1e-4, 2, gpu_profiler.ON_DEVICE)
+    assert found["busy_s"] == pytest.approx(80e-6 / 2)
+    assert found["idle_share"] == pytest.approx(0.2)
+    assert found["exposed_communication_s"] == pytest.approx(20e-6 / 2)
+    assert found["launches"] == 2
+    assert found["kernels_s"]["gemm"] == pytest.approx(60e-6 / 2)
 
 
 def test_gradients_and_adapters_are_compared_with_plain_peft_in_fp32(through_slices: dict[str, Any]) -> None:

@@ -1,0 +1,116 @@
+"""What the device does in some steps: how long it is busy, idle, or only communicates, and in which kernels.
+
+Numbers come from torch's profiler, which watches the device alone, as watching the host would slow it down and the
+device would seem to idle more. The trace is kept only if somebody asks for it (`--traces FOLDER`).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import tempfile
+import time
+from collections import Counter
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch.profiler import ProfilerActivity, profile, supported_activities
+
+TRACES_VARIABLE = "PEFT_MUX_BENCHMARK_TRACES"
+"""Names the folder for traces, if they are kept."""
+ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+"""Categories of a trace that occupy the device."""
+COMMUNICATION = ("nccl", "gloo", "c10d")
+"""What the names of communication begin with, or contain after a prefix."""
+MOST_KERNELS = 12
+
+Span = tuple[float, float]
+
+
+class Profiler:
+    """Profiles one stretch of steps.
+
+    Args:
+        device: the device to watch; where torch cannot watch it, operators of the CPU stand in, as in a rehearsal.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Watch nothing yet."""
+        self._device = device
+        self._is_on_device = device.type == "cuda" and ProfilerActivity.CUDA in supported_activities()
+
+    def start(self) -> None:
+        """Begin, once earlier work is done."""
+        self._wait()
+        self._profile = profile(activities=[ProfilerActivity.CUDA if self._is_on_device else ProfilerActivity.CPU])
+        self._profile.start()
+        self._start_s = time.perf_counter()
+
+    def stop(self, num_steps: int) -> dict[str, Any]:
+        """End, once all work is done; return what `summary` makes of it.
+
+        Args:
+            num_steps: number of steps since `start`.
+        """
+        self._wait()
+        wall_s = time.perf_counter() - self._start_s
+        self._profile.stop()
+        with tempfile.TemporaryDirectory() as folder:
+            kept = os.environ.get(TRACES_VARIABLE)
+            path = Path(kept or folder) / f"trace-{os.getpid()}-{time.monotonic_ns()}.json"
+            path.parent.mkdir(parents=True, exist_ok=True)
+            self._profile.export_chrome_trace(str(path))
+            events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
+        wanted = ON_DEVICE if self._is_on_device else ("cpu_op",)
+        watched = "device" if self._is_on_device else "operators of the host, which stand in"
+        return {"watched": watched, **summary(events, wall_s, num_steps, wanted)}
+
+    def _wait(self) -> None:
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
+
+
+def summary(events: Iterable[dict[str, Any]], wall_s: float, num_steps: int, wanted: Sequence[str]) -> dict[str, Any]:
+    """Return seconds of a step in which the device is busy, and shares of its time, from events of a Chrome trace.
+
+    Args:
+        events: `traceEvents`, with `ts` and `dur` in microseconds.
+        wall_s: seconds of all profiled steps.
+        num_steps: how many they are.
+        wanted: categories that occupy the device.
+    """
+    spans: list[Span] = []
+    computing: list[Span] = []
+    by_kernel: Counter[str] = Counter()
+    for event in events:
+        if event.get("ph") != "X" or event.get("cat") not in wanted:
+            continue
+        start = float(event["ts"])
+        span = start, start + float(event["dur"])
+        spans.append(span)
+        by_kernel[str(event["name"])[:90]] += span[1] - span[0]
+        if not any(word in str(event["name"]).lower() for word in COMMUNICATION):
+            computing.append(span)
+    busy_s, computing_s = union_s(spans), union_s(computing)
+    return {
+        "num_steps": num_steps,
+        "step_s": wall_s / num_steps,
+        "busy_s": busy_s / num_steps,
+        "idle_share": 1 - busy_s / wall_s,
+        "exposed_communication_s": (busy_s - computing_s) / num_steps,
+        "exposed_communication_share": (busy_s - computing_s) / wall_s,
+        "launches": len(spans) / num_steps,
+        "kernels_s": {name: us / 1e6 / num_steps for name, us in by_kernel.most_common(MOST_KERNELS)},
+    }
+
+
+def union_s(spans: Iterable[Span]) -> float:
+    """Return the seconds that spans of microseconds cover together; what overlaps counts once."""
+    covered, end = 0.0, float("-inf")
+    for start, stop in sorted(spans):
+        if stop > end:
+            covered += stop - max(start, end)
+            end = stop
+    return covered / 1e6
