@@ -42,3 +42,13 @@ def test_passes_go_through_kernels_and_are_captured(parts: dict[str, Any]) -> No
             assert row["path"] == "kernels"
     (graphs,) = (row for name, row in rows.items() if name.endswith(": mux_graphs"))
     assert graphs["num_captures"] > 0
+
+
+def test_the_default_run_is_profiled_on_the_card_and_compared_with_packed_peft(parts: dict[str, Any]) -> None:
+    rows = parts["default run"]["rows"]
+    run = rows["4K tokens a step: default run"]
+    assert run["limit_bytes"] == 0.95 * 85 * 10**9
+    assert run["profile"]["num_steps"] == 2
+    assert {"gain_over_packed", "gpu_idle_share", "reserved_over_predicted", "peak_over_predicted"} <= set(run)
+    assert "steps_s" in rows["4K tokens a step: PEFT, packed"]
+    assert "skipped" in rows["4K tokens a step: TRL"]
