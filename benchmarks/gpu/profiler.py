@@ -33,7 +33,7 @@ class Profiler:
     """Profiles one stretch of steps.
 
     Args:
-        device: the device to watch; where torch cannot watch it, operators of the CPU stand in, as in a rehearsal.
+        device: the device to watch; where torch cannot watch it, it watches operators of the CPU instead, as in a rehearsal.
     """
 
     def __init__(self, device: torch.device) -> None:
@@ -64,7 +64,7 @@ class Profiler:
             self._profile.export_chrome_trace(str(path))
             events = json.loads(path.read_text(encoding="utf-8", errors="replace"))["traceEvents"]
         wanted = ON_DEVICE if self._is_on_device else ("cpu_op",)
-        watched = "device" if self._is_on_device else "operators of the host, which stand in"
+        watched = "device" if self._is_on_device else "operators of the host instead"
         return {"watched": watched, **summary(events, wall_s, num_steps, wanted)}
 
     def _wait(self) -> None:

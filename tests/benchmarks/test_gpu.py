@@ -249,7 +249,7 @@ def test_the_default_run_is_compared_with_packed_peft_on_the_same_rows(through_s
 def test_the_default_run_is_profiled_in_its_last_steps(through_slices: dict[str, Any]) -> None:
     run = rows_of(through_slices, "default run")["tiny tokens a step: default run"]
     profile = run["profile"]
-    assert profile["watched"] == "operators of the host, which stand in"
+    assert profile["watched"] == "operators of the host instead"
     assert 0 < profile["busy_s"] <= profile["step_s"]
     assert run["gpu_idle_share"] == pytest.approx(1 - profile["busy_s"] / profile["step_s"])
     assert profile["kernels_s"]
