@@ -33,7 +33,7 @@ class Profiler:
     """Profiles one stretch of steps.
 
     Args:
-        device: the device to watch; where torch cannot watch it, it watches operators of the CPU instead, as in a rehearsal.
+        device: the device to watch; where torch cannot, as in a rehearsal, operators of the CPU are watched instead.
     """
 
     def __init__(self, device: torch.device) -> None:

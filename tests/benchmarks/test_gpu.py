@@ -25,6 +25,7 @@ from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import run as gpu
 from benchmarks.gpu import settings as gpu_settings
 from benchmarks.gpu import train as gpu_train
+from benchmarks.gpu import trainers as gpu_trainers
 from benchmarks.gpu.backbones import Backbones, llama
 from benchmarks.gpu.checks import updates
 from benchmarks.kernels.contenders import CONTENDERS
