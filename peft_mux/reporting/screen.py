@@ -12,11 +12,14 @@ from collections.abc import Iterable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import partial
+from math import ceil
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console, ConsoleOptions, OverflowMethod, RenderableType, RenderResult
+from rich.control import Control
 from rich.live import Live
 from rich.progress_bar import ProgressBar
+from rich.segment import ControlType
 from rich.table import Table
 from rich.text import Text
 
@@ -251,8 +254,10 @@ class LiveProgress(Progress):
         super().__init__()
         self.watch = watch
         self.console = console or Console()
+        # Before `Live` is made, which asks for a frame at once.
+        self._drawn_width, self._drawn_lines = self.console.size.width, []
         self._live = Live(
-            get_renderable=lambda: RunTable(watch.view()),
+            get_renderable=self._frame,
             console=self.console,
             refresh_per_second=_FRAMES_PER_S,
             # What the code of tasks prints appears above the table instead of inside it.
@@ -281,6 +286,22 @@ class LiveProgress(Progress):
         """Leave the last frame standing."""
         with suppress(OSError, ValueError):
             self._live.stop()
+
+    def _frame(self) -> RenderableType:
+        """Return the next frame; first erase the rest of the last one if the window got narrower."""
+        assert self.watch is not None, "set by the constructor"
+        table, width = RunTable(self.watch.view()), self.console.size.width
+        if width < self._drawn_width:
+            # The terminal has wrapped the lines of the last frame: these are the rows beyond one each.
+            num_more = sum(max(1, ceil(cells / width)) - 1 for cells in self._drawn_lines)
+            step = [(ControlType.CURSOR_UP, 1), (ControlType.ERASE_IN_LINE, 2)]
+            if num_more:
+                erase = (ControlType.CARRIAGE_RETURN, (ControlType.ERASE_IN_LINE, 2), *(step * num_more))
+                self.console.control(Control(*erase))
+        lines = self.console.render_lines(table, pad=False)
+        self._drawn_width = width
+        self._drawn_lines = [sum(segment.cell_length for segment in line) for line in lines]
+        return table
 
 
 class NotebookProgress(Progress):

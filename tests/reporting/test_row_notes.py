@@ -13,7 +13,7 @@ import pytest
 from peft import LoraConfig
 
 from peft_mux import MultiTaskTrainer, Task
-from tests.invariants.mux_lab import make_trainer, rows, small_task
+from tests.invariants.mux_lab import Recorder, make_trainer, rows, small_task
 
 LONG, SHORT = rows(1, 20, 40, 40), rows(2, 4, 9, 9)
 
@@ -46,6 +46,15 @@ def test_rows_left_out_are_warned_of_when_the_trainer_is_made_with_counts_and_re
     assert trainer.table["own"].loader.report.num_kept == 4
 
 
+def test_each_split_is_warned_of_once(tmp_path: Path) -> None:
+    masked = {"input_ids": [1, 2, 3], "labels": [-100] * 3}
+    _, lines = warned(own_task(SHORT + LONG, eval_dataset=[*SHORT, masked]), tmp_path)
+    assert [line.split(".")[2].split(":")[0] for line in lines] == ["train_dataset", "eval_dataset"]
+    assert "20 of 24 rows cut to 16 tokens" in lines[0]
+    assert "1 of 5 rows without targets left out" in lines[1]
+    assert warned(own_task(SHORT), tmp_path)[1] == [], "whole rows are not warned of"
+
+
 def test_a_run_says_at_its_start_what_it_trains_on_without_being_asked_for_a_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -62,6 +71,15 @@ def test_a_run_says_at_its_start_what_it_trains_on_without_being_asked_for_a_pla
     trainer.table["own"].num_steps += 1  # trained on, nothing is told again
     trainer.train()
     assert len(told(tmp_path)) == 3
+
+
+def test_the_rows_of_an_arrival_are_reported_when_it_begins(tmp_path: Path) -> None:
+    late = own_task(SHORT + LONG)
+    recorder = Recorder(at_begin={1: lambda trainer: trainer.register_tasks([late])})
+    trainer = make_trainer([small_task("other", data_seed=1, max_steps=4)], tmp_path, recorder=recorder)
+    with pytest.warns(UserWarning, match=r"tasks\.own\.train_dataset: 20 of 24 rows cut"):
+        trainer.train()
+    assert [(record["task"], record["run_step"]) for record in told(tmp_path)] == [("other", 0), ("own", 2)]
 
 
 def test_a_stream_is_reported_of_with_its_first_row_left_out_and_in_the_end(

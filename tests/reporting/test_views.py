@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from peft_mux.reporting.views import RunWatch, view_of_records
+from peft_mux.reporting.views import RunWatch, curve_of, view_of_records
 
 
 class Clock:
@@ -37,6 +37,12 @@ def watched(*tasks: Any) -> tuple[RunWatch, Clock]:
     watch = RunWatch(clock=clock)
     watch.start(tasks)
     return watch, clock
+
+
+def test_before_its_first_step_a_task_has_no_loss_no_rate_and_no_time_left() -> None:
+    watch, _ = watched(task())
+    (view,) = watch.view().tasks
+    assert (view.loss, view.trend, view.tokens_per_s, view.left_s) == (None, "", None, None)
 
 
 def test_rates_and_times_left_are_those_of_the_last_steps() -> None:
@@ -107,6 +113,11 @@ def test_the_last_held_out_loss_is_found_also_in_a_history_that_starts_again() -
     assert (view.eval_loss, view.eval_losses, view.losses) == (4.0, ((1, 4.0),), ())
 
 
+def test_a_curve_passes_over_what_is_no_number() -> None:
+    records = [{"step": 1, "loss": 2.0}, {"step": "x", "loss": 1.0}, {"loss": 1.0}, {"step": 2, "loss": "nan"}, 7]
+    assert curve_of(records, "loss") == ((1, 2.0),)
+
+
 def test_each_task_has_its_share_of_the_time_of_all_steps() -> None:
     one, other = task("a"), task("b", status="waiting")
     watch, clock = watched(one, other)
@@ -143,6 +154,11 @@ def test_records_tell_the_share_of_each_task_of_the_tokens() -> None:
     view = view_of_records(records, {"c": 9})
     assert ({own.name: own.share for own in view.tasks}, view.share_of) == ({"c": 0.0, "a": 0.25, "b": 0.75}, "tokens")
     assert not view_of_records([record("data", 0.0)], {"c": 9}).shows_shares
+
+
+def test_logs_that_are_farther_apart_than_the_window_tell_rates_too() -> None:
+    own = view_of_records([record("data", 0.0), trained(100.0, 10), trained(200.0, 20)], {"a": 30}).tasks[0]
+    assert (own.tokens_per_s, own.left_s) == (5.0, 100.0)
 
 
 def test_a_task_that_rests_or_has_just_begun_again_has_no_rate_of_records() -> None:

@@ -11,6 +11,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from peft_mux.engine.allocator import memory_now
+from peft_mux.reporting import screen as progress
 from peft_mux.reporting.screen import LiveProgress, Progress, make_progress
 from peft_mux.reporting.views import RunWatch
 
@@ -56,6 +58,11 @@ def test_a_table_is_drawn_only_by_the_first_process_and_where_a_cursor_moves(
     assert shown.is_silent is (options == {"is_main_process": False})
 
 
+def test_in_a_kernel_of_a_notebook_rich_takes_no_part(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(progress, "in_notebook", lambda: True)
+    assert type(made(monkeypatch, Terminal())).__name__ == "NotebookProgress"
+
+
 def live(width: int = 80) -> tuple[LiveProgress, Any]:
     console = Console(file=io.StringIO(), force_terminal=True, width=width, height=24, color_system=None)
     shown = LiveProgress(RunWatch(), console)
@@ -84,6 +91,20 @@ def test_what_tasks_print_comes_above_the_table(monkeypatch: pytest.MonkeyPatch)
     assert "from a callback" in console.file.getvalue()
 
 
+@pytest.mark.parametrize(("width", "rows"), [(80, 4), (120, 4), (40, 8)])
+def test_in_a_narrower_window_the_rows_that_were_wrapped_are_taken_away_too(width: int, rows: int) -> None:
+    shown, console = live()
+    shown.start([task("a"), task("b")])
+    shown._live.refresh()
+    console.width = width
+    before = len(console.file.getvalue())
+    shown._live.refresh()
+    sent = console.file.getvalue()[before:]
+    shown.stop()
+    # Of four lines, the line of the run has 25 characters.
+    assert sent.count(UP) == rows - 1 - (width == 40)
+
+
 def test_a_terminal_that_is_gone_ends_no_run() -> None:
     tried: list[str] = []
 
@@ -100,3 +121,8 @@ def test_a_terminal_that_is_gone_ends_no_run() -> None:
     assert "lost above the table" in "".join(tried)
     Progress(Gone()).log("lost line")
     assert "lost line" in tried[-1]
+
+
+def test_the_memory_of_the_host_is_what_this_process_holds() -> None:
+    held, total = memory_now(CPU) or (0, 0)
+    assert 2**20 < held < total

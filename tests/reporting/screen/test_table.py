@@ -68,11 +68,35 @@ def test_names_that_differ_in_their_middle_or_at_their_end_stay_apart_at_any_wid
     assert [line.split()[0] for line in drawn(RunView(tasks), 100, 24)[1:5]] == names
 
 
+def test_wide_windows_do_not_stretch_the_table() -> None:
+    assert max(map(len, drawn(many(5), 300, 24)[:-1])) < 80
+
+
 def test_numbers_are_never_cut_where_columns_can_go() -> None:
     for width in range(42, 121):
         lines = drawn(RUN, width, 24)
         assert "570/1000" in lines[1], width
         assert "1.235e+05 ↑" in lines[5], width
+
+
+def test_no_line_is_wider_than_the_window() -> None:
+    for width in (30, 40, 50, 58, 66, 80, 120, 200):
+        assert max(map(len, drawn(RUN, width, 40))) <= width
+
+
+@pytest.mark.parametrize(
+    ("width", "there", "gone"),
+    [
+        (80, ["done", "eval", "tokens/s", "eta"], []),
+        (70, ["done", "eval", "eta"], ["tokens/s"]),
+        (60, ["done", "eta"], ["eval", "tokens/s"]),
+        (30, ["task", "status", "step", "loss"], ["done", "eval", "tokens/s", "eta"]),
+    ],
+)
+def test_narrow_windows_leave_out_whole_columns(width: int, there: list[str], gone: list[str]) -> None:
+    head = drawn(RUN, width, 40)[0]
+    assert all(name in head for name in there)
+    assert not any(name in head for name in gone)
 
 
 @pytest.mark.parametrize("count", [1, 7, 20, 21, 22, 200])
@@ -88,6 +112,14 @@ def test_where_not_all_have_room_failed_and_running_tasks_come_first_and_the_oth
     assert words == ["failed"] * 5 + ["running"] * 3
     assert lines[-2] == "... and 17 more: 2 running, 5 paused, 5 waiting, 5 succeeded"
     assert "5 failed, 5 running, 5 paused, 5 waiting, 5 succeeded" in lines[-1]
+
+
+def test_tasks_that_all_have_room_stay_in_the_order_in_which_they_came() -> None:
+    assert [line.split()[0] for line in drawn(many(7), 80, 24)[1:-1]] == [f"t{number}" for number in range(7)]
+
+
+def test_a_window_of_three_rows_shows_one_task() -> None:
+    assert len(drawn(many(5), 80, 3)) == 4
 
 
 def test_a_terminal_without_unicode_gets_plain_characters() -> None:

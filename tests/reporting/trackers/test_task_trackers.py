@@ -12,9 +12,10 @@ from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from peft_mux import ConfigError, MultiTaskTrainingArguments
-from peft_mux.reporting.trackers import IDS_NAME
+from peft_mux.reporting.trackers import IDS_NAME, TaskTrackers
 from tests.invariants import mux_lab as lab
 from tests.reporting.trackers import pretended_loggers
+from tests.trainer.parts import make_run
 
 FINISHED = {"wandb": 0, "mlflow": "FINISHED", "trackio": "finished"}
 FAILED = {"wandb": 1, "mlflow": "FAILED", "trackio": "finished"}
@@ -149,7 +150,30 @@ def test_a_resumed_task_continues_with_its_run(tmp_path: Path, loggers: Loggers)
         assert (after.steps_of("train/loss"), after.ending) == ([6], FINISHED[name])
 
 
-@pytest.mark.parametrize("broken", ["begin", "log"])
+def test_a_training_that_starts_again_has_new_runs(tmp_path: Path, loggers: Loggers) -> None:
+    for _ in range(2):
+        trained(tmp_path)
+    for name, logger in loggers.items():
+        assert len(logger.runs) == 4
+        if name == "trackio":  # which names a run of the same name anew
+            assert {run.begun["resume"] for run in logger.runs} == {"never"}
+        else:
+            assert len({run.run_id for run in logger.runs}) == 4
+
+
+def test_a_file_of_ids_that_somebody_has_spoilt_costs_no_more_than_the_old_run(
+    tmp_path: Path, loggers: Loggers
+) -> None:
+    trained(tmp_path, lab.Recorder(at_end={2: stop}), **SAVING)
+    (tmp_path / "a" / IDS_NAME).write_text("[1")
+    (tmp_path / "b" / IDS_NAME).write_text(json.dumps({name: ["no id"] for name in NAMES}))
+    run = trained(tmp_path, resume=True, **SAVING)
+    assert set(run.trainer.task_statuses.values()) == {"succeeded"}
+    for name, logger in loggers.items():
+        assert [run.ending for run in logger.runs[2:]] == [FINISHED[name]] * 2
+
+
+@pytest.mark.parametrize("broken", ["begin", "log", "end"])
 def test_loggers_that_raise_end_neither_the_task_nor_the_run_and_are_reported_once_each(
     tmp_path: Path, loggers: Loggers, broken: str, caplog: pytest.LogCaptureFixture
 ) -> None:
@@ -167,6 +191,16 @@ def test_loggers_that_raise_end_neither_the_task_nor_the_run_and_are_reported_on
         told = [record.getMessage() for record in caplog.records if f"connection to {name}" in record.getMessage()]
         assert len(told) == 1
         assert 'task "a"' in told[0]
+
+
+def test_other_processes_than_the_first_keep_no_runs(
+    tmp_path: Path, loggers: Loggers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    run = make_run(tmp_path, report_to=list(NAMES), report_per_task=True)
+    for process, number in ((1, 0), (0, 1)):
+        monkeypatch.setattr(MultiTaskTrainingArguments, "process_index", process)
+        TaskTrackers(run.table["a"], run.args).hear("on_train_begin", None)
+        assert [len(logger.runs) for logger in loggers.values()] == [number] * 3
 
 
 def test_settings_of_the_loggers_are_heeded_as_in_trainer(

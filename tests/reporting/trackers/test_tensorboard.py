@@ -92,6 +92,14 @@ def test_each_task_has_a_run_of_its_own_with_its_own_steps_arguments_and_plain_k
     assert run.trainer.args.report_to == ["tensorboard"]
 
 
+def test_a_task_that_was_paused_continues_with_its_run(tmp_path: Path) -> None:
+    pauses: dict[int, Any] = {2: lambda trainer: trainer.pause_task("b"), 3: lambda trainer: trainer.resume_task("b")}
+    trained(tmp_path, lab.Recorder(at_end=pauses), report_per_task=True, logging_steps=1)
+    first, second = sorted(Writer.made, key=lambda one: one.log_dir)
+    assert steps_of(first, "train/loss") == [1, 2, 3, 4]
+    assert steps_of(second, "train/loss") == [1, 2, 3, 4, 5, 6]
+
+
 def test_a_logger_that_does_not_let_go_keeps_no_task_in_the_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
