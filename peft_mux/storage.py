@@ -166,6 +166,12 @@ def unsealed_json(path: Path) -> Any:
     return value
 
 
+def make_manifest(folder: Path, facts: Mapping[str, Any]) -> bytes:
+    """Return the manifest of the files in a folder; `facts` say what the folder is, such as its task and step."""
+    files = {path.name: list(digest_file(path)) for path in sorted(folder.iterdir()) if path.name != MANIFEST_NAME}
+    return sealed_json({"facts": dict(facts), "files": files})
+
+
 def verify_folder(folder: Path, *, expect: Mapping[str, Any] | None = None) -> dict[str, Any]:
     """Check every file of a folder against its manifest, and the facts in it against those expected; return the facts.
 
@@ -286,9 +292,8 @@ def write_folder(final: Path, fill: Callable[[Path], None], *, facts: Mapping[st
             crashpoint("before_fill")
             fill(scratch)
             crashpoint("after_fill")
-            files = {path.name: list(digest_file(path)) for path in sorted(scratch.iterdir())}
             # Written last, so that a folder with a manifest is complete.
-            (scratch / MANIFEST_NAME).write_bytes(sealed_json({"facts": dict(facts), "files": files}))
+            (scratch / MANIFEST_NAME).write_bytes(make_manifest(scratch, facts))
             crashpoint("after_manifest")
             # Before the rename: a file system may write the new name before the content, and a power cut would leave
             # empty files.

@@ -35,6 +35,7 @@ from transformers import TrainerState
 from peft_mux import storage
 from peft_mux.checkpoint.records import (
     FORMAT_VERSION,
+    READABLE_VERSIONS,
     STATE_NAME,
     ChangedSettingsError,
     RecordedTask,
@@ -49,7 +50,7 @@ from peft_mux.checkpoint.records import (
 from peft_mux.checkpoint.task_state import BEST, LAST_GOOD, TaskState, put_snapshot
 from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
 from peft_mux.errors import CheckpointError
-from peft_mux.modeling.adapters.files import ADAPTER_NAMES, WEIGHTS_NAME, adapter_names
+from peft_mux.modeling.adapters.files import ADAPTER_NAMES, CONFIG_NAME, WEIGHTS_NAME, adapter_names
 from peft_mux.modeling.backbone.shape import backbone_fingerprint
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import TaskStatus
@@ -217,10 +218,11 @@ class RunFolder:
             try:
                 # Checked by name, so that a folder copied from another task is not taken for this one's.
                 facts = storage.verify_folder(path, expect={"generation": None, **self._identity(run.name, candidate)})
-                if facts.get("run") != self.run_id:
+                # Older formats have no ids.
+                if self.run_id and facts.get("run", self.run_id) != self.run_id:
                     raise ForeignCheckpointError(
                         f'task "{run.name}": {path} must be of run {self.run_id}, as the records in '
-                        f"{self.root / STATE_FOLDER} are, got one of run {facts.get('run')}. Put back that of this "
+                        f"{self.root / STATE_FOLDER} are, got one of run {facts['run']}. Put back that of this "
                         "run, or remove it to resume from the one before. To continue the other run, resume from its "
                         "own folder: train(resume_from_checkpoint=FOLDER)."
                     )
@@ -295,6 +297,8 @@ class RunFolder:
     def mend_adapter(self, name: str, say: Callable[[str], None]) -> None:
         """Compare the adapter of an ended task with the checkpoint that it was restored from, and repair it from there.
 
+        An intact adapter of earlier versions, which wrote no checksums, gets some.
+
         Args:
             name: a task that `restore` has restored.
             say: called with a line if the adapter is repaired.
@@ -305,20 +309,28 @@ class RunFolder:
         checkpoint = self._restored_from.get(name)
         if checkpoint is None or not self._is_writer:
             return
-        folder = self.task_folder(name)
+        folder, fault = self.task_folder(name), ""
+        has_checksums = (folder / storage.CHECKSUMS_NAME).exists()
         try:
-            storage.verify_checksums(folder, ADAPTER_NAMES)
-            # The configuration is not compared: the name of the backbone in it may differ.
-            if storage.digest_file(folder / WEIGHTS_NAME) == storage.digest_file(checkpoint / WEIGHTS_NAME):
-                return
-            fault = f"{folder / WEIGHTS_NAME} does not have the weights with which the task ended."
-        except (CheckpointError, OSError) as error:
+            if has_checksums:
+                storage.verify_checksums(folder, ADAPTER_NAMES)
+            if storage.digest_file(folder / WEIGHTS_NAME) != storage.digest_file(checkpoint / WEIGHTS_NAME):
+                fault = f"{folder / WEIGHTS_NAME} does not have the weights with which the task ended."
+            # Only read: the name of the backbone in it may differ.
+            json.loads(storage.read_regular(folder / CONFIG_NAME))
+        except CheckpointError as error:
             fault = str(error)
-        say(f'task "{name}": {fault} It is taken from {checkpoint}.')
+        except (OSError, ValueError, RecursionError) as error:
+            fault = f"{folder} has no readable adapter ({error})."
+        if fault:
+            say(f'task "{name}": {fault} It is taken from {checkpoint}.')
+        elif has_checksums:
+            return
+        source = checkpoint if fault else folder
         try:
             with storage.scratch_folder(folder) as scratch:
-                for file in adapter_names(checkpoint):
-                    (scratch / file).write_bytes((checkpoint / file).read_bytes())
+                for file in adapter_names(source):
+                    (scratch / file).write_bytes((source / file).read_bytes())
                 storage.write_checksums(scratch, adapter_names(scratch))
                 _replace_adapter(folder, scratch)
         except OSError as error:
@@ -431,7 +443,11 @@ def _replace_adapter(folder: Path, scratch: Path) -> None:
     # Checksums are removed first and written last: a crash between two files must not leave those of other files.
     (folder / storage.CHECKSUMS_NAME).unlink(missing_ok=True)
     for file in (*adapter_names(scratch), storage.CHECKSUMS_NAME):
-        storage.replace_file(scratch / file, folder / file)
+        present, new = folder / file, scratch / file
+        # The configuration is the same at every save.
+        is_same = file == CONFIG_NAME and present.is_file() and not present.is_symlink()
+        if not is_same or present.read_bytes() != new.read_bytes():
+            storage.replace_file(new, present)
 
 
 def open_other_folder(
@@ -531,7 +547,7 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
             f"{folder.root}, which holds no state of a run. Call train() without it to begin."
         )
     record, path = records[-1]
-    if record.version != FORMAT_VERSION:
+    if record.version not in READABLE_VERSIONS:
         raise CheckpointError(
             f"{path} must have format version {FORMAT_VERSION}, which this version of peft_mux reads, got "
             f"{record.version}. Resume with the version that wrote it, or train into a new output_dir."
@@ -542,7 +558,7 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
             "tasks were trained on other weights than those of `model`. Load that backbone, or train into a new "
             "output_dir."
         )
-    if folder.run_id not in ("", record.run):
+    if record.run and folder.run_id not in ("", record.run):
         raise ForeignCheckpointError(
             f"resume_from_checkpoint: {path} must be of run {folder.run_id}, which this trainer trains, got one "
             f"of run {record.run}. Put back the folder of this run; to continue the other run, make a new trainer."

@@ -48,8 +48,8 @@ _NOT_IN_FILES = "name peft_config train_dataset eval_dataset callbacks compute_m
 TASK_KEYS = (*DATA_KEYS, "peft", *(name for name in TASK_FIELDS if name not in _NOT_IN_FILES.split()))
 """The keys of a task in a file."""
 _TOP_KEYS = ("model", "tokenizer", "output_dir", "run", "defaults", "tasks", "model_init_kwargs")
-_MAX_NODES = 200_000
-"""Limit of the values of a file once aliases are written out."""
+_MAX_BYTES, _MAX_NODES = 2**23, 200_000
+"""Limits of a file, and of its values once aliases are written out."""
 _FREE_SECTIONS = ("model_init_kwargs",)
 """Sections that are passed on unchanged, in which numbers may be keys (`max_memory: {0: 10GiB}`)."""
 _WHEN_EVALUATED = ("eval_steps", "eval_delay", "eval_on_start")
@@ -156,20 +156,17 @@ def read_config(
     return replace(config, file=path.name, lines=lines)
 
 
-_COUNT = ("an integer of 1 or more", lambda value: type(value) is int and value >= 1)
-_RATE = ("a number above 0", lambda value: type(value) in (int, float) and 0 < value < math.inf)
-_LATENCY = ("a number of 0 or more", lambda value: type(value) in (int, float) and 0 <= value < math.inf)
-_CLUSTER_KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {
-    "device": ("the name of a device", lambda value: isinstance(value, str)),
-    "nodes": _COUNT,
-    "devices_per_node": _COUNT,
-    "ports_per_node": _COUNT,
-    "intra_node_gb_per_s": _RATE,
-    "intra_node_latency_us": _LATENCY,
-    "inter_node_gb_per_s": _RATE,
-    "inter_node_latency_us": _LATENCY,
+_CLUSTER_KEYS = {
+    "device": "the name of a device",
+    "nodes": "an integer of 1 or more",
+    "devices_per_node": "an integer of 1 or more",
+    "ports_per_node": "an integer of 1 or more",
+    "intra_node_gb_per_s": "a number above 0",
+    "intra_node_latency_us": "a number of 0 or more",
+    "inter_node_gb_per_s": "a number above 0",
+    "inter_node_latency_us": "a number of 0 or more",
 }
-"""The keys of a file that describes a cluster, what they may be, and a check; only the first three are required."""
+"""The keys of a file that describes a cluster; only the first three are required."""
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -195,11 +192,20 @@ def read_cluster(path: str | Path) -> Cluster:
         raise ConfigError(f"{path} must be a mapping with the keys {', '.join(_CLUSTER_KEYS)}, got {shown(data)}.")
     lines: dict[str, int] = {}
     faults = _look_at_keys(node, "", lines, set()) + _key_faults(data, _CLUSTER_KEYS, "")
-    for number, (key, (allowed, is_right)) in enumerate(_CLUSTER_KEYS.items()):
+    for key, allowed in _CLUSTER_KEYS.items():
         value = data.get(key)
-        if value is None and number < 3:
-            faults.append(Fault(key, "nothing", allowed))
-        elif value is not None and not is_right(value):
+        if value is None:
+            if key in ("device", "nodes", "devices_per_node"):
+                faults.append(Fault(key, "nothing", allowed))
+            continue
+        if key == "device":
+            is_right = isinstance(value, str)
+        elif allowed.startswith("an integer"):
+            is_right = type(value) is int and value >= 1
+        else:
+            is_number = type(value) in (int, float) and math.isfinite(value)
+            is_right = is_number and (value >= 0 if "latency" in key else value > 0)
+        if not is_right:
             faults.append(Fault(key, shown(value), allowed))
     cluster = None
     if not faults:
@@ -235,6 +241,8 @@ def _text_of(path: Path, fix: str = "") -> str:
     try:
         if path.exists() and not path.is_file():  # a pipe may never end
             raise OSError("it is not a regular file")
+        if (size_bytes := path.stat().st_size) > _MAX_BYTES:
+            raise OSError(f"it must have at most {_MAX_BYTES} bytes, got {size_bytes}")
         return path.read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} must be UTF-8 text: {error}. Save it as UTF-8.") from error

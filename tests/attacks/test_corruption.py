@@ -19,6 +19,7 @@ from safetensors.torch import load_file, save_file
 from transformers import TrainerCallback
 
 from peft_mux import MultiTaskPeftModel, PeftMuxError, storage
+from peft_mux.storage import make_manifest
 from tests.attacks import attack_lab as attacks
 from tests.attacks import run_files
 from tests.attacks.attack_lab import COUNT, IS_FULL, Outcome, nano_llama, sampled
@@ -406,7 +407,5 @@ def test_a_crafted_checkpoint_is_refused_by_name_or_passed_over(
     state.update(HOSTILE_STATES[hostile])
     (checkpoint / "state.json").write_text(json.dumps(state), encoding="utf-8")
     manifest = checkpoint / "manifest.json"
-    value = storage.unsealed_json(manifest)
-    value["files"] = {name: list(storage.digest_file(checkpoint / name)) for name in value["files"]}
-    manifest.write_bytes(storage.sealed_json(value))
+    manifest.write_bytes(make_manifest(checkpoint, storage.unsealed_json(manifest)["facts"]))
     assert fault_of_resuming(folder, sound) is None

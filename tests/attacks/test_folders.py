@@ -25,13 +25,71 @@ pytestmark = pytest.mark.timeout(60)
 # ------------------------------------------------------------------------ names
 
 HOSTILE_NAMES: list[Any] = [
-    *". .. ../outside /abs a/b a\\b ..\\outside C: C:\\x a:b a. a.b .hidden -rf _a ~ $HOME %2e%2e a* a?".split(),
-    *"con CON prn aux NUL com0 COM1 lpt0 LPT9 com1 state State run tmp plan config metrics a|b a;b".split(),
-    *("", "a\0b", "a\nb", "a\n", "\n", " a", "a ", "a'b", 'a"b', "a" * 65, "a" * 300),
-    *("é", "\u0430", "a\u202eb", "a\u200b", "\ud800", "\uff21", "\u0663"),
-    *(None, 5, True, b"bytes", ["a"], {"a": 1}, Path("a")),
+    "",
+    ".",
+    "..",
+    "../outside",
+    "/abs",
+    "a/b",
+    "a\\b",
+    "..\\outside",
+    "C:",
+    "C:\\x",
+    "a:b",
+    "a\0b",
+    "a\nb",
+    "a\n",
+    "\n",
+    " a",
+    "a ",
+    "a.",
+    "a.b",
+    ".hidden",
+    "-rf",
+    "_a",
+    "~",
+    "$HOME",
+    "%2e%2e",
+    "a*",
+    "a?",
+    "a|b",
+    "a;b",
+    "a'b",
+    'a"b',
+    "a" * 65,
+    "a" * 300,
+    "é",
+    "а",  # noqa: RUF001 the Cyrillic letter
+    "a\u202eb",
+    "a\u200b",
+    "\ud800",
+    "Ａ",  # noqa: RUF001 the full-width letter
+    "٣",
+    "con",
+    "CON",
+    "prn",
+    "aux",
+    "NUL",
+    "com0",
+    "COM1",
+    "lpt0",
+    "LPT9",
+    "com1",
+    "state",
+    "State",
+    "run",
+    "tmp",
+    "plan",
+    "config",
+    "metrics",
+    None,
+    5,
+    True,
+    b"bytes",
+    ["a"],
+    {"a": 1},
+    Path("a"),
 ]
-"""Among them the Cyrillic a, the full-width A and the Arabic 3."""
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES, ids=lambda name: ascii(name)[:40])
@@ -214,10 +272,24 @@ def test_a_hostile_adapter_config_is_refused_or_harmless(content: str, no_questi
 
 # ------------------------------------------------------------------------ what the package may not call
 
-FORBIDDEN_CALLS = set(
-    "eval exec compile __import__ input os.system os.popen torch.load torch.save pickle.load pickle.loads "
-    "marshal.loads yaml.unsafe_load yaml.full_load shelve.open joblib.load".split()
-)
+FORBIDDEN_CALLS = {
+    "eval",
+    "exec",
+    "compile",
+    "__import__",
+    "input",
+    "os.system",
+    "os.popen",
+    "torch.load",
+    "torch.save",
+    "pickle.load",
+    "pickle.loads",
+    "marshal.loads",
+    "yaml.unsafe_load",
+    "yaml.full_load",
+    "shelve.open",
+    "joblib.load",
+}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 FORBIDDEN_WORDS = {"trust_remote_code": True, "allow_pickle": True, "shell": True, "weights_only": False}
 

@@ -31,8 +31,36 @@ pytestmark = pytest.mark.timeout(600)
 
 # ------------------------------------------------------------------------ what is drawn
 
-TEXTS = ["", " ", *"a none auto linear cosine steps epoch True 1e-3 -1 ../x é \0 %s".split(" ")]
-TEXTS += "adamw_torch sgd adafactor polynomial constant mux together drop all-linear q_proj".split()
+TEXTS = [
+    "",
+    " ",
+    "a",
+    "none",
+    "auto",
+    "linear",
+    "cosine",
+    "steps",
+    "epoch",
+    "True",
+    "1e-3",
+    "-1",
+    "../x",
+    "é",
+    "\0",
+    "%s",
+]
+TEXTS += [
+    "adamw_torch",
+    "sgd",
+    "adafactor",
+    "polynomial",
+    "constant",
+    "mux",
+    "together",
+    "drop",
+    "all-linear",
+    "q_proj",
+]
 NUMBERS = [0, 1, -1, 2, 3, 7, 10**9, 10**30, -(10**30), 0.0, 0.5, 1.0, -0.5, 1e-30, 1e30, 1e308, -1e308]
 NUMBERS += [float("nan"), float("inf"), -float("inf")]
 
@@ -152,7 +180,16 @@ NEAR_VALID: dict[str, list[Any]] = {
         {"stranger": 1},
         '{"power": 2}',
     ],
-    "optim": "adamw_torch sgd adagrad rmsprop adafactor adamw_bnb_8bit lion_32bit adamw_apex_fused".split(),
+    "optim": [
+        "adamw_torch",
+        "sgd",
+        "adagrad",
+        "rmsprop",
+        "adafactor",
+        "adamw_bnb_8bit",
+        "lion_32bit",
+        "adamw_apex_fused",
+    ],
     "optim_args": ["", "a", "a=b", "eps=1", "momentum=0.9", "betas=1", "=,=", "lr=5"],
     "torch_compile_backend": ["inductor"],
     "eval_strategy": ["steps", "epoch", "no"],
@@ -234,7 +271,15 @@ TASK_VALUES: dict[str, list[Any]] = {
     "name": ["a", "A-1", "x" * 64],
     "peft_config": [LoraConfig(r=1), LoraConfig(r=2, target_modules="all-linear"), {"r": 8}, "lora"],
     "train_dataset": [
-        *(rows(1), rows(2, 1), [], [{}], [None], {"train": rows(1)}, Endless(), [{"text": "a b c"}], "rows")
+        rows(1),
+        rows(2, 1),
+        [],
+        [{}],
+        [None],
+        {"train": rows(1)},
+        Endless(),
+        [{"text": "a b c"}],
+        "rows",
     ],
     "eval_dataset": [rows(3, 2), [], [{}], [{"text": "a b"}], [{"input_ids": [1]}]],
     "early_stopping": [EarlyStopping(), EarlyStopping(metric="own"), EarlyStopping(patience=1, min_delta=1e30), {}],
@@ -314,7 +359,16 @@ LORA_VALUES: dict[str, list[Any]] = {
     "lora_alpha": [0, 1, 16, -4, 1e30, float("nan")],
     "lora_dropout": [0.0, 0.5, 1.0, 1.5, -1],
     "target_modules": [
-        *("all-linear", "q_proj", ".*proj", "(", "(a*)*b", ["q_proj", "v_proj"], [], ["nothing"], ["lm_head"], [5])
+        "all-linear",
+        "q_proj",
+        ["q_proj", "v_proj"],
+        [],
+        ["nothing"],
+        ".*proj",
+        "(",
+        ["lm_head"],
+        [5],
+        "(a*)*b",
     ],
     "exclude_modules": ["q_proj", ["v_proj"], ".*", "("],
     "rank_pattern": [{}, {"q_proj": 4}, {"q_proj": 0}, {"(": 2}, {"q_proj": "four"}, 5],

@@ -6,6 +6,7 @@ import os
 import pickle
 import shutil
 from collections.abc import Callable
+from contextlib import suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
@@ -21,6 +22,7 @@ from tests.checkpoint.crashes import SAVING, Killed, crash
 from tests.checkpoint.crashes import crashed_tasks as tasks
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
+from tests.records import run_records
 
 
 @pytest.fixture(scope="module")
@@ -49,6 +51,10 @@ def flip(path: Path) -> None:
     path.write_bytes(content)
 
 
+def truncate(path: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
 def put_step_2_there(path: Path) -> None:
     shutil.rmtree(path)
     shutil.copytree(path.parent / "checkpoint-2", path)
@@ -57,8 +63,13 @@ def put_step_2_there(path: Path) -> None:
 SPOILS: dict[str, tuple[str, Callable[[Path], None]]] = {
     "weights, flipped bit": ("adapter_model.safetensors", flip),
     "optimizer, flipped bit": ("optimizer.safetensors", flip),
+    "last good weights, flipped bit": ("last_good.safetensors", flip),
+    "state, flipped bit": ("state.json", flip),
     "manifest, flipped bit": ("manifest.json", flip),
+    "optimizer, truncated": ("optimizer.safetensors", truncate),
     "state, missing": ("state.json", Path.unlink),
+    "manifest, missing": ("manifest.json", Path.unlink),
+    "an unknown file": ("extra.bin", Path.touch),
     "gone": ("", shutil.rmtree),
     "of another step": ("", put_step_2_there),
 }
@@ -81,9 +92,10 @@ def test_a_spoilt_checkpoint_is_passed_over_for_the_one_before_it_and_named(
         assert len(run.losses[name]) == (5 if name in spoilt else 3)
         last = [Run(one.trainer, Recorder(losses={name: one.losses[name][-3:]})) for one in (run, whole)]
         lab.assert_same(*last, name, 1e-5)
-    for name, (file, _) in spoilt.items():
+    for name, (file, act) in spoilt.items():
+        named = "" if file == "manifest.json" and act is Path.unlink else file
         assert f'task "{name}"' in said
-        assert str(Path(name) / "checkpoint-4" / file) in said
+        assert str(Path(name) / "checkpoint-4" / named) in said
     assert said.count("Trying the checkpoint before it") == len(spoilt)
 
 
@@ -93,6 +105,14 @@ def test_without_any_intact_checkpoint_task_folder_and_way_out_are_named(root: P
     with pytest.raises(CheckpointError, match=r'task "a" has no valid checkpoint up to step 4 .*Restore') as caught:
         resume(root)
     assert str(root / "a") in str(caught.value)
+
+
+def test_checkpoints_of_another_task_are_not_taken(root: Path) -> None:
+    (root / "a").rename(root / "other")
+    (root / "b").rename(root / "a")
+    (root / "other").rename(root / "b")
+    with pytest.raises(CheckpointError, match='task "a" has no valid checkpoint up to step 4 in '):
+        resume(root)
 
 
 def test_a_checkpoint_of_another_run_is_refused_unless_its_own_folder_is_named(
@@ -133,7 +153,7 @@ def newest_record(root: Path) -> Path:
     return max((root / "state").glob("run-*.json"))
 
 
-@pytest.mark.parametrize("act", [flip, Path.unlink])
+@pytest.mark.parametrize("act", [flip, truncate, Path.unlink])
 def test_with_a_torn_record_the_run_resumes_from_the_one_before_it(
     act: Callable[[Path], None], root: Path, whole: Run, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -165,9 +185,13 @@ def test_the_state_of_another_format_version_is_refused(root: Path) -> None:
 
 CHANGES = {
     "optim": {"optim": "sgd"},
+    "train_batch_size": {"train_batch_size": 2},
     "seed": {"seed": 2},
+    "max_length": {"max_length": 11},
+    "shuffle": {"shuffle": False},
     "rows": {"data_seed": 77},
     "r": {"rank": 8},
+    "lora_dropout": {"lora_dropout": 0.5},
 }
 
 
@@ -226,8 +250,8 @@ def snapshot(root: Path) -> dict[str, bytes]:
 # ------------------------------------------------------------------ retention
 
 
-def test_save_total_limit_keeps_the_newest_states(tmp_path: Path) -> None:
-    keep = 2
+@pytest.mark.parametrize("keep", [1, 2])
+def test_save_total_limit_keeps_the_newest_states(keep: int, tmp_path: Path) -> None:
     options = {**SAVING, "save_steps": 1, "save_total_limit": keep}
     trainer = lab.make_trainer(tasks(), tmp_path, recorder=Recorder(at_end={6: crash}), **options)
     with pytest.raises(Killed):
@@ -253,7 +277,66 @@ def assert_resumable_at(root: Path, step: int, whole: Run, **options: Any) -> No
     assert run.recorder.digests == {name: whole.recorder.digests[name][step:] for name in "ab"}
 
 
+def test_a_disk_that_fills_up_costs_neither_the_run_nor_its_older_state(
+    disk: Callable[[int | None], None], whole: Run, tmp_path: Path
+) -> None:
+    # No checkpoint file but the record fits into the limit; it lasts over the saves of steps 4, and is gone at the end.
+    acts = {3: lambda _: disk(5_000), 5: lambda _: disk(None)}
+    run = lab.train(tasks(), tmp_path / "run", recorder=Recorder(at_end=acts), **SAVING)
+    assert run.losses == whole.losses
+    records = sorted(path.name for path in (tmp_path / "run" / "state").iterdir())
+    assert records == [f"run-{step:08d}.json" for step in (2, 6, 7)]
+    (failure,) = run_records(tmp_path / "run", "save_failed")
+    assert failure["run_step"] == 4
+    assert not list((tmp_path / "run").rglob(".tmp-*"))
+
+
+def test_after_a_disk_filled_up_the_older_state_resumes(
+    disk: Callable[[int | None], None], whole: Run, tmp_path: Path
+) -> None:
+    acts = {3: lambda _: disk(5_000), 5: crash}
+    trainer = lab.make_trainer(tasks(), tmp_path, recorder=Recorder(at_end=acts), **SAVING)
+    with pytest.raises(Killed):
+        trainer.train()
+    disk(None)
+    assert_resumable_at(tmp_path, 2, whole)
+
+
 # --------------------------------------------------- links, paths and pickles
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["a", "a/adapter_model.safetensors", "plan.json", "state", "metrics.jsonl", "run.lock", "run.lock.json"],
+)
+def test_a_link_in_the_run_folder_is_never_written_through(place: str, tmp_path: Path) -> None:
+    root, outside = tmp_path / "run", tmp_path / "outside"
+    (root / place).parent.mkdir(parents=True)
+    is_file = "." in place
+    if is_file:
+        outside.write_bytes(b"precious")
+    else:
+        outside.mkdir()
+        (outside / "precious").write_bytes(b"precious")
+    (root / place).symlink_to(outside, target_is_directory=not is_file)
+    with suppress(CheckpointError):  # to refuse the link is as good as to replace it
+        lab.train([lab.small_task("a", data_seed=1, max_steps=2)], root, **SAVING)
+    if is_file:
+        assert outside.read_bytes() == b"precious"
+    else:
+        assert [path.name for path in outside.iterdir()] == ["precious"]
+
+
+def test_a_name_in_a_record_deletes_nothing_outside(root: Path) -> None:
+    victim = root.parent / "victim"
+    shutil.copytree(root / "a", victim)
+    shutil.copytree(victim / "checkpoint-2", victim / "checkpoint-1")
+    path = newest_record(root)
+    record = storage.unsealed_json(path)
+    record["tasks"]["../victim"] = {"status": "running", "reason": "", "step": 4}
+    path.write_bytes(storage.sealed_json(record))
+    resume(root, save_total_limit=2)
+    assert storage.numbered_folders(victim) == [1, 2, 4]
 
 
 class Exploit:
@@ -282,6 +365,17 @@ def test_no_pickle_is_ever_opened(root: Path, whole: Run, monkeypatch: pytest.Mo
 
     monkeypatch.setattr(torch, "load", refuse)
     assert_resumable_at(root, 4, whole)
+    assert not marker.exists()
+
+
+def test_a_pickle_in_the_place_of_a_checkpoint_is_not_opened(root: Path) -> None:
+    marker = root.parent / "exploited"
+    for step in (2, 4):
+        folder = root / "a" / f"checkpoint-{step}"
+        (folder / "adapter_model.safetensors").unlink()
+        (folder / "adapter_model.bin").write_bytes(pickle.dumps(Exploit(marker)))
+    with pytest.raises(CheckpointError, match='task "a" has no valid checkpoint up to step 4 in '):
+        resume(root)
     assert not marker.exists()
 
 

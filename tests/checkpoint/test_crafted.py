@@ -67,7 +67,7 @@ def test_a_crafted_record_is_named(craft: str, root: Path) -> None:
         read_record(path)
 
 
-@pytest.mark.parametrize("craft", ["a task that leads outside"])
+@pytest.mark.parametrize("craft", ["a list", "a task that leads outside"])
 def test_a_crafted_record_is_passed_over_for_the_one_before_it(
     craft: str, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -89,6 +89,17 @@ def test_a_record_that_is_hard_to_read_is_named_without_hanging(plant: str, tmp_
         os.mkfifo(path) if plant == "pipe" else path.mkdir()
     with pytest.raises(CheckpointError, match=rf"{NEWEST} cannot be read"):
         read_record(path)
+
+
+def test_a_record_that_is_hard_to_read_is_passed_over_without_hanging(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = root / "state" / NEWEST
+    path.unlink()
+    os.mkfifo(path)
+    run, said = resume(root, capsys)
+    assert len(run.losses["a"]) == 5
+    assert f"{NEWEST} cannot be read" in said
 
 
 def test_a_record_under_a_name_that_is_not_ours_is_passed_over(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -166,7 +177,7 @@ def test_a_crafted_state_is_named(craft: str, crashed: Path, tmp_path: Path) -> 
         read_task_state(tmp_path / "state.json")
 
 
-@pytest.mark.parametrize("craft", ["settings a list", "best empty", "optimizer of other tensors", "moments of words"])
+@pytest.mark.parametrize("craft", ["settings a list", *FITTING])
 def test_a_crafted_state_is_passed_over_for_the_checkpoint_before_it(
     craft: str, root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -215,6 +226,17 @@ def test_resuming_under_another_torch_is_reported_and_under_the_same_nothing(
     _, said = resume(root, capsys)
     assert "resumed with another torch version: '1.0' before" in said
     _, said = resume(root, capsys)
+    assert "resumed with another" not in said
+
+
+def test_a_record_of_the_format_before_continues(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (root / "state").iterdir():
+        record = storage.unsealed_json(path)
+        for name in ("removed", "numerics", "run"):
+            del record[name]
+        path.write_bytes(storage.sealed_json({**record, "format_version": 2}))
+    run, said = resume(root, capsys)
+    assert {name: len(losses) for name, losses in run.losses.items()} == {"a": 3, "b": 3}
     assert "resumed with another" not in said
 
 

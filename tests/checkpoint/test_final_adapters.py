@@ -78,8 +78,11 @@ def cut(path: Path) -> None:
 SPOILS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "weights flipped": (WEIGHTS, flip),
     "weights cut": (WEIGHTS, cut),
+    "weights gone": (WEIGHTS, Path.unlink),
+    "weights garbage": (WEIGHTS, to_garbage),
     "weights a pipe": (WEIGHTS, put_pipe),
     "config changed": (CONFIG, other_alpha),
+    "config cut": (CONFIG, cut),
     "config gone": (CONFIG, Path.unlink),
     "config garbage": (CONFIG, to_garbage),
     "checksums flipped": (CHECKSUMS, flip),
@@ -111,6 +114,18 @@ def test_resuming_repairs_the_adapter_of_an_ended_task_and_says_so(
     assert str(root / "a" / "checkpoint-3") in said
 
 
+def test_the_adapter_of_an_older_version_without_checksums_stays_and_gets_some(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    before = {name: files(root, name) for name in "ab"}
+    for name in "ab":
+        (root / name / CHECKSUMS).unlink()
+    assert MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root).tasks == ("a", "b")
+    _, said = resume(root, capsys)
+    assert "taken from" not in said
+    assert {name: files(root, name) for name in "ab"} == before
+
+
 def test_a_flip_in_an_adapter_without_checksums_is_found_by_the_checkpoint(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -118,8 +133,7 @@ def test_a_flip_in_an_adapter_without_checksums_is_found_by_the_checkpoint(
     (root / "a" / CHECKSUMS).unlink()
     flip(root / "a" / WEIGHTS)
     _, said = resume(root, capsys)
-    assert "adapter_checksums.json cannot be read" in said
-    assert "It is taken from" in said
+    assert "does not have the weights with which the task ended" in said
     assert files(root, "a") == before
 
 

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import random
+import signal
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -60,4 +62,21 @@ def test_a_run_killed_in_a_write_resumes_to_the_same_bits(
     crash: str, helper: Helper, whole: Outcome, tmp_path: Path
 ) -> None:
     killed = helper.run(tmp_path / "run", crashpoint=crash)
+    assert_resumes(helper, tmp_path / "run", killed, whole)
+
+
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.slow) for seed in (1, 2))])
+def test_a_run_killed_at_a_moment_of_chance_resumes_to_the_same_bits(
+    seed: int, helper: Helper, whole: Outcome, tmp_path: Path
+) -> None:
+    rng = random.Random(seed)
+    # The step is reported before it is evaluated and saved; the delay lets the kill fall into either.
+    killed = helper.run(tmp_path / "run", kill_at=rng.randint(2, 6), delay=rng.uniform(0.0, 0.03))
+    assert_resumes(helper, tmp_path / "run", killed, whole)
+
+
+def test_a_run_killed_twice_resumes_to_the_same_bits(helper: Helper, whole: Outcome, tmp_path: Path) -> None:
+    assert helper.run(tmp_path / "run", kill_at=5, delay=0.0).signal == signal.SIGKILL
+    # The second one is killed in the first save after the resumption.
+    killed = helper.run(tmp_path / "run", resume=True, crashpoint="after_manifest:2")
     assert_resumes(helper, tmp_path / "run", killed, whole)

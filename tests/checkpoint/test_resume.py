@@ -174,6 +174,14 @@ def test_a_run_that_crashed_goes_back_to_its_last_save_and_ends_with_the_same_bi
     assert_ended_the_same(resumed, whole)
 
 
+def test_a_run_interrupted_again_and_again_ends_with_the_same_bits(whole: Run, tmp_path: Path) -> None:
+    for number, step in enumerate((2, 5, 7)):
+        act = recorder(at_end={step: stop})
+        lab.train(all_kinds(), tmp_path, recorder=act, resume=number > 0, **saving(save_total_limit=1))
+    last = lab.train(all_kinds(), tmp_path, recorder=recorder(), resume=True, **saving(save_total_limit=1))
+    assert_ended_the_same(last, whole)
+
+
 def test_another_folder_can_be_resumed_from_and_stays_as_it_was(whole: Run, stopped: Path, tmp_path: Path) -> None:
     old, new = stopped, tmp_path / "new"
     before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}

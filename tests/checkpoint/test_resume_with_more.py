@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -99,6 +100,22 @@ def test_tasks_come_and_go_between_two_runs_and_the_others_keep_their_bits(
     assert 'task "old" of the resumed run is not among the tasks given now; it is left out, its files stay' in said
     assert 'task "new" is not part of the resumed run; it begins with its first step' in said
     assert (tmp_path / "run" / "old" / "adapter_model.safetensors").is_file()
+
+
+def test_a_second_resumption_with_the_new_settings_is_exact(tmp_path: Path) -> None:
+    stopped(tmp_path / "run", own(max_steps=8))
+    shutil.copytree(tmp_path / "run", tmp_path / "twice")
+    once = resumed(tmp_path / "run", own(max_steps=12, learning_rate=1e-3))
+    lab.train(
+        [own(max_steps=12, learning_rate=1e-3)],
+        tmp_path / "twice",
+        recorder=Recorder(at_end={7: stop}),
+        resume=True,
+        **SAVING,
+    )
+    again = resumed(tmp_path / "twice", own(max_steps=12, learning_rate=1e-3))
+    assert again.losses["a"] == once.losses["a"][-len(again.losses["a"]) :]
+    assert all(torch.equal(weight, once.weights("a")[key]) for key, weight in again.weights("a").items())
 
 
 PAIRS = [{"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6, 7, 8]}] * 8

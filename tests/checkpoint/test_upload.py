@@ -98,11 +98,12 @@ def test_the_copy_has_the_files_of_the_run_folder_and_no_others(tmp_path: Path) 
     assert not [name for name in found if "tmp-" in name or "lock" in name]
 
 
-def test_a_run_whose_folder_is_lost_resumes_from_the_copy_with_the_same_bits(tmp_path: Path) -> None:
+@pytest.mark.parametrize("resume", [True, "auto"])
+def test_a_run_whose_folder_is_lost_resumes_from_the_copy_with_the_same_bits(resume: Any, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", url="memory://elsewhere")
     train(tmp_path / "first", stop_after=3)
     shutil.rmtree(tmp_path / "first")
-    rest = train(tmp_path / "second", resume="auto")
+    rest = train(tmp_path / "second", resume=resume)
     assert rest.losses["long"] == whole.losses["long"][3:]
     assert_same_weights(rest, whole)
     assert uploaded() == files_of(tmp_path / "second")
@@ -130,6 +131,20 @@ def test_a_new_run_does_not_overwrite_the_copy_of_another(tmp_path: Path) -> Non
     assert uploaded() == before
 
 
+def test_resuming_from_nothing_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(CheckpointError, match="holds no state of a run"):
+        train(tmp_path / "run", resume=True)
+
+
+def test_a_damaged_copy_resumes_from_the_state_before(tmp_path: Path) -> None:
+    whole = train(tmp_path / "whole", url="memory://elsewhere")
+    train(tmp_path / "first", stop_after=5, save_total_limit=5)
+    MemoryFileSystem().pipe_file("/bucket/runs/a/state/run-00000005.json", b'{"torn": ')
+    rest = train(tmp_path / "second", resume=True, save_total_limit=5)
+    assert rest.losses["long"] == whole.losses["long"][4:]
+    assert_same_weights(rest, whole)
+
+
 def test_a_copy_that_fails_is_made_at_the_next_save(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Flaky.failures = 1
     run = train(tmp_path / "run", url="flaky://bucket/runs/a")
@@ -138,6 +153,15 @@ def test_a_copy_that_fails_is_made_at_the_next_save(tmp_path: Path, capsys: pyte
     assert len(said) == 1
     assert "OSError: the bucket is full" in said[0]
     assert uploaded() == files_of(tmp_path / "run")
+
+
+def test_storage_that_fails_always_ends_no_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Flaky.failures = 10**6
+    run = train(tmp_path / "run", url="flaky://bucket/runs/a")
+    assert len(run.losses["long"]) == 7
+    assert (tmp_path / "run" / "long" / "adapter_model.safetensors").exists()
+    assert uploaded() == {}
+    assert "the bucket is full" in capsys.readouterr().out
 
 
 def test_a_copy_that_cannot_be_read_back_leaves_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -195,9 +219,13 @@ def train_two(rank: int, folder: Path, url: str, resume: Any, max_steps: int) ->
 @pytest.mark.distributed
 def test_two_processes_resume_from_the_copy(tmp_path: Path) -> None:
     url = f"file://{tmp_path / 'bucket'}"
+    whole = values(launch(2, train_two, tmp_path / "whole", f"{url}/other", None, 6))
     values(launch(2, train_two, tmp_path / "first", f"{url}/run", None, 4))
     rest = values(launch(2, train_two, tmp_path / "second", f"{url}/run", "auto", 4))
     assert rest == [[], []], "the run was over"
+    assert len(whole[0]) == 6
     assert (tmp_path / "second" / "a" / "adapter_model.safetensors").read_bytes() == (
         tmp_path / "first" / "a" / "adapter_model.safetensors"
     ).read_bytes()
+    refused = launch(2, train_two, tmp_path / "third", "nowhere://bucket", None, 4)
+    assert all("args.upload_to must be a URL of fsspec" in str(outcome) for outcome in refused)

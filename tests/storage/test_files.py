@@ -9,6 +9,7 @@ import signal
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -352,6 +353,33 @@ def test_retention_goes_by_number_and_leaves_folders_whose_number_we_do_not_writ
 
 
 # ---------------------------------------------------------------- D3: paths
+
+_ATTACKS: list[object] = [
+    *"| . .. ../out /tmp/out a\\b a/b a/../../out nul LPT9 State a.b .hidden -rf _x ~ a:b a*".split(" ")
+]
+_ATTACKS += ["", "a\0b", "a" * 65, "a b", "a\n", "a\u202eb", "\u0430dmin", "a\u0301", None, 7, b"a", ["a"]]
+
+
+def tree(root: Path) -> set[str]:
+    return {str(path.relative_to(root)) for path in root.rglob("*")}
+
+
+@pytest.mark.parametrize("name", _ATTACKS, ids=repr)
+def test_no_name_leads_out_of_the_run_folder(name: Any, tmp_path: Path) -> None:
+    root = tmp_path / "run"
+    root.mkdir()
+    before = tree(tmp_path)
+    with pytest.raises(
+        CheckpointError,
+        match=(r"must be (1 to 64 letters, digits, '_' and '-'|any name except)"),
+    ):
+        storage.safe_child(root, name)
+    with pytest.raises(
+        ConfigError,
+        match=(r"must be (1 to 64 letters, digits, '_' and '-'|any name except)"),
+    ):
+        Task(name=name, peft_config=LoraConfig(), train_dataset=[{"text": "a"}])
+    assert tree(tmp_path) == before
 
 
 @pytest.mark.parametrize("target", ["outside", "run", "run/other", "nowhere"])

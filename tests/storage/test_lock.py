@@ -205,3 +205,13 @@ def test_a_pipe_in_place_of_the_holder_file_stops_neither_training_nor_questions
     assert within_5_s(lambda: keeper_of(tmp_path)) == "another process"
     lock.release()
     assert not list(tmp_path.iterdir())
+
+
+def test_a_lock_whose_holder_cannot_be_noted_is_released(tmp_path: Path) -> None:
+    (tmp_path / HOLDER_NAME).mkdir()
+    lock = FolderLock(tmp_path)
+    with pytest.raises(CheckpointError, match=HOLDER_NAME):
+        lock.acquire()
+    assert not lock.is_held
+    (tmp_path / HOLDER_NAME).rmdir()
+    FolderLock(tmp_path).acquire()

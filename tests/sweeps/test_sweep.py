@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
 from transformers import TrainerCallback
 
@@ -80,6 +80,11 @@ def test_the_worse_half_loses_and_of_equals_the_first_stays() -> None:
     assert losers(values, set(values), maximise=False) == ["d", "e"]
     assert losers(values, set(values), maximise=True) == ["c", "e"]
     assert losers({"a": 1.0, "b": 1.0}, {"a", "b"}, maximise=False) == ["b"]
+
+
+def test_who_comes_later_is_compared_with_those_that_were_there_before() -> None:
+    assert losers({"a": 1.0, "b": 2.0, "late": 1.5}, {"late"}, maximise=False) == []
+    assert losers({"a": 1.0, "b": 2.0, "c": 1.1, "late": 1.5}, {"late"}, maximise=False) == ["late"]
 
 
 # ------------------------------------------------------------------------- runs
@@ -193,3 +198,10 @@ def test_another_way_to_stop_early_and_another_metric_are_refused(tmp_path: Path
         sweep(swept_task(), grid, model=lab.tiny_llama(), args=args, early_stop="median")
     with pytest.raises(ConfigError, match="no task has eval_f1"):
         sweep(swept_task(max_steps=1), grid, model=lab.tiny_llama(), args=args, metric="eval_f1")
+
+
+def test_settings_of_other_adapters_can_be_swept_too() -> None:
+    config = LoraConfig(r=4, target_modules=["q_proj"], lora_alpha=3)
+    _, tasks = sweep_tasks(swept_task(), {"peft_config.lora_alpha": [1, 2]})
+    assert [task.peft_config.lora_alpha for task in tasks] == [1, 2]
+    assert config.lora_alpha == 3
