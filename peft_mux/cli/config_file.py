@@ -20,6 +20,7 @@ import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +40,7 @@ from peft_mux.data.sources import SOURCES, rows_of
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.modeling.generation.options import GenerateOptions
 from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, Link, parse_devices
+from peft_mux.storage import read_regular
 from peft_mux.task import TASK_FIELDS, EarlyStopping, Task
 
 SECRETS = ("run.hub_token", "model_init_kwargs.token")
@@ -48,8 +50,8 @@ _NOT_IN_FILES = "name peft_config train_dataset eval_dataset callbacks compute_m
 TASK_KEYS = (*DATA_KEYS, "peft", *(name for name in TASK_FIELDS if name not in _NOT_IN_FILES.split()))
 """The keys of a task in a file."""
 _TOP_KEYS = ("model", "tokenizer", "output_dir", "run", "defaults", "tasks", "model_init_kwargs")
-_MAX_BYTES, _MAX_NODES = 2**23, 200_000
-"""Limits of a file, and of its values once aliases are written out."""
+_MAX_NODES = 200_000
+"""Values of a file once aliases are written out."""
 _FREE_SECTIONS = ("model_init_kwargs",)
 """Sections that are passed on unchanged, in which numbers may be keys (`max_memory: {0: 10GiB}`)."""
 _WHEN_EVALUATED = ("eval_steps", "eval_delay", "eval_on_start")
@@ -128,12 +130,7 @@ def read_config(
         ConfigError: naming every fault, with its line if it has one.
     """
     path = Path(path)
-    node, data = _parsed(_text_of(path, f" peft-mux init {path} writes one."), str(path))
-    if not isinstance(data, dict):
-        allowed = f"a mapping with the keys {', '.join(_TOP_KEYS)}"
-        raise ConfigError(f"{path} must be {allowed}, got {type(data).__name__}.")
-    lines: dict[str, int] = {}  # of each key, by its dotted path
-    faults = _look_at_keys(node, "", lines, set())
+    data, lines, faults = _read_mapping(path, _TOP_KEYS, f" peft-mux init {path} writes one.")
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -156,17 +153,21 @@ def read_config(
     return replace(config, file=path.name, lines=lines)
 
 
-_CLUSTER_KEYS = {
-    "device": "the name of a device",
-    "nodes": "an integer of 1 or more",
-    "devices_per_node": "an integer of 1 or more",
-    "ports_per_node": "an integer of 1 or more",
-    "intra_node_gb_per_s": "a number above 0",
-    "intra_node_latency_us": "a number of 0 or more",
-    "inter_node_gb_per_s": "a number above 0",
-    "inter_node_latency_us": "a number of 0 or more",
+_COUNT = ("an integer of 1 or more", lambda value: type(value) is int and value >= 1)
+_RATE = ("a number above 0", lambda value: type(value) in (int, float) and 0 < value < math.inf)
+_LATENCY = ("a number of 0 or more", lambda value: type(value) in (int, float) and 0 <= value < math.inf)
+_DEVICE_NAMES = {name.lower() for name in DEVICES}
+_CLUSTER_KEYS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "device": (f"one of {', '.join(DEVICES)}", lambda value: str(value).lower() in _DEVICE_NAMES),
+    "nodes": _COUNT,
+    "devices_per_node": _COUNT,
+    "ports_per_node": _COUNT,
+    "intra_node_gb_per_s": _RATE,
+    "intra_node_latency_us": _LATENCY,
+    "inter_node_gb_per_s": _RATE,
+    "inter_node_latency_us": _LATENCY,
 }
-"""The keys of a file that describes a cluster; only the first three are required."""
+"""The keys of a file that describes a cluster, with what is allowed; only the first three are required."""
 
 
 def read_cluster(path: str | Path) -> Cluster:
@@ -187,35 +188,16 @@ def read_cluster(path: str | Path) -> Cluster:
         ConfigError: naming every fault, with its line if it has one.
     """
     path = Path(path)
-    node, data = _parsed(_text_of(path), str(path))
-    if not isinstance(data, dict):
-        raise ConfigError(f"{path} must be a mapping with the keys {', '.join(_CLUSTER_KEYS)}, got {shown(data)}.")
-    lines: dict[str, int] = {}
-    faults = _look_at_keys(node, "", lines, set()) + _key_faults(data, _CLUSTER_KEYS, "")
-    for key, allowed in _CLUSTER_KEYS.items():
+    data, lines, faults = _read_mapping(path, _CLUSTER_KEYS)
+    faults += _key_faults(data, _CLUSTER_KEYS, "")
+    for key, (allowed, is_right) in _CLUSTER_KEYS.items():
         value = data.get(key)
-        if value is None:
-            if key in ("device", "nodes", "devices_per_node"):
-                faults.append(Fault(key, "nothing", allowed))
-            continue
-        if key == "device":
-            is_right = isinstance(value, str)
-        elif allowed.startswith("an integer"):
-            is_right = type(value) is int and value >= 1
-        else:
-            is_number = type(value) in (int, float) and math.isfinite(value)
-            is_right = is_number and (value >= 0 if "latency" in key else value > 0)
-        if not is_right:
-            faults.append(Fault(key, shown(value), allowed))
-    cluster = None
-    if not faults:
-        try:
-            cluster = parse_devices(f"{data['nodes']}x{data['devices_per_node']}x{data['device']}")
-        except ValueError:
-            fix = closest(data["device"], DEVICES)
-            faults.append(Fault("device", shown(data["device"]), f"one of {', '.join(DEVICES)}", fix))
+        if value is None and key in ("device", "nodes", "devices_per_node"):
+            faults.append(Fault(key, "nothing", allowed))
+        elif value is not None and not is_right(value):
+            faults.append(Fault(key, shown(value), allowed, closest(value, DEVICES) if key == "device" else ""))
     raise_faults(_located(faults, path.name, lines))
-    assert cluster is not None, "a cluster without faults was made"
+    cluster = parse_devices(f"{data['nodes']}x{data['devices_per_node']}x{data['device']}")
 
     def link(name: str, default: Link) -> Link:
         latency_us, gb_per_s = data.get(f"{name}_latency_us"), data.get(f"{name}_gb_per_s")
@@ -232,24 +214,24 @@ def read_cluster(path: str | Path) -> Cluster:
     )
 
 
-def _text_of(path: Path, fix: str = "") -> str:
-    """Return the text of a YAML file of the user's.
+def _read_mapping(path: Path, keys: Iterable[str], fix: str = "") -> tuple[dict[str, Any], dict[str, int], list[Fault]]:
+    """Return what a YAML file holds, the line of each of its keys by dotted path, and the faults of its keys.
 
     Raises:
-        ConfigError: if it cannot be read.
+        ConfigError: if it cannot be read, or holds no mapping.
     """
     try:
-        if path.exists() and not path.is_file():  # a pipe may never end
-            raise OSError("it is not a regular file")
-        if (size_bytes := path.stat().st_size) > _MAX_BYTES:
-            raise OSError(f"it must have at most {_MAX_BYTES} bytes, got {size_bytes}")
-        return path.read_text(encoding="utf-8")
+        text = read_regular(path).decode()
     except UnicodeDecodeError as error:
         raise ConfigError(f"{path} must be UTF-8 text: {error}. Save it as UTF-8.") from error
     except FileNotFoundError as error:
         raise ConfigError(f"file must be a YAML file, got {str(path)!r}, which does not exist.{fix}") from error
     except (OSError, ValueError) as error:
         raise ConfigError(f"{path} cannot be read: {error}.") from error
+    data, lines, faults = _parsed(text, str(path))
+    if not isinstance(data, dict):
+        raise ConfigError(f"{path} must be a mapping with the keys {', '.join(keys)}, got {type(data).__name__}.")
+    return data, lines, faults
 
 
 def _located(faults: Iterable[Fault], file: str, lines: Mapping[str, int]) -> list[Fault]:
@@ -273,36 +255,7 @@ def _located(faults: Iterable[Fault], file: str, lines: Mapping[str, int]) -> li
 
 
 class _Loader(yaml.SafeLoader):
-    """Loads YAML safely, and reads `1e-4` as a number (YAML 1.1 requires `1.0e-4`).
-
-    A few lines with aliases can expand to more values than could ever be visited (`a: &a [x, x]`, `b: &b [*a, *a]`,
-    ...), or contain themselves. Both are refused before any value is made.
-    """
-
-    def __init__(self, text: str, where: str) -> None:
-        super().__init__(text)
-        self._where = where
-        self._num_nodes = 0
-        self._sizes: dict[yaml.Node, int] = {}  # in nodes, of those that are complete
-
-    def compose_node(self, parent: yaml.Node | None, index: Any) -> yaml.Node | None:
-        event, num_before = self.peek_event(), self._num_nodes
-        node = super().compose_node(parent, index)
-        assert node is not None, "the base class returns one, whatever its stubs say"
-        place = f"{self._where}: line {event.start_mark.line + 1}"
-        if not isinstance(event, yaml.AliasEvent):
-            self._num_nodes += 1
-            self._sizes[node] = self._num_nodes - num_before
-        elif node in self._sizes:
-            self._num_nodes += self._sizes[node]
-        else:
-            raise ConfigError(f"{place} must have aliases without cycles, got *{event.anchor} within itself.")
-        if self._num_nodes > _MAX_NODES:
-            raise ConfigError(
-                f"{place} must have at most {_MAX_NODES} values once aliases (*name) are written out. Put what tasks "
-                "share into the section defaults."
-            )
-        return node
+    """Loads YAML safely, and reads `1e-4` as a number (YAML 1.1 requires `1.0e-4`)."""
 
 
 _Loader.add_implicit_resolver(
@@ -320,15 +273,32 @@ def parse_value(text: str, where: str) -> Any:
     Raises:
         ConfigError: if it is no YAML.
     """
-    return _parsed(text, where)[1]
+    return _parsed(text, where)[0]
 
 
-def _parsed(text: str, where: str) -> tuple[Any, Any]:
-    """Parse a text; return its node, which has line numbers, and its value."""
+def _parsed(text: str, where: str) -> tuple[Any, dict[str, int], list[Fault]]:
+    """Parse a text; return its value, the line of each key by its dotted path, and the faults of keys."""
+    lines: dict[str, int] = {}
     try:
-        loader = _Loader(text, where)
+        loader = _Loader(text)
         node = loader.get_single_node()
-        return node, None if node is None else loader.construct_document(node)
+        # A few lines with aliases can stand for more values than could ever be visited, or contain themselves.
+        waiting, num_nodes = [node], 0
+        while waiting:
+            num_nodes += 1
+            if num_nodes > _MAX_NODES:
+                raise ConfigError(
+                    f"{where} must have at most {_MAX_NODES:,} values once aliases (*name) are written out, and none "
+                    "within itself. Put what tasks share into the section defaults."
+                )
+            one = waiting.pop()
+            if isinstance(one, yaml.MappingNode):
+                waiting += chain.from_iterable(one.value)
+            elif isinstance(one, yaml.SequenceNode):
+                waiting += one.value
+        # Before values are made, which writes merged keys (`<<`) into the nodes.
+        faults = _look_at_keys(node, "", lines) if isinstance(node, yaml.MappingNode) else []
+        return None if node is None else loader.construct_document(node), lines, faults
     except ConfigError:
         raise
     except yaml.YAMLError as error:
@@ -347,10 +317,9 @@ def _parsed(text: str, where: str) -> tuple[Any, Any]:
         raise ConfigError(f"{where}: is not YAML: a value cannot be read: {error}. Write it in quotes.") from error
 
 
-def _look_at_keys(node: yaml.MappingNode, prefix: str, lines: dict[str, int], seen: set[int]) -> list[Fault]:
+def _look_at_keys(node: yaml.MappingNode, prefix: str, lines: dict[str, int]) -> list[Fault]:
     """Record the line of each key; return faults of keys: duplicates, and keys that are not strings (`yes` is true)."""
     faults: list[Fault] = []
-    seen.add(id(node))  # an alias may refer to it again, even from within
     for key, value in node.value:
         where = f"{prefix}{key.value}"
         if where in lines:
@@ -365,45 +334,33 @@ def _look_at_keys(node: yaml.MappingNode, prefix: str, lines: dict[str, int], se
             got = f"a key that YAML reads as {meanings.get(kind, f'a {kind}')}"
             fix = f'Write it in quotes: "{key.value}".' if isinstance(key, yaml.ScalarNode) else ""
             faults.append(Fault(where, got, "a name", fix))
-        if isinstance(value, yaml.MappingNode) and id(value) not in seen:
-            faults += _look_at_keys(value, f"{where}.", lines, seen)
+        if isinstance(value, yaml.MappingNode):
+            faults += _look_at_keys(value, f"{where}.", lines)
     return faults
 
 
-def _expand_secrets(data: dict[str, Any]) -> list[Fault]:
-    """Replace environment variables in fields that hold secrets, in place; return their faults."""
+def _expand_secrets(section: Any, prefix: str = "") -> list[Fault]:
+    """Replace environment variables in fields that hold secrets, in place; return their faults, and all other uses."""
     faults = []
-    for path in SECRETS:
-        section, key = path.split(".")
-        own = data.get(section)
-        if not isinstance(own, dict) or not isinstance(text := own.get(key), str):
-            continue
-        names = re.findall(r"\$\{(.*?)\}", text)
-        own[key] = None  # set below if it has no fault
-        # No message shows the text: it may be the secret itself.
-        if re.fullmatch(r"\$\w+", text):
-            fix = "Write ${NAME} for the variable NAME."
-            faults.append(Fault(path, "a variable without braces", "a token or a variable in braces", fix))
-        elif missing := [f"${{{name}}}" for name in names if not os.environ.get(name)]:
-            fix = "Set it in the shell that starts the run, or leave the field out to use the login of this machine."
-            got = f"{', '.join(missing)}, an environment variable that is not set"
-            faults.append(Fault(path, got, "made of variables that are set", fix))
-        else:
-            own[key] = re.sub(r"\$\{(.*?)\}", lambda found: os.environ[found[1]], text)
-    # In all other fields they are refused. Each value is visited once, because aliases may repeat it.
-    waiting: list[tuple[str, Any]] = [("", data)]
-    seen: set[int] = set()
-    while waiting:
-        where, value = waiting.pop()
+    for key, value in list(section.items() if isinstance(section, dict) else enumerate(section)):
+        where = f"{prefix}{key}"
         if isinstance(value, (dict, list)):
-            items = value.items() if isinstance(value, dict) else [("", own) for own in value]
-            if id(value) not in seen:
-                waiting += [(f"{where}.{key}".strip("."), own) for key, own in items]
-            seen.add(id(value))
+            faults += _expand_secrets(value, f"{where}.")
+        elif not isinstance(value, str):
             continue
+        elif where in SECRETS:
+            # No message shows the text: it may be the secret itself.
+            names = re.findall(r"\$\{(.*?)\}", value)
+            section[key] = re.sub(r"\$\{(.*?)\}", lambda found: os.environ.get(found[1], ""), value)
+            if re.fullmatch(r"\$\w+", value):
+                fix = "Write ${NAME} for the variable NAME."
+                faults.append(Fault(where, "a variable without braces", "a token or a variable in braces", fix))
+            elif missing := [f"${{{name}}}" for name in names if not os.environ.get(name)]:
+                got = f"{', '.join(missing)}, an environment variable that is not set"
+                fix = "Set it in the shell that starts the run, or leave the field out to use this machine's login."
+                faults.append(Fault(where, got, "made of variables that are set", fix))
         # Chat templates use such braces themselves.
-        is_exempt = where in SECRETS or where.endswith(".chat_template")
-        if isinstance(value, str) and not is_exempt and re.search(r"\$\{\w+\}", value):
+        elif key != "chat_template" and re.search(r"\$\{\w+\}", value):
             allowed = f"the value itself (variables may be in {' and '.join(SECRETS)} only)"
             faults.append(Fault(where, shown(value), allowed, "Write the value, or give it with --set."))
     return faults
@@ -457,12 +414,7 @@ def _structure_faults(data: dict[str, Any]) -> list[Fault]:
     for key in ("model", "tasks"):
         if not data.get(key):
             faults.append(Fault(key, shown(data.get(key)), "set, because every file needs it"))
-    for key in ("model", "tokenizer", "output_dir"):
-        if data.get(key) is not None and not isinstance(data[key], str):
-            faults.append(Fault(key, shown(data[key]), "a string"))
-    for key in ("model_init_kwargs", "run", "defaults", "tasks"):
-        if data.get(key) and not isinstance(data[key], dict):
-            faults.append(Fault(key, shown(data[key]), "a mapping"))
+    faults += _kind_faults(data, _KINDS, "")
     defaults, tasks = _mapping(data.get("defaults")), _mapping(data.get("tasks"))
     faults += _key_faults(_mapping(data.get("run")), SETTABLE_FIELDS - {"output_dir"}, "run.", _hint_of_run)
     faults += _key_faults(defaults, TASK_KEYS, "defaults.", _hint_of_task)
@@ -473,27 +425,33 @@ def _structure_faults(data: dict[str, Any]) -> list[Fault]:
             continue
         faults += _key_faults(task, TASK_KEYS, f"{where}.", _hint_of_task)
         # With the defaults, as they may hold what a task leaves out.
-        own = _value_faults({**defaults, **task}, where)
-        if "dataset" not in task and len(task) == 1:  # a misspelt name in --set makes a task of one setting
-            meant = closest(str(name), [str(one) for one in tasks if one != name])
-            own = [replace(one, fix=meant) if one.where == f"{where}.dataset" else one for one in own]
-        faults += own
-    # The defaults need not name a dataset.
-    return faults + _value_faults({"dataset": "-", **defaults}, "defaults")
+        own = {**defaults, **task}
+        faults += _kind_faults(own, _TASK_KINDS, f"{where}.")
+        if own.get("dataset") in (None, ""):
+            # A misspelt name in --set makes a task of one setting.
+            meant = closest(str(name), [str(one) for one in tasks if one != name]) if len(task) == 1 else ""
+            faults.append(Fault(f"{where}.dataset", shown(own.get("dataset")), SOURCES, meant))
+    return faults + _kind_faults(defaults, _TASK_KINDS, "defaults.")
 
 
-def _value_faults(task: Mapping[str, Any], where: str) -> list[Fault]:
-    """Return the faults of values that are not passed on to a `Task`: sources of rows, and nested sections."""
-    faults = []
-    if not isinstance(task.get("dataset"), str) or not task["dataset"]:
-        faults.append(Fault(f"{where}.dataset", shown(task.get("dataset")), SOURCES))
-    for key in ("eval_dataset", "dataset_config", "split", "eval_split"):
-        if task.get(key) is not None and not isinstance(task[key], str):
-            faults.append(Fault(f"{where}.{key}", shown(task[key]), SOURCES if key == "eval_dataset" else "a name"))
-    for key in ("peft", "early_stopping"):
-        if task.get(key) is not None and not isinstance(task[key], dict):
-            faults.append(Fault(f"{where}.{key}", shown(task[key]), "a mapping"))
-    return faults
+_KINDS = {
+    **dict.fromkeys(("model", "tokenizer", "output_dir"), (str, "a string")),
+    **dict.fromkeys(("model_init_kwargs", "run", "defaults", "tasks"), (dict, "a mapping")),
+}
+_TASK_KINDS = {
+    **dict.fromkeys(("dataset", "eval_dataset"), (str, SOURCES)),
+    **dict.fromkeys(("dataset_config", "split", "eval_split"), (str, "a name")),
+    **dict.fromkeys(("peft", "early_stopping"), (dict, "a mapping")),
+}
+"""Types of the values that are not passed on to an object, which would check them, and how messages call them."""
+
+
+def _kind_faults(section: Mapping[str, Any], kinds: Mapping[str, tuple[type, str]], prefix: str) -> list[Fault]:
+    return [
+        Fault(f"{prefix}{key}", shown(section[key]), allowed)
+        for key, (kind, allowed) in kinds.items()
+        if section.get(key) is not None and not isinstance(section[key], kind)
+    ]
 
 
 # --------------------------------------------------------------------------------------------------------- the objects
@@ -584,7 +542,7 @@ def _make_task(name: str, settings: Mapping[str, Any], folder: Path) -> tuple[Ta
 
 
 def _rows(settings: Mapping[str, Any], key: str, split: Any, folder: Path, where: str) -> Any:
-    """Return the rows of a dataset; `None` for values of wrong types, which `_value_faults` names."""
+    """Return the rows of a dataset; `None` for values of wrong types, which `_structure_faults` names."""
     source, config = settings.get(key), settings.get("dataset_config")
     if not source or not all(text is None or isinstance(text, str) for text in (source, split, config)):
         return None
@@ -626,13 +584,5 @@ def _make_peft_config(settings: Mapping[str, Any], where: str) -> Any:
     try:
         return config_class(**options)
     except Exception as error:  # PEFT checks little, so its code may raise anything
-        raise_faults(
-            [
-                Fault(
-                    where,
-                    shown(dict(settings)),
-                    "settings that PEFT accepts",
-                    f"PEFT: {' '.join(str(error).split()).rstrip('.')}.",
-                )
-            ]
-        )
+        fix = f"PEFT: {' '.join(str(error).split()).rstrip('.')}."
+        raise_faults([Fault(where, shown(dict(settings)), "settings that PEFT accepts", fix)])
