@@ -23,4 +23,4 @@ def draw_none(patch: pytest.MonkeyPatch) -> None:
     """
 
     for module in (page, hub):
-        patch.setattr(module, "draw_losses", lambda curves, kind="png": _EMPTY)
+        patch.setattr(module, "draw_losses", lambda tasks, kind="png": _EMPTY)

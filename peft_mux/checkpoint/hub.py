@@ -29,7 +29,7 @@ from peft_mux.modeling.adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION, head_kind_for
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.reporting.page import draw_losses
-from peft_mux.reporting.views import counted, curve_of
+from peft_mux.reporting.views import counted, view_of
 
 CITATION = Path(__file__).with_name("citation.md")
 """The last section of every card."""
@@ -189,11 +189,11 @@ def write_extras(folder: Path, run: TaskRun, *, num_tasks: int, tokenizer: Any, 
         CheckpointError: if something cannot be written.
         OSError: if something cannot be read.
     """
-    curves = {key: curve_of(run.state.log_history, key) for key in ("loss", "eval_loss")}
-    has_picture = max(map(len, curves.values())) > 1  # a single point shows nothing
+    view = view_of(run)
+    has_picture = max(len(view.losses), len(view.eval_losses)) > 1  # a single point shows nothing
     if has_picture:
         try:
-            storage.write_file(folder / PICTURE_NAME, draw_losses({run.name: curves}))
+            storage.write_file(folder / PICTURE_NAME, draw_losses([view]))
         except ConfigError:  # matplotlib is an extra
             has_picture = False
     if needs_tokenizer(run, tokenizer, vocab_size):

@@ -13,15 +13,14 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from peft_mux.errors import ConfigError
-from peft_mux.reporting.report import RankRecord, RunReport, status_word
+from peft_mux.reporting.report import RunReport, status_word
 from peft_mux.reporting.views import (
-    Curve,
     RunView,
+    TaskView,
     counted,
-    curve_of,
     number_text,
     rate_text,
     share_text,
@@ -30,22 +29,15 @@ from peft_mux.reporting.views import (
 )
 from peft_mux.scheduler.drawing import (
     PALETTE,
-    Bar,
-    bucket_names,
+    MeasuredStep,
     legend,
-    memory_legend,
-    memory_svg,
-    planned_bars,
+    memory_html,
+    new_figure,
     rounded_ticks,
-    rows_svg,
-    time_unit,
+    timeline_html,
 )
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.units import seconds_text
 from peft_mux.storage import write_file
-
-Curves = Mapping[str, Curve]
-"""The points of `loss` and `eval_loss` of one task, as far as there are any."""
 
 # ---------------------------------------------------------------- curves as SVG
 
@@ -58,26 +50,18 @@ _FEW_POINTS = 3
 """Curves of so few points show them."""
 
 
-class Line(NamedTuple):
-    """One curve of a chart.
+def chart_svg(title: str, tasks: Sequence[TaskView], *, width: int = 250, height: int = 150) -> str:
+    """Draw curves of losses over the steps of tasks, `width` by `height` pixels; return "" if there is no point.
 
-    Attributes:
-        name: what it shows.
-        points: its points.
-        color: index into the palette.
-        is_held_out: whether it is of held-out rows; such curves are dashed, with dots.
+    Those of held-out rows are dashed, with dots. Each task has a colour; of a single one, each curve has.
     """
-
-    name: str
-    points: Curve
-    color: int = 0
-    is_held_out: bool = False
-
-
-def chart_svg(title: str, lines: Sequence[Line], *, width: int = 250, height: int = 150) -> str:
-    """Draw curves of losses over the steps of tasks, `width` by `height` pixels; return "" if there is no point."""
-    lines = [line for line in lines if line.points]
-    points = [point for line in lines for point in line.points]
+    lines = [
+        (f"{task.name}, {what}", points, number + (is_held_out and len(tasks) == 1), is_held_out)
+        for number, task in enumerate(tasks)
+        for what, points, is_held_out in (("train", task.losses, False), ("eval", task.eval_losses, True))
+        if points
+    ]
+    points = [point for _, own, _, _ in lines for point in own]
     if not points:
         return ""
     last = max(max(step for step, _ in points), 1)
@@ -90,18 +74,18 @@ def chart_svg(title: str, lines: Sequence[Line], *, width: int = 250, height: in
         return f"{bottom - (value - low + pad) * scale_y:.1f}"
 
     drawn = []
-    for line in lines:
-        color, kept = PALETTE[line.color % len(PALETTE)], line.points
+    for name, kept, number, is_held_out in lines:
+        color = PALETTE[number % len(PALETTE)]
         if len(kept) > _MOST_POINTS:
             stride = -(-len(kept) // _MOST_POINTS)
             kept = (*kept[:-1:stride], kept[-1])
         places = [(f"{_LEFT + step * scale_x:.1f}", y_of(value)) for step, value in kept]
         joined = " ".join(f"{x},{y}" for x, y in places)
-        dashes = ' stroke-dasharray="5 3"' if line.is_held_out else ""
+        dashes = ' stroke-dasharray="5 3"' if is_held_out else ""
         drawn.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5"{dashes} points="{joined}"/>')
-        if line.is_held_out or len(kept) <= _FEW_POINTS:
+        if is_held_out or len(kept) <= _FEW_POINTS:
             for (x, y), (step, value) in zip(places, kept, strict=True):
-                words = escape(f"{line.name}, step {step}: {number_text(value)}")
+                words = escape(f"{name}, step {step}: {number_text(value)}")
                 drawn.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{color}"><title>{words}</title></circle>')
     marks = rounded_ticks(low - pad, high + pad)
     grid = "".join(f"M{_LEFT} {y_of(value)}H{right}" for value, _ in marks)
@@ -147,11 +131,6 @@ _MOST_CHARACTERS = 400
 
 def run_html(view: RunView, *, most_charts: int | None = None) -> str:
     """Return a run as HTML, with a table, the charts of at most `most_charts` tasks, and the lines of its log."""
-    words = ["interrupted"] * view.is_interrupted + [f"step {view.step:,}", time_text(view.seconds)]
-    words += [f"{time_text(view.left_s)} left"] if view.left_s is not None else []
-    words += [f"{rate_text(view.tokens_per_s)} tokens/s"] if view.tokens_per_s else []
-    if view.memory_bytes is not None and view.total_bytes:
-        words.append(f"memory {view.memory_bytes / 2**30:.2f}/{view.total_bytes / 2**30:.1f} GiB")
     heads = [*_HEADS, *([f"of {view.share_of}"] if view.shows_shares else [])]
     table = "".join(f"<th{' class=l' if name in ('task', 'status', 'done') else ''}>{name}</th>" for name in heads)
     rows = [f"<tr>{table}</tr>"]
@@ -176,7 +155,7 @@ def run_html(view: RunView, *, most_charts: int | None = None) -> str:
         summary = f"<summary>{len(view.lines)} lines</summary>"
         lines = f"<details open>{summary}<div class='box'><pre>{text}</pre></div></details>"
     return (
-        f'<div class="peft-mux">{_STYLE}<div><b>run</b> {", ".join(words)}</div>'
+        f'<div class="peft-mux">{_STYLE}<div><b>run</b> step {view.step:,}, {", ".join(view.words())}</div>'
         f'<div class="box"><table>{"".join(rows)}</table></div>{charts_html(view, most_charts)}{lines}</div>'
     )
 
@@ -186,13 +165,10 @@ def charts_html(view: RunView, most: int | None = None) -> str:
 
     At most `most` tasks get one, those that run first.
     """
-    tasks = [task for task in view.tasks if task.losses or task.eval_losses]
+    tasks = view.with_losses
     shown = tasks if most is None else sorted(tasks, key=lambda task: task.status != "running")[:most]
-    drawn = [
-        chart_svg(task.name, [Line("train", task.losses), Line("eval", task.eval_losses, 1, is_held_out=True)])
-        for task in shown
-    ]
-    meaning = legend(["train: loss of training rows", "eval (dashed): loss of held-out rows"])
+    drawn = [chart_svg(task.name, [task]) for task in shown]
+    meaning = legend([("train: loss of training rows", 0), ("eval (dashed): loss of held-out rows", 1)])
     key = f"<div>{meaning}</div>" if any(task.eval_losses for task in shown) else ""
     more = f"<div>... and {len(tasks) - len(shown)} more</div>" if len(tasks) > len(shown) else ""
     return f"{key}<div>{''.join(drawn)}</div>{more}"
@@ -203,37 +179,36 @@ def charts_html(view: RunView, most: int | None = None) -> str:
 _MOST_COLUMNS = 6
 
 
-def draw_losses(curves: Mapping[str, Curves], kind: str = "png") -> bytes:
+def draw_losses(tasks: Sequence[TaskView], kind: str = "png") -> bytes:
     """Draw the training and held-out losses of tasks, one panel each; return the picture.
 
     Args:
-        curves: the curves of each task, by name; each has at least one.
+        tasks: the tasks, each with a curve.
         kind: format of the picture.
 
     Raises:
         ConfigError: if matplotlib is not installed.
     """
-    try:
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'peft-mux[plots]'.") from error
-    columns = min(_MOST_COLUMNS, len(curves) if len(curves) < 4 else math.ceil(math.sqrt(len(curves))))
-    num_rows = math.ceil(len(curves) / columns)
+    columns = min(_MOST_COLUMNS, len(tasks) if len(tasks) < 4 else math.ceil(math.sqrt(len(tasks))))
+    num_rows = math.ceil(len(tasks) / columns)
     # Inches, with a strip at the top for the title and the legend, which cover no curve there.
     strip = 0.75
-    width, height = (5.6, 3.4 + strip) if len(curves) == 1 else (4.2 * columns, 2.8 * num_rows + strip)
-    figure = Figure(figsize=(width, height))
+    width, height = (5.6, 3.4 + strip) if len(tasks) == 1 else (4.2 * columns, 2.8 * num_rows + strip)
+    figure = new_figure(figsize=(width, height))
     # Set by hand, because a layout that measures all texts takes seconds with many panels.
     figure.subplots_adjust(0.65 / width, 0.5 / height, 1 - 0.15 / width, 1 - (0.3 + strip) / height, 0.22, 0.42)
     drawn: dict[str, Any] = {}
-    for index, (name, own) in enumerate(curves.items()):
+    for index, task in enumerate(tasks):
         axes = figure.add_subplot(num_rows, columns, index + 1)
         # A line through a single point cannot be seen.
-        dots = "o-" if len(own.get("loss", ())) == 1 else "-"
-        for key, label, style, color in (("loss", "train", dots, "C0"), ("eval_loss", "eval", "o--", "C1")):
-            if own.get(key):
-                (drawn[label],) = axes.plot(*zip(*own[key], strict=True), style, color=color, markersize=4)
-        axes.set_title(shortened(name, 40))
+        dots = "o-" if len(task.losses) == 1 else "-"
+        for label, points, style, color in (
+            ("train", task.losses, dots, "C0"),
+            ("eval", task.eval_losses, "o--", "C1"),
+        ):
+            if points:
+                (drawn[label],) = axes.plot(*zip(*points, strict=True), style, color=color, markersize=4)
+        axes.set_title(shortened(task.name, 40))
         axes.set_xlabel("step")
         axes.locator_params(axis="x", integer=True)
         axes.set_ylabel("loss")
@@ -248,28 +223,17 @@ def draw_losses(curves: Mapping[str, Curves], kind: str = "png") -> bytes:
     return image.getvalue()
 
 
-def plot_losses(records: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw the losses of all tasks into a picture, from the records of a `metrics.jsonl`; return `path`.
+def plot_losses(view: RunView, path: Path) -> Path:
+    """Draw the losses of all tasks that have any into a picture; return `path`.
 
     Raises:
         ConfigError: if matplotlib is not installed, or no loss was recorded.
         CheckpointError: if the file cannot be written.
     """
-    curves = task_curves(records)
-    if not curves:
+    if not view.with_losses:
         raise ConfigError("plots need a run that has logged at least once, got no loss in the records.")
-    write_file(path, draw_losses(curves, path.suffix.removeprefix(".") or "png"))
+    write_file(path, draw_losses(view.with_losses, path.suffix.removeprefix(".") or "png"))
     return path
-
-
-def task_curves(records: Sequence[Mapping[str, Any]]) -> dict[str, Curves]:
-    """Return the curves of each task that has any, from the records of a run."""
-    by_task: dict[str, list[Mapping[str, Any]]] = {}
-    for record in records:
-        if isinstance(name := record.get("task"), str):
-            by_task.setdefault(name, []).append(record)
-    found = {name: {key: curve_of(own, key) for key in ("loss", "eval_loss")} for name, own in by_task.items()}
-    return {name: curves for name, curves in found.items() if any(curves.values())}
 
 
 # ---------------------------------------------------------------- report.html
@@ -284,21 +248,6 @@ _PAGE_STYLE = (
     ".wide{overflow-x:auto}.wide svg{min-width:600px}"
 )
 _MOST_LINES = 10
-
-
-class MeasuredStep(NamedTuple):
-    """The last step under a plan as one process timed it.
-
-    Attributes:
-        rank: rank of the process.
-        stage: stage of the pipeline that it holds.
-        passes: the names of the tasks in each pass (of passes in turns, of all of them), and the seconds of its forward
-            and backward, in the order in which they ended.
-    """
-
-    rank: int
-    stage: int
-    passes: tuple[tuple[tuple[str, ...], float], ...]
 
 
 def page_html(
@@ -326,16 +275,20 @@ def page_html(
         remark: what else happened, such as an interruption; "" for nothing.
         is_host: whether the memory that processes measured is that of the host, with Python and its libraries.
     """
-    tasks = [task for task in view.tasks if task.losses or task.eval_losses]
-    lines = []
-    for number, task in enumerate(tasks[:_MOST_LINES]):
-        lines += [Line(f"{task.name}, train", task.losses, number)]
-        lines += [Line(f"{task.name}, eval", task.eval_losses, number, is_held_out=True)]
+    tasks = view.with_losses
+    first = tasks[:_MOST_LINES]
     which = f"the first {_MOST_LINES} of {len(tasks)} tasks" if len(tasks) > _MOST_LINES else "all tasks"
+    colors = legend((task.name, number) for number, task in enumerate(first))
     losses = (
-        f'<div class="wide">{chart_svg(f"Loss of {which}", lines, width=760, height=280)}</div>'
-        f"<div>{legend([task.name for task in tasks[:_MOST_LINES]])} solid: training rows, dashed: held-out rows</div>"
+        f'<div class="wide">{chart_svg(f"Loss of {which}", first, width=760, height=280)}</div>'
+        f"<div>{colors} solid: training rows, dashed: held-out rows</div>"
         f"<p class=note>Each task by itself:</p>{charts_html(view)}"
+    )
+    measured = {f"process {one.rank}": {"measured": one.peak_bytes} for one in report.records if one.peak_bytes}
+    of_host = (
+        "Measured is the peak host memory of a process, with Python and all its libraries, which plans do not count."
+        if is_host
+        else "Measured is the peak of the memory allocated on the GPU."
     )
     version_rows = "".join(
         f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in versions.items()
@@ -344,7 +297,7 @@ def page_html(
         ("Tasks", report._repr_html_()),
         ("Losses", losses),
         ("A step, planned and measured", timeline_html(plan, steps)),
-        ("Memory, planned and measured", "" if plan is None else _memory_html(plan, report.records, is_host=is_host)),
+        ("Memory, planned and measured", "" if plan is None else memory_html(plan, measured, of_host)),
         ("Versions and devices", f'<div class="wide"><table>{version_rows}</table></div>'),
         (
             "Configuration",
@@ -368,46 +321,4 @@ def page_html(
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'
         f'<meta name="viewport" content="width=device-width"><style>{_PAGE_STYLE}</style></head>'
         f"<body><h1>{escape(title)}</h1><div>{escape(headline)}</div>{body}</body></html>"
-    )
-
-
-def timeline_html(plan: Plan | None, steps: Sequence[MeasuredStep]) -> str:
-    """Draw the planned step above the last step as each process measured it; return "" for a plan without tasks."""
-    if plan is None or plan.template is None:
-        return ""
-    simulation = plan.timeline()
-    rows, end = [], simulation.makespan_s
-    for stage in range(simulation.num_stages):
-        name = f" stage {stage}" if simulation.num_stages > 1 else ""
-        rows.append((f"planned{name}", planned_bars(simulation, stage)))
-        for step in [step for step in steps if step.stage == stage and step.passes]:
-            bars, at_s = [], 0.0
-            for tasks, seconds in step.passes:
-                bucket = next((found for name in tasks if (found := plan.bucket_of(name)) is not None), 0)
-                names = ", ".join(tasks[:4]) + (f" and {len(tasks) - 4} more" if len(tasks) > 4 else "")
-                bars.append(Bar(at_s, at_s + seconds, bucket, f"{names}: {seconds_text(seconds)}"))
-                at_s += seconds
-            end = max(end, at_s)
-            rows.append((f"measured process {step.rank}" if len(steps) > 1 else "measured", bars))
-    return (
-        f'<div class="wide">{rows_svg(rows, end, time_unit(end))}</div>'
-        f"<div>{legend(bucket_names(plan))}</div>"
-        "<p class=note>Planned is a typical step, forwards paler than backwards, by the profile "
-        f"({plan.profile_source or 'none'}). Measured is the last step that followed this plan: forward and backward "
-        "of each pass together, one after another, without the time between them.</p>"
-    )
-
-
-def _memory_html(plan: Plan, records: Sequence[RankRecord], *, is_host: bool) -> str:
-    rows = [("planned", list(plan.memory.parts.items()))]
-    rows += [(f"process {one.rank}", [("measured", one.peak_bytes)]) for one in records if one.peak_bytes]
-    of_host = (
-        " Measured is the peak host memory of a process, with Python and all its libraries, which plans do not count."
-        if is_host
-        else " Measured is the peak of the memory allocated on the GPU."
-    )
-    return (
-        f'<div class="wide">{memory_svg(rows, plan.limit_bytes, plan.device_bytes)}</div>'
-        f"<div>{memory_legend([*plan.memory.parts, *['measured'] * (len(rows) > 1)])}</div>"
-        f"<p class=note>Planned is the peak of the fullest stage, an analytic estimate.{of_host}</p>"
     )

@@ -28,6 +28,7 @@ from peft_mux.reporting.views import (
     RunView,
     RunWatch,
     TaskView,
+    drop_columns,
     number_text,
     rate_text,
     share_text,
@@ -57,10 +58,8 @@ _BAR_STYLES = {"failed": "red", "paused": "yellow", "interrupted": "yellow"}
 _FIRST = ("failed", "running", "interrupted", "paused", "waiting", "stopped_early", "succeeded", "removed")
 """Which tasks are shown first if there is no room for all."""
 _ARROWS = {"down": ("↓", "v"), "up": ("↑", "^"), "flat": ("→", "-"), "": (" ", " ")}
-_COLUMNS = (("eval", 66), ("tokens/s", 76), ("share", 80), ("eta", 40))
-"""Columns in addition to name, status, bar, step and loss, each with the least width of a window that shows it."""
-_FIRST_TO_GO = ("share", "tokens/s", "eval", "eta")
-"""Which of them go first if numbers are long."""
+_FIRST_TO_GO = ("tokens/s", "eval", "eta")
+"""Which columns go first in a narrow window."""
 _LEAST_WIDTH_OF_BAR = 56
 _LEAST_NAME, _LEAST_BAR, _MOST_BAR, _GAP = 8, 6, 24, 2
 """Characters. Longer bars would show nothing more, and be wrapped by a window that gets narrower."""
@@ -85,12 +84,8 @@ class RunTable:
         view, width, height = self.view, options.max_width, self.max_height or console.size.height
         is_plain = not (options.encoding or "").lower().startswith("utf")
         overflow: OverflowMethod = "crop" if is_plain else "ellipsis"
-        left = f", {time_text(view.left_s)} left" if view.left_s is not None else ""
-        parts = [f"run  {'interrupted, ' if view.is_interrupted else ''}{time_text(view.seconds)}{left}"]
-        if view.tokens_per_s:
-            parts.append(f"{rate_text(view.tokens_per_s)} tokens/s")
-        if view.memory_bytes is not None and view.total_bytes:
-            parts.append(f"memory {view.memory_bytes / 2**30:.2f}/{view.total_bytes / 2**30:.1f} GiB")
+        parts = view.words()
+        parts[0] = f"run  {parts[0]}"
         counts = _counts(view.tasks)
         run_lines = ["  ".join([*parts, counts])]
         if len(run_lines[0]) > width:
@@ -128,26 +123,22 @@ def _task_table(tasks: Sequence[TaskView], width: int, share_of: str, *, is_plai
     ]
     longest = max([len(task.name) for task in tasks] + [4])
     titles = {"share": f"of {share_of}"}
-    columns = ["status", "step", "loss", *(name for name, least in _COLUMNS if width >= least)]
-    if not share_of and "share" in columns:
-        columns.remove("share")
-    while True:
-        widths = {name: max([len(titles.get(name, name)), *(len(own[name]) for own in cells)]) for name in columns}
-        room = width - sum(widths.values()) - _GAP * len(widths)
-        # Shares are shown if no name is cut for them, and a bar remains.
-        if room >= (longest + _GAP + _LEAST_BAR if "share" in columns else _LEAST_NAME) or len(columns) == 3:
-            break
-        columns.remove(next(name for name in _FIRST_TO_GO if name in columns))
+    columns = [name for name in cells[0] if name != "share" or share_of] if cells else []
+    widths = {name: max(len(titles.get(name, name)), *(len(own[name]) for own in cells)) for name in columns}
+    # Shares are shown if no name is cut for them, and a bar remains.
+    drop_columns(widths, ["share"], width, longest + _GAP + _LEAST_BAR)
+    least = min(longest, _LEAST_NAME) + (_GAP + _LEAST_BAR if width >= _LEAST_WIDTH_OF_BAR else 0)
+    room = drop_columns(widths, _FIRST_TO_GO, width, least)
     # The rest is for names and bars; names come first, because they distinguish tasks.
     bar = min(_MOST_BAR, max(_LEAST_BAR, room - _GAP - longest)) if width >= _LEAST_WIDTH_OF_BAR else 0
     name_width = min(longest, max(_LEAST_NAME, room - (bar + _GAP if bar else 0)))
     options: dict[str, Any] = {"no_wrap": True, "overflow": "crop" if is_plain else "ellipsis"}
     table = Table(box=None, padding=(0, _GAP, 0, 0), header_style="bold", pad_edge=False)
     table.add_column("task", width=name_width, **options)
-    table.add_column("status", width=widths["status"], **options)
+    table.add_column("status", **options)
     if bar:
         table.add_column("done", width=bar, **options)
-    for name in columns[1:]:
+    for name in [name for name in widths if name != "status"]:
         table.add_column(titles.get(name, name), justify="right", **options)
     for task, own in zip(tasks, cells, strict=True):
         row: list[RenderableType] = [
@@ -160,7 +151,7 @@ def _task_table(tasks: Sequence[TaskView], width: int, share_of: str, *, is_plai
         elif bar:
             style = _BAR_STYLES.get(task.status, "green")
             row.append(ProgressBar(task.num_steps, task.step, complete_style=style, finished_style=style))
-        table.add_row(*row, *(own[name] for name in columns[1:]))
+        table.add_row(*row, *(own[name] for name in widths if name != "status"))
     return table
 
 

@@ -79,6 +79,22 @@ def shortened(text: str, width: int, mark: str = "…") -> str:
     return (text[: kept - kept // 2] + mark + text[len(text) - kept // 2 :])[: max(width, 0)]
 
 
+def drop_columns(widths: dict[str, int], first_to_go: Iterable[str], width: int, least: int) -> int:
+    """Remove columns, in a given order, until a row of `width` characters has `least` for its name; return its room.
+
+    Args:
+        widths: the widths of all columns but the name, in place; two spaces stand between columns.
+        first_to_go: which columns may go, in this order.
+        width: characters of a row.
+        least: characters that the name needs.
+    """
+    room = width - sum(own + 2 for own in widths.values())
+    for name in first_to_go:
+        if room < least and name in widths:
+            room += widths.pop(name) + 2
+    return room
+
+
 FILE_WIDTH = 80
 """Characters of a line if the output is a file or a pipe."""
 
@@ -205,6 +221,20 @@ class RunView:
     def shows_shares(self) -> bool:
         """Whether the shares of its tasks are known, and there are several."""
         return len(self.tasks) > 1 and any(task.share is not None for task in self.tasks)
+
+    @property
+    def with_losses(self) -> list[TaskView]:
+        """The tasks that have a curve."""
+        return [task for task in self.tasks if task.losses or task.eval_losses]
+
+    def words(self) -> list[str]:
+        """Return how far the run is, how fast it goes, and the memory that it holds, as far as they are known."""
+        left = f", {time_text(self.left_s)} left" if self.left_s is not None else ""
+        words = [f"{'interrupted, ' * self.is_interrupted}{time_text(self.seconds)}{left}"]
+        words += [f"{rate_text(self.tokens_per_s)} tokens/s"] if self.tokens_per_s else []
+        if self.memory_bytes is not None and self.total_bytes:
+            words.append(f"memory {self.memory_bytes / 2**30:.2f}/{self.total_bytes / 2**30:.1f} GiB")
+        return words
 
     @property
     def left_s(self) -> float | None:

@@ -1,39 +1,39 @@
 """Drawings of a plan: its time line and memory as text, as inline SVG and as a picture.
 
-SVG is readable on light and dark backgrounds, because text takes the colour of its surroundings; `report.html` and
-notebooks show it without matplotlib, which only draws picture files.
+`timeline` and `memory_rows` return bars in rows (`Rows`), which `rows_svg` and `save_rows` draw. SVG is readable on
+light and dark backgrounds, because text takes the colour of its surroundings; `report.html` and notebooks show it
+without matplotlib, which only draws picture files.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Collection, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
 from itertools import accumulate, pairwise
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 from peft_mux.errors import ConfigError
-from peft_mux.scheduler.pipeline.simulator import Simulation, Span
+from peft_mux.scheduler.pipeline.simulator import Simulation
 from peft_mux.scheduler.units import bytes_text, seconds_text
-
-if TYPE_CHECKING:
-    from matplotlib.axes import Axes
-
 
 PALETTE = ("#4c8dd6", "#e08a2e", "#4fa86b", "#c95f5f", "#9479c9", "#a07a5f", "#d67fb5", "#8a8f98", "#b3ab3d", "#4bb0bf")
 """Colours of middle brightness."""
 ALARM = "#d03b3b"
 """The red of what is nearly full."""
-MEMORY_COLORS = (0, 1, 2, 4, 5, 6, 8, 9)
-"""Which of these colours parts of memory have: not the red one, which would look like an alarm, nor that of `FREE`."""
-FREE = 7
+_MEMORY_COLORS = (0, 1, 2, 4, 5, 6, 8, 9)
+"""Which of these colours parts of memory have: not the red one, which would look like an alarm, nor that of `_FREE`."""
+_FREE = 7
 """The colour of memory that is free."""
 NEARLY_FULL = 0.95
 """Share of a device's memory above which it is shown in red."""
 _LABEL_WIDTH, _ROW, _WIDTH = 150, 26, 760
 _GAP_FROM = 4
 """Bars wider than this many pixels give one of them up for a gap to the next bar."""
+_LABELLED_SHARE = 0.018
+"""Bars of pictures get their labels if they take at least this share of the axis."""
 
 
 class Bar(NamedTuple):
@@ -45,6 +45,7 @@ class Bar(NamedTuple):
         color: index into `PALETTE`.
         words: its tooltip.
         is_light: whether it is drawn lighter, as forwards are.
+        label: what stands on it in pictures.
     """
 
     start: float
@@ -52,6 +53,116 @@ class Bar(NamedTuple):
     color: int
     words: str
     is_light: bool = False
+    label: str = ""
+
+
+class Rows(NamedTuple):
+    """Bars in rows along one axis.
+
+    Attributes:
+        rows: label and bars of each row.
+        end: where the axis ends, in the unit of the bars.
+        unit: the unit of the numbers at the axis: its size in the unit of the bars, and its name.
+        legend: names of colours.
+        mark: where a vertical line crosses all rows; 0 for none.
+        alarms: numbers of the rows that are framed in red.
+    """
+
+    rows: Sequence[tuple[str, Sequence[Bar]]]
+    end: float
+    unit: tuple[float, str]
+    legend: Sequence[tuple[str, int]] = ()
+    mark: float = 0.0
+    alarms: Collection[int] = ()
+
+
+class MeasuredStep(NamedTuple):
+    """The last step under a plan as one process timed it.
+
+    Attributes:
+        rank: rank of the process.
+        stage: stage of the pipeline that it holds.
+        passes: the names of the tasks in each pass (of passes in turns, of all of them), and the seconds of its forward
+            and backward, in the order in which they ended.
+    """
+
+    rank: int
+    stage: int
+    passes: tuple[tuple[tuple[str, ...], float], ...]
+
+
+def timeline(simulation: Simulation, plan: Any = None, steps: Sequence[MeasuredStep] = ()) -> Rows:
+    """Return the passes of each stage, in seconds from the start of the step.
+
+    Args:
+        simulation: the simulated step.
+        plan: the `Plan` that it is of, which knows the tasks of buckets; `None` shows the simulation's names.
+        steps: what processes measured of a step under this plan; in rows below that of their stage.
+    """
+    names, rows, end = list(simulation.bucket_names), [], simulation.makespan_s
+    bucket_of: dict[str, int] = {}
+    if plan is not None:
+        tasks_of = [[task for index in bucket for task in plan.htasks[index].tasks] for bucket in plan.buckets]
+        names = list(map(_listed, tasks_of))
+        bucket_of = {task: bucket for bucket, tasks in enumerate(tasks_of) for task in tasks}
+    for stage in range(simulation.num_stages):
+        bars = []
+        for span in [span for span in simulation.spans if span.device == stage]:
+            bucket, is_forward = span.action.bucket, span.action.kind == "F"
+            words = f"{names[bucket]}, {'forward' if is_forward else 'backward'}"
+            words += f": {seconds_text(span.end_s - span.start_s)}"
+            label = f"{bucket}.{span.action.micro_batch}"
+            bars.append(Bar(span.start_s, span.end_s, bucket, words, is_forward, label))
+        rows.append((f"planned stage {stage}" if simulation.num_stages > 1 else "planned", bars))
+        for step in [step for step in steps if step.stage == stage and step.passes]:
+            bars, at_s = [], 0.0
+            for tasks, seconds in step.passes:
+                bucket = next((bucket_of[name] for name in tasks if name in bucket_of), 0)
+                bars.append(Bar(at_s, at_s + seconds, bucket, f"{_listed(tasks)}: {seconds_text(seconds)}"))
+                at_s += seconds
+            end = max(end, at_s)
+            rows.append((f"measured process {step.rank}" if len(steps) > 1 else "measured", bars))
+    unit = (1.0, "s") if end >= 1 else (1e-3, "ms")
+    return Rows(rows, end, unit, [(name, bucket) for bucket, name in enumerate(names)])
+
+
+def _listed(tasks: Sequence[str]) -> str:
+    return ", ".join(tasks[:4]) + (f" and {len(tasks) - 4} more" if len(tasks) > 4 else "")
+
+
+def memory_rows(
+    parts_of: Mapping[str, Mapping[str, float]], limit_bytes: int | None, device_bytes: int | None = None
+) -> Rows:
+    """Return the parts of memory, a row for each device or stage; parts of one name have one colour.
+
+    Free memory is a bar as well, and a row that is nearly full is an alarm.
+
+    Args:
+        parts_of: the names and bytes of the parts of each row, by its label.
+        limit_bytes: what a plan may fill, drawn as a line; `None` for no limit.
+        device_bytes: memory of a device; `None` if unknown, so that the limit counts as its size.
+    """
+    largest = max((sum(parts.values()) for parts in parts_of.values()), default=0.0)
+    size = device_bytes or limit_bytes
+    # If the memory is far larger than what is used, the parts would be invisible next to all of it.
+    shown = size if size is not None and size <= 4 * largest else 0
+    end = max(largest, shown)
+    names = list(dict.fromkeys(name for parts in parts_of.values() for name in parts))
+    colors = {name: _MEMORY_COLORS[number % len(_MEMORY_COLORS)] for number, name in enumerate(names)}
+    rows, alarms = [], []
+    for number, (label, parts) in enumerate(parts_of.items()):
+        bars, at = [], 0.0
+        for name, own in parts.items():
+            bars.append(Bar(at, at + own, colors[name], f"{name}: {bytes_text(own)}"))
+            at += own
+        if at < shown:
+            bars.append(Bar(at, shown, _FREE, f"free: {bytes_text(shown - at)}", is_light=True))
+            colors["free"] = _FREE
+        rows.append((f"{label}: {bytes_text(at)}", bars))
+        alarms += [number] if size is not None and at > NEARLY_FULL * size else []
+    mark = limit_bytes if limit_bytes is not None and shown and limit_bytes <= end else 0
+    unit = (2**30, "GiB") if end >= 2**30 else (2**20, "MiB")
+    return Rows(rows, end, unit, list(colors.items()), mark, alarms)
 
 
 def rounded_ticks(low: float, high: float, most: int = 5) -> list[tuple[float, str]]:
@@ -67,42 +178,18 @@ def rounded_ticks(low: float, high: float, most: int = 5) -> list[tuple[float, s
     return [(value, f"{value:,.{digits}f}" if is_plain else f"{value:.4g}") for value in values]
 
 
-def time_unit(seconds: float) -> tuple[float, str]:
-    """Return the unit of an axis of so many seconds: its size in seconds, and its name."""
-    return (1.0, "s") if seconds >= 1 else (1e-3, "ms")
-
-
-def memory_unit(num_bytes: float) -> tuple[float, str]:
-    """Return the unit of an axis of so many bytes: its size in bytes, and its name."""
-    return (2**30, "GiB") if num_bytes >= 2**30 else (2**20, "MiB")
-
-
-def rows_svg(
-    rows: Sequence[tuple[str, Sequence[Bar]]],
-    end: float,
-    unit: tuple[float, str],
-    *,
-    mark: float = 0.0,
-    alarms: Collection[int] = (),
-) -> str:
-    """Draw bars in rows along one axis.
-
-    Args:
-        rows: label and bars of each row.
-        end: where the axis ends, in the unit of the bars.
-        unit: the unit of the numbers at the axis: its size in the unit of the bars, and its name.
-        mark: where a vertical line crosses all rows; 0 for none.
-        alarms: numbers of the rows that are framed in red.
-    """
-    scale = (_WIDTH - _LABEL_WIDTH - 10) / (end or 1.0)
-    height = _ROW * len(rows) + 22
+def rows_svg(drawn: Rows) -> str:
+    """Return rows of bars as inline SVG; bars have tooltips."""
+    scale = (_WIDTH - _LABEL_WIDTH - 10) / (drawn.end or 1.0)
+    height = _ROW * len(drawn.rows) + 22
+    axis = height - 18
     parts = [
         f'<svg viewBox="0 0 {_WIDTH} {height}" width="100%" style="max-width:{_WIDTH}px" role="img" '
         'font-family="sans-serif" font-size="12" fill="currentColor">'
     ]
-    for number, (label, bars) in enumerate(rows):
+    for number, (label, bars) in enumerate(drawn.rows):
         top = number * _ROW
-        red = f' fill="{ALARM}" font-weight="bold"' if number in alarms else ""
+        red = f' fill="{ALARM}" font-weight="bold"' if number in drawn.alarms else ""
         parts.append(f'<text x="{_LABEL_WIDTH - 8}" y="{top + 17}" text-anchor="end"{red}>{escape(label)}</text>')
         for bar in bars:
             left, width = _LABEL_WIDTH + bar.start * scale, (bar.end - bar.start) * scale
@@ -114,79 +201,131 @@ def rows_svg(
                 f'fill="{PALETTE[bar.color % len(PALETTE)]}" fill-opacity="{0.55 if bar.is_light else 0.95}">'
                 f"<title>{escape(bar.words)}</title></rect>"
             )
-        if number in alarms:
+        if number in drawn.alarms:
             right = _LABEL_WIDTH + max((bar.end for bar in bars), default=0.0) * scale
             frame = f"M{_LABEL_WIDTH} {top + 3}H{right:.1f}V{top + _ROW - 3}H{_LABEL_WIDTH}Z"
             parts.append(f'<path d="{frame}" fill="none" stroke="{ALARM}" stroke-width="2"/>')
-    if mark:
-        at = _LABEL_WIDTH + mark * scale
-        parts.append(
-            f'<line x1="{at:.1f}" x2="{at:.1f}" y1="0" y2="{height - 20}" stroke="currentColor" '
-            'stroke-dasharray="3 3"/>'
-        )
-    axis = height - 18
-    parts.append(
-        f'<line x1="{_LABEL_WIDTH}" x2="{_WIDTH - 10}" y1="{axis}" y2="{axis}" stroke="currentColor" opacity="0.5"/>'
-    )
-    for value, text in rounded_ticks(0, end / unit[0]):
-        x = _LABEL_WIDTH + value * unit[0] * scale
+    if drawn.mark:
+        at = _LABEL_WIDTH + drawn.mark * scale
+        parts.append(f'<path d="M{at:.1f} 0V{height - 20}" stroke="currentColor" stroke-dasharray="3 3"/>')
+    parts.append(f'<path d="M{_LABEL_WIDTH} {axis}H{_WIDTH - 10}" stroke="currentColor" opacity="0.5"/>')
+    size, unit = drawn.unit
+    for value, text in rounded_ticks(0, drawn.end / size):
+        x = _LABEL_WIDTH + value * size * scale
         anchor = "middle" if x < _WIDTH - 40 else "end"
-        parts.append(f'<text x="{x:.1f}" y="{height - 4}" text-anchor="{anchor}">{text} {unit[1]}</text>')
+        parts.append(f'<text x="{x:.1f}" y="{height - 4}" text-anchor="{anchor}">{text} {unit}</text>')
     return "".join([*parts, "</svg>"])
 
 
-def memory_svg(
-    rows: Sequence[tuple[str, Sequence[tuple[str, float]]]], limit_bytes: int | None, device_bytes: int | None = None
-) -> str:
-    """Draw the parts of memory, a row for each device or stage; parts of one name have one colour.
-
-    Free memory is drawn as well, and a row that is nearly full is framed in red.
-
-    Args:
-        rows: label of each row, and the names and bytes of its parts.
-        limit_bytes: what a plan may fill, drawn as a line; `None` for no limit.
-        device_bytes: memory of a device; `None` if unknown, so that the limit counts as its size.
-    """
-    totals = [sum(size for _, size in parts) for _, parts in rows]
-    largest, size = max(totals, default=0.0), device_bytes or limit_bytes
-    shown = size if size is not None and shows_size(size, largest) else None
-    end = max(largest, shown or 0)
-    names = list(dict.fromkeys(name for _, parts in rows for name, _ in parts))
-    drawn = []
-    for (label, parts), total in zip(rows, totals, strict=True):
-        bars, at = [], 0.0
-        for name, own in parts:
-            color = MEMORY_COLORS[names.index(name) % len(MEMORY_COLORS)]
-            bars.append(Bar(at, at + own, color, f"{name}: {bytes_text(own)}"))
-            at += own
-        if shown is not None and total < shown:
-            bars.append(Bar(total, shown, FREE, f"free: {bytes_text(shown - total)}", is_light=True))
-        drawn.append((f"{label}: {bytes_text(total)}", bars))
-    alarms = [number for number, total in enumerate(totals) if size is not None and total > NEARLY_FULL * size]
-    mark = limit_bytes if limit_bytes is not None and shown is not None and limit_bytes <= end else 0
-    return rows_svg(drawn, end, memory_unit(end), mark=mark, alarms=alarms)
-
-
-def shows_size(size_bytes: float, used_bytes: float) -> bool:
-    """Return whether to draw memory to its end: if it is far larger than what is used, the parts would be invisible."""
-    return size_bytes <= 4 * used_bytes
-
-
-def legend(names: Sequence[str], colors: Sequence[int] = range(len(PALETTE))) -> str:
-    """Return an HTML legend of names and their colours: indices into the palette, repeated if there are more names."""
-    shown = [PALETTE[colors[number % len(colors)]] for number in range(len(names))]
+def legend(names: Iterable[tuple[str, int]]) -> str:
+    """Return an HTML legend of names and the indices of their colours."""
     return " ".join(
-        f'<span style="display:inline-block;margin-right:1em"><span style="color:{color}">&#9632;</span> '
-        f"{escape(name)}</span>"
-        for color, name in zip(shown, names, strict=True)
+        f'<span style="display:inline-block;margin-right:1em"><span style="color:{PALETTE[color % len(PALETTE)]}">'
+        f"&#9632;</span> {escape(name)}</span>"
+        for name, color in names
     )
 
 
-def memory_legend(names: Collection[str]) -> str:
-    """Return the legend of the colours that `memory_svg` gives to parts and to free memory."""
-    colors = [MEMORY_COLORS[number % len(MEMORY_COLORS)] for number in range(len(names))]
-    return legend([*names, "free"], [*colors, FREE])
+def timeline_html(plan: Any, steps: Sequence[MeasuredStep] = ()) -> str:
+    """Draw the planned step of a `Plan` above what processes measured of one; return "" for a plan without tasks."""
+    if plan is None or plan.template is None:
+        return ""
+    rows = timeline(plan.timeline(), plan, steps)
+    measured = (
+        " Measured is the last step that followed this plan: forward and backward of each pass together, one after "
+        "another, without the time between them."
+    )
+    return (
+        f'<div class="wide">{rows_svg(rows)}</div><div>{legend(rows.legend)}</div>'
+        "<p class=note>Planned is a typical step, forwards paler than backwards, by the profile "
+        f"({plan.profile_source or 'none'}).{measured if steps else ''}</p>"
+    )
 
+
+def memory_html(plan: Any, measured: Mapping[str, Mapping[str, float]] | None = None, note: str = "") -> str:
+    """Draw the memory of a `Plan` above rows of measured memory (as in `memory_rows`), and a note on these."""
+    rows = memory_rows({"planned": plan.memory.parts, **(measured or {})}, plan.limit_bytes, plan.device_bytes)
+    red = f" <b style='color:{ALARM}'>more than 95 % is taken</b>" if plan.memory_bar.is_nearly_full else ""
+    return (
+        f'<div class="wide">{rows_svg(rows)}</div><div>{legend(rows.legend)}{red}</div>'
+        f"<p class=note>Planned is the memory of the fullest stage at its peak, an analytic estimate. {note}</p>"
+    )
+
+
+def plan_html(plan: Any) -> str:
+    """Return the summary of a `Plan`, its time line and its memory, as notebooks show them."""
+    drawn = "" if plan.template is None else timeline_html(plan) + memory_html(plan)
+    return f"<pre style='line-height:1.3;overflow:auto'>{escape(plan.summary())}</pre>{drawn}"
+
+
+# ---------------------------------------------------------------- pictures
+
+
+def new_figure(**options: Any) -> Any:
+    """Return a figure of matplotlib, which is an extra.
+
+    Raises:
+        ConfigError: if it is not installed.
+    """
+    try:
+        from matplotlib.figure import Figure
+    except ImportError as error:
+        raise ConfigError("plots need matplotlib: pip install 'peft-mux[plots]'.") from error
+    return Figure(**options)
+
+
+def save_figure(figure: Any, path: Path) -> Path:
+    """Write a figure to a PNG or an SVG, by the suffix of its path; the same figure has the same bytes.
+
+    Raises:
+        ConfigError: for another suffix.
+    """
+    if path.suffix not in (".png", ".svg"):
+        raise ConfigError(f"path must be a name that ends in .png or .svg, got {path.name!r}.")
+    from matplotlib import rc_context
+
+    with rc_context({"svg.hashsalt": "peft_mux"}):
+        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else {})
+    return path
+
+
+def save_rows(path: Path, drawings: Mapping[str, Rows]) -> Path:
+    """Draw rows of bars into one picture, below each other under their titles; light bars are forwards (M Figure 10).
+
+    Raises:
+        ConfigError: if matplotlib is not installed, or the path ends in neither .png nor .svg.
+    """
+    heights = [1.4 + 0.55 * len(drawn.rows) for drawn in drawings.values()]
+    figure = new_figure(figsize=(11, sum(heights)), layout="constrained")
+    panels = figure.subplots(len(heights), 1, squeeze=False, height_ratios=heights)[:, 0]
+    for axes, (title, drawn) in zip(panels, drawings.items(), strict=True):
+        unit, unit_name = drawn.unit
+        # One collection of bars for each row, colour and direction.
+        intervals: defaultdict[tuple[int, int, bool], list[tuple[float, float]]] = defaultdict(list)
+        for number, (_, bars) in enumerate(drawn.rows):
+            for bar in bars:
+                start, width = bar.start / unit, (bar.end - bar.start) / unit
+                intervals[number, bar.color, bar.is_light].append((start, width))
+                if bar.label and bar.end - bar.start >= _LABELLED_SHARE * drawn.end:
+                    axes.text(start + width / 2, number, bar.label, ha="center", va="center", fontsize=6)
+        for (number, color, is_light), own in intervals.items():
+            edge = {"edgecolor": ALARM, "linewidth": 2.0} if number in drawn.alarms else {"edgecolor": "white"}
+            color, alpha = PALETTE[color % len(PALETTE)], 0.55 if is_light else 1.0
+            axes.broken_barh(own, (number - 0.4, 0.8), facecolors=color, alpha=alpha, **edge)
+        for name, color in drawn.legend:
+            axes.barh(0, 0, color=PALETTE[color % len(PALETTE)], label=name)
+        if drawn.mark:
+            axes.axvline(drawn.mark / unit, color="black", linestyle="--")
+        axes.set_yticks(range(len(drawn.rows)), [label for label, _ in drawn.rows])
+        axes.invert_yaxis()
+        axes.set_xlim(0, drawn.end / unit)
+        axes.set_xlabel(unit_name)
+        axes.set_title(title, color=ALARM if drawn.alarms else "black")
+        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", ncols=1 + len(drawn.legend) // 17)
+    return save_figure(figure, path)
+
+
+# ---------------------------------------------------------------- text
 
 _PART_LETTERS = "#ao+w"
 """The letters of the parts in text, in their order; "." is free memory."""
@@ -216,58 +355,45 @@ class MemoryBar(NamedTuple):
         """Whether the peak takes more than 95 % of the memory, which drawings show in red."""
         return self.size_bytes is not None and self.peak_bytes > NEARLY_FULL * self.size_bytes
 
-    def lines(self, width: int = 20) -> list[str]:
-        """Return the bar in characters, the free memory, and the meaning of its letters.
+    @property
+    def words(self) -> str:
+        """How full the memory is; "" if its size is unknown."""
+        if self.size_bytes is None:
+            return ""
+        free = self.size_bytes - self.peak_bytes
+        room = f"{bytes_text(free)} free" if free >= 0 else f"{bytes_text(-free)} too much"
+        full = "; NEARLY FULL: more than 95 %" if self.is_nearly_full else ""
+        of = "the device's" if self.is_device else "the"
+        return f"{self.peak_bytes / self.size_bytes:.0%} of {of} {bytes_text(self.size_bytes)}, {room}{full}"
 
-        Args:
-            width: characters of the bar.
-        """
+    def lines(self, width: int = 20) -> list[str]:
+        """Return the bar in `width` characters, the free memory, and the meaning of its letters."""
         whole = max(self.peak_bytes, self.size_bytes or 0, 1)
         ends = [math.ceil(width * at / whole) for at in accumulate((size for _, size in self.parts), initial=0)]
         drawn = "".join(
             letter * (end - start) for letter, (start, end) in zip(_PART_LETTERS, pairwise(ends), strict=True)
         )
-        legend = [f"{letter} {name}" for letter, (name, _) in zip(_PART_LETTERS, self.parts, strict=True)]
-        if self.size_bytes is None:
-            return [f"{_INDENT}[{drawn:.<{width}}]", f"{_INDENT}{', '.join(legend)}"]
-        of = "the device's" if self.is_device else "the"
-        free = self.size_bytes - self.peak_bytes
-        room = f"{bytes_text(free)} free" if free >= 0 else f"{bytes_text(-free)} too much"
-        full = "; NEARLY FULL: more than 95 %" if self.is_nearly_full else ""
-        share = f"{self.peak_bytes / self.size_bytes:.0%} of {of} {bytes_text(self.size_bytes)}"
-        return [
-            f"{_INDENT}[{drawn:.<{width}}]  {share}, {room}{full}",
-            f"{_INDENT}{', '.join([*legend, '. free'])}",
-        ]
+        meanings = [f"{letter} {name}" for letter, (name, _) in zip(_PART_LETTERS, self.parts, strict=True)]
+        meanings += [] if self.size_bytes is None else [". free"]
+        return [f"{_INDENT}[{drawn:.<{width}}]  {self.words}".rstrip(), _INDENT + ", ".join(meanings)]
 
-    def draw(self, axes: Axes) -> None:
-        """Draw the bar into a picture, in GiB or MiB; framed in red if it is nearly full."""
-        unit, name_of_unit = (2**30, "GiB") if self.peak_bytes >= 2**30 else (2**20, "MiB")
-        edge: dict[str, Any] = {"edgecolor": "white"}
-        if self.is_nearly_full:
-            edge = {"edgecolor": ALARM, "linewidth": 2.0}
-        at = 0.0
-        for color, (name, size) in zip(MEMORY_COLORS, self.parts, strict=False):
-            label = f"{name} {size / unit:.2f}"
-            axes.barh(0, size / unit, left=at, color=PALETTE[color], label=label, **edge)
-            at += size / unit
-        title = f"memory of the fullest stage: {self.peak_bytes / unit:.2f} {name_of_unit}"
-        if self.size_bytes is not None:
-            free = self.size_bytes / unit - at
-            if free > 0 and shows_size(self.size_bytes, self.peak_bytes):
-                axes.barh(0, free, left=at, color=PALETTE[FREE], alpha=0.3, label=f"free {free:.2f}", **edge)
-            title += f" of {self.size_bytes / unit:.2f}, {self.peak_bytes / self.size_bytes:.0%}"
-        axes.set_title(title, color=ALARM if self.is_nearly_full else "black")
-        axes.set_yticks([])
-        axes.set_xlabel(name_of_unit)
-        axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small")
+
+def memory_bars_text(peak_bytes: Sequence[int], limit_bytes: int, *, width: int = 40) -> str:
+    """Draw the most bytes that each stage holds at once, "#" in `width` characters for the limit of each."""
+    lines = []
+    for stage, peak in enumerate(peak_bytes):
+        filled = min(width, math.ceil(width * peak / limit_bytes))
+        over = f"  over by {bytes_text(peak - limit_bytes)}" if peak > limit_bytes else ""
+        label = f"stage {stage}".ljust(len(f"stage {len(peak_bytes) - 1}"))
+        lines.append(
+            f"{label}  [{'#' * filled}{'.' * (width - filled)}]  {bytes_text(peak)} of {bytes_text(limit_bytes)}"
+            f"  {peak / limit_bytes:.0%}{over}"
+        )
+    return "\n".join(lines)
 
 
 _BUCKET_LETTERS = "ABCDEFGHIJKLMNOPQRSTUVWXYZ"
-_IDLE = "."
 _MIN_SLOTS = 20
-_LABELLED_SHARE = 0.018
-"""A bar gets its label (bucket.micro-batch) if it takes at least this share of the time axis."""
 
 
 def gantt_text(simulation: Simulation, width: int = 100) -> str:
@@ -283,31 +409,38 @@ def gantt_text(simulation: Simulation, width: int = 100) -> str:
     Raises:
         ValueError: if `width` leaves fewer than 20 slots.
     """
-    labels = [f"stage {stage}" for stage in range(simulation.num_stages)]
-    margin = max(map(len, labels)) + 3
-    num_slots = width - margin
+    margin = len(f"stage {simulation.num_stages - 1}") + 3
+    num_slots, makespan_s = width - margin, simulation.makespan_s
     if num_slots < _MIN_SLOTS:
-        raise ValueError(f"width must be {_MIN_SLOTS + margin} or more for {len(labels)} stages, got {width}.")
-    makespan_s = simulation.makespan_s
-    lines = [
-        f"makespan {_milliseconds(makespan_s, makespan_s)} ms, {simulation.num_stages} stages, "
-        f"{simulation.utilization:.0%} of device time busy"
-    ]
-    lines += [
-        f"{label:<{margin - 2}}|{_row([s for s in simulation.spans if s.device == stage], simulation, num_slots)}|"
-        for stage, label in enumerate(labels)
-    ]
+        raise ValueError(
+            f"width must be {_MIN_SLOTS + margin} or more for {simulation.num_stages} stages, got {width}."
+        )
+    slot_s = makespan_s / num_slots
+    # As many decimals as the whole time axis calls for.
+    decimals = max(0, -1 - math.floor(math.log10(makespan_s))) if makespan_s > 0 else 0
+    end = f"{makespan_s * 1e3:.{decimals}f} ms"
+    lines = [f"makespan {end}, {simulation.num_stages} stages, {simulation.utilization:.0%} of device time busy"]
+    for stage in range(simulation.num_stages):
+        busy_s: list[Counter[str]] = [Counter() for _ in range(num_slots)]
+        for span in [span for span in simulation.spans if span.device == stage and slot_s]:
+            letter = _BUCKET_LETTERS[span.action.bucket % len(_BUCKET_LETTERS)]
+            letter = letter if span.action.kind == "F" else letter.lower()
+            first = min(int(span.start_s / slot_s), num_slots - 1)
+            for slot in range(first, min(math.ceil(span.end_s / slot_s), num_slots)):
+                own_s = min(span.end_s, (slot + 1) * slot_s) - max(span.start_s, slot * slot_s)
+                busy_s[slot][letter] += own_s  # type: ignore[assignment]
+        # What is idle counts as one more letter, the last one among equals.
+        row = "".join(max({**own, ".": slot_s - own.total()}.items(), key=lambda part: part[1])[0] for own in busy_s)
+        lines.append(f"{f'stage {stage}':<{margin - 2}}|{row}|")
 
     # The time axis: each number begins below the slot of its instant, the last one ends at the end.
-    axis = [" "] * (margin - 1 + num_slots)
+    axis = ""
     # Marks of 12 characters or more stay apart from each other and from the one at the end.
     for slot in range(0, num_slots, max(num_slots // 5, 12)):
-        text = _milliseconds(makespan_s * slot / num_slots, makespan_s)
+        text = f"{1e3 * slot_s * slot:.{decimals}f}"
         if slot + len(text) + 12 <= num_slots:
-            axis[margin - 1 + slot : margin - 1 + slot + len(text)] = text
-    end = f"{_milliseconds(makespan_s, makespan_s)} ms"
-    axis[-len(end) :] = end
-    lines.append("".join(axis))
+            axis = axis.ljust(margin - 1 + slot) + text
+    lines.append(axis.ljust(margin - 1 + num_slots - len(end)) + end)
 
     # The legend; buckets beyond the alphabet begin it again.
     line = "upper case forward, lower case backward, . idle:"
@@ -318,165 +451,3 @@ def gantt_text(simulation: Simulation, width: int = 100) -> str:
             line = " "
         line += f"  {entry}"
     return "\n".join([*lines, line])
-
-
-def _row(spans: Sequence[Span], simulation: Simulation, num_slots: int) -> str:
-    """Return the characters of one stage."""
-    slot_s = simulation.makespan_s / num_slots
-    longest = [0.0] * num_slots
-    covered = [0.0] * num_slots
-    row = [_IDLE] * num_slots
-    if slot_s == 0:
-        return "".join(row)
-    for span in spans:
-        first = min(int(span.start_s / slot_s), num_slots - 1)
-        last = min(math.ceil(span.end_s / slot_s), num_slots)
-        for slot in range(first, last):
-            share_s = min(span.end_s, (slot + 1) * slot_s) - max(span.start_s, slot * slot_s)
-            covered[slot] += share_s
-            if share_s > longest[slot]:
-                longest[slot] = share_s
-                letter = _BUCKET_LETTERS[span.action.bucket % len(_BUCKET_LETTERS)]
-                row[slot] = letter if span.action.kind == "F" else letter.lower()
-    return "".join(
-        _IDLE if slot_s - busy_s > most_s else char for char, busy_s, most_s in zip(row, covered, longest, strict=True)
-    )
-
-
-def _milliseconds(seconds: float, makespan_s: float) -> str:
-    """Return an instant in ms with as many decimals as the whole time axis calls for."""
-    whole = makespan_s * 1e3
-    decimals = max(0, 2 - math.floor(math.log10(whole))) if whole > 0 else 0
-    return f"{seconds * 1e3:.{decimals}f}"
-
-
-def save_gantt(simulation: Simulation, path: Path, draw_below: Callable[[Axes], None] | None = None) -> Path:
-    """Draw one iteration as a picture in the style of M Figure 10: light forwards, dark backwards.
-
-    Args:
-        simulation: the simulated iteration to draw.
-        path: the file to write, a PNG or an SVG by its suffix.
-        draw_below: draws into the axes below the iteration; `None` for no such axes.
-
-    Raises:
-        ConfigError: if matplotlib is not installed.
-        ValueError: for another suffix.
-    """
-    if path.suffix not in (".png", ".svg"):
-        raise ValueError(f"path must be a name that ends in .png or .svg, got {path.name!r}.")
-    try:
-        import matplotlib
-        from matplotlib import colormaps
-        from matplotlib.colors import to_rgb
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'peft-mux[plots]'.") from error
-    num_stages, names, makespan_s = simulation.num_stages, simulation.bucket_names, simulation.makespan_s
-    heights = [1.4 + 0.55 * num_stages, *([] if draw_below is None else [1.6])]
-    figure = Figure(figsize=(11, sum(heights)), layout="constrained")
-    grid = figure.add_gridspec(len(heights), 1, height_ratios=heights)
-    axes = figure.add_subplot(grid[0])
-    if draw_below is not None:
-        draw_below(figure.add_subplot(grid[1]))
-
-    # One collection of bars for each bucket, direction and stage.
-    spans: dict[tuple[int, str, int], list[tuple[float, float]]] = {}
-    for span in simulation.spans:
-        bucket, seconds = span.action.bucket, span.end_s - span.start_s
-        spans.setdefault((bucket, span.action.kind, span.device), []).append((span.start_s * 1e3, seconds * 1e3))
-        if seconds >= _LABELLED_SHARE * makespan_s:
-            middle = (span.start_s + span.end_s) / 2 * 1e3
-            axes.text(middle, span.device, f"{bucket}.{span.action.micro_batch}", ha="center", va="center", fontsize=6)
-    palette = colormaps["tab10" if len(names) <= 10 else "tab20"]
-    named: set[int] = set()
-    for (bucket, kind, device), intervals in sorted(spans.items()):
-        dark = to_rgb(palette(bucket % palette.N))
-        is_named = kind == "B" and bucket not in named
-        axes.broken_barh(
-            intervals,
-            (device - 0.4, 0.8),
-            facecolors=tuple(0.45 * part + 0.55 for part in dark) if kind == "F" else dark,
-            edgecolor="white",
-            linewidth=0.4,
-            label=names[bucket] if is_named else None,
-        )
-        if is_named:
-            named.add(bucket)
-
-    axes.set_yticks(range(num_stages), [f"stage {stage}" for stage in range(num_stages)])
-    axes.invert_yaxis()
-    axes.set_xlim(0, makespan_s * 1e3)
-    axes.set_xlabel("ms")
-    axes.set_title("pipeline (light: forward, dark: backward)")
-    axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", ncols=1 + len(names) // 17)
-    # A fixed salt and no date: the same plan draws the same bytes.
-    with matplotlib.rc_context({"svg.hashsalt": "peft_mux"}):
-        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else {})
-    return path
-
-
-def memory_bars_text(peak_bytes: Sequence[int], limit_bytes: Sequence[int], *, width: int = 40) -> str:
-    """Draw how full the memory of each stage gets: one bar each, "#" up to its peak.
-
-    Args:
-        peak_bytes: the most bytes that each stage holds at once.
-        limit_bytes: the most bytes that each may hold.
-        width: characters of a full bar.
-    """
-    label_width = len(f"stage {len(peak_bytes) - 1}")
-    lines = []
-    for stage, (peak, limit) in enumerate(zip(peak_bytes, limit_bytes, strict=True)):
-        filled = min(width, math.ceil(width * peak / limit))
-        unit_name, unit = ("GiB", 2**30) if limit >= 2**30 else ("MiB", 2**20)
-        over = f"  over by {(peak - limit) / unit:.2f} {unit_name}" if peak > limit else ""
-        lines.append(
-            f"{f'stage {stage}':<{label_width}}  [{'#' * filled}{'.' * (width - filled)}]"
-            f"  {peak / unit:.2f} of {limit / unit:.2f} {unit_name}  {peak / limit:.0%}{over}"
-        )
-    return "\n".join(lines)
-
-
-def plan_html(plan: Any) -> str:
-    """Return the summary of a plan, its time line and its memory, as notebooks show them.
-
-    Args:
-        plan: the `Plan`, whose module imports this one.
-    """
-    text = f"<pre style='line-height:1.3;overflow:auto'>{escape(plan.summary())}</pre>"
-    if plan.template is None:
-        return text
-    simulation = plan.timeline()
-    stages = [(f"stage {stage}", planned_bars(simulation, stage)) for stage in range(simulation.num_stages)]
-    timeline = rows_svg(stages, simulation.makespan_s, time_unit(simulation.makespan_s))
-    red = f"<b style='color:{ALARM}'>more than 95 % is taken</b> "
-    words = f"memory of the fullest stage, predicted: {red * plan.memory_bar.is_nearly_full}"
-    memory = memory_svg([("planned", list(plan.memory.parts.items()))], plan.limit_bytes, plan.device_bytes)
-    return (
-        f"{text}<div>a step, predicted: {legend(bucket_names(plan))} paler: forward</div>{timeline}"
-        f"<div>{words}{memory_legend(plan.memory.parts)}</div>{memory}"
-    )
-
-
-def bucket_names(plan: Any) -> list[str]:
-    """Return a name for each bucket: its tasks, or the first four of many."""
-    names = []
-    for bucket in plan.buckets:
-        tasks = [task for index in bucket for task in plan.htasks[index].tasks]
-        names.append(", ".join(tasks[:4]) + (f" and {len(tasks) - 4} more" if len(tasks) > 4 else ""))
-    return names
-
-
-def planned_bars(simulation: Simulation, stage: int) -> list[Bar]:
-    """Return the bars of the forwards and backwards of a stage, in seconds from the start of the step."""
-    return [
-        Bar(
-            span.start_s,
-            span.end_s,
-            span.action.bucket,
-            f"{simulation.bucket_names[span.action.bucket]}, {'forward' if span.action.kind == 'F' else 'backward'}: "
-            f"{seconds_text(span.end_s - span.start_s)}",
-            is_light=span.action.kind == "F",
-        )
-        for span in simulation.spans
-        if span.device == stage
-    ]

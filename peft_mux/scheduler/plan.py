@@ -17,7 +17,15 @@ from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.costs.profile import with_tuples
-from peft_mux.scheduler.drawing import MemoryBar, gantt_text, memory_bars_text, plan_html, save_gantt
+from peft_mux.scheduler.drawing import (
+    MemoryBar,
+    gantt_text,
+    memory_bars_text,
+    memory_rows,
+    plan_html,
+    save_rows,
+    timeline,
+)
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
 from peft_mux.scheduler.pipeline.template import PipelineTemplate
@@ -323,12 +331,15 @@ class Plan:
         Raises:
             ValueError: for a plan without tasks, or another kind of file.
         """
-        return save_gantt(self.timeline(), Path(path), self.memory_bar.draw)
+        memory = memory_rows({"planned": self.memory.parts}, self.limit_bytes, self.device_bytes)
+        title = f"memory of the fullest stage: {self.memory_bar.words or bytes_text(self.memory.peak_bytes)}"
+        passes = "pipeline (light: forward, dark: backward)"
+        return save_rows(Path(path), {passes: timeline(self.timeline(), self), title: memory})
 
     def memory_bars(self) -> str:
         """Return a bar for the peak of each stage, relative to the limit or, without one, to the fullest stage."""
         peaks = self.peak_bytes or (self.memory.peak_bytes,)
-        return memory_bars_text(peaks, (self.limit_bytes or max(peaks),) * len(peaks))
+        return memory_bars_text(peaks, self.limit_bytes or max(peaks))
 
     def diff(self, other: Plan) -> str:
         """Return what changes from this plan to the one that replaces it, a line each; empty if nothing does.

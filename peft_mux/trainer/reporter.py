@@ -16,10 +16,11 @@ from peft_mux.engine.allocator import peak_bytes
 from peft_mux.engine.tasks.task_run import run_interval
 from peft_mux.errors import ConfigError
 from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
-from peft_mux.reporting.page import MeasuredStep, page_html, plot_losses, task_curves
+from peft_mux.reporting.page import page_html, plot_losses
 from peft_mux.reporting.recorders import PassReport, pass_lines, shared_tokens
 from peft_mux.reporting.report import RankRecord, RunReport, next_lines, paused_line, report_row
 from peft_mux.reporting.views import RunView, interrupted, view_of, view_of_records
+from peft_mux.scheduler.drawing import MeasuredStep
 from peft_mux.storage import keeper_of, write_file
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run, write_task_files
@@ -177,13 +178,12 @@ class Reporter:
             except Exception as error:  # the page must not lose what was trained
                 run.log.warn(f"{run.root / PAGE_NAME}: could not be written ({describe_error(error)})")
             try:
-                records = read_metrics(run.root / METRICS_NAME)
-                curves = task_curves(records)
+                view = view_of_records(read_metrics(run.root / METRICS_NAME), {})
                 # A single point shows nothing, nor do hundreds of panels: the page has them all.
-                has_lines = any(len(curve) > 1 for own in curves.values() for curve in own.values())
-                if has_lines and len(curves) <= _MOST_PANELS:
+                has_lines = any(max(len(own.losses), len(own.eval_losses)) > 1 for own in view.tasks)
+                if has_lines and len(view.with_losses) <= _MOST_PANELS:
                     with suppress(ConfigError):  # no matplotlib, which is an extra
-                        plot_losses(records, run.root / PLOT_NAME)
+                        plot_losses(view, run.root / PLOT_NAME)
             except Exception as error:
                 run.log.warn(f"{run.root / PLOT_NAME}: could not be written ({describe_error(error)})")
         report = self._report(in_turn)  # with the page that has been written now
@@ -225,7 +225,7 @@ class Reporter:
         image = Path(path or self._run.root / PLOT_NAME)
         if not self._run.saver.is_writer:
             return image
-        return plot_losses(read_metrics(self._run.root / METRICS_NAME), image)
+        return plot_losses(view_of_records(read_metrics(self._run.root / METRICS_NAME), {}), image)
 
     def view(self) -> RunView:
         """Return the present view of the run; before it trains here, the view of its folder."""

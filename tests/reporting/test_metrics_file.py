@@ -13,6 +13,7 @@ import pytest
 from peft_mux.errors import CheckpointError
 from peft_mux.reporting.metrics_file import METRICS_NAME, MetricsLog, read_metrics
 from peft_mux.reporting.page import plot_losses
+from peft_mux.reporting.views import view_of_records
 
 
 def log_of(folder: Path) -> tuple[MetricsLog, list[str]]:
@@ -139,6 +140,6 @@ def test_losses_are_drawn_from_what_can_be_read_and_a_link_in_the_way_is_replace
         {"task": ["a"], "step": 1, "loss": 1.0},
         record(2, loss="not a number at all"),
     ]
-    assert plot_losses([record(1, loss=1.0), *broken, record(3, loss="nan")], image) == image
+    assert plot_losses(view_of_records([record(1, loss=1.0), *broken, record(3, loss="nan")], {}), image) == image
     assert outside.read_bytes() == b"precious"
     assert image.read_bytes().startswith(b"\x89PNG")

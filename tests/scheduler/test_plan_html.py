@@ -8,11 +8,15 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
-from peft_mux.scheduler.drawing import ALARM, Bar, memory_svg, rows_svg
+from peft_mux.scheduler.drawing import ALARM, Bar, Rows, memory_rows, rows_svg
 from tests.invariants.mux_lab import small_task, tiny_llama
 from tests.scheduler.plan_cases import a_plan
 
 GIB = 2**30
+
+
+def memory_svg(rows: dict[str, dict[str, float]], limit: int | None, device: int | None = None) -> str:
+    return rows_svg(memory_rows(rows, limit, device))
 
 
 def widths(svg: str) -> list[float]:
@@ -20,7 +24,8 @@ def widths(svg: str) -> list[float]:
 
 
 def test_bars_are_as_long_as_what_they_stand_for() -> None:
-    svg = rows_svg([("<one>", [Bar(0, 1, 0, "a"), Bar(1, 4, 1, "b")]), ("two", [Bar(0, 2, 0, "c")])], 4.0, (1.0, "s"))
+    rows = [("<one>", [Bar(0, 1, 0, "a"), Bar(1, 4, 1, "b")]), ("two", [Bar(0, 2, 0, "c")])]
+    svg = rows_svg(Rows(rows, 4.0, (1.0, "s")))
     one, three, two = widths(svg)
     assert (round(three / one, 1), round(two / one, 1)) == (3.0, 2.0)
     assert "&lt;one&gt;" in svg
@@ -28,7 +33,7 @@ def test_bars_are_as_long_as_what_they_stand_for() -> None:
 
 
 def test_a_limit_far_beyond_what_is_used_is_not_drawn() -> None:
-    rows = [("planned", [("backbone", GIB), ("workspace", GIB)])]
+    rows = {"planned": {"backbone": GIB, "workspace": GIB}}
     assert "stroke-dasharray" in memory_svg(rows, 4 * GIB)
     assert "stroke-dasharray" not in memory_svg(rows, 40 * GIB)
     assert "stroke-dasharray" not in memory_svg(rows, None)
@@ -36,7 +41,7 @@ def test_a_limit_far_beyond_what_is_used_is_not_drawn() -> None:
 
 
 def test_memory_that_is_free_is_drawn_up_to_the_end_of_the_device() -> None:
-    rows = [("planned", [("backbone", GIB), ("workspace", GIB)]), ("process 0", [("measured", 3 * GIB)])]
+    rows = {"planned": {"backbone": GIB, "workspace": GIB}, "process 0": {"measured": 3 * GIB}}
     svg = memory_svg(rows, 3 * GIB, 4 * GIB)
     assert [round(width / widths(svg)[0]) for width in widths(svg)] == [1, 1, 2, 3, 1]
     assert "free: 2.00 GiB" in svg
@@ -45,7 +50,7 @@ def test_memory_that_is_free_is_drawn_up_to_the_end_of_the_device() -> None:
 
 
 def test_memory_that_is_nearly_full_is_framed_in_red() -> None:
-    rows = [("planned", [("backbone", 0.96 * GIB)]), ("process 0", [("measured", 0.94 * GIB)])]
+    rows = {"planned": {"backbone": 0.96 * GIB}, "process 0": {"measured": 0.94 * GIB}}
     svg = memory_svg(rows, None, GIB)
     assert svg.count(ALARM) == 2, "the label and the frame of the first row"
     assert svg.index(ALARM) < svg.index("process 0")

@@ -236,24 +236,7 @@ class DeploymentPlan:
 
     def to_json(self) -> str:
         """Return the plan as JSON."""
-        return json.dumps(
-            {
-                "format_version": FORMAT_VERSION,
-                "num_gpus": self.num_gpus,
-                "global_batch": self.global_batch,
-                "groups": [
-                    {"config": asdict(group.config), "count": group.count, "max_tokens": group.max_tokens}
-                    for group in self.groups
-                ],
-                "bucketing": asdict(self.bucketing),
-                "longest": self.longest,
-                "expected": json.loads(self.expected.to_json()),
-                "configurations": [asdict(config) for config in self.configurations],
-                "candidates": [asdict(candidate) for candidate in self.candidates],
-                "statistics": asdict(self.statistics),
-                "exchange_s": self.exchange_s,
-            }
-        )
+        return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)})
 
 
 @dataclass(frozen=True, slots=True)

@@ -9,16 +9,15 @@ import json
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from peft_mux.errors import ConfigError
 from peft_mux.scheduler.deployment.baselines import Baseline
 from peft_mux.scheduler.deployment.composed import ComposedDeployment
 from peft_mux.scheduler.deployment.plan import DeploymentPlan, FailureOverhead
 from peft_mux.scheduler.dispatching.dispatch import Dispatch
+from peft_mux.scheduler.drawing import PALETTE, new_figure, save_figure
 from peft_mux.scheduler.replicas.configs import ParallelConfig, layout_text
 from peft_mux.scheduler.units import bytes_text
 
 FORMAT_VERSION = 2
-_FORMATS = (".png", ".svg")
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,46 +151,40 @@ class DeploymentReport:
 
     def to_json(self) -> str:
         """Return the report as JSON; `replicas` is the value for the argument of that name."""
-        composed = self.composed
+        plan, composed = self.plan, self.composed
+        kept = "devices times_from fit_error limit_bytes lengths notes".split()
+        counts = "fit_error num_priced num_plans num_unplanned planning_s".split()
         planned = composed and {
             "rows": [asdict(one) for one in composed.chosen.replicas],
             "step_s": composed.chosen.step_s,
             "single_layout": composed.single.layout,
             "single_step_s": composed.single.step_s,
-            "fit_error": composed.fit_error,
-            "num_priced": composed.num_priced,
-            "num_plans": composed.num_plans,
-            "num_unplanned": composed.num_unplanned,
-            "planning_s": composed.planning_s,
+            **{name: getattr(composed, name) for name in counts},
         }
+        alternatives = [
+            {
+                "name": one.name,
+                "layouts": list(map(layout_text, one.deployments)),
+                "step_s": sum(one.step_s) if one.deployments else None,
+                "gpu_seconds": one.gpu_seconds if one.deployments else None,
+                "note": one.note,
+            }
+            for one in self.alternatives
+        ]
         return json.dumps(
             {
                 "format_version": FORMAT_VERSION,
                 "replicas": self.replicas,
-                "devices": self.devices,
-                "times_from": self.times_from,
-                "fit_error": self.fit_error,
-                "limit_bytes": self.limit_bytes,
-                "expected_step_s": self.plan.expected_step_s,
-                "exchange_s": self.plan.exchange_s,
+                **{name: getattr(self, name) for name in kept},
                 "failures": self.failures and asdict(self.failures),
-                "gpu_seconds": self.plan.gpu_seconds,
-                "utilisation": dict(zip(map(str, self.plan.groups), self.plan.utilisation, strict=True)),
-                "lengths": self.lengths,
+                "expected_step_s": plan.expected_step_s,
+                "exchange_s": plan.exchange_s,
+                "gpu_seconds": plan.gpu_seconds,
+                "utilisation": dict(zip(map(str, plan.groups), plan.utilisation, strict=True)),
                 "configurations": [asdict(row) for row in self.configs],
-                "alternatives": [
-                    {
-                        "name": one.name,
-                        "layouts": [layout_text(groups) for groups in one.deployments],
-                        "step_s": sum(one.step_s) if one.deployments else None,
-                        "gpu_seconds": one.gpu_seconds if one.deployments else None,
-                        "note": one.note,
-                    }
-                    for one in self.alternatives
-                ],
-                "by_length": json.loads(self.by_length.to_json()),
-                "plan": json.loads(self.plan.to_json()),
-                "notes": self.notes,
+                "alternatives": alternatives,
+                "by_length": asdict(self.by_length),
+                "plan": json.loads(plan.to_json()),
                 "planned": planned,
             }
         )
@@ -214,19 +207,10 @@ def save_deployment(report: DeploymentReport, path: str | Path) -> Path:
     Raises:
         ConfigError: for another kind of file, or if matplotlib is not installed.
     """
-    path = Path(path)
-    if path.suffix not in _FORMATS:
-        raise ConfigError(f"image must be a name that ends in {' or '.join(_FORMATS)}, got {path.name!r}.")
-    try:
-        import matplotlib
-        from matplotlib.figure import Figure
-    except ImportError as error:
-        raise ConfigError("image needs matplotlib: pip install 'peft-mux[plots]'.") from error
     ways = {"length-based dispatch": report.by_length, "balanced dispatch": report.plan.expected}
-    figure = Figure(figsize=(5.2 * len(ways), 6.2), layout="constrained")
+    figure = new_figure(figsize=(5.2 * len(ways), 6.2), layout="constrained")
     axes = figure.subplots(2, len(ways), squeeze=False, sharey="row")
     names = [str(group) for group in report.plan.groups]
-    palette = matplotlib.colormaps["viridis"]
     for column, (title, dispatch) in enumerate(ways.items()):
         seconds_axes, tokens_axes = axes[0][column], axes[1][column]
         seconds_axes.set_title(f"{title}: {dispatch.makespan_s:.3g} s a step")
@@ -237,13 +221,10 @@ def save_deployment(report: DeploymentReport, path: str | Path) -> Path:
         bottom = [0.0] * len(names)
         for bucket, boundary in enumerate(dispatch.boundaries):
             tokens = [group[bucket] * boundary for group in dispatch.counts]
-            color = palette(bucket / max(1, len(dispatch.boundaries) - 1))
+            color = PALETTE[bucket % len(PALETTE)]
             tokens_axes.bar(names, tokens, bottom=bottom, color=color, label=str(boundary))
             bottom = [below + own for below, own in zip(bottom, tokens, strict=True)]
     axes[0][0].set_ylabel("seconds a step")
     axes[1][0].set_ylabel("tokens a step, padded")
     axes[1][-1].legend(title="padded to", fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))
-    # A fixed salt and no date: the same plan draws the same bytes.
-    with matplotlib.rc_context({"svg.hashsalt": "peft_mux"}):
-        figure.savefig(path, dpi=130, metadata={"Date": None} if path.suffix == ".svg" else {})
-    return path
+    return save_figure(figure, Path(path))

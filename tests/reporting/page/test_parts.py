@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from peft_mux.reporting.page import Line, chart_svg, run_html
+from peft_mux.reporting.page import chart_svg, run_html
 from peft_mux.reporting.screen import NotebookProgress
 from peft_mux.reporting.views import RunView, RunWatch, TaskView, interrupted, view_of_records
 from peft_mux.scheduler.drawing import rounded_ticks
@@ -44,7 +44,9 @@ def test_of_many_tasks_those_that_run_get_a_chart_first_and_the_others_are_count
 
 
 def test_points_lie_within_their_chart_and_a_fall_goes_down() -> None:
-    svg = ElementTree.fromstring(chart_svg("a", [Line("loss", CURVE), Line("eval", ((5, 4.0),), 1, is_held_out=True)]))
+    svg = ElementTree.fromstring(
+        chart_svg("a", [TaskView("a", "running", 5, 9, losses=CURVE, eval_losses=((5, 4.0),))])
+    )
     (line, *_) = [part.get("points", "") for part in svg.iter() if part.tag == "polyline"]
     points = [tuple(map(float, point.split(","))) for point in line.split()]
     assert len(points) <= 201
@@ -84,8 +86,9 @@ def test_held_out_curves_are_dashed_with_dots_and_the_colours_are_explained() ->
     "points", [((1, 2.0),), ((0, 0.0), (0, 0.0)), ((1, -3.0), (2, -3.0)), ((1, 1e300), (2, -1e300))]
 )
 def test_curves_of_one_point_or_one_height_are_drawn_too(points: Any) -> None:
-    assert chart_svg("a", [Line("loss", ())]) == "", "without points there is no chart"
-    drawn = chart_svg("a", [Line("loss", points)])
+    own = TaskView("a", "running", 5, 9)
+    assert chart_svg("a", [own]) == "", "without points there is no chart"
+    drawn = chart_svg("a", [replace(own, losses=points)])
     assert "nan" not in drawn
     assert ElementTree.fromstring(drawn) is not None
 
@@ -121,7 +124,7 @@ def test_a_run_that_was_interrupted_before_its_first_log_shows_its_tasks_and_the
     ]
     left = interrupted(view)
     assert [one.status for one in left.tasks] == ["interrupted", "paused", "waiting"]
-    assert "<b>run</b> interrupted, step 12" in run_html(left)
+    assert "<b>run</b> step 12, interrupted" in run_html(left)
     rest = replace(view, tasks=view.tasks[1:])
     assert interrupted(rest) is rest, "no task of it would take steps by itself"
 

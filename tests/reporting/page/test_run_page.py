@@ -6,6 +6,7 @@ import json
 import re
 import sys
 import xml.etree.ElementTree as ElementTree
+from dataclasses import replace
 from html import unescape
 from itertools import combinations
 from pathlib import Path
@@ -16,6 +17,7 @@ import pytest
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
 from peft_mux.reporting import page
+from peft_mux.reporting.views import TaskView
 from peft_mux.trainer import reporter as run_files
 from tests.invariants.mux_lab import rows, small_task, tiny_llama
 
@@ -97,15 +99,15 @@ def test_a_picture_has_titles_names_of_its_axes_and_one_legend_that_covers_nothi
     figure_type = pytest.importorskip("matplotlib.figure", reason="needs the plots extra").Figure
     saved: list[Any] = []
     monkeypatch.setattr(figure_type, "savefig", lambda figure, *args, **options: saved.append(figure))
-    curves = {f"task {number}": {"loss": ((1, 3.0), (9, 1.0))} for number in range(num_tasks)}
-    curves["task 0"]["eval_loss"] = ((4, 2.5), (8, 1.5))
-    page.draw_losses(curves)
+    curve = ((1, 3.0), (9, 1.0))
+    tasks = [TaskView(f"task {number}", "running", 9, 9, losses=curve) for number in range(num_tasks)]
+    page.draw_losses([replace(tasks[0], eval_losses=((4, 2.5), (8, 1.5))), *tasks[1:]])
     (figure,) = saved
     figure.canvas.draw()
     panels = figure.axes
     assert figure._suptitle.get_text() == "Loss of each task"
     assert [(one.get_title(), one.get_xlabel(), one.get_ylabel()) for one in panels] == [
-        (name, "step", "loss") for name in curves
+        (task.name, "step", "loss") for task in tasks
     ]
     assert [[line.get_linestyle() for line in one.lines] for one in panels] == [["-", "--"], *[["-"]] * (num_tasks - 1)]
     (legend,) = figure.legends

@@ -101,7 +101,7 @@ def test_a_report_as_json_says_what_to_run_and_keeps_the_plan() -> None:
     assert data["replicas"] == "<8,1>x1, <2,1>x2, <1,1>x4"
     assert data["gpu_seconds"] == pytest.approx(16 * data["expected_step_s"])
     assert data["utilisation"]["<8,1>x1"] == pytest.approx(report.plan.utilisation[2])
-    assert data["plan"]["groups"][0] == {"config": {"tp": 1, "pp": 1}, "count": 4, "max_tokens": 2048}
+    assert data["plan"]["groups"][0] == {"config": {"tp": 1, "pp": 1}, "count": 4, "max_tokens": 2048, "slowness": 1.0}
     assert data["plan"]["candidates"][0]["verdict"] == "chosen"
     assert [one["name"] for one in data["alternatives"]] == ["Task-Fused", "Task-Sequential"]
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from peft_mux.errors import ConfigError
-from peft_mux.scheduler.drawing import gantt_text, memory_bars_text, save_gantt
+from peft_mux.scheduler.drawing import gantt_text, memory_bars_text, save_rows, timeline
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
 from peft_mux.scheduler.pipeline.template import build_template
@@ -25,6 +25,10 @@ def simulated(latencies_s: list[float], *, stages: int = 2, micro_batches: int =
         for index, latency in enumerate(latencies_s)
     ]
     return simulate(build_template(buckets, "mux"), buckets)
+
+
+def saved(path: Path, simulation: Simulation) -> Path:
+    return save_rows(path, {"a step": timeline(simulation)})
 
 
 def bars(text: str) -> list[str]:
@@ -77,39 +81,40 @@ def test_a_picture_too_narrow_is_refused() -> None:
 @pytest.mark.parametrize(("suffix", "start"), [(".png", b"\x89PNG"), (".svg", b"<?xml")])
 def test_a_picture_is_written_in_the_format_of_its_suffix(tmp_path: Path, suffix: str, start: bytes) -> None:
     pytest.importorskip("matplotlib")
-    path = save_gantt(simulated([0.002, 0.001], stages=3, micro_batches=3), tmp_path / f"plan{suffix}")
+    path = saved(tmp_path / f"plan{suffix}", simulated([0.002, 0.001], stages=3, micro_batches=3))
     assert path.read_bytes().startswith(start)
 
 
 def test_a_picture_of_the_same_plan_has_the_same_bytes_and_names_actions_buckets_and_stages(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     plan = simulated([0.002, 0.001], stages=3, micro_batches=2)
-    first = save_gantt(plan, tmp_path / "a.svg").read_text(encoding="utf-8")
-    assert save_gantt(plan, tmp_path / "b.svg").read_text(encoding="utf-8") == first
+    first = saved(tmp_path / "a.svg", plan).read_text(encoding="utf-8")
+    assert saved(tmp_path / "b.svg", plan).read_text(encoding="utf-8") == first
     assert first.count("PolyCollection") + first.count("FillBetween") >= 2 * 2 * 3
-    for label in ("0.0", "0.1", "1.0", "1.1", "load 0", "load 1", "stage 2"):
+    for label in ("0.0", "0.1", "1.0", "1.1", "load 0", "load 1", "planned stage 2"):
         assert f"<!-- {label} -->" in first
 
 
 def test_another_suffix_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(ValueError, match=r"path must be a name that ends in \.png or \.svg, got 'plan\.gif'"):
-        save_gantt(simulated([0.001]), tmp_path / "plan.gif")
+    pytest.importorskip("matplotlib")
+    with pytest.raises(ConfigError, match=r"path must be a name that ends in \.png or \.svg, got 'plan\.gif'"):
+        saved(tmp_path / "plan.gif", simulated([0.001]))
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     with pytest.raises(ConfigError, match="pip install 'peft-mux"):
-        save_gantt(simulated([0.001]), tmp_path / "plan.png")
+        saved(tmp_path / "plan.png", simulated([0.001]))
 
 
 def test_memory_bars_are_as_full_as_the_stage() -> None:
-    text = memory_bars_text([2**29, 2**31], [2**31, 2**31], width=8)
+    text = memory_bars_text([2**29, 2**31], 2**31, width=8)
     assert text.splitlines() == [
-        "stage 0  [##......]  0.50 of 2.00 GiB  25%",
-        "stage 1  [########]  2.00 of 2.00 GiB  100%",
+        "stage 0  [##......]  512.00 MiB of 2.00 GiB  25%",
+        "stage 1  [########]  2.00 GiB of 2.00 GiB  100%",
     ]
 
 
 def test_a_memory_bar_beyond_its_limit_says_by_how_much() -> None:
-    text = memory_bars_text([3 * 2**20], [2 * 2**20], width=4)
-    assert text == "stage 0  [####]  3.00 of 2.00 MiB  150%  over by 1.00 MiB"
+    text = memory_bars_text([3 * 2**20], 2 * 2**20, width=4)
+    assert text == "stage 0  [####]  3.00 MiB of 2.00 MiB  150%  over by 1.00 MiB"
