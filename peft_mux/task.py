@@ -531,7 +531,7 @@ def _reference_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
     given, field = task.reference, f"{where}.reference"
     if given is None:
         return []
-    if given not in ("adapter", "backbone"):
+    if not isinstance(given, str) or given not in ("adapter", "backbone"):
         return [Fault(field, shown(given), "'adapter' or 'backbone'")]
     if given == "adapter" and task.init_adapter is None:
         return [Fault(field, shown(given), "'backbone' without init_adapter", "Set init_adapter to a saved adapter.")]

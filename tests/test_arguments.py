@@ -24,6 +24,7 @@ from peft_mux.errors import ConfigError, shown
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.invariants.mux_lab import tiny_llama
+from tests.test_task import ANYTHING
 
 ROWS = [{"input_ids": [1, 2, 3]}]
 
@@ -73,6 +74,8 @@ def test_every_field_is_either_settable_or_refused_when_it_is_changed() -> None:
     inherited = {name for name, item in TrainingArguments.__dataclass_fields__.items() if item.init}
     refused = inherited - SETTABLE_FIELDS
     assert {"fp16", "fsdp", "auto_find_batch_size", "data_seed"} <= refused
+    assert not {*HONOURED} & {*HARMLESS}
+    assert arguments(fp16=False, push_to_hub=False, dataloader_num_workers=0).fp16 is False, "its default is no change"
     strange = object()
     for name in sorted(refused - {"ddp_backend"}):
         assert re.search(rf"args\.{name} must be .*, got {re.escape(repr(strange))}", refusal(**{name: strange}))
@@ -194,6 +197,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "adam_beta1": [1.0],
     "data_timeout_s": [math.inf],
     "output_dir": ["x" * 5000],
+    "save_strategy": ["best", ["steps"]],
     "resume_from_checkpoint": ["x" * 5000],
     "cost_profile": ["nowhere.json"],
     "report_to": ["wanbd"],
@@ -218,6 +222,20 @@ def test_a_value_that_no_run_can_have_is_refused_by_field_with_what_came_and_wha
     assert message.startswith(f"args.{field} must be ")
     assert f", got {shown(value)}." in message
     assert len(message.splitlines()) == 1
+
+
+@pytest.mark.parametrize(
+    "field", [name for name, item in MultiTaskTrainingArguments.__dataclass_fields__.items() if item.init]
+)
+def test_any_value_in_any_field_gives_arguments_or_a_config_error(field: str) -> None:
+    messages = []
+    for value in ANYTHING:
+        try:
+            arguments(**{field: value})
+        except ConfigError as error:
+            messages.append(str(error))
+    assert messages, "no field takes everything"
+    assert all(f"args.{field}" in message for message in messages)
 
 
 @pytest.mark.parametrize(

@@ -56,6 +56,13 @@ def test_a_star_import_gives_exactly_the_public_names() -> None:
     exec("from peft_mux import *", namespace)
     namespace.pop("__builtins__")
     assert sorted(namespace) == sorted(peft_mux.__all__)
+    assert set(peft_mux.__all__) <= set(dir(peft_mux))
+
+
+def test_an_unknown_name_is_an_attribute_error_that_names_it() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'MultiTaskTrainner'"):
+        _ = peft_mux.MultiTaskTrainner
+    assert not hasattr(peft_mux, "torch")
 
 
 def test_the_installed_version_is_that_of_the_sources() -> None:

@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 import re
-from dataclasses import FrozenInstanceError
+from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from peft_mux.errors import ConfigError
 from peft_mux.storage import RESERVED_NAMES
-from peft_mux.task import EarlyStopping, Task
+from peft_mux.task import TASK_FIELDS, EarlyStopping, Task
 
 ROWS = [{"input_ids": [1, 2, 3]}]
 CONFIG = LoraConfig(r=4)
@@ -50,7 +52,7 @@ def test_an_unsafe_name_is_refused_with_what_came_and_what_is_allowed(name: str)
     assert "\n" not in message
 
 
-@pytest.mark.parametrize("name", ["con", "PRN", "Aux", "nul", "COM1", "lpt9", "run", "State", "METRICS", "tmp", "plan"])
+@pytest.mark.parametrize("name", ["con", "PRN", "Aux", "COM1", "LPT0", "run", "State", "METRICS", "tmp", "plan"])
 def test_reserved_names_and_windows_devices_are_refused_whatever_their_case(name: str) -> None:
     message = refusal(name=name)
     assert f"got {name!r}" in message
@@ -243,6 +245,7 @@ def test_a_task_without_held_out_rows_that_asks_to_be_evaluated_is_refused() -> 
     for every in (5, 0.5, 3.0):
         message = refusal(eval_steps=every)
         assert message == "tasks.own.eval_dataset must be held-out rows, because eval_steps is set, got None."
+    assert "tasks.own.compute_metrics" in refusal(compute_metrics=lambda _: {})
     assert task(eval_steps=0).eval_steps == 0
     assert task(eval_steps=5, eval_dataset=ROWS).eval_steps == 5
 
@@ -283,6 +286,11 @@ def test_a_task_cannot_be_changed_after_its_checks() -> None:
             {"target_modules": "all"},
             r"tasks\.own\.target_modules must be a setting of.* Use peft_config=LoraConfig\(target_modules=",
         ),
+        ({"max_seq_length": 1}, r"tasks\.own\.max_seq_length .*got 1.*Use max_length"),
+        ({"per_device_train_batch_size": 1}, "got 1.*Use train_batch_size"),
+        ({"bf16": True}, "got True.*Use MultiTaskTrainingArguments"),
+        ({"tokenizer": 1}, "got 1.*Use processing_class of the trainer"),
+        ({"dataset": 1}, "got 1.*Use train_dataset"),
         ({"zzz": 1}, r"tasks\.own\.zzz must be a setting of this class, got 1.* Take it out\."),
         ({"name": "a/b", "lr": 1}, r"task\.lr must be a setting of this class, got 1"),
     ],
@@ -304,6 +312,8 @@ def test_an_unknown_field_of_early_stopping_is_refused_with_what_was_meant() -> 
         ConfigError, match=r'early_stopping\.patince must be a setting of this class, got 3.*Did you mean "patience"'
     ):
         EarlyStopping(patince=3)  # type: ignore[call-arg]
+    with pytest.raises(ConfigError, match="3 things are wrong"):
+        EarlyStopping(metric="", patience=0, min_delta=-1)
 
 
 def test_settings_without_their_names_are_refused() -> None:
@@ -335,6 +345,27 @@ def test_settings_without_their_names_are_refused() -> None:
 )
 def test_a_value_of_the_wrong_type_is_refused_when_the_task_is_made(field: str, value: Any) -> None:
     assert f"tasks.own.{field}" in refusal(**{field: value})
+
+
+ANYTHING: list[Any] = [
+    *(None, True, False, 0, 1, -1, 5, 2**40, 10**400, 10**5000, 2.5, 1e308, 1j, math.nan, math.inf, object(), int, len),
+    *("", "x", "no", "{}", "{bad", "a\0b", "x" * 5000, b"x", [], [5], [[1]], (1,), {"a"}, {"a": 1}, {1: 2}, range(3)),
+    *(np.zeros(3), np.float32(1), np.int64(4), torch.zeros(3), CONFIG, LoraConfig, EarlyStopping(), TrainerCallback()),
+    *(ROWS, ..., NotImplemented),
+]
+
+
+@pytest.mark.parametrize("made", [*TASK_FIELDS, *(f"early_stopping.{item.name}" for item in fields(EarlyStopping))])
+def test_any_value_in_any_field_gives_a_task_or_a_config_error(made: str) -> None:
+    field, messages = made.removeprefix("early_stopping."), []
+    for value in ANYTHING:
+        try:
+            found = task(**{field: value}) if field == made else EarlyStopping(**{field: value})
+        except ConfigError as error:
+            messages.append(str(error))
+        else:
+            assert getattr(found, field) is value
+    assert [message for message in messages if " must " not in message or ", got " not in message] == []
 
 
 def test_a_dataset_whose_length_raises_is_refused_with_what_it_raises() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -10,11 +11,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from peft import LoraConfig
 
 from peft_mux.data.batch import MuxBatch, SequencePart, chains_of, is_chained
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence
 from peft_mux.errors import ConfigError, DataError
+from peft_mux.modeling.model import MultiTaskPeftModel
+from tests.invariants.mux_lab import tiny_llama
 
 PROPERTY = settings(deadline=None, max_examples=60)
 Drawn = tuple[list[TaskBatch], int, ChunkPackingCollator]
@@ -243,12 +247,15 @@ def test_a_stream_of_rows_with_and_without_a_class_is_refused() -> None:
         ChunkPackingCollator().micro_batches(batches, max_tokens=100)
 
 
-def test_padding_to_chunks_is_refused_for_classification() -> None:
-    with pytest.raises(
-        ConfigError,
-        match="pad_to_chunks must be False, because padding has no label, got True for sequence classification",
+def test_padding_to_chunks_is_refused_for_rows_with_one_loss_term() -> None:
+    batch = make_batch("a", [4])
+    one_term = replace(batch, sequences=tuple(replace(sequence, is_one_term=True) for sequence in batch.sequences))
+    for refused, said in (
+        (make_batch("a", [4], classes=[1]), "padding has no label, got True for sequence classification"),
+        (one_term, "padding has no loss term, got True for a loss with one"),
     ):
-        ChunkPackingCollator(pad_to_chunks=True).micro_batches([make_batch("a", [4], classes=[1])], max_tokens=9)
+        with pytest.raises(ConfigError, match=f"pad_to_chunks must be False, because {said}"):
+            ChunkPackingCollator(pad_to_chunks=True).micro_batches([refused], max_tokens=9)
 
 
 def test_token_types_are_zero_where_a_sequence_has_none() -> None:
@@ -261,6 +268,38 @@ def test_token_types_are_zero_where_a_sequence_has_none() -> None:
 
 
 # ------------------------------------------------------ as a plain data collator
+
+
+def test_any_split_into_micro_batches_has_the_gradient_of_one_big_batch_and_a_mean_of_each_has_not() -> None:
+    configs = {"a": LoraConfig(r=4, target_modules="all-linear"), "b": LoraConfig(r=2, target_modules=["q_proj"])}
+    model = MultiTaskPeftModel(tiny_llama(), configs, verify=False).train()
+    weights = [weight for name in model.tasks for weight in model.task_parameters(name).values()]
+    torch.manual_seed(0)
+    for weight in weights:
+        weight.data.normal_(0, 0.1)
+    batches = [
+        make_batch("a", [7, 19, 3, 30, 11, 2], masked=0.6, vocabulary=50),
+        make_batch("b", [25, 5, 14], masked=0.1, vocabulary=50),
+    ]
+
+    def gradients(steps: list[list[TaskBatch]], max_tokens: int) -> list[torch.Tensor]:
+        """Return those of the mean of the losses of some steps."""
+        model.zero_grad()
+        for own in steps:
+            for micro in ChunkPackingCollator().micro_batches(own, max_tokens=max_tokens):
+                (model(micro).losses.sum() / len(steps)).backward()
+        return [weight.grad.clone() for weight in weights if weight.grad is not None]
+
+    whole = gradients([batches], 10_000)
+    assert len(whole) == len(weights)
+
+    def difference(found: list[torch.Tensor]) -> float:
+        pairs = zip(found, whole, strict=True)
+        return max(((gradient - wanted).norm() / wanted.norm()).item() for gradient, wanted in pairs)
+
+    assert all(difference(gradients([batches], max_tokens)) <= 1e-5 for max_tokens in (1, 20, 37, 60, 100, 150))
+    halves = [[replace(batch, sequences=batch.sequences[part::2]) for batch in batches] for part in (0, 1)]
+    assert difference(gradients(halves, 10_000)) > 1e-3, "a mean per micro-batch would be noticed"
 
 
 def test_features_are_grouped_by_task_in_the_order_in_which_tasks_come() -> None:

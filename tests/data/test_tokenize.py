@@ -248,12 +248,17 @@ def test_a_cell_that_cannot_be_trained_on_is_refused_by_task_split_row_and_colum
 
 
 @pytest.mark.parametrize(
-    "label", [None, -1, 3, True, "1", math.nan, 0.5, [1], pytest.param(10**400, id="huge"), np.float32("nan"), "\ud800"]
+    ("label", "num_labels"),
+    [
+        *((label, 3) for label in (None, -1, 3, True, "1", math.nan, 0.5, [1])),
+        *((label, count) for label in (10**400, b"1", np.float32("nan"), "\ud800") for count in (3, 1, None)),
+    ],
+    ids=range(20),
 )
-def test_a_label_that_is_no_class_is_refused(label: Any) -> None:
+def test_a_label_that_is_no_class_or_number_is_refused(label: Any, num_labels: int | None) -> None:
     rows = [{"text": "the", "label": 0}, {"text": "cat", "label": label}]
     with pytest.raises(DataError, match=r"tasks\.own\.train_dataset row 1 column label must be .*, got "):
-        tokenised(rows, words_tokenizer(), row_form=LABELLED_ROWS, num_labels=3)
+        tokenised(rows, words_tokenizer(), row_form=LABELLED_ROWS, num_labels=num_labels)
 
 
 @pytest.mark.parametrize(
@@ -270,6 +275,11 @@ def test_a_label_that_is_no_class_is_refused(label: Any) -> None:
         ([{"text": "the"}], {"row_form": LABELLED_ROWS}, '"text" and "label"'),
         ([{"text": "the"}, {"text": Hidden()}], {}, "row 1 cannot be read: ZeroDivisionError: not to be seen"),
         ([{"promt": "the", "completion": "cat"}], {}, r'the columns input_ids; prompt \+.*Did you mean "prompt"'),
+        (
+            [{"text": "the"}, {"prompt": "the", "completion": "cat"}],
+            {},
+            "column text must be in every row, got no such",
+        ),
         ([{}], {}, r"the columns input_ids; prompt \+ completion; messages; text, got columns none"),
         (
             [chat("the")],
@@ -322,6 +332,12 @@ def test_all_faults_are_reported_together_up_to_ten() -> None:
     assert "row 1 column text" in str(caught.value)
     assert "The same in rows 2, 3, 4, 5, 6, 7, 8, 9, 10." in str(caught.value)
     assert str(caught.value).endswith("(and perhaps more)")
+    with pytest.raises(DataError) as caught:
+        tokenised([chat("the")] * 6, words_tokenizer())
+    assert str(caught.value).count("need a tokenizer with a chat template") == 1
+    with pytest.raises(DataError) as caught:
+        tokenised([{"text": "the"}] + [{"text": None}] * 10, words_tokenizer())
+    assert "perhaps" not in str(caught.value)
 
 
 def test_numbers_where_text_belongs_are_reported_once_with_what_mends_a_csv_file() -> None:

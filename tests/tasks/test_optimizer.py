@@ -283,6 +283,7 @@ def test_what_a_joint_step_would_not_do_right_steps_by_itself(change: str) -> No
     NOT_JOINT[change](optimizer)
     assert optimizer.page_updates(0, last_good) == []
     assert slab_optimizer(optim="sgd").page_updates(0, last_good) == []
+    assert slab_optimizer(dtype=torch.float64).page_updates(0, last_good) == []
 
 
 # ------------------------------------------------------------------- schedules
@@ -432,6 +433,24 @@ def test_an_option_that_the_optimizer_would_ignore_is_refused_with_those_that_it
     message = refusal(tmp_path, optim=optim, optim_args=options)
     assert message.startswith("tasks.own.optim_args")
     assert all(part in message for part in parts), message
+
+
+def test_every_wrong_option_of_optimizer_and_schedule_is_named_at_once(tmp_path: Path) -> None:
+    settings = {"optim_args": "a=1,b=2", "lr_scheduler_type": "constant", "lr_scheduler_kwargs": {"num_cycles": 2}}
+    message = refusal(tmp_path, optim="sgd", **settings)
+    assert "3 things are wrong" in message
+    assert 'lr_scheduler_kwargs must be left out for lr_scheduler_type="constant", got' in message
+
+
+@pytest.mark.parametrize("max_steps", [1, 10**9])
+def test_every_schedule_with_its_usual_options_is_taken_whatever_the_number_of_steps(
+    tmp_path: Path, max_steps: int
+) -> None:
+    options: dict[str, Any] = {**dict.fromkeys(supported_schedules()), "warmup_stable_decay": {"num_decay_steps": 1}}
+    options.update({f"{kind}_with_min_lr": {"min_lr_rate": 0.1} for kind in ("cosine", "cosine_warmup")})
+    common: dict[str, Any] = {"data_seed": 1, "rank": 1, "max_steps": max_steps, "warmup_steps": 1}
+    tasks = [small_task(name, lr_scheduler_type=name, lr_scheduler_kwargs=options[name], **common) for name in options]
+    assert {run.num_steps for run in make_trainer(tasks, tmp_path).table} == {max_steps}
 
 
 @pytest.mark.parametrize("optim", ["sgd", "adagrad", "rmsprop", "adamw_torch", "adafactor"])
