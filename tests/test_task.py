@@ -239,6 +239,9 @@ def test_early_stopping_needs_held_out_rows_and_a_metric_that_will_be_there() ->
     assert task(early_stopping=EarlyStopping(metric="loss"), eval_dataset=ROWS).early_stopping is not None
     made = task(early_stopping=EarlyStopping(metric="f1"), eval_dataset=ROWS, compute_metrics=lambda _: {"f1": 1.0})
     assert made.early_stopping is not None
+    message = refusal(early_stopping=EarlyStopping(), eval_dataset=ROWS, metric_for_best_model="f1")
+    assert "metric_for_best_model must be 'eval_loss', the metric of early_stopping, or None, got 'f1'" in message
+    assert task(early_stopping=EarlyStopping(), eval_dataset=ROWS, metric_for_best_model="loss").early_stopping
 
 
 def test_a_task_without_held_out_rows_that_asks_to_be_evaluated_is_refused() -> None:

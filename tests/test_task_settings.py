@@ -60,6 +60,7 @@ def test_a_task_that_sets_only_epochs_is_not_held_to_the_steps_of_the_run(
         ({"eval_dataset": ROWS, "eval_steps": 2}, {"eval_strategy": "epoch"}, 2),
         ({"eval_dataset": ROWS, "eval_steps": 0}, {"eval_strategy": "epoch"}, 0),
         ({"eval_dataset": ROWS, "early_stopping": EarlyStopping()}, {}, -1),
+        ({"eval_dataset": ROWS}, {"load_best_model_at_end": True}, -1),
     ],
 )
 def test_how_often_a_task_is_evaluated(own: dict[str, Any], of_run: dict[str, Any], every: int) -> None:

@@ -328,7 +328,11 @@ CALLBACKS = [
     Attack("a callback that exits in on_train_begin", "SystemExit", calls("on_train_begin", raises(SystemExit))),
     Attack("a callback that exits in on_evaluate", "SystemExit", calls("on_evaluate", raises(SystemExit))),
     *(
-        Attack(f"a callback that returns {name}", "callback", calls("on_step_end", lambda *_, v=value, **__: v, at=2))
+        Attack(
+            f"a callback that returns {name}",
+            "callback.*it must return the TrainerControl or None, got ",
+            calls("on_step_end", lambda *_, v=value, **__: v, at=2),
+        )
         for name, value in {"a text": "stop", "a number": 7, "an object": object(), "a type": dict}.items()
     ),
     Attack(

@@ -229,6 +229,7 @@ def test_a_second_thread_that_trains_is_refused_and_the_first_continues(tmp_path
     train_until(trainer, callers)
     (answer,) = callers.assert_answered()
     assert isinstance(answer.error, PeftMuxError)
+    assert "train must be called once at a time, got a call while the run trains" in str(answer.error)
     assert trainer.table["host"].step >= 3
 
 

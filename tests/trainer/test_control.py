@@ -65,9 +65,16 @@ def test_tasks_pause_continue_and_leave_as_the_command_line_says(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     run, codes = str(tmp_path), []
+    at_once: list[int] = []
     seen: list[dict[str, Any]] = []
 
     def act() -> None:
+        words = ["pause", "resume"] * 3
+        together = [threading.Thread(target=lambda word=word: at_once.append(main([word, run, "b"]))) for word in words]
+        for thread in together:
+            thread.start()
+        for thread in together:
+            thread.join()
         codes.append(main(["pause", run, "a"]))
         codes.append(main(["pause", run, "a"]))  # as it is already
         capsys.readouterr()
@@ -78,6 +85,7 @@ def test_tasks_pause_continue_and_leave_as_the_command_line_says(
         codes.append(main(["pause", run, "absent"]))
 
     trainer, _ = train(tmp_path, act)
+    assert at_once == [0] * 6
     assert codes == [0, 0, 0, 0, 0, 2]
     status = seen[0]
     assert status["tasks"]["a"]["status"] == "paused"

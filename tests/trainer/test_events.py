@@ -166,6 +166,16 @@ def test_a_quarantined_task_does_not_stop_the_others_and_train_says_so(
     assert run.losses["good"] == pytest.approx(alone(tasks[0], tmp_path / "b").losses["good"], rel=1e-5)
 
 
+def test_a_run_that_stops_at_the_first_failure_says_so_without_progress_bars(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
+    tasks = [small_task("good", data_seed=1), small_task("bad", data_seed=2)]
+    run = train(tasks, tmp_path, recorder=act({3: poison}), quarantine_policy="stop")
+    assert run.trainer.task_statuses == {"good": "running", "bad": "failed"}
+    captured = capfd.readouterr()
+    assert "bad" in captured.out + captured.err + caplog.text
+
+
 # -------------------------------------------------------------------- interrupts
 
 

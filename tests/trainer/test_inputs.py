@@ -116,6 +116,12 @@ def test_an_unknown_target_module_is_refused_with_the_nearest_one(described: str
         assert "got 'gate_porj'" in message
         assert 'Did you mean "gate_proj"?' in message
         assert "down_proj" in message, "what is allowed is listed"
+    pattern, odd = (
+        small_task("own", data_seed=1, **own)
+        for own in ({"target_modules": "q_proj"}, {"lr_scheduler_type": "cosine_with_min_lr"})
+    )
+    assert "regular expression over full names" in refusal(described, tmp_path, pattern, error=ConfigError)
+    assert "lr_scheduler_type='cosine_with_min_lr'" in refusal(described, tmp_path, odd, error=ConfigError)
 
 
 # --------------------------------------------------------- arguments of the trainer
@@ -264,6 +270,7 @@ def test_a_plan_of_a_model_folder_reads_no_weights(described: str, tmp_path: Pat
     backbone, own = tiny_llama(), [trainer.model.task_parameters(name) for name in ("first", "second")]
     assert all(parameter.is_meta for parameter in trainer.model.parameters())
     plan = trainer.plan()
+    assert make_trainer(tasks, tmp_path / "run", max_tokens_per_micro_batch=50).plan() == plan, "as of loaded weights"
     assert [share.name for share in plan.shares] == ["first", "second"]
     assert [share.tokens_per_step for share in plan.shares] == [10 * 12 / 3, 10 * 20 / 5]
     assert [share.num_steps for share in plan.shares] == [8, 5]

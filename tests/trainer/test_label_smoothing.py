@@ -66,8 +66,8 @@ def test_rows_that_share_a_prefix_are_smoothed_as_without_sharing(targets: Any, 
     lab.assert_as_judged(run, {"own": verdict})
 
 
-def test_evaluations_give_the_smoothed_loss_and_the_plain_perplexity(tmp_path: Path) -> None:
-    own = task("own", 1, label_smoothing_factor=0.3, eval_dataset=HELD_OUT, eval_steps=5)
+def test_evaluations_give_the_smoothed_loss_and_the_plain_perplexity_without_noise(tmp_path: Path) -> None:
+    own = task("own", 1, label_smoothing_factor=0.3, neftune_noise_alpha=20.0, eval_dataset=HELD_OUT, eval_steps=5)
     run = lab.train([own, task("other", 2)], tmp_path, logging_strategy="steps", logging_steps=1)
     history = run.trainer.task_states["own"].log_history
     found = [entry for entry in history if "eval_loss" in entry][-1]

@@ -36,8 +36,16 @@ def tasks() -> list[Task]:
 
 
 def test_each_task_is_trained_as_plain_peft_trains_it_alone(tmp_path: Path) -> None:
-    run = lab.train(tasks(), tmp_path)
+    heights: dict[int, set[int]] = {0: set(), -1: set()}
+
+    def watch(trainer: Any) -> None:
+        for place, found in heights.items():
+            mlp = trainer.model.backbone.model.layers[place].mlp
+            mlp.register_forward_hook(lambda _, given, out, found=found: found.add(out.shape[1]))
+
+    run = lab.train(tasks(), tmp_path, recorder=lab.Recorder(at_begin={0: watch}))
     assert run.trainer.model.last_layer.reason is None
+    assert max(heights[-1]) < 0.5 * max(heights[0]), "fewer rows meet the last MLP"
     # What is dropped is drawn by other rules in plain PEFT.
     judged = [task for task in tasks() if task.name != "b"]
     lab.assert_as_judged(run, {task.name: lab.judge(run.trainer, task) for task in judged})

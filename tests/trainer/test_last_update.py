@@ -48,6 +48,8 @@ def test_the_weights_of_the_last_update_are_proven_by_the_shortest_row(tmp_path:
     trainer = two_steps(loss, tmp_path)
     assert trainer.task_statuses["a"] is TaskStatus.SUCCEEDED
     assert loss.counts == [8 + 3 + 11, 8 + 3 + 11, 3]
+    two_steps(loss := CountsTargets(), tmp_path, masked=1)
+    assert loss.counts == [8 + 11, 8 + 11, 8], "a row without a loss proves nothing"
 
 
 def test_weights_of_single_tokens_are_proven_by_the_whole_last_batch(tmp_path: Path) -> None:

@@ -15,7 +15,7 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from peft_mux import EarlyStopping, MultiTaskTrainer, Task
+from peft_mux import DataError, EarlyStopping, MultiTaskTrainer, Task
 from peft_mux.reporting import recorders
 from tests.invariants.mux_lab import Recorder, assert_bit_identical, make_trainer, rows, small_task, train
 from tests.records import run_records as records
@@ -93,7 +93,23 @@ def test_a_task_that_a_callback_fails_at_its_last_evaluation_has_failed(tmp_path
         assert trainer.table[event].reason == f"a callback failed in {event}: ValueError: no"
 
 
-def test_a_hook_of_an_optimizer_and_a_schedule_that_fail_fail_their_task_alone(tmp_path: Path) -> None:
+def spoil_history(state: Any, **_: Any) -> None:
+    state.log_history.append(object())
+    for entry in state.log_history[:-1]:
+        entry.clear()
+
+
+def spoil_arguments(args: Any, **_: Any) -> None:
+    args.learning_rate, args.logging_steps = "fast", 0
+    args.lr_scheduler_kwargs.clear()
+
+
+def spoil_modes(model: Any, **_: Any) -> None:
+    model.eval()
+    torch.set_grad_enabled(False)
+
+
+def test_a_hook_and_a_schedule_that_fail_and_what_callbacks_write_reach_no_other_task(tmp_path: Path) -> None:
     def hooked(error: BaseException) -> Does:
         def fail(*_: Any) -> None:
             raise error
@@ -108,12 +124,22 @@ def test_a_hook_of_an_optimizer_and_a_schedule_that_fail_fail_their_task_alone(t
     tasks = [bad_task(type(error).__name__, callbacks=[hooked(error)]) for error in errors]
     reasons["schedule"] = "learning_rate: the schedule raises OverflowError: too large at step 4"
     tasks.append(bad_task("schedule", callbacks=[Does(break_schedule)]))
+    spoilt = {"history": spoil_history, "arguments": spoil_arguments, "modes": spoil_modes}
+    tasks += [bad_task(name, callbacks=[Does(spoil)]) for name, spoil in spoilt.items()]
     alone = train([good()], tmp_path / "alone", planner="interleaved")
-    run = train([good(), *tasks], tmp_path / "run", planner="interleaved")
-    assert run.trainer.task_statuses == {"good": "succeeded", **dict.fromkeys(reasons, "failed")}
+    options: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1, "lr_scheduler_kwargs": {}}
+    run = train([good(), *tasks], tmp_path / "run", planner="interleaved", **options)
+    statuses = run.trainer.task_statuses
+    assert {name for name, status in statuses.items() if status == "failed"} - spoilt.keys() == reasons.keys()
     for name, reason in reasons.items():
         assert reason in run.trainer.table[name].reason
+    assert statuses["good"] == "succeeded"
     assert_bit_identical(run, alone, "good")
+    assert torch.is_grad_enabled()
+    for name in spoilt:  # which may fail by what it spoils for itself; a history that it was shown is a copy
+        history = run.trainer.task_states[name].log_history
+        assert len(history) >= 3
+        assert [entry["step"] for entry in history] == list(range(1, len(history) + 1))
 
 
 def test_what_own_code_costs_the_others_is_reported_by_task_and_kind(
@@ -137,6 +163,47 @@ def test_what_own_code_costs_the_others_is_reported_by_task_and_kind(
 
 
 # ------------------------------------------------------------------ streams and datasets
+
+
+def test_a_stream_that_goes_wrong_fails_its_task_alone_and_names_the_row(tmp_path: Path) -> None:
+    ends: list[tuple[Callable[[], Any], str]] = [
+        (raising(KeyError("x")), "data: KeyError: 'x'"),
+        (raising(SystemExit(3)), "data: SystemExit: 3"),
+        (raising(DataError("no row")), "data: no row"),
+        (lambda: None, "data: tasks.bad3.train_dataset row 9 must be a dict of columns, got NoneType"),
+        (lambda: {"input_ids": [5, 1000]}, "row 9 column input_ids must be ids from 0 to"),
+    ]
+
+    class Ends:
+        def __init__(self, then: Callable[[], Any]) -> None:
+            self.then = then
+
+        def __iter__(self) -> Iterator[Any]:
+            yield from rows(5, 9, 12, 12)
+            yield self.then()
+
+    tasks = [stream_task(Ends(then), f"bad{number}") for number, (then, _) in enumerate(ends)]
+    trainer = train([good(), *tasks], tmp_path).trainer
+    assert trainer.task_statuses == {"good": "succeeded", **{task.name: "failed" for task in tasks}}
+    for task, (_, reason) in zip(tasks, ends, strict=True):
+        assert reason in trainer.table[task.name].reason
+        assert trainer.table[task.name].step == 2, "the steps before the bad row are taken"
+
+
+@pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
+@pytest.mark.parametrize("error", [OSError("gone"), SystemExit(3)])
+def test_rows_that_cannot_be_read_are_refused_by_task_split_and_kind(
+    split: str, error: BaseException, tmp_path: Path
+) -> None:
+    class Stream:
+        def __iter__(self) -> Iterator[Any]:
+            raise error
+
+    for given, row in ((Rows(raising(error)), " row 0 cannot be read"), (Stream(), "")):
+        good_rows = rows(1, 4, 5, 5)
+        task = stream_task(given) if split == "train_dataset" else stream_task(good_rows, eval_dataset=given)
+        with pytest.raises(DataError, match=rf"^tasks\.bad\.{split}{row}: {type(error).__name__}: {error}"):
+            make_trainer([task], tmp_path)
 
 
 def test_a_stream_is_read_once_from_its_start_to_its_end(tmp_path: Path) -> None:

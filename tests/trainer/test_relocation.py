@@ -32,6 +32,9 @@ def test_a_run_that_moves_has_the_bits_of_one_that_stays(model: str, tmp_path: P
     moves = Recorder(at_begin={2: lambda trainer: trainer.redeploy("<1,1>")})
     moved = train(tasks(), tmp_path / "moved", recorder=moves, model=model, **SAVING)
     moved.trainer.redeploy("<1,1>")
+    described = make_trainer(tasks(), tmp_path / "described", model=model, **SAVING)
+    described.redeploy("<1,1>")
+    assert all(parameter.is_meta for parameter in described.model.parameters()), "nothing is loaded to be moved"
     stayed = train(tasks(), tmp_path / "stayed", model=model, **SAVING)
     for name in ("a", "b"):
         assert_bit_identical(moved, stayed, name)

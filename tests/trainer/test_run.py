@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -72,6 +73,7 @@ def test_every_task_is_evaluated_on_its_own_rows_with_its_own_metrics(tmp_path: 
 def test_an_evaluation_changes_nothing_of_the_training(tmp_path: Path) -> None:
     plain = train([small_task("own", data_seed=1, lora_dropout=0.3, max_steps=4)], tmp_path / "a")
     task = small_task("own", data_seed=1, lora_dropout=0.3, max_steps=4, eval_dataset=HELD_OUT, eval_steps=1)
+    task = replace(task, eval_on_start=True)
     assert_bit_identical(train([task], tmp_path / "b"), plain, "own")
 
 
@@ -126,11 +128,12 @@ def stopping_task(scores: Sequence[float], name: str = "own", *, max_steps: int 
 
 
 def test_early_stopping_ends_a_task_and_keeps_its_best_adapter(tmp_path: Path) -> None:
-    run = train(
-        [stopping_task([1.0, 5.0, 4.0, 3.0, 9.0]), small_task("other", data_seed=2)], tmp_path, save_strategy="steps"
-    )
+    other = stopping_task([1.0, 7.0, 2.0, 2.0], "other", max_steps=8, patience=50)
+    run = train([stopping_task([1.0, 5.0, 4.0, 3.0, 9.0]), other], tmp_path, save_strategy="steps")
     own = run.trainer.table["own"]
     assert run.trainer.task_statuses == {"own": "stopped_early", "other": "succeeded"}
+    kept = run.recorder.before["other"][4]
+    assert all(torch.equal(value, kept[key]) for key, value in run.weights("other").items()), "it goes back, too"
     assert own.step == 8
     assert own.reason == "score has not improved for 2 evaluations; best 5 at step 4"
     # the weights before the fifth step are those that the evaluation after the fourth has seen
@@ -155,13 +158,15 @@ def test_direction_delta_and_patience_decide_when_a_task_stops_and_a_first_nan_i
         stopping_task([5.0, 4.0], "impatient", patience=1),
         stopping_task([1.0, 2.0], "misspelt", metric="scor"),
         stopping_task([math.nan, 1.0, 2.0, 3.0], "nan", max_steps=8),
+        stopping_task([math.nan] * 4, "never"),
     ]
     trainer = train(tasks, tmp_path, recorder=Recorder(keep_weights=False)).trainer
     found = {run.name: (run.status.value, run.step) for run in trainer.table}
-    stopped = {"smaller": 10, "delta": 6, "greater": 14, "impatient": 4}
+    stopped = {"smaller": 10, "delta": 6, "greater": 14, "impatient": 4, "never": 4}
     wanted = {name: ("stopped_early", step) for name, step in stopped.items()}
     assert found == {**wanted, "misspelt": ("failed", 2), "nan": ("succeeded", 8)}
     assert trainer.table["nan"].best.value == 3.0
+    assert trainer.table["never"].reason == "score was no finite number in any of 2 evaluations"
     assert 'got "scor"' in trainer.table["misspelt"].reason
     reason = trainer.table["misspelt"].reason
     assert "early_stopping.metric must be one of eval_loss, eval_perplexity, eval_score" in reason

@@ -112,6 +112,26 @@ def remarks(trainer: Any) -> dict[str, str]:
     return {run.name: run.sharing_remark for run in trainer.table}
 
 
+def test_rows_that_share_no_prefix_have_the_bits_of_a_run_that_never_looks_and_only_who_asks_is_told(
+    tmp_path: Path,
+) -> None:
+    own = [task("a", lab.rows(2, 10, 20, 30)), task("b", lab.rows(4, 10, 5, 15))]
+    looks, never = (lab.train(own, tmp_path / str(share), share_prefixes=share) for share in ("auto", False))
+    for name in "ab":
+        lab.assert_bit_identical(looks, never, name)
+    dropped = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1)
+    own = [task("a", lab.rows(2, 10, 20, 30), peft_config=dropped)]
+    told = [remarks(lab.make_trainer(own, tmp_path, share_prefixes=share))["a"] for share in ("auto", True, False)]
+    assert [bool(text) for text in told] == [False, True, False]
+
+
+def test_a_task_that_arrives_shares_as_one_that_was_there(tmp_path: Path) -> None:
+    late = task("late", few_shot(5), max_steps=2)
+    recorder = lab.Recorder(at_end={2: lambda trainer: trainer.register_tasks([late])})
+    run = lab.train([task("a", few_shot(1))], tmp_path, recorder=recorder, logging_strategy="steps")
+    assert {line["task"] for line in lines_of(run, "sharing")} == {"a", "late"}
+
+
 def test_a_task_with_dropout_of_its_adapter_does_not_share_and_the_plan_says_so(tmp_path: Path) -> None:
     config = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1)
     own = [task("dropped", few_shot(1), peft_config=config), task("plain", few_shot(2))]

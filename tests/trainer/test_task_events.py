@@ -9,7 +9,7 @@ import pytest
 import torch
 from transformers import TrainerCallback
 
-from peft_mux import ConfigError, MultiTaskTrainerCallback
+from peft_mux import ConfigError, EarlyStopping, MultiTaskTrainerCallback
 from peft_mux.task import EVENTS
 from tests.invariants.mux_lab import Recorder, make_trainer, rows, small_task, train
 from tests.paths import ROOT
@@ -72,6 +72,25 @@ def test_tasks_that_begin_and_end_are_reported_once_when_their_adapter_is_on_the
     assert end["task_state"] is trainer.task_states["a"]
     assert end["task_state"].global_step == 3
     assert end["model"] is trainer.model
+
+
+def test_nothing_is_told_before_training_and_a_plain_callback_may_hear_a_single_event(tmp_path: Path) -> None:
+    class Plain(TrainerCallback):
+        def on_task_end(self, args: Any, state: Any, control: Any, *, task: str, **facts: Any) -> None:
+            ended[task] = (facts["status"], bool(facts["reason"]))
+
+    ended: dict[str, tuple[str, bool]] = {}
+    stopping = EarlyStopping(patience=1, min_delta=1e9)
+    diary, trainer = Diary(), make_trainer([small_task("a", data_seed=1, max_steps=2)], tmp_path)
+    trainer.add_callback(diary)
+    trainer.add_callback(Plain())
+    trainer.pause_task("a")
+    trainer.resume_task("a")
+    held_out = rows(5, 4, 12, 12)
+    trainer.register_tasks([small_task("b", data_seed=2, eval_dataset=held_out, eval_steps=1, early_stopping=stopping)])
+    trainer.train()
+    assert diary.of("a") == diary.of("b") == [(0, "on_task_begin"), (2, "on_task_end")]
+    assert ended == {"a": ("succeeded", False), "b": ("stopped_early", True)}
 
 
 def test_a_task_that_fails_is_reported_with_its_reason_and_the_others_end(tmp_path: Path) -> None:

@@ -30,9 +30,13 @@ def scored(scores: list[float], **settings: Any) -> Any:
 def test_the_early_stopping_callback_of_transformers_stops_its_task_alone(tmp_path: Path) -> None:
     stops = EarlyStoppingCallback(early_stopping_patience=2)
     own = scored([3.0, 5.0, 4.0, 4.5, 9.0, 9.0], callbacks=[stops], metric_for_best_model="score")
-    trainer = make_trainer([own, small_task("other", data_seed=2, max_steps=5)], tmp_path)
+    by_loss = small_task(
+        "by-loss", data_seed=1, eval_dataset=HELD_OUT, eval_steps=1, callbacks=[EarlyStoppingCallback(2, 1.0)]
+    )
+    trainer = make_trainer([own, by_loss, small_task("other", data_seed=2, max_steps=5)], tmp_path)
     trainer.train()
-    assert trainer.task_statuses == {"own": "stopped_early", "other": "succeeded"}
+    assert trainer.task_statuses == {"own": "stopped_early", "by-loss": "stopped_early", "other": "succeeded"}
+    assert trainer.table["own"].reason == "stopped by a callback of the task"
     assert trainer.table["own"].step == 4, "two evaluations in a row were no better than 5.0"
     state = trainer.task_states["own"]
     assert (state.best_metric, state.best_global_step) == (5.0, 2)

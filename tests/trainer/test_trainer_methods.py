@@ -89,6 +89,10 @@ def test_a_script_may_print_and_write_its_numbers_next_to_the_run(
     trainer = trained.trainer
     assert trainer.is_world_process_zero()
     assert trainer.is_local_process_zero()
+    own = [trainer.model.task_parameters(name).values() for name in ("mine", "theirs")]
+    assert trainer.get_num_trainable_parameters() == sum(weight.numel() for weights in own for weight in weights)
+    args = MultiTaskTrainingArguments(output_dir="unused", use_cpu=True, optim="sgd", learning_rate=0.5)
+    assert MultiTaskTrainer.get_optimizer_cls_and_kwargs(args) == (torch.optim.SGD, {"lr": 0.5})
     trainer.log_metrics("train", {"mine/loss": 1.5})
     assert "mine/loss" in capsys.readouterr().out
     assert type(trainer).metrics_format({"mine/loss": 1.23456})["mine/loss"] == 1.2346
@@ -209,3 +213,16 @@ def test_a_card_tells_the_class_that_loads_the_backbone(
     card = model_card(tmp_path, "me/own", 3)
     assert card.data.pipeline_tag == pipeline
     assert f"from transformers import {auto_class}\n" in card.text
+
+
+def test_a_card_names_a_backbone_of_the_hub_and_no_folder_of_this_machine(tmp_path: Path) -> None:
+    cards = []
+    for base in ("org/base", str(tmp_path)):
+        LoraConfig(base_model_name_or_path=base).save_pretrained(str(tmp_path))
+        cards.append(model_card(tmp_path, "me/own", 2))
+    card, local = cards
+    assert (card.data.base_model, card.data.library_name, card.data.tags) == ("org/base", "peft", ["lora", "peft_mux"])
+    assert "LORA adapter for `org/base`, fine-tuned for 2 optimizer steps" in card.text
+    assert 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("org/base"), "me/own")' in card.text
+    assert str(tmp_path) not in str(local)
+    assert local.data.base_model is None
