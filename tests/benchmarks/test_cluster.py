@@ -134,6 +134,14 @@ def test_spread_opens_an_instance_while_gpus_are_free_and_fill_joins_first() -> 
     assert fill.allocated_gpu_s < spread.allocated_gpu_s
 
 
+def test_a_full_queue_turns_tasks_away_and_figures_are_means_and_percentiles_in_minutes() -> None:
+    result = run([task(index, 1000) for index in range(5)], "nemo", num_gpus=2, queue_limit=1)
+    assert [record.rejected for record in result.records] == [False, False, True, True, True]
+    summary = run([task(0, 60 * minutes) for minutes in (1, 2, 3, 4)], "nemo", num_gpus=8).summary()
+    assert summary["completion_minutes"] == pytest.approx({"mean": 2.5, "p50": 2.5, "p90": 3.7, "p99": 3.97})
+    assert summary["waiting_minutes"]["mean"] == 0.0
+
+
 def test_at_the_horizon_only_what_was_trained_by_then_counts() -> None:
     one = task(10, 100)
     result = run([one, task(5000, 1)], "nemo", horizon_s=35.0)

@@ -11,6 +11,7 @@ import json
 import os
 import subprocess
 import sys
+import weakref
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -27,10 +28,12 @@ from benchmarks.gpu import settings as gpu_settings
 from benchmarks.gpu import train as gpu_train
 from benchmarks.gpu import trainers as gpu_trainers
 from benchmarks.gpu.backbones import Backbones, llama
+from benchmarks.gpu.checks import trainer as trainer_check
 from benchmarks.gpu.checks import updates
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.kernels.problem import Result
 from benchmarks.training.workloads import make_workload
+from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.kernels import adamw as multi_adamw
 from tests.paths import ROOT
 
@@ -90,6 +93,17 @@ def test_the_rehearsal_finishes_every_part_also_without_optional_packages(path: 
     names = [part.name for part in gpu_parts.plan() if part.name.startswith(chosen)]
     assert {name: entry["status"] for name, entry in report["parts"].items()} == dict.fromkeys(names, "done")
     assert report["faults"] == []
+    assert {"torch", "transformers", "peft", "python"} <= set(report["versions"])
+    assert len(report["checks"]) > 20
+    assert set(report["checks"].values()) == {"pass"}
+    row = rows_of(report, "trainer float32")["trainer float32"]
+    assert (row["path"], row["statuses"]) == (path, "succeeded")
+    if path == "slices":
+        reasons = ("TRITON_INTERPRET is not 1", "trl or datasets is not installed")
+        assert [line for line in report["skipped"] if not line.endswith(reasons)] == []
+        assert report["skipped"]
+    else:
+        assert [len(row["kernels"]) for row in rows_of(report, "kernels").values() if "kernels" in row] == [6, 12]
 
 
 def test_the_rehearsal_checks_each_kernel_that_can_run_and_finds_it_right(path: str, report: dict[str, Any]) -> None:
@@ -196,6 +210,9 @@ def test_slices_on_a_gpu_are_a_fault_even_with_the_right_losses(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     assert judged("cuda", calls)["is_right"] is False
     assert judged("cuda", {"kernels": 4, "slices": 0})["is_right"] is True
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    assert judged("cpu", {"kernels": 0, "slices": 4})["is_right"] is True, "there are no kernels"
+    assert judged("cpu", {"kernels": 4, "slices": 0})["is_right"] is False
 
 
 # ------------------------------------------------------------- checks can fail
@@ -215,6 +232,32 @@ def test_an_update_that_lets_one_task_clip_another_is_found(monkeypatch: pytest.
     found = rows_found(updates.adamw_rows(CPU))
     assert found["adamw float32"] is False
     assert found["adamw float32 co-location"] is False
+
+
+def test_an_update_without_weight_decay_and_a_table_that_does_not_clip_are_found(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    step = multi_adamw.foreach_update
+
+    def without(pages: Any, verdicts: torch.Tensor) -> Any:
+        return step([page._replace(weight_decay=0.0) for page in pages], verdicts)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(multi_adamw, "foreach_update", without)
+        assert rows_found(updates.adamw_rows(CPU))["adamw float32"] is False
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", lambda *given: None)
+    assert rows_found(updates.task_table_rows(CPU))["task table"] is False
+
+
+def test_a_run_whose_tasks_depend_on_their_company_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    def rate_by_company(self: Any, *args: Any, original: Any = TaskTable.apply) -> None:
+        for run in self.running:
+            for group in run.optimizer.optimizer.param_groups:
+                group["lr"] /= len(self.running)
+        original(self, *args)
+
+    monkeypatch.setattr(TaskTable, "apply", rate_by_company)
+    assert rows_found(trainer_check.trainer_rows(CPU, torch.float32))["trainer float32"] is False
 
 
 def test_an_update_of_a_task_that_is_not_finite_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -310,6 +353,34 @@ def test_a_shape_counts_what_the_backbone_and_its_adapters_have(shape: roofline.
     assert trained == 4 * shape.rank_weights
 
 
+def test_a_pass_has_the_tokens_that_fit_and_a_padded_batch_that_does_not_is_left_out_with_its_size(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shape, card_bytes = roofline.LLAMA_8B, 85 * 10**9
+    trained = 8 * 8 * shape.rank_weights
+    room = roofline.pass_tokens(shape, "mux", trained, card_bytes, 16384)
+    assert 7 * 1024 <= room <= 10 * 1024
+    allowed = roofline.USABLE_SHARE * card_bytes
+    assert roofline.peak_bytes(shape, "mux", room, trained) <= allowed
+    assert roofline.peak_bytes(shape, "mux", room + 1024, trained) > allowed
+    assert roofline.pass_tokens(shape, "mux", trained, None, 16384) == 16384
+    monkeypatch.setattr(gpu_settings.Settings, "device_bytes", card_bytes)
+    settings = gpu_settings.Settings(torch.device("cpu"), is_rehearsal=False)
+    reason = gpu_train.too_large(settings, shape, gpu_train.CASES[0], "padded", 8 * 32 * 69)
+    assert reason is not None
+    assert "GB for 17664 tokens at once, of 76 GB" in reason
+    small = gpu_train.Case("nonuniform", 8, 8)
+    assert gpu_train.too_large(settings, shape, small, "padded", 8 * 8 * 69) is None
+
+
+def test_large_batches_of_plain_peft_are_accumulated_by_their_targets() -> None:
+    rows = [{"input_ids": [1] * n, "labels": [-100, *[1] * (n - 1)]} for n in (5, 3, 4)]
+    parts = gpu_trainers.shares_of(rows, 10)
+    assert [len(part) for part, _ in parts] == [2, 1]
+    assert [share for _, share in parts] == pytest.approx([6 / 9, 3 / 9])
+    assert [share for _, share in gpu_trainers.shares_of(rows, 1000)] == [1.0]
+
+
 # ------------------------------------------------------------ failures are survived
 
 
@@ -334,6 +405,17 @@ def test_an_out_of_memory_is_noted_and_the_next_contender_gets_a_new_backbone(mo
     for name in ("mux", "mux_graphs", "padded"):
         assert rows[name]["is_right"] is True
     assert rows["mux"]["loss_difference"] <= 1e-4  # of the floor, on the backbone of before
+
+
+def test_a_contender_that_fails_is_a_fault_and_costs_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows, backbones = compared(monkeypatch, "mux", RuntimeError("no such kernel\nmore"))
+    assert rows["mux"] == {"failed": "RuntimeError: no such kernel", "is_right": False}
+    assert backbones.num_made == 2
+    assert rows["padded"]["is_right"] is True
+    held = weakref.ref(backbones.of(one := roofline.Backbone(32, 1, 48, 4, 64)))
+    assert backbones.of(one) is held()
+    backbones.of(roofline.Backbone(32, 2, 48, 4, 64))
+    assert held() is None, "one backbone is held at a time"
 
 
 # ------------------------------------------------------------- budget and report
@@ -372,6 +454,43 @@ def test_parts_run_one_after_another_and_what_does_not_fit_is_named(tmp_path: Pa
         "e": "done",
         "f": "skipped: needs 1 s, and 0 s are left",
     }
+
+
+def test_all_planned_parts_run_in_their_time_and_the_first_of_them_on_a_machine_half_as_fast(tmp_path: Path) -> None:
+    planned, total_s = gpu_parts.plan(), 60 * gpu.MINUTES - roofline.START_S
+    found = ran(tmp_path, total_s, *((part.name, part.estimated_s, part.estimated_s) for part in planned))
+    assert set(found.values()) == {"done"}
+    slow = [
+        *ran(tmp_path, total_s, *((part.name, part.estimated_s, 2 * part.estimated_s) for part in planned)).values()
+    ]
+    assert set(slow[: len(planned) // 2]) == {"done"}
+    assert slow[-1].startswith("skipped: needs")
+
+
+def test_time_that_a_part_leaves_over_goes_to_later_ones(tmp_path: Path) -> None:
+    clock, seen = Clock(), []
+
+    def watching(deadline: gpu_report.Deadline) -> Iterator[gpu_report.Row]:
+        seen.append(deadline.left_s())
+        yield from clock.work(10)
+
+    made = [gpu_report.Part(name, 100, watching) for name in ("a", "b", "c")]
+    gpu_report.Report(tmp_path / "report.json", {}, clock=clock).run(made, 300)
+    assert seen == [200, 200, 280]
+
+
+def test_the_exit_code_reports_a_check_that_failed_and_a_name_of_no_part_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit, match=r"--parts: part 'nothing' must be the start of a part's name \(device, lora"):
+        gpu.main(["--rehearse", "--parts", "nothing"])
+    assert gpu.main(["--list"]) == 0
+    assert len(capsys.readouterr().out.splitlines()) == len(gpu_parts.plan()) + 1
+    command = ["--rehearse", "--parts", "adamw", "--output", str(tmp_path / "report.json")]
+    assert gpu.main(command) == 0
+    monkeypatch.setattr(multi_adamw, "foreach_update", lambda pages, verdicts: verdicts.tolist())
+    assert gpu.main(command) == 1
+    assert "fail" in json.loads((tmp_path / "report.json").read_text())["checks"].values()
 
 
 def test_a_part_that_fails_costs_no_other_and_keeps_its_rows(tmp_path: Path) -> None:

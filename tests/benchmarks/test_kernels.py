@@ -8,8 +8,9 @@ import pytest
 import torch
 
 from benchmarks.kernels import contenders, host_time
+from benchmarks.kernels import mux as kernel_mux
 from benchmarks.kernels import run as kernels
-from benchmarks.kernels.problem import Problem, Result, Shape, errors
+from benchmarks.kernels.problem import CannotRunError, Problem, Result, Shape, errors
 
 
 def tiny_problem() -> Problem:
@@ -49,6 +50,27 @@ def test_layers_one_by_one_add_up_to_the_group(name: str, monkeypatch: pytest.Mo
     problem = tiny_problem()
     found = errors(problem, contenders.CONTENDERS[name](problem))
     assert all(error <= 1e-5 for error in found.values())
+
+
+def test_a_baseline_may_be_skipped_and_our_kernels_may_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    skipped, right = {"skipped": "absent"}, {"is_right": True}
+    assert kernels.wrong_contenders({"contenders": {"grouped_mm": skipped, "frozen": right}}) == []
+    assert kernels.wrong_contenders({"contenders": {"grouped_mm": skipped, "mux": skipped}}) == ["mux"]
+    monkeypatch.setattr(kernel_mux, "has_kernels", lambda device: False)
+    problem = tiny_problem()
+    problem.device = torch.device("cuda")
+    with pytest.raises(CannotRunError, match="Triton"):
+        kernel_mux.mux(problem)
+
+
+def test_a_block_is_the_sum_of_its_groups_over_all_contenders_that_ran_each() -> None:
+    def table(frozen: float, mux: float, other: dict[str, object]) -> dict[str, object]:
+        return {"contenders": {"frozen": {"eager_us": frozen}, "mux": {"eager_us": mux}, "grouped_mm": other}}
+
+    found = kernels.layer_totals([table(1.0, 1.5, {"eager_us": 2.0}), table(3.0, 3.5, {"skipped": "absent"})])
+    assert found["mux eager_us"] == 5.0
+    assert found["mux eager_overhead_percent"] == pytest.approx(25)
+    assert not any(name.startswith("grouped_mm") or "graph" in name for name in found)
 
 
 def test_without_a_gpu_and_an_interpreter_slices_replace_them_and_are_named(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import json
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -151,3 +152,9 @@ def test_a_dataset_that_cannot_be_had_names_how_to_choose_its_split() -> None:
         ),
     ):
         task(eval_dataset="me/absent")
+    with pytest.raises(ConfigError, match="2 things are wrong") as caught:
+        task(train_dataset="absent.csv", learning_rate=-1.0)
+    assert "tasks.own.train_dataset must be a .jsonl" in str(caught.value)
+    assert "got 'absent.csv', which does not exist" in str(caught.value)
+    own = replace(task(row_format="alpaca"), seed=3)
+    assert own.train_dataset[0]["completion"] == "sat", "rows that were mapped are not mapped again"

@@ -103,6 +103,22 @@ def test_tasks_with_learnt_prompts_generate_next_to_others(kind: Any, tmp_path: 
     assert "eval_exact_match" in cases.evaluations(trainer, "cats")[0]
 
 
+def test_early_stopping_may_follow_what_is_generated_and_a_resumed_run_may_generate_otherwise(tmp_path: Path) -> None:
+    rule = EarlyStopping(metric="eval_exact_match", patience=1)
+    saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
+    tasks = [cases.task("cats", early_stopping=rule, max_steps=40), cases.task("dogs", max_steps=4)]
+    trainer = cases.trainer(tasks, tmp_path, **saving)
+    trainer.train()
+    assert trainer.task_statuses == {"cats": "stopped_early", "dogs": "succeeded"}
+    assert trainer.table["cats"].best.value == pytest.approx(5 / 6)
+    changed = cases.task("dogs", max_steps=4, eval_generate=GenerateOptions(max_new_tokens=2))
+    again = cases.trainer([tasks[0], changed], tmp_path, **saving)
+    again.train(resume_from_checkpoint=True)
+    assert "dogs/eval_f1" not in again.evaluate("dogs")
+    assert cases.task("cats", eval_generate=True).generate_options == GenerateOptions()
+    assert cases.task("cats", eval_generate=False, eval_dataset=None, eval_steps=None).generate_options is None
+
+
 @pytest.mark.parametrize(
     ("settings", "said"),
     [

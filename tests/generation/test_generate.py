@@ -223,6 +223,13 @@ def test_a_configuration_of_transformers_says_the_same_as_its_fields(model: Mult
     assert found == generate(model, given(), do_sample=True, temperature=0.7, top_k=5, max_new_tokens=9, seed=8)
 
 
+def test_seeds_of_rows_that_have_none_count_on_within_their_task(model: MultiTaskPeftModel) -> None:
+    row = given()["a"][1]
+    found = generate(model, {"a": [row, row], "b": [row]}, do_sample=True, max_new_tokens=TOKENS, seed=3)
+    assert [one.seed for one in found] == [3, 4, 3]
+    assert found[0].token_ids not in (found[1].token_ids, found[2].token_ids)
+
+
 def test_no_prompts_give_no_completions(model: MultiTaskPeftModel) -> None:
     assert generate(model, {}) == []
     assert generate(model, {"a": []}) == []

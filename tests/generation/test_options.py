@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import pytest
@@ -110,6 +111,19 @@ def test_every_setting_of_transformers_that_means_nothing_here_is_refused() -> N
         sampling_options(3, {})  # type: ignore[arg-type]
     with pytest.raises(ConfigError, match=r'top_kk .*got 3.*Did you mean "top_k"'):
         sampling_options(SamplingOptions(), {"top_kk": 3})
+
+
+def test_single_values_stand_for_lists_of_them_and_what_a_backbone_recommends_may_be_passed_on(
+    model: MultiTaskPeftModel,
+) -> None:
+    assert SamplingOptions(stop_strings="x").stop_strings == ("x",)
+    assert SamplingOptions(eos_token_id=3).eos_token_ids == (3,)
+    assert GenerateOptions(metrics="f1").metric_names == ("eval_f1",)
+    assert GenerateOptions(metrics=["f1", lambda *texts: {"own": 1.0}]).metric_names is None
+    config = copy.deepcopy(model.backbone.generation_config)
+    config.update(do_sample=True, top_k=3)
+    found = generate(model, {"sql": [[3]]}, generation_config=config, max_new_tokens=9)
+    assert found == generate(model, {"sql": [[3]]}, do_sample=True, top_k=3, max_new_tokens=9)
 
 
 @pytest.fixture(scope="module")

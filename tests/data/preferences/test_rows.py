@@ -153,6 +153,14 @@ def test_settings_of_other_rows_are_refused(tokenizer: Any) -> None:
             read([PAIR], PAIR_ROWS, tokenizer, **settings)
 
 
+def test_datasets_of_other_numbers_have_other_fingerprints_and_texts_need_a_tokenizer() -> None:
+    rows = [{**TOKENS, "ref_chosen_logps": value, "ref_rejected_logps": -2.0} for value in (-1.0, -1.5)]
+    assert read(rows[:1], PAIR_ROWS).fingerprint != read(rows[1:], PAIR_ROWS).fingerprint
+    assert read([TOKENS], PAIR_ROWS).fingerprint != read([TOKENS], ODDS_ROWS).fingerprint
+    with pytest.raises(DataError, match=r"tasks\.a\.train_dataset has preference rows, which need a tokenizer"):
+        read([PAIR], PAIR_ROWS)
+
+
 def test_rows_of_another_form_are_refused_by_their_columns(tokenizer: Any) -> None:
     with pytest.raises(
         DataError,
