@@ -112,7 +112,7 @@ def remarks(trainer: Any) -> dict[str, str]:
     return {run.name: run.sharing_remark for run in trainer.table}
 
 
-def test_rows_that_share_no_prefix_have_the_bits_of_a_run_that_never_looks_and_only_who_asks_is_told(
+def test_rows_that_share_no_prefix_have_the_bits_of_a_run_that_never_looks_and_reports_it_only_when_asked(
     tmp_path: Path,
 ) -> None:
     own = [task("a", lab.rows(2, 10, 20, 30)), task("b", lab.rows(4, 10, 5, 15))]

@@ -74,7 +74,7 @@ def test_tasks_that_begin_and_end_are_reported_once_when_their_adapter_is_on_the
     assert end["model"] is trainer.model
 
 
-def test_nothing_is_told_before_training_and_a_plain_callback_may_hear_a_single_event(tmp_path: Path) -> None:
+def test_no_event_comes_before_training_and_a_plain_callback_may_have_a_single_event(tmp_path: Path) -> None:
     class Plain(TrainerCallback):
         def on_task_end(self, args: Any, state: Any, control: Any, *, task: str, **facts: Any) -> None:
             ended[task] = (facts["status"], bool(facts["reason"]))
