@@ -4,17 +4,18 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import printable
-from peft_mux.reporting.views import curve_of, number_text, share_text, shortened, time_text, wrapped
+from peft_mux.reporting.views import curve_of, drop_columns, number_text, share_text, shortened, time_text, wrapped
 from peft_mux.task import TaskStatus
 
-_HEADS = ("task", "status", "steps", "loss", "best", "eval", "time", "of time", "tokens", "adapter")
+_TO_THE_LEFT = ("task", "status", "adapter")
+"""Columns of text; numbers stand to the right."""
 _METRIC_WORDS = {"loss": "train", "eval_loss": "eval"}
 _LEAST_NAME = 10
 _FIRST_TO_GO = ("of time", "tokens", "time", "eval", "best")
@@ -162,24 +163,20 @@ class RunReport(str):
 
     def fitted(self, width: int) -> str:
         """Return the text for a window of `width` characters; only commands and very long words may be wider."""
+        if max(map(len, self.split("\n"))) <= width:
+            return str(self)
         cells = _cells(self.rows, self.is_interrupted)
         table = _aligned(cells)
         num_rows = len(table)
-        if max(map(len, self.split("\n"))) <= width:
-            return str(self)
         if max(map(len, table)) > width:
             # Without paths, which are listed once below, without columns that have no room, and with short names.
-            others, left_out = [[*own[1:-1], ""] for own in cells], []
-            least = min(_LEAST_NAME, max(len(own[0]) for own in cells))
-            while (room := width - max(map(len, _aligned([("", *own) for own in others])))) < least:
-                name = next((name for name in _FIRST_TO_GO if name in others[0]), None)
-                if name is None:
-                    break
-                column = others[0].index(name)
-                others = [own[:column] + own[column + 1 :] for own in others]
-                left_out.append(name)
-            room = max(least, room)
-            table = _aligned([(shortened(own[0], room), *rest) for own, rest in zip(cells, others, strict=True)])
+            widths = {head: max(len(own[head]) for own in cells) for head in cells[0] if head != "adapter"}
+            least = min(_LEAST_NAME, widths.pop("task"))
+            room = max(least, drop_columns(widths, _FIRST_TO_GO, width, least))
+            left_out = [head for head in _FIRST_TO_GO if head in cells[0] and head not in widths]
+            table = _aligned(
+                [{"task": shortened(own["task"], room), **{head: own[head] for head in widths}} for own in cells]
+            )
             table += [f"no room for: {', '.join(left_out)}"] if left_out else []
             folders = dict.fromkeys(row.place.parent for row in self.rows if row.place is not None)
             table += [f"adapters are in {folder}/TASK" for folder in folders]
@@ -198,19 +195,18 @@ class RunReport(str):
 
     def _repr_html_(self) -> str:
         """Return the report as a table, and its lines as text."""
-        heads, *cells = _cells(self.rows, self.is_interrupted)
-        sides = ["left" if head in ("task", "status", "adapter") else "right" for head in heads]
         html = []
         reasons = ["", *(row.reason for row in self.rows)]
-        for number, (own, reason) in enumerate(zip([heads, *cells], reasons, strict=True)):
-            tag = "td" if number else "th"
+        for own, reason in zip(_cells(self.rows, self.is_interrupted), reasons, strict=True):
+            tag = "td" if html else "th"
             row = "".join(
-                f'<{tag} style="text-align:{side};white-space:nowrap">{escape(cell)}</{tag}>'
-                for side, cell in zip(sides, own, strict=True)
+                f'<{tag} style="text-align:{"left" if head in _TO_THE_LEFT else "right"};white-space:nowrap">'
+                f"{escape(cell)}</{tag}>"
+                for head, cell in own.items()
             )
             html.append(f"<tr>{row}</tr>")
             if reason:
-                cell = f'<td style="text-align:left" colspan="{len(heads)}">{escape(reason)}</td>'
+                cell = f'<td style="text-align:left" colspan="{len(own)}">{escape(reason)}</td>'
                 html.append(f'<tr class="reason">{cell}</tr>')
         below = "\n".join([*_process_lines(self.records), "", *self._notes]).strip("\n")
         lines = f"<pre style='white-space:pre-wrap'>{escape(below)}</pre>" if below else ""
@@ -222,40 +218,37 @@ def status_word(row: ReportRow, is_interrupted: bool) -> str:
     return "interrupted" if is_interrupted and row.status == "running" else row.status
 
 
-def _cells(rows: Sequence[ReportRow], is_interrupted: bool) -> list[tuple[str, ...]]:
-    """Return the heads and the cells of each task; with shares of the time if several tasks have one."""
-    cells = [
-        _HEADS,
-        *(
-            (
-                row.name,
-                status_word(row, is_interrupted),
-                f"{row.step}/{row.num_steps}",
-                number_text(row.loss),
-                f"{_METRIC_WORDS.get(row.best_metric, row.best_metric.removeprefix('eval_'))} {number_text(row.best)}",
-                number_text(row.eval_loss),
-                time_text(row.seconds),
-                share_text(row.time_share),
-                f"{row.num_tokens:,}",
-                str(row.place or "not saved"),
-            )
-            for row in rows
-        ),
-    ]
+def _cells(rows: Sequence[ReportRow], is_interrupted: bool) -> list[dict[str, str]]:
+    """Return the cells of each task by their heads, below the heads; with shares of the time if several have one."""
     shows_shares = sum(row.time_share is not None for row in rows) > 1
-    left_out = None if shows_shares else _HEADS.index("of time")
-    return [tuple(cell for column, cell in enumerate(own) if column != left_out) for own in cells]
+    cells = [
+        {
+            "task": row.name,
+            "status": status_word(row, is_interrupted),
+            "steps": f"{row.step}/{row.num_steps}",
+            "loss": number_text(row.loss),
+            "best": f"{_METRIC_WORDS.get(row.best_metric, row.best_metric.removeprefix('eval_'))} "
+            f"{number_text(row.best)}",
+            "eval": number_text(row.eval_loss),
+            "time": time_text(row.seconds),
+            **({"of time": share_text(row.time_share)} if shows_shares else {}),
+            "tokens": f"{row.num_tokens:,}",
+            "adapter": str(row.place or "not saved"),
+        }
+        for row in rows
+    ]
+    return [{head: head for head in cells[0]}, *cells] if cells else []
 
 
-def _aligned(cells: Sequence[Sequence[str]]) -> list[str]:
-    """Return rows as lines: names and statuses to the left, numbers to the right, paths last, as they are longest."""
-    widths = [max(map(len, column)) for column in zip(*cells, strict=True)]
-    lines = []
-    for own in cells:
-        left = [cell.ljust(width) for cell, width in zip(own[:2], widths, strict=False)]
-        right = [cell.rjust(width) for cell, width in zip(own[2:-1], widths[2:], strict=False)]
-        lines.append("  ".join([*left, *right, own[-1]]).rstrip())
-    return lines
+def _aligned(cells: Sequence[Mapping[str, str]]) -> list[str]:
+    """Return rows of cells as lines."""
+    widths = {head: max(len(own[head]) for own in cells) for head in (cells[0] if cells else ())}
+    return [
+        "  ".join(
+            own[head].ljust(width) if head in _TO_THE_LEFT else own[head].rjust(width) for head, width in widths.items()
+        ).rstrip()
+        for own in cells
+    ]
 
 
 def _process_lines(records: Sequence[RankRecord]) -> list[str]:

@@ -198,7 +198,6 @@ class RunView:
         tasks: its tasks, in the order in which they came.
         step: steps of the run.
         seconds: seconds since the first step began.
-        tokens_per_s: tokens per second of all tasks over the last steps; `None` if none were taken.
         memory_bytes: what this process holds now: of its GPU, else of the host; `None` if unknown.
         total_bytes: memory of that device.
         lines: what was logged, oldest first; terminals print it instead.
@@ -210,7 +209,6 @@ class RunView:
     tasks: tuple[TaskView, ...]
     step: int = 0
     seconds: float = 0.0
-    tokens_per_s: float | None = None
     memory_bytes: int | None = None
     total_bytes: int | None = None
     lines: tuple[str, ...] = ()
@@ -221,6 +219,11 @@ class RunView:
     def shows_shares(self) -> bool:
         """Whether the shares of its tasks are known, and there are several."""
         return len(self.tasks) > 1 and any(task.share is not None for task in self.tasks)
+
+    @property
+    def tokens_per_s(self) -> float:
+        """Tokens per second of all tasks over the last steps; 0 if none were taken."""
+        return sum(task.tokens_per_s or 0.0 for task in self.tasks)
 
     @property
     def with_losses(self) -> list[TaskView]:
@@ -251,13 +254,13 @@ def interrupted(view: RunView) -> RunView:
         return view
     left = {"status": "interrupted", "tokens_per_s": None, "left_s": None}
     tasks = tuple(replace(task, **left) if task.status == "running" else task for task in view.tasks)
-    return replace(view, tasks=tasks, tokens_per_s=None, is_interrupted=True)
+    return replace(view, tasks=tasks, is_interrupted=True)
 
 
 def view_of(task: TaskRun, *, with_curves: bool = True) -> TaskView:
     """Return what a task shows by itself, whether or not it trains: its last loss instead of a mean, and no rates."""
-    history = task.state.log_history if with_curves else ()
-    held_out = curve_of(history, "eval_loss")
+    history = task.state.log_history
+    logged = (entry["eval_loss"] for entry in reversed(history) if "eval_loss" in entry)
     return TaskView(
         task.name,
         str(task.status),
@@ -265,9 +268,9 @@ def view_of(task: TaskRun, *, with_curves: bool = True) -> TaskView:
         task.num_steps,
         task.reason,
         loss=task.last_loss if math.isfinite(task.last_loss) else None,
-        eval_loss=held_out[-1][1] if held_out else None,
-        losses=curve_of(history, "loss"),
-        eval_losses=held_out,
+        eval_loss=next(filter(math.isfinite, logged), None),
+        losses=curve_of(history, "loss") if with_curves else (),
+        eval_losses=curve_of(history, "eval_loss") if with_curves else (),
     )
 
 
@@ -279,33 +282,26 @@ class _Sample(NamedTuple):
     num_tokens: int
 
 
-def _rates(first: _Sample, last: _Sample) -> tuple[float | None, float | None]:
-    """Return tokens and steps per second between two samples; `None` if no step was taken."""
+def _rates(first: _Sample, last: _Sample, num_steps: int) -> dict[str, float | None]:
+    """Return the rate of a task between two samples and the time that is left by it; `None` if it took no step."""
     seconds, steps = last.seconds - first.seconds, last.step - first.step
     if not seconds > 0 or steps <= 0:
-        return None, None
-    return (last.num_tokens - first.num_tokens) / seconds, steps / seconds
+        return {"tokens_per_s": None, "left_s": None}
+    tokens_per_s = (last.num_tokens - first.num_tokens) / seconds
+    return {"tokens_per_s": tokens_per_s, "left_s": (num_steps - last.step) * seconds / steps}
 
 
 @dataclass
 class _Watched:
-    """Means of one task's losses, its last held-out loss, and where it stood over the last seconds."""
+    """Means of one task's losses, and where it stood over the last seconds."""
 
     step: int
     means: dict[float, float] = field(default_factory=lambda: {_FAST: 0.0, _SLOW: 0.0})
     num_losses: int = 0
-    num_read: int = 0
-    eval_loss: float | None = None
     samples: deque[_Sample] = field(default_factory=deque)
 
     def observe(self, now_s: float, task: TaskRun) -> None:
         """Take the present state of the task into account."""
-        # Only what was logged since the last call is read, because histories get long.
-        history = task.state.log_history
-        self.num_read = self.num_read if self.num_read <= len(history) else 0
-        if points := curve_of(history[self.num_read :], "eval_loss"):
-            self.eval_loss = points[-1][1]
-        self.num_read = len(history)
         if task.step > self.step and math.isfinite(task.last_loss):
             self.num_losses += 1
             for decay in self.means:
@@ -328,18 +324,10 @@ class _Watched:
             fast, slow = means
             trend = "down" if fast < slow else "up"
             trend = "flat" if abs(fast - slow) <= _FLAT * abs(slow) else trend
-        tokens_per_s = steps_per_s = None
+        rates: dict[str, Any] = {}
         if self.samples and str(task.status) == "running":
-            tokens_per_s, steps_per_s = _rates(self.samples[0], _Sample(now_s, task.step, task.num_tokens))
-        return replace(
-            view,
-            loss=means[0] if means else view.loss,
-            trend=trend,
-            eval_loss=self.eval_loss,
-            tokens_per_s=tokens_per_s,
-            left_s=(task.num_steps - task.step) / steps_per_s if steps_per_s else None,
-            share=share,
-        )
+            rates = _rates(self.samples[0], _Sample(now_s, task.step, task.num_tokens), task.num_steps)
+        return replace(view, loss=means[0] if means else view.loss, trend=trend, share=share, **rates)
 
 
 class RunWatch:
@@ -407,7 +395,6 @@ class RunWatch:
             tasks,
             step=self._num_steps,
             seconds=self._clock() - self._began_s,
-            tokens_per_s=sum(rates) if (rates := [one.tokens_per_s for one in tasks if one.tokens_per_s]) else None,
             memory_bytes=memory[0] if memory else None,
             total_bytes=memory[1] if memory else None,
             lines=tuple(self._lines),
@@ -426,27 +413,36 @@ def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str
     """
     # Tasks that have logged nothing yet are tasks of the run as well.
     by_task: dict[str, list[Mapping[str, Any]]] = {name: [] for name in num_steps}
-    # Steps at which tasks changed their status, or stood at an interruption.
-    reached: defaultdict[Any, int] = defaultdict(int)
+    reached: defaultdict[Any, list[Any]] = defaultdict(list)
     for record in records:
-        event, name, steps = record.get("event"), record.get("task"), record.get("steps")
-        if isinstance(name, str) and event in _OF_TASKS:
+        name, steps = record.get("task"), record.get("steps")
+        if isinstance(name, str) and record.get("event") in _OF_TASKS:
             by_task.setdefault(name, []).append(record)
-        steps = {name: record.get("step")} if event == "status" else steps
-        if event in ("status", "interrupted") and isinstance(steps, Mapping):
+            reached[name].append(record.get("step"))
+        elif record.get("event") == "interrupted" and isinstance(steps, Mapping):
             for task, step in steps.items():
-                if isinstance(step, int):
-                    reached[task] = max(reached[task], step)
+                reached[task].append(step)
     tokens: dict[str, int] = {}
     tasks = []
     for name, own in by_task.items():
         losses, held_out = curve_of(own, "loss"), curve_of(own, "eval_loss")
         ends = [record for record in own if record["event"] == "status"]
-        step = max([reached[name], *(step for step, _ in (*losses, *held_out))])
+        step = max((step for step in reached[name] if isinstance(step, int)), default=0)
         status = str(ends[-1].get("status")) if ends else "running" if own else "waiting"
         found = [record.get("num_tokens") for record in own if record["event"] in ("train", "eval")]
         tokens[name] = next((one for one in reversed(found) if isinstance(one, int) and one >= 0), 0)
-        tokens_per_s, steps_per_s = _rates_of_records(own) if status == "running" else (None, None)
+        samples: list[_Sample] = []
+        for record in own:
+            if record["event"] in ("data", "status"):
+                samples.clear()  # it begins, possibly again in another process, or is resumed
+            elif record["event"] == "train":
+                with suppress(KeyError, TypeError, ValueError, OverflowError):
+                    samples.append(_Sample(float(record["time"]), int(record["step"]), int(record["num_tokens"])))
+        rates: dict[str, Any] = {}
+        if status == "running" and len(samples) > 1:
+            last = samples[-1]
+            first = next((one for one in samples[:-1] if last.seconds - one.seconds <= _WINDOW_S), samples[-2])
+            rates = _rates(first, last, num_steps.get(name, step))
         tasks.append(
             TaskView(
                 name,
@@ -456,39 +452,20 @@ def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str
                 str(ends[-1].get("reason") or "") if ends else "",
                 loss=losses[-1][1] if losses else None,
                 eval_loss=held_out[-1][1] if held_out else None,
-                tokens_per_s=tokens_per_s,
-                left_s=(num_steps.get(name, step) - step) / steps_per_s if steps_per_s else None,
                 losses=losses,
                 eval_losses=held_out,
+                **rates,
             )
         )
     # Shares are of tokens: records are logged every some steps, and do not say which task took how much of the time.
     total = sum(tokens.values())
     steps = [step for record in records if isinstance(step := record.get("run_step"), int)]
-    rates = [task.tokens_per_s for task in tasks if task.tokens_per_s]
     return RunView(
         tuple(replace(task, share=tokens[task.name] / total if total else None) for task in tasks),
         step=max(steps, default=0),
         seconds=_training_seconds(records),
-        tokens_per_s=sum(rates) if rates else None,
         share_of="tokens",
     )
-
-
-def _rates_of_records(records: Iterable[Mapping[str, Any]]) -> tuple[float | None, float | None]:
-    """Return tokens and steps per second according to the last records of a task; `None` if they do not say."""
-    samples: list[_Sample] = []
-    for record in records:
-        if record.get("event") in ("data", "status"):
-            samples.clear()  # it begins, possibly again in another process, or is resumed
-        elif record.get("event") == "train":
-            with suppress(KeyError, TypeError, ValueError, OverflowError):
-                samples.append(_Sample(float(record["time"]), int(record["step"]), int(record["num_tokens"])))
-    if len(samples) < 2:
-        return None, None
-    last = samples[-1]
-    first = next((one for one in samples[:-1] if last.seconds - one.seconds <= _WINDOW_S), samples[-2])
-    return _rates(first, last)
 
 
 def _training_seconds(records: Iterable[Mapping[str, Any]]) -> float:

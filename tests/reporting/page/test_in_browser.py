@@ -74,7 +74,7 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dic
     tasks += [TaskView(f"t{number}", "running", 5, 9, "", 1.0, "down", losses=losses) for number in range(30)]
     pages = {
         "report": (folder / "run" / "report.html").read_text(encoding="utf-8"),
-        "notebook": run_html(RunView(tuple(tasks), 5, 9.0, 8.0, 2**30, 2**31, ("a line of a log " * 30,))),
+        "notebook": run_html(RunView(tuple(tasks), 5, 9.0, 2**30, 2**31, ("a line of a log " * 30,))),
         "plan": plan,
         "table": trainer.report()._repr_html_(),
     }

@@ -28,7 +28,7 @@ def drawings(html: str) -> list[ElementTree.Element]:
 
 
 def test_a_run_is_a_table_with_bars_and_a_chart_of_each_task_that_has_losses() -> None:
-    html = run_html(RunView(TASKS, 50, 61.0, 98.0, 2**30, 2**31, ("sql: <b>running</b>",)))
+    html = run_html(RunView(TASKS, 50, 61.0, 2**30, 2**31, ("sql: <b>running</b>",)))
     assert [re.search(rf"{name}</td>.*?width:([\d.]+)%", html).group(1) for name in ("sql", "math")] == ["50.0", "5.0"]
     assert [svg[0].text for svg in drawings(html)] == ["sql", "math"]
     assert "sql: &lt;b&gt;running&lt;/b&gt;" in html
@@ -106,7 +106,7 @@ def test_what_a_folder_has_of_a_run_is_shown_as_the_run_was() -> None:
     assert (view.step, view.seconds) == (5, 7.5)
     a, b = view.tasks
     assert (a.status, a.reason, a.step, a.num_steps, a.loss, a.eval_loss) == ("failed", "nan", 4, 9, 2.0, 3.0)
-    assert (b.status, b.step, b.num_steps, b.loss) == ("running", 0, 0, None)
+    assert (b.status, b.step, b.num_steps, b.loss) == ("running", 5, 5, None)
 
 
 def test_a_run_that_was_interrupted_before_its_first_log_shows_its_tasks_and_their_steps() -> None:
