@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import printable
 from peft_mux.reporting.views import curve_of, drop_columns, number_text, share_text, shortened, time_text, wrapped
+from peft_mux.scheduler.units import aligned
 from peft_mux.task import TaskStatus
 
 _TO_THE_LEFT = ("task", "status", "adapter")
@@ -149,7 +150,7 @@ class RunReport(str):
     ) -> RunReport:
         """Write the text."""
         rows = tuple(rows)
-        lines = _aligned(_cells(rows, is_interrupted))
+        lines = _table(_cells(rows, is_interrupted))
         lines += [f"{row.name}: {printable(row.reason)}" for row in rows if row.reason]
         lines += [*_process_lines(records), *([""] if notes else []), *notes]
         made = super().__new__(cls, "\n".join(lines))
@@ -166,7 +167,7 @@ class RunReport(str):
         if max(map(len, self.split("\n"))) <= width:
             return str(self)
         cells = _cells(self.rows, self.is_interrupted)
-        table = _aligned(cells)
+        table = _table(cells)
         num_rows = len(table)
         if max(map(len, table)) > width:
             # Without paths, which are listed once below, without columns that have no room, and with short names.
@@ -174,7 +175,7 @@ class RunReport(str):
             least = min(_LEAST_NAME, widths.pop("task"))
             room = max(least, drop_columns(widths, _FIRST_TO_GO, width, least))
             left_out = [head for head in _FIRST_TO_GO if head in cells[0] and head not in widths]
-            table = _aligned(
+            table = _table(
                 [{"task": shortened(own["task"], room), **{head: own[head] for head in widths}} for own in cells]
             )
             table += [f"no room for: {', '.join(left_out)}"] if left_out else []
@@ -240,15 +241,9 @@ def _cells(rows: Sequence[ReportRow], is_interrupted: bool) -> list[dict[str, st
     return [{head: head for head in cells[0]}, *cells] if cells else []
 
 
-def _aligned(cells: Sequence[Mapping[str, str]]) -> list[str]:
-    """Return rows of cells as lines."""
-    widths = {head: max(len(own[head]) for own in cells) for head in (cells[0] if cells else ())}
-    return [
-        "  ".join(
-            own[head].ljust(width) if head in _TO_THE_LEFT else own[head].rjust(width) for head, width in widths.items()
-        ).rstrip()
-        for own in cells
-    ]
+def _table(cells: Sequence[Mapping[str, str]]) -> list[str]:
+    left = [column for column, head in enumerate(cells[0] if cells else ()) if head in _TO_THE_LEFT]
+    return aligned([list(own.values()) for own in cells], left)
 
 
 def _process_lines(records: Sequence[RankRecord]) -> list[str]:

@@ -1,4 +1,4 @@
-"""Amounts in words, and how far predicted times and memory may be off.
+"""Amounts in words, aligned tables, and how far predicted times and memory may be off.
 
 The bands of a measured profile and of memory are the worst errors of `benchmarks.planner.accuracy` that are stored in
 `benchmarks/results/planner-accuracy*.json`, rounded up to whole 5 %; a test compares them with these files. They were
@@ -10,7 +10,19 @@ shared CPU).
 from __future__ import annotations
 
 import math
+from collections.abc import Collection, Sequence
 from typing import Any, NamedTuple
+
+
+def aligned(rows: Sequence[Sequence[str]], left: Collection[int] = (0,), indent: str = "") -> list[str]:
+    """Return rows of cells as lines; the columns in `left` begin below each other, the others end below each other."""
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    lines = []
+    for row in rows:
+        pairs = enumerate(zip(row, widths, strict=True))
+        cells = [cell.ljust(width) if column in left else cell.rjust(width) for column, (cell, width) in pairs]
+        lines.append(indent + "  ".join(cells).rstrip())
+    return lines
 
 
 def bytes_text(num_bytes: float) -> str:

@@ -18,6 +18,7 @@ from peft_mux.scheduler.dispatching.dispatch import Dispatch, dispatch
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup, layout_text
 from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
+from peft_mux.scheduler.units import aligned
 
 FORMAT_VERSION = 3
 DEFAULT_RESTART_S = 180.0
@@ -28,7 +29,7 @@ STORAGE_BYTES_PER_S = 1e9
 _SUMMARY_CANDIDATES = 10
 _BAR_WIDTH = 48
 _MIX_WIDTH = 32
-_BLOCK = 9
+_BLOCK = 8
 """Padded lengths that stand side by side, so that rows have at most 80 characters."""
 _BUCKET_SIGNS = string.ascii_letters + string.digits
 """One sign for each bucket of a picture; they repeat after 62."""
@@ -168,27 +169,19 @@ class DeploymentPlan:
                 f"  the solver failed on {stats.num_failed} of {stats.num_solved} deployments, which are timed by rules"
                 f" alone; first error: {stats.first_error}"
             )
-        lines += ["", f"  {'group':<14} {'GPUs':>5} {'max tokens':>10} {'sequences':>9} {'seconds':>8} {'busy':>6}"]
-        rows = zip(self.groups, self.expected.counts, self.expected.group_s, self.utilisation, strict=True)
-        for group, counts, seconds, share in rows:
-            lines.append(
-                f"  {group!s:<14} {group.num_gpus:>5} {group.max_tokens:>10} {sum(counts):>9} {seconds:>8.3f} "
-                f"{share:>6.1%}"
-            )
-        layouts = [
-            ", ".join(
-                f"{config}x{count}" for config, count in zip(self.configurations, one.counts, strict=True) if count
-            )
-            for one in self.candidates[:_SUMMARY_CANDIDATES]
-        ]
-        width = max(map(len, ["candidate", *layouts]))
-        lines += ["", f"  {'candidate':<{width}} {'Theorem 1':>9} {'bound s':>8} {'step s':>8}  verdict"]
-        for candidate, replicas in zip(self.candidates, layouts, strict=False):
-            step = "-" if candidate.step_s is None else f"{candidate.step_s:.3f}"
-            lines.append(
-                f"  {replicas:<{width}} {candidate.length_based_s:>9.3f} {candidate.bound_s:>8.3f}"
-                f" {step:>8}  {candidate.verdict}"
-            )
+        groups = zip(self.groups, self.expected.counts, self.expected.group_s, self.utilisation, strict=True)
+        rows = [("group", "GPUs", "max tokens", "sequences", "seconds", "busy")]
+        for group, counts, seconds, share in groups:
+            numbers = str(group.num_gpus), str(group.max_tokens), str(sum(counts)), f"{seconds:.3f}", f"{share:.1%}"
+            rows.append((str(group), *numbers))
+        lines += ["", *aligned(rows, indent="  ")]
+        rows = [("candidate", "Theorem 1", "bound s", "step s", "verdict")]
+        for one in self.candidates[:_SUMMARY_CANDIDATES]:
+            counts = zip(self.configurations, one.counts, strict=True)
+            replicas = ", ".join(f"{config}x{count}" for config, count in counts if count)
+            step = "-" if one.step_s is None else f"{one.step_s:.3f}"
+            rows.append((replicas, f"{one.length_based_s:.3f}", f"{one.bound_s:.3f}", step, one.verdict))
+        lines += ["", *aligned(rows, (0, 4), "  ")]
         considered = stats.num_enumerated - stats.num_too_short
         if considered > _SUMMARY_CANDIDATES:
             lines.append(f"  and {considered - min(_SUMMARY_CANDIDATES, len(self.candidates))} more")
@@ -202,25 +195,23 @@ class DeploymentPlan:
         signs = [_BUCKET_SIGNS[index % len(_BUCKET_SIGNS)] for index in range(len(boundaries))]
         totals = list(map(sum, zip(*self.expected.counts, strict=True)))
         seconds_lines, mix_lines = [], []
-        share_blocks: list[list[str]] = [[] for _ in range(0, len(boundaries), _BLOCK)]
+        share_rows = []
         for group, counts, seconds in zip(self.groups, self.expected.counts, self.expected.group_s, strict=True):
             filled = round(_BAR_WIDTH * seconds / self.expected_step_s)
             seconds_lines.append(f"  {group!s:<12} |{'#' * filled}{'.' * (_BAR_WIDTH - filled)}| {seconds:.3f}")
-            shares = [
-                f"{count / total:>6.0%}" if count else f"{'-':>6}" for count, total in zip(counts, totals, strict=True)
-            ]
-            for number, block in enumerate(share_blocks):
-                own = shares[number * _BLOCK : (number + 1) * _BLOCK]
-                block.append(f"  {group!s:<12} " + " ".join(own))
+            shares = [f"{count / total:.0%}" if count else "-" for count, total in zip(counts, totals, strict=True)]
+            share_rows.append(shares)
             # Each sign as wide as its bucket's share of the group's tokens.
             tokens = [count * boundary for count, boundary in zip(counts, boundaries, strict=True)]
             ends = [round(_MIX_WIDTH * sum(tokens[: index + 1]) / max(1, sum(tokens))) for index in range(len(tokens))]
             bar = "".join(sign * (end - start) for sign, start, end in zip(signs, [0, *ends], ends, strict=False))
             mix_lines.append(f"  {group!s:<12} |{bar or '.' * _MIX_WIDTH}|")
         share_lines = []
-        for number, block in enumerate(share_blocks):
-            own = boundaries[number * _BLOCK : (number + 1) * _BLOCK]
-            share_lines += [" " * 15 + " ".join(f"{boundary:>6}" for boundary in own), *block]
+        for first in range(0, len(boundaries), _BLOCK):
+            block = slice(first, first + _BLOCK)
+            heads = [f"{boundary:>6}" for boundary in boundaries[block]]
+            rows = [[f"{group!s:<12}", *shares[block]] for group, shares in zip(self.groups, share_rows, strict=True)]
+            share_lines += aligned([["", *heads], *rows], indent="  ")
         legend = ", ".join(f"{sign} {boundary}" for sign, boundary in zip(signs, boundaries, strict=True))
         return "\n".join(
             [

@@ -15,7 +15,7 @@ from peft_mux.scheduler.deployment.plan import DeploymentPlan, FailureOverhead
 from peft_mux.scheduler.dispatching.dispatch import Dispatch
 from peft_mux.scheduler.drawing import PALETTE, new_figure, save_figure
 from peft_mux.scheduler.replicas.configs import ParallelConfig, layout_text
-from peft_mux.scheduler.units import bytes_text
+from peft_mux.scheduler.units import aligned, bytes_text
 
 FORMAT_VERSION = 2
 
@@ -82,21 +82,19 @@ class DeploymentReport:
     def __str__(self) -> str:
         """Return configurations, the plan and its alternatives as tables."""
         limit = "no memory limit" if self.limit_bytes is None else f"{bytes_text(self.limit_bytes)} each"
-        heads = "".join(f"{f'at {length}':>8}" for length in self.lengths)
         lines = [
             f"devices  {self.devices}, {limit}",
             f"times    {self.times_from}; fitted by L Eq. 10 with a mean error of {self.fit_error:.1%}",
             "",
             "configurations  most tokens of a micro-batch; tokens/s per GPU by length of rows",
-            f"  {'layout':<7} {'GPUs':>4} {'memory holds':>12} {'max tokens':>10}{heads}",
         ]
+        rows = [["layout", "GPUs", "memory holds", "max tokens", *(f"at {length}" for length in self.lengths), ""]]
         for row in self.configs:
             holds = "no limit" if row.memory_tokens is None else str(row.memory_tokens)
-            rates = "".join(f"{_rate_text(rate):>8}" for rate in row.tokens_per_gpu_s)
-            proposed = "  combined" if row.is_proposed else ""
-            lines.append(
-                f"  {row.config!s:<7} {row.config.num_gpus:>4} {holds:>12} {row.max_tokens:>10}{rates}{proposed}"
-            )
+            rates = map(_rate_text, row.tokens_per_gpu_s)
+            proposed = "combined" if row.is_proposed else ""
+            rows.append([str(row.config), str(row.config.num_gpus), holds, str(row.max_tokens), *rates, proposed])
+        lines += aligned(rows, indent="  ")
         lines += ["", self.plan.summary(), ""]
         plan, composed = self.plan, self.composed
         if composed is not None:
@@ -106,32 +104,27 @@ class DeploymentReport:
                 f"  {composed.num_priced} deployments priced by {composed.num_plans} plans in "
                 f"{composed.planning_s:.1f} s, searched by curves corrected by them, with a mean error of "
                 f"{composed.fit_error:.1%}",
-                f"  {'replicas':<14} {'sequences':>9} {'seconds':>8} {'buckets':>7}  hTasks, each with its passes",
             ]
+            rows = [["replicas", "sequences", "seconds", "buckets", "hTasks, each with its passes"]]
             for one in composed.chosen.replicas:
-                parts = ", ".join(
-                    f"{' + '.join(names)} x{passes}"
-                    for names, passes in zip(one.htasks, one.micro_batches, strict=True)
-                )
-                lines.append(
-                    f"  {f'{one.config}x{one.num_replicas}':<14} {one.num_sequences:>9} {one.step_s:>8.4f} "
-                    f"{one.num_buckets:>7}  {parts or '-'}"
-                )
+                htasks = zip(one.htasks, one.micro_batches, strict=True)
+                parts = ", ".join(f"{' + '.join(names)} x{passes}" for names, passes in htasks)
+                numbers = str(one.num_sequences), f"{one.step_s:.4f}", str(one.num_buckets)
+                rows.append([f"{one.config}x{one.num_replicas}", *numbers, parts or "-"])
+            lines += aligned(rows, (0, 4), "  ")
             lines.append("")
         step_s = plan.expected_step_s if composed is None else composed.chosen.step_s
         chosen = Baseline("LobRA (chosen)", (plan.groups,), (step_s,), step_s * plan.num_gpus)
         ways = [chosen, *self.alternatives]
-        width = max(len(way.name) for way in ways)
-        lines.append(f"  {'way':<{width}} {'step s':>9} {'GPU s':>9} {'to LobRA':>8}  replicas")
+        rows = [["way", "step s", "GPU s", "to LobRA", "replicas"]]
         for way in ways:
-            if not way.deployments:
-                lines.append(f"  {way.name:<{width}} {'-':>9} {'-':>9} {'-':>8}  {way.note}")
-                continue
-            ratio = way.gpu_seconds / chosen.gpu_seconds if chosen.gpu_seconds else 1.0
-            layouts = "; ".join(dict.fromkeys(map(layout_text, way.deployments)))
-            lines.append(
-                f"  {way.name:<{width}} {sum(way.step_s):>9.4f} {way.gpu_seconds:>9.3f} {ratio:>7.2f}x  {layouts}"
-            )
+            numbers, layouts = ["-"] * 3, way.note
+            if way.deployments:
+                ratio = way.gpu_seconds / chosen.gpu_seconds if chosen.gpu_seconds else 1.0
+                numbers = [f"{sum(way.step_s):.4f}", f"{way.gpu_seconds:.3f}", f"{ratio:.2f}x"]
+                layouts = "; ".join(dict.fromkeys(map(layout_text, way.deployments)))
+            rows.append([way.name, *numbers, layouts])
+        lines += aligned(rows, (0, 4), "  ")
         if (lost := self.failures) is not None:
             share, save_steps = lost.lost_share, max(1, round(lost.save_every_s / step_s))
             lines += [
