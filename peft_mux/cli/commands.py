@@ -21,9 +21,10 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.run_folder import refuse_held_folder, require_state
 from peft_mux.cli.config_file import RunConfig, parse_value, read_cluster, read_config
 from peft_mux.errors import ConfigError, PeftMuxError, closest, raise_faults
+from peft_mux.planning.replica_facts import LayerProfile
 from peft_mux.reporting.views import window_width, wrapped
-from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import profile_text
+from peft_mux.scheduler.deployment.report import save_deployment
 from peft_mux.scheduler.plan import Plan
 from peft_mux.storage import FolderLock, write_file
 from peft_mux.task import Task
@@ -69,7 +70,9 @@ def train(arguments: argparse.Namespace) -> int:
         config = read_config(arguments.file, arguments.overrides, keep_folder)
         config, contests = _swept(config, arguments.sweep)
         trainer = make_trainer(config)
-        trainer.use_command(_resume_command(arguments, config.args.world_size), locks[0] if locks else None)
+        words = [word for word in arguments.words if word not in ("--resume", "--resume=auto", "--resume-auto")]
+        program = "peft-mux" if config.args.world_size == 1 else "LAUNCHER -m peft_mux"
+        trainer.use_command(f"{program} {shlex.join([*words, '--resume'])}", locks[0] if locks else None)
         referee = add_referee(trainer, contests, early_stop=arguments.early_stop)
         if trainer.is_world_process_zero():
             print(_shown(trainer.plan()), flush=True)
@@ -92,29 +95,45 @@ def train(arguments: argparse.Namespace) -> int:
     return 1 if "failed" in statuses else _PAUSED if "paused" in statuses else 0
 
 
-def _resume_command(arguments: argparse.Namespace, num_processes: int) -> str:
-    """Return the command that resumes a training with the same file and settings."""
-    words = [word for word in arguments.words if word not in ("--resume", "--resume=auto", "--resume-auto")]
-    command = shlex.join(["peft-mux", *words, "--resume"])
-    return command if num_processes == 1 else f"LAUNCHER -m {command.replace('peft-mux', 'peft_mux', 1)}"
-
-
 def plan(arguments: argparse.Namespace) -> int:
-    """Print the plan of a file's tasks; return the exit status."""
-    config = read_config(arguments.file, arguments.overrides)
+    """Print the plan of a file's tasks, or of their deployment; return the exit status.
+
+    Raises:
+        ConfigError: for options that do not go together, unknown devices, or tasks that no replica can hold.
+    """
+    config, devices = read_config(arguments.file, arguments.overrides), arguments.devices
+    if devices and Path(devices).suffix in (".yaml", ".yml"):
+        devices = read_cluster(devices)
     if arguments.deployment:
-        return show_deployment(make_trainer(config), arguments)
+        for option in ("explain", "gantt"):
+            if getattr(arguments, option):
+                raise ConfigError(f"--{option} cannot be combined with --deployment. Leave --deployment out.")
+        if arguments.max_tokens and not arguments.layer_profile:
+            raise ConfigError("--max-tokens needs --layer-profile. Add the measured times.")
+        measured = LayerProfile(arguments.layer_profile, arguments.max_tokens) if arguments.layer_profile else None
+        report = make_trainer(config).plan_deployment(
+            devices,
+            measured=measured,
+            free_exchange=arguments.free_exchange,
+            failures_per_day=arguments.failures_per_day,
+        )
+        print(report.to_json() if arguments.json else wrapped(f"{report}\n\n{report.picture()}", window_width()))
+        if arguments.image:
+            drawn = save_deployment(report, arguments.image)
+            if not arguments.json:
+                print(f"drawn: {drawn}")
+        return 0
     for option in ("layer_profile", "max_tokens", "free_exchange", "failures_per_day"):
         if getattr(arguments, option) not in (None, False):
             raise ConfigError(f"--{option.replace('_', '-')} needs --deployment. Add it.")
     layout = {}
-    if arguments.devices is not None:
+    if devices is not None:
         # A trainer lays out the processes that it runs in, and this is a single one, whatever devices the plan is for.
         # So the trainer is made for one process, and the planner gets how the devices share the backbone.
         args = config.args
         layout = {"num_stages": args.pipeline_parallel_size, "devices_per_stage": args.tensor_parallel_size}
         args.tensor_parallel_size = args.pipeline_parallel_size = 1
-    found = make_trainer(config).plan(_devices_of(arguments), **layout)
+    found = make_trainer(config).plan(devices, **layout)
     if arguments.json:
         print(found.to_json())
     elif arguments.explain:
@@ -128,45 +147,6 @@ def plan(arguments: argparse.Namespace) -> int:
         print(f"\n{found.gantt(window_width())}\n\n{found.memory_bars()}")
     if arguments.image:
         print(f"drawn: {found.save_gantt(arguments.image)}")
-    return 0
-
-
-def _devices_of(arguments: argparse.Namespace) -> str | Cluster | None:
-    """Return the devices to plan for, read from a file if they are the name of one."""
-    devices = arguments.devices
-    return read_cluster(devices) if devices and Path(devices).suffix in (".yaml", ".yml") else devices
-
-
-def show_deployment(trainer: MultiTaskTrainer, arguments: argparse.Namespace) -> int:
-    """Plan and print a deployment; return the exit status.
-
-    Args:
-        trainer: trainer of the tasks that the file describes; it is not changed.
-        arguments: parsed options of `peft-mux plan`.
-
-    Raises:
-        ConfigError: for options that do not go together, unknown devices, or tasks that no replica can hold.
-    """
-    from peft_mux.planning.replica_facts import LayerProfile
-    from peft_mux.scheduler.deployment.report import save_deployment
-
-    for option in ("explain", "gantt"):
-        if getattr(arguments, option):
-            raise ConfigError(f"--{option} cannot be combined with --deployment. Leave --deployment out.")
-    if arguments.max_tokens and not arguments.layer_profile:
-        raise ConfigError("--max-tokens needs --layer-profile. Add the measured times.")
-    measured = LayerProfile(arguments.layer_profile, arguments.max_tokens) if arguments.layer_profile else None
-    report = trainer.plan_deployment(
-        _devices_of(arguments),
-        measured=measured,
-        free_exchange=arguments.free_exchange,
-        failures_per_day=arguments.failures_per_day,
-    )
-    print(report.to_json() if arguments.json else wrapped(f"{report}\n\n{report.picture()}", window_width()))
-    if arguments.image:
-        drawn = save_deployment(report, arguments.image)
-        if not arguments.json:
-            print(f"drawn: {drawn}")
     return 0
 
 

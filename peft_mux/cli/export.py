@@ -43,8 +43,12 @@ def export(arguments: argparse.Namespace) -> int:
         print(json.dumps({done: str(output)}) if arguments.json else f"{done}: {output}")
         return 0
     # Without a task: the command that serves all adapters with vLLM, and why it does not serve the others.
-    unfinished = {} if arguments.unfinished else _unfinished(Path(arguments.run))
-    left_out = {name: how for name, how in unfinished.items() if name in adapters}
+    view = view_of_folder(Path(arguments.run))
+    left_out = {
+        task.name: printable(f"{task.status} at step {task.step} of {task.num_steps}")
+        for task in (view if keeper_of(Path(arguments.run)) else interrupted(view)).tasks
+        if task.name in adapters and task.status not in ("succeeded", "stopped_early") and not arguments.unfinished
+    }
     refused = {
         name: reason for name, one in adapters.items() if name not in left_out and (reason := _reason_against(one))
     }
@@ -69,16 +73,6 @@ def export(arguments: argparse.Namespace) -> int:
         if command:
             print(command)
     return 0 if command else 2
-
-
-def _unfinished(root: Path) -> dict[str, str]:
-    """Return the tasks of a run that have not succeeded, each with its status and its steps."""
-    view = view_of_folder(root)
-    return {
-        task.name: printable(f"{task.status} at step {task.step} of {task.num_steps}")
-        for task in (view if keeper_of(root) else interrupted(view)).tasks
-        if task.status not in ("succeeded", "stopped_early")
-    }
 
 
 def _adapters(root: Path) -> dict[str, dict[str, Any]]:

@@ -15,7 +15,8 @@ from huggingface_hub import get_token
 
 from peft_mux.arguments import SETTABLE_FIELDS, MultiTaskTrainingArguments, plain_types
 from peft_mux.cli.config_file import DATA_KEYS, TASK_KEYS
-from peft_mux.errors import ConfigError, installed_version
+from peft_mux.errors import ConfigError, installed_version, raise_faults
+from peft_mux.kernels.availability import reason_against_kernels
 from peft_mux.reporting.views import window_width, wrapped
 from peft_mux.storage import check_task_names, name_fault, write_file
 from peft_mux.task import Task
@@ -58,12 +59,8 @@ def init(arguments: argparse.Namespace) -> int:
     data = arguments.data or ["data/first.jsonl", "data/second.jsonl"]
     names = [Path(one).stem.replace(".", "-").replace(" ", "-") for one in data]
     if len(set(names)) < len(names):
-        raise ConfigError(
-            f"init: files must have different names, because tasks get these names, got {', '.join(data)}."
-        )
-    faults = [str(fault) for name in names if (fault := name_fault(name)) is not None]
-    if faults:
-        raise ConfigError(" ".join(faults))
+        raise ConfigError(f"init: files must have different names, which tasks get, too, got {', '.join(data)}.")
+    raise_faults([fault for name in names if (fault := name_fault(name)) is not None])
     check_task_names(names)
     tasks = "".join(f"  {name}: {{dataset: {json.dumps(one)}}}\n" for name, one in zip(names, data, strict=True))
     bf16 = str(torch.cuda.is_available()).lower()
@@ -88,8 +85,6 @@ def doctor(arguments: argparse.Namespace) -> int:
     hub = "a token was found" if get_token() else "no token: `hf auth login` before you push"
     kernels = "torch (no GPU)"
     if devices:
-        from peft_mux.kernels.availability import reason_against_kernels
-
         reason, kernels = reason_against_kernels(torch.device("cuda")), "triton"
         if reason is not None:
             amiss.append(f"Triton's kernels do not run: {reason}")
