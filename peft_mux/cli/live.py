@@ -86,11 +86,19 @@ def ask(arguments: argparse.Namespace) -> int:
     sent = [mailbox.send(request) for request in requests]
     answers = []
     for name, request in zip(sent, requests, strict=True):
-        if keeper:
-            answers.append(_answer(root, name, arguments, keeper))
-        else:
+        if not keeper:
             what = f"{request['command']} {request.get('task') or request['file']}"
             answers.append({"ok": True, "said": f"left for the next peft-mux train FILE --resume: {what}"})
+            continue
+        answer = mailbox.wait(name, arguments.timeout, lambda: keeper_of(root))
+        if answer is None:  # a run may end, or be killed, before it gives one
+            trains = keeper_of(root)
+            until = f"within {arguments.timeout:g} s" if trains else "before its training ended"
+            later = "it may still be done after the step in progress" if trains else "it may have been done"
+            fix = "A step may take longer: raise --timeout." if trains else _FIX
+            done = "it was withdrawn" if mailbox.withdraw(name) else later
+            raise ConfigError(f"{arguments.action}: no answer from {keeper} {until}; {done}. {fix}")
+        answers.append({"ok": bool(answer.get("ok")), "said": str(answer.get("said", ""))})
     if arguments.json:
         print(json.dumps(answers, indent=1))
     else:
@@ -98,20 +106,6 @@ def ask(arguments: argparse.Namespace) -> int:
             said = printable(answer["said"] if answer["ok"] else f"not done: {answer['said']}")
             print(wrapped(said, window_width()))
     return 0 if all(answer["ok"] for answer in answers) else 2
-
-
-def _answer(root: Path, name: str, arguments: argparse.Namespace, keeper: str) -> dict[str, Any]:
-    """Return the answer to a request; a run may end, or be killed, before it gives one."""
-    mailbox = Mailbox(root)
-    answer = mailbox.wait(name, arguments.timeout, lambda: keeper_of(root))
-    if answer is None:
-        trains = keeper_of(root)
-        until = f"within {arguments.timeout:g} s" if trains else "before its training ended"
-        later = "it may still be done after the step in progress" if trains else "it may have been done"
-        fix = "A step may take longer: raise --timeout." if trains else _FIX
-        done = "it was withdrawn" if mailbox.withdraw(name) else later
-        raise ConfigError(f"{arguments.action}: no answer from {keeper} {until}; {done}. {fix}")
-    return {"ok": bool(answer.get("ok")), "said": str(answer.get("said", ""))}
 
 
 def _run_folder(given: str) -> Path:

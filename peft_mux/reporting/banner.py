@@ -48,7 +48,11 @@ def banner_lines(
     if processes:
         processes += ", optimizer states divided by task" if args.shard_optimizer else ""
         processes += ", gradients added in bf16" if args.reduce_dtype == "bfloat16" else ""
-    notes = (", bf16 autocast" if args.bf16 and dtype != "bfloat16" else "") + _router_words(source.config, runs)
+    notes = ", bf16 autocast" if args.bf16 and dtype != "bfloat16" else ""
+    if any(coefficients := sorted({run.router_coefficient for run in runs})):
+        notes += f", router_aux_loss_coef {_range(coefficients)}"
+    elif hasattr(source.config.get_text_config(), "router_aux_loss_coef"):
+        notes += ", routers without a balancing loss"
     adapter_parameters = [sum(own.numel() for own in model.task_parameters(name).values()) for name in model.tasks]
     num_parameters = model.backbone.num_parameters() - sum(adapter_parameters)
     kernels = reason_against_kernels(args.device)
@@ -95,15 +99,6 @@ def banner_lines(
         f"memory   {bytes_text(peak)} {MEMORY.words} at its peak, predicted{limit}",
         f"output   {root}; {saved}",
     ]
-
-
-def _router_words(config: Any, runs: Sequence[TaskRun]) -> str:
-    """Return the coefficients of the balancing loss of routers, for mixtures of experts; "" for other models."""
-    text_config = config.get_text_config() if hasattr(config, "get_text_config") else config
-    found = sorted({run.router_coefficient for run in runs})
-    if not any(found):
-        return ", routers without a balancing loss" if hasattr(text_config, "router_aux_loss_coef") else ""
-    return f", router_aux_loss_coef {_range(found)}"
 
 
 def device_words(device: torch.device) -> str:

@@ -22,7 +22,6 @@ from peft_mux.reporting.views import (
     TaskView,
     counted,
     number_text,
-    rate_text,
     share_text,
     shortened,
     time_text,
@@ -37,6 +36,7 @@ from peft_mux.scheduler.drawing import (
     timeline_html,
 )
 from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.units import rate_text
 from peft_mux.storage import write_file
 
 # ---------------------------------------------------------------- curves as SVG

@@ -28,7 +28,8 @@ from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.recorders import RunTimes
 from peft_mux.reporting.report import ReportRow, report_row
 from peft_mux.reporting.screen import Progress
-from peft_mux.reporting.views import rate_text, time_text, wrapped
+from peft_mux.reporting.views import time_text, wrapped
+from peft_mux.scheduler.units import rate_text
 from peft_mux.task import TaskStatus
 
 _MOST_REPORTS = 6
@@ -183,11 +184,6 @@ class RunLog:
             if tasks is None or task in tasks:
                 seconds = {f"{kind}_s": seconds for kind, seconds in own.items()}
                 self.event("delay_total", task=task, total_s=sum(own.values()), **seconds)
-
-    def end_trackers(self) -> None:
-        """End the runs of all tasks in loggers, as an error ends the training."""
-        for callbacks in self.callbacks.values():
-            callbacks.trackers.end()
 
     def use_model(self, model: Any) -> None:
         """Hand another model to the callbacks of all tasks from now on; `None` while there is none."""

@@ -30,12 +30,12 @@ from peft_mux.reporting.views import (
     TaskView,
     drop_columns,
     number_text,
-    rate_text,
     share_text,
     shortened,
     time_text,
     window_width,
 )
+from peft_mux.scheduler.units import rate_text
 
 if TYPE_CHECKING:
     import torch

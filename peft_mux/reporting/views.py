@@ -20,6 +20,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from peft_mux.reporting.recorders import RunTimes
+from peft_mux.scheduler.units import rate_text
 
 if TYPE_CHECKING:  # commands that only read metrics import this module, and need neither transformers nor PEFT
     from peft_mux.engine.tasks.task_run import TaskRun
@@ -50,16 +51,6 @@ def number_text(value: float | None) -> str:
     if value is None:
         return "-"
     return f"{value:.4f}" if abs(value) < 100 else f"{value:.4g}"
-
-
-def rate_text(tokens_per_s: float | None) -> str:
-    """Return a rate in a few characters, such as 9.8k; "-" for none."""
-    if tokens_per_s is None:
-        return "-"
-    for unit, size in (("M", 1e6), ("k", 1e3)):
-        if tokens_per_s >= 10 * size or (unit == "M" and tokens_per_s >= size):
-            return f"{tokens_per_s / size:.1f}{unit}"
-    return f"{tokens_per_s:,.0f}"
 
 
 def time_text(seconds: float | None) -> str:

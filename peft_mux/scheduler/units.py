@@ -37,6 +37,16 @@ def bytes_text(num_bytes: float) -> str:
     return f"{num_bytes / 2**10:.2f} KiB"
 
 
+def rate_text(tokens_per_s: float | None) -> str:
+    """Return a rate in a few characters, such as 9.8k; "-" for none."""
+    if tokens_per_s is None:
+        return "-"
+    for unit, size in (("M", 1e6), ("k", 1e3)):
+        if tokens_per_s >= 10 * size or (unit == "M" and tokens_per_s >= size):
+            return f"{tokens_per_s / size:.1f}{unit}"
+    return f"{tokens_per_s:,.0f}"
+
+
 def seconds_text(seconds: float, digits: int = 3) -> str:
     """Return a time in the unit that suits it: ms, s, min or h.
 

@@ -436,7 +436,8 @@ class MultiTaskTrainer(Trainer):
                             membership.apply_commands()
                             loop.call_task_events()
             except Exception:
-                run.log.end_trackers()
+                for callbacks in run.log.callbacks.values():
+                    callbacks.trackers.end()
                 raise
             finally:
                 run.log.progress.stop()

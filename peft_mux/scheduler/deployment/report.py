@@ -15,7 +15,7 @@ from peft_mux.scheduler.deployment.plan import DeploymentPlan, FailureOverhead
 from peft_mux.scheduler.dispatching.dispatch import Dispatch
 from peft_mux.scheduler.drawing import PALETTE, new_figure, save_figure
 from peft_mux.scheduler.replicas.configs import ParallelConfig, layout_text
-from peft_mux.scheduler.units import aligned, bytes_text
+from peft_mux.scheduler.units import aligned, bytes_text, rate_text
 
 FORMAT_VERSION = 2
 
@@ -91,7 +91,7 @@ class DeploymentReport:
         rows = [["layout", "GPUs", "memory holds", "max tokens", *(f"at {length}" for length in self.lengths), ""]]
         for row in self.configs:
             holds = "no limit" if row.memory_tokens is None else str(row.memory_tokens)
-            rates = map(_rate_text, row.tokens_per_gpu_s)
+            rates = [rate_text(rate or None) for rate in row.tokens_per_gpu_s]
             proposed = "combined" if row.is_proposed else ""
             rows.append([str(row.config), str(row.config.num_gpus), holds, str(row.max_tokens), *rates, proposed])
         lines += aligned(rows, indent="  ")
@@ -181,13 +181,6 @@ class DeploymentReport:
                 "planned": planned,
             }
         )
-
-
-def _rate_text(tokens_per_s: float) -> str:
-    """Return a rate in at most 7 characters; "-" for none."""
-    if not tokens_per_s:
-        return "-"
-    return f"{tokens_per_s / 1e6:.2f}M" if tokens_per_s >= 1e6 else f"{tokens_per_s:.0f}"
 
 
 def save_deployment(report: DeploymentReport, path: str | Path) -> Path:

@@ -9,7 +9,8 @@ import pytest
 from rich.console import Console
 
 from peft_mux.reporting.screen import RunTable, table_text
-from peft_mux.reporting.views import RunView, TaskView, rate_text, time_text
+from peft_mux.reporting.views import RunView, TaskView, time_text
+from peft_mux.scheduler.units import rate_text
 
 TASKS = (
     TaskView("sql", "running", 570, 1000, "", 0.84, "down", 0.91, 9812.0, 720.4),

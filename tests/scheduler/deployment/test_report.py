@@ -18,6 +18,7 @@ from peft_mux.scheduler.deployment.space import TaskLengths
 from peft_mux.scheduler.dispatching.dispatch import dispatch
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 from peft_mux.scheduler.replicas.time_model import LayerFit, ReplicaTimeModel
+from peft_mux.scheduler.units import rate_text
 from tests.scheduler.dispatching.cases import KILO_TOKENS_PER_GPU_S, TABLE_LENGTHS
 from tests.scheduler.replicas.cases import TWO
 
@@ -90,7 +91,7 @@ def test_a_report_shows_candidates_plan_alternatives_and_how_to_run_it() -> None
     ):
         assert part in said
     (row,) = [line.split() for line in said.splitlines() if line.split()[:2] == ["<2,1>", "2"]]
-    assert row[2:5] == ["4096", "4096", f"{model.throughput(TWO, 2048, 16):.0f}"]
+    assert row[2:5] == ["4096", "4096", rate_text(model.throughput(TWO, 2048, 16))]
     assert row[-2:] == ["-", "combined"]
     assert report.picture() == report.plan.picture()
 
