@@ -15,14 +15,16 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
-from peft_mux.errors import ConfigError
+from rich.console import Console
+
+from peft_mux.errors import ConfigError, printable
 from peft_mux.reporting.report import RunReport, status_word
+from peft_mux.reporting.screen import RunTable
 from peft_mux.reporting.views import (
     RunView,
     TaskView,
     counted,
     number_text,
-    share_text,
     shortened,
     time_text,
 )
@@ -36,7 +38,6 @@ from peft_mux.scheduler.drawing import (
     timeline_html,
 )
 from peft_mux.scheduler.plan import Plan
-from peft_mux.scheduler.units import rate_text
 from peft_mux.storage import write_file
 
 # ---------------------------------------------------------------- curves as SVG
@@ -113,51 +114,23 @@ def chart_svg(title: str, tasks: Sequence[TaskView], *, width: int = 250, height
 
 # ---------------------------------------------------------------- a run in a notebook
 
-_STYLE = (
-    "<style>.peft-mux table{border-collapse:collapse;margin:.3em 0}.peft-mux td,.peft-mux th{padding:.15em .7em;"
-    "text-align:right;border:0}.peft-mux th{border-bottom:1px solid currentColor}.peft-mux .l{text-align:left}"
-    ".peft-mux .bar{display:inline-block;width:9em;height:.7em;background:rgba(128,128,128,.3);border-radius:.2em}"
-    ".peft-mux .bar i{display:block;height:100%;border-radius:.2em;background:#4fa86b}"
-    ".peft-mux .failed i{background:#c95f5f}.peft-mux .paused i,.peft-mux .waiting i,"
-    ".peft-mux .interrupted i{background:#e08a2e}"
-    ".peft-mux .failed .s{color:#c95f5f;font-weight:bold}.peft-mux .box{max-height:34em;overflow:auto}"
-    ".peft-mux pre{line-height:1.3}.peft-mux td.l:first-child{white-space:nowrap}.peft-mux .why td{opacity:.8;"
-    "white-space:pre-wrap}.peft-mux svg{vertical-align:top}</style>"
-)
-_ARROWS = {"down": "&#8595;", "up": "&#8593;", "flat": "&#8594;", "": ""}
-_HEADS = ("task", "status", "done", "step", "loss", "eval", "tokens/s", "eta")
-_MOST_CHARACTERS = 400
+_WIDTH = 110
+"""Characters of the table in a notebook."""
 
 
 def run_html(view: RunView, *, most_charts: int | None = None) -> str:
-    """Return a run as HTML, with a table, the charts of at most `most_charts` tasks, and the lines of its log."""
-    heads = [*_HEADS, *([f"of {view.share_of}"] if view.shows_shares else [])]
-    table = "".join(f"<th{' class=l' if name in ('task', 'status', 'done') else ''}>{name}</th>" for name in heads)
-    rows = [f"<tr>{table}</tr>"]
-    for task in view.tasks:
-        done = 100 * task.step / max(task.num_steps, 1)
-        reason = f' title="{escape(task.reason)}"' if task.reason else ""
-        share = f"<td>{share_text(task.share)}</td>" if view.shows_shares else ""
-        rows.append(
-            f'<tr class="{escape(task.status)}"{reason}><td class=l>{escape(task.name)}</td><td class="l s">'
-            f'{escape(task.status)}</td><td class=l><span class=bar><i style="width:{done:.1f}%"></i></span></td>'
-            f"<td>{task.step:,}/{task.num_steps:,}</td><td>{number_text(task.loss)} {_ARROWS[task.trend]}</td>"
-            f"<td>{number_text(task.eval_loss)}</td><td>{rate_text(task.tokens_per_s)}</td>"
-            f"<td>{time_text(task.left_s)}</td>{share}</tr>"
-        )
-        # Why a task failed has a row; other reasons are shown when one points at the task.
-        if task.status == "failed" and task.reason:
-            why = escape(task.reason[:_MOST_CHARACTERS])
-            rows.append(f'<tr class="why"><td class=l colspan={len(heads)}>{why}</td></tr>')
+    """Return a run as HTML: its table, the reasons of tasks, the charts of at most `most_charts` tasks, and its log."""
+    console = Console(file=io.StringIO(), record=True, width=_WIDTH, force_terminal=True, color_system="truecolor")
+    console.print(RunTable(view, len(view.tasks) + 10))
+    pre = "<pre style='line-height:1.3;max-height:34em;overflow:auto'>{code}</pre>"
+    table = console.export_html(inline_styles=True, code_format=pre)
+    reasons = escape("\n".join(f"{task.name}: {printable(task.reason)}" for task in view.tasks if task.reason))
+    table += f"<pre style='white-space:pre-wrap'>{reasons}</pre>" if reasons else ""
     lines = ""
     if view.lines:
         text = escape("\n".join(view.lines))
-        summary = f"<summary>{len(view.lines)} lines</summary>"
-        lines = f"<details open>{summary}<div class='box'><pre>{text}</pre></div></details>"
-    return (
-        f'<div class="peft-mux">{_STYLE}<div><b>run</b> step {view.step:,}, {", ".join(view.words())}</div>'
-        f'<div class="box"><table>{"".join(rows)}</table></div>{charts_html(view, most_charts)}{lines}</div>'
-    )
+        lines = f"<details open><summary>{len(view.lines)} lines</summary>{pre.format(code=text)}</details>"
+    return f"<div><div><b>run</b> step {view.step:,}</div>{table}{charts_html(view, most_charts)}{lines}</div>"
 
 
 def charts_html(view: RunView, most: int | None = None) -> str:

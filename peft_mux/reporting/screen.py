@@ -84,8 +84,11 @@ class RunTable:
         view, width, height = self.view, options.max_width, self.max_height or console.size.height
         is_plain = not (options.encoding or "").lower().startswith("utf")
         overflow: OverflowMethod = "crop" if is_plain else "ellipsis"
-        parts = view.words()
-        parts[0] = f"run  {parts[0]}"
+        left = f", {time_text(view.left_s)} left" if view.left_s is not None else ""
+        parts = [f"run  {'interrupted, ' * view.is_interrupted}{time_text(view.seconds)}{left}"]
+        parts += [f"{rate_text(view.tokens_per_s)} tokens/s"] if view.tokens_per_s else []
+        if view.memory_bytes is not None and view.total_bytes:
+            parts.append(f"memory {view.memory_bytes / 2**30:.2f}/{view.total_bytes / 2**30:.1f} GiB")
         counts = _counts(view.tasks)
         run_lines = ["  ".join([*parts, counts])]
         if len(run_lines[0]) > width:

@@ -20,7 +20,6 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from peft_mux.reporting.recorders import RunTimes
-from peft_mux.scheduler.units import rate_text
 
 if TYPE_CHECKING:  # commands that only read metrics import this module, and need neither transformers nor PEFT
     from peft_mux.engine.tasks.task_run import TaskRun
@@ -220,15 +219,6 @@ class RunView:
     def with_losses(self) -> list[TaskView]:
         """The tasks that have a curve."""
         return [task for task in self.tasks if task.losses or task.eval_losses]
-
-    def words(self) -> list[str]:
-        """Return how far the run is, how fast it goes, and the memory that it holds, as far as they are known."""
-        left = f", {time_text(self.left_s)} left" if self.left_s is not None else ""
-        words = [f"{'interrupted, ' * self.is_interrupted}{time_text(self.seconds)}{left}"]
-        words += [f"{rate_text(self.tokens_per_s)} tokens/s"] if self.tokens_per_s else []
-        if self.memory_bytes is not None and self.total_bytes:
-            words.append(f"memory {self.memory_bytes / 2**30:.2f}/{self.total_bytes / 2**30:.1f} GiB")
-        return words
 
     @property
     def left_s(self) -> float | None:
