@@ -21,9 +21,8 @@ _METRIC_WORDS = {"loss": "train", "eval_loss": "eval"}
 _LEAST_NAME = 10
 _FIRST_TO_GO = ("of time", "tokens", "time", "eval", "best")
 """Which columns a narrow window leaves out first."""
-_REMARK = "  # "
-_NEXT_WIDTH = 7
-"""Characters in front of a command to run next."""
+_COMMAND = " " * 7
+"""What stands in front of a command to run next, which is never broken."""
 
 
 class RankRecord(NamedTuple):
@@ -183,16 +182,8 @@ class RunReport(str):
             table += [f"adapters are in {folder}/TASK" for folder in folders]
             unsaved = [row.name for row in self.rows if row.place is None]
             table += [f"not saved: {', '.join(unsaved)}"] if unsaved else []
-        below = self.split("\n")[num_rows:]
-        are_long = any(_REMARK in line and len(line) > width for line in below)
-        lines = [wrapped("\n".join(table), width)]
-        for line in below:
-            command, is_command, remark = line.partition(_REMARK)
-            if is_command and are_long:  # commands stay whole, each below its remark
-                lines += [f"{command[:_NEXT_WIDTH]}# {remark}", " " * _NEXT_WIDTH + command[_NEXT_WIDTH:].rstrip()]
-            else:
-                lines.append(line if is_command else wrapped(line, width))
-        return "\n".join(lines)
+        below = [line if line.startswith(_COMMAND) else wrapped(line, width) for line in self.split("\n")[num_rows:]]
+        return "\n".join([wrapped("\n".join(table), width), *below])
 
     def _repr_html_(self) -> str:
         """Return the report as a table, and its lines as text."""
@@ -271,7 +262,7 @@ def next_lines(
     best: str = "",
     resume: str = "",
 ) -> list[str]:
-    """Return commands to run next.
+    """Return commands to run next, each below a remark.
 
     Args:
         root: folder of the run.
@@ -301,8 +292,5 @@ def next_lines(
             commands[:0] = [(command, "run this first to resume the paused tasks") for command in unpause]
     if report is not None:
         commands.append((str(report), "curves, times, memory: open it in a browser"))
-    longest = max(len(command) for command, _ in commands)
-    return [
-        f"{'       ' if number else 'next   '}{command.ljust(longest)}{_REMARK}{remark}"
-        for number, (command, remark) in enumerate(commands)
-    ]
+    lines = [line for command, remark in commands for line in (f"{_COMMAND}# {remark}", f"{_COMMAND}{command}")]
+    return [f"next   {lines[0].lstrip()}", *lines[1:]]

@@ -3,8 +3,8 @@
 A record reaches up to four places: the task's state (`log_history`), the task's own callbacks (plain keys), the
 callbacks of the run and its integrations (`task/metric` keys), and `metrics.jsonl`. A line goes to the screen.
 
-`RowNotes` reports rows that are cut or left out: when a task begins, when a stream leaves out its first row, and at
-the end.
+It also reports which rows are cut or left out, as a run may train for hours on four rows of twenty-four: when a task
+begins, when a stream leaves out its first row, and at the end.
 """
 
 from __future__ import annotations
@@ -39,77 +39,6 @@ _MOST_LOSSES = 12
 _logger = logging.getLogger(__name__)
 
 
-class RowNotes:
-    """Reports which rows are cut or left out, as a run may train for hours on four rows of twenty-four.
-
-    Args:
-        say: prints a line above the progress.
-        warn: prints a line that must not be missed.
-        record: writes a record of the run.
-    """
-
-    def __init__(self, say: Callable[[str], None], warn: Callable[[str], None], record: Callable[..., None]) -> None:
-        """Report nothing yet."""
-        self._say, self._warn, self._record = say, warn, record
-        # By loader, because another task may have the same name; weakly, because tasks leave with their rows.
-        self._begun: WeakSet[Any] = WeakSet()
-        self._warned: WeakSet[Any] = WeakSet()
-
-    def begin(self, *runs: TaskRun) -> None:
-        """Record and print which rows of starting tasks were cut or left out, once per task; sums for many tasks."""
-        reports, lines = [], []
-        for run in runs:
-            if run.loader in self._begun:
-                continue
-            self._begun.add(run.loader)
-            own = {"train_dataset": run.loader.report}
-            own |= {} if run.eval_data is None else {"eval_dataset": run.eval_data.report}
-            for split, report in own.items():
-                self._write(run, split, report)
-            reports += [report for report in own.values() if report.remarks]
-            lines += [run.sharing_remark] if run.sharing_remark else []
-            if run.loader.report.remarks:
-                # A `UserWarning` has reported it when the task was made.
-                self._warned.add(run.loader)
-        remarks = [remark for report in reports for remark in report.remarks]
-        if len(reports) > _MOST_REPORTS:
-            counts = [
-                (sum(report.num_truncated for report in reports), "cut"),
-                (sum(report.num_dropped_long for report in reports), "left out as too long"),
-                (sum(report.num_without_targets for report in reports), "left out without targets"),
-            ]
-            words = [f"{count:,} {what}" for count, what in counts if count]
-            worst = max(reports, key=lambda report: 1 - report.num_kept / max(report.num_rows, 1))
-            remarks = [
-                f"rows     of {sum(report.num_rows for report in reports):,} in {len(reports)} datasets "
-                f"{', '.join(words)}; details: trainer.plan().notes, peft-mux validate",
-                f"         worst: {worst.remarks[0]}",
-            ]
-        for line in remarks + lines:
-            self._say(line)
-
-    def step(self, runs: Iterable[TaskRun]) -> None:
-        """Warn of each stream that has left out or cut its first row."""
-        for run in runs:
-            if run.loader.steps_per_epoch is None and run.loader not in self._warned and run.loader.report.remarks:
-                self._warned.add(run.loader)
-                self._write(run, "train_dataset", run.loader.report)
-                self._warn(run.loader.report.warning)
-
-    def end(self, runs: Iterable[TaskRun]) -> None:
-        """Record and print how many rows of streams were cut or left out by now."""
-        for run in runs:
-            if run.loader.steps_per_epoch is None:
-                self._write(run, "train_dataset", run.loader.report)
-                for remark in run.loader.report.remarks:
-                    self._say(remark)
-
-    def _write(self, run: TaskRun, split: str, report: DataReport) -> None:
-        numbers = asdict(report)
-        del numbers["where"]
-        self._record("data", task=run.name, split=split, **{**numbers, "data_format": str(report.data_format)})
-
-
 class RunLog:
     """Writes what happens in a run.
 
@@ -124,7 +53,6 @@ class RunLog:
         progress: the screen; silent until training begins.
         callbacks: the callbacks of each task that was started, by the name of the task.
         is_shown: whether this process is the one that prints.
-        rows: reports rows of each task that were cut or left out.
         times: seconds of the steps, of each task, and of the tasks' own code.
         removed: the lines of removed tasks in the report.
     """
@@ -144,12 +72,14 @@ class RunLog:
         self.progress: Progress = Progress(is_silent=True)
         self.callbacks: dict[str, TaskCallbacks] = {}
         self.is_shown = is_shown
-        self.rows = RowNotes(self.say, self.warn, self.event)
         self.times = RunTimes()
         self.removed: list[ReportRow] = []
         self._emit = emit
         self._counted = (time.perf_counter(), -1, 0)
         self._step_s: float | None = None
+        # By loader, because another task may have the same name; weakly, because tasks leave with their rows.
+        self._begun_rows: WeakSet[Any] = WeakSet()
+        self._warned_rows: WeakSet[Any] = WeakSet()
 
     def open(self, metrics: MetricsLog, progress: Progress) -> None:
         """Write to a file and a screen from now on."""
@@ -293,6 +223,62 @@ class RunLog:
     def event(self, event: str, **facts: Any) -> None:
         """Write a record of the run to `metrics.jsonl`."""
         self.metrics.write({"event": event, "run_step": self.state.global_step, **facts})
+
+    # ------------------------------------------------------------------ rows that are cut or left out
+
+    def begin_rows(self, *runs: TaskRun) -> None:
+        """Record and print which rows of starting tasks were cut or left out, once per task; sums for many tasks."""
+        reports, lines = [], []
+        for run in runs:
+            if run.loader in self._begun_rows:
+                continue
+            self._begun_rows.add(run.loader)
+            own = {"train_dataset": run.loader.report}
+            own |= {} if run.eval_data is None else {"eval_dataset": run.eval_data.report}
+            for split, report in own.items():
+                self._write_rows(run, split, report)
+            reports += [report for report in own.values() if report.remarks]
+            lines += [run.sharing_remark] if run.sharing_remark else []
+            if run.loader.report.remarks:
+                # A `UserWarning` has reported it when the task was made.
+                self._warned_rows.add(run.loader)
+        remarks = [remark for report in reports for remark in report.remarks]
+        if len(reports) > _MOST_REPORTS:
+            counts = [
+                (sum(report.num_truncated for report in reports), "cut"),
+                (sum(report.num_dropped_long for report in reports), "left out as too long"),
+                (sum(report.num_without_targets for report in reports), "left out without targets"),
+            ]
+            words = [f"{count:,} {what}" for count, what in counts if count]
+            worst = max(reports, key=lambda report: 1 - report.num_kept / max(report.num_rows, 1))
+            remarks = [
+                f"rows     of {sum(report.num_rows for report in reports):,} in {len(reports)} datasets "
+                f"{', '.join(words)}; details: trainer.plan().notes, peft-mux validate",
+                f"         worst: {worst.remarks[0]}",
+            ]
+        for line in remarks + lines:
+            self.say(line)
+
+    def step_rows(self, runs: Iterable[TaskRun]) -> None:
+        """Warn of each stream that has left out or cut its first row."""
+        for run in runs:
+            if run.loader.steps_per_epoch is None and run.loader not in self._warned_rows and run.loader.report.remarks:
+                self._warned_rows.add(run.loader)
+                self._write_rows(run, "train_dataset", run.loader.report)
+                self.warn(run.loader.report.warning)
+
+    def end_rows(self, runs: Iterable[TaskRun]) -> None:
+        """Record and print how many rows of streams were cut or left out by now."""
+        for run in runs:
+            if run.loader.steps_per_epoch is None:
+                self._write_rows(run, "train_dataset", run.loader.report)
+                for remark in run.loader.report.remarks:
+                    self.say(remark)
+
+    def _write_rows(self, run: TaskRun, split: str, report: DataReport) -> None:
+        numbers = asdict(report)
+        del numbers["where"]
+        self.event("data", task=run.name, split=split, **{**numbers, "data_format": str(report.data_format)})
 
 
 def _prefixed(task: str, values: Mapping[str, float]) -> dict[str, float]:

@@ -262,7 +262,7 @@ class Opening:
             for line in lines:
                 run.log.say(line)
         run.log.begin()
-        run.log.rows.begin(*run.table)
+        run.log.begin_rows(*run.table)
         # The initial status of tasks is not a change to report.
         run.table.collect()
         run.callbacks.call("on_train_begin")

@@ -159,7 +159,7 @@ class Placement:
         self._run.log.add_callbacks(run.name, callbacks)
         # Before training, `Opening` calls it for all tasks; this one comes later.
         if self._run.is_in_train:
-            self._run.log.rows.begin(run)
+            self._run.log.begin_rows(run)
             callbacks.call("on_train_begin")
 
     def make_optimizer(self, run: TaskRun) -> None:

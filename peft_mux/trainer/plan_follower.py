@@ -299,7 +299,7 @@ class PlanFollower:
         self._waited_s = self._run.processes.waited_s
         work = self._steps.next(running)
         self._compare_passes(work)
-        self._run.log.rows.step(running)
+        self._run.log.step_rows(running)
         # Begun before this step runs, so that reading and dividing the next one are hidden behind it.
         self._steps.prepare(run for run in running if run.name not in work.failures)
         return work
@@ -325,7 +325,7 @@ class PlanFollower:
         assert self._steps is not None, "a run that has running tasks follows a plan"
         self._waited_s = self._run.processes.waited_s
         works = self._steps.window(self._run.table.running, num_steps)
-        self._run.log.rows.step(self._run.table.running)
+        self._run.log.step_rows(self._run.table.running)
         for work in works:
             self._compare_passes(work)
         return works

@@ -142,7 +142,7 @@ class Reporter:
             parts.append(f"{name} computed {computed:,} of {asked:,} tokens ({share})")
         if parts:
             run.log.say(f"prefix sharing: {', '.join(parts)}")
-        run.log.rows.end(run.table)
+        run.log.end_rows(run.table)
         run.log.record_own_code()
         for one in run.records if len(run.records) > 1 else ():
             run.log.event("rank", **one._asdict())

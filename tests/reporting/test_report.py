@@ -214,9 +214,12 @@ def test_a_reason_moves_no_cursor_and_begins_no_line() -> None:
 
 def test_a_program_of_the_users_own_is_shown_how_paused_tasks_continue(tmp_path: Path) -> None:
     rows = [shown_row("a", tmp_path)._replace(status="paused")]
-    first, second, *_ = next_lines(tmp_path, rows, None)
-    assert f"next   peft-mux resume {tmp_path} a --next" in first
-    assert "trainer.train(resume_from_checkpoint=True)" in second
+    lines = next_lines(tmp_path, rows, None)
+    assert lines[0].startswith("next   # run this first")
+    assert [line.strip() for line in lines[1:4:2]] == [
+        f"peft-mux resume {tmp_path} a --next",
+        "trainer.train(resume_from_checkpoint=True)",
+    ]
 
 
 def test_lines_of_losses_say_how_fast_it_goes_and_for_how_long(
