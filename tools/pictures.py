@@ -417,7 +417,7 @@ def live_table() -> str:
 
     from peft_mux.demo import run
     from peft_mux.demo.task_rows import demo_tasks
-    from peft_mux.reporting.screen import RunTable
+    from peft_mux.reporting.table import RunTable
     from peft_mux.reporting.views import RunWatch
 
     class Photographer(TrainerCallback):

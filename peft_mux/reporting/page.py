@@ -19,7 +19,7 @@ from rich.console import Console
 
 from peft_mux.errors import ConfigError, printable
 from peft_mux.reporting.report import RunReport, status_word
-from peft_mux.reporting.screen import RunTable
+from peft_mux.reporting.table import RunTable
 from peft_mux.reporting.views import (
     RunView,
     TaskView,

@@ -22,7 +22,7 @@ _LEAST_NAME = 10
 _FIRST_TO_GO = ("of time", "tokens", "time", "eval", "best")
 """Which columns a narrow window leaves out first."""
 _COMMAND = " " * 7
-"""What stands in front of a command to run next, which is never broken."""
+"""The indent of a command to run next, which is never broken."""
 
 
 class RankRecord(NamedTuple):

@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 from rich.console import Console
 
-from peft_mux.reporting.screen import RunTable, table_text
+from peft_mux.reporting.table import RunTable, table_text
 from peft_mux.reporting.views import RunView, TaskView, time_text
 from peft_mux.scheduler.units import rate_text
 
