@@ -31,7 +31,7 @@ from benchmarks.gpu.report import Deadline, Row
 from benchmarks.gpu.roofline import Backbone
 from benchmarks.gpu.settings import Settings, free
 from benchmarks.gpu.train import MOST_PASS_TOKENS, loss_difference, loss_tolerance, train_safely
-from peft_mux.modeling.backbone.liger import has_liger, unfuse
+from peft_mux.modeling.backbone.liger import has_liger, is_fused, unfuse
 
 NUM_STEPS, NUM_WARM_UP, NUM_TRACED = 8, 2, 2
 """The first ones compile and allocate; the last ones are traced, and not timed."""
@@ -138,23 +138,10 @@ class _Recorder(TrainerCallback):
 def _measured(
     settings: Settings, backbones: Backbones, shape: Backbone, workload: Any, *, use_liger: bool | str
 ) -> dict[str, Any]:
-    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
+    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
     from peft_mux.modeling.adapters.injection import detach
 
-    tasks = [
-        Task(
-            name=own.name,
-            peft_config=own.lora_config(),
-            train_dataset=list(own.rows),
-            train_batch_size=own.batch_size,
-            learning_rate=workload.learning_rate,
-            lr_scheduler_type="constant",
-            shuffle=False,
-            max_steps=NUM_STEPS,
-            seed=own.seed,
-        )
-        for own in workload.tasks
-    ]
+    tasks = workload.to_tasks()
     free(settings.device)
     recorder, is_cuda, backbone = _Recorder(settings.device), settings.device.type == "cuda", backbones.of(shape)
     with tempfile.TemporaryDirectory() as folder, stand_ins(settings):
@@ -163,6 +150,7 @@ def _measured(
             use_cpu=not is_cuda,
             bf16=not settings.is_rehearsal,
             use_liger_kernel=use_liger,
+            lr_scheduler_type="constant",
             save_strategy="no",
             disable_tqdm=True,
             report_to="none",
@@ -176,6 +164,7 @@ def _measured(
         shortages = [event for event in events if event.get("event") == "out_of_memory"]
         statuses = sorted({trainer.table[task.name].status.value for task in tasks})
     trainer = recorder.trainer = None
+    has_fused_layers = is_fused(backbone)
     unfuse(backbone)
     detach(backbone)
     steps_s = [after - before for before, after in itertools.pairwise(recorder.at_s)]
@@ -188,6 +177,7 @@ def _measured(
         "tokens_per_s": statistics.median(n / s for n, s in zip(num_tokens[timed], steps_s[timed], strict=True)),
         "gpu_idle_share": recorder.profile.get("idle_share"),
         "profile": recorder.profile,
+        "has_fused_layers": has_fused_layers,
         "planned_passes": sum(htask.micro_batches for htask in plan.htasks),
         "planned_step_s": plan.step_s,
         "predicted_peak_bytes": max(plan.peak_bytes),

@@ -36,7 +36,7 @@ def versions(device: torch.device) -> dict[str, Any]:
     from importlib import metadata
 
     found: dict[str, Any] = {"python": platform.python_version(), "cuda": torch.version.cuda}
-    for name in ("torch", "triton", "transformers", "peft", "accelerate", "numpy"):
+    for name in ("torch", "triton", "transformers", "peft", "accelerate", "trl", "liger-kernel", "numpy"):
         with contextlib.suppress(metadata.PackageNotFoundError):
             found[name] = metadata.version(name)
     if device.type == "cuda":
@@ -58,7 +58,7 @@ def nvidia_smi(query: str) -> str:
         command = ["nvidia-smi", f"--query-gpu={query}", "--format=csv,noheader"]
         return subprocess.run(command, capture_output=True, text=True, timeout=20, check=True).stdout.strip()
     except (OSError, subprocess.SubprocessError) as error:
-        return f"not told: {type(error).__name__}"
+        return f"unknown: {type(error).__name__}"
 
 
 def _beta_cost(settings: Settings, num_tokens: int, width: int) -> dict[str, float]:

@@ -94,7 +94,7 @@ def _train(
     name: str, num_processes: int, folder: Path, shape: Backbone, *, is_rehearsal: bool, is_timed: bool, **more: Any
 ) -> dict[str, Any]:
     """Train all tasks; the run's folder then has the adapters, unless the run is timed."""
-    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
+    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
 
     num_profiled = (1 if is_rehearsal else NUM_PROFILED) if is_timed else 0
     num_steps = (3 if is_rehearsal else NUM_WARM + NUM_TIMED + num_profiled) if is_timed else CHECK_STEPS
@@ -117,19 +117,7 @@ def _train(
     settings = Settings(args.device, is_rehearsal)
     free(settings.device)
     backbone = llama(settings, shape)
-    tasks = [
-        Task(
-            name=own.name,
-            peft_config=own.lora_config(),
-            train_dataset=list(own.rows),
-            train_batch_size=own.batch_size,
-            learning_rate=workload.learning_rate,
-            max_steps=num_steps,
-            shuffle=False,
-            seed=own.seed,
-        )
-        for own in workload.tasks
-    ]
+    tasks = workload.to_tasks()
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(settings.device)
     watch = _Watch(settings.device, num_steps, num_profiled)
@@ -285,8 +273,8 @@ def _comparison(name: str, ranks: list[dict[str, Any]], folder: Path) -> dict[st
     of_one_process = _distance(_adapters(folder / "one-process" / "again"), wanted)
     limits = TOLERANCES | {"weights": max(TOLERANCES["weights"], OWN_DIFFERENCE * of_one_process)}
     is_right = statuses == ["succeeded"] and bool(wanted) and all(found[key] <= limits[key] for key in found)
-    told = {f"tolerance of {key}": value for key, value in limits.items()}
-    return {**found, **told, "adapters": len(wanted), "statuses": ", ".join(statuses), "is_right": is_right}
+    tolerances = {f"tolerance of {key}": value for key, value in limits.items()}
+    return {**found, **tolerances, "adapters": len(wanted), "statuses": ", ".join(statuses), "is_right": is_right}
 
 
 def _adapters(folder: Path) -> dict[str, dict[str, torch.Tensor]]:
@@ -349,12 +337,7 @@ def main(arguments: list[str] | None = None) -> int:
 
         report = Report(options.output or RESULTS / f"gpu-many-{name}.json", head)
         report.run([part_of(layout) for layout in names], 60 * options.minutes)
-    for skipped in report.skipped():
-        print(f"SKIPPED {skipped}", flush=True)
-    for fault in report.faults():
-        print(f"FAULT {fault}", flush=True)
-    print(f"\nwritten to {report.path}")
-    return 1 if report.faults() else 0
+    return report.print_faults()
 
 
 def _options(arguments: list[str] | None) -> argparse.Namespace:

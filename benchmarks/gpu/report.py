@@ -157,6 +157,15 @@ class Report:
                     found.append(f"{name}: {row} is wrong: {_short(value)}")
         return found
 
+    def print_faults(self) -> int:
+        """Print what was skipped and what is wrong; return the exit code of the run."""
+        for skipped in self.skipped():
+            print(f"SKIPPED {skipped}", flush=True)
+        for fault in self.faults():
+            print(f"FAULT {fault}", flush=True)
+        print(f"\nwritten to {self.path}")
+        return 1 if self.faults() else 0
+
 
 def _short(value: Any) -> str:
     if isinstance(value, dict):

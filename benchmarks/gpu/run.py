@@ -64,12 +64,7 @@ def main(arguments: list[str] | None = None) -> int:
         print("no GPU, and TRITON_INTERPRET is not 1: slices replace the Triton kernels", flush=True)
     report = Report(path, head, after_failure=lambda: recovered(settings, backbones))
     report.run(parts, 60 * options.minutes - (0 if options.rehearse else roofline.START_S))
-    for skipped in report.skipped():
-        print(f"SKIPPED {skipped}", flush=True)
-    for fault in report.faults():
-        print(f"FAULT {fault}", flush=True)
-    print(f"\nwritten to {path}")
-    return 1 if report.faults() else 0
+    return report.print_faults()
 
 
 def listed(planned: list[Planned]) -> str:

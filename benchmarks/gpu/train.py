@@ -214,7 +214,7 @@ def judged(
 
     That is: the losses of two steps are those of PEFT, and ours ran through the kernels where there are any. The second
     step is the first that an update has changed; later ones drift apart in bf16. The floor has no adapters, so that
-    only its first step is compared with that of PEFT, which comes after it.
+    only its first step is compared with PEFT's.
     """
     found: dict[str, Any] = {"mfu": None, "share_of_floor": 1.0 if not measured else None}
     peak = peak_flops(settings.device)

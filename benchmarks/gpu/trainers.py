@@ -63,41 +63,82 @@ def train_packed(settings: Settings, backbone: Any, workload: Any, pass_tokens: 
     Rows are packed, attention over them is one call, logits are computed by blocks, and on a GPU norms, rotary
     embeddings and MLPs are Liger's if it is installed.
     """
-    from peft import get_peft_model
-
     from benchmarks.training.baselines import floor
     from peft_mux.modeling.backbone import liger
 
+    def parts_of(task: Any, step: int) -> list[Any]:
+        return [_moved(part, settings) for part in floor.pack((task,), step, pass_tokens)]
+
+    def loss_of(_: Any, part: Any) -> torch.Tensor:
+        packed, bounds = part
+        return _weighted_losses(backbone, packed, bounds, input_ids=packed.input_ids).sum()
+
+    with _attention_in_one_call(backbone):
+        if settings.device.type == "cuda" and liger.has_liger():
+            liger._patch(backbone, {})
+        try:
+            return _one_after_the_other(settings, backbone, workload, parts_of, loss_of)
+        finally:
+            liger.unfuse(backbone)
+
+
+def train_hf(settings: Settings, backbone: Any, workload: Any, pass_tokens: int) -> Trained:
+    """PEFT, one task after the other, batches padded to their longest row, gradients of large ones accumulated."""
+
+    def parts_of(task: Any, step: int) -> list[Any]:
+        shares = shares_of(task.batches[step], pass_tokens)
+        return [(_padded(part, settings.device), share) for part, share in shares]
+
+    def loss_of(model: Any, part: Any) -> torch.Tensor:
+        batch, share = part
+        return model(**batch).loss * share
+
+    return _one_after_the_other(settings, backbone, workload, parts_of, loss_of)
+
+
+def _one_after_the_other(
+    settings: Settings,
+    backbone: Any,
+    workload: Any,
+    parts_of: Callable[[Any, int], list[Any]],
+    loss_of: Callable[[Any, Any], torch.Tensor],
+) -> Trained:
+    """Train each task alone with PEFT, and sum the seconds of their steps.
+
+    Args:
+        settings: device and precision.
+        backbone: the backbone; it has no adapters afterwards.
+        workload: tasks and steps.
+        parts_of: returns what the passes of a task's step read; it is not timed.
+        loss_of: returns the loss of one pass of a PEFT model, as a share of the step's.
+    """
+    from peft import get_peft_model
+
     totals = [0.0] * workload.num_steps
     losses: list[list[float]] = [[] for _ in totals]
-    with _attention_in_one_call(backbone):
-        for task in workload.tasks:
-            torch.manual_seed(task.seed)
-            model = get_peft_model(backbone, task.lora_config())
-            model.train()
-            if settings.device.type == "cuda" and liger.has_liger():
-                liger._patch(backbone, {})
-            parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-            optimizer = _adamw(parameters, workload)
-            steps = [[_moved(part, settings) for part in floor.pack((task,), step, pass_tokens)]
-                     for step in range(workload.num_steps)]  # fmt: skip
-            timer = _StepTimer(settings.device)
-            for step, parts in enumerate(steps):
-                total = torch.zeros((), device=settings.device)
-                for part, bounds in parts:
-                    with settings.precision():
-                        loss = _weighted_losses(backbone, part, bounds, input_ids=part.input_ids).sum()
-                    loss.backward()
-                    total += loss.detach()
-                losses[step].append(total.item())
-                torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-                optimizer.step()
-                optimizer.zero_grad()
-                timer.tick()
-            totals = [total + own for total, own in zip(totals, timer.steps_s, strict=True)]
-            liger.unfuse(backbone)
-            backbone = model.unload()
-            vars(backbone).pop("peft_config", None)
+    for task in workload.tasks:
+        torch.manual_seed(task.seed)
+        model = get_peft_model(backbone, task.lora_config())
+        model.train()
+        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        optimizer = _adamw(parameters, workload)
+        steps = [parts_of(task, step) for step in range(workload.num_steps)]
+        timer = _StepTimer(settings.device)
+        for step, parts in enumerate(steps):
+            total = torch.zeros((), device=settings.device)
+            for part in parts:
+                with settings.precision():
+                    loss = loss_of(model, part)
+                loss.backward()
+                total += loss.detach()
+            losses[step].append(total.item())
+            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            timer.tick()
+        totals = [total + own for total, own in zip(totals, timer.steps_s, strict=True)]
+        model.unload()
+        vars(backbone).pop("peft_config", None)
     return Trained(totals, losses)
 
 
@@ -203,26 +244,18 @@ def started_tasks(settings: Settings, model: Any, workload: Any) -> Any:
     from peft_mux.engine.tasks.optimizer import LastFiniteWeights, TaskOptimizer
     from peft_mux.engine.tasks.setup import make_task_run, resolve_tasks
     from peft_mux.engine.tasks.task_run import TaskTable
-    from peft_mux.task import Task, TaskStatus
+    from peft_mux.task import TaskStatus
 
     args = MultiTaskTrainingArguments(
         output_dir="unused", use_cpu=settings.device.type == "cpu", report_to="none", lr_scheduler_type="constant"
     )
     table = TaskTable()
-    for own in workload.tasks:
-        task = Task(
-            name=own.name,
-            peft_config=own.lora_config(),
-            train_dataset=list(own.rows),
-            train_batch_size=own.batch_size,
-            learning_rate=workload.learning_rate,
-            max_steps=workload.num_steps + 1,  # one more than is taken, so that none ends
-            seed=own.seed,
-        )
+    # One step more than is taken, so that no task ends.
+    for task in dataclasses.replace(workload, num_steps=workload.num_steps + 1).to_tasks():
         run = make_task_run(*resolve_tasks([task], args), args, None, model.backbone.config)
-        slab = model.registry.slab_of(own.name)
+        slab = model.registry.slab_of(task.name)
         slab.bind_gradients()
-        run.optimizer = TaskOptimizer(own.name, model.task_parameters(own.name), run.hyper, run.num_steps, args, slab)
+        run.optimizer = TaskOptimizer(task.name, model.task_parameters(task.name), run.hyper, run.num_steps, args, slab)
         run.last_good = LastFiniteWeights({f"page_{number}": page.values for number, page in enumerate(slab.pages)})
         run.status = TaskStatus.RUNNING
         table.runs[run.name] = run
@@ -267,41 +300,6 @@ def counted_paths() -> Iterator[Counter[str]]:
             function = getattr(owner, attribute)
             stack.enter_context(mock.patch.object(owner, attribute, counting(name, function)))
         yield calls
-
-
-def train_hf(settings: Settings, backbone: Any, workload: Any, pass_tokens: int) -> Trained:
-    """PEFT, one task after the other, batches padded to their longest row, gradients of large ones accumulated."""
-    from peft import get_peft_model
-
-    totals = [0.0] * workload.num_steps
-    losses: list[list[float]] = [[] for _ in totals]
-    for task in workload.tasks:
-        torch.manual_seed(task.seed)
-        model = get_peft_model(backbone, task.lora_config())
-        model.train()
-        parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-        optimizer = _adamw(parameters, workload)
-        steps = [
-            [(_padded(part, settings.device), share) for part, share in shares_of(rows, pass_tokens)]
-            for rows in task.batches
-        ]
-        timer = _StepTimer(settings.device)
-        for step, parts in enumerate(steps):
-            total = torch.zeros((), device=settings.device)
-            for batch, share in parts:
-                with settings.precision():
-                    loss = model(**batch).loss * share
-                loss.backward()
-                total += loss.detach()
-            losses[step].append(total.item())
-            torch.nn.utils.clip_grad_norm_(parameters, 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            timer.tick()
-        totals = [total + own for total, own in zip(totals, timer.steps_s, strict=True)]
-        backbone = model.unload()
-        vars(backbone).pop("peft_config", None)
-    return Trained(totals, losses)
 
 
 def shares_of(rows: Any, pass_tokens: int) -> list[tuple[Any, float]]:

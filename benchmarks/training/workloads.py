@@ -180,6 +180,24 @@ class Workload:
     length_source: str
     learning_rate: float = 5e-3
 
+    def to_tasks(self) -> list[Any]:
+        """Return the tasks as `MultiTaskTrainer` takes them, with rows in the given order."""
+        from peft_mux import Task
+
+        return [
+            Task(
+                name=own.name,
+                peft_config=own.lora_config(),
+                train_dataset=list(own.rows),
+                train_batch_size=own.batch_size,
+                learning_rate=self.learning_rate,
+                max_steps=self.num_steps,
+                shuffle=False,
+                seed=own.seed,
+            )
+            for own in self.tasks
+        ]
+
     @property
     def num_tokens(self) -> int:
         """Number of real tokens of all tasks and steps."""

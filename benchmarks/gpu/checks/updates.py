@@ -60,7 +60,7 @@ def adamw_rows(settings: Settings) -> Iterator[Row]:
             for part in _PARTS:
                 found[part] = greater(relative_error(own[part], wanted[part]), found[part])
         limit = UPDATE_TOLERANCES[dtype]
-        # In bf16 the error is that of rounding weights, which torch's own AdamW has in the same measure.
+        # In bf16 the error comes from rounding weights; torch's own AdamW has as much.
         limits = dict.fromkeys(_PARTS, limit) | {"values": max(limit, 1.05 * of_torch)}
         is_right = all(error <= limits[part] for part, error in found.items())
         yield f"adamw {kind}", {**found, "values_of_torch": of_torch, "tolerance": limit, "is_right": is_right}
