@@ -70,6 +70,13 @@ def test_single_task_htasks_of_a_bucket_share_their_adapters_at_every_site() -> 
     assert compute_stall_s(simulate_streams(bucket.launches, bucket.graphs)) == pytest.approx(1.5)
 
 
+def test_nothing_is_fused_across_buckets_or_with_htasks_of_several_tasks() -> None:
+    for buckets in ([[an_htask(0)], [an_htask(1)]], [[an_htask(0, tasks=2), an_htask(1)]]):
+        for bucket in fuse_adapters(buckets):
+            assert bucket.fused_sites == ()
+            assert not any(item.fused_with for graph in bucket.graphs for item in graph)
+
+
 def test_a_fusion_that_would_close_a_cycle_is_left_out() -> None:
     there = OperatorGraph("h0", ("a",), (adapter("x", (), "X"), adapter("y", ("x",), "Y")))
     back = OperatorGraph("h1", ("b",), (adapter("y", (), "Y"), adapter("x", ("y",), "X")))

@@ -13,6 +13,13 @@ from benchmarks.planner import times as planner
 from benchmarks.planner.cluster import __main__ as cluster
 
 
+def test_a_missing_trace_is_reported_with_the_way_to_get_one(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert cluster.main(["--data", str(tmp_path)]) == 2
+    assert "--data" in capsys.readouterr().out
+
+
 @pytest.mark.slow
 def test_the_quick_cluster_replay_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("simpy", reason="simpy is not installed")

@@ -18,7 +18,7 @@ from tests.generation.judge import Judge, held, prompts
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import VOCABULARY, tiny_llama
 from tests.modeling.adapters.toy_kind import ToyKind, registered
-from tests.modeling.test_architectures import LANGUAGE_MODELS, filled
+from tests.modeling.test_architectures import LANGUAGE_MODELS, VISION_LANGUAGE_MODELS, filled
 from tests.modeling.test_architectures import VOCABULARY as SMALL_VOCABULARY
 
 LENGTHS = {"a": (1, 9, 14), "b": (12, 3)}
@@ -45,9 +45,13 @@ def model() -> MultiTaskPeftModel:
     return held(tiny_llama(), loras("a", "b"))
 
 
-@pytest.mark.parametrize("architecture", LANGUAGE_MODELS)
+OF_IMAGES_AND_TEXT = {name: (make, ["q_proj"]) for name, make in VISION_LANGUAGE_MODELS.items()}
+GENERATING = {**LANGUAGE_MODELS, **OF_IMAGES_AND_TEXT}
+
+
+@pytest.mark.parametrize("architecture", GENERATING)
 def test_greedy_completions_of_a_mixed_batch_are_those_of_each_adapter_alone(architecture: str, tmp_path: Path) -> None:
-    make, targets = LANGUAGE_MODELS[architecture]
+    make, targets = GENERATING[architecture]
     backbone = filled(make).eval()
     model = held(backbone, {name: LoraConfig(r=2 + rank, target_modules=targets) for rank, name in enumerate(LENGTHS)})
     rows = {name: prompts(ord(name), lengths, SMALL_VOCABULARY) for name, lengths in LENGTHS.items()}

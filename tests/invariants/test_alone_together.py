@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
 from transformers import GPT2Config, GPT2LMHeadModel
 
@@ -223,3 +224,5 @@ def test_bf16_begins_where_fp32_begins_and_stays_finite(verdicts: Mapping[str, V
         assert run.losses[name][0] == pytest.approx(verdict.losses[0], rel=1e-2)
         assert len(run.losses[name]) == len(verdict.losses)
         assert all(math.isfinite(loss) for loss in run.losses[name])
+        weights = run.weights(name).values()
+        assert all(weight.dtype is torch.float32 and weight.isfinite().all() for weight in weights)

@@ -96,6 +96,8 @@ def test_packs_are_at_most_eleven_ninths_of_the_fewest_plus_six_ninths(drawn: tu
 
 def test_the_example_of_the_module_comes_out_as_drawn() -> None:
     assert best_fit_decreasing([7, 5, 4, 3, 1], 8) == [[0, 4], [1, 3], [2]]
+    lengths = [4, 4, 3, 3, 3, 3]  # where the rule is not the best, so that the bound above is no tautology
+    assert (fewest_packs(lengths, 10), len(best_fit_decreasing(lengths, 10))) == (2, 3)
 
 
 def test_items_go_into_rooms_that_are_there_before_packs_are_opened() -> None:

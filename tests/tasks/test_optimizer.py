@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
@@ -189,7 +190,8 @@ def test_a_joint_step_leaves_the_bits_of_single_steps(tmp_path: Path, monkeypatc
     """Weights, moments and counters after each step; the tasks differ in all that an optimizer can be told."""
     single = train(of_all_kinds(), tmp_path / "single")
     joint = Joint(monkeypatch)
-    with monkeypatch.context() as patch:
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.filterwarnings("error", message=".*lr_scheduler.step.*")  # "... before optimizer.step"
         patch.setattr(torch.optim.AdamW, "step", lambda *args: pytest.fail("a task that joins stepped by itself"))
         together = train(of_all_kinds(), tmp_path / "joint")
     assert_same_run(together, single)
