@@ -75,6 +75,7 @@ def test_tasks_pause_continue_and_leave_as_the_command_line_says(
             thread.start()
         for thread in together:
             thread.join()
+        at_once.append(main(["resume", run, "b"]))  # a run whose tasks are all paused would end
         codes.append(main(["pause", run, "a"]))
         codes.append(main(["pause", run, "a"]))  # as it is already
         capsys.readouterr()
@@ -85,7 +86,7 @@ def test_tasks_pause_continue_and_leave_as_the_command_line_says(
         codes.append(main(["pause", run, "absent"]))
 
     trainer, _ = train(tmp_path, act)
-    assert at_once == [0] * 6
+    assert at_once == [0] * 7
     assert codes == [0, 0, 0, 0, 0, 2]
     status = seen[0]
     assert status["tasks"]["a"]["status"] == "paused"
