@@ -249,12 +249,6 @@ def _process_lines(records: Sequence[RankRecord]) -> list[str]:
     return ["", f"{'rank':>4}  {'tokens':>12}  {'seconds':>9}  {'waiting':>9}  {'peak MiB':>8}  part", *rows]
 
 
-def paused_line(rows: Sequence[ReportRow]) -> str:
-    """Return a line that names the tasks with which a run has ended before their last step; "" if none is paused."""
-    names = [row.name for row in rows if row.status == "paused"]
-    return f"paused {', '.join(names)}: the run has ended, with steps left" if names else ""
-
-
 def next_lines(
     root: Path,
     rows: Sequence[ReportRow],

@@ -96,6 +96,7 @@ class LiveProgress(Progress):
     """
 
     shows_losses = True
+    watch: RunWatch
 
     def __init__(self, watch: RunWatch, console: Console | None = None) -> None:
         """Draw nothing yet."""
@@ -137,7 +138,6 @@ class LiveProgress(Progress):
 
     def _frame(self) -> RenderableType:
         """Return the next frame; first erase the rest of the last one if the window got narrower."""
-        assert self.watch is not None, "set by the constructor"
         table, width = RunTable(self.watch.view()), self.console.size.width
         if width < self._drawn_width:
             # The terminal has wrapped the lines of the last frame: these are the rows beyond one each.
@@ -160,6 +160,7 @@ class NotebookProgress(Progress):
     """
 
     shows_losses = True
+    watch: RunWatch
 
     def __init__(self, watch: RunWatch) -> None:
         """Show nothing yet."""
@@ -189,7 +190,6 @@ class NotebookProgress(Progress):
 
     def log(self, line: str) -> None:
         """Keep a line below the table; lines after the last step are shown at once."""
-        assert self.watch is not None, "set by the constructor"
         self.watch.log(line)
         if self._next_s == float("inf"):
             self._update()
@@ -205,7 +205,6 @@ class NotebookProgress(Progress):
         # Not at the top: commands that only print a table must not import transformers and PEFT.
         from peft_mux.reporting.page import run_html
 
-        assert self.watch is not None, "set by the constructor"
         html = HTML(run_html(self.watch.view(with_curves=True), most_charts=_MOST_CHARTS))
         if begins:
             self._handle = display(html, display_id=True)

@@ -18,7 +18,7 @@ from peft_mux.errors import ConfigError
 from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.reporting.page import page_html, plot_losses
 from peft_mux.reporting.recorders import PassReport, pass_lines, shared_tokens
-from peft_mux.reporting.report import RankRecord, RunReport, next_lines, paused_line, report_row
+from peft_mux.reporting.report import RankRecord, RunReport, next_lines, report_row
 from peft_mux.reporting.views import RunView, interrupted, view_of, view_of_records
 from peft_mux.scheduler.drawing import MeasuredStep
 from peft_mux.storage import keeper_of, write_file
@@ -254,10 +254,11 @@ class Reporter:
         profile = self._plans.planner.profile
         # The parts of an analytic profile are too rough to report, unless plans are made with the corrected times.
         shows_parts = (profile is not None and profile.source == "measured") or run.args.measured_times == "plan"
+        paused = [] if run.is_in_train else [row.name for row in rows if row.status == "paused"]
         notes = [
             str(self._plans.planner.correction) if shows_parts else "",
             in_turn,
-            "" if run.is_in_train else paused_line(rows),
+            f"paused {', '.join(paused)}: the run has ended, with steps left" if paused else "",
             *next_lines(run.root, rows, self._page, run.best_task, run.resume_command),
         ]
         return RunReport(rows, run.records, [note for note in notes if note], not run.is_in_train)

@@ -223,8 +223,9 @@ def test_a_training_that_ends_while_a_task_is_paused_says_so_with_a_status_and_t
     assert main(["train", str(file), "--set", "tasks.sql.max_steps=4"]) == 3
     said = capsys.readouterr().out
     assert "paused sql: the run has ended, with steps left" in said
-    (line,) = [line for line in said.splitlines() if line.startswith("next ")]
-    commands = [shlex.split(part) for part in line.removeprefix("next ").split(" # ")[0].split("&&")]
+    lines = said.splitlines()
+    line = lines[lines.index("next   # resume the run") + 1]
+    commands = [shlex.split(part) for part in line.split("&&")]
     assert [words[:2] for words in commands] == [["peft-mux", "resume"], ["peft-mux", "train"]]
     assert [main(words[1:]) for words in commands] == [0, 0]
     report = capsys.readouterr().out
