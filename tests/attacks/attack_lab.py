@@ -1,6 +1,6 @@
 """What the attacks share: the smallest backbone that trains, six tasks of which one is attacked, what must hold after.
 
-`PEFT_MUX_ATTACKS` says how many attacks a test takes of those that it could: "full" for all (`make attack`), otherwise
+`PEFT_MUX_ATTACKS` says how many of its attacks a test runs: "full" for all (`make attack`), otherwise
 as many as `make test` and CI have time for.
 """
 
@@ -111,7 +111,7 @@ def rows(seed: int, count: int = 6, length: int = LENGTH) -> list[dict[str, list
 
 
 def nano_task(name: str, seed: int = 0, **settings: Any) -> Task:
-    """Return a small task; `settings` are fields of `Task` that it shall have."""
+    """Return a small task; `settings` are fields of `Task` to set."""
     options: dict[str, Any] = {
         "peft_config": LoraConfig(r=2, target_modules=["q_proj", "v_proj"], lora_dropout=0.1),
         "train_dataset": rows(seed),
@@ -159,12 +159,12 @@ def make_trainer(
     return trainer
 
 
-# ------------------------------------------------------------------------ what came of it
+# ------------------------------------------------------------------------ what a run leaves
 
 
 @dataclass
 class Outcome:
-    """What a run came to.
+    """The outcome of a run.
 
     Attributes:
         losses: of each task by its own steps.
@@ -184,7 +184,7 @@ class Outcome:
 
 
 def outcome_of(trainer: MultiTaskTrainer, watcher: Watcher) -> Outcome:
-    """Return what a finished run came to."""
+    """Return the outcome of a finished run."""
     runs = list(trainer.table)
     return Outcome(
         losses=watcher.losses,
@@ -205,7 +205,7 @@ def train(
     resume: bool = False,
     **arguments: Any,
 ) -> Outcome:
-    """Train, acting before and after the steps that are told; return what it came to."""
+    """Train, acting before and after the given steps; return the outcome."""
     watcher = Watcher(at_begin=at_begin or {}, at_end=at_end or {})
     trainer = make_trainer(tasks, folder, watcher=watcher, **arguments)
     trainer.train(resume_from_checkpoint=resume or None)

@@ -32,7 +32,7 @@ def whole(helper: Helper, tmp_path_factory: pytest.TempPathFactory) -> Whole:
 
 @pytest.fixture(scope="module")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
-    """Return the run of two tasks that nothing befalls."""
+    """Return the run of two tasks without a fault."""
     return attacks.train(run_files.two_tasks(), tmp_path_factory.mktemp("sound"), **run_files.SAVING)
 
 

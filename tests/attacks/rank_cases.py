@@ -104,7 +104,7 @@ def die(trainer: Any) -> None:
 
 
 def stop(trainer: Any) -> None:
-    """Be stopped, and killed only long after the others have lost patience."""
+    """Be stopped, and killed only long after the time limit of the others."""
     own = os.getpid()
     subprocess.Popen(["sh", "-c", f"sleep {4 * SHORT_TIMEOUT_S}; kill -KILL {own}"])
     os.kill(own, signal.SIGSTOP)

@@ -54,7 +54,7 @@ def adapter_digests(folder: Path) -> dict[str, str]:
 
 
 def loss_log(folder: Path) -> list[tuple[Any, ...]]:
-    """Return what was logged of losses, each record once and in its place."""
+    """Return what was logged of losses, each record once and in order."""
     lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     records = [json.loads(line) for line in lines]
     return [

@@ -1,4 +1,4 @@
-"""What is put into the control folder of a run that trains: it is answered, or left lying, and ends nothing."""
+"""What is put into the control folder of a run that trains: it is answered or ignored, and the run continues."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Every file of a run folder is flipped, cut, emptied, deleted, exchanged or joined by another one.
+"""Every file of a run folder is flipped, cut, emptied, deleted, exchanged, or gets another file next to it.
 
-A resumed run then stands exactly where one of the saved states left it, with sound adapters on the disk, or is refused
+A resumed run then continues exactly from one of the saved states, with sound adapters on the disk, or is refused
 by name; adapters are loaded bit for bit as they were trained, or not at all.
 """
 
@@ -138,7 +138,7 @@ def files_of(folder: Path, share: int) -> list[Path]:
 
 
 class StopAtOnce(TrainerCallback):
-    """Ends a run before its first step: what it was resumed to is what it stands at."""
+    """Ends a run before its first step: its state is the one that was resumed."""
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         control.should_training_stop = True

@@ -1,6 +1,6 @@
-"""The disk is full, read-only or broken, for a while or for ever; or what stands in the run folder is a trap.
+"""The disk is full, read-only or broken, for a while or permanently; or the run folder contains a trap.
 
-No such thing ends the run or changes a bit of what is trained; and no task is reported as succeeded whose adapter is
+None of this ends the run or changes a bit of what is trained; and no task is reported as succeeded whose adapter is
 not on the disk.
 """
 
@@ -103,7 +103,7 @@ class Faults:
 
 
 def assert_trained_alike(run: Outcome, sound: Outcome) -> None:
-    """Assert that no bit of what was trained is another one."""
+    """Assert that every bit of the trained weights is the same."""
     assert run.losses == sound.losses
     assert run.weights == sound.weights
 
@@ -246,7 +246,7 @@ def test_an_output_of_any_kind_ends_no_run(
         assert rb"\u2192" in output.buffer.getvalue()
 
 
-# ------------------------------------------------------------------------ a folder with two owners
+# ------------------------------------------------------------------------ a folder with two runs
 
 
 @pytest.mark.slow

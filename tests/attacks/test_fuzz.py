@@ -86,14 +86,14 @@ anything = st.one_of(plain, plain, objects)
 
 @dataclass
 class Tally:
-    """Counts what came of the configurations of one test."""
+    """Counts the outcomes of the configurations of one test."""
 
     drawn: int = 0
     accepted: int = 0
     trained: int = 0
 
     def report(self, record_property: Any, kind: str) -> None:
-        """Say what came of them."""
+        """Return the counts as text."""
         print(f"{kind}: {self.drawn} drawn, {self.accepted} accepted, {self.trained} of them trained two steps")
         record_property(COUNT, self.drawn)
 

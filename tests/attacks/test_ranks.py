@@ -1,4 +1,4 @@
-"""One of several processes is killed, stopped or other than the rest, or a task fails on it alone, in every layout.
+"""One of several processes is killed, stopped or different from the rest, or a task fails on it alone, in every layout.
 
 No process waits beyond the time limit, every one ends with an error that names the culprit, and where the fault is a
 task's own, the other tasks end as if nothing had happened.

@@ -81,7 +81,7 @@ class Callers:
                 self.done.set()
 
     def assert_answered(self) -> list[Answer]:
-        """Wait for all threads; return their answers, of which the package must have given every one."""
+        """Wait for all threads; return their answers; the package must have given every one."""
         assert self.done.wait(PATIENCE_S), "a caller was never answered"
         answers = [answer for own in self.answers for answer in own]
         strange = [answer.error for answer in answers if not isinstance(answer.error, (PeftMuxError, type(None)))]
@@ -109,7 +109,7 @@ class Until(TrainerCallback):
 
 
 def host(**settings: Any) -> Any:
-    """Return a task that trains as long as it is let."""
+    """Return a task that trains until the run ends."""
     return nano_task("host", 1, max_steps=100_000, eval_dataset=rows(9, 2), eval_steps=0, **settings)
 
 

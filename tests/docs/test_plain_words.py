@@ -1,7 +1,7 @@
 """The docs and the code are in plain modern English: phrases that native readers stumble over do not come back.
 
 To add a phrase, add a line to `PHRASES` with what to write instead. In code, docstrings, comments and string literals
-are checked.
+are checked; in tests, docstrings, comments and names of tests.
 """
 
 from __future__ import annotations
@@ -74,6 +74,21 @@ FOLDERS = sorted(
     {path.parent.relative_to(ROOT / "peft_mux").parts[0] for path in (ROOT / "peft_mux").glob("*/**/*.py")}
 )
 SCRIPTS = ("benchmarks", "examples", "tools")
+TESTS = (
+    "attacks",
+    "benchmarks",
+    "docs",
+    "engine",
+    "examples",
+    "invariants",
+    "modeling",
+    "peft_methods",
+    "ptx",
+    "sweeps",
+    "tasks",
+    "tools",
+)
+"""Folders of tests whose docstrings and comments are checked."""
 
 
 def prose(path: Path) -> str:
@@ -104,10 +119,25 @@ def texts(path: Path) -> list[str]:
         for node in ast.walk(tree)
         if isinstance(node, ast.Constant) and isinstance(node.value, str) and id(node) not in parts
     ]
-    # A comment may have several lines, so all of a module are one text.
-    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
-    found.append("\n".join(token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT))
+    found.append(comments(source))
     return [re.sub(r"`[^`\n]*`", "`code`", text) for text in found if " " in text.strip()]
+
+
+def comments(source: str) -> str:
+    """Return the comments of a module as one text, as a comment may have several lines."""
+    tokens = tokenize.generate_tokens(io.StringIO(source).readline)
+    return "\n".join(token.string.lstrip("# ") for token in tokens if token.type == tokenize.COMMENT)
+
+
+def comments_and_docstrings(path: Path) -> list[str]:
+    """Return the comments and docstrings of a module, without code in backquotes and without other literals."""
+    source = path.read_text("utf-8")
+    found = [
+        node.value.value
+        for node in ast.walk(ast.parse(source))
+        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+    ]
+    return [re.sub(r"`[^`\n]*`", "`code`", text) for text in [*found, comments(source)]]
 
 
 def found_in(text: str) -> list[str]:
@@ -140,6 +170,19 @@ def test_the_texts_of_benchmarks_examples_and_tools_have_none_of_the_phrases(fol
     # A parameter's name in a docstring is no phrase.
     texts_of = {path: [re.sub(r"(?m)^ +\w+: ", "", text) for text in texts(path)] for path in paths}
     found = [f"{path.relative_to(ROOT)}: {one}" for path in paths for text in texts_of[path] for one in found_in(text)]
+    assert found == [], "\n".join(found)
+
+
+@pytest.mark.parametrize("folder", TESTS)
+def test_the_docstrings_and_comments_of_tests_have_none_of_the_phrases(folder: str) -> None:
+    paths = sorted((ROOT / "tests" / folder).rglob("*.py"))
+    assert paths
+    found = [
+        f"{path.relative_to(ROOT)}: {one}"
+        for path in paths
+        for text in comments_and_docstrings(path)
+        for one in found_in(text)
+    ]
     assert found == [], "\n".join(found)
 
 

@@ -64,7 +64,7 @@ def test_what_is_allocated_while_training_is_in_huge_pages() -> None:
 
 
 def _huge_page_bytes(is_limited: bool) -> int:
-    """Return how much of what a process allocates while it trains lies in huge pages."""
+    """Return how much of the memory that a process allocates while it trains is in huge pages."""
     code = HUGE_CHILD.replace("IS_LIMITED", str(is_limited))
     return int(run_code(code))
 

@@ -1,4 +1,4 @@
-"""A model's own code: it runs where `trust_remote_code=True` says so, and nobody is asked on standard input."""
+"""A model's own code: it runs only with `trust_remote_code=True`, and no question is asked on standard input."""
 
 from __future__ import annotations
 

@@ -29,9 +29,9 @@ from peft_mux import EarlyStopping, MultiTaskTrainer, MultiTaskTrainingArguments
 
 VOCABULARY = 97
 MEASURED = re.compile(r"time|second|peak")
-"""In the names of numbers that no two runs have alike."""
+"""Parts of the names of numbers that differ from run to run."""
 OF_CLOCKS = ("forecast", "times")
-"""Records that tell of times alone, and come when these say so."""
+"""Records that contain only times, and are written when times require it."""
 WORDS = "<unk> <eos> assistant user : the cat sat on a mat dog ran home yes no".split()
 TEMPLATE = (
     "{% for message in messages %}{% if message.role == 'assistant' %}assistant : {% generation %}{{ message.content }}"
@@ -102,7 +102,7 @@ def declining() -> Callable[[Any], dict[str, float]]:
 
 
 def mixed(**changed: Any) -> list[Task]:
-    """Return tasks that differ in all that may differ, and end at different steps unless told otherwise."""
+    """Return tasks that differ in all that may differ, and end at different steps by default."""
     held_out = {"eval_dataset": rows(90, 5, 5, 9), "eval_steps": 2}
     stops = {"compute_metrics": declining(), "early_stopping": EarlyStopping(metric="score", patience=2)}
     narrow = {"r": 8, "lora_alpha": 32, "lora_dropout": 0.2, "target_modules": ["q_proj", "v_proj"]}
@@ -183,7 +183,7 @@ def make(folder: Path, tasks: Sequence[Task], model: Any = None, tokenizer: Any 
 def train(
     folder: Path, tasks: Sequence[Task], acts: Any = None, *, resume: bool = False, **given: Any
 ) -> dict[str, Any]:
-    """Train, and return every bit of what came of it."""
+    """Train, and return every bit of the results."""
     trainer = make(folder, tasks, **given)
     callback = Acts(acts or {})
     callback.trainer = trainer
@@ -271,7 +271,7 @@ def come_and_go(folder: Path) -> dict[str, Any]:
 
 
 def poisoned(folder: Path) -> dict[str, Any]:
-    """Train beside a task whose second loss is not finite."""
+    """Train together with a task whose second loss is not finite."""
     nan = task("nan", 8, {"r": 8}, optim="sgd", learning_rate=1e30, max_grad_norm=0.0, lr_scheduler_type="constant")
     return train(folder, [nan, *mixed()])
 
@@ -311,12 +311,12 @@ LAYOUTS: dict[str, dict[str, Any]] = {
 
 
 def laid_out(folder: Path, arguments: dict[str, Any]) -> dict[str, Any]:
-    """Train over several processes those tasks whose optimizers treat every element alike, as all layouts ask for."""
+    """Train over several processes the tasks whose optimizers treat every element equally, as all layouts require."""
     return train(folder, [one for one in mixed() if one.optim != "adafactor"], **arguments)
 
 
 def resumed(folder: Path, half: Path) -> dict[str, Any]:
-    """Go on from a copy of a run that another checkout has stopped."""
+    """Resume a copy of a run that another checkout has stopped."""
     shutil.copytree(half, folder)
     return train(folder, mixed(), resume=True)
 

@@ -102,7 +102,7 @@ def _told(value: Any) -> str:
 
 
 def verdicts(before: Shown, after: Shown) -> Iterator[tuple[str, str]]:
-    """Yield each case with `EQUAL` or what is wrong; a resumed run is held against the uninterrupted one."""
+    """Yield each case with `EQUAL` or what is wrong; a resumed run is compared with the uninterrupted one."""
     for name in dict.fromkeys([*before, *after]):
         if name == RESUMED:
             yield "old checkpoint, resumed", verdict(*as_resumed(after.get(WHOLE, {}), after[name]))

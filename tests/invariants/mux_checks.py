@@ -134,7 +134,7 @@ def _check_failed(poisoned: Run, healthy: Run, failed_at: int) -> None:
     assert run.status is TaskStatus.FAILED, f"b is {run.status}"
     assert "non_finite" in run.reason
     assert run.step == failed_at
-    # After the last step the loss is told by a closing forward pass, which no step records.
+    # After the last step, a closing forward pass gives the loss, which no step records.
     told = "gradient" in run.reason or "after the last step" in run.reason
     assert told or not math.isfinite(poisoned.losses["b"][-1])
     final = poisoned.weights("b")
@@ -168,7 +168,7 @@ def check_paused_task_keeps_every_bit(folder: Path) -> None:
 
 
 def check_resumed_run_sees_the_same_rows(folder: Path) -> None:
-    """Check that a run resumed in its third epoch goes on as the uninterrupted one, to the bit."""
+    """Check that a run resumed in its third epoch continues as the uninterrupted one, to the bit."""
 
     def tasks() -> list[Task]:
         return [
@@ -249,7 +249,7 @@ def check_interrupted_save_leaves_the_old_checkpoint(folder: Path) -> None:
 
 
 def check_export_is_exactly_the_task_s(folder: Path) -> None:
-    """Check, for names that begin alike: each file holds exactly its task's tensors under PEFT's keys."""
+    """Check, for names with a common beginning: each file holds exactly its task's tensors under PEFT's keys."""
     configs = {
         "t1": LoraConfig(r=2, target_modules=["q_proj", "v_proj"]),
         "t10": LoraConfig(r=3, target_modules=["q_proj", "k_proj"]),

@@ -28,7 +28,7 @@ VOCABULARY = 97
 
 
 def fill(model: torch.nn.Module, seed: int) -> None:
-    """Draw all weights anew with NumPy, so that no library's own initialisation takes part."""
+    """Draw all weights again with NumPy, so that no library's own initialisation takes part."""
     rng = np.random.default_rng(seed)
     with torch.no_grad():
         for name, weight in sorted(model.named_parameters()):
@@ -81,7 +81,7 @@ def small_task(name: str, *, data_seed: int, rank: int = 4, length: int = 12, **
 
 @dataclass
 class Recorder(TrainerCallback):
-    """Writes down every task at every step, and acts at the steps that it is told.
+    """Records every task at every step, and acts at the given steps.
 
     Attributes:
         losses: of each task, by its own steps; exact.
@@ -168,7 +168,7 @@ def make_trainer(
     recorder: Recorder | None = None,
     **arguments: Any,
 ) -> MultiTaskTrainer:
-    """Return a quiet trainer on the CPU that writes no checkpoints unless told to."""
+    """Return a quiet trainer on the CPU that writes no checkpoints unless requested."""
     options = {
         "save_strategy": "no",
         "logging_strategy": "no",

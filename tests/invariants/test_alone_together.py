@@ -1,7 +1,7 @@
 """The central promise: training tasks together gives each what it would get alone.
 
 The judge is plain PEFT in an ordinary loop (`mux_lab.judge`): losses within 1e-5 at every step, final weights
-within 1e-4. What the judge cannot draw (dropout) is held against runs of one task.
+within 1e-4. What the judge cannot draw (dropout) is compared with runs of one task.
 """
 
 from __future__ import annotations

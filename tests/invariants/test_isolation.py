@@ -3,7 +3,7 @@
 Where shapes agree, "nothing" means no bit. Where they do not (a task leaves, so the stream is shorter), a
 matrix product may sum in another order, and "nothing" means 1e-6 relative.
 
-`golden_losses.json` holds 30 steps of `golden_run`. To write it anew after a wanted change of the arithmetic:
+`golden_losses.json` holds 30 steps of `golden_run`. To rewrite it after an intended change of the arithmetic:
 
     PEFT_MUX_REWRITE_GOLDEN=1 python -m pytest tests/invariants/test_isolation.py -k golden
 """
@@ -85,7 +85,7 @@ def test_the_co_tenants_did_change(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def healthy(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run that all poisoned runs are held against."""
+    """The run that all poisoned runs are compared with."""
     return train_for_poison(tmp_path_factory.mktemp("healthy"), Recorder())
 
 

@@ -46,7 +46,7 @@ def clip_all_tasks_together(patch: pytest.MonkeyPatch) -> None:
 
 
 def multiply_by_masks(patch: pytest.MonkeyPatch) -> None:
-    """Every adapter on every row, times 0 or 1: 0 * NaN is NaN, so one task's NaN is everybody's."""
+    """Every adapter on every row, times 0 or 1: 0 * NaN is NaN, so one task's NaN reaches all tasks."""
 
     def masked_lora(
         x_TD: torch.Tensor, slices: Sequence[LinearSlice], places: torch.Tensor, needed: Any = None

@@ -206,7 +206,7 @@ LANGUAGE_MODELS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "GPT2": (gpt2, ["c_attn"]),
     "Phi": (phi, ["q_proj", "dense"]),
     "OPT": (opt, ["q_proj", "fc1"]),
-    # On the mixtures "all-linear" adapts experts and routers as well, as PEFT has it (but for gpt-oss).
+    # On the mixtures "all-linear" adapts experts and routers as well, as PEFT does (except gpt-oss).
     "Qwen3MoE": (qwen3_moe, ["q_proj", "v_proj"]),
     "Mixtral": (mixtral, ["k_proj", "o_proj"]),
     "OLMoE": (olmoe, ["q_proj"]),

@@ -1,4 +1,4 @@
-"""Parts of long sequences: losses and gradients are those of the unsplit ones, whatever lies beside them."""
+"""Parts of long sequences: losses and gradients are those of the unsplit ones, whatever other tasks are in the pass."""
 
 from __future__ import annotations
 
@@ -218,7 +218,7 @@ def test_keys_and_values_are_freed_pass_by_pass_in_the_backward() -> None:
     model.stream.key_values.release = watch  # type: ignore[method-assign]
     Executor(model).run(work)
     bytes_of_part = 2 * 3 * 32 * 2 * 8 * 4  # keys and values, layers, tokens, key-value heads, channels, float32
-    assert held == [2 * bytes_of_part, 2 * bytes_of_part, bytes_of_part]  # the last part is kept for nobody
+    assert held == [2 * bytes_of_part, 2 * bytes_of_part, bytes_of_part]  # no later part reads the last one
     assert model.stream.key_values.num_bytes == 0
 
 
@@ -331,7 +331,7 @@ def test_gradients_are_added_up_among_processes_only_when_the_whole_chain_is_don
 
 
 def test_nan_in_one_sequence_stays_in_its_task() -> None:
-    """Also where the poisoned sequence is split and its parts lie beside others, in several passes."""
+    """Also where the poisoned sequence is split and its parts are next to others, in several passes."""
     healthy = step_work(LENGTHS, is_split=True)
     clean = run(mux_model(), healthy)
     model = mux_model()

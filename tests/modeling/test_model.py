@@ -58,7 +58,7 @@ def backbone(kind: str = "llama") -> Any:
 
 
 def lora(rank: int = 4, targets: Any = "all-linear", **options: Any) -> LoraConfig:
-    """Return an adapter on all linear layers, unless told otherwise."""
+    """Return an adapter on all linear layers by default."""
     return LoraConfig(r=rank, target_modules=targets, **options)
 
 

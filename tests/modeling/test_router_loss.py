@@ -30,7 +30,7 @@ COEFFICIENT = 0.7
 
 
 def adapted(backbone: Any) -> MultiTaskPeftModel:
-    """Return a model of two tasks whose adapters are not zero, of which the first balances routers."""
+    """Return a model of two tasks whose adapters are not zero; the first balances routers."""
     config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"])
     model = MultiTaskPeftModel(backbone, {"a": config, "b": config}, verify=False).train()
     generator = torch.Generator().manual_seed(1)

@@ -1,4 +1,4 @@
-"""Shared = unshared: what sequences begin with alike is computed once, and no loss and no gradient tells."""
+"""Shared = unshared: common prefixes are computed once, and no loss and no gradient changes."""
 
 from __future__ import annotations
 

@@ -17,7 +17,7 @@ from tests.modeling.test_model import PROMPT, backbone, batch_of, lora
 
 
 def facts(model: Any) -> dict[str, Any]:
-    """Return what of a backbone must be as it was, but for the numbers."""
+    """Return everything in a backbone that must be unchanged, except the numbers."""
     return {
         "modules": [(name, type(module), "forward" in module.__dict__) for name, module in model.named_modules()],
         "gradients": {name: parameter.requires_grad for name, parameter in model.named_parameters()},

@@ -1,4 +1,4 @@
-"""Captured passes held against eager ones, through the kernels in Triton's interpreter; prints what was found as JSON.
+"""Captured passes compared with eager ones, through the kernels in Triton's interpreter; prints what was found as JSON.
 
 A stand-in takes the place of CUDA graphs: it notes which operations the captured call made, with the shapes and numbers
 that they were handed, and replays by making the call again, which must make the same ones over the same memory.
@@ -266,7 +266,7 @@ def difference(one: torch.Tensor, other: torch.Tensor) -> float:
 
 @contextmanager
 def heard() -> Iterator[list[str]]:
-    """Collect what is said of eager passes."""
+    """Collect the messages about eager passes."""
     said: list[str] = []
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -320,7 +320,7 @@ def draws() -> dict[str, Any]:
 
 
 def company() -> dict[str, Any]:
-    """Tasks come and go, gradients are bound anew."""
+    """Tasks come and go; gradients are bound again."""
     pair = Pair("a", "b")
     small = {"a": (5, 4), "b": (3,)}
     found: dict[str, Any] = {}
@@ -366,7 +366,7 @@ def bounded() -> dict[str, Any]:
 
 
 def poison() -> dict[str, Any]:
-    """One task's weights are NaN: its own loss tells, and no bit of the others'."""
+    """One task's weights are NaN: only its own loss shows it."""
     found: dict[str, Any] = {}
     results = []
     for value in (None, float("nan"), float("inf")):
@@ -454,7 +454,8 @@ def in_bf16() -> dict[str, Any]:
 
 
 def eagerly() -> dict[str, Any]:
-    """What is found out in a pass: it runs eagerly then, right and not tried again, and the reason is said once."""
+    """A capture that fails: the pass runs eagerly, with correct results, is not tried again, and logs the reason
+    once."""
     found: dict[str, Any] = {}
 
     def look(name: str, pair: Pair) -> None:
@@ -496,7 +497,7 @@ CASES = [
 def main(names: list[str]) -> None:
     torch.set_num_threads(1)
     keep_patches()
-    # Only where a case listens may a pass run eagerly: it would be right, and prove nothing.
+    # A pass may run eagerly only in cases that expect it: its results would be correct but prove nothing.
     warnings.filterwarnings("error", message="passes run eagerly")
     cuda_graphs.TOKEN_STEP = 32  # the interpreter takes its time for every row
     lora_pass.runs_kernels = lambda device: True

@@ -1,4 +1,5 @@
-"""Passes that are captured and replayed: as eager ones in every respect, and eager with a reason where they cannot be.
+"""Passes that are captured and replayed: equal to eager ones in every respect, and eager with a reason if capture is
+impossible.
 
 What needs kernels is computed by `cases.py` in a process of its own, through Triton's interpreter.
 """

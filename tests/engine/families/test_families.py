@@ -26,7 +26,7 @@ PARTS = tuple(SLOW[start : start + 8] for start in range(0, len(SLOW), 8))
 
 
 def check_as_alone(seen: cases.Seen, expected: cases.Seen) -> None:
-    """Hold what a layout showed against one process."""
+    """Compare the results of a layout with one process."""
     for task, losses in expected.losses.items():
         assert seen.losses[task] == pytest.approx(losses, rel=1e-5), task
         assert seen.weights[task].keys() == expected.weights[task].keys()
@@ -58,7 +58,7 @@ def of_four(home: Path) -> dict[str, Any]:
 
 
 def check_in_two_processes(kind: str, together: tuple[str, ...], home: Path) -> None:
-    """Hold stages, shards and a sharded backbone against one process."""
+    """Compare stages, shards and a sharded backbone with one process."""
     expected, seen = cases.train_alone(kind, home), shown(together, home)[kind]
     for layout in ("pp", "tp", "fsdp"):
         check_as_alone(seen[layout], expected)

@@ -1,4 +1,4 @@
-"""Families whose last layer computes the rows that are read alone: stages and shards train as one process does."""
+"""Families whose last layer computes only the rows that the loss reads: stages and shards train as one process does."""
 
 from __future__ import annotations
 
@@ -36,7 +36,8 @@ PARTS = tuple(SLOW[start : start + 8] for start in range(0, len(SLOW), 8))
 
 
 class Shown(NamedTuple):
-    """What a process showed: its training, and whether its last layer computed some rows alone; `None` without one."""
+    """What a process showed: its training, and whether its last layer computed only some rows; `None` without a last
+    layer."""
 
     seen: cases.Seen
     was_narrow: bool | None
@@ -105,7 +106,7 @@ def conform(rank: int, kinds: Sequence[str], folder: Path) -> dict[str, dict[str
 
 
 def check(kinds: Sequence[str], home: Path) -> None:
-    """Hold families in two processes against one whose last layer computes all rows."""
+    """Compare families in two processes with one process whose last layer computes all rows."""
     parts = parallel_cases.values(parallel_cases.launch(2, conform, kinds, home, limit_s=600))
     failed: dict[str, Any] = {}
     for kind in kinds:

@@ -1,4 +1,4 @@
-"""Real processes that share one frozen backbone (FSDP2), and the same tasks in one process to hold them against."""
+"""Real processes that share one frozen backbone (FSDP2), and the same tasks in one process as a reference."""
 
 from __future__ import annotations
 

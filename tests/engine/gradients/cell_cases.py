@@ -76,7 +76,7 @@ class Drawn:
         place = self.layout.place(rank)
         if self.kinds[name] != "partial":
             return held.take(whole).clone()
-        # Shard i adds i + 1 times something; the first one adds what is left of the whole.
+        # Shard i adds i + 1 times something; the first one adds the rest of the whole.
         tp = self.layout.replicas[place.replica].tp
         noise = torch.ones_like(whole) * 3
         return whole - noise * sum(range(2, tp + 1)) if place.tp_rank == 0 else noise * (place.tp_rank + 1)
@@ -107,7 +107,7 @@ def page_of(pieces: dict[str, Piece]) -> HeldPage:
 
 
 def holdings_of(pieces: list[dict[str, Piece]]) -> list[Holding]:
-    """Return what processes tell that have all in one page."""
+    """Return the reports of processes that have everything in one page."""
     return [(page_of(own),) if own else () for own in pieces]
 
 

@@ -26,7 +26,7 @@ LAYOUT = ParallelLayout.of(4, pp=2)
 
 
 class RecordingSync(GradientSync):
-    """Writes down what an executor tells it.
+    """Records the calls of an executor.
 
     Attributes:
         events: in order: "begin", "passed" with the micro-batch, "finish", and actions where the executor's are noted.
@@ -79,7 +79,7 @@ def work_of_replica(step: int, replica: int, tasks: Sequence[str] = tuple(stage_
 
 
 def as_stage_of_replica(rank: int, cases: Sequence[str]) -> dict[str, Any]:
-    """Run a step of each case as one stage of one of two replicas; return what came of it and when sums began."""
+    """Run a step of each case as one stage of one of two replicas; return the results and when sums began."""
     dist.init_process_group("gloo")
     processes = RecordingProcesses(int(os.environ["RANK"]), LAYOUT.world_size, timeout_s=60.0)
     processes.connect()

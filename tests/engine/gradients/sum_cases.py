@@ -119,7 +119,7 @@ def fill_gradients(model: MultiTaskPeftModel, layout: ParallelLayout, rank: int,
 
 @contextmanager
 def meeting(timeout_s: float = 30.0) -> Iterator[Processes]:
-    """Meet the other processes."""
+    """Connect to the other processes."""
     processes = connected(timeout_s)
     with processes.together():
         yield processes
@@ -192,7 +192,7 @@ def bytes_per_step(sync: GradientSync) -> int:
 
 
 def train_over(rank: int, text: str, folder: Path) -> bytes:
-    """Take a step, gather all tasks, go on from that in other objects, and take a poisoned step at last.
+    """Take a step, gather all tasks, continue from them in other objects, and take a poisoned step at the end.
 
     Returns:
         What was seen, pickled: tensors would be handed on in memory that ends with this process.
@@ -234,7 +234,7 @@ def _step_and_gather(
 def _resumed(
     processes: Processes, layout: ParallelLayout, states: dict[str, TaskState] | None, folder: Path
 ) -> dict[str, TaskState] | None:
-    """Return the states gathered anew after all processes have taken their parts of them."""
+    """Return the states gathered again after all processes have taken their parts of them."""
     whole = processes.gather(states)[0]
     model = part_of(layout, processes.rank)
     again = {}
@@ -267,7 +267,7 @@ def unequal(rank: int) -> str:
     layout = ParallelLayout.parse("<1,2>")
     with meeting() as processes:
         model = MultiTaskPeftModel(lab.tiny_llama(), {"a": LoraConfig(r=4, target_modules="all-linear")}, verify=False)
-        if rank == 1:  # a parameter is cut, and the rest of it lies nowhere
+        if rank == 1:  # a parameter is cut, and no process has the rest of it
             key = next(iter(model.task_parameters("a")))
             whole = model.task_parameters("a")[key]
             model.registry.pieces["a", key] = Piece((len(whole) + 2, whole.shape[1]), 0, ((0, len(whole)),))

@@ -1,4 +1,4 @@
-"""Sums, norms and whole states over layouts of real processes, held against what one process would have."""
+"""Sums, norms and whole states over layouts of real processes, compared with those of one process."""
 
 from __future__ import annotations
 
@@ -184,7 +184,7 @@ def test_parts_that_are_no_whole_are_an_error_on_every_process() -> None:
 
 
 def test_bytes_of_two_shards_are_the_partial_sums() -> None:
-    """A of column-parallel and B of row-parallel layers, r * D * 4 bytes each; the rest lies in one shard alone."""
+    """A of column-parallel and B of row-parallel layers, r * D * 4 bytes each; only one shard has the rest."""
     layout, model = ParallelLayout.parse("<2,1>"), cases.part_of(ParallelLayout.parse("<2,1>"), 0)
 
     class Both(Processes):

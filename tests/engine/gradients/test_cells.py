@@ -1,4 +1,4 @@
-"""Cells, sums and whole states over random layouts, all processes played in one."""
+"""Cells, sums and whole states over random layouts, all processes simulated in one."""
 
 from __future__ import annotations
 

@@ -75,7 +75,7 @@ SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("mux", 1), ("mux", 3), ("interleaved_1f
 
 
 def watched_pipeline(schedule: Any, num_chunks: int) -> tuple[PipelineExecutor, list[tuple[str, Any]]]:
-    """Return a pipeline of one process, and what its sync is told, with the actions between."""
+    """Return a pipeline of one process, and the calls of its sync, with the actions between."""
     layout = StageLayout.of(stage_cases.NUM_LAYERS, 1, num_chunks=num_chunks)
     stage = StageModel(stage_cases.mux_model(stage_cases.Case("llama")), layout, 0)
     template = build_template(stage_cases.loads_of(1, (1000, 700)), schedule, num_chunks=num_chunks)

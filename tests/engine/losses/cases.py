@@ -26,7 +26,7 @@ class Trained:
 
     Attributes:
         laid_out: losses, norms and adapters.
-        logs: what was logged of each task at each step beside the loss; of evaluations too.
+        logs: what was logged of each task at each step in addition to the loss, evaluations included.
     """
 
     laid_out: LaidOut

@@ -1,4 +1,4 @@
-"""Pipelines of real processes, and the same tasks in one process to hold them against.
+"""Pipelines of real processes, and the same tasks in one process as a reference.
 
 `run_launches` starts the processes of each launch. Each of them is one stage, runs the items of the launch, and leaves
 what it saw in the launch's folder.
@@ -223,7 +223,7 @@ class Seen:
 
 
 class Alone:
-    """All in one process: what a pipeline is held against."""
+    """All in one process: the reference for pipelines."""
 
     def __init__(self, model: MultiTaskPeftModel, *, bf16: bool = False) -> None:
         self.model, self._executor = model, Executor(model, bf16=bf16)
@@ -476,7 +476,7 @@ def memory(name: str, processes: Processes, folder: Path) -> None:
 
 
 def resume(name: str, processes: Processes, folder: Path) -> None:
-    """Go on for one step from the states that lie in the folder, whatever layout wrote them."""
+    """Continue for one step from the states in the folder, whatever layout wrote them."""
     executor, optimizers = make_stage(CASES[name], processes, folder)
     model = executor.model
     for task in model.tasks:

@@ -143,7 +143,7 @@ def test_tasks_without_adapters_in_a_stage_or_below_it_need_no_gradient_from_it(
 
 
 class Noted(Channel):
-    """A channel that lies in this process, and notes the rows of each message and what was expected."""
+    """A channel within this process that records the rows of each message and what was expected."""
 
     def __init__(self) -> None:
         super().__init__(0, None, Processes(), "noted")

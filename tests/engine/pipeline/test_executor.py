@@ -89,7 +89,7 @@ def trained(request: pytest.FixtureRequest, home: Path) -> Iterator[dict[Any, Pa
 
 
 def check_as_alone(folder: Path, name: str, world: int, home: Path) -> None:
-    """Hold a case of a pipeline against one process."""
+    """Compare a case of a pipeline with one process."""
     case = cases.CASES[name]
     seen, states = alone(case.shape, case.poison, case.bf16, home)
     facts = [read(folder, f"{name}-{rank}") for rank in range(world)]
@@ -231,7 +231,7 @@ def test_when_a_stage_dies_all_others_say_so_at_once(trained: dict[Any, Path]) -
 def test_when_a_stage_hangs_the_other_one_says_so_within_the_time_limit(trained: dict[Any, Path]) -> None:
     fact = read(trained["hangs"], "hangs-0")
     assert "no word from rank 1" in fact["error"]
-    assert HANG_LIMIT_S * 0.9 < fact["seconds"] < 2 * HANG_LIMIT_S + 3.0  # it waits, and then asks for last words
+    assert HANG_LIMIT_S * 0.9 < fact["seconds"] < 2 * HANG_LIMIT_S + 3.0  # it waits, and then asks for the error
 
 
 # ---------------------------------------------------------------- one process

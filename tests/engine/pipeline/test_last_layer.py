@@ -1,4 +1,4 @@
-"""The last layer at the rows that are read, where it lies in a stage of a pipeline."""
+"""The last layer at the rows that are read, in a stage of a pipeline."""
 
 from __future__ import annotations
 

@@ -52,7 +52,8 @@ def test_steps_in_a_window_have_the_bits_of_steps_that_are_flushed(
 
 
 def check_failure_of_one_stage(folder: Path, name: str, world: int) -> None:
-    """Assert that no stage steps a task again whose update has failed on the last one, and that nobody else notices."""
+    """Assert that no stage steps a task again whose update has failed on the last one, and that no other task is
+    affected."""
     for rank in range(world):
         flushed, odd = facts(folder, name, rank), facts(folder, f"window-{name}+odd", rank)
         is_last = rank == world - 1

@@ -39,7 +39,7 @@ class Shown:
 
 
 class Script(TrainerCallback):
-    """Lets tasks come and go when losses are logged, and stops the run; hears no single steps."""
+    """Lets tasks come and go when losses are logged, and stops the run; gets no events of single steps."""
 
     trainer: Any = None
 
@@ -85,7 +85,7 @@ def run_all(rank: int, folder: Path, num_stages: int, flushes: list[str]) -> dic
 
 
 def run(folder: Path, num_stages: int, flush: str) -> list[Shown]:
-    """Train until the script stops the run, and go on in another trainer from what was saved."""
+    """Train until the script stops the run, and continue in another trainer from what was saved."""
     own = folder / f"{num_stages}-{flush}"
     before, after = first_tasks(), [*(task for task in first_tasks() if task.name != "goes"), late()]
     return [_train(own, before, num_stages, flush), _train(own, after, num_stages, flush, resume=True)]

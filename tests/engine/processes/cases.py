@@ -289,7 +289,7 @@ def train_with_comings_and_goings(rank: int, folder: Path) -> Part:
 
 
 def resume_five(rank: int, folder: Path) -> Part:
-    """Go on with the run of a folder."""
+    """Resume the run of a folder."""
     return run(folder, five_tasks(), resume=True, save_strategy="steps", save_steps=2)
 
 
@@ -396,7 +396,7 @@ class SpoiltStream:
 
 
 def with_spoilt_streams(rank: int, folder: Path, faults: Sequence[str]) -> Part:
-    """Train five tasks beside others whose streams go wrong on rank 1."""
+    """Train five tasks together with others whose streams go wrong on rank 1."""
     spoilt = [
         Task(
             name=fault,

@@ -46,7 +46,7 @@ def killed(rank: int, folder: Path, model: str, arguments: dict[str, Any], kill:
 
 
 def go_on(rank: int, folder: Path, model: str, arguments: dict[str, Any], is_saved: bool) -> LaidOut:
-    """Go on with the run of a folder; begin anew where nothing was saved."""
+    """Resume the run of a folder; start from the beginning if nothing was saved."""
     return cases.train(folder, model, cases.tasks_of("llama"), resume=is_saved, save_steps=2, **arguments)
 
 

@@ -1,4 +1,4 @@
-"""`CommandQueue` alone: one queue, one owner, and an answer to each caller."""
+"""`CommandQueue` alone: one queue, one reader, and an answer to each caller."""
 
 from __future__ import annotations
 

@@ -293,7 +293,7 @@ def test_two_processes_train_to_the_result_of_one_and_send_the_adapters_once_a_s
 
 
 class Listening(Processes):
-    """Two processes of which one hears what is added up."""
+    """Two processes, one of which records what is added up."""
 
     def __init__(self) -> None:
         super().__init__(0, 2)

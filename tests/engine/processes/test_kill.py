@@ -1,4 +1,4 @@
-"""A process that is killed at a moment of chance: the others end with an error, and any layout goes on from there.
+"""A process that is killed at a random moment: the others end with an error, and any layout resumes from there.
 
 The three short cases run always, the loop of twenty with `-m slow`.
 """
@@ -80,7 +80,7 @@ def assert_ended_cleanly(outcomes: list[Outcome], killed: int) -> None:
 
 
 def assert_whole_files(folder: Path) -> int:
-    """Assert that whatever is not visibly unfinished is whole; return the step to resume from, 0 for none."""
+    """Assert that everything not marked as unfinished is complete; return the step to resume from, 0 for none."""
     finished = [path for path in folder.rglob("*") if not any(part.startswith(".tmp-") for part in path.parts)]
     for path in finished:
         if path.name == "manifest.json":
@@ -107,7 +107,7 @@ def assert_goes_on(part: LaidOut, whole: LaidOut, step: int) -> None:
 
 
 def assert_survives(kill: Kill, before: Layout, after: Layout, backbone: str, whole: LaidOut, folder: Path) -> None:
-    """Kill a process of a run, and go on with another layout."""
+    """Kill a process of a run, and resume with another layout."""
     outcomes = launch(before.world_size, cases.killed, folder, backbone, before.arguments, kill, limit_s=LIMIT_S)
     assert_ended_cleanly(outcomes, kill.rank)
     step = assert_whole_files(folder)

@@ -163,7 +163,7 @@ def bits_of(out: Path) -> dict[str, bytes]:
 
 @pytest.fixture(scope="module")
 def unharmed(folder: Path) -> dict[str, bytes]:
-    """The adapters of a run that nobody kills."""
+    """The adapters of a run that is not killed."""
     out = folder / "unharmed"
     (agent,) = launch(folder, out, num_nodes=1)
     printed, _ = agent.communicate(timeout=200)

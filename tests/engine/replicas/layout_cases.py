@@ -192,7 +192,7 @@ def train_and_stop(rank: int, folder: Path, model: str, arguments: dict[str, Any
 
 
 def go_on(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> LaidOut:
-    """Go on with the run of a folder."""
+    """Resume the run of a folder."""
     return train(folder, model, tasks_of("llama"), resume=True, **arguments)
 
 
@@ -212,7 +212,7 @@ def train_and_move(rank: int, folder: Path, model: str, arguments: dict[str, Any
 
 
 def move_on_one(rank: int, folder: Path, model: str) -> LaidOut:
-    """Train; rank 1 alone is told to move."""
+    """Train; only rank 1 gets the command to move."""
     acts = {2: lambda trainer: trainer.redeploy("<1,2>")} if rank == 1 else {}
     return train(folder, model, tasks_of("llama"), watcher=Watcher(at_end=acts))
 

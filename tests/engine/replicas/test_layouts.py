@@ -30,7 +30,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 class Alone(dict[str, LaidOut]):
-    """What one process makes of each kind, trained when somebody asks for it."""
+    """What one process makes of each kind, trained on first use."""
 
     def __init__(self, folders: dict[str, str], root: Path) -> None:
         super().__init__()
@@ -112,7 +112,7 @@ def test_five_unequal_tasks_train_to_the_result_of_one_process(
     parts = values(launch(world_size, cases.train_five, tmp_path, folders[kind], kind, arguments, limit_s=120))
     assert_alike(parts)
     assert_as_one(parts[0], alone[kind])
-    if "replicas" in arguments:  # what dividing the rows has cost is told
+    if "replicas" in arguments:  # the cost of dividing the rows is reported
         (dispatch,) = run_records(tmp_path, "dispatch")
         assert dispatch["num_steps"] == parts[0].step
         assert 0 <= dispatch["hidden_share"] <= 1

@@ -1,4 +1,4 @@
-"""Rows that begin alike, in any layout of processes: the result of one process that shares nothing."""
+"""Rows with a common prefix, in any layout of processes: the result of one process that shares nothing."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ LENGTHS = {"a": (24, 8), "b": (0, 12), "c": (30, 5)}
 
 
 def few_shot_tasks() -> list[Task]:
-    """Return tasks whose rows begin alike, and one whose rows do not."""
+    """Return tasks whose rows share a prefix, and one whose rows do not."""
     rng = np.random.default_rng(4)
     tasks = []
     for name, (prefix, own) in LENGTHS.items():

@@ -79,7 +79,8 @@ def test_rows_follow_the_rate_of_a_replica_among_others_of_its_configuration() -
         divided = shares.divide(batches)
         shares.prepare(dispatch_cases.batches_of({"short": tuple(range(20, 120))}, step + 1))
         tokens.append([sum(len(batches[0].sequences[row]) for row in share[0]) for share in divided])
-        # Processes 0 and 1 are replicas of their own, 2 and 3 make one up, 4 is the last: as fast as said, but for one.
+        # Processes 0 and 1 are replicas of their own, 2 and 3 make one up, 4 is the last: at the stated speed, except
+        # one.
         busy = [shares.expected_s[replica] for replica in (0, 1, 2, 2, 3)]
         shares.observe([3 * busy[0], *busy[1:]])
     shares.close()

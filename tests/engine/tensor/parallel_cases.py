@@ -1,4 +1,4 @@
-"""Shards of real processes, and the same tasks in one process to hold them against."""
+"""Shards of real processes, and the same tasks in one process as a reference."""
 
 from __future__ import annotations
 
@@ -210,7 +210,7 @@ class Shown:
     Attributes:
         seen: losses and norms of each task by step.
         weights: final ones, whole.
-        frozen_bytes: of the weights that lie in this process.
+        frozen_bytes: of the weights in this process.
     """
 
     seen: stage_cases.Seen
@@ -340,7 +340,8 @@ def _logits(shape: str, links: TensorLinks) -> float:
 
 
 def _late_task(links: TensorLinks) -> dict[str, float]:
-    """Return how a pass differs from one process's after a task has come that adapts layers which nobody did."""
+    """Return how a pass differs from one process's after a task arrives that adapts layers which no other task
+    adapts."""
     case = ShardCase("llama")
     configs = {"b": LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="gaussian")}
     whole, model = mux_model(case, configs), mux_model(case, configs)

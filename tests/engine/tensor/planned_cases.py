@@ -46,7 +46,7 @@ class PlanWatcher(layout_cases.Watcher):
 
 
 def stored_profile(path: Path, overlap: Overlap | None) -> str:
-    """Write a profile that passes as measured, of a link on which nothing waits but for slower ranks."""
+    """Write a profile that passes as measured, of a link on which ranks wait only for slower ranks."""
     backbone = layout_cases.backbone("llama")
     shape = model_shape(backbone, backbone.config, dtype=backbone.dtype, activation_dtype=backbone.dtype)
     profile = analytic_profile(DEVICES["cpu"], shape, 2, link=Link(1e-7, 1e12))

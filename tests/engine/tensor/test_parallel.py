@@ -1,4 +1,4 @@
-"""Tensor parallelism: shards in real processes give what one process gives, and say no more than they have to."""
+"""Tensor parallelism: shards in real processes give what one process gives, and send no more than necessary."""
 
 from __future__ import annotations
 
@@ -42,8 +42,8 @@ def bytes_per_pass(
 ) -> int:
     """Return `TensorLinks.num_bytes` of one forward and backward pass: no weight is among it.
 
-    Each layer sums `[T, D]` twice in the forward pass and twice in the backward pass, but for what flows into the
-    first layer, which nothing wants. Where activations are recomputed, the sum of attention's output is made again;
+    Each layer sums `[T, D]` twice in the forward pass and twice in the backward pass, except the gradient of the first
+    layer's input, which is not needed. Where activations are recomputed, the sum of attention's output is made again;
     that of the MLP is not, as nothing needs it there. The head sums three numbers a rank for each target, in fp32,
     and the gradient of the `[M, D]` hidden states of the targets.
 
@@ -89,7 +89,7 @@ def forget() -> Iterator[None]:
 
 
 def check_as_alone(shown: list[cases.Shown], weights: dict[str, dict[str, np.ndarray]], expected: cases.Shown) -> None:
-    """Hold what processes saw against one process."""
+    """Compare the results of processes with one process."""
     assert len({str(one.seen) for one in shown}) == 1, "losses, norms and verdicts are the same bits on all"
     seen = shown[0].seen
     assert seen.failures == expected.seen.failures
@@ -212,7 +212,7 @@ def test_a_shard_that_fails_in_a_pass_ends_the_waiting_of_the_others() -> None:
 
 
 class Mute:
-    """Links of a shard that speaks with nobody."""
+    """Links of a shard that sends nothing."""
 
     def __init__(self, index: int = 0, size: int = 2) -> None:
         self.index, self.size = index, size

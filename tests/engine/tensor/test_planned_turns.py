@@ -58,7 +58,7 @@ def test_five_tasks_in_planned_turns_train_to_the_result_of_one_process(
     assert_alike([part.laid for part in parts])
     assert_as_one(parts[0].laid, alone)
     widths = {plan.passes_in_turns for plan in parts[0].plans}
-    # Tasks end one after another, until there is nobody left to take turns with.
+    # Tasks end one after another, until only one task is left.
     assert max(widths) >= width if arguments["interleaved_passes"] == "auto" else widths == {width}
     assert all(part.plans == parts[0].plans for part in parts)
     # On stages an action has as many passes as its bucket has hTasks, here often one.

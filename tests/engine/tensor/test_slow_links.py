@@ -40,7 +40,7 @@ def test_two_ranks_on_slow_links_end_in_the_turns_of_the_right_profile(tmp_path:
         assert part.plans == found[0].plans
         assert part.factors.communication == pytest.approx(FACTOR, rel=0.25)
         assert part.factors.tokens == pytest.approx(1.0, rel=0.1)
-        # Of a pass by itself waiting for sums is told apart, of passes in turns it is not.
+        # Waiting for sums is separated for a pass by itself, not for passes in turns.
         assert part.waited == {(1, True), (expected[0], False)}
     # Another plan in the midst of a run, and no other result.
     alone = train(cases.tasks(), tmp_path / "alone", model=backbone("llama"), **cases.OPTIONS)

@@ -261,7 +261,7 @@ def test_a_real_pass_has_the_subgraphs_that_are_planned_for_it(recomputes: bool)
     batches = cases.micro_batches(tasks=["a", "c"])[:2]
     interleaving = Interleaving(model, links, width=2)
     interleaving.run(cases.alone(batches), lambda index: cases.one_pass(model, batches[index]))
-    # Links lie in the layers alone, as if the head were another stage's.
+    # Only the layers have links, as if the head were another stage's.
     planned = pass_times(cases.drawn_parts(random.Random(0)), Stretch(2, is_last=False, recomputes=recomputes))
     assert max(span.depth for span in interleaving.spans) == len(planned) - 1
 

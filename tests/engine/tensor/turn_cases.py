@@ -1,4 +1,5 @@
-"""Models whose layers speak through links, for the tests of turns: alone with links that only log, or as shards."""
+"""Models whose layers communicate through links, for the tests of turns: alone with links that only log, or as
+shards."""
 
 from __future__ import annotations
 
@@ -44,7 +45,7 @@ class LoggingLinks:
 
     Attributes:
         log: shape of each sum, in the order in which they began.
-        most_in_flight: sums that were under way at once.
+        most_in_flight: sums that were in flight at once.
     """
 
     index, size = 0, 1
@@ -90,7 +91,7 @@ def whole_model(*, recomputes: bool = False, adapts_head: bool = True) -> MultiT
 
 
 def linked_model(links: Any, *, recomputes: bool = False) -> MultiTaskPeftModel:
-    """Return a model that speaks at the places where shards of it would."""
+    """Return a model that communicates at the places where shards of it would."""
     model = whole_model(recomputes=recomputes)
     link(model, links)
     return model

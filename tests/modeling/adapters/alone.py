@@ -1,4 +1,4 @@
-"""Runs of several tasks beside plain PEFT's run of each of them alone, for what tasks train beside plain LoRA."""
+"""Runs of several tasks, and plain PEFT's run of each alone, for what tasks train in addition to plain LoRA."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ class Together:
 
         Args:
             name: name of the task.
-            but: ends of names whose gradients are zero but for rounding, which Adam turns into steps of their own.
+            but: ends of names whose gradients are zero except for rounding, which Adam turns into steps of their own.
         """
         side = self.side(name)
         lab.assert_close(self.run.losses[name], side.losses, 1e-5, name)

@@ -1,4 +1,4 @@
-"""What tasks train beside plain LoRA (rows, biases, copies, steps of rows): each task as plain PEFT alone."""
+"""What tasks train in addition to plain LoRA (rows, biases, copies, steps of rows): as plain PEFT alone."""
 
 from __future__ import annotations
 
@@ -20,13 +20,13 @@ from tests.modeling.adapters.own import test_token_rows as rows
 
 
 class Group(NamedTuple):
-    """Tasks that train beside each other.
+    """Tasks that train together.
 
     Attributes:
         configs: of the tasks, one of plain LoRA among them.
         base: makes the backbone.
         poisoned: by task, the part of the names of parameters that are NaN in the test of isolation.
-        but: ends of names whose gradients are zero but for rounding.
+        but: ends of names whose gradients are zero except for rounding.
     """
 
     configs: Mapping[str, LoraConfig]

@@ -117,7 +117,7 @@ def test_a_kind_knows_its_configurations_layers_and_parameters(kind: AdapterKind
     assert all(kind.owns(name) and kind_of_parameter(name) is kind for name in own)
     assert not any(kind.owns(name) for name, item in judge.named_parameters() if not item.requires_grad)
     adapted = {f"base_model.model.{name}" for name in judge.base_model.targeted_module_names}
-    # What layers share lies on none of them.
+    # Parameters that layers share are on none of them.
     assert {kind.site_of(name) for name in own} - {"base_model"} <= adapted
     loads = kind.loads({name: tuple(item.shape) for name, item in own.items()}, {})
     sizes = [(item.dim() > 1, item.numel()) for item in own.values()]
@@ -191,7 +191,7 @@ def test_a_pass_of_two_tasks_gives_each_what_plain_peft_alone_gives(kind: Adapte
 
 
 def assert_plain_peft_can_work_on_it(loaded: Any, wanted: torch.Tensor, *, merges: bool) -> None:
-    """Assert that plain PEFT disables and merges what was saved, and adds and deletes another beside it."""
+    """Assert that plain PEFT disables and merges what was saved, and adds and deletes another next to it."""
     bare = tiny_llama().eval()(input_ids=IDS).logits
     assert relative(wanted, bare) > 1e-5, "the adapter does something"
     with loaded.disable_adapter():

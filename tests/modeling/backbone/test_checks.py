@@ -53,7 +53,7 @@ def llama() -> LlamaForCausalLM:
 
 
 def adapted(model: Any, **options: Any) -> MultiTaskPeftModel:
-    """Return the backbone with one adapter, probed unless told otherwise."""
+    """Return the backbone with one adapter, probed by default."""
     return MultiTaskPeftModel(model, {"a": LoraConfig(r=2, target_modules=["q_proj"])}, **options)
 
 

@@ -1,4 +1,4 @@
-"""The list of a backbone's layers, and which of them are alike."""
+"""The list of a backbone's layers, and which of them are equal."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def described(name: str) -> Any:
 
 
 def tuned(backbone: Any, **options: Any) -> list[int]:
-    """Return the kinds of the layers of a backbone with two tasks, of which the second has these options."""
+    """Return the kinds of the layers of a backbone with two tasks; the second has these options."""
     first = LoraConfig(r=4, target_modules=["o_proj", "down_proj"])
     second = LoraConfig(**{"r": 2, "target_modules": ["o_proj", "down_proj"], **options})
     MultiTaskPeftModel(backbone, {"first": first, "second": second}, verify=False)

@@ -1,4 +1,4 @@
-"""Backbones through bitsandbytes: exact beside plain PEFT, isolated, planned, resumed, saved, and refused by name."""
+"""Backbones through bitsandbytes: equal to plain PEFT, isolated, planned, resumed, saved, and refused by name."""
 
 from __future__ import annotations
 

@@ -80,7 +80,7 @@ def completions(*shapes: tuple[int, int]) -> Masks:
 
 
 def some_rows() -> MuxBatch:
-    """Return rows of which some have no target, one has one, and one nothing but targets."""
+    """Return rows: some have no target, one has one, and one has only targets."""
     return stream_of(completions((9, 3), (5, 0), (20, 1), (3, 3)), completions((17, 4), (1, 0), (12, 0)))
 
 

@@ -33,7 +33,7 @@ class LossCase:
         judge: the loss by its formula.
         args: arguments that are set.
         rows: makes the rows of a global batch.
-        label: tells cases of one variant apart.
+        label: distinguishes cases of one variant.
     """
 
     name: str
@@ -114,7 +114,7 @@ def multi_label(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
 
 
 def tagged_rows(rng: np.random.Generator, objective: Objective) -> list[TokenSequence]:
-    """Return rows with a class for each token, the first and the last one included, but for some."""
+    """Return rows with a class for each token, the first and the last one included, except some."""
     found = []
     for index, length in enumerate((9, 4, 2, 17, 6)):
         tags = rng.integers(0, NUM_CLASSES, size=length)

@@ -77,7 +77,7 @@ def dynamic_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
 
 
 def smoothed_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
-    """Return this mean of what transformers' `LabelSmoother` makes of a target: a share is that of all words alike."""
+    """Return this mean of what transformers' `LabelSmoother` makes of a target: the share of all words is the same."""
     share, total, size = args.label_smoothing_factor, torch.zeros(()).double(), 0.0
     for row in rows:
         logprobs, ids, weights = weighted_targets(row)

@@ -1,4 +1,4 @@
-"""Tasks alike but for seed and scaling: copies of the first one's adapter are what PEFT's injection makes."""
+"""Tasks that differ only in seed and scaling: copies of the first one's adapter are what PEFT's injection makes."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def injected_model(
 
 
 def count_injections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return a list that grows by an adapter's id whenever PEFT injects one beside the first."""
+    """Return a list that grows by an adapter's id whenever PEFT injects one in addition to the first."""
     counted: list[str] = []
     inject = Tuners.inject
 
@@ -61,7 +61,7 @@ def told(value: Any) -> Any:
 
 
 def layers(model: MultiTaskPeftModel) -> dict[str, Any]:
-    """Return what lies in every tuned layer beside tensors, and the modules in it, by the layer's name."""
+    """Return the attributes of every tuned layer other than tensors, and its modules, by the layer's name."""
     tuned = {name: one for name, one in model.backbone.named_modules() if isinstance(one, BaseTunerLayer)}
     plain = {name: {k: told(v) for k, v in vars(one).items() if type(v) is dict} for name, one in tuned.items()}
     modules = {name: [(key, set(vars(m)), m.training) for key, m in one.named_modules()] for name, one in tuned.items()}

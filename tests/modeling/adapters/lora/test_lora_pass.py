@@ -114,7 +114,7 @@ def tables_made() -> Iterator[list[Any]]:
 
 
 def plain() -> dict[str, Any]:
-    """Hold a pass against slices, against each task alone, and against recomputed activations."""
+    """Compare a pass with slices, with each task alone, and with recomputed activations."""
     through_kernels(False)
     on_slices = one_pass(mux_model(), batch())
     through_kernels()
@@ -141,7 +141,7 @@ def plain() -> dict[str, Any]:
 
 
 def trained() -> dict[str, Any]:
-    """Hold two optimizer steps of a run against slices."""
+    """Compare two optimizer steps of a run with slices."""
     found: dict[str, list[Any]] = {"losses": [], "adapters": [], "tables": []}
     for on in (False, True):
         through_kernels(on)
@@ -241,7 +241,7 @@ def depths() -> dict[str, Any]:
 
 
 def changes() -> dict[str, Any]:
-    """Return how many tables each change of the model makes anew, and whether results stay what they were."""
+    """Return how many tables each change of the model rebuilds, and whether results stay the same."""
     through_kernels()
     counts: dict[str, int] = {}
     packed = batch("ab", 4)
@@ -331,7 +331,7 @@ def watched() -> dict[str, Any]:
 
 
 def compiled_kernels() -> dict[str, Any]:
-    """Hold kernels in compiled graphs against kernels in eager ones."""
+    """Compare kernels in compiled graphs with kernels in eager ones."""
     through_kernels()
     packed = batch("ab", 4)
     eager = one_pass(mux_model("ab"), packed)

@@ -1,4 +1,4 @@
-"""What adapters do beyond the grouped product, beside plain LoRA in one run, held against plain PEFT alone."""
+"""What adapters do beyond the grouped product, with plain LoRA in one run, compared with plain PEFT alone."""
 
 from __future__ import annotations
 

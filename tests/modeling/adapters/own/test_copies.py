@@ -1,4 +1,4 @@
-"""Own copies of modules, beside tasks that have none, held against plain PEFT alone."""
+"""A task's copies of modules, next to tasks that have none, compared with plain PEFT alone."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Own rows of embeddings and tied heads, beside tasks that have none, held against plain PEFT alone."""
+"""A task's rows of embeddings and tied heads, next to tasks that have none, compared with plain PEFT alone."""
 
 from __future__ import annotations
 

@@ -94,7 +94,7 @@ def plain_loss(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
 
 
 def task_ids(model: Any) -> dict[str, torch.Tensor]:
-    """Return what multitask prompts want to be told beside tokens."""
+    """Return the inputs that multitask prompts need in addition to tokens."""
     return {"task_ids": torch.zeros(1, dtype=torch.int64)} if hasattr(model.active_peft_config, "num_tasks") else {}
 
 

@@ -1,4 +1,4 @@
-"""Passes of prompts of every form beside LoRA: what each gets is what plain PEFT alone gives it."""
+"""Passes of prompts of every form together with LoRA: each gets what plain PEFT alone gives it."""
 
 from __future__ import annotations
 
@@ -202,7 +202,7 @@ def test_recomputed_activations_read_the_prompts_of_their_pass() -> None:
     wanted, whole = whole_step(rows)
     model = mux(*forms)
     model.gradient_checkpointing_enable()
-    # PEFT alone refuses prefixes beside checkpointing, whose cache would be written twice.
+    # PEFT alone refuses prefixes with checkpointing, whose cache would be written twice.
     model.register_tasks({"late": config_of("prefix")})
     losses = model.train()(packed(model, rows)).losses
     losses.sum().backward()

@@ -17,7 +17,7 @@ pytestmark = [pytest.mark.distributed, pytest.mark.slow]
 
 
 def train(rank: int, folder: Path) -> Part:
-    """Train prompts of different forms beside LoRA."""
+    """Train prompts of different forms together with LoRA."""
     return cases.run(folder, [task_of(form, max_steps=4) for form in ("prompt", "mlp", "cpt", "prefix", "lora")])
 
 

@@ -1,4 +1,4 @@
-"""Whole runs: prompts beside LoRA on one backbone, each as plain PEFT trains it alone."""
+"""Whole runs: prompts together with LoRA on one backbone, each as plain PEFT trains it alone."""
 
 from __future__ import annotations
 

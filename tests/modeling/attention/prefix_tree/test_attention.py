@@ -83,7 +83,7 @@ def family(*ends: int, start: Sequence[int] = (7,) * 20, seed: int = 0) -> list[
 NESTED = [*family(5, 17), np.array([7] * 20), *family(3, 4, start=[7] * 20 + [8] * 6, seed=1), np.arange(50, 61)]
 
 
-# Nodes that are long enough for calls of their own, beside short ones.
+# Nodes that are long enough for calls of their own, next to short ones.
 LONG = [*family(70, 5, 40, start=(7,) * 50), *family(33, 9, start=(7,) * 50 + (8,) * 36, seed=1), np.arange(200, 265)]
 
 
@@ -312,7 +312,7 @@ def test_activations_may_be_computed_again(way: str) -> None:
     assert all(map(torch.equal, *gradients))
 
 
-# ------------------------------------------------------------------------------------------------ what is told
+# ------------------------------------------------------------------------------------------------ what a call gets
 
 
 def test_one_call_gets_the_keys_from_the_root_on_that_a_window_leaves() -> None:

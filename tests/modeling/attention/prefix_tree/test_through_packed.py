@@ -29,7 +29,7 @@ KINDS: dict[str, dict[str, Any]] = {
 
 
 def stream() -> MuxBatch:
-    """Return two tasks whose rows begin alike, computed once, and one whose rows do not."""
+    """Return two tasks whose rows share a prefix, computed once, and one whose rows do not."""
     draw = np.random.default_rng(0)
 
     def rows(begin: int, *ends: int) -> tuple[TokenSequence, ...]:

@@ -1,4 +1,4 @@
-"""The policy losses beside TRL's own computation, on fixed rollouts: loss, gradient and metrics."""
+"""The policy losses compared with TRL's own computation, on fixed rollouts: loss, gradient and metrics."""
 
 from __future__ import annotations
 
