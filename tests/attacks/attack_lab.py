@@ -1,4 +1,5 @@
-"""What the attacks share: the smallest backbone that trains, six tasks of which one is attacked, what must hold after.
+"""What the attacks share: the smallest backbone that trains, six tasks, one of which is attacked, and checks
+afterwards.
 
 `PEFT_MUX_ATTACKS` says how many of its attacks a test runs: "full" for all (`make attack`), otherwise
 as many as `make test` and CI have time for.

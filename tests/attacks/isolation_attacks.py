@@ -299,7 +299,7 @@ SHARED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "freezes one by one": (freezes_one_by_one, "requires_grad True, got False"),
     "thaws the backbone": (lambda model: model.backbone.requires_grad_(True), "requires_grad False, got True"),
 }
-"""What a callback may do to the model that all tasks share, and how the task is blamed."""
+"""What a callback may do to the model that all tasks share, and the reason that the task must give."""
 
 
 EVENTS = "train_begin epoch_begin step_begin step_end epoch_end log evaluate".split()
@@ -423,7 +423,7 @@ def hooked(outputs: Any) -> torch.Tensor:
 
 
 def changes_given(act: Callable[[torch.Tensor], Any]) -> Callable[[Any], torch.Tensor]:
-    """Return a loss that does something to the memory of what it is given, and continues as if it were sound."""
+    """Return a loss that changes the memory of its inputs, and otherwise works."""
 
     def spoil(outputs: Any) -> torch.Tensor:
         found = mean_loss(outputs)
@@ -458,11 +458,11 @@ CHANGED: dict[str, tuple[Callable[[torch.Tensor], Any], str]] = {
     "frees its graph": (lambda nll_M: torch.autograd.grad(nll_M.exp().sum(), nll_M), ""),
     "stops its gradient": (lambda nll_M: nll_M.requires_grad_(False), ""),
 }
-"""What a loss may do to what it is given, and how the task is blamed; nothing where it harms no task."""
+"""What a loss may do to its inputs, and the reason that the task must give; none if it harms no task."""
 
 
 def spoils_batch(outputs: Any) -> torch.Tensor:
-    """Write over all else that it is given: the micro-batch, columns and values of rows."""
+    """Overwrite all other inputs: the micro-batch, columns and values of rows."""
     found, batch = mean_loss(outputs), outputs.batch
     for given in (batch.input_ids, batch.labels, batch.target_rows, batch.position_ids, batch.token_places):
         given.zero_()
@@ -561,7 +561,7 @@ OBJECTIVES = [
 # ------------------------------------------------------------------------ settings of the process
 
 KEPT: list[Any] = []
-"""What own code has entered and holds on to, so that it is not left when it is collected."""
+"""Contexts that a task's code has entered; kept, so that garbage collection does not exit them."""
 
 
 def enters(make: Callable[[], Any]) -> Callable[[], Any]:
@@ -591,7 +591,7 @@ class BadOperations(TorchDispatchMode):
 
 
 def rings(number: int, timer: int) -> Callable[[], Any]:
-    """Return what raises in a while, wherever the process is by then."""
+    """Return a function that raises after a delay, wherever the process is by then."""
 
     def set_timer() -> None:
         signal.signal(number, raises(boom(OwnError)))
@@ -645,7 +645,7 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "a timer of processor time": rings(signal.SIGPROF, signal.ITIMER_PROF),
     "a handler of SIGTERM": lambda: signal.signal(signal.SIGTERM, signal.SIG_IGN),
 }
-"""What own code may leave behind in the process, by which every task would compute otherwise, or the run would end."""
+"""Settings that a task's code may leave in the process, which would change all tasks or end the run."""
 
 
 def left_by_a_callback(act: Callable[[], Any]) -> Callable[[], dict[str, Any]]:
@@ -739,7 +739,7 @@ class EndsAtOnce:
 
 
 class NoIterator:
-    """A stream whose iterator is none, after the first one."""
+    """A stream whose second iterator is not an iterator."""
 
     def __init__(self) -> None:
         """Count the iterators."""

@@ -186,7 +186,7 @@ def isolated(rank: int, folder: Path, model: str, arguments: dict[str, Any], nam
 
 
 def fatal(rank: int, folder: Path, model: str, arguments: dict[str, Any], name: str, victim: int) -> Part:
-    """Train with a process that does not do as the others."""
+    """Train with a process that differs from the others."""
     fault = FATAL[name]() if rank == victim else Fault()
     timeout_s = SHORT_TIMEOUT_S if name == "stopped" else TIMEOUT_S
     options = {"ddp_timeout": timeout_s, **arguments, **fault.arguments}

@@ -1,4 +1,4 @@
-"""What the attacks on run folders share: runs that leave a folder behind, and what is read of its files."""
+"""What the attacks on run folders share: runs that leave a folder, and readers of its files."""
 
 from __future__ import annotations
 

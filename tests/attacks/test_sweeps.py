@@ -1,4 +1,4 @@
-"""Sweeps over what cannot be trained, in folders that hold something else: refused, or ranked as what they are."""
+"""Sweeps over invalid settings, or in folders with other content: refused, or ranked last."""
 
 from __future__ import annotations
 

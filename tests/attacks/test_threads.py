@@ -1,6 +1,6 @@
 """Tasks come and go, pause and are evaluated from several threads at once: before, while and after `train` runs.
 
-Each caller gets its answer, the run ends as if it had been asked by one, and no step sees half of a change.
+Each caller gets its answer, the run ends as with one caller, and no step sees half of a change.
 """
 
 from __future__ import annotations

@@ -83,7 +83,7 @@ def test_another_device_or_c_library_is_left_alone(monkeypatch: pytest.MonkeyPat
 
 
 class Library:
-    """Notes the settings that a C library is given, and is broken."""
+    """Stands for a broken C library; records the settings that it gets."""
 
     def __init__(self) -> None:
         self.settings: dict[int, int] = {}

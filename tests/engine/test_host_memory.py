@@ -1,4 +1,4 @@
-"""The memory that a process may have: that of the host, or what its container or job is given of it."""
+"""The memory that a process may have: that of the host, or the limit of its container or job."""
 
 from __future__ import annotations
 

@@ -201,7 +201,7 @@ def train(
 
 
 def shown_plan(plan: Any) -> dict[str, Any]:
-    """Return a plan in words and in numbers, none of which is measured."""
+    """Return a plan as text and numbers, without measured values."""
     names = [task for htask in plan.htasks for task in htask.tasks]
     return {
         "summary": plan.summary().splitlines(),

@@ -111,7 +111,7 @@ def verdicts(before: Shown, after: Shown) -> Iterator[tuple[str, str]]:
 
 
 def verdict(before: dict[str, Any], after: dict[str, Any]) -> str:
-    """Return `EQUAL`, or how a case differs first; what has failed or was not run is equal to nothing."""
+    """Return `EQUAL`, or how a case differs first; a failed or missing case is never equal."""
     sides = (("before", before), ("after", after))
     faults = [f"{when} failed: {one['failed']}" for when, one in sides if "failed" in one]
     faults += [f"not run {when}" for when, one in sides if not one]

@@ -243,7 +243,7 @@ def assert_close(losses: Sequence[float], wanted: Sequence[float], tolerance: fl
 
 
 def assert_same(first: Run, second: Run, name: str, tolerance: float) -> None:
-    """Assert that a task went the same way in two runs."""
+    """Assert that a task has the same results in two runs."""
     assert_close(first.losses[name], second.losses[name], tolerance, name)
     theirs = second.weights(name)
     for key, weight in first.weights(name).items():
@@ -268,7 +268,7 @@ def assert_bit_identical(first: Run, second: Run, name: str, *, steps: int | Non
 
 @dataclass(frozen=True)
 class Verdict:
-    """What plain PEFT makes of one task.
+    """Plain PEFT's result for one task.
 
     Attributes:
         losses: by step.
@@ -328,7 +328,7 @@ def _sequence_losses(model: Any, batch: Any) -> Iterator[torch.Tensor]:
 
 
 def assert_as_judged(run: Run, verdicts: Mapping[str, Verdict]) -> None:
-    """Assert that every task has gone as plain PEFT says: losses within 1e-5, final weights within 1e-4."""
+    """Assert that every task has plain PEFT's results: losses within 1e-5, final weights within 1e-4."""
     for name, verdict in verdicts.items():
         assert_close(run.losses[name], verdict.losses, 1e-5, name)
         final = run.weights(name)

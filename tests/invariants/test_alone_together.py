@@ -106,7 +106,7 @@ def together(tmp_path_factory: pytest.TempPathFactory) -> Run:
 
 @pytest.fixture(scope="module")
 def verdicts(together: Run) -> dict[str, Verdict]:
-    """What plain PEFT makes of each of the five."""
+    """Plain PEFT's result for each of the five."""
     return {task.name: lab.judge(together.trainer, task) for task in together.trainer.tasks}
 
 

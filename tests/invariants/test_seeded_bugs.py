@@ -99,7 +99,7 @@ def begin_with_the_first_epoch_again(patch: pytest.MonkeyPatch) -> None:
 
 
 def trust_every_checkpoint(patch: pytest.MonkeyPatch) -> None:
-    """No look at the manifest: a file that is there counts as a file that is whole."""
+    """The manifest is not checked: a file that exists counts as complete."""
     patch.setattr(storage, "verify_folder", lambda folder, **kwargs: {})
 
 
@@ -119,7 +119,7 @@ def write_in_place(patch: pytest.MonkeyPatch) -> None:
 
 
 def export_by_prefix(patch: pytest.MonkeyPatch) -> None:
-    """Tensors picked by how the names of their tasks begin: t1 takes what t10 owns."""
+    """Tensors selected by a prefix of the task's name: t1 takes tensors of t10."""
 
     def adapter_state(model: Any, adapter: str) -> dict[str, torch.Tensor]:
         names = {model.adapter_of(name): name for name in model.tasks}
@@ -168,6 +168,6 @@ def test_the_check_finds_the_bug(
 def test_masks_that_multiply_are_right_as_long_as_nothing_is_poisoned(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Else the bug above would be found for being wrong, and not for letting poison through.
+    # Otherwise the bug above would be found because it is wrong, not because it passes poison on.
     multiply_by_masks(monkeypatch)
     checks.check_co_tenants_change_no_bit(tmp_path)

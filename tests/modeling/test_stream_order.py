@@ -1,4 +1,4 @@
-"""Tasks without rows in a pass are named in it, so that passes of one set of tasks share tables and graphs."""
+"""Tasks without rows in a pass are listed in it, so that passes of one set of tasks share tables and graphs."""
 
 from __future__ import annotations
 

@@ -109,7 +109,7 @@ def watched_launch(launch: Callable[..., None]) -> Callable[..., None]:
 
 @contextmanager
 def unwatched() -> Iterator[None]:
-    """Let what happens inside count as one kernel."""
+    """Count everything inside as one kernel."""
     before, Watch.paused = Watch.paused, True
     try:
         yield
@@ -306,7 +306,7 @@ def several_steps() -> dict[str, Any]:
 
 
 def draws() -> dict[str, Any]:
-    """Whether a replay draws by the seeds of its own step: the same rows under others, and then as at first."""
+    """Whether a replay draws by the seeds of its own step: the same rows with other seeds, then with the first ones."""
     model = model_of("c")
     passes, first = CapturedPasses(model, nullcontext, Recorded), batch({"c": (5, 9)})
     drawn = []
@@ -351,7 +351,7 @@ def company() -> dict[str, Any]:
 
 
 def bounded() -> dict[str, Any]:
-    """Only so many graphs are kept."""
+    """The number of graphs that are kept is limited."""
     before, cuda_graphs.MAX_PASSES = cuda_graphs.MAX_PASSES, 1
     gc.collect()
     alive = len(Recorded.alive)
@@ -414,7 +414,7 @@ def padding() -> dict[str, Any]:
 
 
 def warm_up() -> dict[str, Any]:
-    """What capturing alone changes, with gradients at hand."""
+    """What capturing itself changes, while gradients exist."""
     pair = Pair("a", "c", make_graph=Silent)
     model = pair.models[1]
     for name in model.tasks:

@@ -1,4 +1,4 @@
-"""Tiny random models of every family, trained in one process and in layouts of several."""
+"""Tiny random models of every family, trained in one process and in layouts of several processes."""
 
 from __future__ import annotations
 
@@ -169,7 +169,7 @@ def train(
     has_rows: bool = True,
 ) -> Seen:
     """Train as the trainer does, and return what was seen."""
-    # Not faster: where a gradient is all but zero, AdamW makes a step of its rounding error.
+    # Not faster: if a gradient is almost zero, AdamW takes a step from its rounding error.
     optimizers = {name: stage_cases.optimizer_of(model, name, folder, learning_rate=1e-3) for name in model.tasks}
     losses: dict[str, list[float]] = {name: [] for name in model.tasks}
     for step in range(NUM_STEPS):

@@ -45,7 +45,7 @@ class Shown(NamedTuple):
 
 
 def completions(name: str, step: int, lengths: Sequence[int], num_words: int) -> TaskBatch:
-    """Return random rows, the last two tokens of which are targets."""
+    """Return random rows whose last two tokens are targets."""
     batch = _random_batch(name, step, lengths, num_words)
     labels = [np.where(np.arange(len(one)) < len(one) - 2, IGNORE_INDEX, one.labels) for one in batch.sequences]
     sequences = [replace(one, labels=own) for one, own in zip(batch.sequences, labels, strict=True)]

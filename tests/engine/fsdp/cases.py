@@ -97,7 +97,7 @@ def backbone(shape: str) -> Any:
 
 
 def adapters(case: Case) -> dict[str, LoraConfig]:
-    """Return five unequal adapters; one begins at layer 2, so that without care its passes would end there."""
+    """Return five unequal adapters; one begins at layer 2, where its backward passes could end by mistake."""
     attention, mlp, ends = ["q_proj", "v_proj"], ["gate_proj", "down_proj"], ["o_proj"]
     if case.shape == "gpt2":
         attention, mlp, ends = ["c_attn"], ["c_fc", "mlp.c_proj"], ["c_attn"]
@@ -123,7 +123,7 @@ def adapters(case: Case) -> dict[str, LoraConfig]:
 
 
 def late_adapter(case: Case) -> LoraConfig:
-    """Return the adapter of the task that arrives; where ends are adapted at all, it adapts them too."""
+    """Return the adapter of the task that arrives; it adapts embedding and head if other tasks do."""
     targets = ["c_attn", "mlp.c_fc"] if case.shape == "gpt2" else ["k_proj", "up_proj"]
     if case.ends:
         targets += ["wte"] if case.shape == "gpt2" else ["embed_tokens", "lm_head"]

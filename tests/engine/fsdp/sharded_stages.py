@@ -57,7 +57,7 @@ class Shown:
 
 
 def train(rank: int, case: Case, folder: Path) -> Shown:
-    """Train a case as one stage of one of two replicas, of which each has rows of other tasks."""
+    """Train a case as one stage of one of two replicas, which have rows of different tasks."""
     processes, place = connected(), LAYOUT.place(rank)
     layout = StageLayout.of(NUM_LAYERS, 2, num_chunks=case.num_chunks, layers_per_stage=case.layers_per_stage)
     stage = StageModel(stage_cases.mux_model(case), layout, place.stage)

@@ -99,7 +99,8 @@ def whole_gradient(task: str, key: str, shape: Any, num_replicas: int, step: int
 
 
 def fill_gradients(model: MultiTaskPeftModel, layout: ParallelLayout, rank: int, step: int) -> None:
-    """Give a process what a backward pass over its replica's rows would: where shards have the whole, a summand."""
+    """Give a process the gradients of a backward pass over its replica's rows; shards with the whole parameter get a
+    summand."""
     place = layout.place(rank)
     tp = layout.replicas[place.replica].tp
     for task in model.tasks:

@@ -168,7 +168,7 @@ def test_a_peer_that_is_lost_is_an_error_everywhere_within_the_limit(how: str, t
     for rank, outcome in enumerate(outcomes[:3]):
         assert outcome.error.startswith("ProcessError: rank"), outcome.error
         assert f"rank {rank} of 4 got no answer at" in outcome.error
-        # A death is noticed by its connections, long before the limit; one that hangs would come back after it.
+        # Closed connections show a death long before the limit; a process that hangs would return after it.
         assert outcome.seconds < 50.0
 
 

@@ -48,7 +48,7 @@ def pairs(seed: int, count: int) -> list[Row]:
 
 
 def answers(seed: int, count: int) -> list[Row]:
-    """Return answers with a verdict, as tokens."""
+    """Return answers with a label, as tokens."""
     rng = np.random.default_rng(seed)
     return [
         {"prompt_ids": ids(rng, 1, 8), "completion_ids": ids(rng, 2, 9), "label": place % 3 > 0}
@@ -88,7 +88,7 @@ def tasks() -> list[Task]:
 
 @cache
 def _saved_adapter() -> TemporaryDirectory[str]:
-    """Return a folder, gone with the process, with an adapter that is not as it was drawn: the same in all of them."""
+    """Return a temporary folder with an adapter that has changed since it was drawn; the same in all processes."""
     model, folder = (
         get_peft_model(backbone("llama"), LoraConfig(r=4, target_modules="all-linear")),
         TemporaryDirectory(),

@@ -59,7 +59,7 @@ def alike(seed: int, count: int) -> list[dict[str, Any]]:
 
 
 def with_long_prompts(seed: int, count: int) -> list[dict[str, Any]]:
-    """Return rows of which only the last three tokens are targets, so that parts of them have none."""
+    """Return rows with only the last three tokens as targets, so that parts of them have none."""
     rows = [row["input_ids"] for row in lab.rows(seed, count, 5, 40)]
     return [{"input_ids": ids, "labels": [-100] * (len(ids) - 3) + ids[-3:]} for ids in rows]
 

@@ -21,12 +21,12 @@ NAMES = [task.name for task in cases.tasks()]
 
 @pytest.fixture(scope="module")
 def one(tmp_path_factory: pytest.TempPathFactory) -> Trained:
-    """Return what one process makes of all tasks together."""
+    """Return the results of all tasks together in one process."""
     return cases.train_all(0, tmp_path_factory.mktemp("one"), None, {})
 
 
 def assert_as(found: Trained, wanted: Trained, name: str, *, losses: float = 1e-5, weights: float = 1e-4) -> None:
-    """Assert that a task went the same way in two runs: losses, metrics, evaluations, adapter."""
+    """Assert that a task has the same results in two runs: losses, metrics, evaluations, adapter."""
     lab.assert_close(found.laid_out.losses[name], wanted.laid_out.losses[name], losses, name)
     mine, theirs = found.laid_out.adapters[name], wanted.laid_out.adapters[name]
     assert mine.keys() == theirs.keys()
@@ -47,7 +47,7 @@ def test_a_task_trains_with_others_as_alone(name: str, one: Trained, tmp_path: P
     steps = [entry for entry in one.logs[name] if "loss" in entry]
     assert len(steps) == 6
     assert len({entry["loss"] for entry in steps}) == 6
-    # A batch of KTO may have no good answer, whose rewards are then none.
+    # A batch of KTO may have no good answer, and then no rewards of good answers.
     if name == "smoothed":
         assert all(entry["nll"] != entry["loss"] for entry in steps)
     assert name in ("sft", "smoothed") or sum("rewards/chosen" in entry for entry in steps) >= 5
@@ -80,7 +80,7 @@ def test_every_loss_trains_in_a_layout_as_in_one_process(
     for part in parts[1:]:
         assert part.laid_out.losses == parts[0].laid_out.losses
         assert part.logs == parts[0].logs
-    # A difference of two log-probabilities loses bits, which shards round in an order of their own.
+    # A difference of two log-probabilities loses bits, because shards sum in another order.
     weights = 2e-4 if "tensor_parallel_size" in arguments else 1e-4
     for name in NAMES:
         assert_as(parts[0], one, name, weights=weights)

@@ -20,7 +20,7 @@ NAMES = [task.name for task in cases.tasks()]
 
 @pytest.fixture(scope="module")
 def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
-    """Return what one process makes of each task alone, with its global batch in one pass."""
+    """Return the results of each task alone in one process, with its global batch in one pass."""
     options = {"max_tokens_per_micro_batch": 1000, "share_prefixes": False}
     return {
         name: cases.train_all(0, tmp_path_factory.mktemp(name), copy.deepcopy(cases.backbone()), options, [name])

@@ -553,7 +553,7 @@ class Launch:
         folder: for what they leave.
         items: as `command:case`.
         timeout_s: how long one waits for another.
-        falls: whether the last one may fall; it is ended once all others are done.
+        falls: whether the last one may fail; it is ended once all others are done.
     """
 
     world: int
@@ -587,7 +587,7 @@ class Launch:
             os._exit(code)
 
     def wait(self) -> None:
-        """Wait, and write the exit codes of those that may not fall."""
+        """Wait, and write the exit codes of those that may not fail."""
         survivors = self.ranks[: -1 if self.falls else None]
         codes = [os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) for child in survivors]
         for child in set(self.ranks) - set(survivors):

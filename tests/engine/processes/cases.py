@@ -200,7 +200,7 @@ def five_tasks(**changed: Any) -> list[Task]:
         lab.small_task("wide", data_seed=1, rank=16, length=9, lora_dropout=0.1, **one),
         lab.small_task("narrow", data_seed=2, rank=2, length=23, target_modules=["q_proj", "v_proj"], seed=5),
         lab.small_task("alone", data_seed=3, rank=4, length=31, train_batch_size=1, learning_rate=1e-3),
-        # One weight of it has a gradient of all but zero, whose rounding AdamW would make as large as any other update.
+        # One of its weights has a gradient of almost zero, whose rounding AdamW would turn into an update of full size.
         lab.small_task(
             "large",
             data_seed=4,
@@ -309,7 +309,7 @@ def killed(rank: int, folder: Path, victim: int) -> Part:
 
 
 def hung(rank: int, folder: Path, timeout_s: int) -> Part:
-    """Train; the last process stands still for much longer than the time limit."""
+    """Train; the last process hangs for much longer than the time limit."""
     acts = {3: lambda trainer: time.sleep(4 * timeout_s)} if rank == 1 else {}
     return run(folder, five_tasks(), recorder=lab.Recorder(at_begin=acts), ddp_timeout=timeout_s)
 
@@ -439,7 +439,8 @@ def watched(rank: int, folder: Path) -> Part:
 
 
 def asked_by_threads(rank: int, folder: Path) -> Part:
-    """Train; a thread of each process asks for the same, each in its own time, and for what no other one asks for."""
+    """Train; a thread of each process makes the same requests at its own time, and one request that no other process
+    makes."""
     answers: list[Any] = []
 
     def begin(trainer: Any) -> None:

@@ -1,4 +1,4 @@
-"""What each process of a run does of which one is killed; started by `parallel_cases.launch`."""
+"""What each process does in a run in which one process is killed; started by `parallel_cases.launch`."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def killed(rank: int, folder: Path, model: str, arguments: dict[str, Any], kill:
     if rank == kill.rank and kill.crashpoint is not None:
         os.environ["PEFT_MUX_CRASHPOINT"] = kill.crashpoint
     elif rank == kill.rank:
-        # The last step waits for the killer, so that no machine is too fast for it.
+        # The last step waits for the killer, so that it also works on fast machines.
         acts = {kill.step: lambda trainer: _start_killer(kill.delay_s), 7: lambda trainer: time.sleep(_PATIENCE_S)}
     return cases.train(
         folder, model, cases.tasks_of("llama"), watcher=Watcher(at_begin=acts), save_steps=2, **arguments
@@ -51,5 +51,5 @@ def go_on(rank: int, folder: Path, model: str, arguments: dict[str, Any], is_sav
 
 
 def _start_killer(delay_s: float) -> None:
-    """Let another process kill this one, wherever it is by then."""
+    """Let another process kill this one after a delay."""
     subprocess.Popen(["sh", "-c", f"sleep {delay_s:.3f}; kill -KILL {os.getpid()}"])

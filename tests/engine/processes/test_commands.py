@@ -13,7 +13,7 @@ from peft_mux.trainer.membership import Command, CommandQueue
 
 
 def carry_out_all(queue: CommandQueue) -> Callable[[bool], bool]:
-    """Return what does all that waits, until nothing does."""
+    """Return a function that executes all waiting commands."""
 
     def finish(failed: bool) -> bool:
         del failed

@@ -39,7 +39,7 @@ def assert_alike(parts: list[Part]) -> None:
 
 
 def assert_as_one(part: Part, one: Part, *, but: tuple[str, ...] = (), from_step: int = 0) -> None:
-    """Assert that several processes came to the result of one."""
+    """Assert that several processes have the result of one."""
     names = [name for name in one.weights if name not in but]
     assert names
     for name in names:

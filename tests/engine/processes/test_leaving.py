@@ -43,7 +43,7 @@ END
 
 
 def run(folder: str, end: str) -> list[tuple[int, str]]:
-    """Return the exit code and the words of each of two processes, which end in the same way."""
+    """Return the exit code and the output of each of two processes, which end in the same way."""
     program = textwrap.dedent(PROGRAM).replace("END", end)
     commands = [[sys.executable, "-c", program, str(rank), f"{folder}/store"] for rank in range(2)]
     started = [subprocess.Popen(one, cwd=ROOT, stdout=subprocess.PIPE, text=True) for one in commands]

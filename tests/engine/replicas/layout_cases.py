@@ -142,7 +142,7 @@ def train_five(rank: int, folder: Path, model: Any, kind: str, arguments: dict[s
 def train_even(
     rank: int, folder: Path, model: Any, num_rows: int, lengths: Sequence[int], arguments: dict[str, Any]
 ) -> LaidOut:
-    """Train tasks whose rows are each as long as the other, and whose batches are all whole."""
+    """Train tasks whose rows all have one length, and whose batches are all full."""
     tasks = [
         lab.small_task(f"t{index}", data_seed=index, length=length, train_batch_size=num_rows, max_steps=3)
         for index, length in enumerate(lengths)

@@ -15,7 +15,7 @@ from tests.invariants import mux_lab as lab
 
 NUM_STEPS = 12
 SECONDS_PER_TOKEN = 2e-3
-"""More than all of the real work, on a busy host too."""
+"""Longer than all of the real work, even on a busy host."""
 
 
 class Followed(NamedTuple):

@@ -1,4 +1,4 @@
-"""Which replica trains which sequences: nothing lost, all fitting, the same on every process, solved ahead."""
+"""Which replica trains which sequences: none is lost, all fit, all processes agree, and solving runs ahead."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def completion_tasks() -> list[Task]:
             ids = rng.integers(1, lab.VOCABULARY, size=prompt + own).tolist()
             rows.append({"input_ids": ids, "labels": [-100] * prompt + ids[prompt:]})
         config = LoraConfig(r=4, target_modules="all-linear")
-        # With its usual epsilon AdamW turns gradients that are all rounding into steps of full size.
+        # With its usual epsilon, AdamW turns gradients of pure rounding into steps of full size.
         options: dict[str, Any] = {"train_batch_size": 6, "max_steps": 3, "learning_rate": 3e-3, "adam_epsilon": 1e-4}
         tasks.append(Task(name=name, peft_config=config, train_dataset=rows, seed=1, **options))
     return tasks

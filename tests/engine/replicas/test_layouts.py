@@ -30,7 +30,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
 
 
 class Alone(dict[str, LaidOut]):
-    """What one process makes of each kind, trained on first use."""
+    """The results of one process for each kind, trained on first use."""
 
     def __init__(self, folders: dict[str, str], root: Path) -> None:
         super().__init__()
@@ -47,7 +47,7 @@ def alone(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> 
 
 
 def assert_as_one(part: LaidOut, one: LaidOut, *, from_step: int = 0) -> None:
-    """Assert that a layout came to the result of one process."""
+    """Assert that a layout has the result of one process."""
     assert part.statuses == one.statuses
     for name in one.adapters:
         assert_close(part.losses[name], one.losses[name][from_step:], 1e-5, name)
@@ -142,7 +142,7 @@ def test_a_model_given_as_an_object_is_cut_as_one_that_is_loaded(alone: dict[str
 
 @pytest.fixture(scope="module")
 def alone_with_changes(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> LaidOut:
-    """Return what one process makes of tasks that come, go and pause."""
+    """Return the results of one process for tasks that come, go and pause."""
     return cases.train_with_comings_and_goings(0, tmp_path_factory.mktemp("changes"), folders["llama"], {})
 
 

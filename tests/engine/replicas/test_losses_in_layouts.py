@@ -38,7 +38,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 @pytest.fixture(scope="module")
 def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Return what one process makes of the tasks."""
+    """Return the results of the tasks in one process."""
     return cases.train(0, tmp_path_factory.mktemp("alone"), model, {}, {})
 
 

@@ -1,4 +1,4 @@
-"""What of a step is dispatched as a whole, and by how many tokens: bundles where they fit, else pieces and rows."""
+"""The units of a step's dispatch, and their token counts: bundles if they fit, otherwise pieces and rows."""
 
 from __future__ import annotations
 

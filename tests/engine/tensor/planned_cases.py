@@ -34,7 +34,7 @@ class PlanWatcher(layout_cases.Watcher):
     """Keeps the plans, too."""
 
     def __init__(self) -> None:
-        """Have seen no step."""
+        """Start without steps."""
         super().__init__()
         self.plans: list[Plan] = []
 

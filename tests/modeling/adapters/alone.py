@@ -66,7 +66,7 @@ class PhiloxDropout(torch.nn.Module):
 
 @dataclass
 class Side:
-    """What plain PEFT makes of a task alone: its losses and its trained model."""
+    """Plain PEFT's result for a task alone: its losses and its trained model."""
 
     losses: list[float]
     model: Any

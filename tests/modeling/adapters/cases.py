@@ -19,7 +19,7 @@ class Case:
     Attributes:
         make: returns a configuration for target modules; the number makes two of them differ.
         wrong: a field that cannot be trained, and a value of it.
-        dropped: returns the first configuration with dropout, where there is such a thing.
+        dropped: returns the first configuration with dropout, if the type has dropout.
         is_random: whether training draws at random whatever is set; plain PEFT is then a judge of evaluation alone.
         merges: whether PEFT can merge it into the backbone.
     """

@@ -26,7 +26,7 @@ LORA_FIELDS = [field.name for field in dataclasses.fields(LoraConfig)]
 
 
 def changed(field: str, value: Any) -> LoraConfig:
-    """Return a configuration whose field was set after PEFT looked at it, as PEFT itself refuses a few at once."""
+    """Return a configuration whose field was set after construction, because PEFT refuses some values at once."""
     config = LoraConfig(r=4, target_modules=["q_proj"])
     setattr(config, field, value)
     return config

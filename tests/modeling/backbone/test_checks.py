@@ -1,4 +1,4 @@
-"""What is read off a backbone before it is trained on, and the probe that catches what cannot be read off."""
+"""The properties that are read from a backbone before training, and the probe that finds all other problems."""
 
 from __future__ import annotations
 

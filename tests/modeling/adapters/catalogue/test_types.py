@@ -130,7 +130,7 @@ def test_the_frozen_layer_is_called_with_the_inputs_of_a_layer_if_the_entry_says
         (("VERA", "LOHA", "MISS"), 1),
         # Once more for each task that rotates its inputs.
         (("VERA", "OFT", "MISS"), 2),
-        # If such tasks have most of the rows, nothing is computed for them that they have no use for.
+        # If such tasks have most of the rows, nothing is computed for them that they do not use.
         (("OFT", "OFT", "MISS"), 3),
     ],
 )

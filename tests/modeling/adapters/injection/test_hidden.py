@@ -1,4 +1,4 @@
-"""What surrounds PEFT's injection: adapters of others are out of its sight, and back in their order afterwards."""
+"""What surrounds PEFT's injection: adapters of other tasks are hidden from it, and back in their order afterwards."""
 
 from __future__ import annotations
 

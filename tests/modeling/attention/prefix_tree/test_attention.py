@@ -69,7 +69,7 @@ WAYS: dict[str, Attend] = {
 
 
 def knows(way: str, kind: Scores) -> bool:
-    """Return whether a way is asked for this: `varlen_support` refuses caps and sinks."""
+    """Return whether a way supports this: `varlen_support` refuses caps and sinks."""
     return way != "in one call" or (kind.softcap is None and kind.sinks is None)
 
 
@@ -100,7 +100,7 @@ def states(num_rows: int, key_heads: int = HEADS, dtype: torch.dtype = torch.flo
 
 
 def one_by_one(rows: Sequence[np.ndarray], tree: PrefixTree, qkv: Sequence[torch.Tensor], kind: Scores) -> torch.Tensor:
-    """Return `[U, H, C]` of every sequence alone, by its definition, over the tokens that nothing is shared of."""
+    """Return `[U, H, C]` of every sequence alone, by its definition, over the tokens without sharing."""
     tokens = torch.from_numpy(tree.row_of_token)
     parts = zip(*(x[tokens].split([len(row) for row in rows]) for x in qkv), strict=True)
     outs = [_alone([x.transpose(0, 1)[None] for x in part], kind) for part in parts]
