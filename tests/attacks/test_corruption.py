@@ -199,7 +199,7 @@ def assert_none_slips_through(
 
 
 @pytest.mark.parametrize("mutation", ["flip_a_bit", "delete", "exchange"])
-def test_of_some_files_no_change_slips_through_a_resumption(
+def test_a_change_of_some_files_is_found_when_a_run_resumes(
     mutation: str, crashed: Path, sound: Outcome, tmp_path: Path, record_property: Any
 ) -> None:
     assert_none_slips_through(mutation, 5, crashed, sound, tmp_path, record_property)

@@ -41,7 +41,7 @@ def assert_as(found: Trained, wanted: Trained, name: str, *, losses: float = 1e-
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_a_task_trains_with_others_as_alone(name: str, one: Trained, tmp_path: Path) -> None:
+def test_a_task_trains_with_others_as_it_does_alone(name: str, one: Trained, tmp_path: Path) -> None:
     alone = cases.train_all(0, tmp_path, None, {"max_tokens_per_micro_batch": 1000}, [name])
     assert_as(one, alone, name)
     steps = [entry for entry in one.logs[name] if "loss" in entry]

@@ -273,7 +273,7 @@ def test_a_step_without_gradients_is_refused_by_name(off: Callable[[], Any]) -> 
             step()
 
 
-def test_stages_share_out_layers_and_adapters_without_rest() -> None:
+def test_stages_divide_all_layers_and_adapters() -> None:
     layout = StageLayout.of(cases.NUM_LAYERS, 2, num_chunks=2)
     whole = dict(cases.mux_model(cases.CASES["llama-mux"]).named_parameters())
     held = [
@@ -420,7 +420,7 @@ def test_a_state_by_name_continues_exactly_in_another_layout(tmp_path: Path) -> 
         join_state(state, other.task_parameters("a"), resumed)
 
 
-def test_spans_tell_when_each_action_ran() -> None:
+def test_spans_record_when_each_action_ran() -> None:
     stage = StageModel(cases.mux_model(cases.CASES["llama-mux"]), StageLayout.of(cases.NUM_LAYERS, 1), 0)
     executor = PipelineExecutor(stage, plan_of(1), Processes())
     begin = time.perf_counter()

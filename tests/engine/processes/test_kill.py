@@ -149,7 +149,7 @@ def test_a_killed_process_costs_the_others_no_more_than_the_steps_since_the_last
 
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(20))
-def test_a_process_killed_at_a_moment_of_chance_costs_the_others_no_more_than_that(
+def test_a_process_killed_at_a_random_moment_costs_only_the_steps_since_the_last_save(
     number: int, backbone: str, whole: LaidOut, tmp_path: Path
 ) -> None:
     before = LAYOUTS[number % len(LAYOUTS)]

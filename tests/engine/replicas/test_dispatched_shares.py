@@ -366,5 +366,5 @@ def test_rows_that_cannot_be_read_early_fail_the_step_that_they_are_of() -> None
         ahead.take(task)
 
 
-def test_the_clock_of_nothing_hides_all() -> None:
+def test_a_clock_without_time_hides_all() -> None:
     assert math.isclose(shares_of().clock.hidden_share, 1.0)

@@ -65,7 +65,7 @@ def test_noise_and_penalty_of_a_task_are_its_own(together: lab.Run, tmp_path: Pa
     lab.assert_same(alone, together, "rows", 1e-4)
 
 
-def test_nan_of_one_task_stays_home(together: lab.Run, tmp_path: Path) -> None:
+def test_nan_of_one_task_reaches_no_other_task(together: lab.Run, tmp_path: Path) -> None:
     def poison(trainer: Any) -> None:
         for name in ("narrow", "diff"):
             with torch.no_grad():

@@ -107,7 +107,7 @@ def test_each_task_is_viewed_saved_and_loaded_as_plain_peft_would(order: tuple[s
 
 @pytest.mark.parametrize("gone", ["lora", "toy"])
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
-def test_a_type_leaves_and_comes_back_and_the_other_does_not_notice(order: tuple[str, ...], gone: str) -> None:
+def test_a_type_leaves_and_comes_back_without_effect_on_the_other(order: tuple[str, ...], gone: str) -> None:
     model = mixed(order)
     names = [name for name in order if name.startswith(gone)]
     model.remove_tasks(names)

@@ -251,7 +251,7 @@ def test_a_window_over_both_directions_and_ragged_groups_of_heads_are_refused(li
         attend(library, states(3))
 
 
-def test_without_any_kernel_the_call_says_whom_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_kernel_the_error_names_varlen_support(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "varlen_kernel", lambda: None)
     with pytest.raises(ValueError, match="varlen_support"):
         varlen_attention(*states(HEADS), cu_seqlens(), 17, is_causal=True, window=None, scaling=1.0)
@@ -327,7 +327,7 @@ def test_torch_comes_first_then_the_packages_then_nothing(install: Callable[...,
     assert found() is None
 
 
-def test_a_function_that_cannot_be_told_of_windows_is_passed_over(install: Callable[..., None]) -> None:
+def test_a_function_without_a_window_argument_is_skipped(install: Callable[..., None]) -> None:
     def before_windows(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
         raise AssertionError
 

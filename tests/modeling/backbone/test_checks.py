@@ -162,7 +162,7 @@ def test_packing_is_proven_once_for_each_precision(probes: list[torch.dtype]) ->
     assert probes == [torch.float32, torch.bfloat16]
 
 
-def test_a_proof_that_is_left_for_later_runs_later_and_one_that_is_refused_never(probes: list[torch.dtype]) -> None:
+def test_a_deferred_check_runs_later_and_a_refused_one_never(probes: list[torch.dtype]) -> None:
     later, never = adapted(llama(), verify=None), adapted(llama(), verify=False)
     assert probes == []
     never.verify_once()
@@ -171,7 +171,7 @@ def test_a_proof_that_is_left_for_later_runs_later_and_one_that_is_refused_never
     assert probes == [torch.float32]
 
 
-def test_under_autocast_logits_are_held_to_its_precision() -> None:
+def test_under_autocast_logits_are_compared_within_its_precision() -> None:
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert adapted(llama()).tasks == ("a",)
 
@@ -244,7 +244,7 @@ def test_the_shape_of_gpt2_is_read_from_its_own_names() -> None:
     assert (shape.num_layers, shape.hidden_size, shape.intermediate_size, shape.attention_size) == (3, 32, 128, 32)
 
 
-def test_the_shape_of_a_mixture_tells_the_experts_of_a_token_from_all() -> None:
+def test_the_shape_of_a_mixture_counts_the_experts_of_a_token_and_all_experts() -> None:
     config = DeepseekV3Config(
         vocab_size=61,
         hidden_size=32,

@@ -24,7 +24,7 @@ def backbone(*, tied: bool = False) -> Any:
 
 @pytest.mark.parametrize("tied", [False, True])
 @torch.no_grad()
-def test_it_has_the_logits_of_its_first_words_and_reads_all_of_them_and_is_whole_again_afterwards(tied: bool) -> None:
+def test_a_truncated_head_gives_the_first_logits_and_is_whole_again_afterwards(tied: bool) -> None:
     model = backbone(tied=tied)
     ids, weight = torch.tensor([[299, 1, 150]]), model.lm_head.weight
     whole = model(ids).logits
@@ -35,7 +35,7 @@ def test_it_has_the_logits_of_its_first_words_and_reads_all_of_them_and_is_whole
     assert torch.equal(model(ids).logits, whole)
 
 
-def test_it_is_whole_again_after_a_fault() -> None:
+def test_a_truncated_head_is_whole_again_after_an_error() -> None:
     model = backbone()
     weight = model.lm_head.weight
     with pytest.raises(RuntimeError, match="of the block"), truncated_head(model, 7):
@@ -48,7 +48,7 @@ class OwnHead(nn.Linear):
 
 
 @torch.no_grad()
-def test_heads_that_are_short_or_of_their_own_kind_and_models_without_one_stay_as_they_are() -> None:
+def test_short_heads_custom_heads_and_models_without_a_head_are_not_changed() -> None:
     short, own = backbone(), backbone()
     own.lm_head = OwnHead(16, 300, bias=False)
     ids = torch.tensor([[1, 2]])

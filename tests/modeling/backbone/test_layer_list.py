@@ -71,7 +71,7 @@ def test_layers_whose_adapters_differ_are_of_different_kinds(options: dict[str, 
 
 
 @given(st.lists(st.integers(0, 3), min_size=1, max_size=12))
-def test_as_few_of_the_first_layers_tell_all_as_can_be(kinds: Sequence[int]) -> None:
+def test_the_fewest_first_layers_that_include_every_kind_are_chosen(kinds: Sequence[int]) -> None:
     def tells(count: int) -> bool:
         """Whether each layer that is left out has one of its kind among those that are not, behind the first."""
         return set(kinds[count:]) <= set(kinds[1:count])

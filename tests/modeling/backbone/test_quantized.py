@@ -120,7 +120,7 @@ def mux_batch(tasks: dict[str, list[list[int]]]) -> Any:
 
 
 @ALL_FORMATS
-def test_several_steps_go_as_plain_peft_takes_them(
+def test_several_steps_equal_those_of_plain_peft(
     form: str, folder: Path, plain_run: Callable[[str], Run], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = plain_run(form)
@@ -184,7 +184,7 @@ def test_recomputed_activations_give_the_same_training(
 
 
 @BOTH_WIDTHS
-def test_gpt2_whose_layers_are_stored_transposed_goes_as_plain_peft_takes_it(
+def test_gpt2_with_transposed_layers_trains_as_plain_peft(
     form: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     dropouts: dict[str, Any] = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}

@@ -382,7 +382,7 @@ class Waiting:
         raise AssertionError("nothing is summed")
 
 
-def test_nothing_is_left_of_it_where_all_tasks_are_taken_out() -> None:
+def test_removing_all_tasks_restores_the_last_layer() -> None:
     backbone = tiny_llama()
     case = ADAPTER_CASES[PeftType.LORA]
     model = MultiTaskPeftModel(backbone, {"a": case.make(0)})

@@ -66,7 +66,7 @@ def test_the_adapters_of_all_tasks_are_in_one_layer_if_a_type_is_fused(name: str
     assert not any(isinstance(layer.base_layer, BaseTunerLayer) for layer in layers)
 
 
-def test_a_task_of_a_refused_type_hears_why_and_of_the_nearest_type(tmp_path: Path) -> None:
+def test_a_task_of_a_refused_type_gets_the_reason_and_the_nearest_type(tmp_path: Path) -> None:
     refused = [entry for entry in ENTRIES.values() if entry.category is Category.REFUSED]
     tasks = []
     for number, entry in enumerate(refused):

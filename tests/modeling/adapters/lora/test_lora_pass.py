@@ -439,7 +439,7 @@ def test_recomputed_activations_give_the_same_gradients(report: dict) -> None:
 
 
 @pytest.mark.slow
-def test_optimizer_steps_go_the_way_of_products_on_slices(report: dict) -> None:
+def test_optimizer_steps_equal_those_of_products_on_slices(report: dict) -> None:
     trained = report["trained"]
     without, with_kernels = trained["tables"]
     assert without == 0

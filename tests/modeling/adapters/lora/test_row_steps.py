@@ -49,7 +49,7 @@ CONFIGS = {
 }
 
 
-def test_weights_that_lie_the_other_way_round_are_decomposed_and_scaled_too(tmp_path: Path) -> None:
+def test_transposed_weights_are_decomposed_and_scaled_too(tmp_path: Path) -> None:
     targets: dict[str, Any] = {"target_modules": ["c_fc", "c_proj"], "fan_in_fan_out": True}
     configs = {
         "dora": LoraConfig(r=4, use_dora=True, **targets),
