@@ -17,7 +17,7 @@ def run_script(script: str | Path, *arguments: str, timeout_s: float = 280.0, **
         script: path of the script.
         *arguments: what it finds in `sys.argv`.
         timeout_s: seconds after which it is ended.
-        **environment: variables beside those of this process, such as `TRITON_INTERPRET="1"`.
+        **environment: variables in addition to those of this process, such as `TRITON_INTERPRET="1"`.
     """
     return _run([str(script), *arguments], timeout_s, environment)
 

@@ -43,7 +43,7 @@ settings.register_profile(
     deadline=None,  # the first case of a property pays for imports
     derandomize=True,
     max_examples=25,
-    database=None,  # nothing is written beside the sources
+    database=None,  # nothing is written into the source folders
     suppress_health_check=[HealthCheck.too_slow, HealthCheck.function_scoped_fixture],
 )
 settings.load_profile("peft_mux")
@@ -96,7 +96,7 @@ def _one_thread_everywhere() -> Iterator[None]:
 
 @pytest.fixture(autouse=True, scope="module")
 def _empty_pictures() -> Iterator[None]:
-    """Spare tests that are not about pictures the time of drawing them."""
+    """Save tests that are not about pictures the time of drawing them."""
     with pytest.MonkeyPatch.context() as patch:
         draw_none(patch)
         yield
@@ -113,7 +113,7 @@ def _wide_lines() -> Iterator[None]:
 
 @pytest.fixture(scope="session")
 def shared_data() -> Path:
-    """Return the folder of real inputs that may lie beside the repository."""
+    """Return the folder of real inputs that may be next to the repository."""
     if not SHARED_DATA.is_dir():
         pytest.skip("../shared/data absent")
     return SHARED_DATA

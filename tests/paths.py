@@ -8,4 +8,4 @@ ROOT = Path(__file__).resolve().parents[1]
 """Of the repository."""
 
 SHARED_DATA = ROOT.parent / "shared" / "data"
-"""Real inputs that may lie beside the repository."""
+"""Real inputs that may be next to the repository."""

@@ -29,10 +29,10 @@ tasks:
 
 
 class Fault:
-    """A fault of an owner's.
+    """A fault in a user's input.
 
     Args:
-        name: what is wrong, in the owner's words.
+        name: what is wrong, in the user's words.
         make: makes it, in a folder of its own.
         says: pieces of the message, in their order: where and what came, what is allowed, the way out.
     """
@@ -238,7 +238,7 @@ FAULTS = (
 
 
 def message(fault: Fault, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what the owner reads."""
+    """Return what the user reads."""
     try:
         fault.make(folder)
     except PeftMuxError as error:

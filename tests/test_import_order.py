@@ -39,7 +39,7 @@ ROOMS = (
     "__main__",
     "__init__",
 )
-"""What lies in the package, from the ground up: each imports only itself and what stands before it."""
+"""The parts of the package, from the ground up: each imports only itself and what stands before it."""
 
 
 def module_of(path: Path) -> str:
@@ -81,7 +81,7 @@ def module_graph(texts: Sources) -> dict[str, set[str]]:
 
 
 def entry_graph(modules: Graph, folder: str) -> dict[str, set[str]]:
-    """Return which entries of a folder (its files and its folders) import which, of all that lies under it."""
+    """Return which entries of a folder (its files and its folders) import which, of all that it contains."""
 
     def entry(module: str) -> str | None:
         if module == folder:

@@ -1,4 +1,4 @@
-"""The public names: each resolves, is documented, and is where it is said to be."""
+"""The public names: each resolves, is documented, and is where the list places it."""
 
 from __future__ import annotations
 

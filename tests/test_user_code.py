@@ -1,4 +1,4 @@
-"""The guard of a task's own code: all that it raises becomes one kind of error, and its time is told."""
+"""The guard of a task's own code: all that it raises becomes one kind of error, and its time is reported."""
 
 from __future__ import annotations
 

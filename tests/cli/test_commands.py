@@ -209,7 +209,7 @@ def test_a_task_that_fails_makes_the_status_1_and_the_others_are_trained(
 
 
 def pause(out: Path, *names: str) -> None:
-    """Leave requests that a training takes up before its first step."""
+    """Leave requests that a training reads before its first step."""
     out.mkdir(exist_ok=True)
     for name in names:
         Mailbox(out).send({"command": "pause", "task": name})

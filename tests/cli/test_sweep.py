@@ -1,4 +1,4 @@
-"""`peft-mux train --sweep`: tasks of a file, each with many settings, beside tasks that are not swept."""
+"""`peft-mux train --sweep`: tasks of a file, each with many settings, and tasks that are not swept."""
 
 from __future__ import annotations
 

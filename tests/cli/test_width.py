@@ -78,7 +78,7 @@ def test_no_line_of_any_command_is_wider_than_80_characters_without_a_terminal(
     printed = {name: shown(capsys, *words) for name, words in commands.items()}
     assert {name: widest(text) for name, text in printed.items() if widest(text) > 80} == {}
 
-    # What was too wide is there all the same.
+    # No text is lost that was too wide.
     assert f"  {LONG}\n" in printed["plan"], "a name of its own line, and its numbers below"
     assert re.search(rf"^{LONG}: succeeded$", printed["train"], re.MULTILINE)
     assert re.search(r"^answ\S*…\S*2026 +succeeded +4/4 ", printed["train"], re.MULTILINE), "cut in the middle, marked"

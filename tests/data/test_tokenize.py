@@ -1,4 +1,4 @@
-"""Rows to tokens: TRL's meanings, truncation that is told, and every malformed row refused by task, row and column."""
+"""Rows to tokens: TRL's meanings, reported truncation, and malformed rows refused by task, row and column."""
 
 from __future__ import annotations
 

@@ -20,7 +20,7 @@ OPTIONS: dict[str, Any] = {"max_new_tokens": 6, "metrics": ("exact_match", "cont
 
 
 def rows(task: str) -> list[dict[str, str]]:
-    """Return rows that all have one answer, but for the last: the first one's prompt with another answer."""
+    """Return rows that all have one answer, except the last: the first one's prompt with another answer."""
     answers = [f" {WANTED[task]}"] * len(PROMPTS)
     found = [{"prompt": prompt, "completion": answer} for prompt, answer in zip(PROMPTS, answers, strict=True)]
     return [*found, {"prompt": PROMPTS[0], "completion": " mat"}]

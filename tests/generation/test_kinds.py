@@ -1,4 +1,4 @@
-"""Every kind of adapters on layers generates what plain PEFT does, beside LoRA in one batch."""
+"""Every kind of adapters on layers generates what plain PEFT does, with LoRA in one batch."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Prompts of every form beside LoRA in one batch, against plain PEFT's forward on one prompt at a time."""
+"""Prompts of every form with LoRA in one batch, against plain PEFT's forward on one prompt at a time."""
 
 from __future__ import annotations
 

@@ -7,7 +7,7 @@ from typing import Any
 
 
 def keep_patches() -> None:
-    """Let Triton's language stay as its interpreter needs it, once patched: by itself it is for every launch anew.
+    """Let Triton's language stay as its interpreter needs it, once patched: Triton does it again for every launch.
 
     A fifth of the time of small launches goes there. For processes that interpret whatever they launch.
     """

@@ -232,7 +232,7 @@ def check_tree(tree: PrefixTree, rows: Rows, groups: list[int | None]) -> None:
         before |= {row: own[: place + 1] for place, row in list(enumerate(own))[node.depth :]}
     for start, end, group in zip(offsets[:-1], offsets[1:], groups, strict=True):
         own = tree.row_of_token[start:end]
-        # All that a sequence's last token attends to is the sequence itself, whoever's rows stand for it.
+        # All that a sequence's last token attends to is the sequence itself, whichever row its tokens are computed for.
         assert before[own[-1]].tolist() == own.tolist()
         assert stream[tree.computed[own]].tolist() == stream[start:end].tolist()
         owners = np.searchsorted(offsets, tree.computed[own], side="right") - 1

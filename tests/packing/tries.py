@@ -1,4 +1,4 @@
-"""Random rows that begin alike, for all tests of shared prefixes."""
+"""Random rows with common beginnings, for all tests of shared prefixes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ Rows = list[np.ndarray]
 
 @st.composite
 def tries(draw: st.DrawFn, max_rows: int = 7, words: int = 5, max_run: int = 4) -> Rows:
-    """Draw rows, most of which go on from a beginning of an earlier one: cut anywhere, the whole, nothing, or equal."""
+    """Draw rows, most of which extend a beginning of an earlier one: cut anywhere, the whole, nothing, or equal."""
     rows: Rows = []
     for _ in range(draw(st.integers(1, max_rows))):
         rest = draw(st.lists(st.integers(1, words), min_size=0 if rows else 1, max_size=max_run))
@@ -30,7 +30,7 @@ def hard_rows() -> Rows:
         [1, 2, 3],  # a beginning of another
         [1, 2, 3, 4, 6],  # a branch at the last token
         [1, 7, 8],  # a branch at the second token: less than the minimum in common
-        [1, 2, 3, 4, 5, 6, 7, 8],  # goes on where others end
+        [1, 2, 3, 4, 5, 6, 7, 8],  # extends where others end
         [2],
         [9, 9, 1],
     ]

@@ -210,7 +210,7 @@ def test_passes_in_turns_take_what_was_planned_and_teach_nothing_if_the_profile_
     prices = PassPrices(given_cost, LOADS, stage, TurnTimes(machine, width), 4.0)
     predicted = prices.of(slot).times(AS_PROFILED._replace(communication=4.0))
     assert predicted.total == pytest.approx(planned_s(machine), rel=1e-9)
-    # Sums in full would tell of a faster device, though only what turns hide of them is missing.
+    # Sums in full would show a faster device, though only what turns hide of them is missing.
     right = PassPrices(given_cost, LOADS, stage, TurnTimes(given_cost, width))
     factors = []
     for own in (PassPrices(given_cost, LOADS, stage), right):

@@ -1,4 +1,4 @@
-"""What the planner is told of a run's tasks, and how far down a backward goes by it."""
+"""What the planner reads about a run's tasks, and how far down a backward goes by it."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ LINEAR = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_
 
 
 def load_of(rows: list[dict[str, Any]], folder: Path, *, layers: list[int] | None = None, **options: Any) -> TaskLoad:
-    """Return what the planner is told of a task with these rows."""
+    """Return what the planner reads about a task with these rows."""
     config = LoraConfig(r=4, target_modules=LINEAR, layers_to_transform=layers, task_type="CAUSAL_LM")
     task = Task(name="one", train_dataset=rows, peft_config=config, train_batch_size=2, max_steps=1, **options)
     trainer = make_trainer([task], folder, model=tiny_llama())
@@ -107,7 +107,7 @@ def added_product(own: Any, left: Any, right: Any, **others: Any) -> int:
 
 def operations(num_layers: int, lowest: dict[str, int]) -> int:
     """Return the operations of the products of a pass, forward and backward, of tasks with these lowest layers."""
-    # Rank 1 beside products of width 256: adapters are next to nothing.
+    # Rank 1 with products of width 256: adapters are next to nothing.
     configs = {
         name: LoraConfig(r=1, target_modules=LINEAR, layers_to_transform=list(range(layer, num_layers)))
         for name, layer in lowest.items()
@@ -144,6 +144,6 @@ def test_a_backward_that_stops_early_is_predicted_to_skip_layers_below_all_adapt
     layer = operations(4, everywhere) - operations(3, everywhere)
     spared = (operations(4, everywhere) - operations(4, lowest)) / layer
     predicted = (predicted_s(everywhere) - predicted_s(lowest)) / batch.num_tokens
-    # Rows of a task whose adapters all lie above another one's are spared a little more, which is not counted.
+    # Rows of a task whose adapters are all above another one's skip a little more, which is not counted.
     assert predicted <= spared * 1.03
     assert predicted == pytest.approx(spared, rel=0.03 if len(lowest) == 1 else 0.4)

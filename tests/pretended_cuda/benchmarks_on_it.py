@@ -1,4 +1,4 @@
-"""Runs parts of `benchmarks.gpu` at their real shapes on the pretended device; prints what became of them as JSON.
+"""Runs parts of `benchmarks.gpu` at their real shapes on the pretended device; prints their results as JSON.
 
 Numbers mean nothing here, so that checks may say what they like: what counts is that each part comes to its end.
 

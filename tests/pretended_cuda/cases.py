@@ -35,7 +35,7 @@ def main(library: str, cases: dict[str, dict[str, Any]]) -> None:
         started = time.perf_counter()
         try:
             found[name] = kinds[fields.pop("kind", "train")](**fields)
-        except Exception as error:  # the test of this case tells it, and the other cases go on
+        except Exception as error:  # the test of this case reports it, and the other cases run
             import traceback
 
             found[name] = {"error": f"{type(error).__name__}: {error}\n{traceback.format_exc()[-3000:]}"}

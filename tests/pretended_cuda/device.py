@@ -1,8 +1,8 @@
 """`PretendedCuda`: whole training steps on device "cuda" without a GPU.
 
-Tensors are fake: they have a shape, a dtype and a device, and no numbers. So what can be seen is which device a tensor
-lies on, where the host would wait, what is launched with which arguments, and what autograd keeps; and what cannot, are
-numbers, races, and faults of allocators and streams.
+Tensors are fake: they have a shape, a dtype and a device, and no numbers. So what can be seen is which device a
+tensor is on, where the host would wait, what is launched with which arguments, and what autograd keeps; what
+cannot be seen are numbers, races, and faults of allocators and streams.
 
 The library of `library.py` must be loaded before torch is imported, so each test of this runs in a process of its own.
 """
@@ -144,12 +144,12 @@ class PretendedCuda(FakeTensorMode):
             self._is_capturing = False
 
     def forget(self) -> None:
-        """Begin all counts anew."""
+        """Reset all counts."""
         for count in (self.waits, self.blocking_copies, self.unsafe, self.attention):
             count.clear()
         self.launches.clear()
 
-    # ------------------------------------------------------------------ what torch and Triton are told
+    # ------------------------------------------------------------------ what torch and Triton see
 
     @contextmanager
     def present(self) -> Iterator[None]:

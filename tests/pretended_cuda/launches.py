@@ -56,7 +56,7 @@ class Launches:
         self.signatures: dict[Signature, None] = {}
 
     def clear(self) -> None:
-        """Begin the counts anew; variants that are compiled stay so."""
+        """Reset the counts; variants that are compiled stay so."""
         self.counts.clear()
 
     @contextmanager

@@ -1,4 +1,4 @@
-"""Bytes that a pass keeps for its backward on the pretended device, beside what the planner counts without a device."""
+"""Bytes that a pass keeps for its backward on the pretended device, and what the planner counts without a device."""
 
 from __future__ import annotations
 

@@ -49,7 +49,7 @@ class Case:
         checkpointing: whether activations are recomputed.
         has_chains: whether long sequences are split over passes.
         adapts_head: whether a task adapts the output head.
-        has_bottlenecks: whether there are tasks of Adapter Tuning beside those of LoRA.
+        has_bottlenecks: whether there are tasks of Adapter Tuning in addition to those of LoRA.
         has_upper: whether there is a task, too, that adapts the upper layer alone.
         captured: whether passes are captured.
         optim: optimizer of the tasks.
@@ -139,7 +139,7 @@ def _counting_rows(seen: Seen) -> Iterator[None]:
 
 
 def forget_the_last_card() -> None:
-    """Let this process ask and tell anew what it does once: cases share a process, and not a card."""
+    """Let this process repeat what it does only once: cases share a process, and not a card."""
     for once in (varlen.warn_once, availability._card_runs_kernels, availability._reason_against_card):
         once.cache_clear()
     tunings.gpu_model.cache_clear()

@@ -127,7 +127,7 @@ def test_bottlenecks_run_on_the_kernels_of_lora(found: Found) -> None:
 
 @pytest.mark.parametrize("form", ["plain", "bottlenecks"])
 def test_variants_of_a_kernel_differ_in_its_constants_only(found: Found, form: str) -> None:
-    # Another set of tasks would otherwise compile everything anew, for sizes that happen to be multiples of 16 or not.
+    # Another set of tasks would otherwise compile everything again, for sizes that happen to be multiples of 16 or not.
     kinds: dict[str, set[str]] = {}
     for _, kernel, arguments, _ in seen_of(found, form)["signatures"]:
         runtime = [argument for argument in arguments if argument[1] != "constexpr"]

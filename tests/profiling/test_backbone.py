@@ -206,7 +206,7 @@ def test_functions_that_are_compared_are_taken_in_turns() -> None:
 
 
 class FakeTime:
-    """A clock that goes on only as work is pretended to be done: `s_per_token` for every token of a run."""
+    """A clock that advances only as work is pretended to be done: `s_per_token` for every token of a run."""
 
     def __init__(self, s_per_token: float) -> None:
         self.now_s, self.s_per_token = 0.0, s_per_token

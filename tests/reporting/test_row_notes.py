@@ -1,4 +1,4 @@
-"""Rows that are cut or left out are told: when a task is made, when it begins, and of streams as they come."""
+"""Rows that are cut or left out are reported: when a task is made, when it begins, and of streams as they come."""
 
 from __future__ import annotations
 
@@ -68,7 +68,7 @@ def test_a_run_says_at_its_start_what_it_trains_on_without_being_asked_for_a_pla
     assert (own["num_rows"], own["num_kept"], own["num_dropped_long"], own["limit"]) == (24, 4, 20, 16)
     assert own["data_format"] == "tokenized"
     assert own["num_tokens"] == 4 * 9
-    trainer.table["own"].num_steps += 1  # trained on, nothing is told again
+    trainer.table["own"].num_steps += 1  # trained on, nothing is reported again
     trainer.train()
     assert len(told(tmp_path)) == 3
 

@@ -1,4 +1,4 @@
-"""A run folder has one writer: another is refused by name, and a dead one keeps nobody out."""
+"""A run folder has one writer: another is refused by name, and a dead one keeps no process out."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Screen(Progress):
 
 
 def make_run(folder: Path, names: Sequence[str] = ("a", "b"), **arguments: Any) -> Run:
-    """Return a run of small tasks that nobody trains."""
+    """Return a run of small tasks that are not trained."""
     options = {"save_strategy": "no", "logging_strategy": "no", "report_to": "none", **arguments}
     args = MultiTaskTrainingArguments(output_dir=str(folder), use_cpu=True, **options)
     tasks = resolve_tasks([small_task(name, data_seed=seed) for seed, name in enumerate(names)], args)

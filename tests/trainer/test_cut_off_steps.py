@@ -1,4 +1,4 @@
-"""A step that is cut off by a second Ctrl-C or a fault of the device: what goes on afterwards is exact, or refused."""
+"""A step that is cut off by a second Ctrl-C or a fault of the device: what follows is exact, or refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What happens to a run under way: tasks that come, leave and pause, tasks that fail, and interrupts."""
+"""What happens during a run: tasks that come, leave and pause, tasks that fail, and interrupts."""
 
 from __future__ import annotations
 

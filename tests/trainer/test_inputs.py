@@ -278,7 +278,7 @@ def test_a_plan_of_a_model_folder_reads_no_weights(described: str, tmp_path: Pat
     assert plan.htasks[0].micro_batches == math.ceil(80 / 50)
     assert not (tmp_path / "run").exists(), "a plan writes nothing"
     assert Plan.from_json(plan.to_json()) == plan
-    # It counts the weights that there are; rotary frequencies are buffers that are held beside them.
+    # It counts the weights that there are; rotary frequencies are buffers that are held in addition.
     weights = sum(parameter.numel() * 4 for parameter in backbone.parameters())
     assert weights <= plan.memory.backbone_bytes <= weights * 1.01
     trainable = [sum(parameter.numel() for parameter in parameters.values()) for parameters in own]

@@ -1,4 +1,4 @@
-"""Smoothed labels: each task as with transformers' own `LabelSmoother`, alone and in company; refused elsewhere."""
+"""Smoothed labels: each task as with transformers' own `LabelSmoother`, alone and with others; refused elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noise on embeddings: that of Trainer's hook with draws of the task's own, whatever trains beside it."""
+"""Noise on embeddings: that of Trainer's hook with draws of the task's own, whatever trains with it."""
 
 from __future__ import annotations
 

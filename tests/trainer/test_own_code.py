@@ -145,7 +145,7 @@ def test_a_hook_and_a_schedule_that_fail_and_what_callbacks_write_reach_no_other
 def test_what_own_code_costs_the_others_is_reported_by_task_and_kind(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    # Every call passes a limit of nothing; each one is told once its task's total has doubled.
+    # Every call passes a limit of nothing; each one is reported once its task's total has doubled.
     monkeypatch.setattr(recorders, "CALL_LIMIT_S", 0.0)
     slow = (
         bad_task("callback", callbacks=[Does(lambda **_: None)]),
@@ -235,7 +235,7 @@ def test_the_rows_of_the_next_step_are_read_during_the_present_one(tmp_path: Pat
     class Wait(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 2:
-                # Asked for by nobody before the third step; without reading ahead this would wait in vain.
+                # Not asked for before the third step; without reading ahead this would wait in vain.
                 waited.append(third_step.wait(60))
 
     train([small_task("good", data_seed=1, callbacks=[Wait()]), stream_task(Rows())], tmp_path)

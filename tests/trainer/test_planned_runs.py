@@ -1,4 +1,4 @@
-"""A run follows its plan: policies, admission under a limit of memory, plans made anew, what is learnt from time."""
+"""A run follows its plan: policies, admission under a limit of memory, new plans, what is learnt from time."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def three() -> list[Task]:
 
 
 def limit_gib(tasks: list[Task], folder: Path) -> float:
-    """Return a limit under which exactly these tasks fit beside each other, with the smallest passes."""
+    """Return a limit under which exactly these tasks fit together, with the smallest passes."""
     plan = make_trainer(tasks, folder, max_tokens_per_micro_batch=24).plan()
     return (plan.memory.peak_bytes + 1000) / 2**30
 
@@ -174,7 +174,7 @@ def test_memory_is_kept_for_all_passes_of_a_row_that_is_cut(tmp_path: Path) -> N
     assert kept("short", 15, split_long_sequences=True) == kept("short and whole", 15)
 
 
-# ------------------------------------------------------------ plans made anew
+# ------------------------------------------------------------ new plans
 
 
 def test_the_plan_is_made_again_when_tasks_arrive_leave_pause_and_end(tmp_path: Path) -> None:

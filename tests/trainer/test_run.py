@@ -272,7 +272,7 @@ def test_a_callback_of_the_run_stops_the_run_and_sees_keys_with_task_names(tmp_p
     assert seen[0] == {*keys, "run/memory_gib"}
     assert seen[1] == {*keys, "run/memory_gib", "run/tokens_per_second"}
     assert len(seen) == 2
-    # a second call goes on where the first one stopped
+    # a second call continues where the first one stopped
     trainer.remove_callback(Stop)
     trainer.train()
     assert {run.step for run in trainer.table} == {8}

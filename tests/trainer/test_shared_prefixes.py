@@ -1,4 +1,4 @@
-"""Runs whose rows begin alike: as plain PEFT has them, as without sharing, and what they say of it."""
+"""Runs whose rows have common beginnings: as plain PEFT has them, as without sharing, and what they say of it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ SHOTS = np.random.default_rng(9).integers(1, lab.VOCABULARY, size=24).tolist()
 
 
 def few_shot(seed: int, count: int = 12) -> list[dict[str, list[int]]]:
-    """Return rows that begin with the same 24 tokens; every third goes on with 17 more that others share."""
+    """Return rows that begin with the same 24 tokens; every third continues with 17 more that others share."""
     rng = np.random.default_rng(seed)
     more = rng.integers(1, lab.VOCABULARY, size=17).tolist()
     own = [rng.integers(1, lab.VOCABULARY, size=int(size)).tolist() for size in rng.integers(1, 9, size=count)]

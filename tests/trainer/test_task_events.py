@@ -1,4 +1,4 @@
-"""What callbacks of a run are told of its tasks, when, and what they may do then."""
+"""What callbacks of a run learn about its tasks, when, and what they may do then."""
 
 from __future__ import annotations
 

@@ -24,7 +24,7 @@ METHODS = sorted(name for name, item in inspect.getmembers(Trainer) if callable(
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """Return a run of two owners that has ended."""
+    """Return a run of two tasks that has ended."""
     tasks = [small_task(name, data_seed=seed, max_steps=2) for seed, name in enumerate(("mine", "theirs"))]
     return train(tasks, tmp_path_factory.mktemp("run"))
 
@@ -114,7 +114,7 @@ def test_old_names_of_methods_still_work_with_a_warning(trained: Run) -> None:
 
 
 class Hub:
-    """Stands in for `HfApi`: keeps what is uploaded."""
+    """Replaces `HfApi`: keeps what is uploaded."""
 
     def __init__(self, token: str | None = None) -> None:
         self.token = token

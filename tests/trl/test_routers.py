@@ -1,4 +1,4 @@
-"""The balancing loss of the routers of mixtures beside TRL's trainers: by default with the model's own coefficient."""
+"""The balancing loss of routers, compared with TRL's trainers: by default with the model's own coefficient."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""TRL's trainers beside this package: the same rows, order and seed give the same losses, metrics and adapters.
+"""TRL's trainers compared with this package: the same rows, order and seed give the same losses, metrics and adapters.
 
 Losses of every step and final weights agree within 1e-4, in fp32.
 """

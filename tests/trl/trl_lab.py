@@ -1,4 +1,4 @@
-"""TRL's trainers beside this package's: one tiny Llama, one tokenizer, the same rows in the same order, fp32."""
+"""TRL's trainers compared with this package's: one tiny Llama, one tokenizer, the same rows in the same order, fp32."""
 
 from __future__ import annotations
 
@@ -115,7 +115,7 @@ class Outcome:
 
     Attributes:
         losses: by step.
-        metrics: by step, what was logged beside the loss.
+        metrics: by step, what was logged in addition to the loss.
         weights: final, by PEFT's name without the adapter's.
         initial: the same before the first step.
         evaluated: metrics of the rows that were held out, after the last step.
@@ -151,7 +151,7 @@ def trl_outcome(
         held_out: rows to evaluate after the last step, in the same batches as the others.
         reward_funcs: of `GRPOTrainer`.
         start: a saved adapter to begin from; by default one that is drawn.
-        options: arguments beside those that all runs have.
+        options: arguments in addition to those that all runs have.
     """
     losses: list[float] = []
 

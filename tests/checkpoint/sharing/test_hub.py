@@ -20,7 +20,7 @@ from tests.invariants.mux_lab import small_task, tiny_llama
 
 
 class StandIn(ThreadingHTTPServer):
-    """Keeps repositories of an owner "me": files by name, as they were committed."""
+    """Keeps repositories of the user "me": files by name, as they were committed."""
 
     def __init__(self) -> None:
         super().__init__(("127.0.0.1", 0), Handler)

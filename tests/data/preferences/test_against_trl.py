@@ -162,7 +162,7 @@ def test_pairs_become_the_tokens_of_the_orpo_and_cpo_trainers(name: str, max_len
         (start, end), (second, last) = sequence.sequence_bounds
         assert sequence.labels[start:end].tolist() == sequence.input_ids[start:end].tolist()
         assert sequence.labels[second:last].tolist() == labels[second:last].tolist()
-    # CPOTrainer tokenises alike, and learns answers alone.
+    # CPOTrainer tokenises in the same way, and learns only the answers.
     for sequence, pair in zip(ours(rows, JOINED_ROWS, max_length, tokenizer), expected, strict=True):
         assert pair == [
             (sequence.input_ids[start:end].tolist(), sequence.labels[start:end].tolist())

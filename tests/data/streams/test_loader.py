@@ -110,7 +110,7 @@ def test_a_stream_without_usable_rows_is_refused_rather_than_read_for_ever() -> 
         make_stream(Rows(masked)).batch(0)
 
 
-# --------------------------------------------------------- what goes wrong, and what is told
+# --------------------------------------------------------- what goes wrong, and its messages
 
 
 @pytest.mark.parametrize("step", [0, 1, 4])

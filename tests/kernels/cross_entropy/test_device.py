@@ -412,7 +412,7 @@ def test_the_kernel_compiles_for_sm_90_without_spills_and_with_wide_loads(tmp_pa
         assert (found["stack"], found["local"], found["atomics"]) == (0, 0, 0), name
         assert found["reg"] <= 64, name  # two programs of 512 threads on a multiprocessor
     assert report["*bf16 128256"]["wide loads"] > 0
-    assert report["*fp32 50257"]["wide loads"] > 0  # but for its tail, a vocabulary of odd size is read as fast
+    assert report["*fp32 50257"]["wide loads"] > 0  # except in its tail, a vocabulary of odd size is read as fast
 
 
 @pytest.mark.gpu

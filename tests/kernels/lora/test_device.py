@@ -132,7 +132,7 @@ def main() -> None:
 
 
 def updated() -> dict[str, bool]:
-    """Return whether tables rewritten in place give the bits of new tables, between rows that lie apart as well."""
+    """Return whether tables rewritten in place give the bits of new tables, also between rows that are not adjacent."""
     from peft_mux.kernels.lora import launch as kernels
 
     fixed = SegmentTables([50, 1, 2], [1, 2, 3], block_rows=16, chunk_rows=32, max_tokens=64)
@@ -157,7 +157,7 @@ def updated() -> dict[str, bool]:
 
 
 def blocks_of_ranks() -> dict[str, list[list[int]]]:
-    """Return, per rank and for launches beside other ranks, in what blocks shrink and expand work on it."""
+    """Return, per rank and for launches with other ranks, in what blocks shrink and expand work on it."""
     from peft_mux.kernels.lora import launch as kernels
 
     found: dict[str, list[list[int]]] = {}

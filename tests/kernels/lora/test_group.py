@@ -1,6 +1,6 @@
 """Groups of layers (q, k and v; gate and up) through the grouped kernels in Triton's interpreter.
 
-`LoraGroup` is held against float64 formulas, against itself in other company, and against how often it may read the
+`LoraGroup` is compared with float64 formulas, against itself in other company, and against how often it may read the
 activations. The interpreter is chosen when Triton is first imported, so everything that needs it runs in one child
 process: this file as a script. It prints JSON; the tests below read what they need of it.
 """
@@ -29,7 +29,7 @@ pytestmark = pytest.mark.slow
 
 NAN = float("nan")
 LAYERS = ("self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj")
-STRANGER = "self_attn.o_proj"  # lies in the same slab; nobody has any business there
+STRANGER = "self_attn.o_proj"  # is in the same slab, where no task may write
 STRANGER_GRADIENT = 7.0
 
 
@@ -55,7 +55,7 @@ class Case(NamedTuple):
 
 
 class Data(NamedTuple):
-    """One task's own tensors; the same ones whoever else is in the stream."""
+    """One task's own tensors; the same ones whichever tasks are in the stream."""
 
     task: Task
     x: torch.Tensor
@@ -365,7 +365,7 @@ def same_bits(left: dict[str, torch.Tensor], right: dict[str, torch.Tensor]) -> 
 
 
 def company() -> dict[str, dict[str, list[str]]]:
-    """Return, for every task, what of it has other bits than among all tasks.
+    """Return, for every task, which of its tensors have other bits than among all tasks.
 
     The frozen product is the matrix library's, which may add up in another order for another number of rows; a base
     that selects columns of x leaves it nothing to add up.
@@ -569,7 +569,7 @@ def test_a_gradient_of_another_dtype_is_refused_in_a_later_pass_too(report: dict
 def test_a_task_gets_the_same_bits_in_any_company(report: dict, index: int) -> None:
     differing = report["company"][str(index)]
     assert {"alone", "in another order", "with a wider S"} <= differing.keys()
-    assert len(differing) >= 4  # beside NaNs, at least of one other
+    assert len(differing) >= 4  # with NaNs in other rows, at least of one other
     assert differing == {way: [] for way in differing}
 
 

@@ -198,6 +198,6 @@ def test_gradients_of_one_chunk_each_need_no_reduction_but_where_other_rows_may_
     kernels.wgrad(s, x, grad, tables, ranks, scaled=False, accumulate=True)
     assert len(started) == 1 + reductions
     started.clear()
-    # What is written and not added to has to be written where there is no row, too.
+    # What is written and not added to must be written where there is no row, too.
     kernels.wgrad(s, x, grad, tables, ranks, scaled=False)
     assert len(started) == 2

@@ -1,4 +1,4 @@
-"""Where a run shows how it goes on: what is chosen for which place, and what a terminal is sent."""
+"""Where a run shows its progress: what is chosen for which place, and what a terminal is sent."""
 
 from __future__ import annotations
 

@@ -18,9 +18,9 @@ class Seen:
         begun: how it was asked for.
         settings: configuration or parameters.
         logs: numbers of each log, with the step of the task.
-        ending: as the logger names it; `None` while the run goes on.
+        ending: as the logger names it; `None` while the run trains.
         told: what its summary or tags say of the task's end.
-        beside: names of the other runs that were under way at its first log.
+        beside: names of the other runs that were active at its first log.
     """
 
     name: str

@@ -1,4 +1,4 @@
-"""W&B, MLflow and Trackio themselves, without a network, where they are installed: two tasks, and one that goes on."""
+"""W&B, MLflow and Trackio themselves, if installed, without a network: two tasks, and one that continues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run for each task in W&B, MLflow and Trackio, all alive at once: stand-ins keep what the loggers are told."""
+"""A run for each task in W&B, MLflow and Trackio, all alive at once: stand-ins keep what the loggers get."""
 
 from __future__ import annotations
 
@@ -155,7 +155,7 @@ def test_a_training_that_starts_again_has_new_runs(tmp_path: Path, loggers: Logg
         trained(tmp_path)
     for name, logger in loggers.items():
         assert len(logger.runs) == 4
-        if name == "trackio":  # which names a run of the same name anew
+        if name == "trackio":  # which names a run of the same name again
             assert {run.begun["resume"] for run in logger.runs} == {"never"}
         else:
             assert len({run.run_id for run in logger.runs}) == 4

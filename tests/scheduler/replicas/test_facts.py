@@ -78,7 +78,7 @@ def test_adapters_cost_time_and_more_of_them_more() -> None:
 @pytest.mark.parametrize("tp", [1, 2, 8, 16])
 @pytest.mark.parametrize("num_tasks", [1, 2])
 def test_a_layer_takes_what_the_cost_model_says_of_such_a_micro_batch(tp: int, num_tasks: int) -> None:
-    """Whole sequences of one length, of either task alike: M Eq. 3, with the ends and launches spread over layers."""
+    """Whole sequences of one length, of either task: M Eq. 3, with the ends and launches spread over layers."""
     cut = tuple(AdapterLoad(rank, width, width // 2) for rank, width in ((8, 8192), (8, 8192), (16, 15104)))
     time = next(time for time in layer_times(FACTS, tp, 8192) if time.num_sequences == 2 and time.length_tokens > 600)
     per_task = 2 // num_tasks
