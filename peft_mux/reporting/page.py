@@ -16,6 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
+from rich.terminal_theme import TerminalTheme
+from rich.theme import Theme
 
 from peft_mux.errors import ConfigError, printable
 from peft_mux.reporting.report import RunReport, status_word
@@ -116,14 +118,25 @@ def chart_svg(title: str, tasks: Sequence[TaskView], *, width: int = 250, height
 
 _WIDTH = 110
 """Characters of the table in a notebook."""
+_COLORS = TerminalTheme(
+    (255, 255, 255),
+    (0, 0, 0),
+    [(128, 128, 128), (201, 95, 95), (64, 145, 90), (192, 116, 30), *[(90, 120, 200)] * 3, (128, 128, 128)],
+)
+"""Grey, red, green and yellow that can be read on a light and on a dark page."""
+_BAR_BACK = Theme({"bar.back": "grey50"})
 
 
 def run_html(view: RunView, *, most_charts: int | None = None) -> str:
     """Return a run as HTML: its table, the reasons of tasks, the charts of at most `most_charts` tasks, and its log."""
-    console = Console(file=io.StringIO(), record=True, width=_WIDTH, force_terminal=True, color_system="truecolor")
+    # In a notebook, rich would otherwise display what is printed, in addition to recording it.
+    console = Console(
+        file=io.StringIO(), record=True, width=_WIDTH, force_terminal=True, force_jupyter=False,
+        color_system="standard", theme=_BAR_BACK,
+    )  # fmt: skip
     console.print(RunTable(view, len(view.tasks) + 10))
-    pre = "<pre style='line-height:1.3;max-height:34em;overflow:auto'>{code}</pre>"
-    table = console.export_html(inline_styles=True, code_format=pre)
+    pre = "<pre style='line-height:1.3;max-height:34em;overflow:auto;white-space:pre'>{code}</pre>"
+    table = console.export_html(theme=_COLORS, inline_styles=True, code_format=pre)
     reasons = escape("\n".join(f"{task.name}: {printable(task.reason)}" for task in view.tasks if task.reason))
     table += f"<pre style='white-space:pre-wrap'>{reasons}</pre>" if reasons else ""
     lines = ""

@@ -148,7 +148,7 @@ def _counts(tasks: Sequence[TaskView]) -> str:
 
 def table_text(view: RunView, width: int = 80) -> str:
     """Return the table as text without colours, with all tasks; `width` is in characters."""
-    console = Console(width=width, color_system=None, force_terminal=False, legacy_windows=False)
+    console = Console(width=width, color_system=None, force_terminal=False, force_jupyter=False, legacy_windows=False)
     with console.capture() as captured:
         console.print(RunTable(view, len(view.tasks) + 10))
     return "\n".join(line.rstrip() for line in captured.get().splitlines())

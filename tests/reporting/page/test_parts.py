@@ -12,6 +12,7 @@ import pytest
 
 from peft_mux.reporting.page import chart_svg, run_html
 from peft_mux.reporting.screen import NotebookProgress
+from peft_mux.reporting.table import table_text
 from peft_mux.reporting.views import RunView, RunWatch, TaskView, interrupted, view_of_records
 from peft_mux.scheduler.drawing import rounded_ticks
 
@@ -36,6 +37,17 @@ def test_a_run_is_a_table_with_bars_and_a_chart_of_each_task_that_has_losses() -
     assert "math: &lt;script&gt;alert(1)" in html
     assert "<script" not in html
     assert "memory 1.00/2.0 GiB" in text
+
+
+def test_a_notebook_shows_a_run_once_although_rich_displays_what_is_printed_there(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    shown: list[Any] = []
+    monkeypatch.setattr("rich.console._is_jupyter", lambda: True)
+    monkeypatch.setattr("rich.jupyter.display", lambda *args: shown.append(args))
+    assert "sql" in run_html(RunView(TASKS))
+    assert "sql" in table_text(RunView(TASKS))
+    assert shown == []
 
 
 def test_of_many_tasks_those_that_run_get_a_chart_first_and_the_others_are_counted() -> None:
