@@ -142,7 +142,7 @@ def job_with_free_port() -> int:
 @pytest.mark.distributed
 @pytest.mark.timeout(500)
 def test_a_job_of_two_nodes_that_reaches_its_time_limit_is_requeued_and_resumes(folder: Path, tmp_path: Path) -> None:
-    cluster, job_id = Cluster(tmp_path / "slurm"), job_with_free_port()
+    cluster = Cluster(tmp_path / "slurm")
     whole, out = tmp_path / "whole", tmp_path / "interrupted"
 
     def start(out: Path, job: int, restarts: int = 0) -> subprocess.Popen[str]:
@@ -153,6 +153,7 @@ def test_a_job_of_two_nodes_that_reaches_its_time_limit_is_requeued_and_resumes(
         printed = undisturbed.communicate(timeout=200)[0]
         assert undisturbed.returncode == 0, printed[-4000:]
 
+        job_id = job_with_free_port()  # only now: other tests take ports meanwhile
         first = start(out, job_id)
         wait_until(lambda: saved_step(out) >= 2 * SAVE_STEPS, first)
         first.send_signal(signal.SIGUSR1)
