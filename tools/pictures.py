@@ -141,7 +141,7 @@ def stream() -> Drawing:
         picture.box(begin + 4, 344, total - 8, 34, colour, f"loss of {name}")
         picture.arrow(middle, 378, middle, 400)
         picture.box(begin + 4, 402, total - 8, 34, colour, f"optimizer step of {name}")
-    picture.text(60, 458, "Below the frozen layer no task reads another task's numbers.", style="soft")
+    picture.text(60, 458, "After the frozen layer, tasks exchange no numbers.", style="soft")
     return picture
 
 
@@ -346,12 +346,19 @@ def rooms() -> Drawing:
 
 def speed() -> Drawing:
     """Tokens per second of stored results."""
-    picture = Drawing(880, 400, "Tokens per second: HF in turn, padded joint batch, peft_mux, floor")
+    picture = Drawing(
+        880, 400, "Tokens per second: HF one task at a time, padded joint batch, peft_mux, backbone alone"
+    )
     throughput = json.loads((ROOT / "benchmarks/results/throughput-amd-epyc-2-cores.json").read_text("utf-8"))
     shared = json.loads((ROOT / "benchmarks/results/prefixes-amd-epyc-2-cores.json").read_text("utf-8"))
-    names = {"hf": "HF in turn", "padded": "padded joint batch", "mux": "peft_mux", "floor": "floor"}
+    names = {
+        "hf": "HF, one task at a time",
+        "padded": "padded joint batch",
+        "mux": "peft_mux",
+        "floor": "limit: backbone alone",
+    }
     titles = {
-        "uniform": "8 tasks, rows of equal kind (SST-2 lengths)",
+        "uniform": "8 tasks, rows of similar length (SST-2)",
         "nonuniform": "8 tasks, short and long rows, ranks 8 to 64",
     }
     groups: list[tuple[str, list[tuple[str, float, str]]]] = []
@@ -362,7 +369,7 @@ def speed() -> Drawing:
         groups.append((titles[case["mix"]], bars))
     row = next(one for one in shared["rows"] if one["name"] == "4-shot: eight tasks of these")
     bars = [
-        ("HF in turn", row["tokens"] / row["hf_s"], "hf"),
+        ("HF, one task at a time", row["tokens"] / row["hf_s"], "hf"),
         ("peft_mux, prefixes shared", row["tokens"] / row["share_s"], "mux"),
     ]
     groups.append(("8 tasks of 4-shot prompts (smaller model, 1 thread)", bars))
@@ -391,7 +398,7 @@ def speed() -> Drawing:
     picture.text(
         24,
         y + 32,
-        "Floor: the same packed tokens through the frozen backbone, without adapters and optimizer.",
+        "Limit (the docs call it floor): the packed tokens through the backbone, without adapters and optimizer.",
         size=12,
         style="soft",
     )

@@ -48,24 +48,10 @@ def trainer_for(
         record_losses: whether to log the loss of each task at each step.
         **arguments: further arguments of the run.
     """
-    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
+    from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
 
-    tasks = [
-        Task(
-            name=task.name,
-            peft_config=task.lora_config(),
-            train_dataset=list(task.rows),
-            train_batch_size=task.batch_size,
-            max_steps=workload.num_steps,
-            seed=task.seed,
-            shuffle=False,
-            objective=task.objective,
-        )
-        for task in workload.tasks
-    ]
     args = MultiTaskTrainingArguments(
         output_dir=folder,
-        learning_rate=workload.learning_rate,
         logging_strategy="steps" if record_losses else "no",
         logging_steps=1,
         save_strategy="no",
@@ -74,7 +60,7 @@ def trainer_for(
         use_cpu=True,
         **arguments,
     )
-    return MultiTaskTrainer(model=model_factory(), tasks=tasks, args=args)
+    return MultiTaskTrainer(model=model_factory(), tasks=workload.to_tasks(), args=args)
 
 
 def _losses(state: Any) -> list[float]:

@@ -194,6 +194,7 @@ class Workload:
                 max_steps=self.num_steps,
                 shuffle=False,
                 seed=own.seed,
+                objective=own.objective,
             )
             for own in self.tasks
         ]

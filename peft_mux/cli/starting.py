@@ -59,7 +59,9 @@ def init(arguments: argparse.Namespace) -> int:
     data = arguments.data or ["data/first.jsonl", "data/second.jsonl"]
     names = [Path(one).stem.replace(".", "-").replace(" ", "-") for one in data]
     if len(set(names)) < len(names):
-        raise ConfigError(f"init: files must have different names, which tasks get, too, got {', '.join(data)}.")
+        raise ConfigError(
+            f"init: files must have different names, because tasks are named after them, got {', '.join(data)}."
+        )
     raise_faults([fault for name in names if (fault := name_fault(name)) is not None])
     check_task_names(names)
     tasks = "".join(f"  {name}: {{dataset: {json.dumps(one)}}}\n" for name, one in zip(names, data, strict=True))

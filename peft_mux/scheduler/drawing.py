@@ -24,7 +24,7 @@ PALETTE = ("#4c8dd6", "#e08a2e", "#4fa86b", "#c95f5f", "#9479c9", "#a07a5f", "#d
 ALARM = "#d03b3b"
 """The red of what is nearly full."""
 _MEMORY_COLORS = (0, 1, 2, 4, 5, 6, 8, 9)
-"""Which of these colours parts of memory have: not the red one, which would look like an alarm, nor that of `_FREE`."""
+"""Colours of parts of memory: without red, which would look like an alarm, and without `_FREE`."""
 _FREE = 7
 """The colour of memory that is free."""
 NEARLY_FULL = 0.95
@@ -97,7 +97,7 @@ def timeline(simulation: Simulation, plan: Any = None, steps: Sequence[MeasuredS
     Args:
         simulation: the simulated step.
         plan: the `Plan` that it is of, which knows the tasks of buckets; `None` shows the simulation's names.
-        steps: what processes measured of a step under this plan; in rows below that of their stage.
+        steps: what processes measured of a step under this plan; in rows below their stage.
     """
     names, rows, end = list(simulation.bucket_names), [], simulation.makespan_s
     bucket_of: dict[str, int] = {}

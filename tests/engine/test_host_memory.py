@@ -1,4 +1,4 @@
-"""The memory that a process may have: that of the host, or the limit of its container or job."""
+"""The memory that a process may have: the host's, or the limit of its container or job."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Noise on embeddings: that of Trainer's hook with draws of the task's own, whatever trains with it."""
+"""Noise on embeddings: as from Trainer's hook, with the task's own random numbers, whatever trains with it."""
 
 from __future__ import annotations
 

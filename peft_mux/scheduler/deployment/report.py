@@ -13,7 +13,7 @@ from peft_mux.scheduler.deployment.baselines import Baseline
 from peft_mux.scheduler.deployment.composed import ComposedDeployment
 from peft_mux.scheduler.deployment.plan import DeploymentPlan, FailureOverhead
 from peft_mux.scheduler.dispatching.dispatch import Dispatch
-from peft_mux.scheduler.drawing import PALETTE, new_figure, save_figure
+from peft_mux.scheduler.drawing import new_figure, save_figure
 from peft_mux.scheduler.replicas.configs import ParallelConfig, layout_text
 from peft_mux.scheduler.units import aligned, bytes_text, rate_text
 
@@ -197,6 +197,9 @@ def save_deployment(report: DeploymentReport, path: str | Path) -> Path:
     figure = new_figure(figsize=(5.2 * len(ways), 6.2), layout="constrained")
     axes = figure.subplots(2, len(ways), squeeze=False, sharey="row")
     names = [str(group) for group in report.plan.groups]
+    from matplotlib import colormaps  # an extra, which `new_figure` has found
+
+    palette = colormaps["viridis"]  # shades in the order of lengths
     for column, (title, dispatch) in enumerate(ways.items()):
         seconds_axes, tokens_axes = axes[0][column], axes[1][column]
         seconds_axes.set_title(f"{title}: {dispatch.makespan_s:.3g} s a step")
@@ -207,7 +210,7 @@ def save_deployment(report: DeploymentReport, path: str | Path) -> Path:
         bottom = [0.0] * len(names)
         for bucket, boundary in enumerate(dispatch.boundaries):
             tokens = [group[bucket] * boundary for group in dispatch.counts]
-            color = PALETTE[bucket % len(PALETTE)]
+            color = palette(bucket / max(1, len(dispatch.boundaries) - 1))
             tokens_axes.bar(names, tokens, bottom=bottom, color=color, label=str(boundary))
             bottom = [below + own for below, own in zip(bottom, tokens, strict=True)]
     axes[0][0].set_ylabel("seconds a step")
