@@ -141,7 +141,7 @@ def stream() -> Drawing:
         picture.box(begin + 4, 344, total - 8, 34, colour, f"loss of {name}")
         picture.arrow(middle, 378, middle, 400)
         picture.box(begin + 4, 402, total - 8, 34, colour, f"optimizer step of {name}")
-    picture.text(60, 458, "After the frozen layer, tasks exchange no numbers.", style="soft")
+    picture.text(60, 458, "After the frozen layer, values of tasks never mix.", style="soft")
     return picture
 
 
@@ -390,7 +390,7 @@ def speed() -> Drawing:
     picture.text(
         24,
         y + 14,
-        f"Real tokens/s of optimizer steps, fp32, {machine['cores']} cores of an {machine['cpu']}, torch "
+        f"Tokens/s without padding, whole steps, fp32, {machine['cores']} cores of an {machine['cpu']}, torch "
         f"{throughput['versions']['torch'].partition('+')[0]}.",
         size=12,
         style="soft",

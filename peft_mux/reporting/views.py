@@ -241,7 +241,9 @@ def interrupted(view: RunView) -> RunView:
 def view_of(task: TaskRun, *, with_curves: bool = True) -> TaskView:
     """Return what a task shows by itself, whether or not it trains: its last loss instead of a mean, and no rates."""
     history = task.state.log_history
-    logged = (entry["eval_loss"] for entry in reversed(history) if "eval_loss" in entry)
+    # Of a task that is never evaluated, each frame of the live table would search the whole history.
+    newest_first = reversed(history) if task.eval_data is not None else ()
+    logged = (entry["eval_loss"] for entry in newest_first if "eval_loss" in entry)
     return TaskView(
         task.name,
         str(task.status),

@@ -21,7 +21,7 @@ class Clock:
 def task(name: str = "a", **facts: Any) -> Any:
     given = {"step": 0, "num_steps": 100, "status": "running", "reason": "", "last_loss": float("nan")}
     state = SimpleNamespace(log_history=[])
-    return SimpleNamespace(name=name, num_tokens=0, state=state, **{**given, **facts})
+    return SimpleNamespace(name=name, num_tokens=0, state=state, eval_data=[{}], **{**given, **facts})
 
 
 def step(watch: RunWatch, clock: Clock, tasks: list[Any], *, loss: float = 1.0, seconds: float = 1.0) -> None:

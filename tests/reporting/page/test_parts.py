@@ -166,7 +166,7 @@ def test_a_notebook_has_one_output_that_is_updated_and_gets_later_lines_at_once(
     monkeypatch.setattr(display, "display", show)
     own = SimpleNamespace(
         name="sql", step=0, num_steps=9, status="running", reason="", last_loss=1.0, num_tokens=0,
-        state=SimpleNamespace(log_history=[]),
+        state=SimpleNamespace(log_history=[]), eval_data=None,
     )  # fmt: skip
     progress = NotebookProgress(RunWatch())
     progress.log("before")

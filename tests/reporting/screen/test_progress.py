@@ -28,7 +28,15 @@ class Terminal(io.StringIO):
 def task(name: str = "a") -> Any:
     state = SimpleNamespace(log_history=[])
     return SimpleNamespace(
-        name=name, step=3, num_steps=9, status="running", reason="", last_loss=1.5, num_tokens=10, state=state
+        name=name,
+        step=3,
+        num_steps=9,
+        status="running",
+        reason="",
+        last_loss=1.5,
+        num_tokens=10,
+        state=state,
+        eval_data=None,
     )
 
 
