@@ -4,8 +4,9 @@ The rules are those of `CUDACachingAllocator.cpp` with its default settings, for
 
 * Sizes are rounded up to 512 bytes. Blocks of up to 1 MiB come from segments of 2 MiB; larger ones from segments of
   20 MiB, and those of 10 MiB and more from segments of their own size, rounded up to 2 MiB.
-* A request takes the smallest free block of its pool that is large enough; the rest stays free if it has at least 512
-  bytes (small) or more than 1 MiB (large). Neighbours that are free merge.
+* A request takes the smallest free block of its pool that is large enough, and the one with the lowest address if
+  several have that size; the rest stays free if it has at least 512 bytes (small) or more than 1 MiB (large).
+  Neighbours that are free merge.
 * If the card has no room for a new segment, segments without any block in use are returned first.
 """
 
@@ -26,6 +27,7 @@ class OutOfMemory(Exception):
 class _Block:
     """A part of a segment, between its neighbours in the same segment."""
 
+    address: int
     num_bytes: int
     is_small: bool
     is_free: bool = False
@@ -61,16 +63,16 @@ def reserved_bytes(history: History, card_bytes: int) -> int:
     """
     free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
     used: dict[int, _Block] = {}
-    held = most = 0
+    held = most = next_address = 0
 
     def put(block: _Block) -> None:
         block.is_free = True
-        insort(free[block.is_small], (block.num_bytes, id(block), block))
+        insort(free[block.is_small], (block.num_bytes, block.address, block))
 
     def take(block: _Block) -> None:
         block.is_free = False
         blocks = free[block.is_small]
-        del blocks[bisect_left(blocks, (block.num_bytes, id(block)))]
+        del blocks[bisect_left(blocks, (block.num_bytes, block.address))]
 
     for number, num_bytes in history:
         if num_bytes == 0:
@@ -82,6 +84,7 @@ def reserved_bytes(history: History, card_bytes: int) -> int:
                 take(other)
                 block.num_bytes += other.num_bytes
                 if other is block.before:
+                    block.address = other.address
                     block.before = other.before
                     if block.before is not None:
                         block.before.after = block
@@ -111,11 +114,12 @@ def reserved_bytes(history: History, card_bytes: int) -> int:
                 raise OutOfMemory(f"{size:,} bytes do not fit beside {held:,} of {card_bytes:,}")
             held += segment
             most = max(most, held)
-            block = _Block(segment, is_small)
+            block = _Block(next_address, segment, is_small)
+            next_address += segment
         rest = block.num_bytes - size
         if rest >= 512 if is_small else rest > _SMALL:
             block.num_bytes = size
-            behind = _Block(rest, is_small, before=block, after=block.after)
+            behind = _Block(block.address + size, rest, is_small, before=block, after=block.after)
             if block.after is not None:
                 block.after.before = behind
             block.after = behind

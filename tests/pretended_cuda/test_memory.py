@@ -46,6 +46,14 @@ def test_the_simulated_allocator_keeps_a_hole_that_is_too_small_and_merges_free_
         reserved_bytes([*two_of_a_segment, *first_ends, (3, 9 * mib)], 30 * mib)
 
 
+def test_the_simulated_allocator_takes_the_lower_of_two_holes_of_one_size() -> None:
+    mib = 2**20
+    segment = [(number, 4 * mib) for number in range(1, 6)]
+    holes = [(3, 0), (1, 0)]  # 8 to 12 MiB, and 0 to 4 MiB
+    filled_and_widened = [(6, 4 * mib), (4, 0), (7, 8 * mib)]  # from 8 to 16 MiB, if the lower hole was taken first
+    assert reserved_bytes([*segment, *holes, *filled_and_widened], 100 * mib) == 20 * mib
+
+
 TIGHT: dict[str, dict[str, Any]] = {
     "4.6 GB": {"memory_bytes": 4_600_000_000},
     "4.0 GB, recomputed activations": {"memory_bytes": 4_000_000_000, "gradient_checkpointing": True},
