@@ -36,7 +36,11 @@ def assert_as(found: Trained, wanted: Trained, name: str, *, losses: float = 1e-
     assert len(found.logs[name]) == len(wanted.logs[name])
     for own, other in zip(found.logs[name], wanted.logs[name], strict=True):
         assert own.keys() == other.keys()
+        # Before the first update, only rounding decides which of two answers has the higher reward.
+        no_rewards = max(abs(other.get(f"rewards/{answer}", 1.0)) for answer in ("chosen", "rejected")) < 2e-5
         for key, value in other.items():
+            if key == "rewards/accuracies" and no_rewards:
+                continue
             assert math.isclose(own[key], value, rel_tol=1e-4, abs_tol=2e-5), f"{name} {key}: {own[key]}, not {value}"
 
 
