@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from peft_mux.scheduler.pipeline.load import BucketLoad, checked_num_stages
+from peft_mux.scheduler.pipeline.load import BucketLoad
 
 
 def closed_form_1f1b_s(stage_latencies_s: Sequence[float], num_micro_batches: int) -> float:
@@ -47,12 +47,9 @@ def lemma_1_s(buckets: Sequence[BucketLoad]) -> float:
     comes down, so the drain can take longer than (S - 1) t_P.
 
     Args:
-        buckets: the loads of all buckets, in any order.
-
-    Raises:
-        ValueError: if there is no bucket, or buckets differ in the number of stages.
+        buckets: the loads of all buckets, in any order; at least one.
     """
-    num_stages = checked_num_stages(buckets)
+    num_stages = buckets[0].num_stages
     # The template runs the longest bucket first, so that t_1 is the greatest and t_P the least.
     latencies = [bucket.forward_s[0] for bucket in buckets]
     steady = 2 * sum(bucket.num_micro_batches * bucket.forward_s[0] for bucket in buckets)

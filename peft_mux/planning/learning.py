@@ -381,14 +381,8 @@ def repriced_s(
         links: the link between neighbouring stages; `None` if messages take no time.
         drains: whether a pipeline is drained at the end of every step.
         recomputes: whether activations are recomputed in the backward.
-
-    Raises:
-        ValueError: for a plan without tasks, or for another number of stages.
     """
-    if plan.template is None or plan.template.num_stages != cost.num_stages:
-        raise ValueError(
-            f"the plan must have {cost.num_stages} stages and at least one task, got {plan.num_stages} stages."
-        )
+    assert plan.template is not None, "a plan with a task or more is priced"
     times = TurnTimes(cost, plan.passes_in_turns, recomputes=recomputes)
     priced = []
     for load, bucket in zip(plan.bucket_loads, plan.buckets, strict=True):

@@ -377,14 +377,7 @@ def shape_signature(shape: ModelShape) -> str:
 
 
 def corrected(profile: Profile, factors: Parts) -> Profile:
-    """Return the profile with the times of each part multiplied by its factor, including those of the link.
-
-    Raises:
-        ValueError: for a factor that is not above 0, or not finite.
-    """
-    for name, factor in factors._asdict().items():
-        if not 0 < factor < math.inf:
-            raise ValueError(f"{name} must be a factor above 0, got {factor}. Leave out passes that were not measured.")
+    """Return the profile with the times of each part multiplied by its factor, including those of the link."""
     if factors == AS_PROFILED:
         return profile
     # Utilization is a share of the device and no time: it stays.
@@ -447,14 +440,7 @@ def analytic_profile(
         num_devices_per_stage: devices among which tensor parallelism divides a stage. Eq. 3 divides base operators by
             it in the cost model, so that here it only limits how well small products fill each device.
         link: the link between devices, if there are several.
-
-    Raises:
-        ValueError: for fewer than one device.
     """
-    if num_devices_per_stage < 1:
-        raise ValueError(
-            f"num_devices_per_stage must be 1 or more, got {num_devices_per_stage}. Use 1 for no sharding."
-        )
     is_cpu, item_bytes, a_launch_s = device.name == "cpu", shape.activation_bytes, launch_s(device)
     flops_per_s = device.flops_per_s * device.efficiency
     bytes_per_s = device.memory_bytes_per_s * STREAMING_PART

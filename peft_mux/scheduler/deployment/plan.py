@@ -7,11 +7,10 @@ with what the restart costs. The trainer carries a decision out.
 
 from __future__ import annotations
 
-import json
 import math
 import string
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 
 from peft_mux.scheduler.dispatching.bucketing import Bucketing
 from peft_mux.scheduler.dispatching.dispatch import Dispatch, dispatch
@@ -20,7 +19,6 @@ from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 from peft_mux.scheduler.units import aligned
 
-FORMAT_VERSION = 3
 DEFAULT_RESTART_S = 180.0
 """L section 5.1: "consistently less than 3 minutes in practice"; a measured time should take its place."""
 STORAGE_BYTES_PER_S = 1e9
@@ -224,10 +222,6 @@ class DeploymentPlan:
                 f"  {legend}",
             ]
         )
-
-    def to_json(self) -> str:
-        """Return the plan as JSON."""
-        return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)})
 
 
 @dataclass(frozen=True, slots=True)

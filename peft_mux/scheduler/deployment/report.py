@@ -17,7 +17,7 @@ from peft_mux.scheduler.drawing import new_figure, save_figure
 from peft_mux.scheduler.replicas.configs import ParallelConfig, layout_text
 from peft_mux.scheduler.units import aligned, bytes_text, rate_text
 
-FORMAT_VERSION = 2
+FORMAT_VERSION, _PLAN_VERSION = 2, 3
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,7 +177,7 @@ class DeploymentReport:
                 "configurations": [asdict(row) for row in self.configs],
                 "alternatives": alternatives,
                 "by_length": asdict(self.by_length),
-                "plan": json.loads(plan.to_json()),
+                "plan": {"format_version": _PLAN_VERSION, **asdict(plan)},
                 "planned": planned,
             }
         )

@@ -32,10 +32,8 @@ from peft_mux.scheduler.dispatching.bucketing import (
     DEFAULT_NUM_BUCKETS,
     Bucketing,
     bucket_boundaries,
-    check_at_least_one,
 )
 from peft_mux.scheduler.dispatching.dispatch import DEFAULT_RELATIVE_GAP, dispatch
-from peft_mux.scheduler.dispatching.ilp import check_solver_name
 from peft_mux.scheduler.dispatching.problem import RELATIVE_ROUNDING, DispatchProblem, build_problem
 from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from peft_mux.scheduler.replicas.exchange import GradientExchange
@@ -131,22 +129,9 @@ def plan_deployment(
             for the paper's assumption that it is free.
 
     Raises:
-        ValueError: for an argument out of its range, lengths that no configuration on `num_gpus` supports, an unknown
-            solver, or more than `max_plans` combinations.
+        ValueError: for lengths that no configuration on `num_gpus` supports, or more than `max_plans` combinations.
     """
     start = time.perf_counter()
-    check_at_least_one(num_gpus=num_gpus, max_candidates=max_candidates, max_plans=max_plans)
-    # Conditions are written this way round so that NaN is refused as well.
-    if not threshold >= 0:
-        raise ValueError(f"threshold must be 0 or more, such as 0.15 for 15 %, got {threshold}.")
-    if not time_limit_s > 0:
-        raise ValueError(f"time_limit_s must be more than 0, got {time_limit_s}.")
-    if budget_s is not None and not budget_s > 0:
-        raise ValueError(f"budget_s must be more than 0, or None for as long as it takes, got {budget_s}.")
-    if not relative_gap >= 0:
-        raise ValueError(f"relative_gap must be 0 or more, such as 0.005 for 0.5 %, got {relative_gap}.")
-    if isinstance(solver, str):  # a name that is wrong would otherwise only send every deployment back to the rules
-        check_solver_name(solver)
     bucketing = expected_bucketing(
         lengths, global_batch, time_model, num_gpus, num_buckets=num_buckets, interval=interval
     )
@@ -234,9 +219,8 @@ def expected_bucketing(
         interval: distance of candidate boundaries of buckets, in tokens.
 
     Raises:
-        ValueError: for a batch below 1, or lengths that no configuration of at most `num_gpus` supports.
+        ValueError: for lengths that no configuration of at most `num_gpus` supports.
     """
-    check_at_least_one(global_batch=global_batch)
     configs = configurations_that_fit(time_model, num_gpus, max(lengths, default=1))
     # Of all configurations, so that rounding a bucket up takes it away from none of them.
     limits = [time_model.max_tokens[config] for config in configs]

@@ -28,13 +28,6 @@ _COLUMNS_AT_ONCE = 512
 """Columns of the cost matrix held together, so that memory grows linearly with the number of intervals."""
 
 
-def check_at_least_one(**numbers: int) -> None:
-    """Raise `ValueError` for the first number below 1, naming the argument that it came in."""
-    for field, number in numbers.items():
-        if number < 1:
-            raise ValueError(f"{field} must be 1 or more, got {number}.")
-
-
 @dataclass(frozen=True, slots=True)
 class Bucketing:
     """Padded lengths of one batch, and how many sequences each has.
@@ -111,9 +104,8 @@ def bucket_boundaries(
             train it.
 
     Raises:
-        ValueError: for no lengths, a length below 1 or above all `limits`, or fewer than one bucket or token.
+        ValueError: for no lengths, a length below 1 or above all `limits`.
     """
-    check_at_least_one(num_buckets=num_buckets, interval=interval)
     sizes = _checked_lengths(lengths)
     # The last token of each size's interval: the next multiple, or the least limit that holds it if that is lower.
     ends = -(-sizes // interval) * interval

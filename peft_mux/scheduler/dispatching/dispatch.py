@@ -12,17 +12,15 @@ Which replicas there are is decided once, in `scheduler/deployment/`.
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Sequence
-from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from typing import Any, Literal
 
 import numpy as np
 
 from peft_mux.scheduler.dispatching.bucketing import Bucketing
-from peft_mux.scheduler.dispatching.ilp import check_solver_name, solve_ilp
+from peft_mux.scheduler.dispatching.ilp import solve_ilp
 from peft_mux.scheduler.dispatching.problem import (
     RELATIVE_ROUNDING,
     DispatchProblem,
@@ -37,7 +35,6 @@ from peft_mux.scheduler.dispatching.problem import (
 from peft_mux.scheduler.replicas.configs import ReplicaGroup
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
 
-FORMAT_VERSION = 1
 DEFAULT_RELATIVE_GAP = 0.01
 """Far below the error of the linear form; a smaller one makes no faster steps (benchmarks/lobra/dispatch.py)."""
 DEFAULT_TIME_LIMIT_S = 2.0
@@ -83,10 +80,6 @@ class Dispatch:
         """Predicted seconds of the slowest group, and so of the step."""
         return max(self.group_s)
 
-    def to_json(self) -> str:
-        """Return the dispatch as JSON."""
-        return json.dumps({"format_version": FORMAT_VERSION, **asdict(self)})
-
 
 def dispatch(
     groups: Sequence[ReplicaGroup],
@@ -124,16 +117,11 @@ def dispatch(
             start would take a good part of them.
 
     Raises:
-        ValueError: for a bucket longer than every replica supports, no groups, an unknown policy or solver, a limit of
-            0 s or a negative gap, or a warm start over other groups.
+        ValueError: for a bucket longer than every replica supports, an unknown policy, or a warm start of other groups.
     """
     start = time.perf_counter()
     if policy != "balanced" and policy not in _RULES:
         raise ValueError(f'policy must be "balanced", "length" or "uniform", got {policy!r}.')
-    if not time_limit_s > 0:
-        raise ValueError(f"time_limit_s must be more than 0, got {time_limit_s}.")
-    if not relative_gap >= 0:
-        raise ValueError(f"relative_gap must be 0 or more, such as 0.01 for 1 %, got {relative_gap}.")
     if warm_start is not None:
         got, needed = [len(replicas) for replicas in warm_start.replica_counts], [group.count for group in groups]
         if got != needed:
@@ -190,9 +178,6 @@ def _balanced(
     least_solved_s: float,
 ) -> tuple[np.ndarray, Status, str]:
     """Return ceilings by the linear form, how the solver fared, and its error."""
-    if isinstance(solver, str):
-        with suppress(ImportError):  # without PuLP nothing is known of its solvers, and the fallback says so
-            check_solver_name(solver)
     # The fastest of these bounds the solver's makespan from above, and is the answer if the solver fails.
     starts = [length_based(problem)]
     if (problem.fits[:, problem.num_sequences > 0].sum(axis=0) <= 1).all():

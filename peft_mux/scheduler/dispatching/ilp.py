@@ -51,8 +51,7 @@ def solve_ilp(
         solver has proven that no answer is better by more than the gap.
 
     Raises:
-        ValueError: for a name that PuLP does not know.
-        Exception: whatever the solver, or an absent PuLP, raises.
+        Exception: whatever the solver, an unknown name of one, or an absent PuLP raises.
     """
     import pulp
 
@@ -114,7 +113,6 @@ def _find_solver(pulp: Any, solver: Any, time_limit_s: float, relative_gap: floa
         # HiGHS is the faster one if its package (highspy) is installed; CBC comes with PuLP.
         has_highs = "HiGHS" in known and pulp.getSolver("HiGHS").available()
         solver = "HiGHS" if has_highs else next(name for name in _CBC_NAMES if name in known)
-    check_solver_name(solver)
     options: dict[str, Any] = {"msg": False, "timeLimit": time_limit_s, "gapRel": relative_gap}
     # CBC gets no number of threads: without one it runs in one thread, and `threads=1` was seen to hang (docs/log.md).
     if solver == "HiGHS":
@@ -122,17 +120,3 @@ def _find_solver(pulp: Any, solver: Any, time_limit_s: float, relative_gap: floa
     elif solver in _CBC_NAMES:
         options |= {"warmStart": start_from_known}
     return pulp.getSolver(solver, **options)
-
-
-def check_solver_name(name: str) -> None:
-    """Refuse a name that PuLP does not know; a known one may still be absent from this machine.
-
-    Raises:
-        ValueError: with the names that are installed.
-        ImportError: if PuLP is absent.
-    """
-    import pulp
-
-    if name not in pulp.listSolvers():
-        installed = ", ".join(pulp.listSolvers(onlyAvailable=True))
-        raise ValueError(f"solver must be a solver of PuLP, got {name!r}. Installed here: {installed}.")

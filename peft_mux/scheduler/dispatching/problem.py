@@ -73,10 +73,8 @@ def build_problem(
             length.
 
     Raises:
-        ValueError: for no groups, or a bucket with sequences that fits no group.
+        ValueError: for a bucket with sequences that fits no group.
     """
-    if not groups:
-        raise ValueError("groups must have at least one group of replicas, got none. Plan a deployment first.")
     lengths = np.asarray(bucketing.boundaries, dtype=np.int64)
     num_sequences = np.asarray(bucketing.counts, dtype=np.int64)
     priced = lengths if pads else np.asarray(bucketing.mean_lengths or bucketing.boundaries, dtype=np.int64)

@@ -114,8 +114,7 @@ def group_micro_batches(
 class _Device:
     """What one device has run and holds; positions count its forwards and backwards, each in their fixed order."""
 
-    forward_arrived: bytearray
-    backward_arrived: bytearray
+    arrived: set[Move] = field(default_factory=set)
     next_forward: int = 0
     next_backward: int = 0
     held_bytes: int = 0
@@ -153,16 +152,15 @@ class ListScheduler:
         self._num_stages, self._num_chunks = buckets[0].num_stages, num_chunks
         self._caps, self._room_bytes = caps, room_bytes
         chunks, stages = range(num_chunks), range(self._num_stages)
-        self._forwards = [(place, chunk) for group in groups for chunk in chunks for place in group]
+        self._forwards: list[Move] = [("F", place, chunk) for group in groups for chunk in chunks for place in group]
         # Gradients leave the last chunk first.
-        self._backwards = [(place, chunk) for group in groups for chunk in reversed(chunks) for place in group]
-        self._forward_position = {item: position for position, item in enumerate(self._forwards)}
-        self._backward_position = {item: position for position, item in enumerate(self._backwards)}
+        self._backwards: list[Move] = [
+            ("B", place, chunk) for group in groups for chunk in reversed(chunks) for place in group
+        ]
         self._bytes = [
             [[load.chunk_bytes(stage, chunk, num_chunks) for chunk in chunks] for stage in stages] for load in buckets
         ]
-        count = len(self._forwards)
-        self._devices = [_Device(bytearray(count), bytearray(count)) for _ in stages]
+        self._devices = [_Device() for _ in stages]
         self._events: list[tuple[int, int, int, Move]] = []
         """(tick, 0 for an end of a move or 1 for an arrival, device, move)."""
         self._link_free: dict[tuple[int, int], int] = {}
@@ -189,7 +187,7 @@ class ListScheduler:
             while self._events and self._events[0][0] == now:
                 _, is_arrival, device, move = heapq.heappop(self._events)
                 if is_arrival:
-                    self._arrive(device, move)
+                    self._devices[device].arrived.add(move)
                 else:
                     self._finish(now, device, move)
                 touched.add(device)
@@ -213,37 +211,36 @@ class ListScheduler:
             in_flight = device.next_forward - device.next_backward
             forward = forward if in_flight < self._caps[index] else None
         if forward is not None and self._room_bytes is not None:
-            needed_bytes = self._bytes[self._stream[forward[0]].bucket][index][forward[1]]
+            needed_bytes = self._bytes[self._stream[forward[1]].bucket][index][forward[2]]
             forward = forward if device.held_bytes + needed_bytes <= self._room_bytes[index] else None
         waits_for_forward = False
         if forward is not None and self._caps is not None and not stops_waiting:
             # Under caps a device fills up with forwards before it runs backwards (1F1B's warm-up), but it does not wait
             # for a forward of a step that has not begun.
-            bucket, _, step = self._stream[forward[0]]
+            bucket, _, step = self._stream[forward[1]]
             waits_for_forward = step == 0 or not self._backwards_left[bucket, step - 1]
 
-        is_backward_ready = (
-            device.next_backward < len(self._backwards) and device.backward_arrived[device.next_backward]
-        )
-        if is_backward_ready and not waits_for_forward:
-            kind, (place, chunk) = "B", self._backwards[device.next_backward]
+        backward = self._backwards[device.next_backward] if device.next_backward < len(self._backwards) else None
+        if backward is not None and backward in device.arrived and not waits_for_forward:
+            move = backward
             device.next_backward += 1
-        elif forward is not None and device.forward_arrived[device.next_forward]:
-            kind, (place, chunk) = "F", forward
+        elif forward is not None and forward in device.arrived:
+            move = forward
             device.next_forward += 1
-            device.held_bytes += self._bytes[self._stream[place].bucket][index][chunk]
+            device.held_bytes += self._bytes[self._stream[move[1]].bucket][index][move[2]]
         else:
             return False
         device.is_busy = True
-        device.moves.append((kind, place, chunk))
+        device.moves.append(move)
         ticks = 1
         if self._caps is None:
+            kind, place, _ = move
             slot = self._stream[place]
             load = self._buckets[slot.bucket]
             ticks = round((load.forward_s if kind == "F" else load.backward_s)[index] * TICKS_PER_S)
             if load.weights:
                 ticks = round(ticks * load.weights[slot.micro_batch])
-        heapq.heappush(self._events, (now + ticks, 0, index, (kind, place, chunk)))
+        heapq.heappush(self._events, (now + ticks, 0, index, move))
         return True
 
     def _finish(self, now: int, index: int, move: Move) -> None:
@@ -266,21 +263,13 @@ class ListScheduler:
             heapq.heappush(self._events, (arrival, 1, target[0], (kind, place, target[1])))
         elif kind == "F":
             # The backward of the loss can begin on the same device.
-            self._arrive(index, ("B", place, chunk))
+            device.arrived.add(("B", place, chunk))
         else:
             self._backwards_left[slot.bucket, slot.step] -= 1
             if not self._backwards_left[slot.bucket, slot.step]:
                 self._open_step(slot.bucket, slot.step + 1)
 
-    def _arrive(self, index: int, move: Move) -> None:
-        """Mark the input of a move as there."""
-        kind, place, chunk = move
-        if kind == "F":
-            self._devices[index].forward_arrived[self._forward_position[place, chunk]] = True
-        else:
-            self._devices[index].backward_arrived[self._backward_position[place, chunk]] = True
-
     def _open_step(self, bucket: int, step: int) -> None:
         """Let the first stage launch a bucket's micro-batches of a step."""
         for place in self._places_of.get((bucket, step), ()):
-            self._arrive(0, ("F", place, 0))
+            self._devices[0].arrived.add(("F", place, 0))

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peft_mux.scheduler.costs.hardware import Link
@@ -28,7 +26,7 @@ class BucketLoad:
         weights: seconds of each micro-batch over the mean ones, `forward_s` and `backward_s`; empty if all are equal.
 
     Raises:
-        ValueError: if a number is negative or not finite, or fields differ in the number of stages.
+        ValueError: if fields differ in the number of stages, or there is no micro-batch.
     """
 
     name: str
@@ -43,33 +41,12 @@ class BucketLoad:
         if not self.backward_s:
             # A frozen dataclass can be completed in this way only.
             object.__setattr__(self, "backward_s", self.forward_s)
-        where, num_stages, count = f"bucket {self.name!r}", len(self.forward_s), self.num_micro_batches
-        if num_stages == 0:
-            raise ValueError(f"{where}: forward_s must have the seconds of at least one stage, got none.")
-        for field in ("forward_s", "backward_s", "activation_bytes"):
-            values = getattr(self, field)
-            if len(values) != num_stages:
-                raise ValueError(
-                    f"{where}: {field} must have {num_stages} numbers, as many as forward_s has, got {len(values)}."
-                )
-            for value in values:
-                if not math.isfinite(value) or value < 0:
-                    raise ValueError(f"{where}: {field} must be finite numbers of 0 or more, got {value}.")
-        if self.output_bytes < 0:
-            raise ValueError(f"{where}: output_bytes must be 0 or more, got {self.output_bytes}.")
-        if count < 1:
-            raise ValueError(f"{where}: num_micro_batches must be 1 or more, got {count}.")
-        if self.weights:
-            are_numbers = all(math.isfinite(weight) and weight >= 0 for weight in self.weights)
-            if (
-                len(self.weights) != count
-                or not are_numbers
-                or not math.isclose(sum(self.weights), count, rel_tol=1e-6)
-            ):
-                raise ValueError(
-                    f"{where}: weights must be empty, or {count} numbers of 0 or more that add up to {count}, one "
-                    f"for each micro-batch, got {self.weights}."
-                )
+        lengths = {len(self.forward_s), len(self.backward_s), len(self.activation_bytes)}
+        if len(lengths) > 1 or not self.forward_s or self.num_micro_batches < 1:
+            raise ValueError(
+                f"bucket {self.name!r}: forward_s, backward_s and activation_bytes must have a number for each of at "
+                f"least one stage, and num_micro_batches must be 1 or more, got {self}."
+            )
 
     @property
     def num_stages(self) -> int:
@@ -92,24 +69,3 @@ class BucketLoad:
 def message_s(link: Link | None, source: int, target: int, message_bytes: int) -> float:
     """Return the seconds of a message between two stages; none within one, or without a link."""
     return 0.0 if link is None or source == target else link.transfer_s(message_bytes)
-
-
-def checked_num_stages(buckets: Sequence[BucketLoad]) -> int:
-    """Return S, the number of stages of all buckets.
-
-    Args:
-        buckets: the loads of all buckets.
-
-    Raises:
-        ValueError: if there is no bucket, or buckets differ in the number of stages.
-    """
-    if not buckets:
-        raise ValueError("buckets must have at least one bucket, got none.")
-    num_stages = buckets[0].num_stages
-    for bucket in buckets:
-        if bucket.num_stages != num_stages:
-            raise ValueError(
-                f"bucket {bucket.name!r} must have {num_stages} stages, as bucket {buckets[0].name!r} has, got "
-                f"{bucket.num_stages}."
-            )
-    return num_stages

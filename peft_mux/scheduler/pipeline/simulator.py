@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.launch import Slot, next_virtual_stage
-from peft_mux.scheduler.pipeline.load import BucketLoad, checked_num_stages, message_s
+from peft_mux.scheduler.pipeline.load import BucketLoad, message_s
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, build_template
 
 MOST_STEPS = 8
@@ -204,10 +204,9 @@ def _run(
 ) -> tuple[list[list[Span]], list[str]]:
     """Run every device as far as its inputs allow; return the spans of each, and what is wrong with the lists."""
     num_stages, num_chunks = template.num_stages, template.num_chunks
-    if checked_num_stages(buckets) != num_stages:
+    if {bucket.num_stages for bucket in buckets} != {num_stages}:
         raise ValueError(
-            f"the buckets must have {num_stages} stages, as the template has, got {buckets[0].num_stages}. Build the "
-            "template from these buckets."
+            f"the buckets must have {num_stages} stages, as the template has. Build it from these buckets."
         )
     spans: list[list[Span]] = [[] for _ in range(num_stages)]
     if faults := _order_faults(template, buckets):

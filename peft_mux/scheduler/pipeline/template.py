@@ -32,7 +32,7 @@ from typing import Any, Literal, get_args
 
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.launch import ListScheduler, Move, Slot, group_micro_batches
-from peft_mux.scheduler.pipeline.load import BucketLoad, checked_num_stages
+from peft_mux.scheduler.pipeline.load import BucketLoad
 
 FORMAT_VERSION = 1
 
@@ -82,9 +82,6 @@ class PipelineTemplate:
         num_chunks: virtual stages of each device.
         actions: the actions of each stage in the order in which it runs them, [stage][position].
         num_steps: steps that the lists are of, which are not drained between.
-
-    Raises:
-        ValueError: for an unknown schedule, less than 1 step, or another number of lists than of stages.
     """
 
     schedule: str
@@ -92,16 +89,6 @@ class PipelineTemplate:
     num_chunks: int
     actions: tuple[tuple[Action, ...], ...]
     num_steps: int = 1
-
-    def __post_init__(self) -> None:
-        _check_schedule(self.schedule, self.num_chunks)
-        if self.num_steps < 1:
-            raise ValueError(f"num_steps must be 1 or more, got {self.num_steps}.")
-        if self.num_stages < 1 or len(self.actions) != self.num_stages:
-            raise ValueError(
-                f"actions must have one list for each of at least one stage, got {len(self.actions)} lists and "
-                f"num_stages={self.num_stages}."
-            )
 
     def to_dict(self) -> dict[str, Any]:
         """Return it as JSON types; an action becomes [kind, bucket, micro_batch, chunk, step] in its stage's list.
@@ -171,8 +158,11 @@ def build_template(
         ValueError: for an unknown schedule, a wrong `num_chunks`, loads that disagree, or a memory limit under which
             one micro-batch of some bucket does not fit on some stage.
     """
-    num_stages = checked_num_stages(buckets)
     _check_schedule(schedule, num_chunks)
+    if len({bucket.num_stages for bucket in buckets}) != 1:
+        found = ", ".join(f"{bucket.name!r} with {bucket.num_stages}" for bucket in buckets)
+        raise ValueError(f"buckets must be one or more with the same number of stages, got {found or 'none'}.")
+    num_stages = buckets[0].num_stages
     room_bytes = None
     if memory_limit_bytes is not None:
         statics = static_bytes or (0,) * num_stages

@@ -47,27 +47,12 @@ class ReplicaGroup:
         count: number of replicas in the group (p_i in L).
         max_tokens: most tokens that a micro-batch may have, and so the longest padded sequence (M in L Eq. 10).
         slowness: measured seconds of its replicas over those that the time model predicts for their configuration.
-
-    Raises:
-        ValueError: if there is no replica, no token fits, or the slowness is not above 0.
     """
 
     config: ParallelConfig
     count: int
     max_tokens: int
     slowness: float = 1.0
-
-    def __post_init__(self) -> None:
-        if self.count < 1:
-            raise ValueError(
-                f"count must be 1 or more, got {self.count}. Leave out {self.config} where none is deployed."
-            )
-        if self.max_tokens < 1:
-            raise ValueError(
-                f"max_tokens must be 1 or more, got {self.max_tokens}. Leave out {self.config} where none fit."
-            )
-        if not 0 < self.slowness < float("inf"):
-            raise ValueError(f"slowness must be above 0, such as 2.0 for half as fast, got {self.slowness}.")
 
     @property
     def num_gpus(self) -> int:

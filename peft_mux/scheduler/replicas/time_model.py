@@ -58,17 +58,10 @@ class LayerFit:
     Attributes:
         coefficients: c1 to c6, all 0 or more, for lengths in tokens and times in seconds.
         mean_relative_error: mean of |fitted / measured - 1| over the measurements of the fit.
-        num_measurements: number of measurements that the curve was fitted to.
     """
 
     coefficients: tuple[float, float, float, float, float, float]
     mean_relative_error: float = 0.0
-    num_measurements: int = 0
-
-    def __post_init__(self) -> None:
-        # A curve that falls somewhere would make a replica faster for being given more work.
-        if len(self.coefficients) != _NUM_COEFFICIENTS or not all(0 <= c < math.inf for c in self.coefficients):
-            raise ValueError(f"coefficients must be six finite numbers of 0 or more, got {self.coefficients}.")
 
     def terms(self, length_tokens: float) -> tuple[float, float]:
         """Return t(b, s) of one length as a line in b: seconds of any micro-batch, and of each sequence in it."""
@@ -110,8 +103,6 @@ class ReplicaTimeModel:
     slowness: Mapping[ParallelConfig, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        if self.num_layers < 1:
-            raise ValueError(f"num_layers must be 1 or more, got {self.num_layers}.")
         if not self.max_tokens:
             raise ValueError("max_tokens must have at least one configuration, got none. Read a table or use a model.")
         for config, tokens in self.max_tokens.items():
@@ -253,7 +244,7 @@ def fit_layer(measurements: Iterable[LayerTime]) -> dict[int, LayerFit]:
         coefficients = _non_negative_least_squares(columns, np.ones(len(own))) / scale
         error = float(np.abs(relative @ coefficients - 1).mean())
         c1, c2, c3, c4, c5, c6 = coefficients.tolist()
-        fits[tp] = LayerFit((c1, c2, c3, c4, c5, c6), error, len(own))
+        fits[tp] = LayerFit((c1, c2, c3, c4, c5, c6), error)
     return fits
 
 

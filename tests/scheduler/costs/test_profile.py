@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import replace
 
 import numpy as np
@@ -186,12 +185,6 @@ def test_each_part_of_a_profile_follows_its_own_factor_and_nothing_else_changes(
     assert (after.forward_fraction, after.key) == (before.forward_fraction, before.key)
     assert corrected(replace(before, link=None), Parts(1, 1, 1, 1, 2, 1)).link is None
     assert corrected(before, AS_PROFILED) is before
-
-
-@pytest.mark.parametrize("factor", [0.0, math.nan, math.inf, -1.0])
-def test_a_factor_that_is_none_is_refused_by_the_name_of_its_part(factor: float) -> None:
-    with pytest.raises(ValueError, match="attention must be a factor above 0, got "):
-        corrected(a_profile(), AS_PROFILED._replace(attention=factor))
 
 
 # ------------------------------------------------------------------- analytic

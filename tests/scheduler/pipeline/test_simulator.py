@@ -215,5 +215,5 @@ def test_all_violations_are_listed_together() -> None:
 
 def test_buckets_of_another_number_of_stages_are_refused() -> None:
     template = build_template(even([1], stages=2, micro_batches=1), "mux")
-    with pytest.raises(ValueError, match="the buckets must have 2 stages, as the template has, got 3"):
+    with pytest.raises(ValueError, match="the buckets must have 2 stages, as the template has"):
         verify(template, even([1], stages=3, micro_batches=1))

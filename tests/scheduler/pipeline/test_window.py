@@ -119,11 +119,6 @@ def test_a_window_comes_back_from_json_as_it_was() -> None:
     assert str(window.actions[0][-1]).endswith("+2")
 
 
-def test_no_steps_are_refused() -> None:
-    with pytest.raises(ValueError, match="num_steps must be 1 or more, got 0"):
-        build_template(even([1], stages=2, micro_batches=1), "gpipe", num_steps=0)
-
-
 @given(uneven_buckets())
 def test_a_step_by_itself_is_bounded_from_below_by_what_bounds_many(buckets: list[BucketLoad]) -> None:
     assert steady_lower_bound_s(buckets) <= lower_bound_s(buckets) + 1e-9
