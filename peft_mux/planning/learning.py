@@ -16,7 +16,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -148,22 +147,6 @@ _FORECAST_STEPS = 5
 """Steps before a forecast is corrected; the first one under a plan does not count in the ratio."""
 
 
-class Correction(NamedTuple):
-    """A forecast, corrected by measured steps.
-
-    Attributes:
-        ratio: measured over predicted seconds of a step.
-        predicted_s: seconds that were predicted for all steps that are left.
-        corrected_s: the same, corrected.
-        line: the forecast in words.
-    """
-
-    ratio: float
-    predicted_s: float
-    corrected_s: float
-    line: str
-
-
 class TimeCorrection:
     """Learns the ratio of measured to predicted time for each part of a step, across plans.
 
@@ -213,12 +196,16 @@ class TimeCorrection:
         self._log_ratio = log_ratio if mean is None else 0.8 * mean + 0.2 * log_ratio
         self.time_ratio = math.exp(self._log_ratio)
 
-    def compare_with_plan(self, plan: Plan, steps_left: Mapping[str, int]) -> Correction | None:
+    def compare_with_plan(self, plan: Plan, steps_left: Mapping[str, int]) -> tuple[float, float, str] | None:
         """Return the corrected forecast once, after some steps, if they take longer or less than its band allows.
 
         Args:
             plan: the plan that the last step followed.
             steps_left: steps that each running task has still to take.
+
+        Returns:
+            Measured over predicted seconds of a step, the seconds that were predicted for all steps that are left, and
+            the corrected forecast in words.
         """
         self._num_compared += 1
         ratio = self.time_ratio
@@ -233,7 +220,7 @@ class TimeCorrection:
             f"time: {seconds_text(plan.step_s * ratio, 2)} a step, measured{against};"
             f" {seconds_text(predicted_s * ratio, 2)} left"
         )
-        return Correction(ratio, predicted_s, predicted_s * ratio, line)
+        return ratio, predicted_s, line
 
     # --------------------------------------------------------- part by part
 

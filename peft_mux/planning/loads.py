@@ -148,16 +148,14 @@ def _sharing_batch(run: TaskRun) -> TaskBatch | None:
     if not run.loader.shares_prefixes:
         return None
     batches = run.loader.sample_batches(_SAMPLE_BATCHES)
-    order = sorted(range(len(batches)), key=lambda number: (_computed_share(batches[number]), -number))
+    # The part of the tokens that is computed; of equal ones the later batch comes first.
+    shares = [
+        1.0 if one.trie is None else one.trie.num_computed(range(len(one.sequences))) / max(one.num_tokens, 1)
+        for one in batches
+    ]
+    order = sorted(range(len(batches)), key=lambda number: (shares[number], -number))
     middle = batches[order[len(order) // 2]]
     return None if middle.trie is None else middle
-
-
-def _computed_share(batch: TaskBatch) -> float:
-    """Return which part of the tokens of a batch is computed."""
-    if batch.trie is None:
-        return 1.0
-    return batch.trie.num_computed(range(len(batch.sequences))) / max(batch.num_tokens, 1)
 
 
 def _shared(lengths: Sequence[int], trie: RowTrie | None) -> tuple[int, ...]:

@@ -36,7 +36,6 @@ from peft_mux.planning.loads import (
 )
 from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
 from peft_mux.planning.targets import (
-    RunProfile,
     Target,
     interleaved_passes,
     other_target,
@@ -137,7 +136,7 @@ class Planner:
         self.most_tokens: int | None = None
         # Read now, since a stage later holds only a part of these parameters.
         self._known = {name: whole_shapes(model, name) for name in model.tasks}
-        self._profile: RunProfile | None = None
+        self._profile: tuple[Profile, tuple[str, ...]] | None = None
         self._kept_bytes: dict[str, float] = {}
         self._last_inputs: PlanInputs | None = None
 
@@ -299,7 +298,7 @@ class Planner:
     @property
     def profile(self) -> Profile | None:
         """The times that plans use, each part times its factor of `correction`; `None` before the first plan."""
-        return None if self._profile is None else corrected(self._profile.profile, self.correction.factors)
+        return None if self._profile is None else corrected(self._profile[0], self.correction.factors)
 
     def prices(self, stage: int, width: int = 1) -> PassPrices | None:
         """Return what the uncorrected profile predicts for passes of the last own plan; `None` before the first one.
@@ -373,7 +372,7 @@ class Planner:
             self._profile = run_profile(args, self.shape, sharers)
         return own_target(
             args,
-            self._profile,
+            *self._profile,
             num_stages=num_stages or 1,
             devices_per_stage=sharers,
             num_replicas=self.num_replicas,

@@ -62,7 +62,7 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
     if cluster is None:
         # With the learnt factors, if plans are made with them: dispatch and re-deployment use the same times as passes.
         factors = planner.correction.factors
-        profile = corrected(run_profile(args, shape).profile, factors)
+        profile = corrected(run_profile(args, shape)[0], factors)
         device_type = args.device.type
         if profile.link is None and (links := data_sheet_cluster(profile, _DEVICES_PER_NODE)) is not None:
             intra_node, inter_node = (
@@ -71,7 +71,7 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
             links = replace(links, intra_node=intra_node, inter_node=inter_node)
     else:
         # A stored profile is used if it is of these devices, else numbers from data sheets.
-        stored = None if args.cost_profile is None else run_profile(args, shape).profile
+        stored = None if args.cost_profile is None else run_profile(args, shape)[0]
         if stored is not None and (
             stored.device == cluster.device.name
             or known_device(stored.device, cluster.device.memory_bytes) == cluster.device

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
@@ -23,20 +22,10 @@ _STAND_IN = "A100-80GB"
 _MEASURE = 'Measure this device with "peft-mux profile" and give the file as cost_profile.'
 
 
-class RunProfile(NamedTuple):
-    """A profile, and remarks for the plans that are made with it.
-
-    Attributes:
-        profile: the profile to plan with.
-        notes: how the profile differs from the run; empty if it does not.
-    """
-
-    profile: Profile
-    notes: tuple[str, ...] = ()
-
-
-def run_profile(args: MultiTaskTrainingArguments, shape: ModelShape, devices_per_stage: int = 1) -> RunProfile:
-    """Return the profile that a run plans with: a stored file, or numbers from data sheets.
+def run_profile(
+    args: MultiTaskTrainingArguments, shape: ModelShape, devices_per_stage: int = 1
+) -> tuple[Profile, tuple[str, ...]]:
+    """Return the profile that a run plans with, and remarks: a stored file, or numbers from data sheets.
 
     Args:
         args: the arguments of the run.
@@ -55,15 +44,15 @@ def run_profile(args: MultiTaskTrainingArguments, shape: ModelShape, devices_per
                 f'args.cost_profile must be a JSON file that "peft-mux profile" wrote, got {args.cost_profile!r} '
                 f"({error}). Measure again, or leave cost_profile out."
             ) from error
-        return RunProfile(profile, _profile_notes(profile, args, shape))
+        return profile, _profile_notes(profile, args, shape)
     if args.device.type != "cuda":
-        return RunProfile(analytic_profile(DEVICES["cpu"], shape, devices_per_stage))
+        return analytic_profile(DEVICES["cpu"], shape, devices_per_stage), ()
     known = _own_gpu(args)
     if known is not None:
-        return RunProfile(analytic_profile(known, shape, devices_per_stage))
+        return analytic_profile(known, shape, devices_per_stage), ()
     name = torch.cuda.get_device_name(args.device)
     note = f"no data sheet of {name!r} is known; plans use the times of {_STAND_IN}. {_MEASURE}"
-    return RunProfile(analytic_profile(DEVICES[_STAND_IN], shape, devices_per_stage), (note,))
+    return analytic_profile(DEVICES[_STAND_IN], shape, devices_per_stage), (note,)
 
 
 def _own_gpu(args: MultiTaskTrainingArguments) -> Device | None:
@@ -151,7 +140,8 @@ class Target:
 
 def own_target(
     args: MultiTaskTrainingArguments,
-    profile: RunProfile,
+    profile: Profile,
+    notes: tuple[str, ...],
     *,
     num_stages: int,
     devices_per_stage: int,
@@ -162,13 +152,14 @@ def own_target(
     Args:
         args: the arguments of the run.
         profile: the profile of one device.
+        notes: remarks on it.
         num_stages: number of pipeline stages of this process's replica.
         devices_per_stage: number of devices that share every layer of this process's replica.
         num_replicas: number of replicas of the run.
     """
     num_devices = num_stages * devices_per_stage
     shards = num_replicas if args.shard_backbone else 1
-    cluster = data_sheet_cluster(profile.profile, max(num_devices * shards, num_replicas))
+    cluster = data_sheet_cluster(profile, max(num_devices * shards, num_replicas))
     tensor_link, stage_link = _links(cluster, devices_per_stage, num_stages, shards)
     return Target(
         device=str(args.device) if num_devices == 1 else f"{num_devices} x {args.device.type}",
@@ -178,11 +169,11 @@ def own_target(
         num_replicas=num_replicas,
         backbone_shards=shards,
         limit_bytes=memory_limit_bytes(args),
-        profile=profile.profile,
+        profile=profile,
         # A link that was measured here comes before the one of a data sheet.
-        tensor_link=profile.profile.link or tensor_link,
-        stage_link=(profile.profile.link or stage_link) if num_stages > 1 else None,
-        notes=profile.notes,
+        tensor_link=profile.link or tensor_link,
+        stage_link=(profile.link or stage_link) if num_stages > 1 else None,
+        notes=notes,
         is_own=True,
         device_bytes=device_memory_bytes(args.device),
     )

@@ -252,12 +252,6 @@ def memory_html(plan: Any, measured: Mapping[str, Mapping[str, float]] | None = 
     )
 
 
-def plan_html(plan: Any) -> str:
-    """Return the summary of a `Plan`, its time line and its memory, as notebooks show them."""
-    drawn = "" if plan.template is None else timeline_html(plan) + memory_html(plan)
-    return f"<pre style='line-height:1.3;overflow:auto'>{escape(plan.summary())}</pre>{drawn}"
-
-
 # ---------------------------------------------------------------- pictures
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, field
+from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -21,10 +22,11 @@ from peft_mux.scheduler.drawing import (
     MemoryBar,
     gantt_text,
     memory_bars_text,
+    memory_html,
     memory_rows,
-    plan_html,
     save_rows,
     timeline,
+    timeline_html,
 )
 from peft_mux.scheduler.pipeline.load import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
@@ -383,7 +385,8 @@ class Plan:
 
     def _repr_html_(self) -> str:
         """Return what a notebook shows: the summary, the time line of a step, and its memory."""
-        return plan_html(self)
+        drawn = "" if self.template is None else timeline_html(self) + memory_html(self)
+        return f"<pre style='line-height:1.3;overflow:auto'>{escape(self.summary())}</pre>{drawn}"
 
     def to_json(self) -> str:
         """Return the plan as JSON."""

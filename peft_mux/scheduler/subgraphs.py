@@ -177,19 +177,9 @@ class StreamTimeline:
         return now_s + work_s
 
 
-class GroupedPass(NamedTuple):
-    """What grouping reads of a pass.
-
-    Attributes:
-        bucket: number of the bucket that its hTask is in.
-        tasks: names of its tasks.
-    """
-
-    bucket: int
-    tasks: Collection[str]
-
-
-def turn_groups(passes: Sequence[GroupedPass], width: int, *, may_repeat: bool = True) -> list[tuple[int, ...]]:
+def turn_groups(
+    tasks: Sequence[Collection[str]], buckets: Sequence[int], width: int, *, may_repeat: bool = True
+) -> list[tuple[int, ...]]:
     """Divide the passes of a step into groups that take turns, never across buckets (M §3.4.3, case 3).
 
     Buckets follow each other in the order of their first passes. A group first takes passes of different tasks, so that
@@ -197,7 +187,8 @@ def turn_groups(passes: Sequence[GroupedPass], width: int, *, may_repeat: bool =
     may.
 
     Args:
-        passes: the passes of a step, in the order of the work.
+        tasks: names of the tasks of each pass of a step, in the order of the work.
+        buckets: for each of these passes the number of the bucket that its hTask is in.
         width: largest number of passes in a group.
         may_repeat: whether two passes of a group may be of one task.
 
@@ -205,16 +196,16 @@ def turn_groups(passes: Sequence[GroupedPass], width: int, *, may_repeat: bool =
         For each group the indices of its passes; each exactly once, and those of a task in the order of the work.
     """
     groups: list[tuple[int, ...]] = []
-    for bucket in dict.fromkeys(one.bucket for one in passes):
-        left = [index for index, one in enumerate(passes) if one.bucket == bucket]
+    for bucket in dict.fromkeys(buckets):
+        left = [index for index, own in enumerate(buckets) if own == bucket]
         while left:
             group: list[int] = []
             seen: set[str] = set()
             for index in left:
-                if len(group) < width and seen.isdisjoint(passes[index].tasks):
+                if len(group) < width and seen.isdisjoint(tasks[index]):
                     group.append(index)
                 # The tasks of a skipped pass count too, or a later pass of theirs would overtake it.
-                seen.update(passes[index].tasks)
+                seen.update(tasks[index])
             left = [index for index in left if index not in group]
             if may_repeat:
                 group, left = group + left[: width - len(group)], left[width - len(group) :]
@@ -222,24 +213,24 @@ def turn_groups(passes: Sequence[GroupedPass], width: int, *, may_repeat: bool =
     return groups
 
 
-def neighbour_groups(passes: Sequence[GroupedPass], width: int, *, may_repeat: bool = True) -> list[tuple[int, ...]]:
+def neighbour_groups(tasks: Sequence[Collection[str]], width: int, *, may_repeat: bool = True) -> list[tuple[int, ...]]:
     """Divide the passes of one action of a pipeline into groups that take turns, without changing their order.
 
     The stages before and after wait for messages in that order.
 
     Args:
-        passes: the passes of an action, which are of one bucket, in the order in which they run.
+        tasks: names of the tasks of each pass of an action, in the order in which they run; all are of one bucket.
         width: largest number of passes in a group.
         may_repeat: whether two passes of a group may be of one task.
     """
     groups: list[list[int]] = []
     seen: set[str] = set()
-    for index, one in enumerate(passes):
-        if not groups or len(groups[-1]) == width or not (may_repeat or seen.isdisjoint(one.tasks)):
+    for index, own in enumerate(tasks):
+        if not groups or len(groups[-1]) == width or not (may_repeat or seen.isdisjoint(own)):
             groups.append([])
             seen = set()
         groups[-1].append(index)
-        seen.update(one.tasks)
+        seen.update(own)
     return [tuple(group) for group in groups]
 
 

@@ -386,9 +386,9 @@ class PlanFollower:
         left = {run.name: run.num_steps - run.step for run in self._run.table.running}
         found = correction.compare_with_plan(last.plan, left)
         if found is not None:
-            self._run.log.say(found.line)
-            predicted = {"predicted_s": found.predicted_s, "corrected_s": found.corrected_s}
-            self._run.log.event("forecast", ratio=found.ratio, **predicted)
+            ratio, predicted_s, line = found
+            self._run.log.say(line)
+            self._run.log.event("forecast", ratio=ratio, predicted_s=predicted_s, corrected_s=predicted_s * ratio)
         if self._steps is not None and len(process_s) > 1:
             self._steps.shares.observe(process_s)
 

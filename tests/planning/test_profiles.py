@@ -14,7 +14,7 @@ import torch
 
 from peft_mux import ConfigError
 from peft_mux.planning.profiling.backbone import software_versions
-from peft_mux.planning.targets import RunProfile, run_profile
+from peft_mux.planning.targets import run_profile
 from peft_mux.scheduler.costs.hardware import Link, known_device
 from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import Profile
@@ -25,7 +25,7 @@ from tests.planning.cases import llama
 SHAPE = ModelShape(2, 64, 128, 64, 64, 97, 100_000, 2)
 
 
-def profile_on_gpu(name: str, memory_gb: int, monkeypatch: pytest.MonkeyPatch) -> RunProfile:
+def profile_on_gpu(name: str, memory_gb: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Profile, tuple[str, ...]]:
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
     properties = SimpleNamespace(total_memory=memory_gb * 10**9)
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: properties)
@@ -45,17 +45,16 @@ def profile_on_gpu(name: str, memory_gb: int, monkeypatch: pytest.MonkeyPatch) -
 def test_a_known_gpu_is_planned_by_its_own_data_sheet(
     name: str, memory_gb: int, planned_as: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = profile_on_gpu(name, memory_gb, monkeypatch)
-    assert (found.profile.device, found.notes) == (planned_as, ())
+    profile, notes = profile_on_gpu(name, memory_gb, monkeypatch)
+    assert (profile.device, notes) == (planned_as, ())
 
 
 @pytest.mark.parametrize("name", ["NVIDIA RTX A4000", "NVIDIA L4", "NVIDIA GH200 480GB"])
 def test_an_unknown_gpu_is_named_in_the_plan_with_what_it_was_planned_as(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    found = profile_on_gpu(name, 24, monkeypatch)
-    (note,) = found.notes
-    assert found.profile.device == "A100-80GB"
+    profile, (note,) = profile_on_gpu(name, 24, monkeypatch)
+    assert profile.device == "A100-80GB"
     assert f"no data sheet of {name!r} is known; plans use the times of A100-80GB" in note
     assert "peft-mux profile" in note
     assert known_device(name, 24 * 10**9) is None

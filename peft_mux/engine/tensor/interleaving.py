@@ -54,7 +54,6 @@ from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import KeyValueStore, Stream
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.subgraphs import (
-    GroupedPass,
     Latency,
     LaunchQueue,
     Stretch,
@@ -124,15 +123,14 @@ class Interleaving:
             chains: the chains of a step, or of an action of a pipeline, in the order of the work.
             keeps_order: keep the order of the chains, because neighbouring stages expect messages in this order.
         """
-        passes = []
-        for chain in chains:
-            names = tuple(dict.fromkeys(name for micro_batch in chain for name in micro_batch.task_names))
-            # All tasks of a chain belong to one hTask.
-            bucket = self._bucket_of.get(self._htask_of.get(names[0], -1), 0) if names else 0
-            passes.append(GroupedPass(bucket, names))
-        divide = neighbour_groups if keeps_order else turn_groups
+        tasks = [[name for micro_batch in chain for name in micro_batch.task_names] for chain in chains]
         # On a GPU the streams of two passes of one task would add to the same gradients concurrently.
-        return divide(passes, self.width, may_repeat=self.model.device.type == "cpu")
+        may_repeat = self.model.device.type == "cpu"
+        if keeps_order:
+            return neighbour_groups(tasks, self.width, may_repeat=may_repeat)
+        # All tasks of a chain belong to one hTask.
+        buckets = [self._bucket_of.get(self._htask_of.get(own[0], -1), 0) if own else 0 for own in tasks]
+        return turn_groups(tasks, buckets, self.width, may_repeat=may_repeat)
 
     def run(
         self,

@@ -266,22 +266,28 @@ class DeploymentPricer:
         ready_s = dict.fromkeys((load.name for load in self.planner.facts.loads), 0.0)
         for group, rows in zip(groups, spread.replica_counts, strict=True):
             for counts in dict.fromkeys(rows):
-                replica = PlannedReplica(group.config, rows.count(counts), counts, sum(counts))
+                own_rows = self._mix.rows(self.bucketing.boundaries, counts)
+                step_s = self.planner.step_s(group.config, own_rows)
+                outcome = None
                 if any(counts):
-                    own_rows = self._mix.rows(self.bucketing.boundaries, counts)
-                    replica = replace(replica, step_s=self.planner.step_s(group.config, own_rows))
-                    self._planned_s[group.config, counts] = replica.step_s
-                    if (outcome := self.planner.plan(group.config, own_rows)) is not None:
-                        replica = replace(
-                            replica,
-                            htasks=tuple(htask.tasks for htask in outcome.htasks),
-                            micro_batches=tuple(htask.micro_batches for htask in outcome.htasks),
-                            num_buckets=len(outcome.buckets),
-                        )
+                    self._planned_s[group.config, counts] = step_s
+                    outcome = self.planner.plan(group.config, own_rows)
                     if self._exchange is not None:
                         own_s = self.planner.ready_s(group.config, own_rows)
                         ready_s = {name: max(seconds, own_s[name]) for name, seconds in ready_s.items()}
-                replicas.append(replica)
+                htasks, buckets = ((), ()) if outcome is None else (outcome.htasks, outcome.buckets)
+                replicas.append(
+                    PlannedReplica(
+                        group.config,
+                        num_replicas=rows.count(counts),
+                        counts=counts,
+                        num_sequences=sum(counts),
+                        htasks=tuple(htask.tasks for htask in htasks),
+                        micro_batches=tuple(htask.micro_batches for htask in htasks),
+                        num_buckets=len(buckets),
+                        step_s=step_s,
+                    )
+                )
         exchange_s = 0.0 if self._exchange is None else self._exchange.exposed_s(groups, ready_s)
         return PricedDeployment(groups, tuple(replicas), exchange_s)
 

@@ -35,7 +35,6 @@ from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.planner.values import HTask, PlannedPass
 from peft_mux.scheduler.subgraphs import (
     Direction,
-    GroupedPass,
     Stretch,
     neighbour_groups,
     pass_times,
@@ -210,8 +209,7 @@ class TurnTimes:
             stage: the stage of the action, counted from 0.
             direction: forward or backward.
         """
-        passes = [GroupedPass(0, names) for names in tasks]
-        groups = neighbour_groups(passes, self.width, may_repeat=self.may_repeat)
+        groups = neighbour_groups(tasks, self.width, may_repeat=self.may_repeat)
         return math.fsum(self.group_s([parts[index] for index in own], stage, direction) for own in groups)
 
     def parts_of(self, cut: CutHTask, stage: int = 0) -> PassParts:
@@ -226,8 +224,8 @@ class TurnTimes:
     def groups_of(self, cuts: Sequence[CutHTask]) -> list[list[CutHTask]]:
         """Return the hTask of each pass of each group in which a bucket's passes go through a single stage."""
         passes = [cut for cut in cuts for _ in range(cut.num_passes)]
-        grouped = [GroupedPass(0, [load.name for load in cut.loads]) for cut in passes]
-        groups = turn_groups(grouped, self.width, may_repeat=self.may_repeat)
+        tasks = [[load.name for load in cut.loads] for cut in passes]
+        groups = turn_groups(tasks, [0] * len(passes), self.width, may_repeat=self.may_repeat)
         return [[passes[index] for index in own] for own in groups]
 
     def bucket_fields(self, cuts: Sequence[CutHTask], num_slots: int | None = None) -> dict[str, Any]:

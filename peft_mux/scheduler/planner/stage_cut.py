@@ -13,6 +13,7 @@ import math
 import operator
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 
 from peft_mux.data.packing.passes import PassRules, cut_into_passes
 from peft_mux.scheduler.costs.latency import CostModel
@@ -126,6 +127,7 @@ def choose_layers(
     def stage_s(_: int, first: int, layers: int) -> float:
         return before_s[first + layers] - before_s[first]
 
+    @cache
     def held_bytes(stage: int, layers: int, tokens: float, in_flight: int) -> int:
         # Only this stage is read, but a cut has to name the layers of all.
         others = split_layers(num_layers - layers, num_stages - 1)
@@ -146,11 +148,9 @@ def choose_layers(
                 room[stage] += 1
         if min(room) >= num_chunks and sum(room) >= num_layers:
             return balanced_layers(stage_s, num_layers, room, least=num_chunks)
-    bytes_of = {
-        (stage, layers): held_bytes(stage, layers, longest, 1)
-        for stage in range(num_stages)
-        for layers in range(1, most + 1)
-    }
     return balanced_layers(
-        lambda stage, _, layers: bytes_of[stage, layers], num_layers, (most,) * num_stages, least=num_chunks
+        lambda stage, _, layers: held_bytes(stage, layers, longest, 1),
+        num_layers,
+        (most,) * num_stages,
+        least=num_chunks,
     )

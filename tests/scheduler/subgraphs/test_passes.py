@@ -12,7 +12,6 @@ from benchmarks.planner.subgraphs.layers import LayerLatency, layer_graph
 from peft_mux.scheduler.costs.hardware import Overlap
 from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.subgraphs import (
-    GroupedPass,
     LaunchQueue,
     Stretch,
     neighbour_groups,
@@ -123,12 +122,12 @@ def test_the_queue_gives_least_depth_then_the_longest_then_the_first_group() -> 
 # --------------------------------------------------------------------- groups
 
 
-def drawn_passes(seed: int) -> list[GroupedPass]:
+def drawn_passes(seed: int) -> list[tuple[int, tuple[str, ...]]]:
     draw = random.Random(seed)
     htasks = [
         (draw.randrange(2), tuple(f"t{index}{letter}" for letter in "ab"[: draw.randint(1, 2)])) for index in "0123"
     ]
-    return [GroupedPass(*htask) for htask in htasks for _ in range(draw.randint(1, 4))]
+    return [htask for htask in htasks for _ in range(draw.randint(1, 4))]
 
 
 @pytest.mark.parametrize("seed", range(8))
@@ -138,23 +137,27 @@ def test_groups_hold_every_pass_once_of_one_bucket_and_keep_the_order_of_a_task(
     width: int, may_repeat: bool, seed: int
 ) -> None:
     passes = drawn_passes(seed)
-    for divide in (turn_groups, neighbour_groups):
-        own = passes if divide is turn_groups else [one._replace(bucket=0) for one in passes]
-        groups = divide(own, width, may_repeat=may_repeat)
+    tasks_of = [tasks for _, tasks in passes]
+    for divides_buckets in (True, False):
+        buckets = [bucket if divides_buckets else 0 for bucket, _ in passes]
+        if divides_buckets:
+            groups = turn_groups(tasks_of, buckets, width, may_repeat=may_repeat)
+        else:
+            groups = neighbour_groups(tasks_of, width, may_repeat=may_repeat)
         order = [index for group in groups for index in group]
-        assert sorted(order) == list(range(len(own)))
+        assert sorted(order) == list(range(len(passes)))
         assert all(1 <= len(group) <= width for group in groups)
-        assert all(len({own[index].bucket for index in group}) == 1 for group in groups)
-        for task in {task for one in own for task in one.tasks}:
-            mine = [index for index in order if task in own[index].tasks]
+        assert all(len({buckets[index] for index in group}) == 1 for group in groups)
+        for task in {task for own in tasks_of for task in own}:
+            mine = [index for index in order if task in tasks_of[index]]
             assert mine == sorted(mine), task
         if not may_repeat:
-            names = [[task for index in group for task in own[index].tasks] for group in groups]
+            names = [[task for index in group for task in tasks_of[index]] for group in groups]
             assert all(len(set(group)) == len(group) for group in names)
-    assert [i for group in neighbour_groups(passes, width) for i in group] == list(range(len(passes)))
+    assert [i for group in neighbour_groups(tasks_of, width) for i in group] == list(range(len(passes)))
 
 
 def test_groups_are_full_as_long_as_a_bucket_has_passes_left_and_mix_its_tasks_first() -> None:
-    passes = [GroupedPass(0, ("a",))] * 3 + [GroupedPass(0, ("b",))] * 2 + [GroupedPass(1, ("c",))]
-    assert turn_groups(passes, 2) == [(0, 3), (1, 4), (2,), (5,)]
-    assert turn_groups(passes, 4) == [(0, 3, 1, 2), (4,), (5,)]
+    tasks, buckets = ["a"] * 3 + ["b"] * 2 + ["c"], [0] * 5 + [1]
+    assert turn_groups(tasks, buckets, 2) == [(0, 3), (1, 4), (2,), (5,)]
+    assert turn_groups(tasks, buckets, 4) == [(0, 3, 1, 2), (4,), (5,)]
