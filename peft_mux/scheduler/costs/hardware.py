@@ -96,13 +96,16 @@ class Device:
         flops_per_s: peak of dense products in bf16 with fp32 accumulation (on a CPU: fp32).
         memory_bytes_per_s: peak bandwidth of its memory.
         efficiency: the part of `flops_per_s` that large matrix products reach.
+        link: the link to another device of its node: a bit less than half of what the maker states for both directions
+            together.
     """
 
     name: str
     memory_bytes: int
     flops_per_s: float
     memory_bytes_per_s: float
-    efficiency: float = 0.8
+    efficiency: float
+    link: Link
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,37 +140,25 @@ _TERA = 10**12
 DEVICES = {
     device.name: device
     for device in (
+        # Links: PCIe 4.0 x16 (A40, RTX 4090); NVLink 3 of A100 (600 GB/s both ways), A800 (400); NVLink 4 (900).
         # NVIDIA A40 data sheet: 48 GB GDDR6, 696 GB/s, 149.7 TFLOP/s dense bf16.
-        Device("A40", 48 * _GB, 149.7 * _TERA, 696 * _GB, 0.7),
+        Device("A40", 48 * _GB, 149.7 * _TERA, 696 * _GB, 0.7, Link(10e-6, 25 * _GB)),
         # NVIDIA A100 data sheet: 312 TFLOP/s dense bf16; 40 GB HBM2 at 1,555 GB/s, 80 GB HBM2e (SXM) at 2,039 GB/s.
-        Device("A100-40GB", 40 * _GB, 312 * _TERA, 1555 * _GB, 0.8),
-        Device("A100-80GB", 80 * _GB, 312 * _TERA, 2039 * _GB, 0.8),
+        Device("A100-40GB", 40 * _GB, 312 * _TERA, 1555 * _GB, 0.8, Link(5e-6, 250 * _GB)),
+        Device("A100-80GB", 80 * _GB, 312 * _TERA, 2039 * _GB, 0.8, Link(5e-6, 250 * _GB)),
         # NVIDIA A800: an A100 80 GB with 400 GB/s of NVLink instead of 600 GB/s.
-        Device("A800-80GB", 80 * _GB, 312 * _TERA, 2039 * _GB, 0.8),
+        Device("A800-80GB", 80 * _GB, 312 * _TERA, 2039 * _GB, 0.8, Link(5e-6, 170 * _GB)),
         # NVIDIA H100 SXM data sheet: 80 GB HBM3 at 3.35 TB/s, 989.4 TFLOP/s dense bf16.
-        Device("H100-80GB", 80 * _GB, 989.4 * _TERA, 3350 * _GB, 0.7),
+        Device("H100-80GB", 80 * _GB, 989.4 * _TERA, 3350 * _GB, 0.7, Link(5e-6, 380 * _GB)),
         # NVIDIA H200 SXM data sheet: 141 GB HBM3e at 4.8 TB/s, 989.4 TFLOP/s dense bf16.
-        Device("H200", 141 * _GB, 989.4 * _TERA, 4800 * _GB, 0.75),
+        Device("H200", 141 * _GB, 989.4 * _TERA, 4800 * _GB, 0.75, Link(5e-6, 380 * _GB)),
         # NVIDIA Ada architecture white paper: RTX 4090, 24 GB GDDR6X at 1,008 GB/s, 165.2 TFLOP/s dense bf16.
-        Device("RTX4090", 24 * _GB, 165.2 * _TERA, 1008 * _GB, 0.8),
+        Device("RTX4090", 24 * _GB, 165.2 * _TERA, 1008 * _GB, 0.8, Link(10e-6, 25 * _GB)),
         # No data sheet: two server cores with AVX2 in fp32, 2 x 3 GHz x 32 operations, one memory channel.
-        Device("cpu", 8 * _GB, 192 * _GB, 20 * _GB, 0.6),
+        Device("cpu", 8 * _GB, 192 * _GB, 20 * _GB, 0.6, Link(50e-6, 2 * _GB)),
     )
 }
 """Data-sheet numbers by name."""
-
-_LINKS = {
-    # PCIe 4.0 x16 (A40, RTX 4090); NVLink 3 of A100 (600 GB/s both ways), A800 (400); NVLink 4 (900).
-    "A40": Link(10e-6, 25 * _GB),
-    "A100-40GB": Link(5e-6, 250 * _GB),
-    "A100-80GB": Link(5e-6, 250 * _GB),
-    "A800-80GB": Link(5e-6, 170 * _GB),
-    "H100-80GB": Link(5e-6, 380 * _GB),
-    "H200": Link(5e-6, 380 * _GB),
-    "RTX4090": Link(10e-6, 25 * _GB),
-    "cpu": Link(50e-6, 2 * _GB),
-}
-"""Within a node: a bit less than half of what the makers state for both directions together."""
 
 _INTER_NODE = Link(15e-6, 25 * _GB)
 """One 200 Gbit/s InfiniBand port a device."""
@@ -218,4 +209,4 @@ def parse_devices(text: str | Cluster) -> Cluster:
         raise ValueError(f"devices must be {allowed}, got {text!r}. The count is 1 or more.")
     device = DEVICES[names[name]]
     devices_per_node = per_node if found[2] else min(count, _DEVICES_PER_NODE)
-    return Cluster(device, count, devices_per_node, _LINKS[device.name], _INTER_NODE)
+    return Cluster(device, count, devices_per_node, device.link, _INTER_NODE)

@@ -30,7 +30,7 @@ from peft_mux.scheduler.deployment.search import plan_deployment, replica_groups
 from peft_mux.scheduler.deployment.space import MOST_DEPLOYMENTS, TaskLengths, count_plans, joint_rows, joint_sample
 from peft_mux.scheduler.dispatching.bucketing import DEFAULT_INTERVAL_TOKENS, Bucketing
 from peft_mux.scheduler.dispatching.dispatch import Dispatch, dispatch
-from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup, layout_text
+from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
@@ -92,11 +92,6 @@ class PricedDeployment:
     def step_s(self) -> float:
         """Seconds of the step: of the slowest replica, and of the exchange after it."""
         return max(replica.step_s for replica in self.replicas) + self.exchange_s
-
-    @property
-    def layout(self) -> str:
-        """Return the replicas in the paper's notation."""
-        return layout_text(self.groups)
 
 
 @dataclass(frozen=True, slots=True)

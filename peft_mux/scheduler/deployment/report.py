@@ -100,7 +100,7 @@ class DeploymentReport:
         if composed is not None:
             lines += [
                 f"replicas by MuxTune's plans: {composed.chosen.step_s:.4f} s a step; what one curve would deploy, "
-                f"{composed.single.layout}: {composed.single.step_s:.4f} s",
+                f"{layout_text(composed.single.groups)}: {composed.single.step_s:.4f} s",
                 f"  {composed.num_priced} deployments priced by {composed.num_plans} plans in "
                 f"{composed.planning_s:.1f} s, searched by curves corrected by them, with a mean error of "
                 f"{composed.fit_error:.1%}",
@@ -150,7 +150,7 @@ class DeploymentReport:
         planned = composed and {
             "rows": [asdict(one) for one in composed.chosen.replicas],
             "step_s": composed.chosen.step_s,
-            "single_layout": composed.single.layout,
+            "single_layout": layout_text(composed.single.groups),
             "single_step_s": composed.single.step_s,
             **{name: getattr(composed, name) for name in counts},
         }

@@ -51,7 +51,6 @@ class Simulation:
         makespan_s: seconds from the first start to the last end.
         spans: every action with its instants, by device, then by time.
         busy_s: seconds that each stage spends computing.
-        bubble_s: seconds of internal bubbles of each stage: idle between its first and its last action.
         peak_bytes: the most activation bytes that each stage held at once.
         bucket_names: the name of each bucket, by its index.
         num_steps: steps that were run.
@@ -60,7 +59,6 @@ class Simulation:
     makespan_s: float
     spans: tuple[Span, ...]
     busy_s: tuple[float, ...]
-    bubble_s: tuple[float, ...]
     peak_bytes: tuple[int, ...]
     bucket_names: tuple[str, ...]
     num_steps: int = 1
@@ -107,10 +105,6 @@ def simulate(
         makespan_s=max(row[-1].end_s for row in spans),
         spans=tuple(span for row in spans for span in row),
         busy_s=tuple(sum(span.end_s - span.start_s for span in row) for row in spans),
-        bubble_s=tuple(
-            sum((later.start_s - earlier.end_s for earlier, later in zip(row, row[1:], strict=False)), 0.0)
-            for row in spans
-        ),
         peak_bytes=peak_activation_bytes(template, buckets),
         bucket_names=tuple(bucket.name for bucket in buckets),
         num_steps=template.num_steps,

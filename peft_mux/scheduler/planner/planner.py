@@ -224,8 +224,8 @@ class _Search:
             raise self._fault
         if (self.schedule, self.num_chunks) == (self.budget.schedule, self.budget.num_chunks):
             return best
-        template = self._template(best.bucket_loads, best.cuts, self.budget.schedule, self.budget.num_chunks)
-        return self._simulated(best.cuts, best.buckets, best.bucket_loads, template)
+        schedule, num_chunks = self.budget.schedule, self.budget.num_chunks
+        return self._scheduled(best.cuts, best.buckets, best.bucket_loads, schedule, num_chunks)
 
     # ------------------------------------------------------- what is compared
 
@@ -407,11 +407,10 @@ class _Search:
                 continue
             for schedule in schedules:
                 try:
-                    template = self._template(bucket_loads, cuts, *schedule)
+                    found = self._scheduled(cuts, buckets, bucket_loads, *schedule)
                 except ValueError as error:  # one micro-batch of some bucket does not fit
                     self._fault = error
                     break
-                found = self._simulated(cuts, buckets, bucket_loads, template)
                 # Of equally fast ones the first stays: fewer buckets, and M's template before plain 1F1B.
                 if found.step_s < most_s:
                     self._best, self._best_count, most_s = found, count, found.step_s
@@ -435,29 +434,30 @@ class _Search:
             **fields,
         )
 
-    def _template(
-        self, bucket_loads: tuple[BucketLoad, ...], cuts: Sequence[CutHTask], schedule: Schedule, num_chunks: int
-    ) -> PipelineTemplate:
-        return build_template(
+    def _scheduled(
+        self,
+        cuts: list[CutHTask],
+        buckets: Buckets,
+        bucket_loads: tuple[BucketLoad, ...],
+        schedule: Schedule,
+        num_chunks: int,
+    ) -> _Grouping:
+        """Build a template and time it.
+
+        Raises:
+            ValueError: if one micro-batch of some bucket does not fit.
+        """
+        links = self.budget.links
+        template = build_template(
             bucket_loads,
             schedule,
             num_chunks=num_chunks,
             memory_limit_bytes=self.limits,
             static_bytes=self._held_bytes(cuts),
-            links=self.budget.links,
+            links=links,
         )
-
-    def _simulated(
-        self,
-        cuts: list[CutHTask],
-        buckets: Buckets,
-        bucket_loads: tuple[BucketLoad, ...],
-        template: PipelineTemplate,
-    ) -> _Grouping:
-        simulation = simulate(template, bucket_loads, links=self.budget.links)
-        step_s = simulation.makespan_s
-        if not self.drains:
-            step_s = window_step_s(template, bucket_loads, links=self.budget.links)
+        simulation = simulate(template, bucket_loads, links=links)
+        step_s = simulation.makespan_s if self.drains else window_step_s(template, bucket_loads, links=links)
         return _Grouping(cuts, buckets, bucket_loads, template, simulation, step_s)
 
     def _with_margin(self, num_bytes: int) -> int:

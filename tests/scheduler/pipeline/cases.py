@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.simulator import Simulation
 from peft_mux.scheduler.pipeline.template import Schedule
 
 VARIANTS: list[tuple[Schedule, int]] = [
@@ -17,6 +19,12 @@ VARIANTS: list[tuple[Schedule, int]] = [
     ("mux", 1),
     ("mux", 2),
 ]
+
+
+def bubble_s(result: Simulation, stage: int) -> float:
+    """Return the seconds of internal bubbles of a stage: idle between its first and its last action."""
+    own = [span for span in result.spans if span.device == range(result.num_stages)[stage]]
+    return sum((later.start_s - earlier.end_s for earlier, later in itertools.pairwise(own)), 0.0)
 
 
 def even(latencies_s: list[float], *, stages: int, micro_batches: int, size: int = 1) -> list[BucketLoad]:
