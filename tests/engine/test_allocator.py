@@ -48,6 +48,7 @@ IS_GLIBC = sys.platform.startswith("linux") and hasattr(ctypes.CDLL(None), "gnu_
 HUGE_PAGES = _SETTING.read_text(encoding="ascii") if _SETTING.exists() else "[never]"
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not IS_GLIBC, reason="the C library is not glibc")
 def test_memory_that_is_kept_costs_no_page_faults_the_next_time() -> None:
     default, kept = map(int, run_code(CHILD).split())

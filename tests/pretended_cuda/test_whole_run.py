@@ -10,7 +10,7 @@ import pytest
 
 from tests.pretended_cuda.checks import seen_of
 
-pytestmark = pytest.mark.timeout(900)
+pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 Run = Callable[[dict[str, dict[str, Any]]], dict[str, dict[str, Any]]]
 SMALL = {"kind": "whole run", "tasks": 3, "rows": 4, "mean": 60, "steps": 6}
 
@@ -50,7 +50,6 @@ def test_norms_rotary_embeddings_and_mlps_are_fused_by_default(small: dict[str, 
     assert all(small["launches"][kernel] >= small["micro_batches"] for kernel in fused)
 
 
-@pytest.mark.slow
 def test_with_graphs_most_passes_are_replays_though_their_tasks_differ(run_cases: Run) -> None:
     case = {**SMALL, "tasks": 8, "rows": 8, "mean": 180, "steps": 20, "cuda_graphs": True}
     seen = seen_of(run_cases({"graphs": case}), "graphs")

@@ -84,6 +84,7 @@ def followed_plans(*steps: int) -> tuple[list[Plan], Recorder]:
     return plans, Recorder(at_begin=dict.fromkeys(steps, look))
 
 
+@pytest.mark.slow
 def test_a_profile_that_is_wrong_in_one_part_ends_in_the_plan_of_the_right_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

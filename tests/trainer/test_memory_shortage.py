@@ -156,7 +156,7 @@ def train_with_little_memory(rank: int, folder: Path, short_rank: int, max_token
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize("arguments", [{}, {"shard_optimizer": True}], ids=str)
+@pytest.mark.parametrize("arguments", [{}, pytest.param({"shard_optimizer": True}, marks=pytest.mark.slow)], ids=str)
 def test_processes_take_a_step_again_together_if_one_has_no_memory(arguments: dict[str, Any], tmp_path: Path) -> None:
     options = {**arguments, "max_tokens_per_micro_batch": 4096}
     wanted = values(launch(2, train_with_little_memory, tmp_path / "whole", -1, 0, options))

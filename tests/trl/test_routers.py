@@ -85,7 +85,11 @@ def both(
     return theirs, mine
 
 
-@pytest.mark.parametrize("backbone", FAMILIES, indirect=True)
+@pytest.mark.parametrize(
+    "backbone",
+    ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "olmoe"))],
+    indirect=True,
+)
 def test_a_mixture_trains_with_its_own_coefficient_by_default_as_in_trl(tmp_path: Path) -> None:
     theirs, mine = both(tmp_path, "SFT", COMPLETIONS, {})
     assert_as_trl(theirs, mine)
@@ -97,8 +101,10 @@ def test_a_mixture_trains_with_its_own_coefficient_by_default_as_in_trl(tmp_path
 
 @pytest.mark.parametrize(
     ("trainer", "rows", "settings"),
-    [("DPO", lab.pairs(), {}), ("KTO", lab.answers(), {"objective": "kto"})],
-    ids=["dpo", "kto"],
+    [
+        pytest.param("DPO", lab.pairs(), {}, id="dpo"),
+        pytest.param("KTO", lab.answers(), {"objective": "kto"}, id="kto", marks=pytest.mark.slow),
+    ],
 )
 def test_losses_of_preferences_balance_routers_as_in_trl(
     trainer: str, rows: list[dict[str, Any]], settings: dict[str, Any], tmp_path: Path

@@ -63,6 +63,8 @@ CASES = {
 SLOW = (
     "gpt2, recomputed activations",
     "tied and adapted ends, 3 processes",
+    "adapted ends, recomputed, unequal passes",
+    "a task arrives, ends unadapted",
     "a task arrives and adapts the ends",
     "mixtral, adapted experts and routers",
 )

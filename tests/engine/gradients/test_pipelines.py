@@ -71,7 +71,12 @@ def test_sums_begin_before_the_last_action_and_in_one_order_on_all_holders(
 # ---------------------------------------------------------------- one process
 
 
-SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("mux", 1), ("mux", 3), ("interleaved_1f1b", 2)]
+SLOW = pytest.mark.slow
+SCHEDULES = [
+    ("1f1b", 1),
+    ("mux", 3),
+    *(pytest.param(*one, marks=SLOW) for one in (("gpipe", 1), ("mux", 1), ("interleaved_1f1b", 2))),
+]
 
 
 def watched_pipeline(schedule: Any, num_chunks: int) -> tuple[PipelineExecutor, list[tuple[str, Any]]]:

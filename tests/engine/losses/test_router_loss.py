@@ -32,10 +32,14 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
     "arguments",
     [
         pytest.param({"max_tokens_per_micro_batch": 1000}, id="one pass"),
-        pytest.param({"max_tokens_per_micro_batch": 40}, id="many passes"),
+        pytest.param({"max_tokens_per_micro_batch": 40}, id="many passes", marks=pytest.mark.slow),
         pytest.param({"max_tokens_per_micro_batch": 1000, "share_prefixes": True}, id="shared prefixes"),
         pytest.param({"max_tokens_per_micro_batch": 70, "share_prefixes": True}, id="shared prefixes in many passes"),
-        pytest.param({"max_tokens_per_micro_batch": 16, "split_long_sequences": True}, id="parts of long rows"),
+        pytest.param(
+            {"max_tokens_per_micro_batch": 16, "split_long_sequences": True},
+            id="parts of long rows",
+            marks=pytest.mark.slow,
+        ),
         pytest.param({"max_tokens_per_micro_batch": 1000, "activation_checkpointing": True}, id="recomputed"),
     ],
 )

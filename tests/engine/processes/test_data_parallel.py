@@ -267,7 +267,10 @@ def test_the_first_process_alone_prints_and_writes_and_reports_on_each(tmp_path:
     assert len(list((tmp_path / "state").glob("run-*.json"))) == 4
 
 
-@pytest.mark.parametrize("arguments", [{}, {"tensor_parallel_size": 2}], ids=["replicas", "parts"])
+@pytest.mark.parametrize(
+    "arguments",
+    [pytest.param({}, id="replicas", marks=pytest.mark.slow), pytest.param({"tensor_parallel_size": 2}, id="parts")],
+)
 def test_all_processes_agree_that_a_task_has_failed_whose_adapter_one_could_not_write(
     arguments: dict[str, Any], tmp_path: Path
 ) -> None:

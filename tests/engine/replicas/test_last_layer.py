@@ -83,7 +83,7 @@ TURNS = {"interleaved_passes": 2, "planner": "interleaved"}
     [
         pytest.param(2, {**PP2, "gradient_checkpointing": True}, id="pp2, recomputed"),
         pytest.param(2, {**PP2, "num_micro_batches": 4}, id="pp2, four passes", marks=[SLOW]),
-        pytest.param(2, {**TP2, **TURNS, "gradient_checkpointing": True}, id="tp2, passes in turns, recomputed"),
+        pytest.param(2, {**TP2, **TURNS, "gradient_checkpointing": True}, id="tp2, turns, recomputed", marks=[SLOW]),
         pytest.param(2, TP2, id="tp2", marks=[SLOW]),
         pytest.param(2, {**TP2, **TURNS}, id="tp2, passes in turns", marks=[SLOW]),
         pytest.param(2, {**TP2, **CHAINS}, id="tp2, parts of long rows", marks=[SLOW]),

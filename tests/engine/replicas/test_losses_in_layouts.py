@@ -18,7 +18,7 @@ SHARDED_STAGES = {"pipeline_parallel_size": 2, "shard_backbone": True}
 LAYOUTS = [
     pytest.param({}, True, id="replicas", marks=SLOW),
     pytest.param({"pipeline_parallel_size": 2, "pipeline_schedule": "1f1b"}, True, id="pipeline"),
-    pytest.param({"tensor_parallel_size": 2}, False, id="tensor parallel"),
+    pytest.param({"tensor_parallel_size": 2}, False, id="tensor parallel", marks=SLOW),
     pytest.param(
         {"tensor_parallel_size": 2, "interleaved_passes": 3, "planner": "interleaved"},
         False,

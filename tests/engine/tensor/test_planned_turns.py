@@ -35,7 +35,7 @@ def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> layout_cases.
 @pytest.mark.parametrize(
     ("world_size", "arguments", "width"),
     [
-        pytest.param(2, {**TP2, "interleaved_passes": "auto"}, 2, id="tp2, as many as pay"),
+        pytest.param(2, {**TP2, "interleaved_passes": "auto"}, 2, id="tp2, as many as pay", marks=pytest.mark.slow),
         pytest.param(2, {**TP2, "interleaved_passes": 1}, 1, id="tp2, 1", marks=pytest.mark.slow),
         pytest.param(2, {**TP2, "interleaved_passes": 2}, 2, id="tp2, 2", marks=pytest.mark.slow),
         pytest.param(2, {**TP2, "interleaved_passes": 4}, 4, id="tp2, 4", marks=pytest.mark.slow),

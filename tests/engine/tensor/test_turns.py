@@ -373,6 +373,7 @@ def test_two_shards_take_the_turns_that_the_scheduler_predicts_for_their_groups(
     assert any(decided != by_index for decided, by_index in zip(facts[0]["decided"], facts[0]["by_index"], strict=True))
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
 def test_two_stages_of_two_shards_run_the_htasks_of_an_action_in_turns() -> None:
     facts = parallel_cases.values(parallel_cases.launch(4, cases.as_stage_shard, 4))
