@@ -535,7 +535,7 @@ def _reference_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
         return [Fault(field, shown(given), "'adapter' or 'backbone'")]
     if given == "adapter" and task.init_adapter is None:
         return [Fault(field, shown(given), "'backbone' without init_adapter", "Set init_adapter to a saved adapter.")]
-    if loss.objective is not None and loss.args is not None and not loss.objective.needs_reference(loss.args):
+    if loss.objective is not None and loss.args is not None and not loss.args.needs_reference:
         return [Fault(field, shown(given), "None with a loss that has no reference")]
     return []
 

@@ -57,7 +57,7 @@ from peft_mux.modeling.adapters.prompts.prompts import project_prompts
 from peft_mux.modeling.model import MultiTaskPeftModel, MuxOutput
 from peft_mux.modeling.objectives.heads import token_outputs
 from peft_mux.modeling.objectives.objective import BATCH_VALUES, REFERENCE, ROUTER_TOTALS
-from peft_mux.modeling.stream import Kept
+from peft_mux.modeling.stream import Kept, in_mode
 from peft_mux.scheduler.plan import Plan
 
 _CPU_ALLOCATOR = "DefaultCPUAllocator: can't allocate memory"
@@ -209,7 +209,7 @@ class Executor:
             for micro_batch in chain:
                 with store.recording() as kept, self.precision():
                     flights.append((self.model(micro_batch.to(self.device)), kept))
-            found = [output.detached() for output, _ in flights]
+            found = [replace(output, losses=output.losses.detach()) for output, _ in flights]
             while flights:
                 # In reverse: later parts must have added to the gradients of kept keys and values first.
                 output, kept = flights.pop()
@@ -241,10 +241,10 @@ class Executor:
             total: sums numbers over the replicas; by default they are those of this replica alone, as in an evaluation.
         """
         objectives, ready = self.model.objectives, tuple(micro_batches)
-        referring = [name for name in tasks if objectives.of(name).needs_reference(objectives.args_of(name))]
+        referring = [name for name in tasks if objectives.args_of(name).needs_reference]
         if referring:
             ready = self._with_references(ready, referring)
-        counting = [name for name in tasks if objectives.of(name).needs_batch_values(objectives.args_of(name))]
+        counting = [name for name in tasks if objectives.of(name).num_batch_values(objectives.args_of(name))]
         if counting:
             ready = self._with_batch_values(ready, counting, total)
             ready = tuple(_of_pass(self.model, one, counting, is_reference_pass=False) for one in ready)
@@ -263,14 +263,11 @@ class Executor:
                     lacking.append(index)
             chosen.append(lacking)
         parts = [_of_tasks(micro_batch, own) for micro_batch, own in zip(micro_batches, chosen, strict=True) if own]
-        was_training = model.training
-        model.eval()  # a reference depends on the row alone, so no dropout of the backbone may be drawn
-        try:
-            own = [name for name in tasks if name in model.registry.references]
-            with model.registry.reference_weights(own), model.stream.without_adapters(but=own):
-                found = iter(self.forward_terms(parts))
-        finally:
-            model.train(was_training)
+        own = [name for name in tasks if name in model.registry.references]
+        # A reference depends on the row alone, so no dropout of the backbone may be drawn.
+        evaluating, frozen = in_mode(model, training=False), model.stream.without_adapters(but=own)
+        with evaluating, model.registry.reference_weights(own), frozen:
+            found = iter(self.forward_terms(parts))
         ready = []
         for micro_batch, own in zip(micro_batches, chosen, strict=True):
             nll_M = next(found) if own else None
@@ -291,7 +288,8 @@ class Executor:
     ) -> tuple[MuxBatch, ...]:
         """Add the sums over the global batch that the losses of tasks make of their targets."""
         model, objectives = self.model, self.model.objectives
-        sums = {name: torch.zeros(objectives.of(name).num_batch_values, device=model.device) for name in tasks}
+        counts = {name: objectives.of(name).num_batch_values(objectives.args_of(name)) for name in tasks}
+        sums = {name: torch.zeros(count, device=model.device) for name, count in counts.items()}
         chosen = [[index for index, name in enumerate(one.task_names) if name in sums] for one in micro_batches]
         parts = [_of_tasks(micro_batch, own) for micro_batch, own in zip(micro_batches, chosen, strict=True) if own]
         parts = [_of_pass(model, part, tasks, is_reference_pass=True) for part in parts]

@@ -379,7 +379,7 @@ def _word_faults(layout: str, tasks: Sequence[ResolvedTask]) -> list[Fault]:
     faults = []
     fix = "Give every process the whole output head (no tensor_parallel_size, no shard_backbone)."
     for task in tasks:
-        if task.objective.needs_entropy(task.loss_args):
+        if task.loss_args.entropy_coef != 0:
             got = f"one that reads entropies with {layout}"
             allowed = "a loss without entropies in this layout"
             faults.append(Fault(f"tasks.{task.name}.objective_args", got, allowed, fix))

@@ -354,5 +354,5 @@ def _register_parts(
             model.registry.place_whole(name, {key: drawn[key] if kind.owns(key) else held[key] for key in held})
         else:
             # Still registered by name, because every process must count, sum and finish the same tasks.
-            model.register_absent(name, copy.deepcopy(completed))
+            model.registry.register_absent(model, name, copy.deepcopy(completed))
         model.stream.lowest_layers[model.adapter_of(name)] = lowest_layer(drawn)

@@ -30,7 +30,7 @@ from peft_mux.modeling.attention.attention_stream import AttentionStream, KeysRe
 from peft_mux.modeling.attention.rows import ReadRows
 from peft_mux.modeling.backbone.modules import find_layers, some_layers
 from peft_mux.modeling.backbone.probe import path_of, probe_batch, tolerance_of
-from peft_mux.modeling.stream import temporary_attributes
+from peft_mux.modeling.stream import in_mode, temporary_attributes
 
 _MOST_READ = 0.75
 """Part of a pass's rows above which the last layer computes all of them, including those that no loss reads."""
@@ -241,13 +241,8 @@ def _reason_against(model: Any, run: Run) -> str | None:
     batch = probe_batch(model, next(iter(model.tasks)))
     # Of four sequences all rows of none, and none of the third; neither the first row nor the last is left out.
     rows = torch.tensor([0, 3, 6, 17, 18, 25, 34], device=model.device)
-    was_training = model.training
-    model.eval()
-    try:
-        with torch.no_grad(), model.without_adapters():
-            wide, narrow = (run(batch, one)[rows].float() for one in (None, ReadRows(rows, (0, len(rows)))))
-    finally:
-        model.train(was_training)
+    with in_mode(model, training=False), torch.no_grad(), model.without_adapters():
+        wide, narrow = (run(batch, one)[rows].float() for one in (None, ReadRows(rows, (0, len(rows)))))
     if not forward.was_narrowed:
         return "the rows that are read do not reach its last layer"
     difference = ((wide - narrow).abs().max() / wide.abs().max().clamp_min(1e-6)).item()

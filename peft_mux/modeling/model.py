@@ -12,9 +12,10 @@ sequence, C classes.
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -25,7 +26,7 @@ from torch import nn
 from torch.distributed.fsdp import FSDPModule
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.errors import ConfigError
+from peft_mux.errors import CheckpointError, ConfigError
 from peft_mux.modeling.adapters import files
 from peft_mux.modeling.adapters.copies import only_adapter
 from peft_mux.modeling.adapters.injection import (
@@ -33,17 +34,14 @@ from peft_mux.modeling.adapters.injection import (
     check_configs,
     injecting,
     own_copy,
-    restored_on_failure,
-    train_only,
-    without_renaming_warnings,
 )
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.own import only_rows_of, select_biases
 from peft_mux.modeling.adapters.prompts.kinds import encoders_of, prompt_kind_of
 from peft_mux.modeling.adapters.prompts.prompts import (
-    Prompts,
     open_without_tuner,
     plain_call,
+    prompt_pass,
     virtual_labels,
     without_layers,
 )
@@ -57,11 +55,11 @@ from peft_mux.modeling.backbone.probe import ComputingPath, check_backbone, chec
 from peft_mux.modeling.backbone.quantized import prepare_quantized
 from peft_mux.modeling.last_layer import LastLayer
 from peft_mux.modeling.neftune import EmbeddingNoise
-from peft_mux.modeling.objectives.objective import Statistics, TokenOutputs
-from peft_mux.modeling.objectives.task_objective import StreamLosses, TaskObjectives
+from peft_mux.modeling.objectives.objective import TokenOutputs
+from peft_mux.modeling.objectives.task_objective import MuxOutput, TaskObjectives
 from peft_mux.modeling.registry import TaskRegistry
 from peft_mux.modeling.router_loss import STATISTIC, RoutedTokens, RouterLoss
-from peft_mux.modeling.stream import Passes, Stream
+from peft_mux.modeling.stream import Passes, Stream, temporary_attributes
 from peft_mux.storage import write_checksums
 from peft_mux.user_code import running_task
 
@@ -88,7 +86,7 @@ def reason_of_adapter(config: PeftConfig) -> str | None:
     """Return why a task with an adapter may not share tokens (see `reason_of_backbone`); `None` where it may."""
     if prompt_kind_of(config) is not None:
         return "its rows begin with a learnt prompt"
-    if kind_of(config).draws_noise:
+    if kind_of(config).entry.draws_noise:
         return "its adapter draws noise for each row"
     for name, value in vars(config).items():
         if "dropout" in name and isinstance(value, float) and value > 0.0:
@@ -113,25 +111,6 @@ def require_all_layers(model: MultiTaskPeftModel, what: str) -> None:
             "pipeline stages, which has its own layers only. Load the saved adapter with PeftModel.from_pretrained "
             "in one process."
         )
-
-
-@dataclass(frozen=True, slots=True)
-class MuxOutput:
-    """What a multiplexed forward pass returns.
-
-    Attributes:
-        losses: `[N]`, each task's part of its mean loss; their sum may be differentiated.
-        task_names: the N tasks, in the order of `losses`.
-        statistics: for each of them what is logged with its loss, `[K]` without gradient; `None` where nothing is.
-    """
-
-    losses: torch.Tensor
-    task_names: tuple[str, ...]
-    statistics: Statistics = ()
-
-    def detached(self) -> MuxOutput:
-        """Return it without the graph, which callers must not keep beyond the backward."""
-        return replace(self, losses=self.losses.detach())
 
 
 class TaskView:
@@ -216,7 +195,7 @@ class MultiTaskPeftModel(PeftModel):
     Attributes:
         registry: the tasks that the model holds, their parameters, and where these are in memory.
         stream: what the attached layers read of the micro-batch in flight.
-        prompts: runs the learnt prompts of tasks, once a pass and task.
+        has_prompts: whether passes include the learnt prompts of tasks; not while all adapters are switched off.
         last_layer: whether the last layer computes only the rows whose outputs are read.
         objectives: which loss each task is trained towards, and the head that they all read.
         noise: which tasks have noise on their embeddings in training.
@@ -237,6 +216,7 @@ class MultiTaskPeftModel(PeftModel):
     base_model: Any
     num_stages: int = 1
     tp_size: int = 1
+    has_prompts: bool = True
 
     def __init__(
         self,
@@ -259,8 +239,7 @@ class MultiTaskPeftModel(PeftModel):
         self.registry, self.stream = TaskRegistry(is_head_new=is_head_new), Stream()
         self.noise, self.router_loss = EmbeddingNoise(self.stream), RouterLoss(self.stream)
         self.module_names: dict[nn.Module, str] = {}
-        self._origin = origin = Origin(model)
-        self.prompts = Prompts()
+        self._origin = Origin(model)
         self.last_layer = LastLayer()
         # The devices and precisions in which packing was verified; `None` if that is never wanted.
         self._verified: set[ComputingPath] | None = None if verify is False else set()
@@ -268,20 +247,29 @@ class MultiTaskPeftModel(PeftModel):
         first, *others = peft_configs
         seeds, num_labels = seeds or {}, num_labels or {}
         config, adapter = own_copy(peft_configs[first], model), self.registry.next_adapter
-        with injecting(first, config, seeds.get(first, 42)) as draws, restored_on_failure(model, origin):
-            if prompt_kind_of(config) is None:
-                with without_renaming_warnings():
-                    super().__init__(model, config, adapter, low_cpu_mem_usage=is_meta(model))
-            else:
-                open_without_tuner(self, model, config, adapter)
-                self.registry.tuners.inject(self, adapter, config)
-        self.objectives = TaskObjectives(self.backbone)
-        with restored_on_failure(model, origin):
+        try:
+            with injecting(first, config, seeds.get(first, 42)) as draws:
+                if prompt_kind_of(config) is None:
+                    with warnings.catch_warnings():
+                        # PEFT reads an older name of transformers, which no user can do anything about.
+                        old = ".*is_gradient_checkpointing.*"
+                        warnings.filterwarnings("ignore", message=old, category=FutureWarning)
+                        super().__init__(model, config, adapter, low_cpu_mem_usage=is_meta(model))
+                else:
+                    open_without_tuner(self, model, config, adapter)
+                    self.registry.tuners.inject(self, adapter, config)
+            self.objectives = TaskObjectives(self.backbone)
             self.registry.take_in(self, first, peft_configs[first], num_labels.get(first), draws)
-            train_only(self, self.registry.parameters())
+            own = {id(parameter) for parameter in self.registry.parameters()}
+            for parameter in self.parameters():
+                parameter.requires_grad_(id(parameter) in own)
             self.registry.register(self, {name: peft_configs[name] for name in others}, seeds, num_labels)
             if verify and not is_meta(model):
                 self.verify()
+        except Exception:
+            # The caller gets the backbone back without adapters.
+            self._origin.restore(model)
+            raise
 
     # ------------------------------------------------------------------ tasks
 
@@ -330,10 +318,6 @@ class MultiTaskPeftModel(PeftModel):
             check_configs(peft_configs, self.backbone, held=held)
         self.registry.register(self, peft_configs, seeds or {}, num_labels or {})
 
-    def register_absent(self, name: str, config: PeftConfig) -> None:
-        """Add a task that has no adapter in this model, a part of one; `config` is as PEFT completed it."""
-        self.registry.register_absent(self, name, config)
-
     def remove_tasks(self, names: list[str] | tuple[str, ...]) -> None:
         """Drop tasks and free their adapters; the others stay as they are.
 
@@ -358,10 +342,6 @@ class MultiTaskPeftModel(PeftModel):
             total = max(frozen + count, 1)
             share = f"trainable%: {100 * count / total:.4f}"
             print(f"{name}: trainable params: {count:,d} || all params: {total:,d} || {share}")  # noqa: T201
-
-    def adopt_parameters(self, name: str, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Make parameters those of a task, in flat buffers of their own; none if its adapter is in other processes."""
-        self.registry.adopt(name, parameters, self.device)
 
     def was_given(self, name: str, config: PeftConfig) -> bool:
         """Whether a task was registered with this configuration, or holds it now (PEFT completes what it is given)."""
@@ -470,9 +450,13 @@ class MultiTaskPeftModel(PeftModel):
             CheckpointError: if there is no adapter, or naming the task and its file that is missing, torn or changed,
                 does not fit, or holds numbers that are not finite.
         """
-        saved = files.saved_adapters(Path(model_id))
-        mux_model = cls(model, saved.configs, **{"num_labels": saved.num_labels, **kwargs})
-        files.load_adapters(mux_model, saved)
+        configs, num_labels = files.saved_adapters(Path(model_id))
+        mux_model = cls(model, configs, **{"num_labels": num_labels, **kwargs})
+        for name in configs:
+            try:
+                mux_model.load_task(name, Path(model_id) / name)
+            except CheckpointError as error:
+                raise CheckpointError(f'task "{name}": {error}') from error
         return mux_model
 
     # ------------------------------------------------------------------ views
@@ -558,8 +542,7 @@ class MultiTaskPeftModel(PeftModel):
         self.prepare_pass(mux_batch.task_names)
         with self.multiplexing(mux_batch, routing=self.routed(mux_batch)):
             hidden_TD = self.hidden_states(mux_batch, read=self.last_layer.rows(self, mux_batch))
-            found = self.stream_losses(hidden_TD, mux_batch)
-        return MuxOutput(found.losses_N, mux_batch.task_names, found.statistics)
+            return self.stream_losses(hidden_TD, mux_batch)
 
     def token_logprobs(self, mux_batch: MuxBatch) -> dict[str, TokenOutputs]:
         """Return the log-probability of every target of each task, with gradient, for your own losses.
@@ -643,7 +626,7 @@ class MultiTaskPeftModel(PeftModel):
         """
         backbone = self.backbone
         self.noise.watch(backbone)
-        if self.router_loss.is_counting:
+        if self.router_loss.counted is not None:
             routing = self.router_loss.of_pass(batch, self.adapters)
         attention = backbone.config._attn_implementation
         # Only while a stream is read: `generate` and plain forwards keep the attention that the backbone came with.
@@ -678,7 +661,7 @@ class MultiTaskPeftModel(PeftModel):
         position_ids = batch.computed(batch.position_ids) + position_offset(backbone)
         arguments: dict[str, Any] = {"input_ids": batch.computed(batch.input_ids), "position_ids": position_ids}
         # Prompts are computed once for the whole pass: where activations are recomputed, they read the same ones.
-        prompts = self.prompts.of_pass(self, batch)
+        prompts = prompt_pass(self, batch)
         if prompts is not None:
             assert attention is None, "passes with prompts are not captured"
             if prompts.position_shift is not None:
@@ -713,7 +696,7 @@ class MultiTaskPeftModel(PeftModel):
         has_more = self.training and torch.is_grad_enabled() and self.adapter_of(task) in self.router_loss.coefficients
         return (*self.objectives.statistic_names(task), *([STATISTIC] if has_more else []))
 
-    def stream_losses(self, hidden_TD: torch.Tensor, batch: MuxBatch) -> StreamLosses:
+    def stream_losses(self, hidden_TD: torch.Tensor, batch: MuxBatch) -> MuxOutput:
         """Return the losses from the last hidden states of a batch that is multiplexed; in training with penalties.
 
         A penalty on the adapter itself belongs to the step and to no token. So the one pass that holds the first token
@@ -724,7 +707,7 @@ class MultiTaskPeftModel(PeftModel):
         penalised = self.registry.penalised
         if not self.training or not penalised:
             return found
-        losses = list(found.losses_N.unbind())
+        losses = list(found.losses.unbind())
         for index, name in enumerate(batch.task_names):
             if name not in penalised:
                 continue
@@ -735,7 +718,7 @@ class MultiTaskPeftModel(PeftModel):
             config = self.peft_config[self.adapter_of(name)]
             penalty = penalised[name].penalty(config, self.registry.parameters_of(name))
             losses[index] = losses[index] + penalty * has_first_token
-        return found._replace(losses_N=torch.stack(losses))
+        return replace(found, losses=torch.stack(losses))
 
     def activation_checkpointing_enable(self, **kwargs: Any) -> None:
         """Recompute each layer's activations in the backward pass, reading the micro-batch they came from.
@@ -774,7 +757,7 @@ class MultiTaskPeftModel(PeftModel):
 
     @property
     def _has_active_prompt(self) -> bool:
-        return not self.prompts.is_off and self.active_adapter in encoders_of(self)
+        return self.has_prompts and self.active_adapter in encoders_of(self)
 
     def generate(self, *args: Any, **kwargs: Any) -> Any:
         """Generate with the active adapter, as PEFT does."""
@@ -798,7 +781,7 @@ class MultiTaskPeftModel(PeftModel):
                 yield
             return
         # PEFT would ask the type of the active adapter alone.
-        with without_layers(self.backbone), self.prompts.switched_off():
+        with without_layers(self.backbone), temporary_attributes(self, has_prompts=False):
             yield
 
     @contextmanager

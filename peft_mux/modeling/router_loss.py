@@ -16,6 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from dataclasses import replace
 from itertools import pairwise
 from typing import Any
 
@@ -26,7 +27,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.backbone.modules import language_model, modules_below_adapters
 from peft_mux.modeling.objectives.objective import ROUTER_TOTALS
-from peft_mux.modeling.objectives.task_objective import StreamLosses
+from peft_mux.modeling.objectives.task_objective import MuxOutput
 from peft_mux.modeling.stream import RowSegment, Stream
 
 STATISTIC = "aux_loss"
@@ -133,6 +134,7 @@ class RouterLoss:
     Attributes:
         coefficients: coefficient of each task that has the loss, by internal adapter id.
         num_experts: number E of experts of a layer.
+        counted: totals that passes add to while they are run to count; `None` at other times.
     """
 
     def __init__(self, stream: Stream) -> None:
@@ -140,7 +142,7 @@ class RouterLoss:
         self._stream = stream
         self.coefficients: dict[str, float] = {}
         self.num_experts = self._top_k = 0
-        self._counted: dict[str, torch.Tensor] | None = None
+        self.counted: dict[str, torch.Tensor] | None = None
         self._hook: Callable[..., Any] | None = None
         self._handles: list[Any] = []
 
@@ -188,25 +190,20 @@ class RouterLoss:
                 if batch.row_values and ROUTER_TOTALS in batch.row_values[index]:
                     given[adapter] = batch.row_values[index][ROUTER_TOTALS]
         own = {adapter: self.coefficients[adapter] for adapter in weights}
-        return RoutedTokens(own, self.num_experts, self._top_k, weights, given, self._counted) if own else None
+        return RoutedTokens(own, self.num_experts, self._top_k, weights, given, self.counted) if own else None
 
     @contextmanager
     def counting(self) -> Iterator[dict[str, torch.Tensor]]:
         """Count tokens in all passes of the `with` block; yield the totals `[2, E]`, by internal adapter id."""
-        self._counted = {}
+        self.counted = {}
         try:
-            yield self._counted
+            yield self.counted
         finally:
-            self._counted = None
-
-    @property
-    def is_counting(self) -> bool:
-        """Whether passes are run to count."""
-        return self._counted is not None
+            self.counted = None
 
     def added_to(
-        self, found: StreamLosses, hidden_TD: torch.Tensor, batch: MuxBatch, adapters: Mapping[str, str]
-    ) -> StreamLosses:
+        self, found: MuxOutput, hidden_TD: torch.Tensor, batch: MuxBatch, adapters: Mapping[str, str]
+    ) -> MuxOutput:
         """Return the losses of a micro-batch with the balancing losses and their statistics.
 
         The pass that holds the first token of a task's global batch carries the value of all of it; each pass has the
@@ -221,7 +218,7 @@ class RouterLoss:
         routed: RoutedTokens | None = self._stream.routing
         if routed is None:
             return found
-        losses, statistics = list(found.losses_N.unbind()), list(found.statistics)
+        losses, statistics = list(found.losses.unbind()), list(found.statistics)
         for index, name in enumerate(batch.task_names):
             adapter = adapters[name]
             if adapter not in self.coefficients:
@@ -232,7 +229,7 @@ class RouterLoss:
             losses[index] = losses[index] + self.coefficients[adapter] * value + hidden_TD[:0].sum()
             own = statistics[index]
             statistics[index] = value[None] if own is None else torch.cat([own, value[None]])
-        return StreamLosses(torch.stack(losses), tuple(statistics))
+        return replace(found, losses=torch.stack(losses), statistics=tuple(statistics))
 
 
 def _balanced(router: nn.Module, outputs: Any, index: int, stream: Stream) -> Any:

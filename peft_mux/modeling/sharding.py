@@ -340,11 +340,7 @@ def reduce_output(layer: nn.Module, links: TensorParallelLinks) -> Any:
         layer: the layer that model code calls, adapters included.
         links: all-reduces over the tensor parallel group.
     """
-
-    def add_up(module: nn.Module, args: Any, output: Any) -> torch.Tensor:
-        return reduce_from_tp_region(output, links)
-
-    return layer.register_forward_hook(add_up)
+    return layer.register_forward_hook(lambda *call: reduce_from_tp_region(call[-1], links))
 
 
 _COUNTS = ("num_heads", "n_heads", "num_attention_heads", "num_key_value_heads", "num_kv_heads", "split_size")

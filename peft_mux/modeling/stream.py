@@ -24,7 +24,7 @@ from __future__ import annotations
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -49,6 +49,17 @@ def temporary_attributes(target: Any, **values: Any) -> Iterator[None]:
         for name in values:
             del own[name]
         own.update(before)
+
+
+@contextmanager
+def in_mode(model: Any, *, training: bool) -> Iterator[None]:
+    """Let a model train or evaluate in the `with` block, and restore its mode afterwards."""
+    before = model.training
+    model.train(training)
+    try:
+        yield
+    finally:
+        model.train(before)
 
 
 class Kept(NamedTuple):
@@ -198,33 +209,6 @@ class RowSegment(NamedTuple):
         return philox.draw_seed(self.task_seed, self.step, module_name)
 
 
-class PassMaker(Protocol):
-    """What one kind of adapters keeps for one model, and makes the passes of its layers from."""
-
-    def begin_pass(
-        self, segments: tuple[RowSegment, ...], places: torch.Tensor, *, has_fixed_size: bool = False
-    ) -> Any:
-        """Return the information about one pass that layers of this kind need.
-
-        A pass of fixed size also has `update(segments)`, which lets it stand for other rows of the same adapters in the
-        same memory (a segment may be empty), and `reason_against_capture()`: a clause, or `None`.
-
-        Args:
-            segments: the rows of each task.
-            places: int64 `[T]`, place of each row in its task's global batch.
-            has_fixed_size: whether other rows of the same adapters, up to T of them, will take the place of these.
-        """
-        ...
-
-    def clear(self) -> None:
-        """Drop the places of adapters; called when one is added, removed or moved."""
-        ...
-
-    def tells(self, adapter: str) -> bool:
-        """Return whether all layers with weights of an adapter remove it from `Stream.adapters_not_reached`."""
-        ...
-
-
 NO_ADAPTER = ""
 """Adapter id that no layer knows: the one of padding, and of rows in a pass without adapters."""
 
@@ -238,7 +222,8 @@ class Stream:
     """The micro-batch in flight, shared by all attached modules of one model.
 
     Attributes:
-        makers: what makes the passes of a kind of adapters, by the kind's name; for kinds that have tasks in the model.
+        makers: what makes the passes of a kind of adapters (`peft_mux.modeling.adapters.lora.lora_pass.LoraGroups`), by
+            the kind's name; for kinds that have tasks in the model.
         version: changes whenever an adapter came, went or moved; what was derived from addresses before is stale.
         batch: the micro-batch, or `None` while idle.
         segments: rows of each task in the activations that modules see now.
@@ -259,9 +244,9 @@ class Stream:
         routing: what the routers of this pass write into (`RoutedTokens`); `None` if no balancing loss is wanted.
     """
 
-    def __init__(self, makers: Mapping[str, PassMaker] | None = None) -> None:
+    def __init__(self, makers: Mapping[str, Any] | None = None) -> None:
         """Make an idle stream."""
-        self.makers: dict[str, PassMaker] = dict(makers or {})
+        self.makers: dict[str, Any] = dict(makers or {})
         self.version = 0
         self.batch: MuxBatch | None = None
         self.segments: tuple[RowSegment, ...] = ()
@@ -341,7 +326,7 @@ class Stream:
     def begin_passes(
         self, segments: tuple[RowSegment, ...], places: torch.Tensor, *, has_fixed_size: bool = False
     ) -> dict[str, Any]:
-        """Return the pass of each attached kind of adapters for given rows; see `PassMaker.begin_pass`."""
+        """Return the pass of each attached kind of adapters for given rows; see `LoraPass`."""
         return {
             name: maker.begin_pass(segments, places, has_fixed_size=has_fixed_size)
             for name, maker in self.makers.items()

@@ -113,7 +113,7 @@ def task_load(
         stays_whole=any(not sequence.can_be_split for sequence in sample[:1]),
         has_reference_forward=has_reference_forward,
         # Routers are counted before a step too, unless one pass holds the whole batch, which is not known here.
-        has_batch_forward=resolved.objective.needs_batch_values(resolved.loss_args) or run.router_coefficient > 0,
+        has_batch_forward=resolved.objective.num_batch_values(resolved.loss_args) > 0 or run.router_coefficient > 0,
         shared=shared,
         trie=trie,
         lowest_layer=lowest,

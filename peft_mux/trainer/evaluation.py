@@ -27,6 +27,7 @@ from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import ConfigError, MetricsError, ProcessError
 from peft_mux.modeling.generation.decoding import generate
 from peft_mux.modeling.generation.options import GenerationRequest, mean_metric
+from peft_mux.modeling.stream import in_mode
 from peft_mux.task import Task, TaskStatus, metric_key
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
@@ -414,27 +415,22 @@ class TaskEvaluator:
             raise ConfigError(f"tasks.{run.name}.eval_dataset must be held-out rows, to evaluate the task, got None.")
         model, executor, share = self._placement.model, self._placement.executor, self._share
         own = None if run.task.compute_metrics is None else _OwnMetrics(run.task)
-        was_training = model.training
-        model.eval()
-        try:
-            with torch.no_grad(), executor.precision():
-                metrics, failure = self._loss_metrics(run, share)
-                found: dict[str, float] | None = metrics
-                if own is not None:
-                    has_logits = False
-                    for number, batch in share.own_batches(held_out_batches(run, self._plans.max_tokens)):
-                        # One pass holds the whole batch, even if a single row is longer than a pass may be: logits
-                        # need whole rows.
-                        (micro_batch,) = self._collator.micro_batches([batch], max_tokens=batch.num_tokens)
-                        logits = executor.sequence_logits(micro_batch)
-                        has_logits = logits is not None
-                        if logits is not None and number is not None:
-                            own.add(number, logits, list(model.objectives.head.labels(batch, micro_batch)))
-                    computed = own.result(share, computes=has_logits)
-                    # As in Trainer, `compute_metrics` cannot set the loss.
-                    found = None if computed is None else {**metrics, **computed, "eval_loss": metrics["eval_loss"]}
-        finally:
-            model.train(was_training)
+        with in_mode(model, training=False), torch.no_grad(), executor.precision():
+            metrics, failure = self._loss_metrics(run, share)
+            found: dict[str, float] | None = metrics
+            if own is not None:
+                has_logits = False
+                for number, batch in share.own_batches(held_out_batches(run, self._plans.max_tokens)):
+                    # One pass holds the whole batch, even if a single row is longer than a pass may be: logits
+                    # need whole rows.
+                    (micro_batch,) = self._collator.micro_batches([batch], max_tokens=batch.num_tokens)
+                    logits = executor.sequence_logits(micro_batch)
+                    has_logits = logits is not None
+                    if logits is not None and number is not None:
+                        own.add(number, logits, list(model.objectives.head.labels(batch, micro_batch)))
+                computed = own.result(share, computes=has_logits)
+                # As in Trainer, `compute_metrics` cannot set the loss.
+                found = None if computed is None else {**metrics, **computed, "eval_loss": metrics["eval_loss"]}
         # After the passes: all processes have come through them, so none waits for the one that failed.
         error = None if own is None else own.error
         error = error if failure is None else UserCodeError(failure)

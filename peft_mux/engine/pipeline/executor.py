@@ -196,7 +196,7 @@ class PipelineExecutor(Executor):
             return False
         for name in tasks:
             own, args = self.model.objectives.of(name), self.model.objectives.args_of(name)
-            if own.name == OWN or own.needs_reference(args) or own.needs_batch_values(args):
+            if own.name == OWN or args.needs_reference or own.num_batch_values(args):
                 return False
             if self.model.adapter_of(name) in self.model.router_loss.coefficients:
                 return False

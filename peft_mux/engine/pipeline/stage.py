@@ -200,7 +200,7 @@ class StageModel:
         for name in model.tasks:
             kept = {key: item for key, item in model.task_parameters(name).items() if id(item) in held}
             # Into new buffers: a view of the whole task's page would keep all of it in memory.
-            model.adopt_parameters(name, kept)
+            model.registry.adopt(name, kept, model.device)
         model.name_modules()
         model.stream.clear_tables()
         model.num_stages = layout.num_stages
@@ -235,7 +235,7 @@ class StageModel:
             if not is_last:
                 return StagePass(output, model.stream.passes)
             losses = model.stream_losses(output, batch)
-            return StagePass(losses.losses_N, model.stream.passes, losses.statistics)
+            return StagePass(losses.losses, model.stream.passes, losses.statistics)
 
     @torch.no_grad()
     def target_losses(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor:

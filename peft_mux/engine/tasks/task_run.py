@@ -77,7 +77,7 @@ class ResolvedTask:
     @property
     def needs_reference(self) -> bool:
         """Whether its loss compares with log-probabilities of a frozen model (`has_adapter_reference` says which)."""
-        return self.objective.needs_reference(self.loss_args)
+        return self.loss_args.needs_reference
 
     def router_coefficient(self, config: Any) -> float:
         """Return the coefficient of the balancing loss of routers: its own, or what TRL takes by default; 0 for none.

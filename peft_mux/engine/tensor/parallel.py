@@ -195,7 +195,7 @@ class TensorParallelModel:
         model.tp_size = links.size
         for name in model.tasks:
             # New flat pages, since parameters have new shapes.
-            model.adopt_parameters(name, model.task_parameters(name))
+            model.registry.adopt(name, model.task_parameters(name), model.device)
         self.register_pieces(model.tasks)
 
     def register_pieces(self, names: Sequence[str]) -> None:

@@ -37,6 +37,7 @@ class TypeEntry:
         reads_weights: its initial state is computed from frozen weights, and a part of a model lacks some of these.
         needs_weights: it cannot even be described before the frozen weights are loaded.
         draws: it draws random numbers for whole weights in training; they are seeded by the task's step.
+        draws_noise: it draws something for each row even without dropout.
         shares_base: its layers pass their own inputs on to the frozen layer, which then runs once for all tasks.
         needs: a package that PEFT imports for it.
         refusal: why tasks of this type are refused; empty for types that are trained.
@@ -50,6 +51,7 @@ class TypeEntry:
     reads_weights: bool = False
     needs_weights: bool = False
     draws: bool = False
+    draws_noise: bool = False
     shares_base: bool = False
     needs: str = ""
     refusal: str = ""
@@ -125,6 +127,7 @@ _SHARING = (
             "generator_seed": "random numbers depend on the task's seed, its step and the token's position",
         },
         spans_layers=_SHARED,
+        draws_noise=True,
         shares_base=True,
     ),
     TypeEntry("RANDLORA", spans_layers=_SHARED, shares_base=True),

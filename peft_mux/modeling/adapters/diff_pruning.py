@@ -440,20 +440,16 @@ class MultiplexedDiff(MultiplexedForward):
         layer: Any = self.module
         self.check_rows(x, x.shape[-1])
         y = base_output(layer.base_layer, x, self.name)
-        own = layer.diff_pruning_delta
-        if layer.disable_adapters or not any(segment.adapter in own for segment in self.stream.segments):
-            return y
-        parts = []
-        for segment, y_NK, x_ND in self.each_task(y.reshape(-1, y.shape[-1]), x.reshape(-1, x.shape[-1])):
-            if segment.adapter not in own:
-                parts.append(y_NK)
-                continue
+
+        def changed(segment: RowSegment, y_NK: torch.Tensor, x_ND: torch.Tensor) -> Any:
             noise = self.noise(segment) if layer.training else None
             run = partial(_with_difference, layer.stretches[segment.adapter], noise)
             tensors = layer.parts_of(segment.adapter)
             # Recomputed in the backward pass, as a difference is as large as the frozen weight.
-            parts.append(checkpoint(run, y_NK, x_ND, *tensors, use_reentrant=False, preserve_rng_state=False))
-        return torch.cat(parts).view_as(y)
+            return checkpoint(run, y_NK, x_ND, *tensors, use_reentrant=False, preserve_rng_state=False)
+
+        own = {} if layer.disable_adapters else layer.diff_pruning_delta
+        return self.by_task(own, y, changed, x.reshape(-1, x.shape[-1]))
 
     def noise(self, rows: RowSegment) -> Noise:
         """Return the noise of a task's gates in this step."""

@@ -9,7 +9,7 @@ import copy
 from collections.abc import Mapping
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from peft import PeftConfig, get_peft_model_state_dict, set_peft_model_state_dict
@@ -287,35 +287,24 @@ def _digest(path: Path, time_ns: int, size_bytes: int) -> str:
 # ---------------------------------------------------------- folders of adapters
 
 
-class SavedAdapters(NamedTuple):
-    """What a folder of adapters contains, before a weight is read.
+def saved_adapters(root: Path) -> tuple[dict[str, PeftConfig], dict[str, int]]:
+    """Return the adapters in the sub-folders of `root`, which are named like their tasks; no weight is read.
 
-    Attributes:
-        folders: the folder of each adapter, by the name of its task.
-        configs: the configuration of each adapter, ready for further training.
-        num_labels: classes of the adapters that have a head.
-    """
-
-    folders: dict[str, Path]
-    configs: dict[str, PeftConfig]
-    num_labels: dict[str, int]
-
-
-def saved_adapters(root: Path) -> SavedAdapters:
-    """Return the adapters that the sub-folders of `root` hold.
+    Returns:
+        The configuration of each adapter, ready for further training; and the classes of those that have a head.
 
     Raises:
         CheckpointError: if there is none, or naming the task and its file that is missing, torn or changed.
     """
-    folders = {path.parent.name: path.parent for path in sorted(root.glob(f"*/{CONFIG_NAME}"))}
+    folders = [path.parent for path in sorted(root.glob(f"*/{CONFIG_NAME}"))]
     if not folders:
         raise CheckpointError(
             f"{root} must be a folder of adapters, got one without a sub-folder that has an {CONFIG_NAME}."
         )
     configs: dict[str, PeftConfig] = {}
     labels: dict[str, int] = {}
-    for name, folder in folders.items():
-        path, task = folder / WEIGHTS_NAME, f'task "{name}"'
+    for folder in folders:
+        path, name, task = folder / WEIGHTS_NAME, folder.name, f'task "{folder.name}"'
         try:
             configs[name] = read_config(folder)
         except CheckpointError as error:
@@ -333,7 +322,7 @@ def saved_adapters(root: Path) -> SavedAdapters:
             raise CheckpointError(
                 f"{task}: {path} must be an intact safetensors file, but cannot be read ({error})."
             ) from error
-    return SavedAdapters(folders, configs, labels)
+    return configs, labels
 
 
 def read_config(folder: Path) -> PeftConfig:
@@ -356,16 +345,3 @@ def read_config(folder: Path) -> PeftConfig:
         ) from error
     config.inference_mode = False
     return config
-
-
-def load_adapters(model: Any, saved: SavedAdapters) -> None:
-    """Read the weights of all adapters of a folder into a model that was built with their configurations.
-
-    Raises:
-        CheckpointError: as `load_adapter`, with the task's name.
-    """
-    for name, folder in saved.folders.items():
-        try:
-            load_adapter(model, model.adapter_of(name), folder)
-        except CheckpointError as error:
-            raise CheckpointError(f'task "{name}": {error}') from error

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import copy
 import re
-import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from typing import Any
 
@@ -120,14 +119,6 @@ _REFUSALS = (
 """Errors that PEFT, and torch below it, raise for values that they cannot use."""
 
 
-@contextmanager
-def without_renaming_warnings() -> Iterator[None]:
-    """Let PEFT read an older name of transformers without a warning, which no user can do anything about."""
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*is_gradient_checkpointing.*", category=FutureWarning)
-        yield
-
-
 # --------------------------------------------------------- multiplexed forwards
 
 
@@ -221,13 +212,6 @@ def detach(model: nn.Module) -> None:
     model.__dict__.pop("peft_config", None)
 
 
-def train_only(model: nn.Module, parameters: Iterable[nn.Parameter]) -> None:
-    """Let the given parameters of a model get gradients, and no others."""
-    own = {id(parameter) for parameter in parameters}
-    for parameter in model.parameters():
-        parameter.requires_grad_(id(parameter) in own)
-
-
 class Origin:
     """The state of a backbone before adapters came.
 
@@ -251,13 +235,3 @@ class Origin:
             disable = getattr(backbone, "activation_checkpointing_disable", None)
             (disable or backbone.gradient_checkpointing_disable)()
         backbone.train(self._training)
-
-
-@contextmanager
-def restored_on_failure(backbone: Any, origin: Origin) -> Iterator[None]:
-    """Give the caller's backbone back without adapters if the construction in the `with` block fails."""
-    try:
-        yield
-    except Exception:
-        origin.restore(backbone)
-        raise

@@ -1,7 +1,7 @@
 """Adapter kinds: how tasks of a PEFT type are trained here, and the `forward` of adapted layers.
 
 An `AdapterKind` describes one PEFT type. One object serves the whole process; what belongs to one model, such as tables
-of where its adapters lie, is held by the `PassMaker` that the kind creates for it. The methods of the base class are
+of where its adapters lie, is held by what the kind's `pass_maker` returns for it. The methods of the base class are
 those of a type whose layers run as PEFT wrote them, so that most types override little or nothing.
 
 A `MultiplexedForward` replaces the `forward` of an adapted layer, on the instance (M §3.2): modules, parameters and
@@ -14,7 +14,7 @@ from __future__ import annotations
 import functools
 import re
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -30,7 +30,7 @@ from peft_mux.modeling.adapters.catalogue import ENTRIES, WEIGHTS_ARE_READ, Cate
 from peft_mux.modeling.adapters.fields import field_faults, value_faults
 from peft_mux.modeling.backbone.modules import SUPPORTED_TASK_TYPES, adaptable_modules, head_kind_for, is_meta
 from peft_mux.modeling.slabs import SlabLayout, TaskSlab, plain_slot
-from peft_mux.modeling.stream import PassMaker, Stream
+from peft_mux.modeling.stream import Stream
 from peft_mux.scheduler.costs.loads import AdapterLoad
 
 PREFIX = "prompt_encoder."
@@ -96,6 +96,21 @@ class MultiplexedForward:
         """
         return zip(self.stream.segments, *map(self.by_segment, rows), strict=True)
 
+    def by_task(self, own: Container[str], y: torch.Tensor, change: Callable[..., torch.Tensor], *rows: Any) -> Any:
+        """Return outputs `[..., K]`, those of tasks with something of their own here changed on their rows alone.
+
+        Args:
+            own: internal ids of the adapters of these tasks.
+            y: the outputs so far.
+            change: takes a segment, its rows of `y` and of `rows`; returns its new rows.
+            rows: further tensors, a row for each row of the stream.
+        """
+        if not any(segment.adapter in own for segment in self.stream.segments):
+            return y
+        self.check_rows(y, y.shape[-1])
+        tasks = self.each_task(y.reshape(-1, y.shape[-1]), *rows)
+        return torch.cat([change(*task) if task[0].adapter in own else task[1] for task in tasks]).view_as(y)
+
     def check_rows(self, x: torch.Tensor, width: int) -> None:
         """Refuse an `x` that is not one row of `width` elements for each row of the stream."""
         if x.numel() != self.stream.num_rows * width:
@@ -132,7 +147,6 @@ class AdapterKind:
         has_targets: whether it adapts modules; prompts do not.
         draws_itself: whether its forwards draw dropout themselves; otherwise the dropout modules inside its layers are
             given draws that belong to each task.
-        draws_noise: whether it draws something for each row even without dropout.
         can_be_cut: whether tensor parallelism can cut its adapters, by `cut_dim` and `cut`.
         lies_apart: whether each of its adapters has a tuner and layers of its own
             (`peft_mux.modeling.adapters.tuners`); otherwise one layer of PEFT's holds the adapters of all tasks.
@@ -144,13 +158,12 @@ class AdapterKind:
 
     has_targets: bool = True
     draws_itself: bool = False
-    draws_noise: bool = False
     can_be_cut: bool = False
     lies_apart: bool = True
     has_penalty: bool = False
     slot: SlabLayout = staticmethod(plain_slot)
     forward_type: type[MultiplexedForward] | None = None
-    pass_maker: Callable[[SlabOf], PassMaker] | None = None
+    pass_maker: Callable[[SlabOf], Any] | None = None
 
     def __init__(self, entry: TypeEntry, title: str = "") -> None:
         """Look the type up in PEFT."""

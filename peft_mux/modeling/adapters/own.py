@@ -35,6 +35,7 @@ from peft_mux.modeling.backbone.modules import (
     modules_around_adapters,
     put_module,
 )
+from peft_mux.modeling.stream import RowSegment
 
 # ----------------------------------------------------------------------- biases
 
@@ -60,12 +61,11 @@ class MultiplexedBias(MultiplexedForward):
 
     def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
         """Return `[..., K]` of all tasks in stream order."""
-        y, own = self.original(x), own_biases(self.module)
-        if not any(segment.adapter in own for segment in self.stream.segments):
-            return y
-        self.check_rows(y, y.shape[-1])
-        tasks = self.each_task(y.reshape(-1, y.shape[-1]))
-        return torch.cat([own_bias_added(self.module, segment.adapter, y_NK) for segment, y_NK in tasks]).view_as(y)
+
+        def added(segment: RowSegment, y_NK: torch.Tensor) -> torch.Tensor:
+            return own_bias_added(self.module, segment.adapter, y_NK)
+
+        return self.by_task(own_biases(self.module), self.original(x), added)
 
 
 def own_biases(module: nn.Module) -> Mapping[str, torch.Tensor]:
@@ -247,30 +247,23 @@ class MultiplexedTokenRows(MultiplexedForward):
         tokens: Any = self.module.token_adapter
         is_ids = not x.is_floating_point()
         self.check_rows(x, 1 if is_ids else x.shape[-1])
-        y = tokens.base_layer(x)
         own = {} if self.module.disable_adapters else tokens.token_indices
-        if not any(segment.adapter in own for segment in self.stream.segments):
-            return y
-        parts = []
-        rows = x.reshape(-1) if is_ids else x.reshape(-1, x.shape[-1])
-        for segment, read, part in self.each_task(rows, y.view(-1, y.shape[-1])):
-            if segment.adapter not in own:
-                parts.append(part)
-                continue
+
+        def changed(segment: RowSegment, part: torch.Tensor, read: torch.Tensor) -> torch.Tensor:
             rows_ID = tokens.trainable_tokens_delta[segment.adapter]
             indices_I = torch.tensor(own[segment.adapter], device=read.device)
             if not is_ids:
                 logits_NI = F.linear(read, rows_ID.to(read.dtype))
-                parts.append(part.index_copy(1, indices_I, logits_NI.to(part.dtype)))
-                continue
+                return part.index_copy(1, indices_I, logits_NI.to(part.dtype))
             is_own_NI = read[:, None] == indices_I[None, :]
             own_ND = rows_ID[is_own_NI.int().argmax(dim=1)].to(part.dtype)
             if (scale := tokens._get_embed_scale()) is not None:
                 own_ND = own_ND * scale.to(part.dtype)
             if (padding := tokens.base_layer.padding_idx) is not None:  # which an embedding gives no gradient
                 own_ND = torch.where((read == padding)[:, None], own_ND.detach(), own_ND)
-            parts.append(torch.where(is_own_NI.any(dim=1)[:, None], own_ND, part))
-        return torch.cat(parts).view_as(y)
+            return torch.where(is_own_NI.any(dim=1)[:, None], own_ND, part)
+
+        return self.by_task(own, tokens.base_layer(x), changed, x.reshape(-1) if is_ids else x.reshape(-1, x.shape[-1]))
 
 
 @contextmanager

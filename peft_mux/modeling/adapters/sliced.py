@@ -156,10 +156,10 @@ class SlicedKind(AdapterKind):
     adapter id. `register_kind(SlicedKind(TypeEntry("IA3")))` is all that such a type needs.
     """
 
-    adapter_class: type[SlicedAdapter] = SlicedAdapter
+    forward_type: type[SlicedAdapter] = SlicedAdapter
 
     def attach(self, module: nn.Module, name: str, stream: Stream) -> MultiplexedForward | None:
         """Return PEFT's own forward, sliced."""
         # IA3 scales the inputs of its feed-forward layers, and the outputs of the others.
         shares_base = self.entry.shares_base and not getattr(module, "is_feedforward", False)
-        return self.adapter_class(module, name, stream, draws=self.entry.draws, shares_base=shares_base)
+        return self.forward_type(module, name, stream, draws=self.entry.draws, shares_base=shares_base)

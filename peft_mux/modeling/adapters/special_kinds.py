@@ -64,12 +64,6 @@ class FactoredAdapter(SlicedAdapter):
         return added * layer.scaling[adapter]
 
 
-class FactoredKind(SlicedKind):
-    """LoHa and LoKr."""
-
-    adapter_class = FactoredAdapter
-
-
 class PveraAdapter(SlicedAdapter):
     """A layer of PVeRA, whose noise belongs to each task's tokens while a stream is read.
 
@@ -106,13 +100,6 @@ def normal(seed: int, places: torch.Tensor, num_columns: int) -> torch.Tensor:
     angle = 2.0 * math.pi * words[1].double() / 2.0**32
     pairs = torch.stack((radius * torch.cos(angle), radius * torch.sin(angle)), dim=-1)
     return pairs.reshape(len(places), 2 * calls)[:, :num_columns].float()
-
-
-class PveraKind(SlicedKind):
-    """PVeRA, whose layers draw noise for every token."""
-
-    adapter_class = PveraAdapter
-    draws_noise = True
 
 
 class NormKind(SlicedKind):
@@ -160,15 +147,11 @@ class TokenKind(SlicedKind):
         return faults
 
 
-_CLASSES: Mapping[str, type[SlicedKind]] = {
-    "LN_TUNING": NormKind,
-    "LOHA": FactoredKind,
-    "LOKR": FactoredKind,
-    "TRAINABLE_TOKENS": TokenKind,
-    "PVERA": PveraKind,
-    "SHIRA": ShiraKind,
-}
+_KINDS = {"LN_TUNING": NormKind, "TRAINABLE_TOKENS": TokenKind, "SHIRA": ShiraKind}
+_FORWARDS = {"LOHA": FactoredAdapter, "LOKR": FactoredAdapter, "PVERA": PveraAdapter}
 
 for _entry in ENTRIES.values():
     if _entry.category in (Category.SLICED, Category.WEIGHT_SPACE) and _entry.peft_type and _entry.is_importable:
-        register_kind(_CLASSES.get(_entry.name, SlicedKind)(_entry))
+        _kind = _KINDS.get(_entry.name, SlicedKind)(_entry)
+        _kind.forward_type = _FORWARDS.get(_entry.name, SlicedAdapter)
+        register_kind(_kind)

@@ -33,7 +33,7 @@ from torch import nn
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.kind import KINDS, kind_of, kind_of_layer
 from peft_mux.modeling.adapters.own import merge_biases
-from peft_mux.modeling.adapters.prompts.prompts import add_prompt, as_prompts, remove_prompt
+from peft_mux.modeling.adapters.prompts.prompts import add_prompt, remove_prompt
 from peft_mux.modeling.backbone.modules import is_meta, modules_around_adapters, put_module
 
 _TARGETS = "_peft_mux_targets"
@@ -147,21 +147,23 @@ class Tuners:
 
         `is_mixed` says that the model has others, in addition to those that it had before.
         """
-        kind, backbone = kind_of(config), model.backbone
-        if not kind.has_targets:
-            with _layers_alone(backbone, _shows(adapter, config)), as_prompts(model, kind):
-                yield
-        elif not self.is_mixed and not is_mixed:
+        kind, configs = kind_of(config), model.peft_config
+        if kind.has_targets and not self.is_mixed and not is_mixed:
             # With one type PEFT's own view is the model as it is, and nothing must be taken apart.
             yield
-        else:
-            before = model.base_model, model.peft_type
-            with _layers_alone(backbone, _shows(adapter, config)):
-                model.base_model, model.peft_type = self.of(model, adapter, config), kind.peft_type
-                try:
-                    yield
-                finally:
-                    model.base_model, model.peft_type = before
+            return
+        before = model.base_model, model.peft_type, model._is_prompt_learning, model._peft_config
+        with _layers_alone(model.backbone, _shows(adapter, config)):
+            if kind.has_targets:
+                model.base_model = self.of(model, adapter, config)
+            else:
+                # What PEFT makes of a model for prompts: the backbone and their encoders.
+                model.base_model, model._is_prompt_learning, model._peft_config = model.backbone, True, configs
+            model.peft_type = kind.peft_type
+            try:
+                yield
+            finally:
+                model.base_model, model.peft_type, model._is_prompt_learning, model._peft_config = before
 
     def delete(self, model: Any, adapter: str) -> None:
         """Take an adapter out of a model."""

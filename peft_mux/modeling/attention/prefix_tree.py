@@ -112,34 +112,6 @@ class DepthFirst(NamedTuple):
     blocks: tuple[Block, ...]
 
 
-class PathKeys(NamedTuple):
-    """The keys of each node from the root on, one node after another.
-
-    Attributes:
-        rows: int64 `[K]`, the computed row of each key.
-        num_keys: number of keys of each node, its own included.
-        bounds: int32, where the keys of each node begin and end.
-    """
-
-    rows: torch.Tensor
-    num_keys: tuple[int, ...]
-    bounds: torch.Tensor
-
-
-class KeysBefore(NamedTuple):
-    """The nodes in rectangles of near-equal length and equally many keys before them.
-
-    Attributes:
-        rectangles: the nodes without what is before them.
-        rows: int64, the computed rows of the keys before the nodes, node by node in the order of the rectangles.
-        sizes: how many of `rows` each rectangle has.
-    """
-
-    rectangles: Layout
-    rows: torch.Tensor
-    sizes: list[int]
-
-
 class TreeLayouts:
     """Where the queries and keys of a prefix tree's nodes are, built once per micro-batch for all layers.
 
@@ -179,27 +151,35 @@ class TreeLayouts:
         return _depth_first(self._tree, self.window, self._device)
 
     @cached_property
-    def paths(self) -> PathKeys:
-        """The keys of each node from the root on, or from the first that one of its queries sees."""
+    def paths(self) -> tuple[torch.Tensor, torch.Tensor, int]:
+        """The keys of each node from the root on, or from the first that one of its queries sees, node by node.
+
+        Int64 `[K]`, the computed row of each key; int32, where the keys of each node begin and end; and the most keys
+        that a node has, its own included.
+        """
         rows = [
             np.concatenate([before, np.arange(node.start, node.start + node.length)])
             for before, node in zip(self._rows_before, self._tree.nodes, strict=True)
         ]
-        num_keys = tuple(map(len, rows))
+        num_keys = list(map(len, rows))
         bounds = torch.tensor([0, *np.cumsum(num_keys)], dtype=torch.int32)
         on_device = copied_to(torch.from_numpy(np.concatenate(rows)), self._device)
-        return PathKeys(on_device, num_keys, copied_to(bounds, self._device))
+        return on_device, copied_to(bounds, self._device), max(num_keys)
 
     @cached_property
-    def before(self) -> KeysBefore:
-        """The nodes in rectangles, and the rows before it that each one sees."""
+    def before(self) -> tuple[Layout, torch.Tensor, list[int]]:
+        """The nodes in rectangles of near-equal length and equally many keys before them, and these keys.
+
+        The rectangles have the nodes without what is before them. Then int64, the computed rows of the keys before the
+        nodes, node by node in the order of the rectangles; and how many of these each rectangle has.
+        """
         rows_before = self._rows_before
         layout = build_layout(self.lengths, LENGTH_STEP, self._device, kinds=[len(rows) for rows in rows_before])
         # Where each node's first row went gives the order of the nodes.
         starts = layout.row_of_token_on_host[[node.start for node in self._tree.nodes]]
         rows = np.concatenate([rows_before[number] for number in np.argsort(starts)])
         sizes = [one.num_sequences * len(rows_before[one.first]) for one in layout.rectangles]
-        return KeysBefore(layout, copied_to(torch.from_numpy(rows), self._device), sizes)
+        return (layout, copied_to(torch.from_numpy(rows), self._device), sizes)
 
     @cached_property
     def _rows_before(self) -> list[np.ndarray]:
@@ -342,11 +322,11 @@ def tree_varlen(qkv: QKV, tree: TreeLayouts, scores: Scores) -> torch.Tensor:
     Returns:
         Outputs `[U, H, C]`.
     """
-    keys = tree.within(scores.window).paths
-    k_KGC, v_KGC = (take_rows(x, keys.rows) for x in qkv[1:])
+    rows, bounds, longest = tree.within(scores.window).paths
+    k_KGC, v_KGC = (take_rows(x, rows) for x in qkv[1:])
     options: dict[str, Any] = {"is_causal": True, "window": scores.window, "scaling": scores.scaling}
-    bounds = (keys.bounds, max(keys.num_keys))
-    return varlen_attention(qkv[0], k_KGC, v_KGC, tree.bounds, max(tree.lengths), keys=bounds, **options)
+    keys = bounds, longest
+    return varlen_attention(qkv[0], k_KGC, v_KGC, tree.bounds, max(tree.lengths), keys=keys, **options)
 
 
 def tree_attention(qkv: QKV, tree: TreeLayouts, scores: Scores) -> torch.Tensor:
@@ -377,19 +357,19 @@ def tree_attention(qkv: QKV, tree: TreeLayouts, scores: Scores) -> torch.Tensor:
 def tree_rectangles(qkv: QKV, tree: TreeLayouts, scores: Scores) -> torch.Tensor:
     """Attend as `tree_attention` does, by rectangles behind gathered keys."""
     tree = tree.within(scores.window)
-    before = tree.before
-    gathered = zip(*(take_rows(x, before.rows).split(before.sizes) for x in qkv[1:]), strict=True)
+    rectangles, rows, sizes = tree.before
+    gathered = zip(*(take_rows(x, rows).split(sizes) for x in qkv[1:]), strict=True)
     outs = []
-    for (rectangle, (q, k, v)), earlier in zip(before.rectangles.apart(qkv), gathered, strict=True):
+    for (rectangle, (q, k, v)), earlier in zip(rectangles.apart(qkv), gathered, strict=True):
         if len(earlier[0]):
             # The keys and values before the nodes, `[n * before, G, C]`.
             k, v = (
-                torch.cat([rows.unflatten(0, (rectangle.num_sequences, -1)).transpose(1, 2), own], dim=2)
-                for rows, own in zip(earlier, (k, v), strict=True)
+                torch.cat([part.unflatten(0, (rectangle.num_sequences, -1)).transpose(1, 2), own], dim=2)
+                for part, own in zip(earlier, (k, v), strict=True)
             )
         mask = causal_mask(q.shape[2], k.shape[2], tree.window, q.device)
         outs.append(attend(q, k, v, scores, mask))
-    return before.rectangles.joined(outs)
+    return rectangles.joined(outs)
 
 
 _FORWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default

@@ -23,8 +23,9 @@ import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from peft.utils.other import AuxiliaryTrainingWrapper
 
-from peft_mux.modeling.backbone.modules import find_layers, first_layers, kinds_of_layers, num_telling_layers
+from peft_mux.modeling.backbone.modules import telling_layers
 from peft_mux.modeling.backbone.probe import path_of, probe_batch, tolerance_of, truncated_head
+from peft_mux.modeling.stream import in_mode
 
 
 def has_liger() -> bool:
@@ -169,16 +170,10 @@ def _calling(function: Callable[..., Any], functions: Mapping[Any, Any]) -> Any:
 def _probe(model: Any) -> tuple[torch.Tensor, torch.Tensor]:
     """Return logits of the frozen backbone for some made-up tokens, and gradients of their embeddings, in fp32."""
     backbone = model.backbone
-    found = find_layers(backbone)
-    kinds = [] if found is None else kinds_of_layers(backbone, list(found.layers))
     ids = probe_batch(model, next(iter(model.tasks))).input_ids
     embeddings = backbone.get_input_embeddings()(ids).detach().requires_grad_()
-    was_training = model.training
-    model.eval()
-    try:
-        with first_layers(backbone, num_telling_layers(kinds)), truncated_head(backbone, 256), model.without_adapters():
-            logits = backbone(inputs_embeds=embeddings, use_cache=False).logits.float()
-            (gradients,) = torch.autograd.grad(logits.square().mean(), embeddings)
-    finally:
-        model.train(was_training)
+    evaluating = in_mode(model, training=False)
+    with telling_layers(backbone), truncated_head(backbone, 256), evaluating, model.without_adapters():
+        logits = backbone(inputs_embeds=embeddings, use_cache=False).logits.float()
+        (gradients,) = torch.autograd.grad(logits.square().mean(), embeddings)
     return logits.detach(), gradients.float()

@@ -318,6 +318,13 @@ def first_layers(backbone: Any, count: int) -> AbstractContextManager[None]:
     return some_layers(backbone, slice(count or None))
 
 
+def telling_layers(backbone: Any) -> AbstractContextManager[None]:
+    """Keep only as many of the first layers as it takes to have one of each kind, in the `with` block."""
+    found = find_layers(backbone)
+    kinds = [] if found is None else kinds_of_layers(backbone, list(found.layers))
+    return first_layers(backbone, num_telling_layers(kinds))
+
+
 @contextmanager
 def some_layers(backbone: Any, part: slice) -> Iterator[None]:
     """Keep only some layers of a backbone for the time of the `with` block; all if they are not in one list."""

@@ -24,7 +24,8 @@ from torch import nn
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.errors import UnsupportedModelError
-from peft_mux.modeling.backbone.modules import find_layers, first_layers, kinds_of_layers, num_telling_layers
+from peft_mux.modeling.backbone.modules import telling_layers
+from peft_mux.modeling.stream import in_mode, temporary_attributes
 
 # ------------------------------------------------------------ class and configuration
 
@@ -202,20 +203,14 @@ def check_packing(model: Any) -> None:
     Raises:
         UnsupportedModelError: naming the architecture and the reason.
     """
-    found = find_layers(model.backbone)
-    kinds = [] if found is None else kinds_of_layers(model.backbone, list(found.layers))
-    was_training = model.training
-    model.eval()
-    try:
-        # What layers of one kind do to a packed stream, one of them shows.
-        with first_layers(model.backbone, num_telling_layers(kinds)), truncated_head(model.backbone, _NUM_WORDS):
-            batch = probe_batch(model, next(iter(model.tasks)))
-            reason = _packing_fault(model, batch) or _random_number_fault(model, batch)
-    finally:
-        model.train(was_training)
+    backbone = model.backbone
+    # What layers of one kind do to a packed stream, one of them shows.
+    with telling_layers(backbone), truncated_head(backbone, _NUM_WORDS), in_mode(model, training=False):
+        batch = probe_batch(model, next(iter(model.tasks)))
+        reason = _packing_fault(model, batch) or _random_number_fault(model, batch)
     if reason:
         raise UnsupportedModelError(
-            f"{type(model.backbone).__name__} cannot be packed: {reason}. Its tokens must meet only those of their "
+            f"{type(backbone).__name__} cannot be packed: {reason}. Its tokens must meet only those of their "
             "own sequence, through transformers' attention interface."
         )
 
@@ -247,7 +242,8 @@ def _random_number_fault(model: Any, batch: Any) -> str:
     model.train()
     before = states()
     # Prompts draw nothing, and the probe's rows begin with none of their tokens.
-    with torch.no_grad(), model.prompts.switched_off(), model.objectives.of_made_up_rows():
+    made_up = temporary_attributes(model.objectives, are_rows_made_up=True)
+    with torch.no_grad(), temporary_attributes(model, has_prompts=False), made_up:
         model(batch)
     if all(torch.equal(*pair) for pair in zip(before, states(), strict=True)):
         return ""

@@ -47,7 +47,7 @@ from peft_mux.modeling.generation.options import (
 )
 from peft_mux.modeling.model import MultiTaskPeftModel, require_whole
 from peft_mux.modeling.objectives.heads import head_logits
-from peft_mux.modeling.stream import Passes
+from peft_mux.modeling.stream import Passes, in_mode, temporary_attributes
 
 if TYPE_CHECKING:
     from transformers import GenerationConfig
@@ -100,13 +100,9 @@ def generate(
     _check_model(model)
     rows = _rows(model, requests, processing_class, options)
     order = {name: place for place, name in enumerate(model.tasks)}
-    was_training = model.training
-    model.eval()
-    try:
+    with in_mode(model, training=False):
         for batch in _batches(rows, max_batch_tokens):
             _complete(model, sorted(batch, key=lambda row: order[row.task]), processing_class)
-    finally:
-        model.train(was_training)
     return [row.completion(processing_class) for row in rows]
 
 
@@ -338,7 +334,7 @@ def _complete(model: MultiTaskPeftModel, rows: list[Row], tokenizer: Any) -> Non
         starts = [learnt[row.task][1] + len(row.prompt) + len(row.tokens) - 1 for row in rows]
         batch = _stream([row.task for row in rows], [row.tokens[-1:] for row in rows], starts).to(device)
         # Learnt prompts are among the kept keys and values, or were embedded: no row begins in this pass.
-        with model.multiplexing(batch, passes), model.prompts.switched_off():
+        with model.multiplexing(batch, passes), temporary_attributes(model, has_prompts=False):
             passes = model.stream.passes  # made of these rows in their first step
             logits_BV = head_logits(backbone, model.hidden_states(batch, rows=kept))
 

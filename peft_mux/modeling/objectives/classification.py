@@ -126,7 +126,6 @@ class ClassificationHead(TaskHead):
                 SequenceOutputs(
                     logits_SC=own_SC,
                     class_labels=None if batch.class_labels is None else batch.class_labels[sequences],
-                    row_sequences=batch.row_sequences[batch.row_offsets[index] : batch.row_offsets[index + 1]],
                     problem_type=getattr(model.backbone.config, "problem_type", None),
                     **common_fields(batch, index),
                 )
@@ -204,28 +203,24 @@ class ClassificationLoss(Objective):
         return "a classifier takes the loss of each task on its own"
 
     def loss(self, outputs: SequenceOutputs, args: LossArgs) -> TaskLoss:
-        """Return the mean over the sequences of the global batch."""
-        if CLASS_LABELS not in outputs.row_values:
-            assert outputs.class_labels is not None, "a classification batch carries class labels"
-            return TaskLoss(class_terms(outputs.logits_SC, outputs.class_labels).sum() * outputs.loss_weight)
-        # A number for each class: the term of a row is the mean over its classes, as in transformers.
-        scores_SC = outputs.logits_SC.float()
-        labels_SC = outputs.row_values[CLASS_LABELS].to(scores_SC.dtype)
-        if outputs.problem_type == "regression":
-            terms_SC = (scores_SC - labels_SC) ** 2
+        """Return the mean over the sequences, or the labelled tokens, of the global batch."""
+        # In fp32: a sum of exponentials loses too many bits in half precision.
+        scores_SC, labels_S = outputs.logits_SC.float(), outputs.class_labels
+        if CLASS_LABELS in outputs.row_values:
+            # A number for each class: the term of a row is the mean over its classes, as in transformers.
+            labels_SC = outputs.row_values[CLASS_LABELS].to(scores_SC.dtype)
+            if outputs.problem_type == "regression":
+                terms_SC = (scores_SC - labels_SC) ** 2
+            else:
+                terms_SC = F.binary_cross_entropy_with_logits(scores_SC, labels_SC, reduction="none")
+            return TaskLoss(terms_SC.mean(dim=1).sum() * outputs.loss_weight)
+        assert labels_S is not None, "a classification batch carries class labels"
+        # One output means a regression, as in transformers.
+        if scores_SC.shape[1] == 1:
+            terms_S = (scores_SC[:, 0] - labels_S.float()) ** 2
         else:
-            terms_SC = F.binary_cross_entropy_with_logits(scores_SC, labels_SC, reduction="none")
-        return TaskLoss(terms_SC.mean(dim=1).sum() * outputs.loss_weight)
-
-
-def class_terms(logits_SC: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
-    """Return the `[S]` losses of a task: cross-entropy for classes, squared error for values."""
-    # In fp32: a sum of exponentials loses too many bits in half precision.
-    scores = logits_SC.float()
-    # One output means a regression, as in transformers.
-    if scores.shape[1] == 1:
-        return (scores[:, 0] - labels.float()) ** 2
-    return F.cross_entropy(scores, labels.long(), reduction="none")
+            terms_S = F.cross_entropy(scores_SC, labels_S.long(), reduction="none")
+        return TaskLoss(terms_S.sum() * outputs.loss_weight)
 
 
 # ---------------------------------------------------------- classes of tokens
@@ -289,27 +284,15 @@ TOKEN_CLASSIFICATION_HEAD = TokenClassificationHead()
 HEADS[TOKEN_CLASSIFICATION.name] = TOKEN_CLASSIFICATION_HEAD
 
 
-class TokenClassificationLoss(Objective):
+class TokenClassificationLoss(ClassificationLoss):
     """Mean negative log-likelihood of the classes of the labelled tokens."""
 
     name = "token_classification"
-    loss_types = ("nll",)
     other_names: ClassVar[Mapping[str, str]] = {
         "prm": 'Set task_type="TOKEN_CLS" on the adapter, for rows whose labels are at the last token of each step.'
     }
     head = TOKEN_CLASSIFICATION_HEAD
     row_form = TAGGED_ROWS
-    is_default = True
-    uses_totals = False
-
-    def eager_reason(self, args: LossArgs) -> str:
-        """Return that each task is computed by itself."""
-        return "a classifier takes the loss of each task on its own"
-
-    def loss(self, outputs: SequenceOutputs, args: LossArgs) -> TaskLoss:
-        """Return the mean over the labelled tokens of the global batch."""
-        assert outputs.class_labels is not None, "labelled tokens have labels"
-        return TaskLoss(class_terms(outputs.logits_SC, outputs.class_labels).sum() * outputs.loss_weight)
 
 
 register_objective(ClassificationLoss())

@@ -66,10 +66,7 @@ class DistillLoss(Objective):
         marks=("input_ids", "teacher_ids", "teacher_logprobs"),
     )
     Args = DistillArgs
-
-    def statistic_names(self, args: DistillArgs) -> tuple[str, ...]:
-        """Return the names of the teacher's probability of the given words, and of the student's."""
-        return ("teacher_mass", "student_mass")
+    statistics = ("teacher_mass", "student_mass")
 
     def loss(self, outputs: TokenOutputs, args: DistillArgs) -> TaskLoss:
         """Return the mean over the targets of the global batch."""

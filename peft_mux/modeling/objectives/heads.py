@@ -42,7 +42,6 @@ from peft_mux.modeling.attention.rows import states_of, take_rows
 from peft_mux.modeling.backbone.modules import LANGUAGE_MODEL, frozen_weight
 from peft_mux.modeling.objectives.objective import HEADS, WORDS, OutputHead, TokenOutputs, common_fields
 from peft_mux.modeling.sharding import (
-    VocabParallelHead,
     copy_to_tp_region,
     free_after_backward,
     gather_before_backward,
@@ -123,7 +122,7 @@ def target_losses(
             return linear_cross_entropy(own_MD, head_at(head, temperature), own_M, **parts)
 
         # Neighbours of one temperature are computed together; mostly that is all tasks.
-        by_task = zip(model.objectives.temperatures(batch.task_names), target_counts(batch), strict=True)
+        by_task = zip(_temperatures(batch, model), target_counts(batch), strict=True)
         runs = [(one, sum(count for _, count in run)) for one, run in groupby(by_task, operator.itemgetter(0))]
         if len(runs) == 1:
             nll_M = losses_at(runs[0][0], hidden_MD, targets_M)
@@ -168,10 +167,10 @@ def _adapted_losses(
     num_words = frozen.weight.shape[0] if words is None else -(-words.vocab_size // words.links.size)
     size = block_rows(num_words, hidden_MD.device.type)
     hidden_MD = hidden_MD if words is None else copy_to_tp_region(hidden_MD, words.links)
-    temperatures = model.objectives.temperatures(batch.task_names)
-    own_M = [one for one, count in zip(temperatures, target_counts(batch), strict=True) for _ in range(count)]
+    temperatures = _temperatures(batch, model)
+    by_target = [one for one, count in zip(temperatures, target_counts(batch), strict=True) for _ in range(count)]
     are_scaled = any(one != 1.0 for one in temperatures)
-    temperatures_M = torch.tensor(own_M, dtype=torch.float32, device=hidden_MD.device) if are_scaled else None
+    temperatures_M = torch.tensor(by_target, dtype=torch.float32, device=hidden_MD.device) if are_scaled else None
 
     def block(hidden: torch.Tensor, start: int, end: int) -> torch.Tensor:
         offsets = tuple(min(max(offset - start, 0), end - start) for offset in batch.target_offsets)
@@ -183,8 +182,17 @@ def _adapted_losses(
                 with temporary_attributes(words, is_local=True):
                     logits = head_logits(model.backbone, hidden)
         # A quotient by 1 changes no bit of another task.
-        logits = logits if temperatures_M is None else logits / temperatures_M[start:end, None]
-        return _losses_of_logits(logits, targets_M[start:end], words, has_spreads=has_spreads)
+        logits_MV = logits if temperatures_M is None else logits / temperatures_M[start:end, None]
+        own_M, num_held = targets_M[start:end], logits_MV.shape[1]
+        if words is None:
+            losses_M, first, vocab_size = F.cross_entropy(logits_MV, own_M, reduction="none"), 0, num_held
+        else:
+            first, vocab_size = words.first, words.vocab_size
+            losses_M = VocabParallelCrossEntropy.apply(logits_MV, own_M, first, words.links)
+        if not has_spreads:
+            return losses_M[None]
+        spread_M = spreads_of_logits(logits_MV, Targets.of(own_M, first, num_held), vocab_size)
+        return torch.stack([losses_M, spread_M if words is None else reduce_from_tp_region(spread_M, words.links)])
 
     parts = []
     for start in range(0, len(hidden_MD), size):
@@ -193,23 +201,6 @@ def _adapted_losses(
         parts.append(checkpoint(block, hidden_MD[start:end], start, end, use_reentrant=False, preserve_rng_state=False))
     # An empty sum keeps the graph if no row has a target.
     return torch.cat(parts, dim=1) if parts else hidden_MD.sum(dim=1)[None].expand(1 + has_spreads, -1)
-
-
-def _losses_of_logits(
-    logits_MV: torch.Tensor, targets_M: torch.Tensor, words: VocabParallelHead | None, *, has_spreads: bool
-) -> torch.Tensor:
-    """Return the losses `[1, M]`, or losses and spreads `[2, M]`, from logits of this rank's words."""
-    num_words = logits_MV.shape[1]
-    if words is None:
-        losses_M = F.cross_entropy(logits_MV, targets_M, reduction="none")
-        if not has_spreads:
-            return losses_M[None]
-        return torch.stack([losses_M, spreads_of_logits(logits_MV, Targets.of(targets_M, 0, num_words), num_words)])
-    losses_M = VocabParallelCrossEntropy.apply(logits_MV, targets_M, words.first, words.links)
-    if not has_spreads:
-        return losses_M[None]
-    part_M = spreads_of_logits(logits_MV, Targets.of(targets_M, words.first, num_words), words.vocab_size)
-    return torch.stack([losses_M, reduce_from_tp_region(part_M, words.links)])
 
 
 def outputs_of_words(
@@ -245,7 +236,8 @@ def outputs_of_words(
     columns = batch.target_columns[task]
     named = [columns[name] for name in WORDS if name in columns]
     ids_MK = torch.cat([batch.labels[0].index_select(0, rows_M)[:, None], *named], dim=1)
-    temperature, has_entropy = model.objectives.temperatures([name])[0], model.objectives.needs_entropy(name)
+    args = model.objectives.args_of(name)
+    temperature, has_entropy = args.temperature, args.entropy_coef != 0
     hidden_MD = free_after_backward(states_of(hidden_TD, batch, rows_M), module)
     places_M = batch.token_places.index_select(0, rows_M)
     size = block_rows(module.weight.shape[0], hidden_MD.device.type)
@@ -322,7 +314,7 @@ class LanguageHead(OutputHead):
         naming = [
             index
             for index, (name, columns) in enumerate(zip(batch.task_names, batch.target_columns, strict=True))
-            if not columns.keys().isdisjoint(WORDS) or model.objectives.needs_entropy(name)
+            if not columns.keys().isdisjoint(WORDS) or model.objectives.args_of(name).entropy_coef != 0
         ]
         counts, rest = target_counts(batch), batch
         if naming:
@@ -402,6 +394,11 @@ def token_outputs(
             )
         )
     return found
+
+
+def _temperatures(batch: MuxBatch, model: Any) -> list[float]:
+    """Return the number by which the logits of each task are divided."""
+    return [model.objectives.args_of(name).temperature for name in batch.task_names]
 
 
 def target_counts(batch: MuxBatch) -> list[int]:

@@ -67,6 +67,12 @@ class LossArgs:
 
     refused: ClassVar[Mapping[str, str]] = {}
     """Arguments that are known from TRL but not supported, with the reason and what to do instead."""
+    needs_reference: ClassVar[bool] = False
+    """Whether the loss needs the log-probabilities of the backbone without adapters (`TokenOutputs`)."""
+    temperature: ClassVar[float] = 1.0
+    """The number by which logits are divided before their log-probabilities are taken."""
+    entropy_coef: ClassVar[float] = 0.0
+    """Not 0 if the loss reads the entropy at each target (`TokenOutputs.entropy_M`)."""
 
     def faults(self, where: str) -> list[Fault]:
         """Return which arguments do not fit together; `where` is their path, `tasks.a.objective_args`."""
@@ -318,13 +324,11 @@ class SequenceOutputs(TaskOutputs):
     Attributes:
         logits_SC: `[S, C]` with gradient.
         class_labels: class (int64) or value (float32) of each sequence, `[S]`.
-        row_sequences: number of sequences of each row.
         problem_type: what the backbone's configuration says of the labels, in the words of transformers; mostly `None`.
     """
 
     logits_SC: torch.Tensor
     class_labels: torch.Tensor | None
-    row_sequences: tuple[int, ...] = ()
     problem_type: str | None = None
 
 
@@ -443,14 +447,13 @@ class Objective:
         Args: the dataclass of its arguments.
         reference_columns: token columns or row values that make the pass without adapters needless, if rows bring all
             of them.
-        num_batch_values: how many numbers of the whole global batch it needs before its loss can be taken. Then a pass
-            without gradient comes first, of which `batch_values` makes these.
         is_default: whether tasks of its kind of head have it if nothing names another one.
         uses_totals: whether it divides by `TaskOutputs.totals`; otherwise by the number of terms (`loss_weight`).
         smoothed_loss_types: its variants with which `label_smoothing_factor` may be set, which its arguments then have.
         has_logits: whether `compute_metrics` may be given the logits and labels of its rows.
         prepass_sequence: which sequence of each row, from 0, is read only by passes without gradient; `None` for none.
         balances_routers: whether TRL adds the balancing loss of routers to it by default.
+        statistics: the names of the K statistics of `TaskLoss`, those of TRL if it has them.
     """
 
     name: str
@@ -462,29 +465,17 @@ class Objective:
     takes_several: bool = False
     Args: type[LossArgs] = LossArgs
     reference_columns: tuple[str, ...] = ()
-    num_batch_values: int = 0
     is_default: bool = False
     uses_totals: bool = True
     smoothed_loss_types: tuple[str, ...] = ()
     has_logits: bool = True
     prepass_sequence: int | None = None
     balances_routers: bool = False
+    statistics: tuple[str, ...] = ()
 
     def rows(self, args: Any) -> RowForm:
         """Return the form of the rows that a variant of it reads."""
         return self.row_form
-
-    def needs_reference(self, args: Any) -> bool:
-        """Return whether it needs the log-probabilities of the backbone without adapters (`TokenOutputs`)."""
-        return False
-
-    def temperature(self, args: Any) -> float:
-        """Return the number by which logits are divided before their log-probabilities are taken."""
-        return 1.0
-
-    def needs_entropy(self, args: Any) -> bool:
-        """Return whether it reads the entropy at each target (`TokenOutputs.entropy_M`)."""
-        return False
 
     def eager_reason(self, args: Any) -> str | None:
         """Return why a pass with it cannot be captured as a CUDA graph, as a clause.
@@ -493,13 +484,16 @@ class Objective:
         """
         return "a task's loss is more than the sum over its targets"
 
-    def needs_batch_values(self, args: Any) -> bool:
-        """Return whether a variant of it needs numbers of the whole global batch beforehand."""
-        return bool(self.num_batch_values)
+    def num_batch_values(self, args: Any) -> int:
+        """Return how many numbers of the whole global batch a variant of it needs before its loss can be taken.
+
+        Then a pass without gradient comes first, of which `batch_values` makes these.
+        """
+        return 0
 
     def statistic_names(self, args: Any) -> tuple[str, ...]:
-        """Return the names of the K statistics of `TaskLoss`, those of TRL if it has them."""
-        return ()
+        """Return the names of the statistics of a variant of it."""
+        return self.statistics
 
     def batch_values(self, outputs: Any, args: Any) -> torch.Tensor:
         """Return `[num_batch_values]`, the part of a micro-batch in numbers of the global batch."""
@@ -538,11 +532,6 @@ def objectives_of(kind: HeadKind) -> list[Objective]:
     """Return every loss of a kind of head that a task may name, the default first."""
     found = [entry for entry in OBJECTIVES.values() if entry.head.kind == kind and entry.name != OWN]
     return sorted(found, key=lambda entry: not entry.is_default)
-
-
-def objective_for(kind: HeadKind) -> Objective:
-    """Return the loss of a kind of head for tasks that name none."""
-    return objectives_of(kind)[0]
 
 
 def default_args(objective: Objective) -> LossArgs:

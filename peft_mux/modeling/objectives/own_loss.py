@@ -44,10 +44,6 @@ class OwnLoss(Objective):
     row_form = replace(LANGUAGE_ROWS, is_one_term=True)
     Args = OwnArgs
 
-    def needs_reference(self, args: OwnArgs) -> bool:
-        """Return the task's own value."""
-        return args.needs_reference
-
     def loss(self, outputs: TokenOutputs, args: OwnArgs) -> TaskLoss:
         """Return the result of the function for the targets.
 

@@ -60,6 +60,11 @@ class PolicyArgs(LossArgs):
     entropy_coef: float = 0.0
 
     @property
+    def needs_reference(self) -> bool:  # type: ignore[override]
+        """Whether the divergence counts."""
+        return self.beta != 0
+
+    @property
     def high(self) -> float:
         """`epsilon_high`, or `epsilon` if it is not set."""
         return self.epsilon if self.epsilon_high is None else self.epsilon_high
@@ -109,18 +114,6 @@ class PolicyLoss(Objective):
     )
     Args = PolicyArgs
     reference_columns = (REFERENCE,)
-
-    def needs_reference(self, args: PolicyArgs) -> bool:
-        """Return whether the divergence counts."""
-        return args.beta != 0
-
-    def temperature(self, args: PolicyArgs) -> float:
-        """Return the ratio of the sampling."""
-        return args.temperature
-
-    def needs_entropy(self, args: PolicyArgs) -> bool:
-        """Return whether the entropy counts."""
-        return args.entropy_coef != 0
 
     def statistic_names(self, args: PolicyArgs) -> tuple[str, ...]:
         """Return TRL's names of the divergence, of the shares of clipped ratios, and of the two parts of the loss."""

@@ -109,6 +109,7 @@ class DPOArgs(LossArgs):
     discopop_tau: float = above(0, 0.05)
     ld_alpha: float | None = between(0, 1, None)
 
+    needs_reference: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]] = {
         "use_weighting": "it needs the probabilities of all words at each token, which are never held; leave it out",
         "sync_ref_model": "the reference is the backbone without adapters, which stays as it is; leave it out",
@@ -304,14 +305,7 @@ class DPOLoss(Objective):
     row_form = PAIR_ROWS
     reference_columns = REFERENCE_COLUMNS
     has_logits = False
-
-    def needs_reference(self, args: DPOArgs) -> bool:
-        """Return that it does."""
-        return True
-
-    def statistic_names(self, args: DPOArgs) -> tuple[str, ...]:
-        """Return the rewards and the log-probabilities."""
-        return REWARD_STATISTICS
+    statistics = REWARD_STATISTICS
 
     def loss(self, outputs: TokenOutputs, args: DPOArgs) -> TaskLoss:
         """Return the mean over the pairs of the global batch."""
@@ -366,6 +360,7 @@ class KTOArgs(LossArgs):
     desirable_weight: float = at_least(0, 1.0)
     undesirable_weight: float = at_least(0, 1.0)
 
+    needs_reference: ClassVar[bool] = True
     refused: ClassVar[Mapping[str, str]] = {
         "sync_ref_model": "the reference is the backbone without adapters, which stays as it is; leave it out",
         "disable_dropout": DISABLE_DROPOUT,
@@ -406,24 +401,16 @@ class KTOLoss(Objective):
     head = LANGUAGE_HEAD
     row_form = SINGLE_ROWS
     has_logits = False
-    num_batch_values = 2
     prepass_sequence = 1
+    statistics = ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
 
     def rows(self, args: KTOArgs) -> RowForm:
         """Return rows with answers to other prompts for `kto`."""
         return KTO_ROWS if args.loss_type == "kto" else SINGLE_ROWS
 
-    def needs_reference(self, args: KTOArgs) -> bool:
-        """Return that it does."""
-        return True
-
-    def needs_batch_values(self, args: KTOArgs) -> bool:
-        """Return whether the variant measures how far the model has moved."""
-        return args.loss_type == "kto"
-
-    def statistic_names(self, args: KTOArgs) -> tuple[str, ...]:
-        """Return the rewards, the log-probabilities and how far the model has moved."""
-        return ("rewards/chosen", "rewards/rejected", "rewards/margins", "logps/chosen", "logps/rejected", "kl")
+    def num_batch_values(self, args: KTOArgs) -> int:
+        """Return two numbers for the variant that measures how far the model has moved."""
+        return 2 if args.loss_type == "kto" else 0
 
     def batch_values(self, outputs: TokenOutputs, args: KTOArgs) -> torch.Tensor:
         """Return the sum over the mismatched answers of their log-ratios, and the number of these."""
@@ -611,10 +598,7 @@ class ORPOLoss(Objective):
     head = LANGUAGE_HEAD
     row_form = ODDS_ROWS
     has_logits = False
-
-    def statistic_names(self, args: ORPOArgs) -> tuple[str, ...]:
-        """Return the rewards, the log-probabilities, and the two parts of the loss."""
-        return (*REWARD_STATISTICS, "nll_loss", "log_odds_ratio", "log_odds_chosen")
+    statistics = (*REWARD_STATISTICS, "nll_loss", "log_odds_ratio", "log_odds_chosen")
 
     def loss(self, outputs: TokenOutputs, args: ORPOArgs) -> TaskLoss:
         """Return the mean over the chosen tokens and over the pairs of the global batch."""
@@ -676,10 +660,7 @@ class RewardLoss(Objective):
     head = CLASSIFICATION_HEAD
     row_form = SCORED_ROWS
     has_logits = False
-
-    def statistic_names(self, args: RewardArgs) -> tuple[str, ...]:
-        """Return TRL's names of the mean score, the share of pairs in the right order, and how far they are apart."""
-        return ("mean_reward", "accuracy", "margin")
+    statistics = ("mean_reward", "accuracy", "margin")
 
     def loss(self, outputs: SequenceOutputs, args: RewardArgs) -> TaskLoss:
         """Return the mean over the pairs of the global batch."""

@@ -10,9 +10,8 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import replace
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, replace
 from typing import Any, NamedTuple
 
 import torch
@@ -32,7 +31,6 @@ from peft_mux.modeling.objectives.objective import (
     TaskLoss,
     default_args,
     head_of,
-    objective_for,
     objectives_of,
     read_args,
 )
@@ -83,7 +81,7 @@ def find_loss(task: Any, where: str) -> FoundLoss:
         args = replace(args, label_smoothing_factor=share)
     wanted = objective.reference_columns
     is_brought = bool(wanted) and columns_of(task.train_dataset).issuperset(wanted)
-    if isinstance(task.peft_config, PromptLearningConfig) and objective.needs_reference(args) and not is_brought:
+    if isinstance(task.peft_config, PromptLearningConfig) and args.needs_reference and not is_brought:
         # The reference is the backbone without the prompt, but its rows have virtual tokens in them.
         bring = f"Bring {' and '.join(wanted)} with the rows, or train" if wanted else "Train"
         got = objective.name
@@ -135,7 +133,7 @@ def _find_objective(task: Any, where: str) -> tuple[Objective | None, list[Fault
         # The loss that rows with these columns are for; the most special of several.
         present = columns_of(task.train_dataset)
         fitting = [entry for entry in entries if entry.row_form.marks and set(entry.row_form.marks) <= present]
-        return max(fitting, key=lambda entry: len(entry.row_form.marks), default=objective_for(kind)), []
+        return max(fitting, key=lambda entry: len(entry.row_form.marks), default=entries[0]), []
     names = [entry.name for entry in entries]
     if callable(wanted):
         entry = OBJECTIVES.get(OWN)
@@ -187,16 +185,19 @@ def _find_loss_type(objective: Objective, task: Any, where: str) -> tuple[str | 
     return (None, faults) if faults else (SEVERAL.join(names), [])
 
 
-class StreamLosses(NamedTuple):
-    """The losses of a micro-batch.
+@dataclass(frozen=True, slots=True)
+class MuxOutput:
+    """The losses of a micro-batch, which a multiplexed forward pass returns.
 
     Attributes:
-        losses_N: `[N]`, each task's part of the mean over its global batch.
-        statistics: for each task its statistics `[K]`; `None` for tasks whose loss has none.
+        losses: `[N]`, each task's part of its mean loss; their sum may be differentiated.
+        task_names: the N tasks, in the order of `losses`.
+        statistics: for each of them what is logged with its loss, `[K]` without gradient; `None` where nothing is.
     """
 
-    losses_N: torch.Tensor
-    statistics: Statistics
+    losses: torch.Tensor
+    task_names: tuple[str, ...]
+    statistics: Statistics = ()
 
 
 class _Assigned(NamedTuple):
@@ -215,26 +216,18 @@ class TaskObjectives:
         head: the output head of the backbone.
         failures: by task, why its own loss function has failed since the last call of `take_failures`.
         own_seconds: by task, how long its own loss function ran; the reader empties it.
+        are_rows_made_up: whether every task has the default loss, as made-up rows are tokens alone.
     """
 
     def __init__(self, backbone: Any) -> None:
         """Begin with the first loss of the backbone's head for every task."""
         self.head: OutputHead = head_of(backbone)
-        default = objective_for(self.head.kind)
+        default = objectives_of(self.head.kind)[0]
         self._default = _Assigned(default.name, default_args(default))
         self._by_task: dict[str, _Assigned] = {}
         self.failures: dict[str, str] = {}
         self.own_seconds: Counter[str] = Counter()
-        self._are_rows_made_up = False
-
-    @contextmanager
-    def of_made_up_rows(self) -> Iterator[None]:
-        """Give every task the default loss in the `with` block: made-up rows are tokens alone."""
-        before, self._are_rows_made_up = self._are_rows_made_up, True
-        try:
-            yield
-        finally:
-            self._are_rows_made_up = before
+        self.are_rows_made_up = False
 
     def assign(self, task: str, objective: Objective, args: LossArgs | None = None) -> None:
         """Train a task towards a loss.
@@ -265,7 +258,7 @@ class TaskObjectives:
         self._by_task[task] = others._assigned(task)
 
     def _assigned(self, task: str) -> _Assigned:
-        return self._default if self._are_rows_made_up else self._by_task.get(task, self._default)
+        return self._default if self.are_rows_made_up else self._by_task.get(task, self._default)
 
     def of(self, task: str) -> Objective:
         """Return the loss of a task."""
@@ -279,19 +272,7 @@ class TaskObjectives:
         """Return the names of the statistics of a task's loss."""
         return self.of(task).statistic_names(self.args_of(task))
 
-    def smoothed(self, tasks: Iterable[str]) -> frozenset[str]:
-        """Return those of some tasks that smooth their labels."""
-        return frozenset(task for task in tasks if self.args_of(task).label_smoothing_factor)
-
-    def temperatures(self, tasks: Iterable[str]) -> list[float]:
-        """Return the number by which the logits of each of some tasks are divided."""
-        return [self.of(task).temperature(self.args_of(task)) for task in tasks]
-
-    def needs_entropy(self, task: str) -> bool:
-        """Return whether the loss of a task reads entropies."""
-        return self.of(task).needs_entropy(self.args_of(task))
-
-    def losses(self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any) -> StreamLosses:
+    def losses(self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any) -> MuxOutput:
         """Return the losses of a micro-batch: each task's part of the mean over its global batch.
 
         Args:
@@ -299,7 +280,7 @@ class TaskObjectives:
             batch: micro-batch that the hidden states are of.
             model: the `MultiTaskPeftModel` whose stream reads the micro-batch.
         """
-        smoothed = self.smoothed(batch.task_names)
+        smoothed = frozenset(name for name in batch.task_names if self.args_of(name).label_smoothing_factor)
         found = []
         for outputs in self.head.outputs(hidden_TD, batch, model, smoothed):
             objective, args = self.of(outputs.task), self.args_of(outputs.task)
@@ -314,7 +295,8 @@ class TaskObjectives:
                 # NaN fails the task. With a graph: a pass of this task alone would have nothing to differentiate.
                 found.append(TaskLoss(outputs.nll_M.sum() * float("nan")))
             self.own_seconds[outputs.task] += time.perf_counter() - began  # type: ignore[assignment]
-        return StreamLosses(torch.stack([one.loss for one in found]), tuple(one.statistics for one in found))
+        losses = torch.stack([one.loss for one in found])
+        return MuxOutput(losses, batch.task_names, tuple(one.statistics for one in found))
 
     def take_failures(self) -> dict[str, str]:
         """Return why tasks' own loss functions have failed, by task, and forget it."""

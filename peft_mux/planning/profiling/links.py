@@ -20,6 +20,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks, Turns
 from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
+from peft_mux.modeling.stream import temporary_attributes
 from peft_mux.planning.profiling.subject import RANKS, Subject, config_of
 from peft_mux.scheduler.costs.hardware import MOST_SLOWDOWN, Link, Overlap
 from peft_mux.scheduler.costs.latency import ALL_REDUCES_PER_LAYER, CostModel, whole_pass
@@ -244,7 +245,7 @@ def _cut_pass_times(subject: Subject, links: TensorLinks, names: Sequence[str], 
         chains: list[list[MuxBatch]] = [[subject.batch(_LENGTHS, names)] for _ in range(_NUM_PASSES)]
 
         def run_pass(index: int) -> None:
-            with subject.precision(), model.objectives.of_made_up_rows():
+            with subject.precision(), temporary_attributes(model.objectives, are_rows_made_up=True):
                 output = model(chains[index][0])
             output.losses.sum().backward()
 

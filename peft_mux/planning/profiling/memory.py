@@ -28,6 +28,7 @@ from peft_mux.modeling.backbone.modules import find_layers, first_layers, is_met
 from peft_mux.modeling.backbone.quantized import quantized_layers
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.stream import in_mode, temporary_attributes
 from peft_mux.planning.profiling.subject import config_of, plain_backbone, shortened_config
 from peft_mux.scheduler.costs import memory
 
@@ -144,18 +145,14 @@ def _kept_per_token(
         batch, objectives = ChunkPackingCollator(virtual_labels=virtual)(rows).to("meta"), described.objectives
         # The forward alone says what a pass keeps: autograd packs each tensor as it is saved.
         hooks = torch.autograd.graph.saved_tensors_hooks(kept.keep, lambda tensor: tensor)
-        was_training = described.training
-        described.train()
-        try:
+        with in_mode(described, training=True), temporary_attributes(objectives, are_rows_made_up=True):
             recorded = kept.by_layer(described.backbone)
-            with mode, recorded, hooks, objectives.of_made_up_rows(), described.multiplexing(batch):
+            with mode, recorded, hooks, described.multiplexing(batch):
                 hidden_TD = described.hidden_states(batch)
                 # The heads of single tasks are small, and left out. Of the shared one the log-likelihoods take the
                 # memory, whatever is computed from them; made-up rows lack what losses read.
                 if objectives.head.kind.is_shared:
                     objectives.head.terms(hidden_TD, batch, described)
-        finally:
-            described.train(was_training)
     # The layers after those that were run would have kept what the last one of their kind has.
     last = dict(zip(kinds, kept.layer_bytes, strict=False))
     of_others = sum(last[kind] for kind in kinds[len(kept.layer_bytes) :])

@@ -21,6 +21,7 @@ from peft_mux.modeling.attention.packed import packed_attention
 from peft_mux.modeling.backbone.modules import language_model
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.stream import temporary_attributes
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.costs.model_shape import ModelShape
 
@@ -175,7 +176,7 @@ class Subject:
 
         def run() -> None:
             batch = self.batch(lengths, names)
-            with self.precision(), self.model.objectives.of_made_up_rows():
+            with self.precision(), temporary_attributes(self.model.objectives, are_rows_made_up=True):
                 output = self.model(batch)
             output.losses.sum().backward()
 

@@ -80,7 +80,7 @@ def _shard(model: MultiTaskPeftModel, task: str, tp: int, shard: int) -> None:
             model.registry.pieces[task, key] = piece
             parameter = nn.Parameter(piece.take(parameter.detach()).clone())
         own[key] = nn.Parameter(parameter.detach().clone())
-    model.adopt_parameters(task, own)
+    model.registry.adopt(task, own, model.device)
 
 
 def _piece(key: str, shape: tuple[int, ...], tp: int, shard: int) -> Piece | None:

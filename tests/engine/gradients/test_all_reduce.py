@@ -237,7 +237,7 @@ def test_an_optimizer_without_elements_brings_no_settings_and_takes_the_rate(tmp
     optimizer = cases.optimizer_of(model, "last", tmp_path)
     stage = StageModel(cases.whole_model(), StageLayout.of(cases.NUM_LAYERS, 2), 0).model
     assert not stage.task_parameters("last")
-    stage.adopt_parameters("last", {"nothing": torch.nn.Parameter(torch.zeros(0))})
+    stage.registry.adopt("last", {"nothing": torch.nn.Parameter(torch.zeros(0))})
     empty = cases.optimizer_of(stage, "last", tmp_path)
     assert optimizer is not None
     assert empty is not None

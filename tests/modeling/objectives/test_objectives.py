@@ -180,7 +180,7 @@ def judged(model: MultiTaskPeftModel, batch: TaskBatch) -> list[JudgedRow]:
         return [view(input_ids=one).logits[0].double() for one in ids]
 
     references: list[list[torch.Tensor]] = [[] for _ in batch.sequences]
-    if model.objectives.of(batch.task).needs_reference(model.objectives.args_of(batch.task)):
+    if model.objectives.args_of(batch.task).needs_reference:
         with model.without_adapters(), torch.no_grad():
             references = [logits(row) for row in batch.sequences]
     return [JudgedRow(row, logits(row), reference) for row, reference in zip(batch.sequences, references, strict=True)]
@@ -238,9 +238,9 @@ def test_a_nan_in_rows_of_one_task_leaves_the_bits_of_the_other(case: LossCase) 
         hidden_TD.requires_grad_()
         with model.multiplexing(batch):
             losses = model.stream_losses(hidden_TD, batch)
-        (gradient,) = torch.autograd.grad(losses.losses_N.sum(), hidden_TD)
+        (gradient,) = torch.autograd.grad(losses.losses.sum(), hidden_TD)
         others = [torch.zeros(0) if losses.statistics[1] is None else losses.statistics[1]]
-        return torch.cat([losses.losses_N.detach(), *others]), gradient[batch.task_offsets[1] :]
+        return torch.cat([losses.losses.detach(), *others]), gradient[batch.task_offsets[1] :]
 
     clean, gradient = run(poison=False)
     poisoned, poisoned_gradient = run(poison=True)
@@ -522,7 +522,7 @@ def test_a_nan_of_one_loss_leaves_the_bits_of_another_in_the_same_pass(added: Ca
         hidden_TD[: batch.task_offsets[1]] += poison
         hidden_TD.requires_grad_()
         with model.multiplexing(batch):
-            losses_N = model.stream_losses(hidden_TD, batch).losses_N
+            losses_N = model.stream_losses(hidden_TD, batch).losses
         (gradient,) = torch.autograd.grad(losses_N.sum(), hidden_TD)
         found.append((losses_N.detach(), gradient[batch.task_offsets[1] :]))
     (clean, gradient), (poisoned, poisoned_gradient) = found

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 import numpy as np
 import torch
@@ -22,6 +23,7 @@ class PairArgs(LossArgs):
     """Arguments of `PairLoss`."""
 
     beta: float = above(0.0, 0.5)
+    needs_reference: ClassVar[bool] = True
 
 
 class PairLoss(Objective):
@@ -33,12 +35,11 @@ class PairLoss(Objective):
     row_form = replace(LANGUAGE_ROWS, is_one_term=True)
     Args = PairArgs
     reference_columns = ("ref_first", "ref_second")
-    num_batch_values = 2
     has_logits = False
 
-    def needs_reference(self, args: PairArgs) -> bool:
-        """Return that it does."""
-        return True
+    def num_batch_values(self, args: PairArgs) -> int:
+        """Return two numbers."""
+        return 2
 
     def statistic_names(self, args: PairArgs) -> tuple[str, ...]:
         """Return the names."""

@@ -155,14 +155,12 @@ class MultiplexedLinear(MultiplexedForward):
     @torch.compiler.disable()
     def _stepped(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the outputs `[..., K]` after each task's own steps on its rows."""
-        if self.module.disable_adapters or not any(one.adapter in self.steps for one in self.stream.segments):
-            return y
-        parts = []
-        for segment, x_ND, y_NK in self.each_task(x.reshape(-1, x.shape[-1]), y.reshape(-1, y.shape[-1])):
-            steps = self.steps.get(segment.adapter)
-            drop = functools.partial(self._dropped, segment)
-            parts.append(y_NK if steps is None else steps(x_ND, y_NK, drop))
-        return torch.cat(parts).view_as(y)
+
+        def stepped(segment: RowSegment, y_NK: torch.Tensor, x_ND: torch.Tensor) -> torch.Tensor:
+            return self.steps[segment.adapter](x_ND, y_NK, functools.partial(self._dropped, segment))
+
+        own = {} if self.module.disable_adapters else self.steps
+        return self.by_task(own, y, stepped, x.reshape(-1, x.shape[-1]))
 
     def _dropped(self, segment: RowSegment, x_ND: torch.Tensor) -> torch.Tensor:
         """Return rows of a task after its dropout in this layer, which is drawn as the grouped product draws it."""
@@ -211,7 +209,7 @@ class LinearGroup:
         self.members = members
         self.stream = stream
         self.number = stream.makers[NAME].enroll(self)
-        self.num_columns = 0
+        self.count_columns()
         self.are_apart = False
         self._x: torch.Tensor | None = None
         self._pass = -1
@@ -291,7 +289,6 @@ class LinearGroup:
                 key = tuple(map(id, kept))
                 if key not in self._parts:
                     self._parts[key] = LinearGroup(kept, self.stream)
-                    self._parts[key].count_columns()
                 part = self._parts[key]
                 return part.outputs(x)[0] if len(kept) == 1 else part.shared_output(member, x)
         # The same object and not equal numbers: siblings are called with one tensor, and comparing would wait.
@@ -311,7 +308,6 @@ class LinearGroup:
         self._x = None
         if self.are_apart:
             member.group = LinearGroup([member], self.stream)
-            member.group.count_columns()
             return member.product(x)
         outputs = dict(zip(map(id, self.members), self.outputs(x), strict=True))
         y = outputs.pop(id(member))

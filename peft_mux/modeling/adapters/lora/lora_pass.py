@@ -15,7 +15,7 @@ import warnings
 import weakref
 from collections import OrderedDict, deque
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -27,10 +27,8 @@ from peft_mux.kernels.lora.group import Adapter, KernelCall, LoraGroup, SliceCal
 from peft_mux.kernels.lora.reference import Rows
 from peft_mux.kernels.lora.tables import DTYPES, SegmentTables
 from peft_mux.modeling.slabs import TaskSlab
+from peft_mux.modeling.stream import RowSegment
 from peft_mux.modeling.stream_order import StreamOrder
-
-if TYPE_CHECKING:
-    from peft_mux.modeling.stream import RowSegment
 
 _MAX_COMPOSITIONS = 32
 _MAX_PASSES = 256
@@ -53,6 +51,7 @@ class LoraGroups:
 
     Attributes:
         slab_of: see above.
+        composes: whether passes include absent adapters; not if one of them keeps kernels from serving the others.
         groups: groups by number, weakly, because they belong to their layers, which may be regrouped or removed.
         recent: the latest passes, kept because a compiled graph does not signal when it no longer needs one. At most
             `_MAX_PASSES` passes of compiled modules may be waiting for their backward pass.
@@ -66,8 +65,7 @@ class LoraGroups:
         self._tables: OrderedDict[tuple[Any, ...], dict[int, LoraGroup | None]] = OrderedDict()
         self._num_enrolled = 0
         self._is_linear_only: dict[str, bool] = {}
-        self._composes = True
-        self._forget_order()
+        self.clear()
 
     def begin_pass(
         self, segments: tuple[RowSegment, ...], places: torch.Tensor, *, has_fixed_size: bool = False
@@ -84,7 +82,7 @@ class LoraGroups:
         present = {segment.adapter: segment for segment in segments}
         # Segments without an adapter share one name, so they have no place in an order. A pass may have no rows.
         is_ordered = len(present) == len(segments) > 0 and all(self.slab_of(name) is not None for name in present)
-        if not self._composes or not is_ordered:
+        if not self.composes or not is_ordered:
             return segments
         adapters = self._order.joined(tuple(present))
         found, end = [], segments[0].start
@@ -103,20 +101,13 @@ class LoraGroups:
         self._tables.clear()
         self.recent.clear()
         self._is_linear_only.clear()
-        self._composes = True
-        self._forget_order()
-
-    def _forget_order(self) -> None:
+        self.composes = True
         self._order = StreamOrder(lambda adapter: self._slab(adapter).number, self._may_be_absent)
 
     def _slab(self, adapter: str) -> TaskSlab:
         slab = self.slab_of(adapter)
         assert slab is not None, "adapters with rows in a pass that kernels compute have slabs"
         return slab
-
-    def keep_apart(self) -> None:
-        """Leave absent adapters out of passes, as one of them keeps kernels from serving the others."""
-        self._composes = False
 
     def enroll(self, group: Any) -> int:
         """Return a number for a group of layers, by which compiled graphs find it."""
@@ -125,7 +116,10 @@ class LoraGroups:
         return self._num_enrolled
 
     def tells(self, adapter: str) -> bool:
-        """Return whether all weights of an adapter are in linear layers of the groups; see `PassMaker.tells`."""
+        """Return whether all layers with weights of an adapter remove it from `Stream.adapters_not_reached`.
+
+        They do if they are linear layers of the groups.
+        """
         if adapter not in self._is_linear_only:
             slab = self.slab_of(adapter)
             held = set()
@@ -315,7 +309,7 @@ class LoraPass:
         if group.number not in made:
             made[group.number] = self._groups.make_tables(group, self.adapters, dtype, self._watched)
             if made[group.number] is None:
-                self._groups.keep_apart()
+                self._groups.composes = False
         tables = made[group.number]
         # Kept by the pass itself: the groups' own tables may be dropped while captured launches read them.
         if self._has_fixed_size:

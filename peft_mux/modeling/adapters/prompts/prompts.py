@@ -1,8 +1,8 @@
 """Prompts in a model: how they are added and removed, their part of a pass, and their files.
 
-In a packed pass, `Prompts` runs the encoder of each task's prompt once and says where its output belongs: in the rows
-of virtual tokens, or as keys and values before the first token. Outside of one (views, forwards, `generate`), PEFT's
-own model of one prompt runs, on the same modules.
+In a packed pass, `prompt_pass` runs the encoder of each task's prompt once and says where its output belongs: in the
+rows of virtual tokens, or as keys and values before the first token. Outside of one (views, forwards, `generate`),
+PEFT's own model of one prompt runs, on the same modules.
 
 PEFT saves what a prompt's encoder makes (`prompt_embeddings`) and reads no more than that. If an encoder is more than
 that (P-tuning's network, the projection of a prefix, CPT's changes), its parameters are saved in a file of their own.
@@ -30,7 +30,7 @@ from torch.nn import functional
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.task_batch import virtual_tokens_of_sequences
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.kind import PREFIX, AdapterKind
+from peft_mux.modeling.adapters.kind import PREFIX
 from peft_mux.modeling.adapters.prompts.kinds import encoders_of, prompt_kind_of
 from peft_mux.modeling.attention.attention_stream import Prefixes, PromptPass
 from peft_mux.modeling.attention.rows import copied_to
@@ -90,28 +90,15 @@ def open_without_tuner(model: Any, backbone: Any, config: PeftConfig, adapter: s
     nn.Module.__init__(model)
     model.active_adapter, model.peft_type = adapter, config.peft_type
     model.special_peft_forward_args = {"adapter_names", "alora_offsets"}
-    # To PEFT, a model has prompts or layers. This one has layers, and prompts inside `as_prompts`.
+    # To PEFT, a model has prompts or layers. This one has layers, and prompts inside `Tuners.alone`.
     model._is_prompt_learning, model._peft_config, model._adapters_disabled = False, None, False
     model.base_model = PromptTuner(backbone, {}, adapter)
     if hasattr(backbone.config, "pretraining_tp"):
         backbone.config.pretraining_tp = 1
 
 
-@contextmanager
-def as_prompts(model: Any, kind: AdapterKind) -> Iterator[None]:
-    """Let a model be what PEFT makes of it for prompts, in the `with` block: the backbone and their encoders."""
-    before = model.base_model, model.peft_type, model._is_prompt_learning, model._peft_config
-    configs = model.peft_config
-    model.base_model, model.peft_type = before[0].model, kind.peft_type
-    model._is_prompt_learning, model._peft_config = True, configs
-    try:
-        yield
-    finally:
-        model.base_model, model.peft_type, model._is_prompt_learning, model._peft_config = before
-
-
 def add_prompt(model: Any, adapter: str, config: PeftConfig) -> None:
-    """Make the encoder of a task's prompt as `get_peft_model` would, inside `as_prompts`; PEFT writes into `config`."""
+    """Make the encoder of a task's prompt as `get_peft_model` does, inside `Tuners.alone`; PEFT completes `config`."""
     # PEFT refuses prefixes with checkpointing, because its cache would be written twice; here there is no cache.
     modules = model.base_model.modules()
     checkpointing = [module for module in modules if getattr(module, "gradient_checkpointing", False)]
@@ -205,76 +192,58 @@ def virtual_labels(configs: Mapping[str, PeftConfig]) -> dict[str, tuple[int, ..
     return {name: of_task for name, of_task in labels.items() if of_task}
 
 
-class Prompts:
-    """The prompts of one model.
+def prompt_pass(model: Any, batch: MuxBatch) -> PromptPass | None:
+    """Return what prompts bring into a pass; `None` if no task of it has one.
 
-    Attributes:
-        is_off: whether passes leave prompts out, as when all adapters are switched off.
+    Args:
+        model: the `MultiTaskPeftModel`.
+        batch: the micro-batch, on the model's device.
+
+    Raises:
+        ConfigError: if rows do not begin with the virtual tokens that their task's prompt has.
     """
-
-    is_off: bool = False
-
-    @contextmanager
-    def switched_off(self) -> Iterator[None]:
-        """Leave prompts out of the passes in the `with` block."""
-        before, self.is_off = self.is_off, True
-        try:
-            yield
-        finally:
-            self.is_off = before
-
-    def of_pass(self, model: Any, batch: MuxBatch) -> PromptPass | None:
-        """Return what prompts bring into a pass; `None` if no task of it has one.
-
-        Args:
-            model: the `MultiTaskPeftModel` whose prompts these are.
-            batch: the micro-batch, on the model's device.
-
-        Raises:
-            ConfigError: if rows do not begin with the virtual tokens that their task's prompt has.
-        """
-        encoders = {} if self.is_off else encoders_of(model)
-        if not encoders and not batch.virtual_tokens:
-            return None
-        device = batch.input_ids.device
-        virtual: dict[int, torch.Tensor] = {}
-        prefixes: dict[int, torch.Tensor] = {}
-        for number, name in enumerate(batch.task_names):
-            adapter = model.adapters[name]
-            config = model.peft_config[adapter] if adapter in encoders else None
-            kind = None if config is None else prompt_kind_of(config)
-            wanted = 0 if kind is None else len(kind.virtual_labels(config))
-            got = batch.virtual_tokens[number] if batch.virtual_tokens else 0
-            if got != wanted:
-                raise ConfigError(
-                    f'task "{name}" must have rows with {wanted} virtual tokens, as many as its prompt has in this '
-                    f"pass, got {got}. Collate with ChunkPackingCollator(virtual_labels=model.virtual_labels), or "
-                    "without them where adapters are off."
-                )
-            if config is None:
-                continue
-            encoded_VE = encode(encoders[adapter], config, device)
-            if wanted:
-                virtual[number] = encoded_VE
-            else:
-                # Keys and values `[2 * layers, G, V, C]`, in the dtype of the weights as in PEFT.
-                heads = config.num_attention_heads
-                shape = (config.num_virtual_tokens, 2 * config.num_layers, heads, config.token_dim // heads)
-                prefixes[number] = encoded_VE.to(model.backbone.dtype).view(shape).permute(1, 2, 0, 3)
-        if not virtual and not prefixes:
-            return None
-        rows, embeddings = _virtual_rows(batch, virtual) if virtual else (None, None)
-        if not prefixes:
-            return PromptPass(rows, embeddings, None, None)
-        counts = np.diff(batch.sequence_offsets)
-        tasks = np.repeat(np.arange(len(counts)), counts).tolist()
-        places = {number: place for place, number in enumerate(prefixes)}
-        # Tokens come after the keys of their prefix.
-        lengths = [prefixes[number].shape[2] if number in prefixes else 0 for number in tasks]
-        shift = np.repeat(np.asarray(lengths, dtype=np.int64), batch.sequence_lengths)
-        owners = [places.get(number) for number in tasks]
-        moved = copied_to(torch.from_numpy(shift), device)[None]
-        return PromptPass(rows, embeddings, Prefixes(owners, list(prefixes.values())), moved)
+    encoders = encoders_of(model) if model.has_prompts else {}
+    if not encoders and not batch.virtual_tokens:
+        return None
+    device = batch.input_ids.device
+    virtual: dict[int, torch.Tensor] = {}
+    prefixes: dict[int, torch.Tensor] = {}
+    for number, name in enumerate(batch.task_names):
+        adapter = model.adapters[name]
+        config = model.peft_config[adapter] if adapter in encoders else None
+        kind = None if config is None else prompt_kind_of(config)
+        wanted = 0 if kind is None else len(kind.virtual_labels(config))
+        got = batch.virtual_tokens[number] if batch.virtual_tokens else 0
+        if got != wanted:
+            raise ConfigError(
+                f'task "{name}" must have rows with {wanted} virtual tokens, as many as its prompt has in this '
+                f"pass, got {got}. Collate with ChunkPackingCollator(virtual_labels=model.virtual_labels), or "
+                "without them where adapters are off."
+            )
+        if config is None:
+            continue
+        encoded_VE = encode(encoders[adapter], config, device)
+        if wanted:
+            virtual[number] = encoded_VE
+        else:
+            # Keys and values `[2 * layers, G, V, C]`, in the dtype of the weights as in PEFT.
+            heads = config.num_attention_heads
+            shape = (config.num_virtual_tokens, 2 * config.num_layers, heads, config.token_dim // heads)
+            prefixes[number] = encoded_VE.to(model.backbone.dtype).view(shape).permute(1, 2, 0, 3)
+    if not virtual and not prefixes:
+        return None
+    rows, embeddings = _virtual_rows(batch, virtual) if virtual else (None, None)
+    if not prefixes:
+        return PromptPass(rows, embeddings, None, None)
+    counts = np.diff(batch.sequence_offsets)
+    tasks = np.repeat(np.arange(len(counts)), counts).tolist()
+    places = {number: place for place, number in enumerate(prefixes)}
+    # Tokens come after the keys of their prefix.
+    lengths = [prefixes[number].shape[2] if number in prefixes else 0 for number in tasks]
+    shift = np.repeat(np.asarray(lengths, dtype=np.int64), batch.sequence_lengths)
+    owners = [places.get(number) for number in tasks]
+    moved = copied_to(torch.from_numpy(shift), device)[None]
+    return PromptPass(rows, embeddings, Prefixes(owners, list(prefixes.values())), moved)
 
 
 def encode(encoder: nn.Module, config: Any, device: torch.device) -> torch.Tensor:
