@@ -137,13 +137,9 @@ class LastLayerForward(MultiplexedForward):
                 hook.remove()
         children = calls.attention.named_children()
         linear = [name for name, one in children if one in called and _num_outputs(one) is not None]
-        of_queries = tuple(name for name in linear if is_of_queries(name))
+        # By the names that transformers gives to projections of which only queries come.
+        of_queries = tuple(name for name in linear if name.startswith("q_") or name in ("query", "q"))
         return Projections(calls.attention, of_queries, tuple(name for name in linear if name not in of_queries))
-
-
-def is_of_queries(name: str) -> bool:
-    """Return whether a projection of an attention module makes only queries, by its name in transformers."""
-    return name.startswith("q_") or name in ("query", "q")
 
 
 def _zeros(num_outputs: int, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:

@@ -37,12 +37,11 @@ from peft_mux.modeling.adapters.injection import (
 )
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.own import only_rows_of, select_biases
-from peft_mux.modeling.adapters.prompts.kinds import encoders_of, prompt_kind_of
+from peft_mux.modeling.adapters.prompts.kinds import encoders_of
 from peft_mux.modeling.adapters.prompts.prompts import (
     open_without_tuner,
     plain_call,
     prompt_pass,
-    virtual_labels,
     without_layers,
 )
 from peft_mux.modeling.adapters.tuners import merge_and_unload
@@ -84,7 +83,7 @@ def reason_of_backbone(backbone: Any) -> str | None:
 
 def reason_of_adapter(config: PeftConfig) -> str | None:
     """Return why a task with an adapter may not share tokens (see `reason_of_backbone`); `None` where it may."""
-    if prompt_kind_of(config) is not None:
+    if not kind_of(config).has_targets:
         return "its rows begin with a learnt prompt"
     if kind_of(config).entry.draws_noise:
         return "its adapter draws noise for each row"
@@ -249,7 +248,7 @@ class MultiTaskPeftModel(PeftModel):
         config, adapter = own_copy(peft_configs[first], model), self.registry.next_adapter
         try:
             with injecting(first, config, seeds.get(first, 42)) as draws:
-                if prompt_kind_of(config) is None:
+                if kind_of(config).has_targets:
                     with warnings.catch_warnings():
                         # PEFT reads an older name of transformers, which no user can do anything about.
                         old = ".*is_gradient_checkpointing.*"
@@ -771,7 +770,9 @@ class MultiTaskPeftModel(PeftModel):
 
         What `ChunkPackingCollator(virtual_labels=...)` lays rows out by.
         """
-        return virtual_labels({name: self.peft_config[adapter] for name, adapter in self.adapters.items()})
+        configs = {name: self.peft_config[adapter] for name, adapter in self.adapters.items()}
+        labels = {name: kind_of(config).virtual_labels(config) for name, config in configs.items()}
+        return {name: of_task for name, of_task in labels.items() if of_task}
 
     @contextmanager
     def disable_adapter(self) -> Iterator[None]:

@@ -28,7 +28,7 @@ from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.backbone.modules import language_model, modules_below_adapters
 from peft_mux.modeling.objectives.objective import ROUTER_TOTALS
 from peft_mux.modeling.objectives.task_objective import MuxOutput
-from peft_mux.modeling.stream import RowSegment, Stream
+from peft_mux.modeling.stream import RowSegment, Stream, temporary_attributes
 
 STATISTIC = "aux_loss"
 """Name under which the loss is logged, before it is multiplied by its coefficient, as in TRL."""
@@ -195,11 +195,9 @@ class RouterLoss:
     @contextmanager
     def counting(self) -> Iterator[dict[str, torch.Tensor]]:
         """Count tokens in all passes of the `with` block; yield the totals `[2, E]`, by internal adapter id."""
-        self.counted = {}
-        try:
-            yield self.counted
-        finally:
-            self.counted = None
+        counted: dict[str, torch.Tensor] = {}
+        with temporary_attributes(self, counted=counted):
+            yield counted
 
     def added_to(
         self, found: MuxOutput, hidden_TD: torch.Tensor, batch: MuxBatch, adapters: Mapping[str, str]

@@ -103,11 +103,9 @@ class KeyValueStore:
     @contextmanager
     def recording(self) -> Iterator[list[Kept]]:
         """Record what a forward pass keeps in a list for its backward; `release` it afterwards."""
-        before, self._recorded = self._recorded, []
-        try:
-            yield self._recorded
-        finally:
-            self._recorded = before
+        recorded: list[Kept] = []
+        with temporary_attributes(self, _recorded=recorded):
+            yield recorded
 
     def keep(self, layer: str, part: SequencePart, keys_GLC: torch.Tensor, values_GLC: torch.Tensor) -> None:
         """Keep the keys and values of a part that more of its sequence follows.
@@ -234,8 +232,7 @@ class Stream:
         num_attention_calls: how often packed attention ran, since the stream was made.
         num_passes: how often a batch was dispatched; recomputations count.
         key_values: keys and values of long sequences, between the passes of their parts.
-        has_adapters: whether rows are bound to the adapters of their tasks; if not, to none (`without_adapters`).
-        always_bound: tasks whose rows are bound to their adapters even so.
+        bound: tasks whose rows are bound to their adapters, the rows of others to none; `None` for all tasks.
         adapters_not_reached: adapters that no layer of the pass in flight has applied yet: nothing below needs the
             gradients of their rows. Empty where that is not known.
         lowest_layers: number of the lowest layer, in the whole model, that has weights of an adapter; 0 where rows go
@@ -256,8 +253,7 @@ class Stream:
         self.num_attention_calls = 0
         self.num_passes = 0
         self.key_values = KeyValueStore()
-        self.has_adapters = True
-        self.always_bound: Collection[str] = ()
+        self.bound: Collection[str] | None = None
         self.adapters_not_reached: frozenset[str] = frozenset()
         self.lowest_layers: dict[str, int] = {}
         self.left_out: frozenset[nn.Module] = frozenset()
@@ -314,7 +310,7 @@ class Stream:
             offsets: offsets of the batch's tasks among the rows, `N + 1` numbers.
             adapters: internal adapter id of each task name.
         """
-        bound = adapters if self.has_adapters else self.always_bound
+        bound = adapters if self.bound is None else self.bound
         return tuple(
             RowSegment(adapters[name] if name in bound else NO_ADAPTER, start, end, seed, step)
             for name, start, end, seed, step in zip(
@@ -345,7 +341,7 @@ class Stream:
         Args:
             but: tasks whose rows keep their adapters.
         """
-        return temporary_attributes(self, has_adapters=False, always_bound=but)
+        return temporary_attributes(self, bound=but)
 
     # ----------------------------------------------------- rows of a pass
 

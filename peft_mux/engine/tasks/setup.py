@@ -24,7 +24,7 @@ from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.engine.tasks.optimizer import check_optimizer
 from peft_mux.engine.tasks.task_run import BestMetric, ResolvedTask, TaskRun
 from peft_mux.errors import ConfigError, DataError, Fault, raise_faults
-from peft_mux.modeling.adapters.prompts.kinds import prompt_kind_of
+from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.backbone.probe import max_positions
 from peft_mux.modeling.generation.prompts import PromptRow, read_prompts
 from peft_mux.modeling.model import reason_of_adapter
@@ -96,8 +96,8 @@ def make_task_runs(
 def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, tokenizer: Any, config: Any) -> TaskRun:
     """Return one task ready to start; see `make_task_runs`."""
     task, hyper = resolved.task, resolved.hyper
-    kind, positions, reference_columns = prompt_kind_of(task.peft_config), max_positions(config), ()
-    if kind is not None and positions is not None:
+    kind, positions, reference_columns = kind_of(task.peft_config), max_positions(config), ()
+    if not kind.has_targets and positions is not None:
         # The prompt takes the first positions; `max_length` limits only the row, as in TRL.
         positions -= cast(Any, task.peft_config).num_virtual_tokens
     if isinstance(task.peft_config, PromptLearningConfig) and resolved.needs_reference:
@@ -114,7 +114,7 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
         num_labels=task.num_labels,
         vocab_size=config.get_text_config().vocab_size,
         max_positions=positions,
-        virtual_labels=() if kind is None else kind.virtual_labels(task.peft_config),
+        virtual_labels=kind.virtual_labels(task.peft_config),
         reference_columns=reference_columns,
     )
     loader = _make_loader(resolved, options, tokenizer)

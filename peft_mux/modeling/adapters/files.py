@@ -21,7 +21,8 @@ from torch.distributed.tensor import DTensor
 
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.copies import only_adapter
-from peft_mux.modeling.adapters.kind import PREFIX, kind_of
+from peft_mux.modeling.adapters.kind import PREFIX
+from peft_mux.modeling.adapters.lora.kind import DoubledRank
 from peft_mux.modeling.adapters.own import OWN, biases_unsaid
 from peft_mux.modeling.adapters.prompts.kinds import encoders_of
 from peft_mux.modeling.adapters.prompts.prompts import (
@@ -62,7 +63,7 @@ def adapter_state(model: Any, adapter: str) -> dict[str, torch.Tensor]:
         only_adapter(model.backbone, adapter),
     ):
         state = get_peft_model_state_dict(model, adapter_name=adapter)
-        form = _saved_form(model, adapter)
+        form = DoubledRank(model.backbone, adapter)
     state |= {saved_key(name): parameter for name, parameter in own.items() if name.endswith(f".{OWN}")}
     # PEFT adds the frozen embedding if it is adapted; if that is divided among processes, no process has it.
     state = {key: value for key, value in state.items() if not isinstance(value, DTensor)}
@@ -72,15 +73,11 @@ def adapter_state(model: Any, adapter: str) -> dict[str, torch.Tensor]:
             f"adapter {adapter}: PEFT selected {len(state)} tensors of the {len(own)} trained ones, and not "
             f"{missing[0]}; nothing was written."
         )
-    return state if form is None else form.saved(state)
+    return form.saved(state)
 
 
 def _parameters_of(model: Any, adapter: str) -> dict[str, nn.Parameter]:
     return model.task_parameters(next(name for name, known in model.adapters.items() if known == adapter))
-
-
-def _saved_form(model: Any, adapter: str) -> Any:
-    return kind_of(model.peft_config[adapter]).saved_form(model.backbone, adapter)
 
 
 def saved_key(name: str) -> str:
@@ -141,9 +138,7 @@ def save_adapter(model: Any, adapter: str, folder: Path, weights: Mapping[str, t
     config: Any = copy.deepcopy(model.peft_config[adapter])
     # As PEFT saves it; training sets it back.
     config.inference_mode = True
-    form = _saved_form(model, adapter)
-    if form is not None:
-        form.write_config(config)
+    DoubledRank(model.backbone, adapter).write_config(config)
     for name, value in vars(config).items():
         if isinstance(value, set):  # in an order of their own at every save, which would be another file
             setattr(config, name, sorted(value))
@@ -209,11 +204,11 @@ def load_adapter(model: Any, adapter: str, folder: Path) -> None:
         load_prompt(model, adapter, state, _parameters_of(model, adapter))
         return
     with model.alone(adapter):
-        form = _saved_form(model, adapter)
+        form = DoubledRank(model.backbone, adapter)
         for name, parameter in _parameters_of(model, adapter).items():
             if name.endswith(f".{OWN}"):  # which PEFT would write into the backbone
                 parameter.data.copy_(state.pop(saved_key(name)))
-        set_peft_model_state_dict(model, state if form is None else form.loaded(state), adapter_name=adapter)
+        set_peft_model_state_dict(model, form.loaded(state), adapter_name=adapter)
 
 
 def read_adapter(model: Any, adapter: str, folder: Path, pieces: Mapping[str, Piece]) -> dict[str, torch.Tensor]:
@@ -231,16 +226,15 @@ def read_adapter(model: Any, adapter: str, folder: Path, pieces: Mapping[str, Pi
     """
     # Also weights that are not finite: the step after them fails the task, as it would have without the interruption.
     state = _read_weights(folder)
-    is_prompt, form = adapter in encoders_of(model), None
-    if not is_prompt:
-        with model.alone(adapter):
-            form = _saved_form(model, adapter)
+    is_prompt = adapter in encoders_of(model)
+    with model.alone(adapter):
+        form = DoubledRank(model.backbone, adapter)
     keys = prompt_keys(list(pieces)) if is_prompt else {name: saved_key(name) for name in pieces}
     weights: dict[str, Any] = {}
     for name, piece in pieces.items():
         key = keys[name]
         found = saved_tensor(state, key, piece.shape) if is_prompt else state.get(_key_in(state, name))
-        shape = piece.shape if form is None else form.shape(key, piece.shape)
+        shape = form.shape(key, piece.shape)
         if found is None or tuple(found.shape) != shape:
             got = "nothing" if found is None else f"shape {list(found.shape)}"
             raise CheckpointError(
@@ -248,7 +242,7 @@ def read_adapter(model: Any, adapter: str, folder: Path, pieces: Mapping[str, Pi
                 f"backbone, got {got}."
             )
         weights[name] = found
-    if form is None:
+    if not form.layers:
         return weights
     state = form.loaded(state)
     return {name: state[_key_in(state, name)] for name in pieces}

@@ -30,7 +30,7 @@ from peft_mux.modeling.adapters.own import (
     forget_biases,
     own_biases,
 )
-from peft_mux.modeling.backbone.modules import head_kind_for, head_kind_of, modules_around_adapters
+from peft_mux.modeling.backbone.modules import head_kind_for, head_kind_of, modules_around_adapters, put_module
 from peft_mux.modeling.stream import Stream
 from peft_mux.storage import check_task_names, name_fault
 
@@ -205,8 +205,7 @@ def detach(model: nn.Module) -> None:
             # The outermost of several around one module leads to the frozen layer; those within go with it.
             original, inside = module.get_base_layer(), f"{name}."
         if original is not None:
-            parent, _, child = name.rpartition(".")
-            setattr(model.get_submodule(parent), child, original)
+            put_module(model, name, original)
     forget_biases(model)
     # By this attribute PEFT takes a model for one that has adapters.
     model.__dict__.pop("peft_config", None)

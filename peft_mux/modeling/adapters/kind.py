@@ -246,6 +246,10 @@ class AdapterKind:
         if trained:
             config.modules_to_save = [*trained, *(set(config.modules_to_save or ()) - set(trained))]
 
+    def virtual_labels(self, config: Any) -> tuple[int, ...]:
+        """Return the label of each virtual token that sequences of a task begin with; mostly none."""
+        return ()
+
     def narrow(self, config: Any, modules: Sequence[str]) -> None:
         """Let a copy of a configuration adapt exactly the modules of these full names."""
         assert self.has_targets, "a prompt sits on no layer"
@@ -281,13 +285,6 @@ class AdapterKind:
     def site_of(self, parameter_name: str) -> str:
         """Return the name of the layer that a parameter of this kind's adapters sits on."""
         return parameter_name.partition(self._mark)[0]
-
-    def saved_form(self, backbone: nn.Module, adapter: str) -> Any:
-        """Return how an adapter (internal id) is saved if that is not as PEFT holds it; mostly `None`.
-
-        See `peft_mux.modeling.adapters.lora.kind.DoubledRank`.
-        """
-        return None
 
     def loads(self, shapes: Shapes, cut: CutLayers) -> list[AdapterLoad]:
         """Return the cost of a task's adapters in a pass: one load for each adapted layer.

@@ -32,6 +32,7 @@ from torch import nn
 
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.kind import KINDS, kind_of, kind_of_layer
+from peft_mux.modeling.adapters.lora.kind import DoubledRank
 from peft_mux.modeling.adapters.own import merge_biases
 from peft_mux.modeling.adapters.prompts.prompts import add_prompt, remove_prompt
 from peft_mux.modeling.backbone.modules import is_meta, modules_around_adapters, put_module
@@ -210,9 +211,7 @@ def merge_and_unload(model: Any, tuners: Tuners, adapter: str) -> Any:
     if tuners.is_mixed:
         for name, layers in _stacks(model.backbone).items():
             _show(model.backbone, name, layers, _shows(adapter, config))
-    form = kind.saved_form(model.backbone, adapter)
-    if form is not None:
-        form.write_plainly()
+    DoubledRank(model.backbone, adapter).write_plainly()
     merge_biases(model.backbone, adapter)
     return tuner.merge_and_unload(adapter_names=[adapter])
 

@@ -186,20 +186,15 @@ class KeyValueRows:
             x[:, :, last] = newest_BGC
         k_BGLC, v_BGLC = (x[:, :, : self._num_columns] for x in kept)
         # A query comes last in its row, so what it sees is a matter of columns: all layers with one window share it.
-        mask = self._visible_columns(scores.window)
-        out = attend(query[:, :, None], k_BGLC, v_BGLC, scores._replace(is_causal=False), mask)
-        return out[:, :, 0][None]
-
-    def _visible_columns(self, window: int | None) -> torch.Tensor | None:
-        """Return which columns each row sees, `[B, 1, 1, L]`; `None` if it is all of them."""
+        window = scores.window
         if window not in self._masks:
             begin = 0 if window is None else max(self._num_columns - window, 0)
-            mask = None
+            self._masks[window] = None  # each row sees all columns
             if self._is_padded or begin > 0:
                 columns = torch.arange(self._num_columns, device=self._first_B.device)
-                mask = (columns >= self._first_B.clamp(min=begin)[:, None])[:, None, None]
-            self._masks[window] = mask
-        return self._masks[window]
+                self._masks[window] = (columns >= self._first_B.clamp(min=begin)[:, None])[:, None, None]
+        out = attend(query[:, :, None], k_BGLC, v_BGLC, scores._replace(is_causal=False), self._masks[window])
+        return out[:, :, 0][None]
 
 
 # ------------------------------------------------------------------- last layer

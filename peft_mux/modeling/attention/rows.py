@@ -36,12 +36,6 @@ class ReadRows(NamedTuple):
     offsets: tuple[int, ...]
 
 
-def rows_of_targets(batch: MuxBatch) -> ReadRows:
-    """Return the rows that predict something."""
-    found = batch if batch.shared is None else batch.shared
-    return ReadRows(found.target_rows, found.target_offsets)
-
-
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
     """Return a tensor of the host on a device, without waiting for the copy."""
     # From pageable memory the host would wait; torch gives pinned memory out again only once the copy is done.

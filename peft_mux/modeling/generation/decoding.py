@@ -34,7 +34,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.rows import RowCells
 from peft_mux.data.task_batch import IGNORE_INDEX, PLACEHOLDER_ID
 from peft_mux.errors import ConfigError, DataError, Fault, UnsupportedModelError, closest, raise_faults, shown
-from peft_mux.modeling.adapters.prompts.kinds import prompt_kind_of
+from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.attention.attention_stream import KeyValueRows
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, language_model
 from peft_mux.modeling.backbone.probe import max_positions
@@ -153,8 +153,8 @@ def learnt_prompt(model: MultiTaskPeftModel, task: str) -> tuple[int, int]:
     Tokens are moved by virtual tokens or by the keys of a prefix; both are 0 for adapters on layers.
     """
     config = model.peft_config[model.adapter_of(task)]
-    kind = prompt_kind_of(config)
-    return (0, 0) if kind is None else (len(kind.virtual_labels(config)), config.num_virtual_tokens)
+    kind = kind_of(config)
+    return len(kind.virtual_labels(config)), 0 if kind.has_targets else config.num_virtual_tokens
 
 
 @dataclass(slots=True, eq=False)

@@ -38,8 +38,8 @@ from peft_mux.data.batch import Columns, MuxBatch
 from peft_mux.data.formats import RowForm
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.errors import Fault, closest, raise_faults, shown
-from peft_mux.modeling.attention.rows import ReadRows, rows_of_targets
-from peft_mux.modeling.backbone.modules import HeadKind, head_kind_of
+from peft_mux.modeling.attention.rows import ReadRows
+from peft_mux.modeling.backbone.modules import HeadKind
 
 # ------------------------------------------------------------------ arguments
 
@@ -388,7 +388,8 @@ class OutputHead:
 
     def read_rows(self, batch: MuxBatch, backbone: Any) -> ReadRows | None:
         """Return the rows whose hidden states `outputs` and `terms` read; `None` if that is not known."""
-        return rows_of_targets(batch)
+        found = batch if batch.shared is None else batch.shared
+        return ReadRows(found.target_rows, found.target_offsets)
 
     def outputs(
         self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any, smoothed: Collection[str] = ()
@@ -420,11 +421,6 @@ class OutputHead:
 
 HEADS: dict[str, OutputHead] = {}
 """Every kind of head by the name of its kind."""
-
-
-def head_of(backbone: Any) -> OutputHead:
-    """Return the head that a backbone ends in."""
-    return HEADS[head_kind_of(backbone).name]
 
 
 # -------------------------------------------------------------------- losses

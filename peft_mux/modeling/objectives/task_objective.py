@@ -19,8 +19,9 @@ from peft import PromptLearningConfig
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import ConfigError, Fault, closest, shown
-from peft_mux.modeling.backbone.modules import head_kind_for
+from peft_mux.modeling.backbone.modules import head_kind_for, head_kind_of
 from peft_mux.modeling.objectives.objective import (
+    HEADS,
     OBJECTIVES,
     OWN,
     SEVERAL,
@@ -30,7 +31,6 @@ from peft_mux.modeling.objectives.objective import (
     Statistics,
     TaskLoss,
     default_args,
-    head_of,
     objectives_of,
     read_args,
 )
@@ -221,7 +221,7 @@ class TaskObjectives:
 
     def __init__(self, backbone: Any) -> None:
         """Begin with the first loss of the backbone's head for every task."""
-        self.head: OutputHead = head_of(backbone)
+        self.head: OutputHead = HEADS[head_kind_of(backbone).name]
         default = objectives_of(self.head.kind)[0]
         self._default = _Assigned(default.name, default_args(default))
         self._by_task: dict[str, _Assigned] = {}
@@ -252,10 +252,6 @@ class TaskObjectives:
         self._by_task.pop(task, None)
         self.failures.pop(task, None)
         self.own_seconds.pop(task, None)
-
-    def adopt(self, task: str, others: TaskObjectives) -> None:
-        """Train a task towards the loss that it has in another model."""
-        self._by_task[task] = others._assigned(task)
 
     def _assigned(self, task: str) -> _Assigned:
         return self._default if self.are_rows_made_up else self._by_task.get(task, self._default)

@@ -183,7 +183,7 @@ def _described(model: MultiTaskPeftModel, dtype: torch.dtype, num_layers: int) -
     with first_layers(backbone, num_layers):
         described = MultiTaskPeftModel(backbone, configs, verify=False)
         for name in model.tasks:
-            described.objectives.adopt(name, model.objectives)
+            described.objectives.assign(name, model.objectives.of(name), model.objectives.args_of(name))
         yield described
 
 

@@ -56,21 +56,30 @@ class DoubledRank:
 
         W + s (B A - B0 A0) = W + s [B | -B0] [A ; A0]        the scale stays: rank and alpha are both doubled
 
-    So PEFT, vLLM and similar load it on the backbone as it is, and nothing must decompose weights again.
+    So PEFT, vLLM and similar load it on the backbone as it is, and nothing must decompose weights again. An adapter
+    without initial factors is saved as it is.
 
     Args:
+        backbone: the model that holds the adapter.
+        adapter: internal id of the adapter, of any kind.
+
+    Attributes:
         layers: PEFT's layers that hold initial factors of the adapter, by the prefix of their keys.
-        adapter: internal id of the adapter.
     """
 
-    def __init__(self, layers: Mapping[str, Any], adapter: str) -> None:
-        """Keep the initial factors with the layers."""
-        self._layers, self._adapter = layers, adapter
+    def __init__(self, backbone: nn.Module, adapter: str) -> None:
+        """Find the layers."""
+        self._adapter = adapter
+        self.layers: dict[str, Any] = {
+            f"base_model.model.{name}": module
+            for name, module in modules_around_adapters(backbone)
+            if isinstance(module, LoraLayer) and initial_factors(module, adapter) is not None
+        }
 
     def saved(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors of the files, for those of the adapter itself."""
         state = dict(state)
-        for prefix, layer in self._layers.items():
+        for prefix, layer in self.layers.items():
             for name, dim, initial in self._initial(layer):
                 own = state[f"{prefix}.{name}"]
                 state[f"{prefix}.{name}"] = torch.cat([own, initial.to(own)], dim=dim)
@@ -79,7 +88,7 @@ class DoubledRank:
     def loaded(self, state: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
         """Return the tensors of the adapter itself, for those of the files, whose initial factors are adopted."""
         state = dict(state)
-        for prefix, layer in self._layers.items():
+        for prefix, layer in self.layers.items():
             initial = []
             for name, dim, current in self._initial(layer):
                 state[f"{prefix}.{name}"], other = state[f"{prefix}.{name}"].chunk(2, dim=dim)
@@ -90,12 +99,14 @@ class DoubledRank:
     def shape(self, key: str, shape: tuple[int, ...]) -> tuple[int, ...]:
         """Return the shape that a tensor of the adapter has in the files, for its key."""
         for name, dim in _FACTORS:
-            if key.removesuffix(f".{name}") in self._layers:
+            if key.removesuffix(f".{name}") in self.layers:
                 return tuple(2 * size if number == dim else size for number, size in enumerate(shape))
         return shape
 
     def write_config(self, config: Any) -> None:
         """Write the rank and the initialisation of the files into a copy of the configuration."""
+        if not self.layers:
+            return
         # With `use_rslora` the scale is alpha / sqrt(rank).
         alphas = math.sqrt(2) if config.use_rslora else 2
         config.init_lora_weights, config.corda_config, config.lora_ga_config = True, None, None
@@ -106,7 +117,7 @@ class DoubledRank:
 
     def write_plainly(self) -> None:
         """Give PEFT's layers the factors of the files, for merging; the adapter cannot be trained any more."""
-        for layer in self._layers.values():
+        for layer in self.layers.values():
             for name, dim, initial in self._initial(layer):
                 part = getattr(layer, name.removesuffix(".weight"))[self._adapter]
                 part.weight = nn.Parameter(torch.cat([part.weight.detach(), initial.to(part.weight)], dim=dim))
@@ -241,15 +252,6 @@ class LoraKind(AdapterKind):
                 forward.steps = {adapter: own for adapter, own in steps.items() if own}
 
     # ----------------------------------------------------------- parameters
-
-    def saved_form(self, backbone: nn.Module, adapter: str) -> DoubledRank | None:
-        """Return how an adapter with initial factors is saved: with twice the rank."""
-        layers = {
-            f"base_model.model.{name}": module
-            for name, module in modules_around_adapters(backbone)
-            if isinstance(module, LoraLayer) and initial_factors(module, adapter) is not None
-        }
-        return DoubledRank(layers, adapter) if layers else None
 
     def loads(self, shapes: Shapes, cut: CutLayers) -> list[AdapterLoad]:
         """Return the rank and the width of every linear layer's adapter; embeddings only look rows up."""

@@ -35,6 +35,7 @@ from torch.nn import functional as F
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.adapters.kind import MultiplexedForward
 from peft_mux.modeling.attention.rows import copied_to
+from peft_mux.modeling.backbone.modules import put_module
 from peft_mux.modeling.slabs import round_up_to_group
 
 _PARAMETERS = frozenset({"gate_up_proj", "up_proj", "down_proj"})
@@ -138,8 +139,7 @@ def drop_unused_wrappers(backbone: nn.Module) -> None:
     for name, module in list(backbone.named_modules()):
         is_outermost = isinstance(module, ParamWrapper) and not name.endswith(".base_layer")
         if is_outermost and not any(len(wrapper.lora_A) for wrapper in chain_of(module)):
-            parent, _, child = name.rpartition(".")
-            setattr(backbone.get_submodule(parent), child, module.get_base_layer())  # type: ignore[operator]
+            put_module(backbone, name, module.get_base_layer())  # type: ignore[operator]
 
 
 # --------------------------------------------------------- experts of all tasks

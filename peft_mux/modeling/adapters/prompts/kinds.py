@@ -14,7 +14,6 @@ from typing import Any
 from peft import (
     CPTConfig,
     MultitaskPromptTuningConfig,
-    PeftConfig,
     PrefixTuningConfig,
     PromptEncoderConfig,
     PromptEncoderReparameterizationType,
@@ -28,7 +27,7 @@ from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.errors import Fault, shown
 from peft_mux.modeling.adapters.catalogue import ENTRIES, Category
 from peft_mux.modeling.adapters.fields import value_faults
-from peft_mux.modeling.adapters.kind import AdapterKind, kind_of, register_kind
+from peft_mux.modeling.adapters.kind import AdapterKind, register_kind
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, head_kind_of, head_module, without_head
 
 _SHAPE_FIELDS = ("token_dim", "num_transformer_submodules", "num_attention_heads", "num_layers")
@@ -170,12 +169,6 @@ def _encoder_faults(config: Any, where: str) -> list[Fault]:
         allowed = f"less than num_virtual_tokens, which is {count}"
         faults.append(Fault(f"{where}.num_frozen_tokens", shown(frozen), allowed, "Otherwise nothing is trained."))
     return faults
-
-
-def prompt_kind_of(config: PeftConfig) -> PromptKind | None:
-    """Return the kind of a configuration that was checked, if it is that of a prompt."""
-    kind = kind_of(config)
-    return kind if isinstance(kind, PromptKind) else None
 
 
 def encoders_of(model: Any) -> Mapping[str, nn.Module]:

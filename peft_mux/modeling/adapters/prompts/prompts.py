@@ -30,8 +30,8 @@ from torch.nn import functional
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.task_batch import virtual_tokens_of_sequences
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.adapters.kind import PREFIX
-from peft_mux.modeling.adapters.prompts.kinds import encoders_of, prompt_kind_of
+from peft_mux.modeling.adapters.kind import PREFIX, kind_of
+from peft_mux.modeling.adapters.prompts.kinds import encoders_of
 from peft_mux.modeling.attention.attention_stream import Prefixes, PromptPass
 from peft_mux.modeling.attention.rows import copied_to
 from peft_mux.modeling.backbone.modules import head_kind_of, head_module
@@ -181,17 +181,6 @@ def without_layers(backbone: nn.Module) -> Iterator[None]:
 # ------------------------------------------------------------------ in a pass
 
 
-def virtual_labels(configs: Mapping[str, PeftConfig]) -> dict[str, tuple[int, ...]]:
-    """Return the label of each virtual token that rows of a task begin with, for the tasks that have such a prompt.
-
-    Args:
-        configs: the configuration of each task's adapter, by name of the task.
-    """
-    kinds = {name: prompt_kind_of(config) for name, config in configs.items()}
-    labels = {name: kind.virtual_labels(configs[name]) for name, kind in kinds.items() if kind is not None}
-    return {name: of_task for name, of_task in labels.items() if of_task}
-
-
 def prompt_pass(model: Any, batch: MuxBatch) -> PromptPass | None:
     """Return what prompts bring into a pass; `None` if no task of it has one.
 
@@ -211,8 +200,7 @@ def prompt_pass(model: Any, batch: MuxBatch) -> PromptPass | None:
     for number, name in enumerate(batch.task_names):
         adapter = model.adapters[name]
         config = model.peft_config[adapter] if adapter in encoders else None
-        kind = None if config is None else prompt_kind_of(config)
-        wanted = 0 if kind is None else len(kind.virtual_labels(config))
+        wanted = 0 if config is None else len(kind_of(config).virtual_labels(config))
         got = batch.virtual_tokens[number] if batch.virtual_tokens else 0
         if got != wanted:
             raise ConfigError(
