@@ -54,9 +54,10 @@ from peft_mux.engine.tensor.interleaving import Interleaving
 from peft_mux.engine.work import PassClock, StepResult, StepSums, StepWork
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.prompts.prompts import project_prompts
-from peft_mux.modeling.model import MultiTaskPeftModel, MuxOutput
+from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.heads import token_outputs
 from peft_mux.modeling.objectives.objective import BATCH_VALUES, REFERENCE, ROUTER_TOTALS
+from peft_mux.modeling.objectives.task_objective import MuxOutput
 from peft_mux.modeling.stream import Kept, in_mode
 from peft_mux.scheduler.plan import Plan
 

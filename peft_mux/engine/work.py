@@ -16,7 +16,8 @@ from typing import Any, NamedTuple
 import torch
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.modeling.model import MultiTaskPeftModel, MuxOutput
+from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.modeling.objectives.task_objective import MuxOutput
 
 
 class StepSums:

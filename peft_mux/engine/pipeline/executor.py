@@ -47,8 +47,8 @@ from peft_mux.engine.processes import Processes
 from peft_mux.engine.tensor.interleaving import Interleaving
 from peft_mux.engine.work import StepResult, StepSums, StepWork, pack, unpack
 from peft_mux.errors import PlanError
-from peft_mux.modeling.model import MuxOutput
 from peft_mux.modeling.objectives.objective import OWN
+from peft_mux.modeling.objectives.task_objective import MuxOutput
 from peft_mux.modeling.stream import Kept
 from peft_mux.scheduler.pipeline.simulator import Span, build_window
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot

@@ -148,7 +148,51 @@ class TreeLayouts:
     @cached_property
     def depth_first(self) -> DepthFirst:
         """The tree in depth-first order."""
-        return _depth_first(self._tree, self.window, self._device)
+        nodes, window, device = self._tree.nodes, self.window, self._device
+        children: list[list[int]] = [[] for _ in nodes]
+        stack = []
+        for number, node in reversed(list(enumerate(nodes))):
+            (stack if node.parent < 0 else children[node.parent]).append(number)
+        visited: list[int] = []  # each node before all below it, and these before any other
+        while stack:
+            visited.append(stack.pop())
+            stack += children[visited[-1]]
+        ends = np.cumsum([nodes[one].length for one in visited]).tolist()
+        place_of = {one: slice(end - nodes[one].length, end) for one, end in zip(visited, ends, strict=True)}
+        blocks = list(_blocks(nodes, visited, window, device))
+        # Trees that are computed at once, and the places of their rows.
+        whole: list[tuple[slice, np.ndarray]] = []
+        at_once: set[int] = set()
+        roots = [place for place, one in enumerate(visited) if nodes[one].parent < 0]
+        for first, last in pairwise([*roots, len(visited)]):
+            members = visited[first:last]
+            if len(members) == 1:
+                continue
+            places = slice(place_of[members[0]].start, place_of[members[-1]].stop)
+            own = [block for block in blocks if places.start <= block.queries.start < places.stop]
+            lengths = [nodes[one].length for one in members]
+            pairs = sum(_size(block.queries) * _size(block.keys) for block in own) + sum(
+                length**2 for length in lengths
+            )
+            num_calls = len(own) + sum(length >= _LONG for length in lengths)
+            # Depends on nothing but the tree itself.
+            if round_up(_size(places), LENGTH_STEP) ** 2 <= pairs + num_calls * _PAIRS_OF_CALL:
+                whole.append((places, _tree_mask(nodes, members, window)))
+                at_once.update(range(places.start, places.stop))
+        others = [place for place in place_of.values() if place.start not in at_once]
+        short = [place for place in others if _size(place) < _LONG]
+        gathered = []
+        if short:
+            gathered.append(_gather(short, [None] * len(short), device))
+        if whole:
+            gathered.append(_gather([place for place, _ in whole], [mask for _, mask in whole], device))
+        order = np.concatenate([np.arange(nodes[one].start, nodes[one].start + nodes[one].length) for one in visited])
+        return DepthFirst(
+            None if visited == sorted(visited) else copied_to(torch.from_numpy(order), device),
+            tuple(place for place in others if _size(place) >= _LONG),
+            tuple(gathered),
+            tuple(block for block in blocks if block.queries.start not in at_once),
+        )
 
     @cached_property
     def paths(self) -> tuple[torch.Tensor, torch.Tensor, int]:
@@ -190,52 +234,6 @@ class TreeLayouts:
             rows = np.concatenate([np.empty(0, np.int64), *(np.arange(n.start, n.start + n.length) for n in path)])
             found.append(rows if self.window is None else rows[max(len(rows) - self.window + 1, 0) :])
         return found
-
-
-def _depth_first(tree: PrefixTree, window: int | None, device: torch.device) -> DepthFirst:
-    nodes = tree.nodes
-    children: list[list[int]] = [[] for _ in nodes]
-    stack = []
-    for number, node in reversed(list(enumerate(nodes))):
-        (stack if node.parent < 0 else children[node.parent]).append(number)
-    visited: list[int] = []  # each node before all below it, and these before any other
-    while stack:
-        visited.append(stack.pop())
-        stack += children[visited[-1]]
-    ends = np.cumsum([nodes[one].length for one in visited]).tolist()
-    place_of = {one: slice(end - nodes[one].length, end) for one, end in zip(visited, ends, strict=True)}
-    blocks = list(_blocks(nodes, visited, window, device))
-    # Trees that are computed at once, and the places of their rows.
-    whole: list[tuple[slice, np.ndarray]] = []
-    at_once: set[int] = set()
-    roots = [place for place, one in enumerate(visited) if nodes[one].parent < 0]
-    for first, last in pairwise([*roots, len(visited)]):
-        members = visited[first:last]
-        if len(members) == 1:
-            continue
-        places = slice(place_of[members[0]].start, place_of[members[-1]].stop)
-        own = [block for block in blocks if places.start <= block.queries.start < places.stop]
-        lengths = [nodes[one].length for one in members]
-        pairs = sum(_size(block.queries) * _size(block.keys) for block in own) + sum(length**2 for length in lengths)
-        num_calls = len(own) + sum(length >= _LONG for length in lengths)
-        # Depends on nothing but the tree itself.
-        if round_up(_size(places), LENGTH_STEP) ** 2 <= pairs + num_calls * _PAIRS_OF_CALL:
-            whole.append((places, _tree_mask(nodes, members, window)))
-            at_once.update(range(places.start, places.stop))
-    others = [place for place in place_of.values() if place.start not in at_once]
-    short = [place for place in others if _size(place) < _LONG]
-    gathered = []
-    if short:
-        gathered.append(_gather(short, [None] * len(short), device))
-    if whole:
-        gathered.append(_gather([place for place, _ in whole], [mask for _, mask in whole], device))
-    order = np.concatenate([np.arange(nodes[one].start, nodes[one].start + nodes[one].length) for one in visited])
-    return DepthFirst(
-        None if visited == sorted(visited) else copied_to(torch.from_numpy(order), device),
-        tuple(place for place in others if _size(place) >= _LONG),
-        tuple(gathered),
-        tuple(block for block in blocks if block.queries.start not in at_once),
-    )
 
 
 def _size(part: slice) -> int:
