@@ -72,8 +72,8 @@ def moved(original: Any) -> Any:
         parameters = dict(model.named_parameters())
         for name, adapter in model.adapters.items():
             own = {key.replace(f".{adapter}", ""): value for key, value in parameters.items() if f".{adapter}." in key}
-            parameters = {key: own[key] for key in model.task_parameters(name)}
-            model.registry.adopt(name, parameters, model.device)
+            moved_own = {key: own[key] for key in model.task_parameters(name)}
+            model.registry.adopt(name, moved_own, model.device)
         return result
 
     return apply
