@@ -15,9 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.costs.memory import MemoryEstimate
-from peft_mux.scheduler.costs.profile import with_tuples
+from peft_mux.scheduler.costs.profile import from_plain
 from peft_mux.scheduler.drawing import (
     MemoryBar,
     gantt_text,
@@ -405,29 +404,15 @@ class Plan:
         Raises:
             ValueError: for another format version, or a field that is missing.
         """
-        data = with_tuples(json.loads(text))
+        data = json.loads(text)
         version = data.pop("format_version", None)
         if version != FORMAT_VERSION:
             raise ValueError(f"format_version must be {FORMAT_VERSION}, got {version!r}.")
         data.pop("forecast", None)  # follows from the rest
         try:
-            for name, kind in (
-                ("htasks", HTask),
-                ("shares", TaskShare),
-                ("bucket_loads", BucketLoad),
-                ("waiting", Waiting),
-            ):
-                data[name] = tuple(kind(**item) for item in data[name])
-            data["passes"] = tuple(tuple(PlannedPass(**one) for one in own) for own in data.get("passes", ()))
-            data["memory"] = MemoryEstimate(**data["memory"])
-            if data["template"] is not None:
-                data["template"] = PipelineTemplate.from_dict(data["template"])
-            if data["link"] is not None:
-                data["link"] = Link(**data["link"])
-            if (turns := data.get("turns")) is not None:
-                data["turns"] = TurnPlan(**{**turns, "parts": tuple(PassParts(**parts) for parts in turns["parts"])})
-            return cls(**data)
-        except (KeyError, TypeError, AttributeError) as error:
+            template = None if data["template"] is None else PipelineTemplate.from_dict(data.pop("template"))
+            return from_plain(cls, {**data, "template": template})
+        except (LookupError, TypeError) as error:
             raise ValueError(f"plan must be what to_json wrote, but lacks or misnames a field ({error}).") from error
 
 

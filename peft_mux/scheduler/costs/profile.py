@@ -16,8 +16,8 @@ import itertools
 import json
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
-from typing import Any, Literal, NamedTuple
+from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import numpy as np
 from numpy.typing import ArrayLike, NDArray
@@ -240,7 +240,6 @@ AS_PROFILED = Parts(1.0, 1.0, 1.0, 1.0, 1.0, 1.0)
 FORMAT_VERSION = 1
 
 _CURVES = ("layer", "attention", "head", "embedding", "optimizer")
-_TABLES = ("adapter", "utilization")
 _LEAST_PASS_S = 1e-5
 """So that a factor has something to multiply even if a profile was measured to have no overhead."""
 
@@ -332,7 +331,7 @@ class Profile:
             ValueError: for another format, or contents that are not a profile.
         """
         try:
-            data = with_tuples(json.loads(text))
+            data = json.loads(text)
             version = data.pop("format_version", None)
         except (json.JSONDecodeError, AttributeError, TypeError) as error:
             raise ValueError(f"profile must be a JSON object that Profile.to_json wrote ({error}).") from error
@@ -343,23 +342,23 @@ class Profile:
         # The key follows from the other fields; it is in the file for its reader.
         data.pop("key", None)
         try:
-            for name in _CURVES:
-                data[name] = Curve(**data[name])
-            for name in _TABLES:
-                data[name] = AdapterTable(**data[name])
-            data["versions"] = tuple((name, value) for name, value in data["versions"])
-            data["link"] = None if data["link"] is None else Link(**data["link"])
-            data["overlap"] = None if data.get("overlap") is None else Overlap(**data["overlap"])
-            return cls(**data)
-        except (KeyError, TypeError, AttributeError) as error:
+            return from_plain(cls, data)
+        except (LookupError, TypeError) as error:
             raise ValueError(f"profile must be what to_json wrote, but lacks or misnames a field ({error}).") from error
 
 
-def with_tuples(value: Any) -> Any:
-    """Return a value of JSON with tuples for lists."""
+def from_plain(kind: Any, value: Any) -> Any:
+    """Return a value of JSON as an annotation has it: dataclasses for objects, tuples for lists."""
+    arguments = get_args(kind)
+    if isinstance(value, dict) and arguments:  # a dataclass or `None`
+        kind = next(filter(is_dataclass, arguments), None)
     if isinstance(value, dict):
-        return {name: with_tuples(item) for name, item in value.items()}
-    return tuple(map(with_tuples, value)) if isinstance(value, list) else value
+        kinds = get_type_hints(kind)
+        return kind(**{name: from_plain(kinds[name], item) for name, item in value.items()})
+    if isinstance(value, list):
+        kinds = itertools.repeat(arguments[0]) if arguments[-1] is ... else arguments
+        return tuple(from_plain(own, item) for own, item in zip(kinds, value, strict=False))
+    return value
 
 
 def profile_key(device: str, dtype: str, model: str, versions: Mapping[str, str]) -> str:

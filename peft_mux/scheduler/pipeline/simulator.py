@@ -100,7 +100,8 @@ def simulate(
     """
     spans, faults = _run(template, buckets, links)
     if faults:
-        raise ValueError(_listed("cannot be run", faults))
+        things = "1 thing is" if len(faults) == 1 else f"{len(faults)} things are"
+        raise ValueError("\n  ".join([f"template cannot be run; {things} wrong:", *faults]))
     return Simulation(
         makespan_s=max(row[-1].end_s for row in spans),
         spans=tuple(span for row in spans for span in row),
@@ -109,49 +110,6 @@ def simulate(
         bucket_names=tuple(bucket.name for bucket in buckets),
         num_steps=template.num_steps,
     )
-
-
-def verify(
-    template: PipelineTemplate,
-    buckets: Sequence[BucketLoad],
-    *,
-    memory_limit_bytes: Sequence[int] | None = None,
-    static_bytes: Sequence[int] | None = None,
-) -> None:
-    """Prove that a template can be executed, or refuse it.
-
-    Each micro-batch passes each (virtual) stage exactly once in each direction, its forward before its backward; the
-    lists of all devices together come to an end; no stage ever holds more than its limit.
-
-    Args:
-        template: the template to check.
-        buckets: the loads of its buckets, in the order in which it was built.
-        memory_limit_bytes: bytes that each stage may hold; `None` for no limit.
-        static_bytes: bytes that are always on each stage.
-
-    Raises:
-        ValueError: listing every violation, or saying that the template is not of these buckets.
-    """
-    # Whether the lists come to an end depends on their order alone: free messages are enough to find out.
-    _, faults = _run(template, buckets, None)
-    if memory_limit_bytes is not None:
-        statics = static_bytes or (0,) * template.num_stages
-        for stage, (row, limit, held) in enumerate(zip(template.actions, memory_limit_bytes, statics, strict=True)):
-            for action in row:
-                if not 0 <= action.bucket < len(buckets):
-                    continue  # named above
-                size = buckets[action.bucket].chunk_bytes(stage, action.chunk, template.num_chunks)
-                held += size if action.kind == "F" else -size
-                if held > limit:
-                    faults.append(f"stage {stage}: with {action} it holds {held:,} bytes; the limit is {limit:,}")
-                    break
-    if faults:
-        raise ValueError(_listed("is refused", faults))
-
-
-def _listed(verdict: str, faults: Sequence[str]) -> str:
-    things = "1 thing is" if len(faults) == 1 else f"{len(faults)} things are"
-    return f"template {verdict}; {things} wrong:\n" + "\n".join(f"  {fault}" for fault in faults)
 
 
 def _order_faults(template: PipelineTemplate, buckets: Sequence[BucketLoad]) -> list[str]:

@@ -8,8 +8,8 @@ from collections.abc import Sequence
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.pipeline.load import BucketLoad
-from peft_mux.scheduler.pipeline.simulator import Simulation
-from peft_mux.scheduler.pipeline.template import Schedule
+from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
+from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule
 
 VARIANTS: list[tuple[Schedule, int]] = [
     ("gpipe", 1),
@@ -25,6 +25,12 @@ def bubble_s(result: Simulation, stage: int) -> float:
     """Return the seconds of internal bubbles of a stage: idle between its first and its last action."""
     own = [span for span in result.spans if span.device == range(result.num_stages)[stage]]
     return sum((later.start_s - earlier.end_s for earlier, later in itertools.pairwise(own)), 0.0)
+
+
+def runs_within(template: PipelineTemplate, buckets: Sequence[BucketLoad], limits: Sequence[int]) -> bool:
+    """Whether a template comes to its end, and its activations stay within a limit on each stage."""
+    peaks = simulate(template, buckets).peak_bytes
+    return all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
 
 
 def even(latencies_s: list[float], *, stages: int, micro_batches: int, size: int = 1) -> list[BucketLoad]:

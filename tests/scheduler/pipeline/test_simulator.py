@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.load import BucketLoad
-from peft_mux.scheduler.pipeline.simulator import simulate, verify
+from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Schedule, build_template
 from tests.scheduler.pipeline.cases import VARIANTS, bubble_s, even, one_bucket, tightest_limit, uneven_buckets
 
@@ -157,9 +157,7 @@ def test_a_template_with_a_dropped_doubled_or_changed_action_is_refused(
         row[at] = dataclasses.replace(row[at], stage=stage + 1)
         message = f"{victim} belongs to stage {stage + 1}"
     broken = corrupted(template, stage, row)
-    with pytest.raises(ValueError, match=f"stage {stage}: {message}"):
-        verify(broken, buckets)
-    with pytest.raises(ValueError, match="cannot be run"):
+    with pytest.raises(ValueError, match=rf"template cannot be run(.|\n)*stage {stage}: {message}"):
         simulate(broken, buckets)
 
 
@@ -179,37 +177,28 @@ def test_a_template_with_a_backward_before_its_forward_is_refused(
     ]
     row[places[0]], row[places[1]] = row[places[1]], row[places[0]]
     with pytest.raises(ValueError, match=f"stage {stage}: {row[places[0]]} comes before its forward"):
-        verify(corrupted(template, stage, row), buckets)
+        simulate(corrupted(template, stage, row), buckets)
 
 
 def test_lists_that_wait_for_each_other_are_refused_with_what_they_wait_for() -> None:
     buckets = one_bucket([1, 1], micro_batches=2)
     template = template_of(["F0.0 B0.0 F0.1 B0.1", "F0.0 F0.1 B0.0 B0.1"])
     with pytest.raises(ValueError, match=r"2 things are wrong") as refusal:
-        verify(template, buckets)
+        simulate(template, buckets)
     assert "stage 0 comes to a halt before B0.0" in str(refusal.value)
     assert "stage 1 comes to a halt before F0.1" in str(refusal.value)
-
-
-def test_a_template_above_the_memory_limit_is_refused_with_stage_and_bytes() -> None:
-    buckets = even([1], stages=2, micro_batches=3, size=1000)
-    template = build_template(buckets, "gpipe")
-    verify(template, buckets, memory_limit_bytes=(3500, 3500), static_bytes=(500, 500))
-    with pytest.raises(ValueError, match=r"stage 1: with F0.2 it holds 3,500 bytes; the limit is 3,499"):
-        verify(template, buckets, memory_limit_bytes=(3500, 3499), static_bytes=(500, 500))
 
 
 def test_all_violations_are_listed_together() -> None:
     buckets = one_bucket([1, 1], micro_batches=2)
     template = template_of(["F0.0 F0.0 B0.0 B0.1", "F0.0 F0.1 B0.1"])
-    with pytest.raises(ValueError, match="5 things are wrong") as refusal:
-        verify(template, buckets, memory_limit_bytes=(9, 1))
+    with pytest.raises(ValueError, match="4 things are wrong") as refusal:
+        simulate(template, buckets)
     for fault in (
         "stage 0: F0.0 is there 2 times",
         "stage 0: F0.1 is missing",
         "stage 0: B0.1 comes before its forward",
         "stage 1: B0.0 is missing",
-        "stage 1: with F0.1 it holds 2 bytes; the limit is 1",
     ):
         assert fault in str(refusal.value)
 
@@ -217,4 +206,4 @@ def test_all_violations_are_listed_together() -> None:
 def test_buckets_of_another_number_of_stages_are_refused() -> None:
     template = build_template(even([1], stages=2, micro_batches=1), "mux")
     with pytest.raises(ValueError, match="the buckets must have 2 stages, as the template has"):
-        verify(template, even([1], stages=3, micro_batches=1))
+        simulate(template, even([1], stages=3, micro_batches=1))
