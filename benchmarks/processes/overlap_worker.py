@@ -14,6 +14,7 @@ import torch
 import torch.distributed as dist
 from peft import LoraConfig
 
+from benchmarks.planner.subgraphs.schedule import communication_busy_s
 from benchmarks.training.workloads import ModelSpec
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
@@ -242,6 +243,6 @@ def planned_row(profiles: Sequence[Profile], speed: Speed) -> Row:
     """Return a row with what the simulator predicts, to be filled with what is measured."""
     passes = [times_of(profile, speed) for profile in profiles]
     together, apart = turns_timeline(passes), turns_timeline(passes, in_turns=False)
-    row = Row(len(profiles), speed.latency_s, speed.bytes_per_s, apart.communication_busy_s / apart.makespan_s)
+    row = Row(len(profiles), speed.latency_s, speed.bytes_per_s, communication_busy_s(apart) / apart.makespan_s)
     row.planned_in_turns_s, row.planned_one_by_one_s = together.makespan_s, apart.makespan_s
     return row

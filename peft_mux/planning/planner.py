@@ -312,24 +312,32 @@ class Planner:
         given, _, _, loads, cost, *_ = self._last_inputs
         layers = cost.layers_per_stage
         prices = PassPrices(
-            self._cost_model(given, layers), {load.name: load for load in loads}, min(stage, given.num_stages - 1)
+            replace(self._cost_model(given), layers_per_stage=layers),
+            {load.name: load for load in loads},
+            min(stage, given.num_stages - 1),
         )
         turns_never_run = given.num_stages == 1 and width == 1
         if turns_never_run or not TurnTimes(prices.cost).is_known:
             return prices
         learnt = self.correction.learnt
-        known = self._cost_model(given.corrected(learnt), layers)
+        known = replace(self._cost_model(given.corrected(learnt)), layers_per_stage=layers)
         turns = TurnTimes(known, width, recomputes=self.args.uses_checkpointing)
         return replace(prices, turns=turns, turns_factor=learnt.communication)
 
-    def load_of(self, run: TaskRun) -> TaskLoad:
-        """Return what a task brings into a step of all replicas."""
+    def load_of(self, run: TaskRun, *, in_chains: bool = True) -> TaskLoad:
+        """Return what a task brings into a step of all replicas.
+
+        Args:
+            run: the task.
+            in_chains: whether rows that are split count as the whole chains of passes that they run in.
+        """
+        splits = in_chains and self.args.split_long_sequences
         return task_load(
             run,
             self.shapes_of(run.name),
             self.shape.num_layers,
             cut=self.cut_layers,
-            chain_tokens=self.args.max_tokens_per_micro_batch if self.args.split_long_sequences else None,
+            chain_tokens=self.args.max_tokens_per_micro_batch if splits else None,
             routed_share=self.shape.routed_share,
         )
 
@@ -410,12 +418,11 @@ class Planner:
             activation_bytes_per_token=self.counted_bytes(busiest, target.device_type),
             device_type=target.device_type,
         )
-        max_tokens = args.max_tokens_per_micro_batch
+        max_tokens, cost = args.max_tokens_per_micro_batch, self._cost_model(target)
         layers = self.cuts.get(target.num_stages) if target.is_own else None
         if layers is None or min(layers) < num_chunks:
-            even = self._cost_model(target, None)
             limit = target.limit_bytes
-            layers = choose_layers(busiest, even, memory, limit, max_tokens=max_tokens, num_chunks=num_chunks)
+            layers = choose_layers(busiest, cost, memory, limit, max_tokens=max_tokens, num_chunks=num_chunks)
             if target.is_own and loads:
                 # Weights are cut once, and later plans keep the cut, however costs have been corrected since.
                 self.cuts.setdefault(target.num_stages, layers)
@@ -433,17 +440,16 @@ class Planner:
             interleaved_passes=in_turns,
             recomputes=args.uses_checkpointing,
         )
-        cost, memory = self._cost_model(target, layers), replace(memory, layers_per_stage=layers)
+        cost, memory = replace(cost, layers_per_stage=layers), replace(memory, layers_per_stage=layers)
         return PlanInputs(given, target, replicas, busiest, cost, memory, budget)
 
-    def _cost_model(self, target: Target, layers: tuple[int, ...] | None) -> CostModel:
+    def _cost_model(self, target: Target) -> CostModel:
         """Return the cost model for a target whose stages have these numbers of layers, by default equal ones."""
         return CostModel(
             target.profile,
             self.shape,
             num_stages=target.num_stages,
             devices_per_stage=target.devices_per_stage,
-            layers_per_stage=layers,
             tensor_link=target.tensor_link,
             backbone_shards=target.backbone_shards,
         )

@@ -13,7 +13,6 @@ from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.engine.tensor.cut import blocks_of
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.backbone.families import family_of
-from peft_mux.planning.loads import task_load
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.targets import data_sheet_cluster, memory_limit_bytes, run_profile
 from peft_mux.scheduler.costs.hardware import Cluster, known_device
@@ -48,16 +47,7 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
         cluster: the devices to plan for; the run's own by default.
     """
     args, shape = planner.args, planner.shape
-    loads = tuple(
-        task_load(
-            run,
-            planner.shapes_of(run.name),
-            shape.num_layers,
-            cut=planner.cut_layers,
-            routed_share=shape.routed_share,
-        )
-        for run in runs
-    )
+    loads = tuple(planner.load_of(run, in_chains=False) for run in runs)
     limit, links = memory_limit_bytes(args), cluster
     if cluster is None:
         # With the learnt factors, if plans are made with them: dispatch and re-deployment use the same times as passes.

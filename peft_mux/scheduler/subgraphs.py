@@ -112,12 +112,10 @@ class StreamTimeline:
 
     Attributes:
         spans: when each subgraph ran, in launch order.
-        communication_busy_s: seconds in which a communication operator ran.
     """
 
     def __init__(self, *, overlap: bool = True, compute_slowdown: float = 0.0) -> None:
         self.spans: list[SubgraphSpan] = []
-        self.communication_busy_s = 0.0
         self._overlap = overlap
         self._slowdown = compute_slowdown
         self._compute_free_s = self._communication_free_s = 0.0
@@ -127,11 +125,6 @@ class StreamTimeline:
     def makespan_s(self) -> float:
         """Seconds from the start to the end of the last operator."""
         return max((span.end_s for span in self.spans), default=0.0)
-
-    @property
-    def compute_busy_s(self) -> float:
-        """Seconds in which a compute operator ran."""
-        return sum((span.compute_end_s - span.compute_start_s for span in self.spans), 0.0)
 
     def launch(self, htask: str, name: str, compute_s: float, communication_s: float, ready_s: float) -> float:
         """Run a subgraph after all earlier launches and return when it ends.
@@ -150,7 +143,6 @@ class StreamTimeline:
         if communication_s:
             self._communication_free_s = end_s
             self._in_flight.append((sent_s, end_s))
-            self.communication_busy_s += communication_s
         self._compute_free_s = computed_s if self._overlap else end_s
         self.spans.append(SubgraphSpan(htask, name, start_s, computed_s, sent_s, end_s))
         return end_s

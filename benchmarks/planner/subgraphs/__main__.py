@@ -21,7 +21,7 @@ from benchmarks.planner.subgraphs.adapter_fusion import fuse_adapters
 from benchmarks.planner.subgraphs.exhaustive import best_schedule
 from benchmarks.planner.subgraphs.graph import Operator, OperatorGraph, Subgraph, segment, with_priorities
 from benchmarks.planner.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
-from benchmarks.planner.subgraphs.schedule import schedule, sequential_schedule, simulate_streams
+from benchmarks.planner.subgraphs.schedule import compute_busy_s, schedule, sequential_schedule, simulate_streams
 from peft_mux.scheduler.subgraphs import StreamTimeline
 
 HIDDEN, INTERMEDIATE, RANK, DEGREE, ELEMENT_BYTES = 4096, 11008, 16, 4, 2
@@ -133,7 +133,7 @@ def both_directions(run: Callable[[str], StreamTimeline]) -> tuple[float, float]
     """Return seconds and compute utilisation of a forward and a backward pass together."""
     timelines = [run(direction) for direction in ("forward", "backward")]
     seconds = sum(timeline.makespan_s for timeline in timelines)
-    return seconds, sum(timeline.compute_busy_s for timeline in timelines) / seconds
+    return seconds, sum(compute_busy_s(timeline) for timeline in timelines) / seconds
 
 
 def contenders(hardware: Hardware, lengths: Sequence[int], batch: int, layers: int) -> dict[str, tuple[float, float]]:
@@ -260,7 +260,7 @@ def print_figure_18() -> None:
     print(f"  {'':<46} {'ms':>7} {'busy':>7} | paper ms   busy")
     for name, timeline, paper_s, paper_busy in rows:
         print(
-            f"  {name:<46} {timeline.makespan_s * 1e3:>7.1f} {timeline.compute_busy_s / timeline.makespan_s:>7.1%} |"
+            f"  {name:<46} {timeline.makespan_s * 1e3:>7.1f} {compute_busy_s(timeline) / timeline.makespan_s:>7.1%} |"
             f" {paper_s * 1e3:>8.1f} {paper_busy:>6.1%}"
         )
     paper_busy_s, alone_busy_s = FIGURE_18_OVERLAP_S * FIGURE_18_OVERLAP_BUSY, FIGURE_18_LAYER_S * FIGURE_18_BUSY

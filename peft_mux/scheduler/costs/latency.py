@@ -33,7 +33,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -153,10 +153,11 @@ def whole_pass(loads: Sequence[TaskLoad]) -> list[Member]:
     ]
 
 
+@dataclass(eq=False)
 class CostModel:
     """Predicts seconds from a profile.
 
-    Args:
+    Attributes:
         profile: seconds of the parts of a step on one device.
         shape: the shape of the backbone.
         num_stages: S, stages of the pipeline.
@@ -174,27 +175,21 @@ class CostModel:
         >>> cost.passes_s([sst2, rte], passes)  # doctest: +SKIP
     """
 
-    def __init__(
-        self,
-        profile: Profile,
-        shape: ModelShape,
-        *,
-        num_stages: int = 1,
-        devices_per_stage: int = 1,
-        layers_per_stage: tuple[int, ...] | None = None,
-        tensor_link: Link | None = None,
-        backbone_shards: int = 1,
-    ) -> None:
-        self.profile = profile
-        self.shape = shape
-        self.num_stages = num_stages
-        self.devices_per_stage = devices_per_stage
-        self.layers_per_stage = split_layers(shape.num_layers, num_stages, layers_per_stage)
-        self.tensor_link = profile.link if tensor_link is None else tensor_link
-        self.backbone_shards = backbone_shards
+    profile: Profile
+    shape: ModelShape
+    num_stages: int = field(default=1, kw_only=True)
+    devices_per_stage: int = field(default=1, kw_only=True)
+    layers_per_stage: tuple[int, ...] = field(default=(), kw_only=True)
+    tensor_link: Link | None = field(default=None, kw_only=True)
+    backbone_shards: int = field(default=1, kw_only=True)
+
+    def __post_init__(self) -> None:
+        profile = self.profile
+        self.layers_per_stage = split_layers(self.shape.num_layers, self.num_stages, self.layers_per_stage)
+        self.tensor_link = profile.link if self.tensor_link is None else self.tensor_link
         self._device_type = "cpu" if profile.device.startswith("cpu") else "cuda"
         # Seconds of the host for one layer that is divided: two sums each way, if they were measured.
-        is_known = devices_per_stage > 1 and profile.overlap is not None
+        is_known = self.devices_per_stage > 1 and profile.overlap is not None
         self._host_layer_s = ALL_REDUCES_PER_LAYER * profile.overlap.host_s if is_known and profile.overlap else 0.0
 
     # ---------------------------------------------------------- what passes hold

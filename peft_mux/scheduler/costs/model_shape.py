@@ -101,7 +101,7 @@ def split_layers(num_layers: int, num_stages: int, layers_per_stage: tuple[int, 
     """
     if not 1 <= num_stages <= num_layers:
         raise ValueError(f"num_stages must be 1 to {num_layers}, the layers of the backbone, got {num_stages}.")
-    if layers_per_stage is None:
+    if not layers_per_stage:
         each, rest = divmod(num_layers, num_stages)
         return tuple(each + (stage < rest) for stage in range(num_stages))
     if len(layers_per_stage) != num_stages or sum(layers_per_stage) != num_layers or min(layers_per_stage) < 1:

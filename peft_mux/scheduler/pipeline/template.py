@@ -155,10 +155,11 @@ def build_template(
         num_steps: steps between which the pipeline is not drained.
 
     Raises:
-        ValueError: for an unknown schedule, a wrong `num_chunks`, loads that disagree, or a memory limit under which
-            one micro-batch of some bucket does not fit on some stage.
+        ValueError: for an unknown schedule, loads that disagree, or a memory limit under which one micro-batch of some
+            bucket does not fit on some stage.
     """
-    _check_schedule(schedule, num_chunks)
+    if schedule not in SCHEDULES:
+        raise ValueError(f"schedule must be {', '.join(SCHEDULES)}, got {schedule!r}.")
     if len({bucket.num_stages for bucket in buckets}) != 1:
         found = ", ".join(f"{bucket.name!r} with {bucket.num_stages}" for bucket in buckets)
         raise ValueError(f"buckets must be one or more with the same number of stages, got {found or 'none'}.")
@@ -216,17 +217,6 @@ def build_template(
         for stage, moves in enumerate(orders)
     )
     return PipelineTemplate(schedule, num_stages, num_chunks, rows, num_steps)
-
-
-def _check_schedule(schedule: str, num_chunks: int) -> None:
-    if schedule not in SCHEDULES:
-        raise ValueError(f"schedule must be {', '.join(SCHEDULES)}, got {schedule!r}.")
-    if num_chunks < 1:
-        raise ValueError(f"num_chunks must be 1 or more, got {num_chunks}.")
-    if schedule == "interleaved_1f1b" and num_chunks < 2:
-        raise ValueError(f"num_chunks must be 2 or more for interleaved_1f1b, got {num_chunks}. For 1, use 1f1b.")
-    if schedule in ("gpipe", "1f1b") and num_chunks > 1:
-        raise ValueError(f"num_chunks must be 1 for {schedule}, got {num_chunks}. For more, use interleaved_1f1b.")
 
 
 def _waves(stream: Sequence[Slot], buckets: Sequence[BucketLoad], room_bytes: Sequence[int] | None) -> list[Move]:

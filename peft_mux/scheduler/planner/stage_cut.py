@@ -112,14 +112,7 @@ def choose_layers(
     # Virtual stages of a device are not adjacent, so that none of its layers are known to be below all adapters.
     timed = loads if num_chunks == 1 else [replace(load, lowest_layer=0) for load in loads]
     passes = cut_into_passes([task_rows(load) for load in timed], PassRules(), bound=max_tokens, num_passes=count)
-    layer_by_layer = CostModel(
-        cost.profile,
-        cost.shape,
-        num_stages=num_layers,
-        devices_per_stage=cost.devices_per_stage,
-        tensor_link=cost.tensor_link,
-        backbone_shards=cost.backbone_shards,
-    )
+    layer_by_layer = replace(cost, num_stages=num_layers, layers_per_stage=())
     # Less the overhead of a pass, which each stage pays once, however many layers it has.
     layers_s = layer_by_layer.passes_s(timed, passes).mean(axis=0) - cost.profile.pass_s
     before_s = list(itertools.accumulate(layers_s.tolist(), initial=0.0))

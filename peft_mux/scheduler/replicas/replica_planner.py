@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import CostModel
@@ -147,15 +146,13 @@ class ReplicaPlanner:
         if config not in self._models:
             facts = self.facts
             memory = facts.memory_of(config)
-            options: dict[str, Any] = {
-                "num_stages": config.pp,
-                "devices_per_stage": config.tp,
-                "tensor_link": facts.link(config.tp),
-            }
-            even = CostModel(facts.profile, facts.shape, **options)
+            link = facts.link(config.tp)
+            even = CostModel(
+                facts.profile, facts.shape, num_stages=config.pp, devices_per_stage=config.tp, tensor_link=link
+            )
             # Weights are cut once, for the batch of all tasks, whatever each step brings.
             layers = choose_layers(facts.loads, even, memory, facts.limit_bytes, max_tokens=self.max_tokens)
-            cost = CostModel(facts.profile, facts.shape, layers_per_stage=layers, **options)
+            cost = replace(even, layers_per_stage=layers)
             longest = facts.token_limits([config]).get(config, 0)
             self._models[config] = cost, replace(memory, layers_per_stage=layers), longest
         return self._models[config]
