@@ -105,14 +105,11 @@ def report_deployment(
     tasks = _sampled_tasks(runs, curve, num_devices)
     interval = interval_tokens(max(length for task in tasks for length in task.lengths))
     single = _searched(tasks, num_devices, curve, interval, exchange)
-    try:
-        fused = task_fused(tasks, num_devices, curve, interval=interval, exchange=exchange)
-    except ValueError:  # no configuration holds all sequences
-        fused = None
+    fused = task_fused(tasks, num_devices, curve, interval=interval, exchange=exchange)
     sizes = [config.num_gpus for config in curve.configurations if config.num_gpus <= num_devices]
     # A configuration is proposed by its throughput over many full micro-batches (L Appendix A). If equal replicas win,
     # each replica has few, and others may be faster: all are combined, if deployments of them are not too many.
-    if fused and fused.gpu_seconds < single.gpu_seconds and count_plans(num_devices, sizes) <= MOST_DEPLOYMENTS:
+    if fused.gpu_seconds < single.gpu_seconds and count_plans(num_devices, sizes) <= MOST_DEPLOYMENTS:
         wider = _searched(tasks, num_devices, curve, interval, exchange, proposal=False)
         single = min(single, wider, key=lambda plan: plan.gpu_seconds)
     composed = None if measured else _composed(planner, facts, tasks, single, curve, interval, exchange)

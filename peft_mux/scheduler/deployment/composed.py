@@ -102,7 +102,7 @@ class ComposedDeployment:
         plan: the deployment; its times are those of `model`.
         chosen: what MuxTune's plans of all its replicas take.
         single: the same for the deployment that one curve chooses.
-        equal: the same for the fastest equal replicas; `None` if no configuration holds all sequences.
+        equal: the same for the fastest equal replicas.
         model: the curve, corrected by what plans take.
         fit_error: mean relative error of the model over the plans that were made.
         num_priced: deployments that were priced by whole plans.
@@ -114,7 +114,7 @@ class ComposedDeployment:
     plan: DeploymentPlan
     chosen: PricedDeployment
     single: PricedDeployment
-    equal: PricedDeployment | None
+    equal: PricedDeployment
     model: ReplicaTimeModel
     fit_error: float
     num_priced: int
@@ -336,14 +336,11 @@ def compose_deployment(
         if groups not in priced and max(group.max_tokens for group in groups) >= longest:
             priced[groups] = pricer.price(groups, deadline=deadline)
 
-    def fastest_equal() -> PricedDeployment | None:
+    def fastest_equal() -> PricedDeployment:
         """Price the equal replicas that are fastest by the model, until whole plans leave them so."""
         interval = search.get("interval", DEFAULT_INTERVAL_TOKENS)
         while True:
-            try:
-                (groups,) = task_fused(tasks, num_gpus, pricer.model, interval=interval, exchange=exchange).deployments
-            except ValueError:  # no configuration holds all sequences
-                return None
+            (groups,) = task_fused(tasks, num_gpus, pricer.model, interval=interval, exchange=exchange).deployments
             if groups in priced:
                 return min((one for one in priced.values() if len(one.groups) == 1), key=lambda one: one.step_s)
             priced[groups] = pricer.price(groups, deadline=deadline)
