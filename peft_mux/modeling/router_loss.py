@@ -44,27 +44,20 @@ class RoutedTokens:
     """What the routers of one pass do with the tokens of its tasks.
 
     Args:
-        coefficients: coefficient of each task that has the loss, by internal adapter id.
-        num_experts: number E of experts of a layer.
-        top_k: number k of the experts of a token.
-        weights: for each of these tasks how many of its tokens each of its computed rows stands for.
+        loss: the losses of the model; while it counts, totals go there instead of into a dictionary of this pass.
+        weights: for each task of the pass that has the loss, by internal adapter id, how many of its tokens each of its
+            computed rows stands for.
         given: `[2, E]`, totals of tasks that were counted before.
-        counted: takes the totals of the others; by default a dictionary of this pass alone.
     """
 
     def __init__(
-        self,
-        coefficients: Mapping[str, float],
-        num_experts: int,
-        top_k: int,
-        weights: Mapping[str, torch.Tensor],
-        given: Mapping[str, torch.Tensor],
-        counted: dict[str, torch.Tensor] | None = None,
+        self, loss: RouterLoss, weights: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> None:
         """Have seen no token."""
-        self.num_experts, self._top_k = num_experts, top_k
-        self._coefficients, self._weights, self._given = coefficients, weights, given
-        self._counted: dict[str, torch.Tensor] = {} if counted is None else counted
+        self.num_experts, self._top_k = loss.num_experts, loss.top_k
+        self._coefficients = {adapter: loss.coefficients[adapter] for adapter in weights}
+        self._weights, self._given = weights, given
+        self._counted: dict[str, torch.Tensor] = {} if loss.counted is None else loss.counted
         self._seen: set[tuple[nn.Module, str]] = set()
 
     def totals(self, adapter: str) -> torch.Tensor:
@@ -134,6 +127,7 @@ class RouterLoss:
     Attributes:
         coefficients: coefficient of each task that has the loss, by internal adapter id.
         num_experts: number E of experts of a layer.
+        top_k: number k of the experts of a token.
         counted: totals that passes add to while they are run to count; `None` at other times.
     """
 
@@ -141,7 +135,7 @@ class RouterLoss:
         """Balance nothing yet."""
         self._stream = stream
         self.coefficients: dict[str, float] = {}
-        self.num_experts = self._top_k = 0
+        self.num_experts = self.top_k = 0
         self.counted: dict[str, torch.Tensor] | None = None
         self._hook: Callable[..., Any] | None = None
         self._handles: list[Any] = []
@@ -154,7 +148,7 @@ class RouterLoss:
         """
         self.coefficients.pop(adapter, None)
         if coefficient:
-            recorder, (self.num_experts, self._top_k) = _recorder_of(backbone), _expert_counts(backbone.config)
+            recorder, (self.num_experts, self.top_k) = _recorder_of(backbone), _expert_counts(backbone.config)
             self.coefficients[adapter] = coefficient
             stream, index, named = self._stream, recorder.index, recorder.layer_name or ""
             if self._hook is None:
@@ -189,8 +183,7 @@ class RouterLoss:
                 weights[adapter] = ones if counts_U is None else counts_U[start:end]
                 if batch.row_values and ROUTER_TOTALS in batch.row_values[index]:
                     given[adapter] = batch.row_values[index][ROUTER_TOTALS]
-        own = {adapter: self.coefficients[adapter] for adapter in weights}
-        return RoutedTokens(own, self.num_experts, self._top_k, weights, given, self.counted) if own else None
+        return RoutedTokens(self, weights, given) if weights else None
 
     @contextmanager
     def counting(self) -> Iterator[dict[str, torch.Tensor]]:

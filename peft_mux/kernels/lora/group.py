@@ -257,7 +257,7 @@ def rows_of(x: torch.Tensor) -> torch.Tensor:
     return x if x.dim() == 2 else x.reshape(-1, x.shape[-1])
 
 
-def _more_arguments(part: FactorTables, places: torch.Tensor, layout: int | None) -> dict[str, Any]:
+def more_arguments(part: FactorTables, places: torch.Tensor, layout: int | None) -> dict[str, Any]:
     """Return the arguments of launches of A that depend on whether they have dropout."""
     # Launches with dropout check the places in every pass, and therefore its whole layout.
     return {"layout": layout} if part.module_seed is None else {"places": places, "module_seed": part.module_seed}
@@ -291,7 +291,7 @@ class KernelCall(NamedTuple):
         s_TC = x_TD.new_empty((x_TD.shape[0], self.num_columns or group.num_columns))
         layout = group.layout_of(x_TD, s_TC, segments)
         for part in group.parts_of_a:
-            more = _more_arguments(part, places, layout)
+            more = more_arguments(part, places, layout)
             kernels.shrink(x_TD, part.values, s_TC, segments, part.ranks, scaled=False, **more)
         outputs = []
         for layer, base in zip(group.layers, self.bases, strict=True):
@@ -344,14 +344,14 @@ class KernelCall(NamedTuple):
             dx_TD = rows_of(dx)
             # The adapters' part first, then the base's, in the same order for any set of tasks.
             for part in group.parts_of_a:
-                more = _more_arguments(part, places, layout)
+                more = more_arguments(part, places, layout)
                 add = part is not group.joint
                 kernels.expand(ds_TC, part.values, dx_TD, segments, part.ranks, scaled=False, add=add, **more)
             for dy, base in zip(dys_TK, self.bases, strict=True):
                 base.add_input_gradient(dx_TD, dy)
         for part in group.parts_of_a:
             if part.gradients is not None:
-                more = _more_arguments(part, places, layout)
+                more = more_arguments(part, places, layout)
                 kernels.wgrad(ds_TC, x_TD, part.gradients, segments, part.ranks, scaled=False, accumulate=True, **more)
         for layer, dy, of_dy in zip(group.layers, dys_TK, layouts, strict=True):
             if layer is not None and layer.gradients is not None:

@@ -14,7 +14,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, Literal, NamedTuple
+from typing import Any, ClassVar, Literal
 
 import torch
 from peft import PeftType
@@ -24,7 +24,7 @@ from torch.nn import functional as F
 
 from peft_mux.errors import ConfigError, Fault, is_real, shown
 from peft_mux.kernels import philox
-from peft_mux.kernels.lora.group import rows_of
+from peft_mux.kernels.lora.group import KernelCall, more_arguments, rows_of
 from peft_mux.modeling.adapters.catalogue import ENTRIES
 from peft_mux.modeling.adapters.kind import CutLayers, MultiplexedForward, Shapes, register_kind
 from peft_mux.modeling.adapters.lora.lora_pass import GroupedAdapter, LoraGroups, LoraPass
@@ -129,7 +129,6 @@ class BottleneckLinear(nn.Module, BaseTunerLayer):
         self.bottleneck_down, self.bottleneck_up = nn.ModuleDict(), nn.ModuleDict()
         self.bottleneck_dropout = nn.ModuleDict()
         self.non_linearity: dict[str, str] = {}
-        self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config, name)
@@ -224,17 +223,12 @@ class MultiplexedBottleneck(MultiplexedForward):
         if layer.disable_adapters or not any(self.grouped(segment.adapter) for segment in self.stream.segments):
             return y
         y_TK = rows_of(y)
-        launches: _Launches | None = None
+        launches: KernelCall | None = None
         p_parts: Sequence[Any] = [None] * len(self.stream.segments)
         own_pass: LoraPass | None = None if torch.compiler.is_compiling() else self.stream.passes.get(NAME)
         if own_pass is not None and (tables := own_pass.tables_of(self, y.dtype)) is not None:
-            downs: list[tuple[Any, dict[str, Any]]] = []
-            for part in (tables.joint, *tables.apart):
-                if part is not None:
-                    drops = part.module_seed is not None
-                    draws = {"places": own_pass.places, "module_seed": part.module_seed} if drops else {}
-                    downs.append((part, draws))
-            launches = _Launches(own_pass.segment_tables, tables.num_columns, downs, tables.layers[0])
+            assert own_pass.segment_tables is not None, "kernels run where there are tables"
+            launches = KernelCall(tables, (), own_pass.segment_tables, own_pass.places)
             p_parts = self.by_segment(_Shrink.apply(y_TK, None if y.requires_grad else own_pass.anchor, launches))
         parts, hidden = [], []
         # The frozen layer has settled the dtype; autocast would cast each product by itself.
@@ -264,25 +258,9 @@ class MultiplexedBottleneck(MultiplexedForward):
                 parts.append(y_NK + F.linear(h_NM, up.weight.to(y.dtype), c_K))
             out = torch.cat(parts)
             if launches is not None:
-                h_TC = torch.cat([F.pad(h_NM, (0, launches.num_columns - h_NM.shape[1])) for h_NM in hidden])
+                h_TC = torch.cat([F.pad(h_NM, (0, launches.group.num_columns - h_NM.shape[1])) for h_NM in hidden])
                 out = out + _Expand.apply(h_TC, launches, out.shape[1])
         return out.view_as(y)
-
-
-class _Launches(NamedTuple):
-    """The tables of one layer's launches in one pass.
-
-    Attributes:
-        segments: the rows of each task.
-        num_columns: C.
-        downs: the tables of `down`, of tasks without and with dropout, and the arguments of their draws.
-        up: the tables of `up`.
-    """
-
-    segments: Any
-    num_columns: int
-    downs: Sequence[tuple[Any, dict[str, Any]]]
-    up: Any
 
 
 class _DroppedLinear(torch.autograd.Function):
@@ -313,12 +291,13 @@ class _Shrink(torch.autograd.Function):
     """`P = drop(y) down^T` `[T, C]` of all tasks; adds to the gradients of `down` in place."""
 
     @staticmethod
-    def forward(ctx: Any, y_TK: torch.Tensor, anchor: torch.Tensor | None, launches: _Launches) -> torch.Tensor:
+    def forward(ctx: Any, y_TK: torch.Tensor, anchor: torch.Tensor | None, launches: KernelCall) -> torch.Tensor:
         from peft_mux.kernels.lora import launch as kernels  # it needs Triton
 
-        p_TC = y_TK.new_empty(len(y_TK), launches.num_columns)
-        for part, draws in launches.downs:
-            kernels.shrink(y_TK, part.values, p_TC, launches.segments, part.ranks, scaled=False, **draws)
+        p_TC = y_TK.new_empty(len(y_TK), launches.group.num_columns)
+        for part in launches.group.parts_of_a:
+            more = more_arguments(part, launches.places, None)
+            kernels.shrink(y_TK, part.values, p_TC, launches.segments, part.ranks, scaled=False, **more)
         ctx.save_for_backward(y_TK)
         ctx.launches = launches
         return p_TC
@@ -331,8 +310,8 @@ class _Shrink(torch.autograd.Function):
         (y_TK,) = ctx.saved_tensors
         launches, dp_TC = ctx.launches, rows_of(dp_TC)
         dy_TK = torch.zeros_like(y_TK) if ctx.needs_input_grad[0] else None
-        for part, draws in launches.downs:
-            more = {"scaled": False, **draws}
+        for part in launches.group.parts_of_a:
+            more = {"scaled": False, **more_arguments(part, launches.places, None)}
             if dy_TK is not None:
                 kernels.expand(dp_TC, part.values, dy_TK, launches.segments, part.ranks, add=True, **more)
             if part.gradients is not None:
@@ -344,10 +323,10 @@ class _Expand(torch.autograd.Function):
     """`H up^T` `[T, K]` of all tasks, zero in rows of tasks without a bottleneck; adds to the gradients of `up`."""
 
     @staticmethod
-    def forward(ctx: Any, h_TC: torch.Tensor, launches: _Launches, width: int) -> torch.Tensor:
+    def forward(ctx: Any, h_TC: torch.Tensor, launches: KernelCall, width: int) -> torch.Tensor:
         from peft_mux.kernels.lora import launch as kernels
 
-        part = launches.up
+        part: Any = launches.group.layers[0]
         out_TK = h_TC.new_empty(len(h_TC), width)
         kernels.expand(h_TC, part.values, out_TK, launches.segments, part.ranks, scaled=False)
         ctx.save_for_backward(h_TC)
@@ -361,7 +340,7 @@ class _Expand(torch.autograd.Function):
 
         (h_TC,) = ctx.saved_tensors
         launches, dout_TK = ctx.launches, rows_of(dout_TK)
-        part = launches.up
+        part: Any = launches.group.layers[0]
         dh_TC = torch.empty_like(h_TC)
         kernels.shrink(dout_TK, part.values, dh_TC, launches.segments, part.ranks, scaled=False)
         if part.gradients is not None:

@@ -230,7 +230,6 @@ class DiffPruningLinear(nn.Module, BaseTunerLayer):
         self.diff_pruning_row_alpha, self.diff_pruning_values = nn.ParameterDict(), nn.ParameterDict()
         self.diff_pruning_places = BufferDict(persistent=True)
         self.stretches: dict[str, Stretch] = {}
-        self._disable_adapters = False
         self.merged_adapters: list[str] = []
         self._active_adapter = adapter_name
         self.update_layer(adapter_name, config, name)

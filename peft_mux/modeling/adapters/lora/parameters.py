@@ -87,10 +87,6 @@ class MultiplexedParameters(MultiplexedForward):
                 outputs.append(functional_call(frozen, weights, tuple(own), named))
         return self._joined(outputs, [segment.end - segment.start for segment in segments])
 
-    def multiplexed(self, x: torch.Tensor) -> torch.Tensor:
-        """Return the module's output for one tensor."""
-        return self(x)
-
     def _rows_of(self, item: Any, start: int, end: int) -> Any:
         """Return the rows of one task of an argument; an argument without rows is passed on as it is."""
         if item is None or isinstance(item, (bool, int, float, str)):
