@@ -15,15 +15,13 @@ from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.backbone.families import family_of
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.targets import data_sheet_cluster, memory_limit_bytes, run_profile
-from peft_mux.scheduler.costs.hardware import Cluster, known_device
+from peft_mux.scheduler.costs.hardware import DEVICES_PER_NODE, Cluster, known_device
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import analytic_profile, corrected
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 from peft_mux.scheduler.replicas.facts import ReplicaFacts, replica_time_model
 from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel, fit_layer, read_layer_profile, read_max_tokens
 from peft_mux.scheduler.units import bytes_text
-
-_DEVICES_PER_NODE = 8
 
 
 class LayerProfile(NamedTuple):
@@ -54,7 +52,7 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
         factors = planner.correction.factors
         profile = corrected(run_profile(args, shape)[0], factors)
         device_type = args.device.type
-        if profile.link is None and (links := data_sheet_cluster(profile, _DEVICES_PER_NODE)) is not None:
+        if profile.link is None and (links := data_sheet_cluster(profile, DEVICES_PER_NODE)) is not None:
             intra_node, inter_node = (
                 link.slowed(factors.communication) for link in (links.intra_node, links.inter_node)
             )

@@ -87,9 +87,9 @@ def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float)
 
 FORMAT_VERSION = 4
 _MOST_NOTES = 12
+"""Notes of a plan that its text has."""
 _NUMBERS_WIDTH = 48
 """Characters of a row of the table without the name of its task."""
-"""Notes of a plan that its text has."""
 _SOURCES = {"measured": "profile measured on this device", "analytic": "analytic profile, not measured"}
 
 

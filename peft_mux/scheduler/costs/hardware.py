@@ -163,7 +163,7 @@ DEVICES = {
 _INTER_NODE = Link(15e-6, 25 * _GB)
 """One 200 Gbit/s InfiniBand port a device."""
 
-_DEVICES_PER_NODE = 8
+DEVICES_PER_NODE = 8
 
 
 def known_device(name: str, memory_bytes: int) -> Device | None:
@@ -208,5 +208,5 @@ def parse_devices(text: str | Cluster) -> Cluster:
     if count < 1:
         raise ValueError(f"devices must be {allowed}, got {text!r}. The count is 1 or more.")
     device = DEVICES[names[name]]
-    devices_per_node = per_node if found[2] else min(count, _DEVICES_PER_NODE)
+    devices_per_node = per_node if found[2] else min(count, DEVICES_PER_NODE)
     return Cluster(device, count, devices_per_node, device.link, _INTER_NODE)

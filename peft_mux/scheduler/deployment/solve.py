@@ -131,7 +131,7 @@ class BestFirstSearch:
             the exchange included.
         options: how each programme is solved, and how long all may take.
         prune: whether the bounds may be used at all.
-        exchange_s: seconds that each deployment takes in addition, of shape `(plans,)`; by default none.
+        exchange_s: seconds that each deployment takes in addition, of shape `(plans,)`.
 
     Attributes:
         answers: what is known of each deployment that was solved, by its row.
@@ -151,11 +151,11 @@ class BestFirstSearch:
         options: SolverOptions,
         *,
         prune: bool,
-        exchange_s: np.ndarray | None = None,
+        exchange_s: np.ndarray,
     ) -> None:
         start = time.perf_counter()
         self._full, self._plans, self._bounds_s, self._options, self._prune = full, plans, bounds_s, options, prune
-        self._exchange_s = np.zeros(len(plans)) if exchange_s is None else exchange_s
+        self._exchange_s = exchange_s
         self._deadline = np.inf if options.budget_s is None else start + options.budget_s
         self.answers: dict[int, PlanAnswer] = {}
         self.best_s, self.best_row = np.inf, -1
