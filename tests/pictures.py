@@ -6,8 +6,8 @@ import base64
 
 import pytest
 
-from peft_mux.checkpoint import hub
 from peft_mux.reporting import page
+from peft_mux.trainer import run
 
 _EMPTY = base64.b64decode(
     "iVBORw0KGgoAAAANSUhEUgAAAAEAAAABCAAAAAA6fptVAAAACklEQVR4nGNgAAAAAgABSK+kcQAAAABJRU5ErkJggg=="
@@ -22,5 +22,5 @@ def draw_none(patch: pytest.MonkeyPatch) -> None:
         patch: what puts pictures back.
     """
 
-    for module in (page, hub):
+    for module in (page, run):
         patch.setattr(module, "draw_losses", lambda tasks, kind="png": _EMPTY)

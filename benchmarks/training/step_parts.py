@@ -59,7 +59,7 @@ def timed(name: str, parts: dict[str, list[float]], act: Callable[[], Any]) -> A
 
 def run(trainer: Any) -> Any:
     """Run the passes of one step."""
-    return trainer._placement.executor.run(trainer._plans.next_work())
+    return trainer._placement.executor.run(trainer._plans.next_works()[0])
 
 
 def run_without_adapters(trainer: Any) -> None:
@@ -69,7 +69,7 @@ def run_without_adapters(trainer: Any) -> None:
     hook = embeddings.register_forward_hook(lambda module, inputs, output: output.detach().requires_grad_())
     try:
         with model.without_adapters():
-            for micro_batch in trainer._plans.next_work().micro_batches:
+            for micro_batch in trainer._plans.next_works()[0].micro_batches:
                 model(micro_batch).losses.sum().backward()
     finally:
         hook.remove()

@@ -7,7 +7,6 @@ one task, its card, and what lies next to these, and nothing else of a run.
 
 from __future__ import annotations
 
-import copy
 import hashlib
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
@@ -28,8 +27,7 @@ from peft_mux.errors import ConfigError, Fault, closest, installed_version, rais
 from peft_mux.modeling.adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION, head_kind_for
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.reporting.page import draw_losses
-from peft_mux.reporting.views import counted, view_of
+from peft_mux.reporting.views import counted
 
 CITATION = Path(__file__).with_name("citation.md")
 """The last section of every card."""
@@ -173,39 +171,6 @@ def write_card(folder: Path, card: ModelCard) -> bool:
 
 
 # ---------------------------------------------------------------- files next to an adapter
-
-
-def write_extras(folder: Path, run: TaskRun, *, num_tasks: int, tokenizer: Any, vocab_size: int | None) -> None:
-    """Write card, picture and tokenizer files into the folder of a task whose adapter is in it.
-
-    Args:
-        folder: the folder of the task.
-        run: the task.
-        num_tasks: tasks of its run.
-        tokenizer: the tokenizer of the run, or `None`.
-        vocab_size: tokens that the backbone knows, `None` if unknown; a tokenizer with more has been extended.
-
-    Raises:
-        CheckpointError: if something cannot be written.
-        OSError: if something cannot be read.
-    """
-    view = view_of(run)
-    has_picture = max(len(view.losses), len(view.eval_losses)) > 1  # a single point shows nothing
-    if has_picture:
-        try:
-            storage.write_file(folder / PICTURE_NAME, draw_losses([view]))
-        except ConfigError:  # matplotlib is an extra
-            has_picture = False
-    if needs_tokenizer(run, tokenizer, vocab_size):
-        if run.task.chat_template is not None:
-            tokenizer = copy.deepcopy(tokenizer)  # other tasks use it too
-            tokenizer.chat_template = run.task.chat_template
-        with storage.scratch_folder(folder) as scratch:
-            tokenizer.save_pretrained(str(scratch))
-            for path in sorted(scratch.iterdir()):
-                if path.is_file():
-                    storage.replace_file(path, folder / path.name)
-    write_card(folder, model_card(folder, run.name, run.step, run, num_tasks=num_tasks, has_picture=has_picture))
 
 
 def needs_tokenizer(run: TaskRun, tokenizer: Any, vocab_size: int | None) -> bool:

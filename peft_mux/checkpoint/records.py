@@ -1,7 +1,7 @@
 """The JSON files of a run folder that say where a run and its tasks stand.
 
 `RunRecord` (`state/run-<step>.json`) says which checkpoints belong together, which tasks were removed, and what decided
-the last bits of results. `SavedTask` (`state.json` of a checkpoint) says where one task stood, and with which settings
+the last bits of results. `task_state` (`state.json` of a checkpoint) says where one task stood, and with which settings
 it was trained. A seal detects accidental changes only, so every field is also validated before it is used.
 """
 
@@ -198,35 +198,6 @@ class ChangedSettingsError(CheckpointError):
     """A task is resumed with other settings than its checkpoint has; an older checkpoint would have the same."""
 
 
-@dataclass(frozen=True, slots=True)
-class SavedTask:
-    """Where a task stood.
-
-    Attributes:
-        settings: what must not change between a checkpoint and its resumption.
-        step: number of optimizer steps taken.
-        status: its status.
-        reason: why it failed or stopped.
-        num_tokens: tokens that it was trained on.
-        last_loss: loss of its last step.
-        loss_mean: sum and number of the losses since the last log.
-        best: state of the metric that early stopping follows.
-        trainer_state: what callbacks see of it.
-        optimizer: tree of the optimizer's state; `None` for a task that has ended.
-    """
-
-    settings: dict[str, Any]
-    step: int
-    status: TaskStatus
-    reason: str
-    num_tokens: int
-    last_loss: float
-    loss_mean: tuple[float, int]
-    best: dict[str, Any]
-    trainer_state: dict[str, Any]
-    optimizer: Any = None
-
-
 def task_state(run: TaskRun) -> dict[str, Any]:
     """Return where a task stands as JSON, without its optimizer."""
     return {
@@ -246,8 +217,8 @@ def task_state(run: TaskRun) -> dict[str, Any]:
     }
 
 
-def read_task_state(path: Path) -> SavedTask:
-    """Return where a task stood.
+def read_task_state(path: Path) -> dict[str, Any]:
+    """Return what `task_state` wrote, with the tree of the state of its `optimizer`, `None` for a task that has ended.
 
     Raises:
         CheckpointError: naming the file, if it cannot be read, or a field has an invalid value.
@@ -263,22 +234,22 @@ def read_task_state(path: Path) -> SavedTask:
         for name in ("settings", "best"):
             if not isinstance(value[name], dict):
                 raise TypeError(f"{name} are a {type(value[name]).__name__}")
-        return SavedTask(
-            settings=value["settings"],
-            step=_count(value["step"], "step"),
-            status=TaskStatus(_text(value["status"], "status")),
-            reason=_text(value["reason"], "reason"),
-            num_tokens=_count(value["num_tokens"], "num_tokens"),
-            last_loss=float(_text(value["last_loss"], "last_loss")),
-            loss_mean=(float(total), _count(number, "loss_mean")),
-            best=value["best"],
-            trainer_state={
+        return {
+            "settings": value["settings"],
+            "step": _count(value["step"], "step"),
+            "status": TaskStatus(_text(value["status"], "status")),
+            "reason": _text(value["reason"], "reason"),
+            "num_tokens": _count(value["num_tokens"], "num_tokens"),
+            "last_loss": float(_text(value["last_loss"], "last_loss")),
+            "loss_mean": (float(total), _count(number, "loss_mean")),
+            "best": value["best"],
+            "trainer_state": {
                 "global_step": _count(seen["global_step"], "global_step"),
                 "epoch": None if seen["epoch"] is None else float(seen["epoch"]),
                 "log_history": list(seen["log_history"]),
             },
-            optimizer=value.get("optimizer"),
-        )
+            "optimizer": value.get("optimizer"),
+        }
     except _MALFORMED as error:
         raise CheckpointError(f"{path} is not the state of a task ({type(error).__name__}: {error}).") from error
 

@@ -51,7 +51,6 @@ from peft_mux.checkpoint.task_state import BEST, LAST_GOOD, TaskState, put_snaps
 from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
 from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.files import ADAPTER_NAMES, CONFIG_NAME, WEIGHTS_NAME, adapter_names
-from peft_mux.modeling.backbone.shape import backbone_fingerprint
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import TaskStatus
 
@@ -73,7 +72,7 @@ class RunFolder:
         model: the model whose adapters are written and read.
         keep: how many checkpoints are kept of each task, and how many records of the run; `None` for all.
         is_writer: whether this process writes; one that only reads leaves the folder as it is.
-        fingerprint: digest of the whole backbone, if the model holds only a part of it.
+        fingerprint: digest of the frozen weights of the whole backbone, which records of the run contain.
 
     Attributes:
         removed: tasks that were removed from the run and have not been registered again, by name.
@@ -91,14 +90,14 @@ class RunFolder:
         *,
         keep: int | None = None,
         is_writer: bool = True,
-        fingerprint: str | None = None,
+        fingerprint: str = "",
     ) -> None:
         """Make the folder, and clean up what a crash left behind."""
         self.root, self.model, self.keep = root, model, keep
         self.removed: dict[str, RecordedTask] = {}
         self.generations: dict[str, int] = {}
         self.run_id = ""
-        self._fingerprint, self._is_writer = fingerprint, is_writer
+        self.fingerprint, self._is_writer = fingerprint, is_writer
         self._restored_from: dict[str, Path] = {}
         self._newest: bytes | None = None
         if not is_writer:
@@ -118,13 +117,6 @@ class RunFolder:
                     storage.remove_stale(folder)
         except OSError as error:
             raise storage.unwritable(root, error) from error
-
-    @property
-    def fingerprint(self) -> str:
-        """Digest of the frozen weights."""
-        if self._fingerprint is None:
-            self._fingerprint = backbone_fingerprint(self.model.backbone)
-        return self._fingerprint
 
     def task_folder(self, name: str) -> Path:
         """Return a task's folder, which is made if needed; no name or link leads out of the run folder."""
@@ -242,28 +234,29 @@ class RunFolder:
     def _load(self, run: TaskRun, folder: Path, say: Callable[[str], None]) -> None:
         """Restore a task from a folder whose files are intact."""
         saved = read_task_state(folder / STATE_NAME)
-        if folder.name != f"checkpoint-{saved.step}":
-            raise CheckpointError(f"{folder} must have the state of the step in its name, got step {saved.step}.")
-        changed = check_settings(run, saved.settings)  # before anything of the task is changed
+        step, status, optimizer = saved["step"], saved["status"], saved["optimizer"]
+        if folder.name != f"checkpoint-{step}":
+            raise CheckpointError(f"{folder} must have the state of the step in its name, got step {step}.")
+        changed = check_settings(run, saved["settings"])  # before anything of the task is changed
         # A task that had taken all its steps may now be given more of them.
-        has_more_steps = saved.status is TaskStatus.SUCCEEDED and run.num_steps > saved.step
+        has_more_steps = status is TaskStatus.SUCCEEDED and run.num_steps > step
         try:
             snapshot = TaskState(self.model.saved_weights(run.name, folder), {}, {}, {})
-            if saved.optimizer is not None:
-                own = storage.unpack_state(storage.load_tensors(folder / "optimizer.safetensors"), saved.optimizer)
+            if optimizer is not None:
+                own = storage.unpack_state(storage.load_tensors(folder / "optimizer.safetensors"), optimizer)
                 copies = {copy: storage.load_tensors(folder / f"{copy}.safetensors") for copy in (LAST_GOOD, BEST)}
                 snapshot = TaskState(snapshot.weights, **own, copies=copies)
-            run.step, run.num_tokens, run.last_loss = saved.step, saved.num_tokens, saved.last_loss
-            run.loss_mean.total, run.loss_mean.count = saved.loss_mean
-            run.best.load(saved.best)
-            run.state = TrainerState(**{**asdict(run.state), **saved.trainer_state})
+            run.step, run.num_tokens, run.last_loss = step, saved["num_tokens"], saved["last_loss"]
+            run.loss_mean.total, run.loss_mean.count = saved["loss_mean"]
+            run.best.load(saved["best"])
+            run.state = TrainerState(**{**asdict(run.state), **saved["trainer_state"]})
             run.state.best_metric, run.state.best_global_step = run.best.value, run.best.step
-            if (saved.optimizer is None and not has_more_steps) or run.optimizer is None:
-                run.end(saved.status, saved.reason)
+            if (optimizer is None and not has_more_steps) or run.optimizer is None:
+                run.end(status, saved["reason"])
             # Also for an ended task, whose adapter users keep using.
-            put_snapshot(run, self.model, snapshot, from_step=saved.step if changed else None)
+            put_snapshot(run, self.model, snapshot, from_step=step if changed else None)
             if run.optimizer is not None:
-                run.status, run.reason = (TaskStatus.RUNNING, "") if has_more_steps else (saved.status, saved.reason)
+                run.status, run.reason = (TaskStatus.RUNNING, "") if has_more_steps else (status, saved["reason"])
         except torch.OutOfMemoryError:
             raise
         except CheckpointError as error:
@@ -273,7 +266,7 @@ class RunFolder:
             raise CheckpointError(
                 f"{folder} has a state that does not fit the task ({type(error).__name__}: {error})."
             ) from error
-        if changed and saved.status.is_final and not has_more_steps:
+        if changed and status.is_final and not has_more_steps:
             say(f'task "{run.name}": has ended, so other settings have no effect: {changed}')
         elif changed:
             restart = (
@@ -281,7 +274,7 @@ class RunFolder:
                 if has_more_steps
                 else ""
             )
-            say(f'task "{run.name}": resumes from step {saved.step} with other settings: {changed}{restart}')
+            say(f'task "{run.name}": resumes from step {step} with other settings: {changed}{restart}')
 
     def newest_checkpoint(self, name: str) -> Path | None:
         """Return the newest intact checkpoint of a task; `None` if there is none."""
@@ -407,17 +400,6 @@ class RunFolder:
         storage.write_file(record_path(self.root / STATE_FOLDER, record.run_step), content)
         self._newest = content
 
-    def note_removed(self, name: str, reason: str, step: int) -> None:
-        """Remember that a task was removed, why, and after how many of its steps."""
-        self.removed[name] = RecordedTask(TaskStatus.REMOVED, reason, step, self.generations.get(name, 0))
-
-    def note_arrival(self, name: str) -> bool:
-        """Remember that a task begins; return whether it has the name of a removed one, whose files are not its own."""
-        before = self.removed.pop(name, None)
-        if before is not None:
-            self.generations[name] = before.generation + 1
-        return before is not None
-
     def refuse_other_writer(self) -> None:
         """Refuse a folder that another trainer has written to since this one did.
 
@@ -450,9 +432,7 @@ def _replace_adapter(folder: Path, scratch: Path) -> None:
             storage.replace_file(new, present)
 
 
-def open_other_folder(
-    root: Path, model: MultiTaskPeftModel, *, is_writer: bool = True, fingerprint: str | None = None
-) -> RunFolder:
+def open_other_folder(root: Path, model: MultiTaskPeftModel, *, is_writer: bool, fingerprint: str) -> RunFolder:
     """Open the folder of another run, to read its state.
 
     What a crash left behind there is cleaned up, unless a process trains there or the folder cannot be written to.
@@ -461,7 +441,7 @@ def open_other_folder(
         root: the folder of that run.
         model: the model whose adapters are read.
         is_writer: whether this process cleans up.
-        fingerprint: digest of the whole backbone, if the model holds only a part of it.
+        fingerprint: digest of the frozen weights of the whole backbone.
     """
     lock = storage.FolderLock(root)
     if is_writer and root.is_dir():
@@ -529,8 +509,8 @@ def require_state(root: Path) -> None:
         )
 
 
-def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]) -> int:
-    """Restore all tasks to where the newest record of a run left them; return its run step.
+def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]) -> RunRecord:
+    """Restore all tasks to where the newest record of a run left them; return that record.
 
     Args:
         folder: the folder of the run that is resumed.
@@ -581,4 +561,4 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
             say(f'task "{name}" was removed from the run; it stays removed, and its files as they are')
     # The order of tasks in the stream is part of the rounding of sums.
     table.runs = {name: table[name] for name in dict.fromkeys([*record.tasks, *table.runs]) if name in table}
-    return record.run_step
+    return record

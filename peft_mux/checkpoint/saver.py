@@ -21,6 +21,7 @@ import torch
 
 from peft_mux import storage
 from peft_mux.arguments import MultiTaskTrainingArguments
+from peft_mux.checkpoint.records import RecordedTask
 from peft_mux.checkpoint.run_folder import RunFolder, Weights
 from peft_mux.checkpoint.task_state import TaskState, take_snapshot
 from peft_mux.engine.tasks.task_run import TaskRun, TaskTable, run_interval
@@ -29,7 +30,6 @@ from peft_mux.modeling.adapters.files import ADAPTER_NAMES
 from peft_mux.modeling.attention.varlen import varlen_kernel
 from peft_mux.reporting.banner import device_words
 from peft_mux.reporting.run_log import RunLog
-from peft_mux.scheduler.plan import Plan
 from peft_mux.task import TaskStatus
 
 ENVIRONMENT_NAME = "environment.json"
@@ -107,17 +107,6 @@ def _commit_of_script() -> dict[str, Any] | None:
     return {"commit": commits[0], "is_dirty": any(not line.startswith("# ") for line in lines)}
 
 
-def describe_run(root: Path, args: MultiTaskTrainingArguments, table: TaskTable, plan: Plan) -> None:
-    """Write every setting in effect, the plan, and the environment into the run folder.
-
-    Raises:
-        CheckpointError: if they cannot be written.
-    """
-    describe_tasks(root, args, table)
-    storage.write_file(root / "plan.json", plan.to_json().encode())
-    storage.write_file(root / ENVIRONMENT_NAME, json.dumps(environment_of(args), indent=2).encode())
-
-
 def task_config(run: TaskRun) -> dict[str, Any]:
     """Return every setting of a task in effect."""
     return {**asdict(run.hyper), "num_steps": run.num_steps, "peft_config": run.task.peft_config.to_dict()}
@@ -140,10 +129,6 @@ def describe_tasks(root: Path, args: MultiTaskTrainingArguments, table: TaskTabl
 
 # ---------------------------------------------------------------- when what is saved
 
-Gather = Callable[..., TaskState | None]
-"""`gather(run, only_weights=False)`: the full state of a task on the process that writes, `None` on the others, made of
-the parts of all processes, which all call it."""
-
 
 class Saver:
     """Writes adapters and states of a run.
@@ -158,7 +143,12 @@ class Saver:
         folder: the folder of the run; `None` before it is opened, and if nothing is saved (`save_strategy="no"`).
         num_states: states of the whole run that were written, the same number on all processes that save together.
         decided_by: returns what decided the plan besides the arguments, by name, which becomes part of the states.
-        unsaved: tasks that have ended and whose adapter could not be written.
+        unsaved: tasks that have ended and whose adapter could not be written, with the status and the reason with which
+            they would have ended; `None` if only the process that writes knows these.
+        saved_step: step of the run at which all tasks were saved; `None` if they have changed since.
+        gather: `gather(run, only_weights=False)` returns the full state of a task on the process that writes and `None`
+            on the others; `None` if each process holds all of every task.
+        agree: returns whether all processes have saved, if they save together.
         lock: reserves the folder; a program that reads the rows of the run may hold it already.
     """
 
@@ -170,10 +160,10 @@ class Saver:
         self.table, self.args, self.log, self.is_writer = table, args, log, is_writer
         self.num_states = 0
         self.decided_by: Callable[[], Mapping[str, float]] = dict
-        self.unsaved: set[str] = set()
-        self._gather: Gather | None = None
-        self._agree: Callable[[bool], bool] = bool
-        self._saved_step: int | None = None
+        self.unsaved: dict[str, tuple[TaskStatus, str] | None] = {}
+        self.gather: Callable[..., TaskState | None] | None = None
+        self.agree: Callable[[bool], bool] = bool
+        self.saved_step: int | None = None
         self._adapter_steps: dict[str, int] = {}
         self.lock: storage.FolderLock | None = None
 
@@ -208,20 +198,6 @@ class Saver:
             with suppress(CheckpointError):
                 self.lock.note_loading(loading)
 
-    def use_model(self, model: Any) -> None:
-        """Save another model's adapters from now on; `None` while there is none."""
-        if self.folder is not None:
-            self.folder.model = model
-
-    def use_parts(self, gather: Gather | None, agree: Callable[[bool], bool] = bool) -> None:
-        """Set how processes save together that each hold a part of every task.
-
-        Args:
-            gather: returns the full state of a task; `None` if this process holds all of it.
-            agree: returns whether all processes have saved.
-        """
-        self._gather, self._agree = gather, agree
-
     # ---------------------------------------------------------------- states of the run
 
     def is_due(self) -> bool:
@@ -234,26 +210,22 @@ class Saver:
     @property
     def is_current(self) -> bool:
         """Whether the present step is saved already, or nothing is to be saved."""
-        return self.folder is None or self._saved_step == self.log.state.global_step
-
-    def note_change(self) -> None:
-        """Regard the saved state as outdated: tasks were added, removed or paused since, within the same step."""
-        self._saved_step = None
+        return self.folder is None or self.saved_step == self.log.state.global_step
 
     def save_run(self) -> bool:
         """Write a state from which all tasks resume together; return whether it was written."""
         is_saved, folder = True, self.folder
         for run in self.table:
             # After a failure the other processes still wait for one that gathers, so only the writing is skipped.
-            if not run.status.is_final and (is_saved or self._gather is not None):
+            if not run.status.is_final and (is_saved or self.gather is not None):
                 is_saved = self._save_task(run, is_wanted=is_saved) and is_saved
         if is_saved and folder is not None:
             step, numerics = self.log.state.global_step, {**numerics_of(self.args), **self.decided_by()}
-            is_saved = not self._attempt(lambda: folder.save_record(step, list(self.table), numerics))
+            is_saved = not self.attempt(lambda: folder.save_record(step, list(self.table), numerics))
         # All processes must agree, or only some would save the step again at the end.
-        is_saved = self._agree(is_saved and folder is not None)
+        is_saved = self.agree(is_saved and folder is not None)
         if is_saved:
-            self._saved_step = self.log.state.global_step
+            self.saved_step = self.log.state.global_step
             self.num_states += 1
         return is_saved
 
@@ -279,27 +251,26 @@ class Saver:
                 self._adapter_steps[run.name] = run.step
             folder.save_task(run, snapshot, weights)
 
-        return is_wanted and not self._attempt(write)
+        return is_wanted and not self.attempt(write)
 
-    def take_over(self, other: RunFolder, say: Callable[[str], None]) -> None:
+    def take_over(self, other: RunFolder, before: Mapping[str, Any], say: Callable[[str], None]) -> None:
         """Continue the run of a folder that the tasks were restored from: its removed and its ended tasks.
 
         Args:
             other: that folder, which may be this run's own.
+            before: the `numerics` of the record that was resumed from.
             say: called with a line for everything that has changed.
 
         Raises:
             CheckpointError: if the adapter of an ended task cannot be written.
         """
-        self._saved_step = None  # what this trainer has saved since is not what the tasks went back to
-        before, now = other.records()[-1][0].numerics, numerics_of(self.args)
+        self.saved_step = None  # what this trainer has saved since is not what the tasks went back to
         # What an older version did not record is not compared.
-        for name in [name for name in now if name in before and before[name] != now[name]]:
-            say(
-                f"resumed with another {name}: {before[name]!r} before, {now[name]!r} now; the last bits of results"
-                " may differ"
-            )
-            self.log.event("numerics_changed", name=name, before=before[name], now=now[name])
+        for name, now in numerics_of(self.args).items():
+            if before.get(name, now) != now:
+                was = f"{before[name]!r} before, {now!r} now"
+                say(f"resumed with another {name}: {was}; the last bits of results may differ")
+                self.log.event("numerics_changed", name=name, before=before[name], now=now)
         if self.folder is None:
             return
         if self.folder is not other:
@@ -322,7 +293,7 @@ class Saver:
         if folder is None:
             return False
         weights = self.full_weights(self.table[name])
-        is_saved = not self._attempt(lambda: folder.save_adapter(name, weights))
+        is_saved = not self.attempt(lambda: folder.save_adapter(name, weights))
         if is_saved:
             self._adapter_steps[name] = self.table[name].step
         return is_saved
@@ -331,7 +302,7 @@ class Saver:
         """Write a task's adapter as its best so far."""
         folder, weights = self.folder, self.full_weights(run)
         if folder is not None:
-            self._attempt(lambda: folder.save_best(run, weights))
+            self.attempt(lambda: folder.save_best(run, weights))
 
     def save_ended(self, run: TaskRun) -> str:
         """Write the adapter and the last state of a task that has ended, and read the adapter back.
@@ -349,14 +320,14 @@ class Saver:
             folder.save_adapter(run.name, weights)
             storage.verify_checksums(folder.task_folder(run.name), ADAPTER_NAMES)
 
-        failure = self._attempt(write_adapter)
+        failure = self.attempt(write_adapter)
         # Also if that failed: the state holds the adapter too.
-        self._attempt(lambda: folder.save_task(run, snapshot, weights))
-        if not self._agree(not failure) and not failure:
+        self.attempt(lambda: folder.save_task(run, snapshot, weights))
+        if not self.agree(not failure) and not failure:
             failure = "another process could not write it"
-        self.unsaved.discard(run.name)
+        self.unsaved.pop(run.name, None)
         if failure:
-            self.unsaved.add(run.name)
+            self.unsaved[run.name] = run.status, run.reason
         else:
             self._adapter_steps[run.name] = run.step
         return failure
@@ -367,21 +338,16 @@ class Saver:
             return None
         return self.folder.root / run.name
 
-    def newest_copy(self, name: str) -> str:
-        """Return in a sentence where the newest intact copy of a task lies."""
-        folder = None if self.folder is None else self.folder.newest_checkpoint(name)
-        return "There is no copy of it on the disk." if folder is None else f"Its newest copy is {folder}."
-
     def full_weights(self, run: TaskRun) -> Weights | None:
         """Return a task's full weights on the process that writes, if processes hold parts; all of them call this."""
-        state = None if self._gather is None else self._gather(run, only_weights=True)
+        state = None if self.gather is None else self.gather(run, only_weights=True)
         return None if state is None else state.weights
 
     def _collect(self, run: TaskRun) -> tuple[TaskState | None, Weights | None]:
         """Return state and weights of a task on the process that writes; all that hold parts of it call this."""
         assert self.folder is not None, "called only if something is saved"
-        if self._gather is not None:
-            snapshot = self._gather(run)
+        if self.gather is not None:
+            snapshot = self.gather(run)
             return snapshot, None if snapshot is None else snapshot.weights
         # PEFT selects the weights from the model.
         return (take_snapshot(run, self.folder.model) if self.is_writer else None), None
@@ -390,33 +356,29 @@ class Saver:
 
     def note_removed(self, run: TaskRun) -> None:
         """Record that a task was removed, so that it stays removed when the run is resumed."""
-        self.unsaved.discard(run.name)
+        self.unsaved.pop(run.name, None)
         self._adapter_steps.pop(run.name, None)
         if self.folder is not None:
-            self.folder.note_removed(run.name, run.reason, run.step)
+            generation = self.folder.generations.get(run.name, 0)
+            self.folder.removed[run.name] = RecordedTask(TaskStatus.REMOVED, run.reason, run.step, generation)
             self._amend(self.folder)
 
     def note_arrival(self, name: str) -> None:
-        """Record that a task which has the name of a removed one is a new task."""
-        if self.folder is not None and self.folder.note_arrival(name):
-            self._amend(self.folder)
-
-    def describe_arrivals(self, root: Path) -> None:
-        """Add the settings of new tasks to `config.json`, next to those of tasks that have left.
-
-        The file is written when training begins, even if nothing else is saved, and so it is here.
-        """
-        self._attempt(lambda: describe_tasks(root, self.args, self.table, keeps=True))
+        """Record that a task which has the name of a removed one, whose files are not its own, is a new task."""
+        folder = self.folder
+        if folder is not None and (before := folder.removed.pop(name, None)) is not None:
+            folder.generations[name] = before.generation + 1
+            self._amend(folder)
 
     def _amend(self, folder: RunFolder) -> None:
         """Put what has changed into the newest record, or write a first one; all processes call this."""
         # A record covers all tasks, so a first one needs the states of all of them.
-        if self._agree(not self.is_writer or bool(folder.records())):
-            self._attempt(folder.amend_record)
+        if self.agree(not self.is_writer or bool(folder.records())):
+            self.attempt(folder.amend_record)
         else:
             self.save_run()
 
-    def _attempt(self, write: Callable[[], object]) -> str:
+    def attempt(self, write: Callable[[], object]) -> str:
         """Write on the process that writes; log a failure and return it, so that a full disk does not end the run."""
         if not self.is_writer:
             return ""

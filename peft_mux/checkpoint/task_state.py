@@ -62,11 +62,17 @@ class TaskState:
 # ---------------------------------------------------------------- out of a run, and into one
 
 
-def take_snapshot(run: TaskRun, model: Any) -> TaskState:
-    """Return a copy of this process's part of a task; `model` has the adapter of the task, or a part of it."""
+def take_snapshot(run: TaskRun, model: Any, *, only_weights: bool = False) -> TaskState:
+    """Return a copy of this process's part of a task, or only of its weights.
+
+    Args:
+        run: the task.
+        model: has the adapter of the task, or a part of it.
+        only_weights: leave out everything but the weights.
+    """
     parameters = model.task_parameters(run.name)
-    state = split_state(parameters, run.optimizer)
-    if run.last_good is None:
+    state = split_state(parameters, None if only_weights else run.optimizer)
+    if only_weights or run.last_good is None:
         return state
     last_good = {
         name: part.detach().clone().contiguous()
@@ -325,15 +331,8 @@ def join_parts(parts: Sequence[tuple[Mapping[str, Piece], TaskState]]) -> TaskSt
         for name, piece in pieces.items():
             holders.setdefault(name, []).append((piece, state))
     for name, held in holders.items():
-        # All processes that hold a parameter whole hold the same.
-        full = next((state for piece, state in held if piece.is_whole), None)
-        if full is not None:
-            whole.weights[name] = full.weights[name]
-            if name in full.moments:
-                whole.moments[name] = full.moments[name]
-            for copy, own in full.copies.items():
-                if name in own:
-                    whole.copies[copy][name] = own[name]
+        # All processes that hold a parameter whole hold the same, and `whole` has it from one of them.
+        if all(piece.is_whole for piece, _ in held):
             continue
         dim, last = held[0][0].dim, 0
         size = held[0][0].shape[dim]
@@ -347,13 +346,12 @@ def join_parts(parts: Sequence[tuple[Mapping[str, Piece], TaskState]]) -> TaskSt
                 f"{name}: the processes of one replica must have all of it, got nothing of index {last} along "
                 f"dimension {dim}, of {size}. Load the same model and adapter in each."
             )
-        whole.weights[name] = _assembled(name, [(piece, state.weights.get(name)) for piece, state in held])
+        whole.weights[name] = _assembled([(piece, state.weights[name]) for piece, state in held])
         for copy, own in whole.copies.items():
             if name in own:
-                own[name] = _assembled(name, [(piece, state.copies.get(copy, {}).get(name)) for piece, state in held])
+                own[name] = _assembled([(piece, state.copies[copy][name]) for piece, state in held])
         if name in whole.moments:
-            moments = [(piece, state.moments.get(name, {})) for piece, state in held]
-            whole.moments[name] = _assembled_moments(name, moments)
+            whole.moments[name] = _assembled_moments(name, [(piece, state.moments[name]) for piece, state in held])
     return whole
 
 
@@ -379,30 +377,25 @@ def take_part(state: TaskState, pieces: Mapping[str, Piece]) -> TaskState:
     return replace(state, weights=weights, moments=moments, copies=copies)
 
 
-def _assembled(name: str, parts: Iterable[tuple[Piece, torch.Tensor | None]]) -> torch.Tensor:
+def _assembled(parts: Sequence[tuple[Piece, torch.Tensor]]) -> torch.Tensor:
     """Return a tensor made of its parts, on the CPU."""
-    whole: torch.Tensor | None = None
+    piece, first = parts[0]
+    whole = torch.zeros(piece.shape, dtype=first.dtype)
     for piece, part in parts:
-        assert part is not None, f"all processes of a replica save the same things of a task, {name} too"
-        assert tuple(part.shape) == piece.part_shape, f"a process saves the part of {name} that it holds"
-        if whole is None:
-            whole = torch.zeros(piece.shape, dtype=part.dtype)
-        piece.put(whole, part.to(whole.device))
-    assert whole is not None, "a parameter has at least one piece"
+        piece.put(whole, part.cpu())
     return whole
 
 
 def _assembled_moments(name: str, parts: Sequence[tuple[Piece, Moments]]) -> Moments:
     """Return an optimizer's state of a parameter, joined from the states of its parts."""
     joined: Moments = {}
-    for key in dict.fromkeys(key for _, moments in parts for key in moments):
-        assert all(key in moments for _, moments in parts), f"the optimizer keeps {key} of {name} in every process"
-        piece, first = parts[0][0], parts[0][1][key]
+    piece, moments_of_first = parts[0]
+    for key, first in moments_of_first.items():
         # Step counters are the same in all parts, which step together.
         if not isinstance(first, torch.Tensor) or first.dim() == 0:
             joined[key] = first
         elif tuple(first.shape) == piece.part_shape:
-            joined[key] = _assembled(f"{name}, {key}", [(piece, moments.get(key)) for piece, moments in parts])
+            joined[key] = _assembled([(piece, moments[key]) for piece, moments in parts])
         else:
             raise CheckpointError(
                 f"{name}, {key}: a divided parameter needs an optimizer that treats all elements equally, got shape "

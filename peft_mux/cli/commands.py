@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.run_folder import refuse_held_folder, require_state
-from peft_mux.cli.config_file import RunConfig, parse_value, read_cluster, read_config
+from peft_mux.cli.config_file import RunConfig, located, parse_value, read_cluster, read_config
 from peft_mux.errors import ConfigError, PeftMuxError, closest, raise_faults
 from peft_mux.planning.replica_facts import LayerProfile
 from peft_mux.reporting.views import window_width, wrapped
@@ -191,7 +191,7 @@ def make_trainer(config: RunConfig) -> MultiTaskTrainer:
     try:
         return MultiTaskTrainer(config.model, config.args, config.tasks, **options)
     except PeftMuxError as error:
-        raise_faults(config.located(error.faults), type(error))
+        raise_faults(located(error.faults, config.file, config.lines), type(error))
         raise  # an error without faults
 
 

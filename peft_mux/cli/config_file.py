@@ -109,10 +109,6 @@ class RunConfig:
     file: str = ""
     lines: Mapping[str, int] = field(default_factory=dict)
 
-    def located(self, faults: Iterable[Fault]) -> list[Fault]:
-        """Return the faults of objects that were made from the file, with the file's own names and lines."""
-        return _located(faults, self.file, self.lines)
-
 
 def read_config(
     path: str | Path,
@@ -148,7 +144,7 @@ def read_config(
     config, more = _make_run_config(data, path.parent, before_rows)
     known = {fault.where for fault in faults}
     faults += [fault for fault in more if fault.where not in known]
-    raise_faults(_located(faults, path.name, lines))
+    raise_faults(located(faults, path.name, lines))
     assert config is not None, "a configuration without faults was made"
     return replace(config, file=path.name, lines=lines)
 
@@ -196,7 +192,7 @@ def read_cluster(path: str | Path) -> Cluster:
             faults.append(Fault(key, "nothing", allowed))
         elif value is not None and not is_right(value):
             faults.append(Fault(key, shown(value), allowed, closest(value, DEVICES) if key == "device" else ""))
-    raise_faults(_located(faults, path.name, lines))
+    raise_faults(located(faults, path.name, lines))
     cluster = parse_devices(f"{data['nodes']}x{data['devices_per_node']}x{data['device']}")
 
     def link(name: str, default: Link) -> Link:
@@ -234,7 +230,7 @@ def _read_mapping(path: Path, keys: Iterable[str], fix: str = "") -> tuple[dict[
     return data, lines, faults
 
 
-def _located(faults: Iterable[Fault], file: str, lines: Mapping[str, int]) -> list[Fault]:
+def located(faults: Iterable[Fault], file: str, lines: Mapping[str, int]) -> list[Fault]:
     """Return faults with the file's own names of sections, and with the line of each in the file."""
     located = []
     for fault in faults:

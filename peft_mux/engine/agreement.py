@@ -13,7 +13,7 @@ import json
 import zlib
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
@@ -90,18 +90,6 @@ def tensors_digest(tensors: Mapping[str, torch.Tensor]) -> str:
     return digest.hexdigest()[:32]
 
 
-class Ending(NamedTuple):
-    """How a task ended on another process.
-
-    Attributes:
-        status: final status of the task there.
-        reason: why it ended, with the rank.
-    """
-
-    status: TaskStatus
-    reason: str
-
-
 class Agreement:
     """Keeps the processes of a run in agreement.
 
@@ -131,7 +119,7 @@ class Agreement:
         last_step_s: float = 0.0,
         last_passes_s: float = 0.0,
         num_commands: int = 0,
-    ) -> tuple[dict[str, Ending], bool]:
+    ) -> tuple[dict[str, tuple[TaskStatus, str]], bool]:
         """Agree on the tasks and their states, before a step.
 
         Args:
@@ -144,8 +132,8 @@ class Agreement:
             num_commands: number of commands of other threads that are pending on this process.
 
         Returns:
-            Tasks that have failed or were stopped on another process but are running here; and whether any process was
-            asked to stop.
+            Tasks that have failed or were stopped on another process but are running here, with their status and the
+            reason; and whether any process was asked to stop.
 
         Raises:
             ProcessError: on every process, if processes differ in anything else.
@@ -171,7 +159,7 @@ class Agreement:
         _require_equal("replicas to move to", [one or "none" for one in targets])
         _require_equal("step of the run", steps)
         _require_equal("tasks", [", ".join(name for name, _, _ in one) for one in standings])
-        merged: dict[str, Ending] = {}
+        merged: dict[str, tuple[TaskStatus, str]] = {}
         for place, task in enumerate(tasks):
             states = [one[place][1:] for one in standings]
             if _are_equal(states):
@@ -184,7 +172,7 @@ class Agreement:
                 shown = [f"{status} at step {own_step}" for (_, own_step), (status, _) in pairs]
                 raise ProcessError(_difference(f'task "{task.name}"', shown, _CALL_EVERYWHERE))
             if self.processes.rank not in ended:
-                merged[task.name] = Ending(TaskStatus(status), f"{reason} (on rank {ended[0]})")
+                merged[task.name] = TaskStatus(status), f"{reason} (on rank {ended[0]})"
         return merged, stops
 
     def on_batches(

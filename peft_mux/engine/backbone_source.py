@@ -17,7 +17,7 @@ from transformers.models.auto import modeling_auto
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.tasks.optimizer import page_kind_of
-from peft_mux.engine.tasks.setup import configs_of, num_labels_of, seeds_of
+from peft_mux.engine.tasks.setup import adapters_of
 from peft_mux.engine.tasks.task_run import ResolvedTask
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
@@ -184,7 +184,7 @@ class BackboneSource:
             )
             missing = [task for task in tasks if task.name not in model.tasks]
             if missing:
-                model.register_tasks(configs_of(missing), seeds=seeds_of(missing), num_labels=num_labels_of(missing))
+                model.register_tasks(**adapters_of(missing))
             return assign_settings(model, tasks)
         if isinstance(self.model, str):
             config = self._sized_config(tasks)
@@ -197,9 +197,10 @@ class BackboneSource:
                 raise ConfigError(f'model "{self.model}" cannot be built: {self._told(error)}') from error
             if self.quantization is not None:
                 quantize_description(backbone, self.quantization)
-            return self._wrap(backbone, tasks)
+            return assign_settings(MultiTaskPeftModel(backbone, **adapters_of(tasks)), tasks)
         # Packing is proven where the model will train: at once if it is already there, otherwise after it is moved.
-        return self._wrap(self.model, tasks, verify=None if self.args.device.type == "cuda" else True)
+        verify = None if self.args.device.type == "cuda" else True
+        return assign_settings(MultiTaskPeftModel(self.model, **adapters_of(tasks), verify=verify), tasks)
 
     def load(self, described: MultiTaskPeftModel, tasks: Sequence[ResolvedTask]) -> MultiTaskPeftModel:
         """Return the multi-task model with its weights, possibly still to be verified (`verify_once`)."""
@@ -224,7 +225,8 @@ class BackboneSource:
             raise ConfigError(f'the weights of model "{self.model}" cannot be loaded: {error}') from error
         prepare_quantized(backbone)
         is_head_new = any(key.split(".")[0] in HEAD_NAMES for key in report["missing_keys"])
-        return self._wrap(backbone, tasks, is_head_new=is_head_new, verify=None)
+        model = MultiTaskPeftModel(backbone, **adapters_of(tasks), is_head_new=is_head_new, verify=None)
+        return assign_settings(model, tasks)
 
     def folder(self, tasks: Sequence[ResolvedTask]) -> Path | None:
         """Return the folder of safetensors from which a process may read a part of a language model alone.
@@ -251,24 +253,6 @@ class BackboneSource:
             return Path(snapshot_download(self.model, allow_patterns=["*.json", "*.safetensors"]))
         except (OSError, ValueError) as error:
             raise ConfigError(f'the weights of model "{self.model}" cannot be loaded: {error}') from error
-
-    def _wrap(
-        self,
-        backbone: Any,
-        tasks: Sequence[ResolvedTask],
-        *,
-        is_head_new: bool = False,
-        verify: bool | None = True,
-    ) -> MultiTaskPeftModel:
-        model = MultiTaskPeftModel(
-            backbone,
-            configs_of(tasks),
-            seeds=seeds_of(tasks),
-            num_labels=num_labels_of(tasks),
-            is_head_new=is_head_new,
-            verify=verify,
-        )
-        return assign_settings(model, tasks)
 
     def _auto_class(self, tasks: Sequence[ResolvedTask]) -> Any:
         import transformers

@@ -27,6 +27,7 @@ from typing import Any, NamedTuple
 import torch
 
 from peft_mux.data.batch import MuxBatch
+from peft_mux.data.packing.passes import round_up
 from peft_mux.modeling.adapters.kind import MultiplexedForward
 from peft_mux.modeling.adapters.prompts.kinds import encoders_of
 from peft_mux.modeling.attention.attention_stream import AttentionStream
@@ -257,10 +258,6 @@ class Shape(NamedTuple):
     num_targets: int
     longest: int
 
-    def fits(self, other: Shape) -> bool:
-        """Whether micro-batches of this shape can be padded to another one."""
-        return all(own <= wide for own, wide in zip(self, other, strict=True))
-
     @classmethod
     def of(cls, batch: MuxBatch) -> Shape:
         """Return the shape that a micro-batch is padded to."""
@@ -269,9 +266,9 @@ class Shape(NamedTuple):
         target_step = max(_power_of_two(num_targets) // 2 // _TARGET_STEPS, _LEAST_TARGETS)
         return cls(
             # One more than there are: unused targets point at the last token, which must belong to no task.
-            num_tokens=_round_up(batch.num_tokens + 1, TOKEN_STEP),
+            num_tokens=round_up(batch.num_tokens + 1, TOKEN_STEP),
             num_sequences=_power_of_two(batch.num_sequences + 1),
-            num_targets=_round_up(num_targets, target_step),
+            num_targets=round_up(num_targets, target_step),
             # The padding is one more sequence, of up to `TOKEN_STEP` tokens.
             longest=_power_of_two(max(*batch.sequence_lengths, TOKEN_STEP)),
         )
@@ -313,10 +310,6 @@ def _at(losses_N: torch.Tensor, names: tuple[str, ...], present: tuple[str, ...]
     places = torch.tensor([names.index(name) for name in present])
     places = places.pin_memory() if losses_N.is_cuda else places
     return losses_N[places.to(losses_N.device, non_blocking=True)]
-
-
-def _round_up(value: int, multiple: int) -> int:
-    return -(-value // multiple) * multiple
 
 
 def _power_of_two(value: int) -> int:
@@ -462,7 +455,7 @@ class StaticInputs:
             end = num_bytes + count * dtype.itemsize
             self._slices[name] = num_bytes, end, dtype
             # A view of another dtype must start at a multiple of its own size.
-            num_bytes = _round_up(end, _ALIGNMENT)
+            num_bytes = round_up(end, _ALIGNMENT)
         self._buffer = torch.zeros(num_bytes, dtype=torch.uint8, device=device)
         parts = self._views(self._buffer)
         self.owner_M, self.weight_M = parts["owners"], parts["weights"]
@@ -492,7 +485,6 @@ class StaticInputs:
         Args:
             batch: a micro-batch whose tensors are on the host.
         """
-        assert Shape.of(batch).fits(self.shape), "a graph is chosen by the shape"
         # One buffer and one copy: a copy for each tensor would cost as many launches, which graphs are there to save.
         host = torch.zeros(self._buffer.numel(), dtype=torch.uint8)
         parts = self._views(host)

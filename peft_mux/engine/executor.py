@@ -39,7 +39,7 @@ attention also holds a copy of the earlier keys and values for each part.
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import replace
 
@@ -291,9 +291,7 @@ class Executor:
         model, objectives = self.model, self.model.objectives
         counts = {name: objectives.of(name).num_batch_values(objectives.args_of(name)) for name in tasks}
         sums = {name: torch.zeros(count, device=model.device) for name, count in counts.items()}
-        chosen = [[index for index, name in enumerate(one.task_names) if name in sums] for one in micro_batches]
-        parts = [_of_tasks(micro_batch, own) for micro_batch, own in zip(micro_batches, chosen, strict=True) if own]
-        parts = [_of_pass(model, part, tasks, is_reference_pass=True) for part in parts]
+        parts = [_of_pass(model, part, tasks, is_reference_pass=True) for part in _with_tasks(micro_batches, tasks)]
         for part, nll_M in zip(parts, self.forward_terms(parts), strict=True):
             for outputs in () if nll_M is None else token_outputs(nll_M, part.to(model.device)):
                 own = objectives.of(outputs.task).batch_values(outputs, objectives.args_of(outputs.task))
@@ -301,13 +299,7 @@ class Executor:
         values = self.shared(torch.cat(list(sums.values())))
         values = values if total is None else total(values)
         found = dict(zip(sums, values.split([len(one) for one in sums.values()]), strict=True))
-        ready = []
-        for micro_batch, own in zip(micro_batches, chosen, strict=True):
-            rows = list(micro_batch.row_values)
-            for index in own:
-                rows[index] = {**rows[index], BATCH_VALUES: found[micro_batch.task_names[index]]}
-            ready.append(replace(micro_batch, row_values=tuple(rows)) if own else micro_batch)
-        return tuple(ready)
+        return _with_row_values(micro_batches, BATCH_VALUES, found)
 
     def _with_router_totals(
         self, micro_batches: tuple[MuxBatch, ...], tasks: Sequence[str], total: Callable[[torch.Tensor], torch.Tensor]
@@ -317,20 +309,12 @@ class Executor:
         tasks = [name for name in tasks if not self.sees_whole_batches or passes[name] > 1]
         if not tasks:
             return micro_batches
-        chosen = [[index for index, name in enumerate(one.task_names) if name in tasks] for one in micro_batches]
-        parts = [_of_tasks(micro_batch, own) for micro_batch, own in zip(micro_batches, chosen, strict=True) if own]
         with model.router_loss.counting() as counted:
-            self.forward_terms(parts)
+            self.forward_terms(_with_tasks(micro_batches, tasks))
         none = torch.zeros(2, model.router_loss.num_experts, device=model.device)
         totals = torch.stack([counted.get(model.adapter_of(name), none) for name in tasks])
         found = dict(zip(tasks, total(self.summed_over_stages(totals)).unbind(), strict=True))
-        ready = []
-        for micro_batch, own in zip(micro_batches, chosen, strict=True):
-            rows = list(micro_batch.row_values or [{} for _ in micro_batch.task_names])
-            for index in own:
-                rows[index] = {**rows[index], ROUTER_TOTALS: found[micro_batch.task_names[index]]}
-            ready.append(replace(micro_batch, row_values=tuple(rows)))
-        return tuple(ready)
+        return _with_row_values(micro_batches, ROUTER_TOTALS, found)
 
     # ------------------------------------------------------------------ forward passes
 
@@ -432,6 +416,25 @@ def _of_tasks(micro_batch: MuxBatch, indices: Sequence[int]) -> MuxBatch:
     part = micro_batch.of_tasks(indices)
     # Rows of these losses are whole; the parts of other tasks' long rows next to them are gone.
     return replace(part, parts=()) if all(one.is_whole for one in part.parts) else part
+
+
+def _with_tasks(micro_batches: Sequence[MuxBatch], tasks: Sequence[str]) -> list[MuxBatch]:
+    """Return the parts of micro-batches with only some tasks; those with none of them are left out."""
+    chosen = [[index for index, name in enumerate(one.task_names) if name in tasks] for one in micro_batches]
+    return [_of_tasks(micro_batch, own) for micro_batch, own in zip(micro_batches, chosen, strict=True) if own]
+
+
+def _with_row_values(
+    micro_batches: Sequence[MuxBatch], key: str, found: Mapping[str, torch.Tensor]
+) -> tuple[MuxBatch, ...]:
+    """Return micro-batches in which the rows of some tasks have another value, given by task."""
+    ready = []
+    for micro_batch in micro_batches:
+        names = micro_batch.task_names
+        pairs = zip(names, micro_batch.row_values or [{} for _ in names], strict=True)
+        rows = tuple({**own, key: found[name]} if name in found else own for name, own in pairs)
+        ready.append(replace(micro_batch, row_values=rows))
+    return tuple(ready)
 
 
 def _of_pass(

@@ -29,9 +29,9 @@ actions of the template on other stages, and for the same action in other replic
 from __future__ import annotations
 
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -40,6 +40,8 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
+from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel
 from peft_mux.engine.processes import Processes
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.backbone.modules import is_meta, language_model
@@ -51,10 +53,10 @@ from peft_mux.modeling.sharding import PassThrough
 def shard_backbone(
     model: MultiTaskPeftModel,
     processes: Processes,
-    sets: Sequence[Sequence[int]] | None = None,
-    parts: Mapping[int, PassPart] | None = None,
+    stage: StageModel | None = None,
+    layout: ParallelLayout | None = None,
 ) -> ShardedBackbone:
-    """Shard the frozen weights of a model over processes, in place; all processes of the run must call this.
+    """Shard the frozen weights of a model over processes (FSDP2), in place; all processes of the run must call this.
 
     Each process must hold the same complete weights, of all layers or of its stage, and keeps 1/n of them. Call this
     after probing the packing and computing the fingerprint, which read complete weights, and after casting the model.
@@ -65,33 +67,19 @@ def shard_backbone(
     Args:
         model: the whole model, or a stage of it, with any tasks; more may be registered later.
         processes: the processes of the run, connected.
-        sets: ranks of the processes that hold the same weights, for each part of the backbone; by default all processes
-            hold the whole backbone.
-        parts: the parts of the backbone that passes go through here, by number of the virtual stage; by default one
-            part with all layers and both ends, numbered 0.
+        stage: the stage that the model is; by default all processes hold the whole backbone.
+        layout: which process holds which stage of which replica, if the model is a stage.
 
     Raises:
         ConfigError: if the weights are quantised, not loaded, or sharded already.
         UnsupportedModelError: if the decoder layers cannot be found.
     """
+    # The same stage of equal replicas has the same weights.
+    sets = [range(processes.world_size)] if layout is None else layout.ranks_by("stage", "tp_rank")
     # Separate groups, because sums of gradients must not be interleaved with all-gathers in one group.
-    groups = [processes.open_group(ranks) for ranks in sets or [range(processes.world_size)]]
+    groups = [processes.open_group(ranks) for ranks in sets]
     mesh = DeviceMesh.from_group(next(group for group in groups if group is not None), processes.device.type)
-    return ShardedBackbone(model, processes, mesh, parts)
-
-
-class PassPart(NamedTuple):
-    """A part of a backbone that a pass goes through.
-
-    Attributes:
-        layers: numbers of the decoder layers, in order.
-        is_first: whether it begins with the embedding.
-        is_last: whether it ends with the output head.
-    """
-
-    layers: Sequence[int]
-    is_first: bool
-    is_last: bool
+    return ShardedBackbone(model, processes, mesh, stage)
 
 
 class ShardedBackbone:
@@ -101,11 +89,12 @@ class ShardedBackbone:
         model: the model, or a stage of one; its weights are sharded in place.
         processes: the processes of the run.
         mesh: one-dimensional device mesh over the processes that hold the same weights.
-        parts: see `shard_backbone`.
+        stage: see `shard_backbone`.
 
     Attributes:
         model: the model, with unchanged adapters, slabs and names.
         processes: the processes of the run.
+        virtual_stages: numbers of the virtual stages of this process.
         num_bytes: bytes of frozen weights that this process has received so far.
     """
 
@@ -114,7 +103,7 @@ class ShardedBackbone:
         model: MultiTaskPeftModel,
         processes: Processes,
         mesh: DeviceMesh,
-        parts: Mapping[int, PassPart] | None = None,
+        stage: StageModel | None = None,
     ) -> None:
         """Shard the units, and add hooks for those that FSDP2 does not free by itself."""
         backbone = model.backbone
@@ -137,7 +126,8 @@ class ShardedBackbone:
         self._embedding: Any = None if isinstance(embedding, PassThrough) else embedding
         self._head: Any = head if type(head) is nn.Linear else None
         self._ends = [end for end in (self._embedding, self._head) if end is not None]
-        self._parts = dict(parts or {0: PassPart(tuple(self._layers), is_first=True, is_last=True)})
+        self._stages = StageLayout(1, 1, (len(self._layers),)) if stage is None else stage.layout
+        self.virtual_stages = (0,) if stage is None else stage.virtual_stages
         self._shard(mesh)
         for unit in (self._base, *self._ends, *self._layers.values()):
             unit.set_custom_all_gather(_Gathering(self))
@@ -146,8 +136,8 @@ class ShardedBackbone:
         # different numbers of passes would gather in different orders. A unit that lists itself prefetches nothing,
         # while an empty list selects FSDP2's default; the base model is a unit of several parts.
         self._base.set_modules_to_backward_prefetch([self._base])
-        for part in self._parts.values():
-            order = [self._layers[number] for number in reversed(part.layers)]
+        for virtual_stage in self.virtual_stages:
+            order = [self._layers[number] for number in reversed(self._stages.layers_of(virtual_stage))]
             for unit, following in zip(order, [*order[1:], order[-1]], strict=True):
                 unit.set_modules_to_backward_prefetch([following])
         # Before FSDP2's own hook of this unit: what was left is freed before more is gathered.
@@ -159,7 +149,7 @@ class ShardedBackbone:
             # FSDP2 is configured not to free the embedding, so the first layer frees it.
             first = next(iter(self._layers.values()))
             first.register_forward_pre_hook(lambda *_: self._embedding.reshard())
-        if len(self._parts) > 1:
+        if len(self.virtual_stages) > 1:
             # Done while all layers are in place: in a pass the base model holds only the layers of one virtual stage,
             # and FSDP2 would treat each layer of the others as a separate root.
             self._base._get_fsdp_state()._lazy_init()
@@ -216,22 +206,24 @@ class ShardedBackbone:
         Args:
             virtual_stage: which of this process's parts the pass goes through.
         """
-        if not self._parts[virtual_stage].is_last:
+        if virtual_stage != self._stages.last_virtual_stage:
             self._base.unshard()
 
     def forward_units(self, virtual_stage: int = 0) -> list[Any]:
         """Return the units that a forward gathers, in order."""
-        part = self._parts[virtual_stage]
-        embedding = [self._embedding] if part.is_first and self._embedding is not None else []
-        head = [self._head] if part.is_last and self._head is not None else []
-        return [self._base, *embedding, *(self._layers[number] for number in part.layers), *head]
+        embedding = [self._embedding] if virtual_stage == 0 and self._embedding is not None else []
+        is_last = virtual_stage == self._stages.last_virtual_stage
+        head = [self._head] if is_last and self._head is not None else []
+        layers = [self._layers[number] for number in self._stages.layers_of(virtual_stage)]
+        return [self._base, *embedding, *layers, *head]
 
     def backward_units(self, virtual_stage: int = 0) -> list[Any]:
         """Return the units that a backward gathers, in order; a frozen head has its gradient from the forward."""
-        part = self._parts[virtual_stage]
         is_adapted = isinstance(self.model.backbone.get_output_embeddings(), BaseTunerLayer)
-        head = [self._head] if part.is_last and self._head is not None and is_adapted else []
-        return [*head, self._base, *(self._layers[number] for number in reversed(part.layers))]
+        is_last = virtual_stage == self._stages.last_virtual_stage
+        head = [self._head] if is_last and self._head is not None and is_adapted else []
+        layers = [self._layers[number] for number in reversed(self._stages.layers_of(virtual_stage))]
+        return [*head, self._base, *layers]
 
     def _shard(self, mesh: DeviceMesh) -> None:
         """Shard every unit with FSDP2, except for parameters that are trained or read without calling their module."""

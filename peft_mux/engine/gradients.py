@@ -353,7 +353,6 @@ class GradientSync:
 
     Attributes:
         holds_parts: whether processes hold parts of the model, so that gradients are summed bundle by bundle.
-        num_tokens: tokens that went through the backbone of this process, over all steps.
         num_bytes: bytes of the gradients, losses and norms that this process summed with others in the last step.
     """
 
@@ -373,12 +372,13 @@ class GradientSync:
         self.layout = layout or ParallelLayout.of(processes.world_size)
         self.holds_parts = not self.layout.is_data_parallel
         self._is_leader = processes.rank in self.layout.leaders
-        self.num_tokens, self.num_bytes = 0, 0
+        self.num_bytes = 0
         # Keyed by adapter id, because a task that was removed and registered again has other tensors.
         self._tasks: dict[str, tuple[str, TaskCells]] = {}
         self._order: list[str] = []
         self._passes_left: Counter[str] = Counter()
-        self._pending: list[tuple[Pending, Callable[[], None] | None]] = []
+        # Each sum with the tensor that it replaces, the one that is sent, and what is called when it is complete.
+        self._pending: list[tuple[Pending, torch.Tensor, torch.Tensor, Callable[[], None] | None]] = []
 
     def begin(self, work: StepWork) -> None:
         """Prepare every task of the step, including tasks without rows in this process, which contributes zeros.
@@ -443,7 +443,6 @@ class GradientSync:
         Args:
             micro_batch: the micro-batch whose backward has finished in all layers of this process.
         """
-        self.num_tokens += micro_batch.num_tokens
         self._passes_left.subtract(micro_batch.task_names)
         # In plan order regardless of which task completes first, because backends match collectives by the order in
         # which each process starts them, and processes finish tasks in different orders.
@@ -472,8 +471,10 @@ class GradientSync:
             figures = torch.zeros_like(figures)
         # Started before the waits, so that it overlaps with the last gradients.
         self._begin_sum(figures)
-        for pending, unpack_sum in self._pending:
+        for pending, tensor, sent, unpack_sum in self._pending:
             pending.wait()
+            if sent is not tensor:
+                tensor.copy_(sent)
             if unpack_sum is not None:
                 unpack_sum()
         self._pending = []
@@ -512,10 +513,12 @@ class GradientSync:
             ProcessError: if another process has failed, died or hangs.
         """
         if not self.holds_parts or self.processes.is_alone or not tasks:
-            norms = {name: nn.utils.get_total_norm(self._page_gradients(name)) for name in tasks if self._has_sum(name)}
-            if self.keeper_of is None:
-                return norms
+            keeper_of = self.keeper_of
             # Only the keeper of a task has its gradients.
+            own = [name for name in tasks if keeper_of is None or keeper_of(name) == self.processes.rank]
+            norms = {name: nn.utils.get_total_norm(self._page_gradients(name)) for name in own}
+            if keeper_of is None:
+                return norms
             norms_N = torch.zeros(len(tasks), device=self.processes.device)
             for index, name in enumerate(tasks):
                 if name in norms:
@@ -558,44 +561,20 @@ class GradientSync:
         if self.processes.is_alone:
             return
         if not self.holds_parts:
+            target = None if self.keeper_of is None else self.keeper_of(name)
             for gradient in self._page_gradients(name):
-                self._begin_gradient_sum(gradient, target=None if self.keeper_of is None else self.keeper_of(name))
+                self._begin_sum(gradient, target=target, dtype=self.reduce_dtype)
             return
         known, slab, gradients = self.cells_of(name), self.model.registry.slab_of(name), self._gradients(name)
         for bundle, page in zip(known.bundles, known.in_place, strict=True):
             if page is None:
                 buffer = bundle.pack(known.rank, gradients, known.pieces)
                 unpack_sum = partial(bundle.unpack, buffer, gradients, known.pieces)
-                self._begin_gradient_sum(buffer, bundle.holders, unpack_sum)
+                self._begin_sum(buffer, bundle.holders, unpack_sum, dtype=self.reduce_dtype)
             else:
                 gradient = slab.pages[page].values.grad
                 assert gradient is not None, "gradients are bound before a step"
-                self._begin_gradient_sum(gradient, bundle.holders)
-
-    def _has_sum(self, name: str) -> bool:
-        """Whether this process gets the summed gradients of a task."""
-        return self.keeper_of is None or self.keeper_of(name) == self.processes.rank
-
-    def _begin_gradient_sum(
-        self,
-        gradient: torch.Tensor,
-        ranks: tuple[int, ...] | None = None,
-        unpack_sum: Callable[[], None] | None = None,
-        *,
-        target: int | None = None,
-    ) -> None:
-        """Start summing gradients in the dtype in which they are sent."""
-        if self.reduce_dtype is None or gradient.dtype == self.reduce_dtype:
-            self._begin_sum(gradient, ranks, unpack_sum, target=target)
-            return
-        sent = gradient.to(self.reduce_dtype)
-
-        def unpack_sent() -> None:
-            gradient.copy_(sent)
-            if unpack_sum is not None:
-                unpack_sum()
-
-        self._begin_sum(sent, ranks, unpack_sent, target=target)
+                self._begin_sum(gradient, bundle.holders, dtype=self.reduce_dtype)
 
     def _begin_sum(
         self,
@@ -604,10 +583,21 @@ class GradientSync:
         unpack_sum: Callable[[], None] | None = None,
         *,
         target: int | None = None,
+        dtype: torch.dtype | None = None,
     ) -> None:
-        self.num_bytes += tensor.nbytes
-        begun = self.processes.all_reduce(tensor, ranks) if target is None else self.processes.reduce(tensor, target)
-        self._pending.append((begun, unpack_sum))
+        """Start summing a tensor over processes; `finish` waits for it.
+
+        Args:
+            tensor: the summand of this process, which the sum replaces.
+            ranks: ranks that take part; all by default.
+            unpack_sum: called when the sum is complete.
+            target: rank of the only process that gets the sum; all by default.
+            dtype: dtype in which the tensor is sent and summed; by default its own.
+        """
+        sent = tensor if dtype is None else tensor.to(dtype)
+        self.num_bytes += sent.nbytes
+        begun = self.processes.all_reduce(sent, ranks) if target is None else self.processes.reduce(sent, target)
+        self._pending.append((begun, tensor, sent, unpack_sum))
 
     def _page_gradients(self, name: str) -> list[torch.Tensor]:
         pages = self.model.registry.slab_of(name).pages

@@ -159,26 +159,17 @@ class ParallelLayout:
             raise ValueError(f"rank must be 0 to {self.world_size - 1}, as {self} has, got {rank}.")
         return self.places[rank]
 
-    def rank(self, place: Place) -> int:
-        """Return the global rank of the process at a place."""
-        return self.places.index(place)
-
     @property
     def pipelines(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of the stages of every pipeline: one pipeline for each replica and tensor parallel rank."""
-        return self._ranks_by("replica", "tp_rank")
+        return self.ranks_by("replica", "tp_rank")
 
     @property
     def tensor_groups(self) -> tuple[tuple[int, ...], ...]:
         """Ranks of every tensor parallel group: one group for each replica and stage."""
-        return self._ranks_by("replica", "stage")
+        return self.ranks_by("replica", "stage")
 
-    @property
-    def stage_groups(self) -> tuple[tuple[int, ...], ...]:
-        """Ranks that hold the same weights, if replicas are equal: one group per stage and tensor parallel rank."""
-        return self._ranks_by("stage", "tp_rank")
-
-    def _ranks_by(self, *coordinates: str) -> tuple[tuple[int, ...], ...]:
+    def ranks_by(self, *coordinates: str) -> tuple[tuple[int, ...], ...]:
         """Group the ranks by some of their coordinates, in rank order."""
         groups: dict[Any, list[int]] = {}
         for rank, place in enumerate(self.places):
@@ -188,7 +179,7 @@ class ParallelLayout:
     @property
     def leaders(self) -> tuple[int, ...]:
         """The first rank of each replica, whose losses count for the replica."""
-        return tuple(self.rank(Place(index, 0, 0)) for index in range(self.num_replicas))
+        return tuple(rank for rank, place in enumerate(self.places) if place.stage == place.tp_rank == 0)
 
     def __str__(self) -> str:
         """Return LobRA's notation."""

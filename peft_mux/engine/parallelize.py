@@ -20,14 +20,14 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.allocator import use_expandable_segments
 from peft_mux.engine.backbone_source import BackboneSource, assign_settings
 from peft_mux.engine.executor import Executor
-from peft_mux.engine.fsdp import PassPart, ShardedBackbone, shard_backbone
+from peft_mux.engine.fsdp import shard_backbone
 from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.layout import ParallelLayout, check_layout
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.links import PipelineLinks
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, blank_model, is_converted, load_stage
 from peft_mux.engine.processes import Processes
-from peft_mux.engine.tasks.setup import configs_of, num_labels_of, seeds_of
+from peft_mux.engine.tasks.setup import adapters_of
 from peft_mux.engine.tasks.task_run import ResolvedTask
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.engine.tensor.parallel import PEFT_PREFIX, TensorLinks, TensorParallelModel
@@ -50,7 +50,6 @@ class ParallelModel:
         model: the model of this process, whole or a part, with its weights, on its device, in training mode.
         executor: runs the passes of this process.
         samples: samples of this process's frozen weights by name, for a digest of the whole backbone.
-        is_whole: whether this process holds the whole model.
         tensor_parallel: how the model was cut for tensor parallelism; `None` if no replica is.
         links: all-reduces over the tensor parallel group; `None` if no replica has several ranks.
     """
@@ -58,16 +57,12 @@ class ParallelModel:
     model: MultiTaskPeftModel
     executor: Executor
     samples: dict[str, str]
-    is_whole: bool
     tensor_parallel: TensorParallelModel | None
     links: TensorLinks | None
 
-    def register(self, tasks: Sequence[ResolvedTask]) -> None:
-        """Add tasks to the model with the same initial weights as in a single process; see `register_tasks`."""
-        register_tasks(self.model, tasks, is_whole=self.is_whole, tensor_parallel=self.tensor_parallel)
-
     def close(self) -> None:
-        """Close the connections within tensor parallel groups; all processes must call this at the same time."""
+        """Close all connections that only this part uses; all processes must call this at the same time."""
+        self.executor.close()
         if self.links is not None:
             self.links.close()
 
@@ -123,9 +118,7 @@ class ModelPart:
         # Plans need the whole model, and partitioning consumes `described`.
         with torch.device("meta"):
             backbone = type(described.backbone)(described.backbone.config)
-        configs, seeds, num_labels = configs_of(tasks), seeds_of(tasks), num_labels_of(tasks)
-        model = MultiTaskPeftModel(backbone, configs, seeds=seeds, num_labels=num_labels, verify=False)
-        return assign_settings(model, tasks)
+        return assign_settings(MultiTaskPeftModel(backbone, **adapters_of(tasks), verify=False), tasks)
 
     def parallelize(
         self,
@@ -172,7 +165,7 @@ class ModelPart:
         if is_sharded:
             # FSDP2 moves one unit to the device and cuts it before the next one.
             self._prepare_last_layer(model, stage)
-            sharded = shard_frozen_weights(model, stage, processes, layout)
+            sharded = shard_backbone(model, processes, stage, None if stage is None else layout)
         model.to(args.device)  # only now, so that no device ever holds what it does not keep
         if not is_sharded:
             if self.is_whole:
@@ -206,7 +199,7 @@ class ModelPart:
             executor = Executor(model, cuda_graphs=args.cuda_graphs, **shared)
         if plan is not None:
             executor.follow(plan)
-        return ParallelModel(model, executor, samples, self.is_whole, tensor_parallel, links)
+        return ParallelModel(model, executor, samples, tensor_parallel, links)
 
     def _load_weights(
         self, described: MultiTaskPeftModel, tasks: Sequence[ResolvedTask], plan: Plan | None
@@ -229,8 +222,9 @@ class ModelPart:
             whole.verify_once()
             stage = StageModel(whole, stages, self.place.stage)
         else:
-            seeds, dtype = seeds_of(tasks), self.source.dtype
-            stage = load_stage(folder, configs_of(tasks), stages, self.place.stage, seeds=seeds, dtype=dtype)
+            adapters = adapters_of(tasks)
+            configs, options = adapters["peft_configs"], {"seeds": adapters["seeds"], "dtype": self.source.dtype}
+            stage = load_stage(folder, configs, stages, self.place.stage, **options)
         return assign_settings(stage.model, tasks), stage
 
     def _fuse_layers(self, model: MultiTaskPeftModel) -> None:
@@ -265,20 +259,6 @@ class ModelPart:
             )
 
 
-def shard_frozen_weights(
-    model: MultiTaskPeftModel, stage: StageModel | None, processes: Processes, layout: ParallelLayout
-) -> ShardedBackbone:
-    """Shard the frozen weights of this process over the processes that hold the same ones (FSDP2), in place."""
-    if stage is None:
-        return shard_backbone(model, processes)
-    last = stage.layout.last_virtual_stage
-    parts = {
-        number: PassPart(stage.layout.layers_of(number), is_first=number == 0, is_last=number == last)
-        for number in stage.virtual_stages
-    }
-    return shard_backbone(model, processes, layout.stage_groups, parts)
-
-
 def register_tasks(
     model: MultiTaskPeftModel,
     tasks: Sequence[ResolvedTask],
@@ -301,7 +281,7 @@ def register_tasks(
         ConfigError: if there are errors; the message names all of them for every new task, and no task is added.
     """
     if is_whole:
-        model.register_tasks(configs_of(tasks), seeds=seeds_of(tasks), num_labels=num_labels_of(tasks))
+        model.register_tasks(**adapters_of(tasks))
     else:
         _register_parts(model, tasks, tensor_parallel)
     assign_settings(model, tasks)
@@ -332,7 +312,8 @@ def _register_parts(
     model: MultiTaskPeftModel, tasks: Sequence[ResolvedTask], tensor_parallel: TensorParallelModel | None
 ) -> None:
     """Add tasks to a part of a model; see `register_tasks`."""
-    whole = blank_model(model.backbone, configs_of(tasks), seeds_of(tasks))
+    adapters = adapters_of(tasks)
+    whole = blank_model(model.backbone, adapters["peft_configs"], adapters["seeds"])
     for task in tasks:
         name = task.name
         drawn, kind = whole.task_parameters(name), kind_of(task.peft_config)
@@ -343,8 +324,7 @@ def _register_parts(
             own: Any = copy.deepcopy(task.peft_config)
             kind.narrow(own, sorted(here))
             # It was already checked against the whole model, whose layers are wider.
-            num_labels = num_labels_of([task])
-            model.register_tasks({name: own}, seeds=seeds_of([task]), num_labels=num_labels, are_checked=True)
+            model.register_tasks(**{**adapters_of([task]), "peft_configs": {name: own}}, are_checked=True)
             if tensor_parallel is not None:
                 tensor_parallel.register_pieces([name])
             # The configuration of the whole adapter is saved, without names that belong to this part.

@@ -13,9 +13,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from itertools import islice
-from typing import Any
+from typing import Any, cast
 from weakref import WeakSet
 
 import numpy as np
@@ -40,48 +39,35 @@ _BATCHES_OF_PASSES = 4
 """Tokens of a batch of completions, in passes: no activations are kept for a backward pass."""
 
 
-@dataclass(frozen=True, slots=True)
-class EvaluationShare:
-    """Which batches of held-out rows the replica of this process evaluates: one in every `num_replicas`.
+def own_batches(
+    batches: Iterable[TaskBatch], replica: int, num_replicas: int
+) -> Iterator[tuple[int | None, TaskBatch]]:
+    """Yield the batches that a replica evaluates, one in every `num_replicas`, with their numbers.
 
-    Attributes:
+    All replicas get the same number, as some executors need every process for every pass. If the last round has too
+    few, the last batch is repeated without a number, and its results are ignored.
+
+    Args:
+        batches: all held-out rows of a task; the same on every replica.
         replica: number of the replica, from 0.
         num_replicas: number of replicas that share the rows.
-        gather: returns the values that all processes call it with, by rank.
     """
+    number, batch = -1, None
+    for number, batch in enumerate(batches):
+        if number % num_replicas == replica:
+            yield number, batch
+    num_left = (number + 1) % num_replicas
+    if batch is not None and 0 < num_left <= replica:
+        yield None, batch
 
-    replica: int = 0
-    num_replicas: int = 1
-    gather: Callable[[Any], list[Any]] = field(default=lambda value: [value])
 
-    def own_batches(self, batches: Iterable[TaskBatch]) -> Iterator[tuple[int | None, TaskBatch]]:
-        """Yield this replica's batches with their numbers.
+def merged(found: Iterable[Mapping[int, Any]]) -> dict[int, Any]:
+    """Return the results of all processes by number of the batch, in the order of the rows, for the same bits in sums.
 
-        All replicas get the same number, as some executors need every process for every pass. If the last round has too
-        few, the last batch is repeated without a number, and its results are ignored.
-
-        Args:
-            batches: all held-out rows of a task; the same on every replica.
-        """
-        number, batch = -1, None
-        for number, batch in enumerate(batches):
-            if number % self.num_replicas == self.replica:
-                yield number, batch
-        num_left = (number + 1) % self.num_replicas
-        if batch is not None and 0 < num_left <= self.replica:
-            yield None, batch
-
-    def merged(self, own: dict[int, Any]) -> dict[int, Any]:
-        """Return the results of all replicas by number of the batch, in that order; every process must call this.
-
-        Args:
-            own: the results of this replica, by number of the batch.
-        """
-        found = [own] if self.num_replicas == 1 else self.gather(own)
-        # Processes of one replica found the same; by number, each batch counts once.
-        merged = {number: value for one in found for number, value in one.items()}
-        # In the order of the rows, so that every process adds up to the same bits.
-        return {number: merged[number] for number in sorted(merged)}
+    Processes of one replica found the same; by number, each batch counts once.
+    """
+    results = {number: value for one in found for number, value in one.items()}
+    return {number: results[number] for number in sorted(results)}
 
 
 def held_out_batches(
@@ -152,31 +138,29 @@ class _OwnMetrics:
             return
         self._rows[number] = predictions, list(labels)
 
-    def result(self, share: EvaluationShare, *, computes: bool) -> dict[str, float] | None:
+    def result(self, of_replicas: Callable[[Any], list[Any]], *, computes: bool) -> dict[str, float] | None:
         """Return the result of `compute_metrics` on the rows of all processes; `None` if it failed or without rows.
 
         Args:
-            share: gathers from other processes, all of which call this.
+            of_replicas: gathers a value from all replicas; all processes call this.
             computes: whether this process computes metrics; others only send their rows.
         """
-        if share.num_replicas > 1:
-            gathered = share.gather((self._rows, None if self.error is None else str(self.error)))
-            self._rows = {number: rows for one, _ in gathered for number, rows in one.items()} if computes else {}
-            failure = next((text for _, text in gathered if text is not None), None)
-            if failure is not None and self.error is None:
-                self.error = UserCodeError(failure)
+        gathered = of_replicas((self._rows, None if self.error is None else str(self.error)))
+        self._rows = merged(rows for rows, _ in gathered) if computes else {}
+        failure = next((text for _, text in gathered if text is not None), None)
+        if failure is not None and self.error is None:
+            self.error = UserCodeError(failure)
         if not self._rows or self.error is not None:
             return None
         from transformers import EvalPrediction
 
-        assert self.task.compute_metrics is not None, "only made for tasks with compute_metrics"
+        compute_metrics: Any = self.task.compute_metrics
         try:
             # Whether rows can be stacked depends on what these functions return, so that is guarded too.
             with guard_user_code(self.task.name, "compute_metrics", self._add_seconds):
-                batches = [self._rows[number] for number in sorted(self._rows)]
-                predictions = _stack([row for rows, _ in batches for row in rows])
-                labels = _stack([row for _, rows in batches for row in rows])
-                found = self.task.compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
+                predictions = _stack([row for rows, _ in self._rows.values() for row in rows])
+                labels = _stack([row for _, rows in self._rows.values() for row in rows])
+                found = compute_metrics(EvalPrediction(predictions=predictions, label_ids=labels))
                 return {metric_key(key): float(value) for key, value in found.items()}
         except UserCodeError as error:
             self.error = error
@@ -190,15 +174,6 @@ def _stack(rows: list[np.ndarray]) -> np.ndarray:
     length = max(len(row) for row in rows)
     widths = [[(0, length - len(row))] + [(0, 0)] * (np.ndim(row) - 1) for row in rows]
     return np.stack([np.pad(row, own, constant_values=IGNORE_INDEX) for row, own in zip(rows, widths, strict=True)])
-
-
-@dataclass(frozen=True, slots=True)
-class Answers:
-    """Held-out prompts of a task, the completions of its adapter, and those of the rows, in the same order."""
-
-    prompts: list[str]
-    completions: list[str]
-    references: list[str]
 
 
 def agreed_metrics(
@@ -236,10 +211,13 @@ class TaskEvaluator:
         # By the loader, as another task may come under the same name; weakly, as tasks leave with their rows.
         self._evaluated: WeakSet[Any] = WeakSet()
 
-    @property
-    def _share(self) -> EvaluationShare:
-        layout, processes = self._run.layout, self._run.processes
-        return EvaluationShare(layout.place(processes.rank).replica, layout.num_replicas, processes.gather)
+    def _own_batches(self, batches: Iterable[TaskBatch]) -> Iterator[tuple[int | None, TaskBatch]]:
+        layout = self._run.layout
+        return own_batches(batches, layout.place(self._run.processes.rank).replica, layout.num_replicas)
+
+    def _of_replicas(self, value: Any) -> list[Any]:
+        """Gather a value from all processes if replicas share the rows; else return this one's."""
+        return self._run.processes.gather(value) if self._run.layout.num_replicas > 1 else [value]
 
     # ------------------------------------------------------------------ in training
 
@@ -248,10 +226,10 @@ class TaskEvaluator:
         new = [run for run in self._run.table.running if run.step == 0 and run.hyper.eval_on_start]
         new = [run for run in new if run.eval_data is not None and run.loader not in self._evaluated]
         self._evaluated.update(run.loader for run in new)
-        answers = self.generate(new)
+        completions = self.generate(new)
         for run in new:
             if run.status is TaskStatus.RUNNING:
-                self._run.callbacks.call("on_evaluate", self.evaluate(run, answers.get(run.name)))
+                self._run.callbacks.call("on_evaluate", self.evaluate(run, completions.get(run.name)))
 
     def evaluate_if_due(self, names: Sequence[str]) -> None:
         """Evaluate the tasks that are due, and stop those whose callbacks ask for it.
@@ -265,11 +243,11 @@ class TaskEvaluator:
         self._run.control.should_evaluate = False
         due = {run.name for run in runs if run.eval_data is not None and (run.is_evaluation_due or is_asked)}
         # All tasks at once, before the first one is evaluated: their completions share batches.
-        answers = self.generate([run for run in runs if run.name in due])
+        completions = self.generate([run for run in runs if run.name in due])
         for run in runs:
             # Checked again, as callbacks of the tasks before may have ended this one.
             if run.name in due and run.status is TaskStatus.RUNNING:
-                self._run.callbacks.call("on_evaluate", self.evaluate(run, answers.get(run.name)))
+                self._run.callbacks.call("on_evaluate", self.evaluate(run, completions.get(run.name)))
             if run.status is TaskStatus.RUNNING and self._run.log.callbacks[run.name].control.should_training_stop:
                 run.end(TaskStatus.STOPPED_EARLY, "stopped by a callback of the task")
 
@@ -324,21 +302,21 @@ class TaskEvaluator:
             broken |= {name: error or broken.get(name, "") for name, error in own.items()}
         return broken
 
-    def evaluate(self, run: TaskRun, answers: Answers | None = None) -> dict[str, float]:
+    def evaluate(self, run: TaskRun, completions: Sequence[str] | None) -> dict[str, float]:
         """Evaluate a running task, log the metrics, and stop the task if its early stopping says so.
 
         Exceptions of a task's own functions (`compute_metrics`, metrics of `eval_generate`) fail only that task.
 
         Args:
             run: the task.
-            answers: its completions of its held-out prompts if it has `eval_generate`; generated if `None`.
+            completions: what its adapter made of its held-out prompts, in their order, if it has `eval_generate`.
 
         Returns:
             Metrics under `task/metric` keys; empty if the evaluation failed.
         """
         log, best = self._run.log, run.best
         try:
-            metrics = self._metrics(run, answers, log.note_own_code)
+            metrics = self._metrics(run, completions, log.note_own_code)
             # As in Trainer, an evaluation before the first step does not count for the best one.
             is_best = run.step > 0 and best.update(metrics, run.step)
         except Exception as error:
@@ -351,13 +329,11 @@ class TaskEvaluator:
             run.quarantine(f"evaluation failed: {reason}")
             return {}
         logs = log.evaluation(run, metrics)
-        if answers is not None:
-            options = run.task.generate_options
-            assert options is not None, "tasks have answers if they generate"
-            texts = zip(answers.prompts, answers.completions, answers.references, strict=True)
-            for prompt, completion, reference in islice(texts, options.num_logged):
-                log.say(f"{run.name}: ...{prompt[-60:]!r} -> {completion[:60]!r} (wanted: {reference[:60]!r})")
-                row = {"prompt": prompt, "completion": completion, "reference": reference}
+        if completions is not None:
+            options: Any = run.task.generate_options
+            for own, text in islice(zip(run.eval_prompts, completions, strict=True), options.num_logged):
+                log.say(f"{run.name}: ...{own.prompt[-60:]!r} -> {text[:60]!r} (wanted: {own.reference[:60]!r})")
+                row = {"prompt": own.prompt, "completion": text, "reference": own.reference}
                 log.event("completion", task=run.name, step=run.step, **row)
         log.callbacks[run.name].call("on_evaluate", metrics=dict(metrics))
         if is_best:
@@ -385,19 +361,19 @@ class TaskEvaluator:
 
     # ------------------------------------------------------------------ metrics
 
-    def metrics(self, run: TaskRun, answers: Answers | None = None) -> dict[str, float]:
+    def metrics(self, run: TaskRun, completions: Sequence[str] | None) -> dict[str, float]:
         """Return a task's metrics and change nothing; exceptions of its own functions are raised unchanged.
 
         Args:
             run: the task.
-            answers: its completions of its held-out prompts if it has `eval_generate`; generated if `None`.
+            completions: what its adapter made of its held-out prompts, in their order, if it has `eval_generate`.
 
         Raises:
             ConfigError: if the task has no held-out rows.
             MetricsError: with several processes, if its own functions fail on one.
         """
         try:
-            return self._metrics(run, answers)
+            return self._metrics(run, completions)
         except MetricsError as error:
             raised = error.__cause__
             if raised is None or isinstance(raised, UserCodeError):
@@ -405,7 +381,9 @@ class TaskEvaluator:
         # Here and not above: within the handler it would get a context that it did not have.
         raise raised
 
-    def _metrics(self, run: TaskRun, answers: Answers | None, listener: Listener = ignore_timing) -> dict[str, float]:
+    def _metrics(
+        self, run: TaskRun, completions: Sequence[str] | None, listener: Listener = ignore_timing
+    ) -> dict[str, float]:
         """Return the metrics of a task, each under a key that begins with `eval_`; every process calls this.
 
         These are `eval_loss` (the mean over all terms of the task's loss), further metrics of its objective, and the
@@ -413,14 +391,14 @@ class TaskEvaluator:
         """
         if run.eval_data is None:
             raise ConfigError(f"tasks.{run.name}.eval_dataset must be held-out rows, to evaluate the task, got None.")
-        model, executor, share = self._placement.model, self._placement.executor, self._share
-        own = None if run.task.compute_metrics is None else _OwnMetrics(run.task)
+        model, executor = self._placement.model, self._placement.executor
+        own = _OwnMetrics(run.task)
         with in_mode(model, training=False), torch.no_grad(), executor.precision():
-            metrics, failure = self._loss_metrics(run, share)
+            metrics, failure = self._loss_metrics(run)
             found: dict[str, float] | None = metrics
-            if own is not None:
+            if run.task.compute_metrics is not None:
                 has_logits = False
-                for number, batch in share.own_batches(held_out_batches(run, self._plans.max_tokens)):
+                for number, batch in self._own_batches(held_out_batches(run, self._plans.max_tokens)):
                     # One pass holds the whole batch, even if a single row is longer than a pass may be: logits
                     # need whole rows.
                     (micro_batch,) = self._collator.micro_batches([batch], max_tokens=batch.num_tokens)
@@ -428,23 +406,20 @@ class TaskEvaluator:
                     has_logits = logits is not None
                     if logits is not None and number is not None:
                         own.add(number, logits, list(model.objectives.head.labels(batch, micro_batch)))
-                computed = own.result(share, computes=has_logits)
+                computed = own.result(self._of_replicas, computes=has_logits)
                 # As in Trainer, `compute_metrics` cannot set the loss.
                 found = None if computed is None else {**metrics, **computed, "eval_loss": metrics["eval_loss"]}
         # After the passes: all processes have come through them, so none waits for the one that failed.
-        error = None if own is None else own.error
-        error = error if failure is None else UserCodeError(failure)
-        seconds = 0.0 if own is None else own.seconds
-        gathered = executor.sync.gather((found, None if error is None else str(error), seconds))
+        error = own.error if failure is None else UserCodeError(failure)
+        gathered = executor.sync.gather((found, None if error is None else str(error), own.seconds))
         metrics = agreed_metrics([(one, text) for one, text, _ in gathered], error)
-        if own is not None:
+        if run.task.compute_metrics is not None:
             listener(run.name, "compute_metrics", max(seconds for _, _, seconds in gathered))
-        if not run.eval_prompts:
+        if completions is None:
             return metrics
-        answers = answers or self.generate([run])[run.name]
-        return {**metrics, **self._answer_metrics(run.task, answers, listener)}
+        return {**metrics, **self._answer_metrics(run, completions, listener)}
 
-    def _loss_metrics(self, run: TaskRun, share: EvaluationShare) -> tuple[dict[str, float], str | None]:
+    def _loss_metrics(self, run: TaskRun) -> tuple[dict[str, float], str | None]:
         """Return the metrics of the objective from its mean loss over all held-out rows, and why it failed, if so."""
         objectives, max_tokens = self._placement.model.objectives, self._plans.max_tokens
         objective, dataset = objectives.of(run.name), run.eval_data
@@ -453,8 +428,8 @@ class TaskEvaluator:
             totals = batch_totals(TaskBatch(run.name, 0, 0, tuple(dataset[row] for row in range(len(dataset)))))
         sums: dict[int, tuple[float, int, list[float]]] = {}
         # A batch of several passes is packed better; if replicas share the rows, more batches are shared more evenly.
-        limit = 8 * max_tokens if share.num_replicas == 1 else max_tokens
-        for number, batch in share.own_batches(held_out_batches(run, limit, totals, is_as_trained=True)):
+        limit = 8 * max_tokens if self._run.layout.num_replicas == 1 else max_tokens
+        for number, batch in self._own_batches(held_out_batches(run, limit, totals, is_as_trained=True)):
             micro_batches = self._collator.micro_batches([batch], max_tokens=max_tokens)
             found = self._placement.executor.forward_sums(micro_batches)
             loss = found.losses[run.name].item()
@@ -464,34 +439,32 @@ class TaskEvaluator:
                 count = batch.num_targets if totals is None else 1
                 statistics = found.statistics.get(run.name, torch.zeros(0)) * count
                 sums[number] = loss * count, count, statistics.tolist()
-        own_failure = objectives.take_failures().get(run.name)
-        failures = [own_failure] if share.num_replicas == 1 else share.gather(own_failure)
-        losses, counts, parts = zip(*share.merged(sums).values(), strict=True)
+        failures = self._of_replicas(objectives.take_failures().get(run.name))
+        losses, counts, parts = zip(*merged(self._of_replicas(sums)).values(), strict=True)
         terms = sum(counts) if totals is None else 1
         means = [sum(own) / terms for own in zip(*parts, strict=True)]
         statistics = dict(zip(objectives.statistic_names(run.name), means, strict=True))
         return objective.metrics(sum(losses) / terms, statistics), next(filter(None, failures), None)
 
-    def generate(self, runs: Sequence[TaskRun]) -> dict[str, Answers]:
+    def generate(self, runs: Sequence[TaskRun]) -> dict[str, list[str]]:
         """Return the completions of held-out prompts of each task that has `eval_generate`, by name.
 
         Tasks share batches, so it is called once for all tasks that are about to be evaluated. With several processes
-        all call this with the same tasks, and all get the same answers.
+        all call this with the same tasks, and all get the same texts.
         """
         runs = [run for run in runs if run.eval_prompts]
         if not runs:
             return {}
         requests = []
         for run in runs:
-            options = run.task.generate_options
-            assert options is not None, "tasks have prompts if they generate"
+            options: Any = run.task.generate_options
             # With seeds that do not depend on which process they go to.
             requests += [
                 GenerationRequest(task=run.name, prompt=row.ids, options=options, seed=options.seed + number)
                 for number, row in enumerate(run.eval_prompts)
             ]
-        share = self._share
-        numbered = list(enumerate(requests))[share.replica :: share.num_replicas]
+        layout = self._run.layout
+        numbered = list(enumerate(requests))[layout.place(self._run.processes.rank).replica :: layout.num_replicas]
         with self._placement.executor.precision():
             found = generate(
                 self._placement.model,
@@ -499,33 +472,25 @@ class TaskEvaluator:
                 processing_class=self._placement.source.tokenizer,
                 max_batch_tokens=_BATCHES_OF_PASSES * self._plans.max_tokens,
             )
-        texts = share.merged({number: one.text for (number, _), one in zip(numbered, found, strict=True)})
-        completions = iter(texts.values())
-        return {
-            run.name: Answers(
-                [row.prompt for row in run.eval_prompts],
-                [next(completions) for _ in run.eval_prompts],
-                [row.reference for row in run.eval_prompts],
-            )
-            for run in runs
-        }
+        own_texts = {number: one.text for (number, _), one in zip(numbered, found, strict=True)}
+        completions = iter(merged(self._of_replicas(own_texts)).values())
+        return {run.name: [next(completions) for _ in run.eval_prompts] for run in runs}
 
-    def _answer_metrics(self, task: Task, answers: Answers, listener: Listener) -> dict[str, float]:
-        """Return the metrics of a task's answers under keys that begin with `eval_`; every process calls this."""
-        options, share = task.generate_options, self._share
-        assert options is not None, "only asked of tasks that generate"
+    def _answer_metrics(self, run: TaskRun, completions: Sequence[str], listener: Listener) -> dict[str, float]:
+        """Return the metrics of a task's completions under keys that begin with `eval_`; every process calls this."""
+        references = [row.reference for row in run.eval_prompts]
         metrics: dict[str, float] = {}
         error: UserCodeError | None = None
         try:
-            for metric in options.metrics:
+            for metric in cast(Any, run.task.generate_options).metrics:
                 if isinstance(metric, str):
-                    metrics[f"eval_{metric}"] = mean_metric(metric, answers.completions, answers.references)
+                    metrics[f"eval_{metric}"] = mean_metric(metric, completions, references)
                     continue
-                with guard_user_code(task.name, "eval_generate", listener):
+                with guard_user_code(run.name, "eval_generate", listener):
                     # Copies, which the function may change.
-                    own = metric(list(answers.prompts), list(answers.completions), list(answers.references))
+                    own = metric([row.prompt for row in run.eval_prompts], list(completions), list(references))
                     metrics |= {metric_key(key): float(value) for key, value in own.items()}
         except UserCodeError as raised:
             error = raised
         found = metrics, None if error is None else str(error)
-        return agreed_metrics([found] if share.num_replicas == 1 else share.gather(found), error)
+        return agreed_metrics(self._of_replicas(found), error)

@@ -25,7 +25,7 @@ import torch
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.records import task_settings
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.engine.agreement import Agreement, Ending, require_consistent, tensors_digest
+from peft_mux.engine.agreement import Agreement, require_consistent, tensors_digest
 from peft_mux.engine.executor import first_line, is_out_of_memory
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.tasks.task_run import TaskRun, UpdateOutcome, run_interval
@@ -90,7 +90,7 @@ class TrainingLoop:
         """
         run = self._run
         started = time.perf_counter()
-        work, executor = self._plans.next_work() if work is None else work, self._placement.executor
+        work, executor = work or self._plans.next_works()[0], self._placement.executor
         while True:
             try:
                 result = executor.run(work)
@@ -255,7 +255,7 @@ class TrainingLoop:
             plans.replan_if_faster()
         return takes_step
 
-    def _apply_endings(self, endings: Mapping[str, Ending]) -> None:
+    def _apply_endings(self, endings: Mapping[str, tuple[TaskStatus, str]]) -> None:
         """End the tasks here that have ended on another process, for the same reason."""
         for name, (status, reason) in endings.items():
             run = self._run.table[name]

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 
+from peft_mux.checkpoint.saver import describe_tasks
 from peft_mux.engine.tasks.setup import make_task_runs, resolve_tasks
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import CheckpointError, ConfigError, PeftMuxError, ProcessError, closest
@@ -228,8 +229,6 @@ class Membership:
         self._arriving: set[str] = set()
         # A tokenizer has state, so the rows of one caller are read after those of another.
         self._reading = threading.Lock()
-        # Status and reason with which tasks would have ended if their adapters could have been written.
-        self._unsaved_endings: dict[str, tuple[TaskStatus, str]] = {}
         self._num_states_at_last_try = 0
 
     # ------------------------------------------------------------------ requests
@@ -363,7 +362,7 @@ class Membership:
                 self._run.log.warn(f"{command.label}: not done: {text}")
                 self._run.log.event("command_refused", command=command.label, reason=text)
         if commands:
-            self._run.saver.note_change()
+            self._run.saver.saved_step = None  # within the same step, the saved state is outdated
             # Planned first, so that a new task which fits is reported as running, not as waiting before that.
             self._plans.replan()
             self.handle_changes()
@@ -381,7 +380,7 @@ class Membership:
             run.saver.note_arrival(own.name)
             run.callbacks.note_event("on_task_register", own)
         if run.is_in_train:  # otherwise the tasks are described when training begins
-            run.saver.describe_arrivals(run.root)
+            run.saver.attempt(lambda: describe_tasks(run.root, run.args, run.table, keeps=True))
 
     def _remove(self, name: str, save: bool) -> None:
         """Take a task out of every part that holds something of it, saving its adapter first if asked to."""
@@ -420,7 +419,7 @@ class Membership:
         may take all of them.
         """
         run = self._run
-        if self._unsaved_endings and run.saver.num_states != self._num_states_at_last_try:
+        if run.saver.unsaved and run.saver.num_states != self._num_states_at_last_try:
             self._save_again()
         changed = [(own, own.status) for own in run.table.collect()]
         for own, status in changed:
@@ -438,7 +437,6 @@ class Membership:
                     for key, weight in own.best_weights.items():
                         parameters[key].copy_(weight)
             if failure := run.saver.save_ended(own):
-                self._unsaved_endings[own.name] = own.status, own.reason
                 self._fail_unsaved(own, failure)
             self._report_ending(own)
             if run.saver.is_writer and own.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
@@ -453,11 +451,12 @@ class Membership:
         """Save once more what could not be saved, at the end of a run; all processes agree on what has failed."""
         self._save_again()
         # If each process holds all of every task, only the one that writes knows.
-        failures = {name: self._run.table[name].reason for name in self._unsaved_endings}
+        unsaved, table = self._run.saver.unsaved, self._run.table
+        failures = {name: table[name].reason for name, ending in unsaved.items() if ending is not None}
         for name, reason in self._run.processes.gather(failures)[0].items():
-            if name not in failures and name in self._run.table:
-                self._run.saver.unsaved.add(name)
-                own = self._run.table[name]
+            if name not in failures and name in table:
+                unsaved[name] = None
+                own = table[name]
                 own.end(TaskStatus.FAILED, reason)
                 own.reported = own.status
 
@@ -465,22 +464,21 @@ class Membership:
         """Save the tasks whose adapters could not be written; those that now are have ended as they would have."""
         saver, table = self._run.saver, self._run.table
         self._num_states_at_last_try = saver.num_states
-        for name, ending in list(self._unsaved_endings.items()):
-            # It may have been removed, and another one of its name may have come.
-            if name in table and name in saver.unsaved:
+        for name, ending in list(saver.unsaved.items()):
+            if ending is not None:
                 own = table[name]
                 own.status, own.reason = ending  # its state is saved with these
                 if failure := saver.save_ended(own):
                     self._fail_unsaved(own, failure)
-                    continue
-                self._report_ending(own)
-            del self._unsaved_endings[name]
+                else:
+                    self._report_ending(own)
 
     def _fail_unsaved(self, own: TaskRun, failure: str) -> None:
         """Mark a task as failed because its adapter could not be written, and report where its newest copy is."""
-        status, reason = self._unsaved_endings[own.name]
-        before = f"{reason}; " if status is TaskStatus.FAILED else ""
-        copy = self._run.saver.newest_copy(own.name)
+        before = f"{own.reason}; " if own.status is TaskStatus.FAILED else ""
+        folder = self._run.saver.folder
+        newest = None if folder is None else folder.newest_checkpoint(own.name)
+        copy = "There is no copy of it on the disk." if newest is None else f"Its newest copy is {newest}."
         own.status = TaskStatus.FAILED
         own.reason = f"{before}its adapter could not be written: {failure.rstrip('.')}. {copy}"
         self._num_states_at_last_try = self._run.saver.num_states

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import socket
 import uuid
 from collections.abc import Iterator
@@ -21,7 +22,7 @@ from peft_mux.checkpoint.run_folder import (
     resume_tasks,
     was_restarted,
 )
-from peft_mux.checkpoint.saver import describe_run, numerics_of
+from peft_mux.checkpoint.saver import ENVIRONMENT_NAME, describe_tasks, environment_of, numerics_of
 from peft_mux.engine.agreement import require_consistent
 from peft_mux.engine.tasks.task_run import BestMetric, LossMean
 from peft_mux.errors import CheckpointError, ConfigError, Fault, installed_version, raise_faults
@@ -29,6 +30,7 @@ from peft_mux.modeling.backbone.shape import fingerprint
 from peft_mux.reporting.banner import banner_lines
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.screen import make_progress
+from peft_mux.storage import write_file
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
@@ -199,7 +201,9 @@ class Opening:
         # After the tasks are restored, as those that have ended or are paused take no part in a plan.
         plan = self._plans.replan()
         if saver.is_writer:
-            describe_run(root, args, run.table, plan)
+            describe_tasks(root, args, run.table)
+            write_file(root / "plan.json", plan.to_json().encode())
+            write_file(root / ENVIRONMENT_NAME, json.dumps(environment_of(args), indent=2).encode())
         # The stop request of the previous training would end this one before its first step. Not later than here: once
         # signals are handled, one of them may have asked for a stop.
         run.control.should_training_stop, run.interrupted_by = False, 0
@@ -227,8 +231,8 @@ class Opening:
         if folder is None or root != folder.root:
             folder = open_other_folder(root, self._placement.model, is_writer=saver.is_writer, fingerprint=backbone)
         run.processes.wait_for_all()  # others read the folder when the first one has put it in order
-        run.state.global_step = resume_tasks(folder, run.table, run.log.warn)
-        record = folder.records()[-1][0]
+        record = resume_tasks(folder, run.table, run.log.warn)
+        run.state.global_step = record.run_step
         lost = [name for name in stepped if name not in record.tasks and name not in record.removed]
         if lost:
             raise CheckpointError(
@@ -240,7 +244,7 @@ class Opening:
         run.is_updating = False
         # Steps after the state are taken again, and must not be in the file twice.
         run.log.metrics.truncate_after(run.state.global_step)
-        saver.take_over(folder, run.log.warn)
+        saver.take_over(folder, record.numerics, run.log.warn)
 
     def begin(self) -> None:
         """Switch the run to training, print the banner, and call `on_train_begin`."""

@@ -11,9 +11,10 @@ from __future__ import annotations
 import gc
 import threading
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
-from peft_mux.checkpoint.task_state import TaskState, gather_task, split_state, take_from, take_snapshot
+from peft_mux.checkpoint.task_state import TaskState, gather_task, take_from, take_snapshot
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.layout import ParallelLayout
@@ -103,12 +104,12 @@ class Placement:
                 self.model = self._parallel.model
                 if self.shards is not None:
                     self.shards.model = self.model
-                if self._parallel.is_whole:
+                if self.part.is_whole:
                     self.outline = self.model  # a part has no shapes of whole parameters, which plans need
-                if self._run.layout.is_data_parallel and self.shards is None:
-                    self._run.saver.use_parts(None)
-                else:
-                    self._run.saver.use_parts(self._gather_state, lambda saved: all(processes.gather(saved)))
+                saver = self._run.saver
+                saver.gather, saver.agree = None, bool
+                if not self._run.layout.is_data_parallel or is_sharded:
+                    saver.gather, saver.agree = self._gather_state, lambda saved: all(processes.gather(saved))
                 self.on_change()
             return self._parallel.samples
 
@@ -134,10 +135,8 @@ class Placement:
             # The outline first: PEFT refuses there, before the part that trains is touched.
             if self.outline is not self.model:
                 register_tasks(self.outline, tasks, is_whole=True, tensor_parallel=None)
-            if self._parallel is not None:
-                self._parallel.register(tasks)
-            else:
-                register_tasks(self.model, tasks, is_whole=self.part.is_whole, tensor_parallel=None)
+            tensor_parallel = None if self._parallel is None else self._parallel.tensor_parallel
+            register_tasks(self.model, tasks, is_whole=self.part.is_whole, tensor_parallel=tensor_parallel)
             decide_sharing(runs, self._run.args, self._unshared_reason)
             self.tasks = [*self.tasks, *tasks]
 
@@ -178,17 +177,16 @@ class Placement:
         """Return a task's state, assembled from the parts of the first replica; `None` except on the first process."""
         if self.shards is not None:
             keeper = 0 if only_weights or run.optimizer is None else run.optimizer.keeper
-            return take_from(self._run.processes, keeper, lambda: self._own_state(run, only_weights=only_weights))
+            own = partial(take_snapshot, run, self.model, only_weights=only_weights)
+            return take_from(self._run.processes, keeper, own)
         # Replicas hold equal adapters after every step, so one of them is enough.
         if self.part.place.replica > 0:
             return None
-        own, pieces = self._own_state(run, only_weights=only_weights), self.model.registry.pieces_of(run.name)
-        return gather_task(self._run.processes, self._run.layout, pieces, own)
-
-    def _own_state(self, run: TaskRun, *, only_weights: bool) -> TaskState:
-        if only_weights:
-            return TaskState(split_state(self.model.task_parameters(run.name), None).weights, {}, {}, {})
-        return take_snapshot(run, self.model)
+        state, pieces = (
+            take_snapshot(run, self.model, only_weights=only_weights),
+            self.model.registry.pieces_of(run.name),
+        )
+        return gather_task(self._run.processes, self._run.layout, pieces, state)
 
     # ------------------------------------------------------------------ other replicas
 
@@ -209,7 +207,6 @@ class Placement:
         `load` reads it. All processes call this at the same time; the state of the tasks must be saved by then.
         """
         if self._parallel is not None:
-            self._parallel.executor.close()
             self._parallel.close()
             self._parallel = self.model = self.outline = None
             # Every reference to the weights must go, or two models would have to fit into memory.

@@ -79,7 +79,7 @@ class PlanFollower:
     """Makes plans and follows them.
 
     A task that a plan admits is started; the others wait with a reason, until a later plan admits them. `plan` only
-    answers, `replan` makes the plan that is followed, and `next_work` turns that one into steps.
+    answers, `replan` makes the plan that is followed, and `next_works` turns that one into steps.
 
     Args:
         run: the present run.
@@ -292,17 +292,22 @@ class PlanFollower:
 
     # ------------------------------------------------------------------ steps
 
-    def next_work(self) -> StepWork:
-        """Return the next step of all running tasks; if reading it takes time, the one after it is begun."""
+    def next_works(self, num_steps: int = 1) -> list[StepWork]:
+        """Return the next steps of all running tasks, within which no task ends; fewer if rows cannot be read.
+
+        If reading takes time, the step after a single one is begun.
+        """
         assert self._steps is not None, "a run that has running tasks follows a plan"
         running = self._run.table.running
         self._waited_s = self._run.processes.waited_s
-        work = self._steps.next(running)
-        self._compare_passes(work)
+        works = self._steps.window(running, num_steps)
+        for work in works:
+            self._compare_passes(work)
         self._run.log.step_rows(running)
-        # Begun before this step runs, so that reading and dividing the next one are hidden behind it.
-        self._steps.prepare(run for run in running if run.name not in work.failures)
-        return work
+        if num_steps == 1:
+            # Begun before this step runs, so that reading and dividing the next one are hidden behind it.
+            self._steps.prepare(run for run in running if run.name not in works[0].failures)
+        return works
 
     def smaller_work(self, work: StepWork, max_tokens: int) -> StepWork:
         """Return the same step in smaller passes, and plan for passes of at most `max_tokens` from now on.
@@ -319,16 +324,6 @@ class PlanFollower:
         again = self._steps.next(run for run in self._run.table.running if run.name not in work.failures)
         self._compare_passes(again)
         return replace(again, failures={**work.failures, **again.failures})
-
-    def next_works(self, num_steps: int) -> list[StepWork]:
-        """Return the next steps of all running tasks, within which no task ends; fewer if rows cannot be read."""
-        assert self._steps is not None, "a run that has running tasks follows a plan"
-        self._waited_s = self._run.processes.waited_s
-        works = self._steps.window(self._run.table.running, num_steps)
-        self._run.log.step_rows(self._run.table.running)
-        for work in works:
-            self._compare_passes(work)
-        return works
 
     def _compare_passes(self, work: StepWork) -> None:
         """Count whether a step has the passes that the plan says."""

@@ -2,22 +2,27 @@
 
 from __future__ import annotations
 
+import copy
 import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import TrainerControl, TrainerState
 
+from peft_mux import storage
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.checkpoint.hub import HubPushes, write_extras
+from peft_mux.checkpoint.hub import PICTURE_NAME, HubPushes, model_card, needs_tokenizer, write_card
 from peft_mux.checkpoint.saver import Saver
 from peft_mux.checkpoint.upload import FolderUpload
 from peft_mux.engine.layout import ParallelLayout, layout_of
 from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
+from peft_mux.errors import ConfigError
 from peft_mux.reporting.callbacks import RunCallbacks
+from peft_mux.reporting.page import draw_losses
 from peft_mux.reporting.report import RankRecord
 from peft_mux.reporting.run_log import RunLog
+from peft_mux.reporting.views import view_of
 from peft_mux.user_code import describe_error
 
 
@@ -122,15 +127,28 @@ def write_task_files(run: Run, own: TaskRun) -> None:
     folder = run.saver.place(own)
     if folder is None or not run.saver.is_writer:
         return
-    handler = run.callbacks.handler
-    config = getattr(getattr(handler.model, "backbone", None), "config", None)
+    tokenizer = run.callbacks.handler.processing_class
+    config = getattr(getattr(run.callbacks.handler.model, "backbone", None), "config", None)
     try:
-        write_extras(
-            folder,
-            own,
-            num_tasks=len(list(run.table)) + len(run.log.removed),
-            tokenizer=handler.processing_class,
-            vocab_size=getattr(config, "vocab_size", None),
-        )
+        view = view_of(own)
+        has_picture = max(len(view.losses), len(view.eval_losses)) > 1  # a single point shows nothing
+        if has_picture:
+            try:
+                storage.write_file(folder / PICTURE_NAME, draw_losses([view]))
+            except ConfigError:  # matplotlib is an extra
+                has_picture = False
+        # A tokenizer with more tokens than the backbone knows has been extended.
+        if needs_tokenizer(own, tokenizer, getattr(config, "vocab_size", None)):
+            if own.task.chat_template is not None:
+                tokenizer = copy.deepcopy(tokenizer)  # other tasks use it too
+                tokenizer.chat_template = own.task.chat_template
+            with storage.scratch_folder(folder) as scratch:
+                tokenizer.save_pretrained(str(scratch))
+                for path in sorted(scratch.iterdir()):
+                    if path.is_file():
+                        storage.replace_file(path, folder / path.name)
+        num_tasks = len(list(run.table)) + len(run.log.removed)
+        card = model_card(folder, own.name, own.step, own, num_tasks=num_tasks, has_picture=has_picture)
+        write_card(folder, card)
     except Exception as error:  # the adapter is safe, so this must not end the run
         run.log.warn(f"{folder}: its card could not be written ({describe_error(error)})")

@@ -203,7 +203,8 @@ class MultiTaskTrainer(Trainer):
         """Pass the present model to every part that has the previous one."""
         model = self.model = self.model_wrapped = self.callback_handler.model = self._placement.model
         self._run.log.use_model(model)
-        self._run.saver.use_model(model)
+        if (folder := self._run.saver.folder) is not None:
+            folder.model = model
         self._plans.follow_model()
 
     # ------------------------------------------------------------- overview
@@ -475,11 +476,11 @@ class MultiTaskTrainer(Trainer):
             self._placement.load(self._plans.plan_stages)
             held_out = [run for run in self.table if run.eval_data is not None]
             runs = held_out if task is None else [self._membership.run_of(task)]
-            answers = self._evaluator.generate(runs)
+            completions = self._evaluator.generate(runs)
             return {
                 f"{run.name}/{key}": value
                 for run in runs
-                for key, value in self._evaluator.metrics(run, answers.get(run.name)).items()
+                for key, value in self._evaluator.metrics(run, completions.get(run.name)).items()
             }
 
         return self._membership.queue.ask("evaluate" if task is None else f"evaluate {task}", evaluate)

@@ -75,7 +75,7 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int, *, rooms: Sequenc
 
 
 def round_up(tokens: int, size: int) -> int:
-    """Return the smallest multiple of the chunk size that holds `tokens`."""
+    """Return the smallest multiple of a size that holds `tokens`."""
     return -(-tokens // size) * size
 
 

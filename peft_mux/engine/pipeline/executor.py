@@ -230,7 +230,6 @@ class PipelineExecutor(Executor):
             for step, work in enumerate(works)
             for slot, own in self.plan.slots(work.micro_batches, step).items()
         }
-        self.sync.num_tokens += sum(micro_batch.num_tokens for work in works for micro_batch in work.micro_batches)
         stepping = {}
         for bucket, members in enumerate(self.plan.buckets):
             names = {name for htask in members for name in self.plan.htasks[htask]}

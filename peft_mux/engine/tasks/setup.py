@@ -13,7 +13,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from peft import PeftConfig, PromptLearningConfig
+from peft import PromptLearningConfig
 from transformers import TrainerState
 
 from peft_mux.arguments import MOST_STEPS, MultiTaskTrainingArguments
@@ -50,19 +50,13 @@ def resolve_tasks(tasks: Iterable[Task], args: MultiTaskTrainingArguments) -> li
     return resolved
 
 
-def configs_of(tasks: Sequence[ResolvedTask]) -> dict[str, PeftConfig]:
-    """Return the `PeftConfig` of each task by name."""
-    return {task.name: task.peft_config for task in tasks}
-
-
-def seeds_of(tasks: Sequence[ResolvedTask]) -> dict[str, int]:
-    """Return the seed of each task by name."""
-    return {task.name: task.hyper.seed for task in tasks}
-
-
-def num_labels_of(tasks: Sequence[ResolvedTask]) -> dict[str, int]:
-    """Return the number of classes of each task that has its own head, by name."""
-    return {task.name: task.num_labels for task in tasks if task.num_labels is not None}
+def adapters_of(tasks: Sequence[ResolvedTask]) -> dict[str, Any]:
+    """Return the configurations, seeds and numbers of classes of tasks, as `MultiTaskPeftModel` takes them."""
+    return {
+        "peft_configs": {task.name: task.peft_config for task in tasks},
+        "seeds": {task.name: task.hyper.seed for task in tasks},
+        "num_labels": {task.name: task.num_labels for task in tasks if task.num_labels is not None},
+    }
 
 
 def make_task_runs(

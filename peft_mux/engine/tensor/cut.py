@@ -14,7 +14,7 @@ Transformers has no rules for adapters. Here they are cut like their base layers
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -112,15 +112,6 @@ def blocks_of(backbone: Any, tp_size: int) -> tuple[Block, ...]:
     return tuple(blocks)
 
 
-@dataclass
-class _Found:
-    """The entries of the plan for one module of a decoder layer."""
-
-    columns: dict[str, tuple[int, ...]] = field(default_factory=dict)
-    rows: list[str] = field(default_factory=list)
-    vectors: list[str] = field(default_factory=list)
-
-
 def _blocks_of_layer(name: str, layer: nn.Module, plan: Mapping[str, str], config: Any) -> Iterator[Block]:
     """Yield the blocks of a decoder layer according to a plan; the layer may have adapters.
 
@@ -137,19 +128,20 @@ def _blocks_of_layer(name: str, layer: nn.Module, plan: Mapping[str, str], confi
             f"one cut by inputs ({', '.join(_ROW_STYLES)}), got {got} at {where!r}. Set tensor_parallel_size=1."
         )
 
-    modules: dict[str, _Found] = {}
+    # The entries of the plan for each module: layers cut by outputs, layers cut by inputs, and vectors.
+    modules: dict[str, tuple[dict[str, tuple[int, ...]], list[str], list[str]]] = {}
     for key, style in plan.items():
         parent, _, leaf = key.rpartition(".")
         here = _at(layer, key)
         if here is None or style in _WHOLE_STYLES:
             continue
-        found = modules.setdefault(parent, _Found())
+        columns, rows, vectors = modules.setdefault(parent, ({}, [], []))
         if style in _ROW_STYLES:
-            found.rows.append(leaf)
+            rows.append(leaf)
         elif style not in _COLUMN_STYLES:
             raise odd(leaf, repr(style))
         elif isinstance(here, nn.Parameter) and here.ndim < 3:
-            found.vectors.append(leaf)
+            vectors.append(leaf)
         else:
             # The sizes of the matrices that the output of a column-parallel layer consists of.
             whole = features(here)[1]
@@ -157,26 +149,26 @@ def _blocks_of_layer(name: str, layer: nn.Module, plan: Mapping[str, str], confi
                 heads = config.num_attention_heads
                 groups = getattr(config, "num_key_value_heads", None) or heads
                 channels = whole // (heads + 2 * groups)
-                found.columns[leaf] = heads * channels, groups * channels, groups * channels
+                columns[leaf] = heads * channels, groups * channels, groups * channels
             else:
                 count = _PACKED.get(leaf, 2 if style == "packed_colwise" else 1)
-                found.columns[leaf] = (whole // count,) * count
-    for module, found in modules.items():
-        if len(found.rows) != 1 or not found.columns:
-            raise odd(module, f"{sorted(found.columns)} and {found.rows}")
+                columns[leaf] = (whole // count,) * count
+    for module, (columns, rows, vectors) in modules.items():
+        if len(rows) != 1 or not columns:
+            raise odd(module, f"{sorted(columns)} and {rows}")
         inside = _at(layer, module) if module else layer
-        has_experts = isinstance(_at(inside, found.rows[0]), nn.Parameter)
-        if has_experts and {key for key, _ in inside.named_parameters()} - {*found.columns, *found.rows}:
+        has_experts = isinstance(_at(inside, rows[0]), nn.Parameter)
+        if has_experts and {key for key, _ in inside.named_parameters()} - {*columns, *rows}:
             raise odd(module, "experts with other parameters than the plan names")
         norms = []
         for norm, follows in _WIDE_NORMS.items():
             weight = getattr(getattr(inside, norm, None), "weight", None)
-            if weight is not None and follows in found.columns and len(weight) != getattr(inside, "head_dim", None):
-                if tuple(weight.shape) != (sum(found.columns[follows]),):
+            if weight is not None and follows in columns and len(weight) != getattr(inside, "head_dim", None):
+                if tuple(weight.shape) != (sum(columns[follows]),):
                     raise odd(norm, f"a norm with weights {tuple(weight.shape)}")
                 norms.append(norm)
-        vectors = (*found.vectors, *(f"{norm}.weight" for norm in norms))
-        yield Block(name, module, found.columns, found.rows[0], vectors, tuple(norms), "att" in module, has_experts)
+        vectors += [f"{norm}.weight" for norm in norms]
+        yield Block(name, module, columns, rows[0], tuple(vectors), tuple(norms), "att" in module, has_experts)
 
 
 def features(layer: Any) -> tuple[int, int]:

@@ -290,25 +290,6 @@ class TensorParallelModel:
             # The position of its inputs in the whole: dropout is drawn for the whole width, so that shards drop the
             # same elements as a single process.
             base.input_window = Window(cut.ranges[0][0], cut.size)
-        self._set_sizes(cut, layer, base)
-
-    def _cut_head(self, cut: LayerCut) -> None:
-        """Keep the rows of this rank's words; a view if the weight is tied to the embedding, which stays whole."""
-        layer: Any = self.model.backbone.get_submodule(cut.name)
-        base: Any = getattr(layer, "base_layer", layer)
-        ((first, end),) = cut.ranges
-        named = self.model.backbone.named_parameters(remove_duplicate=False)
-        is_tied = sum(parameter is base.weight for _, parameter in named) > 1
-        # If tied, the embedding needs all rows anyway, and a copy would waste memory.
-        weight = base.weight.data[first:end]
-        base.weight = nn.Parameter(weight if is_tied else weight.clone(), requires_grad=False)
-        if base.bias is not None:
-            base.bias = nn.Parameter(base.bias.data[first:end].clone(), requires_grad=False)
-        base.vocab_parallel_head = VocabParallelHead(self._links, first, end, cut.size)
-        self._set_sizes(cut, layer, base)
-
-    def _set_sizes(self, cut: LayerCut, layer: Any, base: Any) -> None:
-        """Set the new sizes of a layer, and cut every adapter on it to match."""
         self.layers[cut.name] = cut
         size_name = "in_features" if cut.is_row else "out_features"
         if isinstance(base, Conv1D):
@@ -321,6 +302,19 @@ class TensorParallelModel:
         kind = kind_of_layer(layer)
         assert kind is not None, "layers were checked before they are cut"
         kind.cut(layer, cut)
+
+    def _cut_head(self, cut: LayerCut) -> None:
+        """Keep the rows of this rank's words; a view if the weight is tied to the embedding, which stays whole."""
+        layer: Any = self.model.backbone.get_submodule(cut.name)
+        base: Any = getattr(layer, "base_layer", layer)
+        ((first, end),) = cut.ranges
+        named = self.model.backbone.named_parameters(remove_duplicate=False)
+        is_tied = sum(parameter is base.weight for _, parameter in named) > 1
+        whole_VD = base.weight.data
+        base.vocab_parallel_head = VocabParallelHead(self._links, first, end, cut.size)
+        self._cut_layer(cut)
+        if is_tied:  # the embedding needs all rows anyway, and a copy would waste memory
+            base.weight = nn.Parameter(whole_VD[first:end], requires_grad=False)
 
     def _cut_block(self, block: Block) -> None:
         """Cut the other parameters of a block, and add the sum of its input gradient over the ranks."""

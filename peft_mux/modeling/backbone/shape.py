@@ -131,11 +131,6 @@ def fingerprint(kind: str, samples: Mapping[str, str]) -> str:
     return digest.hexdigest()[:32]
 
 
-def backbone_fingerprint(backbone: Any) -> str:
-    """Return the digest of a backbone that is whole in this process."""
-    return fingerprint(type(backbone).__name__, weight_samples(backbone))
-
-
 def _digest(tensor: torch.Tensor) -> str:
     # As bytes, since numpy has no bf16.
     first = tensor.flatten()[: _SAMPLE_BYTES // tensor.element_size()].contiguous().view(torch.uint8)

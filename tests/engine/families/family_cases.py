@@ -19,7 +19,6 @@ from peft_mux.engine.executor import Executor
 from peft_mux.engine.fsdp import shard_backbone
 from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.parallelize import shard_frozen_weights
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel
@@ -238,7 +237,7 @@ def train_sharded_stage(kind: str, layout: ParallelLayout, processes: Processes,
     """Train as one of two stages whose weights are sharded over the replicas; the first replica has all rows."""
     model, place = mux_model(kind), layout.place(processes.rank)
     stage = StageModel(model, StageLayout.of(NUM_LAYERS, layout.replicas[0].pp), place.stage)
-    backbone = shard_frozen_weights(model, stage, processes, layout)
+    backbone = shard_backbone(model, processes, stage, layout)
     sync = GradientSync(model, processes, layout, is_deferred=True)
     options: dict[str, Any] = {"pipelines": layout.pipelines, "sync": sync, "sharded": backbone}
     executor = PipelineExecutor(stage, two_stages(), processes, **options)

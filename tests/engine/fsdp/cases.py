@@ -229,7 +229,7 @@ def bytes_per_pass(backbone: ShardedBackbone, num_shards: int, virtual_stage: in
 
     A unit of weights `[K_i, ...]` over n processes brings the other n - 1 shards of `ceil(K_i / n)` rows each.
     """
-    units = {id(unit) for part in backbone._parts for unit in backbone.forward_units(part)}
+    units = {id(unit) for stage in backbone.virtual_stages for unit in backbone.forward_units(stage)}
     total = 0
     for unit in backbone.forward_units(virtual_stage) + backbone.backward_units(virtual_stage):
         stack = [unit]

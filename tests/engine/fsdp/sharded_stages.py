@@ -12,9 +12,9 @@ import torch
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine.executor import Executor
+from peft_mux.engine.fsdp import shard_backbone
 from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.parallelize import shard_frozen_weights
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel
@@ -88,7 +88,7 @@ def train(rank: int, case: Case, folder: Path) -> Shown:
 
 def make_executor(stage: StageModel, plan: PipelinePlan, processes: Processes) -> PipelineExecutor:
     """Divide the weights of a stage among the replicas, and return what runs it."""
-    backbone = shard_frozen_weights(stage.model, stage, processes, LAYOUT)
+    backbone = shard_backbone(stage.model, processes, stage, LAYOUT)
     sync = GradientSync(stage.model, processes, LAYOUT, is_deferred=True)
     return PipelineExecutor(stage, plan, processes, pipelines=LAYOUT.pipelines, sync=sync, sharded=backbone)
 

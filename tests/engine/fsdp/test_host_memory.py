@@ -49,7 +49,7 @@ def load_sharded(rank: int, folder: Path) -> tuple[int, int]:
     )
     trainer = MultiTaskTrainer(model=str(folder / "backbone"), tasks=[task], args=args)
     before, loaded, peak = own_bytes(), [0], [0]
-    verify, shard, done = MultiTaskPeftModel.verify_once, parallelize.shard_frozen_weights, threading.Event()
+    verify, shard, done = MultiTaskPeftModel.verify_once, parallelize.shard_backbone, threading.Event()
 
     def noted_verify(model: MultiTaskPeftModel) -> None:
         loaded[0] = own_bytes() - before
@@ -68,7 +68,7 @@ def load_sharded(rank: int, folder: Path) -> tuple[int, int]:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(MultiTaskPeftModel, "verify_once", noted_verify)
-        patch.setattr(parallelize, "shard_frozen_weights", noted_shard)
+        patch.setattr(parallelize, "shard_backbone", noted_shard)
         threading.Thread(target=watch, daemon=True).start()
         trainer.train()
     return loaded[0], peak[0]

@@ -27,7 +27,7 @@ from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.backbone import probe
 from peft_mux.modeling.backbone.modules import adaptable_modules
 from peft_mux.modeling.backbone.probe import max_positions
-from peft_mux.modeling.backbone.shape import backbone_fingerprint, model_shape
+from peft_mux.modeling.backbone.shape import fingerprint, model_shape, weight_samples
 from peft_mux.modeling.model import MultiTaskPeftModel
 
 SIZE = {
@@ -274,6 +274,10 @@ def test_the_shape_of_a_mixture_counts_the_experts_of_a_token_and_all_experts() 
     assert shape.intermediate_size == (48 + 2 * (24 + 2 * 24)) // 3
     assert shape.held_intermediate_size == (48 + 2 * (24 + 8 * 24)) // 3
     assert shape.routed_share == 0.25
+
+
+def backbone_fingerprint(backbone: Any) -> str:
+    return fingerprint(type(backbone).__name__, weight_samples(backbone))
 
 
 def test_the_fingerprint_of_a_backbone_does_not_see_adapters() -> None:

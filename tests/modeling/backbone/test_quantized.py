@@ -26,7 +26,7 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.errors import CheckpointError, ConfigError, UnsupportedModelError
 from peft_mux.modeling.backbone.quantized import base_output, prepare_quantized, quantized_layers, weight_bytes
-from peft_mux.modeling.backbone.shape import backbone_fingerprint, model_shape
+from peft_mux.modeling.backbone.shape import fingerprint, model_shape, weight_samples
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
@@ -340,6 +340,10 @@ def test_a_resumed_run_ends_with_the_same_bits(
             assert torch.equal(resumed.weights(name)[key], weight), key
     with pytest.raises(CheckpointError, match="backbone"):
         train(two_tasks(), tmp_path / "cut", model=LlamaForCausalLM.from_pretrained(folder), resume=True, **options)
+
+
+def backbone_fingerprint(backbone: Any) -> str:
+    return fingerprint(type(backbone).__name__, weight_samples(backbone))
 
 
 def test_the_fingerprint_sees_format_and_scales_but_not_use(folder: Path) -> None:
