@@ -41,7 +41,6 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, fully_shard
 
 from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.pipeline.stage import StageLayout, StageModel
 from peft_mux.engine.processes import Processes
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.backbone.modules import is_meta, language_model
@@ -53,7 +52,7 @@ from peft_mux.modeling.sharding import PassThrough
 def shard_backbone(
     model: MultiTaskPeftModel,
     processes: Processes,
-    stage: StageModel | None = None,
+    stage: Any = None,
     layout: ParallelLayout | None = None,
 ) -> ShardedBackbone:
     """Shard the frozen weights of a model over processes (FSDP2), in place; all processes of the run must call this.
@@ -67,7 +66,7 @@ def shard_backbone(
     Args:
         model: the whole model, or a stage of it, with any tasks; more may be registered later.
         processes: the processes of the run, connected.
-        stage: the stage that the model is; by default all processes hold the whole backbone.
+        stage: the `StageModel` that the model is of; by default all processes hold the whole backbone.
         layout: which process holds which stage of which replica, if the model is a stage.
 
     Raises:
@@ -103,7 +102,7 @@ class ShardedBackbone:
         model: MultiTaskPeftModel,
         processes: Processes,
         mesh: DeviceMesh,
-        stage: StageModel | None = None,
+        stage: Any = None,
     ) -> None:
         """Shard the units, and add hooks for those that FSDP2 does not free by itself."""
         backbone = model.backbone
@@ -126,8 +125,12 @@ class ShardedBackbone:
         self._embedding: Any = None if isinstance(embedding, PassThrough) else embedding
         self._head: Any = head if type(head) is nn.Linear else None
         self._ends = [end for end in (self._embedding, self._head) if end is not None]
-        self._stages = StageLayout(1, 1, (len(self._layers),)) if stage is None else stage.layout
-        self.virtual_stages = (0,) if stage is None else stage.virtual_stages
+        self.virtual_stages: tuple[int, ...] = (0,) if stage is None else stage.virtual_stages
+        self._last_virtual_stage = 0 if stage is None else stage.layout.last_virtual_stage
+        self._numbers = {
+            number: tuple(self._layers) if stage is None else stage.layout.layers_of(number)
+            for number in self.virtual_stages
+        }
         self._shard(mesh)
         for unit in (self._base, *self._ends, *self._layers.values()):
             unit.set_custom_all_gather(_Gathering(self))
@@ -137,7 +140,7 @@ class ShardedBackbone:
         # while an empty list selects FSDP2's default; the base model is a unit of several parts.
         self._base.set_modules_to_backward_prefetch([self._base])
         for virtual_stage in self.virtual_stages:
-            order = [self._layers[number] for number in reversed(self._stages.layers_of(virtual_stage))]
+            order = [self._layers[number] for number in reversed(self._numbers[virtual_stage])]
             for unit, following in zip(order, [*order[1:], order[-1]], strict=True):
                 unit.set_modules_to_backward_prefetch([following])
         # Before FSDP2's own hook of this unit: what was left is freed before more is gathered.
@@ -206,23 +209,23 @@ class ShardedBackbone:
         Args:
             virtual_stage: which of this process's parts the pass goes through.
         """
-        if virtual_stage != self._stages.last_virtual_stage:
+        if virtual_stage != self._last_virtual_stage:
             self._base.unshard()
 
     def forward_units(self, virtual_stage: int = 0) -> list[Any]:
         """Return the units that a forward gathers, in order."""
         embedding = [self._embedding] if virtual_stage == 0 and self._embedding is not None else []
-        is_last = virtual_stage == self._stages.last_virtual_stage
+        is_last = virtual_stage == self._last_virtual_stage
         head = [self._head] if is_last and self._head is not None else []
-        layers = [self._layers[number] for number in self._stages.layers_of(virtual_stage)]
+        layers = [self._layers[number] for number in self._numbers[virtual_stage]]
         return [self._base, *embedding, *layers, *head]
 
     def backward_units(self, virtual_stage: int = 0) -> list[Any]:
         """Return the units that a backward gathers, in order; a frozen head has its gradient from the forward."""
         is_adapted = isinstance(self.model.backbone.get_output_embeddings(), BaseTunerLayer)
-        is_last = virtual_stage == self._stages.last_virtual_stage
+        is_last = virtual_stage == self._last_virtual_stage
         head = [self._head] if is_last and self._head is not None and is_adapted else []
-        layers = [self._layers[number] for number in reversed(self._stages.layers_of(virtual_stage))]
+        layers = [self._layers[number] for number in reversed(self._numbers[virtual_stage])]
         return [*head, self._base, *layers]
 
     def _shard(self, mesh: DeviceMesh) -> None:
