@@ -396,7 +396,7 @@ def steps_until_due(
 
 
 @contextmanager
-def stop_at_signal(request_stop: Callable[[int], None], *, echo_s: float = 0.0) -> Iterator[None]:
+def stop_at_signal(request_stop: Callable[[int], None], *, echo_s: float = 0.0) -> Iterator[Callable[[], None]]:
     """Call `request_stop` at the first SIGINT or SIGTERM, and let the second have its usual effect.
 
     Signals can only be handled in the main thread; elsewhere this does nothing.
@@ -405,9 +405,12 @@ def stop_at_signal(request_stop: Callable[[int], None], *, echo_s: float = 0.0) 
         request_stop: called in the handler, with the number of the signal.
         echo_s: seconds within which a second one counts as an echo of the first: the processes of a launcher get Ctrl-C
             twice, from the terminal and from the launcher.
+
+    Yields:
+        What lets signals have their usual effect before the block ends.
     """
     if threading.current_thread() is not threading.main_thread():
-        yield
+        yield lambda: None
         return
     before: dict[int, Any] = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
     asked_at: dict[int, float] = {}
@@ -425,11 +428,14 @@ def stop_at_signal(request_stop: Callable[[int], None], *, echo_s: float = 0.0) 
                 raise ForcedInterrupt
             signal.raise_signal(number)
 
-    for number in before:
-        signal.signal(number, handle)
-    try:
-        yield
-    finally:
+    def restore() -> None:
         # The script that called handles signals in its own way after training.
         for number, handler in before.items():
             signal.signal(number, handler)
+
+    for number in before:
+        signal.signal(number, handle)
+    try:
+        yield restore
+    finally:
+        restore()

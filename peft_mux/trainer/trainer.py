@@ -400,8 +400,11 @@ class MultiTaskTrainer(Trainer):
         # With a sharded backbone memory counts more than the time of page faults.
         keeping = nullcontext() if self.args.shard_backbone else keeping_freed_memory(self.args.device)
 
+        has_ended = False
+
         def stop(signal_number: int) -> None:
-            run.interrupted_by, run.control.should_training_stop = signal_number, True
+            if not has_ended:
+                run.interrupted_by, run.control.should_training_stop = signal_number, True
 
         with (
             run.processes.together(),
@@ -413,8 +416,8 @@ class MultiTaskTrainer(Trainer):
             # Timed from here on: loading and planning are not training.
             started, waited_before_s = time.perf_counter(), run.processes.waited_s
             first_token, first_step = loop.num_stream_tokens, run.state.global_step
-            try:
-                with stop_at_signal(stop, echo_s=0.0 if is_alone else 2.0):
+            with stop_at_signal(stop, echo_s=0.0 if is_alone else 2.0) as restore_signals:
+                try:
                     loop.opening.begin()
                     with loop.control.listening(is_alone=is_alone):
                         run.callbacks.begin_training(run.table)
@@ -436,26 +439,30 @@ class MultiTaskTrainer(Trainer):
                             # ended.
                             membership.apply_commands()
                             loop.call_task_events()
-            except Exception:
-                for callbacks in run.log.callbacks.values():
-                    callbacks.trackers.end()
-                raise
-            finally:
-                run.log.progress.stop()
-                run.is_in_train = False
-            seconds, waited_s = time.perf_counter() - started, run.processes.waited_s - waited_before_s
-            membership.settle()
-            # The last step need not be a multiple of `save_steps`.
-            if not run.saver.is_current:
-                loop.save()
-            run.hub.wait()
-            run.callbacks.call_task_events()
-            num_tokens, num_steps = loop.num_stream_tokens - first_token, run.state.global_step - first_step
-            output = self._reporter.finish(seconds, waited_s, num_tokens, num_steps)
-            if run.upload is not None:
-                run.upload.start()
-                run.upload.wait()
-            return output
+                except Exception:
+                    for callbacks in run.log.callbacks.values():
+                        callbacks.trackers.end()
+                    raise
+                finally:
+                    run.log.progress.stop()
+                    run.is_in_train = False
+                has_ended = True
+                # A launcher repeats signals, and they do not reach all processes at once: none may end the last save.
+                if is_alone:
+                    restore_signals()
+                seconds, waited_s = time.perf_counter() - started, run.processes.waited_s - waited_before_s
+                membership.settle()
+                # The last step need not be a multiple of `save_steps`.
+                if not run.saver.is_current:
+                    loop.save()
+                run.hub.wait()
+                run.callbacks.call_task_events()
+                num_tokens, num_steps = loop.num_stream_tokens - first_token, run.state.global_step - first_step
+                output = self._reporter.finish(seconds, waited_s, num_tokens, num_steps)
+                if run.upload is not None:
+                    run.upload.start()
+                    run.upload.wait()
+                return output
 
     def evaluate(self, task: str | None = None, **unsupported: Any) -> dict[str, float]:  # type: ignore[override]
         """Evaluate one task, or all that have held-out rows; from another thread, after the step in progress.

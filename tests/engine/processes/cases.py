@@ -293,11 +293,20 @@ def resume_five(rank: int, folder: Path) -> Part:
     return run(folder, five_tasks(), resume=True, save_strategy="steps", save_steps=2)
 
 
+class _Repeater(lab.Recorder):
+    """Gets SIGTERM again in the last save, as from a launcher that passes on what it got itself."""
+
+    def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Send the signal."""
+        if state.global_step == 5:
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
 def stopped_by_a_signal(rank: int, folder: Path) -> Part:
-    """Train with checkpoints; the last process gets SIGTERM in the middle of step 5."""
+    """Train with checkpoints; the last process gets SIGTERM in step 5, and all processes get it in the last save."""
     is_last = rank == int(os.environ["WORLD_SIZE"]) - 1
     acts = {4: lambda trainer: os.kill(os.getpid(), signal.SIGTERM)} if is_last else {}
-    recorder = lab.Recorder(at_begin=acts)
+    recorder = _Repeater(at_begin=acts)
     return run(folder, five_tasks(), recorder=recorder, save_strategy="steps", save_steps=2)
 
 
