@@ -500,7 +500,9 @@ class _Search:
             # These peaks are of micro-batches in flight alone.
             in_flight_bytes = found.simulation.peak_bytes
             peak_bytes = tuple(own + peak for own, peak in zip(held_bytes, in_flight_bytes, strict=True))
-            assert self.limits is None or max(peak_bytes) <= max(self.limits), "templates keep within their limits"
+            if self.limits is not None:
+                pairs = zip(peak_bytes, self.limits, strict=True)
+                assert all(peak <= limit for peak, limit in pairs), "templates keep within their limits"
             fullest = peak_bytes.index(max(peak_bytes))
             memory = replace(
                 self.memory.estimate_stage(self.loads, 0, 0, fullest),

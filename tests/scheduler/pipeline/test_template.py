@@ -124,7 +124,11 @@ def test_slow_links_delay_backwards_so_that_mux_launches_more() -> None:
 @given(uneven_buckets(), st.sampled_from(VARIANTS))
 def test_every_template_comes_to_its_end(buckets: list[BucketLoad], variant: tuple[Schedule, int]) -> None:
     schedule, num_chunks = variant
-    simulate(build_template(buckets, schedule, num_chunks=num_chunks), buckets)
+    template = build_template(buckets, schedule, num_chunks=num_chunks)
+    num_actions = 2 * num_chunks * sum(bucket.num_micro_batches for bucket in buckets)
+    assert [len(row) for row in template.actions] == [num_actions] * template.num_stages
+    run = [span.action for span in simulate(template, buckets).spans]
+    assert len(run) == len(set(run)) == num_actions * template.num_stages
 
 
 @settings(max_examples=80)
