@@ -21,6 +21,12 @@ def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return root
 
 
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> lab.Run:
+    """The run that nothing befalls."""
+    return lab.train(crashed_tasks(), tmp_path_factory.mktemp("whole"), **SAVING)
+
+
 @pytest.fixture
 def root(crashed: Path, tmp_path: Path) -> Path:
     """Return a copy of the crashed run, to be spoilt."""

@@ -22,13 +22,6 @@ from tests.checkpoint.crashes import SAVING, Killed, crash
 from tests.checkpoint.crashes import crashed_tasks as tasks
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
-from tests.records import run_records
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run that nothing befalls."""
-    return lab.train(tasks(), tmp_path_factory.mktemp("whole"), **SAVING)
 
 
 def resume(root: Path, with_tasks: list[Task] | None = None, **options: Any) -> Run:
@@ -99,20 +92,25 @@ def test_a_spoilt_checkpoint_is_passed_over_for_the_one_before_it_and_named(
     assert said.count("Trying the checkpoint before it") == len(spoilt)
 
 
-def test_without_any_intact_checkpoint_task_folder_and_way_out_are_named(root: Path) -> None:
+def flip_all(task: Path) -> None:
     for step in (2, 4):
-        flip(root / "a" / f"checkpoint-{step}" / "adapter_model.safetensors")
-    with pytest.raises(CheckpointError, match=r'task "a" has no valid checkpoint up to step 4 .*Restore') as caught:
+        flip(task / f"checkpoint-{step}" / "adapter_model.safetensors")
+
+
+def swap(task: Path) -> None:
+    task.rename(task.with_name("other"))
+    task.with_name("b").rename(task)
+    task.with_name("other").rename(task.with_name("b"))
+
+
+@pytest.mark.parametrize("spoil", [flip_all, swap], ids=["none is intact", "those of another task"])
+def test_without_a_checkpoint_of_the_task_its_folder_and_the_way_out_are_named(
+    spoil: Callable[[Path], None], root: Path
+) -> None:
+    spoil(root / "a")
+    with pytest.raises(CheckpointError, match=r'task "a" has no valid checkpoint up to step 4 in .*Restore') as caught:
         resume(root)
     assert str(root / "a") in str(caught.value)
-
-
-def test_checkpoints_of_another_task_are_not_taken(root: Path) -> None:
-    (root / "a").rename(root / "other")
-    (root / "b").rename(root / "a")
-    (root / "other").rename(root / "b")
-    with pytest.raises(CheckpointError, match='task "a" has no valid checkpoint up to step 4 in '):
-        resume(root)
 
 
 def test_a_checkpoint_of_another_run_is_refused_unless_its_own_folder_is_named(
@@ -185,12 +183,8 @@ def test_the_state_of_another_format_version_is_refused(root: Path) -> None:
 
 CHANGES = {
     "optim": {"optim": "sgd"},
-    "train_batch_size": {"train_batch_size": 2},
-    "seed": {"seed": 2},
-    "max_length": {"max_length": 11},
     "shuffle": {"shuffle": False},
     "rows": {"data_seed": 77},
-    "r": {"rank": 8},
     "lora_dropout": {"lora_dropout": 0.5},
 }
 
@@ -205,26 +199,9 @@ def test_a_changed_setting_is_refused_by_task_and_field(field: str, root: Path) 
         resume(root, [first, tasks()[1]])
 
 
-@pytest.mark.parametrize("free", ["eval_steps", "save_steps"])
-def test_how_often_is_saved_and_evaluated_may_change(free: str, root: Path, whole: Run) -> None:
-    held_out = {"eval_dataset": lab.rows(5, 2, 9, 9)} if free == "eval_steps" else {}
-    run = resume(root, [*tasks(**{free: 3}, **held_out)])
+def test_how_often_is_saved_and_evaluated_may_change(root: Path, whole: Run) -> None:
+    run = resume(root, [*tasks(save_steps=3, eval_steps=3, eval_dataset=lab.rows(5, 2, 9, 9))])
     assert run.losses == {name: whole.losses[name][4:] for name in "ab"}
-
-
-def test_a_backbone_of_other_shapes_is_refused(root: Path) -> None:
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = LlamaConfig(
-        vocab_size=lab.VOCABULARY,
-        hidden_size=16,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-    )
-    with pytest.raises(CheckpointError, match=r"resume_from_checkpoint must be .*the same backbone.*, got "):
-        resume(root, model=LlamaForCausalLM(config))
 
 
 def test_a_backbone_of_other_weights_is_refused(root: Path) -> None:
@@ -250,56 +227,20 @@ def snapshot(root: Path) -> dict[str, bytes]:
 # ------------------------------------------------------------------ retention
 
 
-@pytest.mark.parametrize("keep", [1, 2])
-def test_save_total_limit_keeps_the_newest_states(keep: int, tmp_path: Path) -> None:
-    options = {**SAVING, "save_steps": 1, "save_total_limit": keep}
+def test_save_total_limit_keeps_the_newest_states(tmp_path: Path) -> None:
+    options = {**SAVING, "save_steps": 1, "save_total_limit": 2}
     trainer = lab.make_trainer(tasks(), tmp_path, recorder=Recorder(at_end={6: crash}), **options)
     with pytest.raises(Killed):
         trainer.train()
-    steps = list(range(6 - keep, 6))
-    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == [f"run-{step:08d}.json" for step in steps]
+    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["run-00000004.json", "run-00000005.json"]
     for name in "ab":
-        assert storage.numbered_folders(tmp_path / name) == steps
+        assert storage.numbered_folders(tmp_path / name) == [4, 5]
         assert (tmp_path / name / "adapter_model.safetensors").is_file()
 
 
 def test_without_a_limit_every_state_is_kept(crashed: Path) -> None:
     assert [path.name for path in sorted((crashed / "state").iterdir())] == ["run-00000002.json", "run-00000004.json"]
     assert storage.numbered_folders(crashed / "a") == [2, 4]
-
-
-# ------------------------------------------------------------------ full disks
-
-
-def assert_resumable_at(root: Path, step: int, whole: Run, **options: Any) -> None:
-    run = resume(root, **options)
-    assert run.losses == {name: whole.losses[name][step:] for name in "ab"}
-    assert run.recorder.digests == {name: whole.recorder.digests[name][step:] for name in "ab"}
-
-
-def test_a_disk_that_fills_up_costs_neither_the_run_nor_its_older_state(
-    disk: Callable[[int | None], None], whole: Run, tmp_path: Path
-) -> None:
-    # No checkpoint file but the record fits into the limit; it lasts over the saves of steps 4, and is gone at the end.
-    acts = {3: lambda _: disk(5_000), 5: lambda _: disk(None)}
-    run = lab.train(tasks(), tmp_path / "run", recorder=Recorder(at_end=acts), **SAVING)
-    assert run.losses == whole.losses
-    records = sorted(path.name for path in (tmp_path / "run" / "state").iterdir())
-    assert records == [f"run-{step:08d}.json" for step in (2, 6, 7)]
-    (failure,) = run_records(tmp_path / "run", "save_failed")
-    assert failure["run_step"] == 4
-    assert not list((tmp_path / "run").rglob(".tmp-*"))
-
-
-def test_after_a_disk_filled_up_the_older_state_resumes(
-    disk: Callable[[int | None], None], whole: Run, tmp_path: Path
-) -> None:
-    acts = {3: lambda _: disk(5_000), 5: crash}
-    trainer = lab.make_trainer(tasks(), tmp_path, recorder=Recorder(at_end=acts), **SAVING)
-    with pytest.raises(Killed):
-        trainer.train()
-    disk(None)
-    assert_resumable_at(tmp_path, 2, whole)
 
 
 # --------------------------------------------------- links, paths and pickles
@@ -364,7 +305,8 @@ def test_no_pickle_is_ever_opened(root: Path, whole: Run, monkeypatch: pytest.Mo
         raise AssertionError("a pickle was opened")
 
     monkeypatch.setattr(torch, "load", refuse)
-    assert_resumable_at(root, 4, whole)
+    run = resume(root)
+    assert run.losses == {name: whole.losses[name][4:] for name in "ab"}
     assert not marker.exists()
 
 

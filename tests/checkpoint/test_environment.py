@@ -41,12 +41,12 @@ def test_a_run_folder_says_with_what_it_was_trained_and_not_where(tmp_path: Path
         assert f"/{secret}" not in text
 
 
-def test_the_checkout_is_reported_by_its_commit_and_whether_files_differ(
+def test_the_checkout_of_the_script_or_folder_is_reported_by_its_commit_and_whether_files_differ(
     args: MultiTaskTrainingArguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    (tmp_path / "checkout").mkdir()
-    monkeypatch.chdir(tmp_path / "checkout")
     folder = tmp_path / "checkout"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     assert environment_of(args)["git"] is None, "no checkout"
     git(folder, "init", "-q")
@@ -57,24 +57,11 @@ def test_the_checkout_is_reported_by_its_commit_and_whether_files_differ(
     (folder / "notes").write_text("not part of it\n")
     commit = git(folder, "rev-parse", "HEAD").strip()
     assert environment_of(args)["git"] == {"commit": commit, "is_dirty": False}
-    (folder / "train.py").write_text("2\n")
-    assert environment_of(args)["git"] == {"commit": commit, "is_dirty": True}
-
-
-def test_the_checkout_is_that_of_the_script_wherever_it_was_started(
-    args: MultiTaskTrainingArguments, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
-    folder = tmp_path / "checkout"
-    folder.mkdir()
-    (folder / "train.py").write_text("1\n")
-    git(folder, "init", "-q")
-    git(folder, "add", "train.py")
-    git(folder, "commit", "-q", "-m", "a")
     monkeypatch.chdir(tmp_path)
     assert environment_of(args)["git"] is None, "pytest is the script here, which is no part of anybody's work"
     monkeypatch.setattr(sys.modules["__main__"], "__file__", str(folder / "train.py"), raising=False)
-    assert environment_of(args)["git"] == {"commit": git(folder, "rev-parse", "HEAD").strip(), "is_dirty": False}
+    (folder / "train.py").write_text("2\n")
+    assert environment_of(args)["git"] == {"commit": commit, "is_dirty": True}
 
 
 @pytest.mark.parametrize("error", [FileNotFoundError("git"), subprocess.TimeoutExpired("git", 2.0)])

@@ -14,25 +14,13 @@ from peft import PeftModel
 from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.errors import CheckpointError
 from peft_mux.task import Task, TaskStatus
+from tests.checkpoint.crashes import crashed_tasks as tasks
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
 from tests.records import run_records as records
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "steps", "logging_steps": 1}
 Disk = Callable[[int | None], None]
-
-
-def tasks(**settings: Any) -> list[Task]:
-    return [
-        lab.small_task("a", data_seed=1, **{"max_steps": 7, **settings}),
-        lab.small_task("b", data_seed=2, length=9, rank=2, max_steps=7),
-    ]
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The run that nothing befalls."""
-    return lab.train(tasks(), tmp_path_factory.mktemp("whole"), **SAVING)
 
 
 def train(disk: Disk, root: Path, *, with_tasks: list[Task] | None = None, recorder: Recorder, **options: Any) -> Run:
@@ -66,6 +54,15 @@ def test_a_disk_that_takes_nothing_for_a_while_costs_records_and_nothing_else(
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
+def test_a_state_that_finds_no_room_is_left_out_and_the_older_one_stays(disk: Disk, whole: Run, tmp_path: Path) -> None:
+    # No checkpoint but records fit into the limit; it lasts over the save of step 4, and is gone at the end.
+    run = train(disk, tmp_path, recorder=Recorder(at_end={3: lambda _: disk(5_000), 5: lambda _: disk(None)}))
+    assert run.losses == whole.losses
+    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == [f"run-{n:08d}.json" for n in (2, 6, 7)]
+    (failure,) = records(tmp_path, "save_failed")
+    assert failure["run_step"] == 4
+
+
 def test_a_task_whose_adapter_was_never_written_has_failed_and_the_report_names_no_stale_one(
     disk: Disk, whole: Run, tmp_path: Path
 ) -> None:
@@ -82,6 +79,7 @@ def test_a_task_whose_adapter_was_never_written_has_failed_and_the_report_names_
     again = lab.train(tasks(), tmp_path, resume=True, **SAVING)
     assert set(again.trainer.task_statuses.values()) == {TaskStatus.SUCCEEDED}
     assert again.losses == {name: whole.losses[name][2:] for name in "ab"}
+    assert again.recorder.digests == {name: whole.recorder.digests[name][2:] for name in "ab"}
     assert str(tmp_path / "a") in again.trainer.report()
 
 
