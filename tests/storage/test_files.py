@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import shutil
 import signal
 import tempfile
@@ -245,43 +246,6 @@ def test_a_failing_write_is_a_typed_error_and_the_old_folder_stands(
     assert content_of(folder) == "old"
 
 
-def limited(size_bytes: int, act: Callable[[], None]) -> str:
-    """Return what becomes of `act` where no file may grow beyond a size."""
-    resource = pytest.importorskip("resource")
-
-    def child() -> str:
-        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size_bytes, size_bytes))
-        act()
-        return "finished"
-
-    return in_child(child)[1]
-
-
-@needs_fork
-def test_a_disk_that_fills_up_is_a_typed_error_and_the_old_content_stands(tmp_path: Path) -> None:
-    folder, file = tmp_path / "checkpoint-4", tmp_path / "record.json"
-    write(folder, "old")
-    storage.write_file(file, b"old")
-
-    def big_folder() -> None:
-        storage.write_folder(folder, lambda scratch: (scratch / "a.bin").write_bytes(b"x" * 200_000), facts={})
-
-    def big_tensors() -> None:
-        tensors = {"w": torch.zeros(100_000)}
-        storage.write_folder(folder, lambda scratch: storage.save_tensors(scratch / "w.safetensors", tensors), facts={})
-
-    for act in (big_folder, big_tensors):
-        assert limited(100_000, act).startswith("CheckpointError: ")
-    assert limited(100_000, lambda: storage.write_file(file, b"x" * 200_000)).startswith("CheckpointError: ")
-    assert limited(10**8, big_folder) == "finished", "the limit is what made it fail"
-    write(folder, "old")
-    assert limited(100_000, big_folder).startswith("CheckpointError: ")
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["checkpoint-4", "record.json"]
-    assert content_of(folder) == "old"
-    assert file.read_bytes() == b"old"
-
-
 def test_a_file_is_replaced_and_a_link_in_its_place_is_not_followed(tmp_path: Path) -> None:
     outside, link = tmp_path / "outside.txt", tmp_path / "record.json"
     outside.write_bytes(b"precious")
@@ -357,7 +321,7 @@ def test_retention_goes_by_number_and_leaves_folders_whose_number_we_do_not_writ
 _ATTACKS: list[object] = [
     *"| . .. ../out /tmp/out a\\b a/b a/../../out nul LPT9 State a.b .hidden -rf _x ~ a:b a*".split(" ")
 ]
-_ATTACKS += ["", "a\0b", "a" * 65, "a b", "a\n", "a\u202eb", "\u0430dmin", "a\u0301", None, 7, b"a", ["a"]]
+_ATTACKS += ["", "a\0b", "a" * 65, "a" * 300, "a b", "a\n", "a\u202eb", "\u0430dmin", "a\u0301", None, 7, b"a", ["a"]]
 
 
 def tree(root: Path) -> set[str]:
@@ -369,16 +333,13 @@ def test_no_name_leads_out_of_the_run_folder(name: Any, tmp_path: Path) -> None:
     root = tmp_path / "run"
     root.mkdir()
     before = tree(tmp_path)
-    with pytest.raises(
-        CheckpointError,
-        match=(r"must be (1 to 64 letters, digits, '_' and '-'|any name except)"),
-    ):
+    refused = r"must be (1 to 64 letters, digits, '_' and '-'|any name except)"
+    with pytest.raises(CheckpointError, match=refused):
         storage.safe_child(root, name)
-    with pytest.raises(
-        ConfigError,
-        match=(r"must be (1 to 64 letters, digits, '_' and '-'|any name except)"),
-    ):
+    with pytest.raises(ConfigError, match=rf"^task\.name {refused}") as caught:
         Task(name=name, peft_config=LoraConfig(), train_dataset=[{"text": "a"}])
+    assert len(str(caught.value)) < 400, "a long name is not repeated in full"
+    assert not {"\0", "\n"} & set(str(caught.value))
     assert tree(tmp_path) == before
 
 
@@ -392,7 +353,7 @@ def test_a_link_in_the_place_of_a_task_is_refused(target: str, tmp_path: Path) -
         storage.safe_child(root, "own")
 
 
-@settings(deadline=None, max_examples=150)
+@settings(deadline=None, max_examples=40)
 @given(st.text(max_size=70))
 def test_a_name_is_accepted_by_both_or_by_none(name: str) -> None:
     root = Path(tempfile.gettempdir())
@@ -403,5 +364,6 @@ def test_a_name_is_accepted_by_both_or_by_none(name: str) -> None:
             Task(name=name, peft_config=LoraConfig(), train_dataset=[{"text": "a"}])
     else:
         assert child.parent == root
+        assert re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9_-]{0,63}", name, re.ASCII)
         assert name.casefold() not in RESERVED_NAMES
         Task(name=name, peft_config=LoraConfig(), train_dataset=[{"text": "a"}])

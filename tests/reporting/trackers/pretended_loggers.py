@@ -1,4 +1,4 @@
-"""Stand-ins for W&B, MLflow and Trackio, as far as a task's run asks them for something: they keep what they hear."""
+"""Stand-ins for W&B, MLflow, Trackio and TensorBoard, as far as runs ask for something."""
 
 from __future__ import annotations
 
@@ -159,3 +159,28 @@ def _module(name: str, **contents: Any) -> ModuleType:
     module = ModuleType(name)
     vars(module).update({"__spec__": ModuleSpec(name, None), **contents})
     return module
+
+
+class Writer:
+    """Keeps what a `SummaryWriter` would write."""
+
+    made: list[Writer]
+
+    def __init__(self, log_dir: str) -> None:
+        self.log_dir, self.scalars, self.texts, self.closed = log_dir, [], {}, 0
+        Writer.made.append(self)
+
+    def add_scalar(self, key: str, value: float, global_step: int) -> None:
+        self.scalars.append((key, value, global_step))
+
+    def add_text(self, key: str, text: str, global_step: int | None = None) -> None:
+        self.texts[key] = text
+
+    def flush(self) -> None:
+        """Do nothing."""
+
+    def close(self) -> None:
+        self.closed += 1
+
+    def steps_of(self, key: str) -> list[int]:
+        return [step for name, _, step in self.scalars if name == key]

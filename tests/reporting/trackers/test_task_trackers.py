@@ -1,10 +1,11 @@
-"""A run for each task in W&B, MLflow and Trackio, all alive at once: stand-ins keep what the loggers get."""
+"""One run in a logger for all tasks, or one for each, all alive at once: stand-ins keep what the loggers get."""
 
 from __future__ import annotations
 
 import json
 import sys
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -15,6 +16,7 @@ from peft_mux import ConfigError, MultiTaskTrainingArguments
 from peft_mux.reporting.trackers import IDS_NAME, TaskTrackers
 from tests.invariants import mux_lab as lab
 from tests.reporting.trackers import pretended_loggers
+from tests.reporting.trackers.pretended_loggers import Writer
 from tests.trainer.parts import make_run
 
 FINISHED = {"wandb": 0, "mlflow": "FINISHED", "trackio": "finished"}
@@ -221,6 +223,53 @@ def test_settings_of_the_loggers_are_heeded_as_in_trainer(
     settings = loggers["mlflow"].runs[0].settings
     assert len(settings) == 40
     assert not any(value.startswith("{") for value in settings.values())
+
+
+# -------------------------------------------------------------------- TensorBoard
+
+
+@pytest.fixture
+def writers(monkeypatch: pytest.MonkeyPatch) -> list[Writer]:
+    """Let transformers find TensorBoard with a writer of ours; return those that are made."""
+    module: Any = ModuleType("torch.utils.tensorboard")
+    module.SummaryWriter, Writer.made = Writer, []
+    monkeypatch.setitem(sys.modules, "torch.utils.tensorboard", module)
+    monkeypatch.setattr(integration_utils, "is_tensorboard_available", lambda: True)
+    return Writer.made
+
+
+def test_one_run_has_all_tasks_by_their_names(tmp_path: Path, writers: list[Writer]) -> None:
+    before = integration_utils.rewrite_logs
+    trained(tmp_path / "run", report_to="tensorboard", report_per_task=False)
+    (writer,) = writers
+    keys = {key for key, _, _ in writer.scalars}
+    assert {"run/memory_gib", "run/tokens_per_second"} <= keys
+    assert not [key for key in keys if key.startswith(("train/", "eval/"))], "keys stay as they are"
+    assert integration_utils.rewrite_logs is before, "other trainers of the process keep their keys"
+    assert (writer.steps_of("a/loss"), writer.steps_of("b/loss")) == ([2, 4], [2, 4, 6])
+    assert writer.steps_of("b/eval_loss") == [3, 6]
+    assert writer.closed == 1
+
+
+@pytest.mark.parametrize("place", ["run", "boards"])
+def test_each_task_has_a_board_of_its_own_also_one_that_was_paused(
+    place: str, tmp_path: Path, writers: list[Writer], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if place == "boards":
+        monkeypatch.setenv("TENSORBOARD_LOGGING_DIR", str(tmp_path / "boards"))
+    pauses = {2: lambda trainer: trainer.pause_task("b"), 3: lambda trainer: trainer.resume_task("b")}
+    run = trained(tmp_path / "run", lab.Recorder(at_end=pauses), report_to="tensorboard", run_name="both")
+    a, b = sorted(writers, key=lambda one: one.log_dir)
+    assert [Path(one.log_dir).relative_to(tmp_path / place).parts[0] for one in (a, b)] == ["a", "b"]
+    assert a.steps_of("train/loss") == [2, 4]
+    assert b.steps_of("train/loss")[-1] == 6
+    assert b.steps_of("eval/loss") == [3, 6]
+    assert not any("/" in key.removeprefix("train/").removeprefix("eval/") for key, _, _ in a.scalars)
+    assert '"learning_rate": 0.001' in a.texts["args"]
+    assert '"run_name": "both/a"' in a.texts["args"]
+    assert '"learning_rate": 0.003' in b.texts["args"]
+    assert [one.closed for one in writers] == [1, 1]
+    assert run.trainer.args.report_to == ["tensorboard"]
 
 
 # ----------------------------------------------------------------------- refusals
