@@ -70,8 +70,10 @@ def test_a_task_that_had_ended_resumes_from_its_adapter_and_says_that_its_optimi
     first = lab.train([own(max_steps=4), lab.small_task("b", data_seed=2, max_steps=4)], tmp_path, **SAVING)
     ended = {name: first.weights(name) for name in "ab"}
     capsys.readouterr()
-    run = resumed(tmp_path, own(max_steps=6), lab.small_task("b", data_seed=2, max_steps=4))
-    assert "its optimizer starts again" in capsys.readouterr().out
+    run = resumed(tmp_path, own(max_steps=6), lab.small_task("b", data_seed=2, max_steps=4, learning_rate=0.5))
+    said = capsys.readouterr().out
+    assert "its optimizer starts again" in said
+    assert 'task "b": has ended, so other settings have no effect: learning_rate 0.003 -> 0.5' in said
     assert len(run.losses["a"]) == 2
     assert "b" not in run.losses
     assert all(torch.equal(weight, ended["b"][key]) for key, weight in run.weights("b").items())

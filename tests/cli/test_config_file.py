@@ -131,16 +131,16 @@ def test_numbers_are_read_as_people_write_them(folder: Path) -> None:
         assert config.tasks[0].learning_rate == pytest.approx(1e-4)
 
 
-@pytest.mark.parametrize("kind", ["save_to_disk", "parquet"])
-def test_datasets_of_other_forms_are_loaded(kind: str, folder: Path) -> None:
+def test_datasets_of_other_forms_and_parts_of_them_are_loaded(folder: Path) -> None:
     dataset = datasets.Dataset.from_list(ROWS)
-    if kind == "parquet":
-        dataset.to_parquet(folder / "saved.parquet")
-    else:
-        dataset.save_to_disk(str(folder / "saved"))
-    name = "saved.parquet" if kind == "parquet" else "saved"
-    config = read_config(write(folder, good(folder)), [f"tasks.sql.dataset={name}"])
-    assert [dict(row) for row in config.tasks[0].train_dataset] == ROWS
+    dataset.to_parquet(folder / "saved.parquet")
+    dataset.save_to_disk(str(folder / "saved"))
+    for change, rows in (("dataset=saved.parquet", ROWS), ("dataset=saved", ROWS), ("split=train[:2]", ROWS[:2])):
+        config = read_config(write(folder, good(folder)), [f"tasks.sql.{change}"])
+        assert [dict(row) for row in config.tasks[0].train_dataset] == rows
+    # Else the user would evaluate on the rows that are trained on.
+    with pytest.raises(ConfigError, match="test"):
+        read_config(write(folder, good(folder)), ["tasks.sql.eval_split=test"])
 
 
 def test_a_task_of_another_type_takes_no_options_of_the_defaults_and_losses_are_read_as_in_python(folder: Path) -> None:
@@ -162,17 +162,6 @@ def test_a_task_of_another_type_takes_no_options_of_the_defaults_and_losses_are_
         ["ipo", "sft"],
         {"beta": 0.2, "loss_weights": [1, 0.1]},
     )
-
-
-def test_a_split_may_be_a_part(folder: Path) -> None:
-    config = read_config(write(folder, good(folder)), ["tasks.sql.split=train[:2]"])
-    assert [dict(row) for row in config.tasks[0].train_dataset] == ROWS[:2]
-
-
-def test_a_split_that_a_file_does_not_have_is_refused(folder: Path) -> None:
-    # The user would evaluate on the rows that are trained on.
-    with pytest.raises(ConfigError, match="test"):
-        read_config(write(folder, good(folder)), ["tasks.sql.eval_split=test"])
 
 
 # --------------------------------------------------------------------- --set
@@ -241,19 +230,6 @@ def test_an_unknown_key_is_named_with_its_line_and_what_was_meant(
     assert f'Did you mean "{meant}"?' in said
 
 
-@pytest.mark.parametrize(
-    ("old", "new", "line"),
-    [
-        ("peft: {r: 64}", "peft: {rank_patern: {}}", 15),
-        ("learning_rate: 1e-5", "learning_rate: -1", 16),
-        ("logging_steps: 10", "save_strategy: sometimes", 3),
-    ],
-)
-def test_a_wrong_value_is_named_with_its_own_line(old: str, new: str, line: int, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=f"tasks.yaml:{line} "):
-        read_config(write(folder, good(folder).replace(old, new, 1)))
-
-
 def test_faults_of_keys_values_rows_and_adapters_are_reported_in_one_go(folder: Path) -> None:
     text = """\
 model: m
@@ -272,14 +248,6 @@ tasks:
     assert all(f"tasks.yaml:{one}" in said for one in wanted), said
 
 
-def test_a_section_that_stands_twice_is_one_fault(folder: Path) -> None:
-    own = "  a: {dataset: rows.jsonl, seed: 1, peft: {r: 2}}\n"
-    text = f"model: m\ntasks:\n{own}{own}"
-    with pytest.raises(ConfigError) as caught:
-        read_config(write(folder, text))
-    assert str(caught.value).startswith("tasks.yaml:4 tasks.a must be written once")
-
-
 @pytest.mark.parametrize(
     ("override", "said"),
     [
@@ -293,10 +261,6 @@ def test_a_section_that_stands_twice_is_one_fault(folder: Path) -> None:
             "tasks.sql.learning_rat=1",
             r'sql\.learning_rat must be a key of this section, got an unknown key.*Did you mean "learning_rate"',
         ),
-        ("tasks.sql.learning_rate=fast", r"tasks\.sql\.learning_rate must be a finite number above 0, got 'fast'"),
-        ("tasks.sql.train_batch_size='4'", r"tasks\.sql\.train_batch_size must be an integer .*, got '4'"),
-        ("tasks.sql.max_steps=2.5", r"tasks\.sql\.max_steps must be an integer from 1 to .*, got 2\.5"),
-        ("tasks.sql.seed=true", r"tasks\.sql\.seed must be an integer in \[0, 2\*\*63\), got True"),
         ("tasks.sql=null", r"tasks\.sql must be a mapping, got None"),
         ("tasks=[sql]", r"tasks\.yaml:7 tasks must be a mapping, got \['sql'\]"),
         ("tasks=null", r"tasks\.yaml:7 tasks must be set, because every file needs it, got None"),
@@ -312,21 +276,8 @@ def test_a_section_that_stands_twice_is_one_fault(folder: Path) -> None:
             r"early_stopping\.patience must be an integer of at least 1, got 0",
         ),
         (
-            "tasks.math.eval_generate={top_p: 2}",
-            r"tasks\.math\.eval_generate\.top_p must be a number above 0, at .*got 2",
-        ),
-        (
             "tasks.math.eval_generate={metric: f1}",
             r'tasks\.math\.eval_generate\.metric must be a key of this section, got an unknown key.*"metrics"',
-        ),
-        (
-            "tasks.math.eval_generate={metrics: [f2]}",
-            r"tasks\.math\.eval_generate\.metrics must be .*exact_match,.*got 'f2'",
-        ),
-        ("tasks.math.eval_generate=3", r"tasks\.math\.eval_generate must be True, False, or GenerateOptions.*, got 3"),
-        (
-            "tasks.sql.eval_generate=true",
-            r"tasks\.sql\.eval_generate must be None if eval_dataset is not set, got True",
         ),
         (
             "tasks.sql.peft.type=lorra",
@@ -337,7 +288,6 @@ def test_a_section_that_stands_twice_is_one_fault(folder: Path) -> None:
         ),
         ("tasks.sql.dataset=null", r"tasks\.sql\.dataset must be a \.jsonl, .*, got None"),
         ("tasks.sql.dataset=tasks.yaml", r"tasks\.sql\.dataset must be a file of type \.jsonl, .*, got 'tasks\.yaml'"),
-        ("run.save_strategy=sometimes", "save_strategy must be one of steps, epoch, no, got 'sometimes'"),
         (
             "run.fp16=true",
             (
@@ -367,13 +317,12 @@ def test_a_section_that_stands_twice_is_one_fault(folder: Path) -> None:
             "tasks.sqll.max_steps=3",
             r'tasks\.sqll\.dataset must be a \.jsonl, .*, got None.*Did you mean "sql"',
         ),
-        ("tasks.sql.optim=adamw", "tasks\\.sql\\.optim must be.*, got 'adamw'.*Did you mean \"adamw_torch\""),
         ("run.output_dir=x", r"run\.output_dir must be a key of this section, got an unknown key"),
         (
             "tasks.a/b={dataset: rows.jsonl}",
             r"task\.name must be 1 to 64 letters, digits, '_' and '-', beginning.*, got 'a/b'",
         ),
-        *((f"tasks.sql.{key}={value}", rf"\b{key}\b") for key, value in (("peft", "lora"), ("shuffle", "'no'"))),
+        ("tasks.sql.peft=lora", r"\bpeft\b"),
         *(
             (f"tasks.sql.dataset={value}", rf"tasks\.sql\.dataset must be a \.jsonl, .*, got {got}")
             for value, got in (("5", "5"), ("[rows.jsonl]", r"\['rows"))
@@ -389,12 +338,12 @@ def test_a_wrong_value_is_refused_by_key(override: str, said: str, folder: Path)
         read_config(write(folder, good(folder)), [override])
 
 
-def test_a_key_that_stands_twice_is_named_with_its_line(folder: Path) -> None:
+def test_a_key_or_a_section_that_stands_twice_is_one_fault_with_its_line(folder: Path) -> None:
     text = good(folder).replace("    seed: 7\n", "    seed: 7\n    seed: 8\n")
-    with pytest.raises(
-        ConfigError, match=r"tasks\.yaml:12 tasks\.sql\.seed must be written once, got the same key twice"
-    ):
-        read_config(write(folder, text))
+    own = "  a: {dataset: rows.jsonl, seed: 1, peft: {r: 2}}\n"
+    for written, where in ((text, "12 tasks.sql.seed"), (f"model: m\ntasks:\n{own}{own}", "4 tasks.a")):
+        with pytest.raises(ConfigError, match=rf"^tasks\.yaml:{where} must be written once, got the same key twice"):
+            read_config(write(folder, written))
 
 
 def test_yaml_cannot_run_code(folder: Path) -> None:
@@ -445,13 +394,8 @@ def test_a_dollar_in_a_token_or_in_the_value_of_a_variable_is_part_of_the_secret
             "run.hub_token=$MUX_SET",
             "run.hub_token must be a token or a variable in braces, got a variable without braces",
         ),
-        ("run.hub_token=hf_abc$1${MUX_TOKEN}", "got ${MUX_TOKEN}, an environment variable that is not set"),
         (
             "run.run_name=${MUX_SET}",
-            ("must be the value itself (variables may be in run.hub_token and model_init_kwargs.token only)"),
-        ),
-        (
-            "tasks.sql.dataset=${MUX_SET}/rows",
             ("must be the value itself (variables may be in run.hub_token and model_init_kwargs.token only)"),
         ),
         (
@@ -487,9 +431,8 @@ def refusal(folder: Path, text: str | bytes) -> str:
     return str(caught.value)
 
 
-@pytest.mark.parametrize("text", ["[" * 2000, "{a: " * 2000])
-def test_sections_nested_beyond_the_stack_are_refused(tmp_path: Path, text: str) -> None:
-    assert "nested too deeply" in refusal(tmp_path, text)
+def test_sections_nested_beyond_the_stack_are_refused(tmp_path: Path) -> None:
+    assert "nested too deeply" in refusal(tmp_path, "{a: " * 2000)
 
 
 def test_aliases_are_welcome(folder: Path) -> None:

@@ -101,8 +101,10 @@ def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_deployment_of_other_devices_is_shown_with_its_sources_and_alternatives(
     file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    said = planned([str(file), "--deployment", *DEVICES], capsys)
+    said = planned([str(file), "--deployment", *DEVICES, "--failures-per-day", "4"], capsys)
     assert "devices  4 x A100-40GB, 37.25 GiB each" in said
+    assert "failures: 4 a day, checkpoints of " in said
+    assert "% of the time is lost" in said
     assert "times    from data sheets, as no profile was measured" in said
     for part in ("deployment  <", "max tokens", "Task-Fused", "Task-Sequential", "LobRA-Sequential", "seconds a step"):
         assert part in said
@@ -137,11 +139,17 @@ def test_tight_memory_leads_to_unlike_replicas_that_can_be_run_as_they_are_print
     assert data["limit_bytes"] == int(float(limit.split("=")[1]) * GIB)
 
 
-def test_the_image_is_drawn_next_to_the_json(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    image = tmp_path / "plan.svg"
-    said = planned([str(file), "--deployment", *DEVICES, "--json", "--image", str(image)], capsys)
-    assert json.loads(said)["devices"] == "4 x A100-40GB"
+def test_json_and_image_are_those_of_the_report_from_python(
+    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    image, options = tmp_path / "plan.svg", ["--json", "--failures-per-day", "4"]
+    data = json.loads(planned([str(file), "--deployment", *DEVICES, *options, "--image", str(image)], capsys))
+    assert data["devices"] == "4 x A100-40GB"
+    assert 180 * 4 / 86_400 < data["failures"]["lost_share"] < 0.02
     assert "balanced dispatch" in image.read_text(encoding="utf-8")
+    report = trainer_of(file).plan_deployment("4xA100-40GB")
+    assert (data["replicas"], report.plan.num_gpus) == (report.replicas, 4)
+    assert "failures:" not in str(report)
 
 
 def test_without_devices_the_run_s_own_are_planned_for(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -202,6 +210,9 @@ def test_a_backbone_that_fits_nowhere_is_refused_with_what_it_takes(
         (["--deployment", "--explain", "chat"], "--explain cannot be combined with --deployment"),
         (["--deployment", "--max-tokens", "x.csv"], "--max-tokens needs --layer-profile"),
         (["--layer-profile", "x.csv"], "--layer-profile needs --deployment"),
+        (["--free-exchange"], "--free-exchange needs --deployment. Add it."),
+        (["--failures-per-day", "1"], "--failures-per-day needs --deployment. Add it."),
+        (["--deployment", "--failures-per-day", "nan"], "failures_per_day must be more than 0"),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(
@@ -264,7 +275,6 @@ def test_the_exchange_of_gradients_is_counted_unless_it_is_free_as_in_the_paper(
     assert counted["expected_step_s"] == pytest.approx(
         max(counted["plan"]["expected"]["group_s"]) + counted["exchange_s"], rel=1e-9
     )
-    assert "--free-exchange needs --deployment. Add it." in refused([str(file), "--free-exchange"], capsys)
 
 
 CLUSTER = """
@@ -287,7 +297,6 @@ def test_a_file_describes_nodes_and_their_links(file: Path, tmp_path: Path, caps
     assert found[0.25]["expected_step_s"] > found[25]["expected_step_s"]
     cluster = read_cluster(tmp_path / "cluster-25.yaml")
     assert cluster == replace(parse_devices("4x1xA100-40GB"), inter_node=Link(20 * 1e-6, 25e9), ports_per_node=1)
-    assert trainer_of(file).plan_deployment(cluster).replicas == found[25]["replicas"]
     path.write_text(path.read_text(encoding="utf-8").replace("nodes: 4", "nodes: 2"), encoding="utf-8")
     assert "2 x A100-40GB" in planned([str(file), "--devices", str(path)], capsys)
 
@@ -314,27 +323,6 @@ def test_all_faults_of_such_a_file_are_named_with_their_lines(file: Path, tmp_pa
             read_cluster(path)
     with pytest.raises(ConfigError, match="which does not exist"):
         read_cluster(tmp_path / "none.yaml")
-
-
-def test_the_cost_of_failures_is_shown_if_their_rate_is_given(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    arguments = [str(file), "--deployment", *DEVICES]
-    assert "failures:" not in planned(arguments, capsys)
-    said = planned([*arguments, "--failures-per-day", "4"], capsys)
-    assert "failures: 4 a day, checkpoints of " in said
-    assert "% of the time is lost" in said
-    data = json.loads(planned([*arguments, "--failures-per-day", "4", "--json"], capsys))
-    assert 180 * 4 / 86_400 < data["failures"]["lost_share"] < 0.02
-    for rate in ("0", "-1", "nan", "inf"):
-        refusal = refused([*arguments, "--failures-per-day", rate], capsys)
-        assert "failures_per_day must be more than 0" in refusal
-    assert "--failures-per-day needs --deployment. Add it." in refused([str(file), "--failures-per-day", "1"], capsys)
-
-
-def test_a_report_from_python_is_the_one_that_is_printed(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    report = trainer_of(file).plan_deployment("4xA100-40GB")
-    said = planned([str(file), "--deployment", *DEVICES, "--json"], capsys)
-    assert json.loads(said)["replicas"] == report.replicas
-    assert report.plan.num_gpus == 4
 
 
 def test_where_no_link_is_known_the_report_says_that_shards_look_too_fast(file: Path) -> None:

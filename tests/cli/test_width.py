@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import io
-import json
 import os
 import re
 import sys
@@ -59,8 +58,8 @@ def widest(text: str) -> int:
     return max(map(len, text.splitlines()), default=0)
 
 
-def test_no_line_of_any_command_is_wider_than_80_characters_without_a_terminal(
-    place: Path, capsys: pytest.CaptureFixture[str]
+def test_no_line_of_any_command_is_wider_than_80_characters_or_the_terminal(
+    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deployment = ["--deployment", "--devices", "4xA100-40GB"]
     commands = {
@@ -88,21 +87,11 @@ def test_no_line_of_any_command_is_wider_than_80_characters_without_a_terminal(
     assert len(re.findall(r"^ +sql .*succeeded|^\d +sql-0\d ", printed["sweep"], re.MULTILINE)) == 2
     assert "trl" in printed["doctor"]
 
-
-def test_a_terminal_gives_its_own_width(
-    place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    narrow = shown(capsys, "plan", "tasks.yaml", "--gantt")
     monkeypatch.setattr("shutil.get_terminal_size", lambda fallback=(80, 24): os.terminal_size((120, 40)))
-    wide = shown(capsys, "plan", "tasks.yaml", "--gantt")
+    wide = shown(capsys, *commands["plan"])
     assert 100 < widest(wide) <= 120
-    assert len(wide.splitlines()) < len(narrow.splitlines())
+    assert len(wide.splitlines()) < len(printed["plan"].splitlines())
     assert re.search(rf"^  {LONG} +1 ", wide, re.MULTILINE), "its name stands in the table"
-
-
-def test_json_is_of_no_width(place: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["versions"]["torch"]
 
 
 @pytest.mark.parametrize(
