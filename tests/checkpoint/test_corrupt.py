@@ -22,6 +22,7 @@ from tests.checkpoint.crashes import SAVING, Killed, crash
 from tests.checkpoint.crashes import crashed_tasks as tasks
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
+from tests.records import run_records
 
 
 def resume(root: Path, with_tasks: list[Task] | None = None, **options: Any) -> Run:
@@ -224,6 +225,32 @@ def snapshot(root: Path) -> dict[str, bytes]:
     return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
 
 
+def test_a_record_under_a_name_that_is_not_ours_is_passed_over(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("run-x.json", "run-99.json"):
+        shutil.copy(newest_record(root), root / "state" / name)
+    run, said = said_while_resuming(root, capsys)
+    assert len(run.losses["a"]) == 3
+    assert "run-x.json" in said
+    assert "run-99.json" in said
+
+
+def test_resuming_with_what_decides_the_bits_changed_is_reported_and_recorded_once(
+    root: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = newest_record(root)
+    record = storage.unsealed_json(path)
+    record["numerics"]["torch version"] = "1.0"
+    path.write_bytes(storage.sealed_json(record))
+    _, said = said_while_resuming(root, capsys, max_tokens_per_micro_batch=64)
+    assert said.count("resumed with another ") == 2
+    assert "resumed with another max_tokens_per_micro_batch: " in said
+    assert "resumed with another torch version: '1.0' before" in said
+    events = {event["name"]: (event["now"], event["run_step"]) for event in run_records(root, "numerics_changed")}
+    assert events["max_tokens_per_micro_batch"] == (64, 4)
+    _, said = said_while_resuming(root, capsys, max_tokens_per_micro_batch=64)
+    assert "resumed with another" not in said
+
+
 # ------------------------------------------------------------------ retention
 
 
@@ -307,17 +334,6 @@ def test_no_pickle_is_ever_opened(root: Path, whole: Run, monkeypatch: pytest.Mo
     monkeypatch.setattr(torch, "load", refuse)
     run = resume(root)
     assert run.losses == {name: whole.losses[name][4:] for name in "ab"}
-    assert not marker.exists()
-
-
-def test_a_pickle_in_the_place_of_a_checkpoint_is_not_opened(root: Path) -> None:
-    marker = root.parent / "exploited"
-    for step in (2, 4):
-        folder = root / "a" / f"checkpoint-{step}"
-        (folder / "adapter_model.safetensors").unlink()
-        (folder / "adapter_model.bin").write_bytes(pickle.dumps(Exploit(marker)))
-    with pytest.raises(CheckpointError, match='task "a" has no valid checkpoint up to step 4 in '):
-        resume(root)
     assert not marker.exists()
 
 

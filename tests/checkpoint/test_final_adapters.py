@@ -12,7 +12,6 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftModel
-from safetensors.torch import load_file, save_file
 
 from peft_mux import storage
 from peft_mux.errors import CheckpointError
@@ -145,9 +144,6 @@ TORN: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "weights cut": (WEIGHTS, cut),
     "weights a pipe": (WEIGHTS, put_pipe),
     "config garbage": (CONFIG, lambda path: path.write_bytes(b"\xff{garbage")),
-    "config cut": (CONFIG, cut),
-    "config a list": (CONFIG, lambda path: path.write_text("[]")),
-    "config of no type": (CONFIG, lambda path: path.write_text('{"peft_type": "NONE"}')),
 }
 
 
@@ -158,19 +154,6 @@ def test_loading_a_torn_adapter_without_checksums_is_refused_by_task_and_file(sp
     act(root / "a" / file)
     with pytest.raises(CheckpointError, match=f'task "a": .*{file}'):
         MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root)
-
-
-def test_weights_that_are_not_finite_are_refused_by_task_and_tensor(root: Path) -> None:
-    path = root / "a" / WEIGHTS
-    state = load_file(path)
-    name = sorted(state)[1]
-    state[name].view(-1)[0] = float("inf")
-    save_file(state, path, metadata={"format": "pt"})
-    storage.write_checksums(root / "a", ADAPTER_NAMES)
-    with pytest.raises(CheckpointError, match=r'task "a": .*not finite') as caught:
-        MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root)
-    assert name in str(caught.value)
-    assert str(path) in str(caught.value)
 
 
 def test_a_saved_model_has_checksums_and_saving_over_it_renews_them(root: Path, tmp_path: Path) -> None:
