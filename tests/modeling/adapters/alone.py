@@ -3,24 +3,22 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
-from peft import PeftConfig, PeftModel, get_peft_model
+from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file
-from torch.nn import functional as F
-from transformers import GPT2Config, GPT2LMHeadModel, get_scheduler
+from transformers import GPT2Config, GPT2LMHeadModel, Trainer
 
 from peft_mux import Task
 from peft_mux.kernels import philox
-from peft_mux.modeling.slabs import decays
 from tests.invariants import mux_lab as lab
-
-IDS = torch.tensor([lab.rows(5, 1, 9, 9)[0]["input_ids"]])
+from tests.modeling.adapters.passes import IDS
 
 
 @cache
@@ -64,57 +62,55 @@ class PhiloxDropout(torch.nn.Module):
         return philox.dropout(rows, torch.arange(len(rows)), self.p, self.seed).view_as(x)
 
 
-@dataclass
-class Side:
-    """Plain PEFT's result for a task alone: its losses and its trained model."""
+@dataclass(frozen=True)
+class Side(lab.Verdict):
+    """Plain PEFT's result for a task alone, with the trained model."""
 
-    losses: list[float]
     model: Any
 
-    @property
-    def trained(self) -> dict[str, torch.Tensor]:
-        """Trained weights, by PEFT's names without the adapter's."""
-        named = self.model.named_parameters()
-        return {name.replace(".default", ""): item.detach() for name, item in named if item.requires_grad}
+
+def alone(
+    trainer: Any,
+    one: Task,
+    base: Callable[[], Any],
+    losses_of: Callable[[Any, Any], Iterator[torch.Tensor]] | None = None,
+) -> Side:
+    """Train a task with plain PEFT and AdamW, decaying what Trainer decays.
+
+    Args:
+        trainer: the trainer, which has the rows of each global batch.
+        one: one of its tasks.
+        base: makes the backbone.
+        losses_of: gives the parts of the loss of a global batch; by default those of its sequences.
+    """
+    backbone, models = base(), []
+
+    def optimizer_of(model: Any, hyper: Any) -> torch.optim.Optimizer:
+        models.append(model)
+        decaying = set(Trainer.get_decay_parameter_names(None, model))  # type: ignore[arg-type]
+        named = [(name in decaying, item) for name, item in model.named_parameters() if item.requires_grad]
+        groups = [
+            {"params": [item for decays, item in named if decays is does], "weight_decay": hyper.weight_decay * does}
+            for does in (True, False)
+        ]
+        return torch.optim.AdamW(groups, lr=hyper.learning_rate, eps=hyper.adam_epsilon)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(lab, "tiny_llama", lambda: backbone)
+        verdict = lab.judge(trainer, one, losses_of, optimizer_of)
+    return Side(verdict.losses, verdict.weights, models[0].eval())
 
 
-def alone(trainer: Any, one: Task, base: Callable[[], Any]) -> Side:
-    """Train a task with plain PEFT and AdamW, decaying what Trainer decays."""
-    run = trainer.table[one.name]
-    hyper = run.hyper
-    torch.manual_seed(hyper.seed)
-    model: Any = get_peft_model(base(), copy.deepcopy(one.peft_config))
-    model.train()
-    named = {name: item for name, item in model.named_parameters() if item.requires_grad}
-    groups = [
-        {
-            "params": [item for name, item in named.items() if decays(name.removesuffix(".default")) is does],
-            "weight_decay": decay,
-        }
-        for does, decay in ((True, hyper.weight_decay), (False, 0.0))
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=hyper.learning_rate)
-    schedule = get_scheduler(hyper.lr_scheduler_type, optimizer, int(hyper.warmup_steps), run.num_steps)
-    losses = []
-    for step in range(run.num_steps):
-        loss = batch_loss(model, run.loader.batch(step))
-        loss.backward()
-        losses.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(list(named.values()), hyper.max_grad_norm)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return Side(losses, model.eval())
-
-
-def batch_loss(model: Any, batch: Any) -> torch.Tensor:
-    """Return the mean loss over the targets of a global batch, one sequence at a time."""
-    losses = []
-    for sequence in batch.sequences:
-        ids = torch.tensor(sequence.input_ids)
-        logits = model(input_ids=ids[None]).logits[0]
-        losses.append(F.cross_entropy(logits[:-1], ids[1:], reduction="sum"))
-    return torch.stack(losses).sum() / sum(len(sequence.input_ids) - 1 for sequence in batch.sequences)
+def assert_resumes(make: Callable[[], Sequence[Task]], folder: Path, base: Callable[[], Any] = lab.tiny_llama) -> None:
+    """Assert that a run which was cut after two steps ends with the bits of one that was not."""
+    whole = lab.train(make(), folder / "whole", model=base())
+    stop = lab.Recorder(at_end={2: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
+    lab.train(make(), folder / "cut", model=base(), recorder=stop, save_strategy="steps", save_steps=2)
+    rest = lab.train(make(), folder / "cut", model=base(), resume=True, save_strategy="steps", save_steps=100)
+    for name, losses in whole.losses.items():
+        assert rest.losses[name] == losses[2:], name
+        final = rest.weights(name)
+        assert all(torch.equal(final[key], item) for key, item in whole.weights(name).items()), name
 
 
 @dataclass
@@ -151,7 +147,7 @@ class Together:
         lab.assert_close(self.run.losses[name], side.losses, 1e-5, name)
         assert side.losses[0] != side.losses[-1], "it has learned something"
         ours = {key.replace(".own_bias", ".bias"): value for key, value in self.run.weights(name).items()}
-        theirs = side.trained
+        theirs = side.weights
         assert ours.keys() == theirs.keys()
         for key, weight in theirs.items():
             if not key.endswith(but or ("nothing",)):

@@ -3,19 +3,20 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
-from peft import LoraConfig, PeftConfig, get_peft_model
-from transformers import get_scheduler
+from peft import LoraConfig, PeftConfig
 
 from peft_mux import BottleneckConfig, DiffPruningConfig, Task
 from peft_mux.kernels import philox
 from peft_mux.modeling.adapters.diff_pruning import DiffPruningLinear, Noise
 from tests.engine.replicas.layout_cases import LaidOut, train
 from tests.invariants import mux_lab as lab
+from tests.modeling.adapters.alone import Side, alone
 
 CONFIGS: dict[str, PeftConfig] = {
     "houlsby": BottleneckConfig(bottleneck_size=6),
@@ -37,35 +38,20 @@ def tasks_of(*names: str, max_steps: int = 4, **settings: Any) -> list[Task]:
     return tasks
 
 
-def judge(trainer: Any, task: Task) -> lab.Verdict:
-    """Train one task alone with plain PEFT and an ordinary loop, on the same rows.
+def judge(trainer: Any, task: Task) -> Side:
+    """Train one task alone with plain PEFT, on the same rows.
 
     Gates are drawn as the task's are, by its seed, its steps and the names of its layers; the penalty is added once a
     step.
     """
-    run = trainer.table[task.name]
-    hyper = run.hyper
-    torch.manual_seed(hyper.seed)
-    model = get_peft_model(lab.tiny_llama(), copy.deepcopy(task.peft_config)).train()
-    is_penalised = isinstance(task.peft_config, DiffPruningConfig)
-    parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
-    optimizer = torch.optim.AdamW(
-        parameters, lr=hyper.learning_rate, eps=hyper.adam_epsilon, weight_decay=hyper.weight_decay
-    )
-    schedule = get_scheduler(hyper.lr_scheduler_type, optimizer, int(hyper.warmup_steps), run.num_steps)
-    losses = []
-    for step in range(run.num_steps):
-        _draw_as_of(model, hyper.seed, step)
-        loss = torch.stack(list(lab._sequence_losses(model, run.loader.batch(step)))).sum()
-        loss = loss + model.base_model.l0_penalty() if is_penalised else loss
-        loss.backward()
-        losses.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(parameters, hyper.max_grad_norm)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    named = {key.replace(".default", ""): value for key, value in model.named_parameters() if value.requires_grad}
-    return lab.Verdict(losses, {key: value.detach() for key, value in named.items()})
+
+    def losses_of(model: Any, batch: Any) -> Iterator[torch.Tensor]:
+        _draw_as_of(model, trainer.table[task.name].hyper.seed, batch.step)
+        yield from lab._sequence_losses(model, batch)
+        if isinstance(task.peft_config, DiffPruningConfig):
+            yield model.base_model.l0_penalty()
+
+    return alone(trainer, task, lab.tiny_llama, losses_of)
 
 
 def _draw_as_of(model: Any, seed: int, step: int) -> None:

@@ -20,7 +20,7 @@ from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.kernels import philox
 from peft_mux.modeling.adapters.diff_pruning import DiffPruningLinear, Relaxed, Stretch, expected_l0, gates, greatest
 from tests.invariants.mux_lab import tiny_llama
-from tests.modeling.adapters.test_kinds import packed, perturbed
+from tests.modeling.adapters.passes import packed, perturbed
 from tests.peft_methods.test_methods import logits, perturb
 
 # ------------------------------------------------------------- PEFT's own layer

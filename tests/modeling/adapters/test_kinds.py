@@ -14,12 +14,10 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, PeftType, PolyConfig, TaskType, get_peft_model
+from peft import IA3Config, LoraConfig, PeftModel, PeftType, PolyConfig, TaskType
 from peft.tuners.tuners_utils import BaseTunerLayer
-from torch.nn import functional as F
 
-from peft_mux import ChunkPackingCollator, MultiTaskPeftModel, Task
-from peft_mux.data.batch import MuxBatch
+from peft_mux import MultiTaskPeftModel, Task
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.checks import peft_config_faults
@@ -35,7 +33,9 @@ from peft_mux.modeling.adapters.kind import (
 from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
+from tests.modeling.adapters.alone import assert_resumes
 from tests.modeling.adapters.cases import CASES
+from tests.modeling.adapters.passes import IDS, assert_as_plain, judges_of, packed, perturbed, plain
 from tests.modeling.adapters.toy_kind import ToyKind, registered
 
 
@@ -46,40 +46,8 @@ def ia3(number: int) -> IA3Config:
 # Kinds that others add to the package are found here, and need a case; prompts, which have no layers, have theirs in
 # `tests/modeling/adapters/prompts`.
 LAYERED = [kind for kind in KINDS.values() if not isinstance(kind, PromptKind)]
+SEEDS = {"a": 3, "b": 4}
 EVERY_KIND = pytest.mark.parametrize("kind", LAYERED, ids=[str(kind.peft_type.value) for kind in LAYERED])
-
-
-IDS = torch.tensor([lab.rows(5, 1, 9, 9)[0]["input_ids"]])
-
-
-def perturbed(parameters: dict[str, torch.nn.Parameter], seed: int) -> None:
-    """Give weights other values, the same for the same names, so that no factor is zero."""
-    with torch.no_grad():
-        for name in sorted(parameters):
-            generator = torch.Generator().manual_seed(seed * 1000 + sum(map(ord, name)))
-            parameters[name].add_(0.2 * torch.randn(parameters[name].shape, generator=generator))
-
-
-def plain(config: PeftConfig, seed: int) -> tuple[Any, dict[str, torch.nn.Parameter]]:
-    """Return plain PEFT's model of one task, and its parameters without the adapter's id."""
-    torch.manual_seed(seed)
-    model = get_peft_model(tiny_llama(), copy.deepcopy(config))
-    own = {name.replace(".default", ""): item for name, item in model.named_parameters() if item.requires_grad}
-    return model, own
-
-
-def packed(*tasks: str, seed: int = 0, task_seed: int = 1) -> tuple[MuxBatch, dict[str, list[list[int]]]]:
-    rows = {task: [row["input_ids"] for row in lab.rows(seed + ord(task[0]), 3, 4, 11)] for task in tasks}
-    given = [{"task": task, "input_ids": ids, "seed": task_seed} for task in tasks for ids in rows[task]]
-    return ChunkPackingCollator()(given), rows
-
-
-def plain_loss(model: Any, rows: list[list[int]]) -> torch.Tensor:
-    losses = []
-    for ids in rows:
-        row = torch.tensor([ids])
-        losses.append(F.cross_entropy(model(input_ids=row).logits[0, :-1], row[0, 1:], reduction="sum"))
-    return torch.stack(losses).sum() / sum(len(ids) - 1 for ids in rows)
 
 
 def test_every_registered_kind_has_a_case_here() -> None:
@@ -155,28 +123,17 @@ def test_a_narrowed_configuration_adapts_the_given_layers_alone(kind: AdapterKin
 @EVERY_KIND
 def test_a_pass_of_two_tasks_gives_each_what_plain_peft_alone_gives(kind: AdapterKind, tmp_path: Path) -> None:
     configs = {name: CASES[kind.peft_type].make(number) for number, name in enumerate("ab")}
-    model = MultiTaskPeftModel(tiny_llama(), configs, seeds={"a": 3, "b": 4}, verify=False)
+    model = MultiTaskPeftModel(tiny_llama(), configs, seeds=SEEDS, verify=False)
     layers = [module for module in model.backbone.modules() if isinstance(module, kind.layer_type or ())]
     assert all(isinstance(layer.__dict__["forward"], MultiplexedForward) for layer in layers)
     batch, rows = packed("a", "b")
-    judges = {name: plain(configs[name], seed) for name, seed in (("a", 3), ("b", 4))}
     if CASES[kind.peft_type].is_random:
-        for each in (model, *(judge for judge, _ in judges.values())):
-            each.eval()
-    for number, (name, (_, own)) in enumerate(judges.items()):
-        assert all(torch.equal(own[key], item) for key, item in model.task_parameters(name).items()), "initial weights"
-        perturbed(own, number)
-        perturbed(model.task_parameters(name), number)
-    losses = model(batch).losses
-    losses.sum().backward()
-    for loss, (name, (judge, own)) in zip(losses, judges.items(), strict=True):
-        wanted = plain_loss(judge, rows[name])
-        wanted.backward()
-        assert math.isclose(loss.item(), wanted.item(), rel_tol=1e-5)
-        ours = model.task_parameters(name)
-        assert ours.keys() == own.keys()
-        for key, parameter in own.items():
-            assert relative(ours[key].grad, parameter.grad) <= 1e-4, f"{name} {key}"
+        model.eval()
+    judges = judges_of(model, configs, SEEDS)
+    if CASES[kind.peft_type].is_random:
+        for judge, _ in judges.values():
+            judge.eval()
+    assert_as_plain(model, batch, judges, rows, may_be_zero=True)
     # What it saves comes back in plain PEFT and here.
     model.eval().save_pretrained(tmp_path)
     again = MultiTaskPeftModel.from_pretrained(tiny_llama(), tmp_path, verify=False).eval()
@@ -255,15 +212,7 @@ def test_a_new_type_trains_next_to_lora_as_plain_peft_alone_and_arrives_in_a_run
 
 
 def test_a_new_type_resumes_from_its_checkpoint(toy: ToyKind, tmp_path: Path) -> None:
-    def tasks() -> list[Task]:
-        return [toy_task("toy0", 0), lab.small_task("lora", data_seed=3, max_steps=5)]
-
-    whole = lab.train(tasks(), tmp_path / "whole")
-    stop = lab.Recorder(at_end={3: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
-    lab.train(tasks(), tmp_path / "cut", recorder=stop, save_strategy="steps", save_steps=3)
-    rest = lab.train(tasks(), tmp_path / "cut", resume=True, save_strategy="steps", save_steps=100)
-    for name in ("toy0", "lora"):
-        assert rest.losses[name] == whole.losses[name][3:], name
+    assert_resumes(lambda: [toy_task("toy0", 0), lab.small_task("lora", data_seed=3, max_steps=5)], tmp_path)
 
 
 def test_a_type_that_is_no_longer_registered_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

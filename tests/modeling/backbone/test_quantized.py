@@ -528,7 +528,7 @@ def test_what_tasks_train_next_to_plain_lora_goes_as_plain_peft_on_quantised_lay
         side = ran.side(name)
         assert_close(ran.run.losses[name], side.losses, 1e-5, name)
         # Three steps from B = 0: Adam makes whole steps of gradients that are rounding alone.
-        assert all(relative(ran.run.weights(name)[key], weight) <= 1e-3 for key, weight in side.trained.items())
+        assert all(relative(ran.run.weights(name)[key], weight) <= 1e-3 for key, weight in side.weights.items())
 
 
 @pytest.mark.parametrize(("field", "value"), [("init_lora_weights", "pissa"), ("bias", "all")])

@@ -21,7 +21,7 @@ from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.cases import CASES, CASES_BY_NAME, FAST
-from tests.modeling.adapters.test_kinds import packed
+from tests.modeling.adapters.passes import packed
 
 # Prompts, which have no layers, have tests of their own in `tests/modeling/adapters/prompts`.
 TYPES = [peft_type for peft_type, kind in KINDS.items() if not isinstance(kind, PromptKind)]

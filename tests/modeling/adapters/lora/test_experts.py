@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import math
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -13,17 +12,18 @@ from typing import Any
 import pytest
 import torch
 import transformers as tf
-from peft import LoraConfig, PeftModel, PeftType, get_peft_model
+from peft import LoraConfig, PeftModel, PeftType
 from peft.tuners.lora.layer import ParamWrapper
-from torch.nn import functional as F
 
-from peft_mux import ChunkPackingCollator, MultiTaskPeftModel, Task
+from peft_mux import MultiTaskPeftModel, Task
 from peft_mux.engine.layout import ParallelLayout, _bare_parameter_faults
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.adapters.kind import KINDS
 from peft_mux.modeling.adapters.lora import parameters as parameters_file
 from tests.invariants import mux_lab as lab
-from tests.modeling.adapters.test_kinds import ia3, perturbed
+from tests.modeling.adapters.alone import alone, assert_resumes, task
+from tests.modeling.adapters.passes import IDS, assert_as_plain, judges_of, packed, perturbed, plain
+from tests.modeling.adapters.test_kinds import ia3
 from tests.modeling.adapters.toy_kind import ToyKind, registered
 
 GATE_UP, DOWN, ROUTER = "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"
@@ -96,54 +96,20 @@ def every_set() -> dict[str, LoraConfig]:
     }
 
 
-def rows_of(names: list[str]) -> dict[str, list[list[int]]]:
-    return {name: [row["input_ids"] for row in lab.rows(number, 3, 3, 11)] for number, name in enumerate(names)}
-
-
-def packed(rows: dict[str, list[list[int]]]) -> Any:
-    return ChunkPackingCollator()([{"task": name, "input_ids": ids} for name, part in rows.items() for ids in part])
-
-
-def loss_of(model: Any, rows: list[list[int]]) -> torch.Tensor:
-    terms = [
-        F.cross_entropy(model(input_ids=torch.tensor([ids])).logits[0, :-1], torch.tensor(ids[1:]), reduction="sum")
-        for ids in rows
-    ]
-    return torch.stack(terms).sum() / sum(len(ids) - 1 for ids in rows)
-
-
-def alone(make: Callable[[], Any], config: LoraConfig, seed: int) -> tuple[Any, dict[str, Any]]:
-    """Return plain PEFT's model of one task, with adapters that do something."""
-    torch.manual_seed(seed)
-    model = get_peft_model(make(), copy.deepcopy(config))
-    return model, {key.replace(".default", ""): item for key, item in model.named_parameters() if item.requires_grad}
-
-
-def together(make: Callable[[], Any], configs: dict[str, LoraConfig]) -> MultiTaskPeftModel:
-    return MultiTaskPeftModel(
-        make(), configs, seeds={name: number for number, name in enumerate(configs)}, verify=False
-    )
-
-
-def assert_as_alone(make: Callable[[], Any], configs: dict[str, LoraConfig]) -> MultiTaskPeftModel:
-    model, rows = together(make, configs), rows_of(list(configs))
-    judges = {name: alone(make, config, number) for number, (name, config) in enumerate(configs.items())}
-    for number, (name, (_, own)) in enumerate(judges.items()):
-        mine = model.task_parameters(name)
-        assert own.keys() == mine.keys()
-        assert all(torch.equal(own[key], mine[key]) for key in own), f"{name}: initial weights"
-        perturbed(own, number)
-        perturbed(mine, number)
-    output = model(packed(rows))
-    output.losses.sum().backward()
-    for loss, (name, (judge, own)) in zip(output.losses, judges.items(), strict=True):
-        wanted = loss_of(judge, rows[name])
-        wanted.backward()
-        assert math.isclose(loss.item(), wanted.item(), rel_tol=1e-5), name
-        for key, parameter in own.items():
-            assert parameter.grad.norm() > 0, f"{name} {key}: the comparison would be empty"
-            assert lab.relative(model.task_parameters(name)[key].grad, parameter.grad) <= 1e-4, f"{name} {key}"
+def together(make: Callable[[], Any], configs: dict[str, LoraConfig], *, moved: bool = False) -> MultiTaskPeftModel:
+    """Return a model of tasks, whose adapters do something if they are moved."""
+    seeds = {name: number for number, name in enumerate(configs)}
+    model = MultiTaskPeftModel(make(), configs, seeds=seeds, verify=False)
+    for name, number in seeds.items() if moved else ():
+        perturbed(model.task_parameters(name), number)
     return model
+
+
+def assert_as_alone(make: Callable[[], Any], configs: dict[str, LoraConfig]) -> None:
+    model = together(make, configs)
+    judges = judges_of(model, configs, {name: number for number, name in enumerate(configs)}, make)
+    batch, rows = packed(*configs)
+    assert_as_plain(model, batch, judges, rows)
 
 
 def test_tasks_on_any_sets_of_parameters_go_as_plain_peft_goes_with_each_alone() -> None:
@@ -179,27 +145,23 @@ def test_experts_that_no_grouped_product_takes_are_computed_task_by_task(monkeyp
 def test_experts_are_never_copied_for_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing as large as a weight of the experts is held for the backward pass but the frozen weights themselves."""
     configs = {name: on(GATE_UP, DOWN, rank=1) for name in ("a", "b", "c")}
-    model, rows = together(lambda: copy.deepcopy(_wide()), configs), rows_of(list(configs))
+    model = together(lambda: copy.deepcopy(_wide()), configs)
     monkeypatch.setattr(parameters_file, "functional_call", None)
     frozen = {item.data_ptr() for item in model.backbone.parameters()}
     smallest = min(item.numel() for key, item in model.backbone.named_parameters() if key.endswith("down_proj"))
     held: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda item: held.append(item) or item, lambda item: item):
-        model(packed(rows)).losses.sum().backward()
+        model(packed(*configs)[0]).losses.sum().backward()
     assert len(held) > 10
     assert not [item.shape for item in held if item.numel() >= smallest and item.data_ptr() not in frozen]
 
 
 def test_what_is_nan_in_one_task_reaches_no_other() -> None:
     configs = every_set()
-    healthy, rows = together(qwen3_moe, configs), rows_of(list(configs))
-    ill = together(qwen3_moe, configs)
-    for model in (healthy, ill):
-        for number, name in enumerate(configs):
-            perturbed(model.task_parameters(name), number)
+    healthy, ill = (together(qwen3_moe, configs, moved=True) for _ in range(2))
     with torch.no_grad():
         next(iter(ill.task_parameters("both").values())).fill_(torch.nan)
-    losses = [model(packed(rows)).losses for model in (healthy, ill)]
+    losses = [model(packed(*configs)[0]).losses for model in (healthy, ill)]
     for output in losses:
         output.sum().backward()
     for number, name in enumerate(configs):
@@ -213,26 +175,23 @@ def test_what_is_nan_in_one_task_reaches_no_other() -> None:
 
 def test_what_is_saved_comes_back_in_plain_peft_and_here(tmp_path: Path) -> None:
     configs = every_set()
-    model = together(qwen3_moe, configs).eval()
-    for number, name in enumerate(configs):
-        perturbed(model.task_parameters(name), number)
+    model = together(qwen3_moe, configs, moved=True).eval()
     model.save_pretrained(tmp_path)
     again = MultiTaskPeftModel.from_pretrained(qwen3_moe(), tmp_path, verify=False).eval()
-    ids = torch.tensor([rows_of(["x"])["x"][0]])
     with torch.no_grad():
-        frozen = qwen3_moe().eval()(input_ids=ids).logits
+        frozen = qwen3_moe().eval()(input_ids=IDS).logits
         for name, config in configs.items():
             judge = PeftModel.from_pretrained(qwen3_moe(), str(tmp_path / name)).eval()
             own = {key.replace(".default", ""): item for key, item in judge.named_parameters() if "lora_" in key}
             assert own.keys() == model.task_parameters(name).keys()
             assert all(torch.equal(item, own[key]) for key, item in model.task_parameters(name).items())
-            wanted, mine = judge(input_ids=ids).logits, model.task_view(name)(input_ids=ids).logits
+            wanted, mine = judge(input_ids=IDS).logits, model.task_view(name)(input_ids=IDS).logits
             assert not torch.allclose(wanted, frozen, rtol=1e-3)
             assert lab.relative(mine, wanted) <= 1e-6
-            assert torch.equal(again.task_view(name)(input_ids=ids).logits, mine)
-            alone(qwen3_moe, config, 0)[0].save_pretrained(tmp_path / "plain")
-            saved, plain = (_saved_config(tmp_path / folder) for folder in (name, "plain"))
-            assert saved == plain, name
+            assert torch.equal(again.task_view(name)(input_ids=IDS).logits, mine)
+            plain(config, 0, qwen3_moe)[0].save_pretrained(tmp_path / "plain")
+            saved, theirs = (_saved_config(tmp_path / folder) for folder in (name, "plain"))
+            assert saved == theirs, name
         merged = model.task_view("both").merge_and_unload()
         assert not any(isinstance(module, ParamWrapper) for module in merged.modules())
 
@@ -248,7 +207,7 @@ def test_the_last_task_that_leaves_takes_the_wrappers_along() -> None:
     model.remove_tasks(["up", "down"])
     assert not any(isinstance(module, ParamWrapper) for module in model.backbone.modules())
     model.register_tasks({"both": on(GATE_UP, DOWN)}, seeds={"both": 0})
-    _, own = alone(qwen3_moe, on(GATE_UP, DOWN), 0)
+    _, own = plain(on(GATE_UP, DOWN), 0, qwen3_moe)
     mine = model.task_parameters("both")
     assert own.keys() == mine.keys()
     assert all(torch.equal(own[key], mine[key]) for key in own)
@@ -257,7 +216,7 @@ def test_the_last_task_that_leaves_takes_the_wrappers_along() -> None:
 def test_the_backbone_comes_back_as_it_was() -> None:
     before = {key: item.clone() for key, item in qwen3_moe().state_dict().items()}
     model = together(qwen3_moe, every_set())
-    model(packed(rows_of(list(every_set())))).losses.sum().backward()
+    model(packed(*every_set())[0]).losses.sum().backward()
     backbone = model.unload()
     after = backbone.state_dict()
     assert before.keys() == after.keys()
@@ -270,7 +229,7 @@ def test_adapters_of_another_type_are_next_to_those_on_parameters(tmp_path: Path
         configs["ia3"].target_modules, configs["ia3"].feedforward_modules = ["k_proj"], []
         model = together(qwen3_moe, configs)
         for number, name in enumerate(("both", "ia3", "up")):
-            assert model.task_parameters(name).keys() == alone(qwen3_moe, configs[name], number)[1].keys()
+            assert model.task_parameters(name).keys() == plain(configs[name], number, qwen3_moe)[1].keys()
         model.save_pretrained(tmp_path)
         for name in configs:
             PeftModel.from_pretrained(qwen3_moe(), str(tmp_path / name))
@@ -279,47 +238,32 @@ def test_adapters_of_another_type_are_next_to_those_on_parameters(tmp_path: Path
 # --------------------------------------------------------------------- trainer
 
 
-def experts_task(name: str, config: LoraConfig, data_seed: int, **settings: Any) -> Task:
-    task = lab.small_task(name, data_seed=data_seed, length=7 + data_seed, max_steps=6, **settings)
-    return Task(**{**{key: getattr(task, key) for key in task.__dataclass_fields__}, "peft_config": config})
-
-
 def tasks() -> list[Task]:
+    configs = {
+        "both": on(GATE_UP, DOWN, rank=4),
+        "all": LoraConfig(r=2, target_modules="all-linear"),
+        "attention": LoraConfig(r=4, target_modules=["q_proj", "v_proj"]),
+    }
     return [
-        experts_task("both", on(GATE_UP, DOWN, rank=4), 1, weight_decay=0.1, router_aux_loss_coef=0.0),
-        experts_task("all", LoraConfig(r=2, target_modules="all-linear"), 3, router_aux_loss_coef=0.0),
-        experts_task(
-            "attention", LoraConfig(r=4, target_modules=["q_proj", "v_proj"]), 2, seed=4, router_aux_loss_coef=0.0
-        ),
+        task(name, config, number, router_aux_loss_coef=0.0) for number, (name, config) in enumerate(configs.items())
     ]
 
 
-def test_a_run_ends_with_the_weights_of_plain_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lab, "tiny_llama", qwen3_moe)
-    run = lab.train(tasks(), tmp_path)
-    lab.assert_as_judged(run, {task.name: lab.judge(run.trainer, task) for task in tasks()})
+def test_a_run_ends_with_the_weights_of_plain_peft(tmp_path: Path) -> None:
+    run = lab.train(tasks(), tmp_path, model=qwen3_moe())
+    lab.assert_as_judged(run, {one.name: alone(run.trainer, one, qwen3_moe) for one in tasks()})
 
 
-def test_a_run_resumes_from_its_checkpoint_with_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(lab, "tiny_llama", qwen3_moe)
-    whole = lab.train(tasks(), tmp_path / "whole")
-    stop = lab.Recorder(at_end={3: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
-    lab.train(tasks(), tmp_path / "cut", recorder=stop, save_strategy="steps", save_steps=3)
-    rest = lab.train(tasks(), tmp_path / "cut", resume=True, save_strategy="steps", save_steps=100)
-    for task in tasks():
-        assert rest.losses[task.name] == whole.losses[task.name][3:], task.name
-        mine, theirs = rest.weights(task.name), whole.weights(task.name)
-        assert all(torch.equal(item, theirs[key]) for key, item in mine.items()), task.name
+def test_a_run_resumes_from_its_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
+    assert_resumes(tasks, tmp_path, qwen3_moe)
 
 
 def test_recomputed_activations_give_the_same_gradients() -> None:
     configs = {"both": on(GATE_UP, DOWN), "router": on(ROUTER)}
-    models, rows = [together(qwen3_moe, configs) for _ in range(2)], rows_of(list(configs))
+    models = [together(qwen3_moe, configs, moved=True) for _ in range(2)]
     models[1].activation_checkpointing_enable()
     for model in models:
-        for number, name in enumerate(configs):
-            perturbed(model.task_parameters(name), number)
-        model.train()(packed(rows)).losses.sum().backward()
+        model.train()(packed(*configs)[0]).losses.sum().backward()
     for name in configs:
         theirs = models[1].task_parameters(name)
         assert all(torch.equal(item.grad, theirs[key].grad) for key, item in models[0].task_parameters(name).items())
@@ -327,12 +271,10 @@ def test_recomputed_activations_give_the_same_gradients() -> None:
 
 def test_bf16_stays_within_its_noise() -> None:
     configs = {"both": on(GATE_UP, DOWN), "all": LoraConfig(r=2, target_modules="all-linear")}
-    rows = rows_of(list(configs))
-    exact, rounded = together(qwen3_moe, configs), together(lambda: qwen3_moe().to(torch.bfloat16), configs)
-    for model in (exact, rounded):
-        for number, name in enumerate(configs):
-            perturbed(model.task_parameters(name), number)
-    losses = [model(packed(rows)).losses for model in (exact, rounded)]
+    exact, rounded = (
+        together(make, configs, moved=True) for make in (qwen3_moe, lambda: qwen3_moe().to(torch.bfloat16))
+    )
+    losses = [model(packed(*configs)[0]).losses for model in (exact, rounded)]
     losses[1].sum().backward()
     assert torch.allclose(losses[0], losses[1].float(), rtol=0.05)
     assert all(item.grad.isfinite().all() for name in configs for item in rounded.task_parameters(name).values())
@@ -426,19 +368,19 @@ def test_a_parameter_of_a_module_that_mixes_tokens_is_refused_before_the_first_s
 
 
 def test_stages_and_tensor_parallelism_refuse_bare_parameters_by_name() -> None:
-    task = experts_task("sql", on(GATE_UP), 1)
-    (fault,) = _bare_parameter_faults(ParallelLayout.of(2, tp=2), [task], qwen3_moe())
+    of_experts = task("sql", on(GATE_UP), 1)
+    (fault,) = _bare_parameter_faults(ParallelLayout.of(2, tp=2), [of_experts], qwen3_moe())
     assert fault.where == "tasks.sql.peft_config.target_parameters"
     assert "data parallelism" in fault.fix
 
 
 def test_stages_and_tensor_parallelism_refuse_all_layers_of_a_mixture_and_take_those_of_attention() -> None:
     layout, backbone = ParallelLayout.of(2, pp=2), qwen3_moe()
-    of_all = experts_task("sql", LoraConfig(r=2, target_modules="all-linear"), 1)
+    of_all = task("sql", LoraConfig(r=2, target_modules="all-linear"), 1)
     (fault,) = _bare_parameter_faults(layout, [of_all], backbone)
     assert fault.where == "tasks.sql.peft_config.target_modules"
     assert "gate_up_proj" in fault.got
-    of_attention = experts_task("sql", LoraConfig(r=2, target_modules=["q_proj", "o_proj"]), 1)
+    of_attention = task("sql", LoraConfig(r=2, target_modules=["q_proj", "o_proj"]), 1)
     assert _bare_parameter_faults(layout, [of_attention], backbone) == []
 
 

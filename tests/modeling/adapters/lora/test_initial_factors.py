@@ -13,12 +13,13 @@ from peft import LoraConfig, get_peft_model
 from peft.tuners.lora.config import CordaConfig, LoraGAConfig
 from peft.tuners.lora.corda import preprocess_corda
 from peft.tuners.lora.loraga import preprocess_loraga
+from safetensors.torch import load_file
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.errors import CheckpointError, ConfigError
-from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
-from tests.modeling.adapters.alone import IDS, task, tiny_gpt2
+from tests.modeling.adapters.alone import assert_resumes, task, tiny_gpt2
+from tests.modeling.adapters.passes import IDS, assert_as_plain, perturbed, plain
 
 TWO = ["q_proj", "down_proj"]
 PISSA = LoraConfig(r=4, target_modules=TWO, init_lora_weights="pissa")
@@ -51,23 +52,15 @@ def test_initialisers_that_read_what_was_prepared_on_the_backbone(make: Callable
     for model in models:
         prepare(model)
         model.requires_grad_(True)
-    torch.manual_seed(3)
-    judge: Any = get_peft_model(models[0], copy.deepcopy(config))
-    own = {name.replace(".default", ""): item for name, item in judge.named_parameters() if item.requires_grad}
     mux = MultiTaskPeftModel(models[1], {"own": config}, seeds={"own": 3}, verify=False)
-    for key, item in own.items():
-        assert relative(mux.task_parameters("own")[key], item.detach()) <= 1e-6
-        noise = 0.1 * torch.randn(item.shape, generator=torch.Generator().manual_seed(len(key)))
-        with torch.no_grad():
-            item.add_(noise)
-            mux.task_parameters("own")[key].add_(noise)
-    batch = ChunkPackingCollator()([{"task": "own", "input_ids": IDS[0].tolist()}])
-    loss, wanted = mux(batch).losses[0], judge(input_ids=IDS, labels=IDS).loss
-    loss.backward()
-    wanted.backward()
-    assert abs(loss.item() - wanted.item()) <= 1e-5 * wanted.item()
-    for key, item in own.items():
-        assert relative(mux.task_parameters("own")[key].grad, item.grad) <= 1e-4, key
+    judge, own = plain(config, 3, lambda: models[0])
+    ours = mux.task_parameters("own")
+    assert all(relative(ours[key], item.detach()) <= 1e-6 for key, item in own.items()), "initial weights"
+    for parameters in (own, ours):
+        perturbed(parameters, 0)
+    rows = {"own": IDS.tolist()}
+    batch = ChunkPackingCollator()([{"task": "own", "input_ids": rows["own"][0]}])
+    assert_as_plain(mux, batch, {"own": (judge, own)}, rows)
     for (name, ours), theirs in zip(mux.unload().named_parameters(), tiny_llama().parameters(), strict=True):
         assert torch.equal(ours, theirs), name
 
@@ -93,8 +86,6 @@ def test_what_is_saved_is_the_lora_into_which_peft_converts(tmp_path: Path) -> N
     judge.peft_config["default"].init_lora_weights = "pissa"
     judge.save_pretrained(str(tmp_path / "theirs"), path_initial_model_for_weight_conversion=str(initial))
     model.save_pretrained(tmp_path / "ours")
-    from safetensors.torch import load_file
-
     theirs, ours = (
         load_file(path / "adapter_model.safetensors") for path in (tmp_path / "theirs", tmp_path / "ours/own")
     )
@@ -135,17 +126,10 @@ def test_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
         "plain": LoraConfig(r=3, target_modules="all-linear"),
     }
 
-    def tasks() -> list[Any]:
-        return [task(name, config, number, max_steps=3) for number, (name, config) in enumerate(configs.items())]
-
-    whole = lab.train(tasks(), tmp_path / "whole")
-    stop = lab.Recorder(at_end={2: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
-    lab.train(tasks(), tmp_path / "cut", recorder=stop, save_strategy="steps", save_steps=2)
-    rest = lab.train(tasks(), tmp_path / "cut", resume=True, save_strategy="steps", save_steps=100)
-    for name in configs:
-        assert rest.losses[name] == whole.losses[name][2:], name
-        for key, item in whole.weights(name).items():
-            assert torch.equal(rest.weights(name)[key], item), key
+    assert_resumes(
+        lambda: [task(name, config, number, max_steps=3) for number, (name, config) in enumerate(configs.items())],
+        tmp_path,
+    )
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "embed_tokens"], r".*(q_proj|embed_tokens)"])

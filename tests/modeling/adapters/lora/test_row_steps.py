@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import copy
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +22,7 @@ from tests.children import run_script
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
 from tests.modeling.adapters.alone import PhiloxDropout, tiny_gpt2, together
+from tests.modeling.adapters.passes import assert_as_plain, judges_of
 
 TWO = ["q_proj", "down_proj"]
 CONFIGS = {
@@ -82,29 +81,14 @@ def test_dropout_acts_where_peft_lets_it_act(field: str) -> None:
     config = LoraConfig(r=4, **options)
     other = LoraConfig(r=3, target_modules="all-linear", lora_dropout=0.3)
     mux = MultiTaskPeftModel(tiny_llama(), {"own": config, "z": other}, seeds={"own": 3}, verify=False).train()
-    torch.manual_seed(3)
-    judge: Any = get_peft_model(tiny_llama(), copy.deepcopy(config)).train()
-    own = {name.replace(".default", ""): item for name, item in judge.named_parameters() if item.requires_grad}
-    with torch.no_grad():
-        for number, key in enumerate(sorted(own)):
-            noise = 0.1 * torch.randn(own[key].shape, generator=torch.Generator().manual_seed(number))
-            own[key].add_(noise)
-            mux.task_parameters("own")[key].add_(noise)
+    judges = judges_of(mux, {"own": config}, {"own": 3})
     row = lab.rows(1, 1, 9, 9)[0]["input_ids"]
-    given = [{"task": name, "input_ids": row, "seed": 5} for name in ("own", "z")]
-    batch = ChunkPackingCollator()(given)
-    for name, module in judge.named_modules():
+    batch = ChunkPackingCollator()([{"task": name, "input_ids": row, "seed": 5} for name in ("own", "z")])
+    for name, module in judges["own"][0].train().named_modules():
         if name.endswith("lora_dropout"):
             site = name.removeprefix("base_model.model.").removesuffix(".lora_dropout")
             module["default"] = PhiloxDropout(0.4, philox.draw_seed(5, batch.task_steps[0], site))
-    loss = mux(batch).losses[0]
-    loss.backward()
-    ids = torch.tensor([row])
-    wanted = torch.nn.functional.cross_entropy(judge(input_ids=ids).logits[0, :-1], ids[0, 1:])
-    wanted.backward()
-    assert math.isclose(loss.item(), wanted.item(), rel_tol=1e-5)
-    for key, item in own.items():
-        assert relative(mux.task_parameters("own")[key].grad, item.grad) <= 1e-4, key
+    assert_as_plain(mux, batch, judges, {"own": [row]})
 
 
 def test_layers_without_such_tasks_run_no_steps() -> None:

@@ -1,12 +1,14 @@
-"""What the tests of prompts share: a configuration of each form, and plain PEFT's own model and loss as the judge."""
+"""What the tests of prompts share: backbones, a configuration of each form, and plain PEFT's own loss as the judge."""
 
 from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
+import numpy as np
 import torch
+import transformers as tf
 from peft import (
     CartridgeConfig,
     CPTConfig,
@@ -19,19 +21,42 @@ from peft import (
     TaskType,
     get_peft_model,
 )
-from transformers import Trainer, get_scheduler
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel, Task
 from peft_mux.data.batch import MuxBatch
-from peft_mux.data.task_batch import TokenSequence
+from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence, with_virtual_tokens
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.invariants import mux_lab as lab
+from tests.modeling.adapters.alone import Side, alone
+from tests.modeling.test_architectures import (
+    GROUPED,
+    LANGUAGE_MODELS,
+    NO_BERT_DROPOUT,
+    SIZE,
+    VOCABULARY,
+    bert_classifier,
+    filled,
+    llama_classifier,
+    roberta_classifier,
+)
 
-LM = TaskType.CAUSAL_LM
+LM, SEQ, TOKEN = TaskType.CAUSAL_LM, TaskType.SEQ_CLS, TaskType.TOKEN_CLS
+CLASSES = 3
+BERT = {**SIZE, **NO_BERT_DROPOUT, "num_labels": CLASSES}
+
+PROMPTS = ("prompt", "words", "mlp", "lstm", "multitask", "cpt", "prefix", "projected", "cartridge")
+"""Every form of prompts: each type, and each way of PEFT's that computes another thing."""
+TOKENS = PROMPTS[:5]
+"""Forms of virtual tokens that PEFT trains for classification: all but CPT."""
+KEYS = PROMPTS[6:]
+ENCODED = ("mlp", "lstm", "cpt", "projected")
+"""Forms of which PEFT's own file does not hold all that is trained."""
 
 
 def config_of(form: str, task_type: TaskType = LM) -> PeftConfig:
     """Return a configuration of a form of prompts; "lora" is one of none."""
+    # By "all-linear" plain PEFT adapts the head of a tagger before it copies it, which fails.
+    targets = "all-linear" if task_type == LM else r".*(query|q_proj|c_attn)"
     config: PeftConfig = {
         "prompt": lambda: PromptTuningConfig(task_type=LM, num_virtual_tokens=3),
         "words": lambda: PromptTuningConfig(task_type=LM, num_virtual_tokens=4, prompt_tuning_init="SAMPLE_VOCAB"),
@@ -48,48 +73,151 @@ def config_of(form: str, task_type: TaskType = LM) -> PeftConfig:
             task_type=LM, num_virtual_tokens=2, prefix_projection=True, encoder_hidden_size=8
         ),
         "cartridge": lambda: CartridgeConfig(task_type=LM, num_virtual_tokens=4),
-        "lora": lambda: LoraConfig(task_type=LM, r=4, target_modules="all-linear"),
+        "lora": lambda: LoraConfig(task_type=LM, r=4, target_modules=targets),
     }[form]()
     config.task_type = task_type
     return config
 
 
-PROMPTS = ("prompt", "words", "mlp", "lstm", "multitask", "cpt", "prefix", "projected", "cartridge")
-"""Every form of prompts: each type, and each way of PEFT's that computes another thing."""
+# ----------------------------------------------------------------------- backbones
 
 
-def rows_of(form: str, count: int = 3, low: int = 4, high: int = 20) -> list[list[int]]:
-    """Return rows of random tokens, others for each form."""
-    return [row["input_ids"] for row in lab.rows(sum(map(ord, form)), count, low, high)]
+class Case(NamedTuple):
+    """A backbone, the task type that it serves, and the forms that are trained on it."""
+
+    make: Callable[[], Any]
+    task_type: TaskType = LM
+    forms: tuple[str, ...] = ("prompt", "prefix")
 
 
-def packed(
-    model: MultiTaskPeftModel, rows: Mapping[str, Sequence[list[int]]], *, seed: int = 1, **options: Any
-) -> MuxBatch:
+def gpt2_config(**settings: Any) -> Any:
+    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0}
+    return tf.GPT2Config(**sizes, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0, num_labels=CLASSES, **settings)
+
+
+def llama_tagger() -> Any:
+    return tf.LlamaForTokenClassification(tf.LlamaConfig(**GROUPED, num_labels=CLASSES, classifier_dropout=0.0))
+
+
+def _classifier(make: Callable[[], Any], task_type: TaskType, *forms: str) -> Case:
+    return Case(lambda: filled(make), task_type, (*forms, *KEYS, "lora"))
+
+
+LANGUAGE = Case(lab.tiny_llama, LM, (*PROMPTS, "lora"))
+CLASSIFYING = {
+    "Bert": _classifier(bert_classifier, SEQ, *TOKENS),
+    "Roberta": _classifier(roberta_classifier, SEQ, *TOKENS),
+    "Llama": _classifier(llama_classifier, SEQ),
+    "GPT2": _classifier(lambda: tf.GPT2ForSequenceClassification(gpt2_config()), SEQ),
+    "Bert, tokens": _classifier(lambda: tf.BertForTokenClassification(tf.BertConfig(**BERT)), TOKEN),
+    "Llama, tokens": _classifier(llama_tagger, TOKEN),
+    "GPT2, tokens": _classifier(lambda: tf.GPT2ForTokenClassification(gpt2_config(classifier_dropout=0.0)), TOKEN),
+}
+CASES = {"language": LANGUAGE, **CLASSIFYING}
+"""Backbones by name."""
+
+
+def speaking(architecture: str) -> Case:
+    """Return a language model of an architecture."""
+    return Case(lambda: filled(LANGUAGE_MODELS[architecture][0]))
+
+
+# ------------------------------------------------------------------ rows and models
+
+
+class Row(NamedTuple):
+    """Tokens, and their class, or the classes of each; none for language models."""
+
+    ids: list[int]
+    label: Any = None
+
+    def sequence(self, number: int) -> TokenSequence:
+        """Return the row as a sequence to train on."""
+        options: dict[str, Any] = {} if self.label is None else {"class_label": self.label}
+        if isinstance(self.label, list):
+            options = {"labels_itself": True}
+        labels = self.label if isinstance(self.label, list) else self.ids
+        return TokenSequence(np.array(self.ids), np.array(labels), number, **options)
+
+
+def rows_of(form: str, task_type: TaskType = LM, count: int = 4, low: int = 2, high: int = 20) -> list[Row]:
+    """Return rows of random tokens and classes, others for each form."""
+    rng = np.random.default_rng(sum(map(ord, form)))
+    found = []
+    for length in rng.integers(low, high, count):
+        ids = rng.integers(2, VOCABULARY, length).tolist()
+        classes = np.where(rng.random(length) < 0.3, IGNORE_INDEX, rng.integers(0, CLASSES, length))
+        classes[-1] = rng.integers(0, CLASSES)
+        found.append(Row(ids, {LM: None, SEQ: int(classes[-1]), TOKEN: classes.tolist()}[task_type]))
+    return found
+
+
+def streams(
+    model: MultiTaskPeftModel, rows: Mapping[str, Sequence[Row]], *, max_tokens: int = 16, **options: Any
+) -> list[MuxBatch]:
+    """Return the micro-batches of a step of all tasks."""
+    labels, batches = model.virtual_labels, []
+    for form, own in rows.items():
+        sequences = [with_virtual_tokens(row.sequence(number), labels.get(form, ())) for number, row in enumerate(own)]
+        batches.append(TaskBatch(form, 0, 1, tuple(sequences)))
+    return ChunkPackingCollator(**{"chunk_size": 8, **options}).micro_batches(batches, max_tokens=max_tokens)
+
+
+def packed(model: MultiTaskPeftModel, rows: Mapping[str, Sequence[Row]]) -> MuxBatch:
     """Return the rows of tasks as one stream for a model."""
-    given = [{"task": task, "input_ids": ids, "seed": seed} for task, own in rows.items() for ids in own]
-    return ChunkPackingCollator(virtual_labels=model.virtual_labels, **options)(given)
+    (batch,) = streams(model, rows, max_tokens=10_000)
+    return batch
+
+
+def mux(*forms: str, case: Case = LANGUAGE, verify: bool = False) -> MultiTaskPeftModel:
+    """Return a model of tasks of some forms, the weights of each drawn from a seed of its own."""
+    configs = {form: config_of(form, case.task_type) for form in forms}
+    return MultiTaskPeftModel(case.make(), configs, seeds={form: len(form) for form in forms}, verify=verify)
+
+
+def moved(model: Any, parameters: Mapping[str, torch.Tensor]) -> Any:
+    """Return a model whose parameters were changed, as training would, by amounts that their names fix."""
+    with torch.no_grad():
+        for key, item in parameters.items():
+            generator = torch.Generator().manual_seed(sum(map(ord, key)))
+            item.add_(0.3 * torch.randn(item.shape, generator=generator))
+    return model
+
+
+def task_of(form: str, case: Case = LANGUAGE, **settings: Any) -> Task:
+    """Return a task of a form of prompts, whose name is the form's."""
+    column = {LM: "", SEQ: "label", TOKEN: "labels"}[case.task_type]
+    rows = rows_of(form, case.task_type, 10)
+    options: dict[str, Any] = {
+        "train_dataset": [{"input_ids": row.ids, **({column: row.label} if column else {})} for row in rows],
+        "train_batch_size": 4,
+        "learning_rate": 1e-2 if form != "lora" else 3e-3,
+        "max_steps": 5,
+        "seed": 3,
+        "num_labels": CLASSES if column else None,
+    }
+    return Task(name=form, peft_config=config_of(form, case.task_type), **{**options, **settings})
+
+
+# --------------------------------------------------------------------------- judge
 
 
 def plain(config: PeftConfig, seed: int, backbone: Any = None) -> tuple[Any, dict[str, torch.nn.Parameter]]:
     """Return plain PEFT's model of one task, and its trained parameters without the adapter's id."""
     torch.manual_seed(seed)
     model: Any = get_peft_model(backbone or lab.tiny_llama(), copy.deepcopy(config))
-    return model, trained(model)
+    return model, {name.replace(".default", ""): item for name, item in model.named_parameters() if item.requires_grad}
 
 
-def trained(model: Any) -> dict[str, torch.nn.Parameter]:
-    """Return the trained parameters of plain PEFT's model, without the adapter's id."""
-    return {name.replace(".default", ""): item for name, item in model.named_parameters() if item.requires_grad}
-
-
-def plain_loss(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
-    """Return plain PEFT's loss of rows, one at a time, as a mean over the targets of all."""
+def plain_loss(model: Any, rows: Sequence[Row]) -> torch.Tensor:
+    """Return plain PEFT's own loss of rows, one at a time, as a mean over the targets of all."""
     losses, counts = [], []
-    for ids in rows:
-        row = torch.tensor([list(ids)])
-        losses.append(model(input_ids=row, labels=row, **task_ids(model)).loss)
-        counts.append(len(ids) - 1 + _more_targets(model.peft_config["default"]))
+    for ids, label in rows:
+        row = torch.tensor([ids])
+        labels = row if label is None else torch.tensor([label])
+        losses.append(model(input_ids=row, labels=labels, **task_ids(model)).loss)
+        of_words = len(ids) - 1 + _more_targets(model.peft_config["default"])
+        counts.append(of_words if label is None else int((labels != IGNORE_INDEX).sum()))
     return torch.stack([loss * count for loss, count in zip(losses, counts, strict=True)]).sum() / sum(counts)
 
 
@@ -106,46 +234,22 @@ def _more_targets(config: Any) -> int:
     return 0 if isinstance(config, (PrefixTuningConfig, CartridgeConfig, LoraConfig)) else 1
 
 
-def task_of(form: str, **settings: Any) -> Task:
-    """Return a task of a form of prompts, whose name is the form's."""
-    options: dict[str, Any] = {"train_batch_size": 4, "learning_rate": 3e-2, "max_steps": 6, "seed": 3, **settings}
-    if form == "lora":
-        options["learning_rate"] = 3e-3
-    rows = [{"input_ids": ids} for ids in rows_of(form, 10)]
-    return Task(name=form, peft_config=config_of(form), train_dataset=rows, **options)
-
-
 def rows_loss(model: Any, sequences: Sequence[TokenSequence]) -> torch.Tensor:
     """Return plain PEFT's loss of rows that may begin with virtual tokens, which PEFT adds itself."""
-    return plain_loss(model, [ids.input_ids[ids.num_virtual_tokens :].tolist() for ids in sequences])
+    rows = []
+    for one in sequences:
+        own = slice(one.num_virtual_tokens, None)
+        rows.append(
+            Row(one.input_ids[own].tolist(), one.labels[own].tolist() if one.labels_itself else one.class_label)
+        )
+    return plain_loss(model, rows)
 
 
 def judge(
     trainer: MultiTaskTrainer,
     task: Task,
-    backbone: Any = None,
+    case: Case = LANGUAGE,
     loss_of: Callable[[Any, Sequence[TokenSequence]], torch.Tensor] = rows_loss,
-) -> lab.Verdict:
+) -> Side:
     """Train one task alone with plain PEFT and an ordinary loop, on the same rows."""
-    run = trainer.table[task.name]
-    hyper = run.hyper
-    model, own = plain(task.peft_config, hyper.seed, backbone)
-    model.train()
-    parameters = list(own.values())
-    decaying = {name.replace(".default", "") for name in Trainer.get_decay_parameter_names(None, model)}  # type: ignore[arg-type]
-    groups = [
-        {"params": [own[name] for name in own if name in decaying], "weight_decay": hyper.weight_decay},
-        {"params": [own[name] for name in own if name not in decaying], "weight_decay": 0.0},
-    ]
-    optimizer = torch.optim.AdamW(groups, lr=hyper.learning_rate)
-    schedule = get_scheduler(hyper.lr_scheduler_type, optimizer, int(hyper.warmup_steps), run.num_steps)
-    losses = []
-    for step in range(run.num_steps):
-        loss = loss_of(model, run.loader.batch(step).sequences)
-        loss.backward()
-        losses.append(loss.item())
-        torch.nn.utils.clip_grad_norm_(parameters, hyper.max_grad_norm)
-        optimizer.step()
-        schedule.step()
-        optimizer.zero_grad()
-    return lab.Verdict(losses, {key: value.detach() for key, value in own.items()})
+    return alone(trainer, task, case.make, lambda model, batch: iter([loss_of(model, batch.sequences)]))

@@ -7,7 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel, PromptTuningConfig, get_peft_model_state_dict
+import transformers as tf
+from peft import (
+    AutoPeftModelForSequenceClassification,
+    AutoPeftModelForTokenClassification,
+    PeftModel,
+    PromptTuningConfig,
+    get_peft_model_state_dict,
+)
 from safetensors.torch import load_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -15,29 +22,41 @@ from transformers import PreTrainedTokenizerFast
 from peft_mux import MultiTaskPeftModel
 from peft_mux.errors import CheckpointError, ConfigError
 from tests.invariants.mux_lab import tiny_llama
-from tests.modeling.adapters.prompts.prompt_cases import LM, PROMPTS, config_of, packed, plain, task_ids, trained
+from tests.modeling.adapters.prompts.prompt_cases import (
+    CASES,
+    CLASSIFYING,
+    ENCODED,
+    KEYS,
+    LANGUAGE,
+    LM,
+    PROMPTS,
+    SEQ,
+    TOKEN,
+    TOKENS,
+    Case,
+    Row,
+    config_of,
+    moved,
+    mux,
+    packed,
+    plain,
+    rows_of,
+    task_ids,
+)
+from tests.modeling.adapters.prompts.test_passes import padded
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
-TRAINED_ON = ("prompt", "words", "multitask", "prefix", "cartridge")
-"""Forms of which PEFT's own file holds all that is trained."""
-
-
-def perturbed(parameters: dict[str, torch.nn.Parameter]) -> None:
-    with torch.no_grad():
-        for name in sorted(parameters):
-            generator = torch.Generator().manual_seed(sum(map(ord, name)))
-            parameters[name].add_(0.1 * torch.randn(parameters[name].shape, generator=generator))
 
 
 @pytest.fixture(scope="module")
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[MultiTaskPeftModel, Path]:
     """Return a model of all forms, and the folder that it was saved in."""
     folder = tmp_path_factory.mktemp("prompts")
-    model = MultiTaskPeftModel(tiny_llama(), {form: config_of(form) for form in (*PROMPTS, "lora")}, verify=False)
+    model = mux(*LANGUAGE.forms)
     for form in model.tasks:
-        perturbed(model.task_parameters(form))
+        moved(model, model.task_parameters(form))
     encoder: Any = model.prompt_encoder[model.adapter_of("cartridge")]
-    perturbed({"frozen": encoder.frozen_embedding})
+    moved(model, {"frozen": encoder.frozen_embedding})
     model.eval().save_pretrained(folder)
     return model, folder
 
@@ -52,7 +71,7 @@ def test_plain_peft_loads_a_saved_prompt_and_answers_as_its_view_does(
     with torch.no_grad():
         wanted = judge(input_ids=IDS, **ids).logits
         assert torch.equal(model.task_view(form)(input_ids=IDS).logits, wanted)
-        (logits,) = model.sequence_logits(packed(model, {form: [IDS[0].tolist()]}))
+        (logits,) = model.sequence_logits(packed(model, {form: [Row(IDS[0].tolist())]}))
     # Of virtual tokens there are no logits.
     assert logits.shape == (5, 97)
     torch.testing.assert_close(logits, wanted[0, -5:], rtol=1e-4, atol=1e-5)
@@ -64,7 +83,7 @@ def test_plain_peft_loads_a_saved_prompt_and_answers_as_its_view_does(
 
 def test_views_of_prompts_leave_the_model_as_it_was(saved: tuple[MultiTaskPeftModel, Path]) -> None:
     model, _ = saved
-    batch = packed(model, {"prefix": [IDS[0].tolist()], "lora": [IDS[0].tolist()]})
+    batch = packed(model, {form: [Row(IDS[0].tolist())] for form in ("prefix", "lora")})
     before = model(batch).losses
     names = [name for name, _ in model.named_parameters()]
     for form in ("prompt", "lora", "prefix"):
@@ -99,8 +118,8 @@ def test_a_file_holds_plain_pefts_tensors_and_the_one_next_to_it_what_is_needed_
     found = load_file(folder / form / "adapter_model.safetensors")
     assert found.keys() == wanted.keys()
     beside = folder / form / "prompt_encoder.safetensors"
-    assert beside.exists() == (form not in TRAINED_ON)
-    assert form in TRAINED_ON or load_file(beside).keys() == own.keys()
+    assert beside.exists() == (form in ENCODED)
+    assert form not in ENCODED or load_file(beside).keys() == own.keys()
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6)
 
@@ -118,19 +137,20 @@ def test_a_model_comes_back_with_all_that_is_trained(saved: tuple[MultiTaskPeftM
     assert not getattr(other, sink).requires_grad
 
 
-@pytest.mark.parametrize("form", PROMPTS)
-def test_a_prompt_of_plain_peft_is_trained_on_where_its_file_holds_it(form: str, tmp_path: Path) -> None:
-    judge, own = plain(config_of(form), 5)
-    perturbed(own)
-    judge.save_pretrained(tmp_path / form)
-    if form not in TRAINED_ON:
+@pytest.mark.parametrize(
+    ("case", "form"), [*((LANGUAGE, form) for form in PROMPTS), *((CASES["Bert"], form) for form in TOKENS + KEYS)]
+)
+def test_a_prompt_of_plain_peft_is_trained_on_where_its_file_holds_it(case: Case, form: str, tmp_path: Path) -> None:
+    judge, own = plain(config_of(form, case.task_type), 5, case.make())
+    moved(judge, own).save_pretrained(tmp_path / form)
+    if form in ENCODED:
         with pytest.raises(
             CheckpointError,
             match=r'task "\w+": .*, got only its output \(prompt_embeddings\), which is all that PEFT saves',
         ):
-            MultiTaskPeftModel.from_pretrained(tiny_llama(), tmp_path, verify=False)
+            MultiTaskPeftModel.from_pretrained(case.make(), tmp_path, verify=False)
         return
-    model = MultiTaskPeftModel.from_pretrained(tiny_llama(), tmp_path, verify=False)
+    model = MultiTaskPeftModel.from_pretrained(case.make(), tmp_path, verify=False)
     assert all(torch.equal(value, own[key]) for key, value in model.task_parameters(form).items())
 
 
@@ -150,5 +170,38 @@ def test_words_of_a_text_are_where_a_prompt_begins(tmp_path: Path) -> None:
     model = MultiTaskPeftModel(backbone, {"a": config}, verify=False)
     (weight,) = model.task_parameters("a").values()
     assert torch.equal(weight, backbone.get_input_embeddings()(torch.tensor([7, 3, 7, 3, 7])))
-    judge, _ = plain(config, 42)
-    assert torch.equal(weight, next(iter(trained(judge).values())))
+    _, own = plain(config, 42)
+    assert torch.equal(weight, next(iter(own.values())))
+
+
+@pytest.mark.parametrize("case", CLASSIFYING.values(), ids=CLASSIFYING)
+def test_plain_peft_loads_a_saved_classifier_and_holds_the_same_keys(case: Case, tmp_path: Path) -> None:
+    base, forms = tmp_path / "base", case.forms[:-1]
+    case.make().save_pretrained(base)
+    auto, auto_peft = {
+        SEQ: (tf.AutoModelForSequenceClassification, AutoPeftModelForSequenceClassification),
+        TOKEN: (tf.AutoModelForTokenClassification, AutoPeftModelForTokenClassification),
+    }[case.task_type]
+    configs = {form: config_of(form, case.task_type) for form in forms}
+    model = MultiTaskPeftModel(auto.from_pretrained(base), configs, verify=False).eval()
+    for form in forms:
+        moved(model, model.task_parameters(form))
+    model.save_pretrained(tmp_path / "saved")
+    for form in forms:
+        folder = tmp_path / "saved" / form
+        peft_model, _ = plain(config_of(form, case.task_type), 42, case.make())
+        assert load_file(folder / "adapter_model.safetensors").keys() == get_peft_model_state_dict(peft_model).keys()
+        assert (folder / "prompt_encoder.safetensors").exists() == (form in ENCODED)
+        given = padded(rows_of(form, case.task_type), model.backbone.config.pad_token_id)
+        viewed = model.task_view(form)(**given).logits
+        loaded: Any
+        for loaded in (PeftModel.from_pretrained(case.make(), str(folder)), auto_peft.from_pretrained(str(folder))):
+            # What PEFT saves of an encoder was computed from one row, that of the view from several.
+            tolerance = 1e-4 if form in ENCODED else 0.0
+            wanted = loaded.eval()(**given, **task_ids(loaded)).logits
+            torch.testing.assert_close(viewed, wanted, rtol=tolerance, atol=tolerance)
+    again = MultiTaskPeftModel.from_pretrained(auto.from_pretrained(base), tmp_path / "saved", verify=False)
+    for form in forms:
+        theirs = again.task_parameters(form)
+        assert theirs.keys() == model.task_parameters(form).keys()
+        assert all(torch.equal(theirs[key], item) for key, item in model.task_parameters(form).items()), form

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 import math
+from collections.abc import Sequence
 from dataclasses import replace
-from functools import partial
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from peft import PeftConfig
@@ -16,24 +14,34 @@ from torch import nn
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.data.batch import MuxBatch, chains_of
-from peft_mux.data.task_batch import TaskBatch, TokenSequence, with_virtual_tokens
 from peft_mux.engine.executor import Executor
 from peft_mux.errors import ConfigError, UnsupportedModelError
-from peft_mux.modeling.attention import packed as attention
-from peft_mux.modeling.attention.varlen import as_kernel, varlen_attention
 from tests.invariants.mux_lab import relative, tiny_llama
-from tests.modeling.adapters.prompts.prompt_cases import PROMPTS, config_of, packed, plain, plain_loss, rows_of
-from tests.modeling.test_architectures import LANGUAGE_MODELS, filled, mistral
-from tests.modeling.test_key_values import flash_attention
+from tests.modeling.adapters.prompts.prompt_cases import (
+    CASES,
+    CLASSIFYING,
+    LANGUAGE,
+    PROMPTS,
+    SEQ,
+    TOKEN,
+    Case,
+    Row,
+    config_of,
+    moved,
+    mux,
+    packed,
+    plain,
+    plain_loss,
+    rows_of,
+    speaking,
+    streams,
+    task_ids,
+)
+from tests.modeling.attention.kernel_cases import one_call
 
-ALL = (*PROMPTS, "lora")
-
-
-def mux(*forms: str, backbone: Any = None, verify: bool = False) -> MultiTaskPeftModel:
-    """Return a model of tasks of some forms, the weights of each drawn from a seed of its own."""
-    configs = {form: config_of(form) for form in forms}
-    seeds = {form: ALL.index(form) for form in forms}
-    return MultiTaskPeftModel(backbone or tiny_llama(), configs, seeds=seeds, verify=verify)
+ALL = LANGUAGE.forms
+# Positions, windows, soft-caps and scaled embeddings are the backbone's own.
+SPEAKING = {name: speaking(name) for name in ("Qwen3", "Mistral", "Gemma2", "GPT2", "OPT")}
 
 
 def gradients(model: MultiTaskPeftModel, form: str) -> dict[str, torch.Tensor]:
@@ -41,16 +49,18 @@ def gradients(model: MultiTaskPeftModel, form: str) -> dict[str, torch.Tensor]:
     return {key: grad.detach().clone() for key, grad in found.items() if grad is not None}
 
 
-def assert_as_alone(model: MultiTaskPeftModel, backbone: Any, rows: dict[str, list[list[int]]]) -> None:
-    """Assert that losses and gradients of one pass are plain PEFT's of each task alone, from the same seeds."""
+@pytest.mark.parametrize("case", [*CASES.values(), *SPEAKING.values()], ids=[*CASES, *SPEAKING])
+def test_a_pass_gives_each_prompt_what_plain_peft_alone_gives(case: Case) -> None:
+    rows = {form: rows_of(form, case.task_type) for form in case.forms}
+    model = mux(*rows, case=case, verify=True)
     losses = model(packed(model, rows)).losses
     losses.sum().backward()
     for loss, form in zip(losses, rows, strict=True):
-        judge, own = plain(config_of(form), ALL.index(form), backbone())
+        judge, own = plain(config_of(form, case.task_type), len(form), case.make())
         ours = model.task_parameters(form)
         assert ours.keys() == own.keys(), "names are plain PEFT's"
         assert all(torch.equal(ours[key], item) for key, item in own.items()), "initial weights"
-        wanted = plain_loss(judge, rows[form])
+        wanted = plain_loss(judge.train(), rows[form])
         wanted.backward()
         assert math.isclose(loss.item(), wanted.item(), rel_tol=1e-5), form
         for key, item in own.items():
@@ -60,19 +70,35 @@ def assert_as_alone(model: MultiTaskPeftModel, backbone: Any, rows: dict[str, li
             assert relative(found, item.grad) <= 1e-4, f"{form} {key}"
 
 
-def test_a_pass_of_all_forms_gives_each_what_plain_peft_alone_gives() -> None:
-    assert_as_alone(mux(*ALL, verify=True), tiny_llama, {form: rows_of(form) for form in ALL})
+def padded(rows: Sequence[Row], pad: int, side: str = "right") -> dict[str, torch.Tensor]:
+    """Return rows as a batch of equal lengths."""
+    longest = max(len(row.ids) for row in rows)
+    ids, mask = [], []
+    for row in rows:
+        padding = longest - len(row.ids)
+        before, after = (0, padding) if side == "right" else (padding, 0)
+        ids.append([pad] * before + row.ids + [pad] * after)
+        mask.append([0] * before + [1] * len(row.ids) + [0] * after)
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
-@pytest.mark.parametrize("architecture", ["Qwen3", "Mistral", "Gemma2", "GPT2", "OPT"])
-def test_positions_windows_soft_caps_and_scaled_embeddings_are_the_backbones_own(architecture: str) -> None:
-    backbone = filled(LANGUAGE_MODELS[architecture][0])
-    rows = {form: [[token % 50 + 2 for token in ids] for ids in rows_of(form)] for form in ("prompt", "prefix")}
-
-    def fresh() -> Any:
-        return copy.deepcopy(backbone)
-
-    assert_as_alone(mux("prompt", "prefix", backbone=fresh()), fresh, rows)
+@pytest.mark.parametrize("case", CLASSIFYING.values(), ids=CLASSIFYING)
+def test_logits_of_a_stream_and_of_a_view_are_plain_pefts_in_a_padded_batch(case: Case) -> None:
+    model = mux(*case.forms, case=case).eval()
+    for form in case.forms:
+        moved(model, model.task_parameters(form))
+        judge, own = plain(config_of(form, case.task_type), len(form), case.make())
+        moved(judge.eval(), own)
+        rows = rows_of(form, case.task_type)
+        given = padded(rows, model.backbone.config.pad_token_id)
+        with torch.no_grad():
+            wanted = judge(**given, **task_ids(judge)).logits
+            viewed = model.task_view(form)(**given).logits
+            streamed = model.sequence_logits(packed(model, {form: rows}))
+        assert torch.equal(viewed, wanted), form
+        for row, found, theirs in zip(rows, streamed, wanted, strict=True):
+            theirs = theirs[: len(row.ids)] if case.task_type == TOKEN else theirs
+            torch.testing.assert_close(found, theirs, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("form", PROMPTS)
@@ -112,24 +138,7 @@ def test_a_prompt_that_is_nan_reaches_no_other_task(broken: str) -> None:
 
 # ------------------------------------------------------------- how rows are laid out
 
-
-def streams(model: MultiTaskPeftModel, rows: dict[str, list[list[int]]], **options: Any) -> list[MuxBatch]:
-    """Return the micro-batches of a step of all tasks."""
-    labels, max_tokens = model.virtual_labels, options.pop("max_tokens", 16)
-    collator = ChunkPackingCollator(**{"chunk_size": 8, **options})
-    batches = [
-        TaskBatch(
-            form,
-            0,
-            1,
-            tuple(
-                with_virtual_tokens(TokenSequence(np.array(ids), np.array(ids), row), labels.get(form, ()))
-                for row, ids in enumerate(own)
-            ),
-        )
-        for form, own in rows.items()
-    ]
-    return collator.micro_batches(batches, max_tokens=max_tokens)
+WINDOWS = pytest.mark.parametrize("case", [LANGUAGE, SPEAKING["Mistral"]], ids=["no window", "window"])
 
 
 def run_step(model: MultiTaskPeftModel, micro_batches: list[MuxBatch]) -> dict[str, float]:
@@ -141,8 +150,8 @@ def run_step(model: MultiTaskPeftModel, micro_batches: list[MuxBatch]) -> dict[s
     return losses
 
 
-def whole_step(rows: dict[str, list[list[int]]], **options: Any) -> tuple[dict[str, float], MultiTaskPeftModel]:
-    model = mux(*rows, **options)
+def whole_step(rows: dict[str, list[Row]], case: Case = LANGUAGE) -> tuple[dict[str, float], MultiTaskPeftModel]:
+    model = mux(*rows, case=case)
     losses = model(packed(model, rows)).losses
     losses.sum().backward()
     return dict(zip(rows, losses.tolist(), strict=True)), model
@@ -155,13 +164,12 @@ def assert_same_step(first: MultiTaskPeftModel, second: MultiTaskPeftModel, tole
             assert relative(grad, theirs[key]) <= tolerance, f"{form} {key}"
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_long_rows_in_parts_give_what_whole_ones_give(window: int | None) -> None:
+@WINDOWS
+def test_long_rows_in_parts_give_what_whole_ones_give(case: Case) -> None:
     forms = ("prompt", "mlp", "cpt", "prefix", "projected", "lora")
-    rows = {form: [[token % 50 + 2 for token in ids] for ids in rows_of(form, 2, 18, 44)] for form in forms}
-    make = tiny_llama if window is None else lambda: filled(mistral)
-    wanted, whole = whole_step(rows, backbone=make())
-    model = mux(*forms, backbone=make())
+    rows = {form: rows_of(form, count=2, low=18, high=45) for form in forms}
+    wanted, whole = whole_step(rows, case)
+    model = mux(*forms, case=case)
     micro_batches = streams(model, rows, split_long_sequences=True)
     assert any(batch.has_more for batch in micro_batches)
     assert run_step(model, micro_batches) == pytest.approx(wanted, rel=1e-5)
@@ -169,7 +177,7 @@ def test_long_rows_in_parts_give_what_whole_ones_give(window: int | None) -> Non
 
 
 def test_a_row_that_is_cut_amid_its_virtual_tokens_gives_what_a_whole_one_gives() -> None:
-    rows = {"cpt": rows_of("cpt", 2, 9, 9)}
+    rows = {"cpt": rows_of("cpt", count=2, low=9, high=10)}
     wanted, whole = whole_step(rows)
     model = mux("cpt")
     micro_batches = streams(model, rows, split_long_sequences=True, chunk_size=4, max_tokens=4)
@@ -190,7 +198,8 @@ def test_padding_to_chunks_and_micro_batches_change_nothing() -> None:
 
 def test_a_stream_of_some_tasks_keeps_their_virtual_tokens() -> None:
     model = mux("prompt", "lora", "mlp")
-    batch = packed(model, {form: rows_of(form) for form in ("prompt", "lora", "mlp")})
+    rows = {form: rows_of(form) for form in ("prompt", "lora", "mlp")}
+    batch = collated(rows, virtual_labels=model.virtual_labels)
     assert batch.virtual_tokens == (3, 0, 4)
     assert batch.of_tasks([1, 2]).virtual_tokens == (0, 4)
     assert math.isclose(model(batch).losses[2].item(), model(batch.of_tasks([2])).losses[0].item(), rel_tol=1e-6)
@@ -219,9 +228,9 @@ def test_attention_dropout_of_a_prefix_draws_by_place_and_key_alone_together_and
         for module in modules:
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.3
-        return mux(*forms, backbone=backbone).train()
+        return mux(*forms, case=Case(lambda: backbone)).train()
 
-    rows = {form: rows_of(form, 2, 18, 44) for form in ("lora", "prefix")}
+    rows = {form: rows_of(form, count=2, low=18, high=45) for form in ("lora", "prefix")}
     alone, both = model_of("prefix"), model_of("lora", "prefix")
     by_itself = alone(packed(alone, {"prefix": rows["prefix"]})).losses[0].item()
     assert math.isclose(both(packed(both, rows)).losses[1].item(), by_itself, rel_tol=1e-6)
@@ -230,39 +239,40 @@ def test_attention_dropout_of_a_prefix_draws_by_place_and_key_alone_together_and
     assert abs(alone.eval()(packed(alone, {"prefix": rows["prefix"]})).losses[0].item() - by_itself) > 1e-4
 
 
-@pytest.mark.parametrize("window", [None, 6])
-def test_a_kernel_for_varying_lengths_gets_the_keys_of_prefixes(
-    window: int | None, monkeypatch: pytest.MonkeyPatch
-) -> None:
+@WINDOWS
+def test_a_kernel_for_varying_lengths_gets_the_keys_of_prefixes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
     forms = ("prefix", "lora", "projected")
-    rows = {form: [[token % 50 + 2 for token in ids] for ids in rows_of(form, 2, 18, 44)] for form in forms}
-    make = tiny_llama if window is None else lambda: filled(mistral)
-    wanted, whole = whole_step(rows, backbone=make())
-    told: list[tuple[list[int], list[int]]] = []
-
-    def kernel(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale=1.0, window_size=(-1, -1), enable_gqa=False):
-        told.append((bounds_q.diff().tolist(), bounds_k.diff().tolist()))
-        options = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}
-        return flash_attention(q, k, v, bounds_q, bounds_k, max_q, max_k, **options)
-
-    monkeypatch.setattr(attention, "varlen_support", lambda *args, **kwargs: None)
-    monkeypatch.setattr(attention, "varlen_attention", partial(varlen_attention, kernel=as_kernel("torch", kernel)))
-    found, model = whole_step(rows, backbone=make())
+    rows = {form: rows_of(form, count=2, low=18, high=45) for form in forms}
+    wanted, whole = whole_step(rows, case)
+    told = one_call(monkeypatch)
+    found, model = whole_step(rows, case)
     assert found == pytest.approx(wanted, rel=1e-5)
     assert_same_step(model, whole, 1e-4)
-    lengths = [len(ids) for own in rows.values() for ids in own]
-    assert told[0] == (lengths, [length + extra for length, extra in zip(lengths, (5, 5, 0, 0, 2, 2), strict=True)])
-    in_parts = mux(*forms, backbone=make())
+    lengths = [len(row.ids) for own in rows.values() for row in own]
+    keys = [length + extra for length, extra in zip(lengths, (5, 5, 0, 0, 2, 2), strict=True)]
+    assert told[0][:2] == (lengths, keys)
+    in_parts = mux(*forms, case=case)
     assert run_step(in_parts, streams(in_parts, rows, split_long_sequences=True)) == pytest.approx(wanted, rel=1e-5)
     assert_same_step(in_parts, whole, 1e-4)
+
+
+def test_a_kernel_for_varying_lengths_gets_the_keys_of_an_encoders_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = {form: rows_of(form, SEQ) for form in ("prefix", "lora", "mlp")}
+    model = mux(*rows, case=CASES["Bert"])
+    wanted = model(packed(model, rows)).losses
+    told = one_call(monkeypatch)
+    torch.testing.assert_close(model(packed(model, rows)).losses, wanted, rtol=1e-5, atol=1e-6)
+    lengths = [len(row.ids) + (4 if form == "mlp" else 0) for form, own in rows.items() for row in own]
+    keys = [length + (5 if number < 4 else 0) for number, length in enumerate(lengths)]
+    assert (*told[0][:2], told[0][-1]) == (lengths, keys, (-1, -1)), "every token sees all keys"
 
 
 def test_in_half_precision_a_prompt_is_as_near_to_float32_as_plain_peft_is() -> None:
     for form in ("prompt", "mlp", "prefix"):
         rows = {form: rows_of(form)}
         exact, _ = whole_step(rows)
-        ours, _ = whole_step(rows, backbone=tiny_llama().bfloat16())
-        judge, _ = plain(config_of(form), ALL.index(form), tiny_llama().bfloat16())
+        ours, _ = whole_step(rows, Case(lambda: tiny_llama().bfloat16()))
+        judge, _ = plain(config_of(form), len(form), tiny_llama().bfloat16())
         theirs = plain_loss(judge, rows[form]).item()
         assert abs(ours[form] - exact[form]) <= 2 * abs(theirs - exact[form]) + 1e-2 * exact[form]
         with torch.autocast("cpu", torch.bfloat16):
@@ -275,10 +285,15 @@ def test_in_half_precision_a_prompt_is_as_near_to_float32_as_plain_peft_is() -> 
 # ------------------------------------------------------------------- what is refused
 
 
+def collated(rows: dict[str, list[Row]], **options: Any) -> MuxBatch:
+    given = [{"task": task, "input_ids": row.ids} for task, own in rows.items() for row in own]
+    return ChunkPackingCollator(**options)(given)
+
+
 def test_rows_without_the_virtual_tokens_of_their_task_are_refused_by_name() -> None:
     model = mux("prompt", "lora")
     rows = {"prompt": rows_of("prompt"), "lora": rows_of("lora")}
-    bare = ChunkPackingCollator()([{"task": task, "input_ids": ids} for task, own in rows.items() for ids in own])
+    bare = collated(rows)
     with pytest.raises(
         ConfigError, match='prompt" must have rows with 3 virtual tokens, as many as its prompt has in this pass, got 0'
     ):
@@ -297,7 +312,7 @@ def test_switched_off_prompts_leave_the_backbone_alone() -> None:
             for item in model.task_parameters(form).values():
                 item.add_(1.0)
     rows = {form: rows_of(form) for form in model.tasks}
-    bare = ChunkPackingCollator()([{"task": task, "input_ids": ids} for task, own in rows.items() for ids in own])
+    bare = collated(rows)
     with model.without_adapters(), torch.no_grad():
         found = model.sequence_logits(bare)
         with pytest.raises(
@@ -306,9 +321,10 @@ def test_switched_off_prompts_leave_the_backbone_alone() -> None:
         ):
             model(packed(model, rows))
     backbone = tiny_llama().eval()
-    for logits, ids in zip(found, [ids for own in rows.values() for ids in own], strict=True):
+    for logits, row in zip(found, [row for own in rows.values() for row in own], strict=True):
         with torch.no_grad():
-            torch.testing.assert_close(logits, backbone(input_ids=torch.tensor([ids])).logits[0], rtol=1e-4, atol=1e-5)
+            wanted = backbone(input_ids=torch.tensor([row.ids])).logits[0]
+        torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
     assert all(item.requires_grad for form in model.tasks for item in model.task_parameters(form).values())
     assert model(packed(model, rows)).losses.isfinite().all()
 
@@ -333,3 +349,22 @@ def test_configurations_are_not_written_into() -> None:
     given: dict[str, PeftConfig] = {form: config_of(form) for form in PROMPTS}
     MultiTaskPeftModel(tiny_llama(), given, verify=False)
     assert all(config.to_dict() == config_of(form).to_dict() for form, config in given.items())
+
+
+def test_removed_and_switched_off_prompts_leave_the_heads_of_others_alone() -> None:
+    model = mux("lora", "prompt", "prefix", case=CASES["Bert"]).eval()
+    rows = rows_of("lora", SEQ)
+    given = padded(rows, 0)
+    for form in model.tasks:
+        moved(model, model.task_parameters(form))
+    wanted = model.task_view("lora")(**given).logits
+    with model.disable_adapter():
+        assert torch.equal(model(**given).logits, CASES["Bert"].make().eval()(**given).logits)
+    model.select_adapter(model.adapter_of("lora"))
+    model.remove_tasks(["prompt"])
+    assert torch.equal(model(**given).logits, wanted), "the head of the active adapter"
+    model.remove_tasks(["prefix"])
+    assert torch.equal(model.task_view("lora")(**given).logits, wanted)
+    assert [key for key, _ in model.named_parameters() if "modules_to_save" in key and "t000001" not in key] == []
+    (logits,) = model.sequence_logits(packed(model, {"lora": rows[:1]}))
+    torch.testing.assert_close(logits, wanted[0], rtol=1e-4, atol=1e-5)

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+import transformers as tf
 from peft import CPTConfig, PeftConfig, PeftType, TaskType
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING
 
@@ -18,7 +21,26 @@ from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.kind import KINDS, kind_of, kind_of_parameter
 from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from tests.invariants import mux_lab as lab
-from tests.modeling.adapters.prompts.prompt_cases import LM, PROMPTS, config_of, plain, task_of
+from tests.modeling.adapters.prompts.prompt_cases import (
+    BERT,
+    CASES,
+    CLASSES,
+    LM,
+    PROMPTS,
+    SEQ,
+    TOKEN,
+    TOKENS,
+    Row,
+    config_of,
+    moved,
+    plain,
+    plain_loss,
+    rows_of,
+    task_ids,
+    task_of,
+)
+from tests.modeling.adapters.prompts.test_passes import padded
+from tests.modeling.test_architectures import SIZE, VOCABULARY, filled
 
 
 def refusal(config: PeftConfig, backbone: Any = None) -> str:
@@ -177,3 +199,75 @@ def test_a_loss_that_compares_with_the_backbone_wants_rows_that_bring_the_refere
     brought = [{**row, "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0} for row in rows]
     assert Task(name="a", peft_config=config_of("prompt"), train_dataset=brought).train_dataset is brought
     assert Task(name="a", peft_config=config_of("prompt"), train_dataset=rows, objective="orpo").objective == "orpo"
+
+
+# ------------------------------------------------- classifiers that PEFT cannot train
+
+
+@pytest.mark.parametrize("form", TOKENS)
+@pytest.mark.parametrize("name", ["Llama", "GPT2"])
+def test_virtual_tokens_before_a_decoder_are_refused_as_plain_peft_classifies_by_padding(name: str, form: str) -> None:
+    make = CASES[name].make
+    said = refusal(config_of(form, SEQ), make())
+    assert said.startswith("tasks.a.peft_config must be ")
+    assert f", got {config_of(form, SEQ).peft_type.value} on a {name}ForSequenceClassif" in said
+    assert "it would classify by padding" in said
+    peft_model, own = plain(config_of(form, SEQ), 0, make())
+    moved(peft_model.eval(), own)
+    rows = [Row([5, 6, 7, 8, 9, 10], 0), Row([11, 12], 1)]
+    with torch.no_grad():
+        alone = peft_model(input_ids=torch.tensor([rows[1].ids]), **task_ids(peft_model)).logits[0]
+        for side in ("right", "left"):
+            together = peft_model(**padded(rows, 0, side), **task_ids(peft_model)).logits[1]
+            assert lab.relative(together, alone) > 1e-3, f"{side}: PEFT can train it"
+
+
+@pytest.mark.parametrize("form", TOKENS)
+@pytest.mark.parametrize("name", ["Llama, tokens", "GPT2, tokens", "Bert, tokens"])
+def test_virtual_tokens_before_a_tagger_are_refused_as_plain_peft_fails(name: str, form: str) -> None:
+    make = CASES[name].make
+    assert "PEFT fails on the logits of virtual tokens" in refusal(config_of(form, TOKEN), make())
+    peft_model, _ = plain(config_of(form, TOKEN), 0, make())
+    with pytest.raises(ValueError, match="batch_size"):
+        plain_loss(peft_model, rows_of(form, TOKEN, 1))
+
+
+def test_cpt_is_refused_as_plain_peft_refuses_it() -> None:
+    with pytest.raises(ValueError, match="only supports task_type"):
+        CPTConfig(task_type=SEQ, cpt_token_ids=[1], cpt_mask=[1], cpt_tokens_type_mask=[1])
+    assert "task_type must be CAUSAL_LM for CPT, got SEQ_CLS" in refusal(config_of("cpt", SEQ), CASES["Bert"].make())
+
+
+def distilbert() -> Any:
+    sizes = {"vocab_size": VOCABULARY, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "pad_token_id": 0}
+    return tf.DistilBertForSequenceClassification(tf.DistilBertConfig(**sizes, num_labels=CLASSES))
+
+
+def modernbert() -> Any:
+    ids = {"cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
+    return tf.ModernBertForSequenceClassification(tf.ModernBertConfig(**SIZE, **ids, num_labels=CLASSES))
+
+
+def narrow_electra() -> Any:
+    return tf.ElectraForSequenceClassification(tf.ElectraConfig(**BERT, embedding_size=16))
+
+
+@pytest.mark.parametrize(
+    ("make", "form", "said", "theirs"),
+    [
+        (distilbert, "prompt", "backbones whose configuration PEFT can read", "specify `token_dim`"),
+        (modernbert, "prefix", "backbones that take past_key_values", "does not support past key values"),
+        (
+            narrow_electra,
+            "mlp",
+            "backbones whose embeddings are as wide as their layers",
+            "Sizes of tensors must match",
+        ),
+    ],
+)
+def test_backbones_on_which_plain_peft_fails_are_refused_by_name(
+    make: Callable[[], Any], form: str, said: str, theirs: str
+) -> None:
+    assert said in refusal(config_of(form, SEQ), filled(make))
+    with pytest.raises((ValueError, RuntimeError), match=theirs):
+        plain_loss(plain(config_of(form, SEQ), 0, filled(make))[0], rows_of(form, SEQ, 1))

@@ -1,0 +1,95 @@
+"""One pass of several tasks compared with plain PEFT: `get_peft_model` on a copy of the backbone, one task alone."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from peft import PeftConfig, get_peft_model
+from torch.nn import functional as F
+
+from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
+from peft_mux.data.batch import MuxBatch
+from tests.invariants import mux_lab as lab
+
+Weights = dict[str, torch.nn.Parameter]
+Judges = dict[str, tuple[Any, Weights]]
+"""Plain PEFT's model of each task, and its parameters without the adapter's id."""
+IDS = torch.tensor([lab.rows(5, 1, 9, 9)[0]["input_ids"]])
+
+
+def plain(config: PeftConfig, seed: int, base: Callable[[], Any] | None = None) -> tuple[Any, Weights]:
+    """Return plain PEFT's model of one task, and its trained parameters without the adapter's id."""
+    backbone = (base or lab.tiny_llama)()
+    torch.manual_seed(seed)
+    model = get_peft_model(backbone, copy.deepcopy(config))
+    return model, {name.replace(".default", ""): item for name, item in model.named_parameters() if item.requires_grad}
+
+
+def perturbed(parameters: Mapping[str, torch.Tensor], seed: int) -> None:
+    """Give weights other values, the same for the same names, so that no factor is zero."""
+    with torch.no_grad():
+        for name in sorted(parameters):
+            generator = torch.Generator().manual_seed(seed * 1000 + sum(map(ord, name)))
+            parameters[name].add_(0.2 * torch.randn(parameters[name].shape, generator=generator))
+
+
+def packed(*tasks: str, seed: int = 0, task_seed: int = 1) -> tuple[MuxBatch, dict[str, list[list[int]]]]:
+    """Return three rows of each task, as one micro-batch and by task."""
+    rows = {task: [row["input_ids"] for row in lab.rows(seed + ord(task[0]), 3, 4, 11)] for task in tasks}
+    given = [{"task": task, "input_ids": ids, "seed": task_seed} for task in tasks for ids in rows[task]]
+    return ChunkPackingCollator()(given), rows
+
+
+def plain_loss(model: Any, rows: Sequence[Sequence[int]]) -> torch.Tensor:
+    """Return the mean loss over the targets of all rows, one row at a time."""
+    losses = []
+    for ids in rows:
+        row = torch.tensor([list(ids)])
+        losses.append(F.cross_entropy(model(input_ids=row).logits[0, :-1], row[0, 1:], reduction="sum"))
+    return torch.stack(losses).sum() / sum(len(ids) - 1 for ids in rows)
+
+
+def judges_of(
+    model: MultiTaskPeftModel,
+    configs: Mapping[str, PeftConfig],
+    seeds: Mapping[str, int],
+    base: Callable[[], Any] | None = None,
+) -> Judges:
+    """Return plain PEFT's models of all tasks; their initial weights are the same, and are perturbed on both sides."""
+    judges = {name: plain(config, seeds[name], base) for name, config in configs.items()}
+    for number, (name, (_, own)) in enumerate(judges.items()):
+        ours = model.task_parameters(name)
+        assert ours.keys() == own.keys()
+        assert all(torch.equal(ours[key], item) for key, item in own.items()), f"{name}: initial weights"
+        perturbed(own, number)
+        perturbed(ours, number)
+    return judges
+
+
+def assert_as_plain(
+    model: MultiTaskPeftModel,
+    batch: MuxBatch,
+    judges: Judges,
+    rows: Mapping[str, Sequence[Any]],
+    *,
+    loss_of: Callable[[Any, Sequence[Any]], torch.Tensor] = plain_loss,
+    tolerance: float = 1e-4,
+    may_be_zero: bool = False,
+) -> None:
+    """Assert that losses and all gradients of one pass are those of plain PEFT's model of each judged task alone."""
+    output = model(batch)
+    output.losses.sum().backward()
+    for name, (judge, own) in judges.items():
+        loss = output.losses[output.task_names.index(name)]
+        wanted = loss_of(judge, rows[name])
+        wanted.backward()
+        assert math.isclose(loss.item(), wanted.item(), rel_tol=1e-5), name
+        for key, item in own.items():
+            assert item.grad is not None
+            assert may_be_zero or item.grad.norm() > 0, f"{name} {key}: the comparison would be empty"
+            found: Any = model.task_parameters(name)[key].grad
+            assert lab.relative(found, item.grad) <= tolerance, f"{name} {key}"
