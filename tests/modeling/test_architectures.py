@@ -24,6 +24,8 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
+from tests.invariants.mux_lab import relative
+from tests.modeling.adapters.passes import Judges, assert_as_plain, plain
 
 VOCABULARY = 61
 LENGTHS = {"a": (5, 19, 9, 2), "b": (33, 3, 17)}
@@ -276,15 +278,16 @@ def multiplexed(backbone: Any, targets: list[str]) -> MultiTaskPeftModel:
     return model.train()
 
 
-def alone(backbone: Any, config: LoraConfig, parameters: dict[str, torch.Tensor]) -> tuple[Any, dict[str, Any]]:
-    """Return a plain PEFT model with the given weights, and its parameters by the names that we use."""
-    model = get_peft_model(copy.deepcopy(backbone), copy.deepcopy(config)).train()
-    own = {key.replace(".default", ""): value for key, value in model.named_parameters() if value.requires_grad}
-    assert own.keys() == parameters.keys()
-    with torch.no_grad():
-        for key, value in own.items():
-            value.copy_(parameters[key])
-    return model, own
+def judged(backbone: Any, targets: list[str], model: MultiTaskPeftModel) -> Judges:
+    """Return plain PEFT's models of both tasks with the weights of a model."""
+    judges: Judges = {}
+    for name, config in configs(backbone, targets).items():
+        judge, own = plain(config, 0, lambda: copy.deepcopy(backbone))
+        with torch.no_grad():
+            for key, value in model.task_parameters(name).items():
+                own[key].copy_(value)
+        judges[name] = judge.train(), own
+    return judges
 
 
 def language_loss(model: Any, part: list[dict[str, Any]]) -> torch.Tensor:
@@ -307,31 +310,17 @@ def class_loss(model: Any, part: list[dict[str, Any]]) -> torch.Tensor:
     return torch.stack(terms).mean()
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the norm of the difference, relative to the second."""
-    return ((found - wanted).norm() / wanted.norm()).item()
-
-
 def assert_as_alone(
     backbone: Any,
     targets: list[str],
     task_rows: dict[str, list[dict[str, Any]]],
-    judge: Callable[[Any, list[dict[str, Any]]], torch.Tensor],
+    loss_of: Callable[[Any, list[dict[str, Any]]], torch.Tensor],
 ) -> None:
     """Assert that losses and all gradients of one packed pass are those of each task alone."""
     model = multiplexed(backbone, targets)
-    output = model(packed(task_rows))
-    output.losses.sum().backward()
-    assert output.task_names == ("a", "b")
-    for index, (name, config) in enumerate(configs(backbone, targets).items()):
-        mine = model.task_parameters(name)
-        plain, own = alone(backbone, config, mine)
-        loss = judge(plain, task_rows[name])
-        loss.backward()
-        assert output.losses[index].item() == pytest.approx(loss.item(), rel=1e-5)
-        for key, parameter in own.items():
-            assert parameter.grad.norm() > 0, f"{name} {key}: the comparison would be empty"
-            assert relative(mine[key].grad, parameter.grad) <= 1e-5, f"{name} {key}"
+    judges = judged(backbone, targets, model)
+    assert all(own.keys() == model.task_parameters(name).keys() for name, (_, own) in judges.items())
+    assert_as_plain(model, packed(task_rows), judges, task_rows, loss_of=loss_of, tolerance=1e-5)
 
 
 @pytest.mark.parametrize("architecture", LANGUAGE_MODELS)
@@ -342,34 +331,27 @@ def test_a_packed_language_model_gives_every_task_the_loss_and_gradients_that_it
 
 @pytest.mark.parametrize("architecture", VISION_LANGUAGE_MODELS)
 def test_a_model_of_images_and_text_trains_on_text_as_plain_peft_trains_it(architecture: str) -> None:
-    backbone, task_rows = filled(VISION_LANGUAGE_MODELS[architecture]), rows()
-    model = multiplexed(backbone, ["q_proj", "o_proj"])
-    output = model(packed(task_rows))
-    output.losses.sum().backward()
-    for index, (name, config) in enumerate(configs(backbone, ["q_proj", "o_proj"]).items()):
-        mine = model.task_parameters(name)
-        plain = get_peft_model(copy.deepcopy(backbone), copy.deepcopy(config)).train()
-        own = {key.replace(".default", ""): value for key, value in plain.named_parameters() if value.requires_grad}
-        with torch.no_grad():
-            for key, value in mine.items():
-                own[key].copy_(value)
-        loss = language_loss(plain, task_rows[name])
-        loss.backward()
-        assert output.losses[index].item() == pytest.approx(loss.item(), rel=1e-5)
+    backbone, task_rows, targets = filled(VISION_LANGUAGE_MODELS[architecture]), rows(), ["q_proj", "o_proj"]
+    model = multiplexed(backbone, targets)
+    judges = judged(backbone, targets, model)
+    reached = {
+        name: (judge, {key: value for key, value in own.items() if key in model.task_parameters(name)})
+        for name, (judge, own) in judges.items()
+    }
+    assert_as_plain(model, packed(task_rows), reached, task_rows, loss_of=language_loss, tolerance=1e-5)
+    for name, (_, own) in judges.items():
         # What images would pass through gets no gradient alone, so no optimizer touches it, nor its decay here.
+        mine = model.task_parameters(name)
         assert mine.keys() == {key for key, value in own.items() if value.grad is not None}
         assert name == "b" or len(mine) < len(own), "all-linear adapts the tower of images too"
-        for key, value in mine.items():
-            assert relative(value.grad, own[key].grad) <= 1e-5, f"{name} {key}"
 
 
 def test_adapters_that_no_row_reaches_are_saved_as_they_were_drawn(tmp_path: Path) -> None:
     backbone = filled(llava)
     MultiTaskPeftModel(copy.deepcopy(backbone), configs(backbone, ["q_proj"]), seeds={"a": 3}).save_pretrained(tmp_path)
-    torch.manual_seed(3)
-    plain = get_peft_model(copy.deepcopy(backbone), configs(backbone, ["q_proj"])["a"])
+    judge, _ = plain(configs(backbone, ["q_proj"])["a"], 3, lambda: copy.deepcopy(backbone))
     saved = load_file(tmp_path / "a" / "adapter_model.safetensors")
-    drawn = get_peft_model_state_dict(plain)
+    drawn = get_peft_model_state_dict(judge)
     assert saved.keys() == drawn.keys()
     assert any("vision_tower" in key for key in saved)
     assert all(torch.equal(value, drawn[key]) for key, value in saved.items())
@@ -396,11 +378,10 @@ def test_the_logits_of_every_sequence_are_those_of_the_model_alone(architecture:
     backbone, task_rows = filled(make), rows()
     model = multiplexed(backbone, targets)
     found = iter(model.sequence_logits(packed(task_rows)))
-    for name, config in configs(backbone, targets).items():
-        plain, _ = alone(backbone, config, model.task_parameters(name))
+    for name, (judge, _) in judged(backbone, targets, model).items():
         for row in task_rows[name]:
             with torch.no_grad():
-                wanted = plain(input_ids=torch.from_numpy(row["input_ids"])[None]).logits[0]
+                wanted = judge(input_ids=torch.from_numpy(row["input_ids"])[None]).logits[0]
             assert relative(next(found), wanted) <= 1e-5, f"{name}, a row of {len(row['input_ids'])} tokens"
     assert next(found, None) is None
 
