@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from functools import cache, partial
-from itertools import pairwise
+from functools import cache
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from torch.nn import functional as F
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -30,10 +28,8 @@ from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.work import StepWork
 from peft_mux.errors import UnsupportedModelError
-from peft_mux.modeling.attention import packed as attention
-from peft_mux.modeling.attention.scores import causal_mask
-from peft_mux.modeling.attention.varlen import as_kernel, varlen_attention
 from peft_mux.modeling.model import MultiTaskPeftModel
+from tests.modeling.attention.kernel_cases import one_call
 
 VOCABULARY, BOUND, CHUNK, WINDOW = 61, 32, 16, 11
 # Whole chunks, one token more, three chunks less one, and short ones.
@@ -255,44 +251,17 @@ def test_models_in_which_every_token_sees_every_other_are_refused() -> None:
         model(part)
 
 
-def flash_attention(q_THC, k_TGC, v_TGC, bounds_q, bounds_k, max_q, max_k, *, scale, window_size, enable_gqa):
-    """Stand for torch's kernel: queries are the last tokens of their keys."""
-    rows = pairwise(bounds_q.tolist()), pairwise(bounds_k.tolist())
-    parts = []
-    for (q_start, q_end), (k_start, k_end) in zip(*rows, strict=True):
-        assert q_end - q_start <= max_q
-        assert k_end - k_start <= max_k
-        q, k, v = (
-            x[start:end].transpose(0, 1)
-            for x, start, end in ((q_THC, q_start, q_end), (k_TGC, k_start, k_end), (v_TGC, k_start, k_end))
-        )
-        window = window_size[0] + 1 if window_size[0] >= 0 else None
-        mask = causal_mask(q.shape[1], k.shape[1], window, q.device)
-        out = F.scaled_dot_product_attention(
-            q, k, v, attn_mask=mask, is_causal=mask is None, scale=scale, enable_gqa=enable_gqa
-        )
-        parts.append(out.transpose(0, 1))
-    return torch.cat(parts)
-
-
 @pytest.mark.parametrize("shape", ["llama", "mistral"])
 def test_a_kernel_for_varying_lengths_gets_the_keys_of_each_part(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     work = step_work(LENGTHS, is_split=True)
-    wanted, told = run(mux_model(shape), work), []
-
-    def kernel(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale=1.0, window_size=(-1, -1), enable_gqa=False):
-        told.append((bounds_q.diff().tolist(), bounds_k.diff().tolist()))
-        options = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}
-        return flash_attention(q, k, v, bounds_q, bounds_k, max_q, max_k, **options)
-
-    monkeypatch.setattr(attention, "varlen_support", lambda *args, **kwargs: None)
-    monkeypatch.setattr(attention, "varlen_attention", partial(varlen_attention, kernel=as_kernel("torch", kernel)))
+    wanted = run(mux_model(shape), work)
+    told = one_call(monkeypatch)
     check_equal(run(mux_model(shape), work), wanted, 1e-5)
     before = {"llama": (32, 64), "mistral": (WINDOW - 1, WINDOW - 1)}[shape]
     chain = work.micro_batches[:3]
     assert [micro_batch.parts[0].start for micro_batch in chain] == [0, 32, 64]
     for pass_number, extra in enumerate((0, *before)):
-        queries, keys = told[3 * pass_number]
+        queries, keys = told[3 * pass_number][:2]
         assert queries == list(chain[pass_number].sequence_lengths)
         assert keys == [queries[0] + extra, *queries[1:]]
 

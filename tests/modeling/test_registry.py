@@ -7,7 +7,7 @@ import torch
 from peft import LoraConfig
 from torch import nn
 
-from peft_mux.errors import CheckpointError, ConfigError
+from peft_mux.errors import CheckpointError
 from peft_mux.modeling.registry import TaskRegistry
 from peft_mux.modeling.sharding import Piece
 
@@ -30,39 +30,12 @@ def registry_of(*names: str) -> TaskRegistry:
     return registry
 
 
-def test_tasks_keep_their_order_and_internal_ids_are_never_given_twice() -> None:
-    registry = registry_of("a", "b", "c")
-    assert registry.tasks == ("a", "b", "c")
-    assert registry.adapters == {"a": "t000001", "b": "t000002", "c": "t000003"}
-    assert registry.forget("b") == "t000002"
-    assert registry.next_adapter == registry.add("b", LoraConfig(r=2)) == "t000004"
-    assert registry.tasks == ("a", "c", "b")
-
-
-def test_a_task_that_is_not_held_is_refused_with_the_name_that_was_meant() -> None:
-    registry = registry_of("first", "second")
-    asking = (registry.adapter_of, registry.parameters_of, registry.slab_of, registry.forget)
-    for ask in asking:
-        with pytest.raises(ConfigError, match=r'the task must be one of first, second, got "frist".*first'):
-            ask("frist")
-    assert registry.tasks == ("first", "second")
-
-
 def test_a_task_without_parameters_here_has_a_slab_that_nothing_reads() -> None:
     registry, config = TaskRegistry(), LoraConfig(r=2)
     registry.add("elsewhere", config)
     registry.adopt("elsewhere", {}, torch.device("cpu"))
     registry.slab_of("elsewhere").bind_gradients()
     assert list(registry.parameters()) == []
-
-
-def test_pieces_are_whole_until_told_otherwise_and_leave_with_their_task() -> None:
-    registry = registry_of("a", "b")
-    registry.pieces["a", NAME_OF_A] = Piece((2, 12), 1, ((6, 12),))
-    assert registry.pieces_of("a")[NAME_OF_A].shape == (2, 12)
-    assert registry.pieces_of("a")[NAME_OF_B] == Piece.whole((4, 2))
-    registry.forget("a")
-    assert registry.pieces == {}
 
 
 def test_what_lies_here_of_whole_tensors_is_written_or_nothing() -> None:

@@ -23,7 +23,6 @@ from peft_mux.kernels import philox
 from peft_mux.modeling.attention import packed
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.packed import packed_attention
-from peft_mux.modeling.attention.rows import build_layout
 from peft_mux.modeling.stream import Stream
 
 PROPERTY = settings(deadline=None, max_examples=80)
@@ -255,20 +254,6 @@ def test_dropout_of_one_task_does_not_depend_on_its_neighbours() -> None:
 
 
 # --------------------------------------------------------------------- layout
-
-
-@PROPERTY
-@given(st.lists(st.integers(1, 100), min_size=1, max_size=20), st.sampled_from([1, 2, 16]))
-def test_rectangles_lie_one_after_another_and_no_two_have_one_length(lengths: list[int], step: int) -> None:
-    layout = build_layout(tuple(lengths), step, torch.device("cpu"))
-    end = 0
-    for rectangle in layout.rectangles:
-        assert rectangle.rows.start == end
-        end = rectangle.rows.stop
-    assert end == layout.num_rows
-    widths = [rectangle.length for rectangle in layout.rectangles]
-    assert len(set(widths)) == len(widths)
-    assert sum(rectangle.num_sequences for rectangle in layout.rectangles) == len(lengths)
 
 
 def test_a_layout_is_built_once_for_all_layers() -> None:

@@ -225,29 +225,32 @@ def test_no_split_into_micro_batches_changes_the_loss_or_a_statistic(case: LossC
             assert sums.statistics[name].isfinite().all()
 
 
-@pytest.mark.parametrize("case", CASES, ids=str)
-def test_a_nan_in_rows_of_one_task_leaves_the_bits_of_the_other(case: LossCase) -> None:
-    model = model_for(case, "a", "b")
-    (batch,) = ready(model, [case.batch("a", 1), case.batch("b", 2)])
+def assert_a_nan_stays_in_its_task(model: MultiTaskPeftModel, batch: MuxBatch) -> None:
+    """Assert that NaN in the rows of the first of two tasks leaves the bits of the second."""
     with torch.no_grad(), model.multiplexing(batch):
         whole_TD = model.hidden_states(batch)
-
-    def run(poison: bool) -> tuple[torch.Tensor, torch.Tensor]:
+    found = []
+    for poison in (0.0, float("nan")):
         hidden_TD = whole_TD.clone()
-        hidden_TD[: batch.task_offsets[1]] += float("nan") if poison else 0.0
+        hidden_TD[: batch.task_offsets[1]] += poison
         hidden_TD.requires_grad_()
         with model.multiplexing(batch):
             losses = model.stream_losses(hidden_TD, batch)
         (gradient,) = torch.autograd.grad(losses.losses.sum(), hidden_TD)
         others = [torch.zeros(0) if losses.statistics[1] is None else losses.statistics[1]]
-        return torch.cat([losses.losses.detach(), *others]), gradient[batch.task_offsets[1] :]
-
-    clean, gradient = run(poison=False)
-    poisoned, poisoned_gradient = run(poison=True)
+        found.append((torch.cat([losses.losses.detach(), *others]), gradient[batch.task_offsets[1] :]))
+    (clean, gradient), (poisoned, poisoned_gradient) = found
     assert torch.isnan(poisoned[0])
     assert torch.equal(clean[1:], poisoned[1:])
     assert torch.equal(gradient, poisoned_gradient)
     assert gradient.abs().sum() > 0
+
+
+@pytest.mark.parametrize("case", CASES, ids=str)
+def test_a_nan_in_rows_of_one_task_leaves_the_bits_of_the_other(case: LossCase) -> None:
+    model = model_for(case, "a", "b")
+    (batch,) = ready(model, [case.batch("a", 1), case.batch("b", 2)])
+    assert_a_nan_stays_in_its_task(model, batch)
 
 
 @pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]], ids=["frozen head", "adapted head"])
@@ -514,21 +517,7 @@ def test_a_nan_of_one_loss_leaves_the_bits_of_another_in_the_same_pass(added: Ca
     model = model_of(OBJECTIVES["sft"], "a", "b")
     model.objectives.assign("b", added(SquaredSurprise()))
     (batch,) = streams([CASES[0].batch(name, seed) for seed, name in enumerate("ab")])
-    with torch.no_grad(), model.multiplexing(batch):
-        whole_TD = model.hidden_states(batch)
-    found = []
-    for poison in (0.0, float("nan")):
-        hidden_TD = whole_TD.clone()
-        hidden_TD[: batch.task_offsets[1]] += poison
-        hidden_TD.requires_grad_()
-        with model.multiplexing(batch):
-            losses_N = model.stream_losses(hidden_TD, batch).losses
-        (gradient,) = torch.autograd.grad(losses_N.sum(), hidden_TD)
-        found.append((losses_N.detach(), gradient[batch.task_offsets[1] :]))
-    (clean, gradient), (poisoned, poisoned_gradient) = found
-    assert torch.isnan(poisoned[0])
-    assert torch.equal(clean[1], poisoned[1])
-    assert torch.equal(gradient, poisoned_gradient)
+    assert_a_nan_stays_in_its_task(model, batch)
 
 
 def test_statistics_of_a_loss_are_logged_next_to_it_and_name_metrics_that_may_stop_a_task(

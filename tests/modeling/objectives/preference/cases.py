@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -12,8 +11,9 @@ import torch
 from peft_mux.data.preferences import with_mismatched
 from peft_mux.data.task_batch import IGNORE_INDEX, TokenSequence
 from peft_mux.modeling.objectives.objective import Objective
+from peft_mux.modeling.objectives.preference import DPO_LOSSES, Pairs, dpo_losses
 from tests.invariants import mux_lab as lab
-from tests.modeling.objectives.cases import Judge, LossCase
+from tests.modeling.objectives.cases import LossCase
 from tests.modeling.objectives.judged_row import JudgedRow
 
 LENGTHS = ((5, 7), (4, 6), (9, 5), (8, 12))
@@ -70,71 +70,22 @@ def log_sigma(value: torch.Tensor) -> torch.Tensor:
     return -torch.log1p(torch.exp(-value))
 
 
-Formula = Callable[[torch.Tensor, torch.Tensor, Any, JudgedRow], torch.Tensor]
-"""The loss of a pair, from the log-ratios of its answers to the reference, the arguments and the row."""
-
-
-def tokens(row: JudgedRow, number: int) -> int:
-    return len(row.logprobs(number))
-
-
-def exo(chosen: torch.Tensor, rejected: torch.Tensor, args: Any, row: JudgedRow) -> torch.Tensor:
-    logits, flipped = args.beta * (chosen - rejected), args.label_smoothing
-    first = sigma(logits) * (log_sigma(logits) - math.log(1 - flipped))
-    return first + sigma(-logits) * (log_sigma(-logits) - math.log(flipped))
-
-
-def mean_difference(chosen: torch.Tensor, rejected: torch.Tensor, row: JudgedRow) -> torch.Tensor:
-    return chosen / tokens(row, 0) - rejected / tokens(row, 1)
-
-
-def discopop(chosen: torch.Tensor, rejected: torch.Tensor, args: Any, row: JudgedRow) -> torch.Tensor:
-    logits = args.beta * (chosen - rejected)
-    blend = sigma(logits / args.discopop_tau)
-    return -(1 - blend) * log_sigma(logits) + blend * torch.exp(-logits)
-
-
-FORMULAS: dict[str, Formula] = {
-    "sigmoid": lambda c, r, a, row: -log_sigma(a.beta * (c - r)),
-    "hinge": lambda c, r, a, row: (1 - a.beta * (c - r)).clamp(min=0),
-    "ipo": lambda c, r, a, row: (mean_difference(c, r, row) - 0.5 / a.beta) ** 2,
-    "exo_pair": exo,
-    "nca_pair": lambda c, r, a, row: (
-        -log_sigma(a.beta * c) - 0.5 * log_sigma(-a.beta * c) - 0.5 * log_sigma(-a.beta * r)
-    ),
-    "robust": lambda c, r, a, row: (
-        (a.label_smoothing * log_sigma(a.beta * (r - c)) - (1 - a.label_smoothing) * log_sigma(a.beta * (c - r)))
-        / (1 - 2 * a.label_smoothing)
-    ),
-    "bco_pair": lambda c, r, a, row: -log_sigma(a.beta * c) - log_sigma(-a.beta * r),
-    "sppo_hard": lambda c, r, a, row: (c - 0.5 / a.beta) ** 2 + (r + 0.5 / a.beta) ** 2,
-    "apo_zero": lambda c, r, a, row: 1 - sigma(a.beta * c) + sigma(a.beta * r),
-    "apo_down": lambda c, r, a, row: sigma(a.beta * c) + 1 - sigma(a.beta * (c - r)),
-    "discopop": discopop,
-    "sigmoid_norm": lambda c, r, a, row: -log_sigma(a.beta * mean_difference(c, r, row)),
-}
-
-
-def judge_of(formula: Formula) -> Judge:
-    """Return the mean of a formula over pairs."""
-
-    def judge(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
-        losses = []
-        for row in rows:
-            chosen, rejected = (
-                (row.logprobs(number) * (weights := ld_weights(row, number, args.ld_alpha))).sum()
-                - (row.reference_logprobs(number) * weights).sum()
-                for number in (0, 1)
-            )
-            losses.append(formula(chosen, rejected, args, row))
-        return torch.stack(losses).mean()
-
-    return judge
+def judge_dpo(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
+    """Return the mean loss of pairs by `dpo_losses`, which `test_against_trl.py` compares with TRL's."""
+    sums = [
+        torch.stack([(logprobs(row, number) * ld_weights(row, number, args.ld_alpha)).sum() for row in rows])
+        for logprobs in (JudgedRow.logprobs, JudgedRow.reference_logprobs)
+        for number in (0, 1)
+    ]
+    tokens = [torch.tensor([len(row.logprobs(number)) for row in rows]) for number in (0, 1)]
+    nll = -torch.stack([row.logprobs(0).sum() for row in rows]) * len(rows) / tokens[0].sum()
+    return dpo_losses(Pairs(*sums, *tokens, nll), args).mean()
 
 
 def ld_weights(row: JudgedRow, number: int, alpha: float | None) -> torch.Tensor:
-    shared = min(tokens(row, 0), tokens(row, 1))
-    return torch.tensor([1.0 if place < shared or alpha is None else alpha for place in range(tokens(row, number))])
+    lengths = [len(row.logprobs(one)) for one in (0, 1)]
+    shared = lengths[number] if alpha is None else min(lengths)
+    return torch.tensor([1.0 if place < shared else alpha for place in range(lengths[number])])
 
 
 def chosen_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
@@ -197,9 +148,8 @@ def _dpo_args(name: str) -> dict[str, Any]:
 
 
 PREFERENCE_CASES = [
-    *(LossCase("dpo", name, judge_of(formula), _dpo_args(name), pair_rows) for name, formula in FORMULAS.items()),
-    LossCase("dpo", "sft", chosen_nll, {}, pair_rows),
-    LossCase("dpo", "sigmoid", judge_of(FORMULAS["sigmoid"]), {"ld_alpha": 0.4}, pair_rows, "ld"),
+    *(LossCase("dpo", name, judge_dpo, _dpo_args(name), pair_rows) for name in DPO_LOSSES),
+    LossCase("dpo", "sigmoid", judge_dpo, {"ld_alpha": 0.4}, pair_rows, "ld"),
     *(LossCase("cpo", kind, judge_cpo, {"beta": 0.3}, pair_rows) for kind in ("sigmoid", "hinge", "ipo")),
     LossCase("cpo", "simpo", judge_cpo, {"beta": 2.0, "simpo_gamma": 1.0, "cpo_alpha": 0}, pair_rows),
     LossCase("cpo", "sigmoid", judge_cpo, {"label_smoothing": 0.1, "alpha": -0.1}, pair_rows, "alphapo"),
