@@ -13,7 +13,7 @@ test test-slow-ci test-slow attack: export PYTHONDONTWRITEBYTECODE =
 # steps on a pretended GPU, and a part of the attacks.
 SLOW_CI := tests/checkpoint tests/cli tests/engine tests/evaluation tests/examples tests/pretended_cuda tests/attacks tests/trl \
 	tests/modeling tests/generation tests/tools tests/ptx tests/kernels tests/test_packaging.py \
-	tests/benchmarks/test_gpu_many.py
+	tests/benchmarks/test_gpu.py tests/benchmarks/test_gpu_many.py
 
 .PHONY: demo test test-slow-ci test-slow attack lint types shape docs bench clean
 
@@ -31,13 +31,14 @@ demo: $(VENV)/.ready
 test: $(VENV)/.ready
 	$(BIN)/python -m pytest $(PYTEST_ARGS)
 
-# Launches are compiled for the oldest and the newest cards here; `make test-slow` does so for those between, and for other widths.
+# Launches are compiled for the oldest and the newest cards here; `make test-slow` does so for those between, and for other widths,
+# and rehearses the GPU benchmarks in Triton's interpreter too (`[kernels]`).
 CARDS := tests/pretended_cuda/test_compiled.py::test_every_launch_of_training_compiles_for_a_card
 WIDTHS := tests/kernels/lora/test_compile.py::test_a_kernel_of_other_widths_and_types_fits_too
 # About half an hour on 2 cores.
 test-slow-ci: $(VENV)/.ready
 	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "slow and not gpu" --deselect "$(CARDS)[86]" --deselect "$(CARDS)[89]" \
-		--deselect "$(CARDS)[90]" --deselect "$(WIDTHS)" $(SLOW_CI)
+		--deselect "$(CARDS)[90]" --deselect "$(WIDTHS)" -k "not [kernels]" $(SLOW_CI)
 
 # All slow tests, one after another.
 test-slow: $(VENV)/.ready

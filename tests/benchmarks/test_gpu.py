@@ -74,7 +74,7 @@ def through_kernels(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     return rehearse(path, "1", "-m", "benchmarks.gpu", "--parts", *INTERPRETED)
 
 
-@pytest.fixture(params=["slices", pytest.param("kernels", marks=[pytest.mark.slow, pytest.mark.timeout(1200)])])
+@pytest.fixture(params=["slices", pytest.param("kernels", marks=pytest.mark.timeout(1200))])
 def path(request: pytest.FixtureRequest) -> str:
     return request.param
 
@@ -88,6 +88,7 @@ def rows_of(report: dict[str, Any], part: str) -> dict[str, Any]:
     return report["parts"][part]["rows"]
 
 
+@pytest.mark.slow
 def test_the_rehearsal_finishes_every_part_also_without_optional_packages(path: str, report: dict[str, Any]) -> None:
     chosen = THROUGH_SLICES if path == "slices" else INTERPRETED
     names = [part.name for part in gpu_parts.plan() if part.name.startswith(chosen)]
@@ -106,6 +107,7 @@ def test_the_rehearsal_finishes_every_part_also_without_optional_packages(path: 
         assert [len(row["kernels"]) for row in rows_of(report, "kernels").values() if "kernels" in row] == [6, 12]
 
 
+@pytest.mark.slow
 def test_the_rehearsal_checks_each_kernel_that_can_run_and_finds_it_right(path: str, report: dict[str, Any]) -> None:
     checks = [*LORA_CHECKS, "cross entropy float32", "captured pass", "captured pass NaN isolation"]
     checks = checks if path == "kernels" else []
@@ -125,6 +127,7 @@ def test_the_rehearsal_checks_each_kernel_that_can_run_and_finds_it_right(path: 
     assert {name: row["is_right"] for name, row in rows.items()} == dict.fromkeys(sorted(checks), True)
 
 
+@pytest.mark.slow
 def test_gains_are_ratios_of_the_times_of_all_tasks(through_slices: dict[str, Any]) -> None:
     rows = rows_of(through_slices, "gain 8B")
     row = rows["32 tokens a task"]
@@ -137,6 +140,7 @@ def test_gains_are_ratios_of_the_times_of_all_tasks(through_slices: dict[str, An
     assert rows["gains by tokens a task"] == {"32": {key: row[key] for key in row if key.startswith("gain")}}
 
 
+@pytest.mark.slow
 def test_the_rehearsal_compares_every_contender_with_float64(path: str, report: dict[str, Any]) -> None:
     rows = rows_of(report, "kernels")
     tables = [row for row in rows.values() if "contenders" in row]
@@ -151,6 +155,7 @@ def test_the_rehearsal_compares_every_contender_with_float64(path: str, report: 
     assert rows["all linear layers of a block"]["mux eager_us"] > 0
 
 
+@pytest.mark.slow
 def test_every_trainer_has_the_losses_of_plain_peft_also_after_an_update(report: dict[str, Any]) -> None:
     for part in {"layer", END_TO_END} & set(report["parts"]):
         rows = rows_of(report, part)
@@ -160,6 +165,7 @@ def test_every_trainer_has_the_losses_of_plain_peft_also_after_an_update(report:
             assert all(len(row["losses"]) == 2 and row["is_right"] for row in found), name
 
 
+@pytest.mark.slow
 def test_the_report_says_which_path_the_model_took(path: str, report: dict[str, Any]) -> None:
     groups = {"layer": 4, END_TO_END: 8}  # q/k/v, o, gate/up and down of each layer
     for part, count in groups.items():
@@ -281,6 +287,7 @@ def test_the_default_run_has_one_four_and_eight_thousand_tokens_a_step() -> None
     assert tokens == pytest.approx([1000, 4000, 8000], rel=0.2)
 
 
+@pytest.mark.slow
 def test_the_default_run_is_compared_with_packed_peft_on_the_same_rows(through_slices: dict[str, Any]) -> None:
     rows = rows_of(through_slices, "default run")
     baseline, run = rows["tiny tokens a step: PEFT, packed"], rows["tiny tokens a step: default run"]
@@ -290,6 +297,7 @@ def test_the_default_run_is_compared_with_packed_peft_on_the_same_rows(through_s
     assert run["gain_over_packed"] == pytest.approx(run["tokens_per_s"] / baseline["tokens_per_s"])
 
 
+@pytest.mark.slow
 def test_the_default_run_is_profiled_in_its_last_steps(through_slices: dict[str, Any]) -> None:
     run = rows_of(through_slices, "default run")["tiny tokens a step: default run"]
     profile = run["profile"]
@@ -328,6 +336,7 @@ def test_the_device_is_busy_wherever_a_kernel_runs_and_communication_is_exposed_
     assert found["kernels_s"]["gemm"] == pytest.approx(60e-6 / 2)
 
 
+@pytest.mark.slow
 def test_gradients_and_adapters_are_compared_with_plain_peft_in_fp32(through_slices: dict[str, Any]) -> None:
     rows = rows_of(through_slices, "plain peft")
     assert [0 < row["error"] <= row["tolerance"] == 1e-4 for row in rows.values()] == [True, True]

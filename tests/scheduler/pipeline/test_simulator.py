@@ -1,4 +1,4 @@
-"""A simulation keeps every dependency and counts every byte, and corrupt templates are refused."""
+"""The simulator runs a template: order, times, memory, bounds, and windows of steps without a flush."""
 
 from __future__ import annotations
 
@@ -10,11 +10,26 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.planner.closed_forms import closed_form_1f1b_s, closed_form_gpipe_s, lemma_1_s
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.load import BucketLoad
-from peft_mux.scheduler.pipeline.simulator import simulate
+from peft_mux.scheduler.pipeline.simulator import (
+    build_window,
+    lower_bound_s,
+    simulate,
+    steady_lower_bound_s,
+    window_step_s,
+)
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Schedule, build_template
-from tests.scheduler.pipeline.cases import VARIANTS, bubble_s, even, one_bucket, tightest_limit, uneven_buckets
+from tests.scheduler.pipeline.cases import (
+    VARIANTS,
+    bubble_s,
+    even,
+    one_bucket,
+    runs_within,
+    tightest_limit,
+    uneven_buckets,
+)
 
 
 def template_of(rows: list[str]) -> PipelineTemplate:
@@ -207,3 +222,237 @@ def test_buckets_of_another_number_of_stages_are_refused() -> None:
     template = build_template(even([1], stages=2, micro_batches=1), "mux")
     with pytest.raises(ValueError, match="the buckets must have 2 stages, as the template has"):
         simulate(template, even([1], stages=3, micro_batches=1))
+
+
+LATENCIES = st.lists(st.integers(1, 30), min_size=1, max_size=6)
+
+
+def makespan_s(buckets: list[BucketLoad], schedule: Schedule, num_chunks: int = 1) -> float:
+    return simulate(build_template(buckets, schedule, num_chunks=num_chunks), buckets).makespan_s
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 8), st.integers(1, 16), st.integers(1, 50))
+def test_1f1b_of_one_task_with_equal_stages_takes_the_time_of_eq_4(stages: int, micro_batches: int, each: int) -> None:
+    got = makespan_s(one_bucket([each] * stages, micro_batches), "1f1b")
+    assert got == closed_form_1f1b_s([each] * stages, micro_batches) == 2 * each * (stages - 1 + micro_batches)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 9), st.sampled_from(["1f1b", "mux"]))
+def test_eq_4_is_exact_where_the_last_stage_is_the_slowest(
+    latencies: list[int], micro_batches: int, how: Schedule
+) -> None:
+    latencies.append(max(latencies))
+    got = makespan_s(one_bucket(latencies, micro_batches), how)
+    assert got == closed_form_1f1b_s(latencies, micro_batches)
+
+
+@settings(max_examples=60)
+@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 9))
+def test_eq_4_is_never_too_short(latencies: list[int], micro_batches: int) -> None:
+    assert makespan_s(one_bucket(latencies, micro_batches), "1f1b") <= closed_form_1f1b_s(latencies, micro_batches)
+
+
+def test_eq_4_is_too_long_where_an_earlier_stage_is_the_slowest() -> None:
+    assert makespan_s(one_bucket([10, 1], 1), "1f1b") == 22
+    assert closed_form_1f1b_s([10, 1], 1) == 40
+
+
+@settings(max_examples=60)
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6), st.integers(1, 9))
+def test_gpipe_of_one_bucket_takes_the_time_of_two_flow_shops(stages: list[tuple[int, int]], count: int) -> None:
+    forward, backward = (tuple(float(value) for value in column) for column in zip(*stages, strict=True))
+    bucket = BucketLoad(
+        name="only",
+        forward_s=forward,
+        backward_s=backward,
+        activation_bytes=(1,) * len(stages),
+        num_micro_batches=count,
+    )
+    assert makespan_s([bucket], "gpipe") == closed_form_gpipe_s(forward, backward, count)
+
+
+@settings(max_examples=80)
+@given(LATENCIES, st.integers(1, 7), st.integers(1, 6))
+def test_the_last_stage_of_mux_never_idles_under_the_premises_of_theorem_2(
+    latencies: list[int], stages: int, micro_batches: int
+) -> None:
+    buckets = even([float(latency) for latency in latencies], stages=stages, micro_batches=micro_batches)
+    result = simulate(build_template(buckets, "mux"), buckets)
+    assert bubble_s(result, -1) == 0
+    assert result.busy_s[-1] == 2 * micro_batches * sum(latencies)
+
+
+def test_1f1b_in_ascending_order_does_idle_at_the_last_stage() -> None:
+    buckets = even([1, 9], stages=4, micro_batches=3)
+    assert bubble_s(simulate(build_template(buckets, "1f1b"), buckets), -1) > 0
+
+
+@settings(max_examples=60)
+@given(LATENCIES, st.integers(1, 7), st.integers(1, 6))
+def test_mux_is_never_faster_than_lemmas_1_and_2(latencies: list[int], stages: int, micro_batches: int) -> None:
+    buckets = even([float(latency) for latency in latencies], stages=stages, micro_batches=micro_batches)
+    assert makespan_s(buckets, "mux") >= lemma_1_s(buckets)
+
+
+@settings(max_examples=20)
+@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 6), st.integers(1, 5))
+def test_lemma_1_is_exact_for_equal_buckets(each: int, num_buckets: int, stages: int, micro_batches: int) -> None:
+    buckets = even([float(each)] * num_buckets, stages=stages, micro_batches=micro_batches)
+    assert makespan_s(buckets, "mux") == lemma_1_s(buckets)
+
+
+def test_lemma_1_is_too_short_where_long_backwards_hold_up_the_drain() -> None:
+    buckets = even([10, 1], stages=2, micro_batches=1)
+    assert lemma_1_s(buckets) == 33
+    assert makespan_s(buckets, "mux") == 41
+    assert fastest_of_all_orders_s(buckets) == 41
+
+
+@settings(max_examples=60)
+@given(uneven_buckets(), st.sampled_from(VARIANTS))
+def test_no_schedule_beats_the_lower_bound(buckets: list[BucketLoad], variant: tuple[Schedule, int]) -> None:
+    schedule, num_chunks = variant
+    bound = lower_bound_s(buckets, num_chunks=num_chunks)
+    assert makespan_s(buckets, schedule, num_chunks) >= bound * (1 - 1e-12)
+
+
+def fastest_of_all_orders_s(buckets: list[BucketLoad]) -> float:
+    """Return the least makespan of all templates on two stages, by trying each pair of orders."""
+    items = [(index, number) for index, bucket in enumerate(buckets) for number in range(bucket.num_micro_batches)]
+    words = [(kind, *item) for kind in "FB" for item in items]
+    orders = [
+        order
+        for order in itertools.permutations(words)
+        if all(order.index(("F", *item)) < order.index(("B", *item)) for item in items)
+    ]
+    fastest = float("inf")
+    for pair in itertools.product(orders, repeat=2):
+        rows = tuple(tuple(Action(*word, stage) for word in order) for stage, order in enumerate(pair))
+        try:
+            fastest = min(fastest, simulate(PipelineTemplate("mux", 2, 1, rows), buckets).makespan_s)
+        except ValueError:  # the two orders wait for each other
+            continue
+    return fastest
+
+
+@pytest.mark.parametrize("latencies", [[3, 2, 1], [5, 5, 1], [10, 6, 5]])
+def test_mux_loses_no_more_than_warm_up_against_the_fastest_of_all_orders_on_small_instances(
+    latencies: list[float],
+) -> None:
+    buckets = even(latencies, stages=2, micro_batches=1)
+    best, mux = fastest_of_all_orders_s(buckets), makespan_s(buckets, "mux")
+    assert lower_bound_s(buckets) <= best <= mux
+    # Another order may begin with a shorter bucket and so save warm-up; steady time it cannot save.
+    assert mux - best <= latencies[0] - latencies[-1]
+
+
+def test_mux_is_faster_than_one_bucket_after_another_in_the_manner_of_figure_10() -> None:
+    buckets = even([3, 2], stages=4, micro_batches=4)
+    in_turn = sum(makespan_s([bucket], "1f1b") for bucket in buckets)
+    assert in_turn == 70
+    result = simulate(build_template(buckets, "mux"), buckets)
+    assert result.makespan_s < makespan_s(list(reversed(buckets)), "1f1b") < in_turn
+    assert bubble_s(result, -1) == 0
+
+
+@pytest.mark.parametrize(
+    ("stages", "micro_batches", "times"), [(2, 1, 1.20), (4, 1, 1.56), (4, 4, 1.15)], ids=["S2C1", "S4C1", "S4C4"]
+)
+def test_six_steps_without_a_flush_are_faster_than_six_that_drain(
+    stages: int, micro_batches: int, times: float
+) -> None:
+    buckets = even([1] * 4, stages=stages, micro_batches=micro_batches)
+    flushed = build_template(buckets, "mux")
+    window = build_window(flushed, buckets, 6)
+    ratio = simulate(flushed, buckets).makespan_s / simulate(window, buckets).step_s
+    assert ratio == pytest.approx(times, abs=0.005)
+
+
+def test_in_the_long_run_no_stage_waits_where_buckets_are_as_many_as_stages_need() -> None:
+    buckets = even([1] * 8, stages=4, micro_batches=1)
+    steps = [simulate(build_template(buckets, "mux", num_steps=n), buckets).makespan_s for n in (20, 40)]
+    assert (steps[1] - steps[0]) / 20 == pytest.approx(steady_lower_bound_s(buckets))
+
+
+def test_a_bucket_by_itself_gains_nothing() -> None:
+    buckets = even([1], stages=3, micro_batches=4)
+    template = build_template(buckets, "mux")
+    assert simulate(build_window(template, buckets, 5), buckets).step_s == simulate(template, buckets).makespan_s
+    assert window_step_s(template, buckets) == simulate(template, buckets).makespan_s
+
+
+@settings(max_examples=60)
+@given(uneven_buckets(), st.sampled_from(VARIANTS), st.integers(2, 4))
+def test_every_window_comes_to_its_end_and_holds_no_more_than_one_step(
+    buckets: list[BucketLoad], variant: tuple[Schedule, int], num_steps: int
+) -> None:
+    schedule, num_chunks = variant
+    template = build_template(buckets, schedule, num_chunks=num_chunks)
+    window = build_window(template, buckets, num_steps)
+    assert runs_within(window, buckets, simulate(template, buckets).peak_bytes)
+    assert simulate(window, buckets).step_s >= steady_lower_bound_s(buckets, num_chunks=num_chunks) - 1e-9
+
+
+@settings(max_examples=40)
+@given(uneven_buckets(), st.sampled_from(VARIANTS))
+def test_a_window_comes_to_its_end_in_the_tightest_memory(
+    buckets: list[BucketLoad], variant: tuple[Schedule, int]
+) -> None:
+    limit = tightest_limit(buckets)
+    template = build_template(buckets, variant[0], num_chunks=variant[1], memory_limit_bytes=limit, num_steps=3)
+    assert runs_within(template, buckets, limit)
+
+
+@settings(max_examples=40)
+@given(uneven_buckets(), st.sampled_from(VARIANTS), st.integers(2, 4))
+def test_each_stage_takes_the_micro_batches_of_a_bucket_in_the_order_of_one_step(
+    buckets: list[BucketLoad], variant: tuple[Schedule, int], num_steps: int
+) -> None:
+    # So gradients add up as they do where every step is flushed.
+    template = build_template(buckets, variant[0], num_chunks=variant[1])
+    window = build_window(template, buckets, num_steps)
+    for once, row in zip(template.actions, window.actions, strict=True):
+        assert micro_batches_of(row) == {key: own * num_steps for key, own in micro_batches_of(once).items()}
+
+
+def micro_batches_of(row: Sequence[Action]) -> dict[tuple[str, int, int], list[int]]:
+    """Return the micro-batches that a stage runs, in order, by kind, bucket and chunk."""
+    found: dict[tuple[str, int, int], list[int]] = {}
+    for action in row:
+        found.setdefault((action.kind, action.bucket, action.chunk), []).append(action.micro_batch)
+    return found
+
+
+def test_a_forward_before_the_end_of_the_step_before_is_refused() -> None:
+    buckets = even([1, 1], stages=2, micro_batches=1)
+    window = build_template(buckets, "mux", num_steps=2)
+    row = list(window.actions[1])
+    early = next(index for index, action in enumerate(row) if str(action) == "F0.0+1")
+    late = next(index for index, action in enumerate(row) if str(action) == "B0.0")
+    row[early], row[late] = row[late], row[early]
+    broken = dataclasses.replace(window, actions=(window.actions[0], tuple(row)))
+    with pytest.raises(ValueError, match=r"stage 1: F0.0\+1 comes before the end of step 0 of its bucket"):
+        simulate(broken, buckets)
+
+
+def test_links_delay_a_window_as_they_delay_a_step() -> None:
+    buckets = [dataclasses.replace(load, output_bytes=10) for load in even([1] * 3, stages=3, micro_batches=2)]
+    link = Link(latency_s=0.1, bytes_per_s=20.0)
+    template = build_template(buckets, "mux", links=link)
+    window = build_window(template, buckets, 4, links=link)
+    slow, fast = simulate(window, buckets, links=link).step_s, simulate(window, buckets).step_s
+    assert slow > fast
+    assert window_step_s(template, buckets, links=link) < simulate(template, buckets, links=link).makespan_s
+
+
+def test_a_window_comes_back_from_json_as_it_was() -> None:
+    window = build_template(even([1, 2], stages=2, micro_batches=2), "mux", num_steps=3)
+    assert PipelineTemplate.from_dict(window.to_dict()) == window
+    assert str(window.actions[0][-1]).endswith("+2")
+
+
+@given(uneven_buckets())
+def test_a_step_by_itself_is_bounded_from_below_by_what_bounds_many(buckets: list[BucketLoad]) -> None:
+    assert steady_lower_bound_s(buckets) <= lower_bound_s(buckets) + 1e-9

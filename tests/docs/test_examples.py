@@ -1,10 +1,11 @@
-"""The README's example trains two adapters, and its file is one that `peft-mux` accepts."""
+"""The blocks of the README and of the tutorial run as a reader would paste them."""
 
 from __future__ import annotations
 
 import json
 import re
 from pathlib import Path
+from typing import Any
 
 import pytest
 import yaml
@@ -17,7 +18,7 @@ TEXT = (ROOT / "README.md").read_text(encoding="utf-8")
 MODEL = "Qwen/Qwen3-0.6B"
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def small_model_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Go to a folder with a small model and the files that the README names."""
     monkeypatch.chdir(tmp_path)
@@ -30,7 +31,8 @@ def small_model_and_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         Path(f"data/{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
 
 
-def test_the_example_trains_two_plain_adapters() -> None:
+@pytest.mark.usefixtures("small_model_and_rows")
+def test_the_example_of_the_readme_trains_two_plain_adapters() -> None:
     (code,) = re.findall(r"```python\n(.*?)```", TEXT, re.DOTALL)
     code = code.replace(MODEL, "small").replace("max_steps=500", "max_steps=2").replace("bf16=True", "use_cpu=True")
     exec(code, {})
@@ -38,7 +40,8 @@ def test_the_example_trains_two_plain_adapters() -> None:
         assert Path(f"runs/demo/{name}/adapter_model.safetensors").is_file()
 
 
-def test_the_file_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.usefixtures("small_model_and_rows")
+def test_the_file_of_the_readme_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
     (text,) = re.findall(r"```yaml\n(.*?)```", TEXT, re.DOTALL)
     config = yaml.safe_load(text)
     config["model"] = "small"
@@ -46,3 +49,21 @@ def test_the_file_is_valid(capsys: pytest.CaptureFixture[str]) -> None:
     config["tasks"]["math"] |= {"dataset": "data/qa.jsonl", "split": "train[:8]", "eval_split": "train[8:]"}
     Path("tasks.yaml").write_text(yaml.safe_dump(config), encoding="utf-8")
     assert main(["validate", "tasks.yaml"]) == 0, capsys.readouterr().err
+
+
+def test_every_block_of_the_tutorial_runs_and_leaves_what_it_says(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs/tutorial.md").read_text(encoding="utf-8"), re.DOTALL)
+    names: dict[str, Any] = {}
+    for block in blocks:
+        exec(block, names)
+    printed = capsys.readouterr().out
+    assert len(blocks) == 7
+    assert (tmp_path / "run/mood/adapter_model.safetensors").is_file()
+    assert (tmp_path / "run/sums/adapter_config.json").is_file()
+    assert 0 < names["output"].metrics["mood/train_loss"] < 7
+    assert re.search(r"^mood '", printed, re.MULTILINE)
+    assert re.search(r"^sums '", printed, re.MULTILINE)
+    assert names["again"].task_states["sums"].global_step == 6

@@ -1,0 +1,283 @@
+"""Replicas: which configurations are possible, their plans, and the exchange of their gradients."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+
+import numpy as np
+import pytest
+
+from peft_mux.scheduler.costs.hardware import Link, parse_devices
+from peft_mux.scheduler.costs.latency import CostModel, whole_pass
+from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
+from peft_mux.scheduler.deployment.search import plan_deployment, replica_groups
+from peft_mux.scheduler.deployment.space import candidate_configs
+from peft_mux.scheduler.planner.planner import plan_tasks
+from peft_mux.scheduler.planner.values import Budget
+from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
+from peft_mux.scheduler.replicas.exchange import GradientExchange
+from peft_mux.scheduler.replicas.facts import layer_times, replica_time_model
+from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
+from tests.scheduler.replicas.cases import CLUSTER, EIGHT, FACTS, LOADS, ONE, SHAPE_7B, TWO
+
+
+def test_more_devices_per_replica_hold_longer_sequences() -> None:
+    tokens = [FACTS.memory_tokens(ParallelConfig(tp, 1)) or 0 for tp in (1, 2, 4, 8)]
+    assert tokens == sorted(set(tokens))
+    assert 0 < tokens[0] < 16000 < tokens[3]
+
+
+@pytest.mark.parametrize("config", [ParallelConfig(2, 4), ParallelConfig(1, 7)])
+def test_the_limit_is_exactly_what_the_memory_model_allows_on_the_fullest_stage(config: ParallelConfig) -> None:
+    tokens = FACTS.memory_tokens(config)
+    assert tokens is not None
+    model = replace(FACTS.memory, num_stages=config.pp, devices_per_stage=config.tp)
+
+    def peak(count: int) -> int:
+        stages = range(config.pp)
+        return max(model.peak_bytes(LOADS, count, in_flight=config.pp - stage, stage=stage) for stage in stages)
+
+    assert peak(tokens) <= CLUSTER.device.memory_bytes < peak(tokens + 1)
+
+
+def test_micro_batches_hold_no_more_than_a_pass_or_the_longest_sequence() -> None:
+    assert FACTS.token_limits([EIGHT]) == {EIGHT: 16000}
+    short = replace(FACTS, loads=(LOADS[0],))
+    assert short.token_limits([EIGHT]) == {EIGHT: 4096}
+    unlimited = replace(short, limit_bytes=None)
+    assert (unlimited.token_limits([ONE]), unlimited.memory_tokens(ONE)) == ({ONE: 4096}, None)
+
+
+def test_configurations_that_hold_nothing_are_left_out() -> None:
+    tight = replace(FACTS, limit_bytes=10 * 10**9)
+    assert set(tight.token_limits([ONE, EIGHT])) == {EIGHT}
+    assert tight.least_bytes(ONE) > 10 * 10**9 > tight.least_bytes(EIGHT)
+
+
+def test_a_layer_is_faster_on_two_devices_but_not_twice_as_fast() -> None:
+    one, two = (layer_times(FACTS, tp, 16000) for tp in (1, 2))
+    assert [replace(time, tp=2, seconds=1) for time in one] == [replace(time, seconds=1) for time in two]
+    largest_one, largest_two = (max(time.seconds for time in times) for times in (one, two))
+    assert largest_one / 2 < largest_two < largest_one
+
+
+def test_the_sums_of_shards_across_nodes_cost_more_than_within_one() -> None:
+    within = replace(FACTS, links=replace(CLUSTER, devices_per_node=16))
+    assert layer_times(FACTS, 16, 4096)[-1].seconds > layer_times(within, 16, 4096)[-1].seconds
+    assert layer_times(FACTS, 8, 4096) == layer_times(within, 8, 4096)
+
+
+def test_the_fitted_curve_is_near_its_times_and_larger_replicas_have_lower_throughput_as_in_table_3() -> None:
+    model = replica_time_model(FACTS, candidate_configs(FACTS, 16))
+    assert max(fit.mean_relative_error for fit in model.fits.values()) < 0.1
+    assert max(model.max_tokens.values()) == 16000
+    rates = [model.throughput(config, 2048, 16) for config in (ONE, TWO, EIGHT)]
+    assert rates == sorted(rates, reverse=True)
+
+
+def test_adapters_cost_time_and_more_of_them_more() -> None:
+    none = replace(FACTS, loads=tuple(replace(one, adapters=()) for one in LOADS))
+    twice = replace(FACTS, loads=tuple(replace(one, adapters=one.adapters * 2) for one in LOADS))
+    seconds = [layer_times(facts, 1, 4096)[-1].seconds for facts in (none, FACTS, twice)]
+    assert seconds[0] < seconds[1] < seconds[2]
+
+
+@pytest.mark.parametrize("tp", [1, 2, 8, 16])
+@pytest.mark.parametrize("num_tasks", [1, 2])
+def test_a_layer_takes_what_the_cost_model_says_of_such_a_micro_batch(tp: int, num_tasks: int) -> None:
+    """Whole sequences of one length, of either task: M Eq. 3, with the ends and launches spread over layers."""
+    cut = tuple(AdapterLoad(rank, width, width // 2) for rank, width in ((8, 8192), (8, 8192), (16, 15104)))
+    time = next(time for time in layer_times(FACTS, tp, 8192) if time.num_sequences == 2 and time.length_tokens > 600)
+    per_task = 2 // num_tasks
+    loads = tuple(
+        TaskLoad(str(number), (time.length_tokens,) * per_task, 301 * per_task, cut, 0) for number in range(num_tasks)
+    )
+    facts = replace(FACTS, profile=replace(FACTS.profile, attention_call_s=1e-5), loads=loads)
+    found = next(
+        other for other in layer_times(facts, tp, 8192) if replace(other, seconds=1) == replace(time, seconds=1)
+    )
+    link = CLUSTER.intra_node if tp <= CLUSTER.devices_per_node else CLUSTER.inter_node
+    cost = CostModel(facts.profile, SHAPE_7B, devices_per_stage=tp, tensor_link=link)
+    seconds = cost.passes_s(loads, [whole_pass(loads)]).item()
+    assert found.seconds == pytest.approx(seconds / SHAPE_7B.num_layers)
+
+
+ROWS = tuple(load.lengths for load in LOADS)
+PLANNER = ReplicaPlanner(FACTS, max_tokens=4096)
+
+
+def test_a_replica_of_all_rows_takes_what_the_planner_of_a_run_says() -> None:
+    cost = CostModel(FACTS.profile, FACTS.shape, devices_per_stage=8, tensor_link=FACTS.links.intra_node)  # type: ignore[union-attr]
+    memory = replace(FACTS.memory, devices_per_stage=8)
+    plan = plan_tasks(LOADS, cost, memory, Budget(4096, FACTS.limit_bytes))
+    assert PLANNER.step_s(EIGHT, ROWS) == pytest.approx(plan.step_s)
+    assert PLANNER.plan(EIGHT, ROWS).htasks == plan.htasks  # type: ignore[union-attr]
+
+
+def test_a_pipeline_is_planned_with_its_stages_and_its_links() -> None:
+    deep, chat = ParallelConfig(2, 4), (LOADS[0].lengths, ())
+    outcome = PLANNER.plan(deep, chat)
+    assert outcome is not None
+    assert outcome.template is not None
+    assert len(outcome.peak_bytes) == 4
+    slow_links = replace(FACTS.links, devices_per_node=4, inter_node=Link(1e-4, 1e9))  # type: ignore[type-var]
+    slow = ReplicaPlanner(replace(FACTS, links=slow_links), max_tokens=4096)
+    assert slow.step_s(deep, chat) > PLANNER.step_s(deep, chat)
+
+
+def test_a_task_without_rows_is_still_updated_and_a_replica_without_any_does_nothing() -> None:
+    chat = (LOADS[0].lengths[:8], ())
+    outcome = PLANNER.plan(EIGHT, chat)
+    assert outcome is not None
+    assert [htask.tasks for htask in outcome.htasks] == [("chat",)]
+    assert PLANNER.step_s(EIGHT, chat) > outcome.step_s
+    assert PLANNER.step_s(EIGHT, ((), ())) == 0.0
+
+
+def test_rows_that_a_replica_does_not_hold_have_no_plan() -> None:
+    limit = FACTS.token_limits([ONE])[ONE]
+    assert math.isfinite(PLANNER.step_s(ONE, ((limit,), ())))
+    assert PLANNER.step_s(ONE, ((limit + 1,), ())) == math.inf
+
+
+def test_a_plan_is_made_once() -> None:
+    planner = ReplicaPlanner(FACTS, max_tokens=4096)
+    first = planner.plan(TWO, ((100, 200), ()))
+    assert planner.plan(TWO, [[100, 200], []]) is first
+    assert planner.num_plans == 1
+
+
+def test_other_policies_plan_replicas_too() -> None:
+    assert ReplicaPlanner(FACTS, max_tokens=4096, policy="together").step_s(EIGHT, ROWS) > 0
+
+
+@pytest.mark.parametrize("config", [ONE, ParallelConfig(1, 2)], ids=str)
+def test_gradients_are_ready_when_the_last_backward_of_their_htask_ends(config: ParallelConfig) -> None:
+    planner = ReplicaPlanner(replace(FACTS, limit_bytes=None), max_tokens=4096, policy="interleaved")
+    outcome = planner.plan(config, ROWS)
+    assert outcome is not None
+    assert sorted(htask.tasks for htask in outcome.htasks) == [("books",), ("chat",)]
+    ready_s = planner.ready_s(config, ROWS)
+    computing_s = outcome.step_s - planner._models_of(config)[0].outside_s(LOADS)
+    assert max(ready_s.values()) == pytest.approx(computing_s)
+    # One stage runs one hTask after the other, longest first.
+    if config == ONE:
+        books, _ = outcome.htasks
+        assert ready_s["books"] == pytest.approx(books.micro_batches * books.pass_s, rel=0.01)
+    assert ready_s["books"] != ready_s["chat"]
+    assert planner.ready_s(config, [ROWS[0], ()]).keys() == ready_s.keys()
+    assert planner.ready_s(config, [ROWS[0], ()])["books"] == 0
+
+
+STAGES = ParallelConfig(1, 2)
+
+
+def exchange_of(devices: str, parameters: int, cut: int = 0) -> GradientExchange:
+    load = TaskLoad("a", (100,), 50, (), parameters, cut_parameters=cut)
+    return GradientExchange((load,), replace(FACTS, loads=(load,), links=parse_devices(devices)))
+
+
+def seconds(exchange: GradientExchange, *replicas: tuple[ParallelConfig, int]) -> float:
+    return exchange.seconds_of([ReplicaGroup(config, count, 1) for config, count in replicas])
+
+
+def test_many_adapters_on_64_gpus_take_longer_to_add_than_their_passes() -> None:
+    # 4.76G parameters, halved by two stages, over a ring of 32 at 25 GB/s and 15 us a message: each node of two devices
+    # has one rank of each stage, and one port for it.
+    found = seconds(exchange_of("32x2xH100-80GB", 4_760_000_000), (STAGES, 32))
+    assert found == pytest.approx(2 * 31 * (15e-6 + 4 * 4.76e9 / 2 / 32 / 25e9), rel=1e-12)
+    assert found == pytest.approx(0.74, abs=0.003)
+
+
+def test_groups_of_ranks_share_the_ports_of_a_node() -> None:
+    # Nodes of 8 have 4 ranks of each of two stages: 4 ports for each, and so a quarter of the seconds for the bytes.
+    exchange = exchange_of("8x8xH100-80GB", 4_760_000_000)
+    found = seconds(exchange, (STAGES, 32))
+    assert found == pytest.approx(2 * 31 * (15e-6 + 4 * 4.76e9 / 2 / 32 / 100e9), rel=1e-12)
+    two_ports = replace(exchange, facts=replace(exchange.facts, links=replace(exchange.facts.links, ports_per_node=2)))
+    slower = seconds(two_ports, (STAGES, 32))
+    assert slower == pytest.approx(2 * 31 * (15e-6 + 4 * 4.76e9 / 2 / 32 / 25e9), rel=1e-12)
+    # Ports cannot send more than the links within the node bring.
+    many = replace(exchange, facts=replace(exchange.facts, links=replace(exchange.facts.links, ports_per_node=64)))
+    assert seconds(many, (ONE, 64)) == pytest.approx(2 * 63 * (15e-6 + 4 * 4.76e9 / 64 / 380e9), rel=1e-12)
+
+
+def test_every_task_pays_the_latency_of_its_own_sums() -> None:
+    loads = tuple(TaskLoad(name, (100,), 50, (), 1_000_000) for name in "abc")
+    exchange = GradientExchange(loads, replace(FACTS, loads=loads, links=parse_devices("8xH100-80GB")))
+    assert seconds(exchange, (ONE, 8)) == pytest.approx(3 * 2 * 7 * (5e-6 + 4e6 / 8 / 380e9), rel=1e-12)
+
+
+def test_sums_of_tasks_that_end_early_are_hidden_by_the_passes_of_others() -> None:
+    loads = tuple(TaskLoad(name, (100,), 50, (), size) for name, size in {"a": 10**9, "b": 10**8, "c": 10**8}.items())
+    exchange = GradientExchange(loads, replace(FACTS, loads=loads, links=parse_devices("8xH100-80GB")))
+    groups = [ReplicaGroup(ONE, 8, 1)]
+    a_s, b_s, c_s = (exchange.of(name).seconds_of(groups) for name in "abc")
+    assert exchange.exposed_s(groups, {"a": 5.0, "b": 5.0, "c": 5.0}) == pytest.approx(a_s + b_s + c_s)
+    assert exchange.exposed_s(groups, {"a": 0.0, "b": 4.0, "c": 5.0}) == pytest.approx(c_s)
+    late = {"a": 5.0 - a_s / 2, "b": 5.0 - a_s / 4, "c": 5.0}
+    assert exchange.exposed_s(groups, late) == pytest.approx(a_s / 2 + b_s + c_s)
+
+
+def test_within_a_node_the_links_of_the_node_count() -> None:
+    exchange = exchange_of("8xH100-80GB", 1_000_000)
+    assert seconds(exchange, (ONE, 8)) == pytest.approx(2 * 7 * (5e-6 + 4e6 / 8 / 380e9), rel=1e-12)
+    assert seconds(exchange_of("2x4xH100-80GB", 1_000_000), (ONE, 4)) < seconds(
+        exchange_of("4x2xH100-80GB", 1_000_000), (ONE, 4)
+    )
+
+
+def test_tensor_parallel_ranks_add_the_factors_that_are_not_cut_and_share_the_others() -> None:
+    exchange = exchange_of("8xH100-80GB", 1_000_000, cut=600_000)
+    whole = 2 * 7 * (5e-6 + 4 * 400_000 / 8 / 380e9)
+    cut = 2 * 3 * (5e-6 + 4 * 300_000 / 4 / 380e9)
+    assert seconds(exchange, (TWO, 4)) == pytest.approx(whole + cut, rel=1e-12)
+    alone = 2 * 1 * (5e-6 + 4 * 400_000 / 2 / 380e9)
+    assert seconds(exchange, (TWO, 1)) == pytest.approx(alone, rel=1e-12)
+
+
+def test_a_single_device_or_an_unknown_link_takes_no_time() -> None:
+    assert seconds(exchange_of("8xH100-80GB", 1_000_000), (ONE, 1)) == 0
+    assert seconds(exchange_of("8xH100-80GB", 1_000_000), (STAGES, 1)) == 0
+    unknown = replace(FACTS, links=None, profile=replace(FACTS.profile, link=None))
+    assert seconds(GradientExchange(LOADS, unknown), (ONE, 8)) == 0
+
+
+def test_the_device_with_most_gradients_decides_among_unequal_replicas() -> None:
+    exchange = exchange_of("8xH100-80GB", 1_000_000)
+    ring = 2 * 3 * (5e-6 + 4e6 / 4 / 380e9)
+    assert seconds(exchange, (STAGES, 2), (ONE, 2)) == pytest.approx(ring, rel=1e-12)
+
+
+def test_many_deployments_at_once_are_priced_as_each_alone() -> None:
+    configs = (ONE, STAGES, TWO, EIGHT)
+    counts = np.random.default_rng(0).integers(0, 4, size=(50, 4))
+    counts[:, 0] += counts.sum(axis=1) == 0
+    exchange = exchange_of("16xA100-40GB", 50_000_000, cut=20_000_000)
+    alone = [
+        seconds(exchange, *((config, int(count)) for config, count in zip(configs, row, strict=True) if count))
+        for row in counts
+    ]
+    np.testing.assert_allclose(exchange.seconds(configs, counts), alone, rtol=1e-12)
+
+
+@pytest.mark.parametrize("rank", [8, 512])
+def test_the_deployment_that_is_fastest_with_its_exchange_is_chosen(rank: int) -> None:
+    loads = tuple(replace(load, trainable_parameters=rank * 10_000_000) for load in LOADS)
+    facts = replace(FACTS, loads=loads, limit_bytes=None)
+    model = replica_time_model(facts, (ONE, STAGES, ParallelConfig(1, 4), TWO, ParallelConfig(4, 1)))
+    exchange = GradientExchange(loads, facts)
+    lengths = [length for load in loads for length in load.lengths]
+    options = {"proposal": False, "interval": 256, "relative_gap": 0.0}
+    counted = plan_deployment(lengths, len(lengths), 8, model, exchange=exchange, **options)
+    every = plan_deployment(lengths, len(lengths), 8, model, exchange=exchange, lower_bound_filter=False, **options)
+    free = plan_deployment(lengths, len(lengths), 8, model, **options)
+    assert counted.expected_step_s <= every.expected_step_s * 1.01
+    assert counted.expected_step_s <= (free.expected_step_s + exchange.seconds_of(free.groups)) * 1.01
+    assert counted.exchange_s == exchange.seconds_of(counted.groups)
+    assert free.exchange_s == 0
+    for one in counted.candidates:
+        if one.step_s is not None:
+            own_s = exchange.seconds_of(replica_groups(counted.configurations, one.counts, model))
+            assert one.step_s >= max(own_s, one.bound_s * (1 - 1e-6))
