@@ -359,10 +359,7 @@ def test_adapters_that_no_row_reaches_are_saved_as_they_were_drawn(tmp_path: Pat
 
 def test_a_task_that_adapts_nothing_that_text_reaches_is_refused_by_name() -> None:
     config = LoraConfig(target_modules=r".*vision_tower.*(k|v)_proj", task_type="CAUSAL_LM")
-    with pytest.raises(
-        ConfigError,
-        match=r"tasks\.a\.peft_config\.target_modules must ",
-    ):
+    with pytest.raises(ConfigError, match=r"tasks\.a\.peft_config\.target_modules must "):
         MultiTaskPeftModel(filled(llava), {"a": config})
 
 

@@ -17,8 +17,9 @@ from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence
 from peft_mux.engine.executor import Executor
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives import heads as token_losses
+from tests.modeling.adapters.passes import assert_nan_stays
 from tests.modeling.objectives.cases import CASES, LossCase
-from tests.modeling.objectives.preference.cases import PREFERENCE_CASES
+from tests.modeling.objectives.preference.cases import READING_CASES
 from tests.modeling.objectives.test_objectives import model_for
 from tests.modeling.test_architectures import CLASSIFIERS, LANGUAGE_MODELS, filled, multiplexed
 from tests.packing.tries import Rows, hard_rows, tries
@@ -136,7 +137,7 @@ def alike(rows: tuple[TokenSequence, ...]) -> tuple[TokenSequence, ...]:
     return (*found, replace(found[-1], row=len(found)))
 
 
-@pytest.mark.parametrize("case", [*CASES, *PREFERENCE_CASES], ids=str)
+@pytest.mark.parametrize("case", [*CASES, *READING_CASES], ids=str)
 def test_every_loss_reads_the_same(case: LossCase) -> None:
     model = model_for(case, "a", "b")
     batches = [replace(batch, sequences=alike(batch.sequences)) for batch in (case.batch("a", 1), case.batch("b", 2))]
@@ -177,18 +178,7 @@ def test_the_head_sees_each_row_with_a_label_once(monkeypatch: pytest.MonkeyPatc
 def test_a_nan_in_the_weights_of_one_task_leaves_the_bits_of_the_other() -> None:
     model = multiplexed(filled(LANGUAGE_MODELS["Llama"][0]), LANGUAGE_MODELS["Llama"][1])
     batch = stream_of(sequences_of(hard_rows()), sequences_of(hard_rows(), seed=1)).sharing([True, True], LEAST)
-    own = list(model.task_parameters("b"))
-
-    def run() -> list[torch.Tensor]:
-        model.zero_grad(set_to_none=False)
-        output = model(batch)
-        output.losses.sum().backward()
-        return [output.losses[1].detach(), *(model.task_parameters("b")[key].grad.clone() for key in own)]  # type: ignore[union-attr]
-
-    clean = run()
-    with torch.no_grad():
-        next(iter(model.task_parameters("a").values())).fill_(float("nan"))
-    assert all(torch.equal(mine, theirs) for mine, theirs in zip(run(), clean, strict=True))
+    assert_nan_stays(model, batch, "a")
 
 
 def test_tasks_that_may_not_share_have_all_of_their_rows_and_the_bits_of_before() -> None:

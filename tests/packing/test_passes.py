@@ -25,7 +25,7 @@ from peft_mux.data.packing.passes import (
 from peft_mux.data.packing.prefixes import row_trie
 from peft_mux.errors import ConfigError
 
-PROPERTY = settings(deadline=None, max_examples=80)
+PROPERTY = settings(deadline=None, max_examples=50)
 TASKS = st.lists(st.lists(st.integers(1, 200), max_size=12), min_size=1, max_size=5)
 
 

@@ -20,7 +20,7 @@ from peft_mux.data.packing.prefixes import (
 )
 from tests.packing.tries import Rows, hard_rows, tries
 
-PROPERTY = settings(deadline=None, max_examples=60)
+PROPERTY = settings(deadline=None, max_examples=40)
 LEAST = 2
 
 

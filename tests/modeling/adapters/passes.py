@@ -93,3 +93,38 @@ def assert_as_plain(
             assert may_be_zero or item.grad.norm() > 0, f"{name} {key}: the comparison would be empty"
             found: Any = model.task_parameters(name)[key].grad
             assert lab.relative(found, item.grad) <= tolerance, f"{name} {key}"
+
+
+def assert_nan_stays(model: MultiTaskPeftModel, batch: MuxBatch, spoilt: str, part: str = "") -> None:
+    """Assert that NaN in parameters of one task leaves the bits of losses and gradients of all others.
+
+    Args:
+        model: holds the tasks; it is given back as it was.
+        batch: rows of all tasks.
+        spoilt: the task.
+        part: what the names of the parameters have in common that are NaN.
+    """
+
+    def run() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+        named = {f"{name} {key}": item for name in model.tasks for key, item in model.task_parameters(name).items()}
+        for item in named.values():
+            item.grad = None
+        losses = model(batch).losses
+        losses.sum().backward()
+        return losses.detach(), {key: item.grad.clone() for key, item in named.items() if item.grad is not None}
+
+    healthy, own = run(), model.task_parameters(spoilt)
+    kept = {key: item.detach().clone() for key, item in own.items()}
+    with torch.no_grad():
+        for key, item in own.items():
+            if part in key:
+                item.fill_(math.nan)
+    ill = run()
+    with torch.no_grad():
+        for key, item in own.items():
+            item.copy_(kept[key])
+    for number, name in enumerate(batch.task_names):
+        assert ill[0][number].isnan() if name == spoilt else torch.equal(ill[0][number], healthy[0][number]), name
+    others = [key for key in healthy[1] if not key.startswith(f"{spoilt} ")]
+    assert others
+    assert all(torch.equal(healthy[1][key], ill[1][key]) for key in others)

@@ -97,10 +97,7 @@ def test_what_a_run_saves_is_plain_peft_is_pruned_there_and_merged(tmp_path: Pat
             wanted = model.task_view(name)(input_ids=ids).logits
             assert torch.equal(loaded(input_ids=ids).logits, wanted)
             assert "import peft_mux\nfrom peft import PeftModel" in str(model_card(tmp_path / name, "me/it", 3))
-        with pytest.raises(
-            ConfigError,
-            match=r"merge needs an adapter that adds to a weight.*got BOTTLENECK",
-        ):
+        with pytest.raises(ConfigError, match=r"merge needs an adapter that adds to a weight.*got BOTTLENECK"):
             model.task_view("houlsby").merge_and_unload()
         assert model.tasks == ("diff", "houlsby")
         wanted = model.task_view("diff")(input_ids=ids).logits

@@ -25,7 +25,7 @@ from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.packed import packed_attention
 from peft_mux.modeling.stream import Stream
 
-PROPERTY = settings(deadline=None, max_examples=80)
+PROPERTY = settings(deadline=None, max_examples=40)
 HEADS, CHANNELS = 4, 8
 # Lengths on both sides of a multiple of 16, equal ones, and single tokens.
 LENGTHS = (5, 16, 1, 17, 33, 5, 32, 1)
@@ -118,8 +118,7 @@ def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
 # ----------------------------------------------------------- against one by one
 
 
-@pytest.mark.parametrize("key_heads", [4, 2, 1], ids=["heads", "grouped", "multi-query"])
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(("kind", "key_heads"), [*((kind, 2) for kind in KINDS), ("causal", 4), ("causal", 1)])
 def test_packed_attention_and_its_gradients_are_those_of_each_sequence_alone(kind: str, key_heads: int) -> None:
     batch = batch_of({"a": LENGTHS[:3], "b": LENGTHS[3:]})
     qkv = states(sum(LENGTHS), key_heads=key_heads)

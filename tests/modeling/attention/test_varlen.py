@@ -63,79 +63,55 @@ def by_sequence(
     return torch.cat([part.transpose(0, 1) for part in parts])
 
 
+SIGNATURES = {
+    "torch_2_11": lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
+    *, return_aux=None, scale=1.0, window_size=(-1, -1): None,
+    "torch_2_12": lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
+    *, return_aux=None, scale=1.0, window_size=(-1, -1), enable_gqa=False, seqused_k=None: None,
+    "torch_2_13": lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
+    *, return_aux=None, scale=1.0, window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None,
+    num_splits=None: None,
+    "flash_attn": lambda q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0,
+    softmax_scale=1.0, causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
+    return_attn_probs=False, block_table=None: None,
+    "flash_attn_interface": lambda q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None,
+    seqused_k=None, softmax_scale=1.0, causal=False, qv=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
+    num_splits=0, pack_gqa=None, deterministic=False, sm_margin=0: None,
+}  # fmt: skip
+"""The arguments of each library in one version."""
+
+
 class Library:
     """Stands for a library in one version: checks what it is handed as that version does, and notes it."""
 
     def __init__(self, version: str) -> None:
         self.version = version
+        self.__signature__ = inspect.signature(SIGNATURES[version])
         self.seen: dict[str, Any] = {}
 
-    def _check(self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, *, gqa: bool) -> None:
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        bound = self.__signature__.bind(*args, **kwargs)
+        bound.apply_defaults()
+        self.seen, is_torch = dict(bound.arguments), self.version.startswith("torch")
+        q, k, v, bounds, bounds_k, max_q, max_k = bound.args[:7]
+        self.seen |= {"heads": k.shape[1], "max_q": max_q, "max_k": max_k}
         assert q.stride(-1) == k.stride(-1) == v.stride(-1) == 1, "channels lie apart"
-        assert gqa or q.shape[1] == k.shape[1] == v.shape[1], "as many heads as key-value heads"
-
-    def torch_2_11(
-        self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
-        *, return_aux=None, scale=1.0, window_size=(-1, -1),
-    ):  # fmt: skip
-        self.seen = {"heads": key.shape[1], "max_q": max_q, "max_k": max_k, "window_size": window_size}
-        self._check(query, key, value, gqa=False)
-        assert torch.equal(cu_seq_q, cu_seq_k)
-        return by_sequence(query, key, value, cu_seq_q, scale, window_size)
-
-    def torch_2_12(
-        self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
-        *, return_aux=None, scale=1.0, window_size=(-1, -1), enable_gqa=False, seqused_k=None,
-    ):  # fmt: skip
-        self.seen = {"heads": key.shape[1], "max_q": max_q, "max_k": max_k, "window_size": window_size}
-        self.seen["enable_gqa"] = enable_gqa
-        self._check(query, key, value, gqa=enable_gqa)
-        assert seqused_k is None
-        return by_sequence(query, key, value, cu_seq_q, scale, window_size)
-
-    def torch_2_13(
-        self, query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
-        *, return_aux=None, scale=1.0, window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None,
-        num_splits=None,
-    ):  # fmt: skip
-        out = self.torch_2_12(
-            query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
-            scale=scale, window_size=window_size, enable_gqa=enable_gqa,
-        )  # fmt: skip
-        self.seen["num_splits"] = num_splits
-        return out
-
-    def flash_attn(
-        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout_p=0.0, softmax_scale=1.0,
-        causal=False, window_size=(-1, -1), softcap=0.0, alibi_slopes=None, deterministic=False,
-        return_attn_probs=False, block_table=None,
-    ):  # fmt: skip
-        self.seen = {"heads": k.shape[1], "max_q": max_seqlen_q, "max_k": max_seqlen_k, "window_size": window_size}
-        self.seen |= {"causal": causal, "deterministic": deterministic}
-        self._check(q, k, v, gqa=True)
-        assert (dropout_p, softcap) == (0.0, 0.0)
-        return by_sequence(q, k, v, cu_seqlens_q, softmax_scale, (window_size[0], 0 if causal else window_size[1]))
-
-    def flash_attn_interface(
-        self, q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, seqused_q=None, seqused_k=None,
-        softmax_scale=1.0, causal=False, qv=None, window_size=(-1, -1), attention_chunk=0, softcap=0.0,
-        num_splits=0, pack_gqa=None, deterministic=False, sm_margin=0,
-    ):  # fmt: skip
-        out = self.flash_attn(
-            q, k, v, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k,
-            softmax_scale=softmax_scale, causal=causal, window_size=window_size, deterministic=deterministic,
-        )  # fmt: skip
-        self.seen["num_splits"] = num_splits
-        return out, torch.zeros(q.shape[1], q.shape[0])
+        takes_groups = self.seen.get("enable_gqa", not is_torch)
+        assert takes_groups or q.shape[1] == k.shape[1] == v.shape[1], "as many heads as key-value heads"
+        assert torch.equal(bounds, bounds_k)
+        others = ("seqused_k", "dropout_p", "softcap", "block_table", "attention_chunk", "qv")
+        assert not any(self.seen.get(name) for name in others)
+        left, right = self.seen["window_size"]
+        reach = left, 0 if self.seen.get("causal") else right
+        out = by_sequence(q, k, v, bounds, self.seen["scale" if is_torch else "softmax_scale"], reach)
+        return (out, torch.zeros(q.shape[1], q.shape[0])) if self.version == "flash_attn_interface" else out
 
     def kernel(self) -> VarlenKernel:
-        name = "torch" if self.version.startswith("torch") else self.version
-        found = as_kernel(name, getattr(self, self.version))
+        found = as_kernel("torch" if self.version.startswith("torch") else self.version, self)
         assert found is not None
         return found
 
 
-VERSIONS = ("torch_2_11", "torch_2_12", "torch_2_13", "flash_attn", "flash_attn_interface")
 KINDS: dict[str, dict[str, Any]] = {
     "causal": {"is_causal": True, "window": None},
     "bidirectional": {"is_causal": False, "window": None},
@@ -145,7 +121,7 @@ KINDS: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.fixture(params=VERSIONS)
+@pytest.fixture(params=SIGNATURES)
 def library(request: pytest.FixtureRequest) -> Library:
     return Library(request.param)
 
@@ -302,7 +278,7 @@ def install(monkeypatch: pytest.MonkeyPatch, fresh: None) -> Callable[..., None]
         for name in ("flash_attn", "flash_attn_interface"):
             package = types.ModuleType(name) if name in packages else None
             if package is not None:
-                package.flash_attn_varlen_func = getattr(Library(name), name)  # pyright: ignore
+                package.flash_attn_varlen_func = Library(name)  # pyright: ignore
             monkeypatch.setitem(sys.modules, name, package)  # None makes the import fail
 
     return pretend
@@ -315,7 +291,7 @@ def found() -> str | None:
 
 
 def test_torch_comes_first_then_the_packages_then_nothing(install: Callable[..., None]) -> None:
-    ours = Library("torch_2_11").torch_2_11
+    ours = Library("torch_2_11")
     both = ("flash_attn", "flash_attn_interface")
     install(has_flash=True, torch_has=ours, packages=both)
     assert found() == "torch"

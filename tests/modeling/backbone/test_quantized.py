@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 import sys
 from collections.abc import Callable
 from functools import cache
@@ -11,7 +10,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, TaskType, get_peft_model
+from peft import LoraConfig, PeftModel, TaskType
 from transformers import (
     AutoModelForCausalLM,
     BitsAndBytesConfig,
@@ -22,8 +21,6 @@ from transformers import (
 )
 
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.errors import CheckpointError, ConfigError, UnsupportedModelError
 from peft_mux.modeling.backbone.quantized import base_output, prepare_quantized, quantized_layers, weight_bytes
 from peft_mux.modeling.backbone.shape import fingerprint, model_shape, weight_samples
@@ -44,6 +41,7 @@ from tests.invariants.mux_lab import (
     weights,
 )
 from tests.modeling.adapters.alone import together
+from tests.modeling.adapters.passes import assert_as_plain, packed, plain
 
 bnb = pytest.importorskip("bitsandbytes")
 
@@ -105,17 +103,6 @@ def judged(run: Run, tasks: list[Any], folder: Path, form: str, monkeypatch: pyt
     return {task.name: judge(run.trainer, task) for task in tasks}
 
 
-def mux_batch(tasks: dict[str, list[list[int]]]) -> Any:
-    batches = []
-    for name, rows in tasks.items():
-        sequences = [
-            TokenSequence(torch.tensor(row).numpy(), torch.tensor(row).numpy(), i) for i, row in enumerate(rows)
-        ]
-        batches.append(TaskBatch(name, 0, 0, tuple(sequences)))
-    (batch,) = ChunkPackingCollator().micro_batches(batches, max_tokens=256)
-    return batch
-
-
 # ---------------------------------------------------------- alone = together
 
 
@@ -130,31 +117,17 @@ def test_several_steps_equal_those_of_plain_peft(
 @ALL_FORMATS
 def test_losses_and_adapter_gradients_of_one_step_are_plain_pefts(form: str, folder: Path) -> None:
     configs = {"a": LoraConfig(r=4, target_modules="all-linear"), "b": LoraConfig(r=8, target_modules=["v_proj"])}
-    rows = {name: [row["input_ids"] for row in mux_lab.rows(seed, 2, 9, 9)] for seed, name in enumerate(configs)}
     backbone = loaded(folder, form)
     prepare_quantized(backbone)
-    model = MultiTaskPeftModel(backbone, configs).train()
-    for name in configs:  # B starts at zero, which would hide the gradients of A
-        for key, weight in model.task_parameters(name).items():
-            if "lora_B" in key:
+    model = MultiTaskPeftModel(backbone, configs, seeds=dict.fromkeys(configs, 1)).train()
+    judges = {name: plain(config, 1, lambda: loaded(folder, form)) for name, config in configs.items()}
+    for name, (alone, own) in judges.items():
+        alone.train()
+        for key, weight in (*own.items(), *model.task_parameters(name).items()):
+            if "lora_B" in key:  # it starts at zero, which would hide the gradients of A
                 torch.nn.init.constant_(weight, 0.01)
-    output = model(mux_batch(rows))
-    output.losses.sum().backward()
-    for index, (name, config) in enumerate(configs.items()):
-        alone = get_peft_model(loaded(folder, form), copy.deepcopy(config)).train()
-        parameters = {key.replace(".default", ""): value for key, value in alone.named_parameters() if "lora_" in key}
-        with torch.no_grad():
-            for key, weight in model.task_parameters(name).items():
-                parameters[key].copy_(weight)
-        ids = torch.tensor(rows[name])
-        loss = alone(input_ids=ids, labels=ids).loss
-        loss.backward()
-        torch.testing.assert_close(output.losses[index], loss, rtol=1e-5, atol=0)
-        for key, weight in model.task_parameters(name).items():
-            wanted = parameters[key].grad
-            assert wanted is not None, key
-            assert wanted.norm() > 0, key
-            assert relative(weight.grad, wanted) < 1e-4, key
+    batch, rows = packed(*configs)
+    assert_as_plain(model, batch, judges, rows)
 
 
 @BOTH_WIDTHS

@@ -28,9 +28,10 @@ from peft_mux.modeling.sharding import norm_over_all_ranks
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.cases import CASES as ADAPTER_CASES
 from tests.modeling.adapters.cases import FAST
+from tests.modeling.adapters.passes import assert_nan_stays
 from tests.modeling.objectives.cases import CASES as LOSS_CASES
 from tests.modeling.objectives.cases import LossCase
-from tests.modeling.objectives.preference.cases import PREFERENCE_CASES
+from tests.modeling.objectives.preference.cases import READING_CASES
 from tests.modeling.objectives.test_objectives import model_for
 from tests.modeling.test_architectures import (
     CLASSIFIERS,
@@ -240,7 +241,7 @@ def test_dropout_is_drawn_for_the_tokens_that_are_left_as_for_all() -> None:
     assert (losses_and_gradients(model, some_rows())[0] - drawn).abs().min() > 1e-3
 
 
-@pytest.mark.parametrize("case", [*LOSS_CASES, *PREFERENCE_CASES], ids=str)
+@pytest.mark.parametrize("case", [*LOSS_CASES, *READING_CASES], ids=str)
 def test_every_loss_reads_what_it_reads_of_all_rows(case: LossCase) -> None:
     model = model_for(case, "a", "b", is_verified=True)
     batches = [case.batch("a", 1), case.batch("b", 2)]
@@ -284,17 +285,8 @@ def test_a_recomputed_last_layer_keeps_its_inputs_alone() -> None:
 
 
 def test_nan_of_one_task_reaches_no_other() -> None:
-    model, batch = multiplexed(filled(LANGUAGE_MODELS["Llama"][0]), ["q_proj", "down_proj"]), some_rows()
-    names = list(model.task_parameters("b"))
-    healthy = losses_and_gradients(model, batch)
-    with torch.no_grad():
-        for parameter in model.task_parameters("a").values():
-            parameter.fill_(float("nan"))
-    ill = losses_and_gradients(model, batch)
-    assert ill[0][0].isnan()
-    assert torch.equal(ill[0][1], healthy[0][1])
-    for mine, theirs in zip(ill[-len(names) :], healthy[-len(names) :], strict=True):
-        assert torch.equal(mine, theirs)
+    model = multiplexed(filled(LANGUAGE_MODELS["Llama"][0]), ["q_proj", "down_proj"])
+    assert_nan_stays(model, some_rows(), "a")
 
 
 def test_a_task_alone_has_what_it_has_next_to_another() -> None:

@@ -68,24 +68,6 @@ def layers(model: MultiTaskPeftModel) -> dict[str, Any]:
     return {name: (plain[name], modules[name], repr(one)) for name, one in tuned.items()}
 
 
-@pytest.mark.parametrize("fields", COPIED.values(), ids=COPIED)
-def test_a_copy_is_what_peft_would_have_injected(fields: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
-    configs: dict[str, Any] = {name: LoraConfig(**fields) for name in ("a", "b")}
-    configs |= {"other": IA3Config(target_modules=["v_proj"], feedforward_modules=[]), "c": LoraConfig(**fields)}
-    injected, copied = injected_model(monkeypatch, configs), MultiTaskPeftModel(tiny_llama(), configs, verify=False)
-    assert can_be_copied(copied.peft_config["t000002"])
-    theirs, ours = dict(injected.named_parameters()), dict(copied.named_parameters())
-    assert list(ours) == list(theirs)
-    assert all(torch.equal(ours[key], value) for key, value in theirs.items())
-    assert all(ours[key].stride() == value.stride() for key, value in theirs.items())
-    assert {k: v.requires_grad for k, v in ours.items()} == {k: v.requires_grad for k, v in theirs.items()}
-    assert layers(copied) == layers(injected)
-    assert {k: told(v.to_dict()) for k, v in copied.peft_config.items()} == {
-        k: told(v.to_dict()) for k, v in injected.peft_config.items()
-    }
-    assert [*copied.task_parameters("c")] == [*injected.task_parameters("c")]
-
-
 @pytest.mark.parametrize("fields", INJECTED.values(), ids=INJECTED)
 def test_what_peft_keeps_elsewhere_than_in_entries_of_layers_is_never_copied(fields: dict[str, Any]) -> None:
     assert not can_be_copied(LoraConfig(**fields))
@@ -107,8 +89,9 @@ def test_copies_share_no_memory_and_leave_one_by_one() -> None:
 
 REDRAWN: dict[str, dict[str, Any]] = COPIED | {
     "stabilised": {"r": 3, "target_modules": "all-linear", "use_rslora": True, "init_lora_weights": "gaussian"},
-    # What is computed of draws is no draw: PEFT injects it.
+    # What is computed of draws is no draw, and alphas of single layers are not told apart: PEFT injects these.
     "orthogonal": {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
+    "alphas": {"r": 2, "target_modules": ["q_proj", "up_proj"], "alpha_pattern": {"up_proj": 3}},
 }
 
 
@@ -117,15 +100,22 @@ REDRAWN: dict[str, dict[str, Any]] = COPIED | {
 def test_a_copy_of_another_seed_and_scaling_is_what_peft_would_have_injected(
     fields: dict[str, Any], dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    configs = {name: LoraConfig(**fields | {"lora_alpha": alpha}) for name, alpha in zip("abc", (4, 5, 5), strict=True)}
+    configs: dict[str, Any] = {
+        name: LoraConfig(**fields | {"lora_alpha": alpha}) for name, alpha in zip("abc", (4, 5, 5), strict=True)
+    }
+    configs = {"a": configs.pop("a"), "other": IA3Config(target_modules=["v_proj"], feedforward_modules=[]), **configs}
     seeds = {"a": 1, "b": 2, "c": 1}
     injected = injected_model(monkeypatch, configs, backbone=tiny_llama().to(dtype), seeds=seeds)
     counted = count_injections(monkeypatch)
     copied = MultiTaskPeftModel(tiny_llama().to(dtype), configs, verify=False, seeds=seeds)
-    assert len(counted) == (1 if fields.get("init_lora_weights") == "orthogonal" else 0)
+    is_injected = "alpha_pattern" in fields or fields.get("init_lora_weights") == "orthogonal"
+    assert len(counted) == 1 + is_injected, "adapters of IA3 are injected in any case"
     theirs, ours = dict(injected.named_parameters()), dict(copied.named_parameters())
     assert list(ours) == list(theirs)
-    assert all(torch.equal(ours[key], value) and ours[key].dtype == value.dtype for key, value in theirs.items())
+    for key, value in theirs.items():
+        assert torch.equal(ours[key], value)
+        assert (ours[key].dtype, ours[key].stride()) == (value.dtype, value.stride())
+        assert ours[key].requires_grad == value.requires_grad
     drawn = [{key: value.tolist() for key, value in copied.task_parameters(name).items()} for name in "abc"]
     assert drawn[0] != drawn[1], "the seeds of the test give the same weights"
     assert drawn[0] == drawn[2]
@@ -133,13 +123,7 @@ def test_a_copy_of_another_seed_and_scaling_is_what_peft_would_have_injected(
     assert {k: told(v.to_dict()) for k, v in copied.peft_config.items()} == {
         k: told(v.to_dict()) for k, v in injected.peft_config.items()
     }
-
-
-def test_an_alpha_next_to_alphas_of_single_layers_is_left_to_peft(monkeypatch: pytest.MonkeyPatch) -> None:
-    fields = {"r": 2, "target_modules": ["q_proj", "up_proj"], "alpha_pattern": {"up_proj": 3}}
-    configs: dict[str, Any] = {name: LoraConfig(**fields, lora_alpha=alpha) for name, alpha in (("a", 4), ("b", 5))}
-    injected = injected_model(monkeypatch, configs)
-    assert layers(MultiTaskPeftModel(tiny_llama(), configs, verify=False)) == layers(injected)
+    assert [*copied.task_parameters("c")] == [*injected.task_parameters("c")]
 
 
 def test_where_draws_do_not_give_an_adapter_its_weights_peft_injects_the_others(
@@ -210,3 +194,45 @@ def test_a_fault_is_reported_of_each_of_several_equal_tasks() -> None:
     configs = {name: LoraConfig(target_modules=["nowhere"]) for name in ("x", "y")}
     with pytest.raises(ConfigError, match=r"tasks\.x(.|\n)*tasks\.y"):
         MultiTaskPeftModel(tiny_llama(), configs, verify=False)
+
+
+# ---------------------------------------------------- where PEFT injects
+
+SMALL = LoraConfig(r=2, target_modules=["q_proj", "embed_tokens"])
+
+
+def test_adapters_of_all_tasks_are_in_fp32_on_a_backbone_in_half_precision() -> None:
+    configs = dict.fromkeys("abc", SMALL)
+    model = MultiTaskPeftModel(tiny_llama().to(torch.bfloat16), configs, verify=False)
+    dtypes = {name: {weight.dtype for weight in model.task_parameters(name).values()} for name in configs}
+    assert dtypes == {name: {torch.float32} for name in configs}
+
+
+def test_peft_sees_one_adapter_at_a_time_however_many_there_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = MultiTaskPeftModel(tiny_llama(), dict.fromkeys("abc", SMALL), verify=False)
+    seen = []
+    add = model.add_adapter
+
+    def watched(*args: Any, **kwargs: Any) -> None:
+        seen.append(sum(1 for _ in model.backbone.modules()))
+        add(*args, **kwargs)
+
+    monkeypatch.setattr(model, "add_adapter", watched)
+    model.register_tasks({f"t{number}": SMALL for number in range(4)})
+    assert len(set(seen)) == 1
+    assert model.tasks == ("a", "b", "c", "t0", "t1", "t2", "t3")
+    x = torch.arange(12)[None]
+    assert model.task_view("t3")(input_ids=x).logits.isfinite().all()
+
+
+def test_weights_are_laid_out_again_only_where_they_moved() -> None:
+    model = MultiTaskPeftModel(tiny_llama(), dict.fromkeys("ab", SMALL), verify=False)
+    before = {name: model.registry.slab_of(name) for name in model.tasks}
+    model.to("cpu")
+    assert all(model.registry.slab_of(name) is slab for name, slab in before.items())
+    model.to(torch.float64)
+    assert not any(model.registry.slab_of(name) is slab for name, slab in before.items())
+    slab = model.registry.slab_of("a")
+    next(iter(model.task_parameters("a").values())).data = torch.zeros(2, 16, dtype=torch.float64)
+    model.to("cpu")
+    assert model.registry.slab_of("a") is not slab, "one weight lies elsewhere"

@@ -22,7 +22,7 @@ from peft_mux.modeling.adapters.kind import KINDS
 from peft_mux.modeling.adapters.lora import parameters as parameters_file
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters.alone import alone, assert_resumes, task
-from tests.modeling.adapters.passes import IDS, assert_as_plain, judges_of, packed, perturbed, plain
+from tests.modeling.adapters.passes import IDS, assert_as_plain, assert_nan_stays, judges_of, packed, perturbed, plain
 from tests.modeling.adapters.test_kinds import ia3
 from tests.modeling.adapters.toy_kind import ToyKind, registered
 
@@ -158,19 +158,7 @@ def test_experts_are_never_copied_for_a_task(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_what_is_nan_in_one_task_reaches_no_other() -> None:
     configs = every_set()
-    healthy, ill = (together(qwen3_moe, configs, moved=True) for _ in range(2))
-    with torch.no_grad():
-        next(iter(ill.task_parameters("both").values())).fill_(torch.nan)
-    losses = [model(packed(*configs)[0]).losses for model in (healthy, ill)]
-    for output in losses:
-        output.sum().backward()
-    for number, name in enumerate(configs):
-        if name == "both":
-            assert losses[1][number].isnan()
-            continue
-        assert losses[0][number].item() == losses[1][number].item(), name
-        theirs = ill.task_parameters(name)
-        assert all(torch.equal(item.grad, theirs[key].grad) for key, item in healthy.task_parameters(name).items())
+    assert_nan_stays(together(qwen3_moe, configs, moved=True), packed(*configs)[0], "both")
 
 
 def test_what_is_saved_comes_back_in_plain_peft_and_here(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from peft_mux.data.batch import MuxBatch, chains_of
 from peft_mux.engine.executor import Executor
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from tests.invariants.mux_lab import relative, tiny_llama
+from tests.modeling.adapters.passes import assert_nan_stays
 from tests.modeling.adapters.prompts.prompt_cases import (
     CASES,
     CLASSIFYING,
@@ -120,20 +121,8 @@ def test_a_prompt_may_be_the_only_task_and_come_before_or_after_lora(form: str) 
 
 @pytest.mark.parametrize("broken", ["prompt", "mlp", "cpt", "prefix"])
 def test_a_prompt_that_is_nan_reaches_no_other_task(broken: str) -> None:
-    rows = {form: rows_of(form) for form in ALL}
-    healthy, ill = mux(*ALL), mux(*ALL)
-    with torch.no_grad():
-        next(iter(ill.task_parameters(broken).values())).fill_(math.nan)
-    found = [model(packed(model, rows)).losses for model in (healthy, ill)]
-    for losses in found:
-        losses.sum().backward()
-    for index, form in enumerate(ALL):
-        if form == broken:
-            assert found[1][index].isnan()
-            continue
-        assert torch.equal(found[0][index], found[1][index]), form
-        theirs = gradients(ill, form)
-        assert all(torch.equal(grad, theirs[key]) for key, grad in gradients(healthy, form).items()), form
+    model = mux(*ALL)
+    assert_nan_stays(model, packed(model, {form: rows_of(form) for form in ALL}), broken)
 
 
 # ------------------------------------------------------------- how rows are laid out
