@@ -9,7 +9,7 @@ from peft_mux.data.dataset import TaskLoader, tokenize_dataset
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.data.tokenize import TokenizeOptions
 
-PROPERTY = settings(deadline=None, max_examples=60)
+PROPERTY = settings(deadline=None, max_examples=30)
 OPTIONS = TokenizeOptions(task="own", max_length=64)
 
 

@@ -87,7 +87,7 @@ def test_only_processes_with_logits_call_the_functions_of_tasks(
     }
 
 
-@pytest.mark.parametrize("arguments", [PP2, {}], ids=["stages", "replicas"])
+@pytest.mark.parametrize("arguments", [PP2, pytest.param({}, marks=SLOW)], ids=["stages", "replicas"])
 def test_a_classifier_in_parts_has_the_metrics_of_one_process(arguments: dict[str, int], tmp_path: Path) -> None:
     one = cases.train_classifier(0, tmp_path / "one", {})
     parts = values(launch(2, cases.train_classifier, tmp_path / "two", arguments, limit_s=120))

@@ -8,15 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, MissConfig
+from peft import IA3Config, LoraConfig, MissConfig, PeftModel
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from peft_mux import Completion, GenerationRequest, MultiTaskPeftModel, SamplingOptions, generate
+from peft_mux import Completion, DataError, GenerationRequest, MultiTaskPeftModel, SamplingOptions, generate
 from peft_mux.modeling.adapters.catalogue import TypeEntry
+from peft_mux.modeling.adapters.kind import AdapterKind
 from peft_mux.modeling.adapters.sliced import SlicedKind
 from tests.generation.judge import Judge, held, prompts
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import VOCABULARY, tiny_llama
+from tests.modeling.adapters.prompts.prompt_cases import PROMPTS, config_of, task_ids
+from tests.modeling.adapters.test_kinds import CASES, LAYERED
 from tests.modeling.adapters.toy_kind import ToyKind, registered
 from tests.modeling.test_architectures import LANGUAGE_MODELS, VISION_LANGUAGE_MODELS, filled
 from tests.modeling.test_architectures import VOCABULARY as SMALL_VOCABULARY
@@ -237,3 +240,53 @@ def test_seeds_of_rows_that_have_none_count_on_within_their_task(model: MultiTas
 def test_no_prompts_give_no_completions(model: MultiTaskPeftModel) -> None:
     assert generate(model, {}) == []
     assert generate(model, {"a": []}) == []
+
+
+_FAST = ("LORA", "BOTTLENECK", "IA3", "OFT")
+"""Of each way to run one; the others follow where slow tests run."""
+
+
+@pytest.mark.parametrize(
+    "kind",
+    [
+        pytest.param(kind, id=kind.peft_type.value, marks=() if kind.peft_type.value in _FAST else pytest.mark.slow)
+        for kind in LAYERED
+    ],
+)
+def test_a_task_of_any_kind_next_to_lora_completes_as_plain_peft_alone(kind: AdapterKind, tmp_path: Path) -> None:
+    configs = {"own": CASES[kind.peft_type].make(0), "lora": LoraConfig(r=4, target_modules="all-linear")}
+    rows = {name: prompts(len(name), (7, 1, 12), VOCABULARY) for name in configs}
+    model = held(tiny_llama(), configs, scale=0.2)
+    found = generate(model, rows, max_new_tokens=8)
+    judge = Judge(tiny_llama(), model, tmp_path)
+    for name in configs:
+        tokens = [one.token_ids for one in found if one.task == name]
+        assert tokens == judge.completions(name, rows[name], do_sample=False, max_new_tokens=8), name
+
+
+def test_learnt_prompts_of_all_forms_complete_in_one_batch_as_plain_peft_alone(tmp_path: Path) -> None:
+    names = [*PROMPTS, "lora"]
+    model = held(tiny_llama(), {name: config_of(name) for name in names}, scale=0.1)
+    rows = {name: prompts(len(name), (7, 1, 12), VOCABULARY) for name in names}
+    found = generate(model, rows, max_new_tokens=6, eos_token_id=96)
+    model.save_pretrained(tmp_path)
+    for name in names:
+        plain = PeftModel.from_pretrained(tiny_llama(), str(tmp_path / name)).eval()
+        for row, one in zip(rows[name], [one for one in found if one.task == name], strict=True):
+            tokens = list(row)
+            for token, logprob in zip(one.token_ids, one.logprobs, strict=True):
+                with torch.no_grad():
+                    logits = plain(input_ids=torch.tensor([tokens]), **task_ids(plain)).logits[0, -1]
+                assert int(logits.argmax()) == token, name
+                assert float(logits.log_softmax(-1)[token]) == pytest.approx(logprob, abs=1e-4)
+                tokens.append(token)
+
+
+def test_positions_of_a_learnt_prompt_count(tmp_path: Path) -> None:
+    model = held(tiny_llama(), {"prefix": config_of("prefix")})
+    generate(model, {"prefix": [[3] * 50]}, max_new_tokens=9, eos_token_id=96)
+    with pytest.raises(
+        DataError,
+        match=r"prompts\.prefix row 0 must have at most 59 tokens with its completion.*got 51",
+    ):
+        generate(model, {"prefix": [[3] * 51]}, max_new_tokens=9)

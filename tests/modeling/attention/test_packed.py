@@ -252,17 +252,6 @@ def test_dropout_of_one_task_does_not_depend_on_its_neighbours() -> None:
     assert not torch.equal(together[:12], other_seed[:12])
 
 
-# --------------------------------------------------------------------- layout
-
-
-def test_a_layout_is_built_once_for_all_layers() -> None:
-    batch = batch_of({"a": LENGTHS})
-    attention = AttentionStream(Stream(), batch, {})
-    assert attention.layout(is_causal=True) is attention.layout(is_causal=True)
-    assert attention.layout(is_causal=False).padding_rows.numel() == 0
-    assert attention.layout(is_causal=True).padding_rows.numel() > 0
-
-
 # ------------------------------------------------------------------- refusals
 
 
@@ -374,13 +363,3 @@ def test_without_autocast_and_in_float64_the_precision_is_that_of_the_queries(mo
     with torch.autocast("cpu", dtype=torch.bfloat16):
         attend(batch, states(5, dtype=torch.float64))
     assert asked == [torch.float32, torch.float64]
-
-
-def test_bounds_of_keys_are_made_once_for_all_layers() -> None:
-    batch = batch_of({"a": (5, 3)})
-    attention = AttentionStream(Stream(), batch, {})
-    bounds = attention.key_bounds((9, 3))
-    assert bounds.tolist() == [0, 9, 12]
-    assert bounds.dtype == torch.int32
-    assert attention.key_bounds((9, 3)) is bounds
-    assert attention.key_bounds((7, 3)).tolist() == [0, 7, 10]

@@ -22,10 +22,9 @@ from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.cuda_graphs import reason_against
 from peft_mux.engine.executor import Executor
 from peft_mux.errors import ConfigError
-from peft_mux.kernels.cross_entropy.linear import Head
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION, HeadKind
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD, head_at
+from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
 from peft_mux.modeling.objectives.objective import (
     OBJECTIVES,
     OWN,
@@ -272,14 +271,6 @@ def test_tasks_of_several_temperatures_share_a_pass(targets: Any) -> None:
         targets_of = model.token_logprobs(batch)[rows.task]
         divided = [rollouts.divided(row, temperatures[rows.task]).logprobs() for row in judged(model, rows)]
         torch.testing.assert_close(targets_of.logprobs_M.double(), torch.cat(divided), rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize("softcap", [None, 3.0])
-def test_a_head_at_a_temperature_divides_its_logits(softcap: float | None) -> None:
-    torch.manual_seed(0)
-    head = Head(torch.randn(7, 4), torch.randn(7), scale=2.0, softcap=softcap)
-    hidden_MD = torch.randn(3, 4)
-    torch.testing.assert_close(head_at(head, 0.7).logits(hidden_MD), head.logits(hidden_MD) / 0.7)
 
 
 @pytest.mark.parametrize("case", [case for case in PACKAGED if case.objective.has_logits], ids=str)

@@ -9,10 +9,8 @@ import torch
 from peft import IA3Config, LoraConfig
 
 from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.kernels.lora.reference import Rows
-from peft_mux.modeling.adapters.lora.layer import rows_needed
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.modeling.stream import RowSegment, Stream
+from peft_mux.modeling.stream import Stream
 from tests.invariants.mux_lab import tiny_llama
 from tests.kernels.lora.watching import rows_left_out
 
@@ -110,21 +108,3 @@ def test_a_pass_without_adapters_keeps_the_gradients_of_its_input() -> None:
     handle.remove()
     assert kept[0].grad is not None
     assert (kept[0].grad[0].abs().sum(dim=1) > 0).sum() >= len(kept[0][0]) - 4, "all rows but last tokens"
-
-
-def segments(**ends: int) -> tuple[RowSegment, ...]:
-    """Return segments that follow each other, by adapter."""
-    found, start = [], 0
-    for name, end in ends.items():
-        found.append(RowSegment(name, start, end, 0, 0))
-        start = end
-    return tuple(found)
-
-
-def test_rows_that_continue_are_joined_and_few_rows_are_not_left_out() -> None:
-    rows = segments(a=10, b=20, c=30, d=40)
-    assert rows_needed(rows, frozenset("b")) == (Rows(0, 10), Rows(20, 40))
-    assert rows_needed(rows, frozenset("ab")) == (Rows(20, 40),)
-    assert rows_needed(rows, frozenset("abcd")) == ()
-    assert rows_needed(rows, frozenset()) is None
-    assert rows_needed(segments(a=2, b=40), frozenset("a")) is None
