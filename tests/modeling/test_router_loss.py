@@ -18,7 +18,7 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.trainer.trainer import MultiTaskTrainer
-from tests.engine.families import family_cases
+from tests.engine import lab as engine_lab
 from tests.engine.losses import router_cases
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters.passes import Judges, assert_as_plain, plain
@@ -65,7 +65,7 @@ def plain_loss(model: Any, rows: list[list[int]]) -> torch.Tensor:
 @pytest.mark.parametrize("kind", KINDS)
 def test_the_loss_and_its_gradient_are_those_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mixer = phimoe.sparsemixer
-    backbone = family_cases.backbone(kind)
+    backbone = engine_lab.backbone(kind)
     model = adapted(copy.deepcopy(backbone))
     # In training phimoe draws its experts.
     monkeypatch.setattr(phimoe, "sparsemixer", lambda *args, training, **others: mixer(*args, training=False, **others))

@@ -16,7 +16,7 @@ from peft_mux.modeling.objectives.heads import output_head
 from peft_mux.planning.loads import cut_layers, frozen_parts
 from peft_mux.planning.replica_facts import supported_configs
 from peft_mux.scheduler.replicas.configs import ParallelConfig
-from tests.engine.families import family_cases as cases
+from tests.engine import lab as cases
 
 FP32 = torch.float32
 OF_EVERY_FORM = ("cohere", "deepseek_v3", "gemma3_text", "glm4", "gpt2", "gpt_neox", "mixtral", "olmo2", "opt", "phi3")

@@ -48,18 +48,12 @@ def report() -> dict:
 # ---------------------------------------------------------- through the kernels
 
 
-def test_losses_and_gradients_of_several_steps_are_those_of_eager_passes(report: dict) -> None:
-    differences = report["several_steps"]["differences"]
-    assert len(differences) == 4
-    assert max(differences) <= LIMIT
-
-
-def test_a_shape_is_captured_once(report: dict) -> None:
-    assert report["several_steps"]["counts"] == [1, 1, 3, 3]
-
-
-def test_an_evaluation_between_steps_changes_nothing_and_captures_nothing(report: dict) -> None:
+def test_several_steps_are_those_of_eager_passes_with_each_shape_captured_once(report: dict) -> None:
     found = report["several_steps"]
+    assert len(found["differences"]) == 4
+    assert max(found["differences"]) <= LIMIT
+    assert found["counts"] == [1, 1, 3, 3]
+    # An evaluation between steps changes nothing and captures nothing.
     assert found["after evaluation"] <= LIMIT
     assert found["count after evaluation"] == found["counts"][-1]
     assert found["non finite"] == []
@@ -71,66 +65,53 @@ def test_a_replay_draws_by_the_seed_and_the_step_of_its_own_micro_batch(report: 
     assert report["draws"]["the first again"] == 0.0
 
 
-@pytest.mark.parametrize(
-    ("event", "is_new"),
-    [
-        ("first", True),
-        ("again", False),
-        ("arrived", True),
-        ("without the new one", False),
-        ("departed", True),
-        ("bound anew", True),
-        ("moved", True),
-    ],
-)
-def test_what_a_graph_holds_is_captured_again_when_it_changes(report: dict, event: str, is_new: bool) -> None:
-    found, events = report["company"], list(report["company"])
-    assert found[event]["difference"] <= LIMIT
-    before = found[events[events.index(event) - 1]]["count"] if event != "first" else 0
-    assert found[event]["count"] - before == int(is_new)
-
-
-def test_graphs_that_are_no_longer_true_are_freed(report: dict) -> None:
-    assert [found["graphs"] for found in report["company"].values()] == [1, 1, 1, 1, 1, 1, 1]
+def test_what_a_graph_holds_is_captured_again_when_it_changes_and_the_old_graph_is_freed(report: dict) -> None:
+    found = report["company"]
+    assert max(one["difference"] for one in found.values()) <= LIMIT
+    assert {event: one["count"] for event, one in found.items()} == {
+        "first": 1,
+        "again": 1,
+        "arrived": 2,
+        "without the new one": 2,
+        "departed": 3,
+        "bound anew": 4,
+        "moved": 5,
+    }
+    assert {one["graphs"] for one in found.values()} == {1}
 
 
 def test_graphs_beyond_the_limit_are_freed_and_captured_again(report: dict) -> None:
     assert report["bounded"]["counts"] == [[1, 1], [2, 1], [3, 1], [3, 1]]
 
 
-@pytest.mark.parametrize("value", ["nan", "inf"])
-def test_a_poisoned_task_leaves_every_bit_of_the_others_alone(report: dict, value: str) -> None:
-    found = report["poison"][value]
-    assert found["finite"] == [True, False, True]
-    assert found["gradients tell"]
-    assert found["same losses"]
-    assert found["same gradients"]
-
-
-def test_capturing_a_poisoned_micro_batch_leaves_nothing_behind(report: dict) -> None:
+def test_a_poisoned_task_leaves_every_bit_of_the_others_alone_and_capturing_it_leaves_nothing_behind(
+    report: dict,
+) -> None:
+    for value in ("nan", "inf"):
+        found = report["poison"][value]
+        assert found["finite"] == [True, False, True]
+        assert found["gradients tell"]
+        assert found["same losses"]
+        assert found["same gradients"]
     assert report["poison"]["a"] is True
 
 
-@pytest.mark.parametrize(
-    "amount",
-    ["1 of 32", "2 of 32", "15 of 32", "30 of 32", "31 of 32", "32 of 64", "33 of 64", "255 of 256", "1 of 256"],
-)
-def test_no_amount_of_padding_changes_anything(report: dict, amount: str) -> None:
-    assert report["padding"][amount] <= LIMIT
+def test_no_amount_of_padding_changes_anything(report: dict) -> None:
+    sizes = ("1 of 32", "2 of 32", "15 of 32", "30 of 32", "31 of 32", "32 of 64", "33 of 64", "255 of 256", "1 of 256")
+    assert report["padding"].keys() == set(sizes)
+    assert max(report["padding"].values()) <= LIMIT
 
 
 def test_capturing_leaves_gradients_and_weights_as_they_were(report: dict) -> None:
     assert report["warm_up"] == {"captured": 1, "same gradients": True, "same weights": True}
 
 
-def test_recomputed_activations_are_captured_too(report: dict) -> None:
-    assert report["recomputed"]["count"] == 1
-    assert max(report["recomputed"]["differences"]) <= LIMIT
-
-
-def test_a_replay_sees_the_weights_of_now_in_bf16(report: dict) -> None:
-    assert report["in_bf16"]["count"] == 1
-    assert max(report["in_bf16"]["differences"]) <= LIMIT
+@pytest.mark.parametrize("case", ["recomputed", "in_bf16"])
+def test_recomputed_activations_are_captured_and_a_replay_in_bf16_sees_the_weights_of_now(
+    report: dict, case: str
+) -> None:
+    assert report[case]["count"] == 1
+    assert max(report[case]["differences"]) <= LIMIT
 
 
 @pytest.mark.parametrize(
@@ -284,11 +265,6 @@ def test_the_argument_reaches_the_passes_of_a_run(tmp_path: Path) -> None:
 # --------------------------------------------------------------------- inputs
 
 
-@pytest.mark.parametrize(("tokens", "capacity"), [(1, 512), (511, 512), (512, 1024), (1023, 1024), (1024, 1536)])
-def test_there_is_always_a_token_of_padding(tokens: int, capacity: int) -> None:
-    assert Shape.of(batch(tokens)).num_tokens == capacity
-
-
 @pytest.mark.parametrize(
     ("lengths", "shape"),
     [
@@ -303,6 +279,11 @@ def test_there_is_always_a_token_of_padding(tokens: int, capacity: int) -> None:
 )
 def test_sizes_are_rounded_up_so_that_few_shapes_occur(lengths: tuple[int, ...], shape: Shape) -> None:
     assert Shape.of(batch(*lengths)) == shape
+
+
+def test_there_is_always_a_token_of_padding() -> None:
+    for tokens, capacity in ((1, 512), (511, 512), (512, 1024), (1023, 1024), (1024, 1536)):
+        assert Shape.of(batch(tokens)).num_tokens == capacity
 
 
 def test_at_most_a_fifth_of_many_targets_is_padding() -> None:
@@ -328,12 +309,9 @@ def test_padding_is_a_sequence_of_its_own_and_belongs_to_no_task() -> None:
     assert inputs.owner_M.tolist() == [0, 0, 1] + [-1] * 13
     assert inputs.weight_M.tolist() == [0.5, 0.5, 1.0] + [0.0] * 13
     assert static.num_tokens == 512
-
-
-def test_sequences_that_are_not_used_have_no_token() -> None:
-    inputs = StaticInputs(Shape.of(batch(2, 2, 2, 2)), ("a",), torch.device("cpu"))
-    inputs.fill(batch(2, 2, 2, 2))
-    assert inputs.batch.cu_seqlens.tolist() == [0, 2, 4, 6, 8, 512, 512, 512, 512]
+    unused = StaticInputs(Shape.of(batch(2, 2, 2, 2)), ("a",), torch.device("cpu"))
+    unused.fill(batch(2, 2, 2, 2))
+    assert unused.batch.cu_seqlens.tolist() == [0, 2, 4, 6, 8, 512, 512, 512, 512], "the last ones have no token"
 
 
 def test_nothing_of_an_earlier_micro_batch_remains() -> None:

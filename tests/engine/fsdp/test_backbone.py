@@ -1,8 +1,10 @@
-"""Frozen weights divided among real processes (FSDP2): the result of one process, in 1/n of the memory."""
+"""Frozen weights divided among real processes (FSDP2): what each holds and receives, and every type of PEFT.
+
+What is trained in such layouts is compared with one process in `tests/engine/test_layouts.py`.
+"""
 
 from __future__ import annotations
 
-import functools
 import sys
 from pathlib import Path
 from typing import Any
@@ -10,118 +12,107 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
+from peft import LoraConfig, PeftType
 from torch.distributed.tensor import DTensor
 
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine import fsdp
-from peft_mux.engine.fsdp import ShardedBackbone
+from peft_mux.engine.executor import Executor
+from peft_mux.engine.fsdp import ShardedBackbone, shard_backbone
+from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.processes import Processes
+from peft_mux.engine.work import StepWork
 from peft_mux.errors import UnsupportedModelError
+from peft_mux.modeling.adapters.kind import KINDS
+from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from peft_mux.modeling.model import MultiTaskPeftModel
-from tests.engine.fsdp import cases
-from tests.engine.fsdp.cases import Case, Seen
-from tests.engine.processes.cases import launch, values
+from tests.engine import lab
+from tests.engine.lab import Case
+from tests.engine.processes.cases import connected, launch, values
 from tests.engine.replicas import layout_cases
-from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import rows, small_task, tiny_llama
+from tests.modeling.adapters.cases import CASES
+from tests.modeling.adapters.test_kinds import perturbed
+from tests.packing.even_rows import even_rows
 
 pytestmark = pytest.mark.distributed
+SHARDED = Case(layout="<1,1>x2", sharded=True, apart=True)
 
 
-@functools.cache
-def alone(case: Case, folder: Path) -> Seen:
-    return cases.train(case, 0, folder, sharded=False)
+def bytes_per_pass(backbone: ShardedBackbone) -> int:
+    """Return the bytes of frozen weights that each of two processes receives in one forward and backward.
+
+    A unit of weights `[K_i, ...]` over two processes brings the other shard of `ceil(K_i / 2)` rows each.
+    """
+    units = {id(unit) for unit in backbone.forward_units()}
+    total, stack = 0, [*backbone.forward_units(), *backbone.backward_units()]
+    while stack:
+        module = stack.pop()
+        for item in module.parameters(recurse=False):
+            if isinstance(item, DTensor):
+                total += -(-item.shape[0] // 2) * (item.numel() // item.shape[0]) * item.element_size()
+        stack += [child for child in module.children() if id(child) not in units]
+    return total
 
 
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("sharded")
+def gathered(rank: int) -> dict[str, int]:
+    """Return what a step of unequal passes brings to a process."""
+    engine = lab.Engine(SHARDED, connected(20.0))
+    work, whole = engine.work(0, lab.FIRST), engine.sharded
+    assert whole is not None
+    before = whole.num_bytes
+    engine.executor.run(work)
+    facts = {"received": whole.num_bytes - before, "closed form": bytes_per_pass(whole), "own": len(work.micro_batches)}
+    engine.close()
+    return facts
 
 
-@functools.cache
-def trained(case: Case, world_size: int, home: Path) -> list[Seen]:
-    return values(launch(world_size, cases.train_sharded, case, home))
+def test_a_step_receives_the_layers_twice_and_the_ends_once_for_each_pass_of_the_process_with_most() -> None:
+    found = values(launch(2, gathered))
+    layer = 4 * (32 * 32 * 2 + 2 * 16 * 32 + 3 * 48 * 32 + 2 * 32)  # bytes: q, o; k, v; gate, up, down; norms
+    end, norm = 4 * 62 * 32, 4 * 32  # 61 tokens are padded to 62
+    most = max(one["own"] for one in found)
+    assert min(one["own"] for one in found) < most
+    for one in found:
+        assert one["closed form"] == (2 * 4 * layer + 2 * end + 2 * norm) // 2
+        assert one["received"] == most * one["closed form"]
 
 
-def assert_as_one(part: Seen, one: Seen, *, but: tuple[str, ...] = ()) -> None:
-    assert part.losses.keys() == one.losses.keys()
-    for name in one.losses.keys() - set(but):
-        np.testing.assert_allclose(part.losses[name], one.losses[name], rtol=1e-5, err_msg=name)
-        for key, weight in one.weights[name].items():
-            np.testing.assert_allclose(part.weights[name][key], weight, atol=1e-4, err_msg=f"{name} {key}")
+def changed_between_passes(rank: int | None) -> tuple[dict[str, Any], bool]:
+    """Triple the frozen weights of layer 1 after a forward; return gradients, and whether the weights were freed.
+
+    Args:
+        rank: of several processes; `None` for one that holds everything.
+    """
+    engine = lab.Engine(lab.PLAIN.alone, Processes()) if rank is None else lab.Engine(SHARDED, connected(20.0))
+    model, batch = engine.model, lab.step_work(tasks=["a"]).micro_batches[0]
+    layer: Any = model.backbone.base_model.layers[1]
+    read: list[torch.Tensor] = []
+    layer.mlp.register_forward_pre_hook(lambda module, _: read.append(module.down_proj.base_layer.weight))
+    output = model(batch)
+    freed = read[0].untyped_storage().size() == 0
+    own = {id(item) for name in model.tasks for item in model.task_parameters(name).values()}
+    with torch.no_grad():
+        for parameter in layer.parameters():
+            if id(parameter) not in own:
+                (parameter.data if rank is None else parameter.to_local()).mul_(3.0)
+    output.losses.sum().backward()
+    return {
+        key: item.grad.numpy().copy() for key, item in model.task_parameters("a").items() if item.grad is not None
+    }, freed
 
 
-CASES = {
-    "llama": (2, Case("llama")),
-    "gpt2, recomputed activations": (2, Case("gpt2", recomputes=True)),
-    "tied and adapted ends, 3 processes": (3, Case("tied", ends=True)),
-    "adapted ends, recomputed, unequal passes": (2, Case("llama", ends=True, recomputes=True, few=True)),
-    "a task arrives, ends unadapted": (2, Case("tied", arrives=True)),
-    "a task arrives and adapts the ends": (2, Case("llama", arrives=True, ends=True)),
-    "mixtral, adapted experts and routers": (2, Case("mixtral")),
-    "gpt2, chains of passes, unequal": (2, Case("gpt2", splits=True, max_tokens=20, few=True)),
-}
-SLOW = (
-    "gpt2, recomputed activations",
-    "tied and adapted ends, 3 processes",
-    "adapted ends, recomputed, unequal passes",
-    "a task arrives, ends unadapted",
-    "a task arrives and adapts the ends",
-    "mixtral, adapted experts and routers",
-)
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=pytest.mark.slow if name in SLOW else ()) for name in CASES])
-def test_several_processes_with_a_part_of_the_backbone_train_to_the_result_of_one(name: str, home: Path) -> None:
-    world_size, case = CASES[name]
-    parts, one = trained(case, world_size, home), alone(case, home)
-    for part in parts:
-        assert_as_one(part, one)
-        assert part.losses == parts[0].losses
-        assert part.local_bytes == pytest.approx(part.whole_bytes / world_size, rel=0.1)
-        most = [counts[1] for counts in part.passes]
-        assert part.bytes_by_step[-1] == most[-1] * part.closed_form
-    if case.few:
-        assert parts[1].passes[0][0] < parts[0].passes[0][0]
-
-
-def test_bytes_received_in_a_pass_are_those_of_the_layers_twice_and_of_the_ends_once(home: Path) -> None:
-    (first, _) = trained(Case("llama"), 2, home)
-    layer = 4 * (32 * 32 * 2 + 2 * 16 * 32 + 3 * 64 * 32 + 2 * 32)  # bytes: q, o; k, v; gate, up, down; norms
-    end, norm = 4 * 98 * 32, 4 * 32  # 97 tokens are padded to 98
-    assert first.closed_form == (2 * 4 * layer + 2 * end + 2 * norm) // 2
-    assert first.bytes_by_step == [most * first.closed_form for _, most in first.passes]
-
-
-def test_a_nan_ends_its_task_on_all_processes_and_harms_no_neighbour(home: Path) -> None:
-    healthy = alone(Case("llama"), home)
-    for part in trained(Case("llama", poison=True), 2, home):
-        assert part.failures == {"d": "non_finite: loss is nan"}
-        assert_as_one(part, healthy_without_d(healthy, part), but=("d",))
-
-
-def healthy_without_d(healthy: Seen, part: Seen) -> Seen:
-    losses = {**healthy.losses, "d": part.losses["d"]}
-    return Seen(losses=losses, weights=healthy.weights)
-
-
-def test_weights_are_freed_after_forward_and_the_backward_reads_what_is_gathered_again(home: Path) -> None:
-    wanted = cases.changed_between_passes(None)
-    for found, freed in values(launch(2, cases.changed_between_passes)):
+def test_weights_are_freed_after_forward_and_the_backward_reads_what_is_gathered_again() -> None:
+    wanted = changed_between_passes(None)
+    for found, freed in values(launch(2, changed_between_passes)):
         assert freed
         for key, gradient in wanted[0].items():
-            np.testing.assert_allclose(found[key], gradient, atol=1e-6, err_msg=key)
-
-
-def test_a_view_computes_and_saves_and_plain_peft_reads_it(tmp_path: Path) -> None:
-    for rank, facts in enumerate(values(launch(2, cases.used_through_a_view, tmp_path))):
-        plain = PeftModel.from_pretrained(cases.backbone("llama"), str(tmp_path / f"a{rank}")).eval()
-        ids = torch.arange(1, 8)[None]
-        with torch.no_grad():
-            np.testing.assert_allclose(plain(input_ids=ids).logits.numpy(), facts["logits"], atol=1e-5)
+            np.testing.assert_allclose(found[key], gradient, atol=1e-5, err_msg=key)
 
 
 def test_a_model_whose_layers_cannot_be_told_is_refused() -> None:
-    model: Any = MultiTaskPeftModel(cases.backbone("llama"), {"a": LoraConfig(target_modules=["q_proj"])}, verify=False)
+    model: Any = MultiTaskPeftModel(lab.backbone("llama"), {"a": LoraConfig(target_modules=["q_proj"])}, verify=False)
     model.backbone.config.num_hidden_layers = 7
     with pytest.raises(
         UnsupportedModelError,
@@ -167,7 +158,7 @@ def bytes_while_sharding(rank: int, folder: Path) -> tuple[int, int, int, list[i
         patch.setattr(fsdp, "fully_shard", noted_shard)
         patch.setattr(MultiTaskPeftModel, "to", noted_to)
         patch.setattr(MultiTaskPeftModel, "verify_once", noted_model)
-        task = lab.small_task("a", data_seed=1, max_steps=1)
+        task = small_task("a", data_seed=1, max_steps=1)
         layout_cases.train(folder, layout_cases.backbone("llama"), [task], shard_backbone=True)
     return max(peaks), held[0], max(units), moved
 
@@ -180,3 +171,48 @@ def test_a_device_never_holds_more_than_its_shards_and_one_unit(tmp_path: Path) 
         assert peak <= shards + unit
         assert len(moved) == 1
         assert 0 < moved[0] < 0.25 * whole, "only adapters are left to move"
+
+
+# ---------------------------------------------------------------------- types
+
+
+def model_of(types: list[str]) -> MultiTaskPeftModel:
+    configs = {f"{name.lower()}": CASES[PeftType[name]].make(0) for name in types}
+    model = MultiTaskPeftModel(tiny_llama(), configs, verify=False)
+    for name in model.tasks:
+        perturbed(model.task_parameters(name), 1)
+    return model.train()
+
+
+def one_step(model: MultiTaskPeftModel, executor: Any, rank: int, world_size: int) -> dict[str, Any]:
+    batches = []
+    for number, name in enumerate(model.tasks):
+        ids = [np.asarray(row["input_ids"]) for row in rows(number, 3, 4, 11)]
+        batches.append(TaskBatch(name, 0, seed=1, sequences=tuple(TokenSequence(i, i, k) for k, i in enumerate(ids))))
+    own = even_rows(batches, world_size)
+    micro = ChunkPackingCollator().micro_batches(batches, max_tokens=200, only=own[rank])
+    result = executor.run(StepWork(model.tasks, tuple(micro), {b.task: b.num_tokens for b in batches}))
+    return {
+        name: (float(result.losses[name]), {k: p.grad.numpy().copy() for k, p in model.task_parameters(name).items()})
+        for name in model.tasks
+    }
+
+
+def step_sharded(rank: int, types: list[str]) -> dict[str, Any]:
+    model = model_of(types)
+    processes = connected(20.0)
+    sync, whole = GradientSync(model, processes, is_deferred=True), shard_backbone(model, processes)
+    return one_step(model, Executor(model, sync=sync, sharded=whole), rank, 2)
+
+
+@pytest.mark.slow
+def test_two_processes_with_a_part_of_the_backbone_give_every_type_the_result_of_one() -> None:
+    # Prompts are refused there.
+    types = [one.name for one, kind in KINDS.items() if one is not PeftType.LORA and not isinstance(kind, PromptKind)]
+    model = model_of(types)
+    wanted = one_step(model, Executor(model), 0, 1)
+    for part in values(launch(2, step_sharded, types)):
+        for name, (loss, gradients) in wanted.items():
+            assert part[name][0] == pytest.approx(loss, rel=1e-5), name
+            for key, gradient in gradients.items():
+                np.testing.assert_allclose(part[name][1][key], gradient, atol=1e-5, rtol=1e-4, err_msg=f"{name} {key}")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from typing import Any
 
 import pytest
 import torch
@@ -10,11 +11,24 @@ from hypothesis import given
 
 from peft_mux.checkpoint import task_state as full_state
 from peft_mux.checkpoint.task_state import TaskState, join_parts, take_part
-from peft_mux.engine.gradients import Bundle, HeldPage, HeldParameter, TaskCells, bundles, divide
+from peft_mux.engine.gradients import (
+    Bundle,
+    GradientSync,
+    HeldPage,
+    HeldParameter,
+    TaskCells,
+    bundles,
+    divide,
+    holding_of,
+)
 from peft_mux.engine.layout import ParallelLayout
-from peft_mux.errors import CheckpointError
+from peft_mux.engine.processes import Processes
+from peft_mux.errors import CheckpointError, ProcessError
+from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.sharding import Piece
+from tests.engine import lab
 from tests.engine.gradients import cell_cases as cases
+from tests.engine.tensor.test_parallel import shard
 
 
 def parts_of(task: cases.Drawn) -> list[TaskCells]:
@@ -159,6 +173,33 @@ def test_one_parameter_in_two_dtypes_is_refused() -> None:
         ValueError, match=r"a must have one dtype in all processes, got torch\.float32 and torch\.bfloat16"
     ):
         bundles(divide([{"a": Piece.whole((8, 2))}] * 2), holdings)
+
+
+class Both(Processes):
+    """The first of two processes, which knows what the other one holds."""
+
+    def __init__(self, other: MultiTaskPeftModel) -> None:
+        super().__init__(0, 2)
+        self.other = other
+
+    def gather(self, value: Any) -> list[Any]:
+        return [value, {name: holding_of(self.other, name) for name in value}]
+
+
+def test_two_shards_send_the_partial_sums_alone_and_parts_that_are_no_whole_are_an_error() -> None:
+    layout = ParallelLayout.parse("<2,1>")
+    sync = GradientSync(shard(0), Both(shard(1)), layout)
+    sync.exchange_holdings(["b"])
+    # q_proj is column-parallel, o_proj row-parallel: A of the one, B of the other.
+    assert sum(bundle.num_bytes for bundle in sync.cells_of("b").bundles) == 4 * 2 * 3 * lab.HIDDEN_SIZE * 4
+    for one, other, said in (
+        (shard(0), shard(0), r"lora_A\.weight: each index must.* that no process"),
+        (lab.mux_model(), lab.mux_model(lab.Case("gpt2")), "layers.*each replica must have the whole gradient"),
+    ):
+        own = layout if "no process" in said else ParallelLayout.parse("<1,1>x2")
+        sync = GradientSync(one, Both(other), own)
+        with pytest.raises(ProcessError, match=f'task "b", .*{said}'):
+            sync.exchange_holdings(["b"])
 
 
 # --------------------------------------------------------------- whole states

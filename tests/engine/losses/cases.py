@@ -14,6 +14,7 @@ import torch
 from peft import LoraConfig, get_peft_model
 
 from peft_mux import Task
+from peft_mux.modeling.objectives.objective import TokenOutputs
 from tests.engine.replicas.layout_cases import LaidOut, Watcher, backbone, train
 from tests.invariants import mux_lab as lab
 
@@ -54,6 +55,55 @@ def answers(seed: int, count: int) -> list[Row]:
         {"prompt_ids": ids(rng, 1, 8), "completion_ids": ids(rng, 2, 9), "label": place % 3 > 0}
         for place in range(count)
     ]
+
+
+def own_loss(outputs: TokenOutputs) -> torch.Tensor:
+    """Return a loss of rows that the package does not have."""
+    return outputs.mean_over_rows(outputs.row_sums(outputs.nll_M) ** 2 / 100)
+
+
+def broken_loss(outputs: TokenOutputs) -> torch.Tensor:
+    """Fail in the second step."""
+    if outputs.step == 1:
+        raise ValueError("no such reward")
+    return outputs.nll_M
+
+
+def with_columns(seed: int, **columns: Any) -> list[Row]:
+    """Return tokenised rows with numbers for each token or row."""
+    rng = np.random.default_rng(seed)
+    return [
+        {**row, **{name: make(rng, len(row["input_ids"])) for name, make in columns.items()}}
+        for row in lab.rows(seed, 12, 4, 20)
+    ]
+
+
+def token_tasks(*, has_words: bool = True, is_broken: bool = False) -> list[Task]:
+    """Return tasks of losses of tokens; those with several words for each target take a whole head."""
+    rollouts = {
+        "advantages": lambda rng, length: float(rng.normal()),
+        "old_logprobs": lambda rng, length: (-4.5 + rng.normal(0, 0.3, size=length)).tolist(),
+    }
+    words = {
+        "teacher_ids": lambda rng, length: rng.integers(1, lab.VOCABULARY, size=(length, 3)).tolist(),
+        "teacher_logprobs": lambda rng, length: np.log(rng.dirichlet(np.ones(5), size=length)[:, :3]).tolist(),
+    }
+    weights = {"weights": lambda rng, length: rng.uniform(0, 2, size=length).tolist()}
+    found: list[tuple[str, list[Row], dict[str, Any]]] = [
+        ("weighted", with_columns(2, **weights), {}),
+        (
+            "policy",
+            with_columns(3, **rollouts),
+            {"objective_args": {"beta": 0.2, "temperature": 0.8}, "loss_type": "grpo"},
+        ),
+        ("dynamic", with_columns(6, **weights), {"loss_type": "dft"}),
+        ("own", with_columns(5), {"objective": broken_loss if is_broken else own_loss}),
+    ]
+    if has_words:
+        curious = {"objective_args": {"entropy_coef": 0.1, "temperature": 1.2}}
+        found += [("taught", with_columns(4, **words), {}), ("curious", with_columns(7, **rollouts), curious)]
+    options = {"learning_rate": 1e-3, "train_batch_size": 4, "seed": 3, "eval_steps": 3}
+    return [_task(name, rows, eval_dataset=rows[:5], **{**options, **more}) for name, rows, more in found]
 
 
 def tasks() -> list[Task]:
@@ -109,10 +159,16 @@ def _task(name: str, rows: Sequence[Row], rank: int = 4, **settings: Any) -> Tas
 
 
 def train_all(
-    rank: int, folder: Path, model: Any, arguments: dict[str, Any], names: Sequence[str] | None = None
+    rank: int,
+    folder: Path,
+    model: Any,
+    arguments: dict[str, Any],
+    names: Sequence[str] | None = None,
+    options: dict[str, bool] | None = None,
 ) -> Trained:
     """Train some of the tasks, by default all, on a folder's model or on one that is made here."""
-    chosen = [task for task in tasks() if names is None or task.name in names]
+    made = [*tasks(), *token_tasks(**(options or {}))]
+    chosen = [task for task in made if names is None or task.name in names]
     return observed(folder, model or backbone("llama"), chosen, Watcher(), **arguments)
 
 
@@ -132,4 +188,4 @@ def _figures(entry: dict[str, Any]) -> dict[str, float]:
     return {key: value for key, value in entry.items() if key.removeprefix("eval_").startswith(_FIGURES)}
 
 
-_FIGURES = ("loss", "aux_loss", "rewards/", "logps/", "kl", "nll", "log_odds")
+_FIGURES = ("loss", "aux_loss", "rewards/", "logps/", "kl", "nll", "log_odds", "clip_ratio", "entropy")

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 
+from peft_mux import Task
 from tests.engine.losses import cases
 from tests.engine.losses.cases import Trained
 from tests.engine.processes.cases import launch, values
@@ -17,6 +18,10 @@ from tests.invariants import mux_lab as lab
 
 SLOW = pytest.mark.slow
 NAMES = [task.name for task in cases.tasks()]
+
+
+def all_tasks() -> list[Task]:
+    return [*cases.tasks(), *cases.token_tasks()]
 
 
 @pytest.fixture(scope="module")
@@ -58,36 +63,62 @@ def test_a_task_trains_with_others_as_it_does_alone(name: str, one: Trained, tmp
     assert all(math.isfinite(value) for entry in alone.logs[name] for value in entry.values())
 
 
+PP2, TP2 = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
+
+
+LAYOUTS = [
+    pytest.param(2, {}, True, id="dp2"),
+    pytest.param(2, {**PP2, "pipeline_schedule": "1f1b"}, True, id="pp2"),
+    pytest.param(2, {**PP2, "pipeline_schedule": "interleaved_1f1b"}, True, id="pp2, two chunks", marks=SLOW),
+    pytest.param(3, {"replicas": "<1,2>, <1,1>"}, True, id="unequal replicas of stages", marks=SLOW),
+    pytest.param(2, TP2, False, id="tp2", marks=SLOW),
+    pytest.param(2, {**TP2, "interleaved_passes": 2}, False, id="tp2, passes in turns", marks=SLOW),
+    pytest.param(2, {"shard_backbone": True}, False, id="fsdp2", marks=SLOW),
+    pytest.param(4, {**PP2, "shard_backbone": True}, False, id="fsdp2 x pp2", marks=SLOW),
+]
+
+
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("world_size", "arguments"),
-    [
-        pytest.param(2, {}, id="dp2"),
-        pytest.param(3, {"replicas": "<1,2>, <1,1>"}, id="unequal replicas of stages", marks=SLOW),
-        pytest.param(2, {"pipeline_parallel_size": 2, "pipeline_schedule": "1f1b"}, id="pp2", marks=SLOW),
-        pytest.param(
-            2,
-            {"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved_1f1b"},
-            id="pp2, two chunks a process",
-            marks=SLOW,
-        ),
-        pytest.param(2, {"tensor_parallel_size": 2}, id="tp2", marks=SLOW),
-        pytest.param(2, {"tensor_parallel_size": 2, "interleaved_passes": 2}, id="tp2, passes in turns", marks=SLOW),
-        pytest.param(2, {"shard_backbone": True}, id="fsdp2", marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "arguments", "has_words"), LAYOUTS)
 def test_every_loss_trains_in_a_layout_as_in_one_process(
-    world_size: int, arguments: dict[str, Any], one: Trained, tmp_path: Path
+    world_size: int, arguments: dict[str, Any], has_words: bool, one: Trained, tmp_path: Path
 ) -> None:
-    folder = saved_backbone("llama", tmp_path / "backbone")
-    parts = values(launch(world_size, cases.train_all, tmp_path / "run", folder, arguments, limit_s=120))
+    folder, options = saved_backbone("llama", tmp_path / "backbone"), {"has_words": has_words}
+    run = launch(world_size, cases.train_all, tmp_path / "run", folder, arguments, None, options, limit_s=180)
+    parts = values(run)
     for part in parts[1:]:
         assert part.laid_out.losses == parts[0].laid_out.losses
         assert part.logs == parts[0].logs
     # A difference of two log-probabilities loses bits, because shards sum in another order.
     weights = 2e-4 if "tensor_parallel_size" in arguments else 1e-4
-    for name in NAMES:
+    assert parts[0].logs.keys() == {name for name in one.logs if has_words or name not in ("taught", "curious")}
+    for name in parts[0].logs:
         assert_as(parts[0], one, name, weights=weights)
+    policy = parts[0].logs["policy"]
+    assert {"kl", "clip_ratio/low_mean"} <= policy[0].keys()
+    assert any("eval_kl" in entry for entry in policy)
+
+
+@pytest.mark.distributed
+def test_a_function_that_fails_on_all_processes_fails_its_task_alone_and_every_process_says_why(
+    one: Trained, tmp_path: Path
+) -> None:
+    names, options = ["policy", "own"], {"has_words": False, "is_broken": True}
+    for part in values(launch(2, cases.train_all, tmp_path, None, {}, names, options, limit_s=120)):
+        assert part.laid_out.statuses["own"][0] == "failed"
+        assert "objective: ValueError: no such reward" in part.laid_out.statuses["own"][1]
+        assert_as(part, one, "policy")
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("arguments", [TP2, {"shard_backbone": True}], ids=str)
+def test_several_words_for_each_target_are_refused_where_the_head_is_divided(
+    arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    for outcome in launch(2, cases.train_all, tmp_path, None, arguments, ["taught", "curious"]):
+        assert "ConfigError" in outcome.error
+        assert "tasks.taught.train_dataset must be rows with one target per token in this layout, got" in outcome.error
+        assert "tasks.curious.objective_args must be a loss without entropies in this layout" in outcome.error
 
 
 @pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) for name in ("dpo", "kto", "orpo")])
@@ -95,10 +126,10 @@ def test_a_task_that_turns_nan_is_quarantined_and_reaches_no_other(name: str, on
     def poison(trainer: Any) -> None:
         next(iter(trainer.model.task_parameters(name).values())).data.fill_(float("nan"))
 
-    found = cases.observed(tmp_path, backbone("llama"), cases.tasks(), Watcher(at_begin={2: poison}))
+    found = cases.observed(tmp_path, backbone("llama"), all_tasks(), Watcher(at_begin={2: poison}))
     status, reason = found.laid_out.statuses[name]
     assert (status, reason.split(":")[0]) == ("failed", "non_finite")
-    for other in NAMES:
+    for other in found.logs:
         if other != name:
             assert_as(found, one, other)
 
@@ -108,9 +139,9 @@ def test_a_resumed_run_ends_with_the_same_bits(one: Trained, tmp_path: Path) -> 
         trainer.control.should_training_stop = True
 
     options = {"save_strategy": "steps", "save_steps": 100}  # a run that is stopped is saved
-    cases.observed(tmp_path, backbone("llama"), cases.tasks(), Watcher(at_end={3: stop}), **options)
-    resumed = cases.observed(tmp_path, backbone("llama"), cases.tasks(), Watcher(), resume=True, **options)
-    for name in NAMES:
+    cases.observed(tmp_path, backbone("llama"), all_tasks(), Watcher(at_end={3: stop}), **options)
+    resumed = cases.observed(tmp_path, backbone("llama"), all_tasks(), Watcher(), resume=True, **options)
+    for name in resumed.logs:
         assert 0 < len(resumed.laid_out.losses[name]) < 6
         assert resumed.laid_out.losses[name] == one.laid_out.losses[name][-len(resumed.laid_out.losses[name]) :]
         for key, weight in one.laid_out.adapters[name].items():

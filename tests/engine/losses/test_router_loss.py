@@ -10,11 +10,10 @@ import pytest
 
 from tests.engine.losses import router_cases as cases
 from tests.engine.losses.cases import Trained, observed
-from tests.engine.losses.test_layouts import assert_as
+from tests.engine.losses.test_layouts import LAYOUTS, assert_as
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas.layout_cases import Watcher
 
-SLOW = pytest.mark.slow
 NAMES = [task.name for task in cases.tasks()]
 
 
@@ -33,7 +32,6 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
     [
         pytest.param({"max_tokens_per_micro_batch": 1000}, id="one pass"),
         pytest.param({"max_tokens_per_micro_batch": 40}, id="many passes", marks=pytest.mark.slow),
-        pytest.param({"max_tokens_per_micro_batch": 1000, "share_prefixes": True}, id="shared prefixes"),
         pytest.param({"max_tokens_per_micro_batch": 70, "share_prefixes": True}, id="shared prefixes in many passes"),
         pytest.param(
             {"max_tokens_per_micro_batch": 16, "split_long_sequences": True},
@@ -54,25 +52,9 @@ def test_passes_do_not_change_the_balancing_loss(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("world_size", "arguments"),
-    [
-        pytest.param(2, {}, id="dp2"),
-        pytest.param(2, {"pipeline_parallel_size": 2, "pipeline_schedule": "1f1b"}, id="pp2"),
-        pytest.param(
-            2,
-            {"pipeline_parallel_size": 2, "pipeline_schedule": "interleaved_1f1b"},
-            id="pp2, two chunks a process",
-            marks=SLOW,
-        ),
-        pytest.param(2, {"tensor_parallel_size": 2}, id="tp2", marks=SLOW),
-        pytest.param(2, {"tensor_parallel_size": 2, "interleaved_passes": 2}, id="tp2, passes in turns", marks=SLOW),
-        pytest.param(2, {"shard_backbone": True}, id="fsdp2", marks=SLOW),
-        pytest.param(3, {"replicas": "<1,2>, <1,1>"}, id="unequal replicas of stages", marks=SLOW),
-    ],
-)
+@pytest.mark.parametrize(("world_size", "arguments", "has_words"), LAYOUTS)
 def test_layouts_do_not_change_the_balancing_loss(
-    world_size: int, arguments: dict[str, Any], alone: dict[str, Trained], tmp_path: Path
+    world_size: int, arguments: dict[str, Any], has_words: bool, alone: dict[str, Trained], tmp_path: Path
 ) -> None:
     cases.backbone().save_pretrained(tmp_path / "backbone")
     folder = str(tmp_path / "backbone")

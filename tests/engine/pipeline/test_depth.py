@@ -78,15 +78,15 @@ def gradients(names: tuple[str, ...], num_chunks: int) -> Gradients:
         if output.requires_grad:
             output.backward(gradient)
         gradient = None if given is None else given.grad
-    return of_all_tasks(stages, names)
+    return gradients_of([stage.model for stage in stages], names)
 
 
-def of_all_tasks(stages: list[StageModel], names: tuple[str, ...]) -> Gradients:
+def gradients_of(models: list[MultiTaskPeftModel], names: tuple[str, ...]) -> Gradients:
     return {
         f"{name} {key}": weight.grad.clone()
-        for stage in stages
+        for model in models
         for name in names
-        for key, weight in stage.model.task_parameters(name).items()
+        for key, weight in model.task_parameters(name).items()
         if weight.grad is not None
     }
 
@@ -182,7 +182,7 @@ def through_two_stages(names: tuple[str, ...]) -> tuple[Gradients, Noted]:
         executor._forward(action, traffic, StepSums(executor.model, names, executor.device))
     for executor, traffic, action in reversed(list(zip(executors, traffics, backwards, strict=True))):
         executor._backward(action, traffic)
-    return of_all_tasks(stages, names), down
+    return gradients_of([stage.model for stage in stages], names), down
 
 
 @pytest.mark.parametrize(

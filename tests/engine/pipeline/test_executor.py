@@ -1,13 +1,15 @@
-"""The pipeline engine: stages in real processes give what one process gives, in the memory that the template allows."""
+"""The pipeline engine in one process: what stages hold, run, send, free and refuse.
+
+Stages in real processes are in `tests/engine/test_layouts.py`.
+"""
 
 from __future__ import annotations
 
-import functools
-import json
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,251 +19,54 @@ from safetensors import safe_open
 from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from peft_mux.checkpoint.task_state import TaskState, join_state, merge_states, split_state
+from peft_mux.data.batch import MuxBatch, chains_of
+from peft_mux.engine.gradients import GradientSync
 from peft_mux.engine.pipeline.executor import PipelineExecutor
 from peft_mux.engine.pipeline.plan import PipelinePlan
-from peft_mux.engine.pipeline.stage import StageLayout, StageModel, load_stage
-from peft_mux.engine.pipeline.traffic import Key
+from peft_mux.engine.pipeline.stage import StageLayout, StageModel, is_converted, load_stage
+from peft_mux.engine.pipeline.traffic import Key, StepEnd, StepEnds, Traffic
 from peft_mux.engine.processes import Processes
+from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.errors import CheckpointError, ConfigError, PlanError, UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.scheduler.pipeline.template import PipelineTemplate, Slot, build_template
-from tests.engine.pipeline import stage_cases as cases
-from tests.engine.processes.cases import run_in_session
+from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot, build_template
+from tests.engine import lab
+from tests.engine.lab import Case, plan_of
+from tests.engine.test_layouts import LONG, check_states
 
-FOUR = pytest.param(4, marks=pytest.mark.slow)
-OF_TWO = "llama-1f1b llama-interleaved llama-poisoned gpt2-mux mistral-uneven".split()
-OF_FOUR = ("llama-gpipe", "qwen-interleaved")
-"""Of all cases, which one slow test runs."""
-MEASURED = "llama-mux"
-HANG_LIMIT_S = 3.0
-SEEDS = {name: index for index, name in enumerate(cases.LENGTHS)}
+LAYOUT = StageLayout.of(lab.NUM_LAYERS, 2)
+SEEDS = {name: index for index, name in enumerate(lab.FIRST)}
+SCHEDULES = [("gpipe", 1), ("1f1b", 1), ("mux", 1), ("interleaved_1f1b", 2)]
 
 
-# ------------------------------------------------------------------ processes
+def stage_of_one(num_chunks: int = 1) -> StageModel:
+    return StageModel(lab.mux_model(), StageLayout.of(lab.NUM_LAYERS, 1, num_chunks=num_chunks), 0)
 
 
-def require_success(folder: Path) -> None:
-    for rank, code in enumerate(read(folder, "codes")):
-        assert code == 0, (folder / f"output-{rank}.txt").read_text()[-3000:]
+# ------------------------------------------------------------------- training
 
 
-def read(folder: Path, name: str) -> Any:
-    return json.loads((folder / f"{name}.json").read_text())
-
-
-@functools.cache
-def alone(shape: str, poison: bool, bf16: bool, folder: Path) -> tuple[cases.Seen, dict[str, TaskState]]:
-    return cases.train_alone(cases.Case(shape, poison=poison, bf16=bf16), folder)
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("pipelines")
-
-
-@pytest.fixture(scope="module")
-def trained(request: pytest.FixtureRequest, home: Path) -> Iterator[dict[Any, Path]]:
-    """Run the launches that selected tests ask for, once: processes take longer to start than to train."""
-    beside = [item for item in request.session.items if item.path == request.path and hasattr(item, "callspec")]
-    worlds = {2} | {item.callspec.params.get("world", 2) for item in beside}
-    folders: dict[Any, Path] = {world: home / f"of-{world}" for world in sorted(worlds)}
-    folders |= {how: home / how for how in ("dies", "hangs")}
-    _, states = cases.train_alone(cases.CASES[MEASURED], home, cases.NUM_STEPS - 1)
-    for world in worlds:
-        folders[world].mkdir()
-        for name, state in states.items():
-            cases.write_state(state, folders[world] / f"start-{name}")
-    last = [f"resume:{MEASURED}", f"memory:{MEASURED}"]
-    of_two = {"world": 2, "items": [*(f"train:{name}" for name in OF_TWO), *last]}
-    of_four = {"world": 4, "items": [*(f"train:{name}" for name in OF_FOUR), last[0], "memory:llama-interleaved"]}
-    hangs = {"world": 2, "items": ["fall:llama-1f1b+hangs"], "timeout_s": HANG_LIMIT_S, "falls": True}
-    dies = {"world": 4, "items": ["fall:llama-mux+dies"], "timeout_s": 20.0, "falls": True}
-    groups = [
-        [{**of_two, "folder": str(folders[2])}],
-        [{**of_four, "folder": str(home / "of-4")}] if 4 in worlds else [],
-        [{**hangs, "folder": str(folders["hangs"])}, {**dies, "folder": str(folders["dies"])}],
-    ]
-    run_in_session(cases.run_launches, groups, limit_s=280)
-    for folder in folders.values():
-        require_success(folder)
-    yield folders
-    alone.cache_clear()
-
-
-def check_as_alone(folder: Path, name: str, world: int, home: Path) -> None:
-    """Compare a case of a pipeline with one process."""
-    case = cases.CASES[name]
-    seen, states = alone(case.shape, case.poison, case.bf16, home)
-    facts = [read(folder, f"{name}-{rank}") for rank in range(world)]
-    assert all(fact["losses"] == facts[0]["losses"] and fact["norms"] == facts[0]["norms"] for fact in facts[1:]) or (
-        case.poison and all(str(fact["losses"]) == str(facts[0]["losses"]) for fact in facts)
-    )
-    assert all(fact["failures"] == seen.failures for fact in facts)
-    for task, losses in seen.losses.items():
-        assert facts[0]["losses"][task] == pytest.approx(losses, rel=1e-5, nan_ok=True), task
-        assert facts[0]["norms"][task] == pytest.approx(seen.norms[task], rel=1e-4, nan_ok=True), task
-    for task, state in states.items():
-        check_states(cases.read_state(folder / f"{name}-{task}"), state, task)
-
-
-def check_states(found: TaskState, expected: TaskState, task: str) -> None:
-    assert found.weights.keys() == expected.weights.keys()
-    assert found.moments.keys() == expected.moments.keys()
-    for key, weight in expected.weights.items():
-        if weight.isfinite().all():
-            assert (found.weights[key] - weight).norm() <= 1e-4 * weight.norm(), (task, key)
-    for key, moments in expected.moments.items():
-        for kind, moment in moments.items():
-            assert (found.moments[key][kind] - moment).norm() <= 1e-4 * moment.norm(), (task, key, kind)
-    assert found.settings == expected.settings
-    assert found.schedule == expected.schedule
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("name", OF_TWO)
-def test_two_stages_give_the_losses_and_adapters_of_one_process(
-    name: str, trained: dict[Any, Path], home: Path
-) -> None:
-    check_as_alone(trained[2], name, 2, home)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize(("world", "name"), [(4, name) for name in OF_FOUR])
-def test_four_stages_give_the_losses_and_adapters_of_one_process(
-    world: int, name: str, trained: dict[Any, Path], home: Path
-) -> None:
-    check_as_alone(trained[world], name, world, home)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("world", [2, 4])
-def test_every_schedule_on_every_shape_gives_the_result_of_one_process(world: int, home: Path) -> None:
-    names = [name for name, case in cases.CASES.items() if case.layers_per_stage is None or world == 2]
-    folder = home / f"all-{world}"
-    items = [f"train:{name}" for name in names]
-    run_in_session(cases.run_launches, [[{"world": world, "folder": str(folder), "items": items}]], limit_s=600)
-    require_success(folder)
-    for name in names:
-        check_as_alone(folder, name, world, home)
-
-
-@pytest.mark.distributed
 @pytest.mark.parametrize(
-    ("world", "name"),
+    "case",
     [
-        (2, "llama-1f1b"),
-        (2, "llama-interleaved"),
-        (2, "gpt2-mux"),
-        pytest.param(4, "llama-gpipe", marks=pytest.mark.slow),
-        pytest.param(4, "qwen-interleaved", marks=pytest.mark.slow),
+        Case("qwen3", "<1,1>", schedule="mux", num_chunks=3, **LONG),
+        Case("gpt2", "<1,1>", schedule="mux", num_chunks=3, num_steps=1),
     ],
+    ids=["Qwen3, long rows cut", "GPT-2"],
 )
-def test_each_stage_runs_its_list_with_several_micro_batches_in_flight(
-    world: int, name: str, trained: dict[Any, Path]
-) -> None:
-    template = cases.template_of(cases.CASES[name], world)
-    for rank, row in enumerate(template.actions):
-        fact = read(trained[world], f"{name}-{rank}")
-        assert fact["ran"] == [str(action) for action in row]
-        assert fact["most_in_flight"] == most_in_flight(template, rank) > 1 - rank
-    if name == "llama-gpipe":
-        assert read(trained[world], f"{name}-0")["most_in_flight"] == sum(cases.NUM_SLOTS)
-
-
-def most_in_flight(template: PipelineTemplate, stage: int) -> int:
-    held, most = 0, 0
-    for action in template.actions[stage]:
-        held += 1 if action.kind == "F" else -1
-        most = max(most, held)
-    return most
-
-
-@pytest.mark.distributed
-def test_a_poisoned_task_fails_on_all_stages_and_its_neighbours_continue_as_if_it_were_healthy(
-    trained: dict[Any, Path], home: Path
-) -> None:
-    healthy, _ = alone("llama", False, False, home)
-    for rank in range(2):
-        fact = read(trained[2], f"llama-poisoned-{rank}")
-        assert fact["failures"] == {cases.POISONED: "non_finite: loss is nan"}
-        assert fact["non_finite"] == [cases.POISONED]
-        assert read(trained[2], f"llama-1f1b-{rank}")["non_finite"] == []
-        assert len(fact["losses"][cases.POISONED]) == 2
-        for task in set(cases.LENGTHS) - {cases.POISONED}:
-            assert fact["losses"][task] == pytest.approx(healthy.losses[task], rel=1e-6), task
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("world", "name"), [(2, MEASURED), pytest.param(4, "llama-interleaved", marks=pytest.mark.slow)]
-)
-def test_the_bytes_that_a_stage_holds_never_exceed_those_of_the_template(
-    world: int, name: str, trained: dict[Any, Path]
-) -> None:
-    for rank in range(world):
-        fact = read(trained[world], f"memory-{name}-{rank}")
-        assert min(size for _, size in fact["held"][:1]) > 0
-        assert fact["held"] == fact["expected"]
-        assert fact["held"][-1][1] == 0
-        assert fact["peak"] <= max(size for _, size in fact["expected"])
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize("world", [2, FOUR])
-def test_a_pipeline_resumes_where_one_process_stopped(world: int, trained: dict[Any, Path], home: Path) -> None:
-    seen, _ = alone("llama", False, False, home)
-    for rank in range(world):
-        losses = read(trained[world], f"resume-{MEASURED}-{rank}")["losses"]
-        for task, expected in seen.losses.items():
-            assert losses[task] == pytest.approx(expected[-1:], rel=1e-5), task
-
-
-@pytest.mark.distributed
-def test_when_a_stage_dies_all_others_say_so_at_once(trained: dict[Any, Path]) -> None:
-    for rank in range(3):
-        fact = read(trained["dies"], f"dies-{rank}")
-        assert fact["error"].startswith("ProcessError"), fact
-        assert fact["seconds"] < 15.0
-    assert "rank 3" in read(trained["dies"], "dies-2")["error"]
-
-
-@pytest.mark.distributed
-def test_when_a_stage_hangs_the_other_one_says_so_within_the_time_limit(trained: dict[Any, Path]) -> None:
-    fact = read(trained["hangs"], "hangs-0")
-    assert "no word from rank 1" in fact["error"]
-    assert HANG_LIMIT_S * 0.9 < fact["seconds"] < 2 * HANG_LIMIT_S + 3.0  # it waits, and then asks for the error
-
-
-# ---------------------------------------------------------------- one process
-
-
-def plan_of(num_stages: int, schedule: Any = "1f1b", num_chunks: int = 1) -> PipelinePlan:
-    template = build_template(cases.loads_of(num_stages, (1000, 700)), schedule, num_chunks=num_chunks)
-    return PipelinePlan(template, cases.HTASKS, cases.BUCKETS)
-
-
-@pytest.mark.parametrize("shape", ["llama", "qwen", "gpt2"])
-def test_chunks_of_one_process_give_the_gradients_of_the_whole_model(shape: str) -> None:
-    case = cases.Case(shape)
-    whole, parts = cases.mux_model(case), cases.mux_model(case)
-    work = cases.step_work(0, list(cases.LENGTHS))
-    expected = cases.Alone(whole).run(work)
-    stage = StageModel(parts, StageLayout.of(cases.NUM_LAYERS, 1, num_chunks=3), 0)
-    found = PipelineExecutor(stage, plan_of(1, "mux", 3), Processes()).run(work)
-    for name, loss in expected.losses.items():
-        assert found.losses[name].item() == pytest.approx(loss.item(), rel=1e-6)
-        for key, parameter in whole.task_parameters(name).items():
-            torch.testing.assert_close(parts.task_parameters(name)[key].grad, parameter.grad, rtol=1e-4, atol=1e-6)
+def test_virtual_stages_of_one_process_train_as_the_whole_model(case: Case, tmp_path: Path) -> None:
+    found, one = lab.train(case, tmp_path), lab.train(case.alone, tmp_path)
+    assert found.held_bytes == 0
+    for task, losses in one.losses.items():
+        assert found.losses[task] == pytest.approx(losses, rel=1e-5), task
+        assert found.norms[task] == pytest.approx(one.norms[task], rel=1e-4), task
+        check_states(found.states[task], one.states[task], task)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
 def test_a_step_without_gradients_is_refused_by_name(off: Callable[[], Any]) -> None:
-    stage = StageModel(cases.mux_model(cases.Case("llama")), StageLayout.of(cases.NUM_LAYERS, 1, num_chunks=3), 0)
-    plan = replace(plan_of(1, "mux", 3), loads=cases.loads_of(1, (1000, 700)))
-    executor = PipelineExecutor(stage, plan, Processes())
-    work = cases.step_work(0, list(cases.LENGTHS))
+    executor = PipelineExecutor(stage_of_one(3), plan_of(1, "mux", 3), Processes())
+    work = lab.step_work()
     for step in (lambda: executor.run(work), lambda: executor.run_window([work], lambda *_: ())):
         with (
             off(),
@@ -273,19 +78,129 @@ def test_a_step_without_gradients_is_refused_by_name(off: Callable[[], Any]) -> 
             step()
 
 
+class SavedBytes:
+    """Counts what autograd holds for backward passes."""
+
+    def __init__(self) -> None:
+        self.held = 0
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        return _Saved(tensor, self)
+
+
+class _Saved:
+    def __init__(self, tensor: torch.Tensor, counter: SavedBytes) -> None:
+        self.tensor, self._counter, self._bytes = tensor.detach(), counter, tensor.numel() * tensor.element_size()
+        counter.held += self._bytes
+
+    def __del__(self) -> None:
+        self._counter.held -= self._bytes
+
+
+def test_a_stage_runs_its_list_and_holds_the_bytes_of_the_micro_batches_in_flight_and_no_more() -> None:
+    executor = PipelineExecutor(stage_of_one(3), plan_of(1, "mux", 3), Processes())
+    saved, held, expected, sizes = SavedBytes(), [0], [0], {}
+
+    def watch(action: Action) -> None:
+        place = action.bucket, action.micro_batch, action.chunk
+        if action.kind == "F":
+            sizes[place] = saved.held - held[-1]
+        expected.append(expected[-1] + (sizes[place] if action.kind == "F" else -sizes[place]))
+        held.append(saved.held)
+
+    executor.on_action, begin = watch, time.perf_counter()
+    with torch.autograd.graph.saved_tensors_hooks(saved.pack, lambda one: one.tensor):
+        executor.run(lab.step_work())
+    assert held == expected
+    assert min(sizes.values()) >= 0 < max(held)
+    row = executor.plan.template.actions[0]
+    assert [span.action for span in executor.spans] == list(row)
+    assert executor.most_in_flight == most_in_flight(row) > 1
+    instants = [instant for span in executor.spans for instant in (span.start_s, span.end_s)]
+    assert instants == sorted(instants)
+    assert instants[-1] <= time.perf_counter() - begin
+
+
+def most_in_flight(row: Any) -> int:
+    held, most = 0, 0
+    for action in row:
+        held += 1 if action.kind == "F" else -1
+        most = max(most, held)
+    return most
+
+
+class RecordingSync(GradientSync):
+    """Records the calls of an executor: "begin", each micro-batch that is passed, and "finish"."""
+
+    def __init__(self, *arguments: Any) -> None:
+        super().__init__(*arguments)
+        self.events: list[tuple[str, Any]] = []
+
+    def begin(self, work: StepWork) -> None:
+        self.events.append(("begin", None))
+        super().begin(work)
+
+    def after_backward(self, micro_batch: MuxBatch) -> None:
+        self.events.append(("passed", micro_batch))
+        super().after_backward(micro_batch)
+
+    def finish(self, result: StepResult) -> StepResult:
+        self.events.append(("finish", None))
+        return super().finish(result)
+
+
+def test_every_micro_batch_is_passed_to_the_sums_once_and_directly_behind_its_last_backward() -> None:
+    stage = stage_of_one(3)
+    sync = RecordingSync(stage.model, Processes())
+    executor = PipelineExecutor(stage, plan_of(1, "mux", 3), Processes(), sync=sync)
+    backward = executor._backward
+
+    def watched(action: Any, traffic: Any) -> None:
+        backward(action, traffic)
+        sync.events.append(("backward", (action.chunk, [id(one) for one in traffic.slots[action.slot]])))
+
+    executor._backward = watched  # type: ignore[method-assign]
+    long_rows = lab.step_work(case=Case(splits=True))
+    assert any(one.parts for one in long_rows.micro_batches)
+    for work in (lab.step_work(), lab.step_work(tasks=["d"]), long_rows):
+        sync.events.clear()
+        executor.run(work)
+        assert (sync.events[0][0], sync.events[-1][0]) == ("begin", "finish")
+        done: dict[int, set[int]] = {id(one): set() for one in work.micro_batches}
+        passed = []
+        for what, detail in sync.events:
+            if what == "backward":
+                for one in detail[1]:
+                    done[one].add(detail[0])
+            elif what == "passed":
+                assert done[id(detail)] == {0, 1, 2}, "a backward was still to come"
+                passed.append(id(detail))
+        assert sorted(passed) == sorted(done)
+        order = [what for what, _ in sync.events]
+        if len(done) > 3:
+            assert order.index("passed") < len(order) - 1 - order[::-1].index("backward"), "sums begin early"
+
+
+def test_a_step_without_some_tasks_leaves_their_micro_batches_empty() -> None:
+    executor = PipelineExecutor(stage_of_one(), plan_of(1), Processes())
+    result = executor.run(lab.step_work(tasks=["d"]))
+    assert result.losses.keys() == {"d"}
+    assert (result.norms, executor.sync.num_bytes) == (None, 0), "without a sync nothing is summed"
+    assert executor.run(lab.step_work(1, [])).losses == {}
+
+
+# --------------------------------------------------------------------- stages
+
+
 def test_stages_divide_all_layers_and_adapters() -> None:
-    layout = StageLayout.of(cases.NUM_LAYERS, 2, num_chunks=2)
-    whole = dict(cases.mux_model(cases.CASES["llama-mux"]).named_parameters())
-    held = [
-        dict(StageModel(cases.mux_model(cases.CASES["llama-mux"]), layout, s).model.named_parameters()) for s in (0, 1)
-    ]
+    layout, whole = StageLayout.of(lab.NUM_LAYERS, 2, num_chunks=2), dict(lab.mux_model().named_parameters())
+    held = [dict(StageModel(lab.mux_model(), layout, stage).model.named_parameters()) for stage in (0, 1)]
     assert held[0].keys().isdisjoint(held[1])
     assert held[0].keys() | held[1].keys() == whole.keys()
     for own in held:
-        for name, parameter in own.items():
-            assert torch.equal(parameter, whole[name])
-    assert any("layers.4." in name for name in held[0])
-    assert not any("layers.4." in name for name in held[1])
+        assert all(torch.equal(parameter, whole[name]) for name, parameter in own.items())
+    assert any("layers.2." in name for name in held[0])
+    assert not any("layers.2." in name for name in held[1])
 
 
 def test_a_layout_follows_the_way_of_a_micro_batch() -> None:
@@ -299,23 +214,26 @@ def test_a_layout_follows_the_way_of_a_micro_batch() -> None:
         StageLayout.of(7, 4, num_chunks=2)
 
 
-@pytest.mark.parametrize("shape", ["qwen", "gpt2"])
+@pytest.mark.parametrize("kind", ["qwen3", "gpt2", "gemma3_text", "granite", "opt"])
 def test_a_stage_reads_its_own_weights_alone_and_draws_the_adapters_of_the_whole_model(
-    shape: str, tmp_path: Path
+    kind: str, tmp_path: Path
 ) -> None:
-    cases.backbone(shape).save_pretrained(tmp_path, max_shard_size="20KB")
-    layout, configs = StageLayout.of(cases.NUM_LAYERS, 2), cases.adapters(shape)
-    whole = MultiTaskPeftModel(cases.backbone(shape), configs, seeds=SEEDS, verify=False)
-    expected = dict(StageModel(whole, layout, 1).model.named_parameters())
-    removed = [path for path in sorted(tmp_path.glob("*.safetensors")) if holds_only_layers(path, range(4))]
-    for path in removed:
-        path.unlink()
-    assert removed
-    found = dict(load_stage(tmp_path, configs, layout, 1, seeds=SEEDS).model.named_parameters())
-    assert found.keys() == expected.keys()
-    assert all(torch.equal(found[name], expected[name]) for name in expected)
-    with pytest.raises((CheckpointError, FileNotFoundError)):
-        load_stage(tmp_path, configs, layout, 0, seeds=SEEDS)
+    backbone = lab.backbone(kind)
+    backbone.save_pretrained(tmp_path, max_shard_size="20KB")
+    configs = lab.adapters(backbone)
+    for number in (0, 1):
+        whole = MultiTaskPeftModel(lab.backbone(kind), configs, seeds=SEEDS, verify=False)
+        expected = StageModel(whole, LAYOUT, number).model.backbone.state_dict()
+        if number == 1:
+            others = [path for path in sorted(tmp_path.glob("*.safetensors")) if holds_only_layers(path, range(2))]
+            assert others
+            for path in others:
+                path.unlink()
+            with pytest.raises((CheckpointError, FileNotFoundError)):
+                load_stage(tmp_path, configs, LAYOUT, 0, seeds=SEEDS)
+        found = load_stage(tmp_path, configs, LAYOUT, number, seeds=SEEDS).model.backbone.state_dict()
+        assert found.keys() == expected.keys()
+        assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
 
 
 def holds_only_layers(path: Path, layers: range) -> bool:
@@ -325,10 +243,35 @@ def holds_only_layers(path: Path, layers: range) -> bool:
         )
 
 
+def test_buffers_that_are_saved_are_read_as_well(tmp_path: Path) -> None:
+    backbone = lab.backbone("llama")
+    backbone.model.layers[3].register_buffer("balance", torch.arange(3.0))
+    backbone.save_pretrained(tmp_path)
+    original = type(backbone.model.layers[3]).__init__
+
+    def with_buffer(self: torch.nn.Module, *args: object, **kwargs: object) -> None:
+        original(self, *args, **kwargs)
+        self.register_buffer("balance", torch.zeros(3))
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(type(backbone.model.layers[3]), "__init__", with_buffer)
+        stage = load_stage(tmp_path, lab.adapters(backbone), LAYOUT, 1, seeds=SEEDS)
+    # Layers 0 to 2 have none in the files; theirs stay as they were made.
+    assert stage.model.backbone.model.layers[3].balance.tolist() == [0.0, 1.0, 2.0]
+
+
+def test_folders_whose_tensors_transformers_converts_are_reported(tmp_path: Path) -> None:
+    for kind, converts in (("mixtral", True), ("gpt_neox", True), ("phi3", False)):
+        backbone = lab.backbone(kind)
+        backbone.save_pretrained(tmp_path / kind)
+        assert is_converted(tmp_path / kind, backbone) is converts
+
+
 def test_a_folder_without_safetensors_is_refused_by_name(tmp_path: Path) -> None:
-    cases.backbone("llama").config.save_pretrained(tmp_path)
+    backbone = lab.backbone("llama")
+    backbone.config.save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"neither model.safetensors.index.json nor model.safetensors"):
-        load_stage(tmp_path, cases.adapters("llama"), StageLayout.of(cases.NUM_LAYERS, 2), 0)
+        load_stage(tmp_path, lab.adapters(backbone), LAYOUT, 0)
 
 
 def test_an_architecture_that_cannot_be_cut_is_refused_by_name() -> None:
@@ -339,51 +282,67 @@ def test_an_architecture_that_cannot_be_cut_is_refused_by_name() -> None:
         UnsupportedModelError,
         match=(
             r"OlmoeForCausalLM \(model type 'olmoe'\) cannot be cut into stages or shards; the model types that can "
-            "are apertus, arcee,.*llama"
+            r"are apertus, arcee,.*llama.*shard_backbone=True"
         ),
     ):
         StageModel(model, StageLayout.of(2, 2), 0)
 
 
+# ------------------------------------------------------------ plans, messages
+
+
 def test_passes_are_spread_evenly_over_the_micro_batches_of_their_bucket() -> None:
-    work = cases.step_work(0, list(cases.LENGTHS))
+    work = lab.step_work()
     slots = plan_of(2).slots(work.micro_batches)
     counts = {slot: [batch.task_names for batch in batches] for slot, batches in slots.items()}
     assert sum(map(len, counts.values())) == len(work.micro_batches)
     assert set(counts) == {Slot(0, k) for k in range(4)} | {Slot(1, k) for k in range(3)}
     for bucket, htasks in enumerate((("abc"), ("de"))):
-        for number in range(cases.NUM_SLOTS[bucket]):
+        for number in range(lab.NUM_SLOTS[bucket]):
             assert all(set(names) <= set(htasks) for names in counts[Slot(bucket, number)])
     with pytest.raises(PlanError, match="Dispatch the step with the plan"):
-        PipelinePlan(plan_of(2).template, (("a",), ("b",), ("c",)), cases.BUCKETS).slots(work.micro_batches)
-
-
-def test_a_step_without_some_tasks_leaves_their_micro_batches_empty() -> None:
-    stage = StageModel(cases.mux_model(cases.CASES["llama-mux"]), StageLayout.of(cases.NUM_LAYERS, 1), 0)
-    executor = PipelineExecutor(stage, plan_of(1), Processes())
-    assert executor.run(cases.step_work(0, ["d"])).losses.keys() == {"d"}
-    assert executor.run(cases.step_work(1, [])).losses == {}
+        PipelinePlan(plan_of(2).template, (("a",), ("b",), ("c",)), lab.BUCKETS).slots(work.micro_batches)
 
 
 def test_a_template_of_another_pipeline_is_refused() -> None:
-    stage = StageModel(cases.mux_model(cases.CASES["llama-mux"]), StageLayout.of(cases.NUM_LAYERS, 1), 0)
     with pytest.raises(
         PlanError, match="the template must have 1 stages of 1 chunks, for which the model was cut, got 2 of 1"
     ):
-        PipelineExecutor(stage, plan_of(2), Processes())
+        PipelineExecutor(stage_of_one(), plan_of(2), Processes())
 
 
-@pytest.mark.parametrize(("schedule", "num_chunks"), [("gpipe", 1), ("1f1b", 1), ("mux", 1), ("interleaved_1f1b", 2)])
+def traffic_of(template: PipelineTemplate, slots: Any, stage: int) -> Traffic:
+    """Return the messages of a stage without channels, all of whose gradients go back."""
+    links: Any = SimpleNamespace(incoming={}, outgoing={})
+    layout = StageLayout.of(8, template.num_stages, num_chunks=template.num_chunks)
+    model: Any = SimpleNamespace(stage=stage, layout=layout, hidden_size=lab.HIDDEN_SIZE, dtype=torch.float32)
+    model.gradient_rows = lambda virtual_stage, batch: None
+    return Traffic(links, model, template, slots)
+
+
+@pytest.mark.parametrize("splits", [False, True], ids=["whole rows", "long rows cut"])
+@pytest.mark.parametrize(("schedule", "num_chunks"), SCHEDULES)
 def test_all_that_a_stage_takes_is_on_the_lists_of_its_neighbours_and_gradients_are_freed_once(
-    schedule: str, num_chunks: int
+    schedule: str, num_chunks: int, splits: bool
 ) -> None:
-    plan = plan_of(3, schedule, num_chunks)
-    slots = plan.slots(cases.step_work(0, list(cases.LENGTHS)).micro_batches)
+    plan, work = plan_of(3, schedule, num_chunks), lab.step_work(case=Case(splits=splits))
+    slots = plan.slots(work.micro_batches)
+    assert sum(map(len, slots.values())) == len(work.micro_batches)
+    for chain in chains_of(work.micro_batches):
+        homes = [slot for slot, passes in slots.items() for one in passes if any(one is part for part in chain)]
+        assert len(homes) == len(chain)
+        assert len(set(homes)) == 1, "parts stay in one micro-batch"
     for stage, row in enumerate(plan.template.actions):
-        traffic = cases.traffic_of(plan.template, slots, stage)
+        traffic = traffic_of(plan.template, slots, stage)
         needed = [(a.kind, Key(a.slot, n, a.chunk)) for a in row if traffic.source(a) for n in traffic.numbers(a)]
-        arriving = [(kind, one.key) for kind in "FB" for other in range(3) for one in traffic.expected(kind, other)]
-        assert sorted(needed) == sorted(arriving)
+        arriving = [(kind, one) for kind in "FB" for other in range(3) for one in traffic.expected(kind, other)]
+        assert sorted(needed) == sorted((kind, one.key) for kind, one in arriving)
+        for action in row:
+            passes = slots[action.slot]
+            is_reversed = action.kind == "B" and any(one.parts for one in passes)
+            assert list(traffic.numbers(action)) == sorted(range(len(passes)), reverse=is_reversed)
+        for _, (key, shape, _) in arriving:
+            assert shape == (slots[key.slot][key.number].num_tokens, lab.HIDDEN_SIZE)
         back = [(action, to[1]) for action in row if action.kind == "B" and (to := traffic.target(action))]
         sent = [Key(action.slot, number, chunk) for action, chunk in back for number in traffic.numbers(action)]
         freed = [key for other in range(3) for keys in traffic.gradients_taken(other).values() for key in keys]
@@ -393,39 +352,69 @@ def test_all_that_a_stage_takes_is_on_the_lists_of_its_neighbours_and_gradients_
             assert bool(freed) == (schedule != "gpipe" and bool(sent))
 
 
-def test_a_state_by_name_continues_exactly_in_another_layout(tmp_path: Path) -> None:
-    case = cases.CASES["llama-mux"]
-    model = cases.mux_model(case)
-    optimizer = cases.optimizer_of(model, "a", tmp_path)
-    cases.train(cases.Alone(model), model, {"a": optimizer}, steps=range(2))
-    state = split_state(model.task_parameters("a"), optimizer)
-    parts = []
+def test_a_buckets_step_ends_behind_its_last_backward_and_before_its_next_forward() -> None:
+    row = build_template(lab.loads_of(2), "mux", num_steps=2).actions[0]
+    ends = StepEnds.of(row)
+    assert sorted(ends.after.values()) == [StepEnd(0, 0), StepEnd(0, 1), StepEnd(1, 0), StepEnd(1, 1)]
+    assert sorted(ends.before.values()) == [StepEnd(0, 0), StepEnd(1, 0)]
+    assert sorted(ends.last) == [StepEnd(0, 1), StepEnd(1, 1)]
+    places = {str(action): place for place, action in enumerate(row)}
+    for action, end in ends.before.items():
+        (last,) = [one for one, other in ends.after.items() if other == end]
+        assert places[str(last)] < places[str(action)]
+
+
+def test_windows_pay_where_buckets_can_fill_the_bubbles_of_one_another() -> None:
+    plan, loads = plan_of(2, "mux"), lab.loads_of(2)[:1]
+    assert plan.gains_by_windows
+    assert not replace(plan, loads=()).gains_by_windows, "nothing is predicted"
+    assert not PipelinePlan(build_template(loads, "mux"), (("a",),), ((0,),), tuple(loads)).gains_by_windows
+
+
+# --------------------------------------------------------------------- states
+
+
+def step_once(model: MultiTaskPeftModel, optimizer: Any) -> None:
+    generator = torch.Generator().manual_seed(5)
+    model.registry.slab_of("a").bind_gradients()
+    for _, parameter in sorted(model.task_parameters("a").items()):
+        parameter.grad.copy_(torch.randn(parameter.shape, generator=generator))
+    optimizer.step(optimizer.gradient_norm())
+
+
+@pytest.mark.parametrize("optim", ["adamw_torch", "adafactor", "sgd"])
+def test_a_state_by_name_continues_exactly_in_another_layout_with_any_optimizer(optim: str, tmp_path: Path) -> None:
+    model, other = lab.mux_model(), lab.mux_model()
+    optimizer, resumed = (lab.optimizer_of(one, "a", tmp_path, optim=optim) for one in (model, other))
+    step_once(model, optimizer)
+    state, parts = split_state(model.task_parameters("a"), optimizer), []
     for number in range(2):
-        stage = StageModel(cases.mux_model(case), StageLayout.of(cases.NUM_LAYERS, 2), number)
-        own = cases.optimizer_of(stage.model, "a", tmp_path)
-        join_state(state, stage.model.task_parameters("a"), own)
-        parts.append(split_state(stage.model.task_parameters("a"), own))
-    other = cases.mux_model(case)
-    resumed = cases.optimizer_of(other, "a", tmp_path)
+        stage = StageModel(lab.mux_model(), LAYOUT, number).model
+        own = lab.optimizer_of(stage, "a", tmp_path, optim=optim)
+        join_state(state, stage.task_parameters("a"), own)
+        parts.append(split_state(stage.task_parameters("a"), own))
     join_state(merge_states(parts), other.task_parameters("a"), resumed)
     for one, own in ((model, optimizer), (other, resumed)):
-        cases.train(cases.Alone(one), one, {"a": own}, steps=range(2, 4))
+        step_once(one, own)
     for key, parameter in model.task_parameters("a").items():
         assert torch.equal(parameter, other.task_parameters("a")[key]), key
     del state.weights[next(iter(state.weights))]
-    with pytest.raises(
-        CheckpointError,
-        match=r"base_model\.model\.model\.layers\.0\.self_attn\.q_proj\.lora_A\.weight must be a tensor of",
-    ):
+    with pytest.raises(CheckpointError, match=r"layers\.0\.self_attn\.q_proj\.lora_A\.weight must be a tensor of"):
         join_state(state, other.task_parameters("a"), resumed)
 
 
-def test_spans_record_when_each_action_ran() -> None:
-    stage = StageModel(cases.mux_model(cases.CASES["llama-mux"]), StageLayout.of(cases.NUM_LAYERS, 1), 0)
-    executor = PipelineExecutor(stage, plan_of(1), Processes())
-    begin = time.perf_counter()
-    executor.run(cases.step_work(0, list(cases.LENGTHS)))
-    assert [span.action for span in executor.spans] == list(executor.plan.template.actions[0])
-    instants = [instant for span in executor.spans for instant in (span.start_s, span.end_s)]
-    assert instants == sorted(instants)
-    assert instants[-1] <= time.perf_counter() - begin
+def test_an_optimizer_without_elements_brings_no_settings_and_takes_the_rate(tmp_path: Path) -> None:
+    model = lab.mux_model()
+    stage = StageModel(lab.mux_model(), LAYOUT, 0).model
+    assert not stage.task_parameters("c")
+    stage.registry.adopt("c", {"nothing": torch.nn.Parameter(torch.zeros(0))})
+    optimizer, empty, fresh = (lab.optimizer_of(one, "c", tmp_path, warmup_steps=4) for one in (model, stage, stage))
+    for own in (optimizer, empty):
+        own.optimizer.step()  # type: ignore[union-attr]
+        own.schedule.step()  # type: ignore[union-attr]
+    state, nothing = split_state(model.task_parameters("c"), optimizer), split_state({}, empty)
+    assert (nothing.settings, nothing.moments) == ({}, {})
+    whole: TaskState = merge_states([state, nothing])
+    assert (whole.settings, whole.schedule) == (state.settings, state.schedule)
+    join_state(whole, {}, fresh)
+    assert fresh.learning_rate == optimizer.learning_rate > 0  # type: ignore[union-attr]

@@ -100,28 +100,10 @@ def launch(world_size: int, part: Callable[..., Any], *arguments: Any, limit_s: 
     return [_outcome(process, receiver, deadline) for process, receiver in running]
 
 
-def run_in_session(function: Callable[..., None], *arguments: Any, limit_s: float) -> None:
-    """Run a function that forks in a process and session of its own; end all of its processes in the end."""
-    process = _server().Process(target=_in_session, args=(function, arguments))
-    process.start()
-    try:
-        process.join(limit_s)
-        assert process.exitcode == 0, f"exit code {process.exitcode}"
-    finally:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-
-
-def _in_session(function: Callable[..., None], arguments: Sequence[Any]) -> None:
-    os.setsid()
-    os.environ["OMP_NUM_THREADS"] = "1"
-    function(*arguments)
-
-
 def _server() -> Any:
     """Return the context whose server has imported this module and trained; it reads its path from the environment."""
     context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["tests.engine.pipeline.chain_cases", "tests.engine.processes.warm"])
+    context.set_forkserver_preload(["tests.engine.lab", "tests.engine.processes.warm"])
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(paths))
@@ -357,8 +339,7 @@ def registered_once(rank: int, folder: Path) -> Part:
 
 def failing_alone(rank: int, folder: Path, error_file: str) -> Part:
     """Train; a callback of the run raises on rank 1 alone, under a launcher that asks for a file of its error."""
-    if error_file:
-        os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / error_file)
+    os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / error_file)
 
     def fail(trainer: Any) -> None:
         raise OSError("the disk of rank 1 is full")

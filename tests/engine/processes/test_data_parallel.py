@@ -179,14 +179,12 @@ def test_a_process_that_stands_still_is_named_when_the_time_limit_has_passed(tmp
     assert outcomes[0].seconds < 10
 
 
-@pytest.mark.parametrize(
-    ("world_size", "error_file"),
-    [pytest.param(3, "", id="alone"), pytest.param(2, "missing/error.json", id="which a launcher's file cannot take")],
-)
-def test_the_error_of_one_process_is_reported_by_the_others(world_size: int, error_file: str, tmp_path: Path) -> None:
-    outcomes = launch(world_size, cases.failing_alone, tmp_path, error_file)
+def test_the_error_of_one_process_is_reported_by_the_others_though_a_launchers_file_cannot_take_it(
+    tmp_path: Path,
+) -> None:
+    outcomes = launch(3, cases.failing_alone, tmp_path, "missing/error.json")
     assert outcomes[1].error == "OSError: the disk of rank 1 is full"
-    for other in (outcomes[0], *outcomes[2:]):
+    for other in (outcomes[0], outcomes[2]):
         assert other.error.startswith("ProcessError")
         assert "failed with OSError: the disk of rank 1 is full" in other.error
         assert other.seconds < cases.TIMEOUT_S
@@ -253,9 +251,17 @@ def test_other_rows_on_one_process_are_an_error_on_every_process(tmp_path: Path)
 # ------------------------------------------------------------ printing, files
 
 
-def test_the_first_process_alone_prints_and_writes_and_reports_on_each(tmp_path: Path) -> None:
+def test_two_processes_train_to_the_result_of_one_and_the_first_alone_prints_and_writes(
+    alone: Part, tmp_path: Path
+) -> None:
     outcomes = launch(2, cases.watched, tmp_path)
     parts = values(outcomes)
+    assert_alike(parts)
+    assert_as_one(parts[0], alone)
+    trainer = cases.lab.make_trainer(cases.five_tasks(), tmp_path / "one")
+    running = [name for name, losses in parts[0].losses.items() if len(losses) == cases.NUM_STEPS]
+    pages = [page.values for name in running for page in trainer.model.registry.slab_of(name).pages]
+    assert parts[0].num_bytes == sum(page.numel() for page in pages) * 4 + len(running) * 4, "nothing of the backbone"
     assert parts[0].written
     assert parts[1].written == []
     assert "step 2" in outcomes[0].printed
@@ -278,18 +284,6 @@ def test_all_processes_agree_that_a_task_has_failed_whose_adapter_one_could_not_
         assert {status for status, _ in statuses.values()} == {"failed"}
         assert all("adapter could not be written" in reason for _, reason in statuses.values())
         assert report.count("not saved") == 5
-
-
-def test_two_processes_train_to_the_result_of_one_and_send_the_adapters_once_a_step_and_nothing_of_the_backbone(
-    alone: Part, tmp_path: Path
-) -> None:
-    trainer = cases.lab.make_trainer(cases.five_tasks(), tmp_path / "one")
-    parts = values(launch(2, cases.train_five, tmp_path / "two", {}))
-    assert_alike(parts)
-    assert_as_one(parts[0], alone)
-    running = [name for name, losses in parts[0].losses.items() if len(losses) == cases.NUM_STEPS]
-    pages = [page.values for name in running for page in trainer.model.registry.slab_of(name).pages]
-    assert parts[0].num_bytes == sum(page.numel() for page in pages) * 4 + len(running) * 4
 
 
 # ------------------------------------------------------------ without processes

@@ -55,15 +55,27 @@ def test_auto_begins_a_run_and_resumes_it(tmp_path: Path) -> None:
     assert resumed.task_states["one"].global_step == 4
 
 
+@pytest.mark.parametrize(
+    ("before", "after"),
+    [
+        ({"TORCHELASTIC_RUN_ID": "a-run"}, {"TORCHELASTIC_RESTART_COUNT": "1"}),
+        ({"SLURM_JOB_ID": "7"}, {"SLURM_RESTART_COUNT": "1"}),
+        (
+            {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "a-run"},
+            {"TORCHELASTIC_RESTART_COUNT": "1"},
+        ),
+    ],
+    ids=["torchrun", "a requeued job of Slurm", "torchrun within Slurm"],
+)
 def test_a_run_that_the_same_launch_began_is_resumed_after_a_restart(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    before: dict[str, str], after: dict[str, str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "a-run")
-    a_run(tmp_path, max_steps=2).train()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    restarted = a_run(tmp_path)
-    restarted.train()
-    assert restarted.task_states["one"].global_step == 4
+    for environment, max_steps in ((before, 2), (after, 4)):
+        for name, value in environment.items():
+            monkeypatch.setenv(name, value)
+        run = a_run(tmp_path, max_steps=max_steps)
+        run.train()
+    assert run.task_states["one"].global_step == 4
 
 
 @pytest.mark.parametrize(
@@ -84,27 +96,6 @@ def test_a_run_of_another_launch_is_still_refused(
         monkeypatch.setenv(name, value)
     with pytest.raises(CheckpointError, match="holds a run"):
         a_run(tmp_path).train()
-
-
-def test_a_requeued_job_of_slurm_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("SLURM_JOB_ID", "7")
-    a_run(tmp_path, max_steps=2).train()
-    monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
-    requeued = a_run(tmp_path)
-    requeued.train()
-    assert requeued.task_states["one"].global_step == 4
-
-
-def test_a_worker_that_torchrun_restarts_within_a_job_of_slurm_resumes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for name, value in {"SLURM_JOB_ID": "7", "SLURM_RESTART_COUNT": "0", "TORCHELASTIC_RUN_ID": "a-run"}.items():
-        monkeypatch.setenv(name, value)
-    a_run(tmp_path, max_steps=2).train()
-    monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", "1")
-    restarted = a_run(tmp_path)
-    restarted.train()
-    assert restarted.task_states["one"].global_step == 4
 
 
 # ------------------------------------------------------------------ workers of torchrun

@@ -1,9 +1,10 @@
-"""Rows with a common prefix, in any layout of processes: the result of one process that shares nothing."""
+"""Rows with a common prefix and rows with few targets, in any layout of processes: the result of one process that
+computes all tokens of all rows in all layers."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import pytest
@@ -11,39 +12,66 @@ import torch
 from peft import LoraConfig
 
 from peft_mux import Task
+from peft_mux.modeling.last_layer import LastLayerForward
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas import layout_cases as cases
 from tests.engine.replicas.layout_cases import LaidOut
 from tests.invariants import mux_lab as lab
 
-SLOW = pytest.mark.slow
+SLOW = [pytest.mark.slow, pytest.mark.distributed]
 NUM_ROWS, NUM_STEPS = 6, 3
-LENGTHS = {"a": (24, 8), "b": (0, 12), "c": (30, 5)}
-"""Tokens that all rows of a task begin with, and tokens of its own of each row."""
+LENGTHS = {"a": (24, 8), "b": (0, 12), "c": (30, 5), "d": (14, 3), "e": (20, 1), "f": (9, 4)}
+"""Tokens that all rows of a task begin with, and tokens of its own of each row; of the last three tasks those are the
+only targets, and all rows differ."""
 
 
-def few_shot_tasks() -> list[Task]:
-    """Return tasks whose rows share a prefix, and one whose rows do not."""
-    rng = np.random.default_rng(4)
-    tasks = []
+def tasks() -> list[Task]:
+    """Return tasks whose rows share a prefix, one whose rows do not, and tasks with few targets."""
+    rng, found = np.random.default_rng(4), []
     for name, (prefix, own) in LENGTHS.items():
-        shots = rng.integers(1, lab.VOCABULARY, size=prefix).tolist()
-        rows = [{"input_ids": [*shots, *rng.integers(1, lab.VOCABULARY, size=own).tolist()]} for _ in range(NUM_ROWS)]
+        rows, shots = [], rng.integers(1, lab.VOCABULARY, size=prefix).tolist()
+        for _ in range(NUM_ROWS):
+            before = shots if name in "abc" else rng.integers(1, lab.VOCABULARY, size=prefix).tolist()
+            ids = [*before, *rng.integers(1, lab.VOCABULARY, size=own).tolist()]
+            rows.append({"input_ids": ids, **({} if name in "abc" else {"labels": [-100] * prefix + ids[prefix:]})})
         config = LoraConfig(r=4, target_modules="all-linear")
         options: dict[str, Any] = {"train_batch_size": NUM_ROWS, "max_steps": NUM_STEPS, "learning_rate": 3e-3}
-        tasks.append(Task(name=name, peft_config=config, train_dataset=rows, seed=1, **options))
-    return tasks
+        # With its usual epsilon, AdamW turns gradients of pure rounding into steps of full size.
+        epsilon = 1e-8 if name in "abc" else 1e-4
+        found.append(Task(name=name, peft_config=config, train_dataset=rows, seed=1, adam_epsilon=epsilon, **options))
+    return found
 
 
-def train_few_shot(rank: int, folder: Path, model: Any, arguments: dict[str, Any]) -> LaidOut:
+class Trained(NamedTuple):
+    """What a run showed to one process, and how often it computed some rows of its last layer alone to train."""
+
+    laid: LaidOut
+    num_narrow: int
+
+
+def train(rank: int, folder: Path, model: Any, arguments: dict[str, Any]) -> Trained:
     """Train them."""
-    return cases.train(folder, model or cases.backbone("llama"), few_shot_tasks(), **arguments)
+    narrow, plain = [], LastLayerForward._compute
+
+    def counted(*given: Any, **named: Any) -> Any:
+        narrow.extend([1] * torch.is_grad_enabled())
+        return plain(*given, **named)
+
+    LastLayerForward._compute = counted  # type: ignore[method-assign]
+    try:
+        laid = cases.train(folder, model or cases.backbone("llama"), tasks(), **arguments)
+    finally:
+        LastLayerForward._compute = plain  # type: ignore[method-assign]
+    return Trained(laid, len(narrow))
 
 
 @pytest.fixture(scope="module")
-def unshared(tmp_path_factory: pytest.TempPathFactory) -> LaidOut:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> LaidOut:
     """Return what one process makes of them that computes all tokens of all rows."""
-    return train_few_shot(0, tmp_path_factory.mktemp("alone"), None, {"share_prefixes": False})
+    whole = {"share_prefixes": False, "last_layer_at_targets": False}
+    alone = train(0, tmp_path_factory.mktemp("alone"), None, whole)
+    assert alone.num_narrow == 0
+    return alone.laid
 
 
 @pytest.fixture(scope="module")
@@ -52,62 +80,56 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> str:
     return cases.saved_backbone("llama", tmp_path_factory.mktemp("backbone"))
 
 
-def assert_as_unshared(part: LaidOut, unshared: LaidOut) -> None:
-    """Assert losses within 1e-5 and adapters within 1e-4."""
-    assert part.statuses == unshared.statuses
-    for name, weights in unshared.adapters.items():
-        lab.assert_close(part.losses[name], unshared.losses[name], 1e-5, name)
-        for key, weight in weights.items():
-            assert lab.relative(torch.from_numpy(part.adapters[name][key]), torch.from_numpy(weight)) <= 1e-4, key
-
-
-PP2 = {"pipeline_parallel_size": 2}
-TP2 = {"tensor_parallel_size": 2}
-BOUND = {"max_tokens_per_micro_batch": 256}
+PP2, TP2 = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
+RECOMPUTED, FOUR_PASSES = {"gradient_checkpointing": True}, {"num_micro_batches": 4}
+CHAINS = {"split_long_sequences": True, "max_tokens_per_micro_batch": 16, "chunk_size": 4}
+TURNS = {"interleaved_passes": 2, "planner": "interleaved"}
+SHARDED = {"shard_backbone": True}
 
 
 @pytest.mark.parametrize(
     ("world_size", "arguments"),
     [
-        pytest.param(1, BOUND, id="one process"),
+        pytest.param(1, {}, id="one process"),
         pytest.param(1, {"max_tokens_per_micro_batch": 64}, id="one process, bundles cut"),
-        pytest.param(2, BOUND, id="dp2", marks=pytest.mark.distributed),
-        pytest.param(2, {**BOUND, **PP2}, id="pp2", marks=pytest.mark.distributed),
-        pytest.param(2, {**BOUND, **PP2, "num_micro_batches": 4}, id="pp2, four passes", marks=[SLOW]),
-        pytest.param(2, {**BOUND, **TP2}, id="tp2", marks=[SLOW]),
-        pytest.param(
-            2, {**BOUND, **TP2, "interleaved_passes": 2, "num_micro_batches": 2}, id="tp2, turns", marks=[SLOW]
-        ),
-        pytest.param(2, {**BOUND, "shard_backbone": True}, id="sharded", marks=[SLOW]),
-        pytest.param(4, {**BOUND, **PP2, **TP2}, id="pp2 x tp2", marks=[SLOW]),
-        pytest.param(4, {**BOUND, **PP2}, id="dp2 x pp2", marks=[SLOW]),
+        pytest.param(2, {}, id="dp2", marks=pytest.mark.distributed),
+        pytest.param(2, {**PP2, **RECOMPUTED}, id="pp2, recomputed", marks=pytest.mark.distributed),
+        pytest.param(2, {**PP2, **FOUR_PASSES}, id="pp2, four passes", marks=SLOW),
+        pytest.param(2, TP2, id="tp2", marks=SLOW),
+        pytest.param(2, {**TP2, **TURNS}, id="tp2, passes in turns", marks=SLOW),
+        pytest.param(2, {**TP2, **TURNS, **RECOMPUTED}, id="tp2, passes in turns, recomputed", marks=SLOW),
+        pytest.param(2, {**TP2, **CHAINS}, id="tp2, parts of long rows", marks=SLOW),
+        pytest.param(2, {**SHARDED, **RECOMPUTED}, id="sharded", marks=SLOW),
+        pytest.param(4, {**PP2, **TP2, "interleaved_passes": 2}, id="pp2 x tp2, passes in turns", marks=SLOW),
+        pytest.param(4, PP2, id="dp2 x pp2", marks=SLOW),
+        pytest.param(3, {"replicas": "<2,1>, <1,1>"}, id="shards beside a whole one", marks=SLOW),
+        pytest.param(3, {"replicas": "<1,2>, <1,1>"}, id="stages beside a whole one", marks=SLOW),
     ],
 )
-def test_every_layout_computes_what_rows_begin_with_once_and_as_planned(
-    world_size: int, arguments: dict[str, Any], tmp_path: Path, backbone: str, unshared: LaidOut
+def test_every_layout_computes_what_rows_begin_with_once_and_the_rows_that_are_read_alone_as_planned(
+    world_size: int, arguments: dict[str, Any], tmp_path: Path, backbone: str, plain: LaidOut
 ) -> None:
+    options = {"max_tokens_per_micro_batch": 512, **arguments}
     if world_size == 1:
-        part = train_few_shot(0, tmp_path, backbone, arguments)
+        found = [train(0, tmp_path, backbone, options)]
     else:
-        part = values(launch(world_size, train_few_shot, tmp_path, backbone, arguments, limit_s=240))[0]
-    assert_as_unshared(part, unshared)
+        found = values(launch(world_size, train, tmp_path, backbone, options, limit_s=240))
+    part = found[0].laid
+    if "replicas" not in arguments:
+        num_stages = arguments.get("pipeline_parallel_size", 1)
+        narrow = [one for one in found if one.num_narrow > 0]
+        assert len(narrow) == world_size / num_stages, "the last layer computes some rows alone"
+    assert part.statuses == plain.statuses
+    for name, weights in plain.adapters.items():
+        lab.assert_close(part.losses[name], plain.losses[name], 1e-5, name)
+        for key, weight in weights.items():
+            assert lab.relative(torch.from_numpy(part.adapters[name][key]), torch.from_numpy(weight)) <= 1e-4, key
+    if CHAINS.items() <= arguments.items():
+        return
     for report in part.pass_reports:
         assert (report.num_steps, report.same_tasks, report.same_tokens) == (NUM_STEPS,) * 3, report
+    # Each replica computes a beginning once at most; where bundles are cut, more often.
+    once = {name: (prefix if name in "abc" else prefix * NUM_ROWS) for name, (prefix, _) in LENGTHS.items()}
+    most = NUM_STEPS * sum(2 * once[name] + NUM_ROWS * own for name, (_, own) in LENGTHS.items())
     asked = NUM_STEPS * NUM_ROWS * sum(sum(pair) for pair in LENGTHS.values())
-    assert sum(report.tokens for report in part.pass_reports) < 0.75 * asked
-
-
-@pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize("replicas", ["<2,1>, <1,1>", "<1,2>, <1,1>"])
-def test_unequal_replicas_are_dispatched_what_rows_compute_together_and_as_planned(
-    replicas: str, tmp_path: Path, backbone: str, unshared: LaidOut
-) -> None:
-    arguments = {**BOUND, "replicas": replicas}
-    part = values(launch(3, train_few_shot, tmp_path, backbone, arguments, limit_s=240))[0]
-    assert_as_unshared(part, unshared)
-    for report in part.pass_reports:
-        assert (report.num_steps, report.same_tasks, report.same_tokens) == (NUM_STEPS,) * 3, report
-    # Each of two replicas computes a beginning once at most.
-    most = NUM_STEPS * sum(2 * prefix + NUM_ROWS * own for prefix, own in LENGTHS.values())
-    assert sum(report.tokens for report in part.pass_reports) <= most
+    assert sum(report.tokens for report in part.pass_reports) < min(most, 0.8 * asked)

@@ -1,214 +1,29 @@
-"""Tensor parallelism: shards in real processes give what one process gives, and send no more than necessary."""
+"""Tensor parallelism in one process: what shards hold, send and refuse.
+
+Shards in real processes are in `tests/engine/test_layouts.py`.
+"""
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import OlmoeConfig, OlmoeForCausalLM
 
 from peft_mux.engine.processes import Processes
+from peft_mux.engine.tensor import parallel
 from peft_mux.engine.tensor.cut import held_ranges
 from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.errors import CheckpointError, UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.sharding import Piece
-from tests.engine.processes import cases as parallel_cases
-from tests.engine.tensor import parallel_cases as cases
+from tests.engine import lab
+from tests.engine.lab import Case
+from tests.engine.pipeline.test_depth import LOWEST, NUM_LAYERS, batch_of, gradients_of, whole_model
+from tests.engine.test_layouts import BIASED
 
-pytestmark = pytest.mark.distributed
-
-OF_TWO = ("llama-recomputed", "llama-poisoned", "qwen-head", "gpt2-dropped")
-OF_FOUR = ("llama", "gpt2")
-STAGED = ("llama-recomputed", "qwen")
-
-
-def bytes_per_pass(
-    num_tokens: int,
-    num_targets: int,
-    *,
-    num_layers: int,
-    hidden_size: int,
-    tp_size: int,
-    has_head: bool = True,
-    recomputes: bool = False,
-    element_bytes: int = 4,
-) -> int:
-    """Return `TensorLinks.num_bytes` of one forward and backward pass: no weight is among it.
-
-    Each layer sums `[T, D]` twice in the forward pass and twice in the backward pass, except the gradient of the first
-    layer's input, which is not needed. Where activations are recomputed, the sum of attention's output is made again;
-    that of the MLP is not, as nothing needs it there. The head sums three numbers a rank for each target, in fp32,
-    and the gradient of the `[M, D]` hidden states of the targets.
-
-    Args:
-        num_tokens: T, tokens of the micro-batch.
-        num_targets: M, tokens of the micro-batch that have a target.
-        num_layers: decoder layers of the stage.
-        hidden_size: D, width of the hidden states.
-        tp_size: number of tensor parallel ranks of the stage.
-        has_head: whether the stage computes the losses, with a head that no task adapts.
-        recomputes: whether activations are checkpointed.
-        element_bytes: bytes of one element of the activations.
-    """
-    num_sums = num_layers * (5 if recomputes else 4) - 1
-    head_bytes = num_targets * (3 * tp_size * 4 + hidden_size * element_bytes) if has_head else 0
-    return num_sums * num_tokens * hidden_size * element_bytes + head_bytes
-
-
-@pytest.fixture(scope="module")
-def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tmp_path_factory.mktemp("shards")
-
-
-@pytest.fixture(scope="module")
-def of_two(home: Path) -> list[dict[str, Any]]:
-    return parallel_cases.values(parallel_cases.launch(2, cases.train_shards, OF_TWO, home, limit_s=150))
-
-
-@pytest.fixture(scope="module")
-def of_four(home: Path) -> list[dict[str, Any]]:
-    return parallel_cases.values(parallel_cases.launch(4, cases.train_four, OF_FOUR, STAGED, home, limit_s=150))
-
-
-@functools.cache
-def alone(name: str, folder: Path) -> cases.Shown:
-    return cases.train_alone(cases.CASES[name], folder)
-
-
-@pytest.fixture(scope="module", autouse=True)
-def forget() -> Iterator[None]:
-    yield
-    alone.cache_clear()
-
-
-def check_as_alone(shown: list[cases.Shown], weights: dict[str, dict[str, np.ndarray]], expected: cases.Shown) -> None:
-    """Compare the results of processes with one process."""
-    assert len({str(one.seen) for one in shown}) == 1, "losses, norms and verdicts are the same bits on all"
-    seen = shown[0].seen
-    assert seen.failures == expected.seen.failures
-    for task, losses in expected.seen.losses.items():
-        assert seen.losses[task] == pytest.approx(losses, rel=1e-5, nan_ok=True), task
-        assert seen.norms[task] == pytest.approx(expected.seen.norms[task], rel=1e-4, nan_ok=True), task
-    for task, own in expected.weights.items():
-        assert weights[task].keys() == own.keys()
-        for key, weight in own.items():
-            found = weights[task][key]
-            assert np.array_equal(np.isnan(found), np.isnan(weight)), (task, key)
-            gap = np.linalg.norm(np.nan_to_num(found - weight))
-            assert gap <= 1e-4 * np.linalg.norm(np.nan_to_num(weight)), (task, key)
-
-
-@pytest.mark.parametrize("name", OF_TWO)
-def test_two_shards_train_every_task_as_one_process_does(name: str, of_two: list[dict[str, Any]], home: Path) -> None:
-    shown = [one[name] for one in of_two]
-    check_as_alone(shown, shown[0].weights, alone(name, home))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", OF_FOUR)
-def test_four_shards_train_every_task_as_one_process_does(name: str, of_four: list[dict[str, Any]], home: Path) -> None:
-    shown = [one["tp4"][name] for one in of_four]
-    check_as_alone(shown, shown[3].weights, alone(name, home))
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", STAGED)
-def test_two_stages_of_two_shards_train_every_task_as_one_process_does(
-    name: str, of_four: list[dict[str, Any]], home: Path
-) -> None:
-    shown = [one["tp2xpp2"][name] for one in of_four]
-    first, last = shown[0].weights, shown[2].weights
-    assert not any(first[task].keys() & last[task].keys() for task in first), "no weight lies in both stages"
-    whole = {task: {**first[task], **last[task]} for task in first}
-    check_as_alone(shown, whole, alone(name, home))
-
-
-def test_a_poisoned_task_ends_alone(of_two: list[dict[str, Any]], home: Path) -> None:
-    for one in of_two:
-        seen = one["llama-poisoned"].seen
-        assert list(seen.failures) == ["d"]
-        assert all(np.isfinite(losses).all() for task, losses in seen.losses.items() if task != "d")
-
-
-def test_shards_hold_their_part_of_the_frozen_weights_and_no_more(of_two: list[dict[str, Any]], home: Path) -> None:
-    model = cases.backbone("llama")
-    layers = sum(item.nbytes for name, item in model.named_parameters() if "proj.weight" in name)
-    head, expected = model.lm_head.weight.nbytes, alone("llama-recomputed", home).frozen_bytes
-    biases = sum(item.nbytes for name, item in model.named_parameters() if name.endswith("bias"))
-    for one in of_two:
-        saved = expected - one["llama-recomputed"].frozen_bytes
-        words = 4 * cases.HIDDEN
-        assert 0 <= saved - (layers + head) / 2 <= biases + words
-
-
-def test_a_pass_sends_what_the_closed_form_says_and_cutting_sends_nothing(of_two: list[dict[str, Any]]) -> None:
-    batch = cases.one_batch(("a", "b"))
-    for one in of_two:
-        for name, sent in one["facts"]["bytes"].items():
-            expected = bytes_per_pass(
-                batch.num_tokens,
-                len(batch.target_rows),
-                num_layers=cases.NUM_LAYERS,
-                hidden_size=cases.HIDDEN,
-                tp_size=2,
-                recomputes=cases.CASES[name].recomputes,
-            )
-            assert sent["pass"] == expected, name
-            assert sent["cutting"] == 0
-
-
-def test_logits_of_evaluation_are_whole_and_those_of_one_process(of_two: list[dict[str, Any]]) -> None:
-    for one in of_two:
-        assert all(gap < 1e-5 for gap in one["facts"]["logits"].values()), one["facts"]["logits"]
-
-
-@pytest.mark.parametrize("what", ["late", "classifiers"])
-def test_late_tasks_with_whole_weights_and_classifiers_compute_what_one_process_does(
-    what: str, of_two: list[dict[str, Any]]
-) -> None:
-    for one in of_two:
-        assert one["facts"][what]["loss"] < 1e-5
-        assert one["facts"][what]["gradient"] < 1e-5
-
-
-@pytest.mark.parametrize("shape", ["gpt2", "qwen"])
-def test_attention_dropout_of_parts_of_long_sequences_is_that_of_one_process(
-    shape: str, of_two: list[dict[str, Any]]
-) -> None:
-    for one in of_two:
-        assert one["facts"]["chains"][shape]["loss"] < 1e-5
-        assert one["facts"]["chains"][shape]["gradient"] < 1e-5
-
-
-@pytest.mark.parametrize("shape", ["qwen", "gpt2"])
-def test_shards_that_all_generate_give_the_tokens_and_logits_of_one_process(
-    shape: str, of_two: list[dict[str, Any]]
-) -> None:
-    for one in of_two:
-        generated = one["facts"]["generated"][shape]
-        assert generated["found"] == generated["expected"]
-        assert generated["gap"] < 1e-5
-
-
-def test_a_tied_head_is_a_view_of_the_embedding_and_an_untied_one_is_not(of_two: list[dict[str, Any]]) -> None:
-    assert all(one["facts"]["views"] == {"llama": False, "qwen": True} for one in of_two)
-
-
-def test_a_shard_that_fails_in_a_pass_ends_the_waiting_of_the_others() -> None:
-    outcomes = parallel_cases.launch(2, cases.fail_in_a_pass, limit_s=90)
-    assert outcomes[1].error == "RuntimeError: a kernel has failed"
-    assert outcomes[0].error.startswith("ProcessError: rank 0 of 2 got no answer at a sum over the shards of a stage")
-    assert "a kernel has failed" in outcomes[0].error
-
-
-# ---------------------------------------------------------------- in one process
+ENDS = Case(adapts_ends=True)
 
 
 class Mute:
@@ -221,6 +36,32 @@ class Mute:
         raise AssertionError("nothing is to be sent")
 
 
+class Doubling:
+    """Links of a rank whose only peer computes what it does; heights and bytes of all that is summed are noted."""
+
+    index, size = 0, 2
+
+    def __init__(self) -> None:
+        self.heights: list[int] = []
+        self.num_bytes = 0
+
+    def all_reduce(self, tensor: torch.Tensor) -> Any:
+        self.heights.append(len(tensor.reshape(-1, tensor.shape[-1])))
+        self.num_bytes += tensor.nbytes
+        tensor.mul_(2)
+        return self
+
+    def wait(self) -> None:
+        """Do nothing: it is there."""
+
+
+def shard(index: int, case: Case = lab.PLAIN) -> MultiTaskPeftModel:
+    """Return one of two shards."""
+    model = lab.mux_model(case)
+    TensorParallelModel(model, Mute(index))
+    return model
+
+
 def small(backbone: Any, targets: Any = ("q_proj",)) -> MultiTaskPeftModel:
     return MultiTaskPeftModel(backbone, {"one": LoraConfig(r=2, target_modules=list(targets))}, verify=False)
 
@@ -229,10 +70,70 @@ def digest(model: MultiTaskPeftModel) -> dict[str, tuple[int, ...]]:
     return {name: tuple(item.shape) for name, item in model.named_parameters()}
 
 
-def test_an_architecture_that_is_not_tested_is_refused_by_name() -> None:
-    config = OlmoeConfig(vocab_size=50, hidden_size=16, num_hidden_layers=1, num_attention_heads=2, eos_token_id=None)
-    with pytest.raises(UnsupportedModelError, match=r"'olmoe'.*gpt2, .*llama, .*shard_backbone=True"):
-        TensorParallelModel(small(OlmoeForCausalLM(config)), Mute())
+# ----------------------------------------------------------------------- sums
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+def test_a_pass_sends_what_the_closed_form_says(recomputes: bool) -> None:
+    model, links, batch = lab.mux_model(), Doubling(), lab.step_work(tasks=("a", "b")).micro_batches[0]
+    if recomputes:
+        model.activation_checkpointing_enable()
+    TensorParallelModel(model, links)  # type: ignore[arg-type]
+    assert links.num_bytes == 0, "cutting sends nothing"
+    model(batch).losses.sum().backward()
+    # Each layer sums [T, D] twice in the forward pass and twice in the backward pass, except the gradient of the first
+    # layer's input. Where activations are recomputed, the sum of attention's output is made again. The head sums three
+    # numbers a rank for each target, in fp32, and the gradient of the [M, D] hidden states of the targets.
+    num_sums = lab.NUM_LAYERS * (5 if recomputes else 4) - 1
+    head_bytes = len(batch.target_rows) * (3 * 2 * 4 + lab.HIDDEN_SIZE * 4)
+    assert links.num_bytes == num_sums * batch.num_tokens * lab.HIDDEN_SIZE * 4 + head_bytes
+
+
+def pass_of(names: tuple[str, ...], *, recomputes: bool = False) -> tuple[list[int], dict[str, torch.Tensor]]:
+    """Return the heights of the sums of a backward pass from the last layer's output, and the gradients."""
+    model, links = whole_model(), Doubling()
+    if recomputes:
+        model.activation_checkpointing_enable()
+    TensorParallelModel(model, links)  # type: ignore[arg-type]
+    model.prepare_pass(names)
+    batch = batch_of(names)
+    with model.multiplexing(batch):
+        output_TD = model.hidden_states(batch)
+    links.heights.clear()
+    output_TD.backward(torch.ones_like(output_TD))
+    return links.heights, gradients_of([model], names)
+
+
+@pytest.mark.parametrize("recomputes", [False, True], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("names", [("upper", "second", "last"), tuple(LOWEST)], ids=str)
+def test_sums_are_made_for_the_rows_of_tasks_that_have_adapters_further_down(
+    names: tuple[str, ...], recomputes: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    heights, found = pass_of(names, recomputes=recomputes)
+    monkeypatch.setattr(parallel, "rows_needed_now", lambda stream, num_rows: None)
+    plain_heights, wanted = pass_of(names, recomputes=recomputes)
+    assert set(plain_heights) == {24 * len(names)}
+    assert sum(heights) < sum(plain_heights)
+    assert found.keys() == wanted.keys()
+    for key, gradient in found.items():
+        torch.testing.assert_close(gradient, wanted[key], rtol=1e-5, atol=1e-8)
+
+
+def test_a_layer_sums_once_for_each_task_at_each_block_above_its_lowest_adapter() -> None:
+    heights, _ = pass_of(("whole", "upper"))
+    # Two blocks a layer, from the top: of both tasks down to the MLP of layer 2, of one down to the MLP of layer 0.
+    assert heights == [48, 48, 48, *[24] * 4]
+    assert len(heights) == 2 * NUM_LAYERS - 1, "nothing wants the gradient of what flows into the first layer"
+
+
+# --------------------------------------------------------------------- shards
+
+
+def test_a_tied_head_is_a_view_of_the_embedding_and_an_untied_one_is_not() -> None:
+    for is_tied in (True, False):
+        model: Any = shard(0, Case("qwen3", fields=(("tie_word_embeddings", is_tied),))).backbone
+        weights = model.get_input_embeddings().weight, model.lm_head.weight
+        assert (weights[0].untyped_storage().data_ptr() == weights[1].untyped_storage().data_ptr()) is is_tied
 
 
 @pytest.mark.parametrize(
@@ -245,7 +146,7 @@ def test_an_architecture_that_is_not_tested_is_refused_by_name() -> None:
 )
 def test_sizes_that_cannot_be_divided_are_refused_with_those_that_can(changed: dict[str, int], message: str) -> None:
     tp_size = 2 if "num_key_value_heads" in changed and len(changed) == 1 else 4
-    model = small(cases.backbone("llama", **changed))
+    model = small(lab.backbone("llama", **{**dict(BIASED), **changed}))
     before = digest(model)
     with pytest.raises(UnsupportedModelError, match=message):
         TensorParallelModel(model, Mute(size=tp_size))
@@ -253,7 +154,7 @@ def test_sizes_that_cannot_be_divided_are_refused_with_those_that_can(changed: d
 
 
 def test_a_plan_of_transformers_that_says_something_else_is_refused() -> None:
-    model = small(cases.backbone("llama"))
+    model = small(lab.backbone("llama", **dict(BIASED)))
     plan = {**model.backbone.config.base_model_tp_plan, "layers.*.mlp.up_proj": "rowwise"}
     model.backbone.config.base_model_tp_plan = plan
     with pytest.raises(UnsupportedModelError, match=r"\['gate_proj'\] and \['up_proj', 'down_proj'\] at 'mlp'"):
@@ -261,7 +162,7 @@ def test_a_plan_of_transformers_that_says_something_else_is_refused() -> None:
 
 
 def test_a_model_is_cut_once() -> None:
-    model = small(cases.backbone("llama"))
+    model = small(lab.backbone("llama", **dict(BIASED)))
     TensorParallelModel(model, Mute())
     with pytest.raises(
         UnsupportedModelError,
@@ -271,7 +172,7 @@ def test_a_model_is_cut_once() -> None:
 
 
 def test_a_single_shard_is_the_model_as_it_was() -> None:
-    model = small(cases.backbone("llama"))
+    model = small(lab.backbone("llama", **dict(BIASED)))
     before = digest(model)
     TensorParallelModel(model, Mute(size=1)).register_pieces(["one"])
     assert digest(model) == before
@@ -279,11 +180,8 @@ def test_a_single_shard_is_the_model_as_it_was() -> None:
 
 
 def test_pieces_of_all_shards_make_up_every_parameter_once() -> None:
-    case = cases.ShardCase("gpt2", with_head=True)
-    whole = cases.mux_model(case)
-    shards = [cases.mux_model(case) for _ in range(2)]
-    for index, model in enumerate(shards):
-        TensorParallelModel(model, Mute(index))
+    case = Case("gpt2", adapts_ends=True)
+    whole, shards = lab.mux_model(case), [shard(index, case) for index in range(2)]
     for name in whole.tasks:
         for key, parameter in whole.task_parameters(name).items():
             covered = torch.zeros(parameter.shape)
@@ -299,24 +197,22 @@ def test_pieces_of_all_shards_make_up_every_parameter_once() -> None:
 
 
 def test_gradients_that_all_shards_hold_equally_count_once_and_partial_ones_everywhere() -> None:
-    model = cases.mux_model(cases.ShardCase("llama"))
-    TensorParallelModel(model, Mute(1))
-    pieces = model.registry.pieces_of("e")
+    pieces = shard(1, ENDS).registry.pieces_of("e")
     prefix = "base_model.model.model"
     embedding = pieces[f"{prefix}.embed_tokens.lora_embedding_A"]
     assert embedding == Piece.whole(embedding.shape, adds=False)
-    assert pieces[f"{prefix}.layers.0.self_attn.o_proj.lora_B.weight"] == Piece.whole((cases.HIDDEN, 6))
+    assert pieces[f"{prefix}.layers.0.self_attn.o_proj.lora_B.weight"] == Piece.whole((lab.HIDDEN_SIZE, 6))
     row = pieces[f"{prefix}.layers.0.self_attn.o_proj.lora_A.weight"]
     assert (row.dim, row.ranges, row.adds) == (1, ((16, 32),), True)
 
 
 def test_whole_weights_of_another_shape_are_refused_and_change_nothing() -> None:
-    model = cases.mux_model(cases.ShardCase("llama"))
+    model = lab.mux_model(Case(fields=BIASED))
     shards = TensorParallelModel(model, Mute())
     before = {key: parameter.detach().clone() for key, parameter in model.task_parameters("b").items()}
     with pytest.raises(
         CheckpointError,
-        match=r'task "b": .*q_proj\.lora_B\.weight must .*\[32.*, got shape \[16, 4\]',
+        match=r'task "b": .*q_proj\.lora_B\.weight must .*\[32.*, got shape \[16, 3\]',
     ):
         shards.model.registry.place_whole("b", model.task_parameters("b"))
     with pytest.raises(

@@ -1,5 +1,5 @@
-"""Models whose layers communicate through links, for the tests of turns: alone with links that only log, or as
-shards."""
+"""Models whose layers communicate through links, for the tests of turns: alone with links that only log, or as a shard
+that fails."""
 
 from __future__ import annotations
 
@@ -17,10 +17,6 @@ from peft import LoraConfig
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
-from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.pipeline.executor import PipelineExecutor
-from peft_mux.engine.pipeline.plan import PipelinePlan
-from peft_mux.engine.pipeline.stage import StageLayout, StageModel
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.modeling.adapters.lora.layer import rows_needed_now
@@ -30,8 +26,6 @@ from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.values import HTask, TurnPlan
-from peft_mux.scheduler.subgraphs import Stretch, pass_times, turn_order
-from tests.engine.pipeline import stage_cases
 from tests.engine.processes.cases import connected
 from tests.invariants.mux_lab import rows, tiny_llama
 
@@ -81,10 +75,9 @@ def adapters() -> dict[str, LoraConfig]:
     }
 
 
-def whole_model(*, recomputes: bool = False, adapts_head: bool = True) -> MultiTaskPeftModel:
+def whole_model(*, recomputes: bool = False) -> MultiTaskPeftModel:
     seeds = {name: ord(name) for name in LENGTHS}
-    configs = adapters() if adapts_head else dict.fromkeys(LENGTHS, adapters()["a"])
-    model = MultiTaskPeftModel(tiny_llama(), configs, seeds=seeds, verify=False)
+    model = MultiTaskPeftModel(tiny_llama(), adapters(), seeds=seeds, verify=False)
     if recomputes:
         model.activation_checkpointing_enable()
     return model.train()
@@ -141,14 +134,12 @@ def poison(model: MultiTaskPeftModel) -> None:
 Result = tuple[list[torch.Tensor], dict[tuple[str, str], torch.Tensor]]
 
 
-def run_in_turns(
-    model: MultiTaskPeftModel, links: TurnLinks, batches: Sequence[MuxBatch], width: int, nap_s: float = 0.0
-) -> Result:
+def run_in_turns(model: MultiTaskPeftModel, links: TurnLinks, batches: Sequence[MuxBatch], width: int) -> Result:
     """Return the losses of every micro-batch, and the gradients of all tasks."""
     interleaving = Interleaving(model, links, width=width)
     losses: dict[int, torch.Tensor] = {}
     for group in groups_of(interleaving, batches):
-        found = interleaving.run(group, partial(_pass_of, model, group, nap_s))
+        found = interleaving.run(group, partial(_pass_of, model, group))
         losses |= {id(micro_batch): values for (micro_batch,), values in zip(group, found, strict=True)}
     return [losses[id(micro_batch)] for micro_batch in batches], gradients(model)
 
@@ -186,8 +177,8 @@ def alone(batches: Sequence[MuxBatch]) -> list[tuple[MuxBatch, ...]]:
     return [(micro_batch,) for micro_batch in batches]
 
 
-def _pass_of(model: MultiTaskPeftModel, group: Any, nap_s: float, index: int) -> torch.Tensor:
-    return one_pass(model, group[index][0], nap_s)
+def _pass_of(model: MultiTaskPeftModel, group: Any, index: int) -> torch.Tensor:
+    return one_pass(model, group[index][0])
 
 
 def one_after_another(model: MultiTaskPeftModel, batches: Sequence[MuxBatch]) -> Result:
@@ -195,9 +186,8 @@ def one_after_another(model: MultiTaskPeftModel, batches: Sequence[MuxBatch]) ->
     return [one_pass(model, micro_batch) for micro_batch in batches], gradients(model)
 
 
-def one_pass(model: MultiTaskPeftModel, micro_batch: MuxBatch, nap_s: float = 0.0) -> torch.Tensor:
+def one_pass(model: MultiTaskPeftModel, micro_batch: MuxBatch) -> torch.Tensor:
     output = model(micro_batch)
-    time.sleep(random.random() * nap_s)
     output.losses.sum().backward()
     return output.losses.detach()
 
@@ -209,97 +199,6 @@ def gradients(model: MultiTaskPeftModel) -> dict[tuple[str, str], torch.Tensor]:
         for key, parameter in model.task_parameters(name).items()
         if parameter.grad is not None
     }
-
-
-# ------------------------------------------------------------- real processes
-
-
-class OrderedLinks:
-    """Links that write down what they begin, and sometimes fall asleep."""
-
-    def __init__(self, links: Any, nap_s: float) -> None:
-        self.links, self.nap_s, self.log = links, nap_s, []
-        self.index, self.size = links.index, links.size
-
-    def all_reduce(self, tensor: torch.Tensor) -> Any:
-        self.log.append(tuple(tensor.shape))
-        pending = self.links.all_reduce(tensor)
-        time.sleep(random.random() * self.nap_s)
-        return pending
-
-
-def as_shard(rank: int, world: int, recomputes: bool) -> dict[str, Any]:
-    """Be one of the shards: run in turns, and one after another; rank 1 is slow at random."""
-    processes = connected(30.0)
-    nap_s = 0.004 if rank == 1 else 0.0
-    facts: dict[str, Any] = {}
-    for how in ("turns", "sequence"):
-        logged = OrderedLinks(TensorLinks([range(world)], processes), nap_s)
-        links, model = TurnLinks(logged), whole_model(recomputes=recomputes)
-        TensorParallelModel(model, links)
-        batches = micro_batches()
-        losses, found = (
-            run_in_turns(model, links, batches, 3, nap_s) if how == "turns" else one_after_another(model, batches)
-        )
-        pieces = {(name, key): piece for name in model.tasks for key, piece in model.registry.pieces_of(name).items()}
-        gradient = {key: value.numpy() for key, value in found.items()}
-        facts[how] = {"losses": [one.numpy() for one in losses], "gradients": gradient, "log": logged.log}
-        facts[how]["pieces"] = pieces
-    return facts
-
-
-def as_planned_shard(rank: int, world: int, recomputes: bool) -> dict[str, Any]:
-    """Be one of the shards that follow a plan; return the turns that were taken, and those that are predicted."""
-    processes = connected(30.0)
-    links = TurnLinks(TensorLinks([range(world)], processes))
-    model = whole_model(recomputes=recomputes, adapts_head=False)
-    TensorParallelModel(model, links)
-    plan = plan_of(((0, 2), (1,)), width=2)
-    assert plan.turns is not None
-    interleaving = Interleaving(model, links, recomputes=recomputes)
-    interleaving.follow(plan)
-    facts: dict[str, Any] = {"groups": [], "decided": [], "predicted": [], "by_index": []}
-    for group in groups_of(interleaving, micro_batches()):
-        interleaving.run(group, partial(_pass_of, model, group, 0.002 * rank))
-        sizes = [(own.task_names, own.num_tokens, len(own.target_rows)) for (own,) in group]
-        facts["groups"].append(sizes)
-        if len(group) < 2:
-            continue
-        parts = [plan.turns.parts[plan.htask_of(names[0]) or 0].of_size(*size) for names, *size in sizes]
-        passes = [pass_times(one, Stretch(2, recomputes=recomputes)) for one in parts]
-        facts["decided"].append(list(interleaving.decisions[-1]))
-        facts["predicted"].append(turn_order(passes))
-        facts["by_index"].append(sorted(facts["predicted"][-1], key=lambda turn: turn[::-1]))
-    return facts
-
-
-def as_stage_shard(rank: int, world: int) -> dict[str, Any]:
-    """Be one shard of one stage of two each; run a step of the pipeline in turns, and one after another."""
-    processes = connected()
-    layout = ParallelLayout.of(world, tp=2, pp=2)
-    case, stages = stage_cases.Case("llama", "mux"), StageLayout.of(stage_cases.NUM_LAYERS, 2)
-    plan = PipelinePlan(stage_cases.template_of(case, 2), stage_cases.HTASKS, stage_cases.BUCKETS)
-    work, facts = stage_cases.step_work(0, list(stage_cases.LENGTHS)), {}
-    found: dict[str, dict[tuple[str, str], torch.Tensor]] = {}
-    for how in ("turns", "sequence"):
-        stage = StageModel(stage_cases.mux_model(case), stages, layout.place(rank).stage)
-        logged = OrderedLinks(TensorLinks(layout.tensor_groups, processes), 0.002 * (rank % 2))
-        links = TurnLinks(logged)
-        TensorParallelModel(stage.model, links)
-        interleaving = Interleaving(stage.model, links, width=3) if how == "turns" else None
-        executor = PipelineExecutor(stage, plan, processes, pipelines=layout.pipelines, interleaving=interleaving)
-        facts[how] = {name: loss.item() for name, loss in executor.run(work).losses.items()}
-        found[how] = gradients(stage.model)
-        logs = processes.gather(logged.log)
-        facts["in_order"] = facts.get("in_order", True) and logs[rank] == logs[rank ^ 1]
-        executor.close()
-        if interleaving is not None:
-            facts["num_turns"] = len(interleaving.spans)
-    facts["num_gradients"] = len(found["turns"])
-    facts["largest_difference"] = max(
-        (found["turns"][key] - found["sequence"][key]).abs().max().item() for key in found["sequence"]
-    )
-    return facts
 
 
 def failing_in_turns(rank: int, world: int) -> tuple[str, str, int]:

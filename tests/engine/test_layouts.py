@@ -1,0 +1,343 @@
+"""Engines over layouts of real processes train what one process trains: losses, norms, and whole states of all tasks.
+
+Layouts are stages, shards, sharded backbones (FSDP2), replicas and mixtures of these; backbones are of every family
+that can be cut. Whole trainers over layouts are in `replicas/test_layouts.py`.
+"""
+
+from __future__ import annotations
+
+import functools
+import pickle
+import time
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+from peft_mux.checkpoint.task_state import TaskState
+from peft_mux.engine.layout import ParallelLayout
+from peft_mux.errors import UnsupportedModelError
+from peft_mux.modeling.backbone.families import FAILING, FAMILIES, family_of
+from peft_mux.scheduler.pipeline.template import SCHEDULES
+from tests.engine import lab
+from tests.engine.lab import ODD, POISONED, Case, Seen
+from tests.engine.processes.cases import connected, launch, values
+from tests.paths import ROOT
+from tools.architectures import page
+
+TP2, DP2 = "<2,1>", "<1,1>x2"
+TIED, DEEP = ("tie_word_embeddings", True), ("num_hidden_layers", 8)
+DROPS = (("embd_pdrop", 0.1), ("resid_pdrop", 0.1))
+SLIDES = (("use_sliding_window", True), ("max_window_layers", 2), TIED)
+BIASED = (("attention_bias", True), ("mlp_bias", True), ("num_key_value_heads", 4))
+
+TWO_STEPS: dict[str, Any] = {"num_steps": 2}
+LONG: dict[str, Any] = {"splits": True, "tasks": ("a", "c", "e"), "num_steps": 2}
+SMALL: dict[str, Any] = {"tasks": ("a", "b"), "num_steps": 2}
+ENDS: dict[str, Any] = {"recomputes": True, "adapts_ends": True, "fields": BIASED, "arrives": True, "num_steps": 2}
+
+OF_TWO = {
+    "pp": Case(),
+    "pp, in a window": Case(window=True),
+    "pp, poisoned": Case(poison=True),
+    "pp, poisoned, in a window": Case(poison=True, window=True),
+    "pp, an update fails in a window": Case(window=True, odd=True),
+    "pp, two chunks": Case(schedule="interleaved_1f1b", num_chunks=2, arrives=True),
+    "pp, uneven, sliding": Case("mistral", layers_per_stage=(1, 3), adapts_ends=True),
+    "pp, GPT-2, long rows cut, recomputed": Case(
+        "gpt2", schedule="mux", recomputes=True, fields=(*DROPS, ("attn_pdrop", 0.1)), **LONG
+    ),
+    "pp, gpipe, long rows cut": Case(schedule="gpipe", **LONG),
+    "tp, recomputed, ends": Case(layout=TP2, **ENDS),
+    "tp, in turns": Case(layout=TP2, turns=3, **ENDS),
+    "tp, poisoned": Case(layout=TP2, poison=True),
+    "tp, Qwen3, tied, ends": Case("qwen3", TP2, fields=(TIED,), adapts_ends=True, num_steps=2),
+    "tp, GPT-2, long rows cut, dropout": Case(
+        "gpt2", TP2, fields=(*DROPS, ("attn_pdrop", 0.1)), recomputes=True, **LONG
+    ),
+    "tp, a classifier": Case(layout=TP2, fields=(("num_labels", 3),), **SMALL),
+    "fsdp, poisoned, ends": Case(layout=DP2, sharded=True, adapts_ends=True, poison=True, arrives=True),
+    "fsdp, GPT-2, long rows cut, unequal passes": Case("gpt2", DP2, sharded=True, apart=True, **LONG),
+}
+EXTRAS: dict[str, dict[str, Any]] = {
+    "": {},
+    "long rows cut": LONG,
+    "limit": {"holds_back": True},
+    "in a window": {"window": True},
+}
+MORE_OF_TWO = {
+    **{
+        f"pp, {kind}, {schedule}, {chunks}, {extra}": Case(
+            kind, schedule=schedule, num_chunks=chunks, fields=own, **EXTRAS[extra]
+        )
+        for kind, own in (("llama", ()), ("gpt2", DROPS), ("qwen3", SLIDES))
+        for schedule, chunks in (("1f1b", 1), ("gpipe", 1), ("mux", 1), ("mux", 2), ("interleaved_1f1b", 2))
+        for extra in EXTRAS
+        if extra != "limit" or (schedule in ("gpipe", "mux") and chunks == 1)
+    },
+    "pp, bf16": Case(schedule="mux", bf16=True),
+    "pp, recomputed, limit": Case(schedule="mux", recomputes=True, splits=True, holds_back=True),
+    "pp, recomputed": Case("qwen3", schedule="mux", num_chunks=2, recomputes=True, splits=True, fields=SLIDES),
+    "tp, in turns, kept": Case(layout=TP2, turns=2),
+    "tp, kept": Case(layout=TP2),
+    "tp, Qwen3, long rows cut": Case("qwen3", TP2, splits=True, fields=(("attention_dropout", 0.1),)),
+    "tp, GPT-2": Case("gpt2", TP2, fields=DROPS),
+    "fsdp": Case(layout=DP2, sharded=True),
+    "fsdp, GPT-2, recomputed": Case("gpt2", DP2, sharded=True, recomputes=True, fields=DROPS),
+    "fsdp, recomputed, unequal": Case(layout=DP2, sharded=True, adapts_ends=True, recomputes=True, apart=True),
+    "fsdp, tied, a task arrives": Case(layout=DP2, sharded=True, fields=(TIED,), arrives=True),
+    "fsdp, Mixtral, adapted experts": Case("mixtral", DP2, sharded=True, adapts_experts=True),
+    "dp": Case(layout=DP2),
+}
+OF_THREE = {"fsdp, tied and adapted ends": Case(layout="<1,1>x3", sharded=True, fields=(TIED,), adapts_ends=True)}
+OF_FOUR = {
+    "shards beside whole replicas": Case(layout="<2,1>, <1,1>x2", poison=True),
+    "fsdp x pp, unequal passes": Case(layout="<1,2>x2", sharded=True, apart=True),
+}
+MORE_OF_FOUR = {
+    "stages beside shards": Case(layout="<1,2>, <2,1>"),
+    "dp x pp": Case(layout="<1,2>x2"),
+    "dp x pp, two chunks": Case(layout="<1,2>x2", schedule="interleaved_1f1b", num_chunks=2),
+    "tp x pp": Case(layout="<2,2>", recomputes=True, adapts_ends=True),
+    "tp x pp, Qwen3": Case("qwen3", "<2,2>", fields=(TIED,)),
+    "tp x pp, in turns": Case(layout="<2,2>", schedule="mux", turns=3),
+    "tp4": Case(layout="<4,1>", fields=BIASED),
+    "tp4, GPT-2": Case("gpt2", "<4,1>"),
+    "pp4, gpipe": Case(layout="<1,4>", schedule="gpipe"),
+    "pp4, gpipe, in a window": Case(layout="<1,4>", schedule="gpipe", window=True),
+    "pp4, bf16": Case(layout="<1,4>", schedule="mux", bf16=True),
+    "pp4, bf16, in a window": Case(layout="<1,4>", schedule="mux", bf16=True, window=True),
+    "pp4, Qwen3, two chunks": Case("qwen3", "<1,4>", schedule="interleaved_1f1b", num_chunks=2, fields=(*SLIDES, DEEP)),
+    "pp4, an update fails in a window": Case(layout="<1,4>", window=True, odd=True),
+    "fsdp x pp, poisoned": Case(layout="<1,2>x2", sharded=True, apart=True, poison=True, schedule="mux"),
+    "fsdp x pp, GPT-2": Case("gpt2", "<1,2>x2", sharded=True, apart=True, schedule="mux", fields=DROPS),
+    "fsdp x pp, two chunks": Case(
+        layout="<1,2>x2", sharded=True, apart=True, schedule="interleaved_1f1b", num_chunks=2
+    ),
+    "fsdp x pp, uneven": Case("mistral", "<1,2>x2", sharded=True, apart=True, layers_per_stage=(1, 3)),
+    "fsdp x pp, Qwen3": Case("qwen3", "<1,2>x2", sharded=True, apart=True, schedule="mux", fields=SLIDES),
+}
+
+
+def family(kind: str) -> dict[str, Case]:
+    """Return the cases of a family for two processes."""
+    return {
+        f"{kind}, pp": Case(kind, schedule="mux", narrow=True, **SMALL),
+        f"{kind}, tp": Case(kind, TP2, narrow=True, **SMALL),
+        f"{kind}, fsdp": Case(kind, DP2, sharded=True, **SMALL),
+    }
+
+
+FAST = family("phi3") | family("mixtral")
+SLOW_KINDS = [kind for kind in FAMILIES if f"{kind}, pp" not in FAST]
+SUMS_BEFORE = ("flex_olmo", "minimax_m2", "olmo2", "olmo3")
+"""Families whose shards sum before attention, for a norm over all heads; they compute all rows."""
+
+
+def in_parts(cases: dict[str, Case], size: int) -> list[dict[str, Case]]:
+    names = list(cases)
+    return [{name: cases[name] for name in names[at : at + size]} for at in range(0, len(names), size)]
+
+
+LAUNCHES: list[dict[str, Case]] = [OF_TWO | FAST, OF_FOUR]
+SLOW_LAUNCHES = [
+    *in_parts(MORE_OF_TWO, 12),
+    OF_THREE,
+    *in_parts(MORE_OF_FOUR, 7),
+    {
+        f"{kind}, tp x pp": Case(kind, "<2,2>", schedule="mux", **SMALL)
+        for kind in ("granite", "gpt_neox", "opt", "qwen3_moe")
+    },
+    *(functools.reduce(dict.__or__, map(family, SLOW_KINDS[at : at + 8])) for at in range(0, len(SLOW_KINDS), 8)),
+    *in_parts(
+        {f"{kind}, fsdp x pp": Case(kind, "<1,2>x2", sharded=True, schedule="mux", **SMALL) for kind in FAMILIES},
+        15,
+    ),
+]
+LAUNCH_OF = {name: launch for launch in LAUNCHES + SLOW_LAUNCHES for name in launch}
+
+
+@pytest.fixture(scope="module", autouse=True)
+def forget() -> Iterator[None]:
+    yield
+    alone.cache_clear()
+    shown.cache_clear()
+
+
+@pytest.fixture(scope="module")
+def home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("engines")
+
+
+@functools.cache
+def alone(case: Case, folder: Path) -> Seen:
+    return lab.train(case.alone, folder)
+
+
+@functools.cache
+def shown(first: str, folder: Path) -> list[dict[str, Seen]]:
+    """Return what each process saw of the launch that begins with a case."""
+    cases = LAUNCH_OF[first]
+    outcomes = launch(cases[first].world_size, lab.run_cases, cases, folder, limit_s=600)
+    return [pickle.loads(value) for value in values(outcomes)]
+
+
+def parts_of(name: str, folder: Path) -> list[Seen]:
+    return [one[name] for one in shown(next(iter(LAUNCH_OF[name])), folder)]
+
+
+def check_states(found: TaskState, expected: TaskState, task: str, *, bits: bool = False) -> None:
+    assert found.weights.keys() == expected.weights.keys()
+    assert found.moments.keys() == expected.moments.keys()
+    pairs = [(key, found.weights[key], weight) for key, weight in expected.weights.items()]
+    for key, moments in expected.moments.items():
+        pairs += [(key, found.moments[key][kind], moment) for kind, moment in moments.items()]
+    for key, one, other in pairs:
+        assert (one.isfinite() == other.isfinite()).all(), (task, key)
+        one, other = one.nan_to_num(), other.nan_to_num()
+        assert (one - other).norm() <= (0.0 if bits else 1e-4) * other.norm(), (task, key)
+    assert (found.settings, found.schedule) == (expected.settings, expected.schedule)
+
+
+def check_as_alone(name: str, folder: Path) -> None:
+    """Compare what the processes of a case saw with one another, and with one process."""
+    case, parts = LAUNCH_OF[name][name], parts_of(name, folder)
+    layout, one = ParallelLayout.parse(case.layout), alone(case.alone, folder)
+    assert len({str((part.losses, part.norms, part.failures)) for part in parts}) == 1, "the same bits on all"
+    assert parts[0].failures == one.failures
+    assert {task for part in parts for task in part.non_finite} == set(one.non_finite) == set(one.failures)
+    for task, losses in one.losses.items():
+        loose = 100 if case.bf16 else 1
+        assert parts[0].losses[task] == pytest.approx(losses, rel=1e-5 * loose, nan_ok=True), task
+        assert parts[0].norms[task] == pytest.approx(one.norms[task], rel=1e-4 * loose, nan_ok=True), task
+        if not case.bf16:
+            check_states(parts[0].states[task], one.states[task], task)  # type: ignore[arg-type]
+    for task, loss in one.evaluated.items():
+        replicas = [parts[rank].evaluated.get(task, 0.0) for rank in layout.leaders]
+        assert sum(replicas) == pytest.approx(loss, rel=1e-5 * (100 if case.bf16 else 1)), task
+    for part in parts:
+        assert part.held_bytes == 0, "keys and values of long rows are freed"
+        for found, wanted in zip(part.logits or [], one.logits or [], strict=False):
+            np.testing.assert_allclose(found, wanted, atol=0.1 if case.bf16 else 2e-5)
+        assert part.generated in (None, one.generated)
+        if case.narrow:
+            sums_before = case.layout == TP2 and case.kind in SUMS_BEFORE
+            assert part.was_narrow in ((False,) if sums_before else (True, None)), "the last layer computes some rows"
+    assert any(part.logits for part in parts) == (case.tasks == lab.FIRST)
+    if case.kind in ("llama", "gpt2"):
+        for rank, part in enumerate(parts):
+            size = layout.replicas[layout.place(rank).replica].num_gpus
+            share = 1 / (size * layout.num_replicas if case.sharded else size)
+            assert part.share < share + 0.15, "each process holds its own part of the backbone"
+
+
+def params(*, is_window: bool = False) -> list[Any]:
+    """Return the cases of a test: those that are not of one window, or only those."""
+    found = []
+    for launches, marks in ((LAUNCHES, ()), (SLOW_LAUNCHES, pytest.mark.slow)):
+        for name, case in ((name, case) for cases in launches for name, case in cases.items()):
+            if case.window >= is_window and not case.odd:
+                found.append(pytest.param(name, marks=marks))
+    return found
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", params())
+def test_a_layout_trains_to_the_result_of_one_process(name: str, home: Path) -> None:
+    check_as_alone(name, home)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize("name", params(is_window=True))
+def test_steps_in_a_window_have_the_bits_of_steps_that_are_flushed(name: str, home: Path) -> None:
+    case = LAUNCH_OF[name][name]
+    flushed = next(other for other, cases in LAUNCH_OF.items() if cases[other] == replace(case, window=False))
+    for window, plain in zip(parts_of(name, home), parts_of(flushed, home), strict=True):
+        assert window.failures == plain.failures
+        assert window.most_in_flight > 0
+        for task, losses in plain.losses.items():
+            if case.poison and task == "e":  # the rows of the one that failed stay in its passes
+                assert window.losses[task] == pytest.approx(losses, rel=1e-6)
+                continue
+            assert str(window.losses[task]) == str(losses), task
+            assert str(window.norms[task]) == str(plain.norms[task]), task
+            if plain.states[task] is not None:
+                check_states(window.states[task], plain.states[task], task, bits=True)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(
+    "name",
+    ["pp, an update fails in a window", pytest.param("pp4, an update fails in a window", marks=pytest.mark.slow)],
+)
+def test_no_stage_steps_a_task_again_whose_update_failed_on_the_last_one_and_no_other_is_affected(
+    name: str, home: Path
+) -> None:
+    one = alone(Case().alone, home)
+    for rank, part in enumerate(parts_of(name, home)):
+        is_last = rank == LAUNCH_OF[name][name].world_size - 1
+        assert part.failures == {ODD: "the optimizer failed" if is_last else "non_finite: gradient norm is nan"}
+        assert len(part.losses[ODD]) == (1 if is_last else 2)
+        for task in one.losses.keys() - {ODD}:
+            assert part.losses[task] == pytest.approx(one.losses[task], rel=1e-5)
+            assert part.norms[task] == pytest.approx(one.norms[task], rel=1e-4)
+
+
+@pytest.mark.distributed
+@pytest.mark.parametrize(("name", "healthy"), [("pp, poisoned", Case()), ("shards beside whole replicas", Case())])
+def test_the_neighbours_of_a_poisoned_task_train_as_if_it_were_healthy(name: str, healthy: Case, home: Path) -> None:
+    one = alone(healthy.alone, home)
+    for part in parts_of(name, home):
+        assert part.failures == {POISONED: "non_finite: loss is nan"}
+        assert len(part.losses[POISONED]) == 2
+        for task in one.losses.keys() - {POISONED}:
+            assert part.losses[task] == pytest.approx(one.losses[task], rel=1e-5), task
+
+
+def test_every_schedule_is_among_the_cases_of_whole_and_of_long_rows() -> None:
+    for splits in (False, True):
+        assert {case.schedule for cases in LAUNCH_OF.values() for case in cases.values() if case.splits == splits} == {
+            *SCHEDULES
+        }
+
+
+def hangs(rank: int) -> None:
+    """Run a step as one of two stages; the second one stands still after its first action."""
+    processes = connected(3.0)
+    engine = lab.Engine(lab.PLAIN, processes)
+    if rank == 1:
+        engine.executor.on_action = lambda action: time.sleep(8.0)  # type: ignore[attr-defined]
+    with processes.together():
+        engine.executor.run(engine.work(0, lab.FIRST))
+
+
+@pytest.mark.distributed
+def test_when_a_stage_hangs_the_other_one_says_so_within_the_time_limit() -> None:
+    outcomes = launch(2, hangs)
+    assert "no word from rank 1" in outcomes[0].error
+    assert 3.0 * 0.9 < outcomes[0].seconds < outcomes[1].seconds
+
+
+# ------------------------------------------------------------------- families
+
+
+def test_families_are_named_once_in_order_and_known_to_transformers() -> None:
+    assert list(FAMILIES) == sorted(set(FAMILIES))
+    assert {*FAMILIES, *FAILING} <= set(CONFIG_MAPPING)
+    assert not set(FAMILIES) & set(FAILING)
+
+
+@pytest.mark.parametrize("kind", FAILING)
+def test_a_family_that_did_not_come_through_is_refused_with_the_reason_and_what_works(kind: str) -> None:
+    model = type("Backbone", (), {"config": CONFIG_MAPPING[kind]()})()
+    with pytest.raises(UnsupportedModelError, match=r"cannot be cut into stages or shards, as .*shard_backbone=True"):
+        family_of(model)
+
+
+def test_the_page_of_architectures_is_what_the_command_writes() -> None:
+    command = "python -m tools.architectures docs/architectures.md"
+    assert (ROOT / "docs" / "architectures.md").read_text(encoding="utf-8") == page(), f"run {command}"
