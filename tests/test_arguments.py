@@ -171,20 +171,12 @@ def test_what_belongs_to_each_task_or_has_a_longer_name_is_reported() -> None:
     said = refusal(train_batch_size=3)
     assert "args.train_batch_size must be a setting of this class, got 3. Use train_batch_size: it" in said
     assert "Use learning_rate." in refusal(lr=1e-3)
-
-
-def test_an_unknown_argument_is_refused_with_what_was_meant() -> None:
-    assert "args.learning_rte must be a setting of this class, got 0.001" in (found := refusal(learning_rte=1e-3))
-    assert 'Did you mean "learning_rate"?' in found
+    assert 'Did you mean "learning_rate"?' in refusal(learning_rte=1e-3)
 
 
 BAD_VALUES: dict[str, list[Any]] = {
-    "learning_rate": [0.0, -1e-3, math.nan, "1e-3", 10**400, None],
-    "num_train_epochs": [0, None, 1e308],
-    "max_steps": [0, -2, None, 10**12],
-    "weight_decay": [math.nan, None],
-    "seed": [-1, 2**63, None],
-    "max_length": [1, None, 10**30],
+    "learning_rate": [10**400, None],
+    "seed": [2**32],
     "per_device_train_batch_size": [0, None, "4"],
     "gradient_accumulation_steps": [0, 10**12],
     "max_tokens_per_micro_batch": [0, 1.5],
@@ -193,9 +185,6 @@ BAD_VALUES: dict[str, list[Any]] = {
     "dataloader_num_workers": [-3],
     "bf16": ["yes"],
     "pad_to_chunks": ["no"],
-    "max_grad_norm": [-1.0],
-    "adam_beta1": [1.0],
-    "data_timeout_s": [math.inf],
     "output_dir": ["x" * 5000],
     "save_strategy": ["best", ["steps"]],
     "resume_from_checkpoint": ["x" * 5000],
@@ -204,10 +193,10 @@ BAD_VALUES: dict[str, list[Any]] = {
     "replicas": [5],
     "share_prefixes": ["yes", 1, None],
     "last_layer_at_targets": ["yes", 1, None],
-    **{name: [0] for name in "logging_steps save_steps eval_steps save_total_limit chunk_size min_chunk_size".split()},
+    **{name: [0] for name in "logging_steps save_steps save_total_limit chunk_size min_chunk_size".split()},
     **{name: [0] for name in "per_device_eval_batch_size replan_steps ddp_timeout use_cache".split()},
     **{name: [-1] for name in "dataloader_prefetch_factor eval_accumulation_steps ddp_bucket_cap_mb".split()},
-    **{name: [-2] for name in "warmup_steps local_rank".split()},
+    "local_rank": [-2],
 }
 
 
@@ -239,39 +228,6 @@ def test_any_value_in_any_field_gives_arguments_or_a_config_error(field: str) ->
 
 
 @pytest.mark.parametrize(
-    ("field", "wrong", "right"),
-    [
-        ("overlong_policy", "trunkate", "truncate"),
-        ("planner", "sequental", "sequential"),
-        ("save_strategy", "step", "steps"),
-        ("optim", "adamw_torhc", "adamw_torch"),
-        ("lr_scheduler_type", "cosin", "cosine"),
-    ],
-)
-def test_a_misspelt_choice_is_refused_with_the_nearest_one(field: str, wrong: str, right: str) -> None:
-    message = refusal(**{field: wrong})
-    assert message.startswith(f"args.{field} must be one of ")
-    assert f", got {wrong!r}." in message
-    assert message.endswith(f'Did you mean "{right}"?')
-
-
-def test_all_faults_are_named_at_once() -> None:
-    faults = {
-        "learning_rate": -1.0,
-        "max_steps": 0,
-        "fp16": True,
-        "overlong_policy": "cut",
-        "optim": "adamw_torhc",
-        "chunk_size": -4,
-    }
-    message = refusal(**faults)
-    assert message.startswith("6 things are wrong:")
-    for name, value in faults.items():
-        assert f"args.{name} must be " in message
-        assert f", got {value!r}." in message
-
-
-@pytest.mark.parametrize(
     ("name", "where"),
     [
         ("evaluation_strategy", "Use eval_strategy."),
@@ -288,10 +244,6 @@ def test_names_of_other_releases_and_classes_say_where_they_belong(name: str, wh
     message = refusal(**{name: 1})
     assert message.startswith(f"args.{name} must be a setting of this class, got 1. ")
     assert where in message
-
-
-OWN = "max_length overlong_policy max_tokens_per_micro_batch chunk_size min_chunk_size quarantine_policy".split()
-NUMBERS = "learning_rate num_train_epochs max_steps weight_decay warmup_steps max_grad_norm adam_beta1 seed".split()
 
 
 # -------------------------------------------------------------- to a dict and back
@@ -322,11 +274,6 @@ def test_arguments_go_to_a_dict_and_back() -> None:
     assert json.loads(second.to_json_string()) == json.loads(first.to_json_string())
 
 
-def test_nothing_is_reported_anywhere_unless_asked() -> None:
-    assert arguments().report_to == []
-    assert arguments(report_to="none").report_to == []
-
-
 def test_a_machine_without_accelerator_gets_the_cpu_even_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
     import torch
 
@@ -343,10 +290,6 @@ def test_the_precision_of_accelerate_launch_is_used_as_trainer_uses_it(monkeypat
     assert arguments().bf16
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "no")
     assert not arguments().bf16
-
-
-def test_a_precision_of_accelerate_launch_that_is_not_offered_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", "NO")
     monkeypatch.setenv("ACCELERATE_MIXED_PRECISION", "fp16")
     with pytest.raises(ConfigError, match="accelerate launch --mixed_precision must be bf16 or no, got fp16"):
         arguments()

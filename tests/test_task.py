@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
 
@@ -12,8 +13,9 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
+from peft_mux.arguments import SETTABLE_FIELDS, MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
-from peft_mux.task import TASK_FIELDS, EarlyStopping, Task
+from peft_mux.task import TASK_FIELDS, EarlyStopping, Task, resolve, task_arguments
 
 ROWS = [{"input_ids": [1, 2, 3]}]
 CONFIG = LoraConfig(r=4)
@@ -26,6 +28,12 @@ def task(**settings: Any) -> Task:
 def refusal(**settings: Any) -> str:
     with pytest.raises(ConfigError) as caught:
         task(**settings)
+    return str(caught.value)
+
+
+def refusal_of_arguments(**settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        run_arguments(**settings)
     return str(caught.value)
 
 
@@ -68,14 +76,17 @@ BAD_NUMBERS: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(
-    ("field", "value"), [(field, value) for field, values in BAD_NUMBERS.items() for value in values]
-)
-def test_a_number_out_of_range_is_refused_by_field_with_what_came_and_what_is_allowed(field: str, value: Any) -> None:
-    message = refusal(**{field: value})
-    assert message.startswith(f"tasks.own.{field} must be ")
-    assert message.endswith(f", got {value!r}.")
-    assert len(message.splitlines()) == 1, "one fault, one line"
+@pytest.mark.parametrize("field", BAD_NUMBERS)
+def test_numbers_out_of_range_are_refused_by_task_and_arguments_with_what_came_and_what_is_allowed(field: str) -> None:
+    for value in BAD_NUMBERS[field]:
+        message = refusal(**{field: value})
+        assert message.startswith(f"tasks.own.{field} must be ")
+        assert message.endswith(f", got {value!r}.")
+        assert len(message.splitlines()) == 1, "one fault, one line"
+        if field in SETTABLE_FIELDS:
+            message = refusal_of_arguments(**{field: value})
+            assert f"args.{field} must be " in message
+            assert f", got {value!r}." in message
 
 
 def test_least_allowed_numbers_are_accepted() -> None:
@@ -134,19 +145,19 @@ def test_all_faults_of_one_construction_are_named_at_once() -> None:
     ("field", "wrong", "right"),
     [
         ("optim", "adamw_torhc", "adamw_torch"),
-        ("optim", "adafactr", "adafactor"),
-        ("optim", "SGD ", None),
         ("lr_scheduler_type", "cosin", "cosine"),
-        ("lr_scheduler_type", "linaer", "linear"),
         ("loss_type", "nl", "nll"),
         ("objective", "sff", "sft"),
+        ("overlong_policy", "trunkate", "truncate"),
+        ("planner", "sequental", "sequential"),
+        ("save_strategy", "step", "steps"),
     ],
 )
-def test_a_misspelt_choice_is_refused_with_the_nearest_one(field: str, wrong: str, right: str | None) -> None:
-    message = refusal(**{field: wrong})
-    assert message.startswith(f"tasks.own.{field} must be one of ")
-    assert f", got {wrong!r}" in message
-    if right is not None:
+def test_a_misspelt_choice_is_refused_with_the_nearest_one(field: str, wrong: str, right: str) -> None:
+    refusals = [refusal(**{field: wrong})] if field in TASK_FIELDS else []
+    refusals += [refusal_of_arguments(**{field: wrong})] if field in SETTABLE_FIELDS else []
+    for message in refusals:
+        assert re.match(rf"(tasks\.own|args)\.{field} must be one of .*, got {wrong!r}", message)
         assert message.endswith(f'Did you mean "{right}"?')
 
 
@@ -321,10 +332,9 @@ def test_a_value_of_the_wrong_type_is_refused_when_the_task_is_made(field: str, 
 
 
 ANYTHING: list[Any] = [
-    *(None, True, False, 0, 1, -1, 5, 2**40, 10**400, 10**5000, 2.5, 1e308, 1j, math.nan, math.inf, object(), int, len),
-    *("", "x", "no", "{}", "{bad", "a\0b", "x" * 5000, b"x", [], [5], [[1]], (1,), {"a"}, {"a": 1}, {1: 2}, range(3)),
-    *(np.zeros(3), np.float32(1), np.int64(4), torch.zeros(3), CONFIG, LoraConfig, EarlyStopping(), TrainerCallback()),
-    *(ROWS, ..., NotImplemented),
+    *(None, True, 0, -1, 5, 2**40, 10**5000, 2.5, 1e308, math.nan, object(), len),
+    *("", "x", "{bad", "a\0b", "x" * 5000, b"x", [], [5], {"a"}, {"a": 1}, {1: 2}),
+    *(np.zeros(3), np.int64(4), torch.zeros(3), CONFIG, EarlyStopping(), TrainerCallback(), ROWS),
 ]
 
 
@@ -352,3 +362,74 @@ def test_a_dataset_whose_length_raises_is_refused_with_what_it_raises() -> None:
     message = refusal(train_dataset=Broken())
     assert "train_dataset must be a datasets.Dataset or IterableDataset, or a list of dicts, with at least" in message
     assert "OSError: the disk of its owner is gone" in message
+
+
+# ------------------------------------------------------- its own settings, and those of the run
+
+
+def run_arguments(**settings: Any) -> MultiTaskTrainingArguments:
+    return MultiTaskTrainingArguments(**{"output_dir": "unused", "use_cpu": True, **settings})
+
+
+def test_a_task_takes_what_it_does_not_set_from_the_run() -> None:
+    args = run_arguments(learning_rate=3e-3, optim="sgd", seed=9, max_length=77, max_steps=5, weight_decay=0.2)
+    hyper = resolve(task(learning_rate=1e-4, seed=0, weight_decay=0), args)
+    assert (hyper.learning_rate, hyper.seed, hyper.weight_decay) == (1e-4, 0, 0), "a zero of the task is a setting"
+    assert (hyper.optim, hyper.max_length, hyper.max_steps) == ("sgd", 77, 5)
+
+
+def test_enumerations_become_plain_names() -> None:
+    hyper = resolve(task(), run_arguments())
+    assert type(hyper.lr_scheduler_type) is str
+    assert hyper.lr_scheduler_type == "linear"
+    assert type(hyper.optim) is str
+
+
+def test_the_batch_of_a_task_is_that_of_the_device_times_accumulation_unless_it_sets_its_own() -> None:
+    args = run_arguments(per_device_train_batch_size=3, gradient_accumulation_steps=4)
+    assert resolve(task(), args).train_batch_size == 12
+    assert resolve(task(train_batch_size=5), args).train_batch_size == 5
+
+
+@pytest.mark.parametrize(
+    ("own", "of_run", "steps", "epochs"),
+    [
+        ({}, {"max_steps": 9}, 9, 3.0),
+        ({"num_train_epochs": 2}, {"max_steps": 9}, -1, 2),
+        ({"max_steps": 4}, {"max_steps": 9}, 4, 3.0),
+        ({"max_steps": 4, "num_train_epochs": 2}, {}, 4, 2),
+        ({"max_steps": -1}, {"max_steps": 9}, -1, 3.0),
+        ({}, {"num_train_epochs": 1.5}, -1, 1.5),
+    ],
+)
+def test_a_task_that_sets_only_epochs_is_not_held_to_the_steps_of_the_run(
+    own: dict[str, Any], of_run: dict[str, Any], steps: int, epochs: float
+) -> None:
+    hyper = resolve(task(**own), run_arguments(**of_run))
+    assert (hyper.max_steps, hyper.num_train_epochs) == (steps, epochs)
+
+
+@pytest.mark.parametrize(
+    ("own", "of_run", "every"),
+    [
+        ({"eval_dataset": ROWS}, {}, 0),
+        ({}, {"eval_strategy": "steps", "eval_steps": 4}, 0),
+        ({"eval_dataset": ROWS}, {"eval_strategy": "steps", "eval_steps": 4}, 4),
+        ({"eval_dataset": ROWS}, {"eval_strategy": "steps", "logging_steps": 6}, 6),
+        ({"eval_dataset": ROWS}, {"eval_strategy": "epoch"}, -1),
+        ({"eval_dataset": ROWS, "eval_steps": 2}, {"eval_strategy": "epoch"}, 2),
+        ({"eval_dataset": ROWS, "eval_steps": 0}, {"eval_strategy": "epoch"}, 0),
+        ({"eval_dataset": ROWS, "early_stopping": EarlyStopping()}, {}, -1),
+        ({"eval_dataset": ROWS}, {"load_best_model_at_end": True}, -1),
+    ],
+)
+def test_how_often_a_task_is_evaluated(own: dict[str, Any], of_run: dict[str, Any], every: int) -> None:
+    assert resolve(task(**own), run_arguments(**of_run)).eval_steps == every
+
+
+def test_the_arguments_of_a_task_are_a_copy_of_those_of_the_run() -> None:
+    args = run_arguments(learning_rate=3e-3, optim="sgd", max_length=77)
+    own = task_arguments(resolve(task(learning_rate=1e-4, max_length=8), args), args)
+    assert (own.learning_rate, own.max_length, own.optim) == (1e-4, 8, "sgd")
+    assert (args.learning_rate, args.max_length) == (3e-3, 77)
+    assert isinstance(own, MultiTaskTrainingArguments)
