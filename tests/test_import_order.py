@@ -9,6 +9,7 @@ import ast
 import sys
 from collections.abc import Iterator, Mapping
 from functools import cache
+from graphlib import CycleError, TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -97,18 +98,11 @@ def entry_graph(modules: Graph, folder: str) -> dict[str, set[str]]:
 
 def circle(graph: Graph) -> str:
     """Return a circle of a graph in words; "" where there is none."""
-    done: set[str] = set()
-
-    def visit(node: str, path: tuple[str, ...]) -> str:
-        if node in path:
-            return " -> ".join([*path[path.index(node) :], node])
-        if node in done:
-            return ""
-        found = next(filter(None, (visit(other, (*path, node)) for other in sorted(graph.get(node, ())))), "")
-        done.add(node)
-        return found
-
-    return next(filter(None, (visit(node, ()) for node in sorted(graph))), "")
+    try:
+        TopologicalSorter(graph).prepare()
+    except CycleError as error:
+        return " -> ".join(error.args[1])
+    return ""
 
 
 def folders() -> list[str]:

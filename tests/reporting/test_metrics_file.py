@@ -122,14 +122,6 @@ def test_what_is_no_regular_file_is_refused_before_it_is_opened(kind: str, tmp_p
         read_metrics(path)
 
 
-def test_a_pipe_that_comes_later_costs_records_and_does_not_hang(tmp_path: Path) -> None:
-    log, said = log_of(tmp_path)
-    os.mkfifo(tmp_path / METRICS_NAME)
-    log.write(record(1))
-    assert log.num_lost == 1
-    assert len(said) == 1
-
-
 def test_losses_are_drawn_from_what_can_be_read_and_a_link_in_the_way_is_replaced(tmp_path: Path) -> None:
     pytest.importorskip("matplotlib")
     outside, image = tmp_path / "outside", tmp_path / "losses.png"

@@ -176,8 +176,11 @@ def test_a_training_that_is_over_took_what_it_says_whatever_streams_tell_at_its_
     assert view_of_records(records, {"a": 1}).seconds == 1.5
 
 
-@pytest.mark.parametrize("broken", [{"time": "x"}, {"time": None}, {"time": float("nan")}, {"num_tokens": "x"}, {}])
-def test_records_without_usable_times_tell_no_rates_and_are_no_error(broken: dict[str, Any]) -> None:
-    spoilt = {**trained(1.0, 1), **broken} if broken else {"event": "train", "task": "a", "step": 1}
-    view = view_of_records([record("data", 0.0), spoilt, {**spoilt, "step": 2}], {"a": 9})
-    assert view.tasks[0].tokens_per_s is None
+def test_records_without_usable_times_tell_no_rates_and_are_no_error() -> None:
+    for spoilt in (
+        {**trained(1.0, 1), "time": "x"},
+        {**trained(1.0, 1), "num_tokens": None},
+        {"event": "train", "task": "a"},
+    ):
+        view = view_of_records([record("data", 0.0), {**spoilt, "step": 1}, {**spoilt, "step": 2}], {"a": 9})
+        assert view.tasks[0].tokens_per_s is None

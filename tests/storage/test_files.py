@@ -111,7 +111,7 @@ def test_what_a_crash_left_is_distinguished_from_what_a_user_put_there(tmp_path:
 # --------------------------------------------------------- C3: corruption
 
 
-def test_every_flipped_bit_is_found_and_its_file_named(tmp_path: Path) -> None:
+def test_every_flipped_bit_cut_and_appended_byte_is_found_and_its_file_named(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-4"
     write(folder, "new")
     rng = random.Random(0)
@@ -127,22 +127,14 @@ def test_every_flipped_bit_is_found_and_its_file_named(tmp_path: Path) -> None:
         with pytest.raises(CheckpointError, match=path.name):
             storage.verify_folder(folder)
         path.write_bytes(whole)
-    storage.verify_folder(folder)
-
-
-def test_every_truncation_and_every_appended_byte_is_found(tmp_path: Path) -> None:
-    folder = tmp_path / "checkpoint-4"
-    write(folder, "new")
-    for path in sorted(folder.iterdir()):
+    for path in files:
         whole = path.read_bytes()
-        for length in {*range(0, len(whole), 7), len(whole) - 1}:
-            path.write_bytes(whole[:length])
+        for content in (b"", whole[: len(whole) // 2], whole[:-1], whole + b" "):
+            path.write_bytes(content)
             with pytest.raises(CheckpointError, match=path.name):
                 storage.verify_folder(folder)
-        path.write_bytes(whole + b" ")
-        with pytest.raises(CheckpointError, match=path.name):
-            storage.verify_folder(folder)
         path.write_bytes(whole)
+    storage.verify_folder(folder)
 
 
 def test_missing_extra_linked_and_replaced_files_are_named(tmp_path: Path) -> None:
