@@ -74,7 +74,6 @@ def test_a_run_begins_with_eight_lines_and_ends_with_its_report_of_times_shares_
 @pytest.mark.parametrize(
     ("own", "coefficient", "said"),
     [
-        (0.01, None, "router_aux_loss_coef 0.01"),
         (0.01, 0.3, "router_aux_loss_coef 0.3"),
         (0.01, 0.0, "routers without a balancing loss"),
     ],

@@ -91,17 +91,6 @@ def test_what_cannot_be_written_exactly_is_refused_with_its_place(state: Any, pl
         torch.tensor([math.nan, math.inf, -0.0]),
         torch.randn(3, requires_grad=True),
     ],
-    ids=[
-        "transposed",
-        "strided",
-        "scalar",
-        "empty",
-        "bfloat16",
-        "bool",
-        "int64",
-        "special values",
-        "parameter",
-    ],
 )
 def test_every_kind_of_tensor_comes_back_to_the_bit(tensor: torch.Tensor, tmp_path: Path) -> None:
     save_tensors(tmp_path / "t.safetensors", {"x": tensor, "same": tensor})
