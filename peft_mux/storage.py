@@ -551,20 +551,23 @@ def keeper_of(root: Path) -> str:
                 return ""
     except OSError:
         pass  # held; or locks are not supported, and the file below is all that is known
-    try:
-        holder = json.loads(read_regular(root / HOLDER_NAME))
-        return f"process {int(holder['pid'])} on host {str(holder['host'])!r}"
-    except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return "another process"  # it has not written the file yet, or could not
+    pid, host, _ = _holder(root)
+    return f"process {pid} on host {host!r}" if host else "another process"
 
 
 def loading_of(root: Path) -> str:
     """Return what the process that keeps a run folder loads, "data" or "model"; "" if it trains, or it is unknown."""
+    return _holder(root)[2]
+
+
+def _holder(root: Path) -> tuple[int, str, str]:
+    """Return id and host of the process that holds a lock and what it loads; "" where it has not written that."""
     try:
-        loading = json.loads(read_regular(root / HOLDER_NAME))["loading"]
+        found = json.loads(read_regular(root / HOLDER_NAME))
+        loading = found["loading"] if found["loading"] in ("data", "model") else ""
+        return int(found["pid"]), str(found["host"]), loading
     except (OSError, ValueError, KeyError, TypeError, RecursionError):
-        return ""
-    return loading if loading in ("data", "model") else ""
+        return 0, "", ""
 
 
 def unwritable(root: Path, error: BaseException) -> CheckpointError:

@@ -489,10 +489,14 @@ def require_state(root: Path) -> None:
         CheckpointError: if it holds none.
     """
     if not record_paths(root / STATE_FOLDER):
-        raise CheckpointError(
-            f"resume_from_checkpoint must be the output_dir of a run that has saved at least once, got {root}, which "
-            "holds no state of a run. Call train() without it to begin, or peft-mux train without --resume."
-        )
+        raise _without_state(root)
+
+
+def _without_state(root: Path) -> CheckpointError:
+    return CheckpointError(
+        f"resume_from_checkpoint must be the output_dir of a run that has saved at least once, got {root}, which "
+        "holds no state of a run. Call train() without it to begin, or peft-mux train without --resume."
+    )
 
 
 def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]) -> RunRecord:
@@ -508,10 +512,7 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
     """
     records = folder.records(say)
     if not records:
-        raise CheckpointError(
-            "resume_from_checkpoint must be the output_dir of a run that has saved at least once, got "
-            f"{folder.root}, which holds no state of a run. Call train() without it to begin."
-        )
+        raise _without_state(folder.root)
     record, path = records[-1]
     if record.version != FORMAT_VERSION:
         raise CheckpointError(
