@@ -260,8 +260,6 @@ tasks:
         ("tasks=[sql]", r"tasks\.yaml:7 tasks must be a mapping, got \['sql'\]"),
         ("tasks=null", r"tasks\.yaml:7 tasks must be set, because every file needs it, got None"),
         ("model=null", "model must be set, because every file needs it, got None"),
-        ("run=[1]", r"run must be a mapping, got \[1\]"),
-        ("tasks.math.early_stopping=3", r"tasks\.math\.early_stopping"),
         (
             "tasks.math.early_stopping={patient: 3}",
             r'tasks\.math\.early_stopping\.patient must be a key of this section,.*Did you mean "patience"',
@@ -323,8 +321,6 @@ tasks:
             for value, got in (("5", "5"), ("[rows.jsonl]", r"\['rows"))
         ),
         ("defaults.peft=[lora]", r"defaults\.peft must be a mapping, got \['lora'\]"),
-        ("defaults=3", "defaults must be a mapping, got 3"),
-        ("model_init_kwargs=3", "model_init_kwargs must be a mapping, got 3"),
         ("model=[a]", r"model must be a string, got \['a'\]"),
     ],
 )

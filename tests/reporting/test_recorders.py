@@ -64,9 +64,8 @@ def test_many_short_calls_are_reported_if_they_take_much_of_the_run() -> None:
     times = RunTimes(clock)
     assert warned_totals(clock, times, CALL_LIMIT_S / 4, calls=3) == [], "less than a second in all"
     assert len(warned_totals(clock, times, CALL_LIMIT_S / 4, calls=2)) == 1
-    clock, times = Clock(), RunTimes(Clock())
-    times = RunTimes(clock)
-    assert warned_totals(clock, times, 0.1, calls=200, every_s=0.2 / SHARE_LIMIT) == []
+    clock = Clock()
+    assert warned_totals(clock, RunTimes(clock), 0.1, calls=200, every_s=0.2 / SHARE_LIMIT) == []
 
 
 def test_a_task_is_reported_each_time_its_total_has_doubled() -> None:

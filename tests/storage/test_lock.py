@@ -130,12 +130,9 @@ def test_a_link_in_the_place_of_the_lock_is_refused(tmp_path: Path) -> None:
     assert (tmp_path / "outside").read_bytes() == b"precious"
 
 
-@pytest.mark.parametrize("code", [errno.ENOLCK, errno.ENOSYS])
-def test_a_file_system_without_locks_locks_no_one_out(
-    code: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_locks_no_one_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse(*args: object) -> None:
-        raise OSError(code, "No locks available")
+        raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr("fcntl.flock", refuse)
     (tmp_path / LOCK_NAME).touch()  # a killed process has left it
@@ -147,15 +144,14 @@ def test_a_file_system_without_locks_locks_no_one_out(
     assert not list(tmp_path.iterdir())
 
 
-@pytest.mark.parametrize("error", [NotImplementedError("no flock"), RuntimeError("a deadlock")])
 def test_an_error_of_the_lock_library_is_a_refusal_of_the_folder(
-    error: Exception, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def fail(*args: object, **options: object) -> None:
-        raise error
+        raise RuntimeError("a deadlock")
 
     monkeypatch.setattr("peft_mux.storage.FileLock.acquire", fail)
-    with pytest.raises(CheckpointError, match=f"output_dir must be a folder .*{error}"):
+    with pytest.raises(CheckpointError, match=r"output_dir must be a folder .*a deadlock"):
         FolderLock(tmp_path / "run").acquire()
     assert not (tmp_path / "run").exists()
 

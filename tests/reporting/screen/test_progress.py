@@ -78,25 +78,20 @@ def live(width: int = 80) -> tuple[LiveProgress, Any]:
     return shown, console
 
 
-def test_lines_are_printed_above_the_table_and_the_last_frame_stays() -> None:
+def test_lines_and_what_tasks_print_come_above_the_table_and_the_last_frame_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     shown, console = live()
+    monkeypatch.setattr(sys, "stdout", io.StringIO())
     shown.start([task("a"), task("b")])
     shown._live.refresh()
+    print("from a callback")
     shown.log("a line with [brackets] in it")
     shown.stop()
     printed = console.file.getvalue()
     assert printed.index("a line with [brackets] in it") < printed.rindex("b     running")
-    assert printed.count("a line with") == 1
+    assert printed.count("a line with") == printed.count("from a callback") == 1
     assert printed.rstrip().endswith("\x1b[?25h"), "the cursor is there again"
-
-
-def test_what_tasks_print_comes_above_the_table(monkeypatch: pytest.MonkeyPatch) -> None:
-    shown, console = live()
-    monkeypatch.setattr(sys, "stdout", io.StringIO())
-    shown.start([task()])
-    print("from a callback")
-    shown.stop()
-    assert "from a callback" in console.file.getvalue()
 
 
 @pytest.mark.parametrize(("width", "rows"), [(80, 4), (120, 4), (40, 8)])
