@@ -265,11 +265,6 @@ def test_save_total_limit_keeps_the_newest_states(tmp_path: Path) -> None:
         assert (tmp_path / name / "adapter_model.safetensors").is_file()
 
 
-def test_without_a_limit_every_state_is_kept(crashed: Path) -> None:
-    assert [path.name for path in sorted((crashed / "state").iterdir())] == ["run-00000002.json", "run-00000004.json"]
-    assert storage.numbered_folders(crashed / "a") == [2, 4]
-
-
 # --------------------------------------------------- links, paths and pickles
 
 

@@ -244,82 +244,52 @@ tasks:
 
 
 @pytest.mark.parametrize(
+    ("key", "value", "hint"),
+    [
+        ("tasks.sql.learning_rat", 1, 'Did you mean "learning_rate"'),
+        ("tasks.sql.max_seq_length", 9, 'Did you mean "max_length"'),
+        ("tasks.sql.bf16", "true", "set it under run."),
+        ("tasks.sql.r", 3, "set r under peft."),
+        ("tasks.math.early_stopping.patient", 3, 'Did you mean "patience"'),
+        ("tasks.math.eval_generate.metric", "f1", 'Did you mean "metrics"'),
+        ("run.fp16", "true", "Reason: each task would need its own loss scaler; use bf16"),
+        ("run.evaluation_strategy", "steps", 'Did you mean "eval_strategy"'),
+        ("run.packing", "true", "all sequences are packed"),
+        ("run.shuffle", "false", "Set it on each task"),
+        ("run.output_dir", "x", "It belongs at the top of the file."),
+    ],
+)
+def test_an_unknown_key_is_refused_with_what_to_write_instead(key: str, value: Any, hint: str, folder: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        read_config(write(folder, good(folder)), [f"{key}={value}"])
+    assert f"{key} must be a key of this section, got an unknown key" in str(caught.value)
+    assert hint in str(caught.value)
+
+
+@pytest.mark.parametrize(
     ("override", "said"),
     [
-        *(
-            (text, r"--set must be key=value, such as tasks\.sql\.learning_rate=1e-4, got ")
-            for text in ("learning_rate", "=3")
-        ),
+        ("learning_rate", r"--set must be key=value, such as tasks\.sql\.learning_rate=1e-4, got "),
+        ("=3", r"--set must be key=value, such as"),
         ("model.name=x", r"model\.name must be an existing path, got a value where model would be a mapping"),
         ("tasks.sql.peft={r: 3", "--set"),
-        (
-            "tasks.sql.learning_rat=1",
-            r'sql\.learning_rat must be a key of this section, got an unknown key.*Did you mean "learning_rate"',
-        ),
         ("tasks.sql=null", r"tasks\.sql must be a mapping, got None"),
         ("tasks=[sql]", r"tasks\.yaml:7 tasks must be a mapping, got \['sql'\]"),
         ("tasks=null", r"tasks\.yaml:7 tasks must be set, because every file needs it, got None"),
-        ("model=null", "model must be set, because every file needs it, got None"),
-        (
-            "tasks.math.early_stopping={patient: 3}",
-            r'tasks\.math\.early_stopping\.patient must be a key of this section,.*Did you mean "patience"',
-        ),
         (
             "tasks.math.early_stopping={patience: 0}",
             r"early_stopping\.patience must be an integer of at least 1, got 0",
         ),
         (
-            "tasks.math.eval_generate={metric: f1}",
-            r'tasks\.math\.eval_generate\.metric must be a key of this section, got an unknown key.*"metrics"',
-        ),
-        (
             "tasks.sql.peft.type=lorra",
-            (
-                r"tasks\.sql\.peft\.type must be a type of docs/peft_types\.md, "
-                r'such as.*got \'lorra\'.*Did you mean "lora"'
-            ),
+            r"tasks\.sql\.peft\.type must be .*got \'lorra\'.*Did you mean \"lora\"",
         ),
         ("tasks.sql.dataset=null", r"tasks\.sql\.dataset must be a \.jsonl, .*, got None"),
         ("tasks.sql.dataset=tasks.yaml", r"tasks\.sql\.dataset must be a file of type \.jsonl, .*, got 'tasks\.yaml'"),
-        (
-            "run.fp16=true",
-            (
-                r"run\.fp16 must be a key of this section, got an unknown key.*Reason: "
-                r"each task would need its own loss scaler; use bf16"
-            ),
-        ),
-        (
-            "run.evaluation_strategy=steps",
-            r'run\.evaluation_strategy must be a key of this section, got an.*Did you mean "eval_strategy"',
-        ),
-        (
-            "run.packing=true",
-            r"run\.packing must be a key of this section, got an unknown key.*all sequences are packed",
-        ),
-        ("run.shuffle=false", r"run\.shuffle must be a key of this section, got an unknown key.*Set it on each task"),
-        (
-            "tasks.sql.max_seq_length=9",
-            r'tasks\.sql\.max_seq_length must be a key of this section, got an.*Did you mean "max_length"',
-        ),
-        (
-            "tasks.sql.bf16=true",
-            r"tasks\.sql\.bf16 must be a key of this section, got an unknown key.*set it under run\.",
-        ),
-        ("tasks.sql.r=3", r"tasks\.sql\.r must be a key of this section, got an unknown key.*set r under peft\."),
-        (
-            "tasks.sqll.max_steps=3",
-            r'tasks\.sqll\.dataset must be a \.jsonl, .*, got None.*Did you mean "sql"',
-        ),
-        ("run.output_dir=x", r"run\.output_dir must be a key of this section, got an unknown key"),
-        (
-            "tasks.a/b={dataset: rows.jsonl}",
-            r"task\.name must be 1 to 64 letters, digits, '_' and '-', beginning.*, got 'a/b'",
-        ),
+        ("tasks.sql.dataset=[rows.jsonl]", r"tasks\.sql\.dataset must be a \.jsonl, .*, got \['rows"),
+        ("tasks.sqll.max_steps=3", r'tasks\.sqll\.dataset must be a \.jsonl, .*, got None.*Did you mean "sql"'),
+        ("tasks.a/b={dataset: rows.jsonl}", r"task\.name must be 1 to 64 letters, digits, .*, got 'a/b'"),
         ("tasks.sql.peft=lora", r"\bpeft\b"),
-        *(
-            (f"tasks.sql.dataset={value}", rf"tasks\.sql\.dataset must be a \.jsonl, .*, got {got}")
-            for value, got in (("5", "5"), ("[rows.jsonl]", r"\['rows"))
-        ),
         ("defaults.peft=[lora]", r"defaults\.peft must be a mapping, got \['lora'\]"),
         ("model=[a]", r"model must be a string, got \['a'\]"),
     ],
