@@ -6,8 +6,11 @@ The three short cases run always, the loop of twenty with `-m slow`.
 from __future__ import annotations
 
 import json
+import os
 import random
 import signal
+import subprocess
+import time
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -17,11 +20,53 @@ import pytest
 from safetensors.numpy import load_file
 
 from peft_mux import storage
-from tests.engine.processes import kill_cases as cases
 from tests.engine.processes.cases import Outcome, launch, named_in, values
-from tests.engine.processes.kill_cases import Kill
-from tests.engine.replicas.layout_cases import LaidOut, saved_backbone, train_five
+from tests.engine.replicas import layout_cases as cases
+from tests.engine.replicas.layout_cases import LaidOut, Watcher, saved_backbone, train_five
 from tests.invariants.mux_lab import assert_close
+
+_PATIENCE_S = 20.0
+
+
+@dataclass(frozen=True)
+class Kill:
+    """Which process is killed when.
+
+    Attributes:
+        rank: of the process.
+        step: at whose beginning, counted from 0, the killer starts.
+        delay_s: that the killer waits.
+        crashpoint: of a write at which the process dies instead, as `PEFT_MUX_CRASHPOINT` has it.
+    """
+
+    rank: int
+    step: int = 0
+    delay_s: float = 0.0
+    crashpoint: str | None = None
+
+
+def killed(rank: int, folder: Path, model: str, arguments: dict[str, Any], kill: Kill) -> LaidOut:
+    """Train with checkpoints; one process is killed on the way."""
+    acts = {}
+    if rank == kill.rank and kill.crashpoint is not None:
+        os.environ["PEFT_MUX_CRASHPOINT"] = kill.crashpoint
+    elif rank == kill.rank:
+        # The last step waits for the killer, so that it also works on fast machines.
+        acts = {kill.step: lambda trainer: _start_killer(kill.delay_s), 7: lambda trainer: time.sleep(_PATIENCE_S)}
+    return cases.train(
+        folder, model, cases.tasks_of("llama"), watcher=Watcher(at_begin=acts), save_steps=2, **arguments
+    )
+
+
+def go_on(rank: int, folder: Path, model: str, arguments: dict[str, Any], is_saved: bool) -> LaidOut:
+    """Resume the run of a folder; start from the beginning if nothing was saved."""
+    return cases.train(folder, model, cases.tasks_of("llama"), resume=is_saved, save_steps=2, **arguments)
+
+
+def _start_killer(delay_s: float) -> None:
+    """Let another process kill this one after a delay."""
+    subprocess.Popen(["sh", "-c", f"sleep {delay_s:.3f}; kill -KILL {os.getpid()}"])
+
 
 pytestmark = pytest.mark.distributed
 
@@ -108,12 +153,10 @@ def assert_goes_on(part: LaidOut, whole: LaidOut, step: int) -> None:
 
 def assert_survives(kill: Kill, before: Layout, after: Layout, backbone: str, whole: LaidOut, folder: Path) -> None:
     """Kill a process of a run, and resume with another layout."""
-    outcomes = launch(before.world_size, cases.killed, folder, backbone, before.arguments, kill, limit_s=LIMIT_S)
+    outcomes = launch(before.world_size, killed, folder, backbone, before.arguments, kill, limit_s=LIMIT_S)
     assert_ended_cleanly(outcomes, kill.rank)
     step = assert_whole_files(folder)
-    parts = values(
-        launch(after.world_size, cases.go_on, folder, backbone, after.arguments, bool(step), limit_s=LIMIT_S)
-    )
+    parts = values(launch(after.world_size, go_on, folder, backbone, after.arguments, bool(step), limit_s=LIMIT_S))
     assert all(part.losses == parts[0].losses for part in parts)
     assert_goes_on(parts[0], whole, step)
     assert assert_whole_files(folder) == whole.step

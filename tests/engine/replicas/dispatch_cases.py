@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
+import pytest
 
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.dispatch import DispatchedShares
 from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.processes import Processes
+from peft_mux.errors import ConfigError
 from peft_mux.scheduler.replicas.configs import ParallelConfig
 from peft_mux.scheduler.replicas.time_model import LayerFit, ReplicaTimeModel
 from tests.engine.processes.cases import connected
@@ -38,49 +38,16 @@ def batches_of(tasks: dict[str, Sequence[int]], step: int = 0) -> list[TaskBatch
     return [batch_of(task, lengths, step) for task, lengths in tasks.items()]
 
 
-class ThreadProcesses(Processes):
-    """Processes that are threads of this one, each with a value of its own."""
-
-    def __init__(self, rank: int, world_size: int, board: list[Any], barrier: threading.Barrier) -> None:
-        super().__init__(rank, world_size)
-        self.board, self.barrier = board, barrier
-
-    def exchange(self, numbers: Sequence[int]) -> list[list[int]]:
-        self.board[self.rank] = list(numbers)
-        self.barrier.wait(20)
-        found = [list(own) for own in self.board]
-        self.barrier.wait(20)
-        assert len({len(own) for own in found}) == 1, "processes exchanged unequal amounts"
-        return found
-
-
-def on_threads(world_size: int, part: Any) -> list[Any]:
-    """Return what `part(processes)` gives on each of several ranks; raise what one raises."""
-    board, barrier = [None] * world_size, threading.Barrier(world_size)
-    found: list[Any] = [None] * world_size
-
-    def run(rank: int) -> None:
-        try:
-            found[rank] = part(ThreadProcesses(rank, world_size, board, barrier))
-        except BaseException as error:
-            found[rank] = error
-            if not isinstance(error, ValueError):
-                barrier.abort()
-
-    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world_size)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
-    return found
-
-
 def three_steps_over_gloo(rank: int) -> dict[str, Any]:
-    """Dispatch three steps on a real process, each prepared while the one before it runs."""
+    """Dispatch three steps on a real process, each prepared while the one before it runs; then what no replica holds.
+
+    Ranks but the first have another policy: what rank 0 finds must count.
+    """
     processes = connected(20.0)
     # Another limit on another machine: the least of all must count.
-    limits = {**LIMITS, ParallelConfig(1, 1): 256 + 64 * rank}
-    shares = DispatchedShares(ParallelLayout.parse(LAYOUT), times(limits), processes)
+    limits = {**LIMITS, ParallelConfig(1, 1): 256 + 64 * rank, ParallelConfig(2, 1): 1024 - 50 * rank}
+    policy: Any = "balanced" if rank == 0 else "length"
+    shares = DispatchedShares(ParallelLayout.parse(LAYOUT), times(limits), processes, policy=policy)
     divided = []
     for step in range(3):
         batches = batches_of(SKEWED, step)
@@ -88,8 +55,7 @@ def three_steps_over_gloo(rank: int) -> dict[str, Any]:
         shares.prepare(batches_of(SKEWED, step + 1))
         divided.append(shares.divide(batches))
         time.sleep(0.3)  # the passes of the step
-    shares.close()
-    return {
+    found = {
         "divided": divided,
         "expected_s": shares.expected_s,
         "max_tokens": shares.max_tokens,
@@ -97,3 +63,7 @@ def three_steps_over_gloo(rank: int) -> dict[str, Any]:
         "has_solved": shares.solved is not None,
         "solve_s": shares.clock.solve_s,
     }
+    with pytest.raises(ConfigError) as refused:
+        shares.begin([batch_of("books", (1000,))])
+    shares.close()
+    return {**found, "refused": str(refused.value)}

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import threading
 from typing import Any
 
@@ -180,6 +179,7 @@ def test_a_step_without_sequences_gives_everyone_nothing() -> None:
     shares = shares_of()
     assert shares.divide([cases.batch_of("a", ())]) == [[[]]] * 4
     assert shares.clock.num_steps == 0
+    assert shares.clock.hidden_share == 1.0, "a clock without time hides all"
 
 
 # ------------------------------------------------------------------ htask by htask
@@ -279,42 +279,16 @@ def test_shares_that_take_the_place_of_others_continue_with_their_clock() -> Non
 # --------------------------------------------------------------------- processes
 
 
-def test_all_ranks_act_on_what_rank_0_found_even_if_their_own_would_differ() -> None:
-    batches = cases.batches_of(MANY_SHORT)
-
-    def part(processes: Any) -> Any:
-        policy = "balanced" if processes.is_main else "length"
-        shares = DispatchedShares(LAYOUT, cases.times(), processes, policy=policy)
-        return shares.divide(batches), shares.expected_s, shares.clock.num_steps
-
-    found = cases.on_threads(3, part)
-    assert found[1][:2] == found[2][:2] == found[0][:2]
-    assert [steps for _, _, steps in found] == [1, 0, 0]
-    assert found[0][0] == shares_of(policy="balanced").divide(batches) != shares_of(policy="length").divide(batches)
-
-
-def test_all_ranks_refuse_a_sequence_that_one_of_them_could_not_hold() -> None:
-    batches = [cases.batch_of("books", (1000,))]
-
-    def part(processes: Any) -> Any:
-        limits = {**cases.LIMITS, ParallelConfig(2, 1): 1024 - 100 * processes.rank}
-        DispatchedShares(LAYOUT, cases.times(limits), processes).begin(batches)
-
-    found = cases.on_threads(2, part)
-    assert all(isinstance(error, ConfigError) for error in found)
-    assert len({str(error) for error in found}) == 1
-    assert "at most 924" in str(found[0])
-
-
 @pytest.mark.distributed
-def test_real_processes_dispatch_three_steps_equally_and_solve_ahead() -> None:
+def test_real_processes_dispatch_three_steps_as_rank_0_does_and_solve_ahead_and_refuse_together() -> None:
     found = parallel_cases.values(parallel_cases.launch(3, cases.three_steps_over_gloo))
     batches = cases.batches_of(cases.SKEWED)
-    for key in ("divided", "expected_s", "max_tokens"):
+    for key in ("divided", "expected_s", "max_tokens", "refused"):
         assert found[0][key] == found[1][key] == found[2][key]
     for divided in found[0]["divided"]:
         assert_complete(divided, batches)
-    assert found[0]["max_tokens"] == (256, 256, 1024, 256)
+    assert found[0]["max_tokens"] == (256, 256, 924, 256)
+    assert "at most 924" in found[0]["refused"]
     assert [one["num_ahead"] for one in found] == [2, 0, 0]
     assert [one["has_solved"] for one in found] == [True, False, False]
     assert found[0]["solve_s"] > 0
@@ -364,7 +338,3 @@ def test_rows_that_cannot_be_read_early_fail_the_step_that_they_are_of() -> None
     task.step = 3
     with pytest.raises(DataError, match="row 7"):
         ahead.take(task)
-
-
-def test_a_clock_without_time_hides_all() -> None:
-    assert math.isclose(shares_of().clock.hidden_share, 1.0)

@@ -125,15 +125,3 @@ def test_a_step_of_bundles_that_was_prepared_is_not_solved_again() -> None:
     assert (shares.clock.num_steps, shares.clock.num_ahead) == (2, 1)
     assert shares.divide(second) == divided(second)
     shares.close()
-
-
-def test_all_ranks_act_on_the_items_that_rank_0_dispatched() -> None:
-    batches = [sharing_batch("a", [(4, 60, 8)] * 6), cases.batch_of("b", (30, 200, 17))]
-
-    def part(processes: Any) -> Any:
-        shares = DispatchedShares(LAYOUT, cases.times(), processes)
-        return shares.divide(batches), shares.expected_s
-
-    found = cases.on_threads(3, part)
-    assert found[0] == found[1] == found[2]
-    assert found[0][0] == divided(batches)

@@ -2,19 +2,98 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import time
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 
 from peft_mux.data.packing.passes import even_shares
 from peft_mux.engine.dispatch import DispatchedShares
+from peft_mux.engine.executor import Executor
 from peft_mux.engine.layout import ParallelLayout
+from peft_mux.engine.pipeline.stage import StageModel
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
 from peft_mux.trainer.plan_follower import slow_replica
+from tests.engine.processes import cases
 from tests.engine.processes.cases import launch, values
-from tests.engine.replicas import dispatch_cases, slow_cases
+from tests.engine.replicas import dispatch_cases
+from tests.invariants import mux_lab as lab
 from tests.records import run_records
+
+NUM_STEPS = 12
+SECONDS_PER_TOKEN = 2e-3
+"""Longer than all of the real work, even on a busy host."""
+
+
+class Followed(NamedTuple):
+    """What a run showed to one process.
+
+    Attributes:
+        tokens: that this process has passed in each step.
+        losses: of each task by its steps.
+    """
+
+    tokens: list[int]
+    losses: dict[str, list[float]]
+
+
+def train_with_a_slow_process(rank: int, folder: Path, slow: int, arguments: dict[str, Any]) -> Followed:
+    """Train over replicas; each token takes some time everywhere, and four times as long on one process."""
+    tokens: list[int] = []
+    run, passes = Executor.run, Executor.run_chain
+
+    def count(self: Executor, work: Any) -> Any:
+        tokens.append(sum(micro_batch.num_tokens for micro_batch in work.micro_batches))
+        return run(self, work)
+
+    def slowly(self: Executor, chain: Any, most_passes: int = 0) -> Any:
+        num_tokens = sum(micro_batch.num_tokens for micro_batch in chain)
+        time.sleep(num_tokens * SECONDS_PER_TOKEN * (4 if rank == slow else 1))
+        return passes(self, chain, most_passes)
+
+    Executor.run, Executor.run_chain = count, slowly
+    tasks = [
+        lab.small_task(name, data_seed=seed, length=8 + seed, train_batch_size=8, max_steps=NUM_STEPS)
+        for seed, name in enumerate(("a", "b"))
+    ]
+    recorder = lab.Recorder(keep_weights=False)
+    lab.train(tasks, folder, recorder=recorder, ddp_timeout=cases.TIMEOUT_S, **arguments)
+    return Followed(tokens, recorder.losses)
+
+
+def train_with_a_slow_stage(rank: int, folder: Path, slow: int) -> None:
+    """Train over two pipelines of two stages; one stage sleeps in each of its passes."""
+    forward = StageModel.forward
+
+    def slowly(self: StageModel, *arguments: Any) -> Any:
+        time.sleep(0.2 if rank == slow else 0.0)
+        return forward(self, *arguments)
+
+    StageModel.forward = slowly
+    task = lab.small_task("a", data_seed=0, length=8, train_batch_size=8, max_steps=NUM_STEPS)
+    lab.train([task], folder, ddp_timeout=cases.TIMEOUT_S, replicas="<1,2>x2")
+
+
+def train_with_a_process_that_is_stopped_once(rank: int, folder: Path) -> list[float]:
+    """Train over two replicas; rank 1 is stopped for three seconds within a pass, as a debugger or a full host does."""
+    passes, calls = Executor.run_chain, []
+
+    def stopped_at_the_third(self: Executor, chain: Any, most_passes: int = 0) -> Any:
+        calls.append(rank)
+        if rank == 1 and len(calls) == 3:
+            subprocess.Popen(["sh", "-c", f"kill -STOP {os.getpid()}; sleep 3; kill -CONT {os.getpid()}"])
+            time.sleep(0.5)  # during which the signal comes
+        return passes(self, chain, most_passes)
+
+    Executor.run_chain = stopped_at_the_third
+    tasks = [lab.small_task("a", data_seed=1, length=8, train_batch_size=4, max_steps=6)]
+    recorder = lab.Recorder(keep_weights=False)
+    lab.train(tasks, folder, recorder=recorder, ddp_timeout=cases.TIMEOUT_S)
+    return recorder.losses["a"]
+
 
 LAYOUT = ParallelLayout.parse(dispatch_cases.LAYOUT)
 
@@ -29,10 +108,10 @@ def test_a_slow_replica_gets_fewer_rows_within_a_few_steps(
     arguments: dict[str, Any], slow: int, tmp_path: Path
 ) -> None:
     deciding = {"measured_times": "plan", **arguments}
-    found = values(launch(3, slow_cases.train_with_a_slow_process, tmp_path / "plan", slow, deciding))
+    found = values(launch(3, train_with_a_slow_process, tmp_path / "plan", slow, deciding))
     tokens = found[slow].tokens
     assert sum(tokens[-4:]) < 0.6 * sum(tokens[:2]) * 2, f"of each step {tokens}"
-    told = values(launch(3, slow_cases.train_with_a_slow_process, tmp_path / "report", slow, arguments))
+    told = values(launch(3, train_with_a_slow_process, tmp_path / "report", slow, arguments))
     assert sum(told[slow].tokens[-4:]) > 0.7 * sum(tokens[:2]) * 2, "by default rows stay where they were"
     for name, losses in told[0].losses.items():
         assert found[0].losses[name] == pytest.approx(losses, rel=1e-5)
@@ -44,7 +123,7 @@ def test_a_slow_replica_gets_fewer_rows_within_a_few_steps(
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_a_process_that_is_stopped_once_is_named_with_the_time_that_the_others_waited(tmp_path: Path) -> None:
-    one, other = values(launch(2, slow_cases.train_with_a_process_that_is_stopped_once, tmp_path))
+    one, other = values(launch(2, train_with_a_process_that_is_stopped_once, tmp_path))
     assert one == other
     (slow_rank,) = run_records(tmp_path, "slow_rank")
     assert slow_rank["ranks"] == [1]
@@ -54,7 +133,7 @@ def test_a_process_that_is_stopped_once_is_named_with_the_time_that_the_others_w
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_a_slow_pipeline_is_named_by_all_its_ranks(tmp_path: Path) -> None:
-    values(launch(4, slow_cases.train_with_a_slow_stage, tmp_path, 2))
+    values(launch(4, train_with_a_slow_stage, tmp_path, 2))
     (slow_rank,) = run_records(tmp_path, "slow_rank")
     assert slow_rank["ranks"] == [2, 3]
     assert slow_rank["share"] > 0.2

@@ -12,11 +12,8 @@ from functools import partial
 from typing import Any
 
 import torch
-from peft import LoraConfig
 
 from peft_mux.data.batch import MuxBatch
-from peft_mux.data.collator import ChunkPackingCollator
-from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.modeling.adapters.lora.layer import rows_needed_now
@@ -26,11 +23,9 @@ from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.costs.memory import MemoryEstimate
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.values import HTask, TurnPlan
+from tests.engine import lab
 from tests.engine.processes.cases import connected
-from tests.invariants.mux_lab import rows, tiny_llama
 
-LENGTHS = {"a": (9, 4, 17), "b": (5, 30), "c": (12, 3, 8, 6), "d": (21,), "e": (7, 2)}
-HTASKS = (("a", "b"), ("c",), ("d", "e"))
 POISONED = "c"
 
 
@@ -64,23 +59,11 @@ class _Waiting:
         self.links.in_flight -= 1
 
 
-def adapters() -> dict[str, LoraConfig]:
-    common: dict[str, Any] = {"init_lora_weights": False}
-    return {
-        "a": LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.1, **common),
-        "b": LoraConfig(r=4, target_modules=["q_proj", "v_proj"], **common),
-        "c": LoraConfig(r=2, target_modules=["q_proj", "down_proj"], lora_dropout=0.2, **common),
-        "d": LoraConfig(r=16, target_modules=["gate_proj", "up_proj"], **common),
-        "e": LoraConfig(r=6, target_modules=["o_proj", "lm_head"], **common),
-    }
-
-
 def whole_model(*, recomputes: bool = False) -> MultiTaskPeftModel:
-    seeds = {name: ord(name) for name in LENGTHS}
-    model = MultiTaskPeftModel(tiny_llama(), adapters(), seeds=seeds, verify=False)
+    model = lab.mux_model()
     if recomputes:
         model.activation_checkpointing_enable()
-    return model.train()
+    return model
 
 
 def linked_model(links: Any, *, recomputes: bool = False) -> MultiTaskPeftModel:
@@ -98,31 +81,6 @@ def link(model: MultiTaskPeftModel, links: Any) -> None:
         reduce_input_gradient(layer.mlp, links, needed_rows)
         reduce_output(layer.self_attn.o_proj, links)
         reduce_output(layer.mlp.down_proj, links)
-
-
-def micro_batches(step: int = 0, tasks: Sequence[str] = tuple(LENGTHS), most: int = 32) -> list[MuxBatch]:
-    """Return those of three hTasks, unequal in size and number."""
-    found: list[MuxBatch] = []
-    for htask in HTASKS:
-        fused = [_task_batch(name, step) for name in htask if name in tasks]
-        if fused:
-            found += ChunkPackingCollator().micro_batches(fused, max_tokens=most)
-    return found
-
-
-def chained_micro_batches() -> list[MuxBatch]:
-    """Return a chain of one task, whose long sequence is split, and micro-batches of another task."""
-    split = ChunkPackingCollator(chunk_size=8, split_long_sequences=True)
-    long = split.micro_batches([_task_batch("b", 0)], max_tokens=16)
-    return [*long, *ChunkPackingCollator().micro_batches([_task_batch("c", 0)], max_tokens=16)]
-
-
-def _task_batch(name: str, step: int) -> TaskBatch:
-    sequences = []
-    for row, length in enumerate(LENGTHS[name]):
-        ids = torch.tensor(rows(1000 * step + ord(name) + row, 1, length, length)[0]["input_ids"]).numpy()
-        sequences.append(TokenSequence(ids, ids, row))
-    return TaskBatch(name, step, seed=ord(name), sequences=tuple(sequences))
 
 
 def poison(model: MultiTaskPeftModel) -> None:
@@ -151,11 +109,11 @@ def drawn_parts(draw: random.Random, targets: int = 5) -> PassParts:
 
 
 def plan_of(buckets: tuple[tuple[int, ...], ...], width: int) -> Plan:
-    """Return a plan of `HTASKS` in these buckets, with drawn latencies that are not in the order of tokens."""
+    """Return a plan of `lab.HTASKS` in these buckets, with drawn latencies that are not in the order of tokens."""
     draw = random.Random(1)
-    parts = tuple(replace(drawn_parts(draw), head_block_rows=2**20) for _ in HTASKS)
+    parts = tuple(replace(drawn_parts(draw), head_block_rows=2**20) for _ in lab.HTASKS)
     return Plan(
-        htasks=tuple(HTask(names, 1, 8.0, 1.0) for names in HTASKS),
+        htasks=tuple(HTask(names, 1, 8.0, 1.0) for names in lab.HTASKS),
         shares=(),
         max_tokens_per_micro_batch=64,
         chunk_size=8,
@@ -213,7 +171,7 @@ def failing_in_turns(rank: int, world: int) -> tuple[str, str, int]:
     try:
         with processes.together():
             try:
-                run_in_turns(model, links, micro_batches(), 3)
+                run_in_turns(model, links, lab.step_work().micro_batches, 3)
             except BaseException:
                 inner.close()
                 raise
