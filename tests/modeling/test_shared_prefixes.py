@@ -21,18 +21,23 @@ from tests.modeling.adapters.passes import assert_nan_stays
 from tests.modeling.objectives.cases import CASES, LossCase
 from tests.modeling.objectives.preference.cases import READING_CASES
 from tests.modeling.objectives.test_objectives import model_for
-from tests.modeling.test_architectures import CLASSIFIERS, LANGUAGE_MODELS, filled, multiplexed
+from tests.modeling.test_architectures import CLASSIFIERS, LANGUAGE_MODELS, VISION_LANGUAGE_MODELS, filled, multiplexed
 from tests.packing.tries import Rows, hard_rows, tries
 
 PROPERTY = settings(deadline=None, max_examples=12)
 LEAST = 2
+BACKBONES = {
+    **LANGUAGE_MODELS,
+    **{f"{name} with images": (make, ["q_proj", "up_proj"]) for name, make in VISION_LANGUAGE_MODELS.items()},
+    **{f"{name} classifier": case for name, case in CLASSIFIERS.items()},
+}
 MIXTURES = ("Qwen3MoE", "Mixtral", "OLMoE", "DeepseekV3", "GptOss")
 
 
 @cache
 def model_of(name: str) -> MultiTaskPeftModel:
     """Return a model of two tasks with adapters that do something, in float64 where its products know it."""
-    make, targets = {**LANGUAGE_MODELS, "Llama classifier": CLASSIFIERS["Llama"]}[name]
+    make, targets = BACKBONES[name]
     model = multiplexed(filled(make), targets)
     return model if name in MIXTURES else model.double()
 

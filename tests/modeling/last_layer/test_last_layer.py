@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import cache
 from typing import Any
 
 import numpy as np
@@ -34,31 +33,15 @@ from tests.modeling.objectives.cases import LossCase
 from tests.modeling.objectives.preference.cases import READING_CASES
 from tests.modeling.objectives.test_objectives import model_for
 from tests.modeling.test_architectures import (
-    CLASSIFIERS,
     LANGUAGE_MODELS,
-    VISION_LANGUAGE_MODELS,
     VOCABULARY,
     filled,
     multiplexed,
 )
-from tests.modeling.test_shared_prefixes import losses_and_gradients
+from tests.modeling.test_shared_prefixes import BACKBONES, assert_near, losses_and_gradients, model_of
 
-MIXTURES = ("Qwen3MoE", "Mixtral", "OLMoE", "DeepseekV3", "GptOss")
-BACKBONES = {
-    **LANGUAGE_MODELS,
-    **{f"{name} with images": (make, ["q_proj", "up_proj"]) for name, make in VISION_LANGUAGE_MODELS.items()},
-    **{f"{name} classifier": case for name, case in CLASSIFIERS.items()},
-}
 Masks = list[list[bool]]
 """For each row which of its tokens are targets."""
-
-
-@cache
-def model_of(name: str) -> MultiTaskPeftModel:
-    """Return a model of two tasks with adapters that do something, in float64 where its products know it."""
-    make, targets = BACKBONES[name]
-    model = multiplexed(filled(make), targets)
-    return model if name in MIXTURES else model.double()
 
 
 def stream_of(*tasks: Masks, classes: bool = False, seed: int = 3) -> MuxBatch:
@@ -109,9 +92,7 @@ def assert_as_all_rows(model: MultiTaskPeftModel, batch: MuxBatch, *, narrows: b
     found = losses_and_gradients(model, batch)
     assert forward_of(model).was_narrowed == narrows
     for mine, theirs in zip(found, wanted, strict=True):
-        # Losses are summed in fp32.
-        tolerance = 1e-6 if mine.dtype == torch.float64 else 3e-5
-        assert (mine - theirs).norm() <= tolerance * theirs.norm() + 1e-3 * tolerance
+        assert_near(mine, theirs)
 
 
 # ------------------------------------------------------------- architectures

@@ -176,7 +176,7 @@ def test_words_of_a_text_are_where_a_prompt_begins(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("case", CLASSIFYING.values(), ids=CLASSIFYING)
 def test_plain_peft_loads_a_saved_classifier_and_holds_the_same_keys(case: Case, tmp_path: Path) -> None:
-    base, forms = tmp_path / "base", case.forms[:-1]
+    base, forms = tmp_path / "base", case.forms
     case.make().save_pretrained(base)
     auto, auto_peft = {
         SEQ: (tf.AutoModelForSequenceClassification, AutoPeftModelForSequenceClassification),
@@ -196,8 +196,9 @@ def test_plain_peft_loads_a_saved_classifier_and_holds_the_same_keys(case: Case,
         viewed = model.task_view(form)(**given).logits
         loaded: Any
         for loaded in (PeftModel.from_pretrained(case.make(), str(folder)), auto_peft.from_pretrained(str(folder))):
-            # What PEFT saves of an encoder was computed from one row, that of the view from several.
-            tolerance = 1e-4 if form in ENCODED else 0.0
+            # What PEFT saves of an encoder was computed from one row, that of the view from several; LoRA's B lies
+            # transposed here, which may round a last bit.
+            tolerance = 1e-4 if form in (*ENCODED, "lora") else 0.0
             wanted = loaded.eval()(**given, **task_ids(loaded)).logits
             torch.testing.assert_close(viewed, wanted, rtol=tolerance, atol=tolerance)
     again = MultiTaskPeftModel.from_pretrained(auto.from_pretrained(base), tmp_path / "saved", verify=False)

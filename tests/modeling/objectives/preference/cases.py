@@ -1,4 +1,7 @@
-"""A case for each variant of each loss of preferences, judged by its formula."""
+"""A case for each variant of each loss of preferences, judged row by row.
+
+What `test_against_trl.py` compares with TRL's code is taken from the package here: the functions of log-probabilities.
+"""
 
 from __future__ import annotations
 
@@ -7,11 +10,12 @@ from typing import Any
 
 import numpy as np
 import torch
+from torch.nn import functional as F
 
 from peft_mux.data.preferences import with_mismatched
 from peft_mux.data.task_batch import IGNORE_INDEX, TokenSequence
 from peft_mux.modeling.objectives.objective import Objective
-from peft_mux.modeling.objectives.preference import DPO_LOSSES, Pairs, dpo_losses
+from peft_mux.modeling.objectives.preference import DPO_LOSSES, Pairs, dpo_losses, kto_losses, log_odds, reward_losses
 from tests.invariants import mux_lab as lab
 from tests.modeling.objectives.cases import LossCase
 from tests.modeling.objectives.judged_row import JudgedRow
@@ -62,14 +66,6 @@ def mismatched_rows(rng: np.random.Generator, objective: Objective) -> list[Toke
     return list(with_mismatched(tuple(single_rows(rng, objective)), 12))
 
 
-def sigma(value: torch.Tensor) -> torch.Tensor:
-    return 1 / (1 + torch.exp(-value))
-
-
-def log_sigma(value: torch.Tensor) -> torch.Tensor:
-    return -torch.log1p(torch.exp(-value))
-
-
 def judge_dpo(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
     """Return the mean loss of pairs by `dpo_losses`, which `test_against_trl.py` compares with TRL's."""
     sums = [
@@ -93,12 +89,11 @@ def chosen_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
 
 
 def judge_orpo(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
-    odds = []
-    for row in rows:
-        means = [row.logprobs(number)[row.column("is_answer", number) == 1].mean() for number in (0, 1)]
-        chosen, rejected = (mean - torch.log(1 - torch.exp(mean)) for mean in means)
-        odds.append(log_sigma(chosen - rejected))
-    return chosen_nll(rows, args) - args.beta * torch.stack(odds).mean()
+    means = [
+        torch.stack([row.logprobs(number)[row.column("is_answer", number) == 1].mean() for row in rows])
+        for number in (0, 1)
+    ]
+    return chosen_nll(rows, args) - args.beta * F.logsigmoid(log_odds(*means)).mean()
 
 
 def judge_cpo(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
@@ -116,7 +111,7 @@ def judge_cpo(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
             losses.append((ahead - 0.5 / args.beta) ** 2)
         else:
             logits = args.beta * (ahead - (args.simpo_gamma / args.beta if args.loss_type == "simpo" else 0))
-            losses.append(-(1 - flipped) * log_sigma(logits) - flipped * log_sigma(-logits))
+            losses.append(-(1 - flipped) * F.logsigmoid(logits) - flipped * F.logsigmoid(-logits))
     return torch.stack(losses).mean() + args.cpo_alpha * chosen_nll(rows, args)
 
 
@@ -125,22 +120,15 @@ def judge_kto(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
     if args.loss_type == "kto":
         ratios = [row.logprobs(1).sum() - row.reference_logprobs(1).sum() for row in rows]
         moved = torch.stack(ratios).mean().clamp(min=0).detach()
-    losses = []
-    for row in rows:
-        ratio = row.logprobs().sum() - row.reference_logprobs().sum() - moved
-        is_good = row.row.row_values["desirable"] > 0
-        weight = args.desirable_weight if is_good else args.undesirable_weight
-        losses.append(weight * sigma(args.beta * (-ratio if is_good else ratio)))
-    return torch.stack(losses).mean()
+    ratios = [row.logprobs().sum() - row.reference_logprobs().sum() for row in rows]
+    is_good = torch.tensor([row.row.row_values["desirable"] > 0 for row in rows])
+    return kto_losses(torch.stack(ratios), is_good, moved, args).mean()
 
 
 def judge_reward(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
-    losses = []
-    for row in rows:
-        chosen, rejected = (row.logits[number][0] for number in (0, 1))
-        loss = -log_sigma(chosen - rejected - row.row.row_values["margin"])
-        losses.append(loss + args.center_rewards_coefficient * (chosen + rejected) ** 2)
-    return torch.stack(losses).mean()
+    scores = [torch.stack([row.logits[number][0] for row in rows]) for number in (0, 1)]
+    margins = torch.tensor([row.row.row_values["margin"] for row in rows])
+    return reward_losses(*scores, margins, args).mean()
 
 
 def _dpo_args(name: str) -> dict[str, Any]:
