@@ -10,12 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from peft_mux.data.dataset import TokenizedDataset, tokenize_dataset
 from peft_mux.data.formats import LANGUAGE_ROWS, detect_format
 from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.data.tokenize import LABELLED_ROWS, TokenizeOptions
+from peft_mux.demo.small_llama import make_tokenizer
 from peft_mux.errors import ConfigError, DataError
 from tests.paths import SHARED_DATA
 
@@ -61,47 +62,6 @@ def targets(sequence: Any) -> list[str]:
 
 
 # ----------------------------------------------------------------- formats
-
-
-def test_text_ends_with_eos_exactly_once() -> None:
-    data = tokenised([{"text": "the cat sat"}, {"text": "the dog <eos>"}], words_tokenizer())
-    assert words(data[0]) == ["the", "cat", "sat", "<eos>"]
-    assert words(data[1]) == ["the", "dog", "<eos>"]
-    assert (data[1].labels == data[1].input_ids).all()
-
-
-def test_the_prompt_carries_no_loss_unless_it_is_asked_for() -> None:
-    rows = [{"prompt": "the cat", "completion": " sat on a mat"}]
-    assert targets(tokenised(rows, words_tokenizer())[0])[:3] == ["sat", "on", "a"]
-    everything = tokenised(rows, words_tokenizer(), completion_only_loss=False)[0]
-    assert targets(everything)[:4] == ["the", "cat", "sat", "on"]
-
-
-def test_only_what_the_assistant_says_carries_loss_where_that_is_asked_for() -> None:
-    rows = [
-        {
-            "messages": [
-                {"role": "user", "content": "the cat"},
-                {"role": "assistant", "content": "yes "},
-                {"role": "user", "content": "home"},
-                {"role": "assistant", "content": "no "},
-            ]
-        }
-    ]
-    data = tokenised(rows, words_tokenizer(), assistant_only_loss=True, chat_template=TEMPLATE)
-    assert "yes" in targets(data[0])
-    assert "no" in targets(data[0])
-    assert not {"cat", "user", ":", "the"} & set(targets(data[0]))
-
-
-def test_messages_as_prompt_and_completion_are_masked_up_to_the_generation_prompt() -> None:
-    rows = [
-        {"prompt": [{"role": "user", "content": "the cat"}], "completion": [{"role": "assistant", "content": "yes "}]}
-    ]
-    sequence = tokenised(rows, words_tokenizer(), chat_template=TEMPLATE)[0]
-    assert words(sequence)[:6] == ["user", ":", "the", "cat", "assistant", ":"]
-    assert targets(sequence)[0] == "yes"
-    assert "cat" not in targets(sequence)
 
 
 @pytest.mark.parametrize(
@@ -382,13 +342,16 @@ def test_the_fingerprint_tells_rows_labels_and_classes_apart() -> None:
 # ------------------------------------------------------- as TRL prepares rows
 
 
-@pytest.fixture(scope="module")
-def stories() -> Any:
-    if not STORIES.is_dir():
-        pytest.skip(f"{STORIES} is absent: the comparison needs a real tokenizer")
-    from transformers import AutoTokenizer
-
-    return AutoTokenizer.from_pretrained(str(STORIES))
+@pytest.fixture(scope="module", params=["words", "stories260K"])
+def tokenizer(request: pytest.FixtureRequest) -> Any:
+    if request.param == "words":
+        found = make_tokenizer(["Once upon a time there was a little girl. Who is there? A dog and a cat."])
+    else:
+        if not STORIES.is_dir():
+            pytest.skip(f"{STORIES} is absent: the comparison needs a real tokenizer")
+        found = AutoTokenizer.from_pretrained(str(STORIES))
+    found.chat_template = TEMPLATE
+    return found
 
 
 def prepared_by_trl(rows: list[dict[str, Any]], tokenizer: Any, folder: Path, **options: Any) -> Any:
@@ -419,7 +382,7 @@ def prepared_by_trl(rows: list[dict[str, Any]], tokenizer: Any, folder: Path, **
 
 _SAYS = {"role": "assistant", "content": "A dog and a cat."}
 _CASES = {
-    "text": ([{"text": "Once upon a time"}, {"text": "there was a </s>"}, {"text": "é, ünïcode " * 30}], {}),
+    "text": ([{"text": "Once upon a time"}, {"text": "there was a dog <eos>"}, {"text": "é, ünïcode " * 30}], {}),
     "prompt and completion": (
         [
             {"prompt": "Once upon", "completion": " a time."},
@@ -448,13 +411,11 @@ _CASES = {
 
 
 @pytest.mark.parametrize("case", list(_CASES))
-def test_rows_become_the_tokens_and_labels_that_trl_makes_of_them(case: str, stories: Any, tmp_path: Path) -> None:
-    import copy
-
+def test_rows_become_the_tokens_and_labels_that_trl_makes_of_them(case: str, tokenizer: Any, tmp_path: Path) -> None:
     rows, options = _CASES[case]
-    tokenizer = copy.deepcopy(stories)
-    tokenizer.chat_template = TEMPLATE
-    ours = tokenised(rows, tokenizer, vocab_size=512, **options)
+    if case == "text":
+        rows = [{"text": row["text"].replace("<eos>", tokenizer.eos_token)} for row in rows]
+    ours = tokenised(rows, tokenizer, vocab_size=len(tokenizer), **options)
     theirs = prepared_by_trl(rows, tokenizer, tmp_path, **options)
     assert len(ours) == len(theirs) > 0
     for index in range(len(ours)):

@@ -15,7 +15,6 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from torch.nn import functional as F
 from transformers import (
     BertConfig,
     BertForSequenceClassification,
@@ -541,22 +540,6 @@ def test_options_of_save_pretrained_are_refused_and_not_ignored(tmp_path: Path) 
     ):
         model_of("a").save_pretrained(tmp_path / "x", selected_adapters=["a"], is_main_process=True)
     assert not (tmp_path / "x").exists()
-
-
-def test_without_adapters_the_model_is_the_backbone() -> None:
-    model, batch = model_of("a", "b").eval(), batch_of("a", "b")
-    bare = backbone().eval()
-    with torch.no_grad(), model.without_adapters():
-        losses = model(batch).losses
-    with torch.no_grad():
-        labels = batch.labels[0]
-        bounds = batch.cu_seqlens.tolist()
-        logits = torch.cat(
-            [bare(input_ids=batch.input_ids[:, i:j]).logits[0] for i, j in zip(bounds[:-1], bounds[1:], strict=True)]
-        )
-    middle = batch.task_offsets[1]
-    wanted = [F.cross_entropy(logits[part], labels[part]).item() for part in (slice(0, middle), slice(middle, None))]
-    assert losses.tolist() == pytest.approx(wanted, rel=1e-5)
 
 
 # ------------------------------------------------------------------- refusals

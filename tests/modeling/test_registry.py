@@ -44,6 +44,15 @@ def test_a_task_without_parameters_here_has_a_slab_that_nothing_reads() -> None:
     assert list(registry.parameters()) == []
 
 
+def test_pieces_are_whole_until_told_otherwise_and_leave_with_their_task() -> None:
+    registry = registry_of("a", "b")
+    registry.pieces["a", NAME_OF_A] = Piece((2, 12), 1, ((6, 12),))
+    assert registry.pieces_of("a")[NAME_OF_A].shape == (2, 12)
+    assert registry.pieces_of("a")[NAME_OF_B] == Piece.whole((4, 2))
+    registry.forget("a")
+    assert registry.pieces == {}
+
+
 def test_what_lies_here_of_whole_tensors_is_written_or_nothing() -> None:
     registry = registry_of("a")
     registry.pieces["a", NAME_OF_A] = Piece((2, 12), 1, ((6, 12),))

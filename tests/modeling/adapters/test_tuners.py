@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftConfig, PeftModel, get_peft_model
+from peft import IA3Config, LoraConfig, PeftConfig, PeftModel
 from safetensors.torch import load_file
 
 from peft_mux import MultiTaskPeftModel
@@ -184,9 +184,3 @@ def test_a_model_of_two_types_is_moved_and_cast_whole() -> None:
         after = model(batch).losses
     assert after.dtype == torch.float64 or torch.allclose(before, after.float(), rtol=1e-5)
     assert torch.allclose(before.double(), after.double(), rtol=1e-4)
-
-
-def test_peft_alone_would_refuse_the_second_type() -> None:
-    model = get_peft_model(tiny_llama(), copy.deepcopy(CONFIGS["lora"]))
-    with pytest.raises(ValueError, match="Cannot combine adapters"):
-        model.add_adapter("toy", copy.deepcopy(CONFIGS["toy"]))
