@@ -315,8 +315,17 @@ def test_the_given_configuration_is_not_written_to() -> None:
         {"exclude_modules": ["q_proj", "down_proj"]},
         {"target_modules": r"model\.layers\.0\..*(q|v)_proj"},
         {"target_modules": None},
+        {"exclude_modules": r".*(k|o)_proj", "rank_pattern": {r"^model\.layers\.0\..*v_proj": 2, "down_proj": 3}},
+        {"target_modules": ["v_proj", "down_proj"], "exclude_modules": ["layers.1.mlp.down_proj"]},
+        {
+            "target_modules": ["v_proj"],
+            "layers_to_transform": [1],
+            "layers_pattern": "layers",
+            "alpha_pattern": {"v": 2},
+        },
+        {"target_modules": ["v_proj", "down_proj"], "alpha_pattern": {r"layers\.\d\.mlp.*": 16}},
     ],
-    ids=["patterns", "rslora", "layers", "exclude", "regex", "default targets"],
+    ids=lambda options: "-".join(options),
 )
 def test_every_supported_option_means_what_it_means_to_plain_peft(options: dict[str, Any]) -> None:
     config = LoraConfig(**{"r": 4, "target_modules": "all-linear", **options})

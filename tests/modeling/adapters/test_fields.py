@@ -10,8 +10,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import LoraConfig, PeftType, get_peft_model
-from peft.tuners.lora import LoraLayer
+from peft import LoraConfig, PeftType
 from peft.tuners.lora import config as peft_config
 
 from peft_mux import ConfigError, MultiTaskPeftModel, Task
@@ -142,26 +141,6 @@ def test_every_field_of_this_peft_is_documented_as_honoured_or_refused() -> None
     assert not FIELDS & REASONS.keys()
     page = ROOT / "docs" / "lora_fields.md"
     assert page.read_text(encoding="utf-8") == lora_fields.page(), f"write it: {lora_fields.COMMAND} docs/{page.name}"
-
-
-def test_layers_are_chosen_and_scaled_as_peft_does() -> None:
-    options: dict[str, Any] = {"rank_pattern": {r"^model\.layers\.0\..*v_proj": 2, "down_proj": 3}}
-    configs = {
-        "excluded": LoraConfig(r=4, target_modules="all-linear", exclude_modules=r".*(k|o)_proj", **options),
-        "listed": LoraConfig(r=4, target_modules=["v_proj", "down_proj"], exclude_modules=["layers.1.mlp.down_proj"]),
-        "second": LoraConfig(
-            r=4, target_modules=["v_proj"], layers_to_transform=[1], layers_pattern="layers", alpha_pattern={"v": 2}
-        ),
-        "patterns": LoraConfig(r=4, target_modules=["v_proj", "down_proj"], alpha_pattern={r"layers\.\d\.mlp.*": 16}),
-    }
-    model = MultiTaskPeftModel(tiny_llama(), configs, verify=False)
-    for name, config in configs.items():
-        judge = get_peft_model(tiny_llama(), config)
-        wanted = {key.replace(".default", ""): item.shape for key, item in judge.named_parameters() if "lora" in key}
-        assert {key: item.shape for key, item in model.task_parameters(name).items()} == wanted
-        scales = {key: item.scaling["default"] for key, item in judge.named_modules() if isinstance(item, LoraLayer)}
-        ours = dict(model.named_modules())
-        assert all(ours[key].scaling[model.adapter_of(name)] == scale for key, scale in scales.items())
 
 
 # -------------------------------------------------------------- of other types
