@@ -54,8 +54,7 @@ OF_TWO = {
     "pp, gpipe, long rows cut": Case(schedule="gpipe", **LONG),
     "tp, recomputed, ends": Case(layout=TP2, **ENDS),
     "tp, in turns": Case(layout=TP2, turns=3, **ENDS),
-    "tp, poisoned": Case(layout=TP2, poison=True),
-    "tp, Qwen3, tied, ends": Case("qwen3", TP2, fields=(TIED,), adapts_ends=True, num_steps=2),
+    "tp, Qwen3, tied, ends, poisoned": Case("qwen3", TP2, fields=(TIED,), adapts_ends=True, poison=True),
     "tp, GPT-2, long rows cut, dropout": Case(
         "gpt2", TP2, fields=(*DROPS, ("attn_pdrop", 0.1)), recomputes=True, **LONG
     ),

@@ -2,18 +2,80 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 
 from peft_mux.errors import ConfigError
-from peft_mux.scheduler.costs.hardware import Overlap
+from peft_mux.modeling.backbone.shape import model_shape
+from peft_mux.scheduler.costs.hardware import DEVICES, Link, Overlap
+from peft_mux.scheduler.costs.profile import Curve, analytic_profile
+from peft_mux.scheduler.plan import Plan
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas import layout_cases
 from tests.engine.replicas.test_layouts import assert_alike, assert_as_one
-from tests.engine.tensor import planned_cases as cases
 from tests.invariants.mux_lab import make_trainer, small_task
+
+
+@dataclass
+class InTurns:
+    """What a run in turns showed to one process.
+
+    Attributes:
+        laid: what any run shows.
+        plans: the plan of each step.
+        decisions: the order of turns of each group.
+    """
+
+    laid: layout_cases.LaidOut
+    plans: list[Plan]
+    decisions: list[tuple[tuple[int, int], ...]]
+
+
+class PlanWatcher(layout_cases.Watcher):
+    """Keeps the plans, too."""
+
+    def __init__(self) -> None:
+        """Start without steps."""
+        super().__init__()
+        self.plans: list[Plan] = []
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        """Keep the plan of the step."""
+        assert self.trainer is not None
+        self.plans.append(self.trainer._plans.current)
+        super().on_step_end(args, state, control, **kwargs)
+
+
+def stored_profile(path: Path, **facts: Any) -> str:
+    """Write a profile that passes as measured, whose layers take a time in proportion to tokens."""
+    backbone = layout_cases.backbone("llama")
+    shape = model_shape(backbone, backbone.config, dtype=backbone.dtype, activation_dtype=backbone.dtype)
+    counts = np.array([16.0, 4096.0])
+    facts |= {"layer": Curve.measured(counts, 1e-4 * counts), "source": "measured"}
+    profile = replace(analytic_profile(DEVICES["cpu"], shape, 2), **facts)
+    path.write_text(profile.to_json(), encoding="utf-8")
+    return str(path)
+
+
+def profile_of_turns(path: Path, overlap: Overlap | None) -> str:
+    """Write a profile of a link on which ranks wait only for slower ranks."""
+    # Two small passes take no longer than a large one.
+    return stored_profile(path, pass_overhead_s=0.0, overlap=overlap, link=Link(1e-7, 1e12))
+
+
+def train_in_turns(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> InTurns:
+    """Train the five tasks of the tests of layouts."""
+    watcher = PlanWatcher()
+    laid = layout_cases.train(folder, model, layout_cases.tasks_of("llama"), watcher=watcher, **arguments)
+    trainer: Any = watcher.trainer
+    executor = trainer._placement.executor
+    interleaving = getattr(executor, "actions", executor).interleaving
+    return InTurns(laid, watcher.plans, list(interleaving.decisions))
+
 
 TP2 = {"tensor_parallel_size": 2}
 PP2_TP2 = {**TP2, "pipeline_parallel_size": 2}
@@ -52,9 +114,9 @@ def test_five_tasks_in_planned_turns_train_to_the_result_of_one_process(
     alone: layout_cases.LaidOut,
     tmp_path: Path,
 ) -> None:
-    profile = cases.stored_profile(tmp_path / "profile.json", HIDES)
+    profile = profile_of_turns(tmp_path / "profile.json", HIDES)
     own = {**arguments, "cost_profile": profile}
-    parts = values(launch(world_size, cases.train_in_turns, tmp_path / "run", model, own, limit_s=240))
+    parts = values(launch(world_size, train_in_turns, tmp_path / "run", model, own, limit_s=240))
     assert_alike([part.laid for part in parts])
     assert_as_one(parts[0].laid, alone)
     widths = {plan.passes_in_turns for plan in parts[0].plans}
@@ -76,7 +138,7 @@ def test_five_tasks_in_planned_turns_train_to_the_result_of_one_process(
     ],
 )
 def test_a_plan_of_shards_says_what_is_known_of_turns(overlap: Overlap | None, expected: str, tmp_path: Path) -> None:
-    profile = cases.stored_profile(tmp_path / "profile.json", overlap)
+    profile = profile_of_turns(tmp_path / "profile.json", overlap)
     trainer = make_trainer(
         layout_cases.tasks_of("llama"),
         tmp_path / "run",
