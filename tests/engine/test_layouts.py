@@ -318,7 +318,7 @@ def hangs(rank: int) -> None:
 def test_when_a_stage_hangs_the_other_one_says_so_within_the_time_limit() -> None:
     outcomes = launch(2, hangs)
     assert "no word from rank 1" in outcomes[0].error
-    # It waits, and then asks for the error, but not until the other one goes on.
+    # It waits, and then asks for the error, but not until the other one wakes.
     assert 2.0 * 0.9 < outcomes[0].seconds < outcomes[1].seconds - 1.0
 
 
