@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 from benchmarks.kernels.problem import CannotRunError, Problem, Result, Step
-from peft_mux.kernels.lora.function import LoraGroupFunction
-from peft_mux.kernels.lora.group import Adapter, Base, KernelCall, LoraGroup
+from peft_mux.kernels.lora.group import Adapter, Base, KernelCall, LoraGroup, LoraGroupFunction
 from peft_mux.kernels.lora.reference import LinearSlice, LoraSegment, grouped_lora_slices
 from peft_mux.kernels.lora.tables import SegmentTables
 from peft_mux.modeling.adapters.lora.kind import lora_slot

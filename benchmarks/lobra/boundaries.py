@@ -12,8 +12,7 @@ from peft_mux.scheduler.dispatching.bucketing import (
     fixed_bucketing,
 )
 from peft_mux.scheduler.dispatching.dispatch import dispatch
-from peft_mux.scheduler.replicas.configs import ReplicaGroup
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel
 
 
 def uniform_boundaries(

@@ -27,8 +27,13 @@ from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundarie
 from peft_mux.scheduler.dispatching.dispatch import DEFAULT_RELATIVE_GAP, Dispatch, dispatch, predict_replica_s, refine
 from peft_mux.scheduler.dispatching.ilp import solve_ilp
 from peft_mux.scheduler.dispatching.problem import DispatchProblem, build_problem, length_based, relocate
-from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel, fit_layer, read_layer_profile
+from peft_mux.scheduler.replicas.time_model import (
+    ParallelConfig,
+    ReplicaGroup,
+    ReplicaTimeModel,
+    fit_layer,
+    read_layer_profile,
+)
 
 DATA = SHARED_DATA / "lobra"
 MAX_LENGTH = 16384

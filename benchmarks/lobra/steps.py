@@ -28,8 +28,14 @@ from peft_mux.scheduler.deployment.baselines import lobra_sequential, task_fused
 from peft_mux.scheduler.deployment.plan import DeploymentPlan
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import TaskLengths, count_plans
-from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel, fit_layer, read_layer_profile, read_max_tokens
+from peft_mux.scheduler.replicas.time_model import (
+    ParallelConfig,
+    ReplicaGroup,
+    ReplicaTimeModel,
+    fit_layer,
+    read_layer_profile,
+    read_max_tokens,
+)
 
 NUM_LAYERS = 32
 NUM_GPUS = 16

@@ -21,7 +21,7 @@ from benchmarks.planner.subgraphs.layers import LINEARS, AdapterLatency, LayerLa
 from benchmarks.planner.subgraphs.schedule import schedule, sequential_schedule, simulate_streams
 from peft_mux.scheduler.costs.hardware import Link, parse_devices
 from peft_mux.scheduler.costs.latency import all_reduce_s
-from peft_mux.scheduler.costs.model_shape import ModelShape
+from peft_mux.scheduler.costs.loads import ModelShape
 from peft_mux.scheduler.costs.profile import analytic_profile
 
 LLAMA_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, 13_400_000_000, 2)

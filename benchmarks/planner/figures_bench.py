@@ -9,11 +9,10 @@ from benchmarks.planner.cluster.trace import TaskKind
 from peft_mux.data.packing.passes import PassRules, TaskRows, cut_into_passes
 from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.loads import ModelShape, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import analytic_profile
-from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import Schedule, build_template
 from peft_mux.scheduler.planner.planner import plan_tasks

@@ -13,9 +13,8 @@ import argparse
 
 from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
+from peft_mux.scheduler.costs.loads import AdapterLoad, ModelShape, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.planner.planner import plan_tasks
 from peft_mux.scheduler.planner.values import Budget, Outcome

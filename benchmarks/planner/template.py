@@ -10,7 +10,7 @@ import statistics
 import time
 from typing import Any
 
-from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import lower_bound_s, simulate
 from peft_mux.scheduler.pipeline.template import build_template
 

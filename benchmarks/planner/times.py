@@ -22,9 +22,8 @@ from benchmarks.paths import RESULTS
 from benchmarks.planner.cluster.trace import TaskKind
 from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.loads import ModelShape, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.planner.fusion import fuse
 from peft_mux.scheduler.planner.planner import plan_tasks

@@ -26,13 +26,12 @@ from benchmarks.processes.workers import run_ranks
 from benchmarks.training.report import hardware, host_kind, versions
 from peft_mux.planning.profiling.links import measure_link
 from peft_mux.scheduler.costs.hardware import DEVICES, Link
-from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.loads import ModelShape, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import analytic_profile
-from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.facts import ReplicaFacts
+from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup
 
 NUM_PROCESSES = 2
 CASES = ((1, 100_000), (1, 1_000_000), (1, 10_000_000), (8, 100_000), (8, 1_000_000))

@@ -11,7 +11,7 @@ import torch
 from benchmarks.processes.pipeline_worker import Worker
 from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.work import StepWork
-from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import build_window, simulate
 from peft_mux.scheduler.pipeline.template import build_template
 

@@ -31,7 +31,7 @@ from peft_mux.engine.work import StepResult, StepWork
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.planning.profiling.links import measure_link
 from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, build_template
 from peft_mux.task import Task, resolve

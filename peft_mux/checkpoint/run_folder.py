@@ -209,7 +209,7 @@ class RunFolder:
             try:
                 # Checked by name, so that a folder copied from another task is not taken for this one's.
                 facts = storage.verify_folder(path, expect=self._identity(run.name, candidate))
-                if self.run_id and facts.get("run") != self.run_id:
+                if self.run_id and facts.get("run", self.run_id) != self.run_id:
                     raise ForeignCheckpointError(
                         f'task "{run.name}": {path} must be of run {self.run_id}, as the records in '
                         f"{self.root / STATE_FOLDER} are, got one of run {facts['run']}. Put back that of this "

@@ -28,7 +28,7 @@ from peft_mux.engine.tasks.task_run import TaskRun, TaskTable, run_interval
 from peft_mux.errors import CheckpointError, installed_version
 from peft_mux.modeling.adapters.files import ADAPTER_NAMES
 from peft_mux.modeling.attention.varlen import varlen_kernel
-from peft_mux.reporting.banner import device_words
+from peft_mux.reporting.report import device_words
 from peft_mux.reporting.run_log import RunLog
 from peft_mux.task import TaskStatus
 

@@ -36,8 +36,7 @@ from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.backbone.quantized import bits_of
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.heads import output_head
-from peft_mux.modeling.stream import NO_ADAPTER, RowSegment, Stream
-from peft_mux.modeling.stream_order import StreamOrder
+from peft_mux.modeling.stream import NO_ADAPTER, RowSegment, Stream, StreamOrder
 
 MAX_PASSES = 32
 """Graphs that are kept; beyond that, those that were not used for the longest time are dropped."""

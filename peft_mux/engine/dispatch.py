@@ -39,8 +39,7 @@ from peft_mux.errors import ConfigError
 from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries, interval_tokens
 from peft_mux.scheduler.dispatching.dispatch import Dispatch, Policy, deal_buckets, dispatch
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
-from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup, ReplicaTimeModel
 
 LEAST_SOLVED_S = 1.0
 """Predicted seconds of a step below which no solver is used: it takes 20 to 200 ms of a core that small machines need

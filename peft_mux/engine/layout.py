@@ -33,7 +33,7 @@ from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from peft_mux.modeling.backbone.families import family_of
 from peft_mux.modeling.objectives.objective import WORDS
 from peft_mux.modeling.objectives.task_objective import columns_of
-from peft_mux.scheduler.replicas.configs import ParallelConfig
+from peft_mux.scheduler.replicas.time_model import ParallelConfig
 
 _MOST_DIGITS = 5
 _REPLICAS = re.compile(r"<\s*(\d+)\s*,\s*(\d+)\s*>\s*(?:x\s*(\d+))?")

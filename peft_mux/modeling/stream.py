@@ -16,12 +16,16 @@ leaves of its own graph; gradients gather there, and the earlier pass reads them
 
 Keys are kept as attention sees them, after rotary embedding. A leaf shares its memory with what the pass computed.
 
+`StreamOrder` includes tasks without rows in a pass as empty segments. With rows of unequal length, almost every pass
+holds another set of tasks, and tables of kernels and CUDA graphs, which are made for a set of tasks, would be made
+again and again.
+
 Shape letters: T tokens, N tasks, G key-value heads, L tokens of a part, C channels of a head.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -405,3 +409,37 @@ class Stream:
         """Return the adapters of some rows that have no weights below a layer; none where that is not known."""
         lowest, least = self.lowest_layers, max(1, first_layer)
         return frozenset(one.adapter for one in segments if lowest.get(one.adapter, 0) >= least)
+
+
+MAX_TASKS = 64
+"""Absent tasks are left out beyond this number: each is one more program in a kernel's reductions."""
+
+
+class StreamOrder:
+    """The tasks that have had rows so far.
+
+    Args:
+        number_of: returns a task's place among all tasks; streams are sorted by it as a rule.
+        may_be_absent: whether a task without rows may be named.
+    """
+
+    def __init__(self, number_of: Callable[[str], int], may_be_absent: Callable[[str], bool]) -> None:
+        """Know no task yet."""
+        self._number_of, self._may_be_absent = number_of, may_be_absent
+        self._known: set[str] = set()
+
+    def joined(self, present: Sequence[str]) -> tuple[str, ...]:
+        """Return the tasks of a pass and the tasks that had rows before, in their order.
+
+        Args:
+            present: the tasks of the pass, in stream order, each once.
+
+        Returns:
+            `present` alone if it is not sorted, or if there are too many tasks.
+        """
+        known = {name for name in self._known if name in present or self._may_be_absent(name)} | set(present)
+        ordered = sorted(known, key=self._number_of)
+        if len(known) > MAX_TASKS or [name for name in ordered if name in present] != list(present):
+            return tuple(present)
+        self._known = known
+        return tuple(ordered)

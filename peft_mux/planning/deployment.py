@@ -39,11 +39,10 @@ from peft_mux.scheduler.deployment.space import (
 from peft_mux.scheduler.dispatching.bucketing import interval_tokens
 from peft_mux.scheduler.dispatching.dispatch import dispatch
 from peft_mux.scheduler.planner.policies import policy_named
-from peft_mux.scheduler.replicas.configs import ReplicaGroup
 from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.facts import ReplicaFacts
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel
 
 _NUM_LENGTHS = 4
 """Number of sequence lengths at which configurations are compared."""

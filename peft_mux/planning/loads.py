@@ -28,8 +28,7 @@ from peft_mux.modeling.backbone.families import family_of
 from peft_mux.modeling.backbone.modules import frozen_parameters, language_model
 from peft_mux.modeling.backbone.quantized import quantized_layers, weight_bytes
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
-from peft_mux.scheduler.costs.model_shape import FrozenParts
+from peft_mux.scheduler.costs.loads import AdapterLoad, FrozenParts, TaskLoad
 
 SAMPLE_ROWS = 64
 _SAMPLE_BATCHES = 3

@@ -11,12 +11,12 @@ The papers' terms, from a task to a plan, and where they are (`docs/paper_map.md
         | costs            latency, Eq. 3 and 4                   costs/latency.py     CostModel, from a
         |                                                         costs/profile.py     Profile, measured or analytic
         |                  memory, Eq. 5                          costs/memory.py      MemoryModel
-        |                  admission (who waits)                  planner/admission.py admit
+        |                  admission (who waits)                  planner/planner.py   admit
         v fusion           Eq. 6: tasks that share every pass     planner/fusion.py    fuse
       hTask                                                       planner/values.py    HTask
         |                  policies to compare with               planner/policies.py  POLICIES
         v grouping         Eq. 7: hTasks on one clock             planner/fusion.py    group
-      bucket               C micro-batches on S stages            pipeline/load.py     BucketLoad
+      bucket               C micro-batches on S stages            pipeline/launch.py   BucketLoad
         |
         |- between stages, section 3.4.1: pipeline template       pipeline/template.py build_template
         |    its list scheduling; time line, windows, bounds      pipeline/launch.py, pipeline/simulator.py
@@ -24,7 +24,7 @@ The papers' terms, from a task to a plan, and where they are (`docs/paper_map.md
         v
       plan                 all of it: planner/planner.py          plan.py              Plan, drawn by drawing.py
     LobRA
-      replica              <tensor, pipeline> parallel sizes      replicas/configs.py  ParallelConfig
+      replica              <tensor, pipeline> parallel sizes      replicas/time_model.py ParallelConfig
         |                  step time, Eq. 10 to 12                replicas/            ReplicaTimeModel
         v deployment       Eq. 1 and 2, Theorem 1                 deployment/search.py plan_deployment
       deployment plan                                             deployment/plan.py   DeploymentPlan
@@ -42,46 +42,40 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from peft_mux.scheduler.costs.hardware import Cluster, Device, Link, parse_devices
     from peft_mux.scheduler.costs.latency import CostModel
-    from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
+    from peft_mux.scheduler.costs.loads import AdapterLoad, ModelShape, TaskLoad
     from peft_mux.scheduler.costs.memory import MemoryEstimate, MemoryModel
-    from peft_mux.scheduler.costs.model_shape import ModelShape
     from peft_mux.scheduler.costs.profile import Profile, analytic_profile
     from peft_mux.scheduler.deployment.plan import DeploymentPlan
     from peft_mux.scheduler.deployment.search import plan_deployment
     from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries
     from peft_mux.scheduler.dispatching.dispatch import Dispatch, dispatch
-    from peft_mux.scheduler.pipeline.load import BucketLoad
+    from peft_mux.scheduler.pipeline.launch import BucketLoad
     from peft_mux.scheduler.pipeline.simulator import Simulation
     from peft_mux.scheduler.pipeline.template import PipelineTemplate
     from peft_mux.scheduler.plan import Plan
-    from peft_mux.scheduler.planner.admission import DoesNotFitError
-    from peft_mux.scheduler.planner.planner import plan_tasks
+    from peft_mux.scheduler.planner.planner import DoesNotFitError, plan_tasks
     from peft_mux.scheduler.planner.policies import POLICIES, Partition, Policy, policy_named, register_policy
     from peft_mux.scheduler.planner.values import Budget, HTask, Outcome, PlannedPass, TaskShare, Waiting
-    from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
-    from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
+    from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup, ReplicaTimeModel
 
 _NAMES = {
     "costs.hardware": "Cluster Device Link parse_devices",
     "costs.latency": "CostModel",
-    "costs.loads": "AdapterLoad TaskLoad",
+    "costs.loads": "AdapterLoad ModelShape TaskLoad",
     "costs.memory": "MemoryEstimate MemoryModel",
-    "costs.model_shape": "ModelShape",
     "costs.profile": "Profile analytic_profile",
     "deployment.plan": "DeploymentPlan",
     "deployment.search": "plan_deployment",
     "dispatching.bucketing": "Bucketing bucket_boundaries",
     "dispatching.dispatch": "Dispatch dispatch",
-    "pipeline.load": "BucketLoad",
+    "pipeline.launch": "BucketLoad",
     "pipeline.simulator": "Simulation",
     "pipeline.template": "PipelineTemplate",
     "plan": "Plan",
-    "planner.admission": "DoesNotFitError",
-    "planner.planner": "plan_tasks",
+    "planner.planner": "DoesNotFitError plan_tasks",
     "planner.policies": "POLICIES Partition Policy policy_named register_policy",
     "planner.values": "Budget HTask Outcome PlannedPass TaskShare Waiting",
-    "replicas.configs": "ParallelConfig ReplicaGroup",
-    "replicas.time_model": "ReplicaTimeModel",
+    "replicas.time_model": "ParallelConfig ReplicaGroup ReplicaTimeModel",
 }
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 

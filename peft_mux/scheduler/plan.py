@@ -27,7 +27,7 @@ from peft_mux.scheduler.drawing import (
     timeline,
     timeline_html,
 )
-from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
 from peft_mux.scheduler.pipeline.template import PipelineTemplate
 from peft_mux.scheduler.planner.policies import POLICIES

@@ -27,8 +27,8 @@ from peft_mux.engine.agreement import require_consistent
 from peft_mux.engine.tasks.task_run import BestMetric, LossMean
 from peft_mux.errors import CheckpointError, ConfigError, Fault, installed_version, raise_faults
 from peft_mux.modeling.backbone.shape import fingerprint
-from peft_mux.reporting.banner import banner_lines
 from peft_mux.reporting.metrics_file import MetricsLog
+from peft_mux.reporting.report import banner_lines
 from peft_mux.reporting.screen import make_progress
 from peft_mux.storage import write_file
 from peft_mux.task import TaskStatus

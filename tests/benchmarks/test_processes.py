@@ -12,7 +12,7 @@ import pytest
 from benchmarks.processes.pipeline import figures
 from benchmarks.processes.pipeline_worker import SCHEDULES, drained_1f1b
 from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from tests.paths import ROOT
 

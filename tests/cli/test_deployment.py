@@ -21,7 +21,7 @@ from peft_mux.errors import ConfigError
 from peft_mux.planning.deployment import notes_on, redeploy, times_from
 from peft_mux.planning.replica_facts import run_facts, run_time_model
 from peft_mux.scheduler.costs.hardware import Link, parse_devices
-from peft_mux.scheduler.replicas.configs import ParallelConfig
+from peft_mux.scheduler.replicas.time_model import ParallelConfig
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 

@@ -45,8 +45,9 @@ from peft_mux.engine.work import StepWork
 from peft_mux.modeling.backbone.modules import find_layers
 from peft_mux.modeling.last_layer import LastLayerForward
 from peft_mux.modeling.model import MultiTaskPeftModel
+from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
-from peft_mux.scheduler.pipeline.template import BucketLoad, PipelineTemplate, build_template
+from peft_mux.scheduler.pipeline.template import PipelineTemplate, build_template
 from peft_mux.task import Task, resolve
 from tests.engine.processes.cases import connected
 from tests.packing.even_rows import even_rows

@@ -14,8 +14,7 @@ from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
 from peft_mux.modeling.registry import TaskRegistry
 from peft_mux.modeling.sharding import Piece
-from peft_mux.modeling.stream import RowSegment
-from peft_mux.modeling.stream_order import MAX_TASKS, StreamOrder
+from peft_mux.modeling.stream import MAX_TASKS, RowSegment, StreamOrder
 
 NAME_OF_A, NAME_OF_B = "layer.q_proj.lora_A.weight", "layer.q_proj.lora_B.weight"
 

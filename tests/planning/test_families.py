@@ -15,7 +15,7 @@ from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives.heads import output_head
 from peft_mux.planning.loads import cut_layers, frozen_parts
 from peft_mux.planning.replica_facts import supported_configs
-from peft_mux.scheduler.replicas.configs import ParallelConfig
+from peft_mux.scheduler.replicas.time_model import ParallelConfig
 from tests.engine import lab as cases
 
 FP32 = torch.float32

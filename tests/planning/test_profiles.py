@@ -16,7 +16,7 @@ from peft_mux import ConfigError
 from peft_mux.planning.profiling.backbone import software_versions
 from peft_mux.planning.targets import run_profile
 from peft_mux.scheduler.costs.hardware import Link, known_device
-from peft_mux.scheduler.costs.model_shape import ModelShape
+from peft_mux.scheduler.costs.loads import ModelShape
 from peft_mux.scheduler.costs.profile import Profile
 from peft_mux.trainer import trainer as trainer_module
 from tests.invariants.mux_lab import make_trainer, small_task

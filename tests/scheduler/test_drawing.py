@@ -24,7 +24,7 @@ from peft_mux.scheduler.drawing import (
     save_rows,
     timeline,
 )
-from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
 from peft_mux.scheduler.pipeline.template import build_template
 from peft_mux.scheduler.plan import Plan

@@ -26,7 +26,7 @@ from benchmarks.planner.cluster.replay import ReplaySettings, replay
 from benchmarks.planner.cluster.result import Replay
 from benchmarks.planner.cluster.trace import NON_UNIFORM, UNIFORM, Recipe, TracedTask, read_trace
 from peft_mux.scheduler.costs.hardware import parse_devices
-from peft_mux.scheduler.costs.model_shape import ModelShape
+from peft_mux.scheduler.costs.loads import ModelShape
 
 DATA = ROOT.parent / "shared" / "data" / "traces"
 TRACE = "trace_muxtune_week_adapted.csv"

@@ -23,8 +23,8 @@ import numpy as np
 from benchmarks.planner.cluster.trace import TaskKind
 from peft_mux.scheduler.costs.hardware import Cluster, Device, Link
 from peft_mux.scheduler.costs.latency import CostModel
+from peft_mux.scheduler.costs.loads import ModelShape
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import STREAMING_PART, Curve, Profile, analytic_profile, launch_s
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import Schedule

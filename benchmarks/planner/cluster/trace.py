@@ -13,8 +13,7 @@ import random
 from dataclasses import dataclass
 from pathlib import Path
 
-from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
-from peft_mux.scheduler.costs.model_shape import ModelShape
+from peft_mux.scheduler.costs.loads import AdapterLoad, ModelShape, TaskLoad
 
 DATASET_TOKENS = {"sst2": 64, "openbookqa": 128, "rte": 256}
 """Length to which every sequence of a dataset is padded or cut (M §5.1)."""

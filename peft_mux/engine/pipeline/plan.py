@@ -22,7 +22,7 @@ from peft_mux.data.batch import MuxBatch, chains_of
 from peft_mux.data.packing.passes import slot_of
 from peft_mux.errors import PlanError
 from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate, window_step_s
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 from peft_mux.scheduler.plan import Plan

@@ -14,7 +14,7 @@ from torch import nn
 
 from peft_mux.modeling.backbone.modules import frozen_parameters
 from peft_mux.modeling.backbone.quantized import quantized_layers, scales, weight_bytes
-from peft_mux.scheduler.costs.model_shape import ModelShape
+from peft_mux.scheduler.costs.loads import ModelShape
 
 _CHOSEN_EXPERTS = ("num_experts_per_tok", "num_experts_per_token", "moe_topk", "moe_k", "top_k_experts")
 """What configurations call the number of experts that a token goes to."""

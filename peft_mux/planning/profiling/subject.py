@@ -22,8 +22,7 @@ from peft_mux.modeling.backbone.modules import language_model
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.stream import temporary_attributes
-from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
-from peft_mux.scheduler.costs.model_shape import ModelShape
+from peft_mux.scheduler.costs.loads import AdapterLoad, ModelShape, TaskLoad
 
 RANKS = (4, 16, 64)
 _TASKS_PER_RANK = {"cpu": 2}

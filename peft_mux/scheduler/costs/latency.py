@@ -41,8 +41,7 @@ from numpy.typing import NDArray
 
 from peft_mux.data.packing.passes import Member
 from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.costs.loads import TaskLoad, loss_block_rows
-from peft_mux.scheduler.costs.model_shape import FrozenParts, ModelShape, split_layers
+from peft_mux.scheduler.costs.loads import FrozenParts, ModelShape, TaskLoad, loss_block_rows, split_layers
 from peft_mux.scheduler.costs.profile import Parts, Profile
 
 ALL_REDUCES_PER_LAYER = 4

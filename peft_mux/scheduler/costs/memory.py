@@ -16,8 +16,14 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from peft_mux.scheduler.costs.loads import TaskLoad, loss_block_rows, weight_gradient_bytes
-from peft_mux.scheduler.costs.model_shape import FrozenParts, ModelShape, split_layers
+from peft_mux.scheduler.costs.loads import (
+    FrozenParts,
+    ModelShape,
+    TaskLoad,
+    loss_block_rows,
+    split_layers,
+    weight_gradient_bytes,
+)
 from peft_mux.scheduler.units import MEMORY
 
 _OPTIMIZER_BYTES_PER_PARAMETER = 8

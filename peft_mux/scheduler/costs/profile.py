@@ -23,7 +23,7 @@ import numpy as np
 from numpy.typing import ArrayLike, NDArray
 
 from peft_mux.scheduler.costs.hardware import Device, Link, Overlap
-from peft_mux.scheduler.costs.model_shape import ModelShape
+from peft_mux.scheduler.costs.loads import ModelShape
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,9 +13,8 @@ from peft_mux.scheduler.deployment.search import expected_bucketing, plan_deploy
 from peft_mux.scheduler.deployment.space import TaskLengths, configurations_that_fit, joint_sample
 from peft_mux.scheduler.dispatching.bucketing import DEFAULT_INTERVAL_TOKENS
 from peft_mux.scheduler.dispatching.dispatch import dispatch
-from peft_mux.scheduler.replicas.configs import ReplicaGroup
 from peft_mux.scheduler.replicas.exchange import GradientExchange
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel
 
 
 @dataclass(frozen=True, slots=True)

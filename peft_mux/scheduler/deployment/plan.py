@@ -14,9 +14,8 @@ from dataclasses import dataclass, replace
 
 from peft_mux.scheduler.dispatching.bucketing import Bucketing
 from peft_mux.scheduler.dispatching.dispatch import Dispatch, dispatch
-from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup, layout_text
 from peft_mux.scheduler.replicas.exchange import GradientExchange
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup, ReplicaTimeModel, layout_text
 from peft_mux.scheduler.units import aligned
 
 DEFAULT_RESTART_S = 180.0

@@ -35,9 +35,8 @@ from peft_mux.scheduler.dispatching.bucketing import (
 )
 from peft_mux.scheduler.dispatching.dispatch import DEFAULT_RELATIVE_GAP, dispatch
 from peft_mux.scheduler.dispatching.problem import RELATIVE_ROUNDING, DispatchProblem, build_problem
-from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from peft_mux.scheduler.replicas.exchange import GradientExchange
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup, ReplicaTimeModel
 
 DEFAULT_THRESHOLD = 0.15
 """How far above the least lower bound a deployment's own may be (L Appendix A)."""

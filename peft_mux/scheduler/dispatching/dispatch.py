@@ -32,8 +32,7 @@ from peft_mux.scheduler.dispatching.problem import (
     relocate,
     uniform,
 )
-from peft_mux.scheduler.replicas.configs import ReplicaGroup
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel
 
 DEFAULT_RELATIVE_GAP = 0.01
 """Far below the error of the linear form; a smaller one makes no faster steps (benchmarks/lobra/dispatch.py)."""

@@ -16,8 +16,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from peft_mux.scheduler.dispatching.bucketing import Bucketing
-from peft_mux.scheduler.replicas.configs import ReplicaGroup
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel
 
 RELATIVE_ROUNDING = 1e-9
 """Relative difference of two times that is rounding; a search that followed smaller gains might never end."""

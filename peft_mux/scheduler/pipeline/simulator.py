@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.pipeline.launch import Slot, next_virtual_stage
-from peft_mux.scheduler.pipeline.load import BucketLoad, message_s
+from peft_mux.scheduler.pipeline.launch import BucketLoad, Slot, message_s, next_virtual_stage
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, build_template
 
 MOST_STEPS = 8

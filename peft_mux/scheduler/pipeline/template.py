@@ -31,8 +31,7 @@ from dataclasses import dataclass
 from typing import Any, Literal, get_args
 
 from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.pipeline.launch import ListScheduler, Move, Slot, group_micro_batches
-from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.launch import BucketLoad, ListScheduler, Move, Slot, group_micro_batches
 
 FORMAT_VERSION = 1
 

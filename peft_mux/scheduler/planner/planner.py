@@ -6,6 +6,10 @@
     group      hTasks into buckets, for every number of buckets (Eq. 7)
     template   of each grouping, simulated; the fastest that fits is the plan (§3.4.1)
 
+A running task is never stopped for one that arrives: its optimizer state is there already, and its user was promised
+progress. The others are admitted in the order of priority, then of arrival, as long as they are predicted to fit. A
+task that is too large for what is left is skipped and does not hold up the others.
+
 A single device is a pipeline of one stage. What differs there: nothing ties hTasks to a common number of passes, so
 that each range of tasks has the number that is predicted to be fastest for it, and any order of buckets is as fast.
 
@@ -26,7 +30,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Iterable, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from typing import NamedTuple
 
 import numpy as np
@@ -35,7 +39,7 @@ from numpy.typing import NDArray
 from peft_mux.scheduler.costs.latency import CostModel, range_sums
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import (
     MOST_STEPS,
     Simulation,
@@ -45,11 +49,11 @@ from peft_mux.scheduler.pipeline.simulator import (
     window_step_s,
 )
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule, build_template
-from peft_mux.scheduler.planner.admission import Admission, admit, least_pass_tokens
 from peft_mux.scheduler.planner.fusion import Buckets, Interval, cheapest_partition, group
 from peft_mux.scheduler.planner.passes import CutHTask, TurnTimes, cut_htask, planned_passes
 from peft_mux.scheduler.planner.policies import Policy, policy_named
-from peft_mux.scheduler.planner.values import Budget, HTask, Outcome, TurnPlan
+from peft_mux.scheduler.planner.values import Budget, HTask, Outcome, TurnPlan, Waiting
+from peft_mux.scheduler.units import bytes_text
 
 _COUNTS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512)
 """Numbers of micro-batches that are tried, closer together where one more makes a greater difference."""
@@ -560,3 +564,104 @@ class _Search:
                 )
                 saved_s = max(saved_s, apart_s - together_s)
         return TurnPlan(self.width, tuple(self.times.parts_of(cut) for cut in cuts), saved_s)
+
+
+@dataclass(frozen=True, slots=True)
+class Admission:
+    """Which tasks run, and in how large passes.
+
+    Attributes:
+        admitted: the loads of the tasks that run, in the order of admission.
+        in_order: the same loads, in the order in which the tasks came.
+        waiting: the tasks that do not run, each with its reason.
+        max_tokens: the most tokens of a pass: as asked for, or what fits into memory, but at least the longest
+            sequence.
+    """
+
+    admitted: tuple[TaskLoad, ...]
+    in_order: tuple[TaskLoad, ...]
+    waiting: tuple[Waiting, ...]
+    max_tokens: int
+
+
+class DoesNotFitError(ValueError):
+    """Not even one task fits into memory.
+
+    Attributes:
+        task: name of the task that needs least.
+        peak_bytes: bytes that it needs on a device by itself.
+        limit_bytes: bytes that a device may hold.
+    """
+
+    def __init__(self, name: str, peak_bytes: int, limit_bytes: int) -> None:
+        """Write the message."""
+        self.task, self.peak_bytes, self.limit_bytes = name, peak_bytes, limit_bytes
+        super().__init__(
+            f"task {name!r} alone needs {bytes_text(peak_bytes)} on a device, which has {bytes_text(limit_bytes)}."
+        )
+
+
+def admit(
+    loads: Sequence[TaskLoad],
+    memory: MemoryModel,
+    limit_bytes: int | None,
+    max_tokens: int,
+    *,
+    running: Sequence[str] = (),
+    one_only: bool = False,
+) -> Admission:
+    """Choose the tasks that run.
+
+    Args:
+        loads: the loads of all tasks that could run, in the order in which the tasks came; one or more.
+        memory: predicts the bytes of each stage.
+        limit_bytes: memory of a device that may be filled, in bytes; `None` admits all.
+        max_tokens: the most tokens of a pass, as asked for.
+        running: names of tasks that run already.
+        one_only: whether a single task is admitted, for running task by task.
+
+    Raises:
+        DoesNotFitError: if no task fits, not even by itself.
+    """
+    # The template later keeps what is in flight within the same limit, so that one micro-batch counts here.
+    in_flight, stages = memory.passes_in_turns, range(memory.num_stages)
+
+    def needed_bytes(members: Sequence[TaskLoad]) -> int:
+        """Return the peak of the fullest stage with the smallest possible pass."""
+        tokens = least_pass_tokens(members)
+        return max(memory.peak_bytes(members, tokens, in_flight, stage) for stage in stages)
+
+    admitted: list[TaskLoad] = []
+    waiting: list[Waiting] = []
+    for load in sorted(loads, key=lambda load: (load.name not in running, -load.priority)):
+        if one_only and admitted:
+            waiting.append(Waiting(load.name, f"tasks run one at a time, and {admitted[0].name} runs now"))
+            continue
+        # A running task stays: its state is there, and predictions may be wrong.
+        if limit_bytes is not None and load.name not in running:
+            lacking = needed_bytes([*admitted, load]) - limit_bytes
+            if lacking > 0:
+                company = ", ".join(one.name for one in admitted) or "the backbone"
+                reason = f"{bytes_text(lacking)} too much next to {company}; runs when others end"
+                waiting.append(Waiting(load.name, reason))
+                continue
+        admitted.append(load)
+    if not admitted:
+        needed = [needed_bytes([load]) for load in loads]
+        least = needed.index(min(needed))
+        raise DoesNotFitError(loads[least].name, needed[least], limit_bytes or 0)
+    if limit_bytes is not None:
+        fitting = min(memory.max_tokens(admitted, limit_bytes, in_flight, stage) for stage in stages)
+        max_tokens = min(max_tokens, max(fitting, least_pass_tokens(admitted)))
+    place = {load.name: number for number, load in enumerate(loads)}
+    return Admission(
+        admitted=tuple(admitted),
+        in_order=tuple(sorted(admitted, key=lambda load: place[load.name])),
+        waiting=tuple(sorted(waiting, key=lambda one: place[one.name])),
+        max_tokens=max_tokens,
+    )
+
+
+def least_pass_tokens(loads: Sequence[TaskLoad]) -> int:
+    """Return the tokens of the smallest pass that serves these tasks: their longest sequence, which is not split."""
+    return max([1, *(load.longest for load in loads)])

@@ -17,11 +17,10 @@ from functools import cache
 
 from peft_mux.data.packing.passes import PassRules, cut_into_passes
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.loads import TaskLoad
+from peft_mux.scheduler.costs.loads import TaskLoad, split_layers
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.model_shape import split_layers
-from peft_mux.scheduler.planner.admission import least_pass_tokens
 from peft_mux.scheduler.planner.passes import task_rows
+from peft_mux.scheduler.planner.planner import least_pass_tokens
 
 _SAME = 1e-9
 """Relative difference below which two latencies are one."""

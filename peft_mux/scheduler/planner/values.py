@@ -9,7 +9,7 @@ from peft_mux.data.packing.passes import PassRules
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.costs.memory import MemoryEstimate
-from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule
 
 

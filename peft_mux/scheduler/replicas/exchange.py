@@ -8,8 +8,8 @@ from dataclasses import dataclass, replace
 import numpy as np
 
 from peft_mux.scheduler.costs.loads import TaskLoad
-from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from peft_mux.scheduler.replicas.facts import ReplicaFacts
+from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,8 +18,8 @@ from peft_mux.scheduler.pipeline.template import Schedule
 from peft_mux.scheduler.planner.planner import plan_tasks
 from peft_mux.scheduler.planner.stage_cut import choose_layers
 from peft_mux.scheduler.planner.values import Budget, Outcome
-from peft_mux.scheduler.replicas.configs import ParallelConfig
 from peft_mux.scheduler.replicas.facts import ReplicaFacts
+from peft_mux.scheduler.replicas.time_model import ParallelConfig
 
 Rows = tuple[tuple[int, ...], ...]
 """Lengths of the rows of each task, in the order of the planner's tasks; empty for a task without any."""

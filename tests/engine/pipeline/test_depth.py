@@ -23,7 +23,8 @@ from peft_mux.engine.processes import Processes
 from peft_mux.engine.tasks.setup import resolve_tasks
 from peft_mux.engine.work import StepSums
 from peft_mux.modeling.stream import Stream
-from peft_mux.scheduler.pipeline.template import BucketLoad, PipelineTemplate, Slot, build_template
+from peft_mux.scheduler.pipeline.launch import BucketLoad
+from peft_mux.scheduler.pipeline.template import PipelineTemplate, Slot, build_template
 from tests.kernels.lora.watching import rows_left_out
 from tests.modeling.adapters.alone import task
 from tests.planning.cases import llama

@@ -13,8 +13,7 @@ from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.engine.dispatch import DispatchedShares
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import ConfigError
-from peft_mux.scheduler.replicas.configs import ParallelConfig
-from peft_mux.scheduler.replicas.time_model import LayerFit, ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import LayerFit, ParallelConfig, ReplicaTimeModel
 from tests.engine.processes.cases import connected
 
 LAYOUT = "<1,1>x2, <2,1>x1, <1,1>"

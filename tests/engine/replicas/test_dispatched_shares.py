@@ -14,7 +14,7 @@ from peft_mux.engine.dispatch import DispatchedShares
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.engine.steps import BatchesAhead
 from peft_mux.errors import ConfigError, DataError
-from peft_mux.scheduler.replicas.configs import ParallelConfig
+from peft_mux.scheduler.replicas.time_model import ParallelConfig
 from tests.engine.processes import cases as parallel_cases
 from tests.engine.replicas import dispatch_cases as cases
 from tests.packing.even_rows import even_rows

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.costs.hardware import DEVICES, Link, parse_devices
-from peft_mux.scheduler.pipeline.load import message_s
+from peft_mux.scheduler.pipeline.launch import message_s
 
 
 @given(st.sampled_from(sorted(DEVICES)), st.integers(1, 512))

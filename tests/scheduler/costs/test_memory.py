@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad, weight_gradient_bytes
+from peft_mux.scheduler.costs.loads import AdapterLoad, FrozenParts, TaskLoad, split_layers, weight_gradient_bytes
 from peft_mux.scheduler.costs.memory import MemoryModel, activation_bytes_per_token
-from peft_mux.scheduler.costs.model_shape import FrozenParts, split_layers
 from tests.scheduler.plan_cases import SHAPE as SMALL
 from tests.scheduler.planner.cases import LLAMA_7B
 

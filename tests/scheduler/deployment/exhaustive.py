@@ -11,8 +11,7 @@ from peft_mux.scheduler.deployment.search import expected_bucketing
 from peft_mux.scheduler.deployment.solve import restrict
 from peft_mux.scheduler.deployment.space import configurations_that_fit
 from peft_mux.scheduler.dispatching.problem import DispatchProblem, build_problem
-from peft_mux.scheduler.replicas.configs import ReplicaGroup
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup, ReplicaTimeModel
 
 
 def exact_step_s(

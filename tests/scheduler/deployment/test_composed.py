@@ -12,18 +12,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.costs.hardware import parse_devices
+from peft_mux.scheduler.costs.loads import ModelShape
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.deployment.baselines import task_fused
 from peft_mux.scheduler.deployment.composed import ComposedDeployment, DeploymentPricer, RowMix, compose_deployment
 from peft_mux.scheduler.deployment.plan import DeploymentPlan
 from peft_mux.scheduler.deployment.search import plan_deployment, replica_groups
 from peft_mux.scheduler.deployment.space import TaskLengths, enumerate_plans, joint_sample
-from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup, layout_text
 from peft_mux.scheduler.replicas.facts import ReplicaFacts, replica_time_model
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
-from peft_mux.scheduler.replicas.time_model import ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup, ReplicaTimeModel, layout_text
 from tests.scheduler.replicas.cases import load
 
 SHAPE = ModelShape(16, 2048, 5632, 2048, 2048, 32000, backbone_bytes=1_500_000_000, activation_bytes=2)

@@ -8,8 +8,7 @@ import pytest
 
 from peft_mux.scheduler.deployment.plan import DeploymentPlan, Redeployment, decide_redeployment
 from peft_mux.scheduler.deployment.search import plan_deployment
-from peft_mux.scheduler.replicas.configs import ParallelConfig
-from peft_mux.scheduler.replicas.time_model import LayerFit, ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import LayerFit, ParallelConfig, ReplicaTimeModel
 
 ONE, TWO, FOUR = ParallelConfig(1, 1), ParallelConfig(2, 1), ParallelConfig(4, 1)
 MODEL = ReplicaTimeModel(

@@ -16,8 +16,7 @@ from peft_mux.scheduler.deployment.report import ConfigRow, DeploymentReport, sa
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import TaskLengths
 from peft_mux.scheduler.dispatching.dispatch import dispatch
-from peft_mux.scheduler.replicas.configs import ParallelConfig
-from peft_mux.scheduler.replicas.time_model import LayerFit, ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import LayerFit, ParallelConfig, ReplicaTimeModel
 from peft_mux.scheduler.units import rate_text
 from tests.scheduler.dispatching.cases import KILO_TOKENS_PER_GPU_S, TABLE_LENGTHS
 from tests.scheduler.replicas.cases import TWO

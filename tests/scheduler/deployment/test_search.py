@@ -27,9 +27,10 @@ from peft_mux.scheduler.deployment.space import (
 )
 from peft_mux.scheduler.dispatching.bucketing import Bucketing
 from peft_mux.scheduler.dispatching.problem import build_problem
-from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from peft_mux.scheduler.replicas.time_model import (
     LayerFit,
+    ParallelConfig,
+    ReplicaGroup,
     ReplicaTimeModel,
     fit_layer,
     read_layer_profile,

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import candidate_configs
-from peft_mux.scheduler.replicas.configs import ParallelConfig
 from peft_mux.scheduler.replicas.facts import replica_time_model
+from peft_mux.scheduler.replicas.time_model import ParallelConfig
 from tests.scheduler.replicas.cases import FACTS, LOADS, ONE, SHAPE_7B, TWO
 
 

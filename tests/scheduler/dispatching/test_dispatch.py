@@ -33,7 +33,7 @@ from peft_mux.scheduler.dispatching.problem import (
     relocate,
 )
 from peft_mux.scheduler.dispatching.rates import ReplicaRates
-from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
+from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup
 from tests.scheduler.dispatching.cases import (
     FIGURE_4,
     POLICIES,

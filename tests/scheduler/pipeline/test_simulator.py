@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.closed_forms import closed_form_1f1b_s, closed_form_gpipe_s, lemma_1_s
 from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import (
     build_window,
     lower_bound_s,

@@ -11,7 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.pipeline.load import BucketLoad
+from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Schedule, build_template
 from tests.scheduler.pipeline.cases import VARIANTS, even, runs_within, tightest_limit, uneven_buckets

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
+from peft_mux.scheduler.costs.loads import AdapterLoad, ModelShape, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.model_shape import ModelShape
 from peft_mux.scheduler.costs.profile import analytic_profile
 
 LLAMA_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, 13_400_000_000, 2)

@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.pipeline.simulator import simulate, window_step_s
-from peft_mux.scheduler.planner.admission import DoesNotFitError, admit
-from peft_mux.scheduler.planner.planner import plan_tasks
+from peft_mux.scheduler.planner.planner import DoesNotFitError, admit, plan_tasks
 from peft_mux.scheduler.planner.policies import POLICIES
 from peft_mux.scheduler.planner.values import Budget, Outcome
 from tests.scheduler.planner.cases import A40, load, models

@@ -13,9 +13,8 @@ from hypothesis import strategies as st
 from peft_mux.data.packing.passes import PassRules, TaskRows, cut_into_passes
 from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
+from peft_mux.scheduler.costs.loads import AdapterLoad, FrozenParts, ModelShape, TaskLoad, split_layers
 from peft_mux.scheduler.costs.memory import MemoryModel
-from peft_mux.scheduler.costs.model_shape import FrozenParts, ModelShape, split_layers
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.planner.stage_cut import balanced_layers, choose_layers
 

@@ -15,10 +15,10 @@ from peft_mux.scheduler.deployment.search import plan_deployment, replica_groups
 from peft_mux.scheduler.deployment.space import candidate_configs
 from peft_mux.scheduler.planner.planner import plan_tasks
 from peft_mux.scheduler.planner.values import Budget
-from peft_mux.scheduler.replicas.configs import ParallelConfig, ReplicaGroup
 from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.facts import layer_times, replica_time_model
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
+from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup
 from tests.scheduler.replicas.cases import CLUSTER, EIGHT, FACTS, LOADS, ONE, SHAPE_7B, TWO
 
 

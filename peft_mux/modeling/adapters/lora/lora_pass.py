@@ -22,13 +22,11 @@ from torch import nn
 
 from peft_mux.kernels import philox
 from peft_mux.kernels.availability import runs_kernels
-from peft_mux.kernels.lora.function import PASSES, LoraGroupFunction
-from peft_mux.kernels.lora.group import Adapter, KernelCall, LoraGroup, SliceCall
+from peft_mux.kernels.lora.group import PASSES, Adapter, KernelCall, LoraGroup, LoraGroupFunction, SliceCall
 from peft_mux.kernels.lora.reference import Rows
 from peft_mux.kernels.lora.tables import DTYPES, SegmentTables
 from peft_mux.modeling.slabs import TaskSlab
-from peft_mux.modeling.stream import RowSegment
-from peft_mux.modeling.stream_order import StreamOrder
+from peft_mux.modeling.stream import RowSegment, StreamOrder
 
 _MAX_COMPOSITIONS = 32
 _MAX_PASSES = 256
