@@ -68,7 +68,7 @@ PP2, TP2 = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
 
 LAYOUTS = [
     pytest.param(2, {}, True, id="dp2"),
-    pytest.param(2, {**PP2, "pipeline_schedule": "1f1b"}, True, id="pp2"),
+    pytest.param(2, {**PP2, "pipeline_schedule": "1f1b"}, True, id="pp2", marks=SLOW),
     pytest.param(2, {**PP2, "pipeline_schedule": "interleaved_1f1b"}, True, id="pp2, two chunks", marks=SLOW),
     pytest.param(3, {"replicas": "<1,2>, <1,1>"}, True, id="unequal replicas of stages", marks=SLOW),
     pytest.param(2, TP2, False, id="tp2", marks=SLOW),
@@ -134,6 +134,7 @@ def test_a_task_that_turns_nan_is_quarantined_and_reaches_no_other(name: str, on
             assert_as(found, one, other)
 
 
+@SLOW
 def test_a_resumed_run_ends_with_the_same_bits(one: Trained, tmp_path: Path) -> None:
     def stop(trainer: Any) -> None:
         trainer.control.should_training_stop = True

@@ -82,7 +82,7 @@ LAYOUTS = [
     pytest.param(
         2, "qwen3", {**TP2, "interleaved_passes": 3, "planner": "interleaved"}, id="tp2, passes in turns", marks=SLOW
     ),
-    pytest.param(4, "llama", {**PP2, **TP2, "interleaved_passes": 2}, id="tp2 x pp2, passes in turns"),
+    pytest.param(4, "llama", {**PP2, **TP2, "interleaved_passes": 2}, id="tp2 x pp2, passes in turns", marks=SLOW),
     pytest.param(4, "llama", {"replicas": "<2,1>, <1,1>x2", **CHAINS}, id="unequal replicas of shards, long rows cut"),
     pytest.param(2, "llama", {"shard_backbone": True}, id="fsdp2", marks=SLOW),
     pytest.param(4, "llama", {**PP2, "shard_backbone": True}, id="fsdp2 x pp2", marks=SLOW),
