@@ -35,6 +35,7 @@ from transformers import TrainerState
 from peft_mux import storage
 from peft_mux.checkpoint.records import (
     FORMAT_VERSION,
+    READABLE_VERSIONS,
     STATE_NAME,
     ChangedSettingsError,
     RecordedTask,
@@ -208,7 +209,8 @@ class RunFolder:
             path = folder / f"checkpoint-{candidate}"
             try:
                 # Checked by name, so that a folder copied from another task is not taken for this one's.
-                facts = storage.verify_folder(path, expect=self._identity(run.name, candidate))
+                facts = storage.verify_folder(path, expect={"generation": None, **self._identity(run.name, candidate)})
+                # Older formats have no ids.
                 if self.run_id and facts.get("run", self.run_id) != self.run_id:
                     raise ForeignCheckpointError(
                         f'task "{run.name}": {path} must be of run {self.run_id}, as the records in '
@@ -279,7 +281,7 @@ class RunFolder:
         for step in reversed(storage.numbered_folders(self.root / name)):
             path = self.root / name / f"checkpoint-{step}"
             try:
-                storage.verify_folder(path, expect=self._identity(name, step))
+                storage.verify_folder(path, expect={"generation": None, **self._identity(name, step)})
             except (CheckpointError, OSError):
                 continue
             return path
@@ -287,6 +289,8 @@ class RunFolder:
 
     def mend_adapter(self, name: str, say: Callable[[str], None]) -> None:
         """Compare the adapter of an ended task with the checkpoint that it was restored from, and repair it from there.
+
+        An intact adapter of earlier versions, which wrote no checksums, gets some.
 
         Args:
             name: a task that `restore` has restored.
@@ -298,19 +302,28 @@ class RunFolder:
         checkpoint = self._restored_from.get(name)
         if checkpoint is None or not self._is_writer:
             return
-        folder = self.task_folder(name)
+        folder, fault = self.task_folder(name), ""
+        has_checksums = (folder / storage.CHECKSUMS_NAME).exists()
         try:
-            storage.verify_checksums(folder, ADAPTER_NAMES)
-            if storage.digest_file(folder / WEIGHTS_NAME) == storage.digest_file(checkpoint / WEIGHTS_NAME):
-                return
-            fault = f"{folder / WEIGHTS_NAME} does not have the weights with which the task ended."
+            if has_checksums:
+                storage.verify_checksums(folder, ADAPTER_NAMES)
+            if storage.digest_file(folder / WEIGHTS_NAME) != storage.digest_file(checkpoint / WEIGHTS_NAME):
+                fault = f"{folder / WEIGHTS_NAME} does not have the weights with which the task ended."
+            # Only read: the name of the backbone in it may differ.
+            json.loads(storage.read_regular(folder / CONFIG_NAME))
         except CheckpointError as error:
             fault = str(error)
-        say(f'task "{name}": {fault} It is taken from {checkpoint}.')
+        except (OSError, ValueError, RecursionError) as error:
+            fault = f"{folder} has no readable adapter ({error})."
+        if fault:
+            say(f'task "{name}": {fault} It is taken from {checkpoint}.')
+        elif has_checksums:
+            return
+        source = checkpoint if fault else folder
         try:
             with storage.scratch_folder(folder) as scratch:
-                for file in adapter_names(checkpoint):
-                    (scratch / file).write_bytes((checkpoint / file).read_bytes())
+                for file in adapter_names(source):
+                    (scratch / file).write_bytes((source / file).read_bytes())
                 storage.write_checksums(scratch, adapter_names(scratch))
                 _replace_adapter(folder, scratch)
         except OSError as error:
@@ -318,7 +331,8 @@ class RunFolder:
 
     def _identity(self, name: str, step: int) -> dict[str, Any]:
         """Return what distinguishes a checkpoint from those of other tasks, including an earlier one of this name."""
-        return {"task": name, "step": step, "generation": self.generations.get(name, 0)}
+        generation = self.generations.get(name, 0)
+        return {"task": name, "step": step, **({"generation": generation} if generation else {})}
 
     # ---------------------------------------------------------------- records of the run
 
@@ -514,7 +528,7 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
     if not records:
         raise _without_state(folder.root)
     record, path = records[-1]
-    if record.version != FORMAT_VERSION:
+    if record.version not in READABLE_VERSIONS:
         raise CheckpointError(
             f"{path} must have format version {FORMAT_VERSION}, which this version of peft_mux reads, got "
             f"{record.version}. Resume with the version that wrote it, or train into a new output_dir."
@@ -525,14 +539,14 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
             "tasks were trained on other weights than those of `model`. Load that backbone, or train into a new "
             "output_dir."
         )
-    if folder.run_id not in ("", record.run):
+    if record.run and folder.run_id not in ("", record.run):
         raise ForeignCheckpointError(
             f"resume_from_checkpoint: {path} must be of run {folder.run_id}, which this trainer trains, got one "
             f"of run {record.run}. Put back the folder of this run; to continue the other run, make a new trainer."
         )
     folder.run_id = record.run
     folder.removed = dict(record.removed)
-    folder.generations = {name: task.generation for name, task in record.tasks.items()}
+    folder.generations = {name: task.generation for name, task in record.tasks.items() if task.generation}
     for name, entry in record.tasks.items():
         if name in table:
             folder.restore(table[name], entry.step, say)

@@ -345,3 +345,14 @@ def test_the_adapter_of_the_last_save_loads_in_plain_peft_after_a_crash(crashed:
     wanted = whole.recorder.before["a"][4]
     assert weights.keys() == wanted.keys()
     assert all(torch.equal(weights[key], wanted[key]) for key in wanted)
+
+
+def test_a_record_of_the_format_before_continues(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for path in (root / "state").iterdir():
+        record = storage.unsealed_json(path)
+        for name in ("removed", "numerics", "run"):
+            del record[name]
+        path.write_bytes(storage.sealed_json({**record, "format_version": 2}))
+    run, said = said_while_resuming(root, capsys)
+    assert {name: len(losses) for name, losses in run.losses.items()} == {"a": 3, "b": 3}
+    assert "resumed with another" not in said

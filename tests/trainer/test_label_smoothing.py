@@ -98,13 +98,15 @@ def test_a_loss_without_labels_to_smooth_refuses_the_factor_by_name() -> None:
         task("own", 1, objective_args={"label_smoothing_factor": 0.1})
 
 
-def test_a_state_is_not_continued_with_another_factor(tmp_path: Path) -> None:
+def test_a_state_of_before_the_factor_continues_and_another_factor_is_refused(tmp_path: Path) -> None:
     from peft_mux.checkpoint.records import check_settings, task_settings
 
     run = lab.make_trainer([task("own", 1)], tmp_path / "a").table["own"]
+    older = {key: value for key, value in task_settings(run).items() if key != "label_smoothing_factor"}
+    assert check_settings(run, older) == ""
     other = lab.make_trainer([task("own", 1, label_smoothing_factor=0.1)], tmp_path / "b").table["own"]
     with pytest.raises(ChangedSettingsError, match=r"label_smoothing_factor 0\.0 -> 0\.1"):
-        check_settings(other, task_settings(run))
+        check_settings(other, older)
 
 
 def test_the_factor_of_a_run_with_such_a_loss_is_refused_when_the_trainer_is_made(tmp_path: Path) -> None:
