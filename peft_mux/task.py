@@ -709,21 +709,23 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
         eval_steps = args.eval_steps or args.logging_steps
     elif strategy == "epoch" or needs_best:
         eval_steps = -1
-    found: dict[str, Any] = {
-        "train_batch_size": task.train_batch_size
-        or args.per_device_train_batch_size * args.gradient_accumulation_steps,
-        "max_steps": max_steps,
-        "eval_steps": eval_steps,
-        "save_steps": task.save_steps or 0,
-        "load_best_model_at_end": load_best,
-        "metric_for_best_model": metric,
-        "greater_is_better": greater,
-        "neftune_noise_alpha": pick("neftune_noise_alpha") or 0.0,
-        "loraplus_lr_ratio": task.loraplus_lr_ratio,
-        "router_aux_loss_coef": task.router_aux_loss_coef,
-    }
+    same = (
+        "learning_rate num_train_epochs weight_decay lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm "
+        "optim optim_args adam_beta1 adam_beta2 adam_epsilon seed max_length data_timeout_s eval_delay eval_on_start "
+        "label_smoothing_factor"
+    ).split()
     return HyperParameters(
-        **found, **{item.name: pick(item.name) for item in fields(HyperParameters) if item.name not in found}
+        train_batch_size=task.train_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps,
+        max_steps=max_steps,
+        eval_steps=eval_steps,
+        save_steps=task.save_steps or 0,
+        load_best_model_at_end=load_best,
+        metric_for_best_model=metric,
+        greater_is_better=greater,
+        neftune_noise_alpha=pick("neftune_noise_alpha") or 0.0,
+        loraplus_lr_ratio=task.loraplus_lr_ratio,
+        router_aux_loss_coef=task.router_aux_loss_coef,
+        **{name: pick(name) for name in same},
     )
 
 

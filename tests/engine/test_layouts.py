@@ -94,7 +94,8 @@ MORE_OF_TWO = {
 }
 OF_THREE = {"fsdp, tied and adapted ends": Case(layout="<1,1>x3", sharded=True, fields=(TIED,), adapts_ends=True)}
 OF_FOUR = {
-    "shards beside whole replicas": Case(layout="<2,1>, <1,1>x2", poison=True),
+    "shards beside whole replicas": Case(layout="<2,1>, <1,1>x2"),
+    "shards beside whole replicas, poisoned": Case(layout="<2,1>, <1,1>x2", poison=True),
     "fsdp x pp, unequal passes": Case(layout="<1,2>x2", sharded=True, apart=True),
 }
 MORE_OF_FOUR = {
@@ -189,7 +190,7 @@ def parts_of(name: str, folder: Path) -> list[Seen]:
     return [one[name] for one in shown(next(iter(LAUNCH_OF[name])), folder)]
 
 
-def check_states(found: TaskState, expected: TaskState, task: str, *, bits: bool = False) -> None:
+def check_states(found: TaskState, expected: TaskState, task: str, *, bound: float = 1e-4) -> None:
     assert found.weights.keys() == expected.weights.keys()
     assert found.moments.keys() == expected.moments.keys()
     pairs = [(key, found.weights[key], weight) for key, weight in expected.weights.items()]
@@ -198,7 +199,7 @@ def check_states(found: TaskState, expected: TaskState, task: str, *, bits: bool
     for key, one, other in pairs:
         assert (one.isfinite() == other.isfinite()).all(), (task, key)
         one, other = one.nan_to_num(), other.nan_to_num()
-        assert (one - other).norm() <= (0.0 if bits else 1e-4) * other.norm(), (task, key)
+        assert (one - other).norm() <= bound * other.norm(), (task, key)
     assert (found.settings, found.schedule) == (expected.settings, expected.schedule)
 
 
@@ -214,14 +215,15 @@ def check_as_alone(name: str, folder: Path) -> None:
         assert parts[0].losses[task] == pytest.approx(losses, rel=1e-5 * loose, nan_ok=True), task
         assert parts[0].norms[task] == pytest.approx(one.norms[task], rel=1e-4 * loose, nan_ok=True), task
         if not case.bf16:
-            check_states(parts[0].states[task], one.states[task], task)  # type: ignore[arg-type]
+            bound = 1e-5 if case.splits else 1e-4
+            check_states(parts[0].states[task], one.states[task], task, bound=bound)  # type: ignore[arg-type]
     for task, loss in one.evaluated.items():
         replicas = [parts[rank].evaluated.get(task, 0.0) for rank in layout.leaders]
         assert sum(replicas) == pytest.approx(loss, rel=1e-5 * (100 if case.bf16 else 1)), task
     for part in parts:
         assert part.held_bytes == 0, "keys and values of long rows are freed"
         for found, wanted in zip(part.logits or [], one.logits or [], strict=False):
-            np.testing.assert_allclose(found, wanted, atol=0.1 if case.bf16 else 2e-5)
+            np.testing.assert_allclose(found, wanted, atol=0.1 if case.bf16 else 1e-5)
         assert part.generated in (None, one.generated)
         if case.narrow:
             sums_before = case.layout == TP2 and case.kind in SUMS_BEFORE
@@ -265,7 +267,7 @@ def test_steps_in_a_window_have_the_bits_of_steps_that_are_flushed(name: str, ho
             assert str(window.losses[task]) == str(losses), task
             assert str(window.norms[task]) == str(plain.norms[task]), task
             if plain.states[task] is not None:
-                check_states(window.states[task], plain.states[task], task, bits=True)
+                check_states(window.states[task], plain.states[task], task, bound=0.0)
 
 
 @pytest.mark.distributed
@@ -287,14 +289,20 @@ def test_no_stage_steps_a_task_again_whose_update_failed_on_the_last_one_and_no_
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("name", "healthy"), [("pp, poisoned", Case()), ("shards beside whole replicas", Case())])
-def test_the_neighbours_of_a_poisoned_task_train_as_if_it_were_healthy(name: str, healthy: Case, home: Path) -> None:
-    one = alone(healthy.alone, home)
-    for part in parts_of(name, home):
+@pytest.mark.parametrize(
+    ("name", "healthy"),
+    [("pp, poisoned", "pp"), ("shards beside whole replicas, poisoned", "shards beside whole replicas")],
+)
+def test_the_neighbours_of_a_poisoned_task_train_as_if_it_were_healthy(name: str, healthy: str, home: Path) -> None:
+    for part, other in zip(parts_of(name, home), parts_of(healthy, home), strict=True):
         assert part.failures == {POISONED: "non_finite: loss is nan"}
+        assert other.non_finite == []
         assert len(part.losses[POISONED]) == 2
-        for task in one.losses.keys() - {POISONED}:
-            assert part.losses[task] == pytest.approx(one.losses[task], rel=1e-5), task
+        for task in other.losses.keys() - {POISONED}:
+            # The bits are the same as long as the poisoned task has rows; without its rows the sums are other ones.
+            assert part.losses[task][:2] == other.losses[task][:2], task
+            assert part.norms[task][:2] == other.norms[task][:2], task
+            assert part.losses[task] == pytest.approx(other.losses[task], rel=1e-6), task
 
 
 def test_every_schedule_is_among_the_cases_of_whole_and_of_long_rows() -> None:

@@ -4,14 +4,13 @@
     backward   per layer dS_i = s dy_i B_i; dx = dS A of all layers, one launch, then the base products on top;
                dA of all layers, one launch; per layer dB_i                                            (M §3.4.3)
 
-Autograd calls these through `LoraGroupFunction` in eager passes, through opaque operators in compiled ones. Gradients
-of the factors are added in place to the tasks' gradient buffers, not through autograd. A scalar that requires gradients
-(the anchor) makes outputs differentiable even if the activations are not. `peft_mux::lora_group` and
-`peft_mux::lora_group_backward` are opaque to `torch.compile`: tasks, rows, ranks and seeds are looked up by number at
-run time, so that changing them does not trigger recompilation.
-
 A task whose adapters have dropout draws a separate mask for each layer, so its factors A use one additional launch per
 layer. The launches that handle a task depend only on that task, so other tasks do not change its bits.
+
+Autograd calls a group through `LoraGroupFunction` in eager passes, and through two operators in compiled ones. Both add
+the gradients of the factors in place to the tasks' gradient buffers. A scalar that requires gradients (the anchor)
+makes outputs differentiable even if the activations are not. The operators are opaque to `torch.compile`: tasks, rows,
+ranks and seeds are looked up by number at run time, so that changing them does not trigger recompilation.
 
 Shape letters: T rows of the stream, D features read, K features of a layer, R rank, C columns of S.
 """

@@ -589,7 +589,7 @@ class DoesNotFitError(ValueError):
 
     Attributes:
         task: name of the task that needs least.
-        peak_bytes: bytes that it needs on a device by itself.
+        peak_bytes: bytes that it needs on a device alone.
         limit_bytes: bytes that a device may hold.
     """
 
@@ -621,7 +621,7 @@ def admit(
         one_only: whether a single task is admitted, for running task by task.
 
     Raises:
-        DoesNotFitError: if no task fits, not even by itself.
+        DoesNotFitError: if no task fits, not even alone.
     """
     # The template later keeps what is in flight within the same limit, so that one micro-batch counts here.
     in_flight, stages = memory.passes_in_turns, range(memory.num_stages)

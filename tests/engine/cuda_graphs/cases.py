@@ -342,7 +342,7 @@ def company() -> dict[str, Any]:
     look("departed", {"a": (5, 4), "d": (6,)}, 4)
     for model in pair.models:
         model.registry.slab_of("a").drop_gradients()
-    look("bound anew", {"a": (5, 4), "d": (6,)}, 5)
+    look("bound again", {"a": (5, 4), "d": (6,)}, 5)
     for model in pair.models:
         model.to(torch.float32)
         model._apply(lambda tensor: tensor.clone())

@@ -74,7 +74,7 @@ def test_what_a_graph_holds_is_captured_again_when_it_changes_and_the_old_graph_
         "arrived": 2,
         "without the new one": 2,
         "departed": 3,
-        "bound anew": 4,
+        "bound again": 4,
         "moved": 5,
     }
     assert {one["graphs"] for one in found.values()} == {1}

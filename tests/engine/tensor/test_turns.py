@@ -275,7 +275,7 @@ def test_passes_take_the_turns_that_the_scheduler_predicts_for_the_groups_of_a_p
         if any("a" in names for names, *_ in sizes):  # which adapts all layers
             assert depth == max(span.depth for span in interleaving.spans) == len(without_head) - 1
         by_index.append(sorted(decided, key=lambda turn: turn[::-1]) == decided)
-    assert batches == [2, 2, 2, 2], "two passes a turn of one bucket of two hTasks, and of one by itself"
+    assert batches == [2, 2, 2, 2], "two passes a turn of one bucket of two hTasks, and of one alone"
     assert not all(by_index), "latencies decide"
 
 

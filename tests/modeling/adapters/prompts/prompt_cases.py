@@ -253,3 +253,15 @@ def judge(
 ) -> Side:
     """Train one task alone with plain PEFT and an ordinary loop, on the same rows."""
     return alone(trainer, task, case.make, lambda model, batch: iter([loss_of(model, batch.sequences)]))
+
+
+def padded(rows: Sequence[Row], pad: int, side: str = "right") -> dict[str, torch.Tensor]:
+    """Return rows as a batch of equal lengths."""
+    longest = max(len(row.ids) for row in rows)
+    ids, mask = [], []
+    for row in rows:
+        padding = longest - len(row.ids)
+        before, after = (0, padding) if side == "right" else (padding, 0)
+        ids.append([pad] * before + row.ids + [pad] * after)
+        mask.append([0] * before + [1] * len(row.ids) + [0] * after)
+    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -31,6 +30,7 @@ from tests.modeling.adapters.prompts.prompt_cases import (
     moved,
     mux,
     packed,
+    padded,
     plain,
     plain_loss,
     rows_of,
@@ -69,18 +69,6 @@ def test_a_pass_gives_each_prompt_what_plain_peft_alone_gives(case: Case) -> Non
             assert item.grad.norm() > 0 or key.endswith("lora_A.weight"), f"{form} {key}: nothing would be compared"
             found: Any = ours[key].grad
             assert relative(found, item.grad) <= 1e-4, f"{form} {key}"
-
-
-def padded(rows: Sequence[Row], pad: int, side: str = "right") -> dict[str, torch.Tensor]:
-    """Return rows as a batch of equal lengths."""
-    longest = max(len(row.ids) for row in rows)
-    ids, mask = [], []
-    for row in rows:
-        padding = longest - len(row.ids)
-        before, after = (0, padding) if side == "right" else (padding, 0)
-        ids.append([pad] * before + row.ids + [pad] * after)
-        mask.append([0] * before + [1] * len(row.ids) + [0] * after)
-    return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
 
 
 @pytest.mark.parametrize("case", CLASSIFYING.values(), ids=CLASSIFYING)

@@ -33,13 +33,13 @@ from tests.modeling.adapters.prompts.prompt_cases import (
     Row,
     config_of,
     moved,
+    padded,
     plain,
     plain_loss,
     rows_of,
     task_ids,
     task_of,
 )
-from tests.modeling.adapters.prompts.test_passes import padded
 from tests.modeling.test_architectures import SIZE, VOCABULARY, filled
 
 
