@@ -215,7 +215,8 @@ def check_as_alone(name: str, folder: Path) -> None:
         assert parts[0].losses[task] == pytest.approx(losses, rel=1e-5 * loose, nan_ok=True), task
         assert parts[0].norms[task] == pytest.approx(one.norms[task], rel=1e-4 * loose, nan_ok=True), task
         if not case.bf16:
-            bound = 1e-5 if case.splits else 1e-4
+            # AdamW magnifies the rounding errors of small gradients, of which Qwen3 has more.
+            bound = 1e-4 if not case.splits else 3e-5 if case.kind == "qwen3" else 1e-5
             check_states(parts[0].states[task], one.states[task], task, bound=bound)  # type: ignore[arg-type]
     for task, loss in one.evaluated.items():
         replicas = [parts[rank].evaluated.get(task, 0.0) for rank in layout.leaders]
