@@ -168,12 +168,12 @@ class Saver:
         self.lock: storage.FolderLock | None = None
 
     @contextmanager
-    def keep_folder(self, root: Path, *, goes_on: bool = True) -> Iterator[None]:
+    def keep_folder(self, root: Path, *, continues: bool = True) -> Iterator[None]:
         """Lock the run folder against other writers in the `with` block; only the process that writes does.
 
         Args:
             root: the folder; made if it does not exist.
-            goes_on: whether this trainer continues from its own state, rather than from what the folder holds.
+            continues: whether this trainer continues from its own state, rather than from what the folder holds.
 
         Raises:
             CheckpointError: naming who holds the lock, or why the folder cannot be written to; or if another trainer
@@ -186,7 +186,7 @@ class Saver:
         if not self.lock.is_held:
             self.lock.acquire()
         try:
-            if self.folder is not None and goes_on:
+            if self.folder is not None and continues:
                 self.folder.refuse_other_writer()
             yield
         finally:

@@ -402,7 +402,7 @@ class Stream:
             return
         adapters = [segment.adapter for segment in self.segments if segment.adapter != NO_ADAPTER]
         self.adapters_not_reached = frozenset(
-            adapter for adapter in adapters if any(maker.tells(adapter) for maker in self.makers.values())
+            adapter for adapter in adapters if any(maker.is_linear_only(adapter) for maker in self.makers.values())
         )
 
     def adapters_above(self, first_layer: int, segments: Sequence[RowSegment]) -> frozenset[str]:

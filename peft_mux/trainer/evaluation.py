@@ -267,7 +267,7 @@ class TaskEvaluator:
         of_all_tokens = {
             name
             for name, adapter in adapters.items()
-            if any(one.tells(adapter) for one in model.stream.makers.values())
+            if any(one.is_linear_only(adapter) for one in model.stream.makers.values())
         }
         # A stage knows only its own layers.
         of_all_tokens = set.intersection(*self._run.processes.gather(of_all_tokens))

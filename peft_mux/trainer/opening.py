@@ -128,7 +128,7 @@ class Opening:
         saver, root, processes = self._run.saver, self._run.root, self._run.processes
         # Connected first, so that the others learn at once if another process uses the folder.
         resume = self.connect(resume)
-        with saver.keep_folder(root, goes_on=not resume):
+        with saver.keep_folder(root, continues=not resume):
             if resume is True and self._run.upload is not None and not record_paths(root / STATE_FOLDER):
                 self._run.upload.fetch()
             if self._run.args.save_strategy != "no" and not processes.is_alone:

@@ -113,15 +113,14 @@ class LoraGroups:
         self.groups[self._num_enrolled] = group
         return self._num_enrolled
 
-    def tells(self, adapter: str) -> bool:
-        """Return whether all layers with weights of an adapter remove it from `Stream.adapters_not_reached`.
+    def is_linear_only(self, adapter: str) -> bool:
+        """Return whether all weights of an adapter are in linear layers of the groups.
 
-        They do if they are linear layers of the groups.
+        These layers remove it from `Stream.adapters_not_reached`; nothing is known here of others, such as experts.
         """
         if adapter not in self._is_linear_only:
             slab = self.slab_of(adapter)
             held = set()
-            # Nothing is known here of other layers, such as experts.
             for layer in [member.module for group in self.groups.values() for member in group.members]:
                 for part in (getattr(layer, name, {}) for name in ("lora_A", "lora_B", "lora_magnitude_vector")):
                     held |= {id(weight) for weight in part[adapter].parameters()} if adapter in part else set()
