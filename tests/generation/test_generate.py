@@ -21,8 +21,8 @@ from tests.invariants.mux_lab import VOCABULARY, tiny_llama
 from tests.modeling.adapters.prompts.prompt_cases import PROMPTS, config_of, task_ids
 from tests.modeling.adapters.test_kinds import CASES, LAYERED
 from tests.modeling.adapters.toy_kind import ToyKind, registered
-from tests.modeling.test_architectures import LANGUAGE_MODELS, VISION_LANGUAGE_MODELS, filled
-from tests.modeling.test_architectures import VOCABULARY as SMALL_VOCABULARY
+from tests.modeling.backbones import LANGUAGE_MODELS, VISION_LANGUAGE_MODELS, filled
+from tests.modeling.backbones import VOCABULARY as SMALL_VOCABULARY
 
 LENGTHS = {"a": (1, 9, 14), "b": (12, 3)}
 TOKENS = 12

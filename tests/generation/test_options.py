@@ -22,7 +22,7 @@ from peft_mux import (
 )
 from peft_mux.modeling.generation.options import ANSWER_METRICS, mean_metric, sampling_options
 from tests.invariants.mux_lab import tiny_llama
-from tests.modeling.test_architectures import CLASSIFIERS, filled
+from tests.modeling.backbones import CLASSIFIERS, filled
 
 
 @pytest.mark.parametrize(

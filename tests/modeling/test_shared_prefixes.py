@@ -18,10 +18,10 @@ from peft_mux.engine.executor import Executor
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives import heads as token_losses
 from tests.modeling.adapters.passes import assert_nan_stays
+from tests.modeling.backbones import CLASSIFIERS, LANGUAGE_MODELS, VISION_LANGUAGE_MODELS, filled, multiplexed
 from tests.modeling.objectives.cases import CASES, LossCase
 from tests.modeling.objectives.preference.cases import READING_CASES
 from tests.modeling.objectives.test_objectives import model_for
-from tests.modeling.test_architectures import CLASSIFIERS, LANGUAGE_MODELS, VISION_LANGUAGE_MODELS, filled, multiplexed
 from tests.packing.tries import Rows, hard_rows, tries
 
 PROPERTY = settings(deadline=None, max_examples=12)

@@ -28,16 +28,11 @@ from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.cases import CASES as ADAPTER_CASES
 from tests.modeling.adapters.cases import FAST
 from tests.modeling.adapters.passes import assert_nan_stays
+from tests.modeling.backbones import LANGUAGE_MODELS, VOCABULARY, filled, multiplexed
 from tests.modeling.objectives.cases import CASES as LOSS_CASES
 from tests.modeling.objectives.cases import LossCase
 from tests.modeling.objectives.preference.cases import READING_CASES
 from tests.modeling.objectives.test_objectives import model_for
-from tests.modeling.test_architectures import (
-    LANGUAGE_MODELS,
-    VOCABULARY,
-    filled,
-    multiplexed,
-)
 from tests.modeling.test_shared_prefixes import BACKBONES, assert_near, losses_and_gradients, model_of
 
 Masks = list[list[bool]]

@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 import torch
-import transformers as tf
 from peft import (
     CartridgeConfig,
     CPTConfig,
@@ -19,7 +17,6 @@ from peft import (
     PromptEncoderConfig,
     PromptTuningConfig,
     TaskType,
-    get_peft_model,
 )
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel, Task
@@ -28,21 +25,18 @@ from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence, wit
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters.alone import Side, alone
-from tests.modeling.test_architectures import (
-    GROUPED,
+from tests.modeling.backbones import (
+    CLASSIFIERS,
     LANGUAGE_MODELS,
     NO_BERT_DROPOUT,
-    SIZE,
     VOCABULARY,
-    bert_classifier,
+    classifier_of,
     filled,
-    llama_classifier,
-    roberta_classifier,
+    tagger_of,
 )
 
 LM, SEQ, TOKEN = TaskType.CAUSAL_LM, TaskType.SEQ_CLS, TaskType.TOKEN_CLS
 CLASSES = 3
-BERT = {**SIZE, **NO_BERT_DROPOUT, "num_labels": CLASSES}
 
 PROMPTS = ("prompt", "words", "mlp", "lstm", "multitask", "cpt", "prefix", "projected", "cartridge")
 """Every form of prompts: each type, and each way of PEFT's that computes another thing."""
@@ -90,28 +84,19 @@ class Case(NamedTuple):
     forms: tuple[str, ...] = ("prompt", "prefix")
 
 
-def gpt2_config(**settings: Any) -> Any:
-    sizes = {"vocab_size": VOCABULARY, "n_embd": 32, "n_layer": 2, "n_head": 4, "n_positions": 64, "pad_token_id": 0}
-    return tf.GPT2Config(**sizes, attn_pdrop=0, embd_pdrop=0, resid_pdrop=0, num_labels=CLASSES, **settings)
-
-
-def llama_tagger() -> Any:
-    return tf.LlamaForTokenClassification(tf.LlamaConfig(**GROUPED, num_labels=CLASSES, classifier_dropout=0.0))
-
-
 def _classifier(make: Callable[[], Any], task_type: TaskType, *forms: str) -> Case:
     return Case(lambda: filled(make), task_type, (*forms, *KEYS, "lora"))
 
 
 LANGUAGE = Case(lab.tiny_llama, LM, (*PROMPTS, "lora"))
 CLASSIFYING = {
-    "Bert": _classifier(bert_classifier, SEQ, *TOKENS),
-    "Roberta": _classifier(roberta_classifier, SEQ, *TOKENS),
-    "Llama": _classifier(llama_classifier, SEQ),
-    "GPT2": _classifier(lambda: tf.GPT2ForSequenceClassification(gpt2_config()), SEQ),
-    "Bert, tokens": _classifier(lambda: tf.BertForTokenClassification(tf.BertConfig(**BERT)), TOKEN),
-    "Llama, tokens": _classifier(llama_tagger, TOKEN),
-    "GPT2, tokens": _classifier(lambda: tf.GPT2ForTokenClassification(gpt2_config(classifier_dropout=0.0)), TOKEN),
+    "Bert": _classifier(CLASSIFIERS["Bert"][0], SEQ, *TOKENS),
+    "Roberta": _classifier(CLASSIFIERS["Roberta"][0], SEQ, *TOKENS),
+    "Llama": _classifier(CLASSIFIERS["Llama"][0], SEQ),
+    "GPT2": _classifier(classifier_of("gpt2"), SEQ),
+    "Bert, tokens": _classifier(tagger_of("bert", **NO_BERT_DROPOUT), TOKEN),
+    "Llama, tokens": _classifier(tagger_of("llama"), TOKEN),
+    "GPT2, tokens": _classifier(tagger_of("gpt2"), TOKEN),
 }
 CASES = {"language": LANGUAGE, **CLASSIFYING}
 """Backbones by name."""
@@ -202,14 +187,7 @@ def task_of(form: str, case: Case = LANGUAGE, **settings: Any) -> Task:
 # --------------------------------------------------------------------------- judge
 
 
-def plain(config: PeftConfig, seed: int, backbone: Any = None) -> tuple[Any, dict[str, torch.nn.Parameter]]:
-    """Return plain PEFT's model of one task, and its trained parameters without the adapter's id."""
-    torch.manual_seed(seed)
-    model: Any = get_peft_model(backbone or lab.tiny_llama(), copy.deepcopy(config))
-    return model, {name.replace(".default", ""): item for name, item in model.named_parameters() if item.requires_grad}
-
-
-def plain_loss(model: Any, rows: Sequence[Row]) -> torch.Tensor:
+def prompt_loss(model: Any, rows: Sequence[Row]) -> torch.Tensor:
     """Return plain PEFT's own loss of rows, one at a time, as a mean over the targets of all."""
     losses, counts = [], []
     for ids, label in rows:
@@ -242,7 +220,7 @@ def rows_loss(model: Any, sequences: Sequence[TokenSequence]) -> torch.Tensor:
         rows.append(
             Row(one.input_ids[own].tolist(), one.labels[own].tolist() if one.labels_itself else one.class_label)
         )
-    return plain_loss(model, rows)
+    return prompt_loss(model, rows)
 
 
 def judge(

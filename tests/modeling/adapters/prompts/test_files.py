@@ -22,6 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from peft_mux import MultiTaskPeftModel
 from peft_mux.errors import CheckpointError, ConfigError
 from tests.invariants.mux_lab import tiny_llama
+from tests.modeling.adapters.passes import plain
 from tests.modeling.adapters.prompts.prompt_cases import (
     CASES,
     CLASSIFYING,
@@ -40,7 +41,6 @@ from tests.modeling.adapters.prompts.prompt_cases import (
     mux,
     packed,
     padded,
-    plain,
     rows_of,
     task_ids,
 )
@@ -141,7 +141,7 @@ def test_a_model_comes_back_with_all_that_is_trained(saved: tuple[MultiTaskPeftM
     ("case", "form"), [*((LANGUAGE, form) for form in PROMPTS), *((CASES["Bert"], form) for form in TOKENS + KEYS)]
 )
 def test_a_prompt_of_plain_peft_is_trained_on_where_its_file_holds_it(case: Case, form: str, tmp_path: Path) -> None:
-    judge, own = plain(config_of(form, case.task_type), 5, case.make())
+    judge, own = plain(config_of(form, case.task_type), 5, case.make)
     moved(judge, own).save_pretrained(tmp_path / form)
     if form in ENCODED:
         with pytest.raises(
@@ -189,7 +189,7 @@ def test_plain_peft_loads_a_saved_classifier_and_holds_the_same_keys(case: Case,
     model.save_pretrained(tmp_path / "saved")
     for form in forms:
         folder = tmp_path / "saved" / form
-        peft_model, _ = plain(config_of(form, case.task_type), 42, case.make())
+        peft_model, _ = plain(config_of(form, case.task_type), 42, case.make)
         assert load_file(folder / "adapter_model.safetensors").keys() == get_peft_model_state_dict(peft_model).keys()
         assert (folder / "prompt_encoder.safetensors").exists() == (form in ENCODED)
         given = padded(rows_of(form, case.task_type), model.backbone.config.pad_token_id)

@@ -16,7 +16,7 @@ from peft_mux.data.batch import MuxBatch, chains_of
 from peft_mux.engine.executor import Executor
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from tests.invariants.mux_lab import relative, tiny_llama
-from tests.modeling.adapters.passes import assert_nan_stays
+from tests.modeling.adapters.passes import Judges, assert_as_plain, assert_nan_stays, judges_of, plain
 from tests.modeling.adapters.prompts.prompt_cases import (
     CASES,
     CLASSIFYING,
@@ -31,8 +31,7 @@ from tests.modeling.adapters.prompts.prompt_cases import (
     mux,
     packed,
     padded,
-    plain,
-    plain_loss,
+    prompt_loss,
     rows_of,
     speaking,
     streams,
@@ -50,34 +49,27 @@ def gradients(model: MultiTaskPeftModel, form: str) -> dict[str, torch.Tensor]:
     return {key: grad.detach().clone() for key, grad in found.items() if grad is not None}
 
 
+def judges_for(model: MultiTaskPeftModel, case: Case) -> Judges:
+    """Return plain PEFT's models of all forms of a case; the weights of both sides are moved alike."""
+    configs = {form: config_of(form, case.task_type) for form in case.forms}
+    return judges_of(model, configs, {form: len(form) for form in configs}, case.make)
+
+
 @pytest.mark.parametrize("case", [*CASES.values(), *SPEAKING.values()], ids=[*CASES, *SPEAKING])
 def test_a_pass_gives_each_prompt_what_plain_peft_alone_gives(case: Case) -> None:
     rows = {form: rows_of(form, case.task_type) for form in case.forms}
     model = mux(*rows, case=case, verify=True)
-    losses = model(packed(model, rows)).losses
-    losses.sum().backward()
-    for loss, form in zip(losses, rows, strict=True):
-        judge, own = plain(config_of(form, case.task_type), len(form), case.make())
-        ours = model.task_parameters(form)
-        assert ours.keys() == own.keys(), "names are plain PEFT's"
-        assert all(torch.equal(ours[key], item) for key, item in own.items()), "initial weights"
-        wanted = plain_loss(judge.train(), rows[form])
-        wanted.backward()
-        assert math.isclose(loss.item(), wanted.item(), rel_tol=1e-5), form
-        for key, item in own.items():
-            assert item.grad is not None
-            assert item.grad.norm() > 0 or key.endswith("lora_A.weight"), f"{form} {key}: nothing would be compared"
-            found: Any = ours[key].grad
-            assert relative(found, item.grad) <= 1e-4, f"{form} {key}"
+    judges = judges_for(model, case)
+    for judge, _ in judges.values():
+        judge.train()
+    assert_as_plain(model, packed(model, rows), judges, rows, loss_of=prompt_loss)
 
 
 @pytest.mark.parametrize("case", CLASSIFYING.values(), ids=CLASSIFYING)
 def test_logits_of_a_stream_and_of_a_view_are_plain_pefts_in_a_padded_batch(case: Case) -> None:
     model = mux(*case.forms, case=case).eval()
-    for form in case.forms:
-        moved(model, model.task_parameters(form))
-        judge, own = plain(config_of(form, case.task_type), len(form), case.make())
-        moved(judge.eval(), own)
+    for form, (judge, _) in judges_for(model, case).items():
+        judge.eval()
         rows = rows_of(form, case.task_type)
         given = padded(rows, model.backbone.config.pad_token_id)
         with torch.no_grad():
@@ -249,8 +241,8 @@ def test_in_half_precision_a_prompt_is_as_near_to_float32_as_plain_peft_is() -> 
         rows = {form: rows_of(form)}
         exact, _ = whole_step(rows)
         ours, _ = whole_step(rows, Case(lambda: tiny_llama().bfloat16()))
-        judge, _ = plain(config_of(form), len(form), tiny_llama().bfloat16())
-        theirs = plain_loss(judge, rows[form]).item()
+        judge, _ = plain(config_of(form), len(form), lambda: tiny_llama().bfloat16())
+        theirs = prompt_loss(judge, rows[form]).item()
         assert abs(ours[form] - exact[form]) <= 2 * abs(theirs - exact[form]) + 1e-2 * exact[form]
         with torch.autocast("cpu", torch.bfloat16):
             model = mux(form)

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from peft import CPTConfig, PeftConfig, PeftType, TaskType
 from peft.utils.constants import TRANSFORMERS_MODELS_TO_PREFIX_TUNING_POSTPROCESS_MAPPING
 
@@ -21,10 +20,9 @@ from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.kind import KINDS, kind_of, kind_of_parameter
 from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from tests.invariants import mux_lab as lab
+from tests.modeling.adapters.passes import plain
 from tests.modeling.adapters.prompts.prompt_cases import (
-    BERT,
     CASES,
-    CLASSES,
     LM,
     PROMPTS,
     SEQ,
@@ -34,13 +32,12 @@ from tests.modeling.adapters.prompts.prompt_cases import (
     config_of,
     moved,
     padded,
-    plain,
-    plain_loss,
+    prompt_loss,
     rows_of,
     task_ids,
     task_of,
 )
-from tests.modeling.test_architectures import SIZE, VOCABULARY, filled
+from tests.modeling.backbones import NO_BERT_DROPOUT, classifier_of, filled
 
 
 def refusal(config: PeftConfig, backbone: Any = None) -> str:
@@ -212,7 +209,7 @@ def test_virtual_tokens_before_a_decoder_are_refused_as_plain_peft_classifies_by
     assert said.startswith("tasks.a.peft_config must be ")
     assert f", got {config_of(form, SEQ).peft_type.value} on a {name}ForSequenceClassif" in said
     assert "it would classify by padding" in said
-    peft_model, own = plain(config_of(form, SEQ), 0, make())
+    peft_model, own = plain(config_of(form, SEQ), 0, make)
     moved(peft_model.eval(), own)
     rows = [Row([5, 6, 7, 8, 9, 10], 0), Row([11, 12], 1)]
     with torch.no_grad():
@@ -227,9 +224,9 @@ def test_virtual_tokens_before_a_decoder_are_refused_as_plain_peft_classifies_by
 def test_virtual_tokens_before_a_tagger_are_refused_as_plain_peft_fails(name: str, form: str) -> None:
     make = CASES[name].make
     assert "PEFT fails on the logits of virtual tokens" in refusal(config_of(form, TOKEN), make())
-    peft_model, _ = plain(config_of(form, TOKEN), 0, make())
+    peft_model, _ = plain(config_of(form, TOKEN), 0, make)
     with pytest.raises(ValueError, match="batch_size"):
-        plain_loss(peft_model, rows_of(form, TOKEN, 1))
+        prompt_loss(peft_model, rows_of(form, TOKEN, 1))
 
 
 def test_cpt_is_refused_as_plain_peft_refuses_it() -> None:
@@ -238,27 +235,23 @@ def test_cpt_is_refused_as_plain_peft_refuses_it() -> None:
     assert "task_type must be CAUSAL_LM for CPT, got SEQ_CLS" in refusal(config_of("cpt", SEQ), CASES["Bert"].make())
 
 
-def distilbert() -> Any:
-    sizes = {"vocab_size": VOCABULARY, "dim": 32, "hidden_dim": 48, "n_layers": 2, "n_heads": 4, "pad_token_id": 0}
-    return tf.DistilBertForSequenceClassification(tf.DistilBertConfig(**sizes, num_labels=CLASSES))
-
-
-def modernbert() -> Any:
-    ids = {"cls_token_id": 1, "sep_token_id": 2, "bos_token_id": 1, "eos_token_id": 2}
-    return tf.ModernBertForSequenceClassification(tf.ModernBertConfig(**SIZE, **ids, num_labels=CLASSES))
-
-
-def narrow_electra() -> Any:
-    return tf.ElectraForSequenceClassification(tf.ElectraConfig(**BERT, embedding_size=16))
-
-
 @pytest.mark.parametrize(
     ("make", "form", "said", "theirs"),
     [
-        (distilbert, "prompt", "backbones whose configuration PEFT can read", "specify `token_dim`"),
-        (modernbert, "prefix", "backbones that take past_key_values", "does not support past key values"),
         (
-            narrow_electra,
+            classifier_of("distilbert", hidden_dim=48),
+            "prompt",
+            "backbones whose configuration PEFT can read",
+            "specify `token_dim`",
+        ),
+        (
+            classifier_of("modernbert", cls_token_id=1, sep_token_id=2),
+            "prefix",
+            "backbones that take past_key_values",
+            "does not support past key values",
+        ),
+        (
+            classifier_of("electra", **NO_BERT_DROPOUT, embedding_size=16),
             "mlp",
             "backbones whose embeddings are as wide as their layers",
             "Sizes of tensors must match",
@@ -270,4 +263,4 @@ def test_backbones_on_which_plain_peft_fails_are_refused_by_name(
 ) -> None:
     assert said in refusal(config_of(form, SEQ), filled(make))
     with pytest.raises((ValueError, RuntimeError), match=theirs):
-        plain_loss(plain(config_of(form, SEQ), 0, filled(make))[0], rows_of(form, SEQ, 1))
+        prompt_loss(plain(config_of(form, SEQ), 0, lambda: filled(make))[0], rows_of(form, SEQ, 1))

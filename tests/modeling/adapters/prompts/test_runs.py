@@ -11,7 +11,6 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-import transformers as tf
 from peft import PeftModel
 from torch.nn import functional as F
 
@@ -23,7 +22,6 @@ from tests.engine.processes.test_data_parallel import assert_alike, assert_as_on
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters.alone import assert_resumes
 from tests.modeling.adapters.prompts.prompt_cases import (
-    BERT,
     CASES,
     LANGUAGE,
     LM,
@@ -32,12 +30,12 @@ from tests.modeling.adapters.prompts.prompt_cases import (
     Case,
     config_of,
     judge,
-    plain_loss,
+    prompt_loss,
     rows_of,
     task_ids,
     task_of,
 )
-from tests.modeling.test_architectures import GROUPED, filled
+from tests.modeling.backbones import classifier_of, filled
 
 ONE_OF_EACH = pytest.mark.parametrize("name", ["language", "Bert", "Llama", "GPT2", "Bert, tokens"])
 
@@ -131,7 +129,7 @@ def test_an_evaluation_is_plain_pefts_after_training(name: str, tmp_path: Path) 
         saved: Any = PeftModel.from_pretrained(case.make(), str(tmp_path / form)).eval()
         saved.peft_config["default"] = config_of(form) if form == "cpt" else saved.peft_config["default"]
         with torch.no_grad():
-            assert found[f"{form}/eval_loss"] == pytest.approx(plain_loss(saved, held_out).item(), rel=1e-4), form
+            assert found[f"{form}/eval_loss"] == pytest.approx(prompt_loss(saved, held_out).item(), rel=1e-4), form
         assert task_ids(saved).keys() == ({"task_ids"} if form == "multitask" else set())
         if form == measured:
             wanted = [saved(input_ids=torch.tensor([row.ids])).logits[0].detach() for row in held_out]
@@ -147,7 +145,7 @@ def test_an_evaluation_is_plain_pefts_after_training(name: str, tmp_path: Path) 
 
 def test_micro_batches_and_dropout_of_an_encoder_depend_on_nothing_but_the_task(tmp_path: Path) -> None:
     drops = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3}
-    case = Case(lambda: filled(lambda: tf.BertForSequenceClassification(tf.BertConfig(**{**BERT, **drops}))), SEQ)
+    case = Case(lambda: filled(classifier_of("bert", **drops)), SEQ)
     forms = ("mlp", "prefix")
     tasks = [task_of(form, case) for form in ("lora", *forms)]
     together = lab.train(tasks, tmp_path / "together", model=case.make())
@@ -158,7 +156,7 @@ def test_micro_batches_and_dropout_of_an_encoder_depend_on_nothing_but_the_task(
 
 
 def test_a_prefix_trains_a_reward_model_as_plain_peft_does(tmp_path: Path) -> None:
-    case = Case(lambda: filled(lambda: tf.LlamaForSequenceClassification(tf.LlamaConfig(**GROUPED, num_labels=1))), SEQ)
+    case = Case(lambda: filled(classifier_of("llama", num_labels=1)), SEQ)
     pairs = [row.ids for row in rows_of("prefix", SEQ, 12)]
     rows = [{"chosen_ids": a, "rejected_ids": b} for a, b in zip(pairs[::2], pairs[1::2], strict=True)]
     task = task_of("prefix", case, train_dataset=rows, objective="reward", num_labels=None)
