@@ -50,7 +50,7 @@ def gradients(model: MultiTaskPeftModel, form: str) -> dict[str, torch.Tensor]:
 
 
 def judges_for(model: MultiTaskPeftModel, case: Case) -> Judges:
-    """Return plain PEFT's models of all forms of a case; the weights of both sides are moved alike."""
+    """Return plain PEFT's models of all forms of a case; the weights of both sides are moved by the same amounts."""
     configs = {form: config_of(form, case.task_type) for form in case.forms}
     return judges_of(model, configs, {form: len(form) for form in configs}, case.make)
 
