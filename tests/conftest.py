@@ -25,6 +25,7 @@ from hypothesis import HealthCheck, settings
 from peft_mux.reporting import views
 from tests.paths import ROOT, SHARED_DATA
 from tests.pictures import draw_none
+from tests.shell import Shell
 
 # Thousands of small runs flush every file that they write; in memory that costs next to nothing.
 _IN_MEMORY = Path("/dev/shm")
@@ -60,6 +61,12 @@ def disk() -> Iterator[Callable[[int | None], None]]:
 
     yield limit
     limit(None)
+
+
+@pytest.fixture
+def shell(capsys: pytest.CaptureFixture[str]) -> Shell:
+    """Return what runs commands of `peft-mux` and returns what they print."""
+    return Shell(capsys)
 
 
 def pytest_collection_finish() -> None:

@@ -11,7 +11,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 import torch
 from peft import PeftModel
@@ -21,7 +20,6 @@ import peft_mux
 from peft_mux.cli import config_file
 from peft_mux.cli.config_file import read_config
 from peft_mux.cli.main import _QUIET, main
-from peft_mux.demo.small_llama import make_backbone, make_tokenizer
 from peft_mux.planning.profiling import backbone as profiling
 from peft_mux.trainer.loop import TrainingLoop
 from peft_mux.trainer.mailbox import Mailbox
@@ -29,61 +27,17 @@ from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.paths import ROOT
 from tests.records import run_records
-
-ROWS = [{"prompt": f"say {word}", "completion": f" {word}"} for word in ("one", "two", "three", "four", "five", "six")]
-TASKS = """\
-model: backbone
-output_dir: {output_dir}
-run: {{use_cpu: true, logging_steps: 1, report_to: none, max_steps: 3, per_device_train_batch_size: 2, save_steps: 2}}
-defaults: {{dataset: rows.jsonl, learning_rate: 1e-2, peft: {{r: 4, target_modules: all-linear}}}}
-tasks:
-  sql: {{eval_dataset: rows.jsonl}}
-  math: {{peft: {{r: 2}}, max_steps: 2}}
-"""
-
-
-@pytest.fixture(scope="module")
-def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Make a folder with a tiny backbone, its tokenizer, and rows."""
-    folder = tmp_path_factory.mktemp("cli")
-    tokenizer = make_tokenizer([row["prompt"] + row["completion"] for row in ROWS])
-    for part in (make_backbone(tokenizer, hidden_size=32, num_layers=2), tokenizer):
-        part.save_pretrained(folder / "backbone")
-    (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
-    return folder
-
-
-@pytest.fixture
-def file(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a file of two tasks; what it trains, and what `datasets` keeps, goes to the test's own folder."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    path = made / f"{tmp_path.name}.yaml"
-    path.write_text(TASKS.format(output_dir=tmp_path / "out"), encoding="utf-8")
-    return path
-
-
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what a command says that ends for a fault of the user's."""
-    assert main(arguments) == 2
-    said = capsys.readouterr().err
-    # Libraries draw their own progress there before.
-    errors = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert len(errors) == 1
-    assert "Traceback" not in said
-    return said
-
+from tests.shell import Shell
 
 # ------------------------------------------------------------------- train
 
 
 def test_train_writes_the_adapters_of_python_which_plain_peft_loads_and_ends_with_0(
-    file: Path, made: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, made: Path, tmp_path: Path, shell: Shell
 ) -> None:
     config = read_config(file, [f"output_dir={tmp_path / 'python'}"])
     MultiTaskTrainer(config.model, config.args, config.tasks).train()
-    assert main(["train", str(file)]) == 0
-    said = capsys.readouterr().out
-    out = tmp_path / "out"
+    said, out = shell("train", file), tmp_path / "out"
     assert "plan  2 tasks on cpu" in said
     report = said[said.rindex("task  ") :]
     for name, steps in (("sql", "3/3"), ("math", "2/2")):
@@ -112,12 +66,12 @@ def test_train_writes_the_adapters_of_python_which_plain_peft_loads_and_ends_wit
 
 
 def test_train_obeys_set_and_writes_tokens_of_the_environment_nowhere(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    file: Path, tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("MUX_TOKEN", "hf_secret_of_the_owner")
     changes = ["run.hub_token=${MUX_TOKEN}", "model_init_kwargs.token=${MUX_TOKEN}", "tasks.math.max_steps=1"]
     changes += [f"output_dir={tmp_path / 'other'}", "tasks.math.peft.r=3"]
-    assert main(["train", str(file), *(part for change in changes for part in ("--set", change))]) == 0
+    said = shell.streams("train", file, *(part for change in changes for part in ("--set", change)))
     files = {path.name: path.read_bytes() for path in (tmp_path / "other").rglob("*") if path.is_file()}
     config = json.loads(files["config.json"])["tasks"]
     assert (config["math"]["num_steps"], config["math"]["peft_config"]["r"]) == (1, 3)
@@ -125,29 +79,27 @@ def test_train_obeys_set_and_writes_tokens_of_the_environment_nowhere(
     assert not (tmp_path / "out").exists()
     assert {"config.json", "report.html", "metrics.jsonl"} <= files.keys()
     assert [name for name, data in files.items() if b"hf_secret" in data] == []
-    said = capsys.readouterr()
-    assert "hf_secret" not in said.out + said.err
+    assert "hf_secret" not in "".join(said)
 
 
 def test_a_second_train_is_refused_before_a_model_or_rows_are_read_and_resume_continues(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
-    assert main(["train", str(file)]) == 0
-    capsys.readouterr()
+    shell("train", file)
     before = (tmp_path / "out" / "sql" / "adapter_model.safetensors").read_bytes()
-    assert main(["train", str(file), "--resume"]) == 0
+    shell("train", file, "--resume")
     assert (tmp_path / "out" / "sql" / "adapter_model.safetensors").read_bytes() == before
     monkeypatch.setattr("peft_mux.cli.commands.make_trainer", lambda config: pytest.fail("a trainer was made"))
-    assert "which holds a run" in refused(["train", str(file)], capsys)
+    assert "which holds a run" in shell.refused("train", file)
     new = f"output_dir={tmp_path / 'new'}"
-    assert "holds no state of a run" in refused(["train", str(file), "--resume", "--set", new], capsys)
+    assert "holds no state of a run" in shell.refused("train", file, "--resume", "--set", new)
 
 
 @pytest.mark.parametrize(("number", "status"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_a_training_that_a_signal_ends_says_where_it_was_saved_and_its_status_tells_the_signal(
     file: Path,
     tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
+    shell: Shell,
     monkeypatch: pytest.MonkeyPatch,
     number: int,
     status: int,
@@ -160,23 +112,21 @@ def test_a_training_that_a_signal_ends_says_where_it_was_saved_and_its_status_te
 
     with monkeypatch.context() as patches:
         patches.setattr(TrainingLoop, "train_step", interrupted)
-        assert main(["train", str(file)]) == status
-    said = capsys.readouterr().out
+        said = shell("train", file, status=status)
     name, out = signal.Signals(number).name, tmp_path / "out"
     assert f"interrupted by {name} after step 1; saved in {out}; resume with" in said
     assert "peft-mux train FILE --resume" in said
-    assert main(["train", str(file), "--resume"]) == 0
+    shell("train", file, "--resume")
 
 
 def test_an_interrupt_before_training_ends_with_130_and_no_traceback(
-    file: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    file: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def interrupted(*arguments: object, **options: object) -> None:
         raise KeyboardInterrupt
 
     monkeypatch.setattr("peft_mux.cli.commands.read_config", interrupted)
-    assert main(["train", str(file)]) == 130
-    assert capsys.readouterr().err == "interrupted\n"
+    assert shell.streams("train", file, status=130)[1] == "interrupted\n"
 
 
 def pause(out: Path, *names: str) -> None:
@@ -187,42 +137,33 @@ def pause(out: Path, *names: str) -> None:
 
 
 def test_a_training_that_ends_while_a_task_is_paused_says_so_with_a_status_and_the_command_that_continues(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, shell: Shell
 ) -> None:
-    out = tmp_path / "out"
-    pause(out, "sql")
-    assert main(["train", str(file), "--set", "tasks.sql.max_steps=4"]) == 3
-    said = capsys.readouterr().out
+    pause(tmp_path / "out", "sql")
+    said = shell("train", file, "--set", "tasks.sql.max_steps=4", status=3)
     assert "paused sql: the run has ended, with steps left" in said
     lines = said.splitlines()
     line = lines[lines.index("next   # resume the run") + 1]
     commands = [shlex.split(part) for part in line.split("&&")]
     assert [words[:2] for words in commands] == [["peft-mux", "resume"], ["peft-mux", "train"]]
-    assert [main(words[1:]) for words in commands] == [0, 0]
-    report = capsys.readouterr().out
+    _, report = (shell(*words[1:]) for words in commands)
     assert any(line.split()[:3] == ["sql", "succeeded", "4/4"] for line in report.splitlines())
 
 
-def test_only_tasks_that_have_ended_well_are_served_unless_asked_for(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_only_tasks_that_have_ended_well_are_served_unless_asked_for(file: Path, tmp_path: Path, shell: Shell) -> None:
     out = tmp_path / "out"
     pause(out, "sql")
-    assert main(["train", str(file)]) == 3
-    capsys.readouterr()
-    assert main(["export", str(out), "--vllm"]) == 0
-    left_out, command = capsys.readouterr().out.splitlines()
+    shell("train", file, status=3)
+    left_out, command = shell("export", out, "--vllm").splitlines()
     assert left_out == "sql: left out, paused at step 0 of 3; --unfinished includes it"
     assert (f"math={out}/math" in command, f"sql={out}/sql" in command) == (True, False)
-    assert main(["export", str(out), "--vllm", "--unfinished"]) == 0
-    (command,) = capsys.readouterr().out.splitlines()
+    (command,) = shell("export", out, "--vllm", "--unfinished").splitlines()
     assert f"math={out}/math sql={out}/sql" in command
-    assert main(["export", str(out), "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["unfinished"] == {"sql": "paused at step 0 of 3"}
+    assert shell.json("export", out)["unfinished"] == {"sql": "paused at step 0 of 3"}
 
 
 def test_a_look_at_a_run_that_starts_says_what_it_loads_until_it_trains(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    file: Path, tmp_path: Path, shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     seen: list[str | None] = []
 
@@ -230,9 +171,7 @@ def test_a_look_at_a_run_that_starts_says_what_it_loads_until_it_trains(
         function = getattr(owner, name)
 
         def look(*arguments: Any, **options: Any) -> Any:
-            capsys.readouterr()
-            assert main(["status", str(tmp_path / "out"), "--json"]) == 0
-            seen.append(json.loads(capsys.readouterr().out)["loading"])
+            seen.append(shell.json("status", tmp_path / "out")["loading"])
             return function(*arguments, **options)
 
         monkeypatch.setattr(owner, name, look)
@@ -240,7 +179,7 @@ def test_a_look_at_a_run_that_starts_says_what_it_loads_until_it_trains(
     looking(config_file, "rows_of")
     looking(Placement, "load")
     looking(TrainingLoop, "train_step")
-    assert main(["train", str(file), "--set", "run.max_steps=1", "--set", "tasks.math.max_steps=1"]) == 0
+    shell("train", file, "--set", "run.max_steps=1", "--set", "tasks.math.max_steps=1")
     assert list(dict.fromkeys(seen)) == ["data", "model", None]
 
 
@@ -265,56 +204,49 @@ def test_what_libraries_show_can_be_asked_for(file: Path, tmp_path: Path) -> Non
     assert "Generating train split" in shown(tmp_path, "plan", str(file), "--verbose")
 
 
-def test_json_of_a_training_is_alone_on_standard_output(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_json_of_a_training_is_alone_on_standard_output(file: Path, tmp_path: Path, shell: Shell) -> None:
     third = "tasks.third={max_steps: 2}"
     pause(tmp_path / "out", "third")
     settings = ["--set", third, "--set", "tasks.sql.learning_rate=1e30"]
-    assert main(["train", str(file), "--json", *settings]) == 1, "a failed task counts more than a paused one"
-    said = capsys.readouterr()
-    found = json.loads(said.out)
+    # A failed task counts more than a paused one.
+    printed, said = shell.streams("train", file, "--json", *settings, status=1)
+    found = json.loads(printed)
     assert (found["output_dir"], found["interrupted_by"], found["sweeps"]) == (str(tmp_path / "out"), None, [])
     sql, math, third = (found["tasks"][name] for name in ("sql", "math", "third"))
     assert (sql["status"], math["status"], math["reason"]) == ("failed", "succeeded", "")
     assert (math["step"], math["num_steps"], math["place"]) == (2, 2, str(tmp_path / "out" / "math"))
     assert math["loss"] > 0
     assert third["status"] == "paused"
-    assert "NaN" not in said.out
-    assert "plan  3 tasks on cpu" in said.err
+    assert "NaN" not in printed
+    assert "plan  3 tasks on cpu" in said
 
 
 # -------------------------------------------------------------------- plan
 
 
 def test_a_profile_is_measured_once_and_read_again_until_asked_again(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     measured: list[int] = []
     measure = profiling._measure
     monkeypatch.setattr(profiling, "_measure", lambda *given: measured.append(1) or measure(*given))
     output = tmp_path / "out.json"
-    command = ["profile", str(file), "--output", str(output), "--seconds", "0.3"]
-    assert main(command) == 0
+    command = ["profile", file, "--output", output, "--seconds", "0.3"]
+    shell(*command)
     first = output.read_text(encoding="utf-8")
     output.unlink()
-    assert main(command) == 0
+    assert "measured up to" in shell(*command)
     assert output.read_text(encoding="utf-8") == first
     assert len(measured) == 1
-    assert main([*command, "--refresh"]) == 0
+    assert "measured up to" in shell(*command, "--refresh")
     assert len(measured) == 2
-    assert "measured up to" in capsys.readouterr().out
-    assert main([*command, "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = shell.json(*command)
     assert found["written"] == str(output)
     assert found["profile"] == json.loads(output.read_text(encoding="utf-8"))
 
 
-def test_plan_shows_every_task_and_the_memory_and_makes_no_folder(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["plan", str(file)]) == 0
-    said = capsys.readouterr().out
+def test_plan_shows_every_task_and_the_memory_and_makes_no_folder(file: Path, tmp_path: Path, shell: Shell) -> None:
+    said = shell("plan", file)
     assert "plan  2 tasks on cpu" in said
     lines = [line.split() for line in said.splitlines()]
     assert ["sql", "3"] in [[words[0], words[4]] for words in lines if len(words) == 6]
@@ -324,35 +256,28 @@ def test_plan_shows_every_task_and_the_memory_and_makes_no_folder(
 
 
 def test_a_terminal_shows_memory_that_is_nearly_full_in_red(
-    file: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     monkeypatch.delenv("NO_COLOR", raising=False)
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
-    assert main(["plan", str(file)]) == 0
-    assert "\x1b" not in capsys.readouterr().out
+    assert "\x1b" not in shell("plan", file)
     monkeypatch.setattr("peft_mux.planning.targets.device_memory_bytes", lambda device: 2**10)
-    assert main(["plan", str(file)]) == 0
-    (red,) = [line for line in capsys.readouterr().out.splitlines() if "\x1b" in line]
+    (red,) = [line for line in shell("plan", file).splitlines() if "\x1b" in line]
     assert red.startswith("\x1b[31m        [#")
     assert red.endswith("NEARLY FULL: more than 95 %\x1b[0m")
     monkeypatch.setattr(sys.stdout, "isatty", lambda: False)
-    assert main(["plan", str(file)]) == 0
-    assert "\x1b" not in capsys.readouterr().out
+    assert "\x1b" not in shell("plan", file)
 
 
-def test_plan_as_json_can_be_read_and_needs_no_weights_but_train_does(
-    file: Path, made: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_plan_as_json_can_be_read_and_needs_no_weights_but_train_does(file: Path, made: Path, shell: Shell) -> None:
     bare = made / "bare"
     bare.mkdir()
     for path in (made / "backbone").iterdir():
         if path.suffix != ".safetensors":
             (bare / path.name).write_bytes(path.read_bytes())
-    assert main(["plan", str(file), "--json", "--set", "model=bare"]) == 0
-    plan = capsys.readouterr().out
-    shares = json.loads(plan[plan.index("{") :])["shares"]
+    shares = shell.json("plan", file, "--set", "model=bare")["shares"]
     assert [(share["name"], share["num_steps"]) for share in shares] == [("sql", 3), ("math", 2)]
-    assert "bare" in refused(["train", str(file), "--set", "model=bare"], capsys)
+    assert "bare" in shell.refused("train", file, "--set", "model=bare")
 
 
 # ------------------------------------------------------------------- faults
@@ -368,27 +293,25 @@ def test_plan_as_json_can_be_read_and_needs_no_weights_but_train_does(
     ],
 )
 def test_a_fault_ends_with_2_and_is_named_without_a_traceback(
-    command: str, override: str, said: str, file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    command: str, override: str, said: str, file: Path, tmp_path: Path, shell: Shell
 ) -> None:
-    assert said in refused([command, str(file), "--set", override], capsys)
+    assert said in shell.refused(command, file, "--set", override)
     assert not (tmp_path / "out").exists()
 
 
-def test_rows_of_an_unknown_form_end_with_2_by_task(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_of_an_unknown_form_end_with_2_by_task(file: Path, tmp_path: Path, shell: Shell) -> None:
     (tmp_path / "odd.jsonl").write_text('{"promt": "a", "completion": "b"}\n', encoding="utf-8")
-    said = refused(["train", str(file), "--set", f"tasks.sql.dataset={tmp_path / 'odd.jsonl'}"], capsys)
+    said = shell.refused("train", file, "--set", f"tasks.sql.dataset={tmp_path / 'odd.jsonl'}")
     assert "tasks.sql.train_dataset must have the columns input_ids; prompt + completion; messages; text," in said
     assert "got columns promt, completion" in said
     assert 'Did you mean "prompt"?' in said
 
 
 def test_a_tokenizer_folder_next_to_the_file_is_found(
-    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    assert main(["plan", str(file), "--set", "tokenizer=backbone"]) == 0
+    shell("plan", file, "--set", "tokenizer=backbone")
 
 
 @pytest.mark.parametrize(

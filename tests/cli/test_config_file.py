@@ -13,11 +13,12 @@ from peft import LoraConfig
 
 from peft_mux import BottleneckConfig
 from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.cli.config_file import parse_value, read_config
-from peft_mux.cli.main import main
+from peft_mux.cli.config_file import RunConfig, parse_value, read_config
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.generation.options import GenerateOptions
 from peft_mux.task import EarlyStopping, Task
+from tests.cli.lab import write_rows
+from tests.shell import Shell
 
 ROWS = [{"prompt": f"say {n}", "completion": f" n{n}"} for n in range(6)]
 EVAL_ROWS = [{"prompt": "say 9", "completion": " 9"}]
@@ -47,10 +48,9 @@ tasks:
 
 
 @pytest.fixture
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a folder with rows in it; what `datasets` keeps goes there too."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in ROWS), encoding="utf-8")
+def folder(tmp_path: Path) -> Path:
+    """Return a folder with rows in it."""
+    write_rows(tmp_path / "rows.jsonl", ROWS)
     (tmp_path / "held_out.json").write_text(json.dumps(EVAL_ROWS), encoding="utf-8")
     csv = "prompt,completion\n" + "".join(f"{row['prompt']},{row['completion']}\n" for row in ROWS)
     (tmp_path / "rows.csv").write_text(csv, encoding="utf-8")
@@ -67,6 +67,11 @@ def good(folder: Path) -> str:
     return GOOD.format(output_dir=folder / "out")
 
 
+def read(folder: Path, *overrides: str) -> RunConfig:
+    """Read the good file, changed as `--set` does it."""
+    return read_config(write(folder, good(folder)), list(overrides))
+
+
 def plain(task: Task) -> dict[str, Any]:
     """Return all fields of a task as values that can be compared."""
     values = {item.name: getattr(task, item.name) for item in fields(task)}
@@ -80,7 +85,7 @@ def plain(task: Task) -> dict[str, Any]:
 
 
 def test_a_file_gives_the_same_arguments_and_tasks_as_python(folder: Path) -> None:
-    config = read_config(write(folder, good(folder)))
+    config = read(folder)
     args = MultiTaskTrainingArguments(
         output_dir=str(folder / "out"), use_cpu=True, logging_steps=10, max_length=99, report_to="none"
     )
@@ -122,7 +127,7 @@ def test_a_model_folder_next_to_the_file_is_found_from_anywhere(folder: Path, mo
 
 def test_numbers_are_read_as_people_write_them(folder: Path) -> None:
     for text in ("1e-4", "1E-4", "1.0e-4", "0.0001", ".0001", "1_0e-5"):
-        config = read_config(write(folder, good(folder)), [f"tasks.sql.learning_rate={text}"])
+        config = read(folder, f"tasks.sql.learning_rate={text}")
         assert config.tasks[0].learning_rate == pytest.approx(1e-4)
 
 
@@ -131,11 +136,11 @@ def test_datasets_of_other_forms_and_parts_of_them_are_loaded(folder: Path) -> N
     dataset.to_parquet(folder / "saved.parquet")
     dataset.save_to_disk(str(folder / "saved"))
     for change, rows in (("dataset=saved.parquet", ROWS), ("dataset=saved", ROWS), ("split=train[:2]", ROWS[:2])):
-        config = read_config(write(folder, good(folder)), [f"tasks.sql.{change}"])
+        config = read(folder, f"tasks.sql.{change}")
         assert [dict(row) for row in config.tasks[0].train_dataset] == rows
     # Else the user would evaluate on the rows that are trained on.
     with pytest.raises(ConfigError, match="test"):
-        read_config(write(folder, good(folder)), ["tasks.sql.eval_split=test"])
+        read(folder, "tasks.sql.eval_split=test")
 
 
 def test_a_task_of_another_type_takes_no_options_of_the_defaults_and_losses_are_read_as_in_python(folder: Path) -> None:
@@ -148,7 +153,7 @@ def test_a_task_of_another_type_takes_no_options_of_the_defaults_and_losses_are_
     objective_args: {beta: 0.2, loss_weights: [1, 0.1]}
 """
     pair = {"prompt": "a", "chosen": "b", "rejected": "c"}
-    (folder / "pairs.jsonl").write_text(json.dumps(pair) + "\n", encoding="utf-8")
+    write_rows(folder / "pairs.jsonl", [pair])
     *_, house, pref = read_config(write(folder, GOOD.format(output_dir="out") + text.lstrip("\n"))).tasks
     assert house.peft_config == BottleneckConfig(bottleneck_size=4, target_modules=["o_proj"])
     assert pref.peft_config == LoraConfig(r=16, target_modules="all-linear")
@@ -171,7 +176,7 @@ def test_set_replaces_adds_and_makes_sections(folder: Path) -> None:
         "tasks.math.early_stopping=null",
         "tasks.third={dataset: rows.jsonl, max_steps: 2}",
     ]
-    config = read_config(write(folder, good(folder)), overrides)
+    config = read(folder, *overrides)
     sql, math, third = config.tasks
     assert (sql.learning_rate, math.learning_rate, third.learning_rate) == (1e-3, 1e-5, 2e-4)
     assert (math.peft_config.lora_alpha, math.peft_config.r, math.early_stopping) == (9, 64, None)
@@ -181,16 +186,16 @@ def test_set_replaces_adds_and_makes_sections(folder: Path) -> None:
 
 def test_what_evaluations_generate_is_a_section_or_true(folder: Path) -> None:
     given = "tasks.math.eval_generate={max_new_tokens: 8, metrics: [f1, contains], num_rows: 3, stop_strings: ['.']}"
-    config = read_config(write(folder, good(folder)), [given, "tasks.math.eval_generate.seed=5"])
+    config = read(folder, given, "tasks.math.eval_generate.seed=5")
     wanted = GenerateOptions(max_new_tokens=8, metrics=["f1", "contains"], num_rows=3, stop_strings=["."], seed=5)
     assert config.tasks[1].generate_options == wanted
-    config = read_config(write(folder, good(folder)), ["tasks.math.eval_generate=true"])
+    config = read(folder, "tasks.math.eval_generate=true")
     assert config.tasks[1].generate_options == GenerateOptions()
 
 
 def test_defaults_of_when_to_evaluate_pass_over_tasks_without_held_out_rows_unless_none_has_any(folder: Path) -> None:
     when = ["defaults.eval_steps=5", "defaults.eval_delay=2", "defaults.eval_on_start=true"]
-    sql, math = read_config(write(folder, good(folder)), when).tasks
+    sql, math = read(folder, *when).tasks
     assert (sql.eval_steps, sql.eval_delay, sql.eval_on_start) == (None, None, None)
     assert (math.eval_steps, math.eval_delay, math.eval_on_start) == (5, 2, True)
     without = ["tasks.math.eval_dataset=null", "tasks.math.early_stopping=null"]
@@ -198,7 +203,7 @@ def test_defaults_of_when_to_evaluate_pass_over_tasks_without_held_out_rows_unle
         with pytest.raises(
             ConfigError, match=r"tasks\.sql\.eval_dataset must be held-out rows, because eval_steps is set, got None"
         ):
-            read_config(write(folder, good(folder)), own)
+            read(folder, *own)
 
 
 # ------------------------------------------------------------------ faults
@@ -218,9 +223,7 @@ def test_an_unknown_key_is_named_with_its_line_and_what_was_meant(
 ) -> None:
     text = good(folder)
     assert old in text
-    with pytest.raises(ConfigError) as caught:
-        read_config(write(folder, text.replace(old, new, 1)))
-    said = str(caught.value)
+    said = refusal(folder, text.replace(old, new, 1))
     assert f"tasks.yaml:{line} {key} must be a key of this section, got an unknown key" in said
     assert f'Did you mean "{meant}"?' in said
 
@@ -234,9 +237,7 @@ tasks:
   math: {dataset: rows.jsonl, peft: {rr: 2}, learning_rate: fast}
   math: {dataset: rows.jsonl, max_steps: 0, early_stopping: {patienc: 3}, optim: adamw}
 """
-    with pytest.raises(ConfigError) as caught:
-        read_config(write(folder, text))
-    said = str(caught.value)
+    said = refusal(folder, text)
     assert said.startswith("9 things are wrong:"), said
     wanted = ("2 run.logging_stepz", "2 run.save_steps", "4 tasks.sql.learning_rte", "4 tasks.sql.seed")
     wanted += ("4 tasks.sql.eval_dataset", "6 tasks.math ", "6 tasks.math.max_steps", "6 tasks.math.optim")
@@ -261,7 +262,7 @@ tasks:
 )
 def test_an_unknown_key_is_refused_with_what_to_write_instead(key: str, value: Any, hint: str, folder: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        read_config(write(folder, good(folder)), [f"{key}={value}"])
+        read(folder, f"{key}={value}")
     assert f"{key} must be a key of this section, got an unknown key" in str(caught.value)
     assert hint in str(caught.value)
 
@@ -296,7 +297,7 @@ def test_an_unknown_key_is_refused_with_what_to_write_instead(key: str, value: A
 )
 def test_a_wrong_value_is_refused_by_key(override: str, said: str, folder: Path) -> None:
     with pytest.raises(ConfigError, match=said):
-        read_config(write(folder, good(folder)), [override])
+        read(folder, override)
 
 
 def test_a_key_or_a_section_that_stands_twice_is_one_fault_with_its_line(folder: Path) -> None:
@@ -321,10 +322,10 @@ def test_a_file_that_cannot_be_read_is_named(what: str, told: str, folder: Path)
 def test_variables_of_the_environment_stand_where_secrets_do(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("MUX_TOKEN", "hf_abc")
     overrides = ["run.hub_token=${MUX_TOKEN}", "model_init_kwargs.token=${MUX_TOKEN}"]
-    config = read_config(write(folder, good(folder)), overrides)
+    config = read(folder, *overrides)
     assert (config.args.hub_token, config.model_init_kwargs) == ("hf_abc", {"token": "hf_abc"})
     template = "{{ messages }} costs ${MUX_TOKEN}"
-    config = read_config(write(folder, good(folder)), [f"tasks.sql.chat_template='{template}'"])
+    config = read(folder, f"tasks.sql.chat_template='{template}'")
     assert config.tasks[0].chat_template == template, "a template has a language of its own"
 
 
@@ -334,7 +335,7 @@ def test_a_dollar_in_a_token_or_in_the_value_of_a_variable_is_part_of_the_secret
     monkeypatch.setenv("MUX_TOKEN", "hf_$a${MUX_SET}")
     monkeypatch.setenv("MUX_SET", "other")
     overrides = ["run.hub_token=hf_$MUX_SET$", "model_init_kwargs.token=x${MUX_TOKEN}"]
-    config = read_config(write(folder, good(folder)), overrides)
+    config = read(folder, *overrides)
     assert (config.args.hub_token, config.model_init_kwargs) == ("hf_$MUX_SET$", {"token": "xhf_$a${MUX_SET}"})
 
 
@@ -348,13 +349,9 @@ def test_a_dollar_in_a_token_or_in_the_value_of_a_variable_is_part_of_the_secret
             "run.hub_token=$MUX_SET",
             "run.hub_token must be a token or a variable in braces, got a variable without braces",
         ),
-        (
-            "run.run_name=${MUX_SET}",
-            ("must be the value itself (variables may be in run.hub_token and model_init_kwargs.token only)"),
-        ),
-        (
-            "output_dir=runs/${MUX_SET}",
-            ("must be the value itself (variables may be in run.hub_token and model_init_kwargs.token only)"),
+        *(
+            (given, "must be the value itself (variables may be in run.hub_token and model_init_kwargs.token only)")
+            for given in ("run.run_name=${MUX_SET}", "output_dir=runs/${MUX_SET}")
         ),
     ],
 )
@@ -365,7 +362,7 @@ def test_a_variable_that_is_not_set_or_stands_elsewhere_is_refused_with_its_fiel
     monkeypatch.setenv("MUX_EMPTY", "")
     monkeypatch.setenv("MUX_SET", "hf_abc")
     with pytest.raises(ConfigError) as refusal:
-        read_config(write(folder, good(folder)), [override])
+        read(folder, override)
     (fault,) = refusal.value.faults
     assert fault.where.endswith(f" {override.partition('=')[0]}")
     assert told in str(fault)
@@ -376,11 +373,9 @@ def test_a_variable_that_is_not_set_or_stands_elsewhere_is_refused_with_its_fiel
 # ------------------------------------------------------------------- any text
 
 
-def refusal(folder: Path, text: str | bytes) -> str:
-    path = folder / "tasks.yaml"
-    path.write_bytes(text if isinstance(text, bytes) else text.encode())
+def refusal(folder: Path, text: str) -> str:
     with pytest.raises(ConfigError) as caught:
-        read_config(path)
+        read_config(write(folder, text))
     assert "tasks.yaml" in str(caught.value)
     return str(caught.value)
 
@@ -416,12 +411,9 @@ def test_a_key_that_yaml_reads_as_another_value_shall_be_quoted(tmp_path: Path, 
 
 def test_a_quoted_key_is_a_name(tmp_path: Path) -> None:
     (tmp_path / "rows.jsonl").write_text('{"text": "a"}\n')
-    path = tmp_path / "tasks.yaml"
-    path.write_text(
-        "model: m\noutput_dir: out\nrun: {use_cpu: true}\nmodel_init_kwargs: {max_memory: {0: 1GiB}}\n"
-        'tasks:\n  "yes": {dataset: rows.jsonl}\n  "1": {dataset: rows.jsonl}\n'
-    )
-    config = read_config(path)
+    top = "model: m\noutput_dir: out\nrun: {use_cpu: true}\nmodel_init_kwargs: {max_memory: {0: 1GiB}}\n"
+    tasks = 'tasks:\n  "yes": {dataset: rows.jsonl}\n  "1": {dataset: rows.jsonl}\n'
+    config = read_config(write(tmp_path, top + tasks))
     assert [task.name for task in config.tasks] == ["yes", "1"]
     assert config.model_init_kwargs == {"max_memory": {0: "1GiB"}}
 
@@ -441,18 +433,13 @@ def test_what_cannot_be_read_is_refused_by_file(tmp_path: Path, text: str) -> No
 
 
 @pytest.mark.parametrize("name", ["rows.jsonl", "rows.csv"])
-def test_rows_that_are_not_utf_8_are_refused_by_file_line_and_remedy(
-    tmp_path: Path, name: str, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_rows_that_are_not_utf_8_are_refused_by_file_line_and_remedy(tmp_path: Path, name: str, shell: Shell) -> None:
     header = "text\n" if name.endswith("csv") else ""
     row = "caf\xe9\n" if name.endswith("csv") else '{"text": "caf\xe9"}\n'
     plain = "ok\n" if name.endswith("csv") else '{"text": "ok"}\n'
     (tmp_path / name).write_bytes((header + plain + row).encode("latin1"))
     line = 3 if header else 2
-    (tmp_path / "tasks.yaml").write_text(
-        f"model: m\nrun: {{use_cpu: true}}\ntasks:\n  own: {{dataset: {name}, max_steps: 1}}\n"
-    )
-    assert main(["train", str(tmp_path / "tasks.yaml")]) == 2
-    told = capsys.readouterr().err
+    text = f"model: m\nrun: {{use_cpu: true}}\ntasks:\n  own: {{dataset: {name}, max_steps: 1}}\n"
+    told = shell.refused("train", write(tmp_path, text))
     assert f"tasks.yaml:4 tasks.own.dataset must be UTF-8 text, got {name} line {line}, byte 0xe9." in told
     assert f"iconv -f latin1 -t utf-8 {name}" in told

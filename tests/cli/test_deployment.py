@@ -2,20 +2,16 @@
 
 from __future__ import annotations
 
-import json
 import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import datasets
 import pytest
 from datasets import Dataset
 from peft import LoraConfig
 
 from peft_mux.cli.config_file import read_cluster, read_config
-from peft_mux.cli.main import main
-from peft_mux.demo.small_llama import make_backbone, make_tokenizer
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.errors import ConfigError
 from peft_mux.planning.deployment import notes_on, redeploy, times_from
@@ -24,6 +20,8 @@ from peft_mux.scheduler.costs.hardware import Link, parse_devices
 from peft_mux.scheduler.replicas.time_model import ParallelConfig
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
+from tests.cli.lab import save_backbone, write_rows
+from tests.shell import Shell
 
 TASKS = """\
 model: backbone
@@ -43,19 +41,16 @@ ONE, TWO = ParallelConfig(1, 1), ParallelConfig(2, 1)
 def made(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Make a folder with a tiny backbone, its tokenizer, short rows and long rows."""
     folder = tmp_path_factory.mktemp("deployment")
-    tokenizer = make_tokenizer(["one", "two", "three", "four"])
-    for part in (make_backbone(tokenizer, hidden_size=32, num_layers=2), tokenizer):
-        part.save_pretrained(folder / "backbone")
-    for name, rows in (("short", [12, 20, 31, 9] * 8), ("long", [256, 240, 250, 230])):
-        lines = [json.dumps({"input_ids": [5 + place % 3 for place in range(count)]}) + "\n" for count in rows]
-        (folder / f"{name}.jsonl").write_text("".join(lines), encoding="utf-8")
+    save_backbone(folder / "backbone", ["one", "two", "three", "four"])
+    for name, lengths in (("short", [12, 20, 31, 9] * 8), ("long", [256, 240, 250, 230])):
+        rows = [{"input_ids": [5 + place % 3 for place in range(length)]} for length in lengths]
+        write_rows(folder / f"{name}.jsonl", rows)
     return folder
 
 
 @pytest.fixture
-def file(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """Return a file of two tasks; what `datasets` keeps goes to the test's own folder."""
-    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", str(tmp_path / "cache"))
+def file(made: Path, tmp_path: Path) -> Path:
+    """Return a file of two tasks."""
     path = made / f"{tmp_path.name}.yaml"
     path.write_text(TASKS.format(output_dir=tmp_path / "out"), encoding="utf-8")
     return path
@@ -64,7 +59,7 @@ def file(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def trainer_of(file: Path, *overrides: str) -> MultiTaskTrainer:
     from transformers import AutoTokenizer
 
-    config = read_config(str(file), list(overrides))
+    config = read_config(file, list(overrides))
     tokenizer = AutoTokenizer.from_pretrained(str(file.parent / "backbone"))
     return MultiTaskTrainer(config.model, config.args, config.tasks, processing_class=tokenizer)
 
@@ -80,28 +75,13 @@ def tight(file: Path, devices: str | None = None) -> str:
     return f"run.memory_limit_gib={facts.memory.peak_bytes(facts.loads, 200) / GIB!r}"
 
 
-def planned(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    capsys.readouterr()
-    assert main(["plan", *arguments]) == 0
-    return capsys.readouterr().out
-
-
-def refused(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> str:
-    """Return what a command says that ends for a fault of the user's."""
-    assert main(["plan", *arguments]) == 2
-    said = capsys.readouterr().err
-    (error,) = [line for line in said.splitlines() if line.startswith("error: ")]
-    assert "Traceback" not in said
-    return error
-
-
 # ------------------------------------------------------------------------- plans
 
 
 def test_a_deployment_of_other_devices_is_shown_with_its_sources_and_alternatives(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, shell: Shell
 ) -> None:
-    said = planned([str(file), "--deployment", *DEVICES, "--failures-per-day", "4"], capsys)
+    said = shell("plan", file, "--deployment", *DEVICES, "--failures-per-day", "4")
     assert "devices  4 x A100-40GB, 37.25 GiB each" in said
     assert "failures: 4 a day, checkpoints of " in said
     assert "% of the time is lost" in said
@@ -119,11 +99,9 @@ def test_a_deployment_of_other_devices_is_shown_with_its_sources_and_alternative
     assert not (tmp_path / "out").exists(), "a plan writes nothing"
 
 
-def test_tight_memory_leads_to_unlike_replicas_that_can_be_run_as_they_are_printed(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_tight_memory_leads_to_unlike_replicas_that_can_be_run_as_they_are_printed(file: Path, shell: Shell) -> None:
     limit = tight(file, DEVICES[1])
-    data = json.loads(planned([str(file), "--deployment", *DEVICES, "--json", "--set", limit], capsys))
+    data = shell.json("plan", file, "--deployment", *DEVICES, "--set", limit)
     layout = ParallelLayout.parse(data["replicas"])
     assert layout.world_size <= 4
     rows = {(row["config"]["tp"], row["config"]["pp"]): row for row in data["configurations"]}
@@ -139,11 +117,9 @@ def test_tight_memory_leads_to_unlike_replicas_that_can_be_run_as_they_are_print
     assert data["limit_bytes"] == int(float(limit.split("=")[1]) * GIB)
 
 
-def test_json_and_image_are_those_of_the_report_from_python(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    image, options = tmp_path / "plan.svg", ["--json", "--failures-per-day", "4"]
-    data = json.loads(planned([str(file), "--deployment", *DEVICES, *options, "--image", str(image)], capsys))
+def test_json_and_image_are_those_of_the_report_from_python(file: Path, tmp_path: Path, shell: Shell) -> None:
+    image = tmp_path / "plan.svg"
+    data = shell.json("plan", file, "--deployment", *DEVICES, "--failures-per-day", "4", "--image", image)
     assert data["devices"] == "4 x A100-40GB"
     assert 180 * 4 / 86_400 < data["failures"]["lost_share"] < 0.02
     assert "balanced dispatch" in image.read_text(encoding="utf-8")
@@ -152,51 +128,45 @@ def test_json_and_image_are_those_of_the_report_from_python(
     assert "failures:" not in str(report)
 
 
-def test_without_devices_the_run_s_own_are_planned_for(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    said = planned([str(file), "--deployment"], capsys)
+def test_without_devices_the_run_s_own_are_planned_for(file: Path, shell: Shell) -> None:
+    said = shell("plan", file, "--deployment")
     assert "devices  1 x cpu, no memory limit" in said
     assert 'to run it: replicas: "<1,1>x1", on 1 processes' in said
     assert "note: memory is not limited here" in said
 
 
-def test_measured_times_of_a_layer_take_the_place_of_data_sheets(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_measured_times_of_a_layer_take_the_place_of_data_sheets(file: Path, tmp_path: Path, shell: Shell) -> None:
     times, limits = tmp_path / "times.csv", tmp_path / "limits.csv"
     rows = [(tp, s, b, (b * s / tp**0.3 + 3) / 100) for tp in (1, 2) for s in (64, 256, 512, 1024) for b in (1, 2, 4)]
     times.write_text("tp,seq_len,mbs,time\n" + "".join(f"{','.join(map(str, row))}\n" for row in rows))
     limits.write_text("tp,pp,max_tokens\n1,1,128\n2,1,512\n")
-    options = ["--deployment", *DEVICES, "--layer-profile", str(times), "--max-tokens", str(limits)]
-    said = planned([str(file), *options], capsys)
+    options = ["--deployment", *DEVICES, "--layer-profile", times, "--max-tokens", limits]
+    said = shell("plan", file, *options)
     assert "times    layer times measured, from times.csv" in said
     assert said.split("deployment  ")[1].splitlines()[0] == "<2,1>x1, <1,1>x2"
     assert "by MuxTune's plans" not in said, "layer times say nothing of what else a plan is made of"
     times.write_text("tp,seq_len\n1,64\n")
-    assert "layer profile times.csv, limits.csv" in refused([str(file), *options], capsys)
+    assert "layer profile times.csv, limits.csv" in shell.refused("plan", file, *options)
 
 
 # -------------------------------------------------------------------------- faults
 
 
-def test_unknown_devices_are_refused_by_name(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert "whose device 'B7' is not known" in refused([str(file), "--deployment", "--devices", "4xB7"], capsys)
+def test_unknown_devices_are_refused_by_name(file: Path, shell: Shell) -> None:
+    assert "whose device 'B7' is not known" in shell.refused("plan", file, "--deployment", "--devices", "4xB7")
 
 
-def test_sequences_that_no_replica_holds_are_refused_by_task(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sequences_that_no_replica_holds_are_refused_by_task(file: Path, shell: Shell) -> None:
     limit = tight(file, DEVICES[1])
-    error = refused([str(file), "--deployment", "--devices", "1xA100-40GB", "--set", limit], capsys)
+    error = shell.refused("plan", file, "--deployment", "--devices", "1xA100-40GB", "--set", limit)
     assert 'task "books" has sequences of' in error
     assert '"chat"' not in error
     assert "error: plan --deployment: rows must have at most 200 tokens, the most that a replica on 1" in error
     assert "Set max_length=200" in error
 
 
-def test_a_backbone_that_fits_nowhere_is_refused_with_what_it_takes(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    error = refused([str(file), "--deployment", *DEVICES, "--set", "run.memory_limit_gib=0.00001"], capsys)
-    assert "the backbone and the adapters of" in error
-    assert "on a device of <4,1>" in error
+def test_a_backbone_that_fits_nowhere_is_refused_with_what_it_takes(file: Path, shell: Shell) -> None:
+    error = shell.refused("plan", file, "--deployment", *DEVICES, "--set", "run.memory_limit_gib=0.00001")
     assert (
         'error: replicas: the backbone and the adapters of "chat", "books" take 185.14 KiB on a device of <4,1>, '
         "the most"
@@ -215,10 +185,8 @@ def test_a_backbone_that_fits_nowhere_is_refused_with_what_it_takes(
         (["--deployment", "--failures-per-day", "nan"], "failures_per_day must be more than 0"),
     ],
 )
-def test_options_that_do_not_go_together_are_refused(
-    options: list[str], said: str, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert said in refused([str(file), *options], capsys)
+def test_options_that_do_not_go_together_are_refused(options: list[str], said: str, file: Path, shell: Shell) -> None:
+    assert said in shell.refused("plan", file, *options)
 
 
 # --------------------------------------------------------------------- from Python
@@ -262,12 +230,9 @@ def test_redeployment_is_needed_where_the_old_replicas_cannot_hold_the_tasks(fil
         redeploy(planner, [], ParallelLayout.parse("<1,1>x4"))
 
 
-def test_the_exchange_of_gradients_is_counted_unless_it_is_free_as_in_the_paper(
-    file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    arguments = [str(file), "--deployment", "--devices", "4x1xA100-40GB", "--json"]
-    counted = json.loads(planned(arguments, capsys))
-    free = json.loads(planned([*arguments, "--free-exchange"], capsys))
+def test_the_exchange_of_gradients_is_counted_unless_it_is_free_as_in_the_paper(file: Path, shell: Shell) -> None:
+    words = ["plan", file, "--deployment", "--devices", "4x1xA100-40GB"]
+    counted, free = shell.json(*words), shell.json(*words, "--free-exchange")
     assert free["exchange_s"] == 0
     assert any(note.endswith("between replicas, as in L") for note in free["notes"])
     assert any("s a step in which replicas add their gradients" in note for note in counted["notes"])
@@ -287,18 +252,18 @@ inter_node_latency_us: 20
 """
 
 
-def test_a_file_describes_nodes_and_their_links(file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_describes_nodes_and_their_links(file: Path, tmp_path: Path, shell: Shell) -> None:
     found = {}
     for gb_per_s in (25, 0.25):
         path = tmp_path / f"cluster-{gb_per_s}.yaml"
         path.write_text(CLUSTER.format(gb_per_s=gb_per_s), encoding="utf-8")
-        found[gb_per_s] = json.loads(planned([str(file), "--deployment", "--devices", str(path), "--json"], capsys))
+        found[gb_per_s] = shell.json("plan", file, "--deployment", "--devices", path)
     assert found[25]["devices"] == "4 x A100-40GB"
     assert found[0.25]["expected_step_s"] > found[25]["expected_step_s"]
     cluster = read_cluster(tmp_path / "cluster-25.yaml")
     assert cluster == replace(parse_devices("4x1xA100-40GB"), inter_node=Link(20 * 1e-6, 25e9), ports_per_node=1)
     path.write_text(path.read_text(encoding="utf-8").replace("nodes: 4", "nodes: 2"), encoding="utf-8")
-    assert "2 x A100-40GB" in planned([str(file), "--devices", str(path)], capsys)
+    assert "2 x A100-40GB" in shell("plan", file, "--devices", path)
 
 
 def test_all_faults_of_such_a_file_are_named_with_their_lines(file: Path, tmp_path: Path) -> None:

@@ -21,125 +21,98 @@ from peft_mux.cli import commands
 from peft_mux.cli.main import main
 from peft_mux.cli.starting import schema
 from peft_mux.cli.validate import _sample
-from tests.cli import test_commands
+from tests.cli.lab import write_rows
 from tests.paths import ROOT
+from tests.shell import Shell
 
-made, file = test_commands.made, test_commands.file
 
-
-def test_a_first_file_is_written_once_and_can_be_validated(
-    made: Path,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+def test_a_first_file_is_written_once_and_can_be_validated(made: Path, tmp_path: Path, shell: Shell) -> None:
     path = tmp_path / "first.yaml"
-    words = ["init", str(path), "--model", str(made / "backbone"), "--data", str(made / "rows.jsonl")]
-    assert main(words) == 0
-    assert main(words) == 2
-    assert "which exists" in capsys.readouterr().err
-    assert main(["validate", str(path), "--json"]) == 0
-    out = capsys.readouterr().out
-    found = json.loads(out[out.index("{") :])["rows"]
+    words = ["init", path, "--model", made / "backbone", "--data", made / "rows.jsonl"]
+    shell(*words)
+    assert "which exists" in shell.refused(*words)
+    found = shell.json("validate", path)["rows"]
     split = found["splits"]["train_dataset"]
     assert (split["format"], split["rows"], split["kept"], split["cut_share"]) == ("prompt_completion", 6, 6, 0.0)
     assert 0 < split["masked_share"] < 1
     assert "".join(text for text, _ in found["sample"]).startswith("say one")
 
 
-def test_what_is_trained_on_is_shown_and_held_out_rows_among_it_are_reported(
-    file: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["validate", str(file)]) == 1
-    said = capsys.readouterr().out
+def test_what_is_trained_on_is_shown_and_held_out_rows_among_it_are_reported(file: Path, shell: Shell) -> None:
+    said = shell("validate", file, status=1)
     assert "train_dataset: 6 of 6 rows (prompt_completion)" in said
     assert "6 held-out rows are trained on as well" in said
     assert "say one[ one" in said, "what carries loss is marked"
 
 
+def test_a_file_with_a_ratio_of_loraplus_is_validated(file: Path, shell: Shell) -> None:
+    shell("validate", file, "--set", "defaults.loraplus_lr_ratio=16", status=1)  # it warns of held-out rows
+    said = shell.refused("validate", file, "--set", "defaults.loraplus_lr_ratio=-1")
+    assert "loraplus_lr_ratio must be a finite number above 0, got -1" in said
+
+
 def test_lengths_are_drawn_and_it_is_shown_whether_the_end_of_sequence_is_trained(
-    file: Path,
-    made: Path,
-    capsys: pytest.CaptureFixture[str],
+    file: Path, made: Path, shell: Shell
 ) -> None:
     rows = [{"prompt": "say", "completion": " one" * count} for count in (1, 1, 1, 1, 2, 20)]
-    (made / "lengths.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    words = ["validate", str(file), "--set", f"defaults.dataset={made / 'lengths.jsonl'}"]
+    write_rows(made / "lengths.jsonl", rows)
+    words = ["validate", file, "--set", f"defaults.dataset={made / 'lengths.jsonl'}"]
     cut = [*words, "--set", "tasks.math.max_length=10"]
-    main([*cut, "--json"])
-    out = capsys.readouterr().out
-    found = json.loads(out[out.index("{") :])
+    found = shell.json(*cut, status=1)
     bins = found["sql"]["splits"]["train_dataset"]["histogram"]
     shortest = found["sql"]["splits"]["train_dataset"]["shortest"]
     assert [own["rows"] for own in bins] == [5, 0, 0, 0, 0, 0, 1]
     assert [own["from"] for own in bins] == [shortest + 3 * number for number in range(7)]
     assert bins[-1]["to"] == shortest + 19
     assert (found["sql"]["end_of_sequence"]["trained"], found["math"]["end_of_sequence"]["trained"]) == (6, 5)
-    main(cut)
-    sql, math = capsys.readouterr().out.split("\nmath  ")
+    sql, math = shell(*cut, status=1).split("\nmath  ")
     assert f"  {'#' * 32}  5\n" in sql
     assert f"  {'#' * 7}{' ' * 25}  1\n" in sql
     assert ": trained in 6 of 6 rows\n" in sql
     assert ": trained in 5 of 6 rows; rows without it teach no end" in math
 
 
-def test_adapters_of_a_run_are_served_merged_and_copied(
-    file: Path,
-    tmp_path: Path,
-    made: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    assert main(["train", str(file), "--set", "tasks.math.peft.use_dora=true"]) == 0
-    capsys.readouterr()
-    run = str(tmp_path / "out")
-    assert main(["export", run]) == 0
-    said = capsys.readouterr().out
+def test_adapters_of_a_run_are_served_merged_and_copied(file: Path, tmp_path: Path, made: Path, shell: Shell) -> None:
+    shell("train", file, "--set", "tasks.math.peft.use_dora=true")
+    run, merged, copy = (tmp_path / name for name in ("out", "merged", "copy"))
+    said = shell("export", run)
     command = shlex.split(said.splitlines()[-1])
     assert command[:2] == ["vllm", "serve"]
     assert command[command.index("--max-lora-rank") + 1] == "8", "the least that holds rank 4"
     assert f"sql={run}/sql" in command
     assert "math: vLLM does not serve it: it has use_dora=True" in said
-    merged = tmp_path / "merged"
-    assert main(["export", run, "--merge", "sql", "--output", str(merged)]) == 0
+    shell("export", run, "--merge", "sql", "--output", merged)
     base, own = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (made / "backbone", merged))
     assert base.keys() == own.keys()
     assert any((base[key] != own[key]).any() for key in base)
-    assert main(["export", run, "sql", "--output", str(tmp_path / "copy")]) == 0
-    assert sorted(path.name for path in (tmp_path / "copy").iterdir()) == [
-        "adapter_config.json",
-        "adapter_model.safetensors",
-    ]
-    assert main(["export", run, "sql", "--output", str(tmp_path / "copy")]) == 2
-    assert main(["export", run, "--merge", "absent", "--output", str(tmp_path / "x")]) == 2
-    assert main(["export", str(tmp_path / "nowhere")]) == 2
+    shell("export", run, "sql", "--output", copy)
+    assert {path.name for path in copy.iterdir()} == {"adapter_config.json", "adapter_model.safetensors"}
+    shell.refused("export", run, "sql", "--output", copy)
+    shell.refused("export", run, "--merge", "absent", "--output", tmp_path / "x")
+    shell.refused("export", tmp_path / "nowhere")
 
 
-def test_an_adapter_whose_configuration_is_cut_off_is_named(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_adapter_whose_configuration_is_cut_off_is_named(tmp_path: Path, shell: Shell) -> None:
     folder = tmp_path / "run" / "sql"
     folder.mkdir(parents=True)
     (folder / "adapter_config.json").write_text('{"peft_type": "LO', encoding="utf-8")
     (folder / "adapter_model.safetensors").touch()
-    assert main(["export", str(tmp_path / "run")]) == 2
-    assert (
-        f"{folder / 'adapter_config.json'} must be a file that PEFT wrote, but cannot be read"
-    ) in capsys.readouterr().err
+    said = shell.refused("export", tmp_path / "run")
+    assert f"{folder / 'adapter_config.json'} must be a file that PEFT wrote, but cannot be read" in said
 
 
-def test_the_doctor_says_what_is_there(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["doctor", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+def test_the_doctor_says_what_is_there(shell: Shell) -> None:
+    found = shell.json("doctor")
     assert {"python", "versions", "devices", "kernels", "disk", "hub", "amiss"} == found.keys()
     assert found["versions"]["torch"][0].isdigit()
-    assert main(["doctor"]) == 0
-    assert "torch" in capsys.readouterr().out
+    assert "torch" in shell("doctor")
 
 
-def test_the_schema_knows_good_files_and_finds_wrong_keys_and_types(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_schema_knows_good_files_and_finds_wrong_keys_and_types(file: Path, shell: Shell) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="needs the notebooks extra")
-    assert main(["config-schema"]) == 0
-    written = json.loads(capsys.readouterr().out)
+    written = json.loads(shell("config-schema"))
     assert written == schema()
-    good = yaml.safe_load(test_commands.TASKS.format(output_dir="out").replace("1e-2", "0.01"))
+    good = yaml.safe_load(file.read_text(encoding="utf-8").replace("1e-2", "0.01"))
     jsonschema.validate(good, written)
     bad = {**good, "run": {**good["run"], "logging_stepz": 1, "bf16": "yes"}}
     faults = jsonschema.Draft202012Validator(written).iter_errors(bad)
@@ -184,7 +157,7 @@ def test_a_sample_keeps_the_spaces_that_a_tokenizer_drops_of_a_first_token() -> 
 
 
 def test_a_command_prints_a_warning_as_one_line_and_leaves_python_as_it_was(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    shell: Shell, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def command(arguments: Any) -> int:
         # What Python prints of a warning; tests record warnings instead of printing them.
@@ -193,6 +166,5 @@ def test_a_command_prints_a_warning_as_one_line_and_leaves_python_as_it_was(
 
     before = warnings.formatwarning
     monkeypatch.setattr(commands, "demo", command)
-    assert main(["demo"]) == 0
-    assert capsys.readouterr().err == "warning: rows are cut\n"
+    assert shell.streams("demo")[1] == "warning: rows are cut\n"
     assert warnings.formatwarning is before

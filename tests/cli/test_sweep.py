@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from peft_mux.cli.main import main
+from tests.cli.lab import write_rows
 from tests.invariants.mux_lab import rows, tiny_llama
+from tests.shell import Shell
 
 
 @pytest.fixture
-def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", tmp_path / "datasets")
+def file(tmp_path: Path) -> Path:
     tiny_llama().save_pretrained(tmp_path / "backbone")
     for seed, name in enumerate(("train", "eval")):
-        lines = "".join(json.dumps(row) + "\n" for row in rows(seed, 8, 5, 9))
-        (tmp_path / f"{name}.jsonl").write_text(lines, encoding="utf-8")
+        write_rows(tmp_path / f"{name}.jsonl", rows(seed, 8, 5, 9))
     path = tmp_path / "tasks.yaml"
     path.write_text(
         "model: backbone\n"
@@ -33,11 +32,10 @@ def file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def test_a_task_is_trained_with_all_combinations_next_to_one_that_is_not_swept(
-    file: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    file: Path, tmp_path: Path, shell: Shell
 ) -> None:
     grid = ["--sweep", "tasks.sql.learning_rate=1e-3,1e-2", "--sweep", "tasks.sql.peft.r=1,2"]
-    assert main(["train", str(file), *grid, "--early-stop", "halving"]) == 0
-    printed = capsys.readouterr().out
+    printed = shell("train", file, *grid, "--early-stop", "halving")
     ranking = printed[printed.index("sweep sql\n") :].splitlines()
     assert ranking[1].split() == ["task", "learning_rate", "peft_config.r", "eval_loss", "step", "status"]
     assert len([line for line in ranking if line[:1].isdigit()]) == 4
@@ -58,13 +56,9 @@ def test_a_task_is_trained_with_all_combinations_next_to_one_that_is_not_swept(
         ("tasks.sql.learning_rate=1", "error: sweep must have 2 to 512 combinations, got 1"),
     ],
 )
-def test_what_cannot_be_swept_ends_with_2(
-    option: str, said: str, file: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["train", str(file), "--sweep", option]) == 2
-    assert said in capsys.readouterr().err
+def test_what_cannot_be_swept_ends_with_2(option: str, said: str, file: Path, shell: Shell) -> None:
+    assert said in shell.refused("train", file, "--sweep", option)
 
 
-def test_a_rule_for_sweeps_without_a_sweep_ends_with_2(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["train", str(file), "--early-stop", "halving"]) == 2
-    assert "--early-stop needs --sweep" in capsys.readouterr().err
+def test_a_rule_for_sweeps_without_a_sweep_ends_with_2(file: Path, shell: Shell) -> None:
+    assert "--early-stop needs --sweep" in shell.refused("train", file, "--early-stop", "halving")

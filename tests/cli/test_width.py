@@ -13,9 +13,6 @@ import pytest
 from peft_mux.cli.main import main
 from peft_mux.reporting import views
 from peft_mux.reporting.views import wrapped
-from tests.cli import test_commands
-
-made, file = test_commands.made, test_commands.file
 
 LONG = "answers-to-questions-about-orders-and-invoices-2026"
 TASKS = """\
@@ -36,7 +33,6 @@ tasks:
 @pytest.fixture
 def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with a file of six tasks, one of a long name, and a run of them; commands run there."""
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(views, "FILE_WIDTH", 80)
     monkeypatch.setattr(sys, "__stdout__", io.StringIO())  # no terminal, even if one runs the tests
     monkeypatch.chdir(tmp_path)

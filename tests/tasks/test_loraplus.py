@@ -8,19 +8,14 @@ from typing import Any
 
 import pytest
 import torch
-import yaml
 from peft import AdaLoraConfig, IA3Config, LoraConfig
 from peft.optimizers import create_loraplus_optimizer
 
-from peft_mux.cli.main import main
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.trainer.trainer import MultiTaskTrainer
-from tests.cli import test_commands
 from tests.invariants import mux_lab as lab
 from tests.tasks.test_optimizer import Joint, assert_same_run
-
-made, file = test_commands.made, test_commands.file
 
 CONFIGS = {
     "all linear layers": LoraConfig(r=4, target_modules="all-linear"),
@@ -110,15 +105,6 @@ def test_a_model_whose_adapters_are_laid_out_is_divided_for_the_task(tmp_path: P
     task = plus("own")
     model = MultiTaskPeftModel(lab.tiny_llama(), {"own": task.peft_config}, seeds={"own": 1}, verify=False)
     assert_same_run(lab.train([task], tmp_path / "given", model=model), lab.train([task], tmp_path / "made"))
-
-
-def test_a_file_with_a_ratio_is_validated(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    config = yaml.safe_load(file.read_text())
-    for ratio, codes in ((16, (0, 1)), (-1, (2,))):  # 1 for what it warns of
-        config["defaults"]["loraplus_lr_ratio"] = ratio
-        file.write_text(yaml.safe_dump(config))
-        assert main(["validate", str(file)]) in codes
-    assert "loraplus_lr_ratio must be a finite number above 0, got -1" in capsys.readouterr().err
 
 
 def test_a_ratio_without_meaning_is_refused() -> None:

@@ -20,6 +20,7 @@ from peft_mux.storage import FolderLock, keeper_of
 from peft_mux.trainer.mailbox import Mailbox
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import make_trainer, small_task
+from tests.shell import Shell
 
 
 class Holds(TrainerCallback):
@@ -45,26 +46,23 @@ class Holds(TrainerCallback):
             self.errors.append(error)
 
 
-def train(folder: Path, act: Callable[[], None], names: str = "ab") -> tuple[Any, Holds]:
-    tasks = [small_task(name, data_seed=seed, max_steps=400) for seed, name in enumerate(names)]
+def train(folder: Path, act: Callable[[], object]) -> Any:
+    tasks = [small_task(name, data_seed=seed, max_steps=400) for seed, name in enumerate("ab")]
     trainer = make_trainer(tasks, folder, save_strategy="steps", save_steps=100_000)
-    holds = Holds(2, act)
-    trainer.add_callback(holds)
 
-    def stop() -> None:
+    def act_and_stop() -> None:
         act()
         trainer.control.should_training_stop = True
 
-    holds.act = stop
+    holds = Holds(2, act_and_stop)
+    trainer.add_callback(holds)
     trainer.train()
     assert holds.errors == []
-    return trainer, holds
+    return trainer
 
 
-def test_tasks_pause_continue_and_leave_as_the_command_line_says(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    run, codes = str(tmp_path), []
+def test_tasks_pause_continue_and_leave_as_the_command_line_says(tmp_path: Path, shell: Shell) -> None:
+    run, said = str(tmp_path), []
     at_once: list[int] = []
     seen: list[dict[str, Any]] = []
 
@@ -75,31 +73,27 @@ def test_tasks_pause_continue_and_leave_as_the_command_line_says(
             thread.start()
         for thread in together:
             thread.join()
-        at_once.append(main(["resume", run, "b"]))  # a run whose tasks are all paused would end
-        codes.append(main(["pause", run, "a"]))
-        codes.append(main(["pause", run, "a"]))  # as it is already
-        capsys.readouterr()
-        codes.append(main(["status", run, "--json"]))
-        seen.append(json.loads(capsys.readouterr().out))
-        codes.append(main(["resume", run, "a"]))
-        codes.append(main(["remove", run, "b"]))
-        codes.append(main(["pause", run, "absent"]))
+        shell("resume", run, "b")  # a run whose tasks are all paused would end
+        shell("pause", run, "a")
+        shell("pause", run, "a")  # as it is already
+        seen.append(shell.json("status", run))
+        shell("resume", run, "a")
+        shell("remove", run, "b")
+        said.append(shell("pause", run, "absent", status=2))
 
-    trainer, _ = train(tmp_path, act)
-    assert at_once == [0] * 7
-    assert codes == [0, 0, 0, 0, 0, 2]
-    status = seen[0]
+    trainer = train(tmp_path, act)
+    assert at_once == [0] * 6
+    (status,) = seen
     assert status["tasks"]["a"]["status"] == "paused"
     assert status["trained_by"].startswith("process ")
     assert trainer.task_statuses == {"a": "running"}
     assert (tmp_path / "b" / "adapter_model.safetensors").is_file()
-    said = capsys.readouterr().out
-    assert re.search(r'not done: the task must be one of a(, b)?, got "absent"', said)
+    assert re.search(r'not done: the task must be one of a(, b)?, got "absent"', said[0])
     assert list((tmp_path / "control").iterdir()) == [], "nothing is left behind"
 
 
 def test_what_is_asked_of_a_run_that_is_not_training_is_refused_or_left_for_the_next(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, shell: Shell, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def tasks() -> list[Any]:
         return [small_task(name, data_seed=seed, max_steps=4) for seed, name in enumerate(("a", "b"))]
@@ -107,51 +101,43 @@ def test_what_is_asked_of_a_run_that_is_not_training_is_refused_or_left_for_the_
     stops = lab.Recorder(at_end={2: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
     stopped = lab.train(tasks(), tmp_path, recorder=stops, save_strategy="steps")
     assert keeper_of(tmp_path) == ""
-    assert main(["remove", str(tmp_path), "b"]) == 2
-    assert "in which no process trains" in capsys.readouterr().err
-    assert main(["remove", str(tmp_path), "b", "--next"]) == 0
-    capsys.readouterr()
-    assert main(["status", str(tmp_path)]) == 0
-    said = capsys.readouterr().out
+    assert "in which no process trains" in shell.refused("remove", tmp_path, "b")
+    shell("remove", tmp_path, "b", "--next")
+    said = shell("status", tmp_path)
     assert "not carried out yet: remove b" in said
     rows = [line.split()[:2] for line in said.splitlines()]
     assert rows[1:4] == [["a", "interrupted"], ["b", "interrupted"], ["run", "interrupted,"]]
-    assert main(["status", str(tmp_path), "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
+    found = shell.json("status", tmp_path)
     assert (found["interrupted"], found["trained_by"]) == (True, None)
     assert {own["status"] for own in found["tasks"].values()} == {"running"}, "it goes on as what it was"
+    capsys.readouterr()
     stopped.trainer.show()
     table = capsys.readouterr().out
     assert "run  interrupted, " in table
     assert " running" not in table
     run = lab.train(tasks(), tmp_path, recorder=lab.Recorder(), resume=True, save_strategy="steps")
     assert run.trainer.task_statuses == {"a": "succeeded"}
-    assert main(["status", str(tmp_path)]) == 0
-    assert "interrupted" not in capsys.readouterr().out, "all have ended"
+    assert "interrupted" not in shell("status", tmp_path), "all have ended"
     assert "b" not in run.losses, "it was done before the first step"
 
 
-def test_a_request_without_an_answer_in_time_is_taken_back(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_request_without_an_answer_in_time_is_taken_back(tmp_path: Path, shell: Shell) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
     lock = FolderLock(tmp_path)  # somebody trains there, but does not look
     lock.acquire()
     try:
-        assert main(["pause", str(tmp_path), "a", "--timeout", "0.2"]) == 2
+        said = shell.refused("pause", tmp_path, "a", "--timeout", "0.2")
     finally:
         lock.release()
-    assert re.search(
-        r"error: pause: no answer from process \d+ .* within 0.2 s; it was withdrawn", capsys.readouterr().err
-    )
+    assert re.search(r"error: pause: no answer from process \d+ .* within 0.2 s; it was withdrawn", said)
     assert Mailbox(tmp_path).requests() == []
 
 
-def test_a_request_to_a_run_that_ends_before_it_looks_is_reported_at_once(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_request_to_a_run_that_ends_before_it_looks_is_reported_at_once(tmp_path: Path, shell: Shell) -> None:
     (tmp_path / "metrics.jsonl").write_text("")
-    lock, codes = FolderLock(tmp_path), []
+    lock, said = FolderLock(tmp_path), []
     lock.acquire()
-    thread = threading.Thread(target=lambda: codes.append(main(["pause", str(tmp_path), "a"])))
+    thread = threading.Thread(target=lambda: said.append(shell.refused("pause", tmp_path, "a")))
     thread.start()
     try:
         while not Mailbox(tmp_path).requests():
@@ -159,24 +145,18 @@ def test_a_request_to_a_run_that_ends_before_it_looks_is_reported_at_once(
     finally:
         lock.release()
     thread.join(20)
-    assert codes == [2], "without waiting for 60 s"
-    said = capsys.readouterr().err
-    assert "before its training ended; it was withdrawn. Resume it with peft-mux train FILE --resume" in said
+    assert said, "without waiting for 60 s"
+    assert "before its training ended; it was withdrawn. Resume it with peft-mux train FILE --resume" in said[0]
     assert Mailbox(tmp_path).requests() == []
 
 
-def test_adding_to_a_run_of_the_users_program_says_how_to_do_it_there(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    codes: list[int] = []
-    train(tmp_path, lambda: codes.append(main(["add", str(tmp_path), "tasks.yaml"])))
-    assert codes == [2]
-    assert "trainer.register_tasks" in capsys.readouterr().out
+def test_adding_to_a_run_of_the_users_program_says_how_to_do_it_there(tmp_path: Path, shell: Shell) -> None:
+    said: list[str] = []
+    train(tmp_path, lambda: said.append(shell("add", tmp_path, "tasks.yaml", status=2)))
+    assert "trainer.register_tasks" in said[0]
 
 
-def test_a_look_shows_no_control_characters_of_requests_tasks_and_messages(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_look_shows_no_control_characters_of_requests_tasks_and_messages(tmp_path: Path, shell: Shell) -> None:
     evil = "\x1b[2J\r\x07gone"
     records = [
         {"event": "status", "task": f"a{evil}", "status": f"failed{evil}", "reason": f"b\n{evil}", "run_step": 0}
@@ -184,32 +164,27 @@ def test_a_look_shows_no_control_characters_of_requests_tasks_and_messages(
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(one) + "\n" for one in records))
     Mailbox(tmp_path).send({"command": evil, "task": evil})
     Mailbox(tmp_path).send({"command": "add", "file": evil})
-    assert main(["status", str(tmp_path)]) == 0
-    assert main(["pause", str(tmp_path), evil, "--next"]) == 0
-    assert main(["status", evil]) == 2
-    said = capsys.readouterr()
-    text = said.out + said.err
+    commands = {("status", tmp_path): 0, ("pause", tmp_path, evil, "--next"): 0, ("status", evil): 2}
+    text = "".join(part for words, status in commands.items() for part in shell.streams(*words, status=status))
     assert text.count("gone") >= 6
     assert all(letter.isprintable() or letter == "\n" for letter in text)
 
 
 @pytest.mark.parametrize("name", ["config.json", "metrics.jsonl", "control", "run.lock", "run.lock.json"])
-def test_a_pipe_in_place_of_a_file_of_the_run_blocks_no_reader(
-    name: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_pipe_in_place_of_a_file_of_the_run_blocks_no_reader(name: str, tmp_path: Path, shell: Shell) -> None:
     (tmp_path / "state").mkdir()
     os.mkfifo(tmp_path / name)
-    codes: list[int] = []
+    said: list[str] = []
 
     def look() -> None:
-        codes.append(main(["status", str(tmp_path)]))
-        codes.append(main(["pause", str(tmp_path), "a", "--next"]))
+        said.append(shell("status", tmp_path))
+        said.append(shell("pause", tmp_path, "a", "--next", status=2 if name == "control" else 0))
 
     thread = threading.Thread(target=look, daemon=True)
     thread.start()
     thread.join(10)
-    assert codes == [0, 2 if name == "control" else 0]
-    assert "no process trains" in capsys.readouterr().out
+    assert len(said) == 2, "it waits, or has ended otherwise"
+    assert "no process trains" in "".join(said)
 
 
 def test_the_process_that_keeps_a_folder_is_named_and_asking_locks_nothing(tmp_path: Path) -> None:
@@ -224,17 +199,13 @@ def test_the_process_that_keeps_a_folder_is_named_and_asking_locks_nothing(tmp_p
 
 
 @pytest.mark.parametrize("loading", ["data", "model"])
-def test_a_look_at_a_run_that_is_starting_says_what_it_loads(
-    loading: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_look_at_a_run_that_is_starting_says_what_it_loads(loading: str, tmp_path: Path, shell: Shell) -> None:
     lock = FolderLock(tmp_path, "data")
     lock.acquire()
     lock.note_loading(loading)
     try:
-        assert main(["status", str(tmp_path)]) == 0
-        assert main(["status", str(tmp_path), "--json"]) == 0
+        (line,), found = shell("status", tmp_path).splitlines(), shell.json("status", tmp_path)
     finally:
         lock.release()
-    first, rest = capsys.readouterr().out.split("\n", 1)
-    assert f" is loading the {loading} of the run in {tmp_path}" in first
-    assert json.loads(rest)["loading"] == loading
+    assert f" is loading the {loading} of the run in {tmp_path}" in line
+    assert found["loading"] == loading
