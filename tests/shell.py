@@ -11,7 +11,7 @@ from peft_mux.cli.main import main
 
 
 class Shell:
-    """Runs commands, and returns what each of them prints."""
+    """Runs commands, and returns the output of each."""
 
     def __init__(self, capsys: pytest.CaptureFixture[str]) -> None:
         self._capsys = capsys
