@@ -7,17 +7,16 @@ from pathlib import Path
 
 import pytest
 
-from tests.checkpoint.crashes import SAVING, Killed, crash, crashed_tasks
+from tests.checkpoint.crashes import SAVING, crashed_tasks
 from tests.invariants import mux_lab as lab
+from tests.runs import crash, train_until_crash
 
 
 @pytest.fixture(scope="session")
 def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The folder of a run that saved after steps 2 and 4, and crashed in step 5."""
     root = tmp_path_factory.mktemp("crashed")
-    trainer = lab.make_trainer(crashed_tasks(), root, recorder=lab.Recorder(at_end={5: crash}), **SAVING)
-    with pytest.raises(Killed):
-        trainer.train()
+    train_until_crash(crashed_tasks(), root, lab.Recorder(at_end={5: crash}), **SAVING)
     return root
 
 

@@ -1,11 +1,14 @@
-"""How a run ends in the middle: what tests of resuming share."""
+"""What tests of resuming after a crash train, and how they spoil files."""
 
 from __future__ import annotations
 
+from pathlib import Path
 from typing import Any
 
 from peft_mux.task import Task
 from tests.invariants import mux_lab as lab
+from tests.runs import Killed as Killed
+from tests.runs import crash as crash
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 
@@ -18,11 +21,13 @@ def crashed_tasks(**settings: Any) -> list[Task]:
     ]
 
 
-class Killed(Exception):
-    """Ends a run in the middle, with nothing saved on the way out."""
+def flip(path: Path) -> None:
+    """Change one bit in the middle of a file."""
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
 
 
-def crash(trainer: Any) -> None:
-    """End the run; for a recorder to call at the end of a step."""
-    del trainer
-    raise Killed
+def truncate(path: Path) -> None:
+    """Leave the first half of a file."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig, PeftModel
-from transformers import LlamaConfig, LlamaForSequenceClassification
+from transformers import LlamaForSequenceClassification
 
 from peft_mux.task import Task
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
+from tests.runs import SAVING, assert_equal_weights, folder_of, weights_in_plain_peft
 
-SAVING = {"save_strategy": "steps", "save_steps": 1000}
 CONFIGS = {
     "all-linear": {"r": 4, "lora_alpha": 9, "target_modules": "all-linear", "lora_dropout": 0.2},
     "head-and-embeddings": {"r": 3, "target_modules": ["embed_tokens", "lm_head", "q_proj"]},
@@ -29,15 +30,9 @@ CONFIGS = {
 
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
+    settings: dict[str, Any] = {"train_batch_size": 4, "learning_rate": 1e-2, "max_steps": 3}
     tasks = [
-        Task(
-            name=name,
-            peft_config=LoraConfig(**options),
-            train_dataset=lab.rows(seed, 8, 11, 11),
-            train_batch_size=4,
-            learning_rate=1e-2,
-            max_steps=3,
-        )
+        Task(name=name, peft_config=LoraConfig(**options), train_dataset=lab.rows(seed, 8, 11, 11), **settings)
         for seed, (name, options) in enumerate(CONFIGS.items())
     ]
     return lab.train(tasks, tmp_path_factory.mktemp("trained"), recorder=Recorder(keep_weights=False), **SAVING)
@@ -46,7 +41,7 @@ def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
 @pytest.mark.parametrize("name", CONFIGS)
 @torch.no_grad()
 def test_a_saved_adapter_gives_the_trained_logits_in_plain_peft(name: str, trained: Run) -> None:
-    folder = Path(trained.trainer.args.output_dir or "") / name
+    folder = folder_of(trained) / name
     plain = PeftModel.from_pretrained(lab.tiny_llama(), folder).eval()
     trained.trainer.model.eval()
     ids = torch.tensor([lab.rows(99, 1, 13, 13)[0]["input_ids"]])
@@ -54,25 +49,14 @@ def test_a_saved_adapter_gives_the_trained_logits_in_plain_peft(name: str, train
     untrained = lab.tiny_llama().eval()(input_ids=ids).logits
     assert torch.equal(ours, theirs)
     assert not torch.allclose(theirs, untrained, atol=1e-3), "the adapter adds nothing"
-    loaded = {key.replace(".default", ""): value for key, value in plain.named_parameters() if "lora_" in key}
-    final = trained.weights(name)
-    assert loaded.keys() == final.keys()
-    assert all(torch.equal(loaded[key], final[key]) for key in final)
+    assert_equal_weights(weights_in_plain_peft(folder), trained.weights(name))
 
 
 @torch.no_grad()
 def test_saved_classifiers_of_different_sizes_give_the_trained_logits_in_plain_peft(tmp_path: Path) -> None:
     def backbone(num_labels: int) -> LlamaForSequenceClassification:
-        config = LlamaConfig(
-            vocab_size=lab.VOCABULARY,
-            hidden_size=32,
-            intermediate_size=64,
-            num_hidden_layers=2,
-            num_attention_heads=4,
-            num_key_value_heads=2,
-            num_labels=num_labels,
-            pad_token_id=0,
-        )
+        config = lab.tiny_llama().config
+        config.num_labels, config.pad_token_id = num_labels, 0
         model = LlamaForSequenceClassification(config)
         lab.fill(model.model, 0)
         return model

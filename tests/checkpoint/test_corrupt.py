@@ -5,24 +5,31 @@ from __future__ import annotations
 import os
 import pickle
 import shutil
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 
 from peft_mux import storage
 from peft_mux.errors import CheckpointError
 from peft_mux.task import Task
-from tests.checkpoint.crashes import SAVING, Killed, crash
+from tests.checkpoint.crashes import SAVING, flip, truncate
 from tests.checkpoint.crashes import crashed_tasks as tasks
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
 from tests.records import run_records
+from tests.runs import (
+    assert_equal_weights,
+    crash,
+    files_in,
+    folder_of,
+    train_until_crash,
+    weights_in_plain_peft,
+)
 
 
 def resume(root: Path, with_tasks: list[Task] | None = None, **options: Any) -> Run:
@@ -37,16 +44,6 @@ def said_while_resuming(root: Path, capsys: pytest.CaptureFixture[str], **option
 
 
 # ------------------------------------------------------------ torn and changed
-
-
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[len(content) // 2] ^= 1
-    path.write_bytes(content)
-
-
-def truncate(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
 
 
 def put_step_2_there(path: Path) -> None:
@@ -118,9 +115,7 @@ def test_a_checkpoint_of_another_run_is_refused_unless_its_own_folder_is_named(
     crashed: Path, root: Path, whole: Run, tmp_path: Path
 ) -> None:
     other = tmp_path / "other"
-    trainer = lab.make_trainer(tasks(), other, recorder=Recorder(at_end={5: crash}), **SAVING)
-    with pytest.raises(Killed):
-        trainer.train()
+    train_until_crash(tasks(), other, Recorder(at_end={5: crash}), **SAVING)
     ids = {folder: storage.unsealed_json(newest_record(folder))["run"] for folder in (root, other)}
     shutil.rmtree(root / "a" / "checkpoint-4")
     shutil.copytree(other / "a" / "checkpoint-4", root / "a" / "checkpoint-4")
@@ -139,9 +134,7 @@ def test_a_trainer_does_not_continue_with_another_run_put_in_the_place_of_its_ow
     crashed: Path, tmp_path: Path
 ) -> None:
     root = tmp_path / "run"
-    trainer = lab.make_trainer(tasks(), root, recorder=Recorder(at_end={5: crash}), **SAVING)
-    with pytest.raises(Killed):
-        trainer.train()
+    trainer = train_until_crash(tasks(), root, Recorder(at_end={5: crash}), **SAVING)
     shutil.rmtree(root)
     shutil.copytree(crashed, root)
     with pytest.raises(CheckpointError, match=r"must be of run .*, which this trainer trains, got one of run "):
@@ -150,6 +143,14 @@ def test_a_trainer_does_not_continue_with_another_run_put_in_the_place_of_its_ow
 
 def newest_record(root: Path) -> Path:
     return max((root / "state").glob("run-*.json"))
+
+
+@contextmanager
+def changed_record(path: Path) -> Iterator[dict[str, Any]]:
+    """Give the content of a record to be changed, and seal it again."""
+    record = storage.unsealed_json(path)
+    yield record
+    path.write_bytes(storage.sealed_json(record))
 
 
 @pytest.mark.parametrize("act", [flip, truncate, Path.unlink])
@@ -172,9 +173,8 @@ def test_a_folder_whose_records_are_all_torn_is_not_trained_over(root: Path) -> 
 
 
 def test_the_state_of_another_format_version_is_refused(root: Path) -> None:
-    path = newest_record(root)
-    record = storage.unsealed_json(path)
-    path.write_bytes(storage.sealed_json({**record, "format_version": record["format_version"] + 1}))
+    with changed_record(newest_record(root)) as record:
+        record["format_version"] += 1
     with pytest.raises(CheckpointError, match="version"):
         resume(root)
 
@@ -213,16 +213,12 @@ def test_a_backbone_of_other_weights_is_refused(root: Path) -> None:
 
 
 def test_a_folder_that_holds_a_run_is_refused_without_resuming(root: Path) -> None:
-    before = snapshot(root)
+    before = files_in(root)
     with pytest.raises(
         CheckpointError, match=r"output_dir must be a new folder, got .*which holds a run.*resume_from_checkpoint=True"
     ):
         lab.train(tasks(), root, **SAVING)
-    assert snapshot(root) == before
-
-
-def snapshot(root: Path) -> dict[str, bytes]:
-    return {str(path.relative_to(root)): path.read_bytes() for path in root.rglob("*") if path.is_file()}
+    assert files_in(root) == before
 
 
 def test_a_record_under_a_name_that_is_not_ours_is_passed_over(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -237,10 +233,8 @@ def test_a_record_under_a_name_that_is_not_ours_is_passed_over(root: Path, capsy
 def test_resuming_with_what_decides_the_bits_changed_is_reported_and_recorded_once(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    path = newest_record(root)
-    record = storage.unsealed_json(path)
-    record["numerics"]["torch version"] = "1.0"
-    path.write_bytes(storage.sealed_json(record))
+    with changed_record(newest_record(root)) as record:
+        record["numerics"]["torch version"] = "1.0"
     _, said = said_while_resuming(root, capsys, max_tokens_per_micro_batch=64)
     assert said.count("resumed with another ") == 2
     assert "resumed with another max_tokens_per_micro_batch: " in said
@@ -256,9 +250,7 @@ def test_resuming_with_what_decides_the_bits_changed_is_reported_and_recorded_on
 
 def test_save_total_limit_keeps_the_newest_states(tmp_path: Path) -> None:
     options = {**SAVING, "save_steps": 1, "save_total_limit": 2}
-    trainer = lab.make_trainer(tasks(), tmp_path, recorder=Recorder(at_end={6: crash}), **options)
-    with pytest.raises(Killed):
-        trainer.train()
+    train_until_crash(tasks(), tmp_path, Recorder(at_end={6: crash}), **options)
     assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["run-00000004.json", "run-00000005.json"]
     for name in "ab":
         assert storage.numbered_folders(tmp_path / name) == [4, 5]
@@ -294,10 +286,8 @@ def test_a_name_in_a_record_deletes_nothing_outside(root: Path) -> None:
     victim = root.parent / "victim"
     shutil.copytree(root / "a", victim)
     shutil.copytree(victim / "checkpoint-2", victim / "checkpoint-1")
-    path = newest_record(root)
-    record = storage.unsealed_json(path)
-    record["tasks"]["../victim"] = {"status": "running", "reason": "", "step": 4}
-    path.write_bytes(storage.sealed_json(record))
+    with changed_record(newest_record(root)) as record:
+        record["tasks"]["../victim"] = {"status": "running", "reason": "", "step": 4}
     resume(root, save_total_limit=2)
     assert storage.numbered_folders(victim) == [1, 2, 4]
 
@@ -333,26 +323,21 @@ def test_no_pickle_is_ever_opened(root: Path, whole: Run, monkeypatch: pytest.Mo
 
 
 def test_everything_that_a_run_writes_is_safetensors_json_or_text_to_read(whole: Run) -> None:
-    folder = Path(whole.trainer.args.output_dir or "")
-    kinds = {path.suffix for path in folder.rglob("*") if path.is_file()}
+    kinds = {Path(name).suffix for name in files_in(folder_of(whole))}
     assert kinds == {".safetensors", ".json", ".jsonl", ".md", ".html"}
 
 
 def test_the_adapter_of_the_last_save_loads_in_plain_peft_after_a_crash(crashed: Path, whole: Run) -> None:
-    saved = PeftModel.from_pretrained(lab.tiny_llama(), crashed / "a")
-    weights = {key.replace(".default", ""): value for key, value in saved.named_parameters() if "lora_" in key}
     # Weights before the fifth step are those after the fourth.
-    wanted = whole.recorder.before["a"][4]
-    assert weights.keys() == wanted.keys()
-    assert all(torch.equal(weights[key], wanted[key]) for key in wanted)
+    assert_equal_weights(weights_in_plain_peft(crashed / "a"), whole.recorder.before["a"][4])
 
 
 def test_a_record_of_the_format_before_continues(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for path in (root / "state").iterdir():
-        record = storage.unsealed_json(path)
-        for name in ("removed", "numerics", "run"):
-            del record[name]
-        path.write_bytes(storage.sealed_json({**record, "format_version": 2}))
+        with changed_record(path) as record:
+            for name in ("removed", "numerics", "run"):
+                del record[name]
+            record["format_version"] = 2
     run, said = said_while_resuming(root, capsys)
     assert {name: len(losses) for name, losses in run.losses.items()} == {"a": 3, "b": 3}
     assert "resumed with another" not in said

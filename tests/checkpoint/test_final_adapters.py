@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftModel
 from safetensors.torch import load_file, save_file
 
 from peft_mux import storage
@@ -19,15 +18,16 @@ from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.files import ADAPTER_NAMES
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import Task
+from tests.checkpoint.crashes import SAVING, flip, truncate
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Run
+from tests.runs import assert_equal_weights, small_tasks, weights_in_plain_peft
 
-SAVING = {"save_strategy": "steps", "save_steps": 2}
 CONFIG, WEIGHTS, CHECKSUMS = "adapter_config.json", "adapter_model.safetensors", "adapter_checksums.json"
 
 
 def tasks() -> list[Task]:
-    return [lab.small_task("a", data_seed=1, max_steps=3), lab.small_task("b", data_seed=2, rank=2, max_steps=3)]
+    return small_tasks("a", "b", max_steps=3)
 
 
 @pytest.fixture(scope="module")
@@ -52,10 +52,15 @@ def files(root: Path, name: str) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in (root / name).iterdir() if path.is_file()}
 
 
-def flip(path: Path) -> None:
-    content = bytearray(path.read_bytes())
-    content[-3] ^= 1
-    path.write_bytes(content)
+def load(root: Path) -> MultiTaskPeftModel:
+    return MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root)
+
+
+def refusal(root: Path, reason: str = "") -> str:
+    """Return what loading says that is refused for task "a" and a reason."""
+    with pytest.raises(CheckpointError, match=f'task "a": .*{reason}') as caught:
+        load(root)
+    return str(caught.value)
 
 
 def other_alpha(path: Path) -> None:
@@ -71,18 +76,14 @@ def to_garbage(path: Path) -> None:
     path.write_bytes(b"\xff{garbage")
 
 
-def cut(path: Path) -> None:
-    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
-
-
 SPOILS: dict[str, tuple[str, Callable[[Path], Any]]] = {
     "weights flipped": (WEIGHTS, flip),
-    "weights cut": (WEIGHTS, cut),
+    "weights cut": (WEIGHTS, truncate),
     "weights gone": (WEIGHTS, Path.unlink),
     "weights garbage": (WEIGHTS, to_garbage),
     "weights a pipe": (WEIGHTS, put_pipe),
     "config changed": (CONFIG, other_alpha),
-    "config cut": (CONFIG, cut),
+    "config cut": (CONFIG, truncate),
     "config gone": (CONFIG, Path.unlink),
     "config garbage": (CONFIG, to_garbage),
     "checksums flipped": (CHECKSUMS, flip),
@@ -92,11 +93,8 @@ SPOILS: dict[str, tuple[str, Callable[[Path], Any]]] = {
 def test_an_adapter_has_checksums_of_its_two_files_and_nothing_else_is_needed(root: Path) -> None:
     assert sorted(set(files(root, "a")) - {"loss.png"}) == ["README.md", CHECKSUMS, CONFIG, WEIGHTS]
     storage.verify_checksums(root / "a", ADAPTER_NAMES)
-    plain = PeftModel.from_pretrained(lab.tiny_llama(), root / "a")
-    ours = MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root)
-    loaded = {key.replace(".default", ""): value for key, value in plain.named_parameters() if "lora_" in key}
-    for key, value in ours.task_parameters("a").items():
-        assert torch.equal(loaded[key], value)
+    ours = load(root)
+    assert_equal_weights(weights_in_plain_peft(root / "a"), ours.task_parameters("a"))
 
 
 @pytest.mark.parametrize("spoil", SPOILS)
@@ -120,7 +118,7 @@ def test_the_adapter_of_an_older_version_without_checksums_stays_and_gets_some(
     before = {name: files(root, name) for name in "ab"}
     for name in "ab":
         (root / name / CHECKSUMS).unlink()
-    assert MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root).tasks == ("a", "b")
+    assert load(root).tasks == ("a", "b")
     _, said = resume(root, capsys)
     assert "taken from" not in said
     assert {name: files(root, name) for name in "ab"} == before
@@ -145,12 +143,11 @@ def test_loading_a_spoilt_adapter_is_refused_by_task_and_file(spoil: str, root: 
     file, act = SPOILS[spoil]
     act(root / "a" / file)
     if spoil == "config gone":  # then it is no folder of an adapter, and passed over as any other
-        assert MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root).tasks == ("b",)
+        assert load(root).tasks == ("b",)
         return
-    with pytest.raises(CheckpointError, match='task "a": ') as caught:
-        MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root)
-    assert str(root / "a") in str(caught.value)
-    assert file in str(caught.value)
+    said = refusal(root)
+    assert str(root / "a") in said
+    assert file in said
 
 
 @pytest.mark.parametrize("spoil", ["weights cut", "weights a pipe", "config garbage"])
@@ -158,17 +155,14 @@ def test_loading_a_torn_adapter_without_checksums_is_refused_by_task_and_file(sp
     (root / "a" / CHECKSUMS).unlink()
     file, act = SPOILS[spoil]
     act(root / "a" / file)
-    with pytest.raises(CheckpointError, match='task "a": ') as caught:
-        MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root)
-    assert file in str(caught.value)
+    assert file in refusal(root)
 
 
 @pytest.mark.parametrize("config", ["[]", '{"peft_type": "LORA", "r"', '{"peft_type": "NONE"}'])
 def test_loading_a_configuration_that_is_none_is_refused_by_task_and_file(config: str, root: Path) -> None:
     (root / "a" / CHECKSUMS).unlink()
     (root / "a" / CONFIG).write_text(config)
-    with pytest.raises(CheckpointError, match=f'task "a": .*{CONFIG}'):
-        MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root)
+    refusal(root, CONFIG)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
@@ -179,17 +173,15 @@ def test_weights_that_are_not_finite_are_refused_by_task_and_tensor(value: float
     state[name].view(-1)[0] = value
     save_file(state, path, metadata={"format": "pt"})
     storage.write_checksums(root / "a", ADAPTER_NAMES)
-    with pytest.raises(CheckpointError, match=r'task "a": .*not finite') as caught:
-        MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root)
-    assert name in str(caught.value)
-    assert str(path) in str(caught.value)
+    said = refusal(root, "not finite")
+    assert name in said
+    assert str(path) in said
 
 
 def test_a_saved_model_has_checksums_and_saving_over_it_renews_them(root: Path, tmp_path: Path) -> None:
-    model = MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), root)
+    model = load(root)
     for number in range(2):
         with torch.no_grad():
             next(iter(model.task_parameters("a").values())).fill_(float(number))
         model.save_pretrained(tmp_path / "saved")
-        loaded = MultiTaskPeftModel.from_pretrained(lab.tiny_llama(), tmp_path / "saved")
-        assert float(next(iter(loaded.task_parameters("a").values())).max()) == number
+        assert float(next(iter(load(tmp_path / "saved").task_parameters("a").values())).max()) == number

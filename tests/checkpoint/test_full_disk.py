@@ -7,8 +7,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
-from peft import PeftModel
 
 from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.errors import CheckpointError
@@ -17,6 +15,7 @@ from tests.checkpoint.crashes import crashed_tasks as tasks
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
 from tests.records import run_records as records
+from tests.runs import assert_equal_weights, poison, weights_in_plain_peft
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "steps", "logging_steps": 1}
 Disk = Callable[[int | None], None]
@@ -41,7 +40,7 @@ def test_a_disk_that_takes_nothing_for_a_while_costs_records_and_nothing_else(
     run = train(disk, tmp_path, recorder=Recorder(at_end=acts), disable_tqdm=False)
     assert run.losses == whole.losses
     assert run.recorder.digests == whole.recorder.digests
-    lost = [one for one in records(tmp_path) if one["event"] == "records_lost"]
+    lost = records(tmp_path, "records_lost")
     said = capsys.readouterr().out
     # Losses of two tasks after steps 3 and 4 (callbacks come before logs), the notice of the failed save of step 4, and
     # after step 5 what time is left, where this machine is slower than planned.
@@ -107,10 +106,7 @@ def test_an_adapter_that_could_not_be_written_is_written_when_there_is_room_agai
     task = run.trainer.table["a"]
     assert (task.status, task.reason) == (TaskStatus.SUCCEEDED, "")
     assert statuses(tmp_path, "a")[-1] == "succeeded"
-    saved = PeftModel.from_pretrained(lab.tiny_llama(), tmp_path / "a")
-    loaded = {key.replace(".default", ""): value for key, value in saved.named_parameters() if "lora_" in key}
-    wanted = run.weights("a")
-    assert all(torch.equal(loaded[key], wanted[key]) for key in wanted)
+    assert_equal_weights(weights_in_plain_peft(tmp_path / "a"), run.weights("a"))
     assert str(tmp_path / "a") in run.trainer.report()
     resumed = lab.train(tasks(max_steps=4), tmp_path, resume=True, **options)
     assert resumed.losses == {}
@@ -143,12 +139,7 @@ def test_an_adapter_that_reads_back_otherwise_than_it_was_written_is_no_success(
 
 
 def test_a_failed_task_whose_last_good_adapter_could_not_be_written_says_both(disk: Disk, tmp_path: Path) -> None:
-    def poison(trainer: Any) -> None:
-        disk(0)
-        with torch.no_grad():
-            next(iter(trainer.model.task_parameters("a").values())).fill_(float("nan"))
-
-    run = train(disk, tmp_path, recorder=Recorder(at_begin={3: poison}))
+    run = train(disk, tmp_path, recorder=Recorder(at_end={3: lambda _: disk(0)}, at_begin={3: poison("a")}))
     reason = run.trainer.table["a"].reason
     assert reason.startswith("non_finite")
     assert "its adapter could not be written" in reason
@@ -172,8 +163,7 @@ def test_a_disk_that_is_full_before_the_first_step_is_refused_with_a_way_out(dis
 def test_a_folder_that_cannot_be_made_is_refused_by_the_trainer_itself(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("in the way")
     root = tmp_path / "file" / "run"
-    with pytest.raises(
-        CheckpointError, match=r"output_dir must be a folder .*, got .*[Ss]et another output_dir"
-    ) as caught:
+    said = r"output_dir must be a folder .*, got .*[Ss]et another output_dir"
+    with pytest.raises(CheckpointError, match=said) as caught:
         lab.make_trainer(tasks(), root, **SAVING)
     assert str(root) in str(caught.value)

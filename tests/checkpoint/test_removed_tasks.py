@@ -10,11 +10,10 @@ import pytest
 
 from peft_mux.errors import CheckpointError
 from peft_mux.task import Task, TaskStatus
-from tests.checkpoint.crashes import Killed, crash
+from tests.checkpoint.crashes import SAVING
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
-
-SAVING = {"save_strategy": "steps", "save_steps": 2}
+from tests.runs import crash, train_until_crash
 
 
 def remove_b(trainer: Any) -> None:
@@ -30,9 +29,7 @@ def second() -> Task:
 
 
 def interrupted(root: Path, acts: dict[int, Any], **options: Any) -> None:
-    trainer = lab.make_trainer([first(), second()], root, recorder=Recorder(at_end=acts), **{**SAVING, **options})
-    with pytest.raises(Killed):
-        trainer.train()
+    train_until_crash([first(), second()], root, Recorder(at_end=acts), **{**SAVING, **options})
 
 
 def resume(root: Path, *tasks: Task, **options: Any) -> Run:
@@ -100,16 +97,9 @@ def test_a_task_that_came_under_the_name_of_a_removed_one_is_that_new_task_after
 
     acts = {3: remove_b, 5: lambda trainer: trainer.register_tasks([another()]), crash_at: crash}
     # The new one takes its first step after step 5; the run is saved after steps 4 and 8.
-    recorder = Recorder(at_end=acts)
-    trainer = lab.make_trainer(
-        [lab.small_task("a", data_seed=1, max_steps=20), second()],
-        tmp_path,
-        recorder=recorder,
-        **{**SAVING, "save_steps": 4},
-    )
-    with pytest.raises(Killed):
-        trainer.train()
-    run = resume(tmp_path, lab.small_task("a", data_seed=1, max_steps=20), another(), save_steps=4)
+    long, options = lab.small_task("a", data_seed=1, max_steps=20), {**SAVING, "save_steps": 4}
+    train_until_crash([long, second()], tmp_path, Recorder(at_end=acts), **options)
+    run = resume(tmp_path, long, another(), save_steps=4)
     assert run.trainer.task_statuses["b"] is TaskStatus.SUCCEEDED
     assert len(run.losses["b"]) == steps_left
     alone = lab.train([another()], tmp_path / "alone")

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-import math
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from datasets import IterableDataset
 from peft import LoraConfig
 
 from peft_mux.task import EarlyStopping, Task, TaskStatus
-from peft_mux.trainer.trainer import MultiTaskTrainer
-from tests.checkpoint.crashes import Killed, crash
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
 from tests.records import run_records
+from tests.runs import assert_equal_weights, crash, files_in, folder_of, poison, small_tasks, stop, train_until_crash
 
 NAMES = ("epochs", "short", "stops", "fails", "stream")
 POISONED_AT = 4
@@ -67,17 +64,8 @@ def all_kinds() -> list[Task]:
     ]
 
 
-def poison(trainer: MultiTaskTrainer) -> None:
-    with torch.no_grad():
-        next(iter(trainer.model.task_parameters("fails").values())).fill_(math.nan)
-
-
-def stop(trainer: MultiTaskTrainer) -> None:
-    trainer.control.should_training_stop = True
-
-
 def recorder(**acts: Any) -> Recorder:
-    return Recorder(at_begin={POISONED_AT: poison}, **acts)
+    return Recorder(at_begin={POISONED_AT: poison("fails")}, **acts)
 
 
 def saving(**options: Any) -> dict[str, Any]:
@@ -88,9 +76,8 @@ def saving(**options: Any) -> dict[str, Any]:
 def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """The run that is never interrupted."""
     run = lab.train(all_kinds(), tmp_path_factory.mktemp("whole"), recorder=recorder(), **saving())
-    statuses = {name: status.value for name, status in run.trainer.task_statuses.items()}
     # If these were otherwise, the tests below would not test what they say.
-    assert statuses == {
+    assert run.trainer.task_statuses == {
         "epochs": "succeeded",
         "short": "succeeded",
         "stops": "stopped_early",
@@ -115,17 +102,11 @@ def stopped_copy(stopped: Path, tmp_path: Path) -> Path:
     return Path(shutil.copytree(stopped, tmp_path / "run"))
 
 
-def folder_of(run: Run) -> Path:
-    return Path(run.trainer.args.output_dir or "")
-
-
 def assert_ended_the_same(run: Run, whole: Run) -> None:
     """Assert that all that a run leaves behind is equal in every bit."""
     for name in NAMES:
         mine, theirs = run.trainer.table[name], whole.trainer.table[name]
-        weights = whole.weights(name)
-        for key, weight in run.weights(name).items():
-            assert torch.equal(weight, weights[key]), f"{name} {key}"
+        assert_equal_weights(run.weights(name), whole.weights(name), name)
         assert (mine.status, mine.reason, mine.step) == (theirs.status, theirs.reason, theirs.step)
         assert (mine.num_tokens, mine.best.state()) == (theirs.num_tokens, theirs.best.state())
         # Compared as text, as NaN is not equal to itself.
@@ -164,11 +145,7 @@ def test_a_run_stopped_at_any_step_ends_with_the_same_bits(step: int, whole: Run
 def test_a_run_that_crashed_goes_back_to_its_last_save_and_ends_with_the_same_bits(
     crash_at: int, saved_at: int, whole: Run, tmp_path: Path
 ) -> None:
-    trainer = lab.make_trainer(
-        all_kinds(), tmp_path, recorder=recorder(at_end={crash_at: crash}), **saving(save_steps=3)
-    )
-    with pytest.raises(Killed):
-        trainer.train()
+    train_until_crash(all_kinds(), tmp_path, recorder(at_end={crash_at: crash}), **saving(save_steps=3))
     resumed = lab.train(all_kinds(), tmp_path, recorder=recorder(), resume=True, **saving(save_steps=3))
     assert_went_the_same(resumed, whole, first=saved_at)
     assert_ended_the_same(resumed, whole)
@@ -184,13 +161,13 @@ def test_a_run_interrupted_again_and_again_ends_with_the_same_bits(whole: Run, t
 
 def test_another_folder_can_be_resumed_from_and_stays_as_it_was(whole: Run, stopped: Path, tmp_path: Path) -> None:
     old, new = stopped, tmp_path / "new"
-    before = {path: path.read_bytes() for path in old.rglob("*") if path.is_file()}
+    before = files_in(old)
     act = recorder()
     trainer = lab.make_trainer(all_kinds(), new, recorder=act, **saving())
     trainer.train(resume_from_checkpoint=str(old))
     assert_went_the_same(Run(trainer, act), whole, first=3)
     assert_ended_the_same(Run(trainer, act), whole)
-    assert {path: path.read_bytes() for path in old.rglob("*") if path.is_file()} == before
+    assert files_in(old) == before
 
 
 def test_a_checkpoint_of_one_task_alone_is_not_mixed_into_the_saved_run(tmp_path: Path) -> None:
@@ -199,9 +176,7 @@ def test_a_checkpoint_of_one_task_alone_is_not_mixed_into_the_saved_run(tmp_path
         return [lab.small_task("a", data_seed=1, save_steps=1, lora_dropout=0.2), lab.small_task("b", data_seed=2)]
 
     wanted = lab.train(tasks(), tmp_path / "wanted", **saving(save_steps=3))
-    trainer = lab.make_trainer(tasks(), tmp_path / "run", recorder=Recorder(at_end={6: crash}), **saving(save_steps=4))
-    with pytest.raises(Killed):
-        trainer.train()
+    train_until_crash(tasks(), tmp_path / "run", Recorder(at_end={6: crash}), **saving(save_steps=4))
     assert (tmp_path / "run" / "a" / "checkpoint-5").is_dir()
     resumed = lab.train(tasks(), tmp_path / "run", resume=True, **saving(save_steps=4))
     assert resumed.losses == {name: wanted.losses[name][4:] for name in "ab"}
@@ -226,12 +201,9 @@ def pause_b(trainer: Any) -> None:
     "step", [pytest.param(2, id="steps before the end"), pytest.param(4, id="behind the last save")]
 )
 def test_a_paused_task_is_paused_still_after_resuming(step: int, tmp_path: Path) -> None:
-    def tasks() -> list[Task]:
-        return [lab.small_task("a", data_seed=1), lab.small_task("b", data_seed=2)]
-
     pause_and_stop = {4: stop, step: pause_b}
-    lab.train(tasks(), tmp_path, recorder=Recorder(at_end=pause_and_stop), **saving(save_steps=4))
-    trainer = lab.make_trainer(tasks(), tmp_path, recorder=(act := Recorder()), **saving())
+    lab.train(small_tasks("a", "b"), tmp_path, recorder=Recorder(at_end=pause_and_stop), **saving(save_steps=4))
+    trainer = lab.make_trainer(small_tasks("a", "b"), tmp_path, recorder=(act := Recorder()), **saving())
     trainer.train(resume_from_checkpoint=True)
     assert trainer.task_statuses["b"] is TaskStatus.PAUSED
     assert trainer.table["b"].step == step

@@ -8,31 +8,28 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 
 from peft_mux import CheckpointError
 from peft_mux.task import Task
+from tests import runs
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Recorder, Run
 from tests.records import run_records
+from tests.runs import assert_equal_weights, stops_after
 
-SAVING = {"save_strategy": "steps", "save_steps": 100, "logging_strategy": "steps", "logging_steps": 1}
+SAVING = {**runs.SAVING, "logging_strategy": "steps", "logging_steps": 1}
 
 
 def own(**settings: Any) -> Task:
     return lab.small_task("a", **{"data_seed": 1, "lora_dropout": 0.1, "lr_scheduler_type": "constant", **settings})
 
 
-def stop(trainer: Any) -> None:
-    trainer.control.should_training_stop = True
-
-
 def stopped(folder: Path, *tasks: Task, after: int = 4) -> Run:
-    return lab.train(list(tasks), folder, recorder=Recorder(at_end={after: stop}), **SAVING)
+    return lab.train(list(tasks), folder, recorder=stops_after(after), **SAVING)
 
 
-def resumed(folder: Path, *tasks: Task) -> Run:
-    return lab.train(list(tasks), folder, recorder=Recorder(), resume=True, **SAVING)
+def resumed(folder: Path, *tasks: Task, recorder: Recorder | None = None) -> Run:
+    return lab.train(list(tasks), folder, recorder=recorder, resume=True, **SAVING)
 
 
 def rates(folder: Path) -> dict[int, float]:
@@ -43,12 +40,12 @@ def rates(folder: Path) -> dict[int, float]:
 def test_more_steps_give_the_bits_of_a_run_that_had_them_from_the_start(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = lab.train([own(max_steps=12)], tmp_path / "whole", recorder=Recorder(), **SAVING)
+    whole = lab.train([own(max_steps=12)], tmp_path / "whole", **SAVING)
     stopped(tmp_path / "run", own(max_steps=8))
     capsys.readouterr()
     run = resumed(tmp_path / "run", own(max_steps=12))
     assert run.losses["a"] == whole.losses["a"][4:]
-    assert all(torch.equal(weight, whole.weights("a")[key]) for key, weight in run.weights("a").items())
+    assert_equal_weights(run.weights("a"), whole.weights("a"))
     said = capsys.readouterr().out
     assert 'task "a": resumes from step 4 with other settings: max_steps 8 -> 12, num_steps 8 -> 12' in said
     assert run.trainer.task_statuses["a"] == "succeeded"
@@ -76,9 +73,8 @@ def test_a_task_that_had_ended_resumes_from_its_adapter_and_says_that_its_optimi
     assert 'task "b": has ended, so other settings have no effect: learning_rate 0.003 -> 0.5' in said
     assert len(run.losses["a"]) == 2
     assert "b" not in run.losses
-    assert all(torch.equal(weight, ended["b"][key]) for key, weight in run.weights("b").items())
-    before = run.recorder.before["a"][0]
-    assert all(torch.equal(before[key], weight) for key, weight in ended["a"].items()), "it begins where it ended"
+    assert_equal_weights(run.weights("b"), ended["b"])
+    assert_equal_weights(run.recorder.before["a"][0], ended["a"], "it begins where it ended")
     assert run.trainer.task_statuses == {"a": "succeeded", "b": "succeeded"}
 
 
@@ -92,7 +88,7 @@ def test_a_task_with_fewer_steps_than_it_has_taken_ends_at_once(tmp_path: Path) 
 def test_tasks_come_and_go_between_two_runs_and_the_others_keep_their_bits(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    whole = lab.train([own()], tmp_path / "whole", recorder=Recorder(), **SAVING)
+    whole = lab.train([own()], tmp_path / "whole", **SAVING)
     stopped(tmp_path / "run", own(), lab.small_task("old", data_seed=2))
     capsys.readouterr()
     run = resumed(tmp_path / "run", own(), lab.small_task("new", data_seed=3))
@@ -107,17 +103,12 @@ def test_tasks_come_and_go_between_two_runs_and_the_others_keep_their_bits(
 def test_a_second_resumption_with_the_new_settings_is_exact(tmp_path: Path) -> None:
     stopped(tmp_path / "run", own(max_steps=8))
     shutil.copytree(tmp_path / "run", tmp_path / "twice")
-    once = resumed(tmp_path / "run", own(max_steps=12, learning_rate=1e-3))
-    lab.train(
-        [own(max_steps=12, learning_rate=1e-3)],
-        tmp_path / "twice",
-        recorder=Recorder(at_end={7: stop}),
-        resume=True,
-        **SAVING,
-    )
-    again = resumed(tmp_path / "twice", own(max_steps=12, learning_rate=1e-3))
+    changed = own(max_steps=12, learning_rate=1e-3)
+    once = resumed(tmp_path / "run", changed)
+    resumed(tmp_path / "twice", changed, recorder=stops_after(7))
+    again = resumed(tmp_path / "twice", changed)
     assert again.losses["a"] == once.losses["a"][-len(again.losses["a"]) :]
-    assert all(torch.equal(weight, once.weights("a")[key]) for key, weight in again.weights("a").items())
+    assert_equal_weights(again.weights("a"), once.weights("a"))
 
 
 PAIRS = [{"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5], "rejected_ids": [6, 7, 8]}] * 8

@@ -9,29 +9,16 @@ import pytest
 
 from peft_mux.errors import CheckpointError
 from peft_mux.task import Task
+from tests.checkpoint.crashes import SAVING
 from tests.invariants import mux_lab as lab
-from tests.invariants.mux_lab import Recorder, Run
+from tests.invariants.mux_lab import Recorder
+from tests.runs import files_in, stop, stops_after
 
 pytest.importorskip("fcntl")
-SAVING = {"save_strategy": "steps", "save_steps": 2}
 
 
 def tasks() -> list[Task]:
     return [lab.small_task("a", data_seed=1, max_steps=4), lab.small_task("b", data_seed=2, max_steps=6)]
-
-
-def stop(trainer: Any) -> None:
-    trainer.control.should_training_stop = True
-
-
-def files(root: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in root.rglob("*") if path.is_file()}
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
-    """The undisturbed run."""
-    return lab.train(tasks(), tmp_path_factory.mktemp("whole"), **SAVING)
 
 
 def test_a_second_trainer_of_a_run_that_saves_nothing_is_refused_too(tmp_path: Path) -> None:
@@ -44,32 +31,32 @@ def test_a_second_trainer_of_a_run_that_saves_nothing_is_refused_too(tmp_path: P
     assert not (tmp_path / "run.lock").exists()
 
 
-def test_a_trainer_continues_in_its_own_folder_but_not_after_another_has_written_there(
-    whole: Run, tmp_path: Path
-) -> None:
+def test_a_trainer_continues_in_its_own_folder_but_not_after_another_has_written_there(tmp_path: Path) -> None:
+    whole = lab.train(tasks(), tmp_path / "whole", **SAVING)
     recorder = Recorder(at_end={2: stop, 3: stop})
-    trainer = lab.make_trainer(tasks(), tmp_path, recorder=recorder, **SAVING)
+    root = tmp_path / "run"
+    trainer = lab.make_trainer(tasks(), root, recorder=recorder, **SAVING)
     trainer.train()
     trainer.train()
     assert recorder.losses == {name: whole.losses[name][:3] for name in "ab"}
-    other = lab.train(tasks(), tmp_path, resume=True, recorder=Recorder(at_end={4: stop}), **SAVING)
+    other = lab.train(tasks(), root, resume=True, recorder=stops_after(4), **SAVING)
     assert other.trainer.state.global_step == 4
-    before = files(tmp_path)
+    before = files_in(root)
     with pytest.raises(CheckpointError, match=r"another trainer has written.*resume_from_checkpoint=True"):
         trainer.train()
-    assert files(tmp_path) == before
+    assert files_in(root) == before
 
 
 def test_between_two_trainings_a_command_writes_only_what_no_other_process_keeps(tmp_path: Path) -> None:
-    trainer = lab.make_trainer(tasks(), tmp_path, recorder=Recorder(at_end={2: stop}), **SAVING)
+    trainer = lab.make_trainer(tasks(), tmp_path, recorder=stops_after(2), **SAVING)
     trainer.train()
-    before = files(tmp_path)
+    before = files_in(tmp_path)
 
     def meanwhile(other: Any) -> None:
         with pytest.raises(CheckpointError, match='the adapter of task "b" could not be written, so the task stays'):
             trainer.remove_task("b")
-        after = files(tmp_path)
+        after = files_in(tmp_path)
         # Only the notice of what was not saved goes there, a line of its own.
-        assert [path for path in before if after[path] != before[path]] == [str(tmp_path / "metrics.jsonl")]
+        assert [path for path in before if after[path] != before[path]] == ["metrics.jsonl"]
 
     lab.train(tasks(), tmp_path, resume=True, recorder=Recorder(at_begin={2: meanwhile}), **SAVING)

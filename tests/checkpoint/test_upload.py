@@ -9,7 +9,6 @@ from typing import Any
 
 import fsspec
 import pytest
-import torch
 from fsspec.implementations.memory import MemoryFileSystem
 
 from peft_mux import CheckpointError, ConfigError, MultiTaskTrainingArguments, Task
@@ -18,6 +17,7 @@ from tests.engine.processes.cases import launch, values
 from tests.engine.replicas import layout_cases
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import Run
+from tests.runs import assert_ended_with_the_same_weights, files_in, stops_after
 
 URL = "memory://bucket/runs/a"
 
@@ -57,10 +57,7 @@ def tasks() -> list[Task]:
 
 
 def train(folder: Path, *, resume: Any = None, stop_after: int | None = None, url: str = URL, **options: Any) -> Run:
-    def stop(trainer: Any) -> None:
-        trainer.control.should_training_stop = True
-
-    recorder = lab.Recorder(at_end={} if stop_after is None else {stop_after: stop})
+    recorder = None if stop_after is None else stops_after(stop_after)
     settings = {"save_strategy": "steps", "save_steps": 2, "save_total_limit": 1, "upload_to": url, **options}
     return lab.train(tasks(), folder, recorder=recorder, resume=resume, **settings)
 
@@ -71,14 +68,7 @@ def uploaded() -> dict[str, bytes]:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    found = {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
-    return {name: data for name, data in found.items() if not name.startswith(("run.lock", "control/"))}
-
-
-def assert_same_weights(run: Run, whole: Run) -> None:
-    for name in ("long", "short"):
-        mine, theirs = run.weights(name), whole.weights(name)
-        assert all(torch.equal(weight, theirs[key]) for key, weight in mine.items()), name
+    return {name: data for name, data in files_in(folder).items() if not name.startswith(("run.lock", "control/"))}
 
 
 def test_the_copy_has_the_files_of_the_run_folder_and_no_others(tmp_path: Path) -> None:
@@ -87,12 +77,8 @@ def test_the_copy_has_the_files_of_the_run_folder_and_no_others(tmp_path: Path) 
     found = uploaded()
     assert found.pop("NOTES.md") == b"mine", "files of the user stay"
     assert found == files_of(tmp_path / "run")
-    assert {
-        "long/adapter_model.safetensors",
-        "short/adapter_config.json",
-        "report.html",
-        "metrics.jsonl",
-    } <= found.keys()
+    some = {"long/adapter_model.safetensors", "short/adapter_config.json", "report.html", "metrics.jsonl"}
+    assert some <= found.keys()
     # The limit of one checkpoint holds there too.
     assert {name.split("/")[1] for name in found if name.startswith("long/checkpoint-")} == {"checkpoint-7"}
     assert not [name for name in found if "tmp-" in name or "lock" in name]
@@ -105,11 +91,10 @@ def test_a_run_whose_folder_is_lost_resumes_from_the_copy_with_the_same_bits(res
     shutil.rmtree(tmp_path / "first")
     rest = train(tmp_path / "second", resume=resume)
     assert rest.losses["long"] == whole.losses["long"][3:]
-    assert_same_weights(rest, whole)
+    assert_ended_with_the_same_weights(rest, whole, "long", "short")
     assert uploaded() == files_of(tmp_path / "second")
-    assert (
-        uploaded()["short/adapter_model.safetensors"] == files_of(tmp_path / "whole")["short/adapter_model.safetensors"]
-    )
+    adapter = "short/adapter_model.safetensors"
+    assert uploaded()[adapter] == files_of(tmp_path / "whole")[adapter]
 
 
 def test_auto_begins_where_neither_folder_nor_url_holds_a_run(tmp_path: Path) -> None:
@@ -142,7 +127,7 @@ def test_a_damaged_copy_resumes_from_the_state_before(tmp_path: Path) -> None:
     MemoryFileSystem().pipe_file("/bucket/runs/a/state/run-00000005.json", b'{"torn": ')
     rest = train(tmp_path / "second", resume=True, save_total_limit=5)
     assert rest.losses["long"] == whole.losses["long"][4:]
-    assert_same_weights(rest, whole)
+    assert_ended_with_the_same_weights(rest, whole, "long", "short")
 
 
 @pytest.mark.parametrize("failures", [1, 10**6])
