@@ -7,18 +7,37 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from peft import PeftModel
+from peft import LoraConfig, PeftConfig, PeftModel
+from transformers import TrainerCallback
 
-from peft_mux import MultiTaskTrainer, Task
+from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
 from tests.invariants.mux_lab import Recorder, Run, make_trainer, small_task, tiny_llama
 
 SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100}
 """Saves where a run is interrupted and where it ends."""
 
 
+LORA = LoraConfig(r=4, target_modules="all-linear")
+
+
+def task_of(name: str, rows: Any, config: PeftConfig = LORA, **settings: Any) -> Task:
+    """Return a task of given rows, which learns fast."""
+    options = {"train_batch_size": 4, "learning_rate": 3e-3, "max_steps": 8, "seed": 1, **settings}
+    return Task(name=name, peft_config=config, train_dataset=rows, **options)
+
+
 def small_tasks(*names: str, **settings: Any) -> list[Task]:
     """Return small tasks of unlike rows."""
     return [small_task(name, data_seed=seed, **settings) for seed, name in enumerate(names, start=1)]
+
+
+def trainer_of(
+    folder: Path, tasks: list[Task], *, model: Any = None, tokenizer: Any = None, **arguments: Any
+) -> MultiTaskTrainer:
+    """Return a trainer with the arguments that a run has by default, on the CPU and without trackers."""
+    options = {"output_dir": str(folder), "use_cpu": True, "report_to": "none", **arguments}
+    args = MultiTaskTrainingArguments(**options)
+    return MultiTaskTrainer(model or tiny_llama(), args, tasks, processing_class=tokenizer)
 
 
 # ------------------------------------------------------------- ends and faults
@@ -32,6 +51,40 @@ def stop(trainer: MultiTaskTrainer) -> None:
 def stops_after(step: int) -> Recorder:
     """Return a recorder that ends a run after a step."""
     return Recorder(at_end={step: stop})
+
+
+class Acts(TrainerCallback):
+    """Does something at an event, at one step or at each.
+
+    Args:
+        act: gets what the event tells, by name.
+        event: name of the method.
+        step: of the task or of the run, whichever has this callback.
+    """
+
+    def __init__(self, act: Callable[..., Any], *, event: str = "on_step_end", step: int | None = None) -> None:
+        def hear(args: Any, state: Any, control: Any, **facts: Any) -> Any:
+            return act(args=args, state=state, control=control, **facts) if step in (None, state.global_step) else None
+
+        setattr(self, event, hear)
+
+
+def hearing(event: str) -> Callable[..., Any]:
+    """Return a method of a callback that gives all that it gets to the method `hear`, with the name of the event."""
+
+    def method(self: Any, args: Any, state: Any, control: Any, **facts: Any) -> Any:
+        return self.hear(event, args, state, control, facts)
+
+    return method
+
+
+def raising(error: BaseException) -> Callable[..., Any]:
+    """Return a function that raises an error, whatever it is given."""
+
+    def fail(*_: Any, **__: Any) -> Any:
+        raise error
+
+    return fail
 
 
 class Killed(Exception):

@@ -11,19 +11,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig
 from transformers import TrainingArguments
 
-from peft_mux.arguments import (
-    HARMLESS,
-    HONOURED,
-    SETTABLE_FIELDS,
-    MultiTaskTrainingArguments,
-)
+from peft_mux.arguments import HARMLESS, HONOURED, SETTABLE_FIELDS, MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError, shown
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.invariants.mux_lab import tiny_llama
+from tests.runs import trainer_of
 from tests.test_task import ANYTHING
 
 ROWS = [{"input_ids": [1, 2, 3]}]
@@ -97,11 +94,9 @@ def test_harmless_fields_pass_and_change_no_result(tmp_path: Path) -> None:
     given = {name: HARMLESS_VALUES.get(name, True) for name in HARMLESS}
     losses = []
     for number, settings in enumerate(({}, given)):
-        args = arguments(
-            output_dir=str(tmp_path / str(number)), report_to="none", max_steps=2, save_strategy="no", **settings
-        )
-        assert {name: getattr(args, name) for name in settings} == settings
-        trainer = MultiTaskTrainer(tiny_llama(), args, [task(eval_dataset=ROWS)])
+        own = task(eval_dataset=ROWS, max_steps=2)
+        trainer = trainer_of(tmp_path / str(number), [own], save_strategy="no", **settings)
+        assert {name: getattr(trainer.args, name) for name in settings} == settings
         trainer.train()
         losses.append((trainer.table["own"].last_loss, trainer.evaluate()))
     assert losses[0] == losses[1]
@@ -141,10 +136,7 @@ def test_every_honoured_field_is_read_by_a_run(tmp_path: Path) -> None:
         **{"use_cpu": True, "report_to": "none", "max_steps": 2, "save_steps": 1, "logging_steps": 2},
         **{"eval_strategy": "steps", "eval_steps": 1, "activation_checkpointing": True, "disable_tqdm": True},
     )
-    own = Task(
-        name="own", peft_config=LoraConfig(r=4, target_modules=["q_proj"]), train_dataset=ROWS, eval_dataset=ROWS
-    )
-    MultiTaskTrainer(tiny_llama(), args, [own]).train()
+    MultiTaskTrainer(tiny_llama(), args, [task(eval_dataset=ROWS)]).train()
     known_elsewhere = {name for names in ELSEWHERE for name in names.split()}
     assert set(HONOURED) - read - known_elsewhere == set()
 
@@ -256,8 +248,6 @@ def test_arguments_go_to_a_dict_and_back() -> None:
 
 
 def test_a_machine_without_accelerator_gets_the_cpu_even_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    import torch
-
     monkeypatch.setattr(torch.accelerator, "is_available", lambda: False)
     made = MultiTaskTrainingArguments(output_dir="unused", bf16=True)
     assert made.use_cpu

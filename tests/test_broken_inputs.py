@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +15,9 @@ from transformers import PreTrainedTokenizerFast
 from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
 from peft_mux.cli.main import main
 from peft_mux.errors import PeftMuxError
+from tests.cli.lab import write_rows
 from tests.invariants.mux_lab import rows, tiny_llama
+from tests.runs import trainer_of
 
 SHORT = rows(1, 6, 5, 9)
 TRAIN = "tasks.sql.train_dataset"
@@ -49,12 +50,7 @@ def task(**settings: Any) -> Task:
 
 def of_task(**settings: Any) -> Callable[[Path], Any]:
     """Return what makes a trainer of one task with such settings."""
-    return lambda folder: trainer(folder, [task(**settings)])
-
-
-def trainer(folder: Path, tasks: list[Task], **arguments: Any) -> MultiTaskTrainer:
-    options = {"output_dir": str(folder / "out"), "use_cpu": True, "report_to": "none", **arguments}
-    return MultiTaskTrainer(tiny_llama(), MultiTaskTrainingArguments(**options), tasks)
+    return lambda folder: trainer_of(folder, [task(**settings)])
 
 
 def with_tokenizer(folder: Path) -> None:
@@ -67,7 +63,7 @@ def of_file(old: str, new: str, *words: str, with_model: bool = False) -> Callab
     def make(folder: Path) -> None:
         if with_model:
             tiny_llama().save_pretrained(folder / "no-model")
-        (folder / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in SHORT), encoding="utf-8")
+        write_rows(folder / "rows.jsonl", SHORT)
         text = FILE.format(folder=folder)
         assert old in text
         (folder / "tasks.yaml").write_text(text.replace(old, new), encoding="utf-8")
@@ -81,15 +77,14 @@ def of_rows_file(name: str, content: str) -> Callable[[Path], Any]:
 
     def make(folder: Path) -> None:
         (folder / name).write_text(content, encoding="utf-8")
-        trainer(folder, [task(train_dataset=str(folder / name))])
+        of_task(train_dataset=str(folder / name))(folder)
 
     return make
 
 
 def with_empty_tokenizer(folder: Path) -> None:
     tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(models.BPE()))
-    args = MultiTaskTrainingArguments(output_dir=str(folder), use_cpu=True, report_to="none")
-    MultiTaskTrainer(tiny_llama(), args, [task()], processing_class=tokenizer)
+    trainer_of(folder, [task()], tokenizer=tokenizer)
 
 
 def of_command(*words: str) -> Callable[[Path], Any]:

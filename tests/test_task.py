@@ -274,18 +274,16 @@ def test_all_unknown_and_missing_fields_are_reported_at_once() -> None:
 
 
 def test_an_unknown_field_of_early_stopping_is_refused_with_what_was_meant() -> None:
-    with pytest.raises(
-        ConfigError, match=r'early_stopping\.patince must be a setting of this class, got 3.*Did you mean "patience"'
-    ):
+    said = r'early_stopping\.patince must be a setting of this class, got 3.*Did you mean "patience"'
+    with pytest.raises(ConfigError, match=said):
         EarlyStopping(patince=3)  # type: ignore[call-arg]
     with pytest.raises(ConfigError, match="3 things are wrong"):
         EarlyStopping(metric="", patience=0, min_delta=-1)
 
 
 def test_settings_without_their_names_are_refused() -> None:
-    with pytest.raises(
-        ConfigError, match=r"task must be created from settings by name, got 'own' without a name.*Task\(name="
-    ):
+    said = r"task must be created from settings by name, got 'own' without a name.*Task\(name="
+    with pytest.raises(ConfigError, match=said):
         Task("own", LoraConfig(), ROWS)  # type: ignore[misc]
 
 

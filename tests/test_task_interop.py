@@ -6,14 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from peft import LoraConfig, get_peft_model
-from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.invariants.mux_lab import rows, tiny_llama
+from tests.runs import Acts
 
 ROWS = rows(1, 8, 6, 6)
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -25,21 +27,11 @@ def plain(folder: Path, **settings: Any) -> TrainingArguments:
 
 
 def test_a_task_has_what_the_arguments_of_one_run_said(tmp_path: Path) -> None:
-    config = plain(
-        tmp_path,
-        per_device_train_batch_size=2,
-        gradient_accumulation_steps=3,
-        learning_rate=3e-4,
-        lr_scheduler_type="cosine",
-        warmup_steps=0.1,
-        eval_strategy="steps",
-        eval_steps=2,
-        metric_for_best_model="loss",
-        seed=7,
-    )
-    task = Task.from_sft_config(
-        "sql", config, train_dataset=ROWS, eval_dataset=ROWS, peft_config=LORA, learning_rate=1e-3
-    )
+    batch = {"per_device_train_batch_size": 2, "gradient_accumulation_steps": 3, "seed": 7}
+    rate = {"learning_rate": 3e-4, "lr_scheduler_type": "cosine", "warmup_steps": 0.1}
+    evaluation = {"eval_strategy": "steps", "eval_steps": 2, "metric_for_best_model": "loss"}
+    own = {"train_dataset": ROWS, "eval_dataset": ROWS, "peft_config": LORA, "learning_rate": 1e-3}
+    task = Task.from_sft_config("sql", plain(tmp_path, **batch, **rate, **evaluation), **own)
     assert (task.train_batch_size, task.max_steps, task.learning_rate, task.seed) == (6, 3, 1e-3, 7)
     assert (task.lr_scheduler_type, task.warmup_steps, task.eval_steps) == ("cosine", 0.1, 2)
     assert task.metric_for_best_model == "loss"
@@ -60,28 +52,16 @@ def test_what_no_task_can_have_is_refused_with_its_reason(field: str, value: Any
 
 
 def test_a_trainer_and_its_task_train_to_the_same_losses(tmp_path: Path) -> None:
-    class Losses(TrainerCallback):
-        def __init__(self) -> None:
-            self.found: list[float] = []
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            self.found += [logs["loss"]] if "loss" in logs else []
-
-    losses = Losses()
+    theirs: list[float] = []
+    losses = Acts(lambda logs, **_: theirs.extend([logs["loss"]] if "loss" in logs else []), event="on_log")
     same = [{**row, "labels": row["input_ids"]} for row in ROWS[:2]]
     config = plain(tmp_path, per_device_train_batch_size=2, logging_steps=1, learning_rate=1e-2, seed=1)
     stops = EarlyStoppingCallback(2)
-    trainer = Trainer(
-        get_peft_model(tiny_llama(), LORA),
-        config,
-        train_dataset=same,
-        callbacks=[losses, stops],
-        data_collator=lambda batch: _stacked(batch),
-    )
+    model, callbacks = get_peft_model(tiny_llama(), LORA), [losses, stops]
+    trainer = Trainer(model, config, train_dataset=same, callbacks=callbacks, data_collator=stacked)
     task = Task.from_trainer("own", trainer, train_dataset=same, callbacks=[])
-    assert Task.from_trainer("own", trainer, train_dataset=same, eval_dataset=same).callbacks == [losses, stops], (
-        "those of its owner"
-    )
+    evaluated = Task.from_trainer("own", trainer, train_dataset=same, eval_dataset=same)
+    assert evaluated.callbacks == callbacks, "those of its owner"
     trainer.remove_callback(EarlyStoppingCallback)
     trainer.train()
     args = MultiTaskTrainingArguments.from_training_arguments(config, output_dir=str(tmp_path / "ours"))
@@ -89,20 +69,15 @@ def test_a_trainer_and_its_task_train_to_the_same_losses(tmp_path: Path) -> None
     ours.train()
     found = [entry["loss"] for entry in ours.task_states["own"].log_history if "loss" in entry]
     # The first steps tell: the initial weights of A are those of another draw, and B is 0.
-    assert found[0] == pytest.approx(losses.found[0], rel=1e-3)
-    assert len(found) == len(losses.found) == 3
+    assert found[0] == pytest.approx(theirs[0], rel=1e-3)
+    assert len(found) == len(theirs) == 3
 
 
-def _stacked(batch: Any) -> dict[str, Any]:
-    import torch
-
+def stacked(batch: Any) -> dict[str, Any]:
     return {key: torch.tensor([row[key] for row in batch]) for key in ("input_ids", "labels")}
 
 
 def test_a_trainer_without_an_adapter_is_refused(tmp_path: Path) -> None:
     trainer = Trainer(tiny_llama(), plain(tmp_path), train_dataset=ROWS)
-    with pytest.raises(
-        ConfigError,
-        match=r"trainer\.model must be a trainer of a model with one adapter:",
-    ):
+    with pytest.raises(ConfigError, match=r"trainer\.model must be a trainer of a model with one adapter:"):
         Task.from_trainer("own", trainer)

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 from peft import LoraConfig
-from transformers import LlamaForCausalLM
 
 from peft_mux import GenerateOptions, MultiTaskTrainer, Task
-from peft_mux.arguments import MultiTaskTrainingArguments
-from peft_mux.reporting.metrics_file import read_metrics
 from tests.data.test_tokenize import words_tokenizer
-from tests.invariants import mux_lab as lab
+from tests.records import run_records
+from tests.runs import trainer_of
 
 PROMPTS = ("the cat sat on", "a dog ran", "the mat", "a cat ran home on a", "the dog")
 WANTED = {"cats": "yes", "dogs": "no home"}
@@ -28,31 +26,17 @@ def rows(task: str) -> list[dict[str, str]]:
 
 def task(name: str, **settings: Any) -> Task:
     """Return a task that learns its answer in a few steps and is evaluated every other one."""
-    options: dict[str, Any] = {
-        "peft_config": LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.1),
-        "train_dataset": rows(name)[:-1],
-        "eval_dataset": rows(name),
-        "eval_generate": GenerateOptions(**OPTIONS),
-        "train_batch_size": 5,
-        "learning_rate": 2e-2,
-        "max_steps": 12,
-        "eval_steps": 4,
-        "seed": 1,
-        **settings,
-    }
-    return Task(name=name, **options)
+    config = LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.1)
+    data = {"peft_config": config, "train_dataset": rows(name)[:-1], "eval_dataset": rows(name)}
+    training = {"train_batch_size": 5, "learning_rate": 2e-2, "max_steps": 12, "seed": 1}
+    evaluation = {"eval_generate": GenerateOptions(**OPTIONS), "eval_steps": 4}
+    return Task(**{"name": name, **data, **training, **evaluation, **settings})
 
 
 def trainer(tasks: list[Task], folder: Path, *, tokenizer: Any = None, **arguments: Any) -> MultiTaskTrainer:
     """Return a quiet trainer of the tasks."""
-    options = {"save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, "report_to": "none", **arguments}
-    args = MultiTaskTrainingArguments(output_dir=str(folder), use_cpu=True, **options)
-    return MultiTaskTrainer(backbone(), args, tasks, processing_class=tokenizer or words_tokenizer())
-
-
-def backbone() -> LlamaForCausalLM:
-    """Return a copy of the tiny Llama, whose embeddings are not tied."""
-    return lab.tiny_llama()
+    options = {"save_strategy": "no", "logging_strategy": "no", "disable_tqdm": True, **arguments}
+    return trainer_of(folder, tasks, tokenizer=tokenizer or words_tokenizer(), **options)
 
 
 def evaluations(made: MultiTaskTrainer, name: str) -> list[dict[str, float]]:
@@ -63,8 +47,7 @@ def evaluations(made: MultiTaskTrainer, name: str) -> list[dict[str, float]]:
 
 def completions(folder: Path, name: str) -> list[dict[str, Any]]:
     """Return the completions of a task that a run has written down."""
-    records = read_metrics(folder / "metrics.jsonl")
-    return [record for record in records if record["event"] == "completion" and record["task"] == name]
+    return [record for record in run_records(folder, "completion") if record["task"] == name]
 
 
 def train(rank: int, folder: Path, arguments: dict[str, Any]) -> dict[str, Any]:

@@ -16,7 +16,9 @@ from peft_mux import EarlyStopping, Task
 from peft_mux.errors import PeftMuxError
 from tests.engine.processes import cases as parallel_cases
 from tests.engine.replicas import layout_cases
+from tests.evaluation.generation_cases import evaluations
 from tests.invariants import mux_lab as lab
+from tests.runs import SAVING, task_of
 
 HELD_OUT = lab.rows(90, 5, 5, 9)
 
@@ -118,29 +120,16 @@ def train_classifier(rank: int, folder: Path, arguments: dict[str, Any]) -> Meas
     classifier = LlamaForSequenceClassification(model.config)
     data = [{**row, "label": number % 3} for number, row in enumerate(lab.rows(3, 8, 4, 9))]
     calls = {"sorted": Calls()}
-    task = Task(
-        name="sorted",
-        peft_config=LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear"),
-        train_dataset=data,
-        eval_dataset=data[:5],
-        compute_metrics=calls["sorted"].classified,
-        train_batch_size=4,
-        max_steps=3,
-        eval_steps=1,
-    )
+    config = LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear")
+    evaluation = {"eval_dataset": data[:5], "compute_metrics": calls["sorted"].classified, "eval_steps": 1}
+    task = task_of("sorted", data, config, max_steps=3, **evaluation)
     return _run(folder, classifier, [task], calls, "sorted", arguments)
 
 
 def _run(
     folder: Path, model: Any, tasks: list[Task], calls: dict[str, Calls], name: str, arguments: dict[str, Any]
 ) -> Measured:
-    options = {
-        "max_tokens_per_micro_batch": 16,
-        "ddp_timeout": parallel_cases.TIMEOUT_S,
-        "save_strategy": "steps",
-        "save_steps": 100,
-        **arguments,
-    }
+    options = {**SAVING, "max_tokens_per_micro_batch": 16, "ddp_timeout": parallel_cases.TIMEOUT_S, **arguments}
     trainer = lab.make_trainer(tasks, folder, model=model, recorder=lab.Recorder(keep_weights=False), **options)
     trainer.train()
     evaluated = trainer.evaluate(name)
@@ -148,14 +137,7 @@ def _run(
     trainer._run.processes.wait_for_all()
     return Measured(
         statuses={run.name: (run.status.value, run.reason) for run in trainer.table},
-        evaluations={
-            run.name: [
-                {key: value for key, value in entry.items() if key.startswith("eval_")}
-                for entry in run.state.log_history
-                if "eval_loss" in entry
-            ]
-            for run in trainer.table
-        },
+        evaluations={run.name: evaluations(trainer, run.name) for run in trainer.table},
         num_calls=sum(one.num for one in calls.values()),
         evaluated=evaluated,
         refusals=refusals,

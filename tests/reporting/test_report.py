@@ -9,17 +9,20 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-from transformers import OlmoeConfig, OlmoeForCausalLM, TrainerCallback
+from transformers import OlmoeConfig, OlmoeForCausalLM
 
-from peft_mux import EarlyStopping, MultiTaskTrainer, MultiTaskTrainingArguments
+from peft_mux import EarlyStopping, MultiTaskTrainer
 from peft_mux.reporting.recorders import RunTimes
 from peft_mux.reporting.report import ReportRow, RunReport, next_lines
-from tests.invariants.mux_lab import rows, small_task, tiny_llama
+from tests import runs
+from tests.invariants.mux_lab import rows, small_task
+from tests.runs import Acts, small_tasks, stop
+
+HELD_OUT = rows(9, 4, 5, 9)
 
 
 def trainer_of(folder: Path, tasks: list[Any], **options: Any) -> MultiTaskTrainer:
-    given = {"report_to": "none", "use_cpu": True, "logging_steps": 2, **options}
-    return MultiTaskTrainer(tiny_llama(), MultiTaskTrainingArguments(output_dir=str(folder), **given), tasks)
+    return runs.trainer_of(folder, tasks, **{"logging_steps": 2, **options})
 
 
 def line_of(report: str, name: str) -> list[str]:
@@ -73,34 +76,23 @@ def test_a_run_begins_with_eight_lines_and_ends_with_its_report_of_times_shares_
 
 @pytest.mark.parametrize(
     ("own", "coefficient", "said"),
-    [
-        (0.01, 0.3, "router_aux_loss_coef 0.3"),
-        (0.01, 0.0, "routers without a balancing loss"),
-    ],
+    [(0.01, 0.3, "router_aux_loss_coef 0.3"), (0.01, 0.0, "routers without a balancing loss")],
 )
 def test_the_banner_says_with_which_coefficient_routers_are_balanced(
     own: float, coefficient: float | None, said: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shape: dict[str, Any] = {"hidden_size": 32, "intermediate_size": 16, "num_hidden_layers": 1, "vocab_size": 97}
-    config = OlmoeConfig(
-        **shape,
-        num_attention_heads=2,
-        num_key_value_heads=2,
-        num_experts=4,
-        num_experts_per_tok=2,
-        pad_token_id=0,
-        router_aux_loss_coef=own,
-    )
-    args = MultiTaskTrainingArguments(output_dir=str(tmp_path), report_to="none", use_cpu=True)
+    shape |= {"num_attention_heads": 2, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2}
+    config = OlmoeConfig(**shape, pad_token_id=0, router_aux_loss_coef=own)
     settings = {"target_modules": ["q_proj"], "router_aux_loss_coef": coefficient}
     task = small_task("a", data_seed=1, max_steps=1, **settings)
-    MultiTaskTrainer(OlmoeForCausalLM(config), args, [task]).train()
+    trainer_of(tmp_path, [task], model=OlmoeForCausalLM(config)).train()
     (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("model ")]
     assert line.endswith(f"float32, {said}")
 
 
 def test_with_a_measured_profile_the_report_says_what_the_steps_would_have_taken_in_turn(tmp_path: Path) -> None:
-    tasks = [small_task("a", data_seed=1, max_steps=6), small_task("b", data_seed=2, max_steps=6)]
+    tasks = small_tasks("a", "b", max_steps=6)
     profile, path = trainer_of(tmp_path / "described", tasks).measure_profile(budget_s=0.2), tmp_path / "profile.json"
     path.write_text(profile.to_json(), encoding="utf-8")
     trainer = trainer_of(tmp_path / "run", tasks, cost_profile=str(path))
@@ -112,11 +104,8 @@ def test_with_a_measured_profile_the_report_says_what_the_steps_would_have_taken
 
 
 def test_of_a_task_that_went_back_to_its_best_adapter_the_held_out_loss_of_that_is_reported(tmp_path: Path) -> None:
-    held_out = rows(9, 4, 5, 9)
-    rule = EarlyStopping(patience=2)
-    task = small_task(
-        "a", data_seed=1, max_steps=40, learning_rate=0.3, eval_dataset=held_out, eval_steps=1, early_stopping=rule
-    )
+    evaluated = {"eval_dataset": HELD_OUT, "eval_steps": 1, "early_stopping": EarlyStopping(patience=2)}
+    task = small_task("a", data_seed=1, max_steps=40, learning_rate=0.3, **evaluated)
     trainer = trainer_of(tmp_path / "run", [task])
     trainer.train()
     found = [entry["eval_loss"] for entry in trainer.task_states["a"].log_history if "eval_loss" in entry]
@@ -127,7 +116,7 @@ def test_of_a_task_that_went_back_to_its_best_adapter_the_held_out_loss_of_that_
 
 
 def test_the_best_value_is_that_of_the_metric_that_decides_or_of_the_held_out_loss(tmp_path: Path) -> None:
-    given = {"data_seed": 1, "max_steps": 4, "eval_dataset": rows(9, 4, 5, 9), "eval_steps": 1, "learning_rate": 0.3}
+    given = {"data_seed": 1, "max_steps": 4, "eval_dataset": HELD_OUT, "eval_steps": 1, "learning_rate": 0.3}
     scores = iter([0.1, 0.4, 0.3, 0.2])
     by_score = {"compute_metrics": lambda prediction: {"score": next(scores)}, "metric_for_best_model": "score"}
     tasks = [small_task("by-loss", **given), small_task("by-score", **given, **by_score)]
@@ -142,12 +131,8 @@ def test_the_best_value_is_that_of_the_metric_that_decides_or_of_the_held_out_lo
 
 
 def test_a_run_that_was_interrupted_is_shown_as_such_and_recorded_as_it_continues(tmp_path: Path) -> None:
-    class Stop(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = state.global_step == 2
-
     trainer = trainer_of(tmp_path / "run", [small_task("a", data_seed=1, max_steps=2), small_task("b", data_seed=2)])
-    trainer.add_callback(Stop())
+    trainer.add_callback(Acts(lambda **_: stop(trainer), step=2))
     trainer.train()
     report = trainer.report()
     assert line_of(report, "a")[1] == "succeeded"
@@ -230,8 +215,7 @@ def test_a_program_of_the_users_own_is_shown_how_paused_tasks_continue(tmp_path:
 def test_lines_of_losses_say_how_fast_it_goes_and_for_how_long(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held_out = rows(9, 4, 5, 9)
-    task = small_task("a", data_seed=1, max_steps=6, eval_dataset=held_out, eval_steps=4)
+    task = small_task("a", data_seed=1, max_steps=6, eval_dataset=HELD_OUT, eval_steps=4)
     trainer_of(tmp_path, [task], save_strategy="no").train()
     printed = capsys.readouterr().out
     first, second, last = re.findall(r"^step \d  .*$", printed, re.MULTILINE)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import warnings
 from collections.abc import Iterator
 from dataclasses import replace
@@ -14,20 +13,20 @@ from peft import LoraConfig
 
 from peft_mux import MultiTaskTrainer, Task
 from tests.invariants.mux_lab import Recorder, make_trainer, rows, small_task
+from tests.records import run_records
+from tests.runs import task_of
 
 LONG, SHORT = rows(1, 20, 40, 40), rows(2, 4, 9, 9)
+MASKED = {"input_ids": [1, 2, 3], "labels": [-100] * 3}
 
 
-def told(folder: Path, event: str = "data") -> list[dict[str, Any]]:
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    return [record for record in map(json.loads, lines) if record["event"] == event]
+def told(folder: Path) -> list[dict[str, Any]]:
+    return run_records(folder, "data")
 
 
 def own_task(train_dataset: Any, **settings: Any) -> Task:
-    options = {"train_batch_size": 4, "max_steps": 4, "max_length": 16, **settings}
-    return Task(
-        name="own", peft_config=LoraConfig(r=2, target_modules=["q_proj"]), train_dataset=train_dataset, **options
-    )
+    config = LoraConfig(r=2, target_modules=["q_proj"])
+    return task_of("own", train_dataset, config, **{"max_steps": 4, "max_length": 16, **settings})
 
 
 def warned(task: Task, folder: Path, **arguments: Any) -> tuple[MultiTaskTrainer, list[str]]:
@@ -47,8 +46,7 @@ def test_rows_left_out_are_warned_of_when_the_trainer_is_made_with_counts_and_re
 
 
 def test_each_split_is_warned_of_once(tmp_path: Path) -> None:
-    masked = {"input_ids": [1, 2, 3], "labels": [-100] * 3}
-    _, lines = warned(own_task(SHORT + LONG, eval_dataset=[*SHORT, masked]), tmp_path)
+    _, lines = warned(own_task(SHORT + LONG, eval_dataset=[*SHORT, MASKED]), tmp_path)
     assert [line.split(".")[2].split(":")[0] for line in lines] == ["train_dataset", "eval_dataset"]
     assert "20 of 24 rows cut to 16 tokens" in lines[0]
     assert "1 of 5 rows without targets left out" in lines[1]
@@ -110,9 +108,8 @@ def test_a_stream_is_reported_of_with_its_first_row_left_out_and_in_the_end(
 def test_of_many_tasks_that_lose_rows_the_sum_is_reported_in_two_lines_and_a_plan_lists_a_dozen(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    masked = {"input_ids": [1, 2, 3], "labels": [-100] * 3}
     tasks = [own_task(SHORT + LONG)] + [
-        replace(own_task([*SHORT, *LONG[:number], masked]), name=f"t{number:02}") for number in range(13)
+        replace(own_task([*SHORT, *LONG[:number], MASKED]), name=f"t{number:02}") for number in range(13)
     ]
     trainer = make_trainer(tasks, tmp_path, disable_tqdm=False, max_steps=1)
     assert str(trainer.plan()).count("note  ") == 13

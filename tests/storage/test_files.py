@@ -45,6 +45,17 @@ def content_of(folder: Path) -> str:
     return (folder / "a.bin").read_bytes()[:3].decode()
 
 
+def assert_refused(folder: Path, *, said: str, expect: dict[str, Any] | None = None) -> None:
+    with pytest.raises(CheckpointError, match=said):
+        storage.verify_folder(folder, expect=expect)
+
+
+def with_flipped_bit(content: bytes, rng: random.Random) -> bytes:
+    bit, changed = rng.randrange(8 * len(content)), bytearray(content)
+    changed[bit // 8] ^= 1 << bit % 8
+    return bytes(changed)
+
+
 def in_child(act: Callable[[], str]) -> tuple[int, str]:
     """Run `act` in a child process; return its exit status as of `waitpid`, and what it returned."""
     reader, writer = os.pipe()
@@ -117,22 +128,15 @@ def test_every_flipped_bit_cut_and_appended_byte_is_found_and_its_file_named(tmp
     rng = random.Random(0)
     files = sorted(folder.iterdir())
     assert MANIFEST_NAME in [path.name for path in files]
-    for _ in range(400):
-        path = rng.choice(files)
-        whole = path.read_bytes()
-        bit = rng.randrange(8 * len(whole))
-        changed = bytearray(whole)
-        changed[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(changed)
-        with pytest.raises(CheckpointError, match=path.name):
-            storage.verify_folder(folder)
-        path.write_bytes(whole)
+    changes = []
     for path in files:
         whole = path.read_bytes()
-        for content in (b"", whole[: len(whole) // 2], whole[:-1], whole + b" "):
-            path.write_bytes(content)
-            with pytest.raises(CheckpointError, match=path.name):
-                storage.verify_folder(folder)
+        changes += [(path, content) for content in (b"", whole[: len(whole) // 2], whole[:-1], whole + b" ")]
+    changes += [(path, with_flipped_bit(path.read_bytes(), rng)) for path in rng.choices(files, k=400)]
+    for path, content in changes:
+        whole = path.read_bytes()
+        path.write_bytes(content)
+        assert_refused(folder, said=path.name)
         path.write_bytes(whole)
     storage.verify_folder(folder)
 
@@ -141,35 +145,25 @@ def test_missing_extra_linked_and_replaced_files_are_named(tmp_path: Path) -> No
     folder = tmp_path / "checkpoint-4"
     write(folder, "new")
     (folder / "extra.bin").write_bytes(b"")
-    with pytest.raises(
-        CheckpointError, match=r"extra\.bin is extra; the folder must have exactly the files of its manifest"
-    ):
-        storage.verify_folder(folder)
+    assert_refused(folder, said=r"extra\.bin is extra; the folder must have exactly the files of its manifest")
     (folder / "extra.bin").unlink()
     os.rename(folder / "a.bin", tmp_path / "a.bin")
-    with pytest.raises(CheckpointError, match=r"a\.bin is missing; the folder"):
-        storage.verify_folder(folder)
+    assert_refused(folder, said=r"a\.bin is missing; the folder")
     (folder / "a.bin").symlink_to(tmp_path / "a.bin")
-    with pytest.raises(CheckpointError, match=r"a\.bin was changed since it was written"):
-        storage.verify_folder(folder)
+    assert_refused(folder, said=r"a\.bin was changed since it was written")
     (folder / "a.bin").unlink()
     (folder / "a.bin").mkdir()
-    with pytest.raises(CheckpointError, match=r"a\.bin was changed since it was written"):
-        storage.verify_folder(folder)
+    assert_refused(folder, said=r"a\.bin was changed since it was written")
     (folder / "a.bin").rmdir()
     os.rename(tmp_path / "a.bin", folder / "a.bin")
     (folder / "sub").mkdir()
-    with pytest.raises(CheckpointError, match=r"sub is extra"):
-        storage.verify_folder(folder)
+    assert_refused(folder, said=r"sub is extra")
     (folder / "sub").rmdir()
     (folder / MANIFEST_NAME).unlink()
-    with pytest.raises(CheckpointError, match=MANIFEST_NAME):
-        storage.verify_folder(folder)
+    assert_refused(folder, said=MANIFEST_NAME)
     (folder / MANIFEST_NAME).write_bytes(storage.sealed_json({"run_step": 4, "tasks": {}}))
-    with pytest.raises(CheckpointError, match="not an intact manifest"):
-        storage.verify_folder(folder)
-    with pytest.raises(CheckpointError, match="absent"):
-        storage.verify_folder(tmp_path / "absent")
+    assert_refused(folder, said="not an intact manifest")
+    assert_refused(tmp_path / "absent", said="absent")
 
 
 def test_a_swapped_file_and_a_swapped_folder_are_reported(tmp_path: Path) -> None:
@@ -179,14 +173,11 @@ def test_a_swapped_file_and_a_swapped_folder_are_reported(tmp_path: Path) -> Non
     shutil.copy(theirs / "w.safetensors", mine / "w.safetensors")
     write(mine, "one", task="a")
     shutil.copy(theirs / "a.bin", mine / "a.bin")
-    with pytest.raises(CheckpointError, match=r"a\.bin"):
-        storage.verify_folder(mine)
+    assert_refused(mine, said=r"a\.bin")
     shutil.rmtree(mine)
     shutil.copytree(theirs, mine)
-    with pytest.raises(CheckpointError, match="mine must have task 'a', got 'b'"):
-        storage.verify_folder(mine, expect={"task": "a"})
-    with pytest.raises(CheckpointError, match="must have step 8, got 4"):
-        storage.verify_folder(mine, expect={"task": "b", "step": 8})
+    assert_refused(mine, expect={"task": "a"}, said="mine must have task 'a', got 'b'")
+    assert_refused(mine, expect={"task": "b", "step": 8}, said="must have step 8, got 4")
     storage.verify_folder(mine, expect={"task": "b", "step": 4})
 
 
@@ -197,14 +188,8 @@ def test_sealed_json_tells_every_change(tmp_path: Path) -> None:
     path.write_bytes(whole)
     assert storage.unsealed_json(path) == value
     rng = random.Random(1)
-    for _ in range(200):
-        changed = bytearray(whole)
-        bit = rng.randrange(8 * len(whole))
-        changed[bit // 8] ^= 1 << bit % 8
-        path.write_bytes(changed)
-        with pytest.raises(CheckpointError, match=r"record\.json"):
-            storage.unsealed_json(path)
-    for content in (b"", b"[]", b"{}", b"null", b'{"body": 1}', whole[:-1], b"\xff"):
+    flipped = [with_flipped_bit(whole, rng) for _ in range(200)]
+    for content in (*flipped, b"", b"[]", b"{}", b"null", b'{"body": 1}', whole[:-1], b"\xff"):
         path.write_bytes(content)
         with pytest.raises(CheckpointError, match=r"record\.json"):
             storage.unsealed_json(path)

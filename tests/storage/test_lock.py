@@ -34,6 +34,12 @@ def child_that(act: Callable[[], object]) -> tuple[int, int]:
     return child, reader
 
 
+def acquired(folder: Path) -> FolderLock:
+    lock = FolderLock(folder)
+    lock.acquire()
+    return lock
+
+
 def kill(child: int) -> None:
     os.kill(child, signal.SIGKILL)
     os.waitpid(child, 0)
@@ -100,8 +106,7 @@ def test_a_child_of_a_killed_process_locks_no_one_out(tmp_path: Path) -> None:
     pid = int(os.read(reader, 20))
     kill(child)
     os.kill(pid, 0)  # the grandchild lives, and has inherited the open file
-    lock = FolderLock(tmp_path)
-    lock.acquire()
+    lock = acquired(tmp_path)
     with pytest.raises(CheckpointError):
         FolderLock(tmp_path).acquire()
     lock.release()
@@ -111,8 +116,7 @@ def test_a_child_of_a_killed_process_locks_no_one_out(tmp_path: Path) -> None:
 
 
 def test_a_folder_that_was_made_for_nothing_is_removed_and_one_with_content_stays(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path / "run")
-    lock.acquire()
+    lock = acquired(tmp_path / "run")
     lock.release()
     assert not (tmp_path / "run").exists()
     lock.acquire()
@@ -136,8 +140,7 @@ def test_a_file_system_without_locks_locks_no_one_out(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr("fcntl.flock", refuse)
     (tmp_path / LOCK_NAME).touch()  # a killed process has left it
-    lock = FolderLock(tmp_path)
-    lock.acquire()
+    lock = acquired(tmp_path)
     assert lock.is_held
     assert keeper_of(tmp_path).startswith(f"process {os.getpid()} on host")
     lock.release()
@@ -157,8 +160,7 @@ def test_an_error_of_the_lock_library_is_a_refusal_of_the_folder(
 
 
 def test_a_forked_process_that_releases_leaves_the_lock_to_its_parent(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path / "run")
-    lock.acquire()
+    lock = acquired(tmp_path / "run")
     child, pipe = child_that(lock.release)
     try:
         assert {path.name for path in (tmp_path / "run").iterdir()} == {LOCK_NAME, HOLDER_NAME}

@@ -9,11 +9,11 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel
 from safetensors.torch import load_file
-from transformers import TrainerCallback
 
 from peft_mux import ConfigError, EarlyStopping, MultiTaskTrainingArguments, Task, sweep
 from peft_mux.trainer.sweep import losers, rungs, sweep_tasks
 from tests.invariants import mux_lab as lab
+from tests.runs import Acts
 
 HELD_OUT = lab.rows(9, 4, 5, 9)
 RATES = [1e-4, 3e-3, 1e-2, 3.0]
@@ -99,12 +99,8 @@ def halved(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
 
 def test_halving_ends_the_worse_half_at_each_rung_and_keeps_the_best(halved: tuple[Any, Path]) -> None:
     result, _ = halved
-    assert [(one.step, one.status) for one in result.ranking] == [
-        (8, "succeeded"),
-        (4, "stopped_early"),
-        (2, "stopped_early"),
-        (2, "stopped_early"),
-    ]
+    assert [one.status for one in result.ranking] == ["succeeded", *["stopped_early"] * 3]
+    assert [one.step for one in result.ranking] == [8, 4, 2, 2]
     assert result.best.settings["learning_rate"] != 3.0, "a rate at which it diverges"
     for worse in result.ranking[1:]:
         at = dict(result.best.curve)
@@ -146,12 +142,8 @@ def test_the_ranking_is_shown_as_text_as_a_table_and_as_a_picture(halved: tuple[
 
 
 def test_without_halving_all_train_to_their_end(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    result = sweep(
-        swept_task(max_steps=3),
-        {"peft_config.r": [1, 2], "learning_rate": [1e-3, 1e-2]},
-        model=lab.tiny_llama(),
-        args=arguments(tmp_path, save_strategy="no"),
-    )
+    grid, args = {"peft_config.r": [1, 2], "learning_rate": [1e-3, 1e-2]}, arguments(tmp_path, save_strategy="no")
+    result = sweep(swept_task(max_steps=3), grid, model=lab.tiny_llama(), args=args)
     assert {(one.step, one.status) for one in result.ranking} == {(3, "succeeded")}
     values = [one.value for one in result.ranking]
     assert values == sorted(values)
@@ -176,13 +168,10 @@ def test_the_last_lines_of_a_run_suggest_the_adapter_that_won(
 def test_a_sweep_continues_after_an_interrupt_as_if_there_had_been_none(
     halved: tuple[Any, Path], tmp_path: Path
 ) -> None:
-    class Stops(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            control.should_training_stop = state.global_step == 3
-
+    stops = Acts(lambda control, **_: setattr(control, "should_training_stop", True), step=3)
     given = {"model": lab.tiny_llama(), "args": arguments(tmp_path / "run"), "early_stop": "halving"}
     grid = {"learning_rate": RATES}
-    stopped = sweep(swept_task(), grid, **given, callbacks=[Stops()])
+    stopped = sweep(swept_task(), grid, **given, callbacks=[stops])
     assert max(one.step for one in stopped.ranking) < 8
     result = sweep(swept_task(), grid, **{**given, "model": lab.tiny_llama()}, resume_from_checkpoint=True)
     wanted, _ = halved

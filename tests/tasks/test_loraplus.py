@@ -15,6 +15,7 @@ from peft_mux.errors import ConfigError
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.invariants import mux_lab as lab
+from tests.runs import SAVING, stops_after
 from tests.tasks.test_optimizer import Joint, assert_same_run
 
 CONFIGS = {
@@ -33,13 +34,9 @@ def plus(name: str, config: Any = None, **settings: Any) -> Any:
 
 def optimizer_of_peft(model: Any, hyper: Any) -> torch.optim.Optimizer:
     """Return PEFT's own."""
+    decay = {"loraplus_weight_decay": hyper.weight_decay, "eps": hyper.adam_epsilon}
     return create_loraplus_optimizer(
-        model,
-        torch.optim.AdamW,
-        lr=hyper.learning_rate,
-        loraplus_lr_ratio=hyper.loraplus_lr_ratio,
-        loraplus_weight_decay=hyper.weight_decay,
-        eps=hyper.adam_epsilon,
+        model, torch.optim.AdamW, lr=hyper.learning_rate, loraplus_lr_ratio=hyper.loraplus_lr_ratio, **decay
     )
 
 
@@ -65,38 +62,26 @@ def test_optimizers_that_step_parameters_one_by_one_have_the_same_rates(tmp_path
     tasks = [plus("paged", config), replace(plus("single", config), optim="adafactor")]
     lab.train(tasks, tmp_path, recorder=lab.Recorder(at_begin={1: read}))
     assert rates["paged"] == rates["single"]
-    assert rates["paged"] == {
-        "lora_A": (2e-3, 0.1),
-        "lora_embedding": (1e-6, 0.1),
-        "lora_B": (2e-3 * 8, 0.1),
-    }
+    assert rates["paged"] == {"lora_A": (2e-3, 0.1), "lora_embedding": (1e-6, 0.1), "lora_B": (2e-3 * 8, 0.1)}
 
 
 def test_a_joint_step_and_a_resumed_run_leave_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def tasks() -> list[Any]:
         return [plus("own", CONFIGS["vectors and embeddings"]), plus("other", loraplus_lr_ratio=None)]
 
-    def stop(trainer: MultiTaskTrainer) -> None:
-        trainer.control.should_training_stop = True
-
     single = lab.train(tasks(), tmp_path / "single")
     joint = Joint(monkeypatch)
     assert_same_run(lab.train(tasks(), tmp_path / "joint"), single)
     assert [len(pages) for pages in joint.steps] == [4] * 8
-    saving = {"save_strategy": "steps", "save_steps": 100}
-    first = lab.train(tasks(), tmp_path / "run", recorder=lab.Recorder(at_end={3: stop}), **saving)
-    second = lab.train(tasks(), tmp_path / "run", resume=True, **saving)
+    first = lab.train(tasks(), tmp_path / "run", recorder=stops_after(3), **SAVING)
+    second = lab.train(tasks(), tmp_path / "run", resume=True, **SAVING)
     for name, digests in single.recorder.digests.items():
         assert first.recorder.digests[name] + second.recorder.digests[name] == digests, name
 
 
 def test_the_ratio_may_change_when_a_run_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    def stop(trainer: MultiTaskTrainer) -> None:
-        trainer.control.should_training_stop = True
-
-    saving = {"save_strategy": "steps", "save_steps": 100}
-    lab.train([plus("own", loraplus_lr_ratio=None)], tmp_path, recorder=lab.Recorder(at_end={3: stop}), **saving)
-    run = lab.train([plus("own")], tmp_path, resume=True, **saving)
+    lab.train([plus("own", loraplus_lr_ratio=None)], tmp_path, recorder=stops_after(3), **SAVING)
+    run = lab.train([plus("own")], tmp_path, resume=True, **SAVING)
     assert run.trainer.table["own"].step == 8
     assert "loraplus_lr_ratio None -> 8.0" in capsys.readouterr().out
 
@@ -108,10 +93,8 @@ def test_a_model_whose_adapters_are_laid_out_is_divided_for_the_task(tmp_path: P
 
 
 def test_a_ratio_without_meaning_is_refused() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"loraplus_lr_ratio must be None except with LoraConfig, whose B has its own rate, got 8\.0",
-    ):
+    said = r"loraplus_lr_ratio must be None except with LoraConfig, whose B has its own rate, got 8\.0"
+    with pytest.raises(ConfigError, match=said):
         plus("own", IA3Config(target_modules=["q_proj"], feedforward_modules=[]))
     with pytest.raises(ConfigError, match=r"loraplus_lr_ratio must be a finite number above 0.*got 0"):
         plus("own", loraplus_lr_ratio=0)

@@ -27,6 +27,7 @@ from peft_mux.modeling import slabs
 from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.task import task_arguments
 from tests.invariants.mux_lab import Recorder, Run, make_trainer, small_task, train, weights
+from tests.runs import SAVING, Acts, assert_equal_weights, small_tasks, stops_after
 
 RATE = 3e-3
 Weights = dict[str, torch.Tensor]
@@ -45,15 +46,14 @@ class Spy(TrainerCallback):
         def apply(table: TaskTable, result: StepResult) -> None:
             assert self.trainer is not None
             for name in result.losses:
-                parameters = self.trainer.model.task_parameters(name)
-                self.first.setdefault(name, {key: p.detach().clone() for key, p in parameters.items()})
+                self.first.setdefault(name, weights(self.trainer, name))
                 # a parameter that took no part has no gradient
-                gradients = {key: p.grad.clone() for key, p in parameters.items() if p.grad is not None}
+                parameters = self.trainer.model.task_parameters(name).items()
+                gradients = {key: p.grad.clone() for key, p in parameters if p.grad is not None}
                 self.gradients.setdefault(name, []).append(gradients)
             original(table, result)
             for name in result.losses:
-                parameters = self.trainer.model.task_parameters(name)
-                self.after.setdefault(name, []).append({key: p.detach().clone() for key, p in parameters.items()})
+                self.after.setdefault(name, []).append(weights(self.trainer, name))
 
         monkeypatch.setattr(TaskTable, "apply", apply)
 
@@ -110,10 +110,9 @@ def test_settings_and_options_of_a_task_reach_its_optimizer_alone(
 ) -> None:
     spy = Spy(monkeypatch)
     common = {"lr_scheduler_type": "constant", "max_grad_norm": 0, "max_steps": 3}
+    odd = {"adam_beta1": 0.5, "adam_beta2": 0.7, "adam_epsilon": 1e-3}
     tasks = [
-        small_task(
-            "odd", data_seed=1, optim="adamw_torch", adam_beta1=0.5, adam_beta2=0.7, adam_epsilon=1e-3, **common
-        ),
+        small_task("odd", data_seed=1, optim="adamw_torch", **odd, **common),
         small_task("plain", data_seed=2, optim="adamw_torch", **common),
         small_task("options", data_seed=1, optim="rmsprop", optim_args="momentum=0.9,alpha=0.5", **common),
     ]
@@ -208,7 +207,7 @@ def test_a_task_that_is_not_finite_leaves_a_joint_step_with_its_last_good_weight
         handle = parameter.register_hook(lambda gradient: (handle.remove(), gradient * math.nan)[1])
 
     def run(folder: Path) -> Run:
-        tasks = [small_task(name, data_seed=seed, optim="adamw_torch") for seed, name in enumerate(("good", "bad"))]
+        tasks = small_tasks("good", "bad", optim="adamw_torch")
         return train(tasks, folder, recorder=Recorder(at_begin={4: poison}))
 
     single = run(tmp_path / "single")
@@ -218,24 +217,19 @@ def test_a_task_that_is_not_finite_leaves_a_joint_step_with_its_last_good_weight
     assert joint.trainer.task_statuses == {"good": "succeeded", "bad": "failed"}
     assert joint.trainer.table["bad"].step == 4
     # the weights that were good at last are those with which the step before began
-    kept = joint.recorder.before["bad"][3]
-    assert all(torch.equal(weights(joint.trainer, "bad")[key], value) for key, value in kept.items())
+    assert_equal_weights(joint.weights("bad"), joint.recorder.before["bad"][3])
 
 
 @pytest.mark.usefixtures("two_pages")
 def test_a_jointly_stepped_run_resumes_with_equal_bits_even_from_single_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def stop(trainer: MultiTaskTrainer) -> None:
-        trainer.control.should_training_stop = True
-
     whole = train(of_all_kinds(), tmp_path / "whole")
-    saving = {"save_strategy": "steps", "save_steps": 100}
-    first = train(of_all_kinds(), tmp_path / "run", recorder=Recorder(at_end={3: stop}), **saving)
+    first = train(of_all_kinds(), tmp_path / "run", recorder=stops_after(3), **SAVING)
     assert first.losses["decaying"] == whole.losses["decaying"][:3]
     joint = Joint(monkeypatch)
-    second = train(of_all_kinds(), tmp_path / "run", recorder=Recorder(at_end={6: stop}), resume=True, **saving)
-    third = train(of_all_kinds(), tmp_path / "run", resume=True, **saving)
+    second = train(of_all_kinds(), tmp_path / "run", recorder=stops_after(6), resume=True, **SAVING)
+    third = train(of_all_kinds(), tmp_path / "run", resume=True, **SAVING)
     assert len(joint.steps) == 5
     assert {page.step for page in joint.steps[0]} == {4}
     for name, digests in whole.recorder.digests.items():
@@ -299,26 +293,18 @@ SCHEDULE_SETTINGS: dict[str, dict[str, Any]] = {
 }
 
 
-class Rates(TrainerCallback):
-    """Writes down the rate with which each step of a task is taken."""
+def rates_of(trainer: MultiTaskTrainer) -> dict[str, list[float]]:
+    """Train, and return the rate with which each step of a task was taken."""
+    rates: dict[str, list[float]] = {}
 
-    def __init__(self) -> None:
-        self.trainer: MultiTaskTrainer | None = None
-        self.rates: dict[str, list[float]] = {}
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert self.trainer is not None
-        for run in self.trainer.table.running:
+    def note(**_: Any) -> None:
+        for run in trainer.table.running:
             (rate,) = {group["lr"] for group in run.optimizer.optimizer.param_groups}
-            self.rates.setdefault(run.name, []).append(rate)
+            rates.setdefault(run.name, []).append(rate)
 
-
-def rates_of(trainer: MultiTaskTrainer) -> Rates:
-    recorder = Rates()
-    trainer.add_callback(recorder)
-    recorder.trainer = trainer
+    trainer.add_callback(Acts(note, event="on_step_begin"))
     trainer.train()
-    return recorder
+    return rates
 
 
 def test_every_schedule_of_a_task_is_that_of_transformers_over_its_own_steps(tmp_path: Path) -> None:
@@ -326,19 +312,8 @@ def test_every_schedule_of_a_task_is_that_of_transformers_over_its_own_steps(tmp
     for index, schedule in enumerate(supported_schedules()):
         num_steps, warmup = 5 + index % 4, index % 3
         settings = SCHEDULE_SETTINGS.get(schedule)
-        tasks.append(
-            small_task(
-                schedule,
-                data_seed=index,
-                rank=1,
-                length=4,
-                train_batch_size=1,
-                max_steps=num_steps,
-                warmup_steps=warmup,
-                lr_scheduler_type=schedule,
-                lr_scheduler_kwargs=settings,
-            )
-        )
+        own = {"max_steps": num_steps, "warmup_steps": warmup, "lr_scheduler_kwargs": settings, "train_batch_size": 1}
+        tasks.append(small_task(schedule, data_seed=index, rank=1, length=4, lr_scheduler_type=schedule, **own))
         optimizer = torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], lr=RATE)
         wanted = get_scheduler(schedule, optimizer, warmup, num_steps, scheduler_specific_kwargs=settings)
         expected[schedule] = []
@@ -346,20 +321,16 @@ def test_every_schedule_of_a_task_is_that_of_transformers_over_its_own_steps(tmp
             expected[schedule].append(wanted.get_last_lr()[0])
             optimizer.step()
             wanted.step()
-    recorder = rates_of(make_trainer(tasks, tmp_path))
-    assert recorder.rates == expected
+    assert rates_of(make_trainer(tasks, tmp_path)) == expected
     assert len({tuple(rates) for rates in expected.values()}) >= 8, "the schedules must differ for this to say anything"
 
 
 def test_a_warmup_below_one_is_a_share_of_the_task_s_own_steps(tmp_path: Path) -> None:
     warmup = {"warmup_steps": 0.4, "lr_scheduler_type": "constant_with_warmup"}
-    tasks = [
-        small_task("long", data_seed=1, max_steps=10, **warmup),
-        small_task("short", data_seed=2, max_steps=5, **warmup),
-    ]
-    recorder = rates_of(make_trainer(tasks, tmp_path))
-    assert recorder.rates["long"] == pytest.approx([RATE * min(1, step / 4) for step in range(10)])
-    assert recorder.rates["short"] == pytest.approx([RATE * min(1, step / 2) for step in range(5)])
+    tasks = [small_task(name, data_seed=1, max_steps=steps, **warmup) for name, steps in (("long", 10), ("short", 5))]
+    rates = rates_of(make_trainer(tasks, tmp_path))
+    assert rates["long"] == pytest.approx([RATE * min(1, step / 4) for step in range(10)])
+    assert rates["short"] == pytest.approx([RATE * min(1, step / 2) for step in range(5)])
 
 
 # ---------------------------------------------------------------------- length
@@ -393,13 +364,10 @@ def test_tasks_that_end_at_different_times_each_take_their_own_steps(tmp_path: P
         small_task("epoch", data_seed=3, max_steps=None, num_train_epochs=1, train_batch_size=2),
     ]
     run = train(tasks, tmp_path)
-    assert {name: len(losses) for name, losses in run.losses.items()} == {"two": 2, "seven": 7, "epoch": 5}
+    steps = {"two": 2, "seven": 7, "epoch": 5}
+    assert {name: len(losses) for name, losses in run.losses.items()} == steps
     assert run.trainer.state.global_step == 7
-    assert {name: state.global_step for name, state in run.trainer.task_states.items()} == {
-        "two": 2,
-        "seven": 7,
-        "epoch": 5,
-    }
+    assert {name: state.global_step for name, state in run.trainer.task_states.items()} == steps
     assert run.trainer.task_states["epoch"].epoch == 1.0
     assert run.trainer.task_states["two"].epoch == pytest.approx(2 / 3)
     assert set(run.trainer.task_statuses.values()) == {"succeeded"}
@@ -508,7 +476,7 @@ def test_a_schedule_that_would_fail_at_some_step_is_refused_before_the_first(
 def test_a_schedule_that_fails_later_ends_its_own_task_alone(
     tmp_path: Path, fail: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tasks = [small_task(name, data_seed=seed, max_steps=5) for seed, name in enumerate(("bad", "good"))]
+    tasks = small_tasks("bad", "good", max_steps=5)
     alone = train(tasks[1:], tmp_path / "alone").trainer.table["good"]
 
     def factor(step: int) -> float:

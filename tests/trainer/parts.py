@@ -14,10 +14,12 @@ from peft_mux.engine.tasks.setup import make_task_runs, resolve_tasks
 from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.reporting.callbacks import RunCallbacks, TaskCallbacks
 from peft_mux.reporting.screen import Progress
-from peft_mux.task import TaskStatus
+from peft_mux.task import Task, TaskStatus
 from peft_mux.trainer import run as run_module
 from peft_mux.trainer.run import Run
-from tests.invariants.mux_lab import small_task, tiny_llama
+from tests.invariants import mux_lab as lab
+from tests.invariants.mux_lab import tiny_llama
+from tests.runs import small_tasks, task_of
 
 
 class Screen(Progress):
@@ -35,7 +37,7 @@ def make_run(folder: Path, names: Sequence[str] = ("a", "b"), **arguments: Any) 
     """Return a run of small tasks that are not trained."""
     options = {"save_strategy": "no", "logging_strategy": "no", "report_to": "none", **arguments}
     args = MultiTaskTrainingArguments(output_dir=str(folder), use_cpu=True, **options)
-    tasks = resolve_tasks([small_task(name, data_seed=seed) for seed, name in enumerate(names)], args)
+    tasks = resolve_tasks(small_tasks(*names), args)
     table = TaskTable(make_task_runs(tasks, args, None, tiny_llama().config))
     handler = CallbackHandler([], None, None, None, None)
     run = run_module.make_run(RunCallbacks(handler, args, TrainerState(), TrainerControl()), table)
@@ -43,6 +45,17 @@ def make_run(folder: Path, names: Sequence[str] = ("a", "b"), **arguments: Any) 
     for own in table:
         run.log.add_callbacks(own.name, TaskCallbacks(own, args, None, None))
     return run
+
+
+def random_task(name: str, seed: int, rows: Any = None, **settings: Any) -> Task:
+    """Return a task of rows of many lengths."""
+    return task_of(name, rows or lab.rows(seed, 11, 4, 20), seed=seed, **{"max_steps": 5, **settings})
+
+
+def rows_with_one_beginning() -> list[dict[str, list[int]]]:
+    """Return rows that begin with the same 24 tokens."""
+    start = lab.rows(5, 1, 24, 24)[0]["input_ids"]
+    return [{"input_ids": start + row["input_ids"]} for row in lab.rows(6, 9, 3, 9)]
 
 
 def start_all(run: Run) -> None:

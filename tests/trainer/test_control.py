@@ -19,20 +19,21 @@ from peft_mux.errors import CheckpointError
 from peft_mux.storage import FolderLock, keeper_of
 from peft_mux.trainer.mailbox import Mailbox
 from tests.invariants import mux_lab as lab
-from tests.invariants.mux_lab import make_trainer, small_task
+from tests.invariants.mux_lab import make_trainer
+from tests.runs import small_tasks, stop, stops_after
 from tests.shell import Shell
 
 
 class Holds(TrainerCallback):
-    """Waits at a step of the run until somebody has done something."""
+    """Waits at the second step of the run until somebody has done something."""
 
-    def __init__(self, step: int, act: Callable[[], None]) -> None:
-        self.step, self.act = step, act
+    def __init__(self, act: Callable[[], object]) -> None:
+        self.act = act
         self.thread: threading.Thread | None = None
         self.errors: list[BaseException] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == self.step:
+        if state.global_step == 2:
             self.thread = threading.Thread(target=self._act)
             self.thread.start()
         # The steps are fast: without it the run would be over before anybody has asked.
@@ -47,14 +48,9 @@ class Holds(TrainerCallback):
 
 
 def train(folder: Path, act: Callable[[], object]) -> Any:
-    tasks = [small_task(name, data_seed=seed, max_steps=400) for seed, name in enumerate("ab")]
-    trainer = make_trainer(tasks, folder, save_strategy="steps", save_steps=100_000)
+    trainer = make_trainer(small_tasks("a", "b", max_steps=400), folder, save_strategy="steps", save_steps=100_000)
 
-    def act_and_stop() -> None:
-        act()
-        trainer.control.should_training_stop = True
-
-    holds = Holds(2, act_and_stop)
+    holds = Holds(lambda: (act(), stop(trainer)))
     trainer.add_callback(holds)
     trainer.train()
     assert holds.errors == []
@@ -95,11 +91,8 @@ def test_tasks_pause_continue_and_leave_as_the_command_line_says(tmp_path: Path,
 def test_what_is_asked_of_a_run_that_is_not_training_is_refused_or_left_for_the_next(
     tmp_path: Path, shell: Shell, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def tasks() -> list[Any]:
-        return [small_task(name, data_seed=seed, max_steps=4) for seed, name in enumerate(("a", "b"))]
-
-    stops = lab.Recorder(at_end={2: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
-    stopped = lab.train(tasks(), tmp_path, recorder=stops, save_strategy="steps")
+    tasks = small_tasks("a", "b", max_steps=4)
+    stopped = lab.train(tasks, tmp_path, recorder=stops_after(2), save_strategy="steps")
     assert keeper_of(tmp_path) == ""
     assert "in which no process trains" in shell.refused("remove", tmp_path, "b")
     shell("remove", tmp_path, "b", "--next")
@@ -115,7 +108,7 @@ def test_what_is_asked_of_a_run_that_is_not_training_is_refused_or_left_for_the_
     table = capsys.readouterr().out
     assert "run  interrupted, " in table
     assert " running" not in table
-    run = lab.train(tasks(), tmp_path, recorder=lab.Recorder(), resume=True, save_strategy="steps")
+    run = lab.train(tasks, tmp_path, resume=True, save_strategy="steps")
     assert run.trainer.task_statuses == {"a": "succeeded"}
     assert "interrupted" not in shell("status", tmp_path), "all have ended"
     assert "b" not in run.losses, "it was done before the first step"

@@ -13,6 +13,7 @@ from peft_mux import CheckpointError, MultiTaskTrainer, Task
 from peft_mux.engine.tasks.optimizer import TaskOptimizer
 from peft_mux.errors import ForcedInterrupt
 from tests.invariants.mux_lab import make_trainer, small_task, train, weights
+from tests.runs import assert_equal_weights
 
 
 def tasks() -> list[Task]:
@@ -32,8 +33,7 @@ def wanted(tmp_path_factory: pytest.TempPathFactory) -> Final:
 def assert_ended_with(trainer: MultiTaskTrainer, final: Final) -> None:
     assert trainer.task_statuses == dict.fromkeys(final, "succeeded")
     for name, theirs in final.items():
-        own = weights(trainer, name)
-        assert all(torch.equal(own[key], value) for key, value in theirs.items()), name
+        assert_equal_weights(weights(trainer, name), theirs, name)
 
 
 def cut_off_in_backward(trainer: MultiTaskTrainer, error: BaseException, step: int) -> None:
@@ -131,7 +131,7 @@ def test_the_argument_to_resume_is_for_the_first_training_of_a_trainer(tmp_path:
     ended = weights(trainer, "one")
     trainer.train()
     assert trainer.state.global_step == 8, "it did not go back to step 6"
-    assert all(torch.equal(value, ended[key]) for key, value in weights(trainer, "one").items())
+    assert_equal_weights(weights(trainer, "one"), ended)
 
 
 def test_a_task_that_the_state_does_not_have_is_refused_where_its_first_weights_are_gone(tmp_path: Path) -> None:

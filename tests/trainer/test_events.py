@@ -12,16 +12,15 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from peft import LoraConfig
 from safetensors.torch import load_file
-from transformers import TrainerCallback
 
 from peft_mux import ConfigError, MultiTaskTrainer, Task
 from peft_mux.checkpoint.run_folder import RunFolder
 from peft_mux.errors import ForcedInterrupt
 from tests.invariants.mux_lab import Recorder, Run, make_trainer, small_task, train
 from tests.records import run_records as records
+from tests.runs import SAVING, Acts, assert_ended_with_the_same_weights, poison, raising, small_tasks
 
 
 def act(at_begin: dict[int, Callable[[MultiTaskTrainer], object]]) -> Recorder:
@@ -31,24 +30,15 @@ def act(at_begin: dict[int, Callable[[MultiTaskTrainer], object]]) -> Recorder:
 # -------------------------------------------------------- arrivals and departures
 
 
-def alone(task: Task, folder: Path) -> Run:
-    return train([task], folder)
-
-
 def test_a_task_that_leaves_is_written_first_and_the_others_continue(tmp_path: Path) -> None:
-    recorder = act({3: lambda trainer: trainer.remove_task("gone")})
-    run = train(
-        [small_task("own", data_seed=1), small_task("gone", data_seed=2)],
-        tmp_path,
-        recorder=recorder,
-        save_strategy="steps",
-    )
+    recorder = Recorder(at_begin={3: lambda trainer: trainer.remove_task("gone")})
+    run = train(small_tasks("own", "gone"), tmp_path, recorder=recorder, save_strategy="steps")
     assert run.trainer.task_statuses == {"own": "succeeded"}
     assert len(run.losses["gone"]) == 4
     assert len(run.losses["own"]) == 8
     assert (tmp_path / "gone" / "adapter_model.safetensors").is_file()
     assert "gone" not in run.trainer.model.tasks
-    (line,) = [line for line in records(tmp_path) if line["event"] == "status" and line["task"] == "gone"]
+    (line,) = [line for line in records(tmp_path, "status") if line["task"] == "gone"]
     assert (line["status"], line["step"]) == ("removed", 4)
 
 
@@ -57,8 +47,8 @@ def test_the_settings_of_tasks_that_arrive_are_next_to_those_of_tasks_that_left_
     tmp_path: Path, strategy: str
 ) -> None:
     late = small_task("late", data_seed=3, max_steps=2)
-    recorder = act(
-        {
+    recorder = Recorder(
+        at_begin={
             1: lambda trainer: trainer.remove_task("gone", save=False),
             3: lambda trainer: trainer.register_tasks([late]),
         }
@@ -71,7 +61,7 @@ def test_the_settings_of_tasks_that_arrive_are_next_to_those_of_tasks_that_left_
 
 
 def test_a_run_whose_tasks_are_all_paused_ends_and_continues_later(tmp_path: Path) -> None:
-    recorder = act({2: lambda trainer: trainer.pause_task("own")})
+    recorder = Recorder(at_begin={2: lambda trainer: trainer.pause_task("own")})
     trainer = train([small_task("own", data_seed=1)], tmp_path, recorder=recorder).trainer
     assert trainer.task_statuses == {"own": "paused"}
     assert trainer.table["own"].step == 3
@@ -136,23 +126,18 @@ def test_an_arrival_that_peft_refuses_when_it_makes_the_adapter_does_not_end_the
     assert [task.name for task in run.trainer.tasks] == ["own"]
     assert run.trainer.model.tasks == ("own",)
     assert "tasks.late.peft_config: PEFT refuses it" in capsys.readouterr().out
-    (line,) = [line for line in records(tmp_path) if line["event"] == "command_refused"]
+    (line,) = records(tmp_path, "command_refused")
     assert line["command"] == "register late"
 
 
 # --------------------------------------------------------------------- failures
 
 
-@torch.no_grad()
-def poison(trainer: MultiTaskTrainer) -> None:
-    next(iter(trainer.model.task_parameters("bad").values())).fill_(float("nan"))
-
-
 def test_a_quarantined_task_does_not_stop_the_others_and_train_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tasks = [small_task("good", data_seed=1), small_task("bad", data_seed=2)]
-    run = train(tasks, tmp_path / "a", recorder=act({3: poison}), disable_tqdm=False, save_strategy="steps")
+    tasks = small_tasks("good", "bad")
+    run = train(tasks, tmp_path / "a", recorder=act({3: poison("bad")}), disable_tqdm=False, save_strategy="steps")
     printed = capsys.readouterr().out
     assert run.trainer.task_statuses == {"good": "succeeded", "bad": "failed"}
     assert run.trainer.table["bad"].step == 3
@@ -163,14 +148,13 @@ def test_a_quarantined_task_does_not_stop_the_others_and_train_says_so(
     assert (line["task"], line["step"], line["reason"]) == ("bad", 3, "non_finite: loss is nan at step 3")
     saved = load_file(tmp_path / "a" / "bad" / "adapter_model.safetensors")
     assert all(tensor.isfinite().all() for tensor in saved.values())
-    assert run.losses["good"] == pytest.approx(alone(tasks[0], tmp_path / "b").losses["good"], rel=1e-5)
+    assert run.losses["good"] == pytest.approx(train(tasks[:1], tmp_path / "b").losses["good"], rel=1e-5)
 
 
 def test_a_run_that_stops_at_the_first_failure_says_so_without_progress_bars(
     tmp_path: Path, capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
 ) -> None:
-    tasks = [small_task("good", data_seed=1), small_task("bad", data_seed=2)]
-    run = train(tasks, tmp_path, recorder=act({3: poison}), quarantine_policy="stop")
+    run = train(small_tasks("good", "bad"), tmp_path, recorder=act({3: poison("bad")}), quarantine_policy="stop")
     assert run.trainer.task_statuses == {"good": "running", "bad": "failed"}
     captured = capfd.readouterr()
     assert "bad" in captured.out + captured.err + caplog.text
@@ -194,23 +178,17 @@ def test_an_interrupt_ends_the_run_at_a_step_with_everything_saved_and_resumes_e
     tmp_path: Path, number: signal.Signals, whole: Run
 ) -> None:
     before = signal.getsignal(number)
-    run = train(
-        two_tasks(),
-        tmp_path,
-        recorder=act({2: lambda _: os.kill(os.getpid(), number)}),
-        save_strategy="steps",
-        save_steps=100,
-    )
+    recorder = Recorder(at_begin={2: lambda _: os.kill(os.getpid(), number)})
+    run = train(two_tasks(), tmp_path, recorder=recorder, **SAVING)
     assert signal.getsignal(number) is before, "the handler of the caller is back in place"
     assert run.trainer.interrupted_by == number
-    (line,) = [line for line in records(tmp_path) if line["event"] == "interrupted"]
+    (line,) = records(tmp_path, "interrupted")
     assert (line["signal"], line["is_saved"], line["steps"]) == (number.name, True, {"one": 3, "two": 3})
     assert {entry.step for entry in run.trainer.table} == {3}
     assert (tmp_path / "state" / "run-00000003.json").is_file()
-    rest = train(two_tasks(), tmp_path, resume=True, save_strategy="steps", save_steps=100)
-    for name in ("one", "two"):
-        assert run.losses[name] + rest.losses[name] == whole.losses[name]
-        assert all(torch.equal(value, whole.weights(name)[key]) for key, value in rest.weights(name).items())
+    rest = train(two_tasks(), tmp_path, resume=True, **SAVING)
+    assert {name: run.losses[name] + rest.losses[name] for name in whole.losses} == whole.losses
+    assert_ended_with_the_same_weights(rest, whole, "one", "two")
 
 
 @pytest.mark.parametrize(
@@ -224,11 +202,8 @@ def test_an_interrupt_whose_step_is_not_on_the_disk_says_where_a_run_continues(
     strategy: str, way_on: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fill_disk(_: MultiTaskTrainer) -> None:
-        monkeypatch.setattr(RunFolder, "save_record", fail)
+        monkeypatch.setattr(RunFolder, "save_record", raising(OSError(errno.ENOSPC, "No space left on device")))
         os.kill(os.getpid(), signal.SIGTERM)
-
-    def fail(*args: Any, **options: Any) -> None:
-        raise OSError(errno.ENOSPC, "No space left on device")
 
     train([small_task("own", data_seed=1)], tmp_path, recorder=act({2: fill_disk}), save_strategy=strategy)
     said = capsys.readouterr()
@@ -252,18 +227,13 @@ def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:
 
 
 def test_a_callback_that_waits_for_what_it_asked_for_fails_its_task_instead_of_hanging_the_run(tmp_path: Path) -> None:
-    class Impatient(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            trainers[0].pause_task("own").result()
-
-    tasks = [small_task("own", data_seed=1), small_task("impatient", data_seed=2, callbacks=[Impatient()])]
-    trainers = [make_trainer(tasks, tmp_path)]
-    trainers[0].train()
-    assert trainers[0].task_statuses["impatient"] == "failed"
-    assert (
-        "a callback failed in on_step_end: ConfigError: pause own must not be waited for in the thread"
-        in trainers[0].table["impatient"].reason
-    )
+    waits = Acts(lambda **_: trainer.pause_task("own").result())
+    tasks = [small_task("own", data_seed=1), small_task("impatient", data_seed=2, callbacks=[waits])]
+    trainer = make_trainer(tasks, tmp_path)
+    trainer.train()
+    assert trainer.task_statuses["impatient"] == "failed"
+    said = "a callback failed in on_step_end: ConfigError: pause own must not be waited for in the thread"
+    assert said in trainer.table["impatient"].reason
 
 
 def test_a_request_that_is_cancelled_leaves_the_run_training_and_its_name_free(tmp_path: Path) -> None:
@@ -274,8 +244,6 @@ def test_a_request_that_is_cancelled_leaves_the_run_training_and_its_name_free(t
             answers.append(trainer.register_tasks([small_task("late", data_seed=2, max_steps=3)]))
             answers[0].cancel()
 
-    recorder = Recorder(at_begin={2: ask})
-    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path, recorder=recorder)
-    trainer.train()
+    trainer = train([small_task("own", data_seed=1)], tmp_path, recorder=act({2: ask})).trainer
     assert [answer.cancelled() for answer in answers] == [True, False]
     assert trainer.task_statuses == {"own": "succeeded", "late": "succeeded"}

@@ -18,6 +18,7 @@ from peft_mux.cli.config_file import read_config
 from tests.engine.losses.cases import pairs
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters.cases import CASES_BY_NAME
+from tests.runs import SAVING, assert_equal_weights, stops_after
 
 CONFIG = LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_alpha=6, task_type="CAUSAL_LM")
 
@@ -57,10 +58,9 @@ def test_the_reference_is_the_adapter_or_the_backbone_and_the_banner_says_which(
 def test_a_task_resumes_with_the_reference_that_it_began_with(tmp_path: Path) -> None:
     start = saved(tmp_path / "start")
     whole = lab.train([task("a", start)], tmp_path / "whole")
-    stop = lab.Recorder(at_end={3: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
-    lab.train([task("a", start)], tmp_path / "cut", recorder=stop, save_strategy="steps", save_steps=3)
+    lab.train([task("a", start)], tmp_path / "cut", recorder=stops_after(3), save_strategy="steps", save_steps=3)
     copied = shutil.copytree(start, tmp_path / "elsewhere")  # only what it holds counts
-    rest = lab.train([task("a", copied)], tmp_path / "cut", resume=True, save_strategy="steps", save_steps=100)
+    rest = lab.train([task("a", copied)], tmp_path / "cut", resume=True, **SAVING)
     assert rest.losses["a"] == whole.losses["a"][3:]
     for other in (
         task("a", saved(tmp_path / "other", LoraConfig(**{**CONFIG.to_dict(), "lora_alpha": 7}))),
@@ -106,8 +106,7 @@ def test_any_type_begins_with_the_weights_of_the_file(tmp_path: Path) -> None:
         reference.model.load_task(name, start)
     reference.train()
     for name in configs:
-        for key, value in lab.weights(reference, name).items():
-            assert torch.equal(lab.weights(run, name)[key], value), f"{name} {key}"
+        assert_equal_weights(lab.weights(run, name), lab.weights(reference, name), name)
 
 
 @pytest.mark.parametrize(

@@ -11,22 +11,12 @@ import datasets
 import pytest
 from peft import LoraConfig, TaskType
 from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, LlamaConfig, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from peft_mux import ConfigError, DataError, MultiTaskPeftModel, MultiTaskTrainer, MultiTaskTrainingArguments, Task
 from peft_mux.scheduler.plan import Plan
-from tests.invariants.mux_lab import (
-    VOCABULARY,
-    Recorder,
-    assert_bit_identical,
-    make_trainer,
-    rows,
-    small_task,
-    tiny_llama,
-    train,
-)
-
-LORA = LoraConfig(r=4, target_modules="all-linear")
+from tests.invariants.mux_lab import Recorder, assert_bit_identical, make_trainer, rows, small_task, tiny_llama, train
+from tests.runs import LORA, raising
 
 
 def own_task(train_dataset: Any, **settings: Any) -> Task:
@@ -38,16 +28,8 @@ def own_task(train_dataset: Any, **settings: Any) -> Task:
 def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     """Return a model folder without weights."""
     folder = tmp_path_factory.mktemp("model")
-    config = LlamaConfig(
-        vocab_size=VOCABULARY,
-        hidden_size=32,
-        intermediate_size=64,
-        num_hidden_layers=2,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        max_position_embeddings=64,
-        architectures=["LlamaForCausalLM"],
-    )
+    config = tiny_llama().config
+    config.architectures = ["LlamaForCausalLM"]
     config.save_pretrained(folder)
     words = {"<unk>": 0, "<eos>": 1, "a": 2, "b": 3, "c": 4}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="<unk>"))
@@ -59,11 +41,7 @@ def model_folder(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture
 def described(model_folder: str, monkeypatch: pytest.MonkeyPatch) -> str:
     """Return a model folder without weights: reading them fails the test."""
-
-    def forbidden(*args: Any, **kwargs: Any) -> None:
-        raise AssertionError("weights were loaded")
-
-    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", forbidden)
+    monkeypatch.setattr(AutoModelForCausalLM, "from_pretrained", raising(AssertionError("weights were loaded")))
     return model_folder
 
 

@@ -12,9 +12,11 @@ import torch
 from peft import LoraConfig
 from transformers.trainer_pt_utils import LabelSmoother
 
-from peft_mux import ConfigError, MultiTaskTrainingArguments, Task
-from peft_mux.checkpoint.records import ChangedSettingsError
+from peft_mux import ConfigError, MultiTaskTrainingArguments
+from peft_mux.checkpoint.records import ChangedSettingsError, check_settings, task_settings
 from tests.invariants import mux_lab as lab
+from tests.trainer.parts import random_task as task
+from tests.trainer.parts import rows_with_one_beginning
 
 HELD_OUT = lab.rows(9, 5, 4, 20)
 
@@ -38,13 +40,6 @@ def smoothed(model: Any, rows: list[list[int]], share: float) -> torch.Tensor:
     return LabelSmoother(epsilon=share)(outputs, labels, shift_labels=True, num_items_in_batch=count)
 
 
-def task(name: str, seed: int, **settings: Any) -> Task:
-    options: dict[str, Any] = {"train_batch_size": 4, "learning_rate": 3e-3, "max_steps": 5, "seed": seed, **settings}
-    targets = options.pop("target_modules", "all-linear")
-    rows = options.pop("rows", None) or lab.rows(seed, 11, 4, 20)
-    return Task(name=name, peft_config=LoraConfig(r=4, target_modules=targets), train_dataset=rows, **options)
-
-
 def test_tasks_of_different_factors_are_each_as_with_the_smoother_of_transformers(tmp_path: Path) -> None:
     tasks = [task("own", 1, label_smoothing_factor=0.1), task("none", 2, label_smoothing_factor=0), task("of-run", 3)]
     run = lab.train(tasks, tmp_path, label_smoothing_factor=0.4, max_tokens_per_micro_batch=150)
@@ -57,9 +52,8 @@ def test_tasks_of_different_factors_are_each_as_with_the_smoother_of_transformer
 
 @pytest.mark.parametrize("targets", [["q_proj", "lm_head"], "all-linear"], ids=["adapted head", "frozen head"])
 def test_rows_that_share_a_prefix_are_smoothed_as_without_sharing(targets: Any, tmp_path: Path) -> None:
-    start = lab.rows(5, 1, 24, 24)[0]["input_ids"]
-    rows = [{"input_ids": start + row["input_ids"]} for row in lab.rows(6, 9, 3, 9)]
-    own = task("own", 4, rows=rows, label_smoothing_factor=0.3, target_modules=targets)
+    config = LoraConfig(r=4, target_modules=targets)
+    own = task("own", 4, rows_with_one_beginning(), label_smoothing_factor=0.3, config=config)
     run = lab.train([own, task("other", 2)], tmp_path / "run")
     assert run.trainer.table["own"].loader.batch(0).trie is not None, "its rows share"
     verdict = lab.judge(run.trainer, own, smoother(0.3))
@@ -99,8 +93,6 @@ def test_a_loss_without_labels_to_smooth_refuses_the_factor_by_name() -> None:
 
 
 def test_a_state_of_before_the_factor_continues_and_another_factor_is_refused(tmp_path: Path) -> None:
-    from peft_mux.checkpoint.records import check_settings, task_settings
-
     run = lab.make_trainer([task("own", 1)], tmp_path / "a").table["own"]
     older = {key: value for key, value in task_settings(run).items() if key != "label_smoothing_factor"}
     assert check_settings(run, older) == ""
@@ -111,10 +103,8 @@ def test_a_state_of_before_the_factor_continues_and_another_factor_is_refused(tm
 
 def test_the_factor_of_a_run_with_such_a_loss_is_refused_when_the_trainer_is_made(tmp_path: Path) -> None:
     tasks = [task("own", 2), task("pairs", 1, rows=PAIRS, objective="dpo")]
-    with pytest.raises(
-        ConfigError,
-        match=r"args\.label_smoothing_factor must be 0 or None, except for sft.*got 0\.1 with the objective dpo.*pairs",
-    ):
+    said = r"args\.label_smoothing_factor must be 0 or None, except for sft.*got 0\.1 with the objective dpo.*pairs"
+    with pytest.raises(ConfigError, match=said):
         lab.make_trainer(tasks, tmp_path, label_smoothing_factor=0.1)
     tasks[1] = task("pairs", 1, rows=PAIRS, objective="dpo", label_smoothing_factor=0)
     lab.make_trainer(tasks, tmp_path, label_smoothing_factor=0.1)

@@ -11,6 +11,7 @@ from peft import IA3Config, LoraConfig
 
 from peft_mux import Task
 from tests.invariants import mux_lab as lab
+from tests.runs import LORA, task_of
 
 
 def completions(seed: int, count: int = 10, prompt: int = 14) -> list[dict[str, list[int]]]:
@@ -24,15 +25,14 @@ def completions(seed: int, count: int = 10, prompt: int = 14) -> list[dict[str, 
 
 def tasks() -> list[Task]:
     # Of inputs that are dropped throughout a step, gradients are rounding; with less, AdamW makes whole steps of it.
-    options: dict[str, Any] = {"train_batch_size": 4, "learning_rate": 3e-3, "seed": 1, "adam_epsilon": 1e-5}
     dropped = LoraConfig(r=3, target_modules="all-linear", lora_dropout=0.2)
-    own = {"a": LoraConfig(r=4, target_modules="all-linear"), "b": dropped, "c": LoraConfig(r=2, use_dora=True)}
+    own = {"a": LORA, "b": dropped, "c": LoraConfig(r=2, use_dora=True)}
     found = [
-        Task(name=name, peft_config=config, train_dataset=completions(number), max_steps=5, **options)
+        task_of(name, completions(number), config, max_steps=5, adam_epsilon=1e-5)
         for number, (name, config) in enumerate(own.items())
     ]
     scaled = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
-    return [*found, Task(name="d", peft_config=scaled, train_dataset=completions(7), max_steps=3, **options)]
+    return [*found, task_of("d", completions(7), scaled, max_steps=3, adam_epsilon=1e-5)]
 
 
 def test_each_task_is_trained_as_plain_peft_trains_it_alone(tmp_path: Path) -> None:

@@ -14,6 +14,7 @@ from peft_mux.scheduler.costs.profile import AS_PROFILED, Curve, Parts, Profile
 from peft_mux.scheduler.plan import Plan
 from tests.invariants.mux_lab import Recorder, assert_same, make_trainer, small_task, train
 from tests.records import run_records
+from tests.runs import stop
 
 _NUM_STEPS = 24
 _PASS_S = 0.05
@@ -126,17 +127,12 @@ def test_a_resumed_run_keeps_the_times_that_its_plan_was_made_with(tmp_path: Pat
     def teach(trainer: MultiTaskTrainer) -> None:
         trainer._plans.planner.correction.restore(learnt)
 
-    def tasks(num_steps: int) -> list[Task]:
-        return [small_task("own", data_seed=1, max_steps=num_steps)]
-
+    tasks = [small_task("own", data_seed=1, max_steps=8)]
     saving = {"save_strategy": "steps", "save_steps": 2, "measured_times": "plan", "replan_steps": 50}
-    stop = Recorder(
-        at_begin={1: teach}, at_end={3: lambda trainer: setattr(trainer.control, "should_training_stop", True)}
-    )
-    train(tasks(8), tmp_path, recorder=stop, **saving)
+    train(tasks, tmp_path, recorder=Recorder(at_begin={1: teach}, at_end={3: stop}), **saving)
     seen: list[Parts] = []
     looking = Recorder(at_begin={4: lambda trainer: seen.append(trainer._plans.planner.correction.factors)})
-    train(tasks(8), tmp_path, recorder=looking, resume=True, **saving)
+    train(tasks, tmp_path, recorder=looking, resume=True, **saving)
     assert seen == [learnt]
 
 

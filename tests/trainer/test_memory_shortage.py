@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 from datasets import IterableDataset
-from transformers import TrainerCallback
 
 from peft_mux import MultiTaskTrainer, Task
 from peft_mux.errors import MemoryBudgetError
@@ -26,6 +26,7 @@ from tests.invariants.mux_lab import (
     train,
 )
 from tests.records import run_records
+from tests.runs import raising
 
 CPU = "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
 ERRORS = (torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(CPU), MemoryError())
@@ -64,8 +65,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
 def test_a_run_continues_in_passes_that_fit_with_the_results_of_one_that_never_lacked_memory(
     whole: Run, tmp_path: Path
 ) -> None:
-    recorder = Recorder()
-    trainer = make_trainer(tasks(), tmp_path, recorder=recorder)
+    trainer = make_trainer(tasks(), tmp_path, recorder=(recorder := Recorder()))
     # Of 128 tokens a step; halved twice, and kept: later steps do not try again.
     failed = have_memory_for(trainer, 40, ERRORS[0], from_step=3)
     trainer.train()
@@ -83,35 +83,24 @@ def test_a_run_continues_in_passes_that_fit_with_the_results_of_one_that_never_l
 def test_graphs_are_dropped_before_passes_become_smaller(
     whole: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    class Graphs:
-        def run(self, batch: Any) -> None:
-            """Find no memory, as the pool of captured passes takes it."""
-            raise ERRORS[0]
+    def capture(trainer: MultiTaskTrainer) -> None:
+        # They find no memory, as the pool of captured passes takes it.
+        trainer._placement.executor.captured = SimpleNamespace(run=raising(ERRORS[0]))  # type: ignore[assignment]
 
-    class HasGraphs(TrainerCallback):
-        def on_step_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 2:
-                trainer._placement.executor.captured = Graphs()  # type: ignore[assignment]
-
-    recorder = Recorder()
-    trainer = make_trainer(tasks(), tmp_path, recorder=recorder)
-    trainer.add_callback(HasGraphs())
-    trainer.train()
+    run = train(tasks(), tmp_path, recorder=Recorder(at_begin={2: capture}))
     assert capsys.readouterr().out.count("without CUDA graphs from now on") == 1
     assert run_records(tmp_path, "out_of_memory") == []
     for name in ("one", "two"):
-        assert_same(Run(trainer, recorder), whole, name, 1e-5)
+        assert_same(run, whole, name, 1e-5)
 
 
 def test_rows_that_were_read_for_the_step_are_those_of_the_next_attempt(tmp_path: Path) -> None:
-    recorder = Recorder()
-
     def streamed() -> list[Task]:
         one, two = tasks()
         rows = [dict(row) for row in two.train_dataset] * 4  # type: ignore[union-attr]
         return [one, replace(two, train_dataset=IterableDataset.from_generator(lambda: iter(rows)))]
 
-    trainer = make_trainer(streamed(), tmp_path / "short", recorder=recorder)
+    trainer = make_trainer(streamed(), tmp_path / "short", recorder=(recorder := Recorder()))
     failed = have_memory_for(trainer, 70, ERRORS[0], from_step=2)
     trainer.train()
     assert len(failed) == 1
@@ -127,17 +116,15 @@ def test_a_resumed_run_keeps_to_what_fits(tmp_path: Path) -> None:
     have_memory_for(first, 70, ERRORS[0])
     first.train()
     (tmp_path / "state" / "run-00000008.json").unlink()
-    second = make_trainer(tasks(), tmp_path, **saving)
-    second.train(resume_from_checkpoint=True)
+    second = train(tasks(), tmp_path, resume=True, **saving).trainer
     assert second.plan().max_tokens_per_micro_batch == 64
 
 
 def test_a_row_that_does_not_fit_by_itself_is_reported_by_task_and_length(tmp_path: Path) -> None:
     trainer = make_trainer(tasks(), tmp_path)
     have_memory_for(trainer, 15, ERRORS[0])
-    with pytest.raises(
-        MemoryBudgetError, match=r"tasks\.two: a pass of one row of 20 tokens does not fit .* max_length"
-    ):
+    said = r"tasks\.two: a pass of one row of 20 tokens does not fit .* max_length"
+    with pytest.raises(MemoryBudgetError, match=said):
         trainer.train()
 
 

@@ -15,15 +15,10 @@ from transformers.integrations.neftune import neftune_post_forward_hook
 from peft_mux import Task
 from peft_mux.kernels import philox
 from tests.invariants import mux_lab as lab
+from tests.trainer.parts import random_task as task
+from tests.trainer.parts import rows_with_one_beginning
 
 ALPHA = 20.0
-
-
-def task(name: str, seed: int, **settings: Any) -> Task:
-    options: dict[str, Any] = {"train_batch_size": 4, "learning_rate": 3e-3, "max_steps": 5, "seed": seed, **settings}
-    targets = options.pop("target_modules", "all-linear")
-    rows = options.pop("rows", None) or lab.rows(seed, 11, 4, 20)
-    return Task(name=name, peft_config=LoraConfig(r=4, target_modules=targets), train_dataset=rows, **options)
 
 
 def with_the_hook_of_transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
@@ -59,7 +54,7 @@ def with_the_hook_of_transformers(monkeypatch: pytest.MonkeyPatch) -> Any:
 def test_a_task_with_noise_goes_as_under_the_hook_of_transformers(
     targets: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    noisy = task("noisy", 1, neftune_noise_alpha=ALPHA, target_modules=targets)
+    noisy = task("noisy", 1, neftune_noise_alpha=ALPHA, config=LoraConfig(r=4, target_modules=targets))
     plain = task("plain", 2)
     run = lab.train([noisy, plain], tmp_path, max_tokens_per_micro_batch=60)
     judged = lab.judge(run.trainer, noisy, with_the_hook_of_transformers(monkeypatch))
@@ -98,8 +93,7 @@ def test_passes_that_are_cut_otherwise_draw_the_same(tmp_path: Path) -> None:
 
 
 def test_a_task_with_noise_shares_no_prefixes_and_says_so(tmp_path: Path) -> None:
-    start = lab.rows(5, 1, 24, 24)[0]["input_ids"]
-    rows = [{"input_ids": start + row["input_ids"]} for row in lab.rows(6, 9, 3, 9)]
+    rows = rows_with_one_beginning()
     tasks = [task("noisy", 1, rows=rows, neftune_noise_alpha=ALPHA), task("plain", 2, rows=rows)]
     run = lab.train(tasks, tmp_path)
     table = run.trainer.table

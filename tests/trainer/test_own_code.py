@@ -15,10 +15,11 @@ import torch
 from peft import LoraConfig
 from transformers import TrainerCallback
 
-from peft_mux import DataError, EarlyStopping, MultiTaskTrainer, Task
+from peft_mux import DataError, EarlyStopping, Task
 from peft_mux.reporting import recorders
 from tests.invariants.mux_lab import Recorder, assert_bit_identical, make_trainer, rows, small_task, train
 from tests.records import run_records as records
+from tests.runs import Acts, assert_ended_with_the_same_weights, raising, stops_after, task_of
 
 HELD_OUT = rows(90, 3, 5, 9)
 
@@ -32,25 +33,7 @@ def bad_task(name: str = "bad", **settings: Any) -> Task:
 
 
 def stream_task(stream: Any, name: str = "bad", **settings: Any) -> Task:
-    options = {"train_batch_size": 4, "max_steps": 8, "learning_rate": 1e-3, **settings}
-    return Task(name=name, peft_config=LoraConfig(r=4, target_modules=["q_proj"]), train_dataset=stream, **options)
-
-
-def raising(error: BaseException) -> Callable[[], Any]:
-    def fail() -> Any:
-        raise error
-
-    return fail
-
-
-class Does(TrainerCallback):
-    """Does something at the end of its third step."""
-
-    def __init__(self, act: Callable[..., Any]) -> None:
-        self.act = act
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> Any:
-        return self.act(args=args, state=state, control=control, **kwargs) if state.global_step == 3 else None
+    return task_of(name, stream, LoraConfig(r=4, target_modules=["q_proj"]), **{"learning_rate": 1e-3, **settings})
 
 
 # -------------------------------------------------------- callbacks, metrics and optimizers
@@ -58,7 +41,7 @@ class Does(TrainerCallback):
 
 @pytest.mark.parametrize("error", [SystemExit(3), ValueError("no such column")])
 def test_outside_of_training_what_metrics_raise_is_the_caller_s(error: BaseException, tmp_path: Path) -> None:
-    trainer = make_trainer([bad_task(eval_steps=0, compute_metrics=lambda _: raising(error)())], tmp_path)
+    trainer = make_trainer([bad_task(eval_steps=0, compute_metrics=raising(error))], tmp_path)
     with pytest.raises(type(error)) as caught:
         trainer.evaluate("bad")
     assert caught.value is error
@@ -77,16 +60,9 @@ def scored(name: str, scores: Sequence[float], callback: TrainerCallback | None 
 
 
 def test_a_task_that_a_callback_fails_at_its_last_evaluation_has_failed(tmp_path: Path) -> None:
-    class Fails(TrainerCallback):
-        def __init__(self, event: str) -> None:
-            setattr(self, event, self.fail)
-
-        def fail(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-            if state.global_step == 3:  # when the task stops early
-                raise ValueError("no")
-
-    events = ("on_log", "on_evaluate")
-    tasks = [scored(event, [2.0, 1.0, 0.0], Fails(event)) for event in events]
+    events, fail = ("on_log", "on_evaluate"), raising(ValueError("no"))
+    # The task stops early after step 3.
+    tasks = [scored(event, [2.0, 1.0, 0.0], Acts(fail, event=event, step=3)) for event in events]
     trainer = train([good(), *tasks], tmp_path).trainer
     assert trainer.task_statuses == {"good": "succeeded", **dict.fromkeys(events, "failed")}
     for event in events:
@@ -110,11 +86,8 @@ def spoil_modes(model: Any, **_: Any) -> None:
 
 
 def test_a_hook_and_a_schedule_that_fail_and_what_callbacks_write_reach_no_other_task(tmp_path: Path) -> None:
-    def hooked(error: BaseException) -> Does:
-        def fail(*_: Any) -> None:
-            raise error
-
-        return Does(lambda optimizer, **_: optimizer.register_step_post_hook(fail) and None)
+    def hooked(error: BaseException) -> Acts:
+        return Acts(lambda optimizer, **_: optimizer.register_step_post_hook(raising(error)) and None, step=3)
 
     def break_schedule(lr_scheduler: Any, **_: Any) -> None:
         lr_scheduler.step = raising(OverflowError("too large"))
@@ -123,9 +96,9 @@ def test_a_hook_and_a_schedule_that_fail_and_what_callbacks_write_reach_no_other
     reasons = {type(error).__name__: f"the optimizer failed at step 3: {type(error).__name__}" for error in errors}
     tasks = [bad_task(type(error).__name__, callbacks=[hooked(error)]) for error in errors]
     reasons["schedule"] = "learning_rate: the schedule raises OverflowError: too large at step 4"
-    tasks.append(bad_task("schedule", callbacks=[Does(break_schedule)]))
+    tasks.append(bad_task("schedule", callbacks=[Acts(break_schedule, step=3)]))
     spoilt = {"history": spoil_history, "arguments": spoil_arguments, "modes": spoil_modes}
-    tasks += [bad_task(name, callbacks=[Does(spoil)]) for name, spoil in spoilt.items()]
+    tasks += [bad_task(name, callbacks=[Acts(spoil, step=3)]) for name, spoil in spoilt.items()]
     alone = train([good()], tmp_path / "alone", planner="interleaved")
     options: dict[str, Any] = {"logging_strategy": "steps", "logging_steps": 1, "lr_scheduler_kwargs": {}}
     run = train([good(), *tasks], tmp_path / "run", planner="interleaved", **options)
@@ -148,7 +121,7 @@ def test_what_own_code_costs_the_others_is_reported_by_task_and_kind(
     # Every call passes a limit of nothing; each one is reported once its task's total has doubled.
     monkeypatch.setattr(recorders, "CALL_LIMIT_S", 0.0)
     slow = (
-        bad_task("callback", callbacks=[Does(lambda **_: None)]),
+        bad_task("callback", callbacks=[Acts(lambda **_: None, step=3)]),
         bad_task("compute_metrics", eval_steps=1, compute_metrics=lambda _: {"f": 1.0}),
         stream_task(rows(5, 100, 12, 12), "train_dataset"),
         bad_task("objective", objective=lambda outputs: outputs.nll_M),
@@ -231,14 +204,9 @@ def test_the_rows_of_the_next_step_are_read_during_the_present_one(tmp_path: Pat
                 yield row
 
     waited: list[bool] = []
-
-    class Wait(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                # Not asked for before the third step; without reading ahead this would wait in vain.
-                waited.append(third_step.wait(60))
-
-    train([small_task("good", data_seed=1, callbacks=[Wait()]), stream_task(Rows())], tmp_path)
+    # Not asked for before the third step; without reading ahead this would wait in vain.
+    wait = Acts(lambda **_: waited.append(third_step.wait(60)), step=2)
+    train([small_task("good", data_seed=1, callbacks=[wait]), stream_task(Rows())], tmp_path)
     assert waited == [True]
 
 
@@ -247,17 +215,13 @@ def test_a_stream_that_was_read_ahead_continues_with_the_right_row_after_a_resum
         def __iter__(self) -> Iterator[Any]:
             yield from rows(5, 13, 12, 12)
 
-    def stop(trainer: MultiTaskTrainer) -> None:
-        trainer.control.should_training_stop = True
-
     options: dict[str, Any] = {"save_strategy": "steps", "save_steps": 2}
     whole = train([good(), stream_task(Rows())], tmp_path / "a")
-    first = train([good(), stream_task(Rows())], tmp_path / "b", recorder=Recorder(at_end={3: stop}), **options)
+    first = train([good(), stream_task(Rows())], tmp_path / "b", recorder=stops_after(3), **options)
     rest = train([good(), stream_task(Rows(), data_timeout_s=30.0)], tmp_path / "b", resume=True, **options)
     assert len(first.losses["bad"]) == 3
-    for name in ("good", "bad"):
-        assert first.losses[name] + rest.losses[name] == whole.losses[name]
-        assert all(torch.equal(value, whole.weights(name)[key]) for key, value in rest.weights(name).items())
+    assert {name: first.losses[name] + rest.losses[name] for name in whole.losses} == whole.losses
+    assert_ended_with_the_same_weights(rest, whole, "good", "bad")
 
 
 class Rows:

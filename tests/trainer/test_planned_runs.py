@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -15,6 +16,7 @@ from peft_mux.scheduler.planner.policies import POLICIES
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.inputs import make_collator
 from tests.invariants.mux_lab import Recorder, Run, assert_same, make_trainer, small_task, train
+from tests.runs import folder_of
 
 
 def three() -> list[Task]:
@@ -184,19 +186,13 @@ def test_the_plan_is_made_again_when_tasks_arrive_leave_pause_and_end(tmp_path: 
         assert trainer._plans.current is not None
         held.append({name for htask in trainer._plans.current.htasks for name in htask.tasks})
 
-    def arrive(trainer: MultiTaskTrainer) -> None:
-        trainer.register_tasks([small_task("late", data_seed=9, max_steps=6)])
-
-    def pause(trainer: MultiTaskTrainer) -> None:
-        trainer.pause_task("b")
-
-    def resume(trainer: MultiTaskTrainer) -> None:
-        trainer.resume_task("b")
-
-    def leave(trainer: MultiTaskTrainer) -> None:
-        trainer.remove_task("late")
-
-    acts = {1: arrive, 2: pause, 3: resume, 4: leave}
+    late = small_task("late", data_seed=9, max_steps=6)
+    acts: dict[int, Any] = {
+        1: lambda trainer: trainer.register_tasks([late]),
+        2: lambda trainer: trainer.pause_task("b"),
+        3: lambda trainer: trainer.resume_task("b"),
+        4: lambda trainer: trainer.remove_task("late"),
+    }
     train(three(), tmp_path, recorder=Recorder(at_begin=dict.fromkeys(range(6), look), at_end=acts))
     assert held == [
         {"a", "b", "c"},
@@ -243,6 +239,6 @@ def test_unknown_devices_are_refused_with_those_that_are_known(planned: MultiTas
 
 def test_the_plan_that_a_run_follows_is_in_its_folder(alone: dict[str, Run]) -> None:
     trainer = alone["a"].trainer
-    written = Plan.from_json((Path(trainer.args.output_dir or "") / "plan.json").read_text(encoding="utf-8"))
+    written = Plan.from_json((folder_of(alone["a"]) / "plan.json").read_text(encoding="utf-8"))
     assert [htask.tasks for htask in written.htasks] == [("a",)]
     assert trainer.plan().htasks == ()

@@ -13,8 +13,7 @@ from peft_mux.scheduler.deployment.plan import Redeployment
 from peft_mux.trainer import relocation
 from tests.invariants.mux_lab import Recorder, assert_bit_identical, make_trainer, small_task, tiny_llama, train
 from tests.records import run_records
-
-SAVING: dict[str, Any] = {"save_strategy": "steps", "save_steps": 100}
+from tests.runs import SAVING
 
 
 @pytest.fixture(scope="module")

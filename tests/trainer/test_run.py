@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +16,7 @@ from transformers import EvalPrediction, TrainerCallback
 from peft_mux import ConfigError, EarlyStopping, Task
 from tests.invariants.mux_lab import VOCABULARY, Recorder, assert_bit_identical, make_trainer, rows, small_task, train
 from tests.records import run_records as records
+from tests.runs import assert_equal_weights, hearing, small_tasks
 
 HELD_OUT = rows(90, 3, 5, 9)
 
@@ -42,15 +42,8 @@ def test_every_task_is_evaluated_on_its_own_rows_with_its_own_metrics(tmp_path: 
 
     held_out = {"one": rows(1, 3, 5, 9), "two": rows(2, 2, 4, 4)}
     tasks = [
-        small_task(
-            name,
-            data_seed=5,
-            eval_dataset=held_out[name],
-            eval_steps=every,
-            compute_metrics=metrics_of(name),
-            max_steps=6,
-        )
-        for name, every in (("one", 2), ("two", 3))
+        small_task(name, data_seed=5, max_steps=6, compute_metrics=metrics_of(name), eval_dataset=own, eval_steps=every)
+        for (name, own), every in zip(held_out.items(), (2, 3), strict=True)
     ]
     run = train([*tasks, small_task("none", data_seed=7, max_steps=6)], tmp_path)
     assert len(seen["one"]) == 3
@@ -60,9 +53,7 @@ def test_every_task_is_evaluated_on_its_own_rows_with_its_own_metrics(tmp_path: 
         shape, labels = seen[name][0]
         assert shape == (len(own_rows), longest, VOCABULARY)
         assert [[int(x) for x in row if x != -100] for row in labels] == [row["input_ids"] for row in own_rows]
-    steps = {
-        name: [e["step"] for e in records(tmp_path) if e["event"] == "eval" and e["task"] == name] for name in seen
-    }
+    steps = {name: [one["step"] for one in records(tmp_path, "eval") if one["task"] == name] for name in seen}
     assert steps == {"one": [2, 4, 6], "two": [3, 6]}
     logged = [entry for entry in run.trainer.task_states["one"].log_history if "eval_loss" in entry]
     assert [entry["eval_count_one"] for entry in logged] == [3, 3, 3]
@@ -72,15 +63,15 @@ def test_every_task_is_evaluated_on_its_own_rows_with_its_own_metrics(tmp_path: 
 
 def test_an_evaluation_changes_nothing_of_the_training(tmp_path: Path) -> None:
     plain = train([small_task("own", data_seed=1, lora_dropout=0.3, max_steps=4)], tmp_path / "a")
-    task = small_task("own", data_seed=1, lora_dropout=0.3, max_steps=4, eval_dataset=HELD_OUT, eval_steps=1)
-    task = replace(task, eval_on_start=True)
+    evaluated: dict[str, Any] = {"eval_dataset": HELD_OUT, "eval_steps": 1, "eval_on_start": True}
+    task = small_task("own", data_seed=1, lora_dropout=0.3, max_steps=4, **evaluated)
     assert_bit_identical(train([task], tmp_path / "b"), plain, "own")
 
 
 def test_an_evaluation_on_demand_gives_the_loss_of_the_present_adapter(tmp_path: Path) -> None:
     task = small_task("own", data_seed=1, max_steps=4, eval_dataset=HELD_OUT, eval_steps=4)
     trainer = train([task, small_task("other", data_seed=2, max_steps=4)], tmp_path).trainer
-    (last,) = [entry for entry in records(tmp_path) if entry["event"] == "eval"]
+    (last,) = records(tmp_path, "eval")
     assert trainer.evaluate()["own/eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
     assert trainer.evaluate("own").keys() == {"own/eval_loss", "own/eval_perplexity"}
     with pytest.raises(
@@ -98,16 +89,8 @@ def test_preprocessing_shrinks_the_logits_before_they_are_gathered(tmp_path: Pat
         shapes.append((prediction.predictions.shape, prediction.predictions.dtype.kind))
         return {"f": 0.5}
 
-    task = small_task(
-        "own",
-        data_seed=1,
-        max_steps=2,
-        eval_dataset=HELD_OUT,
-        eval_steps=2,
-        compute_metrics=compute,
-        preprocess_logits_for_metrics=lambda logits, labels: logits.argmax(-1),
-    )
-    train([task], tmp_path)
+    shrinks = {"compute_metrics": compute, "preprocess_logits_for_metrics": lambda logits, labels: logits.argmax(-1)}
+    train([small_task("own", data_seed=1, max_steps=2, eval_dataset=HELD_OUT, eval_steps=2, **shrinks)], tmp_path)
     assert shapes == [((3, max(len(row["input_ids"]) for row in HELD_OUT)), "i")]
 
 
@@ -115,16 +98,9 @@ def test_preprocessing_shrinks_the_logits_before_they_are_gathered(tmp_path: Pat
 
 
 def stopping_task(scores: Sequence[float], name: str = "own", *, max_steps: int = 20, **settings: Any) -> Task:
-    rule = {"metric": "score", "patience": 2, **settings}
-    return small_task(
-        name,
-        data_seed=1,
-        max_steps=max_steps,
-        eval_steps=2,
-        eval_dataset=HELD_OUT,
-        compute_metrics=scripted(scores),
-        early_stopping=EarlyStopping(**rule),
-    )
+    rule = EarlyStopping(**{"metric": "score", "patience": 2, **settings})
+    evaluated = {"eval_steps": 2, "eval_dataset": HELD_OUT, "compute_metrics": scripted(scores)}
+    return small_task(name, data_seed=1, max_steps=max_steps, early_stopping=rule, **evaluated)
 
 
 def test_early_stopping_ends_a_task_and_keeps_its_best_adapter(tmp_path: Path) -> None:
@@ -132,14 +108,12 @@ def test_early_stopping_ends_a_task_and_keeps_its_best_adapter(tmp_path: Path) -
     run = train([stopping_task([1.0, 5.0, 4.0, 3.0, 9.0]), other], tmp_path, save_strategy="steps")
     own = run.trainer.table["own"]
     assert run.trainer.task_statuses == {"own": "stopped_early", "other": "succeeded"}
-    kept = run.recorder.before["other"][4]
-    assert all(torch.equal(value, kept[key]) for key, value in run.weights("other").items()), "it goes back, too"
+    assert_equal_weights(run.weights("other"), run.recorder.before["other"][4], "it goes back, too")
     assert own.step == 8
     assert own.reason == "score has not improved for 2 evaluations; best 5 at step 4"
     # the weights before the fifth step are those that the evaluation after the fourth has seen
     best = run.recorder.before["own"][4]
-    final = run.weights("own")
-    assert all(torch.equal(final[key], best[key]) for key in best)
+    assert_equal_weights(run.weights("own"), best)
     assert any(not torch.equal(run.recorder.before["own"][7][key], best[key]) for key in best)
     for file in ("own/adapter_model.safetensors", "own/best/adapter_model.safetensors"):
         saved = load_file(tmp_path / file)
@@ -183,40 +157,24 @@ class Diary(TrainerCallback):
         self.logs: list[dict[str, float]] = []
         self.rates: set[float] = set()
 
-    def _note(self, event: str, args: Any, state: Any) -> None:
+    def hear(self, event: str, args: Any, state: Any, control: Any, facts: dict[str, Any]) -> None:
         self.events.append((event, state.global_step))
         self.rates.add(args.learning_rate)
+        assert event != "step_end" or None not in (facts["optimizer"], facts["lr_scheduler"])
+        assert event != "evaluate" or "eval_loss" in facts["metrics"]
+        self.logs += [facts["logs"]] if event == "log" else []
 
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._note("train_begin", args, state)
 
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._note("step_begin", args, state)
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert kwargs["optimizer"] is not None
-        assert kwargs["lr_scheduler"] is not None
-        self._note("step_end", args, state)
-
-    def on_log(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.logs.append(kwargs["logs"])
-        self._note("log", args, state)
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        assert "eval_loss" in kwargs["metrics"]
-        self._note("evaluate", args, state)
-
-    def on_train_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._note("train_end", args, state)
+for _event in ("train_begin", "step_begin", "step_end", "log", "evaluate", "train_end"):
+    setattr(Diary, f"on_{_event}", hearing(_event))
 
 
 def test_callbacks_of_a_task_see_its_own_steps_in_order(tmp_path: Path) -> None:
     short, long = Diary(), Diary()
+    evaluated: dict[str, Any] = {"eval_dataset": HELD_OUT, "eval_steps": 2}
     tasks = [
         small_task("short", data_seed=1, max_steps=2, learning_rate=1e-3, callbacks=[short]),
-        small_task(
-            "long", data_seed=2, max_steps=4, learning_rate=2e-3, callbacks=[long], eval_dataset=HELD_OUT, eval_steps=2
-        ),
+        small_task("long", data_seed=2, max_steps=4, learning_rate=2e-3, callbacks=[long], **evaluated),
     ]
     train(tasks, tmp_path, logging_strategy="steps", logging_steps=2)
     without_begin = [event for event in long.events if event[0] != "step_begin"]
@@ -258,12 +216,7 @@ def test_a_callback_of_the_run_stops_the_run_and_sees_keys_with_task_names(tmp_p
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             control.should_training_stop = state.global_step == 4
 
-    trainer = make_trainer(
-        [small_task("a", data_seed=1), small_task("b", data_seed=2)],
-        tmp_path,
-        logging_strategy="steps",
-        logging_steps=2,
-    )
+    trainer = make_trainer(small_tasks("a", "b"), tmp_path, logging_strategy="steps", logging_steps=2)
     trainer.add_callback(Stop())
     output = trainer.train()
     assert output.global_step == 4
@@ -311,10 +264,9 @@ def test_every_line_of_the_metrics_is_json_with_task_step_and_loss(tmp_path: Pat
 
 
 def test_the_first_step_is_logged_when_asked(tmp_path: Path) -> None:
-    train(
-        [small_task("own", data_seed=1)], tmp_path, logging_strategy="steps", logging_steps=4, logging_first_step=True
-    )
-    assert [line["step"] for line in records(tmp_path) if line["event"] == "train"] == [1, 4, 8]
+    options = {"logging_strategy": "steps", "logging_steps": 4, "logging_first_step": True}
+    train([small_task("own", data_seed=1)], tmp_path, **options)
+    assert [line["step"] for line in records(tmp_path, "train")] == [1, 4, 8]
 
 
 def test_what_is_returned_reported_and_printed_names_every_task_and_its_end(

@@ -14,8 +14,9 @@ from transformers import BertConfig, BertForSequenceClassification, GPT2Config, 
 
 from peft_mux import Task
 from peft_mux.engine.executor import Executor
-from peft_mux.reporting.metrics_file import read_metrics
 from tests.invariants import mux_lab as lab
+from tests.records import run_records
+from tests.runs import folder_of, task_of
 
 SHOTS = np.random.default_rng(9).integers(1, lab.VOCABULARY, size=24).tolist()
 
@@ -29,18 +30,11 @@ def few_shot(seed: int, count: int = 12) -> list[dict[str, list[int]]]:
 
 
 def task(name: str, rows: list[dict[str, Any]], **settings: Any) -> Task:
-    config = settings.pop("peft_config", None) or LoraConfig(r=4, target_modules="all-linear")
-    options = {"train_batch_size": 6, "max_steps": 6, "learning_rate": 3e-3, "seed": 1, **settings}
-    return Task(name=name, peft_config=config, train_dataset=rows, **options)
+    return task_of(name, rows, **{"train_batch_size": 6, "max_steps": 6, **settings})
 
 
 def tasks() -> list[Task]:
     return [task("a", few_shot(1)), task("b", lab.rows(2, 10, 5, 15)), task("c", few_shot(3), num_train_epochs=2)]
-
-
-def lines_of(run: lab.Run, event: str) -> list[dict[str, Any]]:
-    path = Path(run.trainer.args.output_dir or "") / "metrics.jsonl"
-    return [line for line in read_metrics(path) if line.get("event") == event]
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +45,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> lab.Run:
 
 def test_each_task_is_trained_as_plain_peft_does_and_each_shared_token_is_computed_once(whole: lab.Run) -> None:
     lab.assert_as_judged(whole, {one.name: lab.judge(whole.trainer, one) for one in tasks()})
-    found = {line["task"]: line for line in lines_of(whole, "sharing")}
+    found = {line["task"]: line for line in run_records(folder_of(whole), "sharing")}
     assert found.keys() == {"a", "c"}
     for line in found.values():
         assert line["computed_tokens"] < 0.6 * line["asked_tokens"]
@@ -77,7 +71,7 @@ def test_shared_is_unshared_however_steps_are_cut(settings: dict[str, Any], unsh
     shared = lab.train(tasks(), tmp_path, share_prefixes=True, logging_strategy="steps", **settings)
     for name in "ac":
         lab.assert_same(shared, unshared, name, 1e-5)
-    assert lines_of(shared, "sharing") != lines_of(unshared, "sharing") == []
+    assert run_records(tmp_path, "sharing") != run_records(folder_of(unshared), "sharing") == []
 
 
 def test_an_evaluation_shares_and_comes_to_the_same(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -120,7 +114,7 @@ def test_rows_that_share_no_prefix_have_the_bits_of_a_run_that_never_looks_and_r
     for name in "ab":
         lab.assert_bit_identical(looks, never, name)
     dropped = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1)
-    own = [task("a", lab.rows(2, 10, 20, 30), peft_config=dropped)]
+    own = [task("a", lab.rows(2, 10, 20, 30), config=dropped)]
     told = [remarks(lab.make_trainer(own, tmp_path, share_prefixes=share))["a"] for share in ("auto", True, False)]
     assert [bool(text) for text in told] == [False, True, False]
 
@@ -128,13 +122,13 @@ def test_rows_that_share_no_prefix_have_the_bits_of_a_run_that_never_looks_and_r
 def test_a_task_that_arrives_shares_as_one_that_was_there(tmp_path: Path) -> None:
     late = task("late", few_shot(5), max_steps=2)
     recorder = lab.Recorder(at_end={2: lambda trainer: trainer.register_tasks([late])})
-    run = lab.train([task("a", few_shot(1))], tmp_path, recorder=recorder, logging_strategy="steps")
-    assert {line["task"] for line in lines_of(run, "sharing")} == {"a", "late"}
+    lab.train([task("a", few_shot(1))], tmp_path, recorder=recorder, logging_strategy="steps")
+    assert {line["task"] for line in run_records(tmp_path, "sharing")} == {"a", "late"}
 
 
 def test_a_task_with_dropout_of_its_adapter_does_not_share_and_the_plan_says_so(tmp_path: Path) -> None:
     config = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1)
-    own = [task("dropped", few_shot(1), peft_config=config), task("plain", few_shot(2))]
+    own = [task("dropped", few_shot(1), config=config), task("plain", few_shot(2))]
     trainer = lab.make_trainer(own, tmp_path)
     assert [run.loader.shares_prefixes for run in trainer.table] == [False, True]
     assert "dropped: shared prefixes are computed for each row, because its lora_dropout=0.1" in str(trainer.plan())
@@ -142,7 +136,7 @@ def test_a_task_with_dropout_of_its_adapter_does_not_share_and_the_plan_says_so(
 
 def test_learnt_prompts_do_not_share_and_are_next_to_tasks_that_do(tmp_path: Path) -> None:
     prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, tokenizer_name_or_path="none")
-    own = [task("prompt", few_shot(1), peft_config=prompt), task("plain", few_shot(2))]
+    own = [task("prompt", few_shot(1), config=prompt), task("plain", few_shot(2))]
     shared, unshared = (lab.train(own, tmp_path / str(share), share_prefixes=share) for share in (True, False))
     assert "its rows begin with a learnt prompt" in remarks(shared.trainer)["prompt"]
     for name in ("prompt", "plain"):
@@ -155,22 +149,16 @@ def test_a_backbone_with_dropout_and_one_that_looks_ahead_share_nothing(tmp_path
     for dropout, reason in ((0.1, "the backbone's own dropout"), (0.0, "")):
         off: dict[str, Any] = {"embd_pdrop": dropout, "resid_pdrop": dropout, "attn_pdrop": dropout}
         model = GPT2LMHeadModel(GPT2Config(**sizes, **off))
-        trainer = lab.make_trainer([task("a", few_shot(1), peft_config=config)], tmp_path, model=model)
+        trainer = lab.make_trainer([task("a", few_shot(1), config=config)], tmp_path, model=model)
         assert (reason in remarks(trainer)["a"]) == bool(reason) or not reason
         assert next(iter(trainer.table)).loader.shares_prefixes == (not reason)
-    bert = BertConfig(
-        vocab_size=lab.VOCABULARY,
-        hidden_size=32,
-        intermediate_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=2,
-        hidden_dropout_prob=0.0,
-        attention_probs_dropout_prob=0.0,
-    )
+    sizes = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    off = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
+    bert = BertConfig(vocab_size=lab.VOCABULARY, **sizes, **off)
     rows = [{**row, "label": index % 2} for index, row in enumerate(few_shot(1))]
     config = LoraConfig(r=2, target_modules=["query"], task_type="SEQ_CLS")
     model = BertForSequenceClassification(bert)
-    trainer = lab.make_trainer([task("a", rows, peft_config=config)], tmp_path, model=model)
+    trainer = lab.make_trainer([task("a", rows, config=config)], tmp_path, model=model)
     assert "every token of BertForSequenceClassification sees later ones" in remarks(trainer)["a"]
 
 

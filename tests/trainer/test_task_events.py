@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import torch
 from transformers import TrainerCallback
 
 from peft_mux import ConfigError, EarlyStopping, MultiTaskTrainerCallback
@@ -14,6 +13,7 @@ from peft_mux.task import EVENTS
 from tests.invariants.mux_lab import Recorder, make_trainer, rows, small_task, train
 from tests.paths import ROOT
 from tests.records import run_records
+from tests.runs import Acts, hearing, poison, raising, small_tasks, stop
 
 
 class Diary(MultiTaskTrainerCallback):
@@ -25,7 +25,7 @@ class Diary(MultiTaskTrainerCallback):
         self.lines: list[tuple[int, str, str]] = []
         self.facts: list[dict[str, Any]] = []
 
-    def _hear(self, event: str, state: Any, control: Any, facts: dict[str, Any]) -> Any:
+    def hear(self, event: str, args: Any, state: Any, control: Any, facts: dict[str, Any]) -> Any:
         self.lines.append((state.global_step, event, facts.get("task", "")))
         self.facts.append({"event": event, **facts})
         acts = f"{event} {facts.get('task', '')}".strip() == self.at
@@ -35,15 +35,8 @@ class Diary(MultiTaskTrainerCallback):
         return [(step, event) for step, event, name in self.lines if name == task]
 
 
-def _hearing(event: str) -> Any:
-    def hear(self: Diary, args: Any, state: Any, control: Any, **facts: Any) -> Any:
-        return self._hear(event, state, control, facts)
-
-    return hear
-
-
 for _event in EVENTS:
-    setattr(Diary, _event, _hearing(_event))
+    setattr(Diary, _event, hearing(_event))
 
 
 def at_steps(**acts: Any) -> Recorder:
@@ -75,15 +68,15 @@ def test_tasks_that_begin_and_end_are_reported_once_when_their_adapter_is_on_the
 
 
 def test_no_event_comes_before_training_and_a_plain_callback_may_have_a_single_event(tmp_path: Path) -> None:
-    class Plain(TrainerCallback):
-        def on_task_end(self, args: Any, state: Any, control: Any, *, task: str, **facts: Any) -> None:
-            ended[task] = (facts["status"], bool(facts["reason"]))
-
     ended: dict[str, tuple[str, bool]] = {}
+
+    def note(task: str, status: str, reason: str, **_: Any) -> None:
+        ended[task] = (status, bool(reason))
+
     stopping = EarlyStopping(patience=1, min_delta=1e9)
     diary, trainer = Diary(), make_trainer([small_task("a", data_seed=1, max_steps=2)], tmp_path)
     trainer.add_callback(diary)
-    trainer.add_callback(Plain())
+    trainer.add_callback(Acts(note, event="on_task_end"))
     trainer.pause_task("a")
     trainer.resume_task("a")
     held_out = rows(5, 4, 12, 12)
@@ -94,13 +87,8 @@ def test_no_event_comes_before_training_and_a_plain_callback_may_have_a_single_e
 
 
 def test_a_task_that_fails_is_reported_with_its_reason_and_the_others_end(tmp_path: Path) -> None:
-    @torch.no_grad()
-    def poison(trainer: Any) -> None:
-        next(iter(trainer.model.task_parameters("bad").values())).fill_(float("nan"))
-
     diary = Diary()
-    tasks = [small_task(name, data_seed=seed, max_steps=5) for seed, name in enumerate(("good", "bad"))]
-    told(tasks, tmp_path, diary, Recorder(at_begin={3: poison}))
+    told(small_tasks("good", "bad", max_steps=5), tmp_path, diary, Recorder(at_begin={3: poison("bad")}))
     assert [event for _, event in diary.of("bad")] == ["on_task_begin", "on_task_fail"]
     assert [event for _, event in diary.of("good")] == ["on_task_begin", "on_task_end"]
     (failed,) = [fact for fact in diary.facts if fact["event"] == "on_task_fail"]
@@ -154,10 +142,8 @@ def test_a_run_continues_with_what_is_registered_when_its_last_task_has_ended(tm
 def test_a_run_continues_with_what_is_registered_when_its_last_task_has_failed_before_its_first_step(
     tmp_path: Path,
 ) -> None:
-    def broken(_: Any) -> dict[str, float]:
-        raise ValueError("no such column")
-
-    bad = small_task("bad", data_seed=1, eval_dataset=rows(5, 4, 12, 12), eval_on_start=True, compute_metrics=broken)
+    broken = {"eval_on_start": True, "compute_metrics": raising(ValueError("no such column"))}
+    bad = small_task("bad", data_seed=1, eval_dataset=rows(5, 4, 12, 12), **broken)
     trainer = make_trainer([bad], tmp_path)
     diary = Diary("on_task_fail bad", lambda _: trainer.register_tasks([small_task("next", data_seed=2, max_steps=2)]))
     trainer.add_callback(diary)
@@ -174,11 +160,8 @@ def test_a_callback_may_end_the_run_when_a_task_has_ended(tmp_path: Path) -> Non
 
 
 def test_what_a_callback_of_the_run_raises_ends_the_run_after_every_task_was_saved(tmp_path: Path) -> None:
-    def fail(_: Any) -> None:
-        raise ValueError("no such mailbox")
-
-    tasks = [small_task(name, data_seed=seed, max_steps=2) for seed, name in enumerate("ab")]
-    tasks.append(small_task("c", data_seed=3, max_steps=6))
+    fail = raising(ValueError("no such mailbox"))
+    tasks = [*small_tasks("a", "b", max_steps=2), small_task("c", data_seed=3, max_steps=6)]
     with pytest.raises(ValueError, match="no such mailbox"):
         told(tasks, tmp_path / "run", Diary("on_task_end a", fail), save_strategy="steps", save_steps=1)
     statuses = run_records(tmp_path / "run", "status")
@@ -191,15 +174,9 @@ def test_what_a_callback_of_the_run_raises_ends_the_run_after_every_task_was_sav
 
 
 def test_a_resumed_run_reports_tasks_that_continue_and_not_of_those_that_ended_or_rest(tmp_path: Path) -> None:
-    tasks = [
-        small_task(name, data_seed=seed, max_steps=steps)
-        for seed, (name, steps) in enumerate({"a": 2, "b": 6, "c": 6}.items())
-    ]
-    stop = at_steps(
-        step_1=lambda trainer: trainer.pause_task("c"),
-        step_2=lambda trainer: setattr(trainer.control, "should_training_stop", True),
-    )
-    train(tasks, tmp_path, recorder=stop, save_strategy="steps", save_steps=1)
+    tasks = [small_task("a", data_seed=3, max_steps=2), *small_tasks("b", "c", max_steps=6)]
+    acts = at_steps(step_1=lambda trainer: trainer.pause_task("c"), step_2=stop)
+    train(tasks, tmp_path, recorder=acts, save_strategy="steps", save_steps=1)
     diary = Diary()
     goes_on = at_steps(step_4=lambda trainer: trainer.resume_task("c"))
     trainer = make_trainer(tasks, tmp_path, recorder=goes_on, save_strategy="steps", save_steps=1)

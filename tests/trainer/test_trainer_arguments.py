@@ -7,12 +7,16 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import EarlyStoppingCallback, TrainerCallback
+from transformers import EarlyStoppingCallback
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import CheckpointError, ConfigError
-from tests.invariants.mux_lab import make_trainer, rows, small_task, tiny_llama
+from peft_mux.storage import numbered_folders
+from peft_mux.trainer.placement import Placement
+from peft_mux.trainer.trainer import MultiTaskTrainer
+from tests.invariants.mux_lab import Recorder, make_trainer, rows, small_task, tiny_llama, train, weights
 from tests.records import run_records as records
+from tests.runs import SAVING, Acts, assert_equal_weights
 
 HELD_OUT = rows(5, 4, 9, 9)
 
@@ -30,9 +34,8 @@ def scored(scores: list[float], **settings: Any) -> Any:
 def test_the_early_stopping_callback_of_transformers_stops_its_task_alone(tmp_path: Path) -> None:
     stops = EarlyStoppingCallback(early_stopping_patience=2)
     own = scored([3.0, 5.0, 4.0, 4.5, 9.0, 9.0], callbacks=[stops], metric_for_best_model="score")
-    by_loss = small_task(
-        "by-loss", data_seed=1, eval_dataset=HELD_OUT, eval_steps=1, callbacks=[EarlyStoppingCallback(2, 1.0)]
-    )
+    evaluated: dict[str, Any] = {"eval_dataset": HELD_OUT, "eval_steps": 1}
+    by_loss = small_task("by-loss", data_seed=1, callbacks=[EarlyStoppingCallback(2, 1.0)], **evaluated)
     trainer = make_trainer([own, by_loss, small_task("other", data_seed=2, max_steps=5)], tmp_path)
     trainer.train()
     assert trainer.task_statuses == {"own": "stopped_early", "by-loss": "stopped_early", "other": "succeeded"}
@@ -44,28 +47,15 @@ def test_the_early_stopping_callback_of_transformers_stops_its_task_alone(tmp_pa
 
 def test_a_callback_for_the_whole_run_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
     args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    from peft_mux.trainer.trainer import MultiTaskTrainer
-
-    with pytest.raises(
-        ConfigError,
-        match=r"callbacks must be without EarlyStoppingCallback, .*, got one for the whole run.*Task\(callbacks=",
-    ):
+    said = r"callbacks must be without EarlyStoppingCallback, .*, got one for the whole run.*Task\(callbacks="
+    with pytest.raises(ConfigError, match=said):
         MultiTaskTrainer(tiny_llama(), args, [small_task("a", data_seed=1)], callbacks=[EarlyStoppingCallback()])
-
-
-class Weights(TrainerCallback):
-    """Keeps the weights of the task at each evaluation."""
-
-    def __init__(self) -> None:
-        self.kept: list[dict[str, torch.Tensor]] = []
-
-    def on_evaluate(self, args: Any, state: Any, control: Any, model: Any = None, **kwargs: Any) -> None:
-        self.kept.append({key: value.detach().clone() for key, value in model.task_parameters("own").items()})
 
 
 @pytest.mark.parametrize("by", ["task", "run"])
 def test_a_task_ends_with_the_adapter_of_its_best_evaluation(by: str, tmp_path: Path) -> None:
-    keeps = Weights()
+    kept: list[dict[str, torch.Tensor]] = []
+    keeps = Acts(lambda **_: kept.append(weights(trainer, "own")), event="on_evaluate")
     best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "eval_score"}
     # What a task says of itself overrules the run: here a smaller score is better.
     own: dict[str, Any] = {**best, "greater_is_better": False} if by == "task" else {}
@@ -75,23 +65,17 @@ def test_a_task_ends_with_the_adapter_of_its_best_evaluation(by: str, tmp_path: 
     trainer.train()
     assert trainer.task_statuses == {"own": "succeeded", "other": "succeeded"}
     assert (trainer.table["own"].best.value, trainer.table["own"].best.step) == (1.0 if by == "task" else 7.0, 2)
-    found = trainer.model.task_parameters("own")
-    assert all(torch.equal(found[key], value) for key, value in keeps.kept[1].items())
-    assert any(not torch.equal(found[key], value) for key, value in keeps.kept[2].items())
+    found = weights(trainer, "own")
+    assert_equal_weights(found, kept[1])
+    assert any(not torch.equal(found[key], value) for key, value in kept[2].items())
 
 
 def test_the_report_tells_the_loss_of_the_adapter_that_was_kept_and_the_tasks_that_left(tmp_path: Path) -> None:
     best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "score"}
     own = scored([1.0, 7.0, 3.0, 2.0, 0.0], max_steps=4, learning_rate=0.1, **best)
 
-    class Removes(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 2:
-                trainer.remove_task("gone")
-
-    trainer = make_trainer([own, small_task("gone", data_seed=2)], tmp_path, save_strategy="steps", save_steps=100)
-    trainer.add_callback(Removes())
-    trainer.train()
+    leaves = Recorder(at_end={2: lambda trainer: trainer.remove_task("gone")})
+    trainer = train([own, small_task("gone", data_seed=2)], tmp_path, recorder=leaves, **SAVING).trainer
     losses = [record["eval_loss"] for record in records(tmp_path, "eval")]
     lines = trainer.report().splitlines()
     line, gone = (next(line for line in lines if line.startswith(name)) for name in ("own", "gone"))
@@ -115,35 +99,24 @@ def test_every_task_is_logged_evaluated_and_saved_at_the_end_of_its_own_epochs(t
     logged = [(record["task"], record["step"]) for record in records(tmp_path, "train")]
     assert logged == [("b", 2), ("a", 3), ("b", 4), ("a", 6), ("b", 6)]
     assert [(record["task"], record["step"]) for record in records(tmp_path, "eval")] == logged
-    assert sorted(path.name for path in (tmp_path / "a").glob("checkpoint-*"))[:3] == [
-        "checkpoint-2",
-        "checkpoint-3",
-        "checkpoint-4",
-    ]
+    assert numbered_folders(tmp_path / "a")[:3] == [2, 3, 4]
 
 
 def test_intervals_below_one_are_shares_of_all_steps(tmp_path: Path) -> None:
     own = small_task("own", data_seed=1, max_steps=8, eval_dataset=HELD_OUT, eval_steps=0.5, save_steps=0.25)
-    make_trainer(
-        [own], tmp_path, logging_strategy="steps", logging_steps=0.3, save_strategy="steps", save_steps=0.75
-    ).train()
+    of_run = {"logging_strategy": "steps", "logging_steps": 0.3, "save_strategy": "steps", "save_steps": 0.75}
+    make_trainer([own], tmp_path, **of_run).train()
     assert [record["step"] for record in records(tmp_path, "train")] == [3, 6, 8]
     assert [record["step"] for record in records(tmp_path, "eval")] == [4, 8]
-    assert sorted(path.name for path in (tmp_path / "own").glob("checkpoint-*")) == [
-        f"checkpoint-{step}" for step in (2, 4, 6, 8)
-    ]
-    assert sorted(path.name for path in (tmp_path / "state").glob("run-*")) == [
-        "run-00000006.json",
-        "run-00000008.json",
-    ]
+    assert numbered_folders(tmp_path / "own") == [2, 4, 6, 8]
+    assert {path.name for path in (tmp_path / "state").glob("run-*")} == {"run-00000006.json", "run-00000008.json"}
 
 
 def test_an_evaluation_before_the_first_step_and_a_delay_of_others(tmp_path: Path) -> None:
+    common: dict[str, Any] = {"max_steps": 4, "eval_dataset": HELD_OUT}
     tasks = [
-        small_task(
-            "a", data_seed=1, max_steps=4, eval_dataset=HELD_OUT, eval_steps=1, eval_on_start=True, eval_delay=3
-        ),
-        small_task("b", data_seed=2, max_steps=4, eval_dataset=HELD_OUT, eval_steps=2),
+        small_task("a", data_seed=1, eval_steps=1, eval_on_start=True, eval_delay=3, **common),
+        small_task("b", data_seed=2, eval_steps=2, **common),
     ]
     make_trainer(tasks, tmp_path, save_strategy="steps").train()
     found = [(record["task"], record["step"]) for record in records(tmp_path, "eval")]
@@ -170,16 +143,15 @@ def test_what_evaluations_would_tell_is_refused_where_there_are_none(name: str, 
 def test_a_folder_that_holds_a_run_and_one_that_holds_none_are_reported_before_weights_are_loaded(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from peft_mux.trainer.placement import Placement
-
-    make_trainer([small_task("a", data_seed=1, max_steps=2)], tmp_path / "run", save_strategy="steps").train()
+    tasks = [small_task("a", data_seed=1, max_steps=2)]
+    make_trainer(tasks, tmp_path / "run", save_strategy="steps").train()
     monkeypatch.setattr(Placement, "load", lambda *_: pytest.fail("weights were loaded"))
-    again = make_trainer([small_task("a", data_seed=1, max_steps=2)], tmp_path / "run", save_strategy="steps")
+    again = make_trainer(tasks, tmp_path / "run", save_strategy="steps")
     with pytest.raises(
         CheckpointError, match=r"output_dir must be a new folder, got .*which holds a run.*peft-mux train FILE --resume"
     ):
         again.train()
-    new = make_trainer([small_task("a", data_seed=1, max_steps=2)], tmp_path / "new", save_strategy="steps")
+    new = make_trainer(tasks, tmp_path / "new", save_strategy="steps")
     with pytest.raises(CheckpointError, match="which holds no state of a run"):
         new.train(resume_from_checkpoint=True)
     assert not (tmp_path / "new").exists(), "a look leaves no folder behind"

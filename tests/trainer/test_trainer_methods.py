@@ -11,13 +11,14 @@ from typing import Any
 import huggingface_hub
 import pytest
 import torch
-from peft import LoraConfig, PeftModel
-from transformers import Trainer, TrainerCallback
+from peft import LoraConfig
+from transformers import Trainer
 
-from peft_mux import ConfigError, MultiTaskTrainer, MultiTaskTrainingArguments, Task
+from peft_mux import ConfigError, MultiTaskTrainer, MultiTaskTrainingArguments
 from peft_mux.checkpoint.hub import model_card
 from peft_mux.trainer.trainer import REFUSED, WORKING
-from tests.invariants.mux_lab import Run, make_trainer, rows, small_task, tiny_llama, train
+from tests.invariants.mux_lab import Run, make_trainer, small_task, train
+from tests.runs import Acts, assert_equal_weights, raising, small_tasks, weights_in_plain_peft
 
 METHODS = sorted(name for name, item in inspect.getmembers(Trainer) if callable(item) and not name.startswith("_"))
 
@@ -25,8 +26,7 @@ METHODS = sorted(name for name, item in inspect.getmembers(Trainer) if callable(
 @pytest.fixture(scope="module")
 def trained(tmp_path_factory: pytest.TempPathFactory) -> Run:
     """Return a run of two tasks that has ended."""
-    tasks = [small_task(name, data_seed=seed, max_steps=2) for seed, name in enumerate(("mine", "theirs"))]
-    return train(tasks, tmp_path_factory.mktemp("run"))
+    return train(small_tasks("mine", "theirs", max_steps=2), tmp_path_factory.mktemp("run"))
 
 
 def test_every_public_method_of_trainer_is_in_one_of_the_two_tables() -> None:
@@ -48,13 +48,8 @@ def test_training_without_gradients_is_refused_instead_of_changing_nothing(
     off: Callable[[], Any], tmp_path: Path
 ) -> None:
     trainer = make_trainer([small_task("own", data_seed=1)], tmp_path)
-    with (
-        off(),
-        pytest.raises(
-            ConfigError,
-            match=r"train must be called outside torch\.no_grad\(\) and torch\.inference_mode\(\), because",
-        ),
-    ):
+    said = r"train must be called outside torch\.no_grad\(\) and torch\.inference_mode\(\), because"
+    with off(), pytest.raises(ConfigError, match=said):
         trainer.train()
     assert trainer.task_statuses == {"own": "running"}
     assert trainer.state.global_step == 0
@@ -64,22 +59,17 @@ def test_training_without_gradients_is_refused_instead_of_changing_nothing(
 
 
 def test_callbacks_come_and_go_and_hear_what_is_logged(tmp_path: Path) -> None:
-    class Ears(TrainerCallback):
-        heard: list[dict[str, float]] = []
-
-        def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **kwargs: Any) -> None:
-            self.heard.append(logs)
-
+    heard: list[dict[str, float]] = []
     trainer = train([small_task("own", data_seed=1, max_steps=1)], tmp_path).trainer
-    ears = Ears()
+    ears = Acts(lambda logs, **_: heard.append(logs), event="on_log")
     trainer.add_callback(ears)
     trainer.log({"extra": 1.0})
-    assert trainer.pop_callback(Ears) is ears
+    assert trainer.pop_callback(Acts) is ears
     trainer.log({"extra": 2.0})
     trainer.add_callback(ears)
     trainer.remove_callback(ears)
     trainer.log({"extra": 3.0})
-    assert ears.heard == [{"extra": 1.0}]
+    assert heard == [{"extra": 1.0}]
     assert [entry["extra"] for entry in trainer.state.log_history if "extra" in entry] == [1.0, 2.0, 3.0]
 
 
@@ -148,11 +138,7 @@ def test_the_adapter_of_one_task_is_uploaded_and_nothing_else(trained: Run, hub:
     assert set(sent.files) == {"adapter_config.json", "adapter_model.safetensors", "README.md"}
     for name, data in sent.files.items():
         (tmp_path / name).write_bytes(data)
-    loaded = PeftModel.from_pretrained(tiny_llama(), str(tmp_path))
-    mine = trained.weights("mine")
-    found = {name.replace(".default", ""): value for name, value in loaded.named_parameters() if "lora_" in name}
-    assert mine.keys() == found.keys()
-    assert all(torch.equal(found[name], mine[name]) for name in mine)
+    assert_equal_weights(weights_in_plain_peft(tmp_path), trained.weights("mine"))
 
 
 @pytest.mark.parametrize(
@@ -180,20 +166,15 @@ def test_an_upload_that_cannot_be_meant_is_refused(
 
 
 def test_an_adapter_that_was_not_trained_is_not_uploaded(hub: list[Hub], tmp_path: Path) -> None:
-    task = Task(name="own", peft_config=LoraConfig(r=4), train_dataset=rows(0, 4, 5, 5), max_steps=1)
-    args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
-    trainer = MultiTaskTrainer(tiny_llama(), args, [task])
+    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path)
     with pytest.raises(ConfigError, match=r"tasks\.own must be a task that has taken a step, got one without a step"):
         trainer.push_to_hub("own", repo_id="me/own")
     assert hub == []
 
 
 def test_what_the_hub_raises_is_reported_in_words(trained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    class Down(Hub):
-        def create_repo(self, *args: Any, **kwargs: Any) -> None:
-            raise ConnectionError("no route to host")
-
-    monkeypatch.setattr(huggingface_hub, "HfApi", Down)
+    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
+    monkeypatch.setattr(Hub, "create_repo", raising(ConnectionError("no route to host")))
     with pytest.raises(ConfigError, match='the upload to "me/mine" failed: no route to host'):
         trained.trainer.push_to_hub("mine", repo_id="me/mine")
 

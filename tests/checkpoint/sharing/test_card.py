@@ -10,11 +10,11 @@ import huggingface_hub
 import pytest
 from peft import LoraConfig
 
-from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
 from peft_mux.checkpoint.hub import is_edited, needs_tokenizer, write_card
 from peft_mux.demo.sentences import corpus
 from peft_mux.demo.small_llama import make_backbone, make_tokenizer
-from tests.invariants.mux_lab import rows, small_task, tiny_llama
+from tests.invariants.mux_lab import rows, small_task
+from tests.runs import task_of, trainer_of
 
 
 @pytest.fixture(scope="module")
@@ -26,8 +26,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         small_task("sql", data_seed=1, rank=8, max_steps=6, eval_dataset=held_out, eval_steps=3),
         small_task("math", data_seed=2, max_steps=1),
     ]
-    args = MultiTaskTrainingArguments(output_dir=str(root), use_cpu=True, report_to="none", logging_steps=2)
-    MultiTaskTrainer(tiny_llama(), args, tasks).train()
+    trainer_of(root, tasks, logging_steps=2).train()
     return root
 
 
@@ -131,12 +130,9 @@ def test_a_chat_template_of_a_task_goes_with_its_adapter_and_into_no_other(tmp_p
     template = "{% for m in messages %}{{ m['content'] }} {% endfor %}"
     chat = [{"messages": [{"role": "user", "content": "a cat"}, {"role": "assistant", "content": "runs"}]}] * 4
     own = small_task("own", data_seed=1, max_steps=1)
-    talks = type(own)(
-        name="talks", peft_config=LoraConfig(r=2), train_dataset=chat, chat_template=template, max_steps=1
-    )  # fmt: skip
-    args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True, report_to="none")
+    talks = task_of("talks", chat, LoraConfig(r=2), chat_template=template, max_steps=1)
     backbone = make_backbone(tokenizer, hidden_size=32, num_layers=1)
-    MultiTaskTrainer(backbone, args, [own, talks], processing_class=tokenizer).train()
+    trainer_of(tmp_path, [own, talks], model=backbone, tokenizer=tokenizer).train()
     assert (tmp_path / "talks" / "chat_template.jinja").read_text(encoding="utf-8") == template
     assert (tmp_path / "talks" / "tokenizer.json").is_file()
     assert not (tmp_path / "own" / "tokenizer.json").exists()

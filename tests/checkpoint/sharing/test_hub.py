@@ -15,8 +15,9 @@ import pytest
 from huggingface_hub import constants
 from peft import PeftModel
 
-from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
+from peft_mux import MultiTaskTrainer
 from tests.invariants.mux_lab import small_task, tiny_llama
+from tests.runs import trainer_of
 
 
 class StandIn(ThreadingHTTPServer):
@@ -99,13 +100,8 @@ def hub(monkeypatch: pytest.MonkeyPatch) -> Iterator[StandIn]:
 
 def trained(folder: Path, **options: Any) -> MultiTaskTrainer:
     of_math = {"hub_model_id": options.pop("id_of_math", None)}
-    given = {"report_to": "none", "use_cpu": True, "push_to_hub": True, "hub_token": "hf_secret", **options}
-    tasks = [
-        small_task("sql", data_seed=1, max_steps=2),
-        small_task("math", data_seed=2, max_steps=4, **of_math),
-    ]
-    args = MultiTaskTrainingArguments(output_dir=str(folder), logging_steps=2, **given)
-    trainer = MultiTaskTrainer(tiny_llama(), args, tasks)
+    tasks = [small_task("sql", data_seed=1, max_steps=2), small_task("math", data_seed=2, max_steps=4, **of_math)]
+    trainer = trainer_of(folder, tasks, logging_steps=2, push_to_hub=True, hub_token="hf_secret", **options)
     trainer.train()
     return trainer
 

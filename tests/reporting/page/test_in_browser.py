@@ -11,10 +11,9 @@ from pathlib import Path
 
 import pytest
 
-from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
 from peft_mux.reporting.page import run_html
 from peft_mux.reporting.views import RunView, TaskView
-from tests.invariants.mux_lab import small_task, tiny_llama
+from tests.runs import small_tasks, trainer_of
 
 BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="needs Chromium or Chrome on the PATH")
@@ -63,10 +62,7 @@ def laid_out(pages: dict[str, str], folder: Path) -> dict[tuple[str, int], dict]
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, int], dict]:
     folder = tmp_path_factory.mktemp("browser")
-    args = MultiTaskTrainingArguments(
-        output_dir=str(folder / "run"), report_to="none", use_cpu=True, logging_steps=1, save_steps=4
-    )
-    trainer = MultiTaskTrainer(tiny_llama(), args, [small_task("a", data_seed=1), small_task(LONG, data_seed=2)])
+    trainer = trainer_of(folder / "run", small_tasks("a", LONG), logging_steps=1, save_steps=4)
     plan = trainer.plan()._repr_html_()
     trainer.train()
     losses = tuple((step, 9.0 / step) for step in range(1, 60))

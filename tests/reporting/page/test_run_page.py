@@ -14,22 +14,23 @@ from typing import Any
 
 import pytest
 
-from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
+from peft_mux import MultiTaskTrainer
 from peft_mux.errors import ConfigError
 from peft_mux.reporting import page
 from peft_mux.reporting.views import TaskView
 from peft_mux.trainer import reporter as run_files
-from tests.invariants.mux_lab import rows, small_task, tiny_llama
+from tests.invariants.mux_lab import rows, small_task
+from tests.runs import raising, trainer_of
 
 SECTIONS = ["Tasks", "Losses", "A step, planned and measured", "Memory, planned and measured", "Versions and devices"]
 
 
 def trained(folder: Path, **options: Any) -> MultiTaskTrainer:
-    given = {"report_to": "none", "use_cpu": True, "logging_steps": 2, "max_tokens_per_micro_batch": 48, **options}
+    given = {"logging_steps": 2, "max_tokens_per_micro_batch": 48, **options}
     # Eight steps of both, then two of the second one alone.
     held_out = {"eval_dataset": rows(9, 4, 5, 9), "eval_steps": 3}
     tasks = [small_task("a", data_seed=1, **held_out), small_task("b", data_seed=2, max_steps=10)]
-    trainer = MultiTaskTrainer(tiny_llama(), MultiTaskTrainingArguments(output_dir=str(folder), **given), tasks)
+    trainer = trainer_of(folder, tasks, **given)
     trainer.train()
     return trainer
 
@@ -117,10 +118,7 @@ def test_a_picture_has_titles_names_of_its_axes_and_one_legend_that_covers_nothi
 def test_a_page_that_cannot_be_written_costs_a_line(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def full(path: Path, content: bytes) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(run_files, "write_file", full)
+    monkeypatch.setattr(run_files, "write_file", raising(OSError(28, "No space left on device")))
     trainer = trained(tmp_path / "run")
     assert set(trainer.task_statuses.values()) == {"succeeded"}
     assert "report.html: could not be written" in capsys.readouterr().out

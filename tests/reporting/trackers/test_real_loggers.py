@@ -11,41 +11,24 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
 
 from tests.invariants import mux_lab as lab
-
-
-class FailsAtStep3(TrainerCallback):
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        if state.global_step == 3:
-            raise ValueError("no more")
-
-
-SAVING = {"save_strategy": "steps", "save_steps": 2}
+from tests.runs import SAVING, Acts, raising, stop
 
 
 def train_in_two_goes(name: str, folder: Path, **arguments: Any) -> None:
     """Train `a` for 4 steps, and `b` for 8, cut off behind the sixth and resumed; `c` is removed, and `d` fails."""
 
     def tasks() -> list[Any]:
-        names = {"a": 4, "b": 8, "c": 8, "d": 8}
+        fails = Acts(raising(ValueError("no more")), step=3)
+        settings = {"a": {"max_steps": 4}, "b": {}, "c": {}, "d": {"callbacks": [fails]}}
         return [
-            lab.small_task(
-                task,
-                data_seed=seed,
-                max_steps=steps,
-                learning_rate=1e-3 * (seed + 1),
-                callbacks=[FailsAtStep3()] if task == "d" else [],
-            )
-            for seed, (task, steps) in enumerate(names.items())
+            lab.small_task(task, data_seed=seed, learning_rate=1e-3 * (seed + 1), **own)
+            for seed, (task, own) in enumerate(settings.items())
         ]
 
-    def stop(trainer: Any) -> None:
-        trainer.control.should_training_stop = True
-
     options = {"report_to": name, "report_per_task": True, "logging_strategy": "steps", "logging_steps": 2, **SAVING}
-    options |= {"run_name": "both", **arguments}
+    options |= {"save_steps": 2, "run_name": "both", **arguments}
     acts: dict[int, Any] = {2: lambda trainer: trainer.remove_task("c"), 6: stop}
     lab.train(tasks(), folder, recorder=lab.Recorder(at_end=acts), **options)
     lab.train(tasks()[:2], folder, resume=True, **options)
@@ -72,12 +55,8 @@ def test_mlflow_keeps_a_run_for_each_task(tmp_path: Path, monkeypatch: pytest.Mo
     experiment = client.get_experiment_by_name("ours")
     runs = {run.info.run_name: run for run in client.search_runs([experiment.experiment_id])}
     assert sorted(runs) == ["both/a", "both/b", "both/c", "both/d"]
-    assert {name: run.info.status for name, run in runs.items()} == {
-        "both/a": "FINISHED",
-        "both/b": "FINISHED",
-        "both/c": "KILLED",
-        "both/d": "FAILED",
-    }
+    statuses = {"both/a": "FINISHED", "both/b": "FINISHED", "both/c": "KILLED", "both/d": "FAILED"}
+    assert {name: run.info.status for name, run in runs.items()} == statuses
     steps = {
         name: sorted(one.step for one in client.get_metric_history(run.info.run_id, "train/loss"))
         for name, run in runs.items()

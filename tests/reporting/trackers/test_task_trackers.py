@@ -9,7 +9,6 @@ from types import ModuleType
 from typing import Any
 
 import pytest
-from transformers import TrainerCallback
 from transformers.integrations import integration_utils
 
 from peft_mux import ConfigError, MultiTaskTrainingArguments
@@ -17,6 +16,7 @@ from peft_mux.reporting.trackers import IDS_NAME, TaskTrackers
 from tests.invariants import mux_lab as lab
 from tests.reporting.trackers import pretended_loggers
 from tests.reporting.trackers.pretended_loggers import Writer
+from tests.runs import SAVING, Acts, raising, stops_after
 from tests.trainer.parts import make_run
 
 FINISHED = {"wandb": 0, "mlflow": "FINISHED", "trackio": "finished"}
@@ -40,10 +40,6 @@ def pretend(name: str, monkeypatch: pytest.MonkeyPatch) -> pretended_loggers.Log
 def loggers(monkeypatch: pytest.MonkeyPatch) -> Loggers:
     """Let stand-ins of all loggers be installed."""
     return {name: pretend(name, monkeypatch) for name in NAMES}
-
-
-def stop(trainer: Any) -> None:
-    trainer.control.should_training_stop = True
 
 
 def two_tasks(**settings: Any) -> list[Any]:
@@ -109,12 +105,8 @@ def test_a_removed_task_ends_its_run_and_one_that_comes_under_its_name_has_anoth
 
 
 def test_a_task_that_fails_ends_its_run_as_failed(tmp_path: Path, loggers: Loggers) -> None:
-    class Fails(TrainerCallback):
-        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-            if state.global_step == 3:
-                raise ValueError("no more")
-
-    run = trained(tmp_path, tasks=two_tasks(callbacks=[Fails()]))
+    fails = Acts(raising(ValueError("no more")), step=3)
+    run = trained(tmp_path, tasks=two_tasks(callbacks=[fails]))
     assert run.trainer.task_statuses == {"a": "failed", "b": "succeeded"}
     for name, logger in loggers.items():
         first, second = logger.runs
@@ -124,21 +116,15 @@ def test_a_task_that_fails_ends_its_run_as_failed(tmp_path: Path, loggers: Logge
 
 
 def test_what_cuts_the_training_off_ends_the_runs_of_its_tasks(tmp_path: Path, loggers: Loggers) -> None:
-    def fail(trainer: Any) -> None:
-        raise ValueError("the run's own callback")
-
     with pytest.raises(ValueError, match="own callback"):
-        trained(tmp_path, lab.Recorder(at_end={3: fail}))
+        trained(tmp_path, lab.Recorder(at_end={3: raising(ValueError("the run's own callback"))}))
     for name, logger in loggers.items():
         assert [run.ending for run in logger.runs] == [CUT_OFF[name]] * 2
         assert {run.told.get("task_status", "interrupted") for run in logger.runs} == {"interrupted"}
 
 
-SAVING = {"save_strategy": "steps", "save_steps": 2}
-
-
 def test_a_resumed_task_continues_with_its_run(tmp_path: Path, loggers: Loggers) -> None:
-    trained(tmp_path, lab.Recorder(at_end={5: stop}), **SAVING)
+    trained(tmp_path, stops_after(5), **SAVING)
     for name, logger in loggers.items():
         endings = [run.ending for run in logger.runs]
         assert endings == [FINISHED[name], CUT_OFF[name]], "a had taken its four steps"
@@ -166,7 +152,7 @@ def test_a_training_that_starts_again_has_new_runs(tmp_path: Path, loggers: Logg
 def test_a_file_of_ids_that_somebody_has_spoilt_costs_no_more_than_the_old_run(
     tmp_path: Path, loggers: Loggers
 ) -> None:
-    trained(tmp_path, lab.Recorder(at_end={2: stop}), **SAVING)
+    trained(tmp_path, stops_after(2), **SAVING)
     (tmp_path / "a" / IDS_NAME).write_text("[1")
     (tmp_path / "b" / IDS_NAME).write_text(json.dumps({name: ["no id"] for name in NAMES}))
     run = trained(tmp_path, resume=True, **SAVING)
@@ -287,22 +273,19 @@ def test_loggers_with_one_run_a_process_and_no_logger_are_refused_by_name(
             MultiTaskTrainingArguments(str(tmp_path), **options)
         return str(caught.value)
 
-    message = (
-        "args.report_per_task must be False, or used with tensorboard, wandb, mlflow, trackio only, got True with "
-    )
-    assert refusal("none").startswith(f"{message}report_to=none.")
-    assert refusal(["wandb", "comet_ml"]).startswith(f"{message}report_to=wandb, comet_ml.")
+    message = "args.report_per_task must be False, or used with tensorboard, wandb, mlflow, trackio only, got True with"
+    assert refusal("none").startswith(f"{message} report_to=none.")
+    assert refusal(["wandb", "comet_ml"]).startswith(f"{message} report_to=wandb, comet_ml.")
     assert "comet_ml supports one run per process" in refusal("comet_ml")
-    assert ("args.trackio_static_space_id must be None, got 'me/space'") in refusal(
-        "trackio", trackio_static_space_id="me/space"
-    )
+    said = refusal("trackio", trackio_static_space_id="me/space")
+    assert "args.trackio_static_space_id must be None, got 'me/space'" in said
 
 
 def test_a_run_that_mlflow_no_longer_has_is_replaced_by_a_new_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     logger = pretend("mlflow", monkeypatch)
-    trained(tmp_path, lab.Recorder(at_end={2: stop}), report_to="mlflow", **SAVING)
+    trained(tmp_path, stops_after(2), report_to="mlflow", **SAVING)
     logger.runs.clear()
     trained(tmp_path, resume=True, report_to="mlflow", **SAVING)
     assert [run.steps_of("train/loss") for run in logger.runs] == [[4], [4, 6]]
