@@ -174,20 +174,16 @@ def test_a_circle_that_is_put_in_is_found(module: str, line: str) -> None:
     assert circles({**sources(), module: text.replace(future, f"{future}{line}\n", 1)}) != []
 
 
-def test_the_scheduler_imports_nothing_of_the_package_but_packing_and_errors_and_nothing_heavy() -> None:
-    allowed = (*sys.stdlib_module_names, "numpy", "pulp", "simpy", "matplotlib")
-    own = ("peft_mux.scheduler", "peft_mux.data.packing", "peft_mux.errors")
-    assert list(strangers(in_folder("scheduler"), (*allowed, *own))) == []
-
-
-def test_packing_imports_nothing_but_errors_numpy_and_the_standard_library() -> None:
-    allowed = (*sys.stdlib_module_names, "numpy", "peft_mux.data.packing", "peft_mux.errors")
-    assert list(strangers(in_folder("data.packing"), allowed)) == []
-
-
-def test_kernels_import_only_torch_numpy_triton_and_one_another() -> None:
-    allowed = (*sys.stdlib_module_names, "torch", "numpy", "triton", "peft_mux.kernels")
-    assert list(strangers(in_folder("kernels"), allowed)) == []
+@pytest.mark.parametrize(
+    ("folder", "allowed"),
+    [
+        ("scheduler", "numpy pulp simpy matplotlib peft_mux.scheduler peft_mux.data.packing peft_mux.errors"),
+        ("data.packing", "numpy peft_mux.data.packing peft_mux.errors"),
+        ("kernels", "torch numpy triton peft_mux.kernels"),
+    ],
+)
+def test_a_folder_imports_only_these_and_the_standard_library(folder: str, allowed: str) -> None:
+    assert list(strangers(in_folder(folder), (*sys.stdlib_module_names, *allowed.split()))) == []
 
 
 def test_the_package_imports_neither_benchmarks_nor_tests() -> None:
@@ -231,18 +227,15 @@ def test_commands_that_look_at_a_run_or_ask_something_of_it_and_help_import_no_h
     assert printed == "[]"
 
 
-def test_a_kernel_is_imported_where_the_optional_libraries_are_absent() -> None:
-    blocked = "datasets", "pulp", "bitsandbytes", "transformers", "peft"
-    printed = run_code(
-        f"import sys\nfor name in {blocked}: sys.modules[name] = None\n"
-        "import peft_mux.kernels.lora.reference as kernel\nprint(callable(kernel.grouped_lora_slices))"
-    )
-    assert printed == "True"
-
-
-def test_the_trainer_is_imported_where_the_solver_the_plots_and_the_quantiser_are_absent() -> None:
-    printed = run_code(
-        "import sys\nfor name in ('pulp', 'matplotlib', 'bitsandbytes'): sys.modules[name] = None\n"
-        "from peft_mux import MultiTaskTrainer\nprint(MultiTaskTrainer.__name__)"
-    )
-    assert printed == "MultiTaskTrainer"
+@pytest.mark.parametrize(
+    ("module", "name", "absent"),
+    [
+        ("peft_mux.kernels.lora.reference", "grouped_lora_slices", "datasets pulp bitsandbytes transformers peft"),
+        ("peft_mux", "MultiTaskTrainer", "pulp matplotlib bitsandbytes"),
+    ],
+)
+def test_kernels_and_the_trainer_are_imported_where_libraries_that_they_do_not_need_are_absent(
+    module: str, name: str, absent: str
+) -> None:
+    block = f"import sys\nfor name in {absent.split()}: sys.modules[name] = None\n"
+    assert run_code(f"{block}from {module} import {name}\nprint({name}.__name__)") == name

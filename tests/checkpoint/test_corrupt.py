@@ -119,9 +119,8 @@ def test_a_checkpoint_of_another_run_is_refused_unless_its_own_folder_is_named(
     ids = {folder: storage.unsealed_json(newest_record(folder))["run"] for folder in (root, other)}
     shutil.rmtree(root / "a" / "checkpoint-4")
     shutil.copytree(other / "a" / "checkpoint-4", root / "a" / "checkpoint-4")
-    with pytest.raises(
-        CheckpointError, match=r'task "a": .*checkpoint-4 must be of run .*resume_from_checkpoint='
-    ) as no:
+    said = r'task "a": .*checkpoint-4 must be of run .*resume_from_checkpoint='
+    with pytest.raises(CheckpointError, match=said) as no:
         resume(root)
     assert all(run_id in str(no.value) for run_id in ids.values())
     own = lab.make_trainer(tasks(), tmp_path / "own", recorder=(recorder := Recorder()), **SAVING)
@@ -193,10 +192,8 @@ CHANGES = {
 @pytest.mark.parametrize("field", CHANGES)
 def test_a_changed_setting_is_refused_by_task_and_field(field: str, root: Path) -> None:
     first = lab.small_task("a", **{"data_seed": 1, "lora_dropout": 0.1, "max_steps": 7, **CHANGES[field]})
-    with pytest.raises(
-        CheckpointError,
-        match=(rf'task "a" must have the settings of its checkpoint.*\b{field}\b.* -> .*Undo the change'),
-    ):
+    said = rf'task "a" must have the settings of its checkpoint.*\b{field}\b.* -> .*Undo the change'
+    with pytest.raises(CheckpointError, match=said):
         resume(root, [first, tasks()[1]])
 
 
@@ -214,9 +211,8 @@ def test_a_backbone_of_other_weights_is_refused(root: Path) -> None:
 
 def test_a_folder_that_holds_a_run_is_refused_without_resuming(root: Path) -> None:
     before = files_in(root)
-    with pytest.raises(
-        CheckpointError, match=r"output_dir must be a new folder, got .*which holds a run.*resume_from_checkpoint=True"
-    ):
+    said = r"output_dir must be a new folder, got .*which holds a run.*resume_from_checkpoint=True"
+    with pytest.raises(CheckpointError, match=said):
         lab.train(tasks(), root, **SAVING)
     assert files_in(root) == before
 

@@ -81,10 +81,7 @@ STATES: dict[str, Callable[[dict[str, Any]], Any]] = {
 def test_a_crafted_state_is_named(craft: str, crashed: Path, tmp_path: Path) -> None:
     state = json.loads((crashed / "a" / "checkpoint-4" / "state.json").read_text())
     (tmp_path / "state.json").write_text(json.dumps(STATES[craft](state)))
-    with pytest.raises(
-        CheckpointError,
-        match=r"state\.json is not the state of a task",
-    ):
+    with pytest.raises(CheckpointError, match=r"state\.json is not the state of a task"):
         read_task_state(tmp_path / "state.json")
 
 

@@ -199,10 +199,9 @@ def test_defaults_of_when_to_evaluate_pass_over_tasks_without_held_out_rows_unle
     assert (sql.eval_steps, sql.eval_delay, sql.eval_on_start) == (None, None, None)
     assert (math.eval_steps, math.eval_delay, math.eval_on_start) == (5, 2, True)
     without = ["tasks.math.eval_dataset=null", "tasks.math.early_stopping=null"]
+    said = r"tasks\.sql\.eval_dataset must be held-out rows, because eval_steps is set, got None"
     for own in (["tasks.sql.eval_steps=5"], [*without, "defaults.eval_steps=5"]):
-        with pytest.raises(
-            ConfigError, match=r"tasks\.sql\.eval_dataset must be held-out rows, because eval_steps is set, got None"
-        ):
+        with pytest.raises(ConfigError, match=said):
             read(folder, *own)
 
 

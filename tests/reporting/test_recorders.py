@@ -10,19 +10,10 @@ import pytest
 from peft_mux.engine.work import StepTimes
 from peft_mux.reporting.recorders import CALL_LIMIT_S, SHARE_LIMIT, PassReport, RunTimes, pass_lines, shared_tokens
 from peft_mux.scheduler.planner.values import PlannedPass
+from tests.reporting.lab import Clock
 
 PLANNED = (PlannedPass(0, ("a", "b"), 20), PlannedPass(0, ("a",), 9))
 PLAN, OTHER = (SimpleNamespace(name=name) for name in ("plan", "other"))
-
-
-class Clock:
-    """A clock that tests move."""
-
-    def __init__(self) -> None:
-        self.now_s = 0.0
-
-    def __call__(self) -> float:
-        return self.now_s
 
 
 def warned_totals(clock: Clock, times: RunTimes, seconds: float, *, calls: int, every_s: float = 0.0) -> list[float]:

@@ -16,6 +16,7 @@ from peft_mux.reporting.recorders import RunTimes
 from peft_mux.reporting.report import ReportRow, RunReport, next_lines
 from tests import runs
 from tests.invariants.mux_lab import rows, small_task
+from tests.reporting.lab import Clock
 from tests.runs import Acts, small_tasks, stop
 
 HELD_OUT = rows(9, 4, 5, 9)
@@ -226,13 +227,12 @@ def test_lines_of_losses_say_how_fast_it_goes_and_for_how_long(
 
 
 def test_the_time_of_a_step_of_several_tasks_is_divided_by_their_tokens() -> None:
-    now = [0.0]
-    times = RunTimes(lambda: now[0])
+    times = RunTimes(clock := Clock())
     a, b = (SimpleNamespace(name=name, step=0, num_tokens=1000) for name in "ab")
     times.begin([a, b])  # type: ignore[list-item]
     assert times.share("a") is None, "no step was taken"
     for seconds, trained in ((4.0, {"a": 300, "b": 100}), (6.0, {"b": 7})):
-        now[0] += seconds
+        clock.now_s += seconds
         for one in (a, b):
             one.step += one.name in trained
             one.num_tokens += trained.get(one.name, 0)

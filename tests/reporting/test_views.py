@@ -2,30 +2,17 @@
 
 from __future__ import annotations
 
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from peft_mux.reporting.views import RunWatch, curve_of, view_of_records
-
-
-class Clock:
-    def __init__(self) -> None:
-        self.now = 100.0
-
-    def __call__(self) -> float:
-        return self.now
-
-
-def task(name: str = "a", **facts: Any) -> Any:
-    given = {"step": 0, "num_steps": 100, "status": "running", "reason": "", "last_loss": float("nan")}
-    state = SimpleNamespace(log_history=[])
-    return SimpleNamespace(name=name, num_tokens=0, state=state, eval_data=[{}], **{**given, **facts})
+from tests.reporting.lab import Clock
+from tests.reporting.lab import shown_task as task
 
 
 def step(watch: RunWatch, clock: Clock, tasks: list[Any], *, loss: float = 1.0, seconds: float = 1.0) -> None:
-    clock.now += seconds
+    clock.now_s += seconds
     for one in tasks:
         if one.status == "running":
             one.step, one.num_tokens, one.last_loss = one.step + 1, one.num_tokens + 50, loss

@@ -113,10 +113,8 @@ def test_updates_that_were_cut_off_are_not_gone_on_from_but_resumed(
         cut_off_in_updates(patches, ForcedInterrupt(), update=12)
         with pytest.raises(ForcedInterrupt):
             trainer.train()
-    with pytest.raises(
-        CheckpointError,
-        match=r"train must resume with train\(resume_from_checkpoint=True\) .*step 6 was cut off",
-    ):
+    said = r"train must resume with train\(resume_from_checkpoint=True\) .*step 6 was cut off"
+    with pytest.raises(CheckpointError, match=said):
         trainer.train()
     trainer.train(resume_from_checkpoint=True)
     assert_ended_with(trainer, wanted)
@@ -145,8 +143,6 @@ def test_a_task_that_the_state_does_not_have_is_refused_where_its_first_weights_
         path.unlink()
     for path in (tmp_path / "kept").iterdir():
         path.rename(tmp_path / "state" / path.name)
-    with pytest.raises(
-        CheckpointError,
-        match=r"resume_from_checkpoint must have all tasks that have taken steps .*newest state does not have late",
-    ):
+    said = r"resume_from_checkpoint must have all tasks that have taken steps .*newest state does not have late"
+    with pytest.raises(CheckpointError, match=said):
         trainer.train(resume_from_checkpoint=True)

@@ -74,9 +74,8 @@ def test_an_evaluation_on_demand_gives_the_loss_of_the_present_adapter(tmp_path:
     (last,) = records(tmp_path, "eval")
     assert trainer.evaluate()["own/eval_loss"] == pytest.approx(last["eval_loss"], rel=1e-6)
     assert trainer.evaluate("own").keys() == {"own/eval_loss", "own/eval_perplexity"}
-    with pytest.raises(
-        ConfigError, match=r"tasks\.other\.eval_dataset must be held-out rows, to evaluate the task, got None"
-    ):
+    said = r"tasks\.other\.eval_dataset must be held-out rows, to evaluate the task, got None"
+    with pytest.raises(ConfigError, match=said):
         trainer.evaluate("other")
     with pytest.raises(ConfigError, match=r'the task must be one of own, other, got "onw".*Did you mean "own"'):
         trainer.evaluate("onw")

@@ -194,18 +194,13 @@ class Misspelt(TrainerCallback):
 
 def test_a_misspelt_event_is_refused_as_it_would_never_be_called(tmp_path: Path) -> None:
     trainer = make_trainer([small_task("a", data_seed=1)], tmp_path)
-    with pytest.raises(
-        ConfigError,
-        match=r'callbacks\.Misspelt\.on_task_ends must be .*Did you mean "on_task_end"',
-    ):
+    with pytest.raises(ConfigError, match=r'callbacks\.Misspelt\.on_task_ends must be .*Did you mean "on_task_end"'):
         trainer.add_callback(Misspelt())
 
 
 def test_events_of_tasks_are_refused_of_the_callback_of_one_task() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"tasks\.a\.callbacks must be .*got Diary with on_task_register.*MultiTaskTrainer\(",
-    ):
+    said = r"tasks\.a\.callbacks must be .*got Diary with on_task_register.*MultiTaskTrainer\("
+    with pytest.raises(ConfigError, match=said):
         small_task("a", data_seed=1, callbacks=[Diary()])
     assert small_task("a", data_seed=1, callbacks=[MultiTaskTrainerCallback()]), "it hears nothing of tasks"
 

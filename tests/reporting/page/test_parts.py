@@ -15,6 +15,7 @@ from peft_mux.reporting.screen import NotebookProgress
 from peft_mux.reporting.table import table_text
 from peft_mux.reporting.views import RunView, RunWatch, TaskView, interrupted, view_of_records
 from peft_mux.scheduler.drawing import rounded_ticks
+from tests.reporting.lab import shown_task
 
 CURVE = tuple((step, 5.0 - step / 100) for step in range(1, 401))
 TASKS = (
@@ -142,30 +143,23 @@ def test_a_run_that_was_interrupted_before_its_first_log_shows_its_tasks_and_the
     assert interrupted(rest) is rest, "no task of it would take steps by itself"
 
 
-class Handle:
-    def __init__(self) -> None:
-        self.shown: list[str] = []
-
-    def update(self, html: Any) -> None:
-        self.shown.append(html.data)
-
-
 def test_a_notebook_has_one_output_that_is_updated_and_gets_later_lines_at_once(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     display = pytest.importorskip("IPython.display", reason="needs the notebooks extra: IPython")
-    handle, asked = Handle(), []
+    shown: list[str] = []
+    asked: list[dict[str, Any]] = []
 
-    def show(html: Any, **options: Any) -> Handle:
+    def update(html: Any) -> None:
+        shown.append(html.data)
+
+    def show(html: Any, **options: Any) -> Any:
         asked.append(options)
-        handle.update(html)
-        return handle
+        update(html)
+        return SimpleNamespace(update=update)
 
     monkeypatch.setattr(display, "display", show)
-    own = SimpleNamespace(
-        name="sql", step=0, num_steps=9, status="running", reason="", last_loss=1.0, num_tokens=0,
-        state=SimpleNamespace(log_history=[]), eval_data=None,
-    )  # fmt: skip
+    own = shown_task("sql", num_steps=9, last_loss=1.0, eval_data=None)
     progress = NotebookProgress(RunWatch())
     progress.log("before")
     progress.start([own])
@@ -175,7 +169,7 @@ def test_a_notebook_has_one_output_that_is_updated_and_gets_later_lines_at_once(
     progress.stop()
     progress.log("the report")
     assert asked == [{"display_id": True}]
-    assert len(handle.shown) < 20, "not once a step"
-    assert "before" in handle.shown[0]
-    assert "100/9" in handle.shown[-1]
-    assert "the report" in handle.shown[-1]
+    assert len(shown) < 20, "not once a step"
+    assert "before" in shown[0]
+    assert "100/9" in shown[-1]
+    assert "the report" in shown[-1]

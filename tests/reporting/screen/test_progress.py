@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import sys
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -15,6 +14,7 @@ from peft_mux.engine.allocator import memory_now
 from peft_mux.reporting import screen as progress
 from peft_mux.reporting.screen import LiveProgress, Progress, make_progress
 from peft_mux.reporting.views import RunWatch
+from tests.reporting.lab import shown_task
 
 CPU = torch.device("cpu")
 UP = "\x1b[1A"
@@ -25,19 +25,8 @@ class Terminal(io.StringIO):
         return True
 
 
-def task(name: str = "a") -> Any:
-    state = SimpleNamespace(log_history=[])
-    return SimpleNamespace(
-        name=name,
-        step=3,
-        num_steps=9,
-        status="running",
-        reason="",
-        last_loss=1.5,
-        num_tokens=10,
-        state=state,
-        eval_data=None,
-    )
+def task(name: str) -> Any:
+    return shown_task(name, step=3, num_steps=9, last_loss=1.5, num_tokens=10, eval_data=None)
 
 
 def made(monkeypatch: pytest.MonkeyPatch, stream: Any, **options: bool) -> Any:
