@@ -15,7 +15,8 @@ from peft import LoraConfig, get_peft_model
 
 from peft_mux import Task
 from peft_mux.modeling.objectives.objective import TokenOutputs
-from tests.engine.replicas.layout_cases import LaidOut, Watcher, backbone, train
+from tests.engine.processes.cases import Part
+from tests.engine.replicas.layout_cases import Watcher, backbone, train
 from tests.invariants import mux_lab as lab
 
 Row = dict[str, Any]
@@ -30,7 +31,7 @@ class Trained:
         logs: what was logged of each task at each step in addition to the loss, evaluations included.
     """
 
-    laid_out: LaidOut
+    laid_out: Part
     logs: dict[str, list[dict[str, float]]]
 
 

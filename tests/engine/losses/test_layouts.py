@@ -33,7 +33,7 @@ def one(tmp_path_factory: pytest.TempPathFactory) -> Trained:
 def assert_as(found: Trained, wanted: Trained, name: str, *, losses: float = 1e-5, weights: float = 1e-4) -> None:
     """Assert that a task has the same results in two runs: losses, metrics, evaluations, adapter."""
     lab.assert_close(found.laid_out.losses[name], wanted.laid_out.losses[name], losses, name)
-    mine, theirs = found.laid_out.adapters[name], wanted.laid_out.adapters[name]
+    mine, theirs = found.laid_out.weights[name], wanted.laid_out.weights[name]
     assert mine.keys() == theirs.keys()
     for key, weight in theirs.items():
         error = np.linalg.norm(mine[key] - weight) / max(np.linalg.norm(weight), 1e-12)
@@ -145,5 +145,5 @@ def test_a_resumed_run_ends_with_the_same_bits(one: Trained, tmp_path: Path) -> 
     for name in resumed.logs:
         assert 0 < len(resumed.laid_out.losses[name]) < 6
         assert resumed.laid_out.losses[name] == one.laid_out.losses[name][-len(resumed.laid_out.losses[name]) :]
-        for key, weight in one.laid_out.adapters[name].items():
-            assert np.array_equal(resumed.laid_out.adapters[name][key], weight), f"{name} {key}"
+        for key, weight in one.laid_out.weights[name].items():
+            assert np.array_equal(resumed.laid_out.weights[name][key], weight), f"{name} {key}"

@@ -63,23 +63,57 @@ class Part:
 
     Attributes:
         losses: of each task by its steps.
-        digests: of weights and optimizer state of each task after each step.
-        weights: final ones.
+        weights: final ones of each task: as this process has them, or whole as the run saved them (`layout_cases`).
         statuses: final ones, with reasons.
         step: of the run.
+        digests: of weights and optimizer state of each task after each step.
+        norms: gradient norms of each task by its steps.
         num_bytes: that the last step added up.
+        held: number of adapter elements of each task in this process.
+        frozen: number of frozen elements in this process.
         written: what this process wrote on disk.
         report: of the trainer.
+        pass_reports: planned against executed passes of each replica.
     """
 
     losses: dict[str, list[float]]
-    digests: dict[str, list[str]]
     weights: dict[str, dict[str, np.ndarray]]
     statuses: dict[str, tuple[str, str]]
     step: int
-    num_bytes: int
+    digests: dict[str, list[str]] = field(default_factory=dict)
+    norms: dict[str, list[float]] = field(default_factory=dict)
+    num_bytes: int = 0
+    held: dict[str, int] = field(default_factory=dict)
+    frozen: int = 0
     written: list[str] = field(default_factory=list)
     report: str = ""
+    pass_reports: tuple[Any, ...] = ()
+
+
+def assert_alike(parts: Sequence[Part]) -> None:
+    """Assert that all processes went through the same bits at every step."""
+    for rank, part in enumerate(parts[1:], start=1):
+        for what in ("losses", "norms", "digests", "statuses", "step"):
+            assert getattr(part, what) == getattr(parts[0], what), f"{what} of rank {rank} differ"
+
+
+def assert_as_one(part: Part, one: Part, *, but: Sequence[str] = (), from_step: int = 0) -> None:
+    """Assert that several processes have the result of one, except for some tasks; resumed ones from a step on."""
+    names = [name for name in one.weights if name not in but]
+    assert names == [name for name in part.weights if name not in but]
+    assert part.step == one.step
+    for name in names:
+        assert part.statuses[name] == one.statuses[name]
+        if len(one.losses[name]) > from_step:
+            lab.assert_close(part.losses[name], one.losses[name][from_step:], 1e-5, name)
+            if one.norms:
+                lab.assert_close(part.norms[name], one.norms[name][from_step:], 1e-4, name)
+        else:
+            assert not part.losses.get(name), f"{name} had ended before step {from_step}"
+        assert part.weights[name].keys() == one.weights[name].keys()
+        for key, weight in one.weights[name].items():
+            error = np.linalg.norm(part.weights[name][key] - weight) / np.linalg.norm(weight)
+            assert error <= 1e-4, f"{name} {key}: {error}"
 
 
 # ------------------------------------------------------------------- starting

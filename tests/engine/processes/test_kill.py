@@ -15,15 +15,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from peft_mux import storage
-from tests.engine.processes.cases import Outcome, launch, named_in, values
+from tests.engine.processes.cases import Outcome, Part, assert_as_one, launch, named_in, values
 from tests.engine.replicas import layout_cases as cases
-from tests.engine.replicas.layout_cases import LaidOut, Watcher, saved_backbone, train_five
-from tests.invariants.mux_lab import assert_close
+from tests.engine.replicas.layout_cases import Watcher, saved_backbone, train_five
 
 _PATIENCE_S = 20.0
 
@@ -45,7 +43,7 @@ class Kill:
     crashpoint: str | None = None
 
 
-def killed(rank: int, folder: Path, model: str, arguments: dict[str, Any], kill: Kill) -> LaidOut:
+def killed(rank: int, folder: Path, model: str, arguments: dict[str, Any], kill: Kill) -> Part:
     """Train with checkpoints; one process is killed on the way."""
     acts = {}
     if rank == kill.rank and kill.crashpoint is not None:
@@ -58,7 +56,7 @@ def killed(rank: int, folder: Path, model: str, arguments: dict[str, Any], kill:
     )
 
 
-def go_on(rank: int, folder: Path, model: str, arguments: dict[str, Any], is_saved: bool) -> LaidOut:
+def go_on(rank: int, folder: Path, model: str, arguments: dict[str, Any], is_saved: bool) -> Part:
     """Resume the run of a folder; start from the beginning if nothing was saved."""
     return cases.train(folder, model, cases.tasks_of("llama"), resume=is_saved, save_steps=2, **arguments)
 
@@ -98,7 +96,7 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def whole(backbone: str, tmp_path_factory: pytest.TempPathFactory) -> LaidOut:
+def whole(backbone: str, tmp_path_factory: pytest.TempPathFactory) -> Part:
     """The run of one process that is never killed."""
     return train_five(0, tmp_path_factory.mktemp("whole"), backbone, "llama", {})
 
@@ -139,26 +137,14 @@ def assert_whole_files(folder: Path) -> int:
     return max(steps, default=0)
 
 
-def assert_goes_on(part: LaidOut, whole: LaidOut, step: int) -> None:
-    """Assert that a run that was resumed after a step came to the end of the one that never stopped."""
-    assert part.statuses == whole.statuses
-    assert part.step == whole.step
-    for name, losses in whole.losses.items():
-        if len(losses) > step:
-            assert_close(part.losses[name], losses[step:], 1e-5, name)
-        for key, weight in whole.adapters[name].items():
-            error = np.linalg.norm(part.adapters[name][key] - weight) / np.linalg.norm(weight)
-            assert error <= 1e-4, f"{name} {key}: {error}"
-
-
-def assert_survives(kill: Kill, before: Layout, after: Layout, backbone: str, whole: LaidOut, folder: Path) -> None:
+def assert_survives(kill: Kill, before: Layout, after: Layout, backbone: str, whole: Part, folder: Path) -> None:
     """Kill a process of a run, and resume with another layout."""
     outcomes = launch(before.world_size, killed, folder, backbone, before.arguments, kill, limit_s=LIMIT_S)
     assert_ended_cleanly(outcomes, kill.rank)
     step = assert_whole_files(folder)
     parts = values(launch(after.world_size, go_on, folder, backbone, after.arguments, bool(step), limit_s=LIMIT_S))
     assert all(part.losses == parts[0].losses for part in parts)
-    assert_goes_on(parts[0], whole, step)
+    assert_as_one(parts[0], whole, from_step=step)
     assert assert_whole_files(folder) == whole.step
     left_over = [path.name for path in folder.rglob("*") if path.name.startswith((".tmp-", ".old-"))]
     assert not left_over
@@ -185,7 +171,7 @@ SHORT = [
 
 @pytest.mark.parametrize(("kill", "before", "after"), SHORT)
 def test_a_killed_process_costs_the_others_no_more_than_the_steps_since_the_last_save(
-    kill: Kill, before: Layout, after: Layout, backbone: str, whole: LaidOut, tmp_path: Path
+    kill: Kill, before: Layout, after: Layout, backbone: str, whole: Part, tmp_path: Path
 ) -> None:
     assert_survives(kill, before, after, backbone, whole, tmp_path)
 
@@ -193,7 +179,7 @@ def test_a_killed_process_costs_the_others_no_more_than_the_steps_since_the_last
 @pytest.mark.slow
 @pytest.mark.parametrize("number", range(20))
 def test_a_process_killed_at_a_random_moment_costs_only_the_steps_since_the_last_save(
-    number: int, backbone: str, whole: LaidOut, tmp_path: Path
+    number: int, backbone: str, whole: Part, tmp_path: Path
 ) -> None:
     before = LAYOUTS[number % len(LAYOUTS)]
     after = LAYOUTS[(number + number // len(LAYOUTS)) % len(LAYOUTS)]  # the same four times, then others

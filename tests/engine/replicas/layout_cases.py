@@ -3,49 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import torch
 from safetensors.torch import load_file
 from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
 
 from peft_mux import Task
 from tests.engine.processes import cases
+from tests.engine.processes.cases import Part
 from tests.invariants import mux_lab as lab
 
 LAYERS, WIDTH = 4, 32
-
-
-@dataclass
-class LaidOut:
-    """What a run showed to one process.
-
-    Attributes:
-        losses: of each task by its steps.
-        norms: gradient norms of each task by its steps.
-        statuses: final ones, with reasons.
-        step: of the run.
-        adapters: as saved by the run, whole, of each task.
-        held: number of adapter elements of each task in this process.
-        frozen: number of frozen elements in this process.
-        evaluations: what was logged of them, by task.
-        report: of the trainer.
-        pass_reports: planned against executed passes of each replica.
-    """
-
-    losses: dict[str, list[float]]
-    norms: dict[str, list[float]]
-    statuses: dict[str, tuple[str, str]]
-    step: int
-    adapters: dict[str, dict[str, np.ndarray]]
-    held: dict[str, int]
-    frozen: int
-    evaluations: dict[str, list[float]] = field(default_factory=dict)
-    report: str = ""
-    pass_reports: tuple[Any, ...] = ()
 
 
 class Watcher(lab.Recorder):
@@ -102,7 +73,7 @@ def train(
     watcher: Watcher | None = None,
     resume: bool = False,
     **arguments: Any,
-) -> LaidOut:
+) -> Part:
     """Train, and return what it showed."""
     options = {
         "max_tokens_per_micro_batch": 64,
@@ -117,31 +88,27 @@ def train(
     trainer._run.processes.wait_for_all()
     names = [run.name for run in trainer.table]
     adapters = {name: load_file(folder / name / "adapter_model.safetensors") for name in names}
-    return LaidOut(
+    return Part(
         losses=watcher.losses,
         norms=watcher.norms,
         statuses={run.name: (run.status.value, run.reason) for run in trainer.table},
         step=trainer.state.global_step,
-        adapters={name: {key: value.numpy() for key, value in own.items()} for name, own in adapters.items()},
+        weights={name: {key: value.numpy() for key, value in own.items()} for name, own in adapters.items()},
         held={name: sum(p.numel() for p in trainer.model.task_parameters(name).values()) for name in names},
         frozen=sum(p.numel() for p in trainer.model.backbone.parameters() if not p.requires_grad),
-        evaluations={
-            run.name: [entry["eval_loss"] for entry in run.state.log_history if "eval_loss" in entry]
-            for run in trainer.table
-        },
         report=trainer.report(),
         pass_reports=trainer.pass_reports,
     )
 
 
-def train_five(rank: int, folder: Path, model: Any, kind: str, arguments: dict[str, Any]) -> LaidOut:
+def train_five(rank: int, folder: Path, model: Any, kind: str, arguments: dict[str, Any]) -> Part:
     """Train the five tasks on a folder's model, or on one of a kind that is given as an object."""
     return train(folder, model or backbone(kind), tasks_of(kind), **arguments)
 
 
 def train_even(
     rank: int, folder: Path, model: Any, num_rows: int, lengths: Sequence[int], arguments: dict[str, Any]
-) -> LaidOut:
+) -> Part:
     """Train tasks whose rows all have one length, and whose batches are all full."""
     tasks = [
         lab.small_task(f"t{index}", data_seed=index, length=length, train_batch_size=num_rows, max_steps=3)
@@ -177,12 +144,12 @@ def comings_and_goings() -> dict[int, Callable[[Any], None]]:
     }
 
 
-def train_with_comings_and_goings(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> LaidOut:
+def train_with_comings_and_goings(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> Part:
     """Train the five tasks while others come and go."""
     return train(folder, model, tasks_of("llama"), watcher=Watcher(at_end=comings_and_goings()), **arguments)
 
 
-def train_and_stop(rank: int, folder: Path, model: str, arguments: dict[str, Any], step: int) -> LaidOut:
+def train_and_stop(rank: int, folder: Path, model: str, arguments: dict[str, Any], step: int) -> Part:
     """Train the five tasks up to a step, and save."""
 
     def stop(trainer: Any) -> None:
@@ -191,12 +158,12 @@ def train_and_stop(rank: int, folder: Path, model: str, arguments: dict[str, Any
     return train(folder, model, tasks_of("llama"), watcher=Watcher(at_end={step: stop}), **arguments)
 
 
-def go_on(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> LaidOut:
+def go_on(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> Part:
     """Resume the run of a folder."""
     return train(folder, model, tasks_of("llama"), resume=True, **arguments)
 
 
-def train_and_move(rank: int, folder: Path, model: str, arguments: dict[str, Any], moves: dict[int, str]) -> LaidOut:
+def train_and_move(rank: int, folder: Path, model: str, arguments: dict[str, Any], moves: dict[int, str]) -> Part:
     """Train the five tasks, moving to other replicas after some steps; a task comes in between, another pauses."""
 
     def move(replicas: str) -> Callable[[Any], None]:
@@ -211,13 +178,13 @@ def train_and_move(rank: int, folder: Path, model: str, arguments: dict[str, Any
     return train(folder, model, tasks_of("llama"), watcher=Watcher(at_end=acts), **arguments)
 
 
-def move_on_one(rank: int, folder: Path, model: str) -> LaidOut:
+def move_on_one(rank: int, folder: Path, model: str) -> Part:
     """Train; only rank 1 gets the command to move."""
     acts = {2: lambda trainer: trainer.redeploy("<1,2>")} if rank == 1 else {}
     return train(folder, model, tasks_of("llama"), watcher=Watcher(at_end=acts))
 
 
-def train_and_be_moved(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> LaidOut:
+def train_and_be_moved(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> Part:
     """Train with `redeploy=True`, where the planner finds that whole replicas pay as soon as a task has come."""
     from peft_mux.scheduler.deployment.plan import Redeployment
     from peft_mux.trainer import relocation
@@ -232,9 +199,7 @@ def train_and_be_moved(rank: int, folder: Path, model: str, arguments: dict[str,
     return train(folder, model, tasks_of("llama"), watcher=Watcher(at_end=acts), **arguments)
 
 
-def train_with_a_failing_callback(
-    rank: int, folder: Path, model: str, arguments: dict[str, Any], event: str
-) -> LaidOut:
+def train_with_a_failing_callback(rank: int, folder: Path, model: str, arguments: dict[str, Any], event: str) -> Part:
     """Train; a callback of one task raises on rank 1 alone, and rank 0 alone asks for a state to be saved."""
     spoilt = lab.small_task(
         "spoilt",

@@ -7,9 +7,8 @@ from typing import Any
 
 import pytest
 
-from tests.engine.processes.cases import launch, values
+from tests.engine.processes.cases import Part, launch, values
 from tests.engine.replicas import layout_cases as cases
-from tests.engine.replicas.layout_cases import LaidOut
 from tests.records import run_records
 
 DISTRIBUTED = pytest.mark.distributed
@@ -22,7 +21,7 @@ APART = {"planner": "interleaved"}
 MANY = {"num_micro_batches": 4}
 
 
-def run(world_size: int, load: tuple[int, tuple[int, ...]], folder: Path, arguments: dict[str, Any]) -> LaidOut:
+def run(world_size: int, load: tuple[int, tuple[int, ...]], folder: Path, arguments: dict[str, Any]) -> Part:
     if world_size == 1:
         return cases.train_even(0, folder, None, *load, arguments)
     return values(launch(world_size, cases.train_even, folder, None, *load, arguments, limit_s=120))[0]

@@ -10,9 +10,8 @@ import torch
 
 from peft_mux import ConfigError, MultiTaskTrainingArguments
 from peft_mux.engine.layout import ParallelLayout, check_layout
-from tests.engine.processes.cases import launch, values
+from tests.engine.processes.cases import Part, launch, values
 from tests.engine.replicas import layout_cases as cases
-from tests.engine.replicas.layout_cases import LaidOut
 from tests.invariants import mux_lab as lab
 
 pytestmark = pytest.mark.distributed
@@ -21,7 +20,7 @@ pytestmark = pytest.mark.distributed
 class Kept(NamedTuple):
     """What a run showed to one process, the elements of optimizer states that it kept after step 2, and bytes sent."""
 
-    laid: LaidOut
+    laid: Part
     moments: dict[str, int]
     num_bytes: int
     said: list[str]
@@ -76,17 +75,17 @@ def run(folder: Path, world_size: int, case: str = "", **arguments: Any) -> list
     return values(launch(world_size, train, folder, arguments, case, limit_s=120))
 
 
-def assert_same(found: LaidOut, wanted: LaidOut, *, first: int = 0, bound: float = 0.0) -> None:
+def assert_same(found: Part, wanted: Part, *, first: int = 0, bound: float = 0.0) -> None:
     """Assert that losses from a step on, and final adapters, are equal in every bit, or within a bound."""
     assert found.statuses == wanted.statuses
-    assert found.adapters.keys() == wanted.adapters.keys()
-    for name, weights in wanted.adapters.items():
+    assert found.weights.keys() == wanted.weights.keys()
+    for name, weights in wanted.weights.items():
         if bound:
             lab.assert_close(found.losses[name], wanted.losses[name][first:], bound, name)
         else:  # as text, as NaN is not equal to itself
             assert repr(found.losses[name]) == repr(wanted.losses[name][first:]), name
         for key, weight in weights.items():
-            assert lab.relative(torch.from_numpy(found.adapters[name][key]), torch.from_numpy(weight)) <= bound, key
+            assert lab.relative(torch.from_numpy(found.weights[name][key]), torch.from_numpy(weight)) <= bound, key
 
 
 SHARDED = {"shard_optimizer": True}
@@ -165,7 +164,7 @@ def test_gradients_in_bf16_are_half_the_bytes_and_near_those_in_fp32(plain: list
         rounded = run(tmp_path / f"bf16{len(arguments)}", 2, reduce_dtype="bfloat16", **arguments)
         figures = 4 * (3 + 3 * len(arguments))  # losses and norms, in fp32
         assert rounded[0].num_bytes - figures == (plain[0].num_bytes - 4 * 3) // 2
-        assert rounded[0].laid.adapters.keys() == plain[0].laid.adapters.keys()
+        assert rounded[0].laid.weights.keys() == plain[0].laid.weights.keys()
         for name, losses in plain[0].laid.losses.items():
             lab.assert_close(rounded[0].laid.losses[name], losses, 2e-2, name)
             assert rounded[0].laid.norms[name] != plain[0].laid.norms[name]

@@ -13,9 +13,8 @@ from peft import LoraConfig
 
 from peft_mux import Task
 from peft_mux.modeling.last_layer import LastLayerForward
-from tests.engine.processes.cases import launch, values
+from tests.engine.processes.cases import Part, assert_as_one, launch, values
 from tests.engine.replicas import layout_cases as cases
-from tests.engine.replicas.layout_cases import LaidOut
 from tests.invariants import mux_lab as lab
 
 SLOW = [pytest.mark.slow, pytest.mark.distributed]
@@ -45,7 +44,7 @@ def tasks() -> list[Task]:
 class Trained(NamedTuple):
     """What a run showed to one process, and how often it computed some rows of its last layer alone to train."""
 
-    laid: LaidOut
+    laid: Part
     num_narrow: int
 
 
@@ -66,7 +65,7 @@ def train(rank: int, folder: Path, model: Any, arguments: dict[str, Any]) -> Tra
 
 
 @pytest.fixture(scope="module")
-def plain(tmp_path_factory: pytest.TempPathFactory) -> LaidOut:
+def plain(tmp_path_factory: pytest.TempPathFactory) -> Part:
     """Return what one process makes of them that computes all tokens of all rows."""
     whole = {"share_prefixes": False, "last_layer_at_targets": False}
     alone = train(0, tmp_path_factory.mktemp("alone"), None, whole)
@@ -107,7 +106,7 @@ SHARDED = {"shard_backbone": True}
     ],
 )
 def test_every_layout_computes_what_rows_begin_with_once_and_the_rows_that_are_read_alone_as_planned(
-    world_size: int, arguments: dict[str, Any], tmp_path: Path, backbone: str, plain: LaidOut
+    world_size: int, arguments: dict[str, Any], tmp_path: Path, backbone: str, plain: Part
 ) -> None:
     options = {"max_tokens_per_micro_batch": 512, **arguments}
     if world_size == 1:
@@ -119,11 +118,7 @@ def test_every_layout_computes_what_rows_begin_with_once_and_the_rows_that_are_r
         num_stages = arguments.get("pipeline_parallel_size", 1)
         narrow = [one for one in found if one.num_narrow > 0]
         assert len(narrow) == world_size / num_stages, "the last layer computes some rows alone"
-    assert part.statuses == plain.statuses
-    for name, weights in plain.adapters.items():
-        lab.assert_close(part.losses[name], plain.losses[name], 1e-5, name)
-        for key, weight in weights.items():
-            assert lab.relative(torch.from_numpy(part.adapters[name][key]), torch.from_numpy(weight)) <= 1e-4, key
+    assert_as_one(part, plain)
     if CHAINS.items() <= arguments.items():
         return
     for report in part.pass_reports:

@@ -14,9 +14,8 @@ from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.scheduler.costs.hardware import DEVICES, Link, Overlap
 from peft_mux.scheduler.costs.profile import Curve, analytic_profile
 from peft_mux.scheduler.plan import Plan
-from tests.engine.processes.cases import launch, values
+from tests.engine.processes.cases import Part, assert_alike, assert_as_one, launch, values
 from tests.engine.replicas import layout_cases
-from tests.engine.replicas.test_layouts import assert_alike, assert_as_one
 from tests.invariants.mux_lab import make_trainer, small_task
 
 
@@ -30,7 +29,7 @@ class InTurns:
         decisions: the order of turns of each group.
     """
 
-    laid: layout_cases.LaidOut
+    laid: Part
     plans: list[Plan]
     decisions: list[tuple[tuple[int, int], ...]]
 
@@ -88,7 +87,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 @pytest.fixture(scope="module")
-def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> layout_cases.LaidOut:
+def alone(model: str, tmp_path_factory: pytest.TempPathFactory) -> Part:
     """Return what one process trains."""
     return layout_cases.train_five(0, tmp_path_factory.mktemp("alone"), model, "llama", {})
 
@@ -111,7 +110,7 @@ def test_five_tasks_in_planned_turns_train_to_the_result_of_one_process(
     arguments: dict[str, Any],
     width: int,
     model: str,
-    alone: layout_cases.LaidOut,
+    alone: Part,
     tmp_path: Path,
 ) -> None:
     profile = profile_of_turns(tmp_path / "profile.json", HIDES)
