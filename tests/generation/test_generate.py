@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, MissConfig, PeftModel
+from peft import IA3Config, LoraConfig, MissConfig
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from peft_mux import Completion, DataError, GenerationRequest, MultiTaskPeftModel, SamplingOptions, generate
@@ -33,6 +33,14 @@ def by_task(found: list[Completion]) -> dict[str, list[tuple[int, ...]]]:
     for one in found:
         tokens.setdefault(one.task, []).append(one.token_ids)
     return tokens
+
+
+def check_as_alone(
+    found: list[Completion], rows: dict[str, list[list[int]]], judge: Judge, max_new_tokens: int = TOKENS
+) -> None:
+    """Compare greedy completions of all tasks with those of plain PEFT."""
+    settings = {"do_sample": False, "max_new_tokens": max_new_tokens}
+    assert by_task(found) == {name: judge.completions(name, own, **settings) for name, own in rows.items()}
 
 
 def loras(*names: str) -> dict[str, LoraConfig]:
@@ -61,8 +69,7 @@ def test_greedy_completions_of_a_mixed_batch_are_those_of_each_adapter_alone(arc
     found = generate(model, rows, max_new_tokens=TOKENS)
     judge = Judge(backbone, model, tmp_path)
     assert by_task(generate(model, {"b": rows["a"]}, max_new_tokens=TOKENS))["b"] != by_task(found)["a"]
-    for name, tokens in by_task(found).items():
-        assert tokens == judge.completions(name, rows[name], do_sample=False, max_new_tokens=TOKENS)
+    check_as_alone(found, rows, judge)
     for one in found:
         np.testing.assert_allclose(one.logprobs, judge.logprobs(one), atol=1e-4)
 
@@ -78,10 +85,9 @@ def test_adapters_of_all_kinds_generate_side_by_side_embeddings_and_the_head_inc
     with registered(ToyKind(), SlicedKind(TypeEntry("MISS"))):
         model = held(tiny_llama(), configs)
         rows = {name: prompts(len(name), (5, 8), VOCABULARY) for name in configs}
-        found = by_task(generate(model, rows, max_new_tokens=TOKENS))
+        found = generate(model, rows, max_new_tokens=TOKENS)
         judge = Judge(tiny_llama(), model, tmp_path)
-    for name, tokens in found.items():
-        assert tokens == judge.completions(name, rows[name], do_sample=False, max_new_tokens=TOKENS), name
+    check_as_alone(found, rows, judge)
 
 
 SAMPLED: list[dict[str, Any]] = [
@@ -126,11 +132,10 @@ def test_a_row_is_the_same_alone_in_any_order_and_however_batches_are_cut(model:
     ]
     together = generate(model, requests, **settings)
     alone = [one for request in requests for one in generate(model, [request], **settings)]
-    assert [one.token_ids for one in alone] == [one.token_ids for one in together]
-    backwards = generate(model, requests[::-1], **settings)
+    backwards = generate(model, requests[::-1], **settings)[::-1]
     small = generate(model, requests, max_batch_tokens=30, **settings)
-    assert [one.token_ids for one in backwards[::-1]] == [one.token_ids for one in together]
-    assert [one.token_ids for one in small] == [one.token_ids for one in together]
+    for other in (alone, backwards, small):
+        assert [one.token_ids for one in other] == [one.token_ids for one in together]
     assert [one.seed for one in together] == [5, 6, 7, 5, 6]
 
 
@@ -258,10 +263,7 @@ def test_a_task_of_any_kind_next_to_lora_completes_as_plain_peft_alone(kind: Ada
     rows = {name: prompts(len(name), (7, 1, 12), VOCABULARY) for name in configs}
     model = held(tiny_llama(), configs, scale=0.2)
     found = generate(model, rows, max_new_tokens=8)
-    judge = Judge(tiny_llama(), model, tmp_path)
-    for name in configs:
-        tokens = [one.token_ids for one in found if one.task == name]
-        assert tokens == judge.completions(name, rows[name], do_sample=False, max_new_tokens=8), name
+    check_as_alone(found, rows, Judge(tiny_llama(), model, tmp_path), max_new_tokens=8)
 
 
 def test_learnt_prompts_of_all_forms_complete_in_one_batch_as_plain_peft_alone(tmp_path: Path) -> None:
@@ -269,9 +271,9 @@ def test_learnt_prompts_of_all_forms_complete_in_one_batch_as_plain_peft_alone(t
     model = held(tiny_llama(), {name: config_of(name) for name in names}, scale=0.1)
     rows = {name: prompts(len(name), (7, 1, 12), VOCABULARY) for name in names}
     found = generate(model, rows, max_new_tokens=6, eos_token_id=96)
-    model.save_pretrained(tmp_path)
+    judge = Judge(tiny_llama(), model, tmp_path)
     for name in names:
-        plain = PeftModel.from_pretrained(tiny_llama(), str(tmp_path / name)).eval()
+        plain = judge.plain(name)
         for row, one in zip(rows[name], [one for one in found if one.task == name], strict=True):
             tokens = list(row)
             for token, logprob in zip(one.token_ids, one.logprobs, strict=True):

@@ -24,10 +24,8 @@ from peft_mux.modeling.generation.options import ANSWER_METRICS, mean_metric, sa
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.backbones import CLASSIFIERS, filled
 
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
+REFUSED: dict[Any, list[tuple[dict[str, Any], str]]] = {
+    SamplingOptions: [
         ({"max_new_tokens": 0}, "max_new_tokens must be an integer from 1 to 1000000, got 0"),
         ({"temperature": 0.0, "do_sample": True}, "temperature must be a finite number above 0, got 0.0"),
         ({"temperature": 10**400, "do_sample": True}, "temperature must be a finite number above 0, got"),
@@ -43,47 +41,41 @@ from tests.modeling.backbones import CLASSIFIERS, filled
         ({"seed": -1}, "seed must be an integer in [0, 2**63), got -1"),
         ({"do_sample": 1}, "do_sample must be True or False, got 1"),
         ({"temperature": 0.5, "top_k": 3}, "do_sample must be True with settings of sampling, got False with"),
+        ({"temprature": 0.5}, "temprature must be one of max_new_tokens, do_sample, temperature,"),
+        ({"temprature": 0.5}, 'Did you mean "temperature"?'),
+        ({"max_length": 9}, "max_length must be one of max_new_tokens, do_sample, temperature,"),
+        ({"max_tokens": 9}, "Set max_new_tokens."),
     ],
-)
-def test_options_that_cannot_be_used_or_would_be_ignored_are_refused_by_name(settings: Any, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        SamplingOptions(**settings)
-    assert said in str(caught.value)
-
-
-@pytest.mark.parametrize(
-    ("settings", "said"),
-    [
+    GenerateOptions: [
         ({"metrics": ["exact_matc"]}, 'Did you mean "exact_match"?'),
         ({"metrics": [3]}, "metrics must be exact_match, contains, f1, or functions of (prompts, completions,"),
         ({"metrics": {"f1": 1}}, "metrics must be a list of exact_match, contains, f1, or functions of (prompts,"),
         ({"num_rows": 0}, "num_rows must be an integer of at least 1, or None for all rows, got 0"),
         ({"num_logged": -1}, "num_logged must be an integer of at least 0, got -1"),
         ({"top_p": 0}, "top_p must be a number above 0, at most 1, got 0"),
+        ({"metric": "f1"}, "metric must be one of max_new_tokens, do_sample, temperature, top_k,"),
+        ({"metric": "f1"}, 'Did you mean "metrics"?'),
     ],
-)
-def test_options_of_evaluations_are_refused_by_name(settings: Any, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        GenerateOptions(**settings)
-    assert said in str(caught.value)
+    GenerationRequest: [
+        ({"task": ["sql"]}, "task must be the name of a task, got ['sql']"),
+        ({"options": {"top_k": 3}}, "options must be SamplingOptions(...), or None, got {'top_k': 3}"),
+        ({"seed": -1}, "seed must be an integer in [0, 2**63), or None, got -1"),
+        ({"seed": True}, "seed must be an integer in [0, 2**63), or None, got True"),
+        ({"sed": 3}, "sed must be one of task, prompt, options, seed, got 3"),
+        ({"top_k": 3}, "Write options=SamplingOptions(top_k=...)."),
+    ],
+}
 
 
 @pytest.mark.parametrize(
-    ("kind", "settings", "said"),
-    [
-        (SamplingOptions, {"temprature": 0.5}, "temprature must be one of max_new_tokens, do_sample, temperature,"),
-        (SamplingOptions, {"temprature": 0.5}, 'Did you mean "temperature"?'),
-        (SamplingOptions, {"max_length": 9}, "max_length must be one of max_new_tokens, do_sample, temperature,"),
-        (SamplingOptions, {"max_tokens": 9}, "Set max_new_tokens."),
-        (GenerateOptions, {"metric": "f1"}, "metric must be one of max_new_tokens, do_sample, temperature, top_k,"),
-        (GenerateOptions, {"metric": "f1"}, 'Did you mean "metrics"?'),
-        (GenerationRequest, {"sed": 3}, "sed must be one of task, prompt, options, seed, got 3"),
-        (GenerationRequest, {"top_k": 3}, "Write options=SamplingOptions(top_k=...)."),
-    ],
+    ("kind", "settings", "said"), [(kind, *case) for kind, cases in REFUSED.items() for case in cases]
 )
-def test_settings_that_there_are_not_are_refused_with_what_was_meant(kind: Any, settings: Any, said: str) -> None:
+def test_settings_are_refused_by_name_with_what_is_allowed_or_was_meant(
+    kind: Any, settings: dict[str, Any], said: str
+) -> None:
+    needed = {"task": "sql", "prompt": [3]} if kind is GenerationRequest else {}
     with pytest.raises(ConfigError) as caught:
-        kind(**settings)
+        kind(**{**needed, **settings})
     assert said in str(caught.value)
 
 
@@ -186,21 +178,6 @@ def test_anything_but_a_whole_model_with_weights_is_refused(model: MultiTaskPeft
             generate(model, {"sql": [[3]]})
     finally:
         model.num_stages = 1
-
-
-@pytest.mark.parametrize(
-    ("fields", "said"),
-    [
-        ({"task": ["sql"]}, "task must be the name of a task, got ['sql']"),
-        ({"options": {"top_k": 3}}, "options must be SamplingOptions(...), or None, got {'top_k': 3}"),
-        ({"seed": -1}, "seed must be an integer in [0, 2**63), or None, got -1"),
-        ({"seed": True}, "seed must be an integer in [0, 2**63), or None, got True"),
-    ],
-)
-def test_fields_of_a_request_are_refused_by_name(fields: Any, said: str) -> None:
-    with pytest.raises(ConfigError) as caught:
-        GenerationRequest(**{"task": "sql", "prompt": [3], **fields})
-    assert said in str(caught.value)
 
 
 @pytest.mark.parametrize(

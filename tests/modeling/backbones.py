@@ -13,6 +13,8 @@ from peft import LoraConfig
 
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.engine.lab import VOCABULARY, config_of
+from tests.invariants.mux_lab import fill
+from tests.modeling.adapters.passes import moved
 
 SIZE = {
     "vocab_size": VOCABULARY,
@@ -118,6 +120,13 @@ def filled(make: Callable[[], Any]) -> Any:
     return model.train()
 
 
+def drawn(make: Callable[[], Any]) -> Any:
+    """Return a backbone whose weights are drawn as those of `tiny_llama`."""
+    model = make()
+    fill(model, 0)
+    return model
+
+
 def configs_of(backbone: Any, targets: list[str]) -> dict[str, LoraConfig]:
     """Return two adapters of unequal rank, scale and targets."""
     options = {
@@ -132,10 +141,4 @@ def configs_of(backbone: Any, targets: list[str]) -> dict[str, LoraConfig]:
 
 def multiplexed(backbone: Any, targets: list[str]) -> MultiTaskPeftModel:
     """Return a model of both tasks, with adapters that already do something."""
-    model = MultiTaskPeftModel(copy.deepcopy(backbone), configs_of(backbone, targets))
-    generator = torch.Generator().manual_seed(5)
-    with torch.no_grad():
-        for name in model.tasks:
-            for parameter in model.task_parameters(name).values():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model.train()
+    return moved(MultiTaskPeftModel(copy.deepcopy(backbone), configs_of(backbone, targets))).train()

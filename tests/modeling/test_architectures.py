@@ -22,22 +22,19 @@ from torch.nn import functional as F
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import IGNORE_INDEX
-from peft_mux.errors import ConfigError, UnsupportedModelError
+from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.invariants.mux_lab import relative
-from tests.modeling.adapters.passes import Judges, assert_as_plain, plain
-from tests.modeling.backbones import (
-    CLASSIFIERS,
-    GROUPED,
-    LANGUAGE_MODELS,
-    VISION_LANGUAGE_MODELS,
-    VOCABULARY,
-    backbone_of,
-    configs_of,
-    filled,
-    llava,
-    multiplexed,
+from tests.modeling import backbones
+from tests.modeling.adapters.passes import (
+    Judges,
+    assert_as_plain,
+    assert_refused,
+    assert_same_tensors,
+    judges_like,
+    plain,
 )
+from tests.modeling.backbones import llava
 
 LENGTHS = {"a": (5, 19, 9, 2), "b": (33, 3, 17)}
 
@@ -49,7 +46,7 @@ def rows(*, classes: int | None = None) -> dict[str, list[dict[str, Any]]]:
     for name, lengths in LENGTHS.items():
         found[name] = []
         for length in lengths:
-            ids = rng.integers(2, VOCABULARY, length)
+            ids = rng.integers(2, backbones.VOCABULARY, length)
             labels = np.where(rng.random(length) < 0.3, IGNORE_INDEX, ids)
             row: dict[str, Any] = {"input_ids": ids, "labels": labels}
             if classes is not None:
@@ -65,14 +62,7 @@ def packed(task_rows: dict[str, list[dict[str, Any]]]) -> MuxBatch:
 
 def judged(backbone: Any, targets: list[str], model: MultiTaskPeftModel) -> Judges:
     """Return plain PEFT's models of both tasks with the weights of a model."""
-    judges: Judges = {}
-    for name, config in configs_of(backbone, targets).items():
-        judge, own = plain(config, 0, lambda: copy.deepcopy(backbone))
-        with torch.no_grad():
-            for key, value in model.task_parameters(name).items():
-                own[key].copy_(value)
-        judges[name] = judge.train(), own
-    return judges
+    return judges_like(model, backbones.configs_of(backbone, targets), lambda: copy.deepcopy(backbone))
 
 
 def language_loss(model: Any, part: list[dict[str, Any]]) -> torch.Tensor:
@@ -102,22 +92,23 @@ def assert_as_alone(
     loss_of: Callable[[Any, list[dict[str, Any]]], torch.Tensor],
 ) -> None:
     """Assert that losses and all gradients of one packed pass are those of each task alone."""
-    model = multiplexed(backbone, targets)
+    model = backbones.multiplexed(backbone, targets)
     judges = judged(backbone, targets, model)
     assert all(own.keys() == model.task_parameters(name).keys() for name, (_, own) in judges.items())
     assert_as_plain(model, packed(task_rows), judges, task_rows, loss_of=loss_of, tolerance=1e-5)
 
 
-@pytest.mark.parametrize("architecture", LANGUAGE_MODELS)
+@pytest.mark.parametrize("architecture", backbones.LANGUAGE_MODELS)
 def test_a_packed_language_model_gives_every_task_the_loss_and_gradients_that_it_has_alone(architecture: str) -> None:
-    make, targets = LANGUAGE_MODELS[architecture]
-    assert_as_alone(filled(make), targets, rows(), language_loss)
+    make, targets = backbones.LANGUAGE_MODELS[architecture]
+    assert_as_alone(backbones.filled(make), targets, rows(), language_loss)
 
 
-@pytest.mark.parametrize("architecture", VISION_LANGUAGE_MODELS)
+@pytest.mark.parametrize("architecture", backbones.VISION_LANGUAGE_MODELS)
 def test_a_model_of_images_and_text_trains_on_text_as_plain_peft_trains_it(architecture: str) -> None:
-    backbone, task_rows, targets = filled(VISION_LANGUAGE_MODELS[architecture]), rows(), ["q_proj", "o_proj"]
-    model = multiplexed(backbone, targets)
+    backbone = backbones.filled(backbones.VISION_LANGUAGE_MODELS[architecture])
+    task_rows, targets = rows(), ["q_proj", "o_proj"]
+    model = backbones.multiplexed(backbone, targets)
     judges = judged(backbone, targets, model)
     reached = {
         name: (judge, {key: value for key, value in own.items() if key in model.task_parameters(name)})
@@ -132,35 +123,33 @@ def test_a_model_of_images_and_text_trains_on_text_as_plain_peft_trains_it(archi
 
 
 def test_adapters_that_no_row_reaches_are_saved_as_they_were_drawn(tmp_path: Path) -> None:
-    backbone = filled(llava)
-    MultiTaskPeftModel(copy.deepcopy(backbone), configs_of(backbone, ["q_proj"]), seeds={"a": 3}).save_pretrained(
-        tmp_path
-    )
-    judge, _ = plain(configs_of(backbone, ["q_proj"])["a"], 3, lambda: copy.deepcopy(backbone))
+    backbone = backbones.filled(llava)
+    MultiTaskPeftModel(
+        copy.deepcopy(backbone), backbones.configs_of(backbone, ["q_proj"]), seeds={"a": 3}
+    ).save_pretrained(tmp_path)
+    judge, _ = plain(backbones.configs_of(backbone, ["q_proj"])["a"], 3, lambda: copy.deepcopy(backbone))
     saved = load_file(tmp_path / "a" / "adapter_model.safetensors")
     drawn = get_peft_model_state_dict(judge)
-    assert saved.keys() == drawn.keys()
     assert any("vision_tower" in key for key in saved)
-    assert all(torch.equal(value, drawn[key]) for key, value in saved.items())
+    assert_same_tensors(saved, drawn)
 
 
 def test_a_task_that_adapts_nothing_that_text_reaches_is_refused_by_name() -> None:
     config = LoraConfig(target_modules=r".*vision_tower.*(k|v)_proj", task_type="CAUSAL_LM")
-    with pytest.raises(ConfigError, match=r"tasks\.a\.peft_config\.target_modules must "):
-        MultiTaskPeftModel(filled(llava), {"a": config})
+    assert_refused({"a": config}, r"tasks\.a\.peft_config\.target_modules must ", backbones.filled(llava))
 
 
-@pytest.mark.parametrize("architecture", CLASSIFIERS)
+@pytest.mark.parametrize("architecture", backbones.CLASSIFIERS)
 def test_a_packed_classifier_gives_every_task_the_loss_and_gradients_that_it_has_alone(architecture: str) -> None:
-    make, targets = CLASSIFIERS[architecture]
-    assert_as_alone(filled(make), targets, rows(classes=3), class_loss)
+    make, targets = backbones.CLASSIFIERS[architecture]
+    assert_as_alone(backbones.filled(make), targets, rows(classes=3), class_loss)
 
 
-@pytest.mark.parametrize("architecture", LANGUAGE_MODELS)
+@pytest.mark.parametrize("architecture", backbones.LANGUAGE_MODELS)
 def test_the_logits_of_every_sequence_are_those_of_the_model_alone(architecture: str) -> None:
-    make, targets = LANGUAGE_MODELS[architecture]
-    backbone, task_rows = filled(make), rows()
-    model = multiplexed(backbone, targets)
+    make, targets = backbones.LANGUAGE_MODELS[architecture]
+    backbone, task_rows = backbones.filled(make), rows()
+    model = backbones.multiplexed(backbone, targets)
     found = iter(model.sequence_logits(packed(task_rows)))
     for name, (judge, _) in judged(backbone, targets, model).items():
         for row in task_rows[name]:
@@ -172,8 +161,8 @@ def test_the_logits_of_every_sequence_are_those_of_the_model_alone(architecture:
 
 @pytest.mark.parametrize("architecture", ["Mistral", "Gemma2", "Gemma3"])
 def test_the_sliding_window_matters_in_these_tests(architecture: str) -> None:
-    make, targets = LANGUAGE_MODELS[architecture]
-    model = multiplexed(filled(make), targets)
+    make, targets = backbones.LANGUAGE_MODELS[architecture]
+    model = backbones.multiplexed(backbones.filled(make), targets)
     batch = packed(rows())
     with torch.no_grad():
         before = model(batch).losses
@@ -186,12 +175,14 @@ def test_the_sliding_window_matters_in_these_tests(architecture: str) -> None:
 
 
 def test_adapters_on_the_embedding_and_the_output_head_have_the_gradients_that_they_have_alone() -> None:
-    assert_as_alone(filled(LANGUAGE_MODELS["Llama"][0]), ["embed_tokens", "lm_head"], rows(), language_loss)
+    assert_as_alone(
+        backbones.filled(backbones.LANGUAGE_MODELS["Llama"][0]), ["embed_tokens", "lm_head"], rows(), language_loss
+    )
 
 
 def test_each_task_has_a_head_of_its_own_size() -> None:
-    backbone = filled(CLASSIFIERS["Bert"][0])
-    model = MultiTaskPeftModel(backbone, configs_of(backbone, ["query"]), num_labels={"a": 5, "b": 3})
+    backbone = backbones.filled(backbones.CLASSIFIERS["Bert"][0])
+    model = MultiTaskPeftModel(backbone, backbones.configs_of(backbone, ["query"]), num_labels={"a": 5, "b": 3})
     shapes = {
         name: [
             len(value)
@@ -206,7 +197,7 @@ def test_each_task_has_a_head_of_its_own_size() -> None:
 
 
 def test_a_decoder_classifies_by_its_last_token_that_is_no_padding() -> None:
-    backbone, task_rows = filled(CLASSIFIERS["Llama"][0]), rows(classes=3)
+    backbone, task_rows = backbones.filled(backbones.CLASSIFIERS["Llama"][0]), rows(classes=3)
     for part in task_rows.values():
         part[0]["input_ids"][-1] = backbone.config.pad_token_id
     assert_as_alone(backbone, ["q_proj"], task_rows, class_loss)
@@ -216,21 +207,21 @@ def test_a_decoder_classifies_by_its_last_token_that_is_no_padding() -> None:
 
 
 def opt(**settings: Any) -> Callable[[], Any]:
-    return backbone_of("opt", word_embed_proj_dim=32, **settings)
+    return backbones.backbone_of("opt", word_embed_proj_dim=32, **settings)
 
 
 @pytest.mark.parametrize(
     ("make", "target", "name", "reason"),
     [
-        (backbone_of("bloom"), "query_key_value", "BloomForCausalLM", "attention on a path of its own"),
+        (backbones.backbone_of("bloom"), "query_key_value", "BloomForCausalLM", "attention on a path of its own"),
         (
-            backbone_of("mamba", state_size=4),
+            backbones.backbone_of("mamba", state_size=4),
             "in_proj",
             "MambaForCausalLM",
             "carry state from one sequence into the next",
         ),
         (
-            backbone_of("t5", tf.AutoModelForSeq2SeqLM, d_kv=8),
+            backbones.backbone_of("t5", tf.AutoModelForSeq2SeqLM, d_kv=8),
             "q",
             "T5ForConditionalGeneration",
             "encoder-decoder models have two streams",
@@ -246,20 +237,18 @@ def test_a_model_that_packing_would_change_is_refused_by_name_with_the_reason(
         MultiTaskPeftModel(make(), {"a": LoraConfig(r=2, target_modules=[target])})
 
 
-def test_a_base_model_without_an_output_head_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match=r"^LlamaModel has no output embeddings"):
-        MultiTaskPeftModel(tf.LlamaModel(tf.LlamaConfig(**GROUPED)), {"a": LoraConfig(target_modules=["q_proj"])})
-
-
-def test_a_module_that_is_no_transformers_model_is_refused_by_name() -> None:
-    with pytest.raises(UnsupportedModelError, match="the backbone must be a transformers PreTrainedModel, got Linear"):
-        MultiTaskPeftModel(torch.nn.Linear(2, 2), {"a": LoraConfig(target_modules=["q_proj"])})
-
-
-def test_a_model_that_holds_adapters_already_is_refused() -> None:
-    model = get_peft_model(LANGUAGE_MODELS["Llama"][0](), LoraConfig(target_modules=["q_proj"]))
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"PeftModel already holds adapters, and must be a plain transformers model.*model.unload",
-    ):
-        MultiTaskPeftModel(model, {"a": LoraConfig(target_modules=["q_proj"])})
+@pytest.mark.parametrize(
+    ("make", "said"),
+    [
+        (lambda: tf.LlamaModel(tf.LlamaConfig(**backbones.GROUPED)), "^LlamaModel has no output embeddings"),
+        (lambda: torch.nn.Linear(2, 2), "the backbone must be a transformers PreTrainedModel, got Linear"),
+        (
+            lambda: get_peft_model(backbones.LANGUAGE_MODELS["Llama"][0](), LoraConfig(target_modules=["q_proj"])),
+            "PeftModel already holds adapters, and must be a plain transformers model.*model.unload",
+        ),
+    ],
+    ids=["no head", "no transformers model", "with adapters"],
+)
+def test_what_is_no_plain_model_with_a_head_is_refused_by_name(make: Callable[[], Any], said: str) -> None:
+    with pytest.raises(UnsupportedModelError, match=said):
+        MultiTaskPeftModel(make(), {"a": LoraConfig(target_modules=["q_proj"])})

@@ -6,7 +6,6 @@ import copy
 import hashlib
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -15,14 +14,6 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
-from transformers import (
-    BertConfig,
-    BertForSequenceClassification,
-    LlamaConfig,
-    LlamaForCausalLM,
-    RobertaConfig,
-    RobertaForSequenceClassification,
-)
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
@@ -31,30 +22,16 @@ from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.invariants.mux_lab import VOCABULARY
-from tests.modeling.adapters.passes import assert_as_plain, judges_of, packed
-
-SIZE = {
-    "vocab_size": VOCABULARY,
-    "hidden_size": 16,
-    "intermediate_size": 24,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 2,
-    "max_position_embeddings": 64,
-}
-
-
-@cache
-def _backbone(kind: str) -> Any:
-    torch.manual_seed(0)
-    if kind == "bert":
-        quiet = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-        return BertForSequenceClassification(BertConfig(**SIZE, **quiet, num_labels=3))
-    return LlamaForCausalLM(LlamaConfig(**SIZE, num_key_value_heads=1, initializer_range=0.15))
+from tests.modeling.adapters import passes
+from tests.modeling.backbones import NO_BERT_DROPOUT, backbone_of, classifier_of
 
 
 def backbone(kind: str = "llama") -> Any:
     """Return a fresh copy of a tiny backbone."""
-    return copy.deepcopy(_backbone(kind))
+    torch.manual_seed(0)
+    if kind == "bert":
+        return classifier_of("bert", **NO_BERT_DROPOUT, vocab_size=VOCABULARY)()
+    return backbone_of("llama", vocab_size=VOCABULARY, initializer_range=0.15)()
 
 
 def lora(rank: int = 4, targets: Any = "all-linear", **options: Any) -> LoraConfig:
@@ -62,20 +39,10 @@ def lora(rank: int = 4, targets: Any = "all-linear", **options: Any) -> LoraConf
     return LoraConfig(r=rank, target_modules=targets, **options)
 
 
-def excite(model: MultiTaskPeftModel, seed: int = 3) -> MultiTaskPeftModel:
-    """Give every adapter weights that do something; each by its own name, whatever else is held."""
-    with torch.no_grad():
-        for name in model.tasks:
-            generator = torch.Generator().manual_seed(seed + sum(name.encode()))
-            for parameter in model.task_parameters(name).values():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.2)
-    return model
-
-
 def model_of(*names: str, **settings: Any) -> MultiTaskPeftModel:
     """Return a model of tasks of unequal ranks that already do something."""
     configs = {name: lora(2 + 3 * index) for index, name in enumerate(names)}
-    return excite(MultiTaskPeftModel(backbone(), configs, verify=False, **settings))
+    return passes.moved(MultiTaskPeftModel(backbone(), configs, verify=False, **settings))
 
 
 def batch_of(*names: str, seed: int = 0, label: int | None = None) -> MuxBatch:
@@ -87,11 +54,6 @@ def batch_of(*names: str, seed: int = 0, label: int | None = None) -> MuxBatch:
         for length in (9, 4, 20)
     ]
     return ChunkPackingCollator()(rows)
-
-
-def copies(model: MultiTaskPeftModel, name: str) -> dict[str, torch.Tensor]:
-    """Return a copy of a task's parameters."""
-    return {key: value.detach().clone() for key, value in model.task_parameters(name).items()}
 
 
 def trainable(model: Any) -> set[int]:
@@ -142,15 +104,14 @@ def test_tasks_that_come_and_go_leave_the_others_the_same_objects_with_the_same_
 ) -> None:
     model = model_of("c", "a", "b", "d")
     objects = {name: dict(model.task_parameters(name)) for name in "ab"}
-    before = {name: copies(model, name) for name in "ab"}
+    before = {name: passes.snapshot(model.task_parameters(name)) for name in "ab"}
     backbone_before = digests(model.backbone)
     change(model)
     assert sorted(model.tasks) == sorted(tasks)
     for name in "ab":
         now = model.task_parameters(name)
-        assert now.keys() == objects[name].keys()
+        passes.assert_same_tensors(now, before[name])
         assert all(now[key] is objects[name][key] for key in now)
-        assert all(torch.equal(now[key], before[name][key]) for key in now)
     assert digests(model.backbone) == backbone_before
     assert trainable(model) == owned(model)
     assert len(model.peft_config) == len(tasks)
@@ -162,16 +123,15 @@ def test_neighbours_that_come_and_go_change_no_gradient_and_no_optimizer_state()
     optimizer = torch.optim.AdamW(list(parameters.values()), lr=1e-2)
     step(model, batch_of("a", seed=1), optimizer)
     model(batch).losses.sum().backward()
-    before = {key: value.grad.clone() for key, value in parameters.items()}
+    before = passes.gradients_of(model)
     model.register_tasks({"b": lora(3)})
     model.remove_tasks(["b"])
     model.register_tasks({"c": lora(5, ["q_proj"])})
-    for key, value in parameters.items():
-        assert torch.equal(value.grad, before[key]), key
-        assert optimizer.state[value]["step"] == 1
+    passes.assert_same_tensors(passes.gradients_of(model), before)
+    assert all(optimizer.state[value]["step"] == 1 for value in parameters.values())
     model.zero_grad()
     model(batch).losses.sum().backward()
-    assert all(torch.equal(value.grad, before[key]) for key, value in parameters.items())
+    passes.assert_same_tensors(passes.gradients_of(model), before)
 
 
 def test_all_tasks_may_go_and_new_ones_come() -> None:
@@ -180,7 +140,7 @@ def test_all_tasks_may_go_and_new_ones_come() -> None:
     assert model.tasks == ()
     assert trainable(model) == set()
     model.register_tasks({"a": lora(3), "z": lora(2)})
-    excite(model)
+    passes.moved(model)
     assert trainable(model) == owned(model)
     model(batch_of("a", "z")).losses.sum().backward()
     assert all(value.grad.norm() > 0 for name in "az" for value in model.task_parameters(name).values())
@@ -201,26 +161,23 @@ def test_an_unknown_name_is_refused_with_the_closest_and_nothing_is_removed() ->
 @pytest.mark.parametrize("name", ["a", "A"])
 def test_a_name_that_is_held_already_is_refused_whatever_its_case(name: str) -> None:
     model = model_of("a")
-    before = copies(model, "a")
+    before = passes.snapshot(model.task_parameters("a"))
     with pytest.raises(ConfigError, match=rf'tasks.{name}.name .*got "{name}" and "a"'):
         model.register_tasks({name: lora()})
     assert model.tasks == ("a",)
-    assert all(torch.equal(value, before[key]) for key, value in model.task_parameters("a").items())
-    with pytest.raises(ConfigError, match=r'tasks\.Sql\.name must be different .*got "Sql" and "sql"'):
-        MultiTaskPeftModel(backbone(), {"sql": lora(), "Sql": lora()})
+    passes.assert_same_tensors(model.task_parameters("a"), before)
+    passes.assert_refused(
+        {"sql": lora(), "Sql": lora()}, r'tasks\.Sql\.name must be different .*got "Sql" and "sql"', backbone()
+    )
 
 
 @pytest.mark.parametrize("name", ["", "a.b", "a/b", "../a", "con", "x" * 65, "-a", "a b"])
 def test_a_name_that_cannot_become_a_folder_is_refused(name: str) -> None:
-    with pytest.raises(ConfigError, match=r"\.name must be .*, got ('|a name of 65 characters)"):
-        MultiTaskPeftModel(backbone(), {name: lora()})
+    passes.assert_refused({name: lora()}, r"\.name must be .*, got ('|a name of 65 characters)", backbone())
 
 
 def test_no_task_at_all_is_refused() -> None:
-    with pytest.raises(
-        ConfigError, match="peft_configs must have at least one task name with its PeftConfig, got none"
-    ):
-        MultiTaskPeftModel(backbone(), {})
+    passes.assert_refused({}, "peft_configs must have at least one task name with its PeftConfig, got none", backbone())
 
 
 def test_one_faulty_newcomer_keeps_all_of_them_out() -> None:
@@ -244,8 +201,11 @@ def test_one_newcomer_that_peft_refuses_keeps_all_of_them_out() -> None:
 def test_a_refused_construction_leaves_the_backbone_as_it_was() -> None:
     model = backbone()
     before = list(model.state_dict())
-    with pytest.raises(ConfigError, match=r"tasks.b.peft_config: PEFT refuses it"):
-        MultiTaskPeftModel(model, {"a": lora(), "b": lora(targets=["q_proj"], exclude_modules=["q_proj"])})
+    passes.assert_refused(
+        {"a": lora(), "b": lora(targets=["q_proj"], exclude_modules=["q_proj"])},
+        r"tasks.b.peft_config: PEFT refuses it",
+        model,
+    )
     assert list(model.state_dict()) == before
 
 
@@ -267,9 +227,7 @@ def test_names_of_modules_and_parameters_are_names_like_any_other(tmp_path: Path
     model.save_pretrained(tmp_path)
     for name in HARD_NAMES:
         saved = load_file(tmp_path / name / "adapter_model.safetensors")
-        own = model.task_parameters(name)
-        assert saved.keys() == own.keys()
-        assert all(torch.equal(saved[key], own[key]) for key in own)
+        passes.assert_same_tensors(saved, model.task_parameters(name))
 
 
 def test_a_task_named_like_a_module_computes_what_it_computes_under_a_plain_name() -> None:
@@ -288,13 +246,14 @@ def test_a_task_named_like_a_module_computes_what_it_computes_under_a_plain_name
 def test_initial_weights_are_those_of_a_plain_model_of_the_same_seed(init: bool | str) -> None:
     configs = {"a": lora(4, init_lora_weights=init), "b": lora(6, ["q_proj", "up_proj"], init_lora_weights=init)}
     seeds = {"a": 11, "b": 12}
-    judges_of(MultiTaskPeftModel(backbone(), configs, seeds=seeds, verify=False), configs, seeds, backbone)
+    passes.judges_of(MultiTaskPeftModel(backbone(), configs, seeds=seeds, verify=False), configs, seeds, backbone)
 
 
 def test_making_and_registering_tasks_moves_no_global_random_generator() -> None:
+    base = backbone()
     torch.manual_seed(99)
     state = torch.get_rng_state()
-    model = model_of("a", "b")
+    model = MultiTaskPeftModel(base, {"a": lora(2), "b": lora(5)}, verify=False)
     model.register_tasks({"c": lora()})
     assert torch.equal(torch.get_rng_state(), state)
 
@@ -331,9 +290,9 @@ def test_every_supported_option_means_what_it_means_to_plain_peft(options: dict[
     config = LoraConfig(**{"r": 4, "target_modules": "all-linear", **options})
     configs = {"other": lora(2), "a": config}
     model = MultiTaskPeftModel(backbone(), configs, seeds=dict.fromkeys(configs, 3), verify=False)
-    judges = judges_of(model, configs, dict.fromkeys(configs, 3), backbone)
-    batch, rows = packed(*configs)
-    assert_as_plain(model, batch, judges, rows)
+    judges = passes.judges_of(model, configs, dict.fromkeys(configs, 3), backbone)
+    batch, rows = passes.packed(*configs)
+    passes.assert_as_plain(model, batch, judges, rows)
 
 
 @pytest.mark.parametrize(
@@ -405,12 +364,12 @@ def gradients(model: MultiTaskPeftModel, *names: str) -> dict[str, torch.Tensor]
     first, second = model(batch_of(*names)).losses.sum(), model(batch_of(*reversed(names), seed=1)).losses.sum()
     first.backward()
     second.backward()
-    return {f"{name}.{key}": value.grad.clone() for name in names for key, value in model.task_parameters(name).items()}
+    return passes.gradients_of(model)
 
 
 def test_checkpointing_of_activations_gives_the_same_gradients() -> None:
     configs = {name: lora(rank, lora_dropout=0.3) for name, rank in (("a", 2), ("b", 5))}
-    model = excite(MultiTaskPeftModel(backbone(), configs, verify=False)).train()
+    model = passes.moved(MultiTaskPeftModel(backbone(), configs, verify=False)).train()
     plain = gradients(model, "a", "b")
     assert len(plain) == 2 * 28
     calls = model.stream.num_attention_calls
@@ -420,8 +379,7 @@ def test_checkpointing_of_activations_gives_the_same_gradients() -> None:
     calls = model.stream.num_attention_calls
     recomputed = gradients(model, "a", "b")
     assert model.stream.num_attention_calls - calls == 2 * per_run, "nothing was recomputed"
-    for key, gradient in plain.items():
-        assert torch.equal(recomputed[key], gradient), key
+    passes.assert_same_tensors(recomputed, plain)
     assert model.stream.is_idle
 
 
@@ -450,7 +408,7 @@ def test_an_error_in_a_pass_leaves_the_model_idle_and_usable() -> None:
 
 def saved_twice(config: LoraConfig, folder: Path) -> tuple[list[bytes], list[dict[str, Any]]]:
     """Return weights and configurations of one adapter, as we save it and as plain PEFT does."""
-    model = excite(MultiTaskPeftModel(backbone(), {"other": lora(2), "a": config}, verify=False))
+    model = passes.moved(MultiTaskPeftModel(backbone(), {"other": lora(2), "a": config}, verify=False))
     model.save_task("a", folder / "ours")
     plain = get_peft_model(backbone(), copy.deepcopy(config))
     with torch.no_grad():
@@ -485,15 +443,13 @@ def test_a_saved_model_comes_back_whole(kind: str, tmp_path: Path) -> None:
     task_type = "SEQ_CLS" if kind == "bert" else "CAUSAL_LM"
     configs = {"a": lora(3, task_type=task_type), "b": lora(5, task_type=task_type)}
     labels = {"a": 4, "b": 2} if kind == "bert" else None
-    model = excite(MultiTaskPeftModel(backbone(kind), configs, num_labels=labels))
+    model = passes.moved(MultiTaskPeftModel(backbone(kind), configs, num_labels=labels))
     model.save_pretrained(tmp_path)
     (tmp_path / "notes").mkdir()  # other folders are passed over
     again = MultiTaskPeftModel.from_pretrained(backbone(kind), tmp_path)
     assert again.tasks == ("a", "b")
     for name in "ab":
-        mine, theirs = model.task_parameters(name), again.task_parameters(name)
-        assert mine.keys() == theirs.keys()
-        assert all(torch.equal(value, theirs[key]) for key, value in mine.items())
+        passes.assert_same_tensors(again.task_parameters(name), model.task_parameters(name))
     assert trainable(again) == owned(again)
     batch = batch_of("a", "b", label=1 if kind == "bert" else None)
     assert torch.equal(model.eval()(batch).losses, again.eval()(batch).losses)
@@ -501,7 +457,7 @@ def test_a_saved_model_comes_back_whole(kind: str, tmp_path: Path) -> None:
 
 def test_an_adapted_embedding_comes_back_in_plain_peft(tmp_path: Path) -> None:
     configs = {"a": lora(3, ["embed_tokens", "q_proj"]), "b": lora(3)}
-    model = excite(MultiTaskPeftModel(backbone(), configs)).eval()
+    model = passes.moved(MultiTaskPeftModel(backbone(), configs)).eval()
     model.save_pretrained(tmp_path)
     plain = PeftModel.from_pretrained(backbone(), tmp_path / "a").eval()
     again = MultiTaskPeftModel.from_pretrained(backbone(), tmp_path).eval()
@@ -516,7 +472,7 @@ def test_an_adapted_embedding_comes_back_in_plain_peft(tmp_path: Path) -> None:
 @pytest.mark.parametrize("fault", ["missing tensor", "extra tensor", "other rank", "no file"])
 def test_an_adapter_that_does_not_fit_is_refused_and_nothing_is_loaded(fault: str, tmp_path: Path) -> None:
     model = model_of("a")
-    before = copies(model, "a")
+    before = passes.snapshot(model.task_parameters("a"))
     model.save_task("a", tmp_path)
     path = tmp_path / "adapter_model.safetensors"
     state = {key: value + 1 for key, value in load_file(path).items()}
@@ -533,7 +489,7 @@ def test_an_adapter_that_does_not_fit_is_refused_and_nothing_is_loaded(fault: st
         save_file(state, path)
     with pytest.raises(CheckpointError, match=r"do not match its 28|got one without adapter_model.safetensors"):
         model.load_task("a", tmp_path)
-    assert all(torch.equal(value, before[key]) for key, value in model.task_parameters("a").items())
+    passes.assert_same_tensors(model.task_parameters("a"), before)
 
 
 def test_a_folder_without_adapters_is_refused(tmp_path: Path) -> None:
@@ -570,8 +526,7 @@ def test_options_of_save_pretrained_are_refused_and_not_ignored(tmp_path: Path) 
 def test_a_faulty_field_is_refused_by_model_and_trainer_with_the_task_and_the_field(field: str, value: Any) -> None:
     base, config = backbone(), LoraConfig(**{"target_modules": ["q_proj"], field: value})
     said = rf"tasks.sql.peft_config.{field}(\['q_proj'\])? must be .*got .*"
-    with pytest.raises(ConfigError, match=f"^{said}"):
-        MultiTaskPeftModel(base, {"sql": config})
+    passes.assert_refused({"sql": config}, f"^{said}", base)
     assert base.state_dict().keys() == backbone().state_dict().keys(), "the backbone was touched"
     task = Task(name="sql", peft_config=config, train_dataset=[{"input_ids": [1, 2, 3]}], max_steps=1)
     with pytest.raises(ConfigError, match=said):
@@ -597,24 +552,25 @@ def test_all_faults_of_all_tasks_are_reported_at_once() -> None:
 
 @pytest.mark.parametrize(("kind", "task_type"), [("llama", "SEQ_CLS"), ("bert", "CAUSAL_LM"), ("bert", None)])
 def test_a_task_of_the_other_kind_than_the_backbone_is_refused(kind: str, task_type: str | None) -> None:
-    with pytest.raises(ConfigError, match=rf"tasks.a.peft_config.task_type must be .*got {task_type}\."):
-        MultiTaskPeftModel(backbone(kind), {"a": lora(task_type=task_type)})
+    passes.assert_refused(
+        {"a": lora(task_type=task_type)}, rf"tasks.a.peft_config.task_type must be .*got {task_type}\.", backbone(kind)
+    )
 
 
 def test_a_broken_pattern_of_excluded_modules_is_refused_with_the_task() -> None:
-    with pytest.raises(ConfigError, match=r"tasks.a.peft_config"):
-        MultiTaskPeftModel(backbone(), {"a": lora(targets=["q_proj"], exclude_modules="q_proj(")})
+    passes.assert_refused(
+        {"a": lora(targets=["q_proj"], exclude_modules="q_proj(")}, r"tasks.a.peft_config", backbone()
+    )
 
 
 def test_another_number_of_classes_is_refused_where_the_head_is_no_single_layer() -> None:
-    base = RobertaForSequenceClassification(
-        RobertaConfig(**SIZE, hidden_dropout_prob=0.0, attention_probs_dropout_prob=0.0, num_labels=3)
+    base = classifier_of("roberta", **NO_BERT_DROPOUT)()
+    passes.assert_refused(
+        {"a": lora(2, ["query"], task_type="SEQ_CLS")},
+        "num_labels must be 3, as the backbone was loaded, got 5 for the RobertaClassificationHead",
+        base,
+        num_labels={"a": 5},
     )
-    with pytest.raises(
-        ConfigError,
-        match="num_labels must be 3, as the backbone was loaded, got 5 for the RobertaClassificationHead",
-    ):
-        MultiTaskPeftModel(base, {"a": lora(2, ["query"], task_type="SEQ_CLS")}, num_labels={"a": 5})
 
 
 def test_trainable_parameters_are_printed_as_peft_prints_them_of_each_task_alone(
@@ -623,7 +579,7 @@ def test_trainable_parameters_are_printed_as_peft_prints_them_of_each_task_alone
     configs = {name: LoraConfig(r=rank, target_modules=["q_proj"]) for name, rank in (("a", 2), ("b", 8))}
     said = {}
     for name, config in configs.items():
-        get_peft_model(copy.deepcopy(_backbone("llama")), config).print_trainable_parameters()
+        get_peft_model(backbone(), config).print_trainable_parameters()
         said[name] = capsys.readouterr().out
-    MultiTaskPeftModel(copy.deepcopy(_backbone("llama")), configs).print_trainable_parameters()
+    MultiTaskPeftModel(backbone(), configs).print_trainable_parameters()
     assert capsys.readouterr().out == "".join(f"{name}: {line}" for name, line in said.items())

@@ -21,25 +21,20 @@ from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.engine import lab as engine_lab
 from tests.engine.losses import router_cases
 from tests.invariants import mux_lab as lab
-from tests.modeling.adapters.passes import Judges, assert_as_plain, plain
+from tests.modeling.adapters.passes import assert_as_plain, judges_like, moved
 
 KINDS = (
     *("ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "laguna", "mellum", "minimax_m2", "mixtral"),
     *("olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
 )
 ROWS = {"a": [[5, 9, 3, 17, 20], [4, 4, 8]], "b": [[30, 31, 2, 6, 11, 12, 40]]}
+CONFIGS = dict.fromkeys("ab", LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"]))
 COEFFICIENT = 0.7
 
 
 def adapted(backbone: Any) -> MultiTaskPeftModel:
     """Return a model of two tasks whose adapters are not zero; the first balances routers."""
-    config = LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"])
-    model = MultiTaskPeftModel(backbone, {"a": config, "b": config}, verify=False).train()
-    generator = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for name in model.tasks:
-            for _, parameter in sorted(model.task_parameters(name).items()):
-                parameter.copy_(0.2 * torch.randn(parameter.shape, generator=generator))
+    model = moved(MultiTaskPeftModel(backbone, CONFIGS, verify=False)).train()
     model.router_loss.assign(model.adapter_of("a"), COEFFICIENT, model.backbone)
     return model
 
@@ -69,13 +64,7 @@ def test_the_loss_and_its_gradient_are_those_of_transformers(kind: str, monkeypa
     model = adapted(copy.deepcopy(backbone))
     # In training phimoe draws its experts.
     monkeypatch.setattr(phimoe, "sparsemixer", lambda *args, training, **others: mixer(*args, training=False, **others))
-    judges: Judges = {}
-    for name in model.tasks:
-        judge, own = plain(model.peft_config[model.adapter_of(name)], 0, lambda: copy.deepcopy(backbone))
-        with torch.no_grad():
-            for key, value in model.task_parameters(name).items():
-                own[key].copy_(value)
-        judges[name] = judge.train(), own
+    judges = judges_like(model, CONFIGS, lambda: copy.deepcopy(backbone))
     assert_as_plain(model, packed(ROWS), judges, ROWS, loss_of=plain_loss)
 
 

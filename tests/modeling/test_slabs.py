@@ -9,10 +9,10 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
-from peft_mux.data.batch import MuxBatch
+from peft_mux import MultiTaskPeftModel
 from peft_mux.modeling.adapters.lora import layer as layers
-from tests.invariants.mux_lab import rows, tiny_llama
+from tests.invariants.mux_lab import tiny_llama
+from tests.modeling.adapters.passes import gradients_of, moved, packed
 
 # ------------------------------------------------------------- in a model
 
@@ -22,28 +22,12 @@ def two_tasks(**second: Any) -> MultiTaskPeftModel:
         "a": LoraConfig(r=3, target_modules="all-linear"),
         "b": LoraConfig(**{"r": 5, "target_modules": ["q_proj", "v_proj", "up_proj"], **second}),
     }
-    model = MultiTaskPeftModel(tiny_llama(), configs, verify=False).train()
-    generator = torch.Generator().manual_seed(4)
-    with torch.no_grad():
-        for name in "ab":
-            for parameter in model.task_parameters(name).values():
-                parameter.copy_(torch.randn(parameter.shape, generator=generator) * 0.1)
-    return model
-
-
-def batch() -> MuxBatch:
-    features = [{"task": name, **row} for name, seed in (("a", 1), ("b", 2)) for row in rows(seed, 3, 5, 9)]
-    return ChunkPackingCollator()(features)
+    return moved(MultiTaskPeftModel(tiny_llama(), configs, verify=False)).train()
 
 
 def gradients(model: MultiTaskPeftModel) -> Mapping[str, torch.Tensor]:
-    model(batch()).losses.sum().backward()
-    return {
-        f"{task}/{name}": parameter.grad.clone()
-        for task in "ab"
-        for name, parameter in model.task_parameters(task).items()
-        if parameter.grad is not None
-    }
+    model(packed("a", "b")[0]).losses.sum().backward()
+    return gradients_of(model)
 
 
 def apart(model: MultiTaskPeftModel) -> MultiTaskPeftModel:
@@ -72,7 +56,7 @@ def test_q_k_and_v_are_one_call_and_gate_and_up_another(monkeypatch: pytest.Monk
         return original(x, slices, *others)
 
     monkeypatch.setattr(layers, "grouped_lora_slices", count)
-    two_tasks()(batch())
+    two_tasks()(packed("a", "b")[0])
     assert calls == [3, 1, 2, 1] * 2, "q+k+v, o, gate+up, down in each of two layers"
 
 
@@ -84,11 +68,11 @@ def test_a_model_that_gives_siblings_different_activations_gets_them_one_by_one(
     query, key = attention.q_proj.forward, attention.k_proj.forward
     shared = query.group
     monkeypatch.setattr(attention.k_proj, "forward", lambda x: key(x.clone()))
-    found = model(batch()).losses
+    found = model(packed("a", "b")[0]).losses
     assert len(shared.members) == 3
     assert shared.are_apart
     assert key.group.members == [key]
-    assert torch.allclose(found, apart(two_tasks())(batch()).losses, rtol=1e-6)
+    assert torch.allclose(found, apart(two_tasks())(packed("a", "b")[0]).losses, rtol=1e-6)
 
 
 def test_a_cast_model_has_its_adapters_in_slabs_again() -> None:
@@ -98,4 +82,4 @@ def test_a_cast_model_has_its_adapters_in_slabs_again() -> None:
         assert page.values.dtype == torch.float64
         start, end = page.values.data_ptr(), page.values.data_ptr() + page.values.numel() * 8
         assert all(start <= p.data_ptr() < end for p in model.task_parameters(name).values())
-    assert model(batch()).losses.isfinite().all()
+    assert model(packed("a", "b")[0]).losses.isfinite().all()

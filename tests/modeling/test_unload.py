@@ -13,6 +13,7 @@ from peft_mux import ConfigError, MultiTaskTrainer
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.invariants.mux_lab import make_trainer, small_task, tiny_llama, weights
+from tests.modeling.adapters.passes import assert_same_tensors, snapshot
 from tests.modeling.test_model import PROMPT, backbone, batch_of, lora
 
 
@@ -33,7 +34,7 @@ def test_an_unloaded_backbone_is_in_every_part_the_one_that_came(kind: str) -> N
     base.requires_grad_(False)
     next(base.parameters()).requires_grad_(True)
     before, logits = facts(base), base(PROMPT).logits
-    tensors = {name: tensor.clone() for name, tensor in base.state_dict().items()}
+    tensors = snapshot(base.state_dict())
     task_type = "SEQ_CLS" if kind == "bert" else "CAUSAL_LM"
     model = MultiTaskPeftModel(base, {name: lora(4, task_type=task_type) for name in "ab"})
     model.train()
@@ -41,7 +42,7 @@ def test_an_unloaded_backbone_is_in_every_part_the_one_that_came(kind: str) -> N
     model(batch_of("a", "b", label=1 if kind == "bert" else None)).losses.sum().backward()
     assert model.unload() is base
     assert facts(base) == before
-    assert all(torch.equal(tensor, tensors[name]) for name, tensor in base.state_dict().items())
+    assert_same_tensors(base.state_dict(), tensors)
     assert torch.equal(base(PROMPT).logits, logits)
     assert model.tasks == ()
     with pytest.raises(ConfigError, match=r'the task must be none, because the model holds no tasks, got "a"'):
@@ -59,7 +60,7 @@ def test_a_second_trainer_of_one_backbone_is_refused_until_the_first_has_given_i
     second.train()
     alone = make_trainer([held_out], tmp_path / "c")
     alone.train()
-    assert all(torch.equal(value, weights(alone, "other")[key]) for key, value in weights(second, "other").items())
+    assert_same_tensors(weights(second, "other"), weights(alone, "other"))
     assert loss_of_the_saved(tmp_path / "b" / "other", second) == pytest.approx(
         second.evaluate("other")["other/eval_loss"], rel=1e-5
     )

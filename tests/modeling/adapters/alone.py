@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -13,26 +11,18 @@ import pytest
 import torch
 from peft import PeftConfig, PeftModel
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, Trainer
+from transformers import Trainer
 
 from peft_mux import Task
 from peft_mux.kernels import philox
 from tests.invariants import mux_lab as lab
-from tests.modeling.adapters.passes import IDS
+from tests.modeling.adapters.passes import IDS, assert_same_tensors, snapshot
+from tests.modeling.backbones import backbone_of, drawn
 
 
-@cache
-def _gpt2() -> GPT2LMHeadModel:
-    shape = {"vocab_size": lab.VOCABULARY, "n_positions": 64, "n_embd": 32, "n_layer": 2, "n_head": 4}
-    drops = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
-    model = GPT2LMHeadModel(GPT2Config(**shape, **drops, bos_token_id=1, eos_token_id=2))
-    lab.fill(model, 0)
-    return model
-
-
-def tiny_gpt2() -> GPT2LMHeadModel:
-    """Return a fresh copy of a GPT-2: biases everywhere, weights as [in, out], tied embeddings."""
-    return copy.deepcopy(_gpt2())
+def tiny_gpt2() -> Any:
+    """Return a GPT-2: biases everywhere, weights as [in, out], tied embeddings."""
+    return drawn(backbone_of("gpt2", vocab_size=lab.VOCABULARY))
 
 
 def tied_llama() -> Any:
@@ -101,16 +91,20 @@ def alone(
     return Side(verdict.losses, verdict.weights, models[0].eval())
 
 
-def assert_resumes(make: Callable[[], Sequence[Task]], folder: Path, base: Callable[[], Any] = lab.tiny_llama) -> None:
-    """Assert that a run which was cut after two steps ends with the bits of one that was not."""
-    whole = lab.train(make(), folder / "whole", model=base())
+def assert_resumes(
+    make: Callable[[], Sequence[Task]],
+    folder: Path,
+    base: Callable[[], Any] = lab.tiny_llama,
+    whole: lab.Run | None = None,
+) -> None:
+    """Assert that a run which was cut after two steps ends with the bits of one that was not, which may be given."""
+    whole = whole or lab.train(make(), folder / "whole", model=base())
     stop = lab.Recorder(at_end={2: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
     lab.train(make(), folder / "cut", model=base(), recorder=stop, save_strategy="steps", save_steps=2)
     rest = lab.train(make(), folder / "cut", model=base(), resume=True, save_strategy="steps", save_steps=100)
     for name, losses in whole.losses.items():
         assert rest.losses[name] == losses[2:], name
-        final = rest.weights(name)
-        assert all(torch.equal(final[key], item) for key, item in whole.weights(name).items()), name
+        assert_same_tensors(rest.weights(name), whole.weights(name), name)
 
 
 @dataclass
@@ -182,7 +176,7 @@ def together(
     """Train tasks of these configurations side by side, those in `late` from the second step on, and save them."""
     tasks = {name: task(name, config, number, **settings) for number, (name, config) in enumerate(configs.items())}
     model = base()
-    before = {name: item.detach().clone() for name, item in model.named_parameters()}
+    before = snapshot(dict(model.named_parameters()))
     arriving = [tasks[name] for name in late]
     recorder = lab.Recorder(at_end={1: lambda trainer: trainer.register_tasks(arriving)} if arriving else {})
     first = [one for name, one in tasks.items() if name not in late]

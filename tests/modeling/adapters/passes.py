@@ -7,11 +7,12 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import pytest
 import torch
 from peft import PeftConfig, get_peft_model
 from torch.nn import functional as F
 
-from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
+from peft_mux import ChunkPackingCollator, ConfigError, MultiTaskPeftModel
 from peft_mux.data.batch import MuxBatch
 from tests.invariants import mux_lab as lab
 
@@ -35,6 +36,37 @@ def perturbed(parameters: Mapping[str, torch.Tensor], seed: int) -> None:
         for name in sorted(parameters):
             generator = torch.Generator().manual_seed(seed * 1000 + sum(map(ord, name)))
             parameters[name].add_(0.2 * torch.randn(parameters[name].shape, generator=generator))
+
+
+def moved(model: MultiTaskPeftModel) -> MultiTaskPeftModel:
+    """Give the adapters of all tasks other weights, as training would; those of a task depend on its name alone."""
+    for name in model.tasks:
+        perturbed(model.task_parameters(name), sum(name.encode()))
+    return model
+
+
+def gradients_of(model: MultiTaskPeftModel) -> dict[str, torch.Tensor]:
+    """Return a copy of the gradients that tasks have, by task and parameter."""
+    named = {f"{name} {key}": item for name in model.tasks for key, item in model.task_parameters(name).items()}
+    return {key: item.grad.clone() for key, item in named.items() if item.grad is not None}
+
+
+def snapshot(tensors: Mapping[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """Return copies of tensors by name."""
+    return {name: item.detach().clone() for name, item in tensors.items()}
+
+
+def assert_same_tensors(found: Mapping[str, torch.Tensor], wanted: Mapping[str, torch.Tensor], what: str = "") -> None:
+    """Assert that the names and the bits of tensors are the same."""
+    assert found.keys() == wanted.keys(), what
+    for key, item in wanted.items():
+        assert torch.equal(found[key], item), f"{what} {key}"
+
+
+def assert_refused(configs: Mapping[str, Any], said: str, backbone: Any = None, **options: Any) -> None:
+    """Assert that a model of tasks is refused with a sentence, by default on the tiny Llama."""
+    with pytest.raises(ConfigError, match=said):
+        MultiTaskPeftModel(backbone or lab.tiny_llama(), configs, verify=False, **options)
 
 
 def packed(*tasks: str, seed: int = 0, task_seed: int = 1) -> tuple[MuxBatch, dict[str, list[list[int]]]]:
@@ -63,10 +95,20 @@ def judges_of(
     judges = {name: plain(config, seeds[name], base) for name, config in configs.items()}
     for number, (name, (_, own)) in enumerate(judges.items()):
         ours = model.task_parameters(name)
-        assert ours.keys() == own.keys()
-        assert all(torch.equal(ours[key], item) for key, item in own.items()), f"{name}: initial weights"
+        assert_same_tensors(ours, own, f"{name}: initial weights")
         perturbed(own, number)
         perturbed(ours, number)
+    return judges
+
+
+def judges_like(model: MultiTaskPeftModel, configs: Mapping[str, PeftConfig], base: Callable[[], Any]) -> Judges:
+    """Return plain PEFT's models of all tasks, in training mode, with the weights that tasks have in a model."""
+    judges = {name: plain(config, 0, base) for name, config in configs.items()}
+    for name, (judge, own) in judges.items():
+        judge.train()
+        with torch.no_grad():
+            for key, value in model.task_parameters(name).items():
+                own[key].copy_(value)
     return judges
 
 
@@ -106,15 +148,15 @@ def assert_nan_stays(model: MultiTaskPeftModel, batch: MuxBatch, spoilt: str, pa
     """
 
     def run() -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
-        named = {f"{name} {key}": item for name in model.tasks for key, item in model.task_parameters(name).items()}
-        for item in named.values():
-            item.grad = None
+        for name in model.tasks:
+            for item in model.task_parameters(name).values():
+                item.grad = None
         losses = model(batch).losses
         losses.sum().backward()
-        return losses.detach(), {key: item.grad.clone() for key, item in named.items() if item.grad is not None}
+        return losses.detach(), gradients_of(model)
 
     healthy, own = run(), model.task_parameters(spoilt)
-    kept = {key: item.detach().clone() for key, item in own.items()}
+    kept = snapshot(own)
     with torch.no_grad():
         for key, item in own.items():
             if part in key:

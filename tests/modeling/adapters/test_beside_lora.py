@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
-import torch
 from peft import LoraConfig
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
@@ -17,7 +16,7 @@ from tests.modeling.adapters.lora import test_row_steps as steps
 from tests.modeling.adapters.own import test_biases as biases
 from tests.modeling.adapters.own import test_copies as copies
 from tests.modeling.adapters.own import test_token_rows as rows
-from tests.modeling.adapters.passes import assert_nan_stays
+from tests.modeling.adapters.passes import assert_nan_stays, assert_same_tensors, snapshot
 
 
 class Group(NamedTuple):
@@ -76,8 +75,7 @@ def test_a_folder_of_them_is_loaded_again(mixed: tuple[Group, Together]) -> None
     for name, config in group.configs.items():
         # What begins from the backbone's weights is saved as the LoRA into which PEFT converts it.
         if config.init_lora_weights is True:
-            weights = again.task_parameters(name)
-            assert all(torch.equal(weights[key], item) for key, item in ran.run.weights(name).items()), name
+            assert_same_tensors(again.task_parameters(name), ran.run.weights(name), name)
 
 
 @EVERY_GROUP
@@ -92,9 +90,7 @@ def test_nan_in_what_one_task_trains_reaches_no_neighbour(group: Group) -> None:
 @EVERY_GROUP
 def test_a_model_of_such_tasks_gives_its_backbone_back(group: Group) -> None:
     backbone = group.base()
-    before = {name: item.clone() for name, item in backbone.state_dict().items()}
+    before = snapshot(backbone.state_dict())
     model = MultiTaskPeftModel(backbone, group.configs, verify=False)
     model.remove_tasks([next(iter(group.configs))])
-    back = model.unload().state_dict()
-    assert back.keys() == before.keys()
-    assert all(torch.equal(back[name], item) for name, item in before.items())
+    assert_same_tensors(model.unload().state_dict(), before)

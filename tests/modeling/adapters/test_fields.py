@@ -18,6 +18,7 @@ from peft_mux.modeling.adapters.kind import KINDS
 from peft_mux.modeling.adapters.lora.config import FIELDS, REASONS, REFUSED_INITIALISERS
 from tests.invariants.mux_lab import make_trainer, rows, tiny_llama
 from tests.modeling.adapters.cases import CASES
+from tests.modeling.adapters.passes import assert_refused
 from tests.paths import ROOT
 from tools import lora_fields
 
@@ -100,10 +101,7 @@ def test_any_value_in_any_field_is_trained_with_or_refused_by_name(field: str, t
 
 
 def test_what_is_no_configuration_is_refused_by_the_model_too() -> None:
-    with pytest.raises(
-        ConfigError, match=r"tasks\.own\.peft_config must be a peft\.PeftConfig such as LoraConfig\(r=8\), got int"
-    ):
-        MultiTaskPeftModel(tiny_llama(), {"own": 5})  # type: ignore[dict-item]
+    assert_refused({"own": 5}, r"tasks\.own\.peft_config must be a peft\.PeftConfig such as LoraConfig\(r=8\), got int")
 
 
 REFUSED_VALUES: dict[str, Any] = {

@@ -8,7 +8,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Iterator
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -33,9 +32,9 @@ from peft_mux.modeling.adapters.kind import (
 from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
-from tests.modeling.adapters.alone import assert_resumes
+from tests.modeling.adapters.alone import assert_resumes, task
 from tests.modeling.adapters.cases import CASES
-from tests.modeling.adapters.passes import IDS, assert_as_plain, judges_of, packed, perturbed, plain
+from tests.modeling.adapters.passes import IDS, assert_as_plain, assert_refused, judges_of, packed, perturbed, plain
 from tests.modeling.adapters.toy_kind import ToyKind, registered
 
 
@@ -57,8 +56,10 @@ def test_every_registered_kind_has_a_case_here() -> None:
 
 def test_types_that_are_not_registered_have_no_kind() -> None:
     assert find_kind(PolyConfig(target_modules=["q_proj"])) is None
-    with pytest.raises(ConfigError, match=r"tasks\.a\.peft_config must be.*, got PolyConfig \(POLY\).*Nearest: LORA"):
-        MultiTaskPeftModel(tiny_llama(), {"a": PolyConfig(target_modules=["q_proj"])})
+    assert_refused(
+        {"a": PolyConfig(target_modules=["q_proj"])},
+        r"tasks\.a\.peft_config must be.*, got PolyConfig \(POLY\).*Nearest: LORA",
+    )
 
 
 @EVERY_KIND
@@ -69,8 +70,7 @@ def test_a_field_and_a_task_type_that_cannot_be_trained_are_refused_by_name(kind
     field, value = case.wrong
     setattr(config, field, value)
     other.task_type = TaskType.SEQ_2_SEQ_LM
-    with pytest.raises(ConfigError, match=rf"tasks\.a\.peft_config\.{field}"):
-        MultiTaskPeftModel(tiny_llama(), {"a": config}, verify=False)
+    assert_refused({"a": config}, rf"tasks\.a\.peft_config\.{field}")
     assert [fault.where for fault in peft_config_faults(other, "tasks.a")] == ["tasks.a.peft_config.task_type"]
 
 
@@ -197,15 +197,14 @@ def toy() -> Iterator[ToyKind]:
 
 
 def toy_task(name: str, number: int, **settings: Any) -> Task:
-    task = lab.small_task(name, data_seed=10 + number, length=7 + 3 * number, max_steps=5, **settings)
-    return replace(task, peft_config=ia3(number))
+    return task(name, ia3(number), number, length=7 + 3 * number, max_steps=5, weight_decay=0.0, **settings)
 
 
 def test_a_new_type_trains_next_to_lora_as_plain_peft_alone_and_arrives_in_a_run(toy: ToyKind, tmp_path: Path) -> None:
     tasks = [toy_task("toy0", 0), lab.small_task("lora", data_seed=3, max_steps=7), toy_task("toy1", 1, seed=2)]
     recorder = lab.Recorder(at_end={2: lambda trainer: trainer.register_tasks([tasks[2]])})
     run = lab.train(tasks[:2], tmp_path, recorder=recorder)
-    verdicts = {task.name: lab.judge(run.trainer, task) for task in tasks}
+    verdicts = {one.name: lab.judge(run.trainer, one) for one in tasks}
     lab.assert_as_judged(run, verdicts)
     for name, verdict in verdicts.items():
         assert verdict.losses[-1] != verdict.losses[0], f"{name} has learned something"
@@ -216,10 +215,10 @@ def test_a_new_type_resumes_from_its_checkpoint(toy: ToyKind, tmp_path: Path) ->
 
 
 def test_a_type_that_is_no_longer_registered_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    task = toy_task("toy0", 0)
+    toy_0 = toy_task("toy0", 0)
     monkeypatch.delitem(KINDS, PeftType.IA3)
     with pytest.raises(ConfigError, match=r"IA3Config \(IA3\)"):
-        lab.make_trainer([task], tmp_path)
+        lab.make_trainer([toy_0], tmp_path)
 
 
 def test_sliced_layers_are_named_as_a_reason_against_cuda_graphs() -> None:

@@ -20,6 +20,8 @@ from tests.engine.processes.cases import launch, values
 from tests.engine.replicas.layout_cases import LaidOut
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters import own_method_cases as cases
+from tests.modeling.adapters.alone import assert_resumes
+from tests.modeling.adapters.passes import IDS, assert_refused
 
 
 @pytest.fixture(scope="module")
@@ -68,30 +70,24 @@ def test_nan_of_one_task_reaches_no_other_task(together: lab.Run, tmp_path: Path
 
 
 def test_tasks_resume_exactly_from_their_checkpoint(together: lab.Run, tmp_path: Path) -> None:
-    stop = lab.Recorder(at_end={3: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
-    lab.train(cases.tasks_of(), tmp_path, recorder=stop, save_strategy="steps", save_steps=3)
-    rest = lab.train(cases.tasks_of(), tmp_path, resume=True, save_strategy="steps", save_steps=100)
-    for name in cases.CONFIGS:
-        assert rest.losses[name] == together.losses[name][3:], name
-        assert all(torch.equal(own, together.weights(name)[key]) for key, own in rest.weights(name).items()), name
+    assert_resumes(cases.tasks_of, tmp_path, whole=together)
 
 
 def test_what_a_run_saves_is_plain_peft_is_pruned_there_and_merged(tmp_path: Path) -> None:
     run = lab.train(cases.tasks_of("diff", "houlsby", max_steps=3), tmp_path, save_strategy="steps", save_steps=3)
-    ids = torch.arange(9)[None]
     model = run.trainer.model.eval()
     with torch.no_grad():
         for name in ("diff", "houlsby"):
             loaded = PeftModel.from_pretrained(lab.tiny_llama(), str(tmp_path / name)).eval()
-            wanted = model.task_view(name)(input_ids=ids).logits
-            assert torch.equal(loaded(input_ids=ids).logits, wanted)
+            wanted = model.task_view(name)(input_ids=IDS).logits
+            assert torch.equal(loaded(input_ids=IDS).logits, wanted)
             assert "import peft_mux\nfrom peft import PeftModel" in str(model_card(tmp_path / name, "me/it", 3))
         with pytest.raises(ConfigError, match=r"merge needs an adapter that adds to a weight.*got BOTTLENECK"):
             model.task_view("houlsby").merge_and_unload()
         assert model.tasks == ("diff", "houlsby")
-        wanted = model.task_view("diff")(input_ids=ids).logits
+        wanted = model.task_view("diff")(input_ids=IDS).logits
         merged = model.task_view("diff").merge_and_unload()
-        assert torch.allclose(merged(input_ids=ids).logits, wanted, atol=1e-5)
+        assert torch.allclose(merged(input_ids=IDS).logits, wanted, atol=1e-5)
         pruned = PeftModel.from_pretrained(lab.tiny_llama(), str(tmp_path / "diff"))
         pruned.base_model.prune()
         pruned.save_pretrained(str(tmp_path / "served" / "diff"))
@@ -125,16 +121,16 @@ def test_on_a_quantised_backbone_tasks_train_as_in_plain_peft_and_are_not_merged
     tasks = cases.tasks_of("houlsby", "diff", "lora", max_steps=3, adam_epsilon=1e-6)
     run = lab.train(tasks, tmp_path / "run")
     lab.assert_as_judged(run, {task.name: cases.judge(run.trainer, task) for task in tasks})
-    model, ids = run.trainer.model.eval(), torch.arange(9)[None]
+    model = run.trainer.model.eval()
     with torch.no_grad():
-        before = {task.name: model.task_view(task.name)(input_ids=ids).logits for task in tasks}
+        before = {task.name: model.task_view(task.name)(input_ids=IDS).logits for task in tasks}
         with pytest.raises(
             ConfigError,
             match="merge needs weights in full precision, got a DIFF_PRUNING adapter on a quantised Linear4bit",
         ):
             model.task_view("diff").merge_and_unload()
         for name, logits in before.items():
-            assert torch.equal(model.task_view(name)(input_ids=ids).logits, logits), "nothing was taken apart"
+            assert torch.equal(model.task_view(name)(input_ids=IDS).logits, logits), "nothing was taken apart"
 
 
 @pytest.mark.parametrize(
@@ -143,8 +139,7 @@ def test_on_a_quantised_backbone_tasks_train_as_in_plain_peft_and_are_not_merged
 def test_a_field_that_was_spoilt_later_is_refused_by_task_and_field(field: str, value: Any) -> None:
     config: Any = BottleneckConfig(target_modules=["o_proj"])
     setattr(config, field, value)
-    with pytest.raises(ConfigError, match=rf"tasks\.own\.peft_config\.{field} must be .*got .*"):
-        MultiTaskPeftModel(lab.tiny_llama(), {"own": config})
+    assert_refused({"own": config}, rf"tasks\.own\.peft_config\.{field} must be .*got .*")
 
 
 def test_layouts_that_a_type_cannot_be_trained_on_are_refused_by_name() -> None:

@@ -19,7 +19,7 @@ from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.backbone.modules import adaptable_modules, frozen_parameters
 from peft_mux.modeling.backbone.shape import weight_samples
 from tests.invariants.mux_lab import tiny_llama
-from tests.modeling.adapters.passes import IDS, assert_as_plain, judges_of, packed, perturbed, plain, plain_loss
+from tests.modeling.adapters import passes
 from tests.modeling.adapters.toy_kind import ToyKind, registered
 
 ORDERS = (("lora", "toy", "lora2"), ("toy", "lora", "lora2"), ("lora", "lora2", "toy"))
@@ -50,14 +50,14 @@ def mixed(order: tuple[str, ...], *, at_once: bool = True) -> MultiTaskPeftModel
 
 
 def judged(name: str) -> tuple[Any, dict[str, torch.nn.Parameter]]:
-    judge, own = plain(CONFIGS[name], SEEDS[name])
-    perturbed(own, SEEDS[name])
+    judge, own = passes.plain(CONFIGS[name], SEEDS[name])
+    passes.perturbed(own, SEEDS[name])
     return judge, own
 
 
 def perturb(model: MultiTaskPeftModel) -> None:
     for name in model.tasks:
-        perturbed(model.task_parameters(name), SEEDS[name])
+        passes.perturbed(model.task_parameters(name), SEEDS[name])
 
 
 @pytest.mark.parametrize("at_once", [True, False])
@@ -66,9 +66,9 @@ def test_each_task_has_the_parameters_losses_and_gradients_of_plain_peft_alone(
     order: tuple[str, ...], at_once: bool
 ) -> None:
     model = mixed(order, at_once=at_once)
-    batch, rows = packed(*order)
-    judges = judges_of(model, {name: CONFIGS[name] for name in order}, SEEDS)
-    assert_as_plain(model, batch, judges, rows)
+    batch, rows = passes.packed(*order)
+    judges = passes.judges_of(model, {name: CONFIGS[name] for name in order}, SEEDS)
+    passes.assert_as_plain(model, batch, judges, rows)
 
 
 @pytest.mark.parametrize("order", ORDERS, ids="-".join)
@@ -82,12 +82,14 @@ def test_each_task_is_viewed_saved_and_loaded_as_plain_peft_would(order: tuple[s
         saved = load_file(tmp_path / name / WEIGHTS_NAME)
         assert saved.keys() == own.keys()
         with torch.no_grad():
-            wanted = judge.eval()(input_ids=IDS).logits
+            wanted = judge.eval()(input_ids=passes.IDS).logits
             loaded = PeftModel.from_pretrained(tiny_llama(), str(tmp_path / name)).eval()
             for other in (model.task_view(name), loaded, again.task_view(name)):
-                assert torch.equal(other(input_ids=IDS).logits, wanted), name
+                assert torch.equal(other(input_ids=passes.IDS).logits, wanted), name
     with torch.no_grad(), model.without_adapters():
-        assert torch.equal(model.backbone(input_ids=IDS).logits, tiny_llama().eval()(input_ids=IDS).logits)
+        assert torch.equal(
+            model.backbone(input_ids=passes.IDS).logits, tiny_llama().eval()(input_ids=passes.IDS).logits
+        )
 
 
 @pytest.mark.parametrize("gone", ["lora", "toy"])
@@ -99,8 +101,8 @@ def test_a_type_leaves_and_comes_back_without_effect_on_the_other(order: tuple[s
     assert not any(f"{gone.replace('toy', 'ia3')}_" in name for name, _ in model.named_parameters())
     model.register_tasks({name: copy.deepcopy(CONFIGS[name]) for name in names}, seeds=SEEDS)
     perturb(model)
-    batch, rows = packed(*model.tasks)
-    assert_as_plain(model, batch, {name: judged(name) for name in model.tasks}, rows)
+    batch, rows = passes.packed(*model.tasks)
+    passes.assert_as_plain(model, batch, {name: judged(name) for name in model.tasks}, rows)
 
 
 @pytest.mark.parametrize("name", ["lora", "toy"])
@@ -111,20 +113,18 @@ def test_one_task_is_merged_into_the_backbone_alone(name: str) -> None:
     wanted = judged(name)[0].merge_and_unload().eval()
     assert [key for key, _ in merged.named_parameters()] == [key for key, _ in wanted.named_parameters()]
     with torch.no_grad():
-        assert torch.allclose(merged(input_ids=IDS).logits, wanted(input_ids=IDS).logits, atol=1e-6)
+        assert torch.allclose(merged(input_ids=passes.IDS).logits, wanted(input_ids=passes.IDS).logits, atol=1e-6)
 
 
 def test_a_task_that_peft_refuses_leaves_nothing_of_a_new_type() -> None:
     model = mixed(("lora",))
-    before = {name: item.clone() for name, item in model.named_parameters()}
+    before = passes.snapshot(dict(model.named_parameters()))
     bad = IA3Config(target_modules=["k_proj"], feedforward_modules=["k_proj"], fan_in_fan_out=False)
     bad.target_modules = r"model\.layers\.9\..*k_proj"
     with pytest.raises(ConfigError, match="tasks"):
         model.register_tasks({"toy": bad})
     assert model.tasks == ("lora",)
-    after = dict(model.named_parameters())
-    assert before.keys() == after.keys()
-    assert all(torch.equal(after[name], item) for name, item in before.items())
+    passes.assert_same_tensors(dict(model.named_parameters()), before)
 
 
 @pytest.mark.parametrize(("held", "failing"), [("lora", "lora2"), ("lora", "toy"), ("toy", "lora"), ("toy", "toy")])
@@ -132,7 +132,7 @@ def test_an_injection_that_fails_half_way_leaves_nothing_in_the_task_that_comes_
     held: str, failing: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     model = MultiTaskPeftModel(tiny_llama(), {"held": copy.deepcopy(CONFIGS[held])}, seeds={"held": 3})
-    before = {name: item.clone() for name, item in model.named_parameters()}
+    before = [name for name, _ in model.named_parameters()]
     layer_type = kind_of(CONFIGS[failing]).layer_type
     original, calls = layer_type.update_layer, iter(range(100))
 
@@ -154,11 +154,11 @@ def test_an_injection_that_fails_half_way_leaves_nothing_in_the_task_that_comes_
     if failing == "toy":
         config.feedforward_modules = []
     model.register_tasks({"next": config}, seeds={"next": 5})
-    batch, rows = packed("held", "next")
+    batch, rows = passes.packed("held", "next")
     losses = model(batch).losses
     for loss, name, of_it, seed in zip(losses, ("held", "next"), (CONFIGS[held], config), (3, 5), strict=True):
-        judge, own = plain(of_it, seed)
-        wanted = plain_loss(judge, rows[name])
+        judge, own = passes.plain(of_it, seed)
+        wanted = passes.plain_loss(judge, rows[name])
         assert abs(loss.item() - wanted.item()) <= 1e-5 * wanted.item(), name
         assert adapter_state(model, model.adapter_of(name)).keys() == own.keys(), name
 
@@ -177,7 +177,7 @@ def test_the_backbone_under_two_types_is_the_backbone() -> None:
 def test_a_model_of_two_types_is_moved_and_cast_whole() -> None:
     model = mixed(ORDERS[0])
     perturb(model)
-    batch, _ = packed(*model.tasks)
+    batch, _ = passes.packed(*model.tasks)
     with torch.no_grad():
         before = model(batch).losses
         model.double()

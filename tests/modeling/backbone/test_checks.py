@@ -2,55 +2,26 @@
 
 from __future__ import annotations
 
-import copy
-from functools import cache
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
 from torch import nn
-from transformers import (
-    AutoModelForCausalLM,
-    AutoModelForSequenceClassification,
-    DeepseekV3Config,
-    DeepseekV3ForCausalLM,
-    GPT2Config,
-    GPT2LMHeadModel,
-    LlamaConfig,
-    LlamaForCausalLM,
-    LlamaForSequenceClassification,
-    LlamaForTokenClassification,
-    OPTConfig,
-    RobertaConfig,
-)
+from transformers import GPT2Config, GPT2LMHeadModel, OPTConfig, RobertaConfig
 
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.backbone import probe
 from peft_mux.modeling.backbone.probe import max_positions, truncated_head
 from peft_mux.modeling.backbone.shape import fingerprint, model_shape, weight_samples
 from peft_mux.modeling.model import MultiTaskPeftModel
-
-SIZE = {
-    "vocab_size": 61,
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-}
+from tests.engine.lab import config_of
+from tests.modeling.backbones import backbone_of, classifier_of, tagger_of
 
 
-@cache
-def _llama() -> LlamaForCausalLM:
+def llama(**changed: Any) -> Any:
     torch.manual_seed(0)
-    return LlamaForCausalLM(LlamaConfig(**SIZE, initializer_range=0.15))
-
-
-def llama() -> LlamaForCausalLM:
-    """Return a fresh copy of a tiny backbone."""
-    return copy.deepcopy(_llama())
+    return backbone_of("llama", initializer_range=0.15, **changed)()
 
 
 def adapted(model: Any, **options: Any) -> MultiTaskPeftModel:
@@ -92,7 +63,7 @@ class Noisy(nn.Module):
 
 
 def test_a_layer_of_its_own_kind_is_looked_at_wherever_it_is() -> None:
-    model = LlamaForCausalLM(LlamaConfig(**{**SIZE, "num_hidden_layers": 6}, initializer_range=0.15))
+    model = llama(num_hidden_layers=6)
     model.model.layers[4].mlp = Shifted(model.model.layers[4].mlp)
     with pytest.raises(UnsupportedModelError, match="its logits differ by "):
         adapted(model)
@@ -182,12 +153,10 @@ def test_a_sound_model_passes_in_every_precision(dtype: torch.dtype) -> None:
     assert adapted(llama().to(dtype)).tasks == ("a",)
 
 
-@pytest.mark.parametrize(
-    ("make", "task_type"), [(LlamaForSequenceClassification, "SEQ_CLS"), (LlamaForTokenClassification, "TOKEN_CLS")]
-)
+@pytest.mark.parametrize(("make", "task_type"), [(classifier_of, "SEQ_CLS"), (tagger_of, "TOKEN_CLS")])
 def test_a_sound_classifier_of_few_classes_passes(make: Any, task_type: str) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj"], task_type=task_type)
-    model = make(LlamaConfig(**SIZE, num_labels=2, pad_token_id=0))
+    model = make("llama", num_labels=2)()
     assert MultiTaskPeftModel(model, {"a": config}, num_labels={"a": 3}).tasks == ("a",)
 
 
@@ -195,7 +164,7 @@ def test_a_sound_classifier_of_few_classes_passes(make: Any, task_type: str) -> 
 
 
 def test_the_longest_sequence_is_that_of_the_positions() -> None:
-    assert max_positions(LlamaConfig(**SIZE)) == 64
+    assert max_positions(config_of("llama")) == 64
     assert max_positions(GPT2Config(n_positions=48)) == 48
     assert max_positions(OPTConfig(max_position_embeddings=80)) == 80
     # RoBERTa's first token has the position after the padding id.
@@ -215,7 +184,7 @@ def test_the_longest_sequence_is_that_of_the_positions() -> None:
 def test_scaling_that_looks_at_the_longest_row_limits_rows_to_where_it_does_not(
     rope: dict[str, Any], limit: int | None
 ) -> None:
-    config = LlamaConfig(**SIZE)
+    config = config_of("llama")
     config.rope_parameters = {"rope_theta": 10_000.0, **rope}
     assert max_positions(config) == (limit or 64)
 
@@ -238,27 +207,9 @@ def test_the_shape_of_gpt2_is_read_from_its_own_names() -> None:
 
 
 def test_the_shape_of_a_mixture_counts_the_experts_of_a_token_and_all_experts() -> None:
-    config = DeepseekV3Config(
-        vocab_size=61,
-        hidden_size=32,
-        intermediate_size=48,
-        num_hidden_layers=3,
-        num_attention_heads=4,
-        num_key_value_heads=4,
-        moe_intermediate_size=24,
-        n_routed_experts=8,
-        n_shared_experts=1,
-        num_experts_per_tok=2,
-        n_group=2,
-        topk_group=1,
-        kv_lora_rank=16,
-        q_lora_rank=None,
-        qk_rope_head_dim=8,
-        qk_nope_head_dim=8,
-        v_head_dim=8,
-        first_k_dense_replace=1,
-    )
-    model = DeepseekV3ForCausalLM(config)
+    changed = {"num_hidden_layers": 3, "num_key_value_heads": 4, "n_routed_experts": 8, "q_lora_rank": None}
+    model = backbone_of("deepseek_v3", **changed)()
+    config = model.config
     before = model_shape(model, config, dtype=torch.float32, activation_dtype=torch.float32)
     MultiTaskPeftModel(model, {"a": LoraConfig(target_modules="all-linear")}, verify=False)
     shape = model_shape(model, config, dtype=torch.float32, activation_dtype=torch.float32)
@@ -287,29 +238,19 @@ def test_the_fingerprint_of_a_backbone_sees_its_weights_its_type_and_its_size() 
     nudged = llama()
     with torch.no_grad():
         nudged.model.layers[1].mlp.up_proj.weight[0, 0] += 1e-3
-    smaller = LlamaForCausalLM(LlamaConfig(**{**SIZE, "num_hidden_layers": 1}))
+    smaller = llama(num_hidden_layers=1)
     prints = [backbone_fingerprint(model) for model in (llama(), nudged, llama().bfloat16(), smaller)]
     assert len(set(prints)) == 4
 
 
 # ------------------------------------ a head that gives the logits of its first words only, for a while
 
-CONFIG = LlamaConfig(
-    vocab_size=300, hidden_size=16, intermediate_size=24, num_attention_heads=2, num_hidden_layers=1, pad_token_id=0
-)
-
-
-def headed(*, tied: bool = False) -> Any:
-    torch.manual_seed(0)
-    config = LlamaConfig(**{**CONFIG.to_dict(), "tie_word_embeddings": tied})
-    return AutoModelForCausalLM.from_config(config).eval()
-
 
 @pytest.mark.parametrize("tied", [False, True])
 @torch.no_grad()
 def test_a_truncated_head_gives_the_first_logits_and_is_whole_again_afterwards(tied: bool) -> None:
-    model = headed(tied=tied)
-    ids, weight = torch.tensor([[299, 1, 150]]), model.lm_head.weight
+    model = llama(tie_word_embeddings=tied).eval()
+    ids, weight = torch.tensor([[60, 1, 30]]), model.lm_head.weight
     whole = model(ids).logits
     with truncated_head(model, 7):
         torch.testing.assert_close(model(ids).logits, whole[..., :7])
@@ -319,7 +260,7 @@ def test_a_truncated_head_gives_the_first_logits_and_is_whole_again_afterwards(t
 
 
 def test_a_truncated_head_is_whole_again_after_an_error() -> None:
-    model = headed()
+    model = llama()
     weight = model.lm_head.weight
     with pytest.raises(RuntimeError, match="of the block"), truncated_head(model, 7):
         raise RuntimeError("of the block")
@@ -332,11 +273,11 @@ class OwnHead(nn.Linear):
 
 @torch.no_grad()
 def test_short_heads_custom_heads_and_models_without_a_head_are_not_changed() -> None:
-    short, own = headed(), headed()
-    own.lm_head = OwnHead(16, 300, bias=False)
+    short, own = llama(), llama()
+    own.lm_head = OwnHead(32, 61, bias=False)
     ids = torch.tensor([[1, 2]])
-    with truncated_head(short, 300), truncated_head(own, 7):
-        assert short(ids).logits.shape[-1] == own(ids).logits.shape[-1] == 300
-    classifier = AutoModelForSequenceClassification.from_config(CONFIG)
+    with truncated_head(short, 61), truncated_head(own, 7):
+        assert short(ids).logits.shape[-1] == own(ids).logits.shape[-1] == 61
+    classifier = classifier_of("llama", num_labels=2)()
     with truncated_head(classifier, 1):
         assert classifier(ids).logits.shape[-1] == 2

@@ -27,7 +27,7 @@ from peft_mux.modeling.sharding import norm_over_all_ranks
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.cases import CASES as ADAPTER_CASES
 from tests.modeling.adapters.cases import FAST
-from tests.modeling.adapters.passes import assert_nan_stays
+from tests.modeling.adapters.passes import assert_nan_stays, moved
 from tests.modeling.backbones import LANGUAGE_MODELS, VOCABULARY, filled, multiplexed
 from tests.modeling.objectives.cases import CASES as LOSS_CASES
 from tests.modeling.objectives.cases import LossCase
@@ -184,25 +184,14 @@ def test_siblings_that_are_computed_together_stay_so_where_all_rows_are_read() -
 def test_every_type_of_adapters_gives_the_losses_and_gradients_of_all_rows(kind: PeftType) -> None:
     case = ADAPTER_CASES[kind]
     configs = {"a": case.make(0), "b": case.dropped() if case.dropped else case.make(1)}
-    model = MultiTaskPeftModel(tiny_llama(), configs).train()
-    generator = torch.Generator().manual_seed(2)
-    with torch.no_grad():
-        for task in model.tasks:
-            for parameter in model.task_parameters(task).values():
-                parameter.add_(0.1 * torch.randn(parameter.shape, generator=generator))
-    assert_as_all_rows(model, some_rows())
+    assert_as_all_rows(moved(MultiTaskPeftModel(tiny_llama(), configs)).train(), some_rows())
 
 
 @pytest.mark.parametrize("target", ["q_proj", "v_proj", "o_proj", "down_proj"])
 def test_a_task_whose_lowest_adapter_is_in_the_last_layer_stops_there(target: str) -> None:
     upper = LoraConfig(r=3, target_modules=[target], layers_to_transform=[1])
     configs = {"a": upper, "b": LoraConfig(r=2, target_modules=["v_proj", "up_proj"])}
-    model = MultiTaskPeftModel(tiny_llama(), configs).train()
-    with torch.no_grad():
-        for name, parameter in model.named_parameters():
-            if "lora_B" in name:
-                parameter.normal_(generator=torch.Generator().manual_seed(4))
-    assert_as_all_rows(model, some_rows())
+    assert_as_all_rows(moved(MultiTaskPeftModel(tiny_llama(), configs)).train(), some_rows())
 
 
 def test_dropout_is_drawn_for_the_tokens_that_are_left_as_for_all() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
@@ -10,18 +9,19 @@ from typing import Any
 import pytest
 import torch
 from peft import PeftConfig, PeftType, TaskType
-from transformers import LlamaForSequenceClassification
 
 from peft_mux import MultiTaskPeftModel, Task
-from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters import kind as kinds
 from peft_mux.modeling.adapters.checks import target_faults
 from peft_mux.modeling.adapters.kind import KINDS, entry_of
 from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import tiny_llama
+from tests.modeling.adapters import alone
+from tests.modeling.adapters.alone import assert_resumes
 from tests.modeling.adapters.cases import CASES, CASES_BY_NAME, FAST
-from tests.modeling.adapters.passes import packed
+from tests.modeling.adapters.passes import assert_refused, assert_same_tensors, packed
+from tests.modeling.backbones import classifier_of
 
 # Prompts, which have no layers, have tests of their own in `tests/modeling/adapters/prompts`.
 TYPES = [peft_type for peft_type, kind in KINDS.items() if not isinstance(kind, PromptKind)]
@@ -39,23 +39,19 @@ EVERY_TYPE = types(TYPES, FAST)
 NAMES = [one.name.lower() for one in TYPES]
 
 
-def task(name: str, number: int = 0, **settings: Any) -> Task:
-    peft_type = PeftType[name.upper()]
-    seeds = {"data_seed": len(name) + number, "seed": 1 + number}
-    plain = lab.small_task(name, **{**seeds, "max_steps": 3, "length": 5 + number % 7, **settings})
-    return with_config(plain, CASES[peft_type].make(0))
+def task(name: str, number: int = 0, config: PeftConfig | None = None) -> Task:
+    config = config or CASES[PeftType[name.upper()]].make(0)
+    return alone.task(name, config, number, max_steps=3, weight_decay=0.0, length=5 + number % 7, seed=1 + number)
 
 
-def with_config(one: Task, config: PeftConfig) -> Task:
-    fields = {field: getattr(one, field) for field in one.__dataclass_fields__}
-    return Task(**{**fields, "peft_config": config})
+def tasks_of_all_types() -> list[Task]:
+    return [task(name, number) for number, name in enumerate(NAMES)]
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory: pytest.TempPathFactory) -> lab.Run:
     """Every type at once, with the trainer's own planning."""
-    tasks = [task(name, number) for number, name in enumerate(NAMES)]
-    return lab.train(tasks, tmp_path_factory.mktemp("run"), recorder=lab.Recorder(keep_weights=False))
+    return lab.train(tasks_of_all_types(), tmp_path_factory.mktemp("run"), recorder=lab.Recorder(keep_weights=False))
 
 
 # What plain PEFT draws from the generator is compared with a run of its own in the next test.
@@ -72,26 +68,20 @@ def test_in_a_run_of_all_types_each_trains_as_plain_peft_trains_it_alone(run: la
 def test_what_is_drawn_at_random_is_the_same_alone_and_in_micro_batches(peft_type: PeftType, tmp_path: Path) -> None:
     name, case = peft_type.name.lower(), CASES[peft_type]
     assert case.dropped is not None
-    dropped = with_config(task(name), case.dropped())
-    alone = lab.train([dropped], tmp_path / "alone")
+    dropped = task(name, config=case.dropped())
+    by_itself = lab.train([dropped], tmp_path / "alone")
     other = lab.train([dropped, task("ia3", 1)], tmp_path / "split", max_tokens_per_micro_batch=16)
-    lab.assert_close(other.losses[name], alone.losses[name], 1e-5, name)
+    lab.assert_close(other.losses[name], by_itself.losses[name], 1e-5, name)
 
 
 @pytest.mark.slow
 def test_a_run_of_all_types_resumes_exactly_from_its_checkpoint(run: lab.Run, tmp_path: Path) -> None:
-    tasks = [task(name, number) for number, name in enumerate(NAMES)]
-    stop = lab.Recorder(at_end={2: lambda trainer: setattr(trainer.control, "should_training_stop", True)})
-    lab.train(tasks, tmp_path, recorder=stop, save_strategy="steps", save_steps=2)
-    rest = lab.train(tasks, tmp_path, resume=True, save_strategy="steps", save_steps=100)
-    for name in NAMES:
-        assert rest.losses[name] == run.losses[name][2:], name
-        assert all(torch.equal(rest.weights(name)[key], item) for key, item in run.weights(name).items()), name
+    assert_resumes(tasks_of_all_types, tmp_path, whole=run)
 
 
 @pytest.mark.slow
 def test_tasks_of_all_types_come_and_go_while_others_train(tmp_path: Path) -> None:
-    late = [task(name, number) for number, name in enumerate(NAMES) if name != "lora"]
+    late = [one for one in tasks_of_all_types() if one.name != "lora"]
     at_end = {1: lambda trainer: trainer.register_tasks(late), 3: lambda trainer: trainer.remove_task("vera")}
     first = lab.small_task("first", data_seed=1, max_steps=6)
     recorder = lab.Recorder(at_end=at_end, keep_weights=False)
@@ -127,9 +117,8 @@ def test_a_model_that_is_unloaded_is_the_backbone_again(peft_type: PeftType) -> 
     backbone = tiny_llama()
     configs = {"a": CASES[peft_type].make(0), "l": CASES[PeftType.LORA].make(0), "b": CASES[peft_type].make(1)}
     found = MultiTaskPeftModel(backbone, configs, verify=False).unload().state_dict()
-    wanted = tiny_llama().state_dict()
-    assert list(found) == list(wanted)
-    assert all(torch.equal(found[key], wanted[key]) for key in wanted)
+    assert list(found) == list(tiny_llama().state_dict())
+    assert_same_tensors(found, tiny_llama().state_dict())
 
 
 @EVERY_TYPE
@@ -142,8 +131,7 @@ def test_a_model_without_weights_has_the_adapters_shapes(peft_type: PeftType) ->
     with torch.device("meta"):
         described = type(tiny_llama())(tiny_llama().config)
     if entry_of(peft_type).needs_weights:
-        with pytest.raises(ConfigError, match=r"must be used on a loaded model, got .* on a model without weights"):
-            MultiTaskPeftModel(described, {"a": config}, verify=False)
+        assert_refused({"a": config}, r"must be used on a loaded model, got .* on a model without weights", described)
         return
     model = MultiTaskPeftModel(described, {"a": config}, verify=False)
     assert {key: item.shape for key, item in model.task_parameters("a").items()} == shapes
@@ -163,12 +151,9 @@ def test_a_type_that_reads_weights_does_not_join_a_sharded_backbone(
 def test_a_classifier_trains_its_head_next_to_any_type(peft_type: PeftType) -> None:
     config = CASES[peft_type].make(0)
     config.task_type = TaskType.SEQ_CLS
-    shape = copy.deepcopy(tiny_llama().config)
-    shape.num_labels, shape.pad_token_id = 3, 0
-    backbone = LlamaForSequenceClassification(shape)
+    backbone = classifier_of("llama", vocab_size=lab.VOCABULARY, intermediate_size=64)()
     if not hasattr(config, "modules_to_save"):
-        with pytest.raises(ConfigError, match="task_type"):
-            MultiTaskPeftModel(backbone, {"a": config}, verify=False)
+        assert_refused({"a": config}, "task_type", backbone)
         return
     model = MultiTaskPeftModel(backbone, {"a": config, "l": _classifier()}, num_labels={"a": 3, "l": 2}, verify=False)
     assert model.task_parameters("a")["base_model.model.score.modules_to_save.weight"].shape[0] == 3

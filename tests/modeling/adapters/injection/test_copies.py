@@ -16,6 +16,7 @@ from peft_mux.modeling.adapters.copies import can_be_copied
 from peft_mux.modeling.adapters.tuners import Tuners
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.invariants.mux_lab import tiny_llama
+from tests.modeling.adapters.passes import assert_refused, assert_same_tensors, snapshot
 
 COPIED: dict[str, dict[str, Any]] = {
     "plain": {"r": 2, "target_modules": "all-linear", "lora_dropout": 0.1},
@@ -77,12 +78,12 @@ def test_what_peft_keeps_elsewhere_than_in_entries_of_layers_is_never_copied(fie
 def test_copies_share_no_memory_and_leave_one_by_one() -> None:
     configs = {name: LoraConfig(**COPIED["plain"]) for name in ("a", "b", "c")}
     model = MultiTaskPeftModel(tiny_llama(), configs, verify=False)
-    before = {name: value.detach().clone() for name, value in model.task_parameters("c").items()}
+    before = snapshot(model.task_parameters("c"))
     with torch.no_grad():
         for parameter in model.task_parameters("a").values():
             parameter.fill_(float("nan"))
     model.remove_tasks(["a"])
-    assert all(torch.equal(before[name], value) for name, value in model.task_parameters("c").items())
+    assert_same_tensors(model.task_parameters("c"), before)
     model.remove_tasks(["b", "c"])
     assert not any("lora" in name and "t00" in name for name, _ in model.named_parameters())
 
@@ -142,8 +143,7 @@ def test_where_draws_do_not_give_an_adapter_its_weights_peft_injects_the_others(
     counted = count_injections(monkeypatch)
     model = MultiTaskPeftModel(tiny_llama(), configs, verify=False, seeds={"a": 1, "b": 2})
     assert len(counted) == 1
-    theirs = injected.task_parameters("b")
-    assert all(torch.equal(value, theirs[key]) for key, value in model.task_parameters("b").items())
+    assert_same_tensors(model.task_parameters("b"), injected.task_parameters("b"))
 
 
 def test_described_adapters_are_copies_whatever_their_seeds(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -176,8 +176,7 @@ def test_tasks_of_a_later_call_are_drawn_by_peft(monkeypatch: pytest.MonkeyPatch
     for model in (copied, injected):
         model.register_tasks({"late": LoraConfig(**COPIED["plain"])}, seeds={"late": 1})
     for name in ("b", "late"):
-        theirs = injected.task_parameters(name)
-        assert all(torch.equal(value, theirs[key]) for key, value in copied.task_parameters(name).items())
+        assert_same_tensors(copied.task_parameters(name), injected.task_parameters(name))
 
 
 def test_where_a_later_task_is_refused_copies_leave_again() -> None:
@@ -192,8 +191,7 @@ def test_where_a_later_task_is_refused_copies_leave_again() -> None:
 
 def test_a_fault_is_reported_of_each_of_several_equal_tasks() -> None:
     configs = {name: LoraConfig(target_modules=["nowhere"]) for name in ("x", "y")}
-    with pytest.raises(ConfigError, match=r"tasks\.x(.|\n)*tasks\.y"):
-        MultiTaskPeftModel(tiny_llama(), configs, verify=False)
+    assert_refused(configs, r"tasks\.x(.|\n)*tasks\.y")
 
 
 # ---------------------------------------------------- where PEFT injects

@@ -2,52 +2,33 @@
 
 from __future__ import annotations
 
-import copy
 import json
 from collections.abc import Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-import transformers as tf
 from peft import LoraConfig, PeftModel, PeftType
 from peft.tuners.lora.layer import ParamWrapper
 
 from peft_mux import MultiTaskPeftModel, Task
 from peft_mux.engine.layout import ParallelLayout, _bare_parameter_faults
-from peft_mux.errors import ConfigError, UnsupportedModelError
+from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.adapters.kind import KINDS
 from peft_mux.modeling.adapters.lora import parameters as parameters_file
 from tests.invariants import mux_lab as lab
+from tests.modeling.adapters import passes
 from tests.modeling.adapters.alone import alone, assert_resumes, task
-from tests.modeling.adapters.passes import IDS, assert_as_plain, assert_nan_stays, judges_of, packed, perturbed, plain
 from tests.modeling.adapters.test_kinds import ia3
 from tests.modeling.adapters.toy_kind import ToyKind, registered
+from tests.modeling.backbones import backbone_of, drawn
 
 GATE_UP, DOWN, ROUTER = "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"
-SIZE: dict[str, Any] = {
-    "vocab_size": lab.VOCABULARY,
-    "hidden_size": 32,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "head_dim": 8,
-    "max_position_embeddings": 64,
-}
-
-
-@cache
-def _mixture(width: int) -> Any:
-    config = tf.Qwen3MoeConfig(**SIZE, moe_intermediate_size=width, num_experts=4, num_experts_per_tok=2)
-    model = tf.Qwen3MoeForCausalLM(config)
-    lab.fill(model, 0)
-    return model
 
 
 def qwen3_moe(width: int = 24) -> Any:
-    return copy.deepcopy(_mixture(width))
+    return drawn(backbone_of("qwen3_moe", vocab_size=lab.VOCABULARY, moe_intermediate_size=width))
 
 
 def odd_widths() -> Any:
@@ -57,26 +38,8 @@ def odd_widths() -> Any:
     return model
 
 
-@cache
-def _gpt_oss() -> Any:
-    config = tf.GptOssConfig(
-        **SIZE, intermediate_size=24, num_local_experts=4, num_experts_per_tok=2, sliding_window=6, pad_token_id=0
-    )
-    model = tf.GptOssForCausalLM(config)
-    lab.fill(model, 0)
-    return model
-
-
 def gpt_oss() -> Any:
-    return copy.deepcopy(_gpt_oss())
-
-
-@cache
-def _wide() -> Any:
-    sizes = {**SIZE, "hidden_size": 64, "num_hidden_layers": 1}
-    return tf.Qwen3MoeForCausalLM(
-        tf.Qwen3MoeConfig(**sizes, moe_intermediate_size=128, num_experts=8, num_experts_per_tok=2)
-    )
+    return drawn(backbone_of("gpt_oss", vocab_size=lab.VOCABULARY, intermediate_size=24))
 
 
 def on(*parameters: str, rank: int = 3, modules: list[str] | None = None, **options: Any) -> LoraConfig:
@@ -96,20 +59,18 @@ def every_set() -> dict[str, LoraConfig]:
     }
 
 
-def together(make: Callable[[], Any], configs: dict[str, LoraConfig], *, moved: bool = False) -> MultiTaskPeftModel:
+def together(make: Callable[[], Any], configs: dict[str, LoraConfig], *, is_moved: bool = False) -> MultiTaskPeftModel:
     """Return a model of tasks, whose adapters do something if they are moved."""
     seeds = {name: number for number, name in enumerate(configs)}
     model = MultiTaskPeftModel(make(), configs, seeds=seeds, verify=False)
-    for name, number in seeds.items() if moved else ():
-        perturbed(model.task_parameters(name), number)
-    return model
+    return passes.moved(model) if is_moved else model
 
 
 def assert_as_alone(make: Callable[[], Any], configs: dict[str, LoraConfig]) -> None:
     model = together(make, configs)
-    judges = judges_of(model, configs, {name: number for number, name in enumerate(configs)}, make)
-    batch, rows = packed(*configs)
-    assert_as_plain(model, batch, judges, rows)
+    judges = passes.judges_of(model, configs, {name: number for number, name in enumerate(configs)}, make)
+    batch, rows = passes.packed(*configs)
+    passes.assert_as_plain(model, batch, judges, rows)
 
 
 def test_tasks_on_any_sets_of_parameters_go_as_plain_peft_goes_with_each_alone() -> None:
@@ -145,39 +106,39 @@ def test_experts_that_no_grouped_product_takes_are_computed_task_by_task(monkeyp
 def test_experts_are_never_copied_for_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nothing as large as a weight of the experts is held for the backward pass but the frozen weights themselves."""
     configs = {name: on(GATE_UP, DOWN, rank=1) for name in ("a", "b", "c")}
-    model = together(lambda: copy.deepcopy(_wide()), configs)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 1, "moe_intermediate_size": 128, "num_experts": 8}
+    model = together(backbone_of("qwen3_moe", vocab_size=lab.VOCABULARY, **sizes), configs)
     monkeypatch.setattr(parameters_file, "functional_call", None)
     frozen = {item.data_ptr() for item in model.backbone.parameters()}
     smallest = min(item.numel() for key, item in model.backbone.named_parameters() if key.endswith("down_proj"))
     held: list[torch.Tensor] = []
     with torch.autograd.graph.saved_tensors_hooks(lambda item: held.append(item) or item, lambda item: item):
-        model(packed(*configs)[0]).losses.sum().backward()
+        model(passes.packed(*configs)[0]).losses.sum().backward()
     assert len(held) > 10
     assert not [item.shape for item in held if item.numel() >= smallest and item.data_ptr() not in frozen]
 
 
 def test_what_is_nan_in_one_task_reaches_no_other() -> None:
     configs = every_set()
-    assert_nan_stays(together(qwen3_moe, configs, moved=True), packed(*configs)[0], "both")
+    passes.assert_nan_stays(together(qwen3_moe, configs, is_moved=True), passes.packed(*configs)[0], "both")
 
 
 def test_what_is_saved_comes_back_in_plain_peft_and_here(tmp_path: Path) -> None:
     configs = every_set()
-    model = together(qwen3_moe, configs, moved=True).eval()
+    model = together(qwen3_moe, configs, is_moved=True).eval()
     model.save_pretrained(tmp_path)
     again = MultiTaskPeftModel.from_pretrained(qwen3_moe(), tmp_path, verify=False).eval()
     with torch.no_grad():
-        frozen = qwen3_moe().eval()(input_ids=IDS).logits
+        frozen = qwen3_moe().eval()(input_ids=passes.IDS).logits
         for name, config in configs.items():
             judge = PeftModel.from_pretrained(qwen3_moe(), str(tmp_path / name)).eval()
             own = {key.replace(".default", ""): item for key, item in judge.named_parameters() if "lora_" in key}
-            assert own.keys() == model.task_parameters(name).keys()
-            assert all(torch.equal(item, own[key]) for key, item in model.task_parameters(name).items())
-            wanted, mine = judge(input_ids=IDS).logits, model.task_view(name)(input_ids=IDS).logits
+            passes.assert_same_tensors(model.task_parameters(name), own)
+            wanted, mine = judge(input_ids=passes.IDS).logits, model.task_view(name)(input_ids=passes.IDS).logits
             assert not torch.allclose(wanted, frozen, rtol=1e-3)
             assert lab.relative(mine, wanted) <= 1e-6
-            assert torch.equal(again.task_view(name)(input_ids=IDS).logits, mine)
-            plain(config, 0, qwen3_moe)[0].save_pretrained(tmp_path / "plain")
+            assert torch.equal(again.task_view(name)(input_ids=passes.IDS).logits, mine)
+            passes.plain(config, 0, qwen3_moe)[0].save_pretrained(tmp_path / "plain")
             saved, theirs = (_saved_config(tmp_path / folder) for folder in (name, "plain"))
             assert saved == theirs, name
         merged = model.task_view("both").merge_and_unload()
@@ -195,20 +156,14 @@ def test_the_last_task_that_leaves_takes_the_wrappers_along() -> None:
     model.remove_tasks(["up", "down"])
     assert not any(isinstance(module, ParamWrapper) for module in model.backbone.modules())
     model.register_tasks({"both": on(GATE_UP, DOWN)}, seeds={"both": 0})
-    _, own = plain(on(GATE_UP, DOWN), 0, qwen3_moe)
-    mine = model.task_parameters("both")
-    assert own.keys() == mine.keys()
-    assert all(torch.equal(own[key], mine[key]) for key in own)
+    _, own = passes.plain(on(GATE_UP, DOWN), 0, qwen3_moe)
+    passes.assert_same_tensors(model.task_parameters("both"), own)
 
 
 def test_the_backbone_comes_back_as_it_was() -> None:
-    before = {key: item.clone() for key, item in qwen3_moe().state_dict().items()}
     model = together(qwen3_moe, every_set())
-    model(packed(*every_set())[0]).losses.sum().backward()
-    backbone = model.unload()
-    after = backbone.state_dict()
-    assert before.keys() == after.keys()
-    assert all(torch.equal(item, after[key]) for key, item in before.items())
+    model(passes.packed(*every_set())[0]).losses.sum().backward()
+    passes.assert_same_tensors(model.unload().state_dict(), qwen3_moe().state_dict())
 
 
 def test_adapters_of_another_type_are_next_to_those_on_parameters(tmp_path: Path) -> None:
@@ -217,7 +172,7 @@ def test_adapters_of_another_type_are_next_to_those_on_parameters(tmp_path: Path
         configs["ia3"].target_modules, configs["ia3"].feedforward_modules = ["k_proj"], []
         model = together(qwen3_moe, configs)
         for number, name in enumerate(("both", "ia3", "up")):
-            assert model.task_parameters(name).keys() == plain(configs[name], number, qwen3_moe)[1].keys()
+            assert model.task_parameters(name).keys() == passes.plain(configs[name], number, qwen3_moe)[1].keys()
         model.save_pretrained(tmp_path)
         for name in configs:
             PeftModel.from_pretrained(qwen3_moe(), str(tmp_path / name))
@@ -248,21 +203,19 @@ def test_a_run_resumes_from_its_checkpoint_with_the_same_bits(tmp_path: Path) ->
 
 def test_recomputed_activations_give_the_same_gradients() -> None:
     configs = {"both": on(GATE_UP, DOWN), "router": on(ROUTER)}
-    models = [together(qwen3_moe, configs, moved=True) for _ in range(2)]
+    models = [together(qwen3_moe, configs, is_moved=True) for _ in range(2)]
     models[1].activation_checkpointing_enable()
     for model in models:
-        model.train()(packed(*configs)[0]).losses.sum().backward()
-    for name in configs:
-        theirs = models[1].task_parameters(name)
-        assert all(torch.equal(item.grad, theirs[key].grad) for key, item in models[0].task_parameters(name).items())
+        model.train()(passes.packed(*configs)[0]).losses.sum().backward()
+    passes.assert_same_tensors(passes.gradients_of(models[0]), passes.gradients_of(models[1]))
 
 
 def test_bf16_stays_within_its_noise() -> None:
     configs = {"both": on(GATE_UP, DOWN), "all": LoraConfig(r=2, target_modules="all-linear")}
     exact, rounded = (
-        together(make, configs, moved=True) for make in (qwen3_moe, lambda: qwen3_moe().to(torch.bfloat16))
+        together(make, configs, is_moved=True) for make in (qwen3_moe, lambda: qwen3_moe().to(torch.bfloat16))
     )
-    losses = [model(packed(*configs)[0]).losses for model in (exact, rounded)]
+    losses = [model(passes.packed(*configs)[0]).losses for model in (exact, rounded)]
     losses[1].sum().backward()
     assert torch.allclose(losses[0], losses[1].float(), rtol=0.05)
     assert all(item.grad.isfinite().all() for name in configs for item in rounded.task_parameters(name).values())
@@ -310,37 +263,34 @@ def test_what_cannot_be_trained_is_refused_by_name(options: dict[str, Any], mess
     config: Any = on(GATE_UP)
     for name, value in options.items():
         setattr(config, name, value)
-    with pytest.raises(ConfigError, match=rf"tasks\.a\.peft_config\.{message}"):
-        MultiTaskPeftModel(qwen3_moe(), {"a": config}, verify=False)
+    passes.assert_refused({"a": config}, rf"tasks\.a\.peft_config\.{message}", qwen3_moe())
 
 
 def test_dropout_on_all_linear_layers_of_a_mixture_is_refused_as_peft_makes_experts_of_them() -> None:
     config = LoraConfig(target_modules="all-linear", lora_dropout=0.1)
-    with pytest.raises(
-        ConfigError,
-        match=(
-            r"lora_dropout must be.*, got 0\.1 with adapters on bare parameters "
-            r".*gate_up_proj.*name layers in target_modules"
-        ),
-    ):
-        MultiTaskPeftModel(qwen3_moe(), {"a": config}, verify=False)
+    passes.assert_refused(
+        {"a": config},
+        r"lora_dropout must be.*, got 0\.1 with adapters on bare parameters "
+        r".*gate_up_proj.*name layers in target_modules",
+        qwen3_moe(),
+    )
 
 
 def test_a_half_of_a_fused_matrix_is_refused_in_the_words_of_peft() -> None:
-    with pytest.raises(
-        ConfigError,
-        match=r"tasks\.a\.peft_config must be one whose targets.*gate_proj without also targeting up_proj",
-    ):
-        MultiTaskPeftModel(qwen3_moe(), {"a": LoraConfig(target_modules=["gate_proj"])}, verify=False)
+    passes.assert_refused(
+        {"a": LoraConfig(target_modules=["gate_proj"])},
+        r"tasks\.a\.peft_config must be one whose targets.*gate_proj without also targeting up_proj",
+        qwen3_moe(),
+    )
 
 
 def test_a_router_that_is_written_as_a_linear_layer_is_refused_with_the_targets_that_work() -> None:
-    sizes = {key: value for key, value in SIZE.items() if key != "head_dim"}
-    no_jitter = {"router_jitter_noise": 0.0, "input_jitter_noise": 0.0}
-    config = tf.PhimoeConfig(**sizes, intermediate_size=24, num_local_experts=4, pad_token_id=0, **no_jitter)
-    backbone = tf.PhimoeForCausalLM(config)
-    with pytest.raises(ConfigError, match=r'"all-linear" with exclude_modules=\["router"\].*returns several tensors'):
-        MultiTaskPeftModel(backbone, {"a": LoraConfig(target_modules="all-linear")})
+    backbone = backbone_of("phimoe", router_jitter_noise=0.0, input_jitter_noise=0.0)()
+    passes.assert_refused(
+        {"a": LoraConfig(target_modules="all-linear")},
+        r'"all-linear" with exclude_modules=\["router"\].*returns several tensors',
+        backbone,
+    )
     allowed = LoraConfig(target_modules="all-linear", exclude_modules=["router"])
     assert MultiTaskPeftModel(backbone, {"a": allowed}, verify=False).tasks == ("a",)
 
@@ -348,10 +298,8 @@ def test_a_router_that_is_written_as_a_linear_layer_is_refused_with_the_targets_
 def test_a_parameter_of_a_module_that_mixes_tokens_is_refused_before_the_first_step() -> None:
     backbone = qwen3_moe()
     backbone.model.layers[0].self_attn.extra = torch.nn.Parameter(torch.zeros(8, 8))
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"model\.layers\.0\.self_attn must be called with tokens as its first.*Leave its parameters",
-    ):
+    said = r"model\.layers\.0\.self_attn must be called with tokens as its first.*Leave its parameters"
+    with pytest.raises(UnsupportedModelError, match=said):
         MultiTaskPeftModel(backbone, {"a": on("self_attn.extra")})
 
 
@@ -375,7 +323,6 @@ def test_stages_and_tensor_parallelism_refuse_all_layers_of_a_mixture_and_take_t
 def test_router_losses_that_would_mix_tasks_are_refused_by_name() -> None:
     backbone = qwen3_moe()
     backbone.config.output_router_logits = True
-    with pytest.raises(
-        UnsupportedModelError, match=r"router loss \(output_router_logits\) mixes the tokens of all tasks"
-    ):
+    said = r"router loss \(output_router_logits\) mixes the tokens of all tasks"
+    with pytest.raises(UnsupportedModelError, match=said):
         MultiTaskPeftModel(backbone, {"a": LoraConfig(target_modules=["q_proj"])})

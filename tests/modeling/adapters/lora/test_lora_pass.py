@@ -32,6 +32,7 @@ from peft_mux.modeling.stream import Stream
 from tests.children import run_script
 from tests.invariants.mux_lab import Recorder, relative, rows, small_task, tiny_llama, train
 from tests.kernels.interpreter import keep_patches
+from tests.modeling.adapters.passes import gradients_of
 
 Result = tuple[torch.Tensor, dict[str, torch.Tensor]]
 NUM_GROUPS = 8  # q/k/v, o, gate/up and down, in each of two layers
@@ -61,19 +62,10 @@ def batch(names: str = "abc", *lengths: int, step: int = 0) -> MuxBatch:
     return replace(packed, task_steps=(step,) * len(names), task_seeds=tuple(ord(name) + step for name in names))
 
 
-def gradients(model: MultiTaskPeftModel) -> dict[str, torch.Tensor]:
-    return {
-        f"{name}/{key}": parameter.grad.clone()
-        for name in model.tasks
-        for key, parameter in model.task_parameters(name).items()
-        if parameter.grad is not None
-    }
-
-
 def one_pass(model: MultiTaskPeftModel, packed: MuxBatch) -> Result:
     output = model(packed)
     output.losses.sum().backward()
-    return output.losses.detach(), gradients(model)
+    return output.losses.detach(), gradients_of(model)
 
 
 def worst(result: Result, reference: Result) -> float:
@@ -124,7 +116,7 @@ def losses_and_gradients_are_those_of_products_on_slices_and_of_each_task_alone(
     assert len(together[1]) == 2 * 2 * (7 + 3 + 5)
     assert worst(together, on_slices) <= 1e-5
     for index, name in enumerate("abc"):
-        mine = {key: value for key, value in together[1].items() if key.startswith(f"{name}/")}
+        mine = {key: value for key, value in together[1].items() if key.startswith(f"{name} ")}
         reference = together[0][index : index + 1], mine
         # In the same model: one without the layers that only others adapt would add up dx in another order.
         assert differing(one_pass(mux_model(), batch(name)), reference) == [], name
@@ -279,7 +271,7 @@ def adapters_whose_gradients_are_watched_are_served_by_products_on_slices() -> N
             parameter.register_post_accumulate_grad_hook(lambda owner, seen=seen: seen.append(owner.grad.clone()))
         with tables_made() as made:
             result = one_pass(model, packed)
-        assert [relative(gradient, unwatched[1][f"b/{key}"]) <= 1e-5 for gradient in seen] == [True]
+        assert [relative(gradient, unwatched[1][f"b {key}"]) <= 1e-5 for gradient in seen] == [True]
         # Of the groups of q and v, and of down, in each of two layers: only the watched one leaves the kernels.
         assert len(made) == 3
         assert worst(result, unwatched) <= 1e-5
@@ -321,7 +313,7 @@ def bottlenecks_go_through_the_same_kernels() -> None:
         together = one_pass(model(), batch())
     assert worst(together, on_slices) <= 1e-5
     assert [len(group.layers) for group in made].count(1) >= 4, "two layers of each of two blocks"
-    mine = together[0][:1], {key: value for key, value in together[1].items() if key.startswith("a/")}
+    mine = together[0][:1], {key: value for key, value in together[1].items() if key.startswith("a ")}
     assert differing(one_pass(model(), batch("a")), mine) == []
     watched, seen = model(), []
     next(iter(watched.task_parameters("a").values())).register_hook(seen.append)
@@ -425,7 +417,7 @@ def test_a_compiled_block_is_one_graph_that_serves_every_step() -> None:
     graphs = three_steps(compiled, eager, counting)
     assert graphs == [2, 2, 2]
     assert counting.operators == [["peft_mux.lora_group"] * 2] * 2  # gate and up, and down
-    assert worst((torch.ones(1), gradients(compiled)), (torch.ones(1), gradients(eager))) <= 1e-6
+    assert worst((torch.ones(1), gradients_of(compiled)), (torch.ones(1), gradients_of(eager))) <= 1e-6
 
 
 # A block, compiled whole, is among the fast tests.
@@ -436,7 +428,7 @@ def test_a_compiled_model_is_not_compiled_again_by_new_seeds_and_steps() -> None
     graphs = three_steps(torch.compile(compiled, backend=counting), eager, counting)
     assert graphs == [graphs[0]] * 3
     assert sum(map(len, counting.operators)) >= NUM_GROUPS
-    assert worst((torch.ones(1), gradients(compiled)), (torch.ones(1), gradients(eager))) <= 1e-6
+    assert worst((torch.ones(1), gradients_of(compiled)), (torch.ones(1), gradients_of(eager))) <= 1e-6
 
 
 def opened(model: MultiTaskPeftModel, packed: MuxBatch, name: str) -> tuple[Any, ...]:

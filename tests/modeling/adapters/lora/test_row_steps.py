@@ -14,7 +14,6 @@ from peft.tuners.lora.dora import DoraLinearLayer
 from torch import nn
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
-from peft_mux.errors import ConfigError
 from peft_mux.kernels import philox
 from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
 from peft_mux.modeling.adapters.lora.row_steps import RowSteps
@@ -22,7 +21,7 @@ from tests.children import run_script
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
 from tests.modeling.adapters.alone import PhiloxDropout, tiny_gpt2, together
-from tests.modeling.adapters.passes import assert_as_plain, judges_of
+from tests.modeling.adapters.passes import assert_as_plain, assert_refused, judges_of
 
 TWO = ["q_proj", "down_proj"]
 CONFIGS = {
@@ -116,8 +115,7 @@ def test_a_merged_task_computes_what_its_view_did() -> None:
 def test_what_peft_cannot_convert_is_refused(field: str) -> None:
     config = LoraConfig(r=4, target_modules=TWO, init_lora_weights="pissa")
     setattr(config, field, True if field == "use_dora" else CONFIGS["blocks"].use_bdlora)
-    with pytest.raises(ConfigError, match=rf"tasks\.a\.peft_config\.{field}.*Leave one of them out"):
-        MultiTaskPeftModel(tiny_llama(), {"a": config}, verify=False)
+    assert_refused({"a": config}, rf"tasks\.a\.peft_config\.{field}.*Leave one of them out")
 
 
 _TWO_PROCESSES = """

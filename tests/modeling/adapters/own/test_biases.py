@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from functools import cache
 from pathlib import Path
 from typing import Any
 
@@ -11,13 +10,13 @@ import pytest
 import torch
 from peft import IA3Config, LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file
-from transformers import BertForSequenceClassification, LlamaConfig, LlamaForCausalLM, RobertaForSequenceClassification
 
 from peft_mux import MultiTaskPeftModel
-from peft_mux.errors import ConfigError
-from tests.invariants.mux_lab import fill, tiny_llama
+from tests.invariants.mux_lab import VOCABULARY
 from tests.modeling.adapters.alone import tiny_gpt2, together
 from tests.modeling.adapters.cases import CASES_BY_NAME
+from tests.modeling.adapters.passes import IDS, assert_refused, assert_same_tensors
+from tests.modeling.backbones import NO_BERT_DROPOUT, backbone_of, classifier_of, drawn
 
 CONFIGS = {
     "all": LoraConfig(r=4, target_modules=["c_fc"], bias="all", fan_in_fan_out=True),
@@ -30,9 +29,8 @@ CONFIGS = {
 
 def test_without_adapters_biases_of_a_task_are_those_of_the_backbone() -> None:
     backbone = tiny_gpt2()
-    ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
-        wanted = backbone.eval()(input_ids=ids).logits
+        wanted = backbone.eval()(input_ids=IDS).logits
     model = MultiTaskPeftModel(backbone, CONFIGS, verify=False).eval()
     with torch.no_grad():
         for name, item in model.task_parameters("all").items():
@@ -40,34 +38,22 @@ def test_without_adapters_biases_of_a_task_are_those_of_the_backbone() -> None:
                 item.fill_(float("nan"))
     model.select_adapter(model.adapter_of("all"))
     with torch.no_grad(), model.without_adapters():
-        assert torch.equal(model.base_model(input_ids=ids).logits, wanted)
+        assert torch.equal(model.base_model(input_ids=IDS).logits, wanted)
 
 
-def test_a_merged_task_has_its_biases_and_an_unloaded_model_none() -> None:
+def test_a_merged_task_has_its_biases() -> None:
     model = MultiTaskPeftModel(tiny_gpt2(), {"plain": CONFIGS["plain"], "all": CONFIGS["all"]}, verify=False).eval()
-    ids = torch.tensor([[5, 6, 7, 8]])
     with torch.no_grad():
         for item in model.task_parameters("all").values():
             item.add_(0.1)
-        wanted = model.task_view("all")(input_ids=ids).logits
+        wanted = model.task_view("all")(input_ids=IDS).logits
         merged = model.task_view("all").merge_and_unload()
-        assert torch.allclose(merged(input_ids=ids).logits, wanted, rtol=1e-5, atol=1e-6)
-    backbone = tiny_gpt2()
-    before = dict(backbone.state_dict())
-    assert MultiTaskPeftModel(backbone, CONFIGS, verify=False).unload().state_dict().keys() == before.keys()
+        assert torch.allclose(merged(input_ids=IDS).logits, wanted, rtol=1e-5, atol=1e-6)
 
 
-@cache
-def _biased_llama() -> LlamaForCausalLM:
-    config = LlamaConfig(**{**tiny_llama().config.to_dict(), "attention_bias": True, "mlp_bias": True})
-    model = LlamaForCausalLM(config)
-    fill(model, 0)
-    return model
-
-
-def biased_llama() -> LlamaForCausalLM:
-    """Return a fresh copy of the tiny Llama with a bias in every linear layer of its blocks."""
-    return copy.deepcopy(_biased_llama())
+def biased_llama() -> Any:
+    """Return a Llama with a bias in every linear layer of its blocks."""
+    return drawn(backbone_of("llama", vocab_size=VOCABULARY, attention_bias=True, mlp_bias=True))
 
 
 ON_BIASED = {
@@ -92,59 +78,46 @@ def test_biases_and_sliced_types_share_modules_in_any_order_and_arrive_in_mid_ru
     ran.assert_backbone_unchanged()
 
 
-@cache
-def _classifier(name: str) -> Any:
-    kind: Any = {"bert": BertForSequenceClassification, "roberta": RobertaForSequenceClassification}[name]
-    shape = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 2}
-    drops = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
-    model = kind(kind.config_class(**shape, **drops, vocab_size=97, num_labels=3, pad_token_id=0))
-    fill(model, 0)
-    return model
-
-
 @pytest.mark.parametrize("name", ["bert", "roberta", "gpt2"])
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_an_adapter_with_copies_next_to_its_biases_has_the_keys_of_peft_and_is_exchanged_with_it(
     bias: Any, name: str, tmp_path: Path
 ) -> None:
     def base() -> Any:
-        return tiny_gpt2() if name == "gpt2" else copy.deepcopy(_classifier(name))
+        return tiny_gpt2() if name == "gpt2" else drawn(classifier_of(name, **NO_BERT_DROPOUT, vocab_size=VOCABULARY))
 
     options: dict[str, Any] = {"target_modules": ["query"], "task_type": "SEQ_CLS"}
     if name == "gpt2":
         options = {"target_modules": ["c_fc"], "fan_in_fan_out": True, "modules_to_save": ["ln_f"]}
-    config, ids = LoraConfig(r=2, bias=bias, **options), torch.tensor([[5, 6, 7, 8]])
+    config = LoraConfig(r=2, bias=bias, **options)
     judge = get_peft_model(base(), copy.deepcopy(config)).eval()
     with torch.no_grad():
         for item in [one for one in judge.parameters() if one.requires_grad]:
             item.add_(0.1)
-        wanted = judge(input_ids=ids).logits
+        wanted = judge(input_ids=IDS).logits
     judge.save_pretrained(str(tmp_path / "theirs" / "a"))
     model = MultiTaskPeftModel.from_pretrained(base(), tmp_path / "theirs", verify=False).eval()
     model.save_pretrained(tmp_path / "ours")
     theirs, ours = (load_file(tmp_path / which / "a" / "adapter_model.safetensors") for which in ("theirs", "ours"))
-    assert theirs.keys() == ours.keys()
-    assert all(torch.equal(theirs[key], ours[key]) for key in theirs)
+    assert_same_tensors(ours, theirs)
     again = PeftModel.from_pretrained(base(), str(tmp_path / "ours" / "a")).eval()
     with torch.no_grad():
-        assert torch.equal(again(input_ids=ids).logits, wanted)
-        assert torch.allclose(model.task_view("a")(input_ids=ids).logits, wanted, rtol=1e-5, atol=1e-6)
+        assert torch.equal(again(input_ids=IDS).logits, wanted)
+        assert torch.allclose(model.task_view("a")(input_ids=IDS).logits, wanted, rtol=1e-5, atol=1e-6)
 
 
 def test_a_bias_and_a_copy_of_one_module_are_refused() -> None:
     copies = LoraConfig(r=2, target_modules=["c_fc"], modules_to_save=["ln_f"])
-    with pytest.raises(
-        ConfigError,
-        match=r'tasks\.b\.peft_config\.bias must be a module that task "a" does not name in',
-    ):
-        MultiTaskPeftModel(tiny_gpt2(), {"a": copies, "b": CONFIGS["all"]}, verify=False)
+    assert_refused(
+        {"a": copies, "b": CONFIGS["all"]},
+        r'tasks\.b\.peft_config\.bias must be a module that task "a" does not name in',
+        tiny_gpt2(),
+    )
 
 
 @pytest.mark.parametrize("bias", ["all", "lora_only"])
 def test_biases_of_a_backbone_without_any_are_refused(bias: str) -> None:
     config = LoraConfig(r=2, target_modules=["q_proj"], bias=bias)  # type: ignore[arg-type]
-    with pytest.raises(
-        ConfigError,
-        match=r"tasks\.a\.peft_config\.bias must be 'none', because no such module of the backbone has a",
-    ):
-        MultiTaskPeftModel(tiny_llama(), {"a": config}, verify=False)
+    assert_refused(
+        {"a": config}, r"tasks\.a\.peft_config\.bias must be 'none', because no such module of the backbone has a"
+    )

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
 from peft.utils import ModulesToSaveWrapper
 
-from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
+from peft_mux import MultiTaskPeftModel
 from peft_mux.errors import ConfigError
-from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.alone import tied_llama, together
+from tests.modeling.adapters.passes import assert_refused, assert_same_tensors, packed, snapshot
 
 CONFIGS = {
     "head": LoraConfig(r=4, target_modules="all-linear", modules_to_save=["lm_head"]),
@@ -38,23 +37,16 @@ def test_where_weights_are_tied_a_copy_is_not(tmp_path: Path) -> None:
         ran.assert_as_alone(name)
 
 
-def batch_of(*names: str) -> Any:
-    rows = lab.rows(2, 1, 8, 8)[0]["input_ids"]
-    return ChunkPackingCollator()([{"task": name, "input_ids": rows} for name in names])
-
-
 def test_tasks_with_copies_come_and_go() -> None:
     backbone = tiny_llama()
-    plain = {name: item.clone() for name, item in backbone.state_dict().items()}
+    plain = snapshot(backbone.state_dict())
     model = MultiTaskPeftModel(backbone, {"plain": CONFIGS["plain"]}, verify=False)
     model.register_tasks({"most": CONFIGS["most"]})
     model.register_tasks({"head": CONFIGS["head"]})
-    together_ = model(batch_of("plain", "most", "head")).losses
+    together_ = model(packed("plain", "most", "head")[0]).losses
     model.remove_tasks(["most"])
-    assert torch.allclose(model(batch_of("plain", "head")).losses, together_[[0, 2]], rtol=1e-6)
-    back = model.unload()
-    assert back.state_dict().keys() == plain.keys()
-    assert all(torch.equal(back.state_dict()[name], item) for name, item in plain.items())
+    assert torch.allclose(model(packed("plain", "head")[0]).losses, together_[[0, 2]], rtol=1e-6)
+    assert_same_tensors(model.unload().state_dict(), plain)
 
 
 @pytest.mark.parametrize(
@@ -67,8 +59,7 @@ def test_tasks_with_copies_come_and_go() -> None:
 )
 def test_modules_that_cannot_be_copied_are_refused(wanted: str, said: str) -> None:
     config = LoraConfig(r=2, target_modules=["v_proj"], modules_to_save=[wanted])
-    with pytest.raises(ConfigError, match=rf"tasks\.a\.peft_config\.modules_to_save.*{said}"):
-        MultiTaskPeftModel(tiny_llama(), {"a": config}, verify=False)
+    assert_refused({"a": config}, rf"tasks\.a\.peft_config\.modules_to_save.*{said}")
 
 
 @pytest.mark.parametrize(
@@ -84,13 +75,12 @@ def test_modules_that_cannot_be_copied_are_refused(wanted: str, said: str) -> No
 )
 def test_two_ways_to_train_one_module_are_refused_in_one_call_and_in_two(other: LoraConfig, field: str) -> None:
     said = rf'tasks\.b\.peft_config\.{field} must be a module that task "a" does not name .*, got lm_head'
-    with pytest.raises(ConfigError, match=said):
-        MultiTaskPeftModel(tiny_llama(), {"a": CONFIGS["head"], "b": other}, verify=False)
+    assert_refused({"a": CONFIGS["head"], "b": other}, said)
     model = MultiTaskPeftModel(tiny_llama(), {"a": CONFIGS["head"]}, verify=False)
     with pytest.raises(ConfigError, match=said):
         model.register_tasks({"b": other})
     assert model.tasks == ("a",)
-    assert model(batch_of("a")).losses.isfinite().all()
+    assert model(packed("a")[0]).losses.isfinite().all()
 
 
 def test_what_is_asked_for_after_adapters_is_refused_too() -> None:

@@ -12,10 +12,10 @@ import torch
 from peft import LoraConfig, TrainableTokensConfig
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
-from peft_mux.errors import ConfigError
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.alone import Together, tied_llama, tiny_gpt2, together
+from tests.modeling.adapters.passes import assert_refused, assert_same_tensors
 
 QUERIES: dict[str, Any] = {"r": 3, "target_modules": ["q_proj"]}
 TOKENS = sorted(set(lab.rows(21, 10, 8, 8)[0]["input_ids"]))[:3]
@@ -57,17 +57,15 @@ def test_trainable_tokens_reach_a_head_that_is_tied_to_the_embedding(base: Calla
     ran.assert_backbone_unchanged()
     again = MultiTaskPeftModel.from_pretrained(base(), ran.folder, verify=False)
     for name in configs:
-        for key, item in ran.run.weights(name).items():
-            assert torch.equal(again.task_parameters(name)[key], item), key
+        assert_same_tensors(again.task_parameters(name), ran.run.weights(name), name)
     with torch.no_grad():
         for item in again.task_parameters("some").values():
             item.fill_(float("nan"))
     is_broken = again(batch_of(again.tasks)).losses.isnan().tolist()
     assert is_broken == [name == "some" for name in again.tasks]
     again.remove_tasks(["some"])
-    before, back = dict(base().state_dict()), again.unload()
-    assert back.state_dict().keys() == before.keys()
-    assert all(torch.equal(back.state_dict()[name], item) for name, item in before.items())
+    back = again.unload()
+    assert_same_tensors(back.state_dict(), base().state_dict())
     assert back.get_output_embeddings().weight is back.get_input_embeddings().weight
 
 
@@ -91,14 +89,9 @@ def batch_of(names: Iterable[str]) -> Any:
 )
 def test_rows_that_cannot_be_trained_are_refused(indices: Any, said: str) -> None:
     config = LoraConfig(**QUERIES, trainable_token_indices=indices)
-    with pytest.raises(ConfigError, match=rf"tasks\.a\.peft_config\.trainable_token_indices.*{said}"):
-        MultiTaskPeftModel(tiny_llama(), {"a": config}, verify=False)
+    assert_refused({"a": config}, rf"tasks\.a\.peft_config\.trainable_token_indices.*{said}")
 
 
 def test_copy_and_rows_of_one_module_are_refused() -> None:
     config = LoraConfig(**QUERIES, trainable_token_indices=[1], modules_to_save=["embed_tokens"])
-    with pytest.raises(
-        ConfigError,
-        match=r"tasks\.a\.peft_config\.trainable_token_indices must be a module that is not in",
-    ):
-        MultiTaskPeftModel(tiny_llama(), {"a": config}, verify=False)
+    assert_refused({"a": config}, r"tasks\.a\.peft_config\.trainable_token_indices must be a module that is not in")

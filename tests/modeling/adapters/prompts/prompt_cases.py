@@ -24,16 +24,8 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence, with_virtual_tokens
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.invariants import mux_lab as lab
+from tests.modeling import backbones
 from tests.modeling.adapters.alone import Side, alone
-from tests.modeling.backbones import (
-    CLASSIFIERS,
-    LANGUAGE_MODELS,
-    NO_BERT_DROPOUT,
-    VOCABULARY,
-    classifier_of,
-    filled,
-    tagger_of,
-)
 
 LM, SEQ, TOKEN = TaskType.CAUSAL_LM, TaskType.SEQ_CLS, TaskType.TOKEN_CLS
 CLASSES = 3
@@ -85,18 +77,18 @@ class Case(NamedTuple):
 
 
 def _classifier(make: Callable[[], Any], task_type: TaskType, *forms: str) -> Case:
-    return Case(lambda: filled(make), task_type, (*forms, *KEYS, "lora"))
+    return Case(lambda: backbones.filled(make), task_type, (*forms, *KEYS, "lora"))
 
 
 LANGUAGE = Case(lab.tiny_llama, LM, (*PROMPTS, "lora"))
 CLASSIFYING = {
-    "Bert": _classifier(CLASSIFIERS["Bert"][0], SEQ, *TOKENS),
-    "Roberta": _classifier(CLASSIFIERS["Roberta"][0], SEQ, *TOKENS),
-    "Llama": _classifier(CLASSIFIERS["Llama"][0], SEQ),
-    "GPT2": _classifier(classifier_of("gpt2"), SEQ),
-    "Bert, tokens": _classifier(tagger_of("bert", **NO_BERT_DROPOUT), TOKEN),
-    "Llama, tokens": _classifier(tagger_of("llama"), TOKEN),
-    "GPT2, tokens": _classifier(tagger_of("gpt2"), TOKEN),
+    "Bert": _classifier(backbones.CLASSIFIERS["Bert"][0], SEQ, *TOKENS),
+    "Roberta": _classifier(backbones.CLASSIFIERS["Roberta"][0], SEQ, *TOKENS),
+    "Llama": _classifier(backbones.CLASSIFIERS["Llama"][0], SEQ),
+    "GPT2": _classifier(backbones.classifier_of("gpt2"), SEQ),
+    "Bert, tokens": _classifier(backbones.tagger_of("bert", **backbones.NO_BERT_DROPOUT), TOKEN),
+    "Llama, tokens": _classifier(backbones.tagger_of("llama"), TOKEN),
+    "GPT2, tokens": _classifier(backbones.tagger_of("gpt2"), TOKEN),
 }
 CASES = {"language": LANGUAGE, **CLASSIFYING}
 """Backbones by name."""
@@ -104,7 +96,7 @@ CASES = {"language": LANGUAGE, **CLASSIFYING}
 
 def speaking(architecture: str) -> Case:
     """Return a language model of an architecture."""
-    return Case(lambda: filled(LANGUAGE_MODELS[architecture][0]))
+    return Case(lambda: backbones.filled(backbones.LANGUAGE_MODELS[architecture][0]))
 
 
 # ------------------------------------------------------------------ rows and models
@@ -130,7 +122,7 @@ def rows_of(form: str, task_type: TaskType = LM, count: int = 4, low: int = 2, h
     rng = np.random.default_rng(sum(map(ord, form)))
     found = []
     for length in rng.integers(low, high, count):
-        ids = rng.integers(2, VOCABULARY, length).tolist()
+        ids = rng.integers(2, backbones.VOCABULARY, length).tolist()
         classes = np.where(rng.random(length) < 0.3, IGNORE_INDEX, rng.integers(0, CLASSES, length))
         classes[-1] = rng.integers(0, CLASSES)
         found.append(Row(ids, {LM: None, SEQ: int(classes[-1]), TOKEN: classes.tolist()}[task_type]))

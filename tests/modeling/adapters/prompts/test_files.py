@@ -22,28 +22,8 @@ from transformers import PreTrainedTokenizerFast
 from peft_mux import MultiTaskPeftModel
 from peft_mux.errors import CheckpointError, ConfigError
 from tests.invariants.mux_lab import tiny_llama
-from tests.modeling.adapters.passes import plain
-from tests.modeling.adapters.prompts.prompt_cases import (
-    CASES,
-    CLASSIFYING,
-    ENCODED,
-    KEYS,
-    LANGUAGE,
-    LM,
-    PROMPTS,
-    SEQ,
-    TOKEN,
-    TOKENS,
-    Case,
-    Row,
-    config_of,
-    moved,
-    mux,
-    packed,
-    padded,
-    rows_of,
-    task_ids,
-)
+from tests.modeling.adapters.passes import assert_same_tensors, plain
+from tests.modeling.adapters.prompts import prompt_cases as prompts
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
 
@@ -52,26 +32,26 @@ IDS = torch.tensor([[5, 6, 7, 8, 9]])
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[MultiTaskPeftModel, Path]:
     """Return a model of all forms, and the folder that it was saved in."""
     folder = tmp_path_factory.mktemp("prompts")
-    model = mux(*LANGUAGE.forms)
+    model = prompts.mux(*prompts.LANGUAGE.forms)
     for form in model.tasks:
-        moved(model, model.task_parameters(form))
+        prompts.moved(model, model.task_parameters(form))
     encoder: Any = model.prompt_encoder[model.adapter_of("cartridge")]
-    moved(model, {"frozen": encoder.frozen_embedding})
+    prompts.moved(model, {"frozen": encoder.frozen_embedding})
     model.eval().save_pretrained(folder)
     return model, folder
 
 
-@pytest.mark.parametrize("form", PROMPTS)
+@pytest.mark.parametrize("form", prompts.PROMPTS)
 def test_plain_peft_loads_a_saved_prompt_and_answers_as_its_view_does(
     form: str, saved: tuple[MultiTaskPeftModel, Path]
 ) -> None:
     model, folder = saved
     judge: Any = PeftModel.from_pretrained(tiny_llama(), str(folder / form)).eval()
-    ids = task_ids(judge)
+    ids = prompts.task_ids(judge)
     with torch.no_grad():
         wanted = judge(input_ids=IDS, **ids).logits
         assert torch.equal(model.task_view(form)(input_ids=IDS).logits, wanted)
-        (logits,) = model.sequence_logits(packed(model, {form: [Row(IDS[0].tolist())]}))
+        (logits,) = model.sequence_logits(prompts.packed(model, {form: [prompts.Row(IDS[0].tolist())]}))
     # Of virtual tokens there are no logits.
     assert logits.shape == (5, 97)
     torch.testing.assert_close(logits, wanted[0, -5:], rtol=1e-4, atol=1e-5)
@@ -83,7 +63,7 @@ def test_plain_peft_loads_a_saved_prompt_and_answers_as_its_view_does(
 
 def test_views_of_prompts_leave_the_model_as_it_was(saved: tuple[MultiTaskPeftModel, Path]) -> None:
     model, _ = saved
-    batch = packed(model, {form: [Row(IDS[0].tolist())] for form in ("prefix", "lora")})
+    batch = prompts.packed(model, {form: [prompts.Row(IDS[0].tolist())] for form in ("prefix", "lora")})
     before = model(batch).losses
     names = [name for name, _ in model.named_parameters()]
     for form in ("prompt", "lora", "prefix"):
@@ -107,19 +87,19 @@ def test_views_of_prompts_leave_the_model_as_it_was(saved: tuple[MultiTaskPeftMo
     assert torch.equal(model(batch).losses, before)
 
 
-@pytest.mark.parametrize("form", PROMPTS)
+@pytest.mark.parametrize("form", prompts.PROMPTS)
 def test_a_file_holds_plain_pefts_tensors_and_the_one_next_to_it_what_is_needed_to_train_on(
     form: str, saved: tuple[MultiTaskPeftModel, Path]
 ) -> None:
     model, folder = saved
-    judge, own = plain(config_of(form), 42)
+    judge, own = plain(prompts.config_of(form), 42)
     judge.prompt_encoder["default"].load_state_dict(model.prompt_encoder[model.adapter_of(form)].state_dict())
     wanted = get_peft_model_state_dict(judge)
     found = load_file(folder / form / "adapter_model.safetensors")
     assert found.keys() == wanted.keys()
     beside = folder / form / "prompt_encoder.safetensors"
-    assert beside.exists() == (form in ENCODED)
-    assert form not in ENCODED or load_file(beside).keys() == own.keys()
+    assert beside.exists() == (form in prompts.ENCODED)
+    assert form not in prompts.ENCODED or load_file(beside).keys() == own.keys()
     for key, value in wanted.items():
         torch.testing.assert_close(found[key], value, rtol=1e-6, atol=1e-6)
 
@@ -128,9 +108,7 @@ def test_a_model_comes_back_with_all_that_is_trained(saved: tuple[MultiTaskPeftM
     model, folder = saved
     again = MultiTaskPeftModel.from_pretrained(tiny_llama(), folder, verify=False)
     for form in model.tasks:
-        theirs = again.task_parameters(form)
-        assert theirs.keys() == model.task_parameters(form).keys()
-        assert all(torch.equal(theirs[key], value) for key, value in model.task_parameters(form).items()), form
+        assert_same_tensors(again.task_parameters(form), model.task_parameters(form), form)
     sink = "frozen_embedding"
     ours, other = (each.prompt_encoder[each.adapter_of("cartridge")] for each in (model, again))
     assert torch.equal(getattr(ours, sink), getattr(other, sink)), "the frozen keys of a cartridge come from its file"
@@ -138,12 +116,18 @@ def test_a_model_comes_back_with_all_that_is_trained(saved: tuple[MultiTaskPeftM
 
 
 @pytest.mark.parametrize(
-    ("case", "form"), [*((LANGUAGE, form) for form in PROMPTS), *((CASES["Bert"], form) for form in TOKENS + KEYS)]
+    ("case", "form"),
+    [
+        *((prompts.LANGUAGE, form) for form in prompts.PROMPTS),
+        *((prompts.CASES["Bert"], form) for form in prompts.TOKENS + prompts.KEYS),
+    ],
 )
-def test_a_prompt_of_plain_peft_is_trained_on_where_its_file_holds_it(case: Case, form: str, tmp_path: Path) -> None:
-    judge, own = plain(config_of(form, case.task_type), 5, case.make)
-    moved(judge, own).save_pretrained(tmp_path / form)
-    if form in ENCODED:
+def test_a_prompt_of_plain_peft_is_trained_on_where_its_file_holds_it(
+    case: prompts.Case, form: str, tmp_path: Path
+) -> None:
+    judge, own = plain(prompts.config_of(form, case.task_type), 5, case.make)
+    prompts.moved(judge, own).save_pretrained(tmp_path / form)
+    if form in prompts.ENCODED:
         with pytest.raises(
             CheckpointError,
             match=r'task "\w+": .*, got only its output \(prompt_embeddings\), which is all that PEFT saves',
@@ -151,7 +135,7 @@ def test_a_prompt_of_plain_peft_is_trained_on_where_its_file_holds_it(case: Case
             MultiTaskPeftModel.from_pretrained(case.make(), tmp_path, verify=False)
         return
     model = MultiTaskPeftModel.from_pretrained(case.make(), tmp_path, verify=False)
-    assert all(torch.equal(value, own[key]) for key, value in model.task_parameters(form).items())
+    assert_same_tensors(model.task_parameters(form), own)
 
 
 def test_words_of_a_text_are_where_a_prompt_begins(tmp_path: Path) -> None:
@@ -160,7 +144,7 @@ def test_words_of_a_text_are_where_a_prompt_begins(tmp_path: Path) -> None:
     plain_tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()  # type: ignore[assignment]
     PreTrainedTokenizerFast(tokenizer_object=plain_tokenizer).save_pretrained(tmp_path)
     config = PromptTuningConfig(
-        task_type=LM,
+        task_type=prompts.LM,
         num_virtual_tokens=5,
         prompt_tuning_init="TEXT",
         prompt_tuning_init_text="w7 w3",
@@ -174,35 +158,33 @@ def test_words_of_a_text_are_where_a_prompt_begins(tmp_path: Path) -> None:
     assert torch.equal(weight, next(iter(own.values())))
 
 
-@pytest.mark.parametrize("case", CLASSIFYING.values(), ids=CLASSIFYING)
-def test_plain_peft_loads_a_saved_classifier_and_holds_the_same_keys(case: Case, tmp_path: Path) -> None:
+@pytest.mark.parametrize("case", prompts.CLASSIFYING.values(), ids=prompts.CLASSIFYING)
+def test_plain_peft_loads_a_saved_classifier_and_holds_the_same_keys(case: prompts.Case, tmp_path: Path) -> None:
     base, forms = tmp_path / "base", case.forms
     case.make().save_pretrained(base)
     auto, auto_peft = {
-        SEQ: (tf.AutoModelForSequenceClassification, AutoPeftModelForSequenceClassification),
-        TOKEN: (tf.AutoModelForTokenClassification, AutoPeftModelForTokenClassification),
+        prompts.SEQ: (tf.AutoModelForSequenceClassification, AutoPeftModelForSequenceClassification),
+        prompts.TOKEN: (tf.AutoModelForTokenClassification, AutoPeftModelForTokenClassification),
     }[case.task_type]
-    configs = {form: config_of(form, case.task_type) for form in forms}
+    configs = {form: prompts.config_of(form, case.task_type) for form in forms}
     model = MultiTaskPeftModel(auto.from_pretrained(base), configs, verify=False).eval()
     for form in forms:
-        moved(model, model.task_parameters(form))
+        prompts.moved(model, model.task_parameters(form))
     model.save_pretrained(tmp_path / "saved")
     for form in forms:
         folder = tmp_path / "saved" / form
-        peft_model, _ = plain(config_of(form, case.task_type), 42, case.make)
+        peft_model, _ = plain(prompts.config_of(form, case.task_type), 42, case.make)
         assert load_file(folder / "adapter_model.safetensors").keys() == get_peft_model_state_dict(peft_model).keys()
-        assert (folder / "prompt_encoder.safetensors").exists() == (form in ENCODED)
-        given = padded(rows_of(form, case.task_type), model.backbone.config.pad_token_id)
+        assert (folder / "prompt_encoder.safetensors").exists() == (form in prompts.ENCODED)
+        given = prompts.padded(prompts.rows_of(form, case.task_type), model.backbone.config.pad_token_id)
         viewed = model.task_view(form)(**given).logits
         loaded: Any
         for loaded in (PeftModel.from_pretrained(case.make(), str(folder)), auto_peft.from_pretrained(str(folder))):
             # What PEFT saves of an encoder was computed from one row, that of the view from several; LoRA's B lies
             # transposed here, which may round a last bit.
-            tolerance = 1e-4 if form in ENCODED else 1e-6 if form == "lora" else 0.0
-            wanted = loaded.eval()(**given, **task_ids(loaded)).logits
+            tolerance = 1e-4 if form in prompts.ENCODED else 1e-6 if form == "lora" else 0.0
+            wanted = loaded.eval()(**given, **prompts.task_ids(loaded)).logits
             torch.testing.assert_close(viewed, wanted, rtol=tolerance, atol=tolerance)
     again = MultiTaskPeftModel.from_pretrained(auto.from_pretrained(base), tmp_path / "saved", verify=False)
     for form in forms:
-        theirs = again.task_parameters(form)
-        assert theirs.keys() == model.task_parameters(form).keys()
-        assert all(torch.equal(theirs[key], item) for key, item in model.task_parameters(form).items()), form
+        assert_same_tensors(again.task_parameters(form), model.task_parameters(form), form)

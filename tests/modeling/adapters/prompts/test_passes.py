@@ -17,31 +17,12 @@ from peft_mux.engine.executor import Executor
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from tests.invariants.mux_lab import relative, tiny_llama
 from tests.modeling.adapters.passes import Judges, assert_as_plain, assert_nan_stays, judges_of, plain
-from tests.modeling.adapters.prompts.prompt_cases import (
-    CASES,
-    CLASSIFYING,
-    LANGUAGE,
-    PROMPTS,
-    SEQ,
-    TOKEN,
-    Case,
-    Row,
-    config_of,
-    moved,
-    mux,
-    packed,
-    padded,
-    prompt_loss,
-    rows_of,
-    speaking,
-    streams,
-    task_ids,
-)
+from tests.modeling.adapters.prompts import prompt_cases as prompts
 from tests.modeling.attention.kernel_cases import one_call
 
-ALL = LANGUAGE.forms
+ALL = prompts.LANGUAGE.forms
 # Positions, windows, soft-caps and scaled embeddings are the backbone's own.
-SPEAKING = {name: speaking(name) for name in ("Qwen3", "Mistral", "Gemma2", "GPT2", "OPT")}
+SPEAKING = {name: prompts.speaking(name) for name in ("Qwen3", "Mistral", "Gemma2", "GPT2", "OPT")}
 
 
 def gradients(model: MultiTaskPeftModel, form: str) -> dict[str, torch.Tensor]:
@@ -49,65 +30,65 @@ def gradients(model: MultiTaskPeftModel, form: str) -> dict[str, torch.Tensor]:
     return {key: grad.detach().clone() for key, grad in found.items() if grad is not None}
 
 
-def judges_for(model: MultiTaskPeftModel, case: Case) -> Judges:
+def judges_for(model: MultiTaskPeftModel, case: prompts.Case) -> Judges:
     """Return plain PEFT's models of all forms of a case; the weights of both sides are moved by the same amounts."""
-    configs = {form: config_of(form, case.task_type) for form in case.forms}
+    configs = {form: prompts.config_of(form, case.task_type) for form in case.forms}
     return judges_of(model, configs, {form: len(form) for form in configs}, case.make)
 
 
-@pytest.mark.parametrize("case", [*CASES.values(), *SPEAKING.values()], ids=[*CASES, *SPEAKING])
-def test_a_pass_gives_each_prompt_what_plain_peft_alone_gives(case: Case) -> None:
-    rows = {form: rows_of(form, case.task_type) for form in case.forms}
-    model = mux(*rows, case=case, verify=True)
+@pytest.mark.parametrize("case", [*prompts.CASES.values(), *SPEAKING.values()], ids=[*prompts.CASES, *SPEAKING])
+def test_a_pass_gives_each_prompt_what_plain_peft_alone_gives(case: prompts.Case) -> None:
+    rows = {form: prompts.rows_of(form, case.task_type) for form in case.forms}
+    model = prompts.mux(*rows, case=case, verify=True)
     judges = judges_for(model, case)
     for judge, _ in judges.values():
         judge.train()
-    assert_as_plain(model, packed(model, rows), judges, rows, loss_of=prompt_loss)
+    assert_as_plain(model, prompts.packed(model, rows), judges, rows, loss_of=prompts.prompt_loss)
 
 
-@pytest.mark.parametrize("case", CLASSIFYING.values(), ids=CLASSIFYING)
-def test_logits_of_a_stream_and_of_a_view_are_plain_pefts_in_a_padded_batch(case: Case) -> None:
-    model = mux(*case.forms, case=case).eval()
+@pytest.mark.parametrize("case", prompts.CLASSIFYING.values(), ids=prompts.CLASSIFYING)
+def test_logits_of_a_stream_and_of_a_view_are_plain_pefts_in_a_padded_batch(case: prompts.Case) -> None:
+    model = prompts.mux(*case.forms, case=case).eval()
     for form, (judge, _) in judges_for(model, case).items():
         judge.eval()
-        rows = rows_of(form, case.task_type)
-        given = padded(rows, model.backbone.config.pad_token_id)
+        rows = prompts.rows_of(form, case.task_type)
+        given = prompts.padded(rows, model.backbone.config.pad_token_id)
         with torch.no_grad():
-            wanted = judge(**given, **task_ids(judge)).logits
+            wanted = judge(**given, **prompts.task_ids(judge)).logits
             viewed = model.task_view(form)(**given).logits
-            streamed = model.sequence_logits(packed(model, {form: rows}))
+            streamed = model.sequence_logits(prompts.packed(model, {form: rows}))
         assert torch.equal(viewed, wanted), form
         for row, found, theirs in zip(rows, streamed, wanted, strict=True):
-            theirs = theirs[: len(row.ids)] if case.task_type == TOKEN else theirs
+            theirs = theirs[: len(row.ids)] if case.task_type == prompts.TOKEN else theirs
             torch.testing.assert_close(found, theirs, rtol=1e-4, atol=1e-5)
 
 
-@pytest.mark.parametrize("form", PROMPTS)
+@pytest.mark.parametrize("form", prompts.PROMPTS)
 def test_a_prompt_may_be_the_only_task_and_come_before_or_after_lora(form: str) -> None:
-    rows = {name: rows_of(name) for name in (form, "lora")}
-    first, last = mux(form, "lora"), mux("lora", form)
-    alone = mux(form)
-    wanted = alone(packed(alone, {form: rows[form]})).losses[0].item()
+    rows = {name: prompts.rows_of(name) for name in (form, "lora")}
+    first, last = prompts.mux(form, "lora"), prompts.mux("lora", form)
+    alone = prompts.mux(form)
+    wanted = alone(prompts.packed(alone, {form: rows[form]})).losses[0].item()
     for model in (first, last):
-        losses = model(packed(model, rows)).losses
+        losses = model(prompts.packed(model, rows)).losses
         assert math.isclose(losses[0].item(), wanted, rel_tol=1e-6)
     last.remove_tasks(["lora"])
-    assert math.isclose(last(packed(last, {form: rows[form]})).losses[0].item(), wanted, rel_tol=1e-6)
+    assert math.isclose(last(prompts.packed(last, {form: rows[form]})).losses[0].item(), wanted, rel_tol=1e-6)
     first.remove_tasks([form])
     assert form not in first.tasks
     assert not [name for name, _ in first.named_parameters() if "prompt_encoder" in name], "nothing of it is left"
-    assert first(packed(first, {"lora": rows["lora"]})).losses.isfinite().all()
+    assert first(prompts.packed(first, {"lora": rows["lora"]})).losses.isfinite().all()
 
 
 @pytest.mark.parametrize("broken", ["prompt", "mlp", "cpt", "prefix"])
 def test_a_prompt_that_is_nan_reaches_no_other_task(broken: str) -> None:
-    model = mux(*ALL)
-    assert_nan_stays(model, packed(model, {form: rows_of(form) for form in ALL}), broken)
+    model = prompts.mux(*ALL)
+    assert_nan_stays(model, prompts.packed(model, {form: prompts.rows_of(form) for form in ALL}), broken)
 
 
 # ------------------------------------------------------------- how rows are laid out
 
-WINDOWS = pytest.mark.parametrize("case", [LANGUAGE, SPEAKING["Mistral"]], ids=["no window", "window"])
+WINDOWS = pytest.mark.parametrize("case", [prompts.LANGUAGE, SPEAKING["Mistral"]], ids=["no window", "window"])
 
 
 def run_step(model: MultiTaskPeftModel, micro_batches: list[MuxBatch]) -> dict[str, float]:
@@ -119,9 +100,11 @@ def run_step(model: MultiTaskPeftModel, micro_batches: list[MuxBatch]) -> dict[s
     return losses
 
 
-def whole_step(rows: dict[str, list[Row]], case: Case = LANGUAGE) -> tuple[dict[str, float], MultiTaskPeftModel]:
-    model = mux(*rows, case=case)
-    losses = model(packed(model, rows)).losses
+def whole_step(
+    rows: dict[str, list[prompts.Row]], case: prompts.Case = prompts.LANGUAGE
+) -> tuple[dict[str, float], MultiTaskPeftModel]:
+    model = prompts.mux(*rows, case=case)
+    losses = model(prompts.packed(model, rows)).losses
     losses.sum().backward()
     return dict(zip(rows, losses.tolist(), strict=True)), model
 
@@ -134,40 +117,40 @@ def assert_same_step(first: MultiTaskPeftModel, second: MultiTaskPeftModel, tole
 
 
 @WINDOWS
-def test_long_rows_in_parts_give_what_whole_ones_give(case: Case) -> None:
+def test_long_rows_in_parts_give_what_whole_ones_give(case: prompts.Case) -> None:
     forms = ("prompt", "mlp", "cpt", "prefix", "projected", "lora")
-    rows = {form: rows_of(form, count=2, low=18, high=45) for form in forms}
+    rows = {form: prompts.rows_of(form, count=2, low=18, high=45) for form in forms}
     wanted, whole = whole_step(rows, case)
-    model = mux(*forms, case=case)
-    micro_batches = streams(model, rows, split_long_sequences=True)
+    model = prompts.mux(*forms, case=case)
+    micro_batches = prompts.streams(model, rows, split_long_sequences=True)
     assert any(batch.has_more for batch in micro_batches)
     assert run_step(model, micro_batches) == pytest.approx(wanted, rel=1e-5)
     assert_same_step(model, whole, 1e-4)
 
 
 def test_a_row_that_is_cut_amid_its_virtual_tokens_gives_what_a_whole_one_gives() -> None:
-    rows = {"cpt": rows_of("cpt", count=2, low=9, high=10)}
+    rows = {"cpt": prompts.rows_of("cpt", count=2, low=9, high=10)}
     wanted, whole = whole_step(rows)
-    model = mux("cpt")
-    micro_batches = streams(model, rows, split_long_sequences=True, chunk_size=4, max_tokens=4)
+    model = prompts.mux("cpt")
+    micro_batches = prompts.streams(model, rows, split_long_sequences=True, chunk_size=4, max_tokens=4)
     assert len(micro_batches[0].labels[0]) == 4 < model.peft_config[model.adapter_of("cpt")].num_virtual_tokens
     assert run_step(model, micro_batches) == pytest.approx(wanted, rel=1e-5)
     assert_same_step(model, whole, 1e-4)
 
 
 def test_padding_to_chunks_and_micro_batches_change_nothing() -> None:
-    rows = {form: rows_of(form) for form in ALL}
+    rows = {form: prompts.rows_of(form) for form in ALL}
     wanted, whole = whole_step(rows)
-    model = mux(*ALL)
-    micro_batches = streams(model, rows, pad_to_chunks=True, max_tokens=48)
+    model = prompts.mux(*ALL)
+    micro_batches = prompts.streams(model, rows, pad_to_chunks=True, max_tokens=48)
     assert len(micro_batches) > 2
     assert run_step(model, micro_batches) == pytest.approx(wanted, rel=1e-5)
     assert_same_step(model, whole, 1e-4)
 
 
 def test_a_stream_of_some_tasks_keeps_their_virtual_tokens() -> None:
-    model = mux("prompt", "lora", "mlp")
-    rows = {form: rows_of(form) for form in ("prompt", "lora", "mlp")}
+    model = prompts.mux("prompt", "lora", "mlp")
+    rows = {form: prompts.rows_of(form) for form in ("prompt", "lora", "mlp")}
     batch = collated(rows, virtual_labels=model.virtual_labels)
     assert batch.virtual_tokens == (3, 0, 4)
     assert batch.of_tasks([1, 2]).virtual_tokens == (0, 4)
@@ -176,13 +159,13 @@ def test_a_stream_of_some_tasks_keeps_their_virtual_tokens() -> None:
 
 def test_recomputed_activations_read_the_prompts_of_their_pass() -> None:
     forms = ("prompt", "mlp", "cpt", "prefix", "projected", "lora")
-    rows = {form: rows_of(form) for form in forms}
+    rows = {form: prompts.rows_of(form) for form in forms}
     wanted, whole = whole_step(rows)
-    model = mux(*forms)
+    model = prompts.mux(*forms)
     model.gradient_checkpointing_enable()
     # PEFT alone refuses prefixes with checkpointing, whose cache would be written twice.
-    model.register_tasks({"late": config_of("prefix")})
-    losses = model.train()(packed(model, rows)).losses
+    model.register_tasks({"late": prompts.config_of("prefix")})
+    losses = model.train()(prompts.packed(model, rows)).losses
     losses.sum().backward()
     assert dict(zip(rows, losses.tolist(), strict=True)) == pytest.approx(wanted, rel=1e-6)
     for form in forms:
@@ -197,21 +180,23 @@ def test_attention_dropout_of_a_prefix_draws_by_place_and_key_alone_together_and
         for module in modules:
             if hasattr(module, "attention_dropout"):
                 module.attention_dropout = 0.3
-        return mux(*forms, case=Case(lambda: backbone)).train()
+        return prompts.mux(*forms, case=prompts.Case(lambda: backbone)).train()
 
-    rows = {form: rows_of(form, count=2, low=18, high=45) for form in ("lora", "prefix")}
+    rows = {form: prompts.rows_of(form, count=2, low=18, high=45) for form in ("lora", "prefix")}
     alone, both = model_of("prefix"), model_of("lora", "prefix")
-    by_itself = alone(packed(alone, {"prefix": rows["prefix"]})).losses[0].item()
-    assert math.isclose(both(packed(both, rows)).losses[1].item(), by_itself, rel_tol=1e-6)
-    in_parts = run_step(both, streams(both, rows, split_long_sequences=True))
+    by_itself = alone(prompts.packed(alone, {"prefix": rows["prefix"]})).losses[0].item()
+    assert math.isclose(both(prompts.packed(both, rows)).losses[1].item(), by_itself, rel_tol=1e-6)
+    in_parts = run_step(both, prompts.streams(both, rows, split_long_sequences=True))
     assert math.isclose(in_parts["prefix"], by_itself, rel_tol=1e-5)
-    assert abs(alone.eval()(packed(alone, {"prefix": rows["prefix"]})).losses[0].item() - by_itself) > 1e-4
+    assert abs(alone.eval()(prompts.packed(alone, {"prefix": rows["prefix"]})).losses[0].item() - by_itself) > 1e-4
 
 
 @WINDOWS
-def test_a_kernel_for_varying_lengths_gets_the_keys_of_prefixes(case: Case, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_for_varying_lengths_gets_the_keys_of_prefixes(
+    case: prompts.Case, monkeypatch: pytest.MonkeyPatch
+) -> None:
     forms = ("prefix", "lora", "projected")
-    rows = {form: rows_of(form, count=2, low=18, high=45) for form in forms}
+    rows = {form: prompts.rows_of(form, count=2, low=18, high=45) for form in forms}
     wanted, whole = whole_step(rows, case)
     told = one_call(monkeypatch)
     found, model = whole_step(rows, case)
@@ -220,17 +205,19 @@ def test_a_kernel_for_varying_lengths_gets_the_keys_of_prefixes(case: Case, monk
     lengths = [len(row.ids) for own in rows.values() for row in own]
     keys = [length + extra for length, extra in zip(lengths, (5, 5, 0, 0, 2, 2), strict=True)]
     assert told[0][:2] == (lengths, keys)
-    in_parts = mux(*forms, case=case)
-    assert run_step(in_parts, streams(in_parts, rows, split_long_sequences=True)) == pytest.approx(wanted, rel=1e-5)
+    in_parts = prompts.mux(*forms, case=case)
+    assert run_step(in_parts, prompts.streams(in_parts, rows, split_long_sequences=True)) == pytest.approx(
+        wanted, rel=1e-5
+    )
     assert_same_step(in_parts, whole, 1e-4)
 
 
 def test_a_kernel_for_varying_lengths_gets_the_keys_of_an_encoders_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
-    rows = {form: rows_of(form, SEQ) for form in ("prefix", "lora", "mlp")}
-    model = mux(*rows, case=CASES["Bert"])
-    wanted = model(packed(model, rows)).losses
+    rows = {form: prompts.rows_of(form, prompts.SEQ) for form in ("prefix", "lora", "mlp")}
+    model = prompts.mux(*rows, case=prompts.CASES["Bert"])
+    wanted = model(prompts.packed(model, rows)).losses
     told = one_call(monkeypatch)
-    torch.testing.assert_close(model(packed(model, rows)).losses, wanted, rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(model(prompts.packed(model, rows)).losses, wanted, rtol=1e-5, atol=1e-6)
     lengths = [len(row.ids) + (4 if form == "mlp" else 0) for form, own in rows.items() for row in own]
     keys = [length + (5 if number < 4 else 0) for number, length in enumerate(lengths)]
     assert (*told[0][:2], told[0][-1]) == (lengths, keys, (-1, -1)), "every token sees all keys"
@@ -238,15 +225,15 @@ def test_a_kernel_for_varying_lengths_gets_the_keys_of_an_encoders_prefixes(monk
 
 def test_in_half_precision_a_prompt_is_as_near_to_float32_as_plain_peft_is() -> None:
     for form in ("prompt", "mlp", "prefix"):
-        rows = {form: rows_of(form)}
+        rows = {form: prompts.rows_of(form)}
         exact, _ = whole_step(rows)
-        ours, _ = whole_step(rows, Case(lambda: tiny_llama().bfloat16()))
-        judge, _ = plain(config_of(form), len(form), lambda: tiny_llama().bfloat16())
-        theirs = prompt_loss(judge, rows[form]).item()
+        ours, _ = whole_step(rows, prompts.Case(lambda: tiny_llama().bfloat16()))
+        judge, _ = plain(prompts.config_of(form), len(form), lambda: tiny_llama().bfloat16())
+        theirs = prompts.prompt_loss(judge, rows[form]).item()
         assert abs(ours[form] - exact[form]) <= 2 * abs(theirs - exact[form]) + 1e-2 * exact[form]
         with torch.autocast("cpu", torch.bfloat16):
-            model = mux(form)
-            loss = model(packed(model, rows)).losses
+            model = prompts.mux(form)
+            loss = model(prompts.packed(model, rows)).losses
             loss.sum().backward()
         assert loss.item() == pytest.approx(exact[form], rel=1e-2)
 
@@ -254,20 +241,20 @@ def test_in_half_precision_a_prompt_is_as_near_to_float32_as_plain_peft_is() -> 
 # ------------------------------------------------------------------- what is refused
 
 
-def collated(rows: dict[str, list[Row]], **options: Any) -> MuxBatch:
+def collated(rows: dict[str, list[prompts.Row]], **options: Any) -> MuxBatch:
     given = [{"task": task, "input_ids": row.ids} for task, own in rows.items() for row in own]
     return ChunkPackingCollator(**options)(given)
 
 
 def test_rows_without_the_virtual_tokens_of_their_task_are_refused_by_name() -> None:
-    model = mux("prompt", "lora")
-    rows = {"prompt": rows_of("prompt"), "lora": rows_of("lora")}
+    model = prompts.mux("prompt", "lora")
+    rows = {"prompt": prompts.rows_of("prompt"), "lora": prompts.rows_of("lora")}
     bare = collated(rows)
     with pytest.raises(
         ConfigError, match='prompt" must have rows with 3 virtual tokens, as many as its prompt has in this pass, got 0'
     ):
         model(bare)
-    full = packed(model, rows)
+    full = prompts.packed(model, rows)
     with pytest.raises(
         ConfigError, match='lora" must have rows with 0 virtual tokens, as many as its prompt has in this pass, got 3'
     ):
@@ -275,12 +262,12 @@ def test_rows_without_the_virtual_tokens_of_their_task_are_refused_by_name() -> 
 
 
 def test_switched_off_prompts_leave_the_backbone_alone() -> None:
-    model = mux("prompt", "lora", "prefix").eval()
+    model = prompts.mux("prompt", "lora", "prefix").eval()
     with torch.no_grad():
         for form in model.tasks:
             for item in model.task_parameters(form).values():
                 item.add_(1.0)
-    rows = {form: rows_of(form) for form in model.tasks}
+    rows = {form: prompts.rows_of(form) for form in model.tasks}
     bare = collated(rows)
     with model.without_adapters(), torch.no_grad():
         found = model.sequence_logits(bare)
@@ -288,22 +275,22 @@ def test_switched_off_prompts_leave_the_backbone_alone() -> None:
             ConfigError,
             match='task "prompt" must have rows with 0 virtual tokens, as many as its prompt has in this pass, got 3',
         ):
-            model(packed(model, rows))
+            model(prompts.packed(model, rows))
     backbone = tiny_llama().eval()
     for logits, row in zip(found, [row for own in rows.values() for row in own], strict=True):
         with torch.no_grad():
             wanted = backbone(input_ids=torch.tensor([row.ids])).logits[0]
         torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
     assert all(item.requires_grad for form in model.tasks for item in model.task_parameters(form).values())
-    assert model(packed(model, rows)).losses.isfinite().all()
+    assert model(prompts.packed(model, rows)).losses.isfinite().all()
 
 
 def test_layers_with_other_heads_than_a_prefix_are_refused_by_name() -> None:
-    model = mux("prefix")
+    model = prompts.mux("prefix")
     attention: Any = model.backbone.model.layers[1].self_attn
     attention.layer_idx = None
     with pytest.raises(UnsupportedModelError, match=r"layer number None, for which a prefix has no keys"):
-        model(packed(model, {"prefix": rows_of("prefix")}))
+        model(prompts.packed(model, {"prefix": prompts.rows_of("prefix")}))
     attention.layer_idx = 1
     for name in ("k_proj", "v_proj"):
         setattr(attention, name, nn.Linear(32, 8))
@@ -311,29 +298,29 @@ def test_layers_with_other_heads_than_a_prefix_are_refused_by_name() -> None:
         UnsupportedModelError,
         match=r"LlamaAttention \(layer 1\) must have the heads of the configuration, 2 of 8 channels, got 1 of 8",
     ):
-        model(packed(model, {"prefix": rows_of("prefix")}))
+        model(prompts.packed(model, {"prefix": prompts.rows_of("prefix")}))
 
 
 def test_configurations_are_not_written_into() -> None:
-    given: dict[str, PeftConfig] = {form: config_of(form) for form in PROMPTS}
+    given: dict[str, PeftConfig] = {form: prompts.config_of(form) for form in prompts.PROMPTS}
     MultiTaskPeftModel(tiny_llama(), given, verify=False)
-    assert all(config.to_dict() == config_of(form).to_dict() for form, config in given.items())
+    assert all(config.to_dict() == prompts.config_of(form).to_dict() for form, config in given.items())
 
 
 def test_removed_and_switched_off_prompts_leave_the_heads_of_others_alone() -> None:
-    model = mux("lora", "prompt", "prefix", case=CASES["Bert"]).eval()
-    rows = rows_of("lora", SEQ)
-    given = padded(rows, 0)
+    model = prompts.mux("lora", "prompt", "prefix", case=prompts.CASES["Bert"]).eval()
+    rows = prompts.rows_of("lora", prompts.SEQ)
+    given = prompts.padded(rows, 0)
     for form in model.tasks:
-        moved(model, model.task_parameters(form))
+        prompts.moved(model, model.task_parameters(form))
     wanted = model.task_view("lora")(**given).logits
     with model.disable_adapter():
-        assert torch.equal(model(**given).logits, CASES["Bert"].make().eval()(**given).logits)
+        assert torch.equal(model(**given).logits, prompts.CASES["Bert"].make().eval()(**given).logits)
     model.select_adapter(model.adapter_of("lora"))
     model.remove_tasks(["prompt"])
     assert torch.equal(model(**given).logits, wanted), "the head of the active adapter"
     model.remove_tasks(["prefix"])
     assert torch.equal(model.task_view("lora")(**given).logits, wanted)
     assert [key for key, _ in model.named_parameters() if "modules_to_save" in key and "t000001" not in key] == []
-    (logits,) = model.sequence_logits(packed(model, {"lora": rows[:1]}))
+    (logits,) = model.sequence_logits(prompts.packed(model, {"lora": rows[:1]}))
     torch.testing.assert_close(logits, wanted[0], rtol=1e-4, atol=1e-5)

@@ -21,22 +21,7 @@ from peft_mux.modeling.adapters.kind import KINDS, kind_of, kind_of_parameter
 from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters.passes import plain
-from tests.modeling.adapters.prompts.prompt_cases import (
-    CASES,
-    LM,
-    PROMPTS,
-    SEQ,
-    TOKEN,
-    TOKENS,
-    Row,
-    config_of,
-    moved,
-    padded,
-    prompt_loss,
-    rows_of,
-    task_ids,
-    task_of,
-)
+from tests.modeling.adapters.prompts import prompt_cases as prompts
 from tests.modeling.backbones import NO_BERT_DROPOUT, classifier_of, filled
 
 
@@ -104,7 +89,7 @@ FAULTS: dict[str, tuple[str, dict[str, Any], str]] = {
 @pytest.mark.parametrize("case", FAULTS)
 def test_a_field_that_cannot_be_trained_is_refused_by_name(case: str) -> None:
     form, settings, message = FAULTS[case]
-    config = config_of(form)
+    config = prompts.config_of(form)
     for name, value in settings.items():
         setattr(config, name, value)
     said = refusal(config)
@@ -114,9 +99,9 @@ def test_a_field_that_cannot_be_trained_is_refused_by_name(case: str) -> None:
 @pytest.mark.parametrize("form", ["mlp", "lstm", "multitask", "cpt", "projected", "cartridge"])
 def test_any_value_in_any_field_is_trained_with_or_refused_by_name(form: str) -> None:
     base = lab.tiny_llama()
-    for field in fields(config_of(form)):  # type: ignore[arg-type]
+    for field in fields(prompts.config_of(form)):  # type: ignore[arg-type]
         for value in (object(), "x", -1, 2.5, [], {"a": 1}, True, float("nan")):
-            config = config_of(form)
+            config = prompts.config_of(form)
             setattr(config, field.name, value)
             said = ""
             try:
@@ -127,7 +112,9 @@ def test_any_value_in_any_field_is_trained_with_or_refused_by_name(form: str) ->
 
 
 def test_a_context_of_odd_types_is_weighed_as_peft_does() -> None:
-    config = CPTConfig(task_type=LM, cpt_token_ids=[5, 6, 7], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[0, 4, 8])
+    config = CPTConfig(
+        task_type=prompts.LM, cpt_token_ids=[5, 6, 7], cpt_mask=[1, 1, 1], cpt_tokens_type_mask=[0, 4, 8]
+    )
     kind = kind_of(config)
     assert isinstance(kind, PromptKind)
     assert kind.virtual_labels(config) == (-100, 6, 7)
@@ -138,22 +125,22 @@ def test_backbones_whose_keys_peft_lays_out_again_are_refused(monkeypatch: pytes
     assert (
         "tasks.a.peft_config must be used with backbones whose layers all have the same heads, got PREFIX_TUNING on a "
         "LlamaForCausalLM with its own layout of keys"
-    ) in refusal(config_of("prefix"))
+    ) in refusal(prompts.config_of("prefix"))
 
 
 def test_backbones_with_uneven_heads_are_refused() -> None:
     uneven = lab.tiny_llama()
     uneven.config.num_kv_shared_layers = 1
-    said = refusal(config_of("prefix"), uneven)
+    said = refusal(prompts.config_of("prefix"), uneven)
     assert (
         "tasks.a.peft_config must be used with backbones whose layers all have the same heads, got PREFIX_TUNING on a "
         "LlamaForCausalLM with num_kv_shared_layers"
     ) in said
 
 
-@pytest.mark.parametrize("form", PROMPTS)
+@pytest.mark.parametrize("form", prompts.PROMPTS)
 def test_every_prompt_owns_its_parameters_and_refuses_layouts_that_cut_the_model(form: str) -> None:
-    config = config_of(form)
+    config = prompts.config_of(form)
     kind = kind_of(config)
     judge, own = plain(config, 0)
     frozen = [name for name, item in judge.named_parameters() if not item.requires_grad]
@@ -180,9 +167,11 @@ def test_sharded_weights_are_refused_at_construction_and_graphs_say_why_not(tmp_
         ConfigError,
         match=r"tasks\.prompt\.peft_config must be a PEFT type that adapts layers, got PROMPT_TUNING with",
     ):
-        lab.make_trainer([task_of("prompt"), task_of("lora")], tmp_path, shard_backbone=True)
+        lab.make_trainer([prompts.task_of("prompt"), prompts.task_of("lora")], tmp_path, shard_backbone=True)
     for form in ("prompt", "prefix"):
-        model = MultiTaskPeftModel(lab.tiny_llama(), {"lora": config_of("lora"), "a": config_of(form)}, verify=False)
+        model = MultiTaskPeftModel(
+            lab.tiny_llama(), {"lora": prompts.config_of("lora"), "a": prompts.config_of(form)}, verify=False
+        )
         assert reason_against(model) == "a task's prompt stands before each of its sequences"
 
 
@@ -192,47 +181,52 @@ def test_a_loss_that_compares_with_the_backbone_wants_rows_that_bring_the_refere
         ConfigError,
         match=r"tasks\.a\.objective must be a loss without a reference with.*got dpo.*ref_chosen_logps",
     ):
-        Task(name="a", peft_config=config_of("prompt"), train_dataset=rows)
+        Task(name="a", peft_config=prompts.config_of("prompt"), train_dataset=rows)
     brought = [{**row, "ref_chosen_logps": -1.0, "ref_rejected_logps": -2.0} for row in rows]
-    assert Task(name="a", peft_config=config_of("prompt"), train_dataset=brought).train_dataset is brought
-    assert Task(name="a", peft_config=config_of("prompt"), train_dataset=rows, objective="orpo").objective == "orpo"
+    assert Task(name="a", peft_config=prompts.config_of("prompt"), train_dataset=brought).train_dataset is brought
+    assert (
+        Task(name="a", peft_config=prompts.config_of("prompt"), train_dataset=rows, objective="orpo").objective
+        == "orpo"
+    )
 
 
 # ------------------------------------------------- classifiers that PEFT cannot train
 
 
-@pytest.mark.parametrize("form", TOKENS)
+@pytest.mark.parametrize("form", prompts.TOKENS)
 @pytest.mark.parametrize("name", ["Llama", "GPT2"])
 def test_virtual_tokens_before_a_decoder_are_refused_as_plain_peft_classifies_by_padding(name: str, form: str) -> None:
-    make = CASES[name].make
-    said = refusal(config_of(form, SEQ), make())
+    make = prompts.CASES[name].make
+    said = refusal(prompts.config_of(form, prompts.SEQ), make())
     assert said.startswith("tasks.a.peft_config must be ")
-    assert f", got {config_of(form, SEQ).peft_type.value} on a {name}ForSequenceClassif" in said
+    assert f", got {prompts.config_of(form, prompts.SEQ).peft_type.value} on a {name}ForSequenceClassif" in said
     assert "it would classify by padding" in said
-    peft_model, own = plain(config_of(form, SEQ), 0, make)
-    moved(peft_model.eval(), own)
-    rows = [Row([5, 6, 7, 8, 9, 10], 0), Row([11, 12], 1)]
+    peft_model, own = plain(prompts.config_of(form, prompts.SEQ), 0, make)
+    prompts.moved(peft_model.eval(), own)
+    rows = [prompts.Row([5, 6, 7, 8, 9, 10], 0), prompts.Row([11, 12], 1)]
     with torch.no_grad():
-        alone = peft_model(input_ids=torch.tensor([rows[1].ids]), **task_ids(peft_model)).logits[0]
+        alone = peft_model(input_ids=torch.tensor([rows[1].ids]), **prompts.task_ids(peft_model)).logits[0]
         for side in ("right", "left"):
-            together = peft_model(**padded(rows, 0, side), **task_ids(peft_model)).logits[1]
+            together = peft_model(**prompts.padded(rows, 0, side), **prompts.task_ids(peft_model)).logits[1]
             assert lab.relative(together, alone) > 1e-3, f"{side}: PEFT can train it"
 
 
-@pytest.mark.parametrize("form", TOKENS)
+@pytest.mark.parametrize("form", prompts.TOKENS)
 @pytest.mark.parametrize("name", ["Llama, tokens", "GPT2, tokens", "Bert, tokens"])
 def test_virtual_tokens_before_a_tagger_are_refused_as_plain_peft_fails(name: str, form: str) -> None:
-    make = CASES[name].make
-    assert "PEFT fails on the logits of virtual tokens" in refusal(config_of(form, TOKEN), make())
-    peft_model, _ = plain(config_of(form, TOKEN), 0, make)
+    make = prompts.CASES[name].make
+    assert "PEFT fails on the logits of virtual tokens" in refusal(prompts.config_of(form, prompts.TOKEN), make())
+    peft_model, _ = plain(prompts.config_of(form, prompts.TOKEN), 0, make)
     with pytest.raises(ValueError, match="batch_size"):
-        prompt_loss(peft_model, rows_of(form, TOKEN, 1))
+        prompts.prompt_loss(peft_model, prompts.rows_of(form, prompts.TOKEN, 1))
 
 
 def test_cpt_is_refused_as_plain_peft_refuses_it() -> None:
     with pytest.raises(ValueError, match="only supports task_type"):
-        CPTConfig(task_type=SEQ, cpt_token_ids=[1], cpt_mask=[1], cpt_tokens_type_mask=[1])
-    assert "task_type must be CAUSAL_LM for CPT, got SEQ_CLS" in refusal(config_of("cpt", SEQ), CASES["Bert"].make())
+        CPTConfig(task_type=prompts.SEQ, cpt_token_ids=[1], cpt_mask=[1], cpt_tokens_type_mask=[1])
+    assert "task_type must be CAUSAL_LM for CPT, got SEQ_CLS" in refusal(
+        prompts.config_of("cpt", prompts.SEQ), prompts.CASES["Bert"].make()
+    )
 
 
 @pytest.mark.parametrize(
@@ -261,6 +255,9 @@ def test_cpt_is_refused_as_plain_peft_refuses_it() -> None:
 def test_backbones_on_which_plain_peft_fails_are_refused_by_name(
     make: Callable[[], Any], form: str, said: str, theirs: str
 ) -> None:
-    assert said in refusal(config_of(form, SEQ), filled(make))
+    assert said in refusal(prompts.config_of(form, prompts.SEQ), filled(make))
     with pytest.raises((ValueError, RuntimeError), match=theirs):
-        prompt_loss(plain(config_of(form, SEQ), 0, lambda: filled(make))[0], rows_of(form, SEQ, 1))
+        prompts.prompt_loss(
+            plain(prompts.config_of(form, prompts.SEQ), 0, lambda: filled(make))[0],
+            prompts.rows_of(form, prompts.SEQ, 1),
+        )

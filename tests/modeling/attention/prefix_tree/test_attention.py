@@ -68,6 +68,10 @@ def knows(way: str, kind: Scores) -> bool:
     return way != "in one call" or (kind.softcap is None and kind.sinks is None)
 
 
+KNOWN = [(way, kind) for way in WAYS for kind in KINDS if knows(way, scores(**KINDS[kind]))]
+EVERY_WAY_AND_KIND = pytest.mark.parametrize(("way", "kind"), KNOWN)
+
+
 def family(*ends: int, start: Sequence[int] = (7,) * 20, seed: int = 0) -> list[np.ndarray]:
     """Return sequences with one beginning, each with an end of its own of so many tokens."""
     draw = np.random.default_rng(seed)
@@ -136,15 +140,14 @@ def check(way: str, rows: Sequence[np.ndarray], tree: PrefixTree, qkv: Sequence[
 # ------------------------------------------------------------------------------- against each sequence alone
 
 
-@pytest.mark.parametrize(("kind", "key_heads"), [*((kind, 2) for kind in KINDS), ("causal", 4), ("causal", 1)])
-@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize(
+    ("way", "kind", "key_heads"),
+    [*((way, kind, 2) for way, kind in KNOWN), *((way, "causal", heads) for way in WAYS for heads in (4, 1))],
+)
 def test_outputs_and_gradients_are_those_of_each_sequence_alone(way: str, kind: str, key_heads: int) -> None:
-    wanted = scores(**KINDS[kind])
-    if not knows(way, wanted):
-        return
     tree = tree_of(NESTED)
     assert tree.num_rows < len(tree.row_of_token) / 2
-    check(way, NESTED, tree, states(tree.num_rows, key_heads), wanted)
+    check(way, NESTED, tree, states(tree.num_rows, key_heads), scores(**KINDS[kind]))
 
 
 @pytest.mark.parametrize("kind", ["causal", "window", "window as long as the longest"])
@@ -240,12 +243,8 @@ def test_a_task_has_the_same_bits_alone_and_with_others(way: str, kind: str) -> 
         assert torch.equal(with_other[own], without)
 
 
-@pytest.mark.parametrize("way", WAYS)
-@pytest.mark.parametrize("kind", KINDS)
+@EVERY_WAY_AND_KIND
 def test_a_poisoned_task_changes_no_bit_of_another(way: str, kind: str) -> None:
-    wanted = scores(**KINDS[kind])
-    if not knows(way, wanted):
-        return
     together = joined(family(6, 30, 11, start=(9,) * 33), NESTED)
     own = slice(together.num_rows - joined(NESTED).num_rows, None)
     runs = []
@@ -254,7 +253,7 @@ def test_a_poisoned_task_changes_no_bit_of_another(way: str, kind: str) -> None:
         with torch.no_grad():
             for x in qkv:
                 x[: own.start] *= poison
-        out = WAYS[way](qkv, TreeLayouts(together, CPU), wanted)
+        out = WAYS[way](qkv, TreeLayouts(together, CPU), scores(**KINDS[kind]))
         gradients = torch.autograd.grad(out.sum(), qkv)
         assert math.isnan(out.detach()[: own.start].sum()) == (poison != 1.0)
         runs.append([x[own] for x in (out, *gradients)])
@@ -276,17 +275,13 @@ def test_an_end_that_is_poisoned_leaves_the_outputs_of_other_ends_as_they_are(wa
     assert poisoned[last].isnan().all()
 
 
-@pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.parametrize("way", WAYS)
+@EVERY_WAY_AND_KIND
 def test_repeats_have_the_same_bits(way: str, kind: str) -> None:
-    wanted = scores(**KINDS[kind])
-    if not knows(way, wanted):
-        return
     tree = tree_of(NESTED)
     runs = []
     for _ in range(2):
         qkv = states(tree.num_rows, 2, torch.float32)
-        out = WAYS[way](qkv, TreeLayouts(tree, CPU), wanted)
+        out = WAYS[way](qkv, TreeLayouts(tree, CPU), scores(**KINDS[kind]))
         runs.append((out, *torch.autograd.grad(out.square().sum(), qkv)))
     assert all(map(torch.equal, *runs))
 
