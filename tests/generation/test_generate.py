@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, MissConfig
+from peft import IA3Config, LoraConfig, MissConfig, PeftType
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from peft_mux import Completion, DataError, GenerationRequest, MultiTaskPeftModel, SamplingOptions, generate
 from peft_mux.modeling.adapters.catalogue import TypeEntry
-from peft_mux.modeling.adapters.kind import AdapterKind
 from peft_mux.modeling.adapters.sliced import SlicedKind
 from tests.generation.judge import Judge, held, prompts
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import VOCABULARY, tiny_llama
+from tests.modeling.adapters.cases import CASES, each_type
 from tests.modeling.adapters.prompts.prompt_cases import PROMPTS, config_of, task_ids
-from tests.modeling.adapters.test_kinds import CASES, LAYERED
+from tests.modeling.adapters.test_kinds import LAYERED
 from tests.modeling.adapters.toy_kind import ToyKind, registered
 from tests.modeling.backbones import LANGUAGE_MODELS, VISION_LANGUAGE_MODELS, filled
 from tests.modeling.backbones import VOCABULARY as SMALL_VOCABULARY
@@ -251,15 +251,9 @@ _FAST = ("LORA", "BOTTLENECK", "IA3", "OFT")
 """Of each way to run one; the others follow where slow tests run."""
 
 
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, id=kind.peft_type.value, marks=() if kind.peft_type.value in _FAST else pytest.mark.slow)
-        for kind in LAYERED
-    ],
-)
-def test_a_task_of_any_kind_next_to_lora_completes_as_plain_peft_alone(kind: AdapterKind, tmp_path: Path) -> None:
-    configs = {"own": CASES[kind.peft_type].make(0), "lora": LoraConfig(r=4, target_modules="all-linear")}
+@each_type((kind.peft_type for kind in LAYERED), _FAST)
+def test_a_task_of_any_kind_next_to_lora_completes_as_plain_peft_alone(peft_type: PeftType, tmp_path: Path) -> None:
+    configs = {"own": CASES[peft_type].make(0), "lora": LoraConfig(r=4, target_modules="all-linear")}
     rows = {name: prompts(len(name), (7, 1, 12), VOCABULARY) for name in configs}
     model = held(tiny_llama(), configs, scale=0.2)
     found = generate(model, rows, max_new_tokens=8)

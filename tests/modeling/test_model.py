@@ -180,22 +180,21 @@ def test_no_task_at_all_is_refused() -> None:
     passes.assert_refused({}, "peft_configs must have at least one task name with its PeftConfig, got none", backbone())
 
 
-def test_one_faulty_newcomer_keeps_all_of_them_out() -> None:
+@pytest.mark.parametrize(
+    ("fields", "said"),
+    [
+        ({"target_modules": ["q_prj"]}, r"\.target_modules must be.*, got 'q_prj'.*Did you mean \"q_proj\""),
+        ({"exclude_modules": ["q_proj"]}, ": PEFT refuses it: No modules were targeted"),
+    ],
+    ids=["a fault", "refused by PEFT"],
+)
+def test_one_newcomer_that_is_refused_keeps_all_of_them_out(fields: dict[str, Any], said: str) -> None:
     model = model_of("a")
-    with pytest.raises(
-        ConfigError,
-        match=r"tasks\.c\.peft_config\.target_modules must be.*, got 'q_prj'.*Did you mean \"q_proj\"",
-    ):
-        model.register_tasks({"b": lora(), "c": lora(targets=["q_prj"])})
+    bad = LoraConfig(**{"r": 4, "target_modules": ["q_proj"], **fields})
+    with pytest.raises(ConfigError, match=rf"tasks\.c\.peft_config{said}"):
+        model.register_tasks({"b": lora(), "c": bad})
     assert model.tasks == ("a",)
     assert len(model.peft_config) == 1
-
-
-def test_one_newcomer_that_peft_refuses_keeps_all_of_them_out() -> None:
-    model = model_of("a")
-    with pytest.raises(ConfigError, match=r"tasks.c.peft_config: PEFT refuses it: No modules were targeted"):
-        model.register_tasks({"b": lora(), "c": lora(targets=["q_proj"], exclude_modules=["q_proj"])})
-    assert model.tasks == ("a",)
 
 
 def test_a_refused_construction_leaves_the_backbone_as_it_was() -> None:

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import peft
+import pytest
 from peft import PeftConfig, PeftType
 
 from peft_mux import BottleneckConfig, DiffPruningConfig
@@ -133,3 +134,11 @@ FAST = "LORA BOTTLENECK DIFF_PRUNING IA3 OFT VERA PVERA PSOFT OSF SHIRA LN_TUNIN
 """Types of each way to run one; where the others go one of these ways, they follow in the slow part of CI."""
 
 CASES = {PeftType[name]: case for name, case in CASES_BY_NAME.items() if name in PeftType.__members__}
+
+
+def each_type(chosen: Iterable[PeftType], fast: Iterable[str] = CASES_BY_NAME) -> pytest.MarkDecorator:
+    """Return a mark that runs a test once for each of some types, in the slow part for all but some."""
+    marks = {one: [] if one.name in fast else [pytest.mark.slow] for one in chosen}
+    return pytest.mark.parametrize(
+        "peft_type", [pytest.param(one, id=one.name, marks=mark) for one, mark in marks.items()]
+    )

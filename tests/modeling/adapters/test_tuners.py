@@ -38,14 +38,11 @@ def _toy() -> Iterator[None]:
 
 
 def mixed(order: tuple[str, ...], *, at_once: bool = True) -> MultiTaskPeftModel:
-    first, *later = order
     configs = {name: copy.deepcopy(CONFIGS[name]) for name in order}
-    if at_once:
-        model = MultiTaskPeftModel(tiny_llama(), configs, seeds=SEEDS, verify=False)
-    else:
-        model = MultiTaskPeftModel(tiny_llama(), {first: configs[first]}, seeds=SEEDS, verify=False)
-        for name in later:
-            model.register_tasks({name: configs[name]}, seeds=SEEDS)
+    calls = [configs] if at_once else [{name: config} for name, config in configs.items()]
+    model = MultiTaskPeftModel(tiny_llama(), calls[0], seeds=SEEDS, verify=False)
+    for later in calls[1:]:
+        model.register_tasks(later, seeds=SEEDS)
     return model
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -24,6 +23,7 @@ from peft_mux.modeling.attention import packed
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.packed import packed_attention
 from peft_mux.modeling.stream import Stream
+from tests.modeling.attention.kernel_cases import flash_attention
 
 PROPERTY = settings(deadline=None, max_examples=40)
 HEADS, CHANNELS = 4, 8
@@ -306,15 +306,6 @@ def test_a_window_over_both_directions_is_refused() -> None:
 # ---------------------------------------------------------------------- autocast
 
 
-def by_bounds(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, scaling: float) -> torch.Tensor:
-    """Return `[T, H, C]` of causal attention within bounds, as a kernel computes it."""
-    parts = []
-    for start, end in itertools.pairwise(bounds.tolist()):
-        heads_first = (x[start:end].transpose(0, 1) for x in (q, k, v))
-        parts.append(F.scaled_dot_product_attention(*heads_first, is_causal=True, scale=scaling).transpose(0, 1))
-    return torch.cat(parts)
-
-
 def test_under_autocast_one_call_computes_what_groups_of_sequences_compute(monkeypatch: pytest.MonkeyPatch) -> None:
     batch = batch_of({"a": (5, 17), "b": (8,)})
     q, k, v = states(30)
@@ -327,7 +318,8 @@ def test_under_autocast_one_call_computes_what_groups_of_sequences_compute(monke
 
     def one_call(q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, *args: Any, **options: Any):
         assert {x.dtype for x in (q, k, v)} == {torch.bfloat16}
-        return by_bounds(q, k, v, bounds, options["scaling"])
+        given = {"scale": options["scaling"], "window_size": (-1, 0), "enable_gqa": False}
+        return flash_attention(q, k, v, bounds, bounds, 17, 17, **given)
 
     with torch.autocast("cpu", dtype=torch.bfloat16):
         groups = attend(batch, qkv)

@@ -12,10 +12,10 @@ from typing import Any
 
 import pytest
 import torch
-from torch.nn import functional as F
 
 from peft_mux.modeling.attention import varlen
 from peft_mux.modeling.attention.varlen import VarlenKernel, as_kernel, varlen_attention, varlen_kernel, varlen_support
+from tests.modeling.attention.kernel_cases import flash_attention
 
 LENGTHS = (5, 1, 17, 8)
 HEADS, CHANNELS = 4, 8
@@ -41,26 +41,6 @@ def states(key_heads: int, lengths: tuple[int, ...] = LENGTHS) -> States:
 def each(change: Callable[[torch.Tensor], torch.Tensor], qkv: States) -> States:
     q, k, v = qkv
     return change(q), change(k), change(v)
-
-
-def causal_mask(length: int, reach: tuple[int, int]) -> torch.Tensor:
-    """Return bool `[L, L]`: which keys a query sees, by the kernels' meaning of a window."""
-    places = torch.arange(length)
-    distance = places[:, None] - places[None, :]
-    left, right = reach
-    return ((left < 0) | (distance <= left)) & ((right < 0) | (-distance <= right))
-
-
-def by_sequence(
-    q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, bounds: torch.Tensor, scale: float, reach: tuple[int, int]
-) -> torch.Tensor:
-    """Return what a kernel computes."""
-    parts = []
-    for start, end in itertools.pairwise(bounds.tolist()):
-        heads_first = (x[start:end].transpose(0, 1) for x in (q, k, v))
-        mask = causal_mask(end - start, reach)
-        parts.append(F.scaled_dot_product_attention(*heads_first, attn_mask=mask, scale=scale, enable_gqa=True))
-    return torch.cat([part.transpose(0, 1) for part in parts])
 
 
 SIGNATURES = {
@@ -103,7 +83,8 @@ class Library:
         assert not any(self.seen.get(name) for name in others)
         left, right = self.seen["window_size"]
         reach = left, 0 if self.seen.get("causal") else right
-        out = by_sequence(q, k, v, bounds, self.seen["scale" if is_torch else "softmax_scale"], reach)
+        scale = self.seen["scale" if is_torch else "softmax_scale"]
+        out = flash_attention(*bound.args[:7], scale=scale, window_size=reach, enable_gqa=True)
         return (out, torch.zeros(q.shape[1], q.shape[0])) if self.version == "flash_attn_interface" else out
 
     def kernel(self) -> VarlenKernel:

@@ -24,9 +24,10 @@ from peft_mux.modeling.backbone.modules import find_layers
 from peft_mux.modeling.last_layer import LastLayerForward
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.sharding import norm_over_all_ranks
+from tests.engine.lab import last_layer_of
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.cases import CASES as ADAPTER_CASES
-from tests.modeling.adapters.cases import FAST
+from tests.modeling.adapters.cases import FAST, each_type
 from tests.modeling.adapters.passes import assert_nan_stays, moved
 from tests.modeling.backbones import LANGUAGE_MODELS, VOCABULARY, filled, multiplexed
 from tests.modeling.objectives.cases import CASES as LOSS_CASES
@@ -72,20 +73,13 @@ def computing_all_rows(model: MultiTaskPeftModel) -> Iterator[None]:
         model.last_layer.is_wanted = True
 
 
-def forward_of(model: MultiTaskPeftModel) -> LastLayerForward:
-    found = find_layers(model.backbone)
-    assert found is not None, "these backbones have their layers in one list"
-    forward: Any = found.layers[-1].forward
-    return forward
-
-
 def assert_as_all_rows(model: MultiTaskPeftModel, batch: MuxBatch, *, narrows: bool = True) -> None:
     """Assert that a pass gives what it gives where the last layer computes all rows."""
     with computing_all_rows(model):
         wanted = losses_and_gradients(model, batch)
-    forward_of(model).was_narrowed = False
+    last_layer_of(model).was_narrowed = False
     found = losses_and_gradients(model, batch)
-    assert forward_of(model).was_narrowed == narrows
+    assert last_layer_of(model).was_narrowed == narrows
     for mine, theirs in zip(found, wanted, strict=True):
         assert_near(mine, theirs)
 
@@ -162,7 +156,7 @@ def test_the_last_layer_computes_keys_of_all_rows_and_everything_else_of_those_t
 
 def test_siblings_that_are_computed_together_stay_so_where_all_rows_are_read() -> None:
     model, batch = multiplexed(filled(LANGUAGE_MODELS["Llama"][0]), ["q_proj"]), some_rows()
-    attention = forward_of(model).module.self_attn
+    attention = last_layer_of(model).module.self_attn
     model(batch)
     group = attention.q_proj.forward.group
     assert [member.module for member in group.members] == [attention.q_proj, attention.k_proj, attention.v_proj]
@@ -173,16 +167,9 @@ def test_siblings_that_are_computed_together_stay_so_where_all_rows_are_read() -
 
 
 # AdaMSS needs a package that may be absent (`catalogue/test_adamss.py`).
-@pytest.mark.parametrize(
-    "kind",
-    [
-        pytest.param(kind, id=kind.value, marks=[] if kind.value in FAST else [pytest.mark.slow])
-        for kind in ADAPTER_CASES
-        if kind.value != "ADAMSS"
-    ],
-)
-def test_every_type_of_adapters_gives_the_losses_and_gradients_of_all_rows(kind: PeftType) -> None:
-    case = ADAPTER_CASES[kind]
+@each_type((one for one in ADAPTER_CASES if one.name != "ADAMSS"), FAST)
+def test_every_type_of_adapters_gives_the_losses_and_gradients_of_all_rows(peft_type: PeftType) -> None:
+    case = ADAPTER_CASES[peft_type]
     configs = {"a": case.make(0), "b": case.dropped() if case.dropped else case.make(1)}
     assert_as_all_rows(moved(MultiTaskPeftModel(tiny_llama(), configs)).train(), some_rows())
 

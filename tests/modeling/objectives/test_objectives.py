@@ -13,7 +13,6 @@ import pytest
 import torch
 from peft import LoraConfig
 from torch.nn import functional as F
-from transformers import LlamaForSequenceClassification, LlamaForTokenClassification
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
@@ -37,9 +36,10 @@ from peft_mux.modeling.objectives.objective import (
 from peft_mux.modeling.objectives.task_objective import find_loss
 from peft_mux.task import EarlyStopping, Task
 from tests.invariants import mux_lab as lab
+from tests.modeling.backbones import classifier_of, drawn, tagger_of
 from tests.modeling.objectives import rollouts
 from tests.modeling.objectives.cases import CASES as OTHERS
-from tests.modeling.objectives.cases import NUM_CLASSES, LossCase
+from tests.modeling.objectives.cases import LossCase
 from tests.modeling.objectives.judged_row import JudgedRow
 from tests.modeling.objectives.preference.cases import PREFERENCE_CASES
 from tests.modeling.objectives.toy_losses import PairLoss, judge_pairs, pair_rows
@@ -47,7 +47,11 @@ from tests.modeling.objectives.toy_losses import PairLoss, judge_pairs, pair_row
 PACKAGED = [*OTHERS, *PREFERENCE_CASES]
 CASES = [*PACKAGED, LossCase("toy-pairs", "pair", judge_pairs, {"beta": 0.3}, pair_rows)]
 
-BACKBONES = {CLASSIFICATION: LlamaForSequenceClassification, TOKEN_CLASSIFICATION: LlamaForTokenClassification}
+BACKBONES = {
+    LANGUAGE_MODEL: lab.tiny_llama,
+    CLASSIFICATION: classifier_of("llama", vocab_size=lab.VOCABULARY),
+    TOKEN_CLASSIFICATION: tagger_of("llama", vocab_size=lab.VOCABULARY),
+}
 
 
 # --------------------------------------------------------------- new losses
@@ -114,13 +118,7 @@ def model_of(
     objective: Objective, *names: str, args: LossArgs | None = None, targets: Any = "all-linear"
 ) -> MultiTaskPeftModel:
     """Return a float64 model with adapters that do something, and the head that the loss reads."""
-    torch.manual_seed(0)
-    backbone: Any = lab.tiny_llama()
-    if objective.head.kind != LANGUAGE_MODEL:
-        config = backbone.config
-        config.num_labels, config.pad_token_id, config.classifier_dropout = NUM_CLASSES, 0, 0.0
-        backbone = BACKBONES[objective.head.kind](config)
-        lab.fill(backbone, 1)
+    backbone = drawn(BACKBONES[objective.head.kind])
     task_type = objective.head.kind.task_types[0]
     configs = {name: LoraConfig(r=2, target_modules=targets, task_type=task_type) for name in names}
     for config in configs.values():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +17,7 @@ from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters import alone
-from tests.modeling.adapters.alone import assert_resumes
-from tests.modeling.adapters.cases import CASES, CASES_BY_NAME, FAST
+from tests.modeling.adapters.cases import CASES, FAST, each_type
 from tests.modeling.adapters.passes import assert_refused, assert_same_tensors, packed
 from tests.modeling.backbones import classifier_of
 
@@ -27,15 +25,7 @@ from tests.modeling.backbones import classifier_of
 TYPES = [peft_type for peft_type, kind in KINDS.items() if not isinstance(kind, PromptKind)]
 
 
-def types(chosen: Iterable[PeftType], fast: Iterable[str] = CASES_BY_NAME) -> pytest.MarkDecorator:
-    """Return a mark that runs a test once for each of some types, in the slow part for all but some."""
-    marks = {one: [] if one.name in fast else [pytest.mark.slow] for one in chosen}
-    return pytest.mark.parametrize(
-        "peft_type", [pytest.param(one, id=one.name, marks=mark) for one, mark in marks.items()]
-    )
-
-
-EVERY_TYPE = types(TYPES, FAST)
+EVERY_TYPE = each_type(TYPES, FAST)
 NAMES = [one.name.lower() for one in TYPES]
 
 
@@ -55,7 +45,7 @@ def run(tmp_path_factory: pytest.TempPathFactory) -> lab.Run:
 
 
 # What plain PEFT draws from the generator is compared with a run of its own in the next test.
-@types(one for one in TYPES if not CASES[one].is_random)
+@each_type(one for one in TYPES if not CASES[one].is_random)
 def test_in_a_run_of_all_types_each_trains_as_plain_peft_trains_it_alone(run: lab.Run, peft_type: PeftType) -> None:
     name = peft_type.name.lower()
     verdict = lab.judge(run.trainer, task(name, NAMES.index(name)))
@@ -64,7 +54,7 @@ def test_in_a_run_of_all_types_each_trains_as_plain_peft_trains_it_alone(run: la
 
 
 # What dropout modules draw is tested in test_kinds.py.
-@types(one for one in TYPES if CASES[one].is_random or one.name in ("LOHA", "BOFT"))
+@each_type(one for one in TYPES if CASES[one].is_random or one.name in ("LOHA", "BOFT"))
 def test_what_is_drawn_at_random_is_the_same_alone_and_in_micro_batches(peft_type: PeftType, tmp_path: Path) -> None:
     name, case = peft_type.name.lower(), CASES[peft_type]
     assert case.dropped is not None
@@ -76,7 +66,7 @@ def test_what_is_drawn_at_random_is_the_same_alone_and_in_micro_batches(peft_typ
 
 @pytest.mark.slow
 def test_a_run_of_all_types_resumes_exactly_from_its_checkpoint(run: lab.Run, tmp_path: Path) -> None:
-    assert_resumes(tasks_of_all_types, tmp_path, whole=run)
+    alone.assert_resumes(tasks_of_all_types, tmp_path, whole=run)
 
 
 @pytest.mark.slow

@@ -152,15 +152,6 @@ def mux(*forms: str, case: Case = LANGUAGE, verify: bool = False) -> MultiTaskPe
     return MultiTaskPeftModel(case.make(), configs, seeds={form: len(form) for form in forms}, verify=verify)
 
 
-def moved(model: Any, parameters: Mapping[str, torch.Tensor]) -> Any:
-    """Return a model whose parameters were changed, as training would, by amounts that their names fix."""
-    with torch.no_grad():
-        for key, item in parameters.items():
-            generator = torch.Generator().manual_seed(sum(map(ord, key)))
-            item.add_(0.3 * torch.randn(item.shape, generator=generator))
-    return model
-
-
 def task_of(form: str, case: Case = LANGUAGE, **settings: Any) -> Task:
     """Return a task of a form of prompts, whose name is the form's."""
     column = {LM: "", SEQ: "label", TOKEN: "labels"}[case.task_type]

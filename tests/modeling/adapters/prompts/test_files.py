@@ -22,7 +22,7 @@ from transformers import PreTrainedTokenizerFast
 from peft_mux import MultiTaskPeftModel
 from peft_mux.errors import CheckpointError, ConfigError
 from tests.invariants.mux_lab import tiny_llama
-from tests.modeling.adapters.passes import assert_same_tensors, plain
+from tests.modeling.adapters.passes import assert_same_tensors, moved, perturbed, plain
 from tests.modeling.adapters.prompts import prompt_cases as prompts
 
 IDS = torch.tensor([[5, 6, 7, 8, 9]])
@@ -32,11 +32,9 @@ IDS = torch.tensor([[5, 6, 7, 8, 9]])
 def saved(tmp_path_factory: pytest.TempPathFactory) -> tuple[MultiTaskPeftModel, Path]:
     """Return a model of all forms, and the folder that it was saved in."""
     folder = tmp_path_factory.mktemp("prompts")
-    model = prompts.mux(*prompts.LANGUAGE.forms)
-    for form in model.tasks:
-        prompts.moved(model, model.task_parameters(form))
+    model = moved(prompts.mux(*prompts.LANGUAGE.forms))
     encoder: Any = model.prompt_encoder[model.adapter_of("cartridge")]
-    prompts.moved(model, {"frozen": encoder.frozen_embedding})
+    perturbed({"frozen": encoder.frozen_embedding}, 0)
     model.eval().save_pretrained(folder)
     return model, folder
 
@@ -126,7 +124,8 @@ def test_a_prompt_of_plain_peft_is_trained_on_where_its_file_holds_it(
     case: prompts.Case, form: str, tmp_path: Path
 ) -> None:
     judge, own = plain(prompts.config_of(form, case.task_type), 5, case.make)
-    prompts.moved(judge, own).save_pretrained(tmp_path / form)
+    perturbed(own, 0)
+    judge.save_pretrained(tmp_path / form)
     if form in prompts.ENCODED:
         with pytest.raises(
             CheckpointError,
@@ -167,9 +166,7 @@ def test_plain_peft_loads_a_saved_classifier_and_holds_the_same_keys(case: promp
         prompts.TOKEN: (tf.AutoModelForTokenClassification, AutoPeftModelForTokenClassification),
     }[case.task_type]
     configs = {form: prompts.config_of(form, case.task_type) for form in forms}
-    model = MultiTaskPeftModel(auto.from_pretrained(base), configs, verify=False).eval()
-    for form in forms:
-        prompts.moved(model, model.task_parameters(form))
+    model = moved(MultiTaskPeftModel(auto.from_pretrained(base), configs, verify=False)).eval()
     model.save_pretrained(tmp_path / "saved")
     for form in forms:
         folder = tmp_path / "saved" / form

@@ -16,7 +16,7 @@ from peft_mux.data.batch import MuxBatch, chains_of
 from peft_mux.engine.executor import Executor
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from tests.invariants.mux_lab import relative, tiny_llama
-from tests.modeling.adapters.passes import Judges, assert_as_plain, assert_nan_stays, judges_of, plain
+from tests.modeling.adapters.passes import Judges, assert_as_plain, assert_nan_stays, judges_of, moved, plain
 from tests.modeling.adapters.prompts import prompt_cases as prompts
 from tests.modeling.attention.kernel_cases import one_call
 
@@ -311,8 +311,7 @@ def test_removed_and_switched_off_prompts_leave_the_heads_of_others_alone() -> N
     model = prompts.mux("lora", "prompt", "prefix", case=prompts.CASES["Bert"]).eval()
     rows = prompts.rows_of("lora", prompts.SEQ)
     given = prompts.padded(rows, 0)
-    for form in model.tasks:
-        prompts.moved(model, model.task_parameters(form))
+    moved(model)
     wanted = model.task_view("lora")(**given).logits
     with model.disable_adapter():
         assert torch.equal(model(**given).logits, prompts.CASES["Bert"].make().eval()(**given).logits)

@@ -20,7 +20,7 @@ from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.kind import KINDS, kind_of, kind_of_parameter
 from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from tests.invariants import mux_lab as lab
-from tests.modeling.adapters.passes import plain
+from tests.modeling.adapters.passes import perturbed, plain
 from tests.modeling.adapters.prompts import prompt_cases as prompts
 from tests.modeling.backbones import NO_BERT_DROPOUT, classifier_of, filled
 
@@ -202,7 +202,8 @@ def test_virtual_tokens_before_a_decoder_are_refused_as_plain_peft_classifies_by
     assert f", got {prompts.config_of(form, prompts.SEQ).peft_type.value} on a {name}ForSequenceClassif" in said
     assert "it would classify by padding" in said
     peft_model, own = plain(prompts.config_of(form, prompts.SEQ), 0, make)
-    prompts.moved(peft_model.eval(), own)
+    peft_model.eval()
+    perturbed(own, 0)
     rows = [prompts.Row([5, 6, 7, 8, 9, 10], 0), prompts.Row([11, 12], 1)]
     with torch.no_grad():
         alone = peft_model(input_ids=torch.tensor([rows[1].ids]), **prompts.task_ids(peft_model)).logits[0]

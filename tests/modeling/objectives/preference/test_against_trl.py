@@ -23,7 +23,7 @@ from peft_mux.modeling.objectives.preference import (
     reward_losses,
 )
 
-pytest.importorskip("trl", reason="trl is not installed")
+trl = pytest.importorskip("trl", reason="trl is not installed")
 
 ROWS, LENGTH = 5, 9
 
@@ -60,6 +60,20 @@ def masks_of(lengths: torch.Tensor) -> torch.Tensor:
     return ((places > 0) & (places <= lengths[:, None])).long()
 
 
+def stand_in(**fields: Any) -> SimpleNamespace:
+    """Return what TRL's losses read of a trainer, with fields of its own."""
+    return SimpleNamespace(
+        accelerator=Processes,
+        model=SimpleNamespace(training=True),
+        aux_loss_enabled=False,
+        precompute_ref_logps=True,
+        _metrics=defaultdict(lambda: defaultdict(list)),
+        _total_train_tokens=0,
+        _tp_size=1,
+        **fields,
+    )
+
+
 def through(model: Any, logps: torch.Tensor) -> SimpleNamespace:
     """Return what TRL's fused head returns."""
     zeros = torch.zeros_like(logps)
@@ -70,26 +84,17 @@ def through(model: Any, logps: torch.Tensor) -> SimpleNamespace:
 
 
 def trl_dpo(loss_types: list[str], args: DPOArgs, logps: torch.Tensor, references: torch.Tensor, lengths: torch.Tensor):
-    from trl import DPOTrainer
-
     reference_logps = references
     if args.ld_alpha is not None:
         shared = torch.minimum(*lengths.chunk(2)).repeat(2)
         places = torch.arange(LENGTH - 1)
         reference_logps = references * torch.where(places < shared[:, None], 1.0, args.ld_alpha)
     chosen, rejected = reference_logps.sum(dim=1).chunk(2)
-    trainer = SimpleNamespace(
-        accelerator=Processes,
-        model=SimpleNamespace(training=True),
-        aux_loss_enabled=False,
-        precompute_ref_logps=True,
+    trainer = stand_in(
         loss_types=loss_types,
         loss_weights=args.loss_weights or [1.0] * len(loss_types),
         use_weighting=False,
         args=args,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _total_train_tokens=0,
-        _tp_size=1,
         **{name: getattr(args, name) for name in ("beta", "ld_alpha", "label_smoothing", "f_divergence_type")},
         f_alpha_divergence_coef=args.f_alpha_divergence_coef,
     )
@@ -104,7 +109,7 @@ def trl_dpo(loss_types: list[str], args: DPOArgs, logps: torch.Tensor, reference
     def model(**kwargs: Any) -> SimpleNamespace:
         return through(None, logps)
 
-    return DPOTrainer._compute_loss(trainer, model, inputs, False), trainer._metrics["train"]
+    return trl.DPOTrainer._compute_loss(trainer, model, inputs, False), trainer._metrics["train"]
 
 
 def our_dpo(args: DPOArgs, logps: torch.Tensor, references: torch.Tensor, lengths: torch.Tensor):
@@ -156,11 +161,9 @@ def test_losses_of_pairs_are_those_of_the_dpo_trainer(loss_types: list[str], opt
 
 
 def test_every_loss_of_the_dpo_trainer_is_trained_towards_or_refused() -> None:
-    from trl import DPOConfig
-
     from peft_mux.modeling.objectives.preference import REFUSED_LOSSES
 
-    text = " ".join((DPOConfig.__doc__ or "").split("Possible values are: ")[1].split("If multiple")[0].split())
+    text = " ".join((trl.DPOConfig.__doc__ or "").split("Possible values are: ")[1].split("If multiple")[0].split())
     listed = set(text.replace("`", "").replace("'", "").rstrip(". ").split(", "))
     assert listed == set(DPO_LOSSES) | set(REFUSED_LOSSES)
 
@@ -184,27 +187,18 @@ def test_smoothed_labels_are_those_of_the_wrong_share() -> None:
 def test_losses_of_single_answers_are_those_of_the_kto_trainer(
     labels: list[bool], loss_type: str, moved: float
 ) -> None:
-    from trl import KTOTrainer
-
     args = KTOArgs(beta=0.3, desirable_weight=1.3, undesirable_weight=0.7)
     lengths = lengths_of(0, ROWS)
     references = token_logps(1, lengths, torch.float32)
     ours, theirs = (token_logps(2, lengths, torch.float32).requires_grad_() for _ in range(2))
     others = torch.randn(ROWS, generator=torch.Generator().manual_seed(3))
-    trainer = SimpleNamespace(
-        accelerator=Processes,
-        model=SimpleNamespace(training=True),
-        aux_loss_enabled=False,
-        precompute_ref_logps=True,
+    trainer = stand_in(
         calculate_KL=loss_type == "kto",
         loss_type=loss_type,
         beta=args.beta,
         desirable_weight=args.desirable_weight,
         undesirable_weight=args.undesirable_weight,
         _compute_kl_logps=lambda model, batch: others + moved,
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _total_train_tokens=0,
-        _tp_size=1,
     )
     inputs = {
         "input_ids": torch.zeros(ROWS, LENGTH, dtype=torch.int64),
@@ -214,7 +208,7 @@ def test_losses_of_single_answers_are_those_of_the_kto_trainer(
         "ref_logps": references.sum(dim=1),
         "ref_KL_logps": others,
     }
-    expected = KTOTrainer._compute_loss(trainer, lambda **kwargs: through(None, theirs), inputs, False)
+    expected = trl.KTOTrainer._compute_loss(trainer, lambda **kwargs: through(None, theirs), inputs, False)
     kl = max(moved, 0.0) if loss_type == "kto" else 0.0
     assert trainer._metrics["train"]["kl"] == [pytest.approx(kl)]
     logratios = (ours - references).sum(dim=1)
@@ -249,23 +243,16 @@ def test_losses_of_odds_are_those_of_the_orpo_trainer() -> None:
 @pytest.mark.parametrize("coefficient", [None, 0.01])
 @pytest.mark.parametrize("has_margin", [True, False])
 def test_losses_of_scores_are_those_of_the_reward_trainer(coefficient: float | None, has_margin: bool) -> None:
-    from trl import RewardTrainer
-
     generator = torch.Generator().manual_seed(0)
     scores, margins = torch.randn(2 * ROWS, generator=generator), torch.rand(ROWS, generator=generator)
     ours, theirs = (scores.clone().requires_grad_() for _ in range(2))
-    trainer = SimpleNamespace(
-        accelerator=Processes,
-        model=SimpleNamespace(training=True),
+    trainer = stand_in(
         args=SimpleNamespace(center_rewards_coefficient=coefficient),
-        _metrics=defaultdict(lambda: defaultdict(list)),
-        _total_train_tokens=0,
-        _tp_size=1,
     )
     inputs: dict[str, Any] = {"attention_mask": torch.ones(2 * ROWS, LENGTH)}
     if has_margin:
         inputs["margin"] = margins
-    expected = RewardTrainer.compute_loss(
+    expected = trl.RewardTrainer.compute_loss(
         trainer, lambda **kwargs: SimpleNamespace(logits=theirs[:, None]), inputs, False
     )
     args = RewardArgs(center_rewards_coefficient=coefficient)

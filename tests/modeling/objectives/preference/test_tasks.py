@@ -167,11 +167,15 @@ def test_kto_needs_two_rows_a_batch_where_it_compares_them(tmp_path: Path) -> No
     assert lab.train([single], tmp_path).losses["a"] == [0.5]
 
 
+def first_logged(one: Task, folder: Path) -> dict[str, Any]:
+    """Return what a run of a task logs at its first step."""
+    run = lab.train([one], folder, logging_strategy="steps", logging_steps=1)
+    return next(entry for entry in run.trainer.task_states["a"].log_history if "loss" in entry)
+
+
 def test_an_adapter_that_has_not_moved_has_no_rewards(tmp_path: Path) -> None:
     made = task(TOKENS, objective="dpo", train_batch_size=2, max_steps=1)
-    trainer = lab.make_trainer([made], tmp_path, logging_strategy="steps", logging_steps=1)
-    trainer.train()
-    logged = next(entry for entry in trainer.task_states["a"].log_history if "loss" in entry)
+    logged = first_logged(made, tmp_path)
     assert logged["loss"] == pytest.approx(0.693147, rel=1e-5)
     assert (logged["rewards/chosen"], logged["rewards/margins"], logged["rewards/accuracies"]) == (0.0, 0.0, 0.0)
     assert logged["logps/chosen"] < 0
@@ -180,9 +184,7 @@ def test_an_adapter_that_has_not_moved_has_no_rewards(tmp_path: Path) -> None:
 def test_references_that_rows_bring_are_taken_as_they_are(tmp_path: Path) -> None:
     row = {**TOKENS, "ref_chosen_logps": -20.0, "ref_rejected_logps": -10.0}
     made = task(row, objective="dpo", train_batch_size=2, max_steps=1)
-    trainer = lab.make_trainer([made], tmp_path, logging_strategy="steps", logging_steps=1)
-    trainer.train()
-    logged = next(entry for entry in trainer.task_states["a"].log_history if "loss" in entry)
+    logged = first_logged(made, tmp_path)
     assert logged["rewards/chosen"] == pytest.approx(0.1 * (logged["logps/chosen"] + 20.0), rel=1e-5)
     assert logged["rewards/rejected"] == pytest.approx(0.1 * (logged["logps/rejected"] + 10.0), rel=1e-5)
 
