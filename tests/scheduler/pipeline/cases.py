@@ -4,14 +4,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Sequence
+from typing import Any
 
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
-from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule
+from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule, build_template
 
-VARIANTS: list[tuple[Schedule, int]] = [
+Buckets = list[BucketLoad]
+Variant = tuple[Schedule, int]
+"""A schedule and its number of chunks."""
+VARIANTS: list[Variant] = [
     ("gpipe", 1),
     ("1f1b", 1),
     ("interleaved_1f1b", 2),
@@ -19,6 +23,12 @@ VARIANTS: list[tuple[Schedule, int]] = [
     ("mux", 1),
     ("mux", 2),
 ]
+every_variant = st.sampled_from(VARIANTS)
+
+
+def template_of(buckets: Buckets, variant: Variant, **options: Any) -> PipelineTemplate:
+    """Return the template of a variant."""
+    return build_template(buckets, variant[0], num_chunks=variant[1], **options)
 
 
 def bubble_s(result: Simulation, stage: int) -> float:

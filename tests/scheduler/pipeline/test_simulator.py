@@ -22,17 +22,20 @@ from peft_mux.scheduler.pipeline.simulator import (
 )
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Schedule, build_template
 from tests.scheduler.pipeline.cases import (
-    VARIANTS,
+    Buckets,
+    Variant,
     bubble_s,
     even,
+    every_variant,
     one_bucket,
     runs_within,
+    template_of,
     tightest_limit,
     uneven_buckets,
 )
 
 
-def template_of(rows: list[str]) -> PipelineTemplate:
+def written(*rows: str) -> PipelineTemplate:
     """Return a template from rows such as "F0.0 B0.0"."""
     actions = tuple(
         tuple(Action(word[0], int(word[1:].split(".")[0]), int(word.split(".")[1]), stage) for word in row.split())
@@ -46,7 +49,7 @@ def template_of(rows: list[str]) -> PipelineTemplate:
 
 def test_each_action_starts_when_its_device_is_free_and_its_input_is_there() -> None:
     buckets = one_bucket([2, 3], micro_batches=2)
-    result = simulate(template_of(["F0.0 F0.1 B0.0 B0.1", "F0.0 B0.0 F0.1 B0.1"]), buckets)
+    result = simulate(written("F0.0 F0.1 B0.0 B0.1", "F0.0 B0.0 F0.1 B0.1"), buckets)
     assert [(span.device, str(span.action), span.start_s, span.end_s) for span in result.spans] == [
         (0, "F0.0", 0, 2),
         (0, "F0.1", 2, 4),
@@ -74,8 +77,8 @@ def test_messages_take_time_and_each_direction_carries_one_at_a_time() -> None:
 
 def test_the_two_directions_of_a_link_do_not_wait_for_each_other() -> None:
     buckets = one_bucket([1, 1], micro_batches=2, output_bytes=1)
-    rows = ["F0.0 F0.1 B0.0 B0.1", "F0.0 B0.0 F0.1 B0.1"]
-    result = simulate(template_of(rows), buckets, links=Link(0.0, 0.25))  # 4 s a message
+    template = written("F0.0 F0.1 B0.0 B0.1", "F0.0 B0.0 F0.1 B0.1")
+    result = simulate(template, buckets, links=Link(0.0, 0.25))  # 4 s a message
     arrivals = {(span.device, str(span.action)): span.start_s for span in result.spans}
     # The second forward is on its way from 5 to 9, the first backward in the other direction from 7 to 11.
     assert (arrivals[1, "F0.1"], arrivals[0, "B0.0"]) == (9, 11)
@@ -89,15 +92,12 @@ def test_virtual_stages_send_around_the_ring() -> None:
 
 
 @settings(max_examples=30)
-@given(uneven_buckets(), st.sampled_from(VARIANTS), st.integers(0, 3))
-def test_a_simulation_keeps_every_dependency(
-    buckets: list[BucketLoad], variant: tuple[Schedule, int], latency: int
-) -> None:
-    schedule, num_chunks = variant
-    template = build_template(buckets, schedule, num_chunks=num_chunks)
+@given(uneven_buckets(), every_variant, st.integers(0, 3))
+def test_a_simulation_keeps_every_dependency(buckets: Buckets, variant: Variant, latency: int) -> None:
+    template = template_of(buckets, variant)
     result = simulate(template, buckets, links=Link(float(latency), 2.0))
     times = {(s.action.kind, s.action.bucket, s.action.micro_batch, s.action.chunk, s.device): s for s in result.spans}
-    last = template.num_stages * num_chunks - 1
+    last = template.num_stages * template.num_chunks - 1
     for (kind, bucket, number, chunk, device), span in times.items():
         place = chunk * template.num_stages + device
         before = place - 1 if kind == "F" else place + 1
@@ -116,12 +116,12 @@ def test_a_simulation_keeps_every_dependency(
 
 
 @settings(max_examples=30)
-@given(uneven_buckets(), st.sampled_from(VARIANTS), st.integers(0, 40))
+@given(uneven_buckets(), every_variant, st.integers(0, 40))
 def test_the_reported_peak_is_what_is_held_at_the_fullest_instant(
-    buckets: list[BucketLoad], variant: tuple[Schedule, int], more: int
+    buckets: Buckets, variant: Variant, more: int
 ) -> None:
     limit = tuple(need + more for need in tightest_limit(buckets))
-    template = build_template(buckets, variant[0], num_chunks=variant[1], memory_limit_bytes=limit)
+    template = template_of(buckets, variant, memory_limit_bytes=limit)
     result = simulate(template, buckets)
     for stage in range(template.num_stages):
         alive: dict[tuple[int, int, int], list[float]] = {}
@@ -146,11 +146,11 @@ def corrupted(template: PipelineTemplate, stage: int, row: Sequence[Action]) -> 
 
 
 @settings(max_examples=60)
-@given(uneven_buckets(), st.sampled_from(VARIANTS), st.data())
+@given(uneven_buckets(), every_variant, st.data())
 def test_a_template_with_a_dropped_doubled_or_changed_action_is_refused(
-    buckets: list[BucketLoad], variant: tuple[Schedule, int], data: st.DataObject
+    buckets: Buckets, variant: Variant, data: st.DataObject
 ) -> None:
-    template = build_template(buckets, variant[0], num_chunks=variant[1])
+    template = template_of(buckets, variant)
     stage = data.draw(st.integers(0, template.num_stages - 1))
     row = list(template.actions[stage])
     at = data.draw(st.integers(0, len(row) - 1))
@@ -177,11 +177,11 @@ def test_a_template_with_a_dropped_doubled_or_changed_action_is_refused(
 
 
 @settings(max_examples=30)
-@given(uneven_buckets(), st.sampled_from(VARIANTS), st.data())
+@given(uneven_buckets(), every_variant, st.data())
 def test_a_template_with_a_backward_before_its_forward_is_refused(
-    buckets: list[BucketLoad], variant: tuple[Schedule, int], data: st.DataObject
+    buckets: Buckets, variant: Variant, data: st.DataObject
 ) -> None:
-    template = build_template(buckets, variant[0], num_chunks=variant[1])
+    template = template_of(buckets, variant)
     stage = data.draw(st.integers(0, template.num_stages - 1))
     row = list(template.actions[stage])
     forward = row[data.draw(st.integers(0, len(row) - 1))]
@@ -197,7 +197,7 @@ def test_a_template_with_a_backward_before_its_forward_is_refused(
 
 def test_lists_that_wait_for_each_other_are_refused_with_what_they_wait_for() -> None:
     buckets = one_bucket([1, 1], micro_batches=2)
-    template = template_of(["F0.0 B0.0 F0.1 B0.1", "F0.0 F0.1 B0.0 B0.1"])
+    template = written("F0.0 B0.0 F0.1 B0.1", "F0.0 F0.1 B0.0 B0.1")
     with pytest.raises(ValueError, match=r"2 things are wrong") as refusal:
         simulate(template, buckets)
     assert "stage 0 comes to a halt before B0.0" in str(refusal.value)
@@ -206,7 +206,7 @@ def test_lists_that_wait_for_each_other_are_refused_with_what_they_wait_for() ->
 
 def test_all_violations_are_listed_together() -> None:
     buckets = one_bucket([1, 1], micro_batches=2)
-    template = template_of(["F0.0 F0.0 B0.0 B0.1", "F0.0 F0.1 B0.1"])
+    template = written("F0.0 F0.0 B0.0 B0.1", "F0.0 F0.1 B0.1")
     with pytest.raises(ValueError, match="4 things are wrong") as refusal:
         simulate(template, buckets)
     for fault in (
@@ -224,11 +224,8 @@ def test_buckets_of_another_number_of_stages_are_refused() -> None:
         simulate(template, even([1], stages=3, micro_batches=1))
 
 
-LATENCIES = st.lists(st.integers(1, 30), min_size=1, max_size=6)
-
-
-def makespan_s(buckets: list[BucketLoad], schedule: Schedule, num_chunks: int = 1) -> float:
-    return simulate(build_template(buckets, schedule, num_chunks=num_chunks), buckets).makespan_s
+def makespan_s(buckets: Buckets, schedule: Schedule, num_chunks: int = 1) -> float:
+    return simulate(template_of(buckets, (schedule, num_chunks)), buckets).makespan_s
 
 
 @settings(max_examples=60)
@@ -240,18 +237,12 @@ def test_1f1b_of_one_task_with_equal_stages_takes_the_time_of_eq_4(stages: int, 
 
 @settings(max_examples=60)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 9), st.sampled_from(["1f1b", "mux"]))
-def test_eq_4_is_exact_where_the_last_stage_is_the_slowest(
+def test_eq_4_is_never_too_short_and_exact_where_the_last_stage_is_the_slowest(
     latencies: list[int], micro_batches: int, how: Schedule
 ) -> None:
-    latencies.append(max(latencies))
-    got = makespan_s(one_bucket(latencies, micro_batches), how)
-    assert got == closed_form_1f1b_s(latencies, micro_batches)
-
-
-@settings(max_examples=60)
-@given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 9))
-def test_eq_4_is_never_too_short(latencies: list[int], micro_batches: int) -> None:
     assert makespan_s(one_bucket(latencies, micro_batches), "1f1b") <= closed_form_1f1b_s(latencies, micro_batches)
+    latencies.append(max(latencies))
+    assert makespan_s(one_bucket(latencies, micro_batches), how) == closed_form_1f1b_s(latencies, micro_batches)
 
 
 def test_eq_4_is_too_long_where_an_earlier_stage_is_the_slowest() -> None:
@@ -274,14 +265,15 @@ def test_gpipe_of_one_bucket_takes_the_time_of_two_flow_shops(stages: list[tuple
 
 
 @settings(max_examples=80)
-@given(LATENCIES, st.integers(1, 7), st.integers(1, 6))
-def test_the_last_stage_of_mux_never_idles_under_the_premises_of_theorem_2(
-    latencies: list[int], stages: int, micro_batches: int
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 7), st.integers(1, 6))
+def test_the_last_stage_of_mux_never_idles_under_the_premises_of_theorem_2_and_lemmas_1_and_2_bound_it(
+    latencies: list[float], stages: int, micro_batches: int
 ) -> None:
-    buckets = even([float(latency) for latency in latencies], stages=stages, micro_batches=micro_batches)
+    buckets = even(latencies, stages=stages, micro_batches=micro_batches)
     result = simulate(build_template(buckets, "mux"), buckets)
     assert bubble_s(result, -1) == 0
     assert result.busy_s[-1] == 2 * micro_batches * sum(latencies)
+    assert result.makespan_s >= lemma_1_s(buckets)
 
 
 def test_1f1b_in_ascending_order_does_idle_at_the_last_stage() -> None:
@@ -289,17 +281,10 @@ def test_1f1b_in_ascending_order_does_idle_at_the_last_stage() -> None:
     assert bubble_s(simulate(build_template(buckets, "1f1b"), buckets), -1) > 0
 
 
-@settings(max_examples=60)
-@given(LATENCIES, st.integers(1, 7), st.integers(1, 6))
-def test_mux_is_never_faster_than_lemmas_1_and_2(latencies: list[int], stages: int, micro_batches: int) -> None:
-    buckets = even([float(latency) for latency in latencies], stages=stages, micro_batches=micro_batches)
-    assert makespan_s(buckets, "mux") >= lemma_1_s(buckets)
-
-
 @settings(max_examples=20)
 @given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 6), st.integers(1, 5))
 def test_lemma_1_is_exact_for_equal_buckets(each: int, num_buckets: int, stages: int, micro_batches: int) -> None:
-    buckets = even([float(each)] * num_buckets, stages=stages, micro_batches=micro_batches)
+    buckets = even([each] * num_buckets, stages=stages, micro_batches=micro_batches)
     assert makespan_s(buckets, "mux") == lemma_1_s(buckets)
 
 
@@ -311,14 +296,16 @@ def test_lemma_1_is_too_short_where_long_backwards_hold_up_the_drain() -> None:
 
 
 @settings(max_examples=60)
-@given(uneven_buckets(), st.sampled_from(VARIANTS))
-def test_no_schedule_beats_the_lower_bound(buckets: list[BucketLoad], variant: tuple[Schedule, int]) -> None:
-    schedule, num_chunks = variant
-    bound = lower_bound_s(buckets, num_chunks=num_chunks)
-    assert makespan_s(buckets, schedule, num_chunks) >= bound * (1 - 1e-12)
+@given(uneven_buckets(), every_variant)
+def test_no_schedule_beats_the_lower_bound_of_a_step_and_that_of_many_is_no_higher(
+    buckets: Buckets, variant: Variant
+) -> None:
+    bound_s = lower_bound_s(buckets, num_chunks=variant[1])
+    assert makespan_s(buckets, *variant) >= bound_s * (1 - 1e-12)
+    assert steady_lower_bound_s(buckets) <= lower_bound_s(buckets) + 1e-9
 
 
-def fastest_of_all_orders_s(buckets: list[BucketLoad]) -> float:
+def fastest_of_all_orders_s(buckets: Buckets) -> float:
     """Return the least makespan of all templates on two stages, by trying each pair of orders."""
     items = [(index, number) for index, bucket in enumerate(buckets) for number in range(bucket.num_micro_batches)]
     words = [(kind, *item) for kind in "FB" for item in items]
@@ -384,37 +371,24 @@ def test_a_bucket_by_itself_gains_nothing() -> None:
 
 
 @settings(max_examples=60)
-@given(uneven_buckets(), st.sampled_from(VARIANTS), st.integers(2, 4))
-def test_every_window_comes_to_its_end_and_holds_no_more_than_one_step(
-    buckets: list[BucketLoad], variant: tuple[Schedule, int], num_steps: int
+@given(uneven_buckets(), every_variant, st.integers(2, 4))
+def test_every_window_comes_to_its_end_holds_no_more_than_one_step_and_keeps_its_order_on_each_stage(
+    buckets: Buckets, variant: Variant, num_steps: int
 ) -> None:
-    schedule, num_chunks = variant
-    template = build_template(buckets, schedule, num_chunks=num_chunks)
+    template = template_of(buckets, variant)
     window = build_window(template, buckets, num_steps)
     assert runs_within(window, buckets, simulate(template, buckets).peak_bytes)
-    assert simulate(window, buckets).step_s >= steady_lower_bound_s(buckets, num_chunks=num_chunks) - 1e-9
-
-
-@settings(max_examples=40)
-@given(uneven_buckets(), st.sampled_from(VARIANTS))
-def test_a_window_comes_to_its_end_in_the_tightest_memory(
-    buckets: list[BucketLoad], variant: tuple[Schedule, int]
-) -> None:
-    limit = tightest_limit(buckets)
-    template = build_template(buckets, variant[0], num_chunks=variant[1], memory_limit_bytes=limit, num_steps=3)
-    assert runs_within(template, buckets, limit)
-
-
-@settings(max_examples=40)
-@given(uneven_buckets(), st.sampled_from(VARIANTS), st.integers(2, 4))
-def test_each_stage_takes_the_micro_batches_of_a_bucket_in_the_order_of_one_step(
-    buckets: list[BucketLoad], variant: tuple[Schedule, int], num_steps: int
-) -> None:
+    assert simulate(window, buckets).step_s >= steady_lower_bound_s(buckets, num_chunks=variant[1]) - 1e-9
     # So gradients add up as they do where every step is flushed.
-    template = build_template(buckets, variant[0], num_chunks=variant[1])
-    window = build_window(template, buckets, num_steps)
     for once, row in zip(template.actions, window.actions, strict=True):
         assert micro_batches_of(row) == {key: own * num_steps for key, own in micro_batches_of(once).items()}
+
+
+@settings(max_examples=40)
+@given(uneven_buckets(), every_variant)
+def test_a_window_comes_to_its_end_in_the_tightest_memory(buckets: Buckets, variant: Variant) -> None:
+    limit = tightest_limit(buckets)
+    assert runs_within(template_of(buckets, variant, memory_limit_bytes=limit, num_steps=3), buckets, limit)
 
 
 def micro_batches_of(row: Sequence[Action]) -> dict[tuple[str, int, int], list[int]]:
@@ -429,12 +403,10 @@ def test_a_forward_before_the_end_of_the_step_before_is_refused() -> None:
     buckets = even([1, 1], stages=2, micro_batches=1)
     window = build_template(buckets, "mux", num_steps=2)
     row = list(window.actions[1])
-    early = next(index for index, action in enumerate(row) if str(action) == "F0.0+1")
-    late = next(index for index, action in enumerate(row) if str(action) == "B0.0")
+    early, late = (list(map(str, row)).index(action) for action in ("F0.0+1", "B0.0"))
     row[early], row[late] = row[late], row[early]
-    broken = dataclasses.replace(window, actions=(window.actions[0], tuple(row)))
     with pytest.raises(ValueError, match=r"stage 1: F0.0\+1 comes before the end of step 0 of its bucket"):
-        simulate(broken, buckets)
+        simulate(corrupted(window, 1, row), buckets)
 
 
 def test_links_delay_a_window_as_they_delay_a_step() -> None:
@@ -445,14 +417,3 @@ def test_links_delay_a_window_as_they_delay_a_step() -> None:
     slow, fast = simulate(window, buckets, links=link).step_s, simulate(window, buckets).step_s
     assert slow > fast
     assert window_step_s(template, buckets, links=link) < simulate(template, buckets, links=link).makespan_s
-
-
-def test_a_window_comes_back_from_json_as_it_was() -> None:
-    window = build_template(even([1, 2], stages=2, micro_batches=2), "mux", num_steps=3)
-    assert PipelineTemplate.from_dict(window.to_dict()) == window
-    assert str(window.actions[0][-1]).endswith("+2")
-
-
-@given(uneven_buckets())
-def test_a_step_by_itself_is_bounded_from_below_by_what_bounds_many(buckets: list[BucketLoad]) -> None:
-    assert steady_lower_bound_s(buckets) <= lower_bound_s(buckets) + 1e-9

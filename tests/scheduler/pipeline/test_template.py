@@ -13,8 +13,17 @@ from hypothesis import strategies as st
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
-from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Schedule, build_template
-from tests.scheduler.pipeline.cases import VARIANTS, even, runs_within, tightest_limit, uneven_buckets
+from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, build_template
+from tests.scheduler.pipeline.cases import (
+    VARIANTS,
+    Buckets,
+    Variant,
+    even,
+    every_variant,
+    template_of,
+    tightest_limit,
+    uneven_buckets,
+)
 
 
 def written(template: PipelineTemplate) -> list[str]:
@@ -121,37 +130,24 @@ def test_slow_links_delay_backwards_so_that_mux_launches_more() -> None:
 
 
 @settings(max_examples=40)
-@given(uneven_buckets(), st.sampled_from(VARIANTS))
-def test_every_template_comes_to_its_end(buckets: list[BucketLoad], variant: tuple[Schedule, int]) -> None:
-    schedule, num_chunks = variant
-    template = build_template(buckets, schedule, num_chunks=num_chunks)
-    num_actions = 2 * num_chunks * sum(bucket.num_micro_batches for bucket in buckets)
+@given(uneven_buckets(), every_variant)
+def test_every_template_comes_to_its_end(buckets: Buckets, variant: Variant) -> None:
+    template = template_of(buckets, variant)
+    num_actions = 2 * template.num_chunks * sum(bucket.num_micro_batches for bucket in buckets)
     assert [len(row) for row in template.actions] == [num_actions] * template.num_stages
     run = [span.action for span in simulate(template, buckets).spans]
     assert len(run) == len(set(run)) == num_actions * template.num_stages
 
 
-@settings(max_examples=80)
-@given(uneven_buckets(), st.sampled_from(VARIANTS), st.integers(0, 120), st.integers(0, 50))
-def test_a_memory_limit_delays_launches_and_is_never_exceeded(
-    buckets: list[BucketLoad], variant: tuple[Schedule, int], more: int, static: int
+@settings(max_examples=110)
+@given(uneven_buckets(), every_variant, st.data(), st.integers(0, 50))
+def test_memory_limits_of_stages_delay_launches_and_are_never_exceeded(
+    buckets: Buckets, variant: Variant, data: st.DataObject, static: int
 ) -> None:
-    schedule, num_chunks = variant
-    limit = tuple(static + need + more for need in tightest_limit(buckets))
-    statics = (static,) * len(limit)
-    template = build_template(buckets, schedule, num_chunks=num_chunks, memory_limit_bytes=limit, static_bytes=statics)
+    limit = tuple(static + need + data.draw(st.integers(0, 120)) for need in tightest_limit(buckets))
+    template = template_of(buckets, variant, memory_limit_bytes=limit, static_bytes=(static,) * len(limit))
     peaks = simulate(template, buckets).peak_bytes
     assert all(static + peak <= most for peak, most in zip(peaks, limit, strict=True))
-
-
-@settings(max_examples=30)
-@given(uneven_buckets(), st.sampled_from(VARIANTS), st.data())
-def test_stages_may_have_different_limits(
-    buckets: list[BucketLoad], variant: tuple[Schedule, int], data: st.DataObject
-) -> None:
-    limit = tuple(need + data.draw(st.integers(0, 60)) for need in tightest_limit(buckets))
-    template = build_template(buckets, variant[0], num_chunks=variant[1], memory_limit_bytes=limit)
-    assert runs_within(template, buckets, limit)
 
 
 def test_gpipe_under_a_limit_runs_in_waves() -> None:
@@ -179,10 +175,12 @@ def test_a_bucket_that_fits_nowhere_is_named_with_stage_and_bytes() -> None:
 # -------------------------------------------------------------------- a value
 
 
-@pytest.mark.parametrize(("schedule", "num_chunks"), VARIANTS)
-def test_a_template_comes_back_from_json_as_it_was(schedule: Schedule, num_chunks: int) -> None:
-    template = build_template(even([2, 1], stages=3, micro_batches=3), schedule, num_chunks=num_chunks)
+@pytest.mark.parametrize("num_steps", [1, 3])
+@pytest.mark.parametrize("variant", VARIANTS, ids=str)
+def test_a_template_comes_back_from_json_as_it_was(variant: Variant, num_steps: int) -> None:
+    template = template_of(even([2, 1], stages=3, micro_batches=3), variant, num_steps=num_steps)
     assert PipelineTemplate.from_dict(json.loads(json.dumps(template.to_dict()))) == template
+    assert num_steps == 1 or str(template.actions[0][-1]).endswith("+2")
 
 
 @pytest.mark.parametrize(
