@@ -5,20 +5,18 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.data.dataset import TaskLoader, tokenize_dataset
+from peft_mux.data.dataset import TaskLoader
 from peft_mux.data.task_batch import TaskBatch
-from peft_mux.data.tokenize import TokenizeOptions
+from tests.data.cases import read
 
 PROPERTY = settings(deadline=None, max_examples=30)
-OPTIONS = TokenizeOptions(task="own", max_length=64)
 
 
 def make_loader(
     num_rows: int, batch_size: int, *, seed: int = 0, shuffle: bool = True, task: str = "own"
 ) -> TaskLoader:
     rows = [{"input_ids": [row + 1, row + 2]} for row in range(num_rows)]
-    dataset = tokenize_dataset(rows, options=OPTIONS, tokenizer=None)
-    return TaskLoader(dataset, task=task, batch_size=batch_size, seed=seed, shuffle=shuffle)
+    return TaskLoader(read(rows), task=task, batch_size=batch_size, seed=seed, shuffle=shuffle)
 
 
 def rows_of(batch: TaskBatch) -> list[int]:
@@ -76,6 +74,5 @@ def test_datasets_that_were_mixed_before_keep_the_order_of_the_mix() -> None:
 
     parts = [Dataset.from_list([{"input_ids": [first + row, 1]} for row in range(8)]) for first in (1, 100)]
     mixed = interleave_datasets(parts, probabilities=[0.8, 0.2], seed=0, stopping_strategy="all_exhausted")
-    rows = tokenize_dataset(mixed, options=OPTIONS, tokenizer=None)
-    batch = TaskLoader(rows, task="own", batch_size=len(mixed), seed=0, shuffle=False).batch(0)
+    batch = TaskLoader(read(mixed), task="own", batch_size=len(mixed), seed=0, shuffle=False).batch(0)
     assert [int(sequence.input_ids[0]) for sequence in batch.sequences] == [row["input_ids"][0] for row in mixed]

@@ -56,13 +56,11 @@ def test_sharegpt_and_alpaca_rows_train_as_the_messages_that_they_stand_for() ->
         {"role": "user", "content": "the cat"},
         {"role": "assistant", "content": "sat"},
     ]
-    wanted = tokenised([{"messages": messages}], words_tokenizer(), chat_template=PLAIN_TEMPLATE)
-    found = tokenised(mapped(SHAREGPT, "sharegpt"), words_tokenizer(), chat_template=PLAIN_TEMPLATE)
-    assert found.fingerprint == wanted.fingerprint
-    rows = [{"messages": messages[1:]}]
-    wanted = tokenised(rows, words_tokenizer(), chat_template=PLAIN_TEMPLATE)
-    found = tokenised(mapped(ALPACA[:1], "alpaca_chat"), words_tokenizer(), chat_template=PLAIN_TEMPLATE)
-    assert found.fingerprint == wanted.fingerprint
+    for rows, own in ((mapped(SHAREGPT, "sharegpt"), messages), (mapped(ALPACA[:1], "alpaca_chat"), messages[1:])):
+        found, wanted = (
+            tokenised(given, words_tokenizer(), chat_template=PLAIN_TEMPLATE) for given in (rows, [{"messages": own}])
+        )
+        assert found.fingerprint == wanted.fingerprint
 
 
 def test_columns_are_read_under_the_names_that_they_have_elsewhere() -> None:
@@ -106,8 +104,7 @@ def test_a_format_that_rows_do_not_have_is_refused_when_the_task_is_made(setting
 def test_somebody_unknown_who_speaks_is_named_with_the_row() -> None:
     rows = [SHAREGPT[0], {"conversations": [{"from": "narrator", "value": "the cat"}]}]
     with pytest.raises(
-        DataError,
-        match=r"tasks\.own\.train_dataset row 1 cannot be read: .*conversations from 'narrator'",
+        DataError, match=r"tasks\.own\.train_dataset row 1 cannot be read: .*conversations from 'narrator'"
     ):
         tokenised(mapped(rows, "sharegpt"), words_tokenizer(), chat_template=PLAIN_TEMPLATE)
 

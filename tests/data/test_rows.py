@@ -7,17 +7,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from peft_mux.data.dataset import TokenizedDataset, tokenize_dataset
 from peft_mux.data.formats import LANGUAGE_ROWS
 from peft_mux.data.task_batch import IGNORE_INDEX, TaskBatch, TokenSequence, batch_totals, with_virtual_tokens
-from peft_mux.data.tokenize import LABELLED_ROWS, TAGGED_ROWS, TokenizeOptions
+from peft_mux.data.tokenize import LABELLED_ROWS, TAGGED_ROWS
 from peft_mux.errors import DataError
 from peft_mux.modeling.objectives.objective import OBJECTIVES
-
-
-def read(rows: Any, form: Any, tokenizer: Any = None, **options: Any) -> TokenizedDataset:
-    settings = TokenizeOptions(task="a", max_length=16, row_form=form, **options)
-    return tokenize_dataset(rows, options=settings, tokenizer=tokenizer)
+from tests.data.cases import read
 
 
 @pytest.mark.parametrize(
@@ -59,38 +54,32 @@ def test_the_first_token_of_each_word_has_its_class() -> None:
     assert found.num_targets == 2
 
 
-@pytest.mark.parametrize(
-    ("row", "told"),
-    [
-        ({"tokens": ["a"], "ner_tags": [1, 2]}, "ner_tags must be 1 classes, one for each token or word, got 2"),
-        ({"tokens": [], "ner_tags": []}, "a list of words"),
-        (
-            {"input_ids": [4, 5], "labels": [0, 7]},
-            "row 0 column labels must be classes from 0 to 2, or -100 for none, got 7",
-        ),
-        ({"input_ids": [4, 5]}, "no such column"),
-    ],
-)
-def test_wrong_classes_are_named_by_row_and_column(row: dict[str, Any], told: str) -> None:
-    with pytest.raises(DataError, match="row 0 column") as error:
-        sequence(row, num_labels=3)
-    assert told in str(error.value)
+IDS = {"input_ids": [4, 5, 6]}
+WRONG_CLASSES = [
+    ({"tokens": ["a"], "ner_tags": [1, 2]}, "ner_tags must be 1 classes, one for each token or word, got 2"),
+    ({"tokens": [], "ner_tags": []}, "a list of words"),
+    ({**IDS, "labels": [0, 7, 0]}, "row 0 column labels must be classes from 0 to 2, or -100 for none, got 7"),
+    ({"input_ids": [4, 5]}, "no such column"),
+]
+WRONG_NUMBERS = [
+    ({**IDS, "weights": [1.0]}, "shape [1]"),
+    ({**IDS, "weights": [1.0, -1.0, 0.0]}, "at least 0"),
+    ({**IDS, "weights": [1.0, float("nan"), 0.0]}, "not finite"),
+    ({**IDS, "target_ids": [[1, 2]] * 3}, 'because the row has "target_ids"'),
+    ({**IDS, "target_ids": [[1, 99]] * 3, "target_weights": [[1, 1]] * 3}, "token id 99"),
+    ({**IDS, "target_ids": [[1, 2]] * 3, "target_weights": [[1]] * 3}, "as"),
+]
 
 
 @pytest.mark.parametrize(
-    ("columns", "told"),
-    [
-        ({"weights": [1.0]}, "shape [1]"),
-        ({"weights": [1.0, -1.0, 0.0]}, "at least 0"),
-        ({"weights": [1.0, float("nan"), 0.0]}, "not finite"),
-        ({"target_ids": [[1, 2]] * 3}, 'because the row has "target_ids"'),
-        ({"target_ids": [[1, 99]] * 3, "target_weights": [[1, 1]] * 3}, "token id 99"),
-        ({"target_ids": [[1, 2]] * 3, "target_weights": [[1]] * 3}, "as"),
-    ],
+    ("form", "row", "told"),
+    [(TAGGED_ROWS, *case) for case in WRONG_CLASSES] + [(LANGUAGE_ROWS, *case) for case in WRONG_NUMBERS],
 )
-def test_wrong_numbers_of_tokens_are_named_by_row_and_column(columns: dict[str, Any], told: str) -> None:
+def test_wrong_classes_and_numbers_of_tokens_are_named_by_row_and_column(
+    form: Any, row: dict[str, Any], told: str
+) -> None:
     with pytest.raises(DataError, match="row 0 column") as error:
-        sequence({"input_ids": [4, 5, 6], **columns}, LANGUAGE_ROWS)
+        sequence(row, form, num_labels=3)
     assert told in str(error.value)
 
 

@@ -12,12 +12,14 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
-from peft_mux.data.dataset import TokenizedDataset, tokenize_dataset
-from peft_mux.data.formats import LANGUAGE_ROWS, detect_format
+from peft_mux.data.dataset import TokenizedDataset
+from peft_mux.data.formats import LANGUAGE_ROWS, RowForm, detect_format
 from peft_mux.data.task_batch import IGNORE_INDEX
-from peft_mux.data.tokenize import LABELLED_ROWS, TokenizeOptions
+from peft_mux.data.tokenize import LABELLED_ROWS
 from peft_mux.demo.small_llama import make_tokenizer
 from peft_mux.errors import ConfigError, DataError
+from tests.data.cases import read
+from tests.invariants.mux_lab import tiny_llama
 from tests.paths import SHARED_DATA
 
 STORIES = SHARED_DATA / "stories260K"
@@ -47,10 +49,8 @@ def words_tokenizer(*, with_pairs: bool = False) -> PreTrainedTokenizerFast:
     )
 
 
-def tokenised(rows: Any, tokenizer: Any = None, **options: Any) -> TokenizedDataset:
-    split = options.pop("split", "train_dataset")
-    settings = TokenizeOptions(task="own", **{"max_length": 64, "vocab_size": len(WORDS), **options})
-    return tokenize_dataset(rows, options=settings, tokenizer=tokenizer, split=split)
+def tokenised(rows: Any, tokenizer: Any = None, form: RowForm = LANGUAGE_ROWS, **options: Any) -> TokenizedDataset:
+    return read(rows, form, tokenizer, **{"task": "own", "max_length": 64, "vocab_size": len(WORDS), **options})
 
 
 def words(sequence: Any) -> list[str]:
@@ -64,13 +64,10 @@ def targets(sequence: Any) -> list[str]:
 # ----------------------------------------------------------------- formats
 
 
-@pytest.mark.parametrize(
-    ("options", "rows"),
-    [({"completion_only_loss": True}, [{"text": "the cat"}]), ({"assistant_only_loss": True}, [{"text": "the cat"}])],
-)
-def test_a_loss_mask_that_a_format_cannot_have_is_refused(options: dict[str, bool], rows: list[dict[str, str]]) -> None:
-    with pytest.raises(ConfigError, match=rf"tasks\.own\.{next(iter(options))} .*got True for text rows"):
-        tokenised(rows, words_tokenizer(), **options)
+@pytest.mark.parametrize("option", ["completion_only_loss", "assistant_only_loss"])
+def test_a_loss_mask_that_a_format_cannot_have_is_refused(option: str) -> None:
+    with pytest.raises(ConfigError, match=rf"tasks\.own\.{option} .*got True for text rows"):
+        tokenised([{"text": "the cat"}], words_tokenizer(), **{option: True})
 
 
 def test_tokenised_rows_take_labels_masks_and_drop_padding_at_either_end() -> None:
@@ -119,7 +116,7 @@ def test_rows_that_lose_all_targets_by_the_cut_are_left_out_and_counted() -> Non
 def test_classified_rows_have_special_tokens_types_and_a_class() -> None:
     rows = [{"text": "the cat", "text_pair": "a dog", "label": 2}, {"text": "yes", "label": 0}]
     tokenizer = words_tokenizer(with_pairs=True)
-    data = tokenised(rows, tokenizer, row_form=LABELLED_ROWS, num_labels=3)
+    data = tokenised(rows, tokenizer, LABELLED_ROWS, num_labels=3)
     assert words(data[0]) == ["[CLS]", "the", "cat", "[SEP]", "a", "dog", "[SEP]"]
     assert [data[row].class_label for row in range(2)] == [2, 0]
     assert data[0].num_targets == 1
@@ -130,7 +127,7 @@ def test_classified_rows_have_special_tokens_types_and_a_class() -> None:
 
 def test_a_cut_classified_row_is_counted() -> None:
     rows = [{"text": "the cat sat on a mat", "label": 1}, {"text": "the", "label": 0}]
-    data = tokenised(rows, words_tokenizer(with_pairs=True), row_form=LABELLED_ROWS, max_length=4)
+    data = tokenised(rows, words_tokenizer(with_pairs=True), LABELLED_ROWS, max_length=4)
     assert [len(data[row]) for row in range(2)] == [4, 3]
     assert words(data[0])[-1] == "[SEP]", "the tokenizer's own cut keeps the special tokens"
     assert data.report.num_truncated == 1
@@ -138,7 +135,7 @@ def test_a_cut_classified_row_is_counted() -> None:
 
 def test_values_to_regress_on_are_kept_as_floats() -> None:
     rows = [{"text": "the", "label": 0.5}, {"text": "cat", "label": 1}]
-    data = tokenised(rows, words_tokenizer(), row_form=LABELLED_ROWS, num_labels=1)
+    data = tokenised(rows, words_tokenizer(), LABELLED_ROWS, num_labels=1)
     assert [(type(data[row].class_label), data[row].class_label) for row in range(2)] == [(float, 0.5), (float, 1.0)]
 
 
@@ -218,7 +215,7 @@ def test_a_cell_that_cannot_be_trained_on_is_refused_by_task_split_row_and_colum
 def test_a_label_that_is_no_class_or_number_is_refused(label: Any, num_labels: int | None) -> None:
     rows = [{"text": "the", "label": 0}, {"text": "cat", "label": label}]
     with pytest.raises(DataError, match=r"tasks\.own\.train_dataset row 1 column label must be .*, got "):
-        tokenised(rows, words_tokenizer(), row_form=LABELLED_ROWS, num_labels=num_labels)
+        tokenised(rows, words_tokenizer(), LABELLED_ROWS, num_labels=num_labels)
 
 
 @pytest.mark.parametrize(
@@ -227,12 +224,11 @@ def test_a_label_that_is_no_class_or_number_is_refused(label: Any, num_labels: i
         (
             [TOKENS, {"input_ids": [8] * 6}],
             {"max_length": 5, "overlong_policy": "error"},
-            r"row 1 column input_ids must "
-            r"be at most 5 tokens \(max_length\), got 6 or more",
+            r"row 1 column input_ids must be at most 5 tokens \(max_length\), got 6 or more",
         ),
         ([MASKED, MASKED], {}, r"none of which can be trained on \(all labels are masked"),
         ([{"input_ids": [8, 9], "labels": [8, -100]}], {}, "all labels are masked"),
-        ([{"text": "the"}], {"row_form": LABELLED_ROWS}, '"text" and "label"'),
+        ([{"text": "the"}], {"form": LABELLED_ROWS}, '"text" and "label"'),
         ([{"text": "the"}, {"text": Hidden()}], {}, "row 1 cannot be read: ZeroDivisionError: not to be seen"),
         ([{"promt": "the", "completion": "cat"}], {}, r'the columns input_ids; prompt \+.*Did you mean "prompt"'),
         (
@@ -274,7 +270,7 @@ def test_tasks_that_are_tokenised_in_several_threads_keep_their_own_limits() -> 
     lengths: dict[int, set[int]] = {}
 
     def tokenise(limit: int) -> None:
-        options = {"row_form": LABELLED_ROWS, "max_length": limit, "max_positions": None}
+        options = {"form": LABELLED_ROWS, "max_length": limit, "max_positions": None}
         lengths[limit] = set(tokenised([row] * 200, tokenizer, **options).lengths.tolist())
 
     threads = [threading.Thread(target=tokenise, args=(limit,)) for limit in (10, 20, 30)]
@@ -332,8 +328,8 @@ def test_the_fingerprint_tells_rows_labels_and_classes_apart() -> None:
         tokenised([{"input_ids": [8, 9]}]),
         tokenised([{"input_ids": [9, 8]}]),
         tokenised([{"input_ids": [8, 9], "labels": [-100, 9]}]),
-        tokenised([{"input_ids": [8, 9], "label": 1}], row_form=LABELLED_ROWS),
-        tokenised([{"input_ids": [8, 9], "label": 0}], row_form=LABELLED_ROWS),
+        tokenised([{"input_ids": [8, 9], "label": 1}], form=LABELLED_ROWS),
+        tokenised([{"input_ids": [8, 9], "label": 0}], form=LABELLED_ROWS),
     ]
     assert len({data.fingerprint for data in variants}) == len(variants)
     assert variants[0].fingerprint == tokenised([{"input_ids": [8, 9]}]).fingerprint
@@ -357,27 +353,10 @@ def tokenizer(request: pytest.FixtureRequest) -> Any:
 def prepared_by_trl(rows: list[dict[str, Any]], tokenizer: Any, folder: Path, **options: Any) -> Any:
     trl = pytest.importorskip("trl")
     from datasets import Dataset
-    from transformers import LlamaConfig, LlamaForCausalLM
 
-    config = LlamaConfig(
-        vocab_size=512,
-        hidden_size=8,
-        intermediate_size=8,
-        num_hidden_layers=1,
-        num_attention_heads=1,
-        num_key_value_heads=1,
-        eos_token_id=2,
-        bos_token_id=1,
-        pad_token_id=0,
-    )
-    settings = {"max_length": 64, **options}
-    args = trl.SFTConfig(
-        output_dir=str(folder), use_cpu=True, bf16=False, report_to="none", disable_tqdm=True, **settings
-    )
-    trainer = trl.SFTTrainer(
-        LlamaForCausalLM(config), args=args, train_dataset=Dataset.from_list(rows), processing_class=tokenizer
-    )
-    return trainer.train_dataset
+    settings = {"use_cpu": True, "bf16": False, "report_to": "none", "disable_tqdm": True, "max_length": 64, **options}
+    args, dataset = trl.SFTConfig(output_dir=str(folder), **settings), Dataset.from_list(rows)
+    return trl.SFTTrainer(tiny_llama(), args=args, train_dataset=dataset, processing_class=tokenizer).train_dataset
 
 
 _SAYS = {"role": "assistant", "content": "A dog and a cat."}

@@ -12,13 +12,12 @@ import pytest
 from datasets import Dataset
 from transformers import PreTrainedTokenizerFast
 
-from peft_mux.data.dataset import tokenize_dataset
 from peft_mux.data.formats import RowForm
 from peft_mux.data.preferences import JOINED_ROWS, ODDS_ROWS, PAIR_ROWS, SCORED_ROWS, SINGLE_ROWS
 from peft_mux.data.task_batch import IGNORE_INDEX, TokenSequence
-from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.demo.small_llama import make_tokenizer
 from peft_mux.errors import DataError
+from tests.data.cases import read
 
 pytest.importorskip("trl", reason="trl is not installed")
 
@@ -65,8 +64,7 @@ DATASETS = {"texts": TEXTS, "implicit prompts": IMPLICIT, "chats": CHATS, "impli
 
 
 def ours(rows: Sequence[dict[str, Any]], form: RowForm, max_length: int, tokenizer: Any) -> list[TokenSequence]:
-    options = TokenizeOptions(task="a", max_length=max_length, row_form=form)
-    dataset = tokenize_dataset(list(rows), options=options, tokenizer=tokenizer)
+    dataset = read(list(rows), form, tokenizer, max_length=max_length)
     return [dataset[index] for index in range(len(dataset))]
 
 

@@ -8,13 +8,14 @@ import numpy as np
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from peft_mux.data.dataset import TokenizedDataset, open_rows, tokenize_dataset
+from peft_mux.data.dataset import open_rows
 from peft_mux.data.formats import RowForm
 from peft_mux.data.preferences import ODDS_ROWS, PAIR_ROWS, SCORED_ROWS, SINGLE_ROWS
 from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.demo.small_llama import make_tokenizer
 from peft_mux.errors import ConfigError, DataError
+from tests.data.cases import read
 
 PAIR = {"prompt": "which color", "chosen": " blue", "rejected": " green"}
 SINGLE = {"prompt": "which color", "completion": " blue", "label": True}
@@ -25,11 +26,6 @@ TOKENS = {"prompt_ids": [1, 2, 3], "chosen_ids": [4, 5, 6], "rejected_ids": [7, 
 @pytest.fixture(scope="module")
 def tokenizer() -> PreTrainedTokenizerFast:
     return make_tokenizer(["which color is blue", "it is green"])
-
-
-def read(rows: Any, form: RowForm, tokenizer: Any = None, **options: Any) -> TokenizedDataset:
-    settings = {"max_length": 32, "vocab_size": 800, **options}
-    return tokenize_dataset(rows, options=TokenizeOptions(task="a", row_form=form, **settings), tokenizer=tokenizer)
 
 
 @pytest.mark.parametrize(
@@ -113,7 +109,7 @@ def test_answers_and_texts_to_score_may_be_tokens_already() -> None:
 )
 def test_tokens_that_cannot_be_trained_on_are_refused(row: dict[str, Any], match: str) -> None:
     with pytest.raises(DataError, match=match):
-        read([row], PAIR_ROWS)
+        read([row], PAIR_ROWS, vocab_size=800)
 
 
 def test_long_pairs_are_cut_left_out_or_refused_as_the_policy_says() -> None:
@@ -146,11 +142,14 @@ def test_texts_to_score_are_left_out_where_one_is_too_long(policy: str) -> None:
 
 
 def test_settings_of_other_rows_are_refused(tokenizer: Any) -> None:
-    for settings in ({"completion_only_loss": False}, {"completion_only_loss": True}, {"assistant_only_loss": True}):
-        with pytest.raises(
-            ConfigError, match=rf"tasks.a.{next(iter(settings))} must be .*already determines which tokens carry loss"
-        ):
-            read([PAIR], PAIR_ROWS, tokenizer, **settings)
+    for setting, value in (
+        ("completion_only_loss", False),
+        ("completion_only_loss", True),
+        ("assistant_only_loss", True),
+    ):
+        reason = "already determines which tokens carry loss"
+        with pytest.raises(ConfigError, match=rf"tasks.a.{setting} must be .*{reason}"):
+            read([PAIR], PAIR_ROWS, tokenizer, **{setting: value})
 
 
 def test_datasets_of_other_numbers_have_other_fingerprints_and_texts_need_a_tokenizer() -> None:
@@ -163,8 +162,7 @@ def test_datasets_of_other_numbers_have_other_fingerprints_and_texts_need_a_toke
 
 def test_rows_of_another_form_are_refused_by_their_columns(tokenizer: Any) -> None:
     with pytest.raises(
-        DataError,
-        match=r"must have the columns .*chosen \+ rejected.*, got columns prompt, completion, label",
+        DataError, match=r"must have the columns .*chosen \+ rejected.*, got columns prompt, completion, label"
     ):
         read([SINGLE], PAIR_ROWS, tokenizer)
     with pytest.raises(

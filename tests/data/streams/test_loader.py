@@ -195,8 +195,7 @@ def test_an_iterator_that_gives_nothing_in_time_is_reported_of_and_waited_for_no
     reader = reader_of(items(), timeout_s=0.05)
     try:
         with pytest.raises(
-            DataError,
-            match=r"tasks\.own\.train_dataset must deliver all rows of a step within.*data_timeout_s",
+            DataError, match=r"tasks\.own\.train_dataset must deliver all rows of a step within.*data_timeout_s"
         ):
             reader.take()
         assert len(own_threads()) == 1

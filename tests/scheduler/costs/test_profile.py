@@ -143,10 +143,7 @@ def test_a_profile_of_another_format_is_refused_with_the_way_out() -> None:
 
 @pytest.mark.parametrize("text", ["[]", "no json", '{"format_version": 1}'])
 def test_text_that_is_no_profile_is_refused(text: str) -> None:
-    with pytest.raises(
-        ValueError,
-        match=(r"profile must be .*to_json wrote"),
-    ):
+    with pytest.raises(ValueError, match=r"profile must be .*to_json wrote"):
         Profile.from_json(text)
 
 

@@ -182,7 +182,6 @@ def test_more_sequences_than_the_sample_has_repeat_its_rows() -> None:
 
 def test_sequences_of_a_length_that_no_task_has_are_refused() -> None:
     with pytest.raises(
-        ValueError,
-        match="buckets must be those of the sample, got 2 sequences padded to 80 tokens, to which no",
+        ValueError, match="buckets must be those of the sample, got 2 sequences padded to 80 tokens, to which no"
     ):
         MIX.rows([64, 80, 128], [0, 2, 0])

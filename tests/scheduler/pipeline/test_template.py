@@ -166,8 +166,7 @@ def test_interleaved_1f1b_with_room_for_one_micro_batch_runs_them_one_by_one() -
 def test_a_bucket_that_fits_nowhere_is_named_with_stage_and_bytes() -> None:
     large = BucketLoad(name="qa", forward_s=(1.0, 1.0), activation_bytes=(10, 3000), num_micro_batches=2)
     with pytest.raises(
-        ValueError,
-        match=r"bucket 'qa' on stage 1: one micro-batch must take at most 2,900 bytes \(memory limit 3,000",
+        ValueError, match=r"bucket 'qa' on stage 1: one micro-batch must take at most 2,900 bytes \(memory limit 3,000"
     ):
         build_template([large], "mux", memory_limit_bytes=(3000, 3000), static_bytes=(100, 100))
 

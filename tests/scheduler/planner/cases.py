@@ -7,6 +7,8 @@ from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import AdapterLoad, ModelShape, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import analytic_profile
+from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
+from peft_mux.scheduler.planner.values import Outcome
 
 LLAMA_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, 13_400_000_000, 2)
 A40 = parse_devices("4xA40")
@@ -17,6 +19,22 @@ def load(name: str, length: int = 128, count: int = 8, *, rank: int = 16, priori
     return TaskLoad(name, (length,) * count, length * count // 2, adapters, 1_000_000 * rank, priority=priority)
 
 
+def loads_of(pairs: list[tuple[int, int]]) -> list[TaskLoad]:
+    """Return the loads t0, t1 and so on of these lengths and counts of rows."""
+    return [load(f"t{index}", length, count) for index, (length, count) in enumerate(pairs)]
+
+
 def models(num_stages: int = 1) -> tuple[CostModel, MemoryModel]:
     profile = analytic_profile(A40.device, LLAMA_7B)
     return CostModel(profile, LLAMA_7B, num_stages=num_stages), MemoryModel(LLAMA_7B, num_stages=num_stages)
+
+
+def simulated(outcome: Outcome) -> Simulation:
+    """Return the simulation of an outcome's template."""
+    assert outcome.template is not None
+    return simulate(outcome.template, outcome.bucket_loads)
+
+
+def tasks_of(outcome: Outcome) -> list[str]:
+    """Return the names of the tasks that run, sorted."""
+    return sorted(name for htask in outcome.htasks for name in htask.tasks)

@@ -22,7 +22,7 @@ from peft_mux.scheduler.planner.policies import (
     register_policy,
 )
 from peft_mux.scheduler.planner.values import Budget, Outcome, TaskShare
-from tests.scheduler.planner.cases import load, models
+from tests.scheduler.planner.cases import load, models, tasks_of
 from tests.scheduler.planner.toy_policy import Pairs
 
 LOADS = [load("long", 512, 4), load("b", 64, 16), load("c", 128), load("d", 32, 4), load("e", 256)]
@@ -77,9 +77,8 @@ def test_every_partition_holds_each_task_once_and_in_order(
 @pytest.mark.parametrize("num_stages", [1, 2, 4])
 def test_every_task_is_placed_unless_tasks_run_alone(policy: Policy, num_stages: int) -> None:
     outcome = plan_tasks(LOADS, *models(num_stages), Budget(4096), policy=policy.name)
-    placed = sorted(itertools.chain(*(htask.tasks for htask in outcome.htasks)))
-    waiting = sorted(one.name for one in outcome.waiting)
-    assert sorted([*placed, *waiting]) == sorted(one.name for one in LOADS)
+    waiting = [one.name for one in outcome.waiting]
+    assert sorted([*tasks_of(outcome), *waiting]) == sorted(one.name for one in LOADS)
     assert len(waiting) == (len(LOADS) - 1 if policy.runs_alone else 0)
     assert sorted(itertools.chain(*outcome.buckets)) == list(range(len(outcome.htasks)))
     assert outcome == plan_tasks(LOADS, *models(num_stages), Budget(4096), policy=policy.name)
@@ -163,3 +162,5 @@ def test_a_name_is_given_once_and_an_unknown_one_is_refused_with_those_that_are_
         register_policy(Pairs())
     with pytest.raises(ValueError, match="policy must be mux, together, interleaved, sequential, pairs, got 'fastest'"):
         policy_named("fastest")
+    with pytest.raises(ValueError, match="policy must be mux, together, interleaved, sequential, pairs, got 'fastest'"):
+        plan_tasks(LOADS, *models(), Budget(4096), policy="fastest")

@@ -13,18 +13,13 @@ from peft_mux.scheduler.costs.latency import CostModel
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import analytic_profile
-from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.planner.planner import plan_tasks
 from peft_mux.scheduler.planner.values import Budget, Outcome
-from tests.scheduler.planner.cases import A40, LLAMA_7B, load
+from tests.scheduler.planner.cases import A40, LLAMA_7B, load, loads_of, simulated, tasks_of
 
 LINK = Link(2e-5, 2e10)
 LIMIT = 48 * 2**30
-MIXES = st.lists(st.tuples(st.sampled_from([32, 64, 128, 192]), st.integers(2, 12)), min_size=1, max_size=6).map(
-    lambda pairs: [load(f"t{i}", length, count) for i, (length, count) in enumerate(pairs)]
-)
-
-
+MIXES = st.lists(st.tuples(st.sampled_from([32, 64, 128, 192]), st.integers(2, 12)), min_size=1, max_size=6)
 HIDES = Overlap(slowdown=0.1)
 
 
@@ -47,7 +42,7 @@ def width_of(outcome: Outcome) -> int:
     return 1 if outcome.turns is None else outcome.turns.width
 
 
-@given(MIXES)
+@given(MIXES.map(loads_of))
 @settings(max_examples=6, deadline=None)
 def test_the_width_that_is_chosen_is_predicted_to_be_about_the_best_and_fits(loads: list[TaskLoad]) -> None:
     auto = planned(loads, "auto")
@@ -58,27 +53,25 @@ def test_the_width_that_is_chosen_is_predicted_to_be_about_the_best_and_fits(loa
     for one in fixed[1:]:
         assert one.turns is not None
         assert sorted(index for bucket in one.buckets for index in bucket) == list(range(len(one.htasks)))
-        assert sorted(name for htask in one.htasks for name in htask.tasks) == sorted(own.name for own in loads)
+        assert tasks_of(one) == sorted(own.name for own in loads)
         assert len(one.turns.parts) == len(one.htasks)
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
 def test_turns_hide_sums_and_hold_the_memory_of_all_passes_in_flight(num_stages: int) -> None:
-    loads = [load(f"t{i}", 128, 8) for i in range(8)]
+    loads = loads_of([(128, 8)] * 8)
     alone, turns = (planned(loads, width, num_stages) for width in (1, 4))
     assert turns.step_s < alone.step_s
     assert turns.turns is not None
     assert turns.turns.saved_s > 0
     assert max(turns.peak_bytes) > max(alone.peak_bytes)
-    assert turns.template is not None
-    passes_s = simulate(turns.template, turns.bucket_loads).makespan_s
     cost = models(num_stages)[0]
     rest_s = cost.optimizer_s(loads) + cost.profile.step_overhead_s
-    assert turns.step_s == pytest.approx(passes_s + rest_s, rel=1e-6)
+    assert turns.step_s == pytest.approx(simulated(turns).makespan_s + rest_s, rel=1e-6)
 
 
 def test_as_little_is_won_as_sums_take() -> None:
-    loads = [load(f"t{i}", 64, 8) for i in range(4)]
+    loads = loads_of([(64, 8)] * 4)
     cost, memory = models()
     for link, width in ((LINK, 2), (None, 1)):
         without_link = CostModel(cost.profile, LLAMA_7B, devices_per_stage=2, tensor_link=link)
@@ -97,14 +90,14 @@ def test_as_little_is_won_as_sums_take() -> None:
     ],
 )
 def test_where_turns_do_not_pay_passes_run_one_after_another(num_stages: int, facts: dict[str, object]) -> None:
-    loads = [load(f"t{i}", 128, 8) for i in range(6)]
+    loads = loads_of([(128, 8)] * 6)
     auto, one = planned(loads, "auto", num_stages, **facts), planned(loads, 1, num_stages, **facts)
     assert auto == one
     assert auto.turns is None
 
 
 def test_ranks_that_wait_for_one_another_make_turns_pay_although_sums_stop_computing() -> None:
-    loads = [load(f"t{i}", 128, 8) for i in range(6)]
+    loads = loads_of([(128, 8)] * 6)
     assert width_of(planned(loads, "auto", overlap=Overlap(skew=0.0, slowdown=0.99))) == 1
     assert width_of(planned(loads, "auto", overlap=Overlap(skew=0.5, slowdown=0.5))) > 1
 
@@ -119,7 +112,7 @@ def test_on_a_cpu_passes_of_one_task_may_be_neighbours_and_on_a_gpu_they_may_not
 
 
 def test_a_short_memory_lowers_the_width_before_anything_is_refused() -> None:
-    loads = [load(f"t{i}", 1024, 2) for i in range(4)]
+    loads = loads_of([(1024, 2)] * 4)
     free = planned(loads, "auto", limit=10**13)
     assert width_of(free) > 1
     least = models()[1].peak_bytes(loads, 1024)
@@ -129,7 +122,7 @@ def test_a_short_memory_lowers_the_width_before_anything_is_refused() -> None:
 
 
 def test_with_turns_on_request_tasks_wait_for_the_memory_of_all_passes() -> None:
-    loads = [load(f"t{i}", 1024, 2) for i in range(4)]
+    loads = loads_of([(1024, 2)] * 4)
     limit = replace(models()[1], passes_in_turns=2).peak_bytes(loads[:2], 1024, in_flight=2)
     insisted, auto = (planned(loads, width, limit=limit) for width in (2, "auto"))
     assert len(insisted.waiting) == 2
@@ -158,7 +151,7 @@ def test_without_turns_each_htask_has_a_bucket_and_the_longest_runs_first() -> N
 
 
 def test_policies_keep_their_partitions_in_turns() -> None:
-    loads = [load(f"t{i}", 64, 8) for i in range(4)]
+    loads = loads_of([(64, 8)] * 4)
     for policy, count in (("together", 1), ("interleaved", 4), ("sequential", 1)):
         outcome = plan_tasks(loads, *models(), Budget(4096, LIMIT, interleaved_passes=2), policy=policy)
         assert len(outcome.htasks) == count

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.deployment.search import plan_deployment, replica_groups
 from peft_mux.scheduler.deployment.space import candidate_configs
 from peft_mux.scheduler.planner.planner import plan_tasks
-from peft_mux.scheduler.planner.values import Budget
+from peft_mux.scheduler.planner.values import Budget, Outcome
 from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.facts import layer_times, replica_time_model
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
@@ -107,18 +108,23 @@ ROWS = tuple(load.lengths for load in LOADS)
 PLANNER = ReplicaPlanner(FACTS, max_tokens=4096)
 
 
+def planned(config: ParallelConfig, rows: Sequence[Sequence[int]], planner: ReplicaPlanner = PLANNER) -> Outcome:
+    found = planner.plan(config, rows)
+    assert found is not None
+    return found
+
+
 def test_a_replica_of_all_rows_takes_what_the_planner_of_a_run_says() -> None:
     cost = CostModel(FACTS.profile, FACTS.shape, devices_per_stage=8, tensor_link=FACTS.links.intra_node)  # type: ignore[union-attr]
     memory = replace(FACTS.memory, devices_per_stage=8)
     plan = plan_tasks(LOADS, cost, memory, Budget(4096, FACTS.limit_bytes))
     assert PLANNER.step_s(EIGHT, ROWS) == pytest.approx(plan.step_s)
-    assert PLANNER.plan(EIGHT, ROWS).htasks == plan.htasks  # type: ignore[union-attr]
+    assert planned(EIGHT, ROWS).htasks == plan.htasks
 
 
 def test_a_pipeline_is_planned_with_its_stages_and_its_links() -> None:
     deep, chat = ParallelConfig(2, 4), (LOADS[0].lengths, ())
-    outcome = PLANNER.plan(deep, chat)
-    assert outcome is not None
+    outcome = planned(deep, chat)
     assert outcome.template is not None
     assert len(outcome.peak_bytes) == 4
     slow_links = replace(FACTS.links, devices_per_node=4, inter_node=Link(1e-4, 1e9))  # type: ignore[type-var]
@@ -128,8 +134,7 @@ def test_a_pipeline_is_planned_with_its_stages_and_its_links() -> None:
 
 def test_a_task_without_rows_is_still_updated_and_a_replica_without_any_does_nothing() -> None:
     chat = (LOADS[0].lengths[:8], ())
-    outcome = PLANNER.plan(EIGHT, chat)
-    assert outcome is not None
+    outcome = planned(EIGHT, chat)
     assert [htask.tasks for htask in outcome.htasks] == [("chat",)]
     assert PLANNER.step_s(EIGHT, chat) > outcome.step_s
     assert PLANNER.step_s(EIGHT, ((), ())) == 0.0
@@ -155,8 +160,7 @@ def test_other_policies_plan_replicas_too() -> None:
 @pytest.mark.parametrize("config", [ONE, ParallelConfig(1, 2)], ids=str)
 def test_gradients_are_ready_when_the_last_backward_of_their_htask_ends(config: ParallelConfig) -> None:
     planner = ReplicaPlanner(replace(FACTS, limit_bytes=None), max_tokens=4096, policy="interleaved")
-    outcome = planner.plan(config, ROWS)
-    assert outcome is not None
+    outcome = planned(config, ROWS, planner)
     assert sorted(htask.tasks for htask in outcome.htasks) == [("books",), ("chat",)]
     ready_s = planner.ready_s(config, ROWS)
     computing_s = outcome.step_s - planner._models_of(config)[0].outside_s(LOADS)
@@ -173,9 +177,17 @@ def test_gradients_are_ready_when_the_last_backward_of_their_htask_ends(config: 
 STAGES = ParallelConfig(1, 2)
 
 
-def exchange_of(devices: str, parameters: int, cut: int = 0) -> GradientExchange:
-    load = TaskLoad("a", (100,), 50, (), parameters, cut_parameters=cut)
-    return GradientExchange((load,), replace(FACTS, loads=(load,), links=parse_devices(devices)))
+def exchange_of(devices: str, *parameters: int, cut: int = 0) -> GradientExchange:
+    """Return the exchange of tasks a, b and so on with so many parameters each."""
+    loads = tuple(
+        TaskLoad(name, (100,), 50, (), size, cut_parameters=cut) for name, size in zip("abc", parameters, strict=False)
+    )
+    return GradientExchange(loads, replace(FACTS, loads=loads, links=parse_devices(devices)))
+
+
+def ring_s(size: int, num_bytes: float, latency_s: float = 5e-6, bytes_per_s: float = 380e9) -> float:
+    """Return the seconds of a ring of so many ranks; by default over the links within a node of H100s."""
+    return 2 * (size - 1) * (latency_s + num_bytes / size / bytes_per_s)
 
 
 def seconds(exchange: GradientExchange, *replicas: tuple[ParallelConfig, int]) -> float:
@@ -186,32 +198,32 @@ def test_many_adapters_on_64_gpus_take_longer_to_add_than_their_passes() -> None
     # 4.76G parameters, halved by two stages, over a ring of 32 at 25 GB/s and 15 us a message: each node of two devices
     # has one rank of each stage, and one port for it.
     found = seconds(exchange_of("32x2xH100-80GB", 4_760_000_000), (STAGES, 32))
-    assert found == pytest.approx(2 * 31 * (15e-6 + 4 * 4.76e9 / 2 / 32 / 25e9), rel=1e-12)
+    assert found == pytest.approx(ring_s(32, 4 * 4.76e9 / 2, 15e-6, 25e9), rel=1e-12)
     assert found == pytest.approx(0.74, abs=0.003)
 
 
 def test_groups_of_ranks_share_the_ports_of_a_node() -> None:
     # Nodes of 8 have 4 ranks of each of two stages: 4 ports for each, and so a quarter of the seconds for the bytes.
     exchange = exchange_of("8x8xH100-80GB", 4_760_000_000)
-    found = seconds(exchange, (STAGES, 32))
-    assert found == pytest.approx(2 * 31 * (15e-6 + 4 * 4.76e9 / 2 / 32 / 100e9), rel=1e-12)
-    two_ports = replace(exchange, facts=replace(exchange.facts, links=replace(exchange.facts.links, ports_per_node=2)))
-    slower = seconds(two_ports, (STAGES, 32))
-    assert slower == pytest.approx(2 * 31 * (15e-6 + 4 * 4.76e9 / 2 / 32 / 25e9), rel=1e-12)
+
+    def with_ports(count: int) -> GradientExchange:
+        links = replace(exchange.facts.links, ports_per_node=count)  # type: ignore[type-var]
+        return replace(exchange, facts=replace(exchange.facts, links=links))
+
+    half_bytes = 4 * 4.76e9 / 2
+    assert seconds(exchange, (STAGES, 32)) == pytest.approx(ring_s(32, half_bytes, 15e-6, 100e9), rel=1e-12)
+    assert seconds(with_ports(2), (STAGES, 32)) == pytest.approx(ring_s(32, half_bytes, 15e-6, 25e9), rel=1e-12)
     # Ports cannot send more than the links within the node bring.
-    many = replace(exchange, facts=replace(exchange.facts, links=replace(exchange.facts.links, ports_per_node=64)))
-    assert seconds(many, (ONE, 64)) == pytest.approx(2 * 63 * (15e-6 + 4 * 4.76e9 / 64 / 380e9), rel=1e-12)
+    assert seconds(with_ports(64), (ONE, 64)) == pytest.approx(ring_s(64, 2 * half_bytes, 15e-6), rel=1e-12)
 
 
 def test_every_task_pays_the_latency_of_its_own_sums() -> None:
-    loads = tuple(TaskLoad(name, (100,), 50, (), 1_000_000) for name in "abc")
-    exchange = GradientExchange(loads, replace(FACTS, loads=loads, links=parse_devices("8xH100-80GB")))
-    assert seconds(exchange, (ONE, 8)) == pytest.approx(3 * 2 * 7 * (5e-6 + 4e6 / 8 / 380e9), rel=1e-12)
+    exchange = exchange_of("8xH100-80GB", *[1_000_000] * 3)
+    assert seconds(exchange, (ONE, 8)) == pytest.approx(3 * ring_s(8, 4e6), rel=1e-12)
 
 
 def test_sums_of_tasks_that_end_early_are_hidden_by_the_passes_of_others() -> None:
-    loads = tuple(TaskLoad(name, (100,), 50, (), size) for name, size in {"a": 10**9, "b": 10**8, "c": 10**8}.items())
-    exchange = GradientExchange(loads, replace(FACTS, loads=loads, links=parse_devices("8xH100-80GB")))
+    exchange = exchange_of("8xH100-80GB", 10**9, 10**8, 10**8)
     groups = [ReplicaGroup(ONE, 8, 1)]
     a_s, b_s, c_s = (exchange.of(name).seconds_of(groups) for name in "abc")
     assert exchange.exposed_s(groups, {"a": 5.0, "b": 5.0, "c": 5.0}) == pytest.approx(a_s + b_s + c_s)
@@ -222,19 +234,16 @@ def test_sums_of_tasks_that_end_early_are_hidden_by_the_passes_of_others() -> No
 
 def test_within_a_node_the_links_of_the_node_count() -> None:
     exchange = exchange_of("8xH100-80GB", 1_000_000)
-    assert seconds(exchange, (ONE, 8)) == pytest.approx(2 * 7 * (5e-6 + 4e6 / 8 / 380e9), rel=1e-12)
-    assert seconds(exchange_of("2x4xH100-80GB", 1_000_000), (ONE, 4)) < seconds(
-        exchange_of("4x2xH100-80GB", 1_000_000), (ONE, 4)
-    )
+    assert seconds(exchange, (ONE, 8)) == pytest.approx(ring_s(8, 4e6), rel=1e-12)
+    one_node, two_nodes = (exchange_of(nodes, 1_000_000) for nodes in ("2x4xH100-80GB", "4x2xH100-80GB"))
+    assert seconds(one_node, (ONE, 4)) < seconds(two_nodes, (ONE, 4))
 
 
 def test_tensor_parallel_ranks_add_the_factors_that_are_not_cut_and_share_the_others() -> None:
     exchange = exchange_of("8xH100-80GB", 1_000_000, cut=600_000)
-    whole = 2 * 7 * (5e-6 + 4 * 400_000 / 8 / 380e9)
-    cut = 2 * 3 * (5e-6 + 4 * 300_000 / 4 / 380e9)
-    assert seconds(exchange, (TWO, 4)) == pytest.approx(whole + cut, rel=1e-12)
-    alone = 2 * 1 * (5e-6 + 4 * 400_000 / 2 / 380e9)
-    assert seconds(exchange, (TWO, 1)) == pytest.approx(alone, rel=1e-12)
+    whole_s, cut_s = ring_s(8, 4 * 400_000), ring_s(4, 4 * 300_000)
+    assert seconds(exchange, (TWO, 4)) == pytest.approx(whole_s + cut_s, rel=1e-12)
+    assert seconds(exchange, (TWO, 1)) == pytest.approx(ring_s(2, 4 * 400_000), rel=1e-12)
 
 
 def test_a_single_device_or_an_unknown_link_takes_no_time() -> None:
@@ -246,8 +255,7 @@ def test_a_single_device_or_an_unknown_link_takes_no_time() -> None:
 
 def test_the_device_with_most_gradients_decides_among_unequal_replicas() -> None:
     exchange = exchange_of("8xH100-80GB", 1_000_000)
-    ring = 2 * 3 * (5e-6 + 4e6 / 4 / 380e9)
-    assert seconds(exchange, (STAGES, 2), (ONE, 2)) == pytest.approx(ring, rel=1e-12)
+    assert seconds(exchange, (STAGES, 2), (ONE, 2)) == pytest.approx(ring_s(4, 4e6), rel=1e-12)
 
 
 def test_many_deployments_at_once_are_priced_as_each_alone() -> None:
@@ -270,9 +278,10 @@ def test_the_deployment_that_is_fastest_with_its_exchange_is_chosen(rank: int) -
     exchange = GradientExchange(loads, facts)
     lengths = [length for load in loads for length in load.lengths]
     options = {"proposal": False, "interval": 256, "relative_gap": 0.0}
-    counted = plan_deployment(lengths, len(lengths), 8, model, exchange=exchange, **options)
-    every = plan_deployment(lengths, len(lengths), 8, model, exchange=exchange, lower_bound_filter=False, **options)
-    free = plan_deployment(lengths, len(lengths), 8, model, **options)
+    counted, every, free = (
+        plan_deployment(lengths, len(lengths), 8, model, **options, **more)
+        for more in ({"exchange": exchange}, {"exchange": exchange, "lower_bound_filter": False}, {})
+    )
     assert counted.expected_step_s <= every.expected_step_s * 1.01
     assert counted.expected_step_s <= (free.expected_step_s + exchange.seconds_of(free.groups)) * 1.01
     assert counted.exchange_s == exchange.seconds_of(counted.groups)
