@@ -2,7 +2,12 @@
 
 from __future__ import annotations
 
-from transformers import LlamaConfig, LlamaForCausalLM
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+
+from tests.engine import lab
 
 
 def llama(num_layers: int, hidden_size: int = 32) -> LlamaForCausalLM:
@@ -18,3 +23,9 @@ def llama(num_layers: int, hidden_size: int = 32) -> LlamaForCausalLM:
             max_position_embeddings=64,
         )
     )
+
+
+def described(kind: str, **fields: Any) -> Any:
+    """Return a small backbone of a family without weights."""
+    with torch.device("meta"):
+        return AutoModelForCausalLM.from_config(lab.config_of(kind, **fields), dtype=torch.float32)

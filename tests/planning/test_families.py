@@ -8,7 +8,6 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import AutoModelForCausalLM
 
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -16,7 +15,8 @@ from peft_mux.modeling.objectives.heads import output_head
 from peft_mux.planning.loads import cut_layers, frozen_parts
 from peft_mux.planning.replica_facts import supported_configs
 from peft_mux.scheduler.replicas.time_model import ParallelConfig
-from tests.engine import lab as cases
+from tests.engine import lab
+from tests.planning.cases import described
 
 FP32 = torch.float32
 OF_EVERY_FORM = ("cohere", "deepseek_v3", "gemma3_text", "glm4", "gpt2", "gpt_neox", "mixtral", "olmo2", "opt", "phi3")
@@ -24,11 +24,9 @@ OF_EVERY_FORM = ("cohere", "deepseek_v3", "gemma3_text", "glm4", "gpt2", "gpt_ne
 
 @pytest.mark.parametrize("kind", OF_EVERY_FORM)
 def test_the_bytes_of_a_family_lie_where_its_modules_do(kind: str) -> None:
-    config = cases.config_of(kind)
-    with torch.device("meta"):
-        backbone = AutoModelForCausalLM.from_config(config, dtype=FP32)
-    shape = model_shape(backbone, config, dtype=FP32, activation_dtype=FP32)
-    assert (shape.num_layers, shape.hidden_size, shape.vocab_size) == (cases.NUM_LAYERS, 32, cases.VOCABULARY)
+    backbone = described(kind)
+    shape = model_shape(backbone, backbone.config, dtype=FP32, activation_dtype=FP32)
+    assert (shape.num_layers, shape.hidden_size, shape.vocab_size) == (lab.NUM_LAYERS, 32, lab.VOCABULARY)
     parts = frozen_parts(backbone, shape.num_layers, FP32)
     assert parts is not None
     found = parts.before_bytes + parts.after_bytes + (0 if parts.is_tied else parts.head_bytes)
@@ -41,11 +39,9 @@ def test_the_bytes_of_a_family_lie_where_its_modules_do(kind: str) -> None:
 
 @pytest.mark.parametrize(("kind", "caps"), [("gemma2", True), ("gemma3_text", False), ("phi3", False)])
 def test_bounded_logits_are_known(kind: str, caps: bool) -> None:
-    config = cases.config_of(kind)
-    with torch.device("meta"):
-        backbone = AutoModelForCausalLM.from_config(config, dtype=FP32)
+    backbone = described(kind)
     assert (output_head(backbone)[2] is not None) == caps
-    assert model_shape(backbone, config, dtype=FP32, activation_dtype=FP32).caps_logits == caps
+    assert model_shape(backbone, backbone.config, dtype=FP32, activation_dtype=FP32).caps_logits == caps
 
 
 def test_tasks_on_the_experts_of_a_mixture_are_planned_on_whole_models_alone() -> None:
@@ -53,7 +49,7 @@ def test_tasks_on_the_experts_of_a_mixture_are_planned_on_whole_models_alone() -
         "all": LoraConfig(r=2, target_modules="all-linear"),
         "attention": LoraConfig(r=2, target_modules=["q_proj"]),
     }
-    planner: Any = SimpleNamespace(model=MultiTaskPeftModel(cases.backbone("qwen3_moe"), configs, verify=False))
+    planner: Any = SimpleNamespace(model=MultiTaskPeftModel(lab.backbone("qwen3_moe"), configs, verify=False))
     runs: list[Any] = [SimpleNamespace(name=name) for name in configs]
     for config, supported in ((ParallelConfig(1, 1), [True, True]), (ParallelConfig(1, 2), [False, True])):
         assert [supported_configs(planner, [run])(config) for run in runs] == supported

@@ -11,7 +11,6 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen2Config, Qwen2ForCausalLM
 
 from peft_mux import ConfigError, MultiTaskTrainer, MultiTaskTrainingArguments, Task
 from peft_mux.cli.main import main
@@ -28,8 +27,9 @@ from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.policies import POLICIES, register_policy
 from peft_mux.trainer.inputs import make_collator
+from tests.engine import lab
 from tests.invariants.mux_lab import assert_close, make_trainer, small_task, train
-from tests.planning.cases import llama
+from tests.planning.cases import described, llama
 from tests.scheduler.planner.cases import load, models
 from tests.scheduler.planner.toy_policy import Pairs
 
@@ -46,25 +46,21 @@ class SilentLinks:
         raise AssertionError("shards were to be cut, not run")
 
 
-def small(kind: type[Any], *, num_layers: int = 3, vocab_size: int = 98, **settings: Any) -> Any:
-    """Return the configuration of a small backbone whose words and heads two shards can halve."""
-    sizes = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": num_layers, "num_attention_heads": 4}
-    return kind(vocab_size=vocab_size, num_key_value_heads=2, **sizes, **settings)
-
-
-BACKBONES = {
-    "llama": lambda: LlamaForCausalLM(small(LlamaConfig)),
-    "gpt2, tied": lambda: GPT2LMHeadModel(
-        GPT2Config(vocab_size=98, n_embd=32, n_layer=3, n_head=4, n_positions=64, attn_pdrop=0.0)
-    ),
-    "qwen2, tied": lambda: Qwen2ForCausalLM(small(Qwen2Config, tie_word_embeddings=True)),
+BACKBONES: dict[str, dict[str, Any]] = {
+    "llama": {},
+    "gpt2, tied": {},
+    "qwen2, tied": {"tie_word_embeddings": True},
 }
 
 
-def wide_vocabulary(num_layers: int) -> LlamaForCausalLM:
+def small(name: str) -> Any:
+    """Return a small backbone whose words and heads two shards can halve."""
+    return lab.backbone(name.partition(",")[0], vocab_size=98, num_hidden_layers=3, **BACKBONES[name])
+
+
+def wide_vocabulary(num_layers: int) -> Any:
     """Return a backbone whose head costs as much as several of its layers."""
-    with torch.device("meta"):
-        return LlamaForCausalLM(small(LlamaConfig, num_layers=num_layers, vocab_size=20_000))
+    return described("llama", num_hidden_layers=num_layers, vocab_size=20_000, max_position_embeddings=256)
 
 
 def three() -> list[Task]:
@@ -92,7 +88,7 @@ def held_bytes(backbone: Any) -> int:
 @pytest.mark.parametrize("kind", BACKBONES)
 def test_shards_and_stages_hold_the_weights_and_adapters_that_the_planner_counts(kind: str, tmp_path: Path) -> None:
     for part in ("1 shard", "2 shards", "stage 0", "stage 1", "stage 2"):
-        backbone = BACKBONES[kind]()
+        backbone = small(kind)
         targets = ["c_attn", "c_proj"] if "gpt2" in kind else ["q_proj", "o_proj", "down_proj"]
         tasks = [
             small_task("a", data_seed=1, length=9, target_modules=targets),
@@ -120,7 +116,7 @@ def test_shards_and_stages_hold_the_weights_and_adapters_that_the_planner_counts
 
 @pytest.mark.parametrize("kind", BACKBONES)
 def test_the_parts_of_a_backbone_add_up_to_its_bytes(kind: str) -> None:
-    backbone = BACKBONES[kind]()
+    backbone = small(kind)
     for dtype in (FP32, torch.bfloat16):
         parts = frozen_parts(backbone, backbone.config.num_hidden_layers, dtype)
         assert parts is not None
@@ -279,10 +275,8 @@ def test_prices_follow_what_was_learnt_of_sums_only_if_passes_may_take_turns(tmp
     alone, in_turns = planner.prices(0, 1), planner.prices(0, 2)
     planner.plan(runs, num_stages=2, devices_per_stage=2)
     staged = planner.prices(1, 1)
-    assert alone is not None
-    assert in_turns is not None
-    assert staged is not None
-    assert [own.turns is None for own in (alone, in_turns, staged)] == [True, False, False]
+    assert [own is not None and own.turns is None for own in (alone, in_turns, staged)] == [True, False, False]
+    assert None not in (in_turns, staged)
 
 
 def test_passes_are_priced_only_after_steps_that_are_learnt_from(

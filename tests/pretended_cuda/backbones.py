@@ -79,14 +79,15 @@ _TARGETS = {"gpt2": ["c_attn", "c_proj", "c_fc"], "bert": ["query", "key", "valu
 _FEW_TARGETS = {**_TARGETS, "phi3": ["qkv_proj"]}
 
 
-def make(architecture: str, dtype: torch.dtype, device: str = "cuda") -> Any:
-    """Return a backbone in training mode, its weights frozen."""
-    model_class, config = (ARCHITECTURES | REAL_WIDTHS)[architecture]
-    before = torch.get_default_dtype()
+def make(architecture: str, dtype: torch.dtype, device: str = "cuda", **changed: Any) -> Any:
+    """Return a backbone in training mode, its weights frozen; some fields of its configuration may be changed."""
+    model_class, make_config = (ARCHITECTURES | REAL_WIDTHS)[architecture]
+    config, before = make_config(), torch.get_default_dtype()
+    config.update(changed)
     torch.set_default_dtype(dtype)
     try:
         with torch.device(device):
-            backbone = model_class(config())
+            backbone = model_class(config)
     finally:
         torch.set_default_dtype(before)
     return backbone.requires_grad_(False).train()

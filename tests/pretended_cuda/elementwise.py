@@ -7,7 +7,6 @@ from unittest import mock
 
 import numpy as np
 import torch
-import transformers
 from peft import LoraConfig
 from torch.utils import _pytree as pytree
 from triton.runtime.jit import JITFunction
@@ -17,6 +16,7 @@ from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.kernels import availability
 from peft_mux.modeling.backbone import liger
 from peft_mux.modeling.model import MultiTaskPeftModel
+from tests.pretended_cuda import backbones
 from tests.pretended_cuda.device import PretendedCuda
 from tests.pretended_cuda.steps import forget_the_last_card
 
@@ -53,19 +53,8 @@ def traffic(tokens: int, is_fused: bool) -> dict[str, Any]:
 def _traffic(layers: int, tokens: int, is_fused: bool) -> tuple[int, dict[str, int]]:
     forget_the_last_card()
     device, counts = Traffic(), dict[str, int]()
-    config = transformers.LlamaConfig(
-        hidden_size=4096,
-        intermediate_size=14336,
-        num_attention_heads=32,
-        num_key_value_heads=8,
-        num_hidden_layers=layers,
-        vocab_size=1024,
-        pad_token_id=0,
-        dtype="bfloat16",
-    )
     with device.present():
-        with torch.device("cuda"):
-            backbone = transformers.LlamaForCausalLM(config).to(torch.bfloat16)
+        backbone = backbones.make("llama 8B", torch.bfloat16, num_hidden_layers=layers)
         model = MultiTaskPeftModel(backbone, {"a": LoraConfig(r=16, target_modules="all-linear")}, verify=False).train()
         note = JITFunction.run
 

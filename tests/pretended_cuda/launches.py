@@ -7,7 +7,7 @@ and the options of the launch. It can be written as JSON and compiled in another
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 from unittest import mock
@@ -15,6 +15,8 @@ from unittest import mock
 import torch
 import triton.language as tl
 from triton.runtime.jit import JITFunction
+
+from tests.kernels.compiling import Compilation
 
 _POINTERS = {
     torch.float32: "*fp32",
@@ -70,12 +72,12 @@ class Launches:
             yield
 
     def _note(self, kernel: Any, args: tuple[Any, ...], grid: Any, kwargs: dict[str, Any]) -> None:
-        own = {name: value for name, value in kwargs.items() if name in kernel.arg_names}
-        options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
-        bound = kernel.signature.bind(*args, **own)
-        bound.apply_defaults()
-        _check_grid(kernel, grid(bound.arguments) if callable(grid) else grid)
-        arguments = tuple(_argument(kernel, param, bound.arguments[param.name]) for param in kernel.params)
+        values, options = bound(kernel, args, kwargs)
+        _check_grid(kernel, grid(values) if callable(grid) else grid)
+        for name, value in values.items():
+            is_there = not isinstance(value, torch.Tensor) or value.device.type == "cuda"
+            assert is_there, f"{kernel.__name__}: {name} lies on {value.device}"
+        arguments = tuple(arguments_of(kernel, values))
         self.counts[kernel.__name__] += 1
         signature = Signature(kernel.fn.__module__, kernel.__name__, arguments, tuple(sorted(options.items())))
         self.signatures.setdefault(signature)
@@ -87,6 +89,33 @@ def _check_grid(kernel: Any, grid: tuple[int, ...]) -> None:
     assert fits, f"{kernel.__name__} is launched with {grid} programs"
 
 
+def bound(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the values of all arguments of a launch by name, and its options."""
+    own = {name: value for name, value in kwargs.items() if name in kernel.arg_names}
+    options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
+    found = kernel.signature.bind(*args, **own)
+    found.apply_defaults()
+    return found.arguments, options
+
+
+def arguments_of(kernel: Any, values: dict[str, Any]) -> list[Argument]:
+    """Return what Triton compiles a variant for these values for."""
+    return [_argument(kernel, param, values[param.name]) for param in kernel.params]
+
+
+def compilation_of(kernel: Any, arguments: Sequence[Argument], options: dict[str, Any]) -> Compilation:
+    """Return the compilation of a variant."""
+    types = {one.name: one.type for one in arguments}
+    constants = {one.name: _constant(one.value) for one in arguments if one.type == "constexpr"}
+    aligned = [one.name for one in arguments if one.type != "constexpr" and one.value == 16]
+    return Compilation(kernel, types, constants, aligned, options)
+
+
+def _constant(value: Any) -> Any:
+    is_dtype = isinstance(value, str) and value.startswith("dtype ")
+    return tl.str_to_ty(value.removeprefix("dtype "), None) if is_dtype else value
+
+
 def _argument(kernel: Any, param: Any, value: Any) -> Argument:
     if param.is_constexpr:
         # A dtype by its name, as signatures are written as JSON.
@@ -94,7 +123,6 @@ def _argument(kernel: Any, param: Any, value: Any) -> Argument:
     if value is None:
         return Argument(param.name, "constexpr", None)
     if isinstance(value, torch.Tensor):
-        assert value.device.type == "cuda", f"{kernel.__name__}: {param.name} lies on {value.device}"
         is_aligned = value.data_ptr() % 16 == 0 and not param.do_not_specialize
         return Argument(param.name, _POINTERS[value.dtype], 16 if is_aligned else 0)
     if isinstance(value, bool):

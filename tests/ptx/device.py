@@ -10,24 +10,16 @@ from unittest import mock
 
 import numpy as np
 import torch
-import triton
-from triton.backends.compiler import GPUTarget
-from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from peft_mux.kernels.cross_entropy import linear
 from peft_mux.kernels.lora import launch
 from peft_mux.modeling.adapters.lora import layer, lora_pass
-from tests.ptx.machine import WARP, Block, LiveTensors, Program, PtxFault
+from tests.kernels.compiling import compiled
+from tests.pretended_cuda.launches import arguments_of, bound, compilation_of
+from tests.ptx.machine import Block, LiveTensors, Program, PtxFault
 
 CARDS = {80: "A100", 90: "H100"}
-_POINTERS = {
-    torch.float32: "*fp32",
-    torch.bfloat16: "*bf16",
-    torch.float16: "*fp16",
-    torch.int64: "*i64",
-    torch.int32: "*i32",
-}
 _compiled: dict[str, tuple[str, int]] = {}
 
 
@@ -77,33 +69,16 @@ def ptx_on_cpu(capability: int, change: Callable[[str], str] | None = None) -> I
 
 def _compile(kernel: Any, args: tuple[Any, ...], kwargs: dict[str, Any], capability: int) -> tuple[str, int, list[int]]:
     """Return the PTX of a launch, the bytes of shared memory of a block, and the bits of the arguments."""
-    own = {name: value for name, value in kwargs.items() if name in kernel.arg_names}
-    options = {name: value for name, value in kwargs.items() if name not in kernel.arg_names}
-    bound = kernel.signature.bind(*args, **own)
-    bound.apply_defaults()
-    signature: dict[str, str] = {}
-    constants: dict[tuple[int, ...], Any] = {}
-    attributes: dict[tuple[int, ...], list[list[Any]]] = {}
-    arguments: list[int] = []
-    for index, param in enumerate(kernel.params):
-        value = bound.arguments[param.name]
-        is_one = type(value) is int and value == 1 and not param.do_not_specialize
-        if param.is_constexpr or value is None or is_one:
-            signature[param.name], constants[index,] = "constexpr", value
-            continue
-        if isinstance(value, torch.Tensor):
-            signature[param.name], bits = _POINTERS[value.dtype], value.data_ptr()
-        elif isinstance(value, float):
-            signature[param.name], bits = "fp32", int(np.float32(value).view(np.uint32))
-        else:
-            bits = int(value)
-            signature[param.name] = param.annotation_type or ("i32" if -(2**31) <= bits < 2**31 else "i64")
-        if not isinstance(value, float) and bits % 16 == 0 and not param.do_not_specialize:
-            attributes[index,] = [["tt.divisibility", 16]]
-        arguments.append(bits)
-    key = repr((kernel.__name__, capability, signature, constants, attributes, options))
+    values, options = bound(kernel, args, kwargs)
+    arguments = arguments_of(kernel, values)
+    key = repr((kernel.__name__, capability, arguments, options))
     if key not in _compiled:
-        source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
-        found = triton.compile(source, target=GPUTarget("cuda", capability, WARP), options=options)
+        found = compiled(compilation_of(kernel, arguments, options), capability)
         _compiled[key] = found.asm["ptx"], found.metadata.shared
-    return (*_compiled[key], arguments)
+    return (*_compiled[key], [_bits(values[one.name]) for one in arguments if one.type != "constexpr"])
+
+
+def _bits(value: Any) -> int:
+    if isinstance(value, torch.Tensor):
+        return value.data_ptr()
+    return int(np.float32(value).view(np.uint32)) if isinstance(value, float) else int(value)

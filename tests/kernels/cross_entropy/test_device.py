@@ -9,9 +9,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import re
-import subprocess
 import sys
-import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -22,14 +20,10 @@ import torch
 from torch.nn import functional as F
 
 from tests.children import run_script
+from tests.kernels.compiling import Compilation, compiled, listing, run_compiling, usage_of
+from tests.kernels.cross_entropy.cases import TRANSFORMS, relative
 from tests.kernels.interpreter import keep_patches
 
-TRANSFORMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "scale": {"scale": 0.25},
-    "soft-cap": {"softcap": 2.0},
-    "scale and soft-cap": {"scale": 3.0, "softcap": 1.5},
-}
 # One entry, less than a block, exactly one and two blocks, and a block with one or many entries more.
 VOCABULARIES = (1, 53, 64, 8192, 8193, 16384, 20000)
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -195,11 +189,6 @@ def reference(case: Case) -> Result:
     return Result(losses.detach(), gradient)
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the norm of the difference, relative to the second (absolute where that is 0)."""
-    return ((found.double() - wanted).norm() / (wanted.norm() or 1.0)).item()
-
-
 def assert_near(results: Results, name: str, tolerance: float = 1e-5, gradient_tolerance: float | None = None) -> None:
     found, wanted = results[name], reference(results.cases[name])
     assert torch.isfinite(found.losses).all()
@@ -361,56 +350,35 @@ def test_what_the_kernel_cannot_take_is_refused_by_name(results: Results, name: 
 COMPILED = [("*bf16", 128256, False), ("*bf16", 256000, True), ("*fp32", 50257, True), ("*fp16", 53, False)]
 
 
-def compile_for_sm90() -> None:
+def compile_for_sm90(folder: Path) -> None:
     """In the child: compile without a device and print what the assembler says about registers and stack."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from peft_mux.kernels.cross_entropy import device as module
 
     kernel = module._cross_entropy_kernel
-    types = {"targets_ptr": "*i64", "losses_ptr": "*fp32", "scale": "fp32", "softcap": "fp32"}
-    tool = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "cuobjdump"
+    types = dict.fromkeys(kernel.arg_names, "i32")
+    types |= {"targets_ptr": "*i64", "losses_ptr": "*fp32", "scale": "fp32", "softcap": "fp32"}
+    aligned = [name for name in types if name.endswith("_ptr") or name == "row_stride"]
     report = {}
     for dtype, vocab, softcap in COMPILED:
         block, warps = module.launch_shape(vocab)
         constants = {"V": vocab, "BLOCK": block, "HAS_SOFTCAP": softcap, "WITH_GRADIENT": True}
-        names = kernel.arg_names
-        known = {**types, "logits_ptr": dtype}
-        signature = {name: "constexpr" if name in constants else known.get(name, "i32") for name in names}
-        aligned = [name for name in names if name.endswith("_ptr") or name == "row_stride"]
-        source = ASTSource(
-            fn=kernel,
-            signature=signature,
-            constexprs={(names.index(name),): value for name, value in constants.items()},
-            attrs={(names.index(name),): [["tt.divisibility", 16]] for name in aligned},
-        )
-        compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options={"num_warps": warps})
-        with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-            file.write(compiled.asm["cubin"])
-            file.flush()
-            usage = subprocess.run(
-                [str(tool), "--dump-resource-usage", file.name], capture_output=True, text=True, check=True
-            ).stdout
-            listing = subprocess.run(
-                [str(tool), "--dump-sass", file.name], capture_output=True, text=True, check=True
-            ).stdout
-        found = {key.lower(): int(value) for key, value in re.findall(r"(REG|STACK|LOCAL):(\d+)", usage)}
-        found["wide loads"] = len(re.findall(r"LDG\.E\S*\.128", listing))
-        found["atomics"] = len(re.findall(r"\b(?:RED|ATOM)G?\.", listing))
-        report[f"{dtype} {vocab}"] = found
+        given, options = {**types, "logits_ptr": dtype}, {"num_warps": warps}
+        cubin = folder / f"{vocab}.cubin"
+        usage = usage_of(compiled(Compilation(kernel, given, constants, aligned, options)), cubin)
+        usage["wide loads"] = len(re.findall(r"LDG\.E\S*\.128", listing(cubin)))
+        usage["atomics"] = len(re.findall(r"\b(?:RED|ATOM)G?\.", listing(cubin)))
+        report[f"{dtype} {vocab}"] = usage
     print(json.dumps(report))
 
 
 @pytest.mark.slow
 @needs_triton
 def test_the_kernel_compiles_for_sm_90_without_spills_and_with_wide_loads(tmp_path: Path) -> None:
-    report = json.loads(run_script(__file__, "compile", TRITON_INTERPRET="0", TRITON_CACHE_DIR=str(tmp_path)))
+    report = run_compiling(__file__, tmp_path)
     assert len(report) == len(COMPILED)
     for name, found in report.items():
         assert (found["stack"], found["local"], found["atomics"]) == (0, 0, 0), name
-        assert found["reg"] <= 64, name  # two programs of 512 threads on a multiprocessor
+        assert found["registers"] <= 64, name  # two programs of 512 threads on a multiprocessor
     assert report["*bf16 128256"]["wide loads"] > 0
     assert report["*fp32 50257"]["wide loads"] > 0  # except in its tail, a vocabulary of odd size is read as fast
 
@@ -439,4 +407,4 @@ if __name__ == "__main__":
         run_cases(sys.argv[2])
         complain()
     else:
-        compile_for_sm90()
+        compile_for_sm90(Path(sys.argv[1]))

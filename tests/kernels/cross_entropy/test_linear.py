@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from itertools import pairwise
 from typing import Any
 
@@ -18,15 +20,10 @@ from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.kernels.cross_entropy import linear as module
 from peft_mux.kernels.cross_entropy.linear import Head, block_rows, linear_cross_entropy
+from tests.kernels.cross_entropy.cases import TRANSFORMS, relative
 
 PROPERTY = settings(deadline=None, max_examples=60)
 D, V = 16, 53
-TRANSFORMS: dict[str, dict[str, Any]] = {
-    "plain": {},
-    "scale": {"scale": 0.25},
-    "soft-cap": {"softcap": 2.0},
-    "scale and soft-cap": {"scale": 3.0, "softcap": 1.5},
-}
 
 
 def make(
@@ -39,6 +36,12 @@ def make(
     offset = torch.randn(V, generator=generator, dtype=torch.float64) if bias else None
     targets = torch.randint(V, (num_rows,), generator=generator)
     return hidden.requires_grad_(), Head(weight, offset, **transform), targets
+
+
+def in_dtype(dtype: torch.dtype, hidden: torch.Tensor, head: Head) -> tuple[torch.Tensor, Head]:
+    """Return fresh hidden states and a head of another dtype."""
+    bias = None if head.bias is None else head.bias.to(dtype)
+    return hidden.detach().to(dtype).requires_grad_(), head._replace(weight=head.weight.to(dtype), bias=bias)
 
 
 def torch_losses(hidden: torch.Tensor, head: Head, targets: torch.Tensor) -> torch.Tensor:
@@ -57,11 +60,6 @@ def gradient(losses: torch.Tensor, weights: torch.Tensor, hidden: torch.Tensor) 
     return found
 
 
-def relative(found: torch.Tensor, wanted: torch.Tensor) -> float:
-    """Return the norm of the difference, relative to the second."""
-    return ((found.double() - wanted.double()).norm() / wanted.double().norm()).item()
-
-
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
 @pytest.mark.parametrize("transform", TRANSFORMS)
 def test_losses_and_gradient_are_those_of_torch(transform: str, bias: bool) -> None:
@@ -77,10 +75,8 @@ def test_losses_and_gradient_are_those_of_torch(transform: str, bias: bool) -> N
 @pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 1e-5), (torch.bfloat16, 2e-2)])
 def test_lower_precision_is_near_to_float64(dtype: torch.dtype, tolerance: float, transform: str) -> None:
     hidden, head, targets = make(60, **TRANSFORMS[transform])
-    hidden = hidden.detach().to(dtype).requires_grad_()
-    head = head._replace(weight=head.weight.to(dtype), bias=head.bias.to(dtype))
-    exact = hidden.detach().double().requires_grad_()
-    exact_head = head._replace(weight=head.weight.double(), bias=head.bias.double())
+    hidden, head = in_dtype(dtype, hidden, head)
+    exact, exact_head = in_dtype(torch.float64, hidden, head)
     found, wanted = linear_cross_entropy(hidden, head, targets), torch_losses(exact, exact_head, targets)
     assert found.dtype == torch.float32
     assert relative(found, wanted) < tolerance
@@ -111,8 +107,7 @@ def test_the_first_and_the_last_row_of_each_block_are_right(num_rows: int) -> No
     hidden, head, targets = make(num_rows)
     found = linear_cross_entropy(hidden, head, targets, rows_per_block=8)
     wanted = torch_losses(hidden, head, targets)
-    for row in {0, 7, 8, 15, 16, num_rows - 1} & set(range(num_rows)):
-        assert found[row].item() == pytest.approx(wanted[row].item(), rel=1e-12)
+    torch.testing.assert_close(found, wanted, rtol=1e-12, atol=0.0)
 
 
 def test_no_row_at_all_gives_no_loss_and_a_gradient_of_nothing() -> None:
@@ -124,8 +119,7 @@ def test_no_row_at_all_gives_no_loss_and_a_gradient_of_nothing() -> None:
 
 def test_huge_logits_do_not_overflow() -> None:
     hidden, head, targets = make(20)
-    hidden = (hidden.detach() * 1e4).float().requires_grad_()
-    head = head._replace(weight=head.weight.float(), bias=head.bias.float())
+    hidden, head = in_dtype(torch.float32, hidden * 1e4, head)
     losses = linear_cross_entropy(hidden, head, targets)
     assert losses.isfinite().all()
     assert losses.max() > 1e4
@@ -164,8 +158,7 @@ def test_a_poisoned_row_changes_no_bit_of_another() -> None:
 
 def test_autocast_is_switched_off_inside() -> None:
     hidden, head, targets = make(30)
-    hidden = hidden.detach().float().requires_grad_()
-    head = head._replace(weight=head.weight.float(), bias=head.bias.float())
+    hidden, head = in_dtype(torch.float32, hidden, head)
     wanted = linear_cross_entropy(hidden, head, targets)
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert torch.equal(linear_cross_entropy(hidden, head, targets), wanted)
@@ -228,12 +221,10 @@ def test_a_task_without_any_target_has_loss_zero_and_gradient_zero() -> None:
 
 def test_a_stream_where_everything_is_masked_has_losses_of_zero() -> None:
     x = IGNORE_INDEX
-    batch = stream([([3, 4, 5], [x, x, x])], [([6, 7], [x, x])])
     hidden, head, _ = make(5)
-    losses = task_means(hidden, head, batch)
+    losses = task_means(hidden, head, stream([([3, 4, 5], [x, x, x])], [([6, 7], [x, x])]))
     assert losses.tolist() == [0.0, 0.0]
-    (found,) = torch.autograd.grad(losses.sum(), hidden)
-    assert (found == 0).all()
+    assert (torch.autograd.grad(losses.sum(), hidden)[0] == 0).all()
 
 
 def test_the_label_of_a_first_token_is_never_a_target() -> None:
@@ -242,6 +233,15 @@ def test_the_label_of_a_first_token_is_never_a_target() -> None:
 
 
 # ------------------------------------------------------------------ memory
+
+
+def allocated_bytes(function: Callable[[], Any], least: int) -> tuple[list[int], Any]:
+    """Return the allocations of so many bytes and more in a call, and what it returns."""
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
+        result = function()
+    # Negative where memory is given back.
+    sizes = [event.nbytes() for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
+    return [size for size in sizes if size >= least], result
 
 
 class LargestOutput(TorchDispatchMode):
@@ -280,30 +280,20 @@ def test_the_logits_of_a_block_are_held_once_and_twice_with_the_slope_of_a_cap(
 ) -> None:
     head = Head(torch.randn(1000, 4), torch.randn(1000), scale, softcap)
     hidden = torch.randn(40, 4, requires_grad=True)
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        linear_cross_entropy(hidden, head, torch.randint(1000, (40,))).sum().backward()
-    # Negative where memory is given back.
-    sizes = [event.nbytes() for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
-    assert [size for size in sizes if size >= 1000 * 40 * 4] == [1000 * 40 * 4] * times
+    targets = torch.randint(1000, (40,))
+    sizes, _ = allocated_bytes(lambda: linear_cross_entropy(hidden, head, targets).sum().backward(), 1000 * 40 * 4)
+    assert sizes == [1000 * 40 * 4] * times
 
 
 @pytest.mark.parametrize("bias", [torch.ones(1000), None])
 def test_the_logits_of_all_blocks_are_in_one_memory(bias: torch.Tensor | None) -> None:
     head, hidden = Head(torch.randn(1000, 4), bias), torch.randn(100, 4, requires_grad=True)
     targets = torch.randint(1000, (100,))
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as found:
-        losses = linear_cross_entropy(hidden, head, targets, rows_per_block=40)
-    sizes = [event.nbytes() for event in found.profiler.kineto_results.events() if event.name() == "[memory]"]
-    assert [size for size in sizes if size >= 1000 * 20 * 4] == [1000 * 40 * 4], "and not one for each of three blocks"
-    assert torch.equal(
-        losses,
-        torch.cat(
-            [
-                linear_cross_entropy(hidden[rows], head, targets[rows])
-                for rows in (slice(0, 40), slice(40, 80), slice(80, 100))
-            ]
-        ),
-    )
+    compute = functools.partial(linear_cross_entropy, hidden, head, targets, rows_per_block=40)
+    sizes, losses = allocated_bytes(compute, 1000 * 20 * 4)
+    assert sizes == [1000 * 40 * 4], "and not one for each of three blocks"
+    blocks = zip(hidden.split(40), targets.split(40), strict=True)
+    assert torch.equal(losses, torch.cat([linear_cross_entropy(rows, head, own) for rows, own in blocks]))
 
 
 def test_the_default_block_bounds_the_logits_whatever_the_length(monkeypatch: pytest.MonkeyPatch) -> None:

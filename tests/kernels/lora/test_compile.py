@@ -1,31 +1,26 @@
 """Grouped LoRA kernels compile for a real GPU without one: no spills, no local memory, no stack, in shared memory.
 
-Triton brings the assembler and the tool that reads its output. A process compiles or interprets, whichever Triton's
-first import found in the environment, so compilation runs in a child process that does not interpret: this file as a
-script. It prints JSON.
+A process compiles or interprets, whichever Triton's first import found in the environment, so compilation runs in a
+child process that does not interpret: this file as a script. It prints JSON.
 """
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import os
 import re
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 
-from tests.children import run_script
+from tests.kernels.compiling import Compilation, compiled, listing, run_compiling, usage_of
 
 pytestmark = pytest.mark.slow
 
 BUCKETS = (16, 64, 128, 256)
 WIDTHS = (4096, 14336, 1024)
 SHARED_MEMORY = 227 * 1024
-HEADER = re.compile(r"REG:(\d+) STACK:(\d+).*?LOCAL:(\d+)")
 
 
 class Variant(NamedTuple):
@@ -95,59 +90,27 @@ def type_of(argument: str, dtype: str) -> str:
     return "i64" if argument == "module_seed" else "i32"
 
 
-def compile_variant(variant: Variant, folder: Path) -> dict[str, Any]:
+def compile_variant(variant: Variant, folder: Path) -> dict[str, int]:
     """Compile as the launcher would, and read the machine code."""
-    import triton
-    from triton.backends.compiler import GPUTarget
-    from triton.compiler import ASTSource
-
     from peft_mux.kernels.lora import device as kernels
 
     function = getattr(kernels, f"{variant.kernel}_kernel")
     constants = constants_of(variant)
     tile: Any = constants.pop("tile")
-    names = function.arg_names
+    types = {name: type_of(name, variant.dtype) for name in function.arg_names}
     unspecialized = {"module_seed", "scaled", "part_ranks", "lowest_rank", "highest_rank"}
-    source = ASTSource(
-        fn=function,
-        signature={name: "constexpr" if name in constants else type_of(name, variant.dtype) for name in names},
-        constexprs={(names.index(name),): value for name, value in constants.items()},
-        attrs={
-            (index,): [["tt.divisibility", 16]]
-            for index, name in enumerate(names)
-            if name not in constants and name not in unspecialized
-        },
-    )
-    options = {"num_warps": tile.warps, "num_stages": tile.stages}
-    compiled = triton.compile(source, target=GPUTarget("cuda", 90, 32), options=options)
-    cubin = folder / f"{variant.name}.cubin"
-    cubin.write_bytes(compiled.asm["cubin"])
-    usage = HEADER.search(dump("--dump-resource-usage", cubin))
-    code = dump("--dump-sass", cubin)
-    assert usage is not None
+    aligned = types.keys() - constants.keys() - unspecialized
+    options, cubin = {"num_warps": tile.warps, "num_stages": tile.stages}, folder / f"{variant.name}.cubin"
+    usage = usage_of(compiled(Compilation(function, types, constants, aligned, options)), cubin)
+    code = listing(cubin)
     return {
-        "registers": int(usage[1]),
-        "stack": int(usage[2]),
-        "local": int(usage[3]),
-        "shared": compiled.metadata.shared,
+        **usage,
         "local accesses": len(re.findall(r"\b(?:LDL|STL)\b", code)),
         "atomics": len(re.findall(r"\b(?:RED|ATOM|ATOMG)\b", code)),
         "products": len(re.findall(r"\bHGMMA\b", code)),
         "wide stores": len(re.findall(r"STG\.E\.128", code)),
         "multiplications": len(re.findall(r"\bIMAD\.(?:WIDE|HI)\.U32\b", code)),
     }
-
-
-def dump(what: str, cubin: Path) -> str:
-    done = subprocess.run([tool("cuobjdump"), what, str(cubin)], capture_output=True, text=True, check=True)
-    return done.stdout
-
-
-def tool(name: str) -> str:
-    spec = importlib.util.find_spec("triton")
-    assert spec is not None
-    assert spec.origin is not None
-    return str(Path(spec.origin).parent / "backends" / "nvidia" / "bin" / name)
 
 
 def main(folder: Path, chosen: list[Variant]) -> None:
@@ -157,24 +120,17 @@ def main(folder: Path, chosen: list[Variant]) -> None:
 # ------------------------------------------------------------------------------ the tests
 
 
-def compiled_in_child(folder: Path, which: str) -> dict[str, dict[str, int]]:
-    if importlib.util.find_spec("triton") is None:
-        pytest.skip("triton is not installed")
-    missing = [name for name in ("ptxas", "cuobjdump") if not os.access(tool(name), os.X_OK)]
-    if missing:
-        pytest.skip(f"triton comes without {', '.join(missing)}")
-    options = {"TRITON_CACHE_DIR": str(folder / "cache"), "TRITON_INTERPRET": "0"}
-    return json.loads(run_script(__file__, str(folder), which, **options))
+Usages = dict[str, dict[str, int]]
 
 
 @pytest.fixture(scope="module")
-def quick(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    return compiled_in_child(tmp_path_factory.mktemp("cubins"), "quick")
+def quick(tmp_path_factory: pytest.TempPathFactory) -> Usages:
+    return run_compiling(__file__, tmp_path_factory.mktemp("cubins"), "quick")
 
 
 @pytest.fixture(scope="module")
-def sweep(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, int]]:
-    return compiled_in_child(tmp_path_factory.mktemp("cubins"), "sweep")
+def sweep(tmp_path_factory: pytest.TempPathFactory) -> Usages:
+    return run_compiling(__file__, tmp_path_factory.mktemp("cubins"), "sweep")
 
 
 def assert_lean(usage: dict[str, int]) -> None:
@@ -184,22 +140,22 @@ def assert_lean(usage: dict[str, int]) -> None:
 
 
 @pytest.mark.parametrize("name", [variant.name for variant in QUICK])
-def test_a_kernel_fits_into_registers_and_shared_memory(quick: dict[str, dict[str, int]], name: str) -> None:
+def test_a_kernel_fits_into_registers_and_shared_memory(quick: Usages, name: str) -> None:
     assert_lean(quick[name])
 
 
 @pytest.mark.parametrize("name", [variant.name for variant in QUICK if variant.kernel != "reduce"])
-def test_products_run_on_the_tensor_cores_of_a_warp_group(quick: dict[str, dict[str, int]], name: str) -> None:
+def test_products_run_on_the_tensor_cores_of_a_warp_group(quick: Usages, name: str) -> None:
     assert quick[name]["products"] > 0
 
 
 @pytest.mark.parametrize("name", [variant.name for variant in QUICK])
-def test_results_are_stored_sixteen_bytes_at_a_time(quick: dict[str, dict[str, int]], name: str) -> None:
+def test_results_are_stored_sixteen_bytes_at_a_time(quick: Usages, name: str) -> None:
     assert quick[name]["wide stores"] > 0
 
 
 @pytest.mark.parametrize("kernel", ["shrink", "expand", "wgrad"])
-def test_the_generator_runs_once_per_eight_columns(quick: dict[str, dict[str, int]], kernel: str) -> None:
+def test_the_generator_runs_once_per_eight_columns(quick: Usages, kernel: str) -> None:
     with_mask, without = (quick[Variant(kernel, 4096, 64, drop).name]["multiplications"] for drop in (True, False))
     # A thread masks 64 elements: 8 calls of 7 rounds of 2 wide products, less the first round of a counter that is
     # mostly zeros. In the layout of a product it would be four times as many.
@@ -217,7 +173,7 @@ def test_every_rank_bucket_is_served_by_block_sizes_that_are_compiled_here() -> 
 
 
 @pytest.mark.parametrize("name", [variant.name for variant in SWEEP])
-def test_a_kernel_of_other_widths_and_types_fits_too(sweep: dict[str, dict[str, int]], name: str) -> None:
+def test_a_kernel_of_other_widths_and_types_fits_too(sweep: Usages, name: str) -> None:
     assert_lean(sweep[name])
 
 
