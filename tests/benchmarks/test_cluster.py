@@ -32,6 +32,11 @@ def run(tasks: Sequence[TracedTask], system: str = "muxtune", num_gpus: int = 4,
     return replay(tasks, MODELS[system], REFERENCE, ReplaySettings(num_gpus, **options))  # type: ignore[arg-type]
 
 
+def small_devices(memory_bytes: int) -> InstanceSpec:
+    device = replace(SPEC.devices.device, memory_bytes=memory_bytes)
+    return replace(SPEC, devices=replace(SPEC.devices, device=device))
+
+
 def task(submit_s: float, duration_s: float, kind: TaskKind = SHORT) -> TracedTask:
     return TracedTask(submit_s, duration_s, kind)
 
@@ -77,12 +82,13 @@ def event_loop(tasks: Sequence[TracedTask], model: InstanceModel, num_instances:
     return list(zip(start, end, strict=True))
 
 
+Drawn = list[tuple[float, float, TaskKind]]
 random_tasks = st.lists(
     st.tuples(st.floats(0.5, 300), st.floats(1, 2000), st.sampled_from((SHORT, LONG))), min_size=1, max_size=14
 )
 
 
-def in_order(drawn: list[tuple[float, float, TaskKind]]) -> list[TracedTask]:
+def in_order(drawn: Drawn) -> list[TracedTask]:
     now, tasks = 0.0, []
     for gap_s, duration_s, kind in drawn:
         now += gap_s
@@ -94,9 +100,7 @@ def in_order(drawn: list[tuple[float, float, TaskKind]]) -> list[TracedTask]:
 
 
 @given(random_tasks, st.sampled_from(("nemo", "muxtune")))
-def test_every_start_and_end_is_that_of_an_independent_event_loop(
-    drawn: list[tuple[float, float, TaskKind]], system: str
-) -> None:
+def test_every_start_and_end_is_that_of_an_independent_event_loop(drawn: Drawn, system: str) -> None:
     tasks = in_order(drawn)
     expected = event_loop(tasks, MODELS[system], num_instances=2)
     for record, (start_s, end_s) in zip(run(tasks, system).records, expected, strict=True):
@@ -106,7 +110,7 @@ def test_every_start_and_end_is_that_of_an_independent_event_loop(
 
 @given(random_tasks, st.sampled_from(SYSTEMS), st.sampled_from(("spread", "fill")))
 def test_tasks_start_in_the_order_in_which_they_came_and_all_work_is_done(
-    drawn: list[tuple[float, float, TaskKind]], system: str, placement: str
+    drawn: Drawn, system: str, placement: str
 ) -> None:
     tasks = in_order(drawn)
     result = run(tasks, system, placement=placement)
@@ -164,9 +168,7 @@ def test_zero_padding_is_computed_by_sl_peft_alone() -> None:
 
 
 def test_memory_bounds_how_many_tasks_share_an_instance() -> None:
-    small = replace(SPEC.devices.device, memory_bytes=3 * 10**9)
-    spec = replace(SPEC, devices=replace(SPEC.devices, device=small), max_tasks=64)
-    model = InstanceModel("sl-peft", spec)
+    model = InstanceModel("sl-peft", replace(small_devices(3 * 10**9), max_tasks=64))
     assert model.fits([LONG])
     assert not model.fits([LONG] * 64)
     assert all(model.speed([LONG] * n).peak_bytes <= 3 * 10**9 for n in range(1, 9) if model.fits([LONG] * n))
@@ -175,16 +177,9 @@ def test_memory_bounds_how_many_tasks_share_an_instance() -> None:
 
 
 def test_a_task_that_fits_no_instance_is_refused_before_the_replay() -> None:
-    tiny = replace(SPEC.devices.device, memory_bytes=10**8)
-    spec = replace(SPEC, devices=replace(SPEC.devices, device=tiny))
-    with pytest.raises(
-        ValueError,
-        match=(
-            r"a task of TaskKind\(tokens_per_sequence=64, batch_size=8, rank=8\) does not fit an empty "
-            r"instance of nemo"
-        ),
-    ):
-        replay([task(0, 1)], InstanceModel("nemo", spec), REFERENCE, ReplaySettings(4))
+    kind = r"TaskKind\(tokens_per_sequence=64, batch_size=8, rank=8\)"
+    with pytest.raises(ValueError, match=f"a task of {kind} does not fit an empty instance of nemo"):
+        replay([task(0, 1)], InstanceModel("nemo", small_devices(10**8)), REFERENCE, ReplaySettings(4))
 
 
 # ----------------------------------------------------------------------- trace
@@ -205,6 +200,3 @@ def test_the_adapted_week_has_the_figures_of_the_paper(shared_data: Path) -> Non
     assert mean == pytest.approx(372.6, abs=0.1)
     assert math.sqrt(sum((value - mean) ** 2 for value in minutes) / len(minutes)) == pytest.approx(612.9, abs=0.2)
     assert len(tasks) / (7 * 24 * 60) == pytest.approx(2.59, abs=0.005)
-
-
-# --------------------------------------------------------------------- drawing

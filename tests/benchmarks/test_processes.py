@@ -11,32 +11,17 @@ import pytest
 
 from benchmarks.processes.pipeline import figures
 from benchmarks.processes.pipeline_worker import SCHEDULES, drained_1f1b
-from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from tests.paths import ROOT
+from tests.scheduler.pipeline.cases import even
 
 NUM_TASKS, NUM_STAGES = 4, 2
-AT_ONCE = Link(0.0, float("inf"))
-
-
-def loads(num_micro_batches: int) -> list[BucketLoad]:
-    return [
-        BucketLoad(
-            name=f"task-{index}",
-            forward_s=(1.0,) * NUM_STAGES,
-            activation_bytes=(0,) * NUM_STAGES,
-            num_micro_batches=num_micro_batches,
-        )
-        for index in range(NUM_TASKS)
-    ]
 
 
 @pytest.mark.parametrize("num_micro_batches", [1, 3])
 def test_one_task_after_another_fills_and_empties_the_pipeline_for_each(num_micro_batches: int) -> None:
-    own = loads(num_micro_batches)
+    own = even([1.0] * NUM_TASKS, stages=NUM_STAGES, micro_batches=num_micro_batches, size=0)
     template = drained_1f1b(own)
-    simulate(template, own)
     # 1F1B takes (C + S - 1) (f + b) for each task.
     assert simulate(template, own).makespan_s == pytest.approx(NUM_TASKS * 2 * (num_micro_batches + NUM_STAGES - 1))
 

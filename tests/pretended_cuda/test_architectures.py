@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from tests.pretended_cuda.checks import assert_as_promised, seen_of
+from tests.pretended_cuda.conftest import Found
 
 pytestmark = pytest.mark.timeout(900)  # of seconds on an idle machine; a busy one takes longer
 NAMES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3", "gpt2", "opt", "bert")
@@ -21,14 +22,12 @@ FORMS: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(scope="module", params=FORMS)
-def slow(
-    request: pytest.FixtureRequest, run_cases: Callable[..., dict[str, dict[str, Any]]]
-) -> tuple[str, dict[str, dict[str, Any]]]:
+def slow(request: pytest.FixtureRequest, run_cases: Callable[..., Found]) -> tuple[str, Found]:
     return request.param, run_cases({name: {"architecture": name, **FORMS[request.param]} for name in NAMES})
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", NAMES)
-def test_an_architecture_trains_in_every_form(slow: tuple[str, dict[str, dict[str, Any]]], name: str) -> None:
+def test_an_architecture_trains_in_every_form(slow: tuple[str, Found], name: str) -> None:
     form, found = slow
     assert_as_promised(seen_of(found, name), name, form)

@@ -62,6 +62,12 @@ def a_backbone(num_layers: int = 2) -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
+def a_gpt2() -> GPT2LMHeadModel:
+    torch.manual_seed(0)
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 211}
+    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))  # type: ignore[arg-type]
+
+
 def lora(rank: int, targets: str | list[str] = "all-linear") -> LoraConfig:
     return LoraConfig(r=rank, target_modules=targets, lora_dropout=0.0)
 
@@ -72,10 +78,14 @@ def a_model(backbone: nn.Module | None = None) -> MultiTaskPeftModel:
     )
 
 
+def profiled(backbone: nn.Module, **options: Any) -> Profile:
+    return profile_backbone(backbone, **{"device": "cpu", "dtype": torch.float32, "budget_s": 0.5, **options})
+
+
 @pytest.fixture(scope="module")
 def measured() -> Profile:
     # By the time of this process alone, because a busy machine would drown small parts in noise.
-    return profile_backbone(a_backbone(), device="cpu", dtype=torch.float32, budget_s=2.0, timer=time.process_time)
+    return profiled(a_backbone(), budget_s=2.0, timer=time.process_time)
 
 
 # -------------------------------------------------------------------- profile
@@ -103,7 +113,7 @@ def test_profiling_leaves_the_given_model_alone() -> None:
     model = a_model()
     before = {name: value.clone() for name, value in model.state_dict().items()}
     attention, gradients = model.backbone.config._attn_implementation, [p.grad for p in model.parameters()]
-    profile_backbone(model, device="cpu", dtype=torch.float32, budget_s=0.5)
+    profiled(model)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert model.backbone.config._attn_implementation == attention
     assert [p.grad for p in model.parameters()] == gradients
@@ -112,7 +122,7 @@ def test_profiling_leaves_the_given_model_alone() -> None:
 def test_a_backbone_without_weights_is_profiled_like_one_with_weights(measured: Profile) -> None:
     with torch.device("meta"):
         described = a_backbone()
-    profile = profile_backbone(described, device="cpu", dtype=torch.float32, budget_s=0.5)
+    profile = profiled(described)
     assert profile.key == measured.key
     assert profile.layer(256) > 0
 
@@ -121,42 +131,38 @@ def test_a_stored_profile_is_read_again_and_measured_again_only_when_asked(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone = a_backbone(1)
-    first = profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5, folder=tmp_path)
+    first = profiled(backbone, folder=tmp_path)
     assert [path.stem for path in tmp_path.iterdir()] == [first.key]
     counted: list[int] = []
     monkeypatch.setattr(
         "peft_mux.planning.profiling.backbone._measure", lambda *given: counted.append(1) or _measure(*given)
     )
-    assert profile_backbone(backbone, device="cpu", dtype=torch.float32, folder=tmp_path) == first
+    assert profiled(backbone, folder=tmp_path) == first
     assert counted == []
-    profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5, folder=tmp_path, refresh=True)
+    profiled(backbone, folder=tmp_path, refresh=True)
     assert counted == [1]
 
 
 def test_a_stored_profile_that_is_damaged_or_of_other_versions_is_measured_again(tmp_path: Path) -> None:
     backbone = a_backbone(1)
-    profile = profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5, folder=tmp_path)
+    profile = profiled(backbone, folder=tmp_path)
     path = tmp_path / f"{profile.key}.json"
     other = {**json.loads(profile.to_json()), "versions": [["torch", "0.1"]]}
     for text in ("{", json.dumps(other)):
         path.write_text(text, encoding="utf-8")
-        again = profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5, folder=tmp_path)
+        again = profiled(backbone, folder=tmp_path)
         assert again.key == profile.key
         assert Profile.from_json(path.read_text(encoding="utf-8")) == again
 
 
 def test_a_link_that_was_measured_now_takes_the_place_of_a_stored_one(tmp_path: Path) -> None:
-    backbone = a_backbone(1)
-
-    def profile(link: Link | None) -> Profile:
-        return profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5, folder=tmp_path, link=link)
-
-    first = profile(None)
+    slow, fast = Link(2e-5, 1e9), Link(1e-5, 2e9)
+    first, linked, again, other = (
+        profiled(a_backbone(1), folder=tmp_path, link=link) for link in (None, slow, None, fast)
+    )
     assert first.link is None
-    linked = profile(Link(1e-5, 1e9))
-    assert linked == replace(first, link=Link(1e-5, 1e9))
-    assert profile(None) == linked  # as it was stored with the link
-    assert profile(Link(2e-5, 2e9)).link == Link(2e-5, 2e9)
+    assert linked == again == replace(first, link=slow), "as it was stored with the link"
+    assert other.link == fast
 
 
 def test_the_key_tells_other_shapes_other_dtypes_and_other_threads_apart() -> None:
@@ -175,16 +181,11 @@ def test_the_key_tells_other_shapes_other_dtypes_and_other_threads_apart() -> No
 
 def test_a_budget_of_nothing_is_refused() -> None:
     with pytest.raises(ValueError, match="budget_s must be more than 0, got 0"):
-        profile_backbone(a_backbone(), device="cpu", dtype=torch.float32, budget_s=0)
+        profiled(a_backbone(), budget_s=0)
 
 
 def test_a_backbone_of_another_architecture_is_profiled_too() -> None:
-    from transformers import GPT2Config, GPT2LMHeadModel
-
-    backbone = GPT2LMHeadModel(
-        GPT2Config(n_embd=64, n_layer=1, n_head=2, vocab_size=100, bos_token_id=1, eos_token_id=1)
-    )
-    profile = profile_backbone(backbone, device="cpu", dtype=torch.float32, budget_s=0.5)
+    profile = profiled(a_gpt2())
     assert profile.layer(256) > 0
     assert profile.adapter(64, 256, 1024) > 0
 
@@ -247,15 +248,9 @@ def test_a_slow_device_is_measured_up_to_smaller_sizes_but_within_the_budget(
     profile = _measure(subject, stopwatch, names)
     assert fake.now_s <= 60
     if s_per_token == 1e-6:
-        assert profile.reach == {
-            "layer": 2048,
-            "attention": 1024,
-            "head": 2048,
-            "embedding": 2048,
-            "optimizer": 4_000_000,
-            "adapter": 1024,
-        }
-    if s_per_token == 1e-3:
+        whole = {"layer": 2048, "attention": 1024, "head": 2048, "embedding": 2048, "adapter": 1024}
+        assert profile.reach == {**whole, "optimizer": 4_000_000}
+    else:
         assert profile.reach["adapter"] == 64
         assert profile.reach["optimizer"] < 4_000_000
         assert f"{profile.reach['adapter']:,.0f} of an adapter" in profile_text(profile)
@@ -271,17 +266,17 @@ def test_adapters_are_measured_on_one_layer_whatever_the_number_of_layers() -> N
 
 def test_layers_are_run_without_adapters_and_adapters_without_layers() -> None:
     subject = Subject(a_backbone(), device=torch.device("cpu"), dtype=torch.float32)
-    for name in subject.model.tasks:
-        for page in subject.model.registry.slab_of(name).pages:
-            page.values.grad.zero_()  # type: ignore[union-attr]
+
+    def gradients(*names: str) -> list[torch.Tensor]:
+        pages = [page for name in names for page in subject.model.registry.slab_of(name).pages]
+        return [page.values.grad for page in pages if page.values.grad is not None]
+
+    for gradient in gradients(*subject.model.tasks):
+        gradient.zero_()
     subject.layers_runner(32)()
-    gradients = [
-        page.values.grad for name in subject.model.tasks for page in subject.model.registry.slab_of(name).pages
-    ]
-    assert all(gradient is None or not gradient.any() for gradient in gradients)
+    assert not any(gradient.any() for gradient in gradients(*subject.model.tasks))
     subject.pass_runner((16, 32), ("r4_0", "r4_1"))()
-    own = [page.values.grad for page in subject.model.registry.slab_of("r4_0").pages]
-    assert any(gradient is not None and bool(gradient.any()) for gradient in own)
+    assert any(gradient.any() for gradient in gradients("r4_0"))
 
 
 # --------------------------------------------------------------------- memory
@@ -346,12 +341,6 @@ def test_counting_neither_needs_weights_nor_changes_the_model() -> None:
     assert not described.training
     assert torch.autocast is not None
     assert torch.is_autocast_enabled("cpu") is False
-
-
-def a_gpt2() -> GPT2LMHeadModel:
-    torch.manual_seed(0)
-    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 211}
-    return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

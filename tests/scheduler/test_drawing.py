@@ -24,11 +24,11 @@ from peft_mux.scheduler.drawing import (
     save_rows,
     timeline,
 )
-from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import Simulation, simulate
 from peft_mux.scheduler.pipeline.template import build_template
 from peft_mux.scheduler.plan import Plan
 from tests.invariants.mux_lab import small_task, tiny_llama
+from tests.scheduler.pipeline.cases import even
 from tests.scheduler.plan_cases import a_plan
 
 GIB = 2**30
@@ -92,15 +92,7 @@ def test_the_picture_of_a_plan_has_its_memory(tmp_path: Path) -> None:
 
 
 def simulated(latencies_s: list[float], *, stages: int = 2, micro_batches: int = 1) -> Simulation:
-    buckets = [
-        BucketLoad(
-            name=f"load {index}",
-            forward_s=(latency,) * stages,
-            activation_bytes=(1,) * stages,
-            num_micro_batches=micro_batches,
-        )
-        for index, latency in enumerate(latencies_s)
-    ]
+    buckets = even(latencies_s, stages=stages, micro_batches=micro_batches)
     return simulate(build_template(buckets, "mux"), buckets)
 
 
@@ -121,7 +113,7 @@ def test_each_slot_shows_who_runs_in_it() -> None:
 def test_buckets_have_letters_of_their_own_and_names_in_the_legend() -> None:
     text = gantt_text(simulated([0.001, 0.003], micro_batches=2))
     assert set("".join(bars(text))) == set("AaBb.")
-    assert "A load 0  B load 1" in text
+    assert "A bucket 0  B bucket 1" in text
 
 
 def test_the_head_tells_makespan_and_use() -> None:
@@ -138,9 +130,8 @@ def test_the_axis_ends_with_the_makespan_in_milliseconds() -> None:
 @pytest.mark.parametrize("width", [40, 61, 100, 160])
 @pytest.mark.parametrize("num_buckets", [1, 7, 40])
 def test_no_line_is_longer_than_the_width_and_all_rows_are_equally_long(width: int, num_buckets: int) -> None:
-    lines = gantt_text(
-        simulated([0.001 * (1 + i % 3) for i in range(num_buckets)], micro_batches=2), width
-    ).splitlines()
+    latencies_s = [0.001 * (1 + number % 3) for number in range(num_buckets)]
+    lines = gantt_text(simulated(latencies_s, micro_batches=2), width).splitlines()
     assert max(len(line) for line in lines[1:]) <= max(width, 50)
     assert {len(line) for line in lines if line.startswith("stage")} == {width}
 
@@ -168,7 +159,7 @@ def test_a_picture_of_the_same_plan_has_the_same_bytes_and_names_actions_buckets
     first = saved(tmp_path / "a.svg", plan).read_text(encoding="utf-8")
     assert saved(tmp_path / "b.svg", plan).read_text(encoding="utf-8") == first
     assert first.count("PolyCollection") + first.count("FillBetween") >= 2 * 2 * 3
-    for label in ("0.0", "0.1", "1.0", "1.1", "load 0", "load 1", "planned stage 2"):
+    for label in ("0.0", "0.1", "1.0", "1.1", "bucket 0", "bucket 1", "planned stage 2"):
         assert f"<!-- {label} -->" in first
 
 

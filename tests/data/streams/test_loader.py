@@ -3,21 +3,23 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from pathlib import Path
+from itertools import chain
 from typing import Any
 
 import pytest
+from datasets import Dataset, interleave_datasets
 
 from peft_mux.data.dataset import open_rows
 from peft_mux.data.streams import ReadAhead, StreamLoader
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.data.tokenize import TokenizeOptions
 from peft_mux.errors import ConfigError, DataError, ForcedInterrupt
-from tests.children import run_script
+from tests.children import run_code
 
 OPTIONS = TokenizeOptions(task="own", max_length=64)
+MASKED = {"input_ids": [1, 2], "labels": [-100, -100]}
 
 
 class Rows:
@@ -46,17 +48,17 @@ def first_tokens(batch: TaskBatch) -> list[int]:
     return [int(sequence.input_ids[0]) for sequence in batch.sequences]
 
 
-def hub_stream(num_rows: int = 10) -> Any:
-    from datasets import Dataset
+def tokens_of(loader: StreamLoader, steps: Iterable[int]) -> list[list[int]]:
+    """Return the first tokens of the rows of some steps."""
+    return [first_tokens(loader.batch(step)) for step in steps]
 
-    rows = [{"input_ids": [row + 1, row + 2]} for row in range(num_rows)]
-    return Dataset.from_list(rows).to_iterable_dataset().shuffle(seed=3, buffer_size=4)
+
+def hub_stream(num_rows: int = 10) -> Any:
+    return Dataset.from_list(rows_of(num_rows)).to_iterable_dataset().shuffle(seed=3, buffer_size=4)
 
 
 def mixed_stream() -> Any:
     """Return rows of two streams of unequal lengths, mixed as docs/data.md shows."""
-    from datasets import Dataset, interleave_datasets
-
     parts = [
         Dataset.from_list([{"input_ids": [first + row, 1]} for row in range(count)]).to_iterable_dataset()
         for first, count in ((1, 9), (100, 4))
@@ -65,13 +67,13 @@ def mixed_stream() -> Any:
 
 
 def plain_stream() -> Rows:
-    return Rows([{"input_ids": [row + 1, row + 2]} for row in range(10)])
+    return Rows(rows_of(10))
 
 
 @pytest.mark.parametrize("make", [plain_stream, hub_stream, mixed_stream])
 def test_reading_on_seeking_and_reading_again_give_the_same_batches(make: Callable[[], Any]) -> None:
     sequential = make_stream(make())
-    batches = [first_tokens(sequential.batch(step)) for step in range(9)]
+    batches = tokens_of(sequential, range(9))
     assert all(len(batch) == 3 for batch in batches)
     for step in (8, 3, 0, 5, 5):
         assert first_tokens(make_stream(make()).batch(step)) == batches[step], "a fresh loader that seeks"
@@ -81,17 +83,13 @@ def test_reading_on_seeking_and_reading_again_give_the_same_batches(make: Callab
 def test_a_stream_that_ends_is_read_again_without_losing_a_row() -> None:
     stream = plain_stream()
     loader = make_stream(stream)
-    tokens = [token for step in range(10) for token in first_tokens(loader.batch(step))]
-    assert tokens == list(range(1, 11)) * 3
+    assert list(chain(*tokens_of(loader, range(10)))) == list(range(1, 11)) * 3
     assert stream.num_reads == 3
 
 
 def test_a_shuffled_stream_has_another_order_in_its_next_epoch() -> None:
     loader = make_stream(hub_stream(12))
-    epochs = [
-        [token for step in range(4 * epoch, 4 * epoch + 4) for token in first_tokens(loader.batch(step))]
-        for epoch in range(2)
-    ]
+    epochs = [list(chain(*tokens_of(loader, steps))) for steps in (range(4), range(4, 8))]
     assert sorted(epochs[0]) == sorted(epochs[1]) == list(range(1, 13))
     assert epochs[0] != epochs[1]
 
@@ -106,11 +104,10 @@ def test_a_bad_row_of_a_stream_is_named_when_it_comes() -> None:
 def test_a_stream_without_usable_rows_is_refused_rather_than_read_for_ever() -> None:
     with pytest.raises(DataError, match="a stream without rows"):
         make_stream(Rows([])).batch(0)
-    masked = [{"input_ids": [1, 2], "labels": [-100, -100]}]
     with pytest.raises(
         DataError, match=r"tasks\.own\.train_dataset must have at least one usable row, got a stream without any"
     ):
-        make_stream(Rows(masked)).batch(0)
+        make_stream(Rows([MASKED])).batch(0)
 
 
 # --------------------------------------------------------- what goes wrong, and its messages
@@ -118,11 +115,8 @@ def test_a_stream_without_usable_rows_is_refused_rather_than_read_for_ever() -> 
 
 @pytest.mark.parametrize("step", [0, 1, 4])
 def test_rows_that_a_forced_interrupt_lost_on_their_way_come_again(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    whole = make_stream(plain_stream())
-    wanted = [first_tokens(whole.batch(number)) for number in range(6)]
-    loader = make_stream(plain_stream())
-    for number in range(step):
-        loader.batch(number)
+    wanted, loader = tokens_of(make_stream(plain_stream()), range(6)), make_stream(plain_stream())
+    tokens_of(loader, range(step))
     take = ReadAhead.take
 
     def interrupted(reader: ReadAhead[Any]) -> Any:
@@ -133,7 +127,7 @@ def test_rows_that_a_forced_interrupt_lost_on_their_way_come_again(step: int, mo
         patch.setattr(ReadAhead, "take", interrupted)
         with pytest.raises(ForcedInterrupt):
             loader.batch(step)
-    assert [first_tokens(loader.batch(number)) for number in range(step, 6)] == wanted[step:]
+    assert tokens_of(loader, range(step, 6)) == wanted[step:]
 
 
 def test_a_batch_asked_for_again_is_not_read_again() -> None:
@@ -148,8 +142,7 @@ def test_a_batch_asked_for_again_is_not_read_again() -> None:
 
 
 def test_counts_of_rows_are_those_up_to_the_given_batch() -> None:
-    masked = {"input_ids": [1, 2], "labels": [-100, -100]}
-    loader = make_stream(Rows([*rows_of(3), masked, {"input_ids": list(range(80))}, *rows_of(2)]))
+    loader = make_stream(Rows([*rows_of(3), MASKED, {"input_ids": list(range(80))}, *rows_of(2)]))
     loader.batch(0)
     loader.begin(1)
     assert loader.report is not None
@@ -230,16 +223,14 @@ def test_a_process_that_may_have_no_more_threads_fails_the_task_alone(monkeypatc
         reader.take()
 
 
-def test_a_blocked_thread_does_not_keep_the_interpreter_from_ending(tmp_path: Path) -> None:
-    script = tmp_path / "blocked.py"
-    script.write_text(
+def test_a_blocked_thread_does_not_keep_the_interpreter_from_ending() -> None:
+    code = (
         "import threading\n"
         "from peft_mux.data.streams import ReadAhead\n"
         "def items():\n"
         "    threading.Event().wait()\n"
         "    yield 1\n"
         "ReadAhead(items(), where='x', timeout_s=1.0).begin()\n"
-        "print('ended')\n",
-        encoding="utf-8",
+        "print('ended')\n"
     )
-    assert run_script(script, timeout_s=60.0).strip() == "ended"
+    assert run_code(code) == "ended"

@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 from peft_mux.scheduler.dispatching import dispatch as dispatch_module
 from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries
 from peft_mux.scheduler.dispatching.dispatch import (
+    Dispatch,
     deal_buckets,
     dispatch,
     predict_replica_s,
@@ -52,22 +53,25 @@ from tests.scheduler.dispatching.cases import (
 
 Case = tuple[list[ReplicaGroup], Bucketing]
 MODEL = MicroBatchModel()
+GROUPS = figure_4_groups((4, 2, 0, 1))
 PIPELINE_GROUPS = some_groups((1, 1, 3, 1024), (1, 4, 2, 4096), (2, 1, 2, 4096), (4, 1, 2, 8192))
 
 # ------------------------------------------------------- the example of L section 3
 
 
+def in_figure_4(**options: Any) -> Dispatch:
+    return dispatch(GROUPS, FIGURE_4, TableModel(), **options)
+
+
 def test_balanced_dispatch_of_figure_4_uses_the_gpus_that_dispatch_by_length_leaves_idle() -> None:
-    groups = figure_4_groups((4, 2, 0, 1))
-    by_length = dispatch(groups, FIGURE_4, TableModel(), policy="length")
-    balanced = dispatch(groups, FIGURE_4, TableModel())
+    by_length, balanced = in_figure_4(policy="length"), in_figure_4()
     assert by_length.counts == ((196, 0, 0, 0), (0, 62, 0, 0), (0, 0, 16, 4))
     idle = 1 - by_length.group_s[2] / by_length.makespan_s
     assert 0.4 < idle < 0.5, "L: 8 GPUs idle for 42 % of the time, 10.47 s of 18.20 s"
     assert balanced.makespan_s < 0.8 * by_length.makespan_s
     assert min(balanced.group_s) > 0.97 * balanced.makespan_s
     assert balanced.status == "optimal"
-    assert_nothing_is_lost(groups, FIGURE_4, balanced)
+    assert_nothing_is_lost(GROUPS, FIGURE_4, balanced)
     first, second, last = balanced.counts
     assert (first[1:], second[2:], last[2:]) == ((0, 0, 0), (0, 0), (16, 4)), "longer ones stay where they fit"
     assert second[0] > 0, "shorter ones move up"
@@ -365,23 +369,22 @@ def test_work_moves_to_an_idle_pipeline_only_if_that_pays_for_its_bubble(tp: int
 def test_a_solver_that_fails_leaves_a_greedy_dispatch_that_says_why(solver: Any, note: str) -> None:
     if isinstance(solver, str) and solver in pulp.listSolvers(onlyAvailable=True):
         pytest.skip(f"{solver} is installed")
-    groups = figure_4_groups((4, 2, 0, 1))
-    found = dispatch(groups, FIGURE_4, TableModel(), solver=solver)
+    found = in_figure_4(solver=solver)
     assert found.status == "greedy fallback"
     assert found.note.startswith(note)
-    assert_nothing_is_lost(groups, FIGURE_4, found)
-    assert found.makespan_s <= dispatch(groups, FIGURE_4, TableModel(), policy="length").makespan_s
+    assert_nothing_is_lost(GROUPS, FIGURE_4, found)
+    assert found.makespan_s <= in_figure_4(policy="length").makespan_s
 
 
 def test_dispatch_works_without_pulp(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "pulp", None)
-    found = dispatch(figure_4_groups((4, 2, 0, 1)), FIGURE_4, TableModel(), solver="HiGHS")
+    found = in_figure_4(solver="HiGHS")
     assert found.status == "greedy fallback"
     assert "pulp" in found.note
 
 
 def test_the_status_says_whether_an_answer_is_proven_or_needed_no_solver() -> None:
-    found = dispatch(figure_4_groups((4, 2, 0, 1)), FIGURE_4, TableModel(), solver=StoppedSolver())
+    found = in_figure_4(solver=StoppedSolver())
     assert found.status == "feasible within the time limit"
     alone = some_groups((4, 1, 3, 8192))
     found = dispatch(alone, Bucketing((512, 4096), (7, 4), 0), MODEL, solver=RaisingSolver())
@@ -391,18 +394,11 @@ def test_the_status_says_whether_an_answer_is_proven_or_needed_no_solver() -> No
 # ----------------------------------------------------------------------- bad input
 
 
-@pytest.mark.parametrize(
-    ("groups", "bucketing", "options", "message"),
-    [
-        (THREE_GROUPS, (512,), {"policy": "best"}, 'policy must be "balanced", "length" or "uniform", got \'best\''),
-        (THREE_GROUPS, (512, 9000), {}, "a bucket must be padded to at most 8192 tokens, the longest that any"),
-    ],
-)
-def test_bad_arguments_are_refused_with_what_is_allowed(
-    groups: list[ReplicaGroup], bucketing: tuple[int, ...], options: dict[str, Any], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        dispatch(groups, Bucketing(bucketing, (4,) * len(bucketing), 0), MODEL, **options)
+def test_bad_arguments_are_refused_with_what_is_allowed() -> None:
+    with pytest.raises(ValueError, match='policy must be "balanced", "length" or "uniform", got \'best\''):
+        in_figure_4(policy="best")
+    with pytest.raises(ValueError, match="a bucket must be padded to at most 8192 tokens, the longest that any"):
+        dispatch(THREE_GROUPS, Bucketing((512, 9000), (4, 4), 0), MODEL)
 
 
 def test_an_empty_bucket_may_be_longer_than_every_replica_supports() -> None:

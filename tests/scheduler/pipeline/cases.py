@@ -43,30 +43,20 @@ def runs_within(template: PipelineTemplate, buckets: Sequence[BucketLoad], limit
     return all(peak <= limit for peak, limit in zip(peaks, limits, strict=True))
 
 
-def even(latencies_s: list[float], *, stages: int, micro_batches: int, size: int = 1) -> list[BucketLoad]:
+def a_bucket(name: str, latencies_s: Sequence[float], micro_batches: int, size: int = 1, **fields: Any) -> BucketLoad:
+    """Return a bucket with these latencies of its stages, and activations of one size on all of them."""
+    sizes = {"activation_bytes": (size,) * len(latencies_s), "num_micro_batches": micro_batches}
+    return BucketLoad(name=name, forward_s=tuple(map(float, latencies_s)), **sizes, **fields)  # type: ignore[arg-type]
+
+
+def even(latencies_s: Sequence[float], *, stages: int, micro_batches: int, size: int = 1) -> Buckets:
     """Return buckets that are equally long on all stages."""
-    return [
-        BucketLoad(
-            name=f"bucket {index}",
-            forward_s=(float(latency),) * stages,
-            activation_bytes=(size,) * stages,
-            num_micro_batches=micro_batches,
-        )
-        for index, latency in enumerate(latencies_s)
-    ]
+    return [a_bucket(f"bucket {i}", (each,) * stages, micro_batches, size) for i, each in enumerate(latencies_s)]
 
 
-def one_bucket(latencies_s: Sequence[float], micro_batches: int, output_bytes: int = 0) -> list[BucketLoad]:
+def one_bucket(latencies_s: Sequence[float], micro_batches: int, output_bytes: int = 0) -> Buckets:
     """Return one bucket with these latencies of its stages."""
-    return [
-        BucketLoad(
-            name="only",
-            forward_s=tuple(float(latency) for latency in latencies_s),
-            activation_bytes=(1,) * len(latencies_s),
-            num_micro_batches=micro_batches,
-            output_bytes=output_bytes,
-        )
-    ]
+    return [a_bucket("only", latencies_s, micro_batches, output_bytes=output_bytes)]
 
 
 @st.composite

@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from benchmarks.planner.closed_forms import closed_form_1f1b_s, closed_form_gpipe_s, lemma_1_s
 from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import (
     build_window,
     lower_bound_s,
@@ -24,6 +23,7 @@ from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Sched
 from tests.scheduler.pipeline.cases import (
     Buckets,
     Variant,
+    a_bucket,
     bubble_s,
     even,
     every_variant,
@@ -254,14 +254,8 @@ def test_eq_4_is_too_long_where_an_earlier_stage_is_the_slowest() -> None:
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6), st.integers(1, 9))
 def test_gpipe_of_one_bucket_takes_the_time_of_two_flow_shops(stages: list[tuple[int, int]], count: int) -> None:
     forward, backward = (tuple(float(value) for value in column) for column in zip(*stages, strict=True))
-    bucket = BucketLoad(
-        name="only",
-        forward_s=forward,
-        backward_s=backward,
-        activation_bytes=(1,) * len(stages),
-        num_micro_batches=count,
-    )
-    assert makespan_s([bucket], "gpipe") == closed_form_gpipe_s(forward, backward, count)
+    only = a_bucket("only", forward, count, backward_s=backward)
+    assert makespan_s([only], "gpipe") == closed_form_gpipe_s(forward, backward, count)
 
 
 @settings(max_examples=80)
