@@ -37,7 +37,7 @@ class Compilation(NamedTuple):
 
     Attributes:
         kernel: a function of `triton.jit`.
-        types: Triton's names of the types of its arguments, but for constants.
+        types: Triton's names of the types of its arguments, except constants.
         constants: arguments that are constants.
         aligned: names of the arguments that 16 divides.
         options: of the launch.
