@@ -13,15 +13,13 @@ from datasets import IterableDataset
 
 from peft_mux import MultiTaskTrainer, Task
 from peft_mux.errors import MemoryBudgetError
-from tests.engine.processes.cases import launch, values
+from tests.engine.processes.cases import assert_as_one, launch, values
 from tests.engine.replicas import layout_cases
 from tests.invariants.mux_lab import (
     Recorder,
     Run,
-    assert_close,
     assert_same,
     make_trainer,
-    relative,
     small_task,
     train,
 )
@@ -151,11 +149,7 @@ def test_processes_take_a_step_again_together_if_one_has_no_memory(arguments: di
     assert len(run_records(tmp_path / "short", "out_of_memory")) >= 1
     assert run_records(tmp_path / "whole", "out_of_memory") == []
     for mine, theirs in zip(found, wanted, strict=True):
-        assert mine.statuses == theirs.statuses
-        for name, weights in theirs.adapters.items():
-            assert_close(mine.losses[name], theirs.losses[name], 1e-5, name)
-            for key, weight in weights.items():
-                assert relative(torch.from_numpy(mine.adapters[name][key]), torch.from_numpy(weight)) <= 1e-4, key
+        assert_as_one(mine, theirs)
 
 
 @pytest.mark.distributed

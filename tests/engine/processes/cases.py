@@ -112,8 +112,8 @@ def assert_as_one(part: Part, one: Part, *, but: Sequence[str] = (), from_step: 
             assert not part.losses.get(name), f"{name} had ended before step {from_step}"
         assert part.weights[name].keys() == one.weights[name].keys()
         for key, weight in one.weights[name].items():
-            error = np.linalg.norm(part.weights[name][key] - weight) / np.linalg.norm(weight)
-            assert error <= 1e-4, f"{name} {key}: {error}"
+            error = np.linalg.norm(part.weights[name][key] - weight)
+            assert error <= 1e-4 * np.linalg.norm(weight), f"{name} {key}: {error}"
 
 
 # ------------------------------------------------------------------- starting

@@ -14,7 +14,8 @@ from peft import LoraConfig, PeftConfig
 from peft_mux import BottleneckConfig, DiffPruningConfig, Task
 from peft_mux.kernels import philox
 from peft_mux.modeling.adapters.diff_pruning import DiffPruningLinear, Noise
-from tests.engine.replicas.layout_cases import LaidOut, train
+from tests.engine.processes.cases import Part
+from tests.engine.replicas.layout_cases import train
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters.alone import Side, alone
 
@@ -65,6 +66,6 @@ def _draw_as_of(model: Any, seed: int, step: int) -> None:
             layer.draw = lambda adapter, own=draws: Noise(own[0], own[1][0])  # type: ignore[method-assign]
 
 
-def train_some(rank: int, folder: Path, names: tuple[str, ...], arguments: dict[str, Any]) -> LaidOut:
+def train_some(rank: int, folder: Path, names: tuple[str, ...], arguments: dict[str, Any]) -> Part:
     """Train some of the tasks in one process of a layout."""
     return train(folder, lab.tiny_llama(), tasks_of(*names), **arguments)

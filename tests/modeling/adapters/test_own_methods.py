@@ -16,8 +16,7 @@ from peft_mux import BottleneckConfig, ConfigError, DiffPruningConfig, MultiTask
 from peft_mux.checkpoint.hub import model_card
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.modeling.adapters.kind import kind_of
-from tests.engine.processes.cases import launch, values
-from tests.engine.replicas.layout_cases import LaidOut
+from tests.engine.processes.cases import assert_alike, assert_as_one, launch, values
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters import own_method_cases as cases
 from tests.modeling.adapters.alone import assert_resumes
@@ -173,15 +172,9 @@ def test_a_layout_trains_to_the_result_of_one_process(
     world_size: int, names: tuple[str, ...], arguments: dict[str, Any], tmp_path: Path
 ) -> None:
     one = cases.train_some(0, tmp_path / "one", names, {})
-    parts: list[LaidOut] = values(
-        launch(world_size, cases.train_some, tmp_path / "many", names, arguments, limit_s=120)
-    )
-    for name in names:
-        lab.assert_close(parts[0].losses[name], one.losses[name], 1e-5, name)
-        assert parts[1].losses[name] == parts[0].losses[name]
-        for key, weight in one.adapters[name].items():
-            error = np.linalg.norm(parts[0].adapters[name][key] - weight) / max(np.linalg.norm(weight), 1e-12)
-            assert error <= 1e-4, f"{name} {key}: {error}"
+    parts = values(launch(world_size, cases.train_some, tmp_path / "many", names, arguments, limit_s=120))
+    assert_alike(parts)
+    assert_as_one(parts[0], one)
 
 
 @pytest.mark.slow
