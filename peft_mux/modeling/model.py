@@ -682,8 +682,15 @@ class MultiTaskPeftModel(PeftModel):
         if hasattr(backbone.config.get_text_config(), "use_cache"):
             arguments["use_cache"] = False
         self.stream.reset_adapter_tracking()
-        with self.objectives.head.bypassed(backbone):
-            return without_head(backbone)(**arguments).last_hidden_state.squeeze(0)
+        base = without_head(backbone)
+        # A stream has no padding. GPT-2 with a pad token would look for some, and wait for the device in every pass.
+        base.warn_if_padding_and_no_attention_mask = lambda *_: None
+        try:
+            with self.objectives.head.bypassed(backbone):
+                return base(**arguments).last_hidden_state.squeeze(0)
+        finally:
+            # Another pass that takes turns with this one may have removed it; it is read as a pass begins.
+            vars(base).pop("warn_if_padding_and_no_attention_mask", None)
 
     def routed(self, batch: MuxBatch) -> RoutedTokens | None:
         """Return what the routers of a pass write into; `None` if none of its tasks adds a balancing loss now."""

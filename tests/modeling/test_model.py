@@ -14,6 +14,7 @@ import pytest
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
 from safetensors.torch import load_file, save_file
+from transformers import PreTrainedModel
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
@@ -380,6 +381,19 @@ def test_checkpointing_of_activations_gives_the_same_gradients() -> None:
     assert model.stream.num_attention_calls - calls == 2 * per_run, "nothing was recomputed"
     passes.assert_same_tensors(recomputed, plain)
     assert model.stream.is_idle
+
+
+def test_a_stream_is_not_searched_for_padding(monkeypatch: pytest.MonkeyPatch) -> None:
+    def search(*_: Any) -> None:
+        raise RuntimeError("transformers looks for padding")
+
+    monkeypatch.setattr(PreTrainedModel, "warn_if_padding_and_no_attention_mask", search)
+    # GPT-2 does so in every pass without a mask if it has a pad token; on a GPU that waits for the device.
+    gpt2 = backbone_of("gpt2", vocab_size=VOCABULARY)()
+    model = MultiTaskPeftModel(gpt2, {"a": lora(targets=["c_attn"])}, verify=False)
+    assert model(batch_of("a")).losses.isfinite().all()
+    with pytest.raises(RuntimeError, match="looks for padding"):
+        model.backbone(torch.tensor([[1, 2, 3]]))
 
 
 def test_reentrant_checkpointing_is_refused() -> None:

@@ -64,7 +64,8 @@ def a_backbone(num_layers: int = 2) -> LlamaForCausalLM:
 
 def a_gpt2() -> GPT2LMHeadModel:
     torch.manual_seed(0)
-    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 211}
+    # With a pad token, which transformers looks for where no attention mask is given.
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": 128, "vocab_size": 211, "pad_token_id": 0}
     return GPT2LMHeadModel(GPT2Config(**sizes, resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0))  # type: ignore[arg-type]
 
 
