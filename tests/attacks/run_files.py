@@ -16,9 +16,9 @@ from peft_mux import EarlyStopping, Task
 from tests.attacks import attack_lab as attacks
 from tests.attacks.attack_lab import Outcome, nano_task
 from tests.checkpoint import kill_cases
-from tests.checkpoint.crashes import Killed, crash
 from tests.checkpoint.kill_cases import Helper
 from tests.invariants import mux_lab as lab
+from tests.runs import Killed, crash
 
 SAVING = {"save_strategy": "steps", "save_steps": 2, "logging_strategy": "steps", "logging_steps": 1}
 NUM_STEPS = 6

@@ -335,7 +335,7 @@ SET_TRAPS = [f"{trap}: {place}" for trap in TRAPS for place in PLACES]
 
 
 @pytest.mark.timeout(20)
-@pytest.mark.parametrize("is_resumed", [False, True], ids=["anew", "resumed"])
+@pytest.mark.parametrize("is_resumed", [False, True], ids=["fresh", "resumed"])
 @pytest.mark.parametrize("trap", sampled(SET_TRAPS, fast=5, slow=20))
 def test_a_trap_in_the_folder_is_refused_or_harmless(
     trap: str, is_resumed: bool, crashed: Path, sound: Outcome, tmp_path: Path

@@ -7,8 +7,6 @@ from typing import Any
 
 from peft_mux.task import Task
 from tests.invariants import mux_lab as lab
-from tests.runs import Killed as Killed
-from tests.runs import crash as crash
 
 SAVING = {"save_strategy": "steps", "save_steps": 2}
 

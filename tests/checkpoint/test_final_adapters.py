@@ -162,7 +162,7 @@ def test_loading_a_torn_adapter_without_checksums_is_refused_by_task_and_file(sp
 def test_loading_a_configuration_that_is_none_is_refused_by_task_and_file(config: str, root: Path) -> None:
     (root / "a" / CHECKSUMS).unlink()
     (root / "a" / CONFIG).write_text(config)
-    refusal(root, CONFIG)
+    assert CONFIG in refusal(root, CONFIG)
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])

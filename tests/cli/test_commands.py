@@ -311,7 +311,7 @@ def test_a_tokenizer_folder_next_to_the_file_is_found(
     file: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shell: Shell
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    shell("plan", file, "--set", "tokenizer=backbone")
+    assert "plan  2 tasks on cpu" in shell("plan", file, "--set", "tokenizer=backbone")
 
 
 @pytest.mark.parametrize(

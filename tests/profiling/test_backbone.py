@@ -162,7 +162,7 @@ def test_a_link_that_was_measured_now_takes_the_place_of_a_stored_one(tmp_path: 
         profiled(a_backbone(1), folder=tmp_path, link=link) for link in (None, slow, None, fast)
     )
     assert first.link is None
-    assert linked == again == replace(first, link=slow), "as it was stored with the link"
+    assert linked == again == replace(first, link=slow), "stored with the link"
     assert other.link == fast
 
 

@@ -190,7 +190,7 @@ def test_a_stream_is_read_once_from_its_start_to_its_end(tmp_path: Path) -> None
     late = small_task("late", data_seed=3, max_steps=3)
     recorder = Recorder(at_begin={2: lambda trainer: trainer.register_tasks([late])})
     train([good(), stream_task(Rows())], tmp_path, recorder=recorder)
-    assert len(starts) == 1, "plans are made anew, and the last step is proven, without reading it again"
+    assert len(starts) == 1, "plans are made again, and the last step is proven, without reading it again"
 
 
 def test_the_rows_of_the_next_step_are_read_during_the_present_one(tmp_path: Path) -> None:

@@ -127,9 +127,9 @@ def test_all_tasks_under_bf16_autocast_learn(folder: Path, tmp_path: Path) -> No
 def test_recomputed_activations_give_the_same_training(
     folder: Path, plain_run: Callable[[str], lab.Run], tmp_path: Path
 ) -> None:
-    anew = lab.train(two_tasks(), tmp_path, model=loaded(folder, "nf4"), gradient_checkpointing=True)
+    recomputed = lab.train(two_tasks(), tmp_path, model=loaded(folder, "nf4"), gradient_checkpointing=True)
     for name in ("first", "second"):
-        lab.assert_same(anew, plain_run("nf4"), name, 1e-6)
+        lab.assert_same(recomputed, plain_run("nf4"), name, 1e-6)
 
 
 @BOTH_WIDTHS
