@@ -65,7 +65,7 @@ class PassPrices:
         # How much of the all-reduces is visible depends on how long they take, so the learnt times are used.
         turns, stage = self.turns, self.stage
         computed_s = self._parts(turns.cost, rows)._replace(communication=0.0).total
-        between = [turns.cost.pass_parts(own, [whole_pass(own)], stage=stage) for own in rows]
+        between = [turns.cost.pass_parts(stage, turns.cost.pass_work(own, [whole_pass(own)])) for own in rows]
         if turns.cost.num_stages == 1:
             taken_s = turns.group_s(between)
         else:

@@ -201,7 +201,7 @@ def test_passes_in_turns_take_what_was_planned_and_teach_nothing_if_the_profile_
 
     def planned_s(cost: CostModel) -> float:
         turns = TurnTimes(cost, width)
-        parts = [cost.pass_parts(own, [whole_pass(own)], stage=stage) for own in rows_of(slot)]
+        parts = [cost.pass_parts(stage, cost.pass_work(own, [whole_pass(own)])) for own in rows_of(slot)]
         if num_stages == 1:
             return turns.group_s(parts)
         tasks = [[one.task for one in own] for own in slot.passes]

@@ -221,7 +221,9 @@ def overlap_of_layers(
     measured = torch.tensor(medians, dtype=torch.float64)
     dist.all_reduce(measured, op=dist.ReduceOp.MAX)
     cost = CostModel(replace(profile, overlap=overlap), shape, devices_per_stage=num_devices)
-    passes = [pass_times(cost.pass_parts(loads, [whole_pass(loads)]), Stretch(shape.num_layers))] * _NUM_PASSES
+    passes = [
+        pass_times(cost.pass_parts(0, cost.pass_work(loads, [whole_pass(loads)])), Stretch(shape.num_layers))
+    ] * _NUM_PASSES
     apart_s, turns_s = measured.tolist()
     found = fitted_costs(overlap, passes, apart_s, turns_s, num_sums=ALL_REDUCES_PER_LAYER * shape.num_layers)
     # Each process has a different profile, and so a different fit: all take the one of the first process.

@@ -305,22 +305,25 @@ class CostModel:
             loads: the loads of the tasks that share the passes.
             passes: the members of each of the P passes, whose `task` counts these loads.
         """
-        work, stages = self.pass_work(loads, passes), range(self.num_stages)
+        return self.work_times(self.pass_work(loads, passes))
+
+    def work_times(self, work: PassWork) -> tuple[_Array, _Array]:
+        """Return what `pass_times` does, of passes whose work is known."""
+        stages = range(self.num_stages)
         seconds = np.array([self.stage_parts(stage, work).total for stage in stages]).T
-        shares = [np.broadcast_to(self.forward_share(stage, work), len(passes)) for stage in stages]
+        shares = [np.broadcast_to(self.forward_share(stage, work), len(work.tokens)) for stage in stages]
         return np.array(shares).T * seconds, seconds
 
     def passes_s(self, loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]]) -> _Array:
         """Return the seconds of real passes on each stage, forward and backward, `[P, S]`."""
         return self.pass_times(loads, passes)[1]
 
-    def pass_parts(self, loads: Sequence[TaskLoad], passes: Sequence[Sequence[Member]], *, stage: int = 0) -> PassParts:
+    def pass_parts(self, stage: int, work: PassWork) -> PassParts:
         """Return what a mean one of these passes computes on a stage between the sums over its devices.
 
         Profiles have no parts of a layer: its base operators and adapters are divided as their weights are.
         """
         shape, profile, devices = self.shape, self.profile, self.devices_per_stage
-        work = self.pass_work(loads, passes)
         tokens, targets = float(np.mean(work.tokens)), float(np.mean(work.targets))
         first_s = float(np.mean(profile.embedding(work.tokens)))
         head_s = float(np.mean(profile.head(work.targets))) / devices

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import lru_cache
+from typing import NamedTuple
 
 from peft_mux.data.packing.prefixes import RowTrie
 
@@ -120,8 +121,7 @@ def split_layers(num_layers: int, num_stages: int, layers_per_stage: tuple[int, 
     return tuple(layers_per_stage)
 
 
-@dataclass(frozen=True, slots=True)
-class AdapterLoad:
+class AdapterLoad(NamedTuple):
     """One adapter of one linear layer of one decoder layer.
 
     Attributes:

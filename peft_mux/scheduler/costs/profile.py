@@ -17,6 +17,7 @@ import json
 import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, is_dataclass, replace
+from functools import cached_property
 from typing import Any, Literal, NamedTuple, get_args, get_type_hints
 
 import numpy as np
@@ -88,7 +89,7 @@ class Curve:
         return replace(self, values=tuple(value * factor for value in self.values))
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class AdapterTable:
     """A value over rank, width and tokens: linear in each between the points.
 
@@ -113,7 +114,7 @@ class AdapterTable:
         for name in ("ranks", "widths", "tokens"):
             _require_ascending(name, getattr(self, name))
         shape = len(self.ranks), len(self.widths), len(self.tokens)
-        values = np.asarray(self.values, dtype=float)
+        values = self._array
         if values.shape != shape or not np.all(np.isfinite(values)) or values.min() < 0:
             raise ValueError(
                 f"values must be finite numbers of 0 or more in shape {shape}, got shape {values.shape}. Give one "
@@ -140,6 +141,10 @@ class AdapterTable:
         """Return a table in which every look-up returns `value`."""
         return cls((1.0,), (1.0,), (1.0,), (((value,),),))
 
+    @cached_property
+    def _array(self) -> NDArray[Any]:
+        return np.asarray(self.values, dtype=float)
+
     def __call__(self, rank: ArrayLike, width: ArrayLike, tokens: ArrayLike, *, grows: bool = True) -> Any:
         """Return the value at a point, or at each point of arrays that broadcast.
 
@@ -150,18 +155,17 @@ class AdapterTable:
             grows: whether the value continues beyond the points, as times do; a share stays at the last value.
         """
         r, w, t = np.broadcast_arrays(*(np.asarray(part, dtype=float) for part in (rank, width, tokens)))
-        values = np.asarray(self.values, dtype=float)
+        values = self._array
         rank_axis, width_axis = _bracket(self.ranks, r), _bracket(self.widths, w)
         axes = (rank_axis, width_axis, _bracket(self.tokens, t, extend=grows))
         # Trilinear: each of the eight corners around a point counts by how near it is.
-        result = np.zeros(r.shape)
-        for corner in itertools.product((0, 1), repeat=3):
-            weight: Any = 1.0
-            index = []
-            for upper, (lower, way, _), size in zip(corner, axes, values.shape, strict=True):
-                weight = weight * (way if upper else 1 - way)
-                index.append(np.minimum(lower + upper, size - 1))
-            result = result + weight * values[tuple(index)]
+        index, weight = [], np.ones(())
+        for place, ((lower, way, _), size) in enumerate(zip(axes, values.shape, strict=True)):
+            own = [1] * 3
+            own[place] = 2
+            index.append(np.stack([lower, np.minimum(lower + 1, size - 1)]).reshape(*own, *r.shape))
+            weight = weight * np.stack([1 - way, way]).reshape(*own, *r.shape)
+        result = (weight * values[tuple(index)]).reshape(8, *r.shape).sum(axis=0)
         if grows:
             if len(self.tokens) == 1:  # a single point has no slope to continue
                 result = result * np.maximum(t / self.tokens[0], 1.0)
@@ -184,9 +188,9 @@ def _bracket(points: tuple[float, ...], x: NDArray[Any], *, extend: bool = False
         return np.zeros(x.shape, dtype=int), np.zeros(x.shape), ratio
     known = np.asarray(points)
     # Never the last point, so that there is always a next one.
-    index = np.clip(np.searchsorted(known, x, side="right") - 1, 0, len(points) - 2)
-    way = (x - known[index]) / (known[index + 1] - known[index])
-    return index, np.clip(way, 0.0, None if extend else 1.0), ratio
+    index = np.minimum(np.maximum(np.searchsorted(known, x, side="right") - 1, 0), len(points) - 2)
+    way = np.maximum((x - known[index]) / (known[index + 1] - known[index]), 0.0)
+    return index, way if extend else np.minimum(way, 1.0), ratio
 
 
 def _levelled(values: NDArray[Any]) -> NDArray[Any]:

@@ -14,6 +14,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.launch import BucketLoad, Slot, message_s, next_virtual_stage
@@ -25,8 +26,7 @@ MOST_ACTIONS = 40_000
 """Actions of a window beyond which it is not built: in such long steps, draining between them costs little."""
 
 
-@dataclass(frozen=True, slots=True)
-class Span:
+class Span(NamedTuple):
     """One action on the time axis.
 
     Attributes:
@@ -139,12 +139,12 @@ def _order_faults(template: PipelineTemplate, buckets: Sequence[BucketLoad]) -> 
         left = Counter((action.bucket, action.step) for action in row if action.kind == "B")
         for action in row:
             if action.kind == "F":
-                forwarded.add((action.slot, action.chunk))
+                forwarded.add(action[1:])
                 if left[action.bucket, action.step - 1]:
                     faults.append(f"{action} comes before the end of step {action.step - 1} of its bucket")
             else:
                 left[action.bucket, action.step] -= 1
-                if (action.slot, action.chunk) not in forwarded:
+                if action[1:] not in forwarded:
                     faults.append(f"{action} comes before its forward")
         found += [f"stage {stage}: {fault}" for fault in faults]
     return found
@@ -182,7 +182,8 @@ def _run(
         now = ran[-1].end_s if ran else 0.0
         while len(ran) < len(row):
             action = row[len(ran)]
-            arrival = arrivals[device].pop((action.kind, action.slot, action.chunk), None)
+            slot = action.slot
+            arrival = arrivals[device].pop((action.kind, slot, action.chunk), None)
             if arrival is None:
                 break
             bucket = buckets[action.bucket]
@@ -201,12 +202,12 @@ def _run(
                 if taken_s:
                     sent = max(now, link_free.get((device, target[0]), 0.0)) + taken_s
                     link_free[device, target[0]] = sent
-                arrivals[target[0]][action.kind, action.slot, target[1]] = sent
+                arrivals[target[0]][action.kind, slot, target[1]] = sent
                 # What a device hands to itself it finds in this same loop.
                 if target[0] != device:
                     reached[target[0]] = None
             elif action.kind == "F":
-                arrivals[device]["B", action.slot, action.chunk] = now
+                arrivals[device]["B", slot, action.chunk] = now
             else:
                 backwards_left[action.bucket, action.step] -= 1
                 if not backwards_left[action.bucket, action.step]:

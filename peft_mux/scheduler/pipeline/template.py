@@ -28,7 +28,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.launch import BucketLoad, ListScheduler, Move, Slot, group_micro_batches
@@ -39,8 +39,7 @@ Schedule = Literal["gpipe", "1f1b", "interleaved_1f1b", "mux"]
 SCHEDULES: tuple[str, ...] = get_args(Schedule)
 
 
-@dataclass(frozen=True, slots=True)
-class Action:
+class Action(NamedTuple):
     """One forward or backward of one micro-batch through one (virtual) stage.
 
     Attributes:

@@ -30,7 +30,7 @@ from peft_mux.data.packing.passes import (
     passes_meant,
     slot_of,
 )
-from peft_mux.scheduler.costs.latency import CostModel, PassParts
+from peft_mux.scheduler.costs.latency import CostModel, PassParts, PassWork
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.planner.values import HTask, PlannedPass
 from peft_mux.scheduler.subgraphs import (
@@ -53,6 +53,7 @@ class CutHTask:
     Attributes:
         loads: the loads of its tasks.
         passes: the members of each of its P passes; none if no rows are known.
+        work: what these passes amount to.
         chains: for each chain the indices of its passes; a pass of whole rows is a chain by itself.
         forward_s: seconds of the forward of each pass on each stage, `[P, S]`.
         stage_s: seconds of each pass on each stage, forward and backward, `[P, S]`.
@@ -61,6 +62,7 @@ class CutHTask:
 
     loads: Sequence[TaskLoad]
     passes: Sequence[Sequence[Member]]
+    work: PassWork
     chains: Sequence[Sequence[int]]
     forward_s: NDArray[Any]
     stage_s: NDArray[Any]
@@ -118,9 +120,9 @@ def cut_htask(
         if len(passes) in (0, num_passes):
             break
         num_passes = len(passes)
-    forward_s, stage_s = cost.pass_times(loads, passes)
+    work = cost.pass_work(loads, passes)
     tokens = [sum(member.num_computed for member in members) for members in passes]
-    return CutHTask(loads, passes, chains_of_passes(rows, passes), forward_s, stage_s, tokens)
+    return CutHTask(loads, passes, work, chains_of_passes(rows, passes), *cost.work_times(work), tokens)
 
 
 def task_rows(load: TaskLoad) -> TaskRows:
@@ -218,7 +220,8 @@ class TurnTimes:
         Of mean passes, as few compositions of a micro-batch are then simulated, each once.
         """
         if (cut, stage) not in self._parts:
-            self._parts[cut, stage] = self.cost.pass_parts(cut.loads, cut.passes or [[]], stage=stage)
+            work = cut.work if cut.passes else self.cost.pass_work(cut.loads, [[]])
+            self._parts[cut, stage] = self.cost.pass_parts(stage, work)
         return self._parts[cut, stage]
 
     def groups_of(self, cuts: Sequence[CutHTask]) -> list[list[CutHTask]]:
@@ -272,12 +275,16 @@ class TurnTimes:
             return forward_s, stage_s - forward_s
         in_turns_s = np.zeros((2, num_slots, num_stages))
         directions: tuple[Direction, ...] = ("forward", "backward")
+        # Most micro-batches have passes of the same hTasks.
+        alike: dict[tuple[CutHTask, ...], list[int]] = {}
         for slot, passes in enumerate(slots):
+            alike.setdefault(tuple(passes), []).append(slot)
+        for passes, own in alike.items():
             tasks = [[load.name for load in cut.loads] for cut in passes]
             for stage in range(num_stages):
                 parts = [self.parts_of(cut, stage) for cut in passes]
                 for way, direction in enumerate(directions):
-                    in_turns_s[way, slot, stage] = self.action_s(tasks, parts, stage, direction)
+                    in_turns_s[way, own, stage] = self.action_s(tasks, parts, stage, direction)
         # Turns are simulated of mean passes; real ones take as much more or less as they do one after another.
         in_turns_s *= np.where(mean_s > 0, stage_s / np.where(mean_s > 0, mean_s, 1.0), 1.0)
         return in_turns_s[0], in_turns_s[1]

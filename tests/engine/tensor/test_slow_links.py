@@ -93,7 +93,7 @@ def on_machine(one: PassTime, prices: PassPrices) -> PassTime:
     """Return what passes take there, however busy this machine is."""
     if len(one.passes) > 1:
         rows = [prices._rows(own) for own in one.passes]
-        parts = [prices.cost.pass_parts(own, [whole_pass(own)]) for own in rows]
+        parts = [prices.cost.pass_parts(0, prices.cost.pass_work(own, [whole_pass(own)])) for own in rows]
         return replace(one, seconds=TurnTimes(prices.cost).group_s(parts))
     predicted = prices.of(one)
     return replace(one, seconds=predicted.total, waited_s=None if one.waited_s is None else predicted.communication)

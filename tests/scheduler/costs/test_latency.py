@@ -188,7 +188,7 @@ def test_what_the_host_takes_of_divided_layers_is_added_and_counts_as_fixed() ->
     assert after.fixed - before.fixed == pytest.approx(added_s)
     assert after[1:] == before[1:]
     assert pass_s(CostModel(known, SHAPE), [TASK]) == pass_s(CostModel(PROFILE, SHAPE), [TASK]), "nothing is divided"
-    sides = [cost.pass_parts([TASK], [whole_pass([TASK])]) for cost in (without, divided)]
+    sides = [cost.pass_parts(0, cost.pass_work([TASK], [whole_pass([TASK])])) for cost in (without, divided)]
     between = [one.attention_s + one.mlp_s for one in sides]
     assert LAYERS * (between[1] - between[0]) == pytest.approx(added_s)
 
@@ -198,7 +198,7 @@ def test_the_parts_between_sums_add_up_to_what_a_stage_computes(lowest: int) -> 
     task = replace(TASK, lowest_layer=lowest)
     cost = CostModel(PROFILE, SHAPE, num_stages=2, devices_per_stage=2, tensor_link=LINK)
     for stage, (first, last) in enumerate(((1, 0), (0, 1))):
-        parts = cost.pass_parts([task], [whole_pass([task])], stage=stage)
+        parts = cost.pass_parts(stage, cost.pass_work([task], [whole_pass([task])]))
         computed_s = 4 * (parts.attention_s + parts.mlp_s) + first * parts.first_s + last * parts.head_s
         whole = cost.stage_parts(stage, cost.pass_work([task], [whole_pass([task])]))
         assert computed_s + parts.overhead_s == pytest.approx((sum(whole) - whole.communication).item())
@@ -265,9 +265,8 @@ def test_a_loss_sums_three_numbers_a_target_and_shard_for_each_block_and_one_gra
     shape = replace(SHAPE, vocab_size=100_000)
     rows = 384  # of a block on a CPU, with half of the words on each device
     targets = 3 * rows + 1
-    parts = CostModel(replace(PROFILE, device="cpu"), shape, devices_per_stage=2, tensor_link=LINK).pass_parts(
-        [replace(TASK, num_targets=targets)], [whole_pass([TASK])]
-    )
+    cost = CostModel(replace(PROFILE, device="cpu"), shape, devices_per_stage=2, tensor_link=LINK)
+    parts = cost.pass_parts(0, cost.pass_work([replace(TASK, num_targets=targets)], [whole_pass([TASK])]))
     assert (parts.head_block_rows, parts.num_head_blocks) == (rows, 4)
     assert parts.head_sum_s == pytest.approx(2 * LINK.transfer_s(targets / 4 * 3 * 2 * 4 / 2))
     assert parts.head_gradient_sum_s == pytest.approx(2 * LINK.transfer_s(targets * 64 * 4 / 2))

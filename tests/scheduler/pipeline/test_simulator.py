@@ -163,13 +163,13 @@ def test_a_template_with_a_dropped_doubled_or_changed_action_is_refused(
         row.insert(at, row[at])
         message = f"{victim} is there 2 times"
     elif fault == "foreign":
-        row[at] = dataclasses.replace(row[at], bucket=len(buckets))
+        row[at] = row[at]._replace(bucket=len(buckets))
         message = f"{row[at]} is not of these buckets"
     elif fault == "turned":
-        row[at] = dataclasses.replace(row[at], kind="B" if row[at].kind == "F" else "F")
+        row[at] = row[at]._replace(kind="B" if row[at].kind == "F" else "F")
         message = f"{victim} is missing"
     else:
-        row[at] = dataclasses.replace(row[at], stage=stage + 1)
+        row[at] = row[at]._replace(stage=stage + 1)
         message = f"{victim} belongs to stage {stage + 1}"
     broken = corrupted(template, stage, row)
     with pytest.raises(ValueError, match=rf"template cannot be run(.|\n)*stage {stage}: {message}"):
@@ -185,11 +185,7 @@ def test_a_template_with_a_backward_before_its_forward_is_refused(
     stage = data.draw(st.integers(0, template.num_stages - 1))
     row = list(template.actions[stage])
     forward = row[data.draw(st.integers(0, len(row) - 1))]
-    places = [
-        index
-        for index, action in enumerate(row)
-        if dataclasses.replace(action, kind="F") == dataclasses.replace(forward, kind="F")
-    ]
+    places = [index for index, action in enumerate(row) if action._replace(kind="F") == forward._replace(kind="F")]
     row[places[0]], row[places[1]] = row[places[1]], row[places[0]]
     with pytest.raises(ValueError, match=f"stage {stage}: {row[places[0]]} comes before its forward"):
         simulate(corrupted(template, stage, row), buckets)
