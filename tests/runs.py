@@ -57,7 +57,7 @@ class Acts(TrainerCallback):
     """Does something at an event, at one step or at each.
 
     Args:
-        act: gets what the event tells, by name.
+        act: gets the facts of the event, by name.
         event: name of the method.
         step: of the task or of the run, whichever has this callback.
     """

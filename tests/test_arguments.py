@@ -110,7 +110,7 @@ ELSEWHERE = {
     "tf32": "TrainingArguments itself, where there is a GPU",
     "liger_kernel_config": "read where Liger runs, on a GPU",
     "hub_token hub_private_repo hub_model_id hub_revision hub_strategy hub_always_push": "uploads of push_to_hub",
-    "local_rank": "the launcher's, which tells it by the environment",
+    "local_rank": "the launcher's, set through the environment",
     "gradient_checkpointing gradient_checkpointing_kwargs": "older names, copied to the new ones",
 }
 """Honoured fields that a run of one process without loggers has no need of, and who reads them."""

@@ -156,11 +156,11 @@ def test_what_the_user_of_the_run_asks_for_passes() -> None:
 
 @pytest.mark.parametrize("fails", [False, True])
 def test_the_listener_gets_how_long_it_took_whether_it_failed_or_not(fails: bool) -> None:
-    told: list[tuple[str, str, float]] = []
-    with suppress(UserCodeError), guard_user_code("own", "callback", lambda *facts: told.append(facts)):
+    calls: list[tuple[str, str, float]] = []
+    with suppress(UserCodeError), guard_user_code("own", "callback", lambda *facts: calls.append(facts)):
         if fails:
             raise ValueError
-    ((task, what, seconds),) = told
+    ((task, what, seconds),) = calls
     assert (task, what) == ("own", "callback")
     assert seconds >= 0
 

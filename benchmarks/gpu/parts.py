@@ -39,7 +39,7 @@ class Planned(NamedTuple):
         name: name of the part.
         estimated_s: seconds that it is computed to take on an H100.
         run: yields its rows.
-        is_check: whether it tells right from wrong.
+        is_check: whether it can fail.
     """
 
     name: str

@@ -42,7 +42,7 @@ class Part:
         name: name of the part in the report.
         estimated_s: seconds that it is computed to take.
         run: yields rows; ends early, with a row "note", where its deadline is near.
-        is_check: whether it tells right from wrong, so that leaving it out is a fault.
+        is_check: whether it can fail, so that leaving it out is a fault.
     """
 
     name: str
@@ -113,7 +113,7 @@ class Report:
 
     def _run(self, part: Part, entry: dict[str, Any], deadline: Deadline) -> None:
         start_s = self.clock()
-        self.save()  # a run that is cut off tells in which part
+        self.save()  # a run that is cut off shows in which part
         try:
             for name, value in part.run(deadline):
                 entry["rows"][name] = value

@@ -101,10 +101,10 @@ def two_stages(settings: Settings, data: Path = SHARED_DATA / "lobra") -> list[R
         spread = dispatch(plan.groups, bucket_boundaries(lengths, limits=limits), inputs.model)
         once_s.append(time.perf_counter() - start)
         start = time.perf_counter()
-        anew = plan_deployment(lengths, len(lengths), NUM_GPUS, inputs.model)
+        planned = plan_deployment(lengths, len(lengths), NUM_GPUS, inputs.model)
         anew_s.append(time.perf_counter() - start)
         steps_s.append(spread.makespan_s)
-        ratios.append(spread.makespan_s / anew.expected_step_s)
+        ratios.append(spread.makespan_s / planned.expected_step_s)
     return [
         Row("f", "L Fig. 10, seconds of two stages over those of Eq. 1, 7B, 16 GPUs: worst step", "within 15 %",
             max(ratios), "x", f"median {statistics.median(ratios):.3f} of {len(ratios)} steps"),

@@ -77,7 +77,7 @@ class MixTask:
 
 @dataclass(frozen=True, slots=True)
 class Measurement:
-    """What a child process tells.
+    """What a child process reports.
 
     Attributes:
         steps_s: seconds of each step.

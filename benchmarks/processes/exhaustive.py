@@ -76,8 +76,8 @@ def print_table(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     for layout in dict.fromkeys(row["layout"] for row in rows):
         ratios = [row["own_s"] / row["best_s"] for row in rows if row["layout"] == layout]
         summary[layout] = {"median": statistics.median(ratios), "worst": max(ratios)}
-        told = ", ".join(f"{name} {value:.3f} (goal {GOALS[name]:.2f})" for name, value in summary[layout].items())
-        print(f"{layout}: own over best: {told}")
+        text = ", ".join(f"{name} {value:.3f} (goal {GOALS[name]:.2f})" for name, value in summary[layout].items())
+        print(f"{layout}: own over best: {text}")
     return summary
 
 

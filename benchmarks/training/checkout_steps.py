@@ -19,7 +19,7 @@ from typing import Any
 def main() -> None:
     """Train as many steps as the first line that is read says."""
     checkout, root, mix, *shape = sys.argv[1:]
-    # What a run tells its user goes elsewhere than the answers.
+    # What a run prints goes elsewhere than the answers.
     answers, sys.stdout = sys.stdout, sys.stderr
     warnings.simplefilter("ignore")
     # The package comes first: next to the benchmarks of ROOT there is another one.

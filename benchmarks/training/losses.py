@@ -253,7 +253,7 @@ def in_turn(loss: str, options: argparse.Namespace) -> Measured:
             )
             before = resident_mib()
             trainer.train()
-        # The first task tells: later ones begin with what it has left.
+        # The first task counts: later ones begin with what it has left.
         growth = growth or peak_mib() - before
         step_s += min(end - start for start, end in zip(watch.begins[1:], watch.begins[2:], strict=False))
         first.append(losses[0].item())

@@ -151,10 +151,10 @@ def check_equal_work(losses: dict[str, dict[str, list[float]]]) -> None:
     Raises:
         UnequalWorkError: naming the first difference of each contender.
     """
-    # The floor tells its first step only, so it is no reference as long as there is another one.
+    # The floor reports its first step only, so it is no reference as long as there is another one.
     reference_name, *others = sorted(losses, key=lambda name: name == "floor")
     faults = [
-        f"{name} tells {len(values)} losses of {task}, fewer than the {_num_compared_steps(name)} it should"
+        f"{name} reports {len(values)} losses of {task}, fewer than the {_num_compared_steps(name)} it should"
         for name, by_task in losses.items()
         for task, values in by_task.items()
         if len(values) < _num_compared_steps(name)

@@ -365,7 +365,7 @@ def test_metrics_of_a_broken_disk_are_counted(tmp_path: Path) -> None:
         acts = {2: lambda _: limit(600), 4: lambda _: limit(None)}
         attacks.train(two_tasks(), tmp_path, at_begin=acts, **SAVING)
     lines = (tmp_path / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
-    told = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
-    assert [record["event"] for record in told].count("save_failed") >= 1 or any(
-        record["event"] == "records_lost" for record in told
+    records = [json.loads(line) for line in lines if line.startswith("{") and line.endswith("}")]
+    assert [record["event"] for record in records].count("save_failed") >= 1 or any(
+        record["event"] == "records_lost" for record in records
     )

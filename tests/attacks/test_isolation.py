@@ -97,8 +97,8 @@ def assert_failed(run: Outcome, attack: Attack, folder: Path) -> None:
     assert re.search(attack.blames, reason, re.IGNORECASE | re.DOTALL), reason
     weights = lab.weights(run.trainer, ATTACKED)
     assert all(torch.isfinite(weight).all() for weight in weights.values()), "its last good adapter is lost"
-    told = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
-    ends = [record["status"] for record in told if record["event"] == "status" and record["task"] == ATTACKED]
+    records = [json.loads(line) for line in (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()]
+    ends = [record["status"] for record in records if record["event"] == "status" and record["task"] == ATTACKED]
     assert "succeeded" not in ends
     line = next(line for line in run.trainer.report().splitlines() if ATTACKED in line)
     assert status.split("_")[0] in line, line

@@ -1,4 +1,4 @@
-"""A run that continues with more steps, with other rates from here on, with tasks added and dropped; all of it told."""
+"""A run that continues with more steps, other rates, and tasks added and dropped; all of it is reported."""
 
 from __future__ import annotations
 

@@ -308,10 +308,11 @@ def test_a_key_or_a_section_that_stands_twice_is_one_fault_with_its_line(folder:
 
 
 @pytest.mark.parametrize(
-    ("what", "told"), [("absent.yaml", r"file must be .*does not exist(.|\n)*peft-mux init"), (".", "cannot be read")]
+    ("what", "message"),
+    [("absent.yaml", r"file must be .*does not exist(.|\n)*peft-mux init"), (".", "cannot be read")],
 )
-def test_a_file_that_cannot_be_read_is_named(what: str, told: str, folder: Path) -> None:
-    with pytest.raises(ConfigError, match=told):
+def test_a_file_that_cannot_be_read_is_named(what: str, message: str, folder: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
         read_config(folder / what)
 
 
@@ -339,7 +340,7 @@ def test_a_dollar_in_a_token_or_in_the_value_of_a_variable_is_part_of_the_secret
 
 
 @pytest.mark.parametrize(
-    ("override", "told"),
+    ("override", "message"),
     [
         ("run.hub_token=${MUX_TOKEN}", "got ${MUX_TOKEN}, an environment variable that is not set"),
         ("model_init_kwargs.token=${MUX_EMPTY}", "got ${MUX_EMPTY}, an environment variable that is not set"),
@@ -355,7 +356,7 @@ def test_a_dollar_in_a_token_or_in_the_value_of_a_variable_is_part_of_the_secret
     ],
 )
 def test_a_variable_that_is_not_set_or_stands_elsewhere_is_refused_with_its_field(
-    override: str, told: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+    override: str, message: str, folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.delenv("MUX_TOKEN", raising=False)
     monkeypatch.setenv("MUX_EMPTY", "")
@@ -364,7 +365,7 @@ def test_a_variable_that_is_not_set_or_stands_elsewhere_is_refused_with_its_fiel
         read(folder, override)
     (fault,) = refusal.value.faults
     assert fault.where.endswith(f" {override.partition('=')[0]}")
-    assert told in str(fault)
+    assert message in str(fault)
     assert "hf_abc" not in str(refusal.value)
     assert "$MUX_SET" not in str(refusal.value)
 
@@ -403,9 +404,9 @@ def test_aliases_that_stand_for_billions_of_values_are_refused() -> None:
     [("yes", "true or false"), ("on", "true or false"), ("null", "nothing"), ("~", "nothing"), ("1", "a number")],
 )
 def test_a_key_that_yaml_reads_as_another_value_shall_be_quoted(tmp_path: Path, key: str, meant: str) -> None:
-    told = refusal(tmp_path, f"model: m\ntasks:\n  {key}: {{dataset: rows.jsonl}}\n")
-    assert f"tasks.yaml:3 tasks.{key} must be a name, got a key that YAML reads as {meant}" in told
-    assert f'Write it in quotes: "{key}".' in told
+    message = refusal(tmp_path, f"model: m\ntasks:\n  {key}: {{dataset: rows.jsonl}}\n")
+    assert f"tasks.yaml:3 tasks.{key} must be a name, got a key that YAML reads as {meant}" in message
+    assert f'Write it in quotes: "{key}".' in message
 
 
 def test_a_quoted_key_is_a_name(tmp_path: Path) -> None:
@@ -439,6 +440,6 @@ def test_rows_that_are_not_utf_8_are_refused_by_file_line_and_remedy(tmp_path: P
     (tmp_path / name).write_bytes((header + plain + row).encode("latin1"))
     line = 3 if header else 2
     text = f"model: m\nrun: {{use_cpu: true}}\ntasks:\n  own: {{dataset: {name}, max_steps: 1}}\n"
-    told = shell.refused("train", write(tmp_path, text))
-    assert f"tasks.yaml:4 tasks.own.dataset must be UTF-8 text, got {name} line {line}, byte 0xe9." in told
-    assert f"iconv -f latin1 -t utf-8 {name}" in told
+    message = shell.refused("train", write(tmp_path, text))
+    assert f"tasks.yaml:4 tasks.own.dataset must be UTF-8 text, got {name} line {line}, byte 0xe9." in message
+    assert f"iconv -f latin1 -t utf-8 {name}" in message

@@ -72,15 +72,15 @@ WRONG_NUMBERS = [
 
 
 @pytest.mark.parametrize(
-    ("form", "row", "told"),
+    ("form", "row", "message"),
     [(TAGGED_ROWS, *case) for case in WRONG_CLASSES] + [(LANGUAGE_ROWS, *case) for case in WRONG_NUMBERS],
 )
 def test_wrong_classes_and_numbers_of_tokens_are_named_by_row_and_column(
-    form: Any, row: dict[str, Any], told: str
+    form: Any, row: dict[str, Any], message: str
 ) -> None:
     with pytest.raises(DataError, match="row 0 column") as error:
         sequence(row, form, num_labels=3)
-    assert told in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize("ignored", [{"labels": [1, -100, 2, 3]}, {"completion_mask": [1, 0, 1, 1]}])

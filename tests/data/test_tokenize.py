@@ -284,7 +284,7 @@ def test_tasks_that_are_tokenised_in_several_threads_keep_their_own_limits() -> 
 def test_all_faults_are_reported_together_up_to_ten() -> None:
     with pytest.raises(DataError) as caught:
         tokenised([{"text": "the"}] + [{"text": None}] * 30, words_tokenizer())
-    assert str(caught.value).count("column text") == 1, "one fault is told once, with its rows"
+    assert str(caught.value).count("column text") == 1, "one fault is reported once, with its rows"
     assert "row 1 column text" in str(caught.value)
     assert "The same in rows 2, 3, 4, 5, 6, 7, 8, 9, 10." in str(caught.value)
     assert str(caught.value).endswith("(and perhaps more)")

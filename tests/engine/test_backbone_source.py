@@ -83,9 +83,9 @@ def test_the_code_of_a_tokenizer_does_not_run_either(
         "tasks: {own: {dataset: rows.jsonl, max_steps: 1}}\n"
     )
     assert main(["plan", str(tmp_path / "tasks.yaml")]) == 2
-    told = capsys.readouterr().err
-    assert 'error: tokenizer "' in told
-    assert "trust_remote_code" in told
+    stderr = capsys.readouterr().err
+    assert 'error: tokenizer "' in stderr
+    assert "trust_remote_code" in stderr
     assert not (tmp_path / "ran").exists()
 
 

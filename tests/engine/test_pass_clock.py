@@ -22,7 +22,7 @@ def test_a_pass_is_timed_with_the_rows_of_each_of_its_tasks() -> None:
     # The first token of a sequence is predicted by none.
     assert one.passes == ((TaskInPass("a", (5, 3), 6), TaskInPass("b", (4,), 3)),)
     assert times.span_s >= one.seconds >= 0.002
-    assert clock.take().passes == (), "a step is told of once"
+    assert clock.take().passes == (), "a step is reported once"
 
 
 def test_what_a_pass_waits_for_sums_is_separated_if_it_is_known() -> None:

@@ -173,9 +173,9 @@ def main() -> int:
         if given.write:
             store(given.write, {name: one for name, one in after.items() if name != RESUMED}, root / "after" / HALF)
     found = {} if before is None else dict(verdicts(before, after))
-    for name, told in found.items():
-        print(f"{name:<24}  {told}")
-    return int(any(told != EQUAL for told in found.values()))
+    for name, verdict in found.items():
+        print(f"{name:<24}  {verdict}")
+    return int(any(verdict != EQUAL for verdict in found.values()))
 
 
 if __name__ == "__main__":

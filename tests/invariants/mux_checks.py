@@ -135,8 +135,8 @@ def _check_failed(poisoned: Run, healthy: Run, failed_at: int) -> None:
     assert "non_finite" in run.reason
     assert run.step == failed_at
     # After the last step, a closing forward pass gives the loss, which no step records.
-    told = "gradient" in run.reason or "after the last step" in run.reason
-    assert told or not math.isfinite(poisoned.losses["b"][-1])
+    is_reported = "gradient" in run.reason or "after the last step" in run.reason
+    assert is_reported or not math.isfinite(poisoned.losses["b"][-1])
     final = poisoned.weights("b")
     assert all(torch.isfinite(weight).all() for weight in final.values())
     # The last weights whose loss and gradients were all finite: those that the step before began with.

@@ -45,7 +45,7 @@ def test_one_bit_of_one_loss_is_a_difference() -> None:
 
 
 @pytest.mark.parametrize(
-    ("other", "told"),
+    ("other", "verdict"),
     [
         ({"statuses": {"a": "failed"}}, "/statuses/a: 'succeeded' before, 'failed' after"),
         ({"statuses": {}}, "/statuses/a: only before"),
@@ -57,8 +57,8 @@ def test_one_bit_of_one_loss_is_a_difference() -> None:
         ({"more": 1}, "trains to the same bits, but /more: only after"),
     ],
 )
-def test_every_kind_of_difference_is_reported(other: dict[str, Any], told: str) -> None:
-    assert dict(verdicts({"one": shown()}, {"one": changed(**other)})) == {"one": told}
+def test_every_kind_of_difference_is_reported(other: dict[str, Any], verdict: str) -> None:
+    assert dict(verdicts({"one": shown()}, {"one": changed(**other)})) == {"one": verdict}
 
 
 def test_long_values_are_reported_in_short() -> None:

@@ -93,8 +93,8 @@ def test_tasks_that_are_not_finite_keep_their_bits_and_the_others_step(verdict: 
     joint = Joint(list(TASKS))
     joint.step(0)
     before = [[tensor.clone() for tensor in page] for page in joint.pages["decaying"]]
-    told = joint.step(1, {"decaying": verdict})
-    assert str((told[0][1], told[1][1])) == str(verdict)
+    outcomes = joint.step(1, {"decaying": verdict})
+    assert str((outcomes[0][1], outcomes[1][1])) == str(verdict)
     for page, kept in zip(joint.pages["decaying"], before, strict=True):
         assert all(torch.equal(page[index], kept[index]) for index in (0, 2, 3, 4))
         assert page[1].any(), "its gradient is kept for inspection"

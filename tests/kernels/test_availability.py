@@ -76,11 +76,11 @@ def test_a_launch_that_fails_leaves_the_card_to_torch_with_one_warning(
 ) -> None:
     tried = stub_trial(monkeypatch, error)
     cause = (str(error) or "no message").splitlines()[0]
-    with pytest.warns(UserWarning, match="computed in torch, task by task") as told:
+    with pytest.warns(UserWarning, match="computed in torch, task by task") as caught:
         answers = [availability.runs_kernels(CUDA) for _ in range(2)]
     assert answers == [False, False]
-    assert len(told) == len(tried) == 1
-    assert f"({type(error).__name__}: {cause})" in str(told[0].message)
+    assert len(caught) == len(tried) == 1
+    assert f"({type(error).__name__}: {cause})" in str(caught[0].message)
 
 
 @needs_triton

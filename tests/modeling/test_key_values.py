@@ -232,13 +232,13 @@ def test_models_in_which_every_token_sees_every_other_are_refused() -> None:
 def test_a_kernel_for_varying_lengths_gets_the_keys_of_each_part(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     work = step_work(LENGTHS, is_split=True)
     wanted = run(mux_model(shape), work)
-    told = one_call(monkeypatch)
+    calls = one_call(monkeypatch)
     check_equal(run(mux_model(shape), work), wanted, 1e-5)
     before = {"llama": (32, 64), "mistral": (WINDOW - 1, WINDOW - 1)}[shape]
     chain = work.micro_batches[:3]
     assert [micro_batch.parts[0].start for micro_batch in chain] == [0, 32, 64]
     for pass_number, extra in enumerate((0, *before)):
-        queries, keys = told[3 * pass_number][:2]
+        queries, keys = calls[3 * pass_number][:2]
         assert queries == list(chain[pass_number].sequence_lengths)
         assert keys == [queries[0] + extra, *queries[1:]]
 

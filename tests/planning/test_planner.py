@@ -353,7 +353,7 @@ def test_what_no_pipeline_can_hold_is_refused_with_a_fix(tmp_path: Path, monkeyp
 
 
 @pytest.mark.parametrize(
-    ("is_here", "has_triton", "reason", "told"),
+    ("is_here", "has_triton", "reason", "words"),
     [
         (True, True, None, None),
         (True, True, "a trial kernel cannot be launched", "a trial kernel cannot be launched"),
@@ -365,7 +365,7 @@ def test_a_plan_says_why_kernels_will_not_run(
     is_here: bool,
     has_triton: bool,
     reason: str | None,
-    told: str | None,
+    words: str | None,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
@@ -374,7 +374,7 @@ def test_a_plan_says_why_kernels_will_not_run(
     monkeypatch.setattr("peft_mux.planning.planner.has_triton", lambda: has_triton)
     monkeypatch.setattr("peft_mux.planning.planner.reason_against_kernels", lambda device: reason)
     notes = planner_of(trainer).plan(list(trainer.table), devices="1xA40").notes
-    wanted = [] if told is None else [f"adapters are computed task by task with torch, as {told}"]
+    wanted = [] if words is None else [f"adapters are computed task by task with torch, as {words}"]
     assert [note for note in notes if "adapters are computed" in note] == wanted
 
 

@@ -108,16 +108,16 @@ def test_backward_passes_stop_at_the_lowest_adapter_but_where_launches_are_repla
 def test_an_old_card_computes_without_kernels_and_says_why(found: Found) -> None:
     seen = seen_of(found, "an old card")
     assert seen["launches"] == {}
-    (told,) = [message for message in seen["said"] if "Triton" in message]
-    assert "Tesla T4 has compute capability 7.5, but they need 8.0" in told
+    (warning,) = [message for message in seen["said"] if "Triton" in message]
+    assert "Tesla T4 has compute capability 7.5, but they need 8.0" in warning
     assert slower_attention(seen) == ["the GPU is older than compute capability 8.0"]
 
 
 def test_without_a_driver_training_continues_in_torch_and_says_why(found: Found) -> None:
     seen = seen_of(found, "no driver, plain AdamW")
     assert seen["launches"] == {}
-    (told,) = [message for message in seen["said"] if "Triton" in message]
-    assert "a trial kernel cannot be launched (RuntimeError: 0 active drivers" in told
+    (warning,) = [message for message in seen["said"] if "Triton" in message]
+    assert "a trial kernel cannot be launched (RuntimeError: 0 active drivers" in warning
 
 
 def test_bottlenecks_run_on_the_kernels_of_lora(found: Found) -> None:

@@ -20,7 +20,7 @@ LONG, SHORT = rows(1, 20, 40, 40), rows(2, 4, 9, 9)
 MASKED = {"input_ids": [1, 2, 3], "labels": [-100] * 3}
 
 
-def told(folder: Path) -> list[dict[str, Any]]:
+def data_records(folder: Path) -> list[dict[str, Any]]:
     return run_records(folder, "data")
 
 
@@ -60,7 +60,7 @@ def test_a_run_says_at_its_start_what_it_trains_on_without_being_asked_for_a_pla
     trainer, _ = warned(task, tmp_path, overlong_policy="drop", disable_tqdm=False)
     trainer.train()
     assert "tasks.own.train_dataset: 20 of 24 rows longer than 16 left out" in capsys.readouterr().out
-    records = {(record["task"], record["split"]): record for record in told(tmp_path)}
+    records = {(record["task"], record["split"]): record for record in data_records(tmp_path)}
     assert records.keys() == {("other", "train_dataset"), ("own", "train_dataset"), ("own", "eval_dataset")}
     own = records["own", "train_dataset"]
     assert (own["num_rows"], own["num_kept"], own["num_dropped_long"], own["limit"]) == (24, 4, 20, 16)
@@ -68,7 +68,7 @@ def test_a_run_says_at_its_start_what_it_trains_on_without_being_asked_for_a_pla
     assert own["num_tokens"] == 4 * 9
     trainer.table["own"].num_steps += 1  # trained on, nothing is reported again
     trainer.train()
-    assert len(told(tmp_path)) == 3
+    assert len(data_records(tmp_path)) == 3
 
 
 def test_the_rows_of_an_arrival_are_reported_when_it_begins(tmp_path: Path) -> None:
@@ -77,7 +77,7 @@ def test_the_rows_of_an_arrival_are_reported_when_it_begins(tmp_path: Path) -> N
     trainer = make_trainer([small_task("other", data_seed=1, max_steps=4)], tmp_path, recorder=recorder)
     with pytest.warns(UserWarning, match=r"tasks\.own\.train_dataset: 20 of 24 rows cut"):
         trainer.train()
-    assert [(record["task"], record["run_step"]) for record in told(tmp_path)] == [("other", 0), ("own", 2)]
+    assert [(record["task"], record["run_step"]) for record in data_records(tmp_path)] == [("other", 0), ("own", 2)]
 
 
 def test_a_stream_is_reported_of_with_its_first_row_left_out_and_in_the_end(
@@ -93,7 +93,7 @@ def test_a_stream_is_reported_of_with_its_first_row_left_out_and_in_the_end(
     trainer, lines = warned(own_task(Rows()), tmp_path, overlong_policy="drop")
     assert lines == [], "its first rows are whole"
     trainer.train()
-    own = [record for record in told(tmp_path) if record["task"] == "own"]
+    own = [record for record in data_records(tmp_path) if record["task"] == "own"]
     assert [(record["run_step"], record["num_rows"], record["num_dropped_long"]) for record in own] == [
         (0, 4, 0),
         (1, 10, 2),
@@ -119,4 +119,4 @@ def test_of_many_tasks_that_lose_rows_the_sum_is_reported_in_two_lines_and_a_pla
     assert len(told_lines) == 2
     assert "98 cut, 13 left out without targets" in told_lines[0]
     assert "tasks.t00.train_dataset: 1 of 5 rows without targets left out" in told_lines[1]
-    assert {record["task"] for record in told(tmp_path)} == {task.name for task in tasks}, "the file has each"
+    assert {record["task"] for record in data_records(tmp_path)} == {task.name for task in tasks}, "the file has each"

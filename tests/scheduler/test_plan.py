@@ -110,11 +110,11 @@ def test_a_plan_says_what_its_steps_take_one_task_after_another_and_together() -
 
 
 def test_a_task_is_explained_with_its_company_and_its_share() -> None:
-    told = a_plan().explain("sql")
-    assert told.startswith("sql shares its passes with tales (hTask 1 of 2).")
-    assert "2 passes of about 150 tokens" in told
-    assert "1 s of the step's 1.25 s" in told
-    assert "it trains 100 parameters" in told.lower()
+    text = a_plan().explain("sql")
+    assert text.startswith("sql shares its passes with tales (hTask 1 of 2).")
+    assert "2 passes of about 150 tokens" in text
+    assert "1 s of the step's 1.25 s" in text
+    assert "it trains 100 parameters" in text.lower()
     assert "has its passes to itself" in a_plan().explain("sums")
     assert a_plan().explain("late") == "late waits: 0.10 GiB too much next to sql; runs when others end"
 

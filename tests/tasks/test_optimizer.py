@@ -186,7 +186,7 @@ def assert_same_run(found: Run, wanted: Run) -> None:
 
 @pytest.mark.usefixtures("two_pages")
 def test_a_joint_step_leaves_the_bits_of_single_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Weights, moments and counters after each step; the tasks differ in all that an optimizer can be told."""
+    """Weights, moments and counters after each step; the tasks differ in every option of an optimizer."""
     single = train(of_all_kinds(), tmp_path / "single")
     joint = Joint(monkeypatch)
     with monkeypatch.context() as patch, warnings.catch_warnings():

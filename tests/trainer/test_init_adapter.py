@@ -51,8 +51,8 @@ def test_the_reference_is_the_adapter_or_the_backbone_and_the_banner_says_which(
     losses = lab.train(tasks, tmp_path / "run").losses
     assert losses["own"][0] == pytest.approx(math.log(2), abs=1e-6), "at first it is its own reference"
     assert abs(losses["bare"][0] - math.log(2)) > 1e-3
-    told = f"begins   own from {start}, reference: this adapter; bare from {start}, reference: the backbone; sft from"
-    assert told in capsys.readouterr().out
+    line = f"begins   own from {start}, reference: this adapter; bare from {start}, reference: the backbone; sft from"
+    assert line in capsys.readouterr().out
 
 
 def test_a_task_resumes_with_the_reference_that_it_began_with(tmp_path: Path) -> None:

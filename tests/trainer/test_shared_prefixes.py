@@ -93,8 +93,8 @@ def test_an_evaluation_shares_and_comes_to_the_same(tmp_path: Path, monkeypatch:
 
 
 def test_the_plan_says_how_many_tokens_are_computed(tmp_path: Path) -> None:
-    told = str(lab.make_trainer(tasks(), tmp_path).plan()).splitlines()
-    shares = {line.split()[0]: line for line in told if "prefix sharing: computes" in line}
+    lines = str(lab.make_trainer(tasks(), tmp_path).plan()).splitlines()
+    shares = {line.split()[0]: line for line in lines if "prefix sharing: computes" in line}
     assert shares.keys() == {"a", "c"}
     assert "computed" not in str(lab.make_trainer(tasks(), tmp_path, share_prefixes=False).plan())
 
@@ -115,8 +115,8 @@ def test_rows_that_share_no_prefix_have_the_bits_of_a_run_that_never_looks_and_r
         lab.assert_bit_identical(looks, never, name)
     dropped = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1)
     own = [task("a", lab.rows(2, 10, 20, 30), config=dropped)]
-    told = [remarks(lab.make_trainer(own, tmp_path, share_prefixes=share))["a"] for share in ("auto", True, False)]
-    assert [bool(text) for text in told] == [False, True, False]
+    remarked = [remarks(lab.make_trainer(own, tmp_path, share_prefixes=share))["a"] for share in ("auto", True, False)]
+    assert [bool(text) for text in remarked] == [False, True, False]
 
 
 def test_a_task_that_arrives_shares_as_one_that_was_there(tmp_path: Path) -> None:

@@ -44,7 +44,7 @@ def at_steps(**acts: Any) -> Recorder:
     return Recorder(at_begin={int(name.removeprefix("step_")): act for name, act in acts.items()})
 
 
-def told(tasks: list[Any], folder: Path, diary: Diary, recorder: Recorder | None = None, **arguments: Any) -> Any:
+def trained(tasks: list[Any], folder: Path, diary: Diary, recorder: Recorder | None = None, **arguments: Any) -> Any:
     """Train tasks with a diary, and return the trainer."""
     trainer = make_trainer(tasks, folder, recorder=recorder, **arguments)
     trainer.add_callback(diary)
@@ -56,7 +56,7 @@ def test_tasks_that_begin_and_end_are_reported_once_when_their_adapter_is_on_the
     on_disk: list[bool] = []
     diary = Diary("on_task_end a", lambda _: on_disk.append((tmp_path / "a/adapter_model.safetensors").is_file()))
     tasks = [small_task("a", data_seed=1, max_steps=3), small_task("b", data_seed=2, max_steps=5)]
-    trainer = told(tasks, tmp_path, diary, save_strategy="steps")
+    trainer = trained(tasks, tmp_path, diary, save_strategy="steps")
     assert diary.of("a") == [(0, "on_task_begin"), (3, "on_task_end")]
     assert diary.of("b") == [(0, "on_task_begin"), (5, "on_task_end")]
     assert on_disk == [True]
@@ -88,7 +88,7 @@ def test_no_event_comes_before_training_and_a_plain_callback_may_have_a_single_e
 
 def test_a_task_that_fails_is_reported_with_its_reason_and_the_others_end(tmp_path: Path) -> None:
     diary = Diary()
-    told(small_tasks("good", "bad", max_steps=5), tmp_path, diary, Recorder(at_begin={3: poison("bad")}))
+    trained(small_tasks("good", "bad", max_steps=5), tmp_path, diary, Recorder(at_begin={3: poison("bad")}))
     assert [event for _, event in diary.of("bad")] == ["on_task_begin", "on_task_fail"]
     assert [event for _, event in diary.of("good")] == ["on_task_begin", "on_task_end"]
     (failed,) = [fact for fact in diary.facts if fact["event"] == "on_task_fail"]
@@ -104,7 +104,7 @@ def test_arrivals_pauses_and_departures_are_reported_in_their_order(tmp_path: Pa
         step_7=lambda trainer: trainer.remove_task("late"),
     )
     diary = Diary()
-    told([small_task("own", data_seed=1, max_steps=9)], tmp_path, diary, recorder, save_strategy="steps")
+    trained([small_task("own", data_seed=1, max_steps=9)], tmp_path, diary, recorder, save_strategy="steps")
     assert diary.of("late") == [
         (2, "on_task_register"),
         (2, "on_task_begin"),
@@ -118,7 +118,7 @@ def test_arrivals_pauses_and_departures_are_reported_in_their_order(tmp_path: Pa
 
 def test_plans_are_reported_when_steps_follow_another_one(tmp_path: Path) -> None:
     diary = Diary()
-    told([small_task("a", data_seed=1, max_steps=2), small_task("b", data_seed=2, max_steps=4)], tmp_path, diary)
+    trained([small_task("a", data_seed=1, max_steps=2), small_task("b", data_seed=2, max_steps=4)], tmp_path, diary)
     plans = [(fact["before"], fact["plan"]) for fact in diary.facts if fact["event"] == "on_plan"]
     assert [step for step, event, _ in diary.lines if event == "on_plan"] == [0, 2]
     assert [sorted(name for htask in plan.htasks for name in htask.tasks) for _, plan in plans] == [["a", "b"], ["b"]]
@@ -154,7 +154,7 @@ def test_a_run_continues_with_what_is_registered_when_its_last_task_has_failed_b
 def test_a_callback_may_end_the_run_when_a_task_has_ended(tmp_path: Path) -> None:
     diary = Diary("on_task_end a", lambda control: setattr(control, "should_training_stop", True))
     tasks = [small_task("a", data_seed=1, max_steps=2), small_task("b", data_seed=2)]
-    trainer = told(tasks, tmp_path, diary)
+    trainer = trained(tasks, tmp_path, diary)
     assert trainer.task_statuses == {"a": "succeeded", "b": "running"}
     assert trainer.table["b"].step == 2
 
@@ -163,7 +163,7 @@ def test_what_a_callback_of_the_run_raises_ends_the_run_after_every_task_was_sav
     fail = raising(ValueError("no such mailbox"))
     tasks = [*small_tasks("a", "b", max_steps=2), small_task("c", data_seed=3, max_steps=6)]
     with pytest.raises(ValueError, match="no such mailbox"):
-        told(tasks, tmp_path / "run", Diary("on_task_end a", fail), save_strategy="steps", save_steps=1)
+        trained(tasks, tmp_path / "run", Diary("on_task_end a", fail), save_strategy="steps", save_steps=1)
     statuses = run_records(tmp_path / "run", "status")
     assert [line["task"] for line in statuses if line["status"] == "succeeded"] == ["a", "b"]
     assert all((tmp_path / "run" / name / "adapter_model.safetensors").is_file() for name in "ab")

@@ -76,7 +76,7 @@ def _step(executor: Any, workload: Any, step: int) -> dict[str, dict[str, torch.
 
 
 def _nan_isolation(executor: Any, workload: Any) -> dict[str, Any]:
-    """Replay a step with one task's weights NaN: its loss tells, and nothing else does."""
+    """Replay a step with one task's weights NaN: its loss shows it, and nothing else changes."""
     poisoned = workload.tasks[1].name
     for page in executor.model.registry.slab_of(poisoned).pages:
         page.values.data.fill_(float("nan"))

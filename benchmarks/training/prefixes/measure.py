@@ -166,8 +166,8 @@ def _in_turn_s(name: str, set_up: SetUp, model: ModelSpec, num_tasks: int, losse
     """Return the seconds of a step of all tasks by another trainer, whose first losses have to be those of `losses`."""
     workload, _ = workload_of(set_up, num_tasks, WARM_STEPS)
     run = _OTHERS[name](model.build, workload, True)
-    told = [{task: own[step] for task, own in run.losses.items()} for step in range(len(losses))]
-    _compare(set_up.name, name, losses[:1], told[:1])
+    losses_of_run = [{task: own[step] for task, own in run.losses.items()} for step in range(len(losses))]
+    _compare(set_up.name, name, losses[:1], losses_of_run[:1])
     return run.steps_s / (WARM_STEPS - 1)
 
 

@@ -201,7 +201,7 @@ def test_stages_send_back_the_gradients_of_tasks_that_have_adapters_further_down
     names: tuple[str, ...], rows_sent: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, down = through_two_stages(names)
-    assert down.sent == down.expected == [rows_sent], "one row where nobody needs any: it tells what was taken"
+    assert down.sent == down.expected == [rows_sent], "one row where none is needed: it confirms what was received"
     monkeypatch.setattr(StageModel, "gradient_rows", lambda stage, virtual_stage, batch: None)
     wanted, down = through_two_stages(names)
     assert down.sent == down.expected == [24 * len(names)]

@@ -111,9 +111,9 @@ def test_a_slow_replica_gets_fewer_rows_within_a_few_steps(
     found = values(launch(3, train_with_a_slow_process, tmp_path / "plan", slow, deciding))
     tokens = found[slow].tokens
     assert sum(tokens[-4:]) < 0.6 * sum(tokens[:2]) * 2, f"of each step {tokens}"
-    told = values(launch(3, train_with_a_slow_process, tmp_path / "report", slow, arguments))
-    assert sum(told[slow].tokens[-4:]) > 0.7 * sum(tokens[:2]) * 2, "by default rows stay where they were"
-    for name, losses in told[0].losses.items():
+    seen = values(launch(3, train_with_a_slow_process, tmp_path / "report", slow, arguments))
+    assert sum(seen[slow].tokens[-4:]) > 0.7 * sum(tokens[:2]) * 2, "by default rows stay where they were"
+    for name, losses in seen[0].losses.items():
         assert found[0].losses[name] == pytest.approx(losses, rel=1e-5)
     (slow_rank,) = run_records(tmp_path / "report", "slow_rank")
     assert slow_rank["ranks"] == [slow]

@@ -181,7 +181,7 @@ def test_passes_in_turns_give_the_bits_of_passes_one_after_another(width: int, r
         assert all(torch.equal(one, two) for one, two in zip(losses, found, strict=True))
         assert own.keys() == gradients.keys()
         assert [key for key in own if not torch.equal(own[key], gradients[key])] == []
-    assert logged.most_in_flight == width, "while one computes, the sums of the others are under way"
+    assert logged.most_in_flight == width, "while one computes, the sums of the others are in transit"
     assert Counter(logged.log) == Counter(alone.log)
     assert other.stream.num_passes == model.stream.num_passes
     assert other.stream.is_idle

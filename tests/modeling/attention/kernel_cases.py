@@ -37,13 +37,13 @@ def flash_attention(q_THC, k_TGC, v_TGC, bounds_q, bounds_k, max_q, max_k, *, sc
 
 def one_call(patch: pytest.MonkeyPatch, module: Any = packed) -> list[tuple[Any, ...]]:
     """Let a module attend in one call; return a list that grows by the lengths of queries and of keys of each call."""
-    told: list[tuple[Any, ...]] = []
+    calls: list[tuple[Any, ...]] = []
 
     def kernel(q, k, v, bounds_q, bounds_k, max_q, max_k, *, scale=1.0, window_size=(-1, -1), enable_gqa=False):
-        told.append((bounds_q.diff().tolist(), bounds_k.diff().tolist(), max_q, max_k, window_size))
+        calls.append((bounds_q.diff().tolist(), bounds_k.diff().tolist(), max_q, max_k, window_size))
         options = {"scale": scale, "window_size": window_size, "enable_gqa": enable_gqa}
         return flash_attention(q, k, v, bounds_q, bounds_k, max_q, max_k, **options)
 
     patch.setattr(packed, "varlen_support", lambda *args, **kwargs: None)
     patch.setattr(module, "varlen_attention", partial(varlen_attention, kernel=as_kernel("torch", kernel)))
-    return told
+    return calls

@@ -349,10 +349,10 @@ def test_each_reason_is_reported_once(fresh: None) -> None:
         warnings.simplefilter("always")
         for reason in ("scores are soft-capped", "attention has sinks", "scores are soft-capped"):
             varlen.warn_once(reason)
-    told = [str(warning.message) for warning in caught]
-    assert len(told) == 2
-    assert "scores are soft-capped" in told[0]
-    assert "attention has sinks" in told[1]
+    messages = [str(warning.message) for warning in caught]
+    assert len(messages) == 2
+    assert "scores are soft-capped" in messages[0]
+    assert "attention has sinks" in messages[1]
 
 
 @pytest.mark.gpu

@@ -19,8 +19,8 @@ class Seen:
         settings: configuration or parameters.
         logs: numbers of each log, with the step of the task.
         ending: as the logger names it; `None` while the run trains.
-        told: what its summary or tags say of the task's end.
-        beside: names of the other runs that were active at its first log.
+        notes: what its summary or tags say of the task's end.
+        others: names of the other runs that were active at its first log.
     """
 
     name: str
@@ -29,8 +29,8 @@ class Seen:
     settings: dict[str, Any] = field(default_factory=dict)
     logs: list[tuple[dict[str, float], int]] = field(default_factory=list)
     ending: Any = None
-    told: dict[str, str] = field(default_factory=dict)
-    beside: list[str] = field(default_factory=list)
+    notes: dict[str, str] = field(default_factory=dict)
+    others: list[str] = field(default_factory=list)
 
     def steps_of(self, key: str) -> list[int]:
         return [step for numbers, step in self.logs if key in numbers]
@@ -56,7 +56,7 @@ class Logger:
         self.fails(run.name, "log")
         assert run.ending is None, f"{run.name} has ended"
         if not run.logs:
-            run.beside = [one.name for one in self.runs if one is not run and one.ending is None]
+            run.others = [one.name for one in self.runs if one is not run and one.ending is None]
         run.logs.append((numbers, step))
 
     def end(self, run: Seen, ending: Any) -> None:
@@ -78,7 +78,7 @@ def wandb(logger: Logger) -> dict[str, ModuleType]:
             id=seen.run_id,
             define_metric=lambda *args, **options: None,
             log=lambda numbers, step: logger.log(seen, numbers, numbers["train/global_step"]),
-            summary=seen.told,
+            summary=seen.notes,
             finish=lambda exit_code: logger.end(seen, exit_code),
         )
 
@@ -135,7 +135,7 @@ def mlflow(logger: Logger) -> dict[str, ModuleType]:
             return SimpleNamespace(wait=lambda: None)
 
         def set_tag(self, run_id: str, key: str, value: str) -> None:
-            self.run(run_id).told[key] = value
+            self.run(run_id).notes[key] = value
 
         def set_terminated(self, run_id: str, status: str) -> None:
             logger.end(self.run(run_id), status)

@@ -41,7 +41,7 @@ def test_wandb_keeps_a_run_for_each_task(tmp_path: Path, monkeypatch: pytest.Mon
     train_in_two_goes("wandb", tmp_path / "run")
     # The folder of a run without a network ends with the id of the run.
     ids = Counter(path.name.rpartition("-")[2] for path in (tmp_path / "wandb").glob("offline-run-*"))
-    assert sorted(ids.values()) == [1, 1, 1, 2], "the run that was cut off goes on"
+    assert sorted(ids.values()) == [1, 1, 1, 2], "the run that was cut off continues"
 
 
 def test_mlflow_keeps_a_run_for_each_task(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -68,7 +68,7 @@ def test_each_task_has_a_run_with_its_settings_that_ends_with_it_while_the_other
     for name, logger in loggers.items():
         first, second = logger.runs
         assert (first.name, second.name) == ("run/a", "run/b"), "the folder names a run that has no name"
-        assert second.beside == ["run/a"], "both were under way at once"
+        assert second.others == ["run/a"], "both were active at once"
         assert first.begun["group"] == second.begun["group"] == "run"
         assert first.steps_of("train/loss") == [2, 4]
         assert second.steps_of("train/loss") == [2, 4, 6]
@@ -97,7 +97,7 @@ def test_a_removed_task_ends_its_run_and_one_that_comes_under_its_name_has_anoth
         assert ended[name] == [CUT_OFF[name], None]
         before, after = logger.of("a")
         assert before.steps_of("train/loss") == [2]
-        assert before.told.get("task_status", "removed") == "removed"
+        assert before.notes.get("task_status", "removed") == "removed"
         assert (after.steps_of("train/loss")[-1], after.ending) == (2, FINISHED[name])
         assert after.begun.get("resume") != "allow" or name == "wandb"
         assert name == "trackio" or before.run_id != after.run_id
@@ -111,8 +111,8 @@ def test_a_task_that_fails_ends_its_run_as_failed(tmp_path: Path, loggers: Logge
     for name, logger in loggers.items():
         first, second = logger.runs
         assert (first.ending, second.ending) == (FAILED[name], FINISHED[name])
-        assert first.told.get("task_status", "failed") == "failed"
-        assert "no more" in first.told.get("task_reason", "no more")
+        assert first.notes.get("task_status", "failed") == "failed"
+        assert "no more" in first.notes.get("task_reason", "no more")
 
 
 def test_what_cuts_the_training_off_ends_the_runs_of_its_tasks(tmp_path: Path, loggers: Loggers) -> None:
@@ -120,7 +120,7 @@ def test_what_cuts_the_training_off_ends_the_runs_of_its_tasks(tmp_path: Path, l
         trained(tmp_path, lab.Recorder(at_end={3: raising(ValueError("the run's own callback"))}))
     for name, logger in loggers.items():
         assert [run.ending for run in logger.runs] == [CUT_OFF[name]] * 2
-        assert {run.told.get("task_status", "interrupted") for run in logger.runs} == {"interrupted"}
+        assert {run.notes.get("task_status", "interrupted") for run in logger.runs} == {"interrupted"}
 
 
 def test_a_resumed_task_continues_with_its_run(tmp_path: Path, loggers: Loggers) -> None:
@@ -176,9 +176,9 @@ def test_loggers_that_raise_end_neither_the_task_nor_the_run_and_are_reported_on
     assert run.trainer.task_statuses == {"a": "succeeded", "b": "succeeded"}
     for name, logger in loggers.items():
         assert logger.of("b")[0].steps_of("train/loss") == [1, 2, 3, 4, 5, 6]
-        told = [record.getMessage() for record in caplog.records if f"connection to {name}" in record.getMessage()]
-        assert len(told) == 1
-        assert 'task "a"' in told[0]
+        messages = [record.getMessage() for record in caplog.records if f"connection to {name}" in record.getMessage()]
+        assert len(messages) == 1
+        assert 'task "a"' in messages[0]
 
 
 def test_other_processes_than_the_first_keep_no_runs(

@@ -76,7 +76,7 @@ def test_attention_continues_as_the_square_beyond_what_was_measured() -> None:
         curve = Curve.measured(lengths, true_s, is_quadratic=True)
         assert curve(beyond) == pytest.approx(linear * beyond + 1e-7 * beyond**2)
     straight = Curve.measured(lengths, 1e-7 * lengths**2)
-    assert straight(4096) < 0.35 * 1e-7 * 4096**2, "a curve that is not told so goes on straight"
+    assert straight(4096) < 0.35 * 1e-7 * 4096**2, "by default a curve continues straight"
     assert Curve((10.0,), (2.0,), is_quadratic=True)(30) == pytest.approx(18)
 
 

@@ -84,7 +84,7 @@ def test_as_little_is_won_as_sums_take() -> None:
     "facts",
     [
         pytest.param({"devices": 1}, id="no device waits for another"),
-        pytest.param({"overlap": None}, id="nobody knows what turns hide"),
+        pytest.param({"overlap": None}, id="unknown what turns hide"),
         pytest.param({"overlap": Overlap(slowdown=0.99, turn_s=1e-4)}, id="sums stop all computing"),
         pytest.param({"overlap": Overlap(turn_s=1.0)}, id="turns are dear"),
     ],

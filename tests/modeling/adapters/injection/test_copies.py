@@ -55,16 +55,16 @@ def count_injections(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     return counted
 
 
-def told(value: Any) -> Any:
+def comparable(value: Any) -> Any:
     if isinstance(value, dict):
-        return {key: told(one) for key, one in value.items()}
+        return {key: comparable(one) for key, one in value.items()}
     return type(value), sorted(value) if isinstance(value, set) else str(value)
 
 
 def layers(model: MultiTaskPeftModel) -> dict[str, Any]:
     """Return the attributes of every tuned layer other than tensors, and its modules, by the layer's name."""
     tuned = {name: one for name, one in model.backbone.named_modules() if isinstance(one, BaseTunerLayer)}
-    plain = {name: {k: told(v) for k, v in vars(one).items() if type(v) is dict} for name, one in tuned.items()}
+    plain = {name: {k: comparable(v) for k, v in vars(one).items() if type(v) is dict} for name, one in tuned.items()}
     modules = {name: [(key, set(vars(m)), m.training) for key, m in one.named_modules()] for name, one in tuned.items()}
     return {name: (plain[name], modules[name], repr(one)) for name, one in tuned.items()}
 
@@ -90,7 +90,7 @@ def test_copies_share_no_memory_and_leave_one_by_one() -> None:
 
 REDRAWN: dict[str, dict[str, Any]] = COPIED | {
     "stabilised": {"r": 3, "target_modules": "all-linear", "use_rslora": True, "init_lora_weights": "gaussian"},
-    # What is computed of draws is no draw, and alphas of single layers are not told apart: PEFT injects these.
+    # What is computed of draws is no draw, and alphas of single layers are not distinguished: PEFT injects these.
     "orthogonal": {"r": 2, "target_modules": ["q_proj"], "init_lora_weights": "orthogonal"},
     "alphas": {"r": 2, "target_modules": ["q_proj", "up_proj"], "alpha_pattern": {"up_proj": 3}},
 }
@@ -121,8 +121,8 @@ def test_a_copy_of_another_seed_and_scaling_is_what_peft_would_have_injected(
     assert drawn[0] != drawn[1], "the seeds of the test give the same weights"
     assert drawn[0] == drawn[2]
     assert layers(copied) == layers(injected)
-    assert {k: told(v.to_dict()) for k, v in copied.peft_config.items()} == {
-        k: told(v.to_dict()) for k, v in injected.peft_config.items()
+    assert {k: comparable(v.to_dict()) for k, v in copied.peft_config.items()} == {
+        k: comparable(v.to_dict()) for k, v in injected.peft_config.items()
     }
     assert [*copied.task_parameters("c")] == [*injected.task_parameters("c")]
 

@@ -198,13 +198,13 @@ def test_a_kernel_for_varying_lengths_gets_the_keys_of_prefixes(
     forms = ("prefix", "lora", "projected")
     rows = {form: prompts.rows_of(form, count=2, low=18, high=45) for form in forms}
     wanted, whole = whole_step(rows, case)
-    told = one_call(monkeypatch)
+    calls = one_call(monkeypatch)
     found, model = whole_step(rows, case)
     assert found == pytest.approx(wanted, rel=1e-5)
     assert_same_step(model, whole, 1e-4)
     lengths = [len(row.ids) for own in rows.values() for row in own]
     keys = [length + extra for length, extra in zip(lengths, (5, 5, 0, 0, 2, 2), strict=True)]
-    assert told[0][:2] == (lengths, keys)
+    assert calls[0][:2] == (lengths, keys)
     in_parts = prompts.mux(*forms, case=case)
     assert run_step(in_parts, prompts.streams(in_parts, rows, split_long_sequences=True)) == pytest.approx(
         wanted, rel=1e-5
@@ -216,11 +216,11 @@ def test_a_kernel_for_varying_lengths_gets_the_keys_of_an_encoders_prefixes(monk
     rows = {form: prompts.rows_of(form, prompts.SEQ) for form in ("prefix", "lora", "mlp")}
     model = prompts.mux(*rows, case=prompts.CASES["Bert"])
     wanted = model(prompts.packed(model, rows)).losses
-    told = one_call(monkeypatch)
+    calls = one_call(monkeypatch)
     torch.testing.assert_close(model(prompts.packed(model, rows)).losses, wanted, rtol=1e-5, atol=1e-6)
     lengths = [len(row.ids) + (4 if form == "mlp" else 0) for form, own in rows.items() for row in own]
     keys = [length + (5 if number < 4 else 0) for number, length in enumerate(lengths)]
-    assert (*told[0][:2], told[0][-1]) == (lengths, keys, (-1, -1)), "every token sees all keys"
+    assert (*calls[0][:2], calls[0][-1]) == (lengths, keys, (-1, -1)), "every token sees all keys"
 
 
 def test_in_half_precision_a_prompt_is_as_near_to_float32_as_plain_peft_is() -> None:

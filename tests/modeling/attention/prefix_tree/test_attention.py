@@ -308,11 +308,11 @@ def test_one_call_gets_the_keys_from_the_root_on_that_a_window_leaves() -> None:
     tree = tree_of(family(5, 17))
     q, k, v = states(tree.num_rows)
     with pytest.MonkeyPatch.context() as patch:
-        told = one_call(patch, attention)
+        calls = one_call(patch, attention)
         for window in (None, 4):
             tree_varlen((q, k, v), TreeLayouts(tree, CPU), scores(window=window))
-    assert told[0][:4] == ([20, 5, 17], [20, 25, 37], 20, 37)
-    assert told[1][:4] == ([20, 5, 17], [20, 5 + 3, 17 + 3], 20, 20)
+    assert calls[0][:4] == ([20, 5, 17], [20, 25, 37], 20, 37)
+    assert calls[1][:4] == ([20, 5, 17], [20, 5 + 3, 17 + 3], 20, 20)
 
 
 def test_where_no_window_narrows_keys_are_read_where_they_lie() -> None:
