@@ -8,7 +8,7 @@ are counted. What counts as what:
 * A function *with one reference* has a name that no other function has and that the package mentions once outside of
   its definition and of imports.
 * A run *enters* a function when it calls it, in the constructor, `plan()` or `train()`. Lambdas and comprehensions are
-  counted apart: they stand in the function that a reader reads anyway, and which of them have a frame depends on the
+  counted apart: they are part of a function that is counted, and which of them have a frame depends on the
   version of Python.
 * *Frames* are the calls on the stack from `train()` to the backbone's forward, those two included.
 """

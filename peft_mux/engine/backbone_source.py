@@ -111,8 +111,8 @@ class BackboneSource:
                 ) from error
             here = [path.parent.name for path in Path.cwd().glob("*/config.json")]
             nearest = "" if "/" in name else closest(name, here)
-            told = f"{self._told(error)} {nearest}".rstrip()
-            raise ConfigError(f'model "{name}" cannot be read: {told}') from error
+            text = f"{self._error_text(error)} {nearest}".rstrip()
+            raise ConfigError(f'model "{name}" cannot be read: {text}') from error
         if tokenizer is None:
             # Rows that are tokenised already need none; others are refused by name if there is none.
             with suppress(*_LOADING_ERRORS):
@@ -120,12 +120,12 @@ class BackboneSource:
             tokenizer = None if _is_empty(tokenizer) else tokenizer
         return config, tokenizer
 
-    def _told(self, error: Exception) -> str:
+    def _error_text(self, error: Exception) -> str:
         """Return an error in one line, with how to allow a model's own code to run where that is what it is about."""
-        told = " ".join(str(error).split())
-        if self.trust_remote_code or "trust_remote_code" not in told:
-            return told
-        return f'{told} Read that code first; if you trust it, set model_init_kwargs={{"trust_remote_code": True}}.'
+        text = " ".join(str(error).split())
+        if self.trust_remote_code or "trust_remote_code" not in text:
+            return text
+        return f'{text} Read that code first; if you trust it, set model_init_kwargs={{"trust_remote_code": True}}.'
 
     def check(self, tasks: Sequence[ResolvedTask], against: MultiTaskPeftModel | None = None) -> None:
         """Check the adapters of tasks by themselves and, where a model is at hand, against its modules.
@@ -194,7 +194,7 @@ class BackboneSource:
                 with torch.device("meta"):
                     backbone = self._auto_class(tasks).from_config(config, trust_remote_code=self.trust_remote_code)
             except _LOADING_ERRORS as error:
-                raise ConfigError(f'model "{self.model}" cannot be built: {self._told(error)}') from error
+                raise ConfigError(f'model "{self.model}" cannot be built: {self._error_text(error)}') from error
             if self.quantization is not None:
                 quantize_description(backbone, self.quantization)
             return assign_settings(MultiTaskPeftModel(backbone, **adapters_of(tasks)), tasks)

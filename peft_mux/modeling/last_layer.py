@@ -65,7 +65,7 @@ class LastLayerForward(MultiplexedForward):
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         """Return what the layer returns; rows that are not read hold zeros."""
         attention = kwargs.get("mux_stream")
-        # A compiled graph cannot be left in the midst of a layer.
+        # A compiled graph cannot be left in the middle of a layer.
         if not isinstance(attention, AttentionStream) or attention.read is None or torch.compiler.is_compiling():
             return self._own_forward(*args, **kwargs)
         if self._projections is None:

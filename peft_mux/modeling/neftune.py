@@ -51,7 +51,7 @@ class EmbeddingNoise:
             return
         embedding = backbone.get_input_embeddings()
         # Looked up at every pass, as an adapter of another task may have been put around it since. The hook stays, as
-        # passes that take turns run through it in each other's midst.
+        # several passes that take turns run through it at once.
         if self._hook is None or self._hook[0] is not embedding:
             if self._hook is not None:
                 self._hook[1].remove()

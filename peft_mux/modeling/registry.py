@@ -27,7 +27,7 @@ from peft_mux.modeling.adapters.own import add_biases, forget_biases, hidden_cop
 from peft_mux.modeling.adapters.prompts.kinds import encoders_of
 from peft_mux.modeling.adapters.prompts.prompts import adopt_encoder
 from peft_mux.modeling.adapters.tuners import Tuners
-from peft_mux.modeling.backbone.modules import is_meta, modules_beside_text
+from peft_mux.modeling.backbone.modules import is_meta, modules_outside_text
 from peft_mux.modeling.sharding import Piece
 from peft_mux.modeling.slabs import PageKind, TaskSlab, plain_kind
 
@@ -364,13 +364,13 @@ class TaskRegistry:
                 if f"{marker}." in key or key.endswith(marker)
             }
         # Those that rows of text do not reach stay as drawn, as alone, where they get no gradient.
-        beside = modules_beside_text(backbone)
-        prefixes, all_own = tuple(f"base_model.model.{one}." for one in beside), own
+        outside = modules_outside_text(backbone)
+        prefixes, all_own = tuple(f"base_model.model.{one}." for one in outside), own
         own = {key: parameter for key, parameter in own.items() if not key.startswith(prefixes)}
         if all_own and not own:
             raise ConfigError(
                 f"tasks.{name}.peft_config.target_modules must include modules of the language model, because only "
-                f"rows of text are trained on, got only modules outside it ({', '.join(beside)})."
+                f"rows of text are trained on, got only modules outside it ({', '.join(outside)})."
             )
         if adapter in (encoders := encoders_of(model)):
             # What PEFT freezes of a prompt is not trained: CPT's words, the sink of a cartridge.

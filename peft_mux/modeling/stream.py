@@ -291,7 +291,7 @@ class Stream:
         self.num_passes += 1
         segments = self.segments_of(batch, batch.computed_offsets, adapters)
         places = batch.computed(batch.token_places)
-        # Restored at the end, as a recomputation may run in the midst of another batch's pass.
+        # Restored at the end, as a recomputation may run during another batch's pass.
         return temporary_attributes(
             self,
             batch=batch,

@@ -154,7 +154,7 @@ def test_nan_of_one_adapter_ends_its_own_rows_alone() -> None:
             np.testing.assert_allclose(other.logprobs, one.logprobs, atol=1e-4)
 
 
-def test_a_model_in_the_midst_of_training_generates_and_trains_on_as_if_it_had_not(tmp_path: Path) -> None:
+def test_a_model_in_the_middle_of_training_generates_and_trains_on_as_if_it_had_not(tmp_path: Path) -> None:
     tasks = [lab.small_task(name, data_seed=ord(name), lora_dropout=0.2, max_steps=6) for name in "ab"]
     seen: list[tuple[list[Completion], bool]] = []
     rows = given()

@@ -102,7 +102,7 @@ def test_a_profile_that_is_wrong_in_one_part_ends_in_the_plan_of_the_right_one(
     assert times["fixed"] > 50, "the profile said 0.1 ms of 50 ms"
     assert run_records(folder, "replanned")
     assert "measured / predicted time: fixed" in run.trainer.report()
-    # Another plan in the midst of a run, and no other result.
+    # Another plan in the middle of a run, and no other result.
     monkeypatch.undo()
     for task in tasks_of_many_lengths():
         assert_same(run, train([task], tmp_path / f"alone-{task.name}"), task.name, 1e-5)

@@ -56,7 +56,7 @@ def language_model(backbone: Any) -> Any:
     return base if text is None or text is backbone else text
 
 
-def modules_beside_text(backbone: Any) -> tuple[str, ...]:
+def modules_outside_text(backbone: Any) -> tuple[str, ...]:
     """Return the names of the modules that rows of text never reach: towers and projectors of images and sounds."""
     base, text = without_head(backbone), language_model(backbone)
     if text is base:

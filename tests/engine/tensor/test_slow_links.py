@@ -123,7 +123,7 @@ def test_two_ranks_on_slow_links_end_in_the_turns_of_the_right_profile(tmp_path:
         assert part.factors.tokens == pytest.approx(1.0, rel=0.1)
         # Waiting for sums is separated for a pass by itself, not for passes in turns.
         assert part.waited == {(1, True), (expected[0], False)}
-    # Another plan in the midst of a run, and no other result.
+    # Another plan in the middle of a run, and no other result.
     alone = train(tasks(), tmp_path / "alone", model=backbone("llama"), **OPTIONS)
     for name, losses in alone.losses.items():
         assert found[0].losses[name] == pytest.approx(losses, rel=1e-5), name

@@ -160,7 +160,7 @@ def gradients(model: MultiTaskPeftModel) -> dict[tuple[str, str], torch.Tensor]:
 
 
 def failing_in_turns(rank: int, world: int) -> tuple[str, str, int]:
-    """Be one of the shards; rank 0 fails in the midst of a forward. Return the error, and how many threads are left."""
+    """Be one of the shards; rank 0 fails during a forward. Return the error, and how many threads are left."""
     processes = connected()
     num_threads = threading.active_count()
     inner = TensorLinks([range(world)], processes)

@@ -102,17 +102,20 @@ def parameter_faults(config: Any, backbone: Any) -> list[Fault]:
     targets: list[str] = sorted(config.target_parameters or ())
     if not targets:
         return []
-    beside = f"with adapters on bare parameters ({', '.join(targets)})"
+    on_parameters = f"with adapters on bare parameters ({', '.join(targets)})"
     advice = 'Leave the experts out: name layers in target_modules, such as ["q_proj", "v_proj"].'
     faults = [
         Fault(
-            option, f"{shown(value)} {beside}", "its default, because an adapter on a parameter sees no input", advice
+            option,
+            f"{shown(value)} {on_parameters}",
+            "its default, because an adapter on a parameter sees no input",
+            advice,
         )
         for option in _LINEAR_OPTIONS
         if (value := getattr(config, option, None))
     ]
     if config.init_lora_weights not in _PARAMETER_INITIALISERS:
-        allowed = f"{', '.join(map(repr, _PARAMETER_INITIALISERS))} {beside}"
+        allowed = f"{', '.join(map(repr, _PARAMETER_INITIALISERS))} {on_parameters}"
         faults.append(Fault("init_lora_weights", shown(config.init_lora_weights), allowed, advice))
     known, layers = dict(frozen_parameters(backbone)), adaptable_modules(backbone)
     bare = {
