@@ -76,7 +76,7 @@ class _Trial(TrainerCallback):
                 control.should_training_stop = True
                 return
             self.current, self.left = following, self.options.steps - 1
-            self._follow(self.plans[following])
+            self.trainer._plans.follow(self.plans[following])
         self.begin_s = time.perf_counter()
 
     def _finals(self) -> Iterator[int]:
@@ -87,12 +87,6 @@ class _Trial(TrainerCallback):
         self.order = list(dict.fromkeys([0, *fastest]))
         self.seconds = [[] for _ in self.plans]
         return iter([index for turn in range(self.options.rounds) for index in self.order[:: 1 if turn % 2 else -1]])
-
-    def _follow(self, plan: Plan) -> None:
-        plans = self.trainer._plans
-        plans.current = plan
-        plans._steps = plans._new_steps(plan)
-        self.trainer._placement.executor.follow(plan)
 
     def _all_plans(self) -> list[Plan]:
         """Return the planner's own plan, and all others that differ from it and from each other."""

@@ -1,4 +1,4 @@
-"""The pipeline benchmark's own parts: its baseline, and what it makes of times."""
+"""The benchmarks of several processes: a baseline, what is made of times, and small runs of two benchmarks."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ import json
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -37,20 +38,41 @@ def test_ratios_are_medians_over_rounds_and_errors_are_signed() -> None:
     assert found["steps_off"] == pytest.approx(-0.2)
 
 
+def stored(name: str, folder: Path, *options: str) -> Any:
+    """Return what a benchmark stores when it is run with these options."""
+    program = (
+        f"import sys; from pathlib import Path; from benchmarks.processes import {name};"
+        f" {name}.RESULTS = Path({str(folder)!r}); {name}.main()"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", program, *options, "--write"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        timeout=280,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    (path,) = folder.glob("*.json")
+    return json.loads(path.read_text(encoding="utf-8"))
+
+
+@pytest.mark.distributed
+@pytest.mark.slow
+def test_the_planners_own_plan_and_all_others_are_executed(tmp_path: Path) -> None:
+    small = "--mixes 1 --steps 2 --rounds 1 --hidden-size 64 --layers 2 --profile-s 2".split()
+    found = stored("exhaustive", tmp_path, "--layouts", "pp2", *small)["pp2"]
+    (row,) = found["rows"]
+    assert row["num_plans"] > 2
+    assert row["own_s"] >= row["best_s"] > 0, "the own plan is one of those that are compared"
+    assert found["summary"]["worst"] == pytest.approx(row["own_s"] / row["best_s"])
+
+
 @pytest.mark.distributed
 @pytest.mark.slow
 def test_the_benchmark_measures_every_schedule_and_sends_what_the_closed_form_says(tmp_path: Path) -> None:
-    program = (
-        "import sys; from pathlib import Path; from benchmarks.processes import pipeline;"
-        f" pipeline.RESULTS = Path({str(tmp_path)!r}); pipeline.main()"
-    )
-    options = ["--micro-batches", "1", "2", "--rounds", "1", "--layers", "2", "--tokens", "32", "--write"]
-    done = subprocess.run(
-        [sys.executable, "-c", program, *options], cwd=ROOT, capture_output=True, text=True, timeout=280, check=False
-    )
-    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    (path,) = tmp_path.glob("parallel-*.json")
-    rows = json.loads(path.read_text(encoding="utf-8"))["rows"]
+    options = ["--micro-batches", "1", "2", "--rounds", "1", "--layers", "2", "--tokens", "32"]
+    rows = stored("pipeline", tmp_path, *options)["rows"]
     assert [(row["num_micro_batches"], row["schedule"]) for row in rows] == [
         (count, schedule) for count in (1, 2) for schedule in SCHEDULES
     ]
