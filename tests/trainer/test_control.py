@@ -102,7 +102,7 @@ def test_what_is_asked_of_a_run_that_is_not_training_is_refused_or_left_for_the_
     assert rows[1:4] == [["a", "interrupted"], ["b", "interrupted"], ["run", "interrupted,"]]
     found = shell.json("status", tmp_path)
     assert (found["interrupted"], found["trained_by"]) == (True, None)
-    assert {own["status"] for own in found["tasks"].values()} == {"running"}, "it continues as it was"
+    assert {own["status"] for own in found["tasks"].values()} == {"running"}, "the recorded status stays"
     capsys.readouterr()
     stopped.trainer.show()
     table = capsys.readouterr().out

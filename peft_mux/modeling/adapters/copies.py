@@ -220,7 +220,7 @@ def _copied(entry: Any, parameters: dict[int, nn.Parameter]) -> Any:
     if isinstance(entry, nn.Parameter):
         if id(entry) not in parameters:
             values = entry.detach()
-            if entry.is_meta:  # `torch.empty_like` of these takes 80 times as long
+            if entry.is_meta:  # `torch.empty_like` of these runs in Python, which is slow
                 values = torch.empty_strided(entry.shape, entry.stride(), dtype=entry.dtype, device="meta")
             parameters[id(entry)] = nn.Parameter(values, requires_grad=entry.requires_grad)
         return parameters[id(entry)]

@@ -139,7 +139,7 @@ def _order_faults(template: PipelineTemplate, buckets: Sequence[BucketLoad]) -> 
         left = Counter((action.bucket, action.step) for action in row if action.kind == "B")
         for action in row:
             if action.kind == "F":
-                forwarded.add(action[1:])
+                forwarded.add(action[1:])  # all fields but the kind, which its backward shares
                 if left[action.bucket, action.step - 1]:
                     faults.append(f"{action} comes before the end of step {action.step - 1} of its bucket")
             else:
