@@ -6,16 +6,12 @@ BIN := $(VENV)/bin
 TORCH_SPEC ?= torch==2.13.0
 # One process a core; each computes on one thread. Files run in the order of tests/conftest.py, the long ones first.
 PYTEST_ARGS ?= --numprocesses auto --dist loadfile --no-loadscope-reorder
+# The fast tests; .ci/run asks for the slow ones too.
+TESTS ?= not slow and not nightly and not gpu
 # What has been compiled is kept for the processes that tests start, and for the next run.
-test test-slow-ci test-slow attack: export PYTHONDONTWRITEBYTECODE =
+test test-nightly test-times attack: export PYTHONDONTWRITEBYTECODE =
 
-# Slow tests that CI runs too: checkpoints and kills, layouts of processes, evaluation, examples on real data, whole
-# steps on a pretended GPU, and a part of the attacks.
-SLOW_CI := tests/checkpoint tests/cli tests/engine tests/evaluation tests/examples tests/pretended_cuda tests/attacks tests/trl \
-	tests/modeling tests/generation tests/tools tests/ptx tests/kernels tests/test_packaging.py \
-	tests/benchmarks/test_gpu.py tests/benchmarks/test_gpu_many.py
-
-.PHONY: demo test test-slow-ci test-slow attack lint types shape docs bench clean
+.PHONY: demo test test-nightly test-times attack lint types shape docs bench clean
 
 # torch comes first and on its own, so that its CPU build is taken where the index offers one.
 $(VENV)/.ready: pyproject.toml constraints.txt
@@ -27,26 +23,22 @@ $(VENV)/.ready: pyproject.toml constraints.txt
 demo: $(VENV)/.ready
 	$(BIN)/python -m peft_mux demo
 
-# The fast tests; those of real inputs read ../shared/data, and are skipped where there is none.
+# Tests of real inputs read ../shared/data, and are skipped where there is none.
 test: $(VENV)/.ready
-	$(BIN)/python -m pytest $(PYTEST_ARGS)
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(TESTS)"
 
-# Launches are compiled for the oldest and the newest cards here; `make test-slow` does so for those between, and for other widths,
-# and rehearses the GPU benchmarks in Triton's interpreter too (`[kernels]`).
-CARDS := tests/pretended_cuda/test_compiled.py::test_every_launch_of_training_compiles_for_a_card
-WIDTHS := tests/kernels/lora/test_compile.py::test_a_kernel_of_other_widths_and_types_fits_too
-# About half an hour on 2 cores.
-test-slow-ci: $(VENV)/.ready
-	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "slow and not gpu" --deselect "$(CARDS)[86]" --deselect "$(CARDS)[89]" \
-		--deselect "$(CARDS)[90]" --deselect "$(WIDTHS)" -k "not [kernels]" $(SLOW_CI)
+# What takes long and rarely fails; CONTRIBUTING.md says which part to run after which change: make test-nightly PARTS=tests/ptx
+PARTS ?= tests
+test-nightly: $(VENV)/.ready
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "nightly and not gpu" $(PARTS)
 
-# All slow tests, one after another.
-test-slow: $(VENV)/.ready
-	$(BIN)/python -m pytest -m "slow and not gpu"
+# CPU seconds by folder and of the dearest tests: make test-times TESTS="not nightly and not gpu" for all that CI runs
+test-times: $(VENV)/.ready
+	$(BIN)/python -m pytest $(PYTEST_ARGS) -m "$(TESTS)" -p tests.times
 
 # Every attack on a run, its files and its processes; at the end stands how many there were of each kind.
 attack: $(VENV)/.ready
-	PEFT_MUX_ATTACKS=full $(BIN)/python -m pytest $(PYTEST_ARGS) -m "slow or not slow" tests/attacks
+	PEFT_MUX_ATTACKS=full $(BIN)/python -m pytest $(PYTEST_ARGS) -m "not gpu" tests/attacks
 
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .

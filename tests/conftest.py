@@ -17,6 +17,8 @@ os.environ["HF_HUB_DISABLE_TELEMETRY"] = "1"
 os.environ["HF_DATASETS_OFFLINE"] = "1"
 os.environ["DO_NOT_TRACK"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
+# Two threads on cores that others use too take ten times as long as one.
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import pytest
 import torch
@@ -24,8 +26,8 @@ from hypothesis import HealthCheck, settings
 
 from peft_mux.reporting import views
 from tests.paths import ROOT, SHARED_DATA
-from tests.pictures import draw_none
 from tests.shell import Shell
+from tests.shortcuts import take_shortcuts
 
 # Thousands of small runs flush every file that they write; in memory that costs next to nothing.
 _IN_MEMORY = Path("/dev/shm")
@@ -102,10 +104,10 @@ def _one_thread_everywhere() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _empty_pictures() -> Iterator[None]:
-    """Save tests that are not about pictures the time of drawing them."""
+def _shortcuts() -> Iterator[None]:
+    """Save tests that are not about pictures or commits the time that these take."""
     with pytest.MonkeyPatch.context() as patch:
-        draw_none(patch)
+        take_shortcuts(patch)
         yield
 
 

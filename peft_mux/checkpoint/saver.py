@@ -75,11 +75,11 @@ def environment_of(args: MultiTaskTrainingArguments) -> dict[str, Any]:
         "device": device_words(args.device),
         "num_processes": args.world_size,
         "attention": numerics_of(args)["attention"],
-        "git": _commit_of_script(),
+        "git": commit_of_script(),
     }
 
 
-def _commit_of_script() -> dict[str, Any] | None:
+def commit_of_script() -> dict[str, Any] | None:
     """Return the commit of the script's folder, and whether files differ from it; `None` outside of a checkout."""
     # Commands, notebooks and prompts have no script; what is part of an installation (peft-mux, pytest, the kernel of a
     # notebook) is not the user's.

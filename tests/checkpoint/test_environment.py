@@ -14,8 +14,14 @@ import torch
 
 from peft_mux import MultiTaskTrainingArguments
 from peft_mux.checkpoint import saver as environment
-from peft_mux.checkpoint.saver import ENVIRONMENT_NAME, environment_of
+from peft_mux.checkpoint.saver import ENVIRONMENT_NAME, commit_of_script, environment_of
 from tests.invariants import mux_lab as lab
+
+
+@pytest.fixture(autouse=True)
+def _git(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ask git after all."""
+    monkeypatch.setattr(environment, "commit_of_script", commit_of_script)
 
 
 @pytest.fixture

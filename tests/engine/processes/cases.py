@@ -32,7 +32,7 @@ from peft_mux.engine.processes import Processes
 from peft_mux.scheduler.costs.profile import Parts
 from tests.invariants import mux_lab as lab
 from tests.paths import ROOT
-from tests.pictures import draw_none
+from tests.shortcuts import take_shortcuts
 
 TIMEOUT_S = 30
 NUM_STEPS = 8
@@ -172,7 +172,7 @@ def _worker(sender: Any, rank: int, world_size: int, port: int, part: Callable[.
     os.environ.update({name: str(number) for name, number in names.items()})
     os.environ.update({"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "OMP_NUM_THREADS": "1"})
     torch.set_num_threads(1)
-    draw_none(pytest.MonkeyPatch())
+    take_shortcuts(pytest.MonkeyPatch(), is_rank=True)
     outcome, printed, started = Outcome(), io.StringIO(), time.monotonic()
     try:
         with contextlib.redirect_stdout(printed):

@@ -12,11 +12,11 @@ import pytest
 import torch
 
 from tests.engine.processes import cases
-from tests.pictures import draw_none
+from tests.shortcuts import take_shortcuts
 
 torch.set_num_threads(1)
 with tempfile.TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
-    draw_none(patch)
+    take_shortcuts(patch, is_rank=True)
     with contextlib.redirect_stdout(io.StringIO()):
         cases.run(Path(folder), cases.five_tasks(max_steps=2))
 gc.freeze()
