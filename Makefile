@@ -43,6 +43,7 @@ attack: $(VENV)/.ready
 lint: $(VENV)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/python -m tools.plain_words
 
 types: $(VENV)/.ready
 	$(BIN)/pyright --pythonpath $(BIN)/python
