@@ -8,13 +8,15 @@ Preference rows are in `preferences`.
 
 from __future__ import annotations
 
-import threading
+import copy
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import numpy as np
+from tokenizers import Tokenizer
+from transformers import PreTrainedTokenizerFast
 
 from peft_mux.data.formats import (
     ANSWER_FORMATS,
@@ -143,12 +145,34 @@ def checked_row(row: Any, index: int, where: str) -> Mapping[str, Any]:
     return row
 
 
+def own_tokenizer(tokenizer: Any) -> Any:
+    """Return a tokenizer with the same tokens whose state no other reader, thread or user code can change.
+
+    A call with `truncation=True` leaves its limit in a fast tokenizer, and all calls encode by that state. The copy
+    shares the vocabulary, so it takes no memory and less than a millisecond; slow tokenizers are copied whole.
+    """
+    if not isinstance(tokenizer, PreTrainedTokenizerFast):
+        return copy.deepcopy(tokenizer)
+    shared = tokenizer.backend_tokenizer
+    backend = Tokenizer(shared.model)
+    for part in ("normalizer", "pre_tokenizer", "post_processor", "decoder"):
+        if getattr(shared, part) is not None:
+            setattr(backend, part, getattr(shared, part))
+    backend.encode_special_tokens = shared.encode_special_tokens
+    for _, token in sorted(shared.get_added_tokens_decoder().items()):  # by id, so that each gets its id again
+        (backend.add_special_tokens if token.special else backend.add_tokens)([token])
+    own = copy.copy(tokenizer)
+    vars(own).update({name: copy.copy(it) for name, it in vars(own).items() if isinstance(it, (dict, list, set))})
+    own._tokenizer = backend
+    return own
+
+
 class RowTokenizer(RowCells):
     """Converts rows of one format into sequences, and counts the rows that it drops.
 
     Args:
         options: how the rows of the task become tokens.
-        tokenizer: a tokenizer of transformers; may be `None` for rows that are tokenised already.
+        tokenizer: a tokenizer of transformers, which is copied; may be `None` for rows that are tokenised already.
         data_format: the format that the rows have.
         split: name of the dataset, for messages.
 
@@ -165,7 +189,8 @@ class RowTokenizer(RowCells):
         self, options: TokenizeOptions, tokenizer: Any, data_format: DataFormat, split: str = "train_dataset"
     ) -> None:
         """Check that options, tokenizer and format fit together."""
-        super().__init__(f"tasks.{options.task}.{split}", options.vocab_size, tokenizer, options.chat_template)
+        where = f"tasks.{options.task}.{split}"
+        super().__init__(where, options.vocab_size, own_tokenizer(tokenizer), options.chat_template)
         self.options = options
         self.data_format = data_format
         self.report = DataReport(self.where, data_format, limit=options.limit)
@@ -409,8 +434,6 @@ def common_prefix(first: Sequence[int], second: Sequence[int]) -> int:
 CLASS_LABELS = "class_labels"
 """Row value with a number for each class, for multi-label classification and multi-output regression."""
 _BEYOND_CLASSES, _BEYOND_NUMBERS = 2**31, 2**63
-_truncation = threading.Lock()
-"""Held while a tokenizer truncates: the limit is state of the tokenizer, which the threads of all tasks share."""
 
 
 def _read_labelled(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> TokenSequence | None:
@@ -427,11 +450,10 @@ def _read_labelled(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> 
         texts = [reader.text(row, "text", index)]
         texts += [reader.text(row, "text_pair", index)] if row.get("text_pair") is not None else []
         limit, tokenizer = reader.options.limit, reader.tokenizer
-        with _truncation:
-            # The tokenizer truncates: it shortens the longer text of a pair and keeps the special tokens at the end.
-            encoded = tokenizer(*texts, truncation=True, max_length=limit)
-            # Encode again without a limit only if truncation may have happened.
-            is_longer = len(encoded["input_ids"]) == limit and len(tokenizer(*texts)["input_ids"]) > limit
+        # The tokenizer truncates: it shortens the longer text of a pair and keeps the special tokens at the end.
+        encoded = tokenizer(*texts, truncation=True, max_length=limit)
+        # Encode again without a limit only if truncation may have happened.
+        is_longer = len(encoded["input_ids"]) == limit and len(tokenizer(*texts)["input_ids"]) > limit
         ids = reader.checked_ids(np.asarray(encoded["input_ids"], dtype=np.int64), index, "input_ids")
         # `None` means all zeros: batches without text pairs need no tensor of types.
         if encoded.get("token_type_ids") is not None and any(encoded["token_type_ids"]):

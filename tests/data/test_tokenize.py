@@ -14,8 +14,9 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from peft_mux.data.dataset import TokenizedDataset
 from peft_mux.data.formats import LANGUAGE_ROWS, RowForm, detect_format
+from peft_mux.data.preferences import SCORED_ROWS
 from peft_mux.data.task_batch import IGNORE_INDEX
-from peft_mux.data.tokenize import LABELLED_ROWS
+from peft_mux.data.tokenize import LABELLED_ROWS, own_tokenizer
 from peft_mux.demo.small_llama import make_tokenizer
 from peft_mux.errors import ConfigError, DataError
 from tests.data.cases import read
@@ -265,20 +266,50 @@ def test_text_needs_a_tokenizer_and_empty_cells_of_images_are_none() -> None:
     assert len(tokenised([{"text": "the cat", "image": value} for value in (None, [])], words_tokenizer())) == 2
 
 
-def test_tasks_that_are_tokenised_in_several_threads_keep_their_own_limits() -> None:
-    tokenizer, row = words_tokenizer(), {"text": "the cat sat " * 40, "label": 0}
-    lengths: dict[int, set[int]] = {}
+def test_tasks_of_all_forms_that_are_read_in_threads_have_their_own_limits_whatever_else_calls_the_tokenizer() -> None:
+    tokenizer, text, is_over = words_tokenizer(with_pairs=True), "the cat sat on a mat " * 20, threading.Event()
+    tokenizer.chat_template = PLAIN_TEMPLATE
+    kinds: list[tuple[int, RowForm, dict[str, Any]]] = [
+        (10, LABELLED_ROWS, {"text": text, "label": 0}),
+        (20, LABELLED_ROWS, {"text": text, "text_pair": text, "label": 0}),
+        (200, SCORED_ROWS, {"prompt": "the", "chosen": f" cat {text}", "rejected": " dog"}),
+        (30, LANGUAGE_ROWS, {"text": text}),
+        (300, LANGUAGE_ROWS, {"prompt": text, "completion": " a dog ran"}),
+        (64, LANGUAGE_ROWS, {"messages": [{"role": "user", "content": text}]}),
+    ]
+    found: dict[int, list[str]] = {limit: [] for limit, *_ in kinds}
 
-    def tokenise(limit: int) -> None:
-        options = {"form": LABELLED_ROWS, "max_length": limit, "max_positions": None}
-        lengths[limit] = set(tokenised([row] * 200, tokenizer, **options).lengths.tolist())
+    def read_rows(limit: int, form: RowForm, row: dict[str, Any]) -> None:
+        for _ in range(20):
+            found[limit].append(tokenised([row] * 10, tokenizer, form, max_length=limit).fingerprint)
 
-    threads = [threading.Thread(target=tokenise, args=(limit,)) for limit in (10, 20, 30)]
-    for thread in threads:
+    def call() -> None:
+        while not is_over.is_set():
+            tokenizer(text, truncation=True, max_length=4, padding="max_length")
+
+    wanted = {kind[0]: tokenised([kind[2]] * 10, tokenizer, kind[1], max_length=kind[0]).fingerprint for kind in kinds}
+    threads = [threading.Thread(target=read_rows, args=kind) for kind in kinds]
+    caller = threading.Thread(target=call)
+    for thread in (caller, *threads):
         thread.start()
     for thread in threads:
         thread.join()
-    assert lengths == {10: {10}, 20: {20}, 30: {30}}
+    is_over.set()
+    caller.join()
+    assert found == {limit: [fingerprint] * 20 for limit, fingerprint in wanted.items()}
+    assert len(set(wanted.values())) == len(kinds)
+
+
+def test_a_tokenizer_of_its_own_has_the_tokens_and_settings_of_the_shared_one() -> None:
+    tokenizer = words_tokenizer(with_pairs=True)
+    tokenizer.add_tokens(["<new>", "cat dog"])
+    tokenizer.add_special_tokens({"pad_token": "<pad>"})
+    own = own_tokenizer(tokenizer)
+    assert own.backend_tokenizer.to_str() == tokenizer.backend_tokenizer.to_str()
+    tokenizer("the cat sat", truncation=True, max_length=2)
+    tokenizer.eos_token, tokenizer.chat_template = "dog", PLAIN_TEMPLATE
+    assert (own.eos_token, own.chat_template, len(own)) == ("<eos>", None, len(tokenizer))
+    assert own.backend_tokenizer.truncation is None
 
 
 def test_all_faults_are_reported_together_up_to_ten() -> None:

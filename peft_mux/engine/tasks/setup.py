@@ -20,7 +20,7 @@ from peft_mux.arguments import MOST_STEPS, MultiTaskTrainingArguments
 from peft_mux.data.dataset import TaskLoader, open_rows, tokenize_dataset
 from peft_mux.data.packing.prefixes import any_share_prefix
 from peft_mux.data.streams import ReadAhead, StreamLoader
-from peft_mux.data.tokenize import TokenizeOptions
+from peft_mux.data.tokenize import TokenizeOptions, own_tokenizer
 from peft_mux.engine.tasks.optimizer import check_optimizer
 from peft_mux.engine.tasks.task_run import BestMetric, ResolvedTask, TaskRun
 from peft_mux.errors import ConfigError, DataError, Fault, raise_faults
@@ -202,7 +202,8 @@ def _make_loader(resolved: ResolvedTask, options: TokenizeOptions, tokenizer: An
     where = f"tasks.{task.name}.train_dataset"
     loader = StreamLoader(
         task.train_dataset,
-        partial(open_rows, options=options, tokenizer=tokenizer),
+        # Copied now, before user code that runs during training can change it.
+        partial(open_rows, options=options, tokenizer=own_tokenizer(tokenizer)),
         where=where,
         timeout_s=hyper.data_timeout_s,
         **settings,
@@ -221,7 +222,9 @@ def _read_eval_prompts(
     if generated is None:
         return ()
     room = None if options.max_positions is None else options.max_positions - generated.max_new_tokens
-    found, num_too_long = read_prompts(rows, options, tokenizer, limit=generated.num_rows, max_tokens=room)
+    found, num_too_long = read_prompts(
+        rows, options, own_tokenizer(tokenizer), limit=generated.num_rows, max_tokens=room
+    )
     if num_too_long:
         warnings.warn(
             f"tasks.{resolved.name}.eval_generate: {num_too_long:,} held-out prompts left out, because "
