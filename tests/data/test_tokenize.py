@@ -268,7 +268,7 @@ def test_text_needs_a_tokenizer_and_empty_cells_of_images_are_none() -> None:
 
 def test_tasks_of_all_forms_that_are_read_in_threads_have_their_own_limits_whatever_else_calls_the_tokenizer() -> None:
     tokenizer, text, is_over = words_tokenizer(with_pairs=True), "the cat sat on a mat " * 20, threading.Event()
-    tokenizer.chat_template = PLAIN_TEMPLATE
+    tokenizer.chat_template, tokenizer.pad_token = PLAIN_TEMPLATE, "<unk>"
     kinds: list[tuple[int, RowForm, dict[str, Any]]] = [
         (10, LABELLED_ROWS, {"text": text, "label": 0}),
         (20, LABELLED_ROWS, {"text": text, "text_pair": text, "label": 0}),
