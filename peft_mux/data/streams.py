@@ -205,10 +205,8 @@ class StreamLoader(RowLoader):
         reader: RowTokenizer | None = None
         step, sequences = 0, []
         for epoch in count():
-            if hasattr(self.stream, "set_epoch"):
-                self.stream.set_epoch(epoch)  # type: ignore[attr-defined]
             is_usable = False
-            for index, row in enumerate(self.stream):
+            for index, row in enumerate(self._rows_of_epoch(epoch)):
                 reader = reader or self._open_rows(row)  # the first row determines the format
                 sequence = reader(row, index)
                 if sequence is None:
@@ -223,3 +221,12 @@ class StreamLoader(RowLoader):
                 raise DataError(f"{self.where} must have at least one row, got a stream without rows.")
             if not is_usable:  # it would be read forever
                 raise DataError(f"{self.where} must have at least one usable row, got a stream without any.")
+
+    def _rows_of_epoch(self, epoch: int) -> Iterator[Any]:
+        """Yield the rows of the stream; an error of ours that its own code raises is like any other of its errors."""
+        try:
+            if hasattr(self.stream, "set_epoch"):
+                self.stream.set_epoch(epoch)  # type: ignore[attr-defined]
+            yield from self.stream
+        except PeftMuxError as error:
+            raise DataError(describe_error(error)) from error

@@ -12,6 +12,7 @@ import pytest
 from datasets import Dataset, interleave_datasets
 
 from peft_mux.data.dataset import open_rows
+from peft_mux.data.sources import load_rows
 from peft_mux.data.streams import ReadAhead, StreamLoader
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.data.tokenize import TokenizeOptions
@@ -98,6 +99,21 @@ def test_a_bad_row_of_a_stream_is_named_when_it_comes() -> None:
     loader = make_stream(Rows([{"input_ids": [1, 2]}] * 4 + [{"input_ids": None}]))
     assert len(loader.batch(0).sequences) == 3
     with pytest.raises(DataError, match=r"tasks\.own\.train_dataset row 4 column input_ids"):
+        loader.batch(1)
+
+
+def test_an_error_of_ours_that_a_stream_raises_fails_its_task_like_any_other() -> None:
+    def rows() -> Iterator[dict[str, Any]]:
+        yield from rows_of(3)
+        yield from load_rows("absent.jsonl")
+
+    class Own(Rows):
+        def __iter__(self) -> Any:
+            return rows()
+
+    loader = make_stream(Own([]))
+    assert len(loader.batch(0).sequences) == 3
+    with pytest.raises(DataError, match=r"ConfigError: .*absent\.jsonl"):
         loader.batch(1)
 
 
