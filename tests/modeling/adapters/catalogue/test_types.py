@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import ast
+import copy
 import subprocess
 import sys
 from collections import Counter
@@ -53,19 +53,6 @@ def test_a_type_is_trained_or_refused_with_a_reason_and_a_type_that_works(peft_t
     assert set(ENTRIES[peft_type.name].reasons) <= known | {"modules_to_save"}
 
 
-def test_most_types_are_trained() -> None:
-    assert sum(entry_of(one).category is not Category.REFUSED for one in PeftType) >= 30
-
-
-@pytest.mark.parametrize("name", [name for name, entry in ENTRIES.items() if entry.category is Category.FUSED])
-def test_the_adapters_of_all_tasks_are_in_one_layer_if_a_type_is_fused(name: str) -> None:
-    make = CASES_BY_NAME[name].make
-    model = MultiTaskPeftModel(tiny_llama(), {"a": make(0), "b": make(1)}, verify=False)
-    layers: list[Any] = [module for module in model.backbone.modules() if isinstance(module, BaseTunerLayer)]
-    assert layers
-    assert not any(isinstance(layer.base_layer, BaseTunerLayer) for layer in layers)
-
-
 def test_a_task_of_a_refused_type_gets_the_reason_and_the_nearest_type(tmp_path: Path) -> None:
     refused = [entry for entry in ENTRIES.values() if entry.category is Category.REFUSED]
     tasks = []
@@ -96,32 +83,7 @@ def test_the_page_of_types_is_what_the_entries_say() -> None:
     assert (ROOT / "docs" / "peft_types.md").read_text(encoding="utf-8") == page(), f"write it: {COMMAND} docs/..."
 
 
-def test_no_other_file_of_the_product_names_a_type_of_the_catalogue() -> None:
-    names = {name for name, entry in ENTRIES.items() if entry.category in (Category.SLICED, Category.WEIGHT_SPACE)}
-    for path in (ROOT / "peft_mux").rglob("*.py"):
-        text = path.read_text(encoding="utf-8")
-        if path.name not in ("catalogue.py", "special_kinds.py") and any(f'"{name}"' in text for name in names):
-            constants = [node.value for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Constant)]
-            assert not names & {value for value in constants if isinstance(value, str)}, path
-
-
 # ------------------------------------------- frozen layers that run once for all tasks
-
-SHARING = [name for name in CASES_BY_NAME if ENTRIES[name].shares_base]
-
-
-@pytest.mark.parametrize("name", [*SHARING, "BOFT", "OFT", "HRA", "SHIRA"])
-def test_the_frozen_layer_is_called_with_the_inputs_of_a_layer_if_the_entry_says_so(name: str) -> None:
-    model: Any = get_peft_model(tiny_llama(), CASES_BY_NAME[name].make(0)).train()
-    layers = [one for one in model.modules() if isinstance(one, BaseTunerLayer)]
-    layers = [layer for layer in layers if isinstance(layer.get_base_layer(), nn.Linear)]
-    assert layers
-    for layer in layers:
-        frozen, seen = layer.get_base_layer(), []
-        x, original = torch.randn(1, 3, frozen.in_features), frozen.forward
-        frozen.forward = lambda read, x=x, seen=seen, original=original: (seen.append(read is x), original(read))[1]
-        layer(x)
-        assert (seen == [True]) == (name in SHARING and not getattr(layer, "is_feedforward", False))
 
 
 @pytest.mark.parametrize(
@@ -147,19 +109,22 @@ def test_a_frozen_layer_runs_as_often_as_tasks_need(names: tuple[str, ...], want
     assert counts["calls"] == wanted
 
 
-@pytest.mark.parametrize(
-    ("kind", "more"),
-    [("LOHA", {}), ("LOKR", {}), ("LOKR", {"decompose_both": True}), ("LOKR", {"decompose_factor": 4})],
-)
 @pytest.mark.parametrize("in_features", [24, 40])
+@pytest.mark.parametrize(
+    "config",
+    [
+        LoHaConfig(r=2, alpha=3, target_modules=["0"], init_weights=False),
+        LoKrConfig(r=2, alpha=3, target_modules=["0"], init_weights=False),
+        LoKrConfig(r=2, alpha=3, target_modules=["0"], init_weights=False, decompose_both=True),
+        LoKrConfig(r=2, alpha=3, target_modules=["0"], init_weights=False, decompose_factor=4),
+    ],
+    ids=["LOHA", "LOKR", "LOKR, both", "LOKR, by 4"],
+)
 def test_products_of_factors_are_those_of_the_weight_and_so_are_their_gradients(
-    kind: str, in_features: int, more: dict[str, Any]
+    config: PeftConfig, in_features: int
 ) -> None:
     torch.manual_seed(0)
-    base = nn.Sequential(nn.Linear(in_features, 32, dtype=torch.float64))
-    make: Any = LoHaConfig if kind == "LOHA" else LoKrConfig
-    model = get_peft_model(base, make(r=2, alpha=3, target_modules=["0"], init_weights=False, **more))  # type: ignore[arg-type]
-    model = model.double()
+    model = get_peft_model(nn.Sequential(nn.Linear(in_features, 32)), copy.deepcopy(config)).double()  # type: ignore[arg-type]
     layer: Any = next(module for module in model.modules() if isinstance(module, BaseTunerLayer))
     x = torch.randn(5, in_features, dtype=torch.float64, requires_grad=True)
     stream, results = Stream(), []
@@ -206,7 +171,7 @@ sys.exit(pytest.main(["-q", "-p", "no:cacheprovider", "-W", "ignore", "-k", "ADA
 @pytest.mark.slow
 @pytest.mark.skipif(not _IS_ABSENT, reason="scikit-learn is installed, so that test_kinds.py covers AdaMSS")
 def test_with_the_package_it_is_tested_as_all_other_types_are() -> None:
-    tests = ["tests/modeling/adapters/test_kinds.py", "tests/modeling/adapters/catalogue"]
+    tests = ["tests/modeling/adapters/test_kinds.py", "tests/modeling/adapters/catalogue/test_training.py"]
     done = subprocess.run([sys.executable, "-c", _STAND_IN, *tests], capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-1000:]
     assert "passed" in done.stdout

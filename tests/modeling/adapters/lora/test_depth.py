@@ -20,68 +20,33 @@ CONFIGS: dict[str, Any] = {
     "top": LoraConfig(r=3, target_modules=LINEAR, layers_to_transform=[1]),
     "low": LoraConfig(r=2, target_modules=["v_proj"], layers_to_transform=[0]),
     "last": LoraConfig(r=2, target_modules=["down_proj"], layers_to_transform=[1]),
+    "scales": IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "words": LoraConfig(r=2, target_modules=["embed_tokens", "down_proj"]),
 }
 
 
-def model_of(*names: str, **others: Any) -> MultiTaskPeftModel:
-    """Return a model of some tasks, whose factors B are not zero."""
-    configs = {name: CONFIGS[name] for name in names} | others
-    return moved(MultiTaskPeftModel(tiny_llama(), configs, verify=False)).train()
-
-
-def gradients(model: MultiTaskPeftModel) -> dict[str, torch.Tensor]:
-    """Return the gradients of all tasks after one pass."""
-    model(packed(*model.tasks)[0]).losses.sum().backward()
-    return gradients_of(model)
-
-
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("names", [("whole", "top", "low", "last"), ("last", "whole", "top"), ("top", "last")])
+@pytest.mark.parametrize(
+    ("names", "checkpointing"),
+    [
+        (("whole", "top", "low", "last"), True),
+        (("last", "whole", "top"), False),
+        (("top", "last"), False),
+        # Tasks with adapters of another type or in the embedding, too, go all the way down.
+        (("top", "scales", "words"), True),
+    ],
+)
 def test_tasks_of_different_depth_have_the_gradients_of_a_full_backward(
     names: tuple[str, ...], checkpointing: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    left_out = rows_left_out(monkeypatch)
-    models = [model_of(*names), model_of(*names)]
-    if checkpointing:
-        for model in models:
+    left_out, found = rows_left_out(monkeypatch), []
+    for stops in (True, False):
+        model = moved(MultiTaskPeftModel(tiny_llama(), {name: CONFIGS[name] for name in names}, verify=False)).train()
+        if checkpointing:
             model.gradient_checkpointing_enable()
-    found = gradients(models[0])
-    assert any(left_out), "some product was made for some rows alone"
-    monkeypatch.setattr(Stream, "reset_adapter_tracking", lambda stream: None)
-    left_out.clear()
-    wanted = gradients(models[1])
-    assert not any(left_out)
-    torch.testing.assert_close(found, wanted, rtol=1e-5, atol=1e-8)
-
-
-def test_a_task_whose_adapter_lies_elsewhere_too_goes_all_the_way_down(monkeypatch: pytest.MonkeyPatch) -> None:
-    scales = IA3Config(target_modules=["k_proj", "down_proj"], feedforward_modules=["down_proj"])
-    words = LoraConfig(r=2, target_modules=["embed_tokens", "down_proj"])
-    model = model_of("top", scales=scales, words=words)
-    seen: list[frozenset[str]] = []
-    begin = Stream.reset_adapter_tracking
-
-    def noted(stream: Stream) -> None:
-        begin(stream)
-        seen.append(stream.adapters_not_reached)
-
-    monkeypatch.setattr(Stream, "reset_adapter_tracking", noted)
-    model(packed("top", "scales", "words")[0])
-    assert seen == [frozenset({model.adapter_of("top")})]
-    assert model.stream.adapters_not_reached == frozenset(), "the stream is idle"
-
-
-def test_a_pass_without_adapters_keeps_the_gradients_of_its_input() -> None:
-    model = model_of("top", "last")
-    kept: list[torch.Tensor] = []
-
-    def keep(module: Any, inputs: Any, output: torch.Tensor) -> torch.Tensor:
-        kept.append(output.detach().requires_grad_())
-        return kept[-1]
-
-    handle = model.backbone.get_input_embeddings().register_forward_hook(keep)
-    with model.without_adapters():
-        model(packed("top", "last")[0]).losses.sum().backward()
-    handle.remove()
-    assert kept[0].grad is not None
-    assert (kept[0].grad[0].abs().sum(dim=1) > 0).sum() >= len(kept[0][0]) - 6, "all rows but last tokens"
+        if not stops:
+            monkeypatch.setattr(Stream, "reset_adapter_tracking", lambda stream: None)
+        model(packed(*names)[0]).losses.sum().backward()
+        found.append(gradients_of(model))
+        assert any(left_out) is stops, "some product is made for some rows alone where gradients stop"
+        left_out.clear()
+    torch.testing.assert_close(found[0], found[1], rtol=1e-5, atol=1e-8)

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftModel, PeftType
+from peft import IA3Config, LoraConfig, PeftModel, PeftType
 from peft.tuners.lora.layer import ParamWrapper
 
 from peft_mux import MultiTaskPeftModel, Task
@@ -20,8 +19,6 @@ from peft_mux.modeling.adapters.lora import parameters as parameters_file
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters import passes
 from tests.modeling.adapters.alone import alone, assert_resumes, task
-from tests.modeling.adapters.test_kinds import ia3
-from tests.modeling.adapters.toy_kind import ToyKind, registered
 from tests.modeling.backbones import backbone_of, drawn
 
 GATE_UP, DOWN, ROUTER = "mlp.experts.gate_up_proj", "mlp.experts.down_proj", "mlp.gate.weight"
@@ -59,48 +56,53 @@ def every_set() -> dict[str, LoraConfig]:
     }
 
 
-def together(make: Callable[[], Any], configs: dict[str, LoraConfig], *, is_moved: bool = False) -> MultiTaskPeftModel:
+def together(make: Callable[[], Any], configs: dict[str, Any], *, is_moved: bool = False) -> MultiTaskPeftModel:
     """Return a model of tasks, whose adapters do something if they are moved."""
     seeds = {name: number for number, name in enumerate(configs)}
     model = MultiTaskPeftModel(make(), configs, seeds=seeds, verify=False)
     return passes.moved(model) if is_moved else model
 
 
-def assert_as_alone(make: Callable[[], Any], configs: dict[str, LoraConfig]) -> None:
-    model = together(make, configs)
-    judges = passes.judges_of(model, configs, {name: number for number, name in enumerate(configs)}, make)
-    batch, rows = passes.packed(*configs)
-    passes.assert_as_plain(model, batch, judges, rows)
+def with_experts(implementation: str) -> Callable[[], Any]:
+    """Return a function that makes a mixture whose experts are computed in one of the ways of transformers."""
 
-
-def test_tasks_on_any_sets_of_parameters_go_as_plain_peft_goes_with_each_alone() -> None:
-    assert_as_alone(qwen3_moe, every_set())
-
-
-def test_the_set_of_the_first_task_does_not_matter() -> None:
-    configs = every_set()
-    assert_as_alone(qwen3_moe, {name: configs[name] for name in ("up", "down", "both", "all")})
-
-
-@pytest.mark.parametrize("implementation", ["eager", "batched_mm", "grouped_mm"])
-def test_any_implementation_of_experts_gives_the_same(implementation: str) -> None:
     def make() -> Any:
         model = qwen3_moe()
         model.config._experts_implementation = implementation
         return model
 
-    configs = every_set()
-    assert_as_alone(make, {name: configs[name] for name in ("attention", "both", "router")})
+    return make
 
 
-def test_transposed_experts_with_biases_and_their_own_gate() -> None:
-    assert_as_alone(gpt_oss, {"a": on(GATE_UP, DOWN), "b": on(DOWN, "mlp.router.weight", rank=5, modules=["k_proj"])})
+ALONE: dict[str, tuple[Callable[[], Any], list[str]]] = {
+    "all sets": (qwen3_moe, [*every_set()]),
+    "another set first": (qwen3_moe, ["up", "down", "both", "all"]),
+    **{way: (with_experts(way), ["attention", "both", "router"]) for way in ("eager", "batched_mm", "grouped_mm")},
+    "task by task": (odd_widths, ["both", "attention", "all"]),
+}
 
 
-def test_experts_that_no_grouped_product_takes_are_computed_task_by_task(monkeypatch: pytest.MonkeyPatch) -> None:
-    configs = every_set()
-    monkeypatch.setattr(parameters_file, "grouped_experts", None)
-    assert_as_alone(odd_widths, {name: configs[name] for name in ("both", "attention", "all")})
+@pytest.mark.parametrize("case", ALONE)
+def test_tasks_on_any_sets_of_parameters_go_as_plain_peft_goes_with_each_alone(
+    case: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, names = ALONE[case]
+    if make is odd_widths:
+        monkeypatch.setattr(parameters_file, "grouped_experts", None)
+    assert_as_alone(make, {name: every_set()[name] for name in names})
+
+
+def test_transposed_experts_have_biases_and_a_gate_of_their_own_next_to_another_type() -> None:
+    of_attention = IA3Config(target_modules=["k_proj"], feedforward_modules=[])
+    router = on(DOWN, "mlp.router.weight", rank=5, modules=["k_proj"])
+    assert_as_alone(gpt_oss, {"a": on(GATE_UP, DOWN), "scales": of_attention, "b": router})
+
+
+def assert_as_alone(make: Callable[[], Any], configs: dict[str, Any]) -> None:
+    model = together(make, configs)
+    judges = passes.judges_of(model, configs, {name: number for number, name in enumerate(configs)}, make)
+    batch, rows = passes.packed(*configs)
+    passes.assert_as_plain(model, batch, judges, rows)
 
 
 def test_experts_are_never_copied_for_a_task(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,53 +131,26 @@ def test_what_is_saved_comes_back_in_plain_peft_and_here(tmp_path: Path) -> None
     model.save_pretrained(tmp_path)
     again = MultiTaskPeftModel.from_pretrained(qwen3_moe(), tmp_path, verify=False).eval()
     with torch.no_grad():
-        frozen = qwen3_moe().eval()(input_ids=passes.IDS).logits
-        for name, config in configs.items():
+        for name in configs:
             judge = PeftModel.from_pretrained(qwen3_moe(), str(tmp_path / name)).eval()
             own = {key.replace(".default", ""): item for key, item in judge.named_parameters() if "lora_" in key}
             passes.assert_same_tensors(model.task_parameters(name), own)
-            wanted, mine = judge(input_ids=passes.IDS).logits, model.task_view(name)(input_ids=passes.IDS).logits
-            assert not torch.allclose(wanted, frozen, rtol=1e-3)
-            assert lab.relative(mine, wanted) <= 1e-6
+            mine = model.task_view(name)(input_ids=passes.IDS).logits
+            assert lab.relative(mine, judge(input_ids=passes.IDS).logits) <= 1e-6
             assert torch.equal(again.task_view(name)(input_ids=passes.IDS).logits, mine)
-            passes.plain(config, 0, qwen3_moe)[0].save_pretrained(tmp_path / "plain")
-            saved, theirs = (_saved_config(tmp_path / folder) for folder in (name, "plain"))
-            assert saved == theirs, name
-        merged = model.task_view("both").merge_and_unload()
-        assert not any(isinstance(module, ParamWrapper) for module in merged.modules())
+    merged = model.task_view("both").merge_and_unload()
+    assert not any(isinstance(module, ParamWrapper) for module in merged.modules())
 
 
-def _saved_config(folder: Path) -> dict[str, Any]:
-    values = json.loads((folder / "adapter_config.json").read_text())
-    values.pop("base_model_name_or_path")
-    return {key: sorted(value) if isinstance(value, list) else value for key, value in values.items()}
-
-
-def test_the_last_task_that_leaves_takes_the_wrappers_along() -> None:
+def test_the_last_task_that_leaves_takes_the_wrappers_along_and_the_backbone_comes_back() -> None:
     model = together(qwen3_moe, {"a": LoraConfig(target_modules=["q_proj"]), "up": on(GATE_UP), "down": on(DOWN)})
     model.remove_tasks(["up", "down"])
     assert not any(isinstance(module, ParamWrapper) for module in model.backbone.modules())
     model.register_tasks({"both": on(GATE_UP, DOWN)}, seeds={"both": 0})
     _, own = passes.plain(on(GATE_UP, DOWN), 0, qwen3_moe)
     passes.assert_same_tensors(model.task_parameters("both"), own)
-
-
-def test_the_backbone_comes_back_as_it_was() -> None:
-    model = together(qwen3_moe, every_set())
-    model(passes.packed(*every_set())[0]).losses.sum().backward()
+    model(passes.packed(*model.tasks)[0]).losses.sum().backward()
     passes.assert_same_tensors(model.unload().state_dict(), qwen3_moe().state_dict())
-
-
-def test_adapters_of_another_type_are_next_to_those_on_parameters(tmp_path: Path) -> None:
-    with registered(ToyKind()):
-        configs: dict[str, Any] = {"both": on(GATE_UP, DOWN), "ia3": ia3(0), "up": on(GATE_UP)}
-        configs["ia3"].target_modules, configs["ia3"].feedforward_modules = ["k_proj"], []
-        model = together(qwen3_moe, configs)
-        for number, name in enumerate(("both", "ia3", "up")):
-            assert model.task_parameters(name).keys() == passes.plain(configs[name], number, qwen3_moe)[1].keys()
-        model.save_pretrained(tmp_path)
-        for name in configs:
-            PeftModel.from_pretrained(qwen3_moe(), str(tmp_path / name))
 
 
 # --------------------------------------------------------------------- trainer
@@ -192,13 +167,10 @@ def tasks() -> list[Task]:
     ]
 
 
-def test_a_run_ends_with_the_weights_of_plain_peft(tmp_path: Path) -> None:
-    run = lab.train(tasks(), tmp_path, model=qwen3_moe())
+def test_a_run_ends_with_the_weights_of_plain_peft_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
+    run = lab.train(tasks(), tmp_path / "whole", model=qwen3_moe())
     lab.assert_as_judged(run, {one.name: alone(run.trainer, one, qwen3_moe) for one in tasks()})
-
-
-def test_a_run_resumes_from_its_checkpoint_with_the_same_bits(tmp_path: Path) -> None:
-    assert_resumes(tasks, tmp_path, qwen3_moe)
+    assert_resumes(tasks, tmp_path, qwen3_moe, whole=run)
 
 
 def test_recomputed_activations_give_the_same_gradients() -> None:
@@ -242,46 +214,25 @@ def test_loads_of_experts_are_marked_and_count_all_parameters() -> None:
         ({"lora_dropout": 0.1}, r"lora_dropout must be its default, .*got 0\.1 with adapters on bare parameters"),
         ({"use_dora": True}, r"use_dora"),
         ({"init_lora_weights": "orthogonal"}, r"init_lora_weights must be True, False, 'gaussian'.*got 'orthogonal'"),
-        (
-            {"target_parameters": ["mlp.experts.gate_up"]},
-            r"target_parameters .*got 'mlp\.experts\.gate_up'.*Did you mean \"mlp\.experts",
-        ),
-        (
-            {"target_parameters": ["norm.weight"]},
-            r"target_parameters .*two or three dimensions.*got 'norm\.weight'.*norm\.weight belongs to a layer",
-        ),
-        (
-            {"target_parameters": ["embed_tokens.weight"]},
-            r"target_parameters .*got 'embed_tokens\.weight'.*name layers in target_modules",
-        ),
-        ({"target_parameters": ["lm_head.weight"]}, r"target_parameters .*got 'lm_head\.weight'"),
+        ({"target_parameters": ["mlp.experts.gate_up"]}, r"target_parameters .*Did you mean \"mlp\.experts"),
+        ({"target_parameters": ["norm.weight"]}, r"target_parameters .*two or three dimensions.*got 'norm\.weight'"),
+        ({"target_parameters": ["embed_tokens.weight"]}, r"target_parameters .*name layers in target_modules"),
         ({"target_parameters": ["q_proj.weight"]}, r"target_parameters .*got 'q_proj\.weight'.*the same LoRA"),
         ({"target_parameters": GATE_UP}, r"target_parameters must be a list of strings or None, got "),
+        # By "all-linear" PEFT adapts experts too.
+        (
+            {"target_parameters": None, "target_modules": "all-linear", "lora_dropout": 0.1},
+            r"lora_dropout must be.* with adapters on bare parameters .*gate_up_proj.*name layers in target_modules",
+        ),
+        # Half of a fused matrix.
+        ({"target_parameters": None, "target_modules": {"gate_proj"}}, r"without also targeting up_proj"),
     ],
 )
 def test_what_cannot_be_trained_is_refused_by_name(options: dict[str, Any], message: str) -> None:
     config: Any = on(GATE_UP)
     for name, value in options.items():
         setattr(config, name, value)
-    passes.assert_refused({"a": config}, rf"tasks\.a\.peft_config\.{message}", qwen3_moe())
-
-
-def test_dropout_on_all_linear_layers_of_a_mixture_is_refused_as_peft_makes_experts_of_them() -> None:
-    config = LoraConfig(target_modules="all-linear", lora_dropout=0.1)
-    passes.assert_refused(
-        {"a": config},
-        r"lora_dropout must be.*, got 0\.1 with adapters on bare parameters "
-        r".*gate_up_proj.*name layers in target_modules",
-        qwen3_moe(),
-    )
-
-
-def test_a_half_of_a_fused_matrix_is_refused_in_the_words_of_peft() -> None:
-    passes.assert_refused(
-        {"a": LoraConfig(target_modules=["gate_proj"])},
-        r"tasks\.a\.peft_config must be one whose targets.*gate_proj without also targeting up_proj",
-        qwen3_moe(),
-    )
+    passes.assert_refused({"a": config}, rf"tasks\.a\.peft_config.*{message}", qwen3_moe())
 
 
 def test_a_router_that_is_written_as_a_linear_layer_is_refused_with_the_targets_that_work() -> None:
@@ -303,26 +254,11 @@ def test_a_parameter_of_a_module_that_mixes_tokens_is_refused_before_the_first_s
         MultiTaskPeftModel(backbone, {"a": on("self_attn.extra")})
 
 
-def test_stages_and_tensor_parallelism_refuse_bare_parameters_by_name() -> None:
-    of_experts = task("sql", on(GATE_UP), 1)
-    (fault,) = _bare_parameter_faults(ParallelLayout.of(2, tp=2), [of_experts], qwen3_moe())
-    assert fault.where == "tasks.sql.peft_config.target_parameters"
-    assert "data parallelism" in fault.fix
-
-
-def test_stages_and_tensor_parallelism_refuse_all_layers_of_a_mixture_and_take_those_of_attention() -> None:
-    layout, backbone = ParallelLayout.of(2, pp=2), qwen3_moe()
-    of_all = task("sql", LoraConfig(r=2, target_modules="all-linear"), 1)
-    (fault,) = _bare_parameter_faults(layout, [of_all], backbone)
-    assert fault.where == "tasks.sql.peft_config.target_modules"
-    assert "gate_up_proj" in fault.got
-    of_attention = task("sql", LoraConfig(r=2, target_modules=["q_proj", "o_proj"]), 1)
-    assert _bare_parameter_faults(layout, [of_attention], backbone) == []
-
-
-def test_router_losses_that_would_mix_tasks_are_refused_by_name() -> None:
-    backbone = qwen3_moe()
-    backbone.config.output_router_logits = True
-    said = r"router loss \(output_router_logits\) mixes the tokens of all tasks"
-    with pytest.raises(UnsupportedModelError, match=said):
-        MultiTaskPeftModel(backbone, {"a": LoraConfig(target_modules=["q_proj"])})
+def test_stages_and_tensor_parallelism_refuse_bare_parameters_and_all_layers_but_not_those_of_attention() -> None:
+    for config, layout, where in (
+        (on(GATE_UP), ParallelLayout.of(2, tp=2), ["tasks.sql.peft_config.target_parameters"]),
+        (LoraConfig(target_modules="all-linear"), ParallelLayout.of(2, pp=2), ["tasks.sql.peft_config.target_modules"]),
+        (LoraConfig(target_modules=["q_proj", "o_proj"]), ParallelLayout.of(2, pp=2), []),
+    ):
+        faults = _bare_parameter_faults(layout, [task("sql", config, 1)], qwen3_moe())
+        assert [fault.where for fault in faults] == where
