@@ -328,6 +328,8 @@ class TrainingLoop:
         # running task, so no other one is written next to it.
         if run.saver.is_due() or run.control.should_save:
             run.control.should_save = False
+            # What callbacks have asked for at this step is part of its state: a killed run would not ask again.
+            self.membership.apply_commands()
             self.save()
         else:
             run.saver.save_due_tasks(list(names))
