@@ -121,7 +121,7 @@ def assert_as_one(part: Part, one: Part, *, but: Sequence[str] = (), from_step: 
 
 def launch(world_size: int, part: Callable[..., Any], *arguments: Any, limit_s: float = 60.0) -> list[Outcome]:
     """Run `part(rank, *arguments)` in as many processes as asked for; end those that outlast the limit."""
-    context = _server()
+    context = server()
     port = _free_port()
     running = []
     for rank in range(world_size):
@@ -134,7 +134,7 @@ def launch(world_size: int, part: Callable[..., Any], *arguments: Any, limit_s: 
     return [_outcome(process, receiver, deadline) for process, receiver in running]
 
 
-def _server() -> Any:
+def server() -> Any:
     """Return the context whose server has imported this module and trained; it reads its path from the environment."""
     context = multiprocessing.get_context("forkserver")
     context.set_forkserver_preload(["tests.engine.lab", "tests.engine.processes.warm"])
