@@ -117,18 +117,14 @@ class Together:
     folder: Path
     before: dict[str, torch.Tensor]
 
-    def side(self, name: str) -> Side:
-        """Return plain PEFT's run of a task alone."""
-        return alone(self.run.trainer, self.tasks[name], self.base)
-
-    def loaded(self, name: str) -> torch.Tensor:
-        """Return the logits of the saved adapter in plain PEFT, on a fresh backbone."""
-        with torch.no_grad():
-            return PeftModel.from_pretrained(self.base(), str(self.folder / name)).eval()(input_ids=IDS).logits
-
     def saved(self, name: str) -> dict[str, torch.Tensor]:
         """Return the saved tensors of a task."""
         return load_file(self.folder / name / "adapter_model.safetensors")
+
+    def saved_alone(self, side: Side) -> dict[str, torch.Tensor]:
+        """Return the tensors that plain PEFT saves of a task alone."""
+        side.model.save_pretrained(self.folder.parent / "alone")
+        return load_file(self.folder.parent / "alone" / "adapter_model.safetensors")
 
     def assert_as_alone(self, name: str, *, but: tuple[str, ...] = ()) -> Side:
         """Assert losses, weights and outputs of plain PEFT alone, and that the saved adapter gives these outputs.
@@ -137,7 +133,7 @@ class Together:
             name: name of the task.
             but: ends of names whose gradients are zero except for rounding, which Adam turns into steps of their own.
         """
-        side = self.side(name)
+        side = alone(self.run.trainer, self.tasks[name], self.base)
         lab.assert_close(self.run.losses[name], side.losses, 1e-5, name)
         assert side.losses[0] != side.losses[-1], "it has learned something"
         ours = {key.replace(".own_bias", ".bias"): value for key, value in self.run.weights(name).items()}
@@ -147,10 +143,11 @@ class Together:
             if not key.endswith(but or ("nothing",)):
                 assert lab.relative(ours[key], weight) <= 1e-4, f"{name} {key}"
         model = self.run.trainer.model.eval()
+        loaded = PeftModel.from_pretrained(self.base(), str(self.folder / name)).eval()
         with torch.no_grad():
-            wanted, viewed = side.model(input_ids=IDS).logits, model.task_view(name)(input_ids=IDS).logits
-        for what, logits in (("view", viewed), ("loaded", self.loaded(name))):
-            assert lab.relative(logits, wanted) <= 1e-4, what
+            wanted = side.model(input_ids=IDS).logits
+            for what, other in (("view", model.task_view(name)), ("loaded", loaded)):
+                assert lab.relative(other(input_ids=IDS).logits, wanted) <= 1e-4, what
         return side
 
     def assert_backbone_unchanged(self) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -18,39 +17,30 @@ from safetensors.torch import load_file
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.errors import CheckpointError
 from tests.invariants.mux_lab import relative, tiny_llama
-from tests.modeling.adapters.alone import assert_resumes, task, tiny_gpt2
+from tests.modeling.adapters.alone import tiny_gpt2
 from tests.modeling.adapters.passes import IDS, assert_as_plain, assert_refused, perturbed, plain
 
 TWO = ["q_proj", "down_proj"]
 PISSA = LoraConfig(r=4, target_modules=TWO, init_lora_weights="pissa")
 
 
-def corda() -> tuple[LoraConfig, Callable[[Any], None]]:
-    config = LoraConfig(
-        r=4, target_modules=TWO, init_lora_weights="corda", corda_config=CordaConfig(corda_method="kpm")
-    )
+CORDA = LoraConfig(r=4, target_modules=TWO, init_lora_weights="corda", corda_config=CordaConfig(corda_method="kpm"))
+LORA_GA = LoraConfig(r=4, target_modules=TWO, init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig())
 
-    def prepare(model: Any) -> None:
+
+def prepare(model: Any, config: LoraConfig) -> None:
+    if config is CORDA:
         preprocess_corda(model, config, run_model=lambda: model(IDS))
-
-    return config, prepare
-
-
-def lora_ga() -> tuple[LoraConfig, Callable[[Any], None]]:
-    config = LoraConfig(r=4, target_modules=TWO, init_lora_weights="lora_ga", lora_ga_config=LoraGAConfig())
-
-    def prepare(model: Any) -> None:
+    else:
         preprocess_loraga(model, config, train_step=lambda: model(input_ids=IDS, labels=IDS).loss.backward())
 
-    return config, prepare
 
-
-@pytest.mark.parametrize("make", [corda, lora_ga])
-def test_initialisers_that_read_what_was_prepared_on_the_backbone(make: Callable[[], Any]) -> None:
-    config, prepare = make()
+@pytest.mark.parametrize("config", [CORDA, LORA_GA], ids=["corda", "lora_ga"])
+def test_initialisers_read_what_was_prepared_on_the_backbone(config: LoraConfig) -> None:
+    assert_refused({"own": config}, r"tasks\.own\.peft_config: PEFT refuses it: .*preprocess_(corda|loraga)")
     models = tiny_llama(), tiny_llama()
     for model in models:
-        prepare(model)
+        prepare(model, config)
         model.requires_grad_(True)
     mux = MultiTaskPeftModel(models[1], {"own": config}, seeds={"own": 3}, verify=False)
     judge, own = plain(config, 3, lambda: models[0])
@@ -63,11 +53,6 @@ def test_initialisers_that_read_what_was_prepared_on_the_backbone(make: Callable
     assert_as_plain(mux, batch, {"own": (judge, own)}, rows)
     for (name, ours), theirs in zip(mux.unload().named_parameters(), tiny_llama().parameters(), strict=True):
         assert torch.equal(ours, theirs), name
-
-
-@pytest.mark.parametrize(("make", "said"), [(corda, "preprocess_corda"), (lora_ga, "preprocess_loraga")])
-def test_without_preparation_they_are_refused_by_the_task(make: Callable[[], Any], said: str) -> None:
-    assert_refused({"own": make()[0]}, rf"tasks\.own\.peft_config: PEFT refuses it: .*{said}")
 
 
 def test_what_is_saved_is_the_lora_into_which_peft_converts(tmp_path: Path) -> None:
@@ -114,21 +99,6 @@ def test_a_saved_adapter_is_read_again_with_its_initial_factors(tmp_path: Path) 
     plain = MultiTaskPeftModel(tiny_llama(), {"own": LoraConfig(r=4, target_modules=TWO)}, verify=False)
     with pytest.raises(CheckpointError, match="of the same configuration"):
         plain.load_task("own", tmp_path / "own")
-
-
-def test_a_run_resumes_from_its_checkpoint(tmp_path: Path) -> None:
-    configs = {
-        "initial": PISSA,
-        "dora": LoraConfig(r=2, target_modules=TWO, use_dora=True),
-        "copies": LoraConfig(r=2, target_modules=TWO, modules_to_save=["lm_head", "norm"]),
-        "rows": LoraConfig(r=2, target_modules=TWO, trainable_token_indices=[3, 4, 5]),
-        "plain": LoraConfig(r=3, target_modules="all-linear"),
-    }
-
-    assert_resumes(
-        lambda: [task(name, config, number, max_steps=3) for number, (name, config) in enumerate(configs.items())],
-        tmp_path,
-    )
 
 
 @pytest.mark.parametrize("targets", [["q_proj", "embed_tokens"], r".*(q_proj|embed_tokens)"])

@@ -2,17 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 import torch
 from peft import LoraConfig
-from peft.utils import ModulesToSaveWrapper
 
 from peft_mux import MultiTaskPeftModel
 from peft_mux.errors import ConfigError
 from tests.invariants.mux_lab import tiny_llama
-from tests.modeling.adapters.alone import tied_llama, together
 from tests.modeling.adapters.passes import assert_refused, assert_same_tensors, packed, snapshot
 
 CONFIGS = {
@@ -21,20 +17,6 @@ CONFIGS = {
     "most": LoraConfig(r=2, target_modules=["q_proj"], modules_to_save=["embed_tokens", "norm", "lm_head"]),
     "dora": LoraConfig(r=2, target_modules=["v_proj"], use_dora=True, modules_to_save=["norm"]),
 }
-
-
-def test_no_task_has_adapters_in_anothers_copy() -> None:
-    backbone = MultiTaskPeftModel(tiny_llama(), CONFIGS, verify=False).backbone
-    wrappers = {name: item for name, item in backbone.named_modules() if isinstance(item, ModulesToSaveWrapper)}
-    assert len(wrappers["lm_head"].modules_to_save) == 2
-    assert not any("lora_" in name for item in wrappers.values() for name, _ in item.named_modules())
-
-
-def test_where_weights_are_tied_a_copy_is_not(tmp_path: Path) -> None:
-    configs = {name: CONFIGS[name] for name in ("head", "most", "plain")}
-    ran = together(configs, tied_llama, tmp_path, max_steps=3)
-    for name in configs:
-        ran.assert_as_alone(name)
 
 
 def test_tasks_with_copies_come_and_go() -> None:
@@ -62,31 +44,29 @@ def test_modules_that_cannot_be_copied_are_refused(wanted: str, said: str) -> No
     assert_refused({"a": config}, rf"tasks\.a\.peft_config\.modules_to_save.*{said}")
 
 
+HEAD = LoraConfig(r=2, target_modules=["lm_head"])
+
+
 @pytest.mark.parametrize(
-    ("other", "field"),
+    ("first", "second", "field"),
     [
-        (LoraConfig(r=2, target_modules=["lm_head"]), "target_modules"),
-        (LoraConfig(r=2, target_modules=r".*(lm_head|q_proj)"), "target_modules"),
+        (CONFIGS["head"], HEAD, "target_modules"),
+        (CONFIGS["head"], LoraConfig(r=2, target_modules=r".*(lm_head|q_proj)"), "target_modules"),
         (
+            CONFIGS["head"],
             LoraConfig(r=2, target_modules=["q_proj"], trainable_token_indices={"lm_head": [1]}),
             "trainable_token_indices",
         ),
+        (HEAD, CONFIGS["head"], "modules_to_save"),
     ],
 )
-def test_two_ways_to_train_one_module_are_refused_in_one_call_and_in_two(other: LoraConfig, field: str) -> None:
+def test_two_ways_to_train_one_module_are_refused_in_one_call_and_in_two(
+    first: LoraConfig, second: LoraConfig, field: str
+) -> None:
     said = rf'tasks\.b\.peft_config\.{field} must be a module that task "a" does not name .*, got lm_head'
-    assert_refused({"a": CONFIGS["head"], "b": other}, said)
-    model = MultiTaskPeftModel(tiny_llama(), {"a": CONFIGS["head"]}, verify=False)
+    assert_refused({"a": first, "b": second}, said)
+    model = MultiTaskPeftModel(tiny_llama(), {"a": first}, verify=False)
     with pytest.raises(ConfigError, match=said):
-        model.register_tasks({"b": other})
+        model.register_tasks({"b": second})
     assert model.tasks == ("a",)
     assert model(packed("a")[0]).losses.isfinite().all()
-
-
-def test_what_is_asked_for_after_adapters_is_refused_too() -> None:
-    model = MultiTaskPeftModel(tiny_llama(), {"a": LoraConfig(r=2, target_modules=["lm_head"])}, verify=False)
-    with pytest.raises(
-        ConfigError,
-        match=r'tasks\.b\.peft_config\.modules_to_save must be a module that task "a" does not name in',
-    ):
-        model.register_tasks({"b": CONFIGS["head"]})
