@@ -3,40 +3,36 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path, PurePosixPath
 from typing import Any
 
 import pytest
 
 from tests.attacks import attack_lab as attacks
-from tests.attacks import run_files
+from tests.attacks import kill_cases, run_files
 from tests.attacks.attack_lab import COUNT, Outcome
-from tests.attacks.run_files import Whole
-from tests.checkpoint.kill_cases import Helper
+from tests.attacks.kill_cases import Whole
 
 
-@pytest.fixture(scope="module")
-def helper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Helper]:
-    """Start the process that forks runs."""
-    started = Helper(tmp_path_factory.mktemp("helper"))
-    yield started
-    started.stop()
-
-
-@pytest.fixture(scope="module")
-def whole(helper: Helper, tmp_path_factory: pytest.TempPathFactory) -> Whole:
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory: pytest.TempPathFactory) -> Whole:
     """Return the run of a process that is not killed."""
-    return Whole(helper, tmp_path_factory.mktemp("whole") / "run")
+    folder = tmp_path_factory.mktemp("whole") / "run"
+    outcome = kill_cases.run(folder)
+    assert outcome.exit_code == 0
+    assert list(outcome.steps) == list(range(1, kill_cases.NUM_STEPS + 1))
+    assert outcome.final is not None
+    assert [status for _, status in outcome.final.values()] == ["succeeded"] * 3
+    return Whole(folder, outcome)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def sound(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
     """Return the run of two tasks without a fault."""
     return attacks.train(run_files.two_tasks(), tmp_path_factory.mktemp("sound"), **run_files.SAVING)
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture(scope="session")
 def crashed(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Return the folder of a run that saved after steps 2 and 4, and crashed in step 5."""
     folder = tmp_path_factory.mktemp("crashed")

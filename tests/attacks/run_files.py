@@ -15,8 +15,6 @@ from safetensors.torch import load_file
 from peft_mux import EarlyStopping, Task
 from tests.attacks import attack_lab as attacks
 from tests.attacks.attack_lab import Outcome, nano_task
-from tests.checkpoint import kill_cases
-from tests.checkpoint.kill_cases import Helper
 from tests.invariants import mux_lab as lab
 from tests.runs import Killed, crash
 
@@ -37,16 +35,6 @@ def crash_run(folder: Path) -> None:
         attacks.train(two_tasks(), folder, at_end={5: crash}, **SAVING)
 
 
-class Whole:
-    """A run in a process of its own that is not killed, and its folder."""
-
-    def __init__(self, helper: Helper, folder: Path) -> None:
-        """Run it."""
-        self.folder = folder
-        self.outcome: kill_cases.Outcome = helper.run(folder)
-        assert self.outcome.final is not None, self.outcome
-
-
 def adapter_digests(folder: Path) -> dict[str, str]:
     """Return the SHA-256 of every adapter at the root of its task's folder."""
     paths = sorted(folder.glob("*/adapter_model.safetensors"))
@@ -62,14 +50,6 @@ def loss_log(folder: Path) -> list[tuple[Any, ...]]:
         for one in records
         if one["event"] in ("train", "eval")
     ]
-
-
-def assert_same_files(folder: Path, whole: Whole) -> None:
-    """Assert that adapters and loss log are those of the run that was not killed."""
-    wanted = adapter_digests(whole.folder)
-    assert len(wanted) == 3
-    assert adapter_digests(folder) == wanted
-    assert loss_log(folder) == loss_log(whole.folder)
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:

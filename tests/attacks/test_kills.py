@@ -1,4 +1,4 @@
-"""A run is killed at random points, by step or place in a write: in the end its files are those of an unharmed run."""
+"""A run is killed with SIGKILL, in a write or at any moment: resumed, it ends in the bits and files of a whole run."""
 
 from __future__ import annotations
 
@@ -12,66 +12,71 @@ import pytest
 
 from peft_mux import storage
 from tests.attacks.attack_lab import COUNT, sampled
-from tests.attacks.run_files import Whole, assert_same_files
-from tests.checkpoint.kill_cases import Helper, assert_resumes
+from tests.attacks.kill_cases import NUM_STEPS, Whole, has_saved, run
 
 pytestmark = [
-    pytest.mark.slow,  # `tests/checkpoint/test_kill.py` has some that are taken always
     pytest.mark.skipif(not hasattr(os, "fork"), reason="needs child processes that can be killed"),
     pytest.mark.timeout(180),
 ]
 
-NUM_STEPS = 8
+# The count is that of writes of the place: the first ones fall into the first save, the others between later ones.
+CRASHES = [
+    "after_move_aside:4",
+    "before_fill:1",
+    "after_fill:9",
+    "after_manifest:4",
+    "after_fsync:12",
+    "after_rename:7",
+    "after_cleanup:10",
+]
 
 
-def random_kill(number: int) -> dict[str, Any]:
-    """Return when a run is killed: a while after a step was reported, or at a place of a write."""
-    rng = random.Random(number)
-    if number % 2:
-        return {"kill_at": rng.randint(1, NUM_STEPS - 1), "delay": rng.uniform(0.0, 0.04)}
-    point = rng.choice(storage.CRASHPOINTS)
-    return {"crashpoint": f"{point}:{rng.randint(1, 3 if point == 'after_move_aside' else 9)}"}
+def test_every_crash_point_has_its_case() -> None:
+    assert {crash.partition(":")[0] for crash in CRASHES} == set(storage.CRASHPOINTS)
 
 
-@pytest.mark.parametrize("number", sampled(range(30), fast=0, slow=10))
-def test_a_run_killed_at_a_random_point_ends_in_the_same_files(
-    number: int, helper: Helper, whole: Whole, tmp_path: Path
-) -> None:
+@pytest.mark.parametrize("crash", sampled(CRASHES, fast=1, slow=99))
+def test_a_run_killed_in_a_write_resumes_to_the_same_bits(crash: str, whole: Whole, tmp_path: Path) -> None:
+    killed = run(tmp_path / "run", crashpoint=crash)
+    whole.assert_resumes(tmp_path / "run", killed)
+
+
+def at_random(seed: int) -> dict[str, Any]:
+    """Return when a run is killed: a while after a step was reported, so before it is evaluated and saved, or in it."""
+    rng = random.Random(seed)
+    return {"kill_at": rng.randint(1, NUM_STEPS - 1), "delay": rng.uniform(0.0, 0.04)}
+
+
+@pytest.mark.parametrize("seed", sampled(range(16), fast=1, slow=2))
+def test_a_run_killed_at_a_random_moment_resumes_to_the_same_bits(seed: int, whole: Whole, tmp_path: Path) -> None:
     folder = tmp_path / "run"
-    killed = helper.run(folder, **random_kill(number))
+    killed = run(folder, **at_random(seed))
     if killed.final is None:
-        assert_resumes(helper, folder, killed, whole.outcome)
+        whole.assert_resumes(folder, killed)
     else:  # it was over before its killer came
-        assert killed.final == whole.outcome.final
-    assert_same_files(folder, whole)
+        whole.assert_ended_alike(folder, killed)
 
 
 @pytest.mark.parametrize("seed", sampled(range(6), fast=0, slow=1))
 def test_a_run_killed_again_and_again_ends_in_the_same_files(
-    seed: int, helper: Helper, whole: Whole, tmp_path: Path, record_property: Any
+    seed: int, whole: Whole, tmp_path: Path, record_property: Any
 ) -> None:
     rng = random.Random(100 + seed)
     folder, num_kills = tmp_path / "run", 0
-    for _ in range(5):
-        is_saved = bool(list((folder / "state").glob("run-*.json")))
-        killed = helper.run(folder, resume=is_saved, **random_kill(rng.randrange(1000)))
-        if killed.signal != signal.SIGKILL:
+    for number in range(5):
+        # Every second time in a write, as the first save after a resumption.
+        how = at_random(rng.randrange(1000)) if number % 2 else {"crashpoint": f"after_manifest:{rng.randint(1, 3)}"}
+        killed = run(folder, resume=has_saved(folder), **how)
+        if killed.exit_code != -signal.SIGKILL:
             break
         num_kills += 1
-        assert all(whole.outcome.steps[step] == entry for step, entry in killed.steps.items())
-    is_saved = bool(list((folder / "state").glob("run-*.json")))
-    last = helper.run(folder, resume=is_saved)
-    assert last.final == whole.outcome.final
-    assert_same_files(folder, whole)
+        whole.assert_began_alike(killed)
+    whole.assert_ended_alike(folder, run(folder, resume=has_saved(folder)))
     assert num_kills
     record_property(COUNT, num_kills)
 
 
-def test_a_run_killed_before_its_first_save_trains_again_in_its_folder(
-    helper: Helper, whole: Whole, tmp_path: Path
-) -> None:
-    folder = tmp_path / "run"
-    killed = helper.run(folder, kill_at=1, delay=0.0)
-    assert killed.signal == signal.SIGKILL
-    assert helper.run(folder).final == whole.outcome.final
-    assert_same_files(folder, whole)
+@pytest.mark.slow
+def test_a_run_killed_before_its_first_save_trains_again_in_its_folder(whole: Whole, tmp_path: Path) -> None:
+    assert run(tmp_path / "run", kill_at=1).exit_code == -signal.SIGKILL
+    whole.assert_ended_alike(tmp_path / "run", run(tmp_path / "run"))
