@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from peft_mux.data.packing.passes import Member
@@ -102,7 +102,6 @@ def stage_by_hand(tasks: Sequence[TaskLoad], layers: range, devices: int) -> tup
     return forward_s, both_s - left_out_s - forward_s
 
 
-@settings(max_examples=40)
 @given(st.lists(loads, min_size=1, max_size=5), st.sampled_from([1, 2, 4]), st.integers(1, 2))
 def test_a_pass_takes_what_equation_3_says_on_each_stage(tasks: list[TaskLoad], num_stages: int, devices: int) -> None:
     cost = CostModel(PROFILE, SHAPE, num_stages=num_stages, devices_per_stage=devices, tensor_link=LINK)
@@ -126,7 +125,6 @@ def test_a_part_of_a_row_and_one_that_shares_its_beginning_take_the_attention_th
 SIZES = st.sampled_from([{}, {"num_stages": 3}, {"num_stages": 2, "devices_per_stage": 4}, {"backbone_shards": 3}])
 
 
-@settings(max_examples=25)
 @given(st.lists(loads, min_size=1, max_size=6), st.integers(1, 3), SIZES)
 def test_the_matrix_holds_equation_4_of_every_range_of_tasks(
     tasks: list[TaskLoad], count: int, size: dict[str, Any]
@@ -142,25 +140,6 @@ def test_the_matrix_holds_equation_4_of_every_range_of_tasks(
                 (stages_s,) = cost.passes_s(tasks[i : j + 1], [whole_pass(tasks[i : j + 1])])
                 expected = sum(stages_s[:-1]) + count * max(stages_s)
             assert matrix[i, j] == pytest.approx(expected)
-
-
-@settings(max_examples=25)
-@given(st.lists(loads, min_size=1, max_size=4), loads)
-def test_one_more_task_never_makes_a_pass_faster(tasks: list[TaskLoad], more: TaskLoad) -> None:
-    cost = CostModel(PROFILE, SHAPE, num_stages=2)
-    assert pass_s(cost, [*tasks, more]) >= pass_s(cost, tasks) * (1 - 1e-12)
-
-
-@settings(max_examples=25)
-@given(st.lists(loads, min_size=2, max_size=4))
-def test_adapters_of_full_utilisation_add_up_and_of_none_take_as_long_as_the_longest(tasks: list[TaskLoad]) -> None:
-    def adapters_s(utilization: float, members: Sequence[TaskLoad]) -> float:
-        cost = CostModel(replace(PROFILE, utilization=AdapterTable.constant(utilization)), SHAPE)
-        return pass_s(cost, members) - pass_s(cost, [replace(task, adapters=()) for task in members])
-
-    alone = [adapters_s(1.0, [task]) for task in tasks]
-    assert adapters_s(1.0, tasks) == pytest.approx(sum(alone), abs=1e-12)
-    assert max(alone) - 1e-12 <= adapters_s(0.0, tasks) <= sum(alone) + 1e-12
 
 
 def test_outside_of_its_passes_a_step_has_updates_its_overhead_and_the_forwards_of_references() -> None:
@@ -219,36 +198,6 @@ def test_stages_that_gather_their_weights_gather_each_unit_and_are_run_backward_
 
 
 # -------------------------------------------------------------------- collectives
-
-
-def ring_rounds(num_devices: int, *, reduces: bool) -> int:
-    """Return the rounds after which every device of a ring has every part, counted by passing them on."""
-    added = [dict.fromkeys(range(num_devices), 1) for _ in range(num_devices)]
-    whole = [{device} for device in range(num_devices)]
-    rounds = 0
-    if reduces:
-        for round_number in range(num_devices - 1):
-            sent = [(device - round_number) % num_devices for device in range(num_devices)]
-            counts = [added[device][sent[device]] for device in range(num_devices)]
-            for device in range(num_devices):
-                added[(device + 1) % num_devices][sent[device]] += counts[device]
-            rounds += 1
-        whole = [{part for part, count in own.items() if count == num_devices} for own in added]
-    while any(len(own) < num_devices for own in whole):
-        before = [set(own) for own in whole]
-        for device in range(num_devices):
-            following = (device + 1) % num_devices
-            whole[following].add(next(part for part in (*(before[device] - before[following]), *before[device])))
-        rounds += 1
-    return rounds
-
-
-@given(st.integers(2, 9), st.integers(0, 10**6))
-def test_a_ring_takes_its_rounds_of_one_part_each(num_devices: int, num_bytes: int) -> None:
-    round_s = LINK.transfer_s(num_bytes / num_devices)
-    assert all_reduce_s(LINK, num_devices, num_bytes) == pytest.approx(ring_rounds(num_devices, reduces=True) * round_s)
-    gather_s = all_reduce_s(LINK, num_devices, num_bytes) / 2
-    assert gather_s == pytest.approx(ring_rounds(num_devices, reduces=False) * round_s)
 
 
 def test_one_device_and_an_unknown_link_take_no_time_and_a_profiles_own_link_carries_sums() -> None:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from peft_mux.scheduler.costs.hardware import DEVICES, Link
@@ -55,12 +55,8 @@ def test_a_measured_curve_never_falls_whatever_the_noise(values: list[float], is
     curve = Curve.measured([2.0**n for n in range(len(values))], values, is_quadratic=is_quadratic)
     found = curve(np.linspace(0, 2.0 ** (len(values) + 2), 60))
     assert np.all(np.diff(found) >= -1e-9)
-
-
-@given(st.lists(st.floats(0, 10), min_size=1, max_size=8).map(sorted))
-def test_a_curve_goes_through_points_that_rise(values: list[float]) -> None:
-    counts = [2.0**n for n in range(len(values))]
-    assert Curve.measured(counts, values)(np.array(counts)) == pytest.approx(values)
+    counts = np.array([2.0**n for n in range(len(values))])
+    assert Curve.measured(counts, sorted(values))(counts) == pytest.approx(sorted(values)), "points that rise are kept"
 
 
 def test_a_curve_is_straight_between_points_held_below_them_and_continues_beyond() -> None:
@@ -78,14 +74,6 @@ def test_attention_continues_as_the_square_beyond_what_was_measured() -> None:
     straight = Curve.measured(lengths, 1e-7 * lengths**2)
     assert straight(4096) < 0.35 * 1e-7 * 4096**2, "by default a curve continues straight"
     assert Curve((10.0,), (2.0,), is_quadratic=True)(30) == pytest.approx(18)
-
-
-def test_both_kinds_of_profile_continue_attention_by_its_square() -> None:
-    profile = analytic_profile(DEVICES["A40"], LLAMA_7B)
-    assert profile.attention.is_quadratic
-    assert not profile.layer.is_quadratic
-    assert Profile.from_json(profile.to_json()).attention.is_quadratic
-    assert profile.reach["attention"] == 2**17
 
 
 @pytest.mark.parametrize(
@@ -119,32 +107,21 @@ def test_an_adapter_table_continues_beyond_its_points_in_proportion() -> None:
     assert table(16, 400, 64) == pytest.approx(2 * table(16, 200, 64))
     assert table(16, 200, 112) == pytest.approx(2 * table(16, 200, 64) - table(16, 200, 16))
     assert table(16, 200, 0) == 0.0
-
-
-def test_an_adapter_table_takes_arrays() -> None:
-    table = a_profile().adapter
     ranks, tokens = np.array([8, 12, 16]), np.array([16, 20, 500])
-    expected = [table(r, 100, t) for r, t in zip(ranks, tokens, strict=True)]
-    assert table(ranks, 100, tokens) == pytest.approx(expected)
+    assert table(ranks, 100, tokens) == pytest.approx([table(8, 100, 16), table(12, 100, 20), table(16, 100, 500)])
 
 
 # ------------------------------------------------------------------- profiles
 
 
-def test_a_profile_comes_back_from_json_as_it_was() -> None:
-    assert Profile.from_json(a_profile().to_json()) == a_profile()
-
-
-def test_a_profile_of_another_format_is_refused_with_the_way_out() -> None:
-    data = {**json.loads(a_profile().to_json()), "format_version": 99}
+def test_a_profile_comes_back_from_json_as_it_was_and_other_text_is_refused() -> None:
+    for profile in (a_profile(), analytic_profile(DEVICES["A40"], LLAMA_7B)):
+        assert Profile.from_json(profile.to_json()) == profile
+    for text in ("[]", "no json", '{"format_version": 1}'):
+        with pytest.raises(ValueError, match=r"profile must be .*to_json wrote"):
+            Profile.from_json(text)
     with pytest.raises(ValueError, match="format_version must be 1, got 99"):
-        Profile.from_json(json.dumps(data))
-
-
-@pytest.mark.parametrize("text", ["[]", "no json", '{"format_version": 1}'])
-def test_text_that_is_no_profile_is_refused(text: str) -> None:
-    with pytest.raises(ValueError, match=r"profile must be .*to_json wrote"):
-        Profile.from_json(text)
+        Profile.from_json(json.dumps({**json.loads(a_profile().to_json()), "format_version": 99}))
 
 
 def test_the_key_changes_with_device_dtype_model_and_versions_but_not_with_the_order_of_versions() -> None:
@@ -152,10 +129,6 @@ def test_the_key_changes_with_device_dtype_model_and_versions_but_not_with_the_o
     others = [("gpu", *given[1:]), ("cpu", "bfloat16", *given[2:]), ("cpu", "float32", "n", given[3])]
     assert len({profile_key(*one) for one in (given, *others, (*given[:3], {"torch": "3"}))}) == 5
     assert profile_key("c", "d", "m", {"a": "1", "b": "2"}) == profile_key("c", "d", "m", {"b": "2", "a": "1"})
-
-
-def test_utilisation_is_full_unless_something_else_was_measured() -> None:
-    assert a_profile().utilization(8, 100, np.array([1, 1000]), grows=False) == pytest.approx([1.0, 1.0])
 
 
 # ------------------------------------------------------------------- feedback
@@ -192,6 +165,9 @@ def test_an_analytic_profile_says_so_and_grows_with_the_work(name: str) -> None:
     profile = analytic_profile(DEVICES[name], LLAMA_7B)
     assert profile.source == "analytic"
     assert profile.device == name
+    assert (profile.attention.is_quadratic, profile.layer.is_quadratic) == (True, False)
+    less, more = profile.utilization(16, 8192, np.array([64, 128]), grows=False)
+    assert 0 < less <= more <= 1
     counts = np.array([64, 1024, 16384])
     for seconds in (profile.layer, profile.attention, profile.head, profile.embedding, profile.optimizer):
         assert np.all(np.diff(seconds(counts)) >= 0)
@@ -207,11 +183,3 @@ def test_large_products_reach_the_stated_efficiency_and_small_ones_wait_for_the_
     assert arithmetic_s < profile.layer(many) < 1.15 * arithmetic_s
     assert profile.layer(16) > 2 * 2 * weights / device.memory_bytes_per_s
     assert profile.layer(64) < 2 * profile.layer(16)
-
-
-@settings(max_examples=20)
-@given(st.integers(1, 256), st.integers(1, 4096))
-def test_utilisation_of_an_adapter_is_a_part_and_grows_with_tokens(rank: int, tokens: int) -> None:
-    profile = analytic_profile(DEVICES["H200"], LLAMA_7B)
-    less, more = profile.utilization(rank, 8192, np.array([tokens, 2 * tokens]), grows=False)
-    assert 0 < less <= more <= 1

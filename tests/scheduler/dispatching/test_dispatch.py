@@ -6,7 +6,7 @@ import sys
 from dataclasses import replace
 from itertools import product
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
 import numpy as np
 import pulp
@@ -29,7 +29,6 @@ from peft_mux.scheduler.dispatching.problem import (
     build_problem,
     carried_over,
     ceilings_of,
-    counts_from_ceilings,
     length_based,
     relocate,
 )
@@ -96,15 +95,17 @@ def test_the_replicas_that_the_paper_names_for_figure_4_are_the_best_of_all_on_1
 
 
 @given(small_cases())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=10)
 def test_balanced_dispatch_and_its_programme_reach_the_optimum_of_equation_3(case: Case) -> None:
     groups, bucketing = case
     model = MicroBatchModel(ceilings=False)
     best_s = brute_force_eq_3(groups, bucketing, model)
-    found = dispatch(groups, bucketing, model, relative_gap=0.0)
-    assert_nothing_is_lost(groups, bucketing, found)
-    assert found.status == "optimal"
-    assert found.makespan_s <= best_s * (1 + 1e-6), "replicas get no more than their ceilings"
+    last = dispatch(groups, replace(bucketing, counts=tuple(3 * count for count in bucketing.counts)), model)
+    for warm_start in (None, last):
+        found = dispatch(groups, bucketing, model, warm_start=warm_start, relative_gap=0.0)
+        assert_nothing_is_lost(groups, bucketing, found)
+        assert found.status == "optimal"
+        assert found.makespan_s <= best_s * (1 + 1e-6), "replicas get no more than their ceilings"
     problem = build_problem(groups, bucketing, model)
     answer = solve_ilp(problem, ceilings_of(problem, length_based(problem)), time_limit_s=10, relative_gap=0.0)
     assert answer is not None
@@ -114,7 +115,7 @@ def test_balanced_dispatch_and_its_programme_reach_the_optimum_of_equation_3(cas
 
 
 @given(st.lists(st.integers(1, 4096), min_size=1, max_size=80), st.sampled_from([None, RaisingSolver()]))
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8)
 def test_balanced_dispatch_is_never_slower_than_dispatch_by_length(lengths: list[int], solver: Any) -> None:
     groups = some_groups((1, 1, 4, 1024), (1, 2, 2, 1024), (2, 1, 1, 2048), (4, 1, 1, 4096))
     bucketing = bucket_boundaries(lengths, 6, 256)
@@ -131,29 +132,11 @@ def test_dispatch_by_length_is_taken_if_all_else_is_slower(monkeypatch: pytest.M
     assert dispatch(groups, bucketing, MODEL).counts == by_length.counts
 
 
-def test_a_pipeline_that_gets_nothing_costs_nothing() -> None:
-    groups = some_groups((4, 1, 1, 1000), (1, 16, 1, 1000))
-    found = dispatch(groups, Bucketing((1000,), (1,), 0), MODEL, relative_gap=0.0)
-    assert found.counts == ((1,), (0,))
-    assert found.group_s[1] == 0.0
-
-
-@given(small_cases(), st.integers(1, 4))
-@settings(max_examples=15, deadline=None)
-def test_a_warm_start_changes_the_makespan_by_no_more_than_the_gap(case: Case, factor: int) -> None:
-    groups, bucketing = case
-    model = MicroBatchModel(ceilings=False)
-    last = dispatch(groups, replace(bucketing, counts=tuple(factor * c for c in bucketing.counts)), model)
-    warm = dispatch(groups, bucketing, model, warm_start=last, relative_gap=0.0)
-    assert_nothing_is_lost(groups, bucketing, warm)
-    assert warm.makespan_s <= brute_force_eq_3(groups, bucketing, model) * (1 + 1e-6)
-
-
 # ------------------------------------------------------------------- all policies
 
 
 @given(st.lists(st.integers(1, 8192), min_size=1, max_size=120), st.sampled_from(POLICIES), st.integers(1, 8))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12)
 def test_every_sequence_is_trained_once_by_a_replica_that_supports_it(
     lengths: list[int], policy: Any, num_buckets: int
 ) -> None:
@@ -180,21 +163,16 @@ def test_dispatch_by_length_takes_the_smallest_configuration_that_supports_a_buc
     found = dispatch(groups, Bucketing((512, 1024, 2048, 4096), (9, 5, 4, 2), 0), MODEL, policy="length")
     assert found.counts == ((0, 0, 0, 2), (9, 5, 0, 0), (0, 0, 4, 0))
     assert found.status == "by rule"
-
-
-def test_dispatch_by_length_balances_groups_that_support_the_same_lengths() -> None:
-    groups = some_groups((1, 1, 1, 1024), (1, 2, 1, 1024), (4, 1, 1, 4096))
-    first, second, last = dispatch(groups, Bucketing((1024,), (40,), 0), MODEL, policy="length").counts
-    assert last == (0,)
-    assert first[0] + second[0] == 40
+    alike = some_groups((1, 1, 1, 1024), (1, 2, 1, 1024), (4, 1, 1, 4096))
+    first, second, last = dispatch(alike, Bucketing((1024,), (40,), 0), MODEL, policy="length").counts
+    assert (first[0] + second[0], last) == (40, (0,))
     assert 12 <= first[0] <= 14, "two stages are twice as fast as one but for their bubble"
 
 
 def test_uniform_dispatch_gives_equal_replicas_equal_counts_within_one() -> None:
     groups = some_groups((2, 1, 3, 2048), (2, 1, 2, 2048))
     found = dispatch(groups, Bucketing((512, 1024), (12, 23), 0), MODEL, policy="uniform")
-    totals = [sum(replica) for group in found.replica_counts for replica in group]
-    assert sorted(totals) == [7] * 5
+    assert [sum(replica) for group in found.replica_counts for replica in group] == [7] * 5
 
 
 @given(
@@ -202,7 +180,6 @@ def test_uniform_dispatch_gives_equal_replicas_equal_counts_within_one() -> None
     st.integers(1, 9),
     st.lists(st.floats(0.0, 10.0), min_size=8, max_size=8),
 )
-@settings(max_examples=60, deadline=None)
 def test_replicas_of_a_group_differ_by_at_most_the_costliest_sequence(
     counts: list[int], num_replicas: int, seconds: list[float]
 ) -> None:
@@ -220,7 +197,7 @@ def test_replicas_of_a_group_differ_by_at_most_the_costliest_sequence(
 
 
 @given(small_cases())
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=8)
 def test_moves_lose_nothing_slow_nothing_and_end_when_no_single_one_helps(case: Case) -> None:
     groups, bucketing = case
     problem = build_problem(groups, bucketing, MODEL)
@@ -248,33 +225,6 @@ def test_moves_lose_nothing_slow_nothing_and_end_when_no_single_one_helps(case: 
                 assert makespan_s(moved) >= makespan_s(refined) * (1 - 1e-6)
 
 
-class StartReader(pulp.LpSolver):
-    """Returns the first solution that it is given, and remembers which constraints that breaks."""
-
-    name = "START_READER"
-
-    def actualSolve(self, lp: Any, **arguments: Any) -> int:
-        # PuLP 4 gives a list for a call, PuLP 2 a mapping.
-        held = lp.constraints
-        constraints = cast("Any", held() if callable(held) else held.values())
-        self.broken = [str(constraint) for constraint in constraints if not constraint.valid(1e-9)]
-        self.unset = [variable.name for variable in lp.variables() if variable.varValue is None]
-        self.outside = [variable.name for variable in lp.variables() if not self.unset and not variable.valid(1e-9)]
-        lp.assignStatus(pulp.LpStatusOptimal, pulp.LpSolutionIntegerFeasible)
-        return pulp.LpStatusOptimal
-
-
-@given(small_cases())
-@settings(max_examples=30, deadline=None)
-def test_a_known_dispatch_is_a_feasible_start_of_the_whole_programme(case: Case) -> None:
-    problem = build_problem(*case, MODEL)
-    known, reader = relocate(problem, length_based(problem)), StartReader()
-    answer = solve_ilp(problem, known, solver=reader, time_limit_s=1.0, relative_gap=0.0, start_from_known=True)
-    assert (reader.unset, reader.outside, reader.broken) == ([], [], [])
-    assert answer is not None
-    assert (answer[0] == known).all()
-
-
 def test_cbc_accepts_the_start_of_a_deployment_with_a_pipeline(tmp_path: Path) -> None:
     bucketing = Bucketing((300, 500, 1000, 2000, 3000, 8000), (91, 40, 21, 13, 7, 1), 0)
     problem = build_problem(PIPELINE_GROUPS, bucketing, MODEL)
@@ -288,15 +238,6 @@ def test_cbc_accepts_the_start_of_a_deployment_with_a_pipeline(tmp_path: Path) -
     said = log.read_text(encoding="utf-8")
     assert "MIPStart provided solution with cost" in said
     assert float(said.partition("MIPStart provided solution with cost ")[2].split()[0]) == pytest.approx(1.0, rel=1e-4)
-
-
-def test_highs_finds_the_same_makespan_as_cbc_if_it_is_installed() -> None:
-    pytest.importorskip("highspy")
-    highs, cbc = (
-        dispatch(PIPELINE_GROUPS, Bucketing((300, 1000, 8000), (91, 21, 1), 0), MODEL, solver=name, relative_gap=0.0)
-        for name in (None, "PULP_CBC_CMD")
-    )
-    assert (highs.status, highs.makespan_s) == ("optimal", pytest.approx(cbc.makespan_s))
 
 
 def test_moves_see_the_micro_batch_that_the_linear_form_does_not() -> None:
@@ -320,15 +261,8 @@ def test_moves_that_are_stopped_by_their_number_say_so(monkeypatch: pytest.Monke
     assert stopped.note == "moves were stopped after 0, more may help"
 
 
-def test_ceilings_with_room_take_it_off_the_slowest_group() -> None:
-    groups = some_groups((1, 1, 2, 1000), (1, 1, 1, 1000))
-    problem = build_problem(groups, Bucketing((500,), (8,), padding_tokens=0), MODEL)
-    assert counts_from_ceilings(problem, np.array([[3], [3]])).tolist() == [[5], [3]]
-    assert counts_from_ceilings(problem, np.array([[2], [5]])).tolist() == [[4], [4]]
-
-
 @given(small_cases(), small_cases())
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=8)
 def test_a_carried_over_dispatch_loses_nothing_whatever_the_last_step_was(case: Case, other: Case) -> None:
     groups, bucketing = case
     problem = build_problem(groups, bucketing, MODEL)
@@ -362,25 +296,20 @@ def test_work_moves_to_an_idle_pipeline_only_if_that_pays_for_its_bubble(tp: int
     [
         (RaisingSolver(), "the solver failed: PulpSolverError: licence expired"),
         (GivingUpSolver(), "the solver found no solution within the time limit"),
-        ("GUROBI_CMD", "the solver failed"),
         ("CBD", "the solver failed: PulpSolverError: The solver CBD does not exist in PuLP"),
+        (None, "the solver failed: ModuleNotFoundError: import of pulp"),
     ],
 )
-def test_a_solver_that_fails_leaves_a_greedy_dispatch_that_says_why(solver: Any, note: str) -> None:
-    if isinstance(solver, str) and solver in pulp.listSolvers(onlyAvailable=True):
-        pytest.skip(f"{solver} is installed")
+def test_a_solver_that_fails_or_no_pulp_leaves_a_greedy_dispatch_that_says_why(
+    solver: Any, note: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if solver is None:
+        monkeypatch.setitem(sys.modules, "pulp", None)
     found = in_figure_4(solver=solver)
     assert found.status == "greedy fallback"
     assert found.note.startswith(note)
     assert_nothing_is_lost(GROUPS, FIGURE_4, found)
     assert found.makespan_s <= in_figure_4(policy="length").makespan_s
-
-
-def test_dispatch_works_without_pulp(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "pulp", None)
-    found = in_figure_4(solver="HiGHS")
-    assert found.status == "greedy fallback"
-    assert "pulp" in found.note
 
 
 def test_the_status_says_whether_an_answer_is_proven_or_needed_no_solver() -> None:
@@ -391,37 +320,18 @@ def test_the_status_says_whether_an_answer_is_proven_or_needed_no_solver() -> No
     assert (found.status, found.counts) == ("optimal", ((7, 4),))
 
 
-# ----------------------------------------------------------------------- bad input
-
-
 def test_bad_arguments_are_refused_with_what_is_allowed() -> None:
     with pytest.raises(ValueError, match='policy must be "balanced", "length" or "uniform", got \'best\''):
         in_figure_4(policy="best")
     with pytest.raises(ValueError, match="a bucket must be padded to at most 8192 tokens, the longest that any"):
         dispatch(THREE_GROUPS, Bucketing((512, 9000), (4, 4), 0), MODEL)
-
-
-def test_an_empty_bucket_may_be_longer_than_every_replica_supports() -> None:
-    found = dispatch(THREE_GROUPS, Bucketing((512, 9000), (4, 0), 0), MODEL)
-    assert sum(row[0] for row in found.counts) == 4
-
-
-def test_a_warm_start_over_other_groups_and_no_stage_are_refused() -> None:
-    bucketing = Bucketing((512,), (4,), 0)
-    other = dispatch(some_groups((1, 1, 2, 1024)), bucketing, MODEL)
+    empty = dispatch(THREE_GROUPS, Bucketing((512, 9000), (4, 0), 0), MODEL)
+    assert sum(row[0] for row in empty.counts) == 4, "an empty bucket may be longer than every replica supports"
+    other = dispatch(some_groups((1, 1, 2, 1024)), Bucketing((512,), (4,), 0), MODEL)
     with pytest.raises(ValueError, match=r"warm_start must have groups of \[3, 2, 1\] replicas, got \[2\]"):
-        dispatch(THREE_GROUPS, bucketing, MODEL, warm_start=other)
+        dispatch(THREE_GROUPS, Bucketing((512,), (4,), 0), MODEL, warm_start=other)
     with pytest.raises(ValueError, match=r"pp must be 1 or more.*got 0"):
         ParallelConfig(1, 0)
-
-
-# ---------------------------------------------------------------------------- values
-
-
-def test_configurations_and_groups_print_and_order_as_in_the_paper() -> None:
-    assert str(ReplicaGroup(ParallelConfig(2, 4), 3, 100)) == "<2,4>x3"
-    assert ReplicaGroup(ParallelConfig(2, 4), 3, 100).num_gpus == 24
-    assert sorted([ParallelConfig(2, 1), ParallelConfig(1, 8)])[0] == ParallelConfig(1, 8)
 
 
 # ------------------------------------------------------------------ measured rates

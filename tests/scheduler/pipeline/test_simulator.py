@@ -73,15 +73,11 @@ def test_messages_take_time_and_each_direction_carries_one_at_a_time() -> None:
     starts = [span.start_s for span in result.spans if span.device == 1 and span.action.kind == "F"]
     assert starts == [4, 7, 10]
     assert result.makespan_s == (1 + 3 + 3 + 3 + 1) + (1 + 3 + 3 + 3 + 1)
-
-
-def test_the_two_directions_of_a_link_do_not_wait_for_each_other() -> None:
-    buckets = one_bucket([1, 1], micro_batches=2, output_bytes=1)
-    template = written("F0.0 F0.1 B0.0 B0.1", "F0.0 B0.0 F0.1 B0.1")
-    result = simulate(template, buckets, links=Link(0.0, 0.25))  # 4 s a message
-    arrivals = {(span.device, str(span.action)): span.start_s for span in result.spans}
     # The second forward is on its way from 5 to 9, the first backward in the other direction from 7 to 11.
-    assert (arrivals[1, "F0.1"], arrivals[0, "B0.0"]) == (9, 11)
+    both = one_bucket([1, 1], micro_batches=2, output_bytes=1)
+    result = simulate(written("F0.0 F0.1 B0.0 B0.1", "F0.0 B0.0 F0.1 B0.1"), both, links=Link(0.0, 0.25))
+    starts_s = {(span.device, str(span.action)): span.start_s for span in result.spans}
+    assert (starts_s[1, "F0.1"], starts_s[0, "B0.0"]) == (9, 11)
 
 
 def test_virtual_stages_send_around_the_ring() -> None:
@@ -91,7 +87,6 @@ def test_virtual_stages_send_around_the_ring() -> None:
     assert simulate(template, buckets, links=Link(7.0, 1.0)).makespan_s == 12 + 2 * 5 * 7
 
 
-@settings(max_examples=30)
 @given(uneven_buckets(), every_variant, st.integers(0, 3))
 def test_a_simulation_keeps_every_dependency(buckets: Buckets, variant: Variant, latency: int) -> None:
     template = template_of(buckets, variant)
@@ -115,7 +110,6 @@ def test_a_simulation_keeps_every_dependency(buckets: Buckets, variant: Variant,
         assert bubble_s(result, stage) == pytest.approx(idle_s, abs=1e-9)
 
 
-@settings(max_examples=30)
 @given(uneven_buckets(), every_variant, st.integers(0, 40))
 def test_the_reported_peak_is_what_is_held_at_the_fullest_instant(
     buckets: Buckets, variant: Variant, more: int
@@ -154,7 +148,7 @@ def test_a_template_with_a_dropped_doubled_or_changed_action_is_refused(
     stage = data.draw(st.integers(0, template.num_stages - 1))
     row = list(template.actions[stage])
     at = data.draw(st.integers(0, len(row) - 1))
-    fault = data.draw(st.sampled_from(["dropped", "doubled", "foreign", "turned", "misplaced"]))
+    fault = data.draw(st.sampled_from(["dropped", "doubled", "foreign", "turned", "misplaced", "before its forward"]))
     victim = str(row[at])
     if fault == "dropped":
         del row[at]
@@ -168,70 +162,48 @@ def test_a_template_with_a_dropped_doubled_or_changed_action_is_refused(
     elif fault == "turned":
         row[at] = row[at]._replace(kind="B" if row[at].kind == "F" else "F")
         message = f"{victim} is missing"
-    else:
+    elif fault == "misplaced":
         row[at] = row[at]._replace(stage=stage + 1)
         message = f"{victim} belongs to stage {stage + 1}"
+    else:
+        first, second = (row.index(row[at]._replace(kind=kind)) for kind in "FB")
+        row[first], row[second] = row[second], row[first]
+        message = f"{row[first]} comes before its forward"
     broken = corrupted(template, stage, row)
     with pytest.raises(ValueError, match=rf"template cannot be run(.|\n)*stage {stage}: {message}"):
         simulate(broken, buckets)
 
 
-@settings(max_examples=30)
-@given(uneven_buckets(), every_variant, st.data())
-def test_a_template_with_a_backward_before_its_forward_is_refused(
-    buckets: Buckets, variant: Variant, data: st.DataObject
-) -> None:
-    template = template_of(buckets, variant)
-    stage = data.draw(st.integers(0, template.num_stages - 1))
-    row = list(template.actions[stage])
-    forward = row[data.draw(st.integers(0, len(row) - 1))]
-    places = [index for index, action in enumerate(row) if action._replace(kind="F") == forward._replace(kind="F")]
-    row[places[0]], row[places[1]] = row[places[1]], row[places[0]]
-    with pytest.raises(ValueError, match=f"stage {stage}: {row[places[0]]} comes before its forward"):
-        simulate(corrupted(template, stage, row), buckets)
-
-
-def test_lists_that_wait_for_each_other_are_refused_with_what_they_wait_for() -> None:
-    buckets = one_bucket([1, 1], micro_batches=2)
-    template = written("F0.0 B0.0 F0.1 B0.1", "F0.0 F0.1 B0.0 B0.1")
-    with pytest.raises(ValueError, match=r"2 things are wrong") as refusal:
-        simulate(template, buckets)
-    assert "stage 0 comes to a halt before B0.0" in str(refusal.value)
-    assert "stage 1 comes to a halt before F0.1" in str(refusal.value)
-
-
-def test_all_violations_are_listed_together() -> None:
-    buckets = one_bucket([1, 1], micro_batches=2)
-    template = written("F0.0 F0.0 B0.0 B0.1", "F0.0 F0.1 B0.1")
-    with pytest.raises(ValueError, match="4 things are wrong") as refusal:
-        simulate(template, buckets)
-    for fault in (
-        "stage 0: F0.0 is there 2 times",
-        "stage 0: F0.1 is missing",
-        "stage 0: B0.1 comes before its forward",
-        "stage 1: B0.0 is missing",
-    ):
-        assert fault in str(refusal.value)
-
-
-def test_buckets_of_another_number_of_stages_are_refused() -> None:
-    template = build_template(even([1], stages=2, micro_batches=1), "mux")
+@pytest.mark.parametrize(
+    ("rows", "faults"),
+    [
+        (
+            ("F0.0 F0.0 B0.0 B0.1", "F0.0 F0.1 B0.1"),
+            [
+                "stage 0: F0.0 is there 2 times",
+                "stage 0: F0.1 is missing",
+                "stage 0: B0.1 comes before its forward",
+                "stage 1: B0.0 is missing",
+            ],
+        ),
+        (
+            ("F0.0 B0.0 F0.1 B0.1", "F0.0 F0.1 B0.0 B0.1"),
+            ["stage 0 comes to a halt before B0.0", "stage 1 comes to a halt before F0.1"],
+        ),
+    ],
+)
+def test_all_violations_are_listed_together(rows: tuple[str, str], faults: list[str]) -> None:
+    with pytest.raises(ValueError, match=f"{len(faults)} things are wrong") as refusal:
+        simulate(written(*rows), one_bucket([1, 1], micro_batches=2))
+    assert all(fault in str(refusal.value) for fault in faults)
     with pytest.raises(ValueError, match="the buckets must have 2 stages, as the template has"):
-        simulate(template, even([1], stages=3, micro_batches=1))
+        simulate(written(*rows), one_bucket([1, 1, 1], micro_batches=2))
 
 
 def makespan_s(buckets: Buckets, schedule: Schedule, num_chunks: int = 1) -> float:
     return simulate(template_of(buckets, (schedule, num_chunks)), buckets).makespan_s
 
 
-@settings(max_examples=60)
-@given(st.integers(1, 8), st.integers(1, 16), st.integers(1, 50))
-def test_1f1b_of_one_task_with_equal_stages_takes_the_time_of_eq_4(stages: int, micro_batches: int, each: int) -> None:
-    got = makespan_s(one_bucket([each] * stages, micro_batches), "1f1b")
-    assert got == closed_form_1f1b_s([each] * stages, micro_batches) == 2 * each * (stages - 1 + micro_batches)
-
-
-@settings(max_examples=60)
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=6), st.integers(1, 9), st.sampled_from(["1f1b", "mux"]))
 def test_eq_4_is_never_too_short_and_exact_where_the_last_stage_is_the_slowest(
     latencies: list[int], micro_batches: int, how: Schedule
@@ -239,6 +211,8 @@ def test_eq_4_is_never_too_short_and_exact_where_the_last_stage_is_the_slowest(
     assert makespan_s(one_bucket(latencies, micro_batches), "1f1b") <= closed_form_1f1b_s(latencies, micro_batches)
     latencies.append(max(latencies))
     assert makespan_s(one_bucket(latencies, micro_batches), how) == closed_form_1f1b_s(latencies, micro_batches)
+    equal = [latencies[0]] * len(latencies)
+    assert closed_form_1f1b_s(equal, micro_batches) == 2 * equal[0] * (len(equal) - 1 + micro_batches)
 
 
 def test_eq_4_is_too_long_where_an_earlier_stage_is_the_slowest() -> None:
@@ -246,7 +220,6 @@ def test_eq_4_is_too_long_where_an_earlier_stage_is_the_slowest() -> None:
     assert closed_form_1f1b_s([10, 1], 1) == 40
 
 
-@settings(max_examples=60)
 @given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 9)), min_size=1, max_size=6), st.integers(1, 9))
 def test_gpipe_of_one_bucket_takes_the_time_of_two_flow_shops(stages: list[tuple[int, int]], count: int) -> None:
     forward, backward = (tuple(float(value) for value in column) for column in zip(*stages, strict=True))
@@ -254,7 +227,6 @@ def test_gpipe_of_one_bucket_takes_the_time_of_two_flow_shops(stages: list[tuple
     assert makespan_s([only], "gpipe") == closed_form_gpipe_s(forward, backward, count)
 
 
-@settings(max_examples=80)
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=6), st.integers(1, 7), st.integers(1, 6))
 def test_the_last_stage_of_mux_never_idles_under_the_premises_of_theorem_2_and_lemmas_1_and_2_bound_it(
     latencies: list[float], stages: int, micro_batches: int
@@ -264,18 +236,8 @@ def test_the_last_stage_of_mux_never_idles_under_the_premises_of_theorem_2_and_l
     assert bubble_s(result, -1) == 0
     assert result.busy_s[-1] == 2 * micro_batches * sum(latencies)
     assert result.makespan_s >= lemma_1_s(buckets)
-
-
-def test_1f1b_in_ascending_order_does_idle_at_the_last_stage() -> None:
-    buckets = even([1, 9], stages=4, micro_batches=3)
-    assert bubble_s(simulate(build_template(buckets, "1f1b"), buckets), -1) > 0
-
-
-@settings(max_examples=20)
-@given(st.integers(1, 9), st.integers(1, 5), st.integers(1, 6), st.integers(1, 5))
-def test_lemma_1_is_exact_for_equal_buckets(each: int, num_buckets: int, stages: int, micro_batches: int) -> None:
-    buckets = even([each] * num_buckets, stages=stages, micro_batches=micro_batches)
-    assert makespan_s(buckets, "mux") == lemma_1_s(buckets)
+    equal = even([latencies[0]] * len(latencies), stages=stages, micro_batches=micro_batches)
+    assert makespan_s(equal, "mux") == lemma_1_s(equal)
 
 
 def test_lemma_1_is_too_short_where_long_backwards_hold_up_the_drain() -> None:
@@ -285,7 +247,6 @@ def test_lemma_1_is_too_short_where_long_backwards_hold_up_the_drain() -> None:
     assert fastest_of_all_orders_s(buckets) == 41
 
 
-@settings(max_examples=60)
 @given(uneven_buckets(), every_variant)
 def test_no_schedule_beats_the_lower_bound_of_a_step_and_that_of_many_is_no_higher(
     buckets: Buckets, variant: Variant
@@ -314,7 +275,7 @@ def fastest_of_all_orders_s(buckets: Buckets) -> float:
     return fastest
 
 
-@pytest.mark.parametrize("latencies", [[3, 2, 1], [5, 5, 1], [10, 6, 5]])
+@pytest.mark.parametrize("latencies", [[3, 2, 1], [10, 6, 5]])
 def test_mux_loses_no_more_than_warm_up_against_the_fastest_of_all_orders_on_small_instances(
     latencies: list[float],
 ) -> None:
@@ -347,20 +308,15 @@ def test_six_steps_without_a_flush_are_faster_than_six_that_drain(
     assert ratio == pytest.approx(times, abs=0.005)
 
 
-def test_in_the_long_run_no_stage_waits_where_buckets_are_as_many_as_stages_need() -> None:
+def test_in_the_long_run_no_stage_waits_where_buckets_are_as_many_as_stages_need_and_one_bucket_gains_nothing() -> None:
+    alone = even([1], stages=3, micro_batches=4)
+    template = build_template(alone, "mux")
+    assert window_step_s(template, alone) == simulate(template, alone).makespan_s
     buckets = even([1] * 8, stages=4, micro_batches=1)
     steps = [simulate(build_template(buckets, "mux", num_steps=n), buckets).makespan_s for n in (20, 40)]
     assert (steps[1] - steps[0]) / 20 == pytest.approx(steady_lower_bound_s(buckets))
 
 
-def test_a_bucket_by_itself_gains_nothing() -> None:
-    buckets = even([1], stages=3, micro_batches=4)
-    template = build_template(buckets, "mux")
-    assert simulate(build_window(template, buckets, 5), buckets).step_s == simulate(template, buckets).makespan_s
-    assert window_step_s(template, buckets) == simulate(template, buckets).makespan_s
-
-
-@settings(max_examples=60)
 @given(uneven_buckets(), every_variant, st.integers(2, 4))
 def test_every_window_comes_to_its_end_holds_no_more_than_one_step_and_keeps_its_order_on_each_stage(
     buckets: Buckets, variant: Variant, num_steps: int
@@ -372,11 +328,6 @@ def test_every_window_comes_to_its_end_holds_no_more_than_one_step_and_keeps_its
     # So gradients add up as they do where every step is flushed.
     for once, row in zip(template.actions, window.actions, strict=True):
         assert micro_batches_of(row) == {key: own * num_steps for key, own in micro_batches_of(once).items()}
-
-
-@settings(max_examples=40)
-@given(uneven_buckets(), every_variant)
-def test_a_window_comes_to_its_end_in_the_tightest_memory(buckets: Buckets, variant: Variant) -> None:
     limit = tightest_limit(buckets)
     assert runs_within(template_of(buckets, variant, memory_limit_bytes=limit, num_steps=3), buckets, limit)
 

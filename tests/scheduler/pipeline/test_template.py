@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
-from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, build_template
+from peft_mux.scheduler.pipeline.template import PipelineTemplate, build_template
 from tests.scheduler.pipeline.cases import (
     VARIANTS,
     Buckets,
@@ -52,26 +52,20 @@ def megatron_rows(stages: int, chunks: int, micro_batches: int) -> list[list[tup
 # ------------------------------------------------------------------- the orders
 
 
-def test_gpipe_runs_all_forwards_and_then_all_backwards() -> None:
-    template = build_template(even([1, 2], stages=2, micro_batches=2), "gpipe")
-    assert written(template) == ["F0.0 F0.1 F1.0 F1.1 B0.0 B0.1 B1.0 B1.1"] * 2
-
-
-def test_1f1b_keeps_s_less_stage_micro_batches_in_flight_and_alternates() -> None:
-    template = build_template(even([1], stages=3, micro_batches=4), "1f1b")
-    assert written(template) == [
+def test_gpipe_runs_all_forwards_first_and_1f1b_keeps_s_less_stage_micro_batches_in_flight_and_alternates() -> None:
+    both = even([1, 9], stages=2, micro_batches=2)
+    assert written(build_template(both, "gpipe")) == ["F0.0 F0.1 F1.0 F1.1 B0.0 B0.1 B1.0 B1.1"] * 2
+    only = even([1], stages=2, micro_batches=5)
+    waves = build_template(only, "gpipe", memory_limit_bytes=(9, 2))
+    assert written(waves) == ["F0.0 F0.1 B0.0 B0.1 F0.2 F0.3 B0.2 B0.3 F0.4 B0.4"] * 2
+    assert written(build_template(both, "1f1b"))[0] == "F0.0 F0.1 B0.0 F1.0 B0.1 F1.1 B1.0 B1.1"
+    assert written(build_template(even([1], stages=3, micro_batches=4), "1f1b")) == [
         "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3",
         "F0.0 F0.1 B0.0 F0.2 B0.1 F0.3 B0.2 B0.3",
         "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2 F0.3 B0.3",
     ]
 
 
-def test_1f1b_takes_buckets_in_the_given_order_without_draining_between_them() -> None:
-    template = build_template(even([1, 9], stages=2, micro_batches=2), "1f1b")
-    assert written(template)[0] == "F0.0 F0.1 B0.0 F1.0 B0.1 F1.1 B1.0 B1.1"
-
-
-@settings(max_examples=30)
 @given(st.integers(2, 5), st.integers(2, 4), st.integers(1, 4))
 def test_interleaved_1f1b_is_the_order_of_megatron_where_that_is_defined(stages: int, chunks: int, rounds: int) -> None:
     buckets = even([1], stages=stages, micro_batches=rounds * stages)
@@ -99,11 +93,8 @@ def test_mux_launches_all_forwards_that_fit_before_the_first_backward_comes_back
     assert eager.index("B0.0") == 8
     limited = written(build_template(buckets, "mux", memory_limit_bytes=(5, 9, 9, 9)))[0].split()
     assert limited.index("B0.0") == 5
-
-
-def test_mux_runs_a_backward_that_is_ready_before_a_forward_that_is_ready() -> None:
-    last = build_template(even([1], stages=2, micro_batches=3), "mux").actions[1]
-    assert " ".join(map(str, last)) == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2"
+    last = written(build_template(even([1], stages=2, micro_batches=3), "mux"))[1]
+    assert last == "F0.0 B0.0 F0.1 B0.1 F0.2 B0.2", "of two that are ready the backward is first"
 
 
 def test_equal_instants_are_seen_as_equal_in_spite_of_rounding() -> None:
@@ -112,14 +103,11 @@ def test_equal_instants_are_seen_as_equal_in_spite_of_rounding() -> None:
     assert tenths == units
 
 
-def test_mux_knows_that_a_link_carries_one_message_at_a_time() -> None:
+def test_slow_links_that_carry_one_message_at_a_time_delay_backwards_so_that_mux_launches_more() -> None:
     # The fourth forward reaches the middle stage only after the first backward, as each message waits for the last.
-    buckets = [dataclasses.replace(load, output_bytes=1) for load in even([1], stages=3, micro_batches=4)]
-    template = build_template(buckets, "mux", links=Link(latency_s=0.0, bytes_per_s=1 / 3))
+    waiting = [dataclasses.replace(load, output_bytes=1) for load in even([1], stages=3, micro_batches=4)]
+    template = build_template(waiting, "mux", links=Link(latency_s=0.0, bytes_per_s=1 / 3))
     assert written(template)[1] == "F0.0 F0.1 F0.2 B0.0 F0.3 B0.1 B0.2 B0.3"
-
-
-def test_slow_links_delay_backwards_so_that_mux_launches_more() -> None:
     buckets = even([1], stages=2, micro_batches=8)
     free = written(build_template(buckets, "mux"))[0].split()
     slow = written(build_template(buckets, "mux", links=Link(latency_s=1.0, bytes_per_s=1e9)))[0].split()
@@ -130,16 +118,6 @@ def test_slow_links_delay_backwards_so_that_mux_launches_more() -> None:
 
 
 @settings(max_examples=40)
-@given(uneven_buckets(), every_variant)
-def test_every_template_comes_to_its_end(buckets: Buckets, variant: Variant) -> None:
-    template = template_of(buckets, variant)
-    num_actions = 2 * template.num_chunks * sum(bucket.num_micro_batches for bucket in buckets)
-    assert [len(row) for row in template.actions] == [num_actions] * template.num_stages
-    run = [span.action for span in simulate(template, buckets).spans]
-    assert len(run) == len(set(run)) == num_actions * template.num_stages
-
-
-@settings(max_examples=110)
 @given(uneven_buckets(), every_variant, st.data(), st.integers(0, 50))
 def test_memory_limits_of_stages_delay_launches_and_are_never_exceeded(
     buckets: Buckets, variant: Variant, data: st.DataObject, static: int
@@ -148,12 +126,6 @@ def test_memory_limits_of_stages_delay_launches_and_are_never_exceeded(
     template = template_of(buckets, variant, memory_limit_bytes=limit, static_bytes=(static,) * len(limit))
     peaks = simulate(template, buckets).peak_bytes
     assert all(static + peak <= most for peak, most in zip(peaks, limit, strict=True))
-
-
-def test_gpipe_under_a_limit_runs_in_waves() -> None:
-    buckets = even([1], stages=2, micro_batches=5)
-    template = build_template(buckets, "gpipe", memory_limit_bytes=(9, 2))
-    assert written(template) == ["F0.0 F0.1 B0.0 B0.1 F0.2 F0.3 B0.2 B0.3 F0.4 B0.4"] * 2
 
 
 def test_interleaved_1f1b_with_room_for_one_micro_batch_runs_them_one_by_one() -> None:
@@ -174,12 +146,11 @@ def test_a_bucket_that_fits_nowhere_is_named_with_stage_and_bytes() -> None:
 # -------------------------------------------------------------------- a value
 
 
-@pytest.mark.parametrize("num_steps", [1, 3])
 @pytest.mark.parametrize("variant", VARIANTS, ids=str)
-def test_a_template_comes_back_from_json_as_it_was(variant: Variant, num_steps: int) -> None:
-    template = template_of(even([2, 1], stages=3, micro_batches=3), variant, num_steps=num_steps)
+def test_a_template_comes_back_from_json_as_it_was(variant: Variant) -> None:
+    template = template_of(even([2, 1], stages=3, micro_batches=3), variant, num_steps=3)
     assert PipelineTemplate.from_dict(json.loads(json.dumps(template.to_dict()))) == template
-    assert num_steps == 1 or str(template.actions[0][-1]).endswith("+2")
+    assert str(template.actions[0][-1]).endswith("+2")
 
 
 @pytest.mark.parametrize(
@@ -197,21 +168,6 @@ def test_a_dictionary_that_is_no_template_is_refused(change: Callable[[dict], ob
         PipelineTemplate.from_dict(data)
 
 
-def test_an_unknown_schedule_is_refused() -> None:
-    with pytest.raises(ValueError, match="schedule must be gpipe, 1f1b, interleaved_1f1b, mux, got 'zigzag'"):
-        build_template(even([1], stages=2, micro_batches=1), "zigzag")  # type: ignore[arg-type]
-
-
-def test_backwards_are_as_long_as_forwards_unless_said_otherwise() -> None:
-    load = even([2], stages=3, micro_batches=1)[0]
-    assert load.backward_s == (2.0, 2.0, 2.0)
-
-
-def test_the_chunks_of_a_micro_batch_hold_together_what_it_holds() -> None:
-    load = even([1], stages=1, micro_batches=1, size=11)[0]
-    assert [load.chunk_bytes(0, chunk, 3) for chunk in range(3)] == [4, 4, 3]
-
-
 @pytest.mark.parametrize(
     "fields",
     [{"forward_s": ()}, {"backward_s": (1.0,)}, {"activation_bytes": (1, 2, 3)}, {"num_micro_batches": 0}],
@@ -222,13 +178,13 @@ def test_a_load_that_cannot_be_is_refused(fields: dict) -> None:
         BucketLoad(**{**good, **fields})
 
 
-def test_buckets_must_be_there_and_agree_on_the_number_of_stages() -> None:
+def test_unknown_schedules_and_buckets_of_unlike_stages_are_refused() -> None:
+    two, three = (even([1], stages=stages, micro_batches=1, size=11) for stages in (2, 3))
+    assert three[0].backward_s == (1.0, 1.0, 1.0), "as long as forwards unless said otherwise"
+    assert [three[0].chunk_bytes(0, chunk, 3) for chunk in range(3)] == [4, 4, 3]
+    with pytest.raises(ValueError, match="schedule must be gpipe, 1f1b, interleaved_1f1b, mux, got 'zigzag'"):
+        build_template(two, "zigzag")  # type: ignore[arg-type]
     with pytest.raises(ValueError, match=r"buckets must be one or more .*, got none"):
         build_template([], "mux")
-    mixed = even([1], stages=2, micro_batches=1) + even([1], stages=3, micro_batches=1)
     with pytest.raises(ValueError, match="same number of stages, got 'bucket 0' with 2, 'bucket 0' with 3"):
-        build_template(mixed, "mux")
-
-
-def test_an_action_prints_its_bucket_micro_batch_and_chunk() -> None:
-    assert [str(Action("F", 1, 2, 0)), str(Action("B", 1, 2, 0, chunk=3))] == ["F1.2", "B1.2/3"]
+        build_template(two + three, "mux")

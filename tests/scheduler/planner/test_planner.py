@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import random
 from dataclasses import replace
 
 import pytest
@@ -31,20 +30,8 @@ MIXES = mixes([16, 64, 128, 256], 16, 6)
 # ------------------------------------------------------------------ one device
 
 
-@given(MIXES, st.sampled_from(list(POLICIES)))
-@settings(max_examples=40, deadline=None)
-def test_every_task_is_in_one_htask_or_waits_with_a_reason(loads: list[TaskLoad], policy: str) -> None:
-    outcome = plan_tasks(loads, *models(), Budget(4096), policy=policy)
-    assert sorted([*tasks_of(outcome), *(one.name for one in outcome.waiting)]) == sorted(one.name for one in loads)
-    assert all(one.reason for one in outcome.waiting)
-    assert len(outcome.htasks) == {"together": 1, "interleaved": len(loads), "sequential": 1}.get(
-        policy, len(outcome.htasks)
-    )
-    assert (len(outcome.waiting) > 0) == (policy == "sequential" and len(loads) > 1)
-
-
 @given(mixes([16, 64, 256], 8, 4))
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=10)
 def test_on_one_device_the_plan_is_the_best_of_all_partitions_and_numbers_of_passes(loads: list[TaskLoad]) -> None:
     cost, memory = models()
     counts = (1, 2, 3, 4, 6, 8)
@@ -70,25 +57,22 @@ def partitions(items: list) -> list[list[list]]:
     return found
 
 
-def test_no_pass_is_larger_than_allowed_unless_one_sequence_is() -> None:
-    loads = [load("long", 3000, 4), load("short", 64, 32)]
-    outcome = plan_tasks(loads, *models(), Budget(1024))
-    for htask in outcome.htasks:
-        assert htask.tokens_per_micro_batch <= 1024 * 1.0001
-
-
-def test_tasks_of_an_htask_are_in_the_order_in_which_they_came() -> None:
-    loads = [load("b", 64), load("a", 32), load("c", 16)]
-    outcome = plan_tasks(loads, *models(), Budget(4096), policy="together")
-    assert outcome.htasks[0].tasks == ("b", "a", "c")
-
-
-def test_the_predicted_step_is_what_its_template_takes_and_the_updates() -> None:
-    loads = [load("a"), load("b", 64), load("c", 256, 4)]
+def test_the_predicted_step_is_what_its_template_takes_and_the_updates_and_passes_are_no_larger_than_allowed() -> None:
+    loads = [load("b"), load("a", 3000, 4), load("c", 256, 4)]
     cost, memory = models()
-    outcome = plan_tasks(loads, cost, memory, Budget(4096))
+    outcome = plan_tasks(loads, cost, memory, Budget(1024))
     rest = cost.optimizer_s(loads) + cost.profile.step_overhead_s
     assert outcome.step_s == pytest.approx(simulated(outcome).makespan_s + rest, rel=1e-6)
+    assert all(one.tokens_per_micro_batch <= 1024 or one.tasks == ("a",) for one in outcome.htasks)
+    together = plan_tasks(loads, cost, memory, Budget(8192), policy="together")
+    assert together.htasks[0].tasks == ("b", "a", "c"), "in the order in which they came"
+
+
+def test_memory_is_kept_for_steps_that_bring_more_than_a_typical_one() -> None:
+    cost, memory = models()
+    uneven = replace(load("a", 64, 8), longest_row_tokens=80)
+    for bound, tokens in ((4096, 8 * 80), (512, 512)):  # all rows as long as the longest; no more than the bound
+        assert plan_tasks([uneven], cost, memory, Budget(bound)).peak_bytes[0] == memory.peak_bytes([uneven], tokens)
 
 
 def test_nothing_to_run_is_an_empty_plan_and_what_cannot_be_planned_is_refused() -> None:
@@ -116,16 +100,11 @@ def test_tasks_that_do_not_fit_wait_by_priority_and_say_how_much_is_lacking() ->
     assert "iB too much next to urgent" in waiting.reason
 
 
-def test_a_running_task_is_not_put_out_for_one_of_higher_priority() -> None:
+def test_a_running_task_is_put_out_neither_for_one_of_higher_priority_nor_where_memory_is_predicted_short() -> None:
     running, urgent = load("running", rank=64), load("urgent", rank=64, priority=9)
-    outcome = plan_tasks([running, urgent], *models(), Budget(4096, limit_for([running])), running=["running"])
-    assert tasks_of(outcome) == ["running"]
-
-
-def test_a_running_task_continues_even_where_memory_is_predicted_to_be_short() -> None:
-    running = load("running", rank=64)
-    outcome = plan_tasks([running], *models(), Budget(4096, limit_for([load("x", rank=1)])), running=["running"])
-    assert tasks_of(outcome) == ["running"]
+    for limit in (limit_for([running]), limit_for([load("x", rank=1)])):
+        outcome = plan_tasks([running, urgent], *models(), Budget(4096, limit), running=["running"])
+        assert tasks_of(outcome) == ["running"]
 
 
 def test_where_not_even_one_task_fits_the_smallest_is_named_with_its_need() -> None:
@@ -134,7 +113,7 @@ def test_where_not_even_one_task_fits_the_smallest_is_named_with_its_need() -> N
 
 
 @given(MIXES, st.integers(0, 400))
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=15)
 def test_what_is_admitted_fits_and_a_smaller_limit_admits_no_more(loads: list[TaskLoad], spare_mib: int) -> None:
     memory = models()[1]
     limit = limit_for([loads[0]], spare=spare_mib << 20)
@@ -143,46 +122,22 @@ def test_what_is_admitted_fits_and_a_smaller_limit_admits_no_more(loads: list[Ta
     assert len(admission.admitted) <= len(admit(loads, memory, limit + (1 << 30), 4096).admitted)
 
 
-def test_passes_shrink_where_memory_is_short() -> None:
-    loads = [load("a", 64, 64), load("b", 64, 64)]
-    tight = limit_for(loads, spare=600 << 20)
-    outcome = plan_tasks(loads, *models(), Budget(8192, tight))
-    assert tasks_of(outcome) == ["a", "b"]
-    assert outcome.peak_bytes[0] <= tight
-    assert max(h.tokens_per_micro_batch for h in outcome.htasks) < 8192
-
-
 # --------------------------------------------------------------- several stages
 
 
-@given(MIXES, st.sampled_from([2, 4]), st.sampled_from(list(POLICIES)))
-@settings(max_examples=25, deadline=None)
-def test_a_plan_of_several_stages_comes_to_its_end_and_holds_its_limit(
-    loads: list[TaskLoad], num_stages: int, policy: str
-) -> None:
-    outcome = plan_tasks(loads, *models(num_stages), Budget(8192, LIMIT, num_micro_batches=4), policy=policy)
-    assert sorted(itertools.chain(*outcome.buckets)) == list(range(len(outcome.htasks)))
-    assert all(peak <= LIMIT for peak in outcome.peak_bytes)
-    assert outcome.step_s >= simulated(outcome).makespan_s
-
-
-def test_more_tasks_than_one_hide_the_bubbles_of_a_pipeline() -> None:
-    loads, budget = loads_of([(128, 8)] * 4), Budget(8192, num_micro_batches=4)
-    together, *alone = (plan_tasks(own, *models(4), budget).step_s for own in (loads, *([one] for one in loads)))
-    assert sum(alone) > 1.2 * together
-
-
 @given(MIXES, st.sampled_from([(1, None), (2, 2), (2, 8), (4, 4), (8, 4)]))
-@settings(max_examples=30, deadline=None)
-def test_no_baseline_is_predicted_to_be_faster_than_the_plan(
+@settings(max_examples=10)
+def test_a_plan_comes_to_its_end_within_its_limit_and_no_baseline_is_predicted_to_be_faster(
     loads: list[TaskLoad], numbers: tuple[int, int | None]
 ) -> None:
     num_stages, num_micro_batches = numbers
     budget = Budget(8192, LIMIT, num_micro_batches=num_micro_batches)
-    planned, *baselines = (
-        plan_tasks(loads, *models(num_stages), budget, policy=policy).step_s
-        for policy in ("mux", "together", "interleaved")
-    )
+    outcomes = [plan_tasks(loads, *models(num_stages), budget, policy=policy) for policy in POLICIES]
+    for outcome in outcomes:
+        assert sorted(itertools.chain(*outcome.buckets)) == list(range(len(outcome.htasks)))
+        assert all(peak <= LIMIT for peak in outcome.peak_bytes)
+        assert outcome.step_s >= simulated(outcome).makespan_s
+    planned, *baselines = (outcome.step_s for outcome in outcomes if not outcome.waiting)
     assert planned <= min(baselines) * (1 + 1e-9)
 
 
@@ -192,7 +147,7 @@ def test_no_baseline_is_predicted_to_be_faster_than_the_plan(
     st.sampled_from([256, 1024, 8192]),
     st.sampled_from(["mux", "together"]),
 )
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=4)
 def test_the_number_of_micro_batches_that_is_found_is_near_the_best_of_all(
     loads: list[TaskLoad], num_stages: int, bound: int, policy: str
 ) -> None:
@@ -281,16 +236,6 @@ def test_another_schedule_is_built_over_the_buckets_that_the_planner_chose(sched
     assert (other.template.schedule, other.template.num_chunks) == (schedule, num_chunks)
 
 
-def test_on_one_device_memory_is_kept_for_steps_that_bring_more_than_a_typical_one() -> None:
-    cost, memory = models()
-    uneven = replace(load("a", 64, 8), longest_row_tokens=80)
-    outcomes = [plan_tasks([one], cost, memory, Budget(bound)) for one, bound in ((uneven, 4096), (uneven, 512))]
-    largest = [8 * 80, 512]  # all rows as long as the longest; no more than the bound
-    for outcome, tokens in zip(outcomes, largest, strict=True):
-        assert outcome.peak_bytes[0] == memory.peak_bytes([uneven], tokens)
-    assert outcomes[1].max_tokens == 512
-
-
 # ----------------------------------------------- pipelines that are not drained
 
 
@@ -299,29 +244,14 @@ def steady_s(outcome: Outcome) -> float:
     return window_step_s(outcome.template, outcome.bucket_loads)
 
 
-@pytest.mark.parametrize("seed", range(4))
-def test_what_is_planned_without_draining_is_predicted_by_steps_that_overlap_and_no_slower(seed: int) -> None:
-    draw = random.Random(seed)
-    cost, memory = models(draw.choice((2, 4)))
-    loads = loads_of([(draw.choice((32, 64, 200)), draw.choice((2, 4))) for _ in range(draw.choice((2, 4)))])
+def test_steps_that_are_not_drained_are_predicted_as_they_overlap_and_fill_stages_with_fewer_passes() -> None:
+    loads = loads_of([(128 + 8 * index, 4) for index in range(6)])
+    cost, memory = models(4)
     drained, flowing = (plan_tasks(loads, cost, memory, Budget(4096, drains=drains)) for drains in (True, False))
     assert flowing.step_s == pytest.approx(steady_s(flowing) + cost.outside_s(loads))
-    assert steady_s(flowing) <= steady_s(drained) * (1 + 1e-9)
     assert flowing.step_s <= drained.step_s * (1 + 1e-9)
-
-
-def test_few_rows_that_were_cut_into_many_passes_to_fill_a_pipeline_make_fewer_where_it_stays_full() -> None:
-    cost, memory = models(4)
-    loads = loads_of([(128 + 8 * index, 4) for index in range(6)])
-    drained, flowing = (plan_tasks(loads, cost, memory, Budget(4096, drains=drains)) for drains in (True, False))
     assert len(flowing.passes) < len(drained.passes)
     assert len(flowing.buckets) > len(drained.buckets)
     assert steady_s(flowing) < 0.95 * steady_s(drained)
-
-
-def test_a_limit_of_memory_holds_without_draining_too() -> None:
-    loads = loads_of([(128, 4)] * 4)
-    free = plan_tasks(loads, *models(2), Budget(4096, drains=False))
-    limit = int(0.97 * max(free.peak_bytes))
-    held = plan_tasks(loads, *models(2), Budget(4096, limit, drains=False))
-    assert max(held.peak_bytes) <= limit
+    limit = int(0.97 * max(flowing.peak_bytes))
+    assert max(plan_tasks(loads, cost, memory, Budget(4096, limit, drains=False)).peak_bytes) <= limit

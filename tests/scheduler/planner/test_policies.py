@@ -7,7 +7,7 @@ from collections.abc import Iterator
 
 import numpy as np
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from peft_mux.arguments import MultiTaskTrainingArguments
@@ -61,7 +61,6 @@ def plan_of(outcome: Outcome, policy: str) -> Plan:
 
 @every_policy
 @given(latency_s=latencies(), num_stages=st.sampled_from([1, 2, 4]), num_micro_batches=st.sampled_from([1, 4, 8]))
-@settings(max_examples=40, deadline=None)
 def test_every_partition_holds_each_task_once_and_in_order(
     policy: Policy, latency_s: np.ndarray, num_stages: int, num_micro_batches: int
 ) -> None:
@@ -74,19 +73,17 @@ def test_every_partition_holds_each_task_once_and_in_order(
 
 
 @every_policy
-@pytest.mark.parametrize("num_stages", [1, 2, 4])
-def test_every_task_is_placed_unless_tasks_run_alone(policy: Policy, num_stages: int) -> None:
+@pytest.mark.parametrize("num_stages", [1, 4])
+def test_every_task_is_placed_unless_tasks_run_alone_and_the_plan_is_printed_and_comes_back_from_json(
+    policy: Policy, num_stages: int
+) -> None:
     outcome = plan_tasks(LOADS, *models(num_stages), Budget(4096), policy=policy.name)
-    waiting = [one.name for one in outcome.waiting]
+    waiting = [one.name for one in outcome.waiting if one.reason]
     assert sorted([*tasks_of(outcome), *waiting]) == sorted(one.name for one in LOADS)
     assert len(waiting) == (len(LOADS) - 1 if policy.runs_alone else 0)
     assert sorted(itertools.chain(*outcome.buckets)) == list(range(len(outcome.htasks)))
     assert outcome == plan_tasks(LOADS, *models(num_stages), Budget(4096), policy=policy.name)
-
-
-@every_policy
-def test_a_printed_plan_says_its_policy_in_words_and_comes_back_from_json(policy: Policy) -> None:
-    made = plan_of(plan_tasks(LOADS, *models(), Budget(4096), policy=policy.name), policy.name)
+    made = plan_of(outcome, policy.name)
     assert f"tokens/s; {policy.words}\n" in str(made)
     assert Plan.from_json(made.to_json()) == made
 
@@ -98,17 +95,11 @@ def test_the_policies_that_come_with_the_package_keep_their_names_and_their_orde
     assert list(POLICIES) == ["mux", "together", "interleaved", "sequential"]
 
 
-def test_baselines_have_one_partition_and_group_nothing() -> None:
-    latency_s = np.full((3, 3), 2.0)
-    (together,), (interleaved,), (sequential,) = (
-        policy_named(name).partitions(latency_s, 2, 4) for name in ("together", "interleaved", "sequential")
-    )
-    assert together == Partition(((0, 3),))
-    assert interleaved == sequential == Partition(((0, 1), (1, 2), (2, 3)))
-
-
-def test_mux_compares_its_fusion_with_all_apart_and_all_together_where_stages_are_many() -> None:
+def test_baselines_have_one_partition_and_mux_compares_its_fusion_with_theirs_where_stages_are_many() -> None:
     latency_s = np.where(np.tri(3).T > 0, 2.0, np.inf)
+    partitions = {name: policy.partitions(latency_s, 2, 4) for name, policy in POLICIES.items()}
+    assert partitions["together"] == [Partition(((0, 3),))]
+    assert partitions["interleaved"] == partitions["sequential"] == [Partition(((0, 1), (1, 2), (2, 3)))]
     fused, apart, together = policy_named("mux").partitions(latency_s, 2, 4)
     assert fused == Partition(((0, 3),), is_grouped=True)
     assert [len(apart.intervals), len(together.intervals)] == [3, 1]
@@ -133,12 +124,16 @@ def pairs() -> Iterator[Policy]:
     POLICIES.pop(policy.name, None)
 
 
-@pytest.mark.parametrize("num_stages", [1, 2])
-def test_a_policy_that_is_registered_plans_and_prints_with_nothing_else_touched(pairs: Policy, num_stages: int) -> None:
-    outcome = plan_tasks(LOADS, *models(num_stages), Budget(4096), policy="pairs")
+def test_a_policy_that_is_registered_plans_and_prints_with_nothing_else_touched(pairs: Policy) -> None:
+    outcome = plan_tasks(LOADS, *models(2), Budget(4096), policy="pairs")
     assert sorted(len(htask.tasks) for htask in outcome.htasks) == [1, 2, 2]
     assert {"d", "b"} in [set(htask.tasks) for htask in outcome.htasks], "the two of fewest tokens"
     assert "; tasks fused two by two\n" in str(plan_of(outcome, "pairs"))
+    assert "tokens/s; elsewhere\n" in str(plan_of(outcome, "elsewhere")), "a policy that is not known here"
+    with pytest.raises(ValueError, match="a policy is already named 'pairs'"):
+        register_policy(Pairs())
+    with pytest.raises(ValueError, match="policy must be mux, together, interleaved, sequential, pairs, got 'fastest'"):
+        policy_named("fastest")
 
 
 def test_a_run_accepts_a_policy_as_long_as_it_is_registered(pairs: Policy) -> None:
@@ -150,17 +145,3 @@ def test_a_run_accepts_a_policy_as_long_as_it_is_registered(pairs: Policy) -> No
         MultiTaskTrainingArguments(planner="pairs", use_cpu=True)
     with pytest.raises(ValueError, match=r"policy must be mux, together, interleaved, sequential.*got 'pairs'"):
         plan_tasks(LOADS, *models(), Budget(4096), policy="pairs")
-
-
-def test_a_plan_of_a_policy_that_is_not_known_here_prints_its_name() -> None:
-    outcome = plan_tasks(LOADS, *models(), Budget(4096))
-    assert "tokens/s; elsewhere\n" in str(plan_of(outcome, "elsewhere"))
-
-
-def test_a_name_is_given_once_and_an_unknown_one_is_refused_with_those_that_are_known(pairs: Policy) -> None:
-    with pytest.raises(ValueError, match="a policy is already named 'pairs'"):
-        register_policy(Pairs())
-    with pytest.raises(ValueError, match="policy must be mux, together, interleaved, sequential, pairs, got 'fastest'"):
-        policy_named("fastest")
-    with pytest.raises(ValueError, match="policy must be mux, together, interleaved, sequential, pairs, got 'fastest'"):
-        plan_tasks(LOADS, *models(), Budget(4096), policy="fastest")

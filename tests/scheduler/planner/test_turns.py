@@ -43,7 +43,7 @@ def width_of(outcome: Outcome) -> int:
 
 
 @given(MIXES.map(loads_of))
-@settings(max_examples=6, deadline=None)
+@settings(max_examples=2)
 def test_the_width_that_is_chosen_is_predicted_to_be_about_the_best_and_fits(loads: list[TaskLoad]) -> None:
     auto = planned(loads, "auto")
     fixed = [planned(loads, width) for width in (1, 2, 3, 4)]
@@ -70,23 +70,13 @@ def test_turns_hide_sums_and_hold_the_memory_of_all_passes_in_flight(num_stages:
     assert turns.step_s == pytest.approx(simulated(turns).makespan_s + rest_s, rel=1e-6)
 
 
-def test_as_little_is_won_as_sums_take() -> None:
-    loads = loads_of([(64, 8)] * 4)
-    cost, memory = models()
-    for link, width in ((LINK, 2), (None, 1)):
-        without_link = CostModel(cost.profile, LLAMA_7B, devices_per_stage=2, tensor_link=link)
-        outcome = plan_tasks(loads, without_link, memory, Budget(4096, interleaved_passes="auto"))
-        assert (width_of(outcome) >= 2) == (width == 2)
-
-
-@pytest.mark.parametrize("num_stages", [1, 2])
 @pytest.mark.parametrize(
-    "facts",
+    ("num_stages", "facts"),
     [
-        pytest.param({"devices": 1}, id="no device waits for another"),
-        pytest.param({"overlap": None}, id="unknown what turns hide"),
-        pytest.param({"overlap": Overlap(slowdown=0.99, turn_s=1e-4)}, id="sums stop all computing"),
-        pytest.param({"overlap": Overlap(turn_s=1.0)}, id="turns are dear"),
+        pytest.param(1, {"devices": 1}, id="no device waits for another"),
+        pytest.param(2, {"overlap": None}, id="unknown what turns hide"),
+        pytest.param(1, {"overlap": Overlap(slowdown=0.99, turn_s=1e-4)}, id="sums stop all computing"),
+        pytest.param(2, {"overlap": Overlap(turn_s=1.0)}, id="turns are dear"),
     ],
 )
 def test_where_turns_do_not_pay_passes_run_one_after_another(num_stages: int, facts: dict[str, object]) -> None:
@@ -148,10 +138,3 @@ def test_without_turns_each_htask_has_a_bucket_and_the_longest_runs_first() -> N
     assert [htask.tasks for htask in outcome.htasks] == [("long",), ("middle",), ("short",)]
     assert outcome.buckets == ((0,), (1,), (2,))
     assert width_of(outcome) == 1
-
-
-def test_policies_keep_their_partitions_in_turns() -> None:
-    loads = loads_of([(64, 8)] * 4)
-    for policy, count in (("together", 1), ("interleaved", 4), ("sequential", 1)):
-        outcome = plan_tasks(loads, *models(), Budget(4096, LIMIT, interleaved_passes=2), policy=policy)
-        assert len(outcome.htasks) == count

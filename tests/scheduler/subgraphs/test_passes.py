@@ -131,9 +131,9 @@ def drawn_passes(seed: int) -> list[tuple[int, tuple[str, ...]]]:
     return [htask for htask in htasks for _ in range(draw.randint(1, 4))]
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", range(3))
 @pytest.mark.parametrize("may_repeat", [True, False])
-@pytest.mark.parametrize("width", [1, 2, 3, 5])
+@pytest.mark.parametrize("width", [1, 3])
 def test_groups_hold_every_pass_once_of_one_bucket_and_keep_the_order_of_a_task(
     width: int, may_repeat: bool, seed: int
 ) -> None:
