@@ -117,6 +117,10 @@ class Together:
     folder: Path
     before: dict[str, torch.Tensor]
 
+    def side(self, name: str) -> Side:
+        """Return plain PEFT's run of a task alone."""
+        return alone(self.run.trainer, self.tasks[name], self.base)
+
     def saved(self, name: str) -> dict[str, torch.Tensor]:
         """Return the saved tensors of a task."""
         return load_file(self.folder / name / "adapter_model.safetensors")
@@ -133,7 +137,7 @@ class Together:
             name: name of the task.
             but: ends of names whose gradients are zero except for rounding, which Adam turns into steps of their own.
         """
-        side = alone(self.run.trainer, self.tasks[name], self.base)
+        side = self.side(name)
         lab.assert_close(self.run.losses[name], side.losses, 1e-5, name)
         assert side.losses[0] != side.losses[-1], "it has learned something"
         ours = {key.replace(".own_bias", ".bias"): value for key, value in self.run.weights(name).items()}
