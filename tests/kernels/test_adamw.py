@@ -102,10 +102,6 @@ def test_tasks_that_are_not_finite_keep_their_bits_and_the_others_step(verdict: 
         joint.assert_equal(name)
 
 
-def test_without_pages_there_is_nothing_to_do() -> None:
-    assert foreach_update([], torch.tensor([[1.0, 2.0], [3.0, 4.0]])) == [[1.0, 2.0], [3.0, 4.0]]
-
-
 def test_norms_of_many_tasks_have_the_bits_of_each_task_s_own_norm() -> None:
     generator = torch.Generator().manual_seed(0)
     sizes = [[100], [7, 3000], [1], [50, 60, 70]]
@@ -118,13 +114,11 @@ def test_norms_of_many_tasks_have_the_bits_of_each_task_s_own_norm() -> None:
         wanted = torch.nn.utils.get_total_norm(own)
         assert norm.dtype is wanted.dtype
         assert torch.equal(norm, wanted)
-
-
-def test_a_tiny_norm_does_not_vanish_in_its_square() -> None:
-    (norm,) = total_norms([[torch.tensor([1e-30])]])
-    assert norm.item() == pytest.approx(1e-30)
+    (tiny,) = total_norms([[torch.tensor([1e-30])]])
+    assert tiny.item() == pytest.approx(1e-30), "it does not vanish in its square"
 
 
 def test_cuda_has_a_joint_update_and_a_cpu_has_none() -> None:
     assert joint_update(torch.device("cpu")) is None
     assert joint_update(torch.device("cuda")) is foreach_update
+    assert foreach_update([], torch.tensor([[1.0, 2.0], [3.0, 4.0]])) == [[1.0, 2.0], [3.0, 4.0]]

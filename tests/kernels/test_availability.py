@@ -15,8 +15,9 @@ import torch
 
 from peft_mux.kernels import availability
 
+pytest.importorskip("triton")
+
 CUDA = torch.device("cuda")
-needs_triton = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +52,6 @@ def test_a_cpu_runs_no_kernels_and_gets_no_warning() -> None:
     assert availability.reason_against_kernels(torch.device("cpu")) == "there are none for cpu"
 
 
-@needs_triton
 def test_a_card_is_tried_once_and_then_used(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = stub_trial(monkeypatch)
     with warnings.catch_warnings():
@@ -61,13 +61,10 @@ def test_a_card_is_tried_once_and_then_used(monkeypatch: pytest.MonkeyPatch) -> 
     assert tried == [torch.device("cuda", 0), torch.device("cuda", 1)]
 
 
-@needs_triton
 @pytest.mark.parametrize(
     "error",
     [
         RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore"),
-        FileNotFoundError("Python.h"),
-        ImportError("libcuda.so.1: cannot open shared object file"),
         RuntimeError(""),
     ],
 )
@@ -83,14 +80,10 @@ def test_a_launch_that_fails_leaves_the_card_to_torch_with_one_warning(
     assert f"({type(error).__name__}: {cause})" in str(caught[0].message)
 
 
-@needs_triton
-@pytest.mark.parametrize("capability", [(7, 0), (7, 5)])
-def test_a_card_without_bf16_products_is_not_tried(
-    monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
-) -> None:
+def test_a_card_without_bf16_products_is_not_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     tried = stub_trial(monkeypatch)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: capability)
-    with pytest.warns(UserWarning, match=f"A Card has compute capability 7.{capability[1]}, but they need 8.0"):
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index: (7, 5))
+    with pytest.warns(UserWarning, match="A Card has compute capability 7.5, but they need 8.0"):
         assert not availability.runs_kernels(CUDA)
     assert tried == []
 
@@ -101,7 +94,6 @@ def test_absent_triton_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
         assert not availability.runs_kernels(CUDA)
 
 
-@needs_triton
 def test_a_kernel_that_writes_something_else_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
     from peft_mux.kernels.lora import device
 

@@ -41,26 +41,18 @@ def test_the_plain_generator_gives_the_published_words(
     assert plain_philox(counter, key, rounds) == words
 
 
-def test_counter_and_key_zero_give_the_published_words_of_seven_rounds() -> None:
-    words = philox.philox(0, torch.zeros(1, dtype=torch.int64))
-    assert words[:, 0].tolist() == [0x5F6FB709, 0x0D893F64, 0x4F121F81, 0x4F730A48]
+# Where a product could overflow, and anything else.
+COUNTERS = st.sampled_from([0, 0xFFFF, 0x10000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF]) | st.integers(0, 2**32 - 1)
+SEEDS = st.sampled_from([0, 2**63, 2**64 - 1]) | st.integers(0, 2**64 - 1)
 
 
 @PROPERTY
-@given(st.integers(0, 2**64 - 1), st.lists(st.integers(0, 2**32 - 1), min_size=1, max_size=8))
+@given(SEEDS, st.lists(COUNTERS, min_size=1, max_size=8))
 def test_tensors_give_the_words_of_the_plain_generator(seed: int, counters: list[int]) -> None:
     words = philox.philox(seed, torch.tensor(counters))
     key = (seed & 0xFFFFFFFF, seed >> 32)
     wanted = [plain_philox((counter, 0, 0, 0), key, 7) for counter in counters]
     assert [tuple(column) for column in words.t().tolist()] == wanted
-
-
-@pytest.mark.parametrize("counter", [0, 1, 0xFFFF, 0x10000, 0x7FFFFFFF, 0x80000000, 0xFFFFFFFF])
-@pytest.mark.parametrize("seed", [0, 1, 2**63, 2**64 - 1])
-def test_words_are_right_where_a_product_could_overflow(counter: int, seed: int) -> None:
-    words = philox.philox(seed, torch.tensor([[counter]]))
-    assert words.shape == (4, 1, 1)
-    assert tuple(words.flatten().tolist()) == plain_philox((counter, 0, 0, 0), (seed & 0xFFFFFFFF, seed >> 32), 7)
 
 
 # ------------------------------------------------------------------- rates
@@ -73,27 +65,12 @@ def test_the_rate_of_kept_elements_is_within_five_standard_deviations(probabilit
     assert abs(mask.float().mean().item() - (1 - probability)) < 5 * deviation
 
 
-@pytest.mark.parametrize("dim", [0, 1], ids=["columns", "rows"])
-def test_no_row_and_no_column_is_favoured(dim: int) -> None:
-    mask = philox.keep_mask(philox.draw_seed(5, 1, "layer"), torch.arange(512), 512, 0.5)
-    rates = mask.float().mean(dim=dim)
-    # 5.5 standard deviations: among 512 rates the worst is expected at about 3.2.
-    assert (rates - 0.5).abs().max() < 5.5 * 0.5 / math.sqrt(512)
-
-
 @pytest.mark.parametrize("lag", range(1, 9))
 def test_neighbouring_draws_are_uncorrelated(lag: int) -> None:
     # Eight neighbours come from one call, so these lags would show halves of a word that depend on each other.
     mask = philox.keep_mask(philox.draw_seed(9, 2, "layer"), torch.arange(500), 512, 0.5).double() - 0.5
     correlation = 4 * (mask[:, :-lag] * mask[:, lag:]).mean().item()
     assert abs(correlation) < 5 / math.sqrt(500 * (512 - lag))
-
-
-def test_kept_elements_are_scaled_so_that_the_mean_stays() -> None:
-    x = torch.ones(2000, 128)
-    dropped = philox.dropout(x, torch.arange(2000), 0.25, 11)
-    assert sorted(dropped.unique().tolist()) == [0.0, pytest.approx(1 / 0.75, rel=1e-4)]
-    assert dropped.mean().item() == pytest.approx(1.0, abs=5 * math.sqrt(0.25 / 0.75 / x.numel()))
 
 
 @pytest.mark.parametrize("probability", [0.1, 0.25, 0.5, 1 / 3, 0.999])
@@ -118,22 +95,11 @@ def test_a_probability_just_below_one_drops_nearly_everything() -> None:
 
 
 @PROPERTY
-@given(st.permutations(range(23)), st.integers(0, 2**64 - 1), st.integers(1, 40))
-def test_a_mask_follows_the_place_of_a_token_and_not_its_position(order: list[int], seed: int, width: int) -> None:
+@given(st.lists(st.integers(0, 22)), st.integers(0, 2**64 - 1), st.integers(1, 40))
+def test_a_mask_follows_the_place_of_a_token_in_any_order_and_selection(rows: list[int], seed: int, width: int) -> None:
     places = torch.arange(1000, 1023)
     mask = philox.keep_mask(seed, places, width, 0.4)
-    assert torch.equal(philox.keep_mask(seed, places[order], width, 0.4), mask[order])
-
-
-def test_a_mask_of_part_of_the_tokens_is_that_part_of_the_mask() -> None:
-    places = torch.arange(200)
-    mask = philox.keep_mask(77, places, 65, 0.3)
-    assert torch.equal(philox.keep_mask(77, places[60:90], 65, 0.3), mask[60:90])
-    assert torch.equal(philox.keep_mask(77, places[150:151], 65, 0.3), mask[150:151])
-
-
-def test_no_token_has_an_empty_mask() -> None:
-    assert philox.keep_mask(1, torch.arange(0), 24, 0.5).shape == (0, 24)
+    assert torch.equal(philox.keep_mask(seed, places[rows], width, 0.4), mask[rows])
 
 
 @pytest.mark.parametrize("width", [1, 7, 8, 9, 64, 65])
@@ -171,11 +137,6 @@ def test_other_tasks_steps_and_modules_draw_other_masks(one: tuple[int, int, str
     assert seeds[0] != seeds[1]
     first, second = (philox.keep_mask(seed, torch.arange(200), 200, 0.5).double() - 0.5 for seed in seeds)
     assert abs(4 * (first * second).mean().item()) < 5 / 200, "the two masks are correlated"
-
-
-def test_seeds_that_differ_in_their_upper_half_alone_draw_other_masks() -> None:
-    first, second = (philox.keep_mask(seed, torch.arange(64), 64, 0.5) for seed in (5, 5 + 2**32))
-    assert 0.4 < (first == second).float().mean() < 0.6
 
 
 def test_a_seed_has_64_bits_and_never_changes() -> None:

@@ -77,6 +77,19 @@ def part_of(head: Head, words: slice) -> Head:
     return head._replace(weight=head.weight[words], bias=None if head.bias is None else head.bias[words])
 
 
+def on_words(hidden: torch.Tensor, head: Head, targets: torch.Tensor, weights: torch.Tensor, size: int) -> Any:
+    """Return losses and gradients of all shards of a head, and how many sums they made."""
+
+    def part(links: Links, words: slice) -> Any:
+        place: dict[str, Any] = {"first": words.start, "vocab_size": VOCABULARY, "links": links}
+        own = part_of(head, words)
+        return losses_and_gradient(
+            hidden, weights, lambda x: linear_cross_entropy(x, own, targets, rows_per_block=5, **place)
+        )
+
+    return on_shards(size, part)
+
+
 @pytest.mark.parametrize("size", [2, 3])
 @pytest.mark.parametrize("options", [{}, {"bias": False}, {"scale": 0.25}, {"softcap": 3.0, "scale": 2.0}], ids=str)
 def test_losses_and_gradients_are_those_of_the_whole_head(size: int, options: dict[str, Any]) -> None:
@@ -84,16 +97,7 @@ def test_losses_and_gradients_are_those_of_the_whole_head(size: int, options: di
     expected = losses_and_gradient(
         hidden, weights, lambda x: F.cross_entropy(head.logits(x), targets, reduction="none")
     )
-
-    def part(links: Links, words: slice) -> Any:
-        arguments: dict[str, Any] = {"first": words.start, "vocab_size": VOCABULARY, "links": links}
-        return losses_and_gradient(
-            hidden,
-            weights,
-            lambda x: linear_cross_entropy(x, part_of(head, words), targets, rows_per_block=5, **arguments),
-        )
-
-    found, num_sums = on_shards(size, part)
+    found, num_sums = on_words(hidden, head, targets, weights, size)
     for losses, gradient in found:
         torch.testing.assert_close(losses, expected[0], rtol=1e-12, atol=1e-12)
         torch.testing.assert_close(gradient, expected[1], rtol=1e-11, atol=1e-12)
@@ -121,19 +125,7 @@ def test_a_row_that_is_not_finite_harms_no_other() -> None:
     poisoned = hidden.clone()
     poisoned[4], poisoned[7] = float("nan"), float("inf")
 
-    def run(rows: torch.Tensor) -> Any:
-        def part(links: Links, words: slice) -> Any:
-            arguments: dict[str, Any] = {"first": words.start, "vocab_size": VOCABULARY, "links": links}
-            own = part_of(head, words)
-            return losses_and_gradient(
-                rows,
-                weights,
-                lambda x: linear_cross_entropy(x, own, targets, rows_per_block=20, **arguments),
-            )
-
-        return on_shards(2, part)[0][1]
-
-    healthy, spoilt = run(hidden), run(poisoned)
+    healthy, spoilt = (on_words(rows, head, targets, weights, 2)[0][1] for rows in (hidden, poisoned))
     others = [row for row in range(ROWS) if row not in (4, 7)]
     assert not spoilt[0][[4, 7]].isfinite().any()
     assert all(torch.equal(one[others], other[others]) for one, other in zip(healthy, spoilt, strict=True))

@@ -17,6 +17,7 @@ from peft_mux.kernels.lora import launch as kernels
 ROWS, COLUMNS, RANK = 8, 32, 4
 X = torch.zeros(ROWS, COLUMNS)
 W, RANKS = Factors([torch.zeros(RANK, COLUMNS)], COLUMNS), RankTable([RANK], [1.0])
+TABLE = torch.zeros(4)
 
 
 class Compiled:
@@ -61,9 +62,6 @@ def launched(kernel: Kernel, *tensors: Any, grids: Sequence[tuple[int, int, int]
     return [call[0] for call in kernel.calls]
 
 
-TABLE = torch.zeros(4)
-
-
 def test_the_second_launch_goes_straight_to_what_was_compiled_with_all_arguments_in_order() -> None:
     kernel, (aligned, _) = Kernel(), memory()
     launched(kernel, aligned, aligned, grids=[(3, 1, 1), (6, 1, 1)])
@@ -77,21 +75,13 @@ def test_the_second_launch_goes_straight_to_what_was_compiled_with_all_arguments
 def test_tensors_that_do_not_begin_on_whole_words_are_always_bound_again() -> None:
     aligned, odd = memory()
     assert launched(Kernel(), odd, aligned, odd, aligned) == ["bound", "bound", "bound", "straight"]
+    assert launched(Kernel(is_interpreted=True), aligned, aligned) == ["bound", "bound"]
 
 
 def test_where_the_caller_knows_how_tensors_begin_nothing_is_checked_and_runners_are_kept_by_grid() -> None:
     kernel, grids = Kernel(), [(3, 1, 1), (3, 1, 1), (6, 1, 1), (3, 1, 1)]
     assert launched(kernel, *["no tensor"] * 4, grids=grids, is_aligned=True) == ["bound", *["straight"] * 3]
     assert [call[1] for call in kernel.calls] == grids
-
-
-def test_a_kernel_that_is_interpreted_is_bound_in_every_launch() -> None:
-    assert launched(Kernel(is_interpreted=True), *[memory()[0]] * 2) == ["bound", "bound"]
-
-
-def test_constants_out_of_the_order_of_the_kernel_are_refused() -> None:
-    with pytest.raises(AssertionError, match="order"):
-        kernels.Launch(Kernel(), Tiles(8, 4, 2), stride=1)
 
 
 # ------------------------------------------------- what a launch was prepared for
@@ -117,6 +107,11 @@ def shrink(
     kernels.shrink(x, W, s, tables, ranks, **{"scaled": False, **settings})
 
 
+def expand(y: torch.Tensor = X, s: torch.Tensor | None = None, factors: Factors = W, **settings: Any) -> None:
+    s = torch.empty(ROWS, 8) if s is None else s
+    kernels.expand(s, factors, y, SegmentTables([ROWS], [0]), RANKS, scaled=False, **settings)
+
+
 def test_a_launch_is_prepared_once_for_any_number_of_rows_and_again_for_another_layout(
     started: list[kernels.Launch],
 ) -> None:
@@ -131,48 +126,62 @@ def test_a_launch_is_prepared_once_for_any_number_of_rows_and_again_for_another_
     assert len({id(launch) for launch in (first, *others)}) == 5
 
 
-def test_rows_are_checked_in_every_launch_and_layouts_in_the_first_of_each(started: list[kernels.Launch]) -> None:
-    shrink()
-    with pytest.raises(ValueError, match=r"S must have 8 rows, as many as the activations, got shape \(7, 8\)"):
-        shrink(s=torch.empty(ROWS - 1, 8))
-    types = r"bf16, fp16 or fp32, got torch\.float32 and torch\.float64"
-    with pytest.raises(ValueError, match=f"activations and S must have the same dtype, {types}"):
-        shrink(s=torch.empty(ROWS, 8, dtype=torch.float64))
-    with pytest.raises(ValueError, match="segments of 9 rows"):
-        shrink(lengths=[9])
-    with pytest.raises(ValueError, match="got 2, 1 and 1"):
-        shrink(lengths=[4, 4])
-    assert len(started) == 1
+TWO, HALVES = (
+    Factors([torch.zeros(RANK, COLUMNS), None], COLUMNS),
+    Factors([torch.zeros(RANK, COLUMNS).half()], COLUMNS),
+)
+BIAS = r"bias must be contiguous \[32\] in torch\.float32, and None with dropout, got shape "
+DROPPING = RankTable([RANK], [1.0], dropouts=[0.5])
+REFUSED: dict[str, tuple[Callable[[], None], str]] = {
+    "fewer rows of S": (lambda: shrink(s=torch.empty(7, 8)), r"S must have 8 rows, as many as the act.* \(7, 8\)"),
+    "a narrow S": (lambda: shrink(s=torch.empty(ROWS, 3)), " must "),
+    "another dtype": (
+        lambda: shrink(s=torch.empty(ROWS, 8, dtype=torch.float64)),
+        r"activations and S must have the same dtype, bf16, fp16 or fp32, got torch\.float32 and torch\.float64",
+    ),
+    "factors of another dtype": (lambda: expand(factors=HALVES), " must "),
+    "factors of more segments": (lambda: expand(factors=TWO), " must |do not fit"),
+    "more rows than there are": (lambda: shrink(lengths=[9]), "segments of 9 rows"),
+    "tables of more segments": (lambda: shrink(lengths=[4, 4]), "got 2, 1 and 1"),
+    "another width": (lambda: expand(torch.zeros(ROWS, COLUMNS + 1)), " must "),
+    "a transposed x": (lambda: shrink(torch.zeros(COLUMNS, ROWS).t()), " must "),
+    "a transposed y": (lambda: expand(torch.zeros(COLUMNS, ROWS).t()), " must "),
+    "too few places": (
+        lambda: shrink(ranks=DROPPING, places=torch.arange(7), module_seed=5),
+        r"places must be contiguous int64 \[8\], got torch\.int64 of length 7",
+    ),
+    "a short bias": (lambda: expand(bias=torch.zeros(COLUMNS - 1)), BIAS + r"\(31,\)"),
+    "a bias of another dtype": (lambda: expand(bias=torch.zeros(COLUMNS).half()), BIAS + r"\(32,\)"),
+    "gradients of another dtype": (
+        lambda: kernels.wgrad(torch.empty(ROWS, 8), X, HALVES, SegmentTables([ROWS], [0]), RANKS, scaled=False),
+        " must ",
+    ),
+}
 
 
-def test_types_and_columns_are_checked_once_if_launches_are_equal(
-    started: list[kernels.Launch], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("name", REFUSED)
+def test_a_launch_that_does_not_fit_its_tensors_is_refused_though_another_was_prepared(
+    started: list[kernels.Launch], name: str
 ) -> None:
-    checked: list[str] = []
-    plain = kernels._check_columns
-    monkeypatch.setattr(
-        kernels, "_check_columns", lambda *given, **more: (checked.append("once"), plain(*given, **more))
-    )
-    ranks = RankTable([RANK], [1.0], dropouts=[0.5])
-    drawn = {"places": torch.arange(3 * ROWS), "module_seed": 5}
-    for rows in (ROWS, 3 * ROWS, 2 * ROWS):
-        x, s, tables = torch.zeros(rows, COLUMNS), torch.zeros(rows, 8), SegmentTables([rows], [0])
-        kernels.shrink(x, W, s, tables, ranks, scaled=False, **drawn)
-        kernels.expand(s, W, x, tables, ranks, scaled=True, bias=torch.zeros(COLUMNS))
-        kernels.wgrad(s, x, W, tables, ranks, scaled=False, **drawn)
-    assert checked == ["once"] * 3
-    with pytest.raises(ValueError, match=r"places must be contiguous int64 \[16\], got torch\.int64 of length 8"):
-        shrink(x, s, ranks, places=torch.arange(ROWS), module_seed=5)
+    shrink()
+    shrink(ranks=DROPPING, places=torch.arange(ROWS), module_seed=5)
+    expand(bias=torch.zeros(COLUMNS))
+    expand()
+    before = len(started)
+    call, message = REFUSED[name]
+    with pytest.raises(ValueError, match=message):
+        call()
+    assert len(started) == before
 
 
-def test_a_bias_of_another_dtype_is_refused_though_all_else_was_prepared(started: list[kernels.Launch]) -> None:
-    s, y, tables = torch.zeros(4, 8), torch.zeros(4, COLUMNS), SegmentTables([4], [0])
-    kernels.expand(s, W, y, tables, RANKS, scaled=True, bias=torch.zeros(COLUMNS))
-    with pytest.raises(
-        ValueError, match=r"bias must be contiguous \[32\] in torch\.float32, and None with dropout, got shape \(32,\)"
-    ):
-        kernels.expand(s, W, y, tables, RANKS, scaled=True, bias=torch.zeros(COLUMNS, dtype=torch.bfloat16))
-    assert len(started) == 1
+@pytest.mark.parametrize(("rank", "block"), [(1, 16), (16, 16), (17, 64), (65, 64), (256, 64)])
+def test_a_rank_is_worked_on_once_and_in_the_same_blocks_next_to_any_other(rank: int, block: int) -> None:
+    for others in ([], [0], [4], [40], [4, 40], [1, 256]):
+        table = RankTable([rank, 0, *others], [1.0] * (2 + len(others)))
+        for with_zero in (False, True):
+            launches = kernels._rank_classes(table, with_zero=with_zero)
+            assert [size for low, high, size in launches if low <= rank <= high] == [block]
+            assert len([low for low, high, _ in launches if low <= 0 <= high]) == with_zero, "rows without an adapter"
 
 
 @pytest.mark.parametrize(

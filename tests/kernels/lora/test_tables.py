@@ -15,6 +15,7 @@ from peft_mux.kernels import philox
 from peft_mux.kernels.lora.tables import Factors, RankTable, SegmentTables, gpu_model, tiles
 
 LENGTHS = st.lists(st.integers(0, 150), max_size=8)
+NAMES = "step_seed_G seg_end_G tile_segment tile_row chunk_segment chunk_row chunk_begin".split()
 
 
 def tables_of(lengths: list[int], **options: Any) -> SegmentTables:
@@ -28,58 +29,41 @@ def pieces_of(segments: torch.Tensor, rows: torch.Tensor) -> list[tuple[int, int
     return list(zip(segments[:used].tolist(), rows[:used].tolist(), strict=True))
 
 
-def assert_covers(lengths: list[int], pieces: list[tuple[int, int]], size: int) -> None:
-    starts = np.cumsum([0, *lengths])
-    wanted = [(g, row) for g, length in enumerate(lengths) for row in range(starts[g], starts[g] + length, size)]
-    assert pieces == wanted
-
-
 # ------------------------------------------------------------------------------ segments
 
 
-@given(LENGTHS)
-def test_tiles_and_chunks_cover_each_segment_from_its_own_start(lengths: list[int]) -> None:
-    tables = tables_of(lengths)
-    assert_covers(lengths, pieces_of(tables.tile_segment, tables.tile_row), 16)
-    assert_covers(lengths, pieces_of(tables.chunk_segment, tables.chunk_row), 64)
-    assert tables.num_tiles == sum(math.ceil(length / 16) for length in lengths)
-
-
-@given(LENGTHS)
-def test_chunk_begin_counts_the_chunks_of_the_segments_before(lengths: list[int]) -> None:
-    counts = [math.ceil(length / 64) for length in lengths]
-    assert tables_of(lengths).chunk_begin.tolist() == [0, *np.cumsum(counts)]
-
-
-@given(LENGTHS)
-def test_segments_lie_end_to_end_from_row_0(lengths: list[int]) -> None:
-    tables = tables_of(lengths)
-    ends = np.cumsum(lengths, dtype=int).tolist()
-    assert tables.seg_end_G.tolist() == ends
+@given(LENGTHS, st.none() | st.integers(0, 100))
+def test_tiles_and_chunks_cover_each_segment_from_its_own_start(lengths: list[int], more_tokens: int | None) -> None:
+    fixed = {} if more_tokens is None else {"max_tokens": sum(lengths) + more_tokens}
+    tables, starts = tables_of(lengths, **fixed), np.cumsum([0, *lengths])
+    for size, found in (
+        (16, pieces_of(tables.tile_segment, tables.tile_row)),
+        (64, pieces_of(tables.chunk_segment, tables.chunk_row)),
+    ):
+        assert found == [(g, row) for g, n in enumerate(lengths) for row in range(starts[g], starts[g] + n, size)]
+    assert tables.chunk_begin.tolist() == [0, *np.cumsum([math.ceil(length / 64) for length in lengths])]
+    assert tables.seg_end_G.tolist() == starts[1:].tolist()
     assert tables.num_rows == sum(lengths)
-
-
-@given(LENGTHS, st.integers(0, 100))
-def test_tables_of_fixed_size_hold_the_same_and_fill_up_with_minus_one(lengths: list[int], more_tokens: int) -> None:
-    budget, count = sum(lengths) + more_tokens, len(lengths)
-    fixed, exact = tables_of(lengths, max_tokens=budget), tables_of(lengths)
-    assert fixed.num_tiles == math.ceil(budget / 16) + count
-    assert fixed.num_chunks == math.ceil(budget / 64) + count
-    assert pieces_of(fixed.tile_segment, fixed.tile_row) == pieces_of(exact.tile_segment, exact.tile_row)
-    assert pieces_of(fixed.chunk_segment, fixed.chunk_row) == pieces_of(exact.chunk_segment, exact.chunk_row)
-    assert torch.equal(fixed.chunk_begin, exact.chunk_begin)
+    if fixed:
+        assert tables.num_tiles == math.ceil(fixed["max_tokens"] / 16) + len(lengths)
+        assert tables.num_chunks == math.ceil(fixed["max_tokens"] / 64) + len(lengths)
+    else:
+        assert tables.num_tiles == sum(math.ceil(length / 16) for length in lengths)
+    # Otherwise Triton would compile for another mix of tasks again.
+    base = tables.step_seed_G.data_ptr()
+    assert all((getattr(tables, name).data_ptr() - base) % 16 == 0 for name in NAMES)
 
 
 @given(st.lists(st.tuples(st.integers(0, 150), st.integers(0, 150)), max_size=8))
 def test_an_update_leaves_nothing_of_the_step_before(steps: list[tuple[int, int]]) -> None:
     before, after = [length for length, _ in steps], [length for _, length in steps]
     tables = tables_of(before, max_tokens=1200)
-    addresses = [tables.tile_row.data_ptr(), tables.chunk_begin.data_ptr(), tables.step_seed_G.data_ptr()]
+    addresses = [getattr(tables, name).data_ptr() for name in NAMES]
     tables.update(after, list(range(len(after))))
     fresh = tables_of(after, max_tokens=1200)
-    for name in "step_seed_G seg_end_G tile_segment tile_row chunk_segment chunk_row chunk_begin".split():
+    for name in NAMES:
         assert torch.equal(getattr(tables, name), getattr(fresh, name)), name
-    assert addresses == [tables.tile_row.data_ptr(), tables.chunk_begin.data_ptr(), tables.step_seed_G.data_ptr()]
+    assert addresses == [getattr(tables, name).data_ptr() for name in NAMES]
     assert tables.num_rows == sum(after)
 
 
@@ -96,30 +80,21 @@ def test_seeds_keep_all_64_bits() -> None:
     assert stored.numpy().view(np.uint64).tolist() == seeds
 
 
-@given(LENGTHS)
-def test_every_table_begins_on_16_bytes_so_that_no_mix_compiles_again(lengths: list[int]) -> None:
-    tables = tables_of(lengths, max_tokens=1200)
-    base = tables.step_seed_G.data_ptr()
-    views = [tables.seg_end_G, tables.tile_segment, tables.tile_row, tables.chunk_segment]
-    assert all((view.data_ptr() - base) % 16 == 0 for view in [*views, tables.chunk_row, tables.chunk_begin])
-
-
 def test_a_step_that_does_not_fit_is_refused_and_changes_nothing() -> None:
     with pytest.raises(ValueError, match="0 or more"):
         SegmentTables([-1], [0])
     with pytest.raises(ValueError, match="lengths and seeds must have 1 entries each, got 1 and 2"):
         SegmentTables([5], [0, 0])
     tables = tables_of([10, 20], max_tokens=30)
-    before = [tables.tile_row.clone(), tables.seg_end_G.clone()]
+    before = [getattr(tables, name).clone() for name in NAMES]
     for lengths in ([31, 0], [16, 17], [10, 10, 10], [30]):
         with pytest.raises(ValueError, match=r"^lengths .*must "):
             tables.update(lengths, [0] * len(lengths))
-    assert torch.equal(tables.tile_row, before[0])
-    assert torch.equal(tables.seg_end_G, before[1])
+    assert all(torch.equal(getattr(tables, name), kept) for name, kept in zip(NAMES, before, strict=True))
     assert tables.num_rows == 30
 
 
-# ------------------------------------------------------------------------------ adapters
+# ------------------------------------------------------------------------------ adapters and factors
 
 
 def test_a_rank_table_holds_what_it_was_given() -> None:
@@ -132,6 +107,7 @@ def test_a_rank_table_holds_what_it_was_given() -> None:
     assert torch.equal(keep_scales, torch.tensor([philox.keep_scale(p) for p in (0.1, 0.0, 0.5)]))
     assert (table.max_rank, table.has_dropout, table.num_columns) == (40, True, 48)
     assert not any(column.data_ptr() % 16 for column in table.of_adapters)
+    assert not RankTable([8], [1.0], dropouts=[1e-6]).has_dropout, "it rounds to no draw at all"
 
 
 @pytest.mark.parametrize(
@@ -143,18 +119,10 @@ def test_launches_are_made_only_for_kinds_of_rank_that_occur(ranks: list[int], n
     assert (table.has_narrow, table.has_wide) == (narrow, wide)
 
 
-def test_a_probability_that_rounds_to_no_draw_is_no_dropout() -> None:
-    assert not RankTable([8], [1.0], dropouts=[1e-6]).has_dropout
-    assert RankTable([8], [1.0], dropouts=[1e-4]).has_dropout
-
-
 @pytest.mark.parametrize("rank", [1025, -1])
 def test_a_rank_that_launches_do_not_serve_is_refused(rank: int) -> None:
     with pytest.raises(ValueError, match="0 to 1024"):
         RankTable([rank], [1.0])
-
-
-# ------------------------------------------------------------------------------ where factors lie
 
 
 def test_factors_are_found_from_one_base_wherever_tasks_keep_them() -> None:
@@ -186,16 +154,13 @@ def test_factors_that_a_launch_could_not_read_are_refused(parts: list, message: 
 
 def test_neighbours_change_no_tile_size_but_only_how_deep_loads_are_pipelined() -> None:
     for kernel in ("shrink", "expand", "wgrad", "reduce"):
-        for name in ("H200", "H100", "another GPU"):
+        for name in ("H200", "another GPU"):
             narrow, wide = (tiles(kernel, name, block, 2) for block in (16, 64))
             assert (narrow.columns, narrow.warps) == (wide.columns, wide.warps)
 
 
-def test_an_unknown_device_gets_the_default_and_the_cpu_has_no_name() -> None:
+def test_an_unknown_device_gets_the_default_and_four_byte_elements_half_the_columns() -> None:
+    assert gpu_model(torch.device("cpu")) == ""
     assert tiles("shrink", "", 16, 2) == tiles("shrink", "another GPU", 16, 2)
     assert tiles("shrink", "", 16, 2) != tiles("shrink", "H200", 16, 2)
-    assert gpu_model(torch.device("cpu")) == ""
-
-
-def test_four_byte_elements_get_half_the_columns() -> None:
     assert tiles("wgrad", "H200", 64, 4).columns * 2 == tiles("wgrad", "H200", 64, 2).columns
