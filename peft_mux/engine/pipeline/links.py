@@ -4,6 +4,10 @@ A channel is one-way between two processes and carries one kind of message, hidd
 channel has its own process group, so that channels do not wait for each other: NCCL runs all communication of two
 processes in a group as one queue, in which a waiting receive would block the sends after it.
 
+NCCL connects a group at its first message, and blocks each process until its peer connects the same group. So all
+channels are opened when they are made, in an order that all processes share: in a step, one stage would wait for the
+channel of hidden states while its neighbour waits for that of gradients.
+
 There are no deadlocks, on gloo and NCCL: sends never block an action; they are only waited for when their message is
 known to have been received, or at the end of the step. So an action waits only for its input. On a channel, messages
 arrive in the order of the sender's list. The receiver knows this list and posts its receives in the same order, so the
@@ -168,6 +172,8 @@ class PipelineLinks:
                 group = None if source == target else self._open([ranks[source], ranks[target]])
                 if processes.rank not in ranks:
                     continue
+                if group is not None:
+                    self._connect(group, ranks[source], ranks[target])
                 what = "hidden states" if kind == "F" else "gradients"
                 if source == target:
                     both = Channel(ranks[source], None, processes, what)
@@ -184,6 +190,14 @@ class PipelineLinks:
         if group is not None:
             self._groups.append(group)
         return group
+
+    def _connect(self, group: Any, source: int, target: int) -> None:
+        """Exchange one number on a channel, so that NCCL connects it now."""
+        number, is_source = torch.zeros(1, device=self._processes.device), self._processes.rank == source
+        with self._processes.communicating(f"the channel from rank {source} to rank {target}"):
+            work = dist.isend(number, dst=target, group=group) if is_source else dist.irecv(number, source, group=group)
+            assert work is not None, "this process is in the group"
+            work.wait()
 
     def flush(self) -> None:
         """Wait until all messages have been received."""
