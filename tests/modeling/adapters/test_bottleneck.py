@@ -11,20 +11,18 @@ from torch import nn
 from torch.nn import functional as F
 
 from peft_mux import BottleneckConfig, ChunkPackingCollator, ConfigError, MultiTaskPeftModel
-from peft_mux.data.batch import MuxBatch
 from peft_mux.kernels import philox
 from peft_mux.modeling.adapters.bottleneck import BottleneckLinear
 from tests.invariants import mux_lab as lab
 from tests.invariants.mux_lab import relative, tiny_llama
 from tests.modeling.adapters.alone import PhiloxDropout
-from tests.modeling.adapters.passes import assert_as_plain, assert_nan_stays, judges_of
+from tests.modeling.adapters.passes import assert_as_plain, assert_nan_stays, gradients_of, judges_of
 
 BIASES = ((True, True), (False, False), (True, False), (False, True))
 ACTIVATIONS = ("relu", "gelu", "silu", "tanh")
 
 
-@pytest.mark.parametrize("name", ACTIVATIONS)
-@pytest.mark.parametrize("biases", BIASES)
+@pytest.mark.parametrize(("name", "biases"), list(zip(ACTIVATIONS, BIASES, strict=True)))
 def test_a_layer_adds_what_the_paper_says(name: str, biases: tuple[bool, bool]) -> None:
     torch.manual_seed(0)
     fields: dict[str, Any] = {"non_linearity": name, "down_bias": biases[0], "up_bias": biases[1]}
@@ -85,29 +83,21 @@ def test_every_activation_and_bias_is_computed_as_plain_peft_does(dropout: float
     assert_as_plain(model, batch, judges, {name: [row] for name in configs}, may_be_zero=True)
 
 
-def bottlenecks_of_three_tasks() -> tuple[MultiTaskPeftModel, MuxBatch]:
+def test_nan_of_a_bottleneck_reaches_no_other_and_under_autocast_they_compute_in_bf16_with_gradients_in_fp32() -> None:
     configs = {
         name: BottleneckConfig(bottleneck_size=2 + number, init_weights=False, adapter_dropout=0.3 * number)
         for number, name in enumerate("abc")
     }
     model = MultiTaskPeftModel(tiny_llama(), configs, verify=False).train()
     row = lab.rows(1, 1, 9, 9)[0]["input_ids"]
-    return model, ChunkPackingCollator()([{"task": name, "input_ids": row, "seed": 5} for name in configs])
-
-
-@pytest.mark.parametrize("poisoned", "ac")
-def test_a_nan_in_a_bottleneck_reaches_no_other_task_and_changes_no_bit_of_it(poisoned: str) -> None:
-    assert_nan_stays(*bottlenecks_of_three_tasks(), poisoned)
-
-
-def test_under_autocast_bottlenecks_compute_in_bf16_and_their_gradients_are_fp32() -> None:
-    model, batch = bottlenecks_of_three_tasks()
-    wanted = model(batch).losses
+    batch = ChunkPackingCollator()([{"task": name, "input_ids": row, "seed": 5} for name in configs])
+    for poisoned in "ac":
+        assert_nan_stays(model, batch, poisoned)
+    model.zero_grad()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         losses = model(batch).losses
     losses.sum().backward()
-    assert 0 < relative(losses, wanted) < 0.02
-    for name in "abc":
-        for key, parameter in model.task_parameters(name).items():
-            assert parameter.grad.dtype == torch.float32, f"{name} {key}"
-            assert parameter.grad.abs().sum() > 0, f"{name} {key}"
+    assert 0 < relative(losses, model(batch).losses) < 0.02
+    for key, gradient in gradients_of(model).items():
+        assert gradient.dtype == torch.float32, key
+        assert gradient.abs().sum() > 0, key

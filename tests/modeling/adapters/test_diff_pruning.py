@@ -20,12 +20,10 @@ from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.kernels import philox
 from peft_mux.modeling.adapters.diff_pruning import DiffPruningLinear, Relaxed, Stretch, expected_l0, gates, greatest
 from tests.invariants.mux_lab import tiny_llama
-from tests.modeling.adapters.passes import packed, perturbed
+from tests.modeling.adapters.passes import gradients_of, packed, perturbed
 from tests.peft_methods.test_methods import logits, perturb
 
 # ------------------------------------------------------------- PEFT's own layer
-
-STRETCH = Stretch(-1.5, 1.5)
 
 
 def layer_of(**fields: Any) -> Any:
@@ -59,8 +57,9 @@ def test_a_layer_adds_the_gated_difference_in_training_and_in_evaluation(is_stru
         assert torch.allclose(got, F.linear(x, base.weight + z * w, base.bias), atol=1e-6)
 
 
-@pytest.mark.parametrize("stretch", [STRETCH, Stretch(-0.1, 1.1), Stretch(-2.0, 1.5)])
-@pytest.mark.parametrize("alpha", [-2.0, 0.0, 1.0])
+@pytest.mark.parametrize(
+    ("stretch", "alpha"), [(Stretch(-1.5, 1.5), -2.0), (Stretch(-0.1, 1.1), 0.0), (Stretch(-2.0, 1.5), 1.0)]
+)
 def test_the_penalty_counts_the_gates_that_are_open_in_expectation(stretch: Stretch, alpha: float) -> None:
     num = 200_000
     noise = torch.logit(torch.rand(num, generator=torch.Generator().manual_seed(0)), eps=1e-7)
@@ -70,15 +69,6 @@ def test_the_penalty_counts_the_gates_that_are_open_in_expectation(stretch: Stre
     assert math.isclose(expected, share, abs_tol=4 * 0.5 / math.sqrt(num))
     rows = float(expected_l0(Relaxed(one, one, torch.full((1,), 0.3)), stretch))
     assert math.isclose(rows, expected / (1 + math.exp(-0.3 + math.log(-stretch.lower / stretch.upper))), rel_tol=1e-5)
-
-
-def test_the_penalty_of_a_model_is_that_of_all_its_targets() -> None:
-    model = get_peft_model(tiny_llama(), DiffPruningConfig(target_modules=["q_proj", "v_proj"], l0_weight=1e-3))
-    elements = 2 * (32 * 32 + 16 * 32)
-    wanted = 1e-3 * elements / (1 + math.exp(-5))
-    assert math.isclose(model.base_model.l0_penalty().item(), wanted, rel_tol=1e-5)
-    with pytest.raises(ConfigError, match="l0_penalty: the adapter must be default, got 'other'"):
-        model.base_model.l0_penalty("other")
 
 
 @pytest.mark.parametrize("share", [0.001, 0.1, 0.5])
@@ -94,25 +84,29 @@ def test_pruning_keeps_the_greatest_of_all_targets(share: float) -> None:
         assert torch.equal(places[name].long(), (delta.flatten().abs() >= limit).nonzero()[:, 0]), name
 
 
-def pruned_model(**fields: Any) -> Any:
+ELEMENTS = 2 * (32 * 32 + 32 * 64)
+
+
+def moved_model(**fields: Any) -> Any:
     model = get_peft_model(tiny_llama(), DiffPruningConfig(target_modules=["q_proj", "down_proj"], **fields))
     perturb(model)
     return model
 
 
+def deltas_of(model: Any) -> list[torch.Tensor]:
+    return [layer.delta("default").detach() for _, layer in model.base_model._layers("default")]
+
+
 def test_a_pruned_adapter_is_small_exact_in_files_and_may_be_merged_and_taken_out(tmp_path: Path) -> None:
-    model = pruned_model(structured=True)
-    elements = 2 * (32 * 32 + 32 * 64)
-    before = {name: layer.delta("default").detach() for name, layer in model.base_model._layers("default")}
-    assert model.base_model.prune(target_sparsity=0.02) == round(0.02 * elements)
-    for name, layer in model.base_model._layers("default"):
-        delta = layer.delta("default").detach()
-        kept = delta != 0
-        assert torch.equal(delta[kept], before[name][kept]), "what is kept stays as it was"
+    model = moved_model(structured=True)
+    before = deltas_of(model)
+    assert model.base_model.prune(target_sparsity=0.02) == round(0.02 * ELEMENTS)
+    for kept, whole in zip(deltas_of(model), before, strict=True):
+        assert torch.equal(kept[kept != 0], whole[kept != 0]), "what is kept stays as it was"
     own = logits(model)
     model.save_pretrained(str(tmp_path))
     saved = load_file(tmp_path / "adapter_model.safetensors")
-    assert sum(item.numel() for item in saved.values()) == 2 * round(0.02 * elements)
+    assert sum(item.numel() for item in saved.values()) == 2 * round(0.02 * ELEMENTS)
     again = PeftModel.from_pretrained(tiny_llama(), str(tmp_path))
     assert torch.equal(logits(again), own)
     weight = tiny_llama().model.layers[0].self_attn.q_proj.weight
@@ -120,35 +114,31 @@ def test_a_pruned_adapter_is_small_exact_in_files_and_may_be_merged_and_taken_ou
     assert torch.allclose(logits(again), own, atol=1e-5)
     again.unmerge_adapter()
     assert torch.allclose(again.base_model.model.model.layers[0].self_attn.q_proj.weight, weight, atol=1e-6)
-    assert torch.allclose(logits(again.merge_and_unload()), own, atol=1e-5)
 
 
 def test_a_pruned_adapter_trains_on_with_its_places_fixed() -> None:
-    model = pruned_model()
+    model = moved_model()
     model.base_model.prune(target_sparsity=0.02)
     trained = [item for item in model.parameters() if item.requires_grad]
-    assert sum(item.numel() for item in trained) == round(0.02 * 2 * (32 * 32 + 32 * 64))
-    before = [layer.delta("default").detach() != 0 for _, layer in model.base_model._layers("default")]
+    assert sum(item.numel() for item in trained) == round(0.02 * ELEMENTS)
+    before = [delta != 0 for delta in deltas_of(model)]
     optimizer = torch.optim.SGD(trained, lr=1.0)
     model.train()(input_ids=torch.arange(8)[None]).logits.square().mean().backward()
     assert any(bool(item.grad.any()) for item in trained)
     optimizer.step()
-    after = [layer.delta("default").detach() != 0 for _, layer in model.base_model._layers("default")]
-    assert all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+    assert all(torch.equal(after != 0, places) for after, places in zip(deltas_of(model), before, strict=True))
 
 
 def test_pruning_and_merging_refuse_what_cannot_be() -> None:
-    model = pruned_model()
-    with pytest.raises(
-        ConfigError, match=r"DiffPruningConfig\.target_sparsity must be a share above 0, at most 0\.5, got 2"
+    model = moved_model()
+    for arguments, said in (
+        ({"target_sparsity": 2}, r"target_sparsity must be a share above 0, at most 0\.5, got 2"),
+        ({"adapter_name": "x"}, "prune: the adapter must be default, not merged, got 'x'"),
     ):
-        model.base_model.prune(target_sparsity=2)
-    with pytest.raises(ConfigError, match="prune: the adapter must be default, not merged, got 'x'"):
-        model.base_model.prune("x")
+        with pytest.raises(ConfigError, match=said):
+            model.base_model.prune(**arguments)
     model.base_model.prune()
-    with pytest.raises(
-        ConfigError, match="prune: the adapter must be one that was not pruned, not merged, got 'default'"
-    ):
+    with pytest.raises(ConfigError, match="one that was not pruned, not merged, got 'default'"):
         model.base_model.prune()
     layer = layer_of()
     with torch.no_grad():
@@ -157,11 +147,6 @@ def test_pruning_and_merging_refuse_what_cannot_be() -> None:
     with pytest.raises(ConfigError, match="not finite; nothing is merged"):
         layer.merge(safe_merge=True)
     assert torch.equal(layer.base_layer.weight, weight)
-    layer.base_layer.weight = nn.Parameter(torch.zeros(7, 5, dtype=torch.uint8), requires_grad=False)
-    with pytest.raises(
-        ConfigError, match=r"merge needs weights in full precision, got a DIFF_PRUNING adapter on a quantised"
-    ):
-        layer.merge()
 
 
 # --------------------------------------------------------- many tasks in one pass
@@ -220,43 +205,36 @@ def test_uniform_numbers_are_uniform_between_0_and_1() -> None:
     counts = torch.histc(uniform, bins=10, min=0, max=1)
     assert bool(((counts - 9990).abs() < 5 * 100).all()), "each tenth holds a tenth of them"
     assert len(uniform.unique()) > 50_000
-    assert philox.uniform(7, 2, 3, torch.device("meta")).shape == (2, 3)
 
 
-def step_of(lengths: list[int], capacity: int) -> list[MuxBatch]:
-    """Return the micro-batches of one global batch of task "a" and one of "b"."""
-    ids = torch.arange(1, 200).numpy()
-    sequences = tuple(TokenSequence(ids[row : row + n], ids[row : row + n], row) for row, n in enumerate(lengths))
-    batches = [TaskBatch(name, 3, 5, sequences) for name in "ab"]
-    return ChunkPackingCollator().micro_batches(batches, max_tokens=capacity)
-
-
-@pytest.mark.parametrize("capacity", [1000, 24, 12])
+@pytest.mark.parametrize("capacity", [1000, 12])
 def test_the_penalty_is_added_once_a_step_however_many_passes_there_are(capacity: int) -> None:
-    lengths, losses, gradients = [5, 9, 3, 11, 4], {}, {}
+    ids = torch.arange(1, 200).numpy()
+    sequences = tuple(TokenSequence(ids[row : row + n], ids[row : row + n], row) for row, n in enumerate((5, 9, 3, 11)))
+    losses, gradients = {}, {}
     for weight in (0.0, 1e-3):
         model = model_of(l0_weight=weight)
-        passes = step_of(lengths, capacity)
+        batches = [TaskBatch(name, 3, 5, sequences) for name in "ab"]
+        passes = ChunkPackingCollator().micro_batches(batches, max_tokens=capacity)
         assert (len(passes) == 1) == (capacity == 1000)
-        total = torch.zeros(2)
+        losses[weight] = torch.zeros(2)
         for batch in passes:
             output = model(batch)
             output.losses.sum().backward()
             for name, loss in zip(output.task_names, output.losses.detach().unbind(), strict=True):
-                total["ab".index(name)] += loss
-        losses[weight] = total
-        gradients[weight] = {name: item.grad.clone() for name, item in model.task_parameters("a").items()}
-    wanted, expected = torch.zeros(()), model_of(l0_weight=1e-3).task_parameters("a")
-    alphas = {name.partition(".diff_pruning_")[0]: item for name, item in expected.items() if name.endswith("g_alpha")}
-    for site, alpha in alphas.items():
-        row = expected[f"{site}.diff_pruning_row_alpha"]
-        wanted = wanted + 1e-3 * (alpha.sigmoid() * row.sigmoid()[:, None]).sum()
+                losses[weight]["ab".index(name)] += loss
+        gradients[weight] = gradients_of(model)
+    wanted, own = torch.zeros(()), model_of(l0_weight=1e-3).task_parameters("a")
+    for name, alpha in own.items():
+        if name.endswith(".diff_pruning_alpha"):
+            row = own[name.replace("_alpha", "_row_alpha")]
+            wanted = wanted + 1e-3 * (alpha.sigmoid() * row.sigmoid()[:, None]).sum()
     wanted.backward()
     assert torch.allclose(losses[1e-3][0] - losses[0.0][0], wanted.detach(), rtol=1e-5, atol=1e-6)
     assert torch.equal(losses[1e-3][1], losses[0.0][1]), "the neighbour has none"
-    for name, item in expected.items():
-        own = torch.zeros_like(item) if item.grad is None else item.grad
-        assert torch.allclose(gradients[1e-3][name] - gradients[0.0][name], own, atol=1e-6), name
+    for name, item in own.items():
+        added = gradients[1e-3][f"a {name}"] - gradients[0.0][f"a {name}"]
+        assert torch.allclose(added, torch.zeros_like(item) if item.grad is None else item.grad, atol=1e-6), name
 
 
 def test_evaluation_has_no_penalty_and_no_noise() -> None:
