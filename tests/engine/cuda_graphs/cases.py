@@ -1,9 +1,10 @@
-"""Captured passes compared with eager ones, through the kernels in Triton's interpreter; prints what was found as JSON.
+"""Captured passes compared with eager ones, through the kernels in Triton's interpreter.
 
 A stand-in takes the place of CUDA graphs: it notes which operations the captured call made, with the shapes and numbers
 that they were handed, and replays by making the call again, which must make the same ones over the same memory.
 
-Run with TRITON_INTERPRET=1, in a process of its own: `python tests/engine/cuda_graphs/cases.py [case ...]`.
+Run with TRITON_INTERPRET=1, in a process of its own: `python tests/engine/cuda_graphs/cases.py [case ...]`. It prints
+as JSON how each case failed, or an empty text.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import gc
 import itertools
 import json
 import sys
-import time
+import traceback
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -42,6 +43,7 @@ from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.kernels.interpreter import keep_patches
 
 VOCABULARY = 64
+LIMIT = 1e-6
 TARGETS = {
     "a": ["q_proj", "k_proj", "v_proj"],
     "b": ["q_proj", "down_proj"],
@@ -226,33 +228,33 @@ class Pair:
     def __init__(self, *tasks: str, make_graph: Callable[[], Any] = Recorded, bf16: bool = False) -> None:
         dtype = torch.bfloat16 if bf16 else torch.float32
         self.executors = [Executor(model_of(*tasks, dtype=dtype), bf16=bf16) for _ in range(2)]
+        self.models = [executor.model for executor in self.executors]
         replaying = self.executors[1]
         self.captured = replaying.captured = CapturedPasses(replaying.model, replaying.precision, make_graph)
 
-    @property
-    def models(self) -> list[MultiTaskPeftModel]:
-        return [executor.model for executor in self.executors]
-
-    def step(self, *batches: MuxBatch) -> float:
-        """Run a step; return by how much losses and gradients differ, relative to the greatest of each tensor."""
+    def step(self, *batches: MuxBatch, limit: float = LIMIT) -> int:
+        """Assert that both have the same losses and gradients, then update; return how many passes were captured."""
         tasks = tuple(dict.fromkeys(name for one in batches for name in one.task_names))
         eager, replayed = (
             executor.run(StepWork(tasks, batches, dict.fromkeys(tasks, 1))) for executor in self.executors
         )
-        pairs = [(eager.losses[name], replayed.losses[name]) for name in tasks]
         for name in tasks:
             mine, theirs = (gradients(model, name) for model in self.models)
-            pairs += [(mine[key], theirs[key]) for key in mine]
-        return max(difference(one, other) for one, other in pairs)
-
-    def update(self) -> None:
-        """Change the weights as a step would, in place, and set the gradients to zero."""
+            for key, one, other in [
+                ("loss", eager.losses[name], replayed.losses[name]),
+                *((key, mine[key], theirs[key]) for key in mine),
+            ]:
+                assert difference(one, other) <= limit, f"{name} {key}: {difference(one, other)}"
         for model in self.models:
-            for name in model.tasks:
-                for page in model.registry.slab_of(name).pages:
-                    if page.values.grad is not None:
-                        page.values.data.sub_(page.values.grad, alpha=0.05)
-                        page.values.grad.zero_()
+            for page in pages_of(model, *model.tasks):
+                if page.values.grad is not None:
+                    page.values.data.sub_(page.values.grad, alpha=0.05)
+                    page.values.grad.zero_()
+        return self.captured.num_captures
+
+
+def pages_of(model: MultiTaskPeftModel, *tasks: str) -> list[Any]:
+    return [page for name in tasks for page in model.registry.slab_of(name).pages]
 
 
 def gradients(model: MultiTaskPeftModel, task: str) -> dict[str, torch.Tensor]:
@@ -260,24 +262,15 @@ def gradients(model: MultiTaskPeftModel, task: str) -> dict[str, torch.Tensor]:
 
 
 def difference(one: torch.Tensor, other: torch.Tensor) -> float:
+    """Return by how much two tensors differ at most, relative to the greatest number in the first."""
     scale = max(float(one.abs().max()), 1e-3)
     return float((one - other).abs().max()) / scale
-
-
-@contextmanager
-def heard() -> Iterator[list[str]]:
-    """Collect the messages about eager passes."""
-    said: list[str] = []
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        yield said
-    said += [str(warning.message) for warning in caught if "eagerly" in str(warning.message)]
 
 
 # ---------------------------------------------------------------------- cases
 
 
-def several_steps() -> dict[str, Any]:
+def steps_are_those_of_eager_passes_with_each_shape_captured_once() -> None:
     """Steps with other lengths, draws and weights each time; then an evaluation, and another step."""
     pair = Pair("a", "c")
     steps = [
@@ -286,94 +279,75 @@ def several_steps() -> dict[str, Any]:
         [batch({"a": (20, 3), "c": (8, 1)}, step=2), batch({"c": (5, 6), "a": (6, 1)}, step=2)],
         [batch({"a": (1, 1), "c": (11, 2)}, step=3), batch({"c": (9, 1), "a": (5, 1)}, step=3)],
     ]
-    differences, counts = [], []
-    for step in steps:
-        differences.append(pair.step(*step))
-        counts.append(pair.captured.num_captures)
-        pair.update()
+    assert [pair.step(*step) for step in steps] == [1, 1, 3, 3]
     for executor in pair.executors:
         executor.model.eval()
-        poisoned = executor.non_finite_tasks(steps[0])
+        assert executor.non_finite_tasks(steps[0]) == []
         executor.model.train()
-    after = pair.step(*steps[1])
-    return {
-        "differences": differences,
-        "counts": counts,
-        "non finite": poisoned,
-        "after evaluation": after,
-        "count after evaluation": pair.captured.num_captures,
-    }
+    assert pair.step(*steps[1]) == 3, "an evaluation captures nothing"
 
 
-def draws() -> dict[str, Any]:
-    """Whether a replay draws by the seeds of its own step: the same rows with other seeds, then with the first ones."""
+def a_replay_draws_by_the_seed_and_the_step_of_its_own_micro_batch() -> None:
     model = model_of("c")
     passes, first = CapturedPasses(model, nullcontext, Recorded), batch({"c": (5, 9)})
     drawn = []
     for change in ({}, {"task_steps": (1,)}, {"task_seeds": (7,)}, {}):
         passes.run(replace(first, **change))
         drawn.append(gradients(model, "c"))
-        for page in model.registry.slab_of("c").pages:
+        for page in pages_of(model, "c"):
             page.values.grad.zero_()
-    apart = [max(difference(drawn[0][key], other[key]) for key in other) for other in drawn[1:]]
-    return {"another step": apart[0], "another seed": apart[1], "the first again": apart[2]}
+    another_step, another_seed, again = (
+        max(difference(drawn[0][key], other[key]) for key in other) for other in drawn[1:]
+    )
+    assert min(another_step, another_seed) > 0.1
+    assert again == 0.0
 
 
-def company() -> dict[str, Any]:
-    """Tasks come and go; gradients are bound again."""
+def what_a_graph_holds_is_captured_again_when_it_changes_and_the_old_graph_is_freed() -> None:
     pair = Pair("a", "b")
     small = {"a": (5, 4), "b": (3,)}
-    found: dict[str, Any] = {}
 
-    def look(name: str, lengths: Lengths, step: int) -> None:
-        found[name] = {"difference": pair.step(batch(lengths, step=step)), "count": pair.captured.num_captures}
-        pair.update()
+    def look(lengths: Lengths, step: int, num_captures: int) -> None:
+        assert pair.step(batch(lengths, step=step)) == num_captures
         gc.collect()
-        found[name]["graphs"] = len(Recorded.alive)
+        assert len(Recorded.alive) == 1
 
-    look("first", small, 0)
-    look("again", small, 1)
+    look(small, 0, 1)
+    look(small, 1, 1)
     for model in pair.models:
         model.register_tasks({"d": CONFIGS["d"]})
-    look("arrived", {**small, "d": (6,)}, 2)
-    look("without the new one", small, 3)
+    look({**small, "d": (6,)}, 2, 2)
+    look(small, 3, 2)
     for model in pair.models:
         model.remove_tasks(["b"])
-    look("departed", {"a": (5, 4), "d": (6,)}, 4)
+    look({"a": (5, 4), "d": (6,)}, 4, 3)
     for model in pair.models:
         model.registry.slab_of("a").drop_gradients()
-    look("bound again", {"a": (5, 4), "d": (6,)}, 5)
+    look({"a": (5, 4), "d": (6,)}, 5, 4)
     for model in pair.models:
         model.to(torch.float32)
         model._apply(lambda tensor: tensor.clone())
-    look("moved", {"a": (5, 4), "d": (6,)}, 6)
-    return found
+    look({"a": (5, 4), "d": (6,)}, 6, 5)
 
 
-def bounded() -> dict[str, Any]:
-    """The number of graphs that are kept is limited."""
+def graphs_beyond_the_limit_are_freed_and_captured_again() -> None:
     before, cuda_graphs.MAX_PASSES = cuda_graphs.MAX_PASSES, 1
     gc.collect()
     alive = len(Recorded.alive)
     pair = Pair("d")
-    counts = []
-    for length in (5, 40, 5, 6):
+    for length, num_captures in ((5, 1), (40, 2), (5, 3), (6, 3)):
         pair.captured.run(batch({"d": (length,)}))
         gc.collect()
-        counts.append([pair.captured.num_captures, len(Recorded.alive) - alive])
+        assert (pair.captured.num_captures, len(Recorded.alive) - alive) == (num_captures, 1)
     cuda_graphs.MAX_PASSES = before
-    return {"counts": counts}
 
 
-def poison() -> dict[str, Any]:
-    """One task's weights are NaN: only its own loss shows it."""
-    found: dict[str, Any] = {}
+def a_poisoned_task_leaves_every_bit_of_the_others_alone_and_capturing_it_leaves_nothing_behind() -> None:
     results = []
     for value in (None, float("nan"), float("inf")):
         model = model_of("a", "b", "c")
         passes = CapturedPasses(model, nullcontext, Recorded)
-        first = batch({"a": (5, 9), "b": (3,), "c": (4, 2)})
-        passes.run(first)
+        passes.run(batch({"a": (5, 9), "b": (3,), "c": (4, 2)}))
         if value is not None:
             model.registry.slab_of("b").pages[0].values.data.fill_(value)
         losses = passes.run(batch({"a": (3, 8), "b": (6,), "c": (7,)}, step=1))
@@ -381,117 +355,105 @@ def poison() -> dict[str, Any]:
         assert passes.num_captures == 1
         results.append((losses, {name: gradients(model, name) for name in "abc"}))
     healthy = results.pop(0)
-    for name, (losses, grads) in zip(("nan", "inf"), results, strict=True):
-        same = all(torch.equal(grads[task][key], healthy[1][task][key]) for task in "ac" for key in grads[task])
-        found[name] = {
-            "finite": losses.isfinite().tolist(),
-            "same losses": torch.equal(losses[[0, 2]], healthy[0][[0, 2]]),
-            "same gradients": same,
-            "gradients tell": not all(bool(grad.isfinite().all()) for grad in grads["b"].values()),
-        }
+    for losses, grads in results:
+        assert losses.isfinite().tolist() == [True, False, True]
+        assert torch.equal(losses[[0, 2]], healthy[0][[0, 2]])
+        assert all(torch.equal(grads[task][key], healthy[1][task][key]) for task in "ac" for key in grads[task])
+        assert not all(bool(grad.isfinite().all()) for grad in grads["b"].values())
     # The micro-batch that is captured may be poisoned itself.
     model = model_of("a", "b")
     model.registry.slab_of("b").pages[0].values.data.fill_(float("nan"))
-    passes = CapturedPasses(model, nullcontext, Recorded)
-    passes.run(batch({"a": (5,), "b": (3,)}))
-    found["a"] = all(bool(grad.isfinite().all()) for grad in gradients(model, "a").values())
-    return found
+    CapturedPasses(model, nullcontext, Recorded).run(batch({"a": (5,), "b": (3,)}))
+    assert all(bool(grad.isfinite().all()) for grad in gradients(model, "a").values())
 
 
-def padding() -> dict[str, Any]:
-    """Every amount of padding, from one token of it to all but one, at the sizes of the package and at small ones."""
-    found = {}
+def no_amount_of_padding_changes_anything() -> None:
+    """From one token of padding to all but one, at the size of the package and at a small one."""
     small = cuda_graphs.TOKEN_STEP
-    for step, lengths in ((small, (1, 2, 15, 30, 31, 32, 33)), (256, (255, 1))):
+    for step, lengths in ((small, (1, 15, 31, 32)), (256, (255,))):
         cuda_graphs.TOKEN_STEP = step
         pair = Pair("c")
         for length in lengths:
-            shape = cuda_graphs.Shape.of(batch({"c": (length,)}))
-            found[f"{length} of {shape.num_tokens}"] = pair.step(batch({"c": (length,)}))
-            pair.update()
+            assert cuda_graphs.Shape.of(batch({"c": (length,)})).num_tokens == (length // step + 1) * step
+            pair.step(batch({"c": (length,)}))
     cuda_graphs.TOKEN_STEP = small
-    return found
 
 
-def warm_up() -> dict[str, Any]:
-    """What capturing itself changes, while gradients exist."""
+def capturing_leaves_gradients_and_weights_as_they_were() -> None:
     pair = Pair("a", "c", make_graph=Silent)
     model = pair.models[1]
     for name in model.tasks:
         model.registry.slab_of(name).bind_gradients()
-        for page in model.registry.slab_of(name).pages:
-            page.values.grad.normal_()
-    before = {name: gradients(model, name) for name in model.tasks}
-    weights = {key: value.clone() for name in model.tasks for key, value in model.task_parameters(name).items()}
+    for page in pages_of(model, *model.tasks):
+        page.values.grad.normal_()
+    before = [(page.values.clone(), page.values.grad.clone()) for page in pages_of(model, *model.tasks)]
     pair.captured.run(batch({"a": (5,), "c": (9,)}))
-    after = {name: gradients(model, name) for name in model.tasks}
-    now = {key: value for name in model.tasks for key, value in model.task_parameters(name).items()}
-    return {
-        "captured": pair.captured.num_captures,
-        "same gradients": all(torch.equal(before[n][key], after[n][key]) for n in before for key in before[n]),
-        "same weights": all(torch.equal(weights[key], now[key]) for key in weights),
-    }
+    assert pair.captured.num_captures == 1
+    for page, (values, grad) in zip(pages_of(model, *model.tasks), before, strict=True):
+        assert torch.equal(page.values, values)
+        assert torch.equal(page.values.grad, grad)
 
 
-def recomputed() -> dict[str, Any]:
-    """Activation checkpointing."""
+def activations_that_are_recomputed_are_captured() -> None:
     pair = Pair("a", "c")
     for model in pair.models:
         model.activation_checkpointing_enable()
-    one = pair.step(batch({"a": (5,), "c": (9,)}))
-    pair.update()
-    return {"differences": [one, pair.step(batch({"a": (7,), "c": (2,)}, step=1))], "count": pair.captured.num_captures}
+    assert pair.step(batch({"a": (5,), "c": (9,)})) == 1
+    assert pair.step(batch({"a": (7,), "c": (2,)}, step=1)) == 1
 
 
-def in_bf16() -> dict[str, Any]:
+def a_replay_in_bf16_sees_the_weights_of_now() -> None:
     """Kernels read copies of the weights in bf16, which every replay brings up to date."""
     pair = Pair("a", bf16=True)
-    differences = []
-    for step in range(2):
-        differences.append(pair.step(batch({"a": (5, 3)}, step=step)))
-        pair.update()
-    return {"differences": differences, "count": pair.captured.num_captures}
+    assert [pair.step(batch({"a": (5, 3)}, step=step)) for step in range(2)] == [1, 1]
 
 
-def eagerly() -> dict[str, Any]:
-    """A capture that fails: the pass runs eagerly, with correct results, is not tried again, and logs the reason
-    once."""
-    found: dict[str, Any] = {}
+def a_pass_that_turns_out_not_to_be_capturable_runs_eagerly_and_says_why_once() -> None:
+    def look(pair: Pair, reason: str) -> None:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.simplefilter("always")
+            for step, lengths in enumerate(({"a": (5,), "b": (3,)}, {"a": (60,), "b": (2,)})):
+                assert pair.step(batch(lengths, step=step), limit=0.0) == 0
+        (said,) = [str(one.message) for one in caught if "eagerly" in str(one.message)]
+        assert reason in said, said
 
-    def look(name: str, pair: Pair) -> None:
-        with heard() as said:
-            first = pair.step(batch({"a": (5,), "b": (3,)}))
-            pair.update()
-            second = pair.step(batch({"a": (60,), "b": (2,)}, step=1))
-        found[name] = {"said": said, "differences": [first, second], "count": pair.captured.num_captures}
-
-    look("capture fails", Pair("a", "b", make_graph=Failing))
+    look(Pair("a", "b", make_graph=Failing), "capturing failed with RuntimeError: operation not permitted")
     pair = Pair("a", "b")
     for model in pair.models:
         weight = next(p for key, p in model.task_parameters("a").items() if "k_proj.lora_A" in key)
         weight.register_hook(lambda gradient: gradient)
-    look("a group without kernels", pair)
-    reason, attention.varlen_support = attention.varlen_support, lambda *args, **kwargs: "no reason"
-    look("attention without a kernel", Pair("a", "b"))
-    attention.varlen_support = reason
+    look(pair, "kernels do not serve the adapters of model.layers.0.self_attn.q_proj")
+    support, attention.varlen_support = attention.varlen_support, lambda *args, **kwargs: "no reason"
+    look(Pair("a", "b"), "attention is computed by groups of sequences of equal length")
+    attention.varlen_support = support
     runs, lora_pass.runs_kernels = lora_pass.runs_kernels, lambda device: False
-    look("no kernels", Pair("a", "b"))
+    look(Pair("a", "b"), "adapters are not computed by kernels")
     lora_pass.runs_kernels = runs
-    return found
 
 
-CASES = [
-    several_steps,
-    draws,
-    company,
-    bounded,
-    poison,
-    padding,
-    warm_up,
-    recomputed,
-    in_bf16,
-    eagerly,
-]
+CASES = {
+    case.__name__: case
+    for case in (
+        steps_are_those_of_eager_passes_with_each_shape_captured_once,
+        a_replay_draws_by_the_seed_and_the_step_of_its_own_micro_batch,
+        what_a_graph_holds_is_captured_again_when_it_changes_and_the_old_graph_is_freed,
+        graphs_beyond_the_limit_are_freed_and_captured_again,
+        a_poisoned_task_leaves_every_bit_of_the_others_alone_and_capturing_it_leaves_nothing_behind,
+        no_amount_of_padding_changes_anything,
+        capturing_leaves_gradients_and_weights_as_they_were,
+        activations_that_are_recomputed_are_captured,
+        a_replay_in_bf16_sees_the_weights_of_now,
+        a_pass_that_turns_out_not_to_be_capturable_runs_eagerly_and_says_why_once,
+    )
+}
+
+
+def failure_of(case: Callable[[], None]) -> str:
+    try:
+        case()
+    except Exception:
+        return traceback.format_exc()
+    return ""
 
 
 def main(names: list[str]) -> None:
@@ -505,13 +467,7 @@ def main(names: list[str]) -> None:
     kernel = as_kernel("torch", varlen_stand_in)
     varlen.varlen_kernel = lambda: kernel  # type: ignore[assignment]
     Launch.__call__ = watched_launch(Launch.__call__)  # type: ignore[method-assign]
-    found = {}
-    for case in CASES:
-        if not names or case.__name__ in names:
-            started = time.perf_counter()
-            found[case.__name__] = case()
-            print(f"{case.__name__}: {time.perf_counter() - started:.1f} s", file=sys.stderr)
-    print(json.dumps(found))
+    print(json.dumps({name: failure_of(CASES[name]) for name in names or CASES}))
 
 
 if __name__ == "__main__":
