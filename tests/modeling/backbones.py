@@ -62,6 +62,8 @@ LANGUAGE_MODELS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "DeepseekV3": (backbone_of("deepseek_v3", num_key_value_heads=4), ["q_b_proj", "kv_b_proj"]),
     "GptOss": (backbone_of("gpt_oss"), ["v_proj", "o_proj"]),
 }
+MIXTURES = ("Qwen3MoE", "Mixtral", "OLMoE", "DeepseekV3", "GptOss")
+"""Their products of experts know no float64."""
 CLASSIFIERS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "Bert": (classifier_of("bert", **NO_BERT_DROPOUT), ["query", "dense"]),
     "Roberta": (classifier_of("roberta", **NO_BERT_DROPOUT, pad_token_id=1), ["query", "value"]),

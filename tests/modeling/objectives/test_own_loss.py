@@ -38,42 +38,34 @@ BROKEN = {
 }
 
 
-def test_a_function_that_returns_the_nll_trains_as_sft_does(tmp_path: Path) -> None:
-    options: dict[str, Any] = {"max_steps": 3, "learning_rate": 1e-3}
-    tasks = [
-        lab.small_task("plain", data_seed=1, **options),
-        lab.small_task("own", data_seed=1, objective=_per_token, **options),
-    ]
-    run = lab.train(tasks, tmp_path, max_tokens_per_micro_batch=32)
-    lab.assert_close(run.losses["own"], run.losses["plain"], 1e-5, "own")
-
-
 def _weighted_words(outputs: TokenOutputs) -> torch.Tensor:
     assert outputs.word_logprobs_MK is not None
     weights_MK = outputs.columns["target_weights"]
     return -(outputs.word_logprobs_MK * weights_MK).sum() / outputs.totals["target_weights"]
 
 
-def test_a_function_of_the_words_that_rows_name_trains_as_sft_on_these_rows_does(tmp_path: Path) -> None:
+def test_functions_of_targets_and_of_the_words_that_rows_name_train_as_sft_does(tmp_path: Path) -> None:
     several, weights = [[5, 6]] * 4, [[1, 0.5]] * 4
     rows = [{"input_ids": [3 + row, 5, 7, 9], "target_ids": several, "target_weights": weights} for row in range(8)]
     plain = lab.small_task("plain", data_seed=1, max_steps=3, learning_rate=1e-2)
-    plain = replace(plain, train_dataset=rows, eval_dataset=None)
-    run = lab.train([plain, replace(plain, name="own", objective=_weighted_words)], tmp_path)
+    named = replace(plain, name="named", train_dataset=rows, eval_dataset=None)
+    own = [replace(plain, name="own", objective=_per_token), replace(named, name="words", objective=_weighted_words)]
+    run = lab.train([plain, named, *own], tmp_path, max_tokens_per_micro_batch=32)
     lab.assert_close(run.losses["own"], run.losses["plain"], 1e-5, "own")
-    assert run.losses["own"][0] > run.losses["own"][2]
+    lab.assert_close(run.losses["words"], run.losses["named"], 1e-5, "words")
+    assert run.losses["words"][0] > run.losses["words"][2]
 
 
-@pytest.mark.parametrize("reason", BROKEN)
-def test_what_a_function_raises_or_returns_wrongly_fails_its_task_alone(reason: str, tmp_path: Path) -> None:
-    options: dict[str, Any] = {"max_steps": 2, "learning_rate": 1e-3}
-    healthy = lab.small_task("plain", data_seed=1, **options)
-    run = lab.train([healthy, lab.small_task("own", data_seed=2, objective=BROKEN[reason], **options)], tmp_path)
-    table = run.trainer.table
-    assert table["own"].status == "failed"
-    assert "objective: " in table["own"].reason
-    assert reason in table["own"].reason
+def test_what_a_function_raises_or_returns_wrongly_fails_its_task_alone(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"data_seed": 1, "max_steps": 2, "learning_rate": 1e-3}
+    broken = {f"own{number}": reason for number, reason in enumerate(BROKEN)}
+    tasks = [lab.small_task(name, objective=BROKEN[reason], **options) for name, reason in broken.items()]
+    table = lab.train([lab.small_task("plain", **options), *tasks], tmp_path).trainer.table
     assert table["plain"].status == "succeeded"
+    for name, reason in broken.items():
+        assert table[name].status == "failed"
+        assert "objective: " in table[name].reason
+        assert reason in table[name].reason
 
 
 def test_wrong_arguments_are_reported_all_at_once_with_the_nearest_names() -> None:

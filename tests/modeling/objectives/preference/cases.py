@@ -147,5 +147,3 @@ PREFERENCE_CASES = [
     LossCase("reward", "bradley_terry", judge_reward, {"center_rewards_coefficient": 0.1}, scored_rows),
 ]
 """Cases that `test_objectives.py` walks."""
-READING_CASES = list({(case.name, case.label, case.rows): case for case in PREFERENCE_CASES}.values())
-"""One of those that read the same of a pass."""

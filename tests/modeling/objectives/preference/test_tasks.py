@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -62,20 +63,11 @@ def test_several_losses_of_dpo_are_added_up_by_their_names() -> None:
             {"loss_type": ["sigmoid", "sigmoid"]},
             r"tasks\.a\.loss_type must be a list with each loss once, got \[.sigmoid., .sigmoid.\]",
         ),
-        ({"loss_type": []}, r"tasks\.a\.loss_type must be.*, got \[\]"),
-        ({"loss_type": ["sft", 3]}, r"tasks\.a\.loss_type must be.*, got 3"),
         ({"loss_type": "orpo"}, 'Set objective="orpo"'),
-        (
-            {"objective": "orpo", "loss_type": ["odds_ratio"]},
-            r"tasks\.a\.loss_type must be one of odds_ratio.*, got \['odds_ratio'\]",
-        ),
         ({"objective_args": {"beta": 0}}, r"tasks\.a\.objective_args\.beta must be a finite number above 0, got 0"),
-        ({"objective_args": {"beta": "0.1"}}, r"objective_args\.beta must be a finite number above 0, got '0\.1'"),
         ({"objective_args": {"beta": float("inf")}}, r"objective_args\.beta must be a finite number above 0, got inf"),
         ({"objective_args": {"betta": 1.0}}, 'betta must be.*, got an unknown argument.*Did you mean "beta"'),
-        ({"objective_args": {"use_weighting": True}}, "use_weighting is not supported: it needs the probabilities"),
         ({"objective_args": {"rpo_alpha": 1.0}}, "TRL has taken it out"),
-        ({"objective_args": {"disable_dropout": False}}, "set lora_dropout=0 there"),
         ({"objective_args": {"label_smoothing": 0.6}}, "a number from 0 to 0.5"),
         ({"loss_type": "hinge", "objective_args": {"label_smoothing": 0.1}}, "which no loss here reads"),
         ({"loss_type": "robust", "objective_args": {"label_smoothing": 0.5}}, "a number below 0.5"),
@@ -89,16 +81,8 @@ def test_several_losses_of_dpo_are_added_up_by_their_names() -> None:
         ),
         ({"objective_args": {"loss_weights": [1.0, 2.0]}}, "a list of 1 numbers, one for each of loss_type"),
         (
-            {"objective_args": {"loss_weights": [float("nan")]}},
-            r"objective_args\.loss_weights must be a value or.*, got",
-        ),
-        (
             {"loss_type": "apo_zero", "objective_args": {"f_divergence_type": "forward_kl"}},
             r"tasks\.a\.objective_args\.f_divergence_type must be.*reverse_kl.*, got 'forward_kl' for apo_zero",
-        ),
-        (
-            {"objective_args": {"f_divergence_type": "kl"}},
-            "f_divergence_type must be 'reverse_kl' or 'forward_kl'.*got 'kl'",
         ),
         (
             {"objective_args": {"f_alpha_divergence_coef": 0.2}},
@@ -106,10 +90,6 @@ def test_several_losses_of_dpo_are_added_up_by_their_names() -> None:
         ),
         ({"objective_args": {"ld_alpha": 1.5}}, r"ld_alpha must be a number from 0 to 1, got 1\.5"),
         ({"loss_type": "sft", "objective_args": {"ld_alpha": 0.5}}, "which sft does not read"),
-        (
-            {"objective": "kto", "objective_args": {"desirable_weight": -1}},
-            "desirable_weight must be a finite number of at least 0, got -1",
-        ),
         (
             {"objective": "reward"},
             r"tasks\.a\.objective must be one of sft, .*dpo.*got 'reward' for language-model tasks",
@@ -121,27 +101,17 @@ def test_what_a_loss_cannot_take_is_refused_by_name(settings: dict[str, Any], ma
         task(PAIR, **{"objective": "dpo", **settings})
 
 
-@pytest.mark.parametrize(
-    ("settings", "match"),
-    [
-        (
-            {"objective": "dpo"},
-            r"tasks\.a\.objective must be one of classification, reward, got 'dpo' for classification tasks",
-        ),
+def test_what_a_reward_cannot_take_is_refused_by_name() -> None:
+    for settings, match in (
+        ({"objective": "dpo"}, r"tasks\.a\.objective must be one of classification, reward, got 'dpo'"),
         ({"objective": "reward", "num_labels": 2}, "num_labels must be 1 or None with the objective reward, got 2"),
-        (
-            {"objective_args": {"center_rewards_coefficient": -1}},
-            "center_rewards_coefficient must be a finite .*got -1",
-        ),
         (
             {"eval_dataset": [PAIR], "compute_metrics": lambda prediction: {}},
             "compute_metrics must be None with this objective, whose rows have no labels to compare logits",
         ),
-    ],
-)
-def test_what_a_reward_cannot_take_is_refused_by_name(settings: dict[str, Any], match: str) -> None:
-    with pytest.raises(ConfigError, match=match):
-        task(PAIR, is_classifier=True, **settings)
+    ):
+        with pytest.raises(ConfigError, match=match):
+            task(PAIR, is_classifier=True, **settings)
 
 
 def test_rows_without_the_columns_of_the_loss_are_refused(tmp_path: Path) -> None:
@@ -167,43 +137,24 @@ def test_kto_needs_two_rows_a_batch_where_it_compares_them(tmp_path: Path) -> No
     assert lab.train([single], tmp_path).losses["a"] == [0.5]
 
 
-def first_logged(one: Task, folder: Path) -> dict[str, Any]:
-    """Return what a run of a task logs at its first step."""
-    run = lab.train([one], folder, logging_strategy="steps", logging_steps=1)
-    return next(entry for entry in run.trainer.task_states["a"].log_history if "loss" in entry)
+def test_rewards_are_zero_before_the_first_step_and_count_from_references_that_rows_bring(tmp_path: Path) -> None:
+    options: dict[str, Any] = {"objective": "dpo", "train_batch_size": 2, "max_steps": 1}
+    brought = task({**TOKENS, "ref_chosen_logps": -20.0, "ref_rejected_logps": -10.0}, **options)
+    tasks = [task(TOKENS, **options), replace(brought, name="brought")]
+    states = lab.train(tasks, tmp_path, logging_strategy="steps", logging_steps=1).trainer.task_states
+    own, other = (next(entry for entry in states[name].log_history if "loss" in entry) for name in ("a", "brought"))
+    assert own["loss"] == pytest.approx(0.693147, rel=1e-5)
+    assert (own["rewards/chosen"], own["rewards/margins"], own["rewards/accuracies"]) == (0.0, 0.0, 0.0)
+    assert own["logps/chosen"] < 0
+    assert other["rewards/chosen"] == pytest.approx(0.1 * (other["logps/chosen"] + 20.0), rel=1e-5)
+    assert other["rewards/rejected"] == pytest.approx(0.1 * (other["logps/rejected"] + 10.0), rel=1e-5)
 
 
-def test_an_adapter_that_has_not_moved_has_no_rewards(tmp_path: Path) -> None:
-    made = task(TOKENS, objective="dpo", train_batch_size=2, max_steps=1)
-    logged = first_logged(made, tmp_path)
-    assert logged["loss"] == pytest.approx(0.693147, rel=1e-5)
-    assert (logged["rewards/chosen"], logged["rewards/margins"], logged["rewards/accuracies"]) == (0.0, 0.0, 0.0)
-    assert logged["logps/chosen"] < 0
-
-
-def test_references_that_rows_bring_are_taken_as_they_are(tmp_path: Path) -> None:
-    row = {**TOKENS, "ref_chosen_logps": -20.0, "ref_rejected_logps": -10.0}
-    made = task(row, objective="dpo", train_batch_size=2, max_steps=1)
-    logged = first_logged(made, tmp_path)
-    assert logged["rewards/chosen"] == pytest.approx(0.1 * (logged["logps/chosen"] + 20.0), rel=1e-5)
-    assert logged["rewards/rejected"] == pytest.approx(0.1 * (logged["logps/rejected"] + 10.0), rel=1e-5)
-
-
-@pytest.mark.parametrize("objective", ["dpo", "kto"])
-def test_a_prompt_has_no_reference_but_what_rows_bring(objective: str) -> None:
+def test_a_prompt_has_no_reference_but_what_rows_bring(tmp_path: Path) -> None:
     prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
-    with pytest.raises(
-        ConfigError,
-        match=(rf"tasks.a.objective must be a loss without a reference with PromptTuningConfig, got {objective}"),
-    ):
-        Task(
-            name="a", peft_config=prompt, train_dataset=[ANSWER if objective == "kto" else TOKENS], objective=objective
-        )
-
-
-def test_columns_of_a_reference_that_hold_nothing_are_refused_next_to_a_prompt(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="must be a loss without a reference with PromptTuningConfig, got dpo"):
+        Task(name="a", peft_config=prompt, train_dataset=[TOKENS], objective="dpo")
     rows = [{**TOKENS, "ref_chosen_logps": None, "ref_rejected_logps": None}] * 4
-    prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=2)
     made = Task(name="a", peft_config=prompt, train_dataset=rows, objective="dpo", max_steps=1)
     with pytest.raises(
         DataError, match=r"row 0 column ref_chosen_logps must be a value.*, got no such column, or None"
