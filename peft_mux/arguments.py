@@ -613,7 +613,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         # The best weights are kept in memory, so evaluations and checkpoints need not be at the same steps, as Trainer
         # requires.
-        best = self.load_best_model_at_end, self.metric_for_best_model, self.greater_is_better
+        metric = self.metric_for_best_model or ("loss" if self.load_best_model_at_end else None)  # Trainer's default
+        best = self.load_best_model_at_end, metric, self.greater_is_better
         self.load_best_model_at_end, self.metric_for_best_model = False, None
         # It has no effect here, so it needs no workers either.
         loaders = self.dataloader_prefetch_factor, self.dataloader_num_workers
@@ -710,6 +711,14 @@ SETTABLE_FIELDS = frozenset(
 """Names of the arguments that may be set; all others must keep their defaults."""
 
 
+_ANNOTATIONS = {
+    name: annotation
+    for owner in reversed(MultiTaskTrainingArguments.__mro__)
+    for name, annotation in vars(owner).get("__annotations__", {}).items()
+}
+"""Types of the fields. `HfArgumentParser` rewrites those of the `Field` objects that all classes share."""
+
+
 def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     """Return a fault for each value that its field may not hold, and for fields that do not go together."""
     faults = []
@@ -725,7 +734,7 @@ def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         elif item.name in _CHOICES:
             faults += choice_faults(where, value, _CHOICES[item.name])
         else:
-            rule = _RULES.get(item.name) or type_rule(item.type)
+            rule = _RULES.get(item.name) or type_rule(_ANNOTATIONS[item.name])
             if not rule.is_valid(value):
                 faults.append(Fault(where, shown(value), rule.allowed))
     if args.tf32 is True and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8):
