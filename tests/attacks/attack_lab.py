@@ -41,23 +41,21 @@ def how_many(*, usually: int, full: int) -> int:
     return full if IS_FULL else usually
 
 
-def sampled(entries: Sequence[Entry], *, fast: int, slow: int) -> list[Any]:
+def sampled(entries: Sequence[Entry], *, fast: int, ci: int | None = None) -> list[Any]:
     """Return the entries as parameters of a test: some always, some marked slow, and all where all are asked for.
 
     Args:
         entries: all attacks; those that are taken lie evenly among them.
         fast: how many of them are taken always.
-        slow: how many more of them are taken where slow tests are.
+        ci: how many of them, these among them, are taken where slow tests are; all by default.
     """
-    first = _evenly(range(len(entries)), fast)
-    left = [number for number in range(len(entries)) if number not in first]
-    second = left if IS_FULL else _evenly(left, slow)
-    marked = [
-        pytest.param(entry, id=_name(entry), marks=[] if number in first else [pytest.mark.slow])
-        for number, entry in enumerate(entries)
-        if number in first or number in second
+    numbers = range(len(entries))
+    in_ci = numbers if ci is None else _evenly(numbers, ci)
+    always = _evenly(in_ci, fast)
+    return [
+        pytest.param(entries[number], id=_name(entries[number]), marks=[] if number in always else [pytest.mark.slow])
+        for number in (numbers if IS_FULL else in_ci)
     ]
-    return marked
 
 
 def _evenly(numbers: Sequence[int], count: int) -> list[int]:

@@ -194,7 +194,7 @@ def assert_none_slips_through(
     return count
 
 
-@pytest.mark.parametrize("mutation", sampled(list(MUTATIONS), fast=1, slow=99))
+@pytest.mark.parametrize("mutation", sampled(list(MUTATIONS), fast=1))
 def test_of_all_files_no_change_slips_through_a_resumption(
     mutation: str, crashed: Path, sound: Outcome, tmp_path: Path, record_property: Any
 ) -> None:
@@ -226,9 +226,7 @@ def test_two_spoilt_states_lead_to_the_one_before_them(crashed: Path, sound: Out
     assert set(run.statuses.values()) == {"succeeded"}
 
 
-@pytest.mark.parametrize(
-    "place", sampled(["long/checkpoint-4", "long", "short/checkpoint-3", "state"], fast=1, slow=99)
-)
+@pytest.mark.parametrize("place", sampled(["long/checkpoint-4", "long", "short/checkpoint-3", "state"], fast=1))
 def test_what_another_run_has_saved_is_refused_by_both_runs(place: str, crashed: Path, tmp_path: Path) -> None:
     folder, other = tmp_path / "run", tmp_path / "other"
     shutil.copytree(crashed, folder)
@@ -274,7 +272,7 @@ def fault_of_loading(folder: Path, wanted: Outcome) -> str | None:
     return None
 
 
-@pytest.mark.parametrize("mutation", sampled(list(MUTATIONS), fast=1, slow=99))
+@pytest.mark.parametrize("mutation", sampled(list(MUTATIONS), fast=1))
 def test_no_spoilt_adapter_is_loaded(
     mutation: str, finished: tuple[Path, Outcome], tmp_path: Path, record_property: Any
 ) -> None:
@@ -360,7 +358,7 @@ MISSING = ("format_version", "run_step", "backbone", "order", "tasks")
 RECORDS = [*HOSTILE_RECORDS, *(f"without {key}" for key in MISSING)]
 
 
-@pytest.mark.parametrize("hostile", sampled(RECORDS, fast=4, slow=99))
+@pytest.mark.parametrize("hostile", sampled(RECORDS, fast=4))
 def test_a_crafted_record_is_refused_by_name_or_passed_over(
     hostile: str, crashed: Path, sound: Outcome, tmp_path: Path
 ) -> None:
@@ -419,7 +417,7 @@ HOSTILE_STATES: dict[str, Any] = {
 }
 
 
-@pytest.mark.parametrize("hostile", sampled(list(HOSTILE_STATES), fast=4, slow=99))
+@pytest.mark.parametrize("hostile", sampled(list(HOSTILE_STATES), fast=4))
 def test_a_crafted_checkpoint_is_refused_by_name_or_passed_over(
     hostile: str, crashed: Path, sound: Outcome, tmp_path: Path
 ) -> None:

@@ -127,7 +127,7 @@ def assert_goes_on(folder: Path, sound: Outcome) -> None:
     raise AssertionError(f"its own advice does not help: {refusal}")
 
 
-@pytest.mark.parametrize("fault", sampled(FAULTS, fast=2, slow=10))
+@pytest.mark.parametrize("fault", sampled(FAULTS, fast=2, ci=12))
 def test_a_call_that_fails_ends_no_run_and_changes_no_bit(
     fault: Fault, sound: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -160,7 +160,7 @@ class Room:
 SIZES = [Room(*room) for room in product((600, 1500, 2500, 6000), (1, 2, 4), (3, 5, None))]
 
 
-@pytest.mark.parametrize("room", sampled(SIZES, fast=1, slow=6))
+@pytest.mark.parametrize("room", sampled(SIZES, fast=1, ci=7))
 def test_a_disk_without_room_ends_no_run_and_changes_no_bit(
     room: Room, disk: Callable[[int | None], None], sound: Outcome, tmp_path: Path
 ) -> None:
@@ -199,7 +199,7 @@ OUTPUTS: dict[str, Callable[[], Any]] = {
 }
 
 
-@pytest.mark.parametrize("kind", sampled(list(OUTPUTS), fast=1, slow=99))
+@pytest.mark.parametrize("kind", sampled(list(OUTPUTS), fast=1))
 def test_an_output_of_any_kind_ends_no_run(
     kind: str, sound: Outcome, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -274,7 +274,7 @@ SET_TRAPS = [f"{trap}: {place}" for trap in TRAPS for place in PLACES]
 
 @pytest.mark.timeout(20)
 @pytest.mark.parametrize("is_resumed", [False, True], ids=["fresh", "resumed"])
-@pytest.mark.parametrize("trap", sampled(SET_TRAPS, fast=2, slow=12))
+@pytest.mark.parametrize("trap", sampled(SET_TRAPS, fast=2, ci=14))
 def test_a_trap_in_the_folder_is_refused_or_harmless(
     trap: str, is_resumed: bool, crashed: Path, sound: Outcome, tmp_path: Path
 ) -> None:

@@ -9,113 +9,53 @@ import os
 import pickle
 import sys
 from collections.abc import Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
-from peft_mux import MultiTaskPeftModel, PeftMuxError
+from peft_mux import CheckpointError, ConfigError, MultiTaskPeftModel, PeftMuxError, storage
 from tests.attacks import attack_lab as attacks
 from tests.attacks.attack_lab import COUNT, nano_llama, nano_task, words_tokenizer
 from tests.attacks.run_files import SAVING, snapshot
 from tests.paths import ROOT
+from tests.runs import raising, stop
 
 pytestmark = pytest.mark.timeout(60)
 
 # ------------------------------------------------------------------------ names
 
-HOSTILE_NAMES: list[Any] = [
-    "",
-    ".",
-    "..",
-    "../outside",
-    "/abs",
-    "a/b",
-    "a\\b",
-    "..\\outside",
-    "C:",
-    "C:\\x",
-    "a:b",
-    "a\0b",
-    "a\nb",
-    "a\n",
-    "\n",
-    " a",
-    "a ",
-    "a.",
-    "a.b",
-    ".hidden",
-    "-rf",
-    "_a",
-    "~",
-    "$HOME",
-    "%2e%2e",
-    "a*",
-    "a?",
-    "a|b",
-    "a;b",
-    "a'b",
-    'a"b',
-    "a" * 65,
-    "a" * 300,
-    "é",
-    "а",  # noqa: RUF001 the Cyrillic letter
-    "a\u202eb",
-    "a\u200b",
-    "\ud800",
-    "Ａ",  # noqa: RUF001 the full-width letter
-    "٣",
-    "con",
-    "CON",
-    "prn",
-    "aux",
-    "NUL",
-    "com0",
-    "COM1",
-    "lpt0",
-    "LPT9",
-    "com1",
-    "state",
-    "State",
-    "run",
-    "tmp",
-    "plan",
-    "config",
-    "metrics",
-    None,
-    5,
-    True,
-    b"bytes",
-    ["a"],
-    {"a": 1},
-    Path("a"),
-]
+PATHS = r". .. ../outside /abs a/b a\b ..\outside a/../../outside C: C:\x a:b a. a.b .hidden -rf _a"
+DEVICES = "~ $HOME %2e%2e a* a|b a;b con CON prn aux NUL com0 com1 lpt0 LPT9"
+OURS = "state State run tmp plan config metrics"
+HOSTILE_NAMES: list[Any] = [*PATHS.split(), *DEVICES.split(), *OURS.split()]
+HOSTILE_NAMES += ["", "a\0b", "a\nb", "a\n", " a", "a ", "a b", "a'b", 'a"b', "a" * 65, "a" * 300]
+# Letters that look like others, marks that hide or turn, and digits that are none of ASCII.
+HOSTILE_NAMES += ["\xe9", "\u0430", "a\u0301", "a\u202eb", "a\u200b", "\ud800", "\uff21", "\u0663"]
+HOSTILE_NAMES += [None, 5, True, b"bytes", ["a"], {"a": 1}, Path("a")]
 
 
 @pytest.mark.parametrize("name", HOSTILE_NAMES, ids=lambda name: ascii(name)[:40])
-def test_a_hostile_name_is_refused(name: Any) -> None:
-    with pytest.raises(PeftMuxError, match="name"):
+def test_a_hostile_name_is_refused_and_nothing_is_written_elsewhere(name: Any, tmp_path: Path) -> None:
+    refused = r"must be (1 to 64 letters, digits, '_' and '-'|any name except)"
+    with pytest.raises(ConfigError, match=rf"^task\.name {refused}") as caught:
         nano_task(name)
+    assert len(str(caught.value)) < 400, "a long name is not repeated in full"
+    assert not {"\0", "\n"} & set(str(caught.value))
+    with pytest.raises(CheckpointError, match=refused):
+        storage.safe_child(tmp_path, name)
+    if isinstance(name, str):
+        config = nano_task("a").peft_config
+        with suppress(PeftMuxError):  # a name of an adapter, which is a part of its folder, may be as good as any other
+            model = MultiTaskPeftModel(nano_llama(), {name: config}, verify=False)
+            model.save_pretrained(tmp_path / "models" / "own")
+    assert {path.name for path in tmp_path.iterdir()} <= {"models"}
 
 
-@pytest.mark.parametrize(
-    "name", [one for one in HOSTILE_NAMES if isinstance(one, str)], ids=lambda name: ascii(name)[:40]
-)
-def test_a_hostile_name_of_a_model_s_adapter_writes_nothing_elsewhere(name: str, tmp_path: Path) -> None:
-    outside = tmp_path / "outside"
-    outside.mkdir()
-    config = nano_task("a").peft_config
-    try:
-        model = MultiTaskPeftModel(nano_llama(), {name: config}, verify=False)
-        model.save_pretrained(tmp_path / "models" / "own")
-    except PeftMuxError:
-        pass
-    assert sorted(path.name for path in tmp_path.iterdir() if path.name != "models") == ["outside"]
-    assert not list(outside.iterdir())
-
-
-HONEST_NAMES = ["mlp", "self_attn", "weight", "lora_A", "lora_B", "default", "default2", "other_default", "efaul"]
-HONEST_NAMES += ["0", "base_model", "model", "layers", "base_layer", "q_proj", "adapter", "a-b", "A" * 64]
+WORDS = "mlp self_attn weight lora_A lora_B default default2 other_default efaul 0 base_model layers base_layer q_proj"
+HONEST_NAMES = [*WORDS.split(), "a-b", "A" * 64]
 
 
 def test_names_that_are_words_of_peft_do_no_harm(tmp_path: Path, record_property: Any) -> None:
@@ -224,14 +164,22 @@ def test_pickled_weights_of_a_model_run_no_code(name: str, no_questions: None, t
     assert not marker.exists()
 
 
-def test_pickled_weights_of_an_adapter_run_no_code(tmp_path: Path) -> None:
-    marker = tmp_path / "run by the attacker"
-    run = attacks.train([nano_task("own", max_steps=1)], tmp_path / "run", **SAVING)
-    assert run.statuses == {"own": "succeeded"}
-    (tmp_path / "run" / "own" / "adapter_model.safetensors").unlink()
-    (tmp_path / "run" / "own" / "adapter_model.bin").write_bytes(pickle.dumps(Exploit(marker)))
+def test_pickled_weights_of_an_adapter_or_a_run_run_no_code(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder, marker = tmp_path / "run", tmp_path / "run by the attacker"
+    attacks.train([nano_task("own")], folder, at_end={2: stop}, **SAVING)
+    bomb = pickle.dumps(Exploit(marker))
+    names = "optimizer.pt scheduler.pt rng_state.pth training_args.bin adapter_model.bin pytorch_model.bin state.pkl"
+    for path in (folder, folder / "state", folder / "own"):
+        for name in names.split():
+            (path / name).write_bytes(bomb)
+    pickle.loads(bomb)
+    assert marker.is_dir(), "the bomb is a dud"
+    marker.rmdir()
+    monkeypatch.setattr(torch, "load", raising(AssertionError("a pickle was opened")))
+    assert attacks.train([nano_task("own")], folder, resume=True, **SAVING).statuses == {"own": "succeeded"}
+    (folder / "own" / "adapter_model.safetensors").unlink()
     with pytest.raises(PeftMuxError):
-        MultiTaskPeftModel.from_pretrained(nano_llama(), tmp_path / "run")
+        MultiTaskPeftModel.from_pretrained(nano_llama(), folder)
     assert not marker.exists()
 
 
@@ -272,24 +220,8 @@ def test_a_hostile_adapter_config_is_refused_or_harmless(content: str, no_questi
 
 # ------------------------------------------------------------------------ what the package may not call
 
-FORBIDDEN_CALLS = {
-    "eval",
-    "exec",
-    "compile",
-    "__import__",
-    "input",
-    "os.system",
-    "os.popen",
-    "torch.load",
-    "torch.save",
-    "pickle.load",
-    "pickle.loads",
-    "marshal.loads",
-    "yaml.unsafe_load",
-    "yaml.full_load",
-    "shelve.open",
-    "joblib.load",
-}
+FORBIDDEN_CALLS = {*"eval exec compile __import__ input os.system os.popen torch.load torch.save pickle.load".split()}
+FORBIDDEN_CALLS |= {*"pickle.loads marshal.loads yaml.unsafe_load yaml.full_load shelve.open joblib.load".split()}
 FORBIDDEN_MODULES = {"pickle", "cPickle", "dill", "cloudpickle", "joblib", "marshal", "shelve"}
 FORBIDDEN_WORDS = {"trust_remote_code": True, "allow_pickle": True, "shell": True, "weights_only": False}
 

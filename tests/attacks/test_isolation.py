@@ -135,35 +135,26 @@ def assert_isolated(attack: Attack, references: References, folder: Path) -> Non
     assert_failed(run, attack, folder)
 
 
-@pytest.mark.parametrize("attack", sampled(NUMBERS, fast=5, slow=99))
-def test_numbers_of_one_task_reach_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
-    assert_isolated(attack, references, tmp_path)
-
-
-@pytest.mark.parametrize("attack", sampled(METRICS, fast=8, slow=99))
-def test_a_metric_of_one_task_reaches_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
-    assert_isolated(attack, references, tmp_path)
-
-
-@pytest.mark.parametrize("attack", sampled(CALLBACKS, fast=13, slow=99))
-def test_a_callback_of_one_task_reaches_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
-    assert_isolated(attack, references, tmp_path)
-
-
-@pytest.mark.parametrize("attack", sampled(OBJECTIVES, fast=14, slow=99))
-def test_a_loss_of_its_own_reaches_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
-    assert_isolated(attack, references, tmp_path)
-
-
-@pytest.mark.parametrize("attack", sampled(LEFT_BEHIND, fast=18, slow=99))
-def test_settings_that_one_task_leaves_behind_reach_no_other(
+@pytest.mark.parametrize(
+    "attack",
+    [
+        *sampled(NUMBERS, fast=3, ci=9),
+        *sampled(METRICS, fast=3, ci=11),
+        *sampled(CALLBACKS, fast=5, ci=20),
+        *sampled(OBJECTIVES, fast=5, ci=16),
+        *sampled(STREAMS, fast=3, ci=10),
+        *sampled(BLOCKED, fast=1),
+        *sampled(LEFT_BEHIND, fast=5, ci=25),
+    ],
+)
+def test_a_fault_of_one_task_reaches_no_other(
     attack: Attack, references: References, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     assert_isolated(attack, references, Path("run"))
 
 
-@pytest.mark.parametrize("attack", sampled(DIVERGED, fast=5, slow=99))
+@pytest.mark.parametrize("attack", sampled(DIVERGED, fast=2, ci=14))
 def test_a_task_of_any_kind_that_diverges_reaches_no_other(attack: Attack, tmp_path: Path) -> None:
     # Its rows and passes are others than those of the references, so its own healthy run is what counts.
     wanted = attacks.train(attacks.six_tasks(**attack.settings()), tmp_path / "healthy")
@@ -171,17 +162,6 @@ def test_a_task_of_any_kind_that_diverges_reaches_no_other(attack: Attack, tmp_p
     run = attacks.train(attacks.six_tasks(**attack.settings()), tmp_path / "run", at_begin=attack.at_begin)
     assert_same_others(run, wanted)
     assert_failed(run, attack, tmp_path / "run")
-
-
-@pytest.mark.parametrize("attack", sampled(STREAMS, fast=8, slow=99))
-def test_a_stream_of_one_task_reaches_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
-    assert_isolated(attack, references, tmp_path)
-
-
-@pytest.mark.timeout(30)
-@pytest.mark.parametrize("attack", sampled(BLOCKED, fast=1, slow=99))
-def test_a_stream_that_blocks_holds_up_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
-    assert_isolated(attack, references, tmp_path)
 
 
 FORGED = "\x1b[2J\x1b]0;all is well\x07<script>x</script>\ntwo: failed\rthree: failed\u2028four: failed"
@@ -245,15 +225,14 @@ def _refusal_of(handle: Any) -> list[PeftMuxError]:
     return []
 
 
-@pytest.mark.parametrize("attack", sampled(ARRIVALS, fast=8, slow=99))
-def test_rows_of_an_arriving_task_reach_no_other(attack: Attack, references: References, tmp_path: Path) -> None:
-    assert_isolated_on_arrival(attack, references, tmp_path)
-
-
 @pytest.mark.parametrize(
-    "attack", sampled([*STREAMS, *NUMBERS[-6:], *METRICS[:6], *CALLBACKS[:6], *CALLBACKS[18:26]], fast=4, slow=99)
+    "attack",
+    [
+        *sampled(ARRIVALS, fast=3, ci=12),
+        *sampled([*STREAMS, *NUMBERS[-6:], *METRICS[:6], *CALLBACKS[:6], *CALLBACKS[18:26]], fast=2, ci=6),
+    ],
 )
-def test_a_task_that_fails_after_its_arrival_reaches_no_other(
+def test_a_task_that_arrives_while_the_others_train_reaches_none_of_them(
     attack: Attack, references: References, tmp_path: Path
 ) -> None:
     assert_isolated_on_arrival(attack, references, tmp_path)
@@ -262,6 +241,7 @@ def test_a_task_that_fails_after_its_arrival_reaches_no_other(
 # ------------------------------------------------------------------------ the tests can fail
 
 
+@pytest.mark.slow
 def test_a_task_that_reaches_another_is_found(references: References, tmp_path: Path) -> None:
     def reach(trainer: MultiTaskTrainer) -> None:
         next(iter(trainer.model.task_parameters("two").values())).data[0] += 1e-6

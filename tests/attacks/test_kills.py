@@ -35,7 +35,7 @@ def test_every_crash_point_has_its_case() -> None:
     assert {crash.partition(":")[0] for crash in CRASHES} == set(storage.CRASHPOINTS)
 
 
-@pytest.mark.parametrize("crash", sampled(CRASHES, fast=1, slow=99))
+@pytest.mark.parametrize("crash", sampled(CRASHES, fast=1))
 def test_a_run_killed_in_a_write_resumes_to_the_same_bits(crash: str, whole: Whole, tmp_path: Path) -> None:
     killed = run(tmp_path / "run", crashpoint=crash)
     whole.assert_resumes(tmp_path / "run", killed)
@@ -47,7 +47,7 @@ def at_random(seed: int) -> dict[str, Any]:
     return {"kill_at": rng.randint(1, NUM_STEPS - 1), "delay": rng.uniform(0.0, 0.04)}
 
 
-@pytest.mark.parametrize("seed", sampled(range(16), fast=1, slow=2))
+@pytest.mark.parametrize("seed", sampled(range(16), fast=1, ci=3))
 def test_a_run_killed_at_a_random_moment_resumes_to_the_same_bits(seed: int, whole: Whole, tmp_path: Path) -> None:
     folder = tmp_path / "run"
     killed = run(folder, **at_random(seed))
@@ -57,7 +57,7 @@ def test_a_run_killed_at_a_random_moment_resumes_to_the_same_bits(seed: int, who
         whole.assert_ended_alike(folder, killed)
 
 
-@pytest.mark.parametrize("seed", sampled(range(6), fast=0, slow=1))
+@pytest.mark.parametrize("seed", sampled(range(6), fast=0, ci=1))
 def test_a_run_killed_again_and_again_ends_in_the_same_files(
     seed: int, whole: Whole, tmp_path: Path, record_property: Any
 ) -> None:
