@@ -8,10 +8,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from benchmarks.planner.subgraphs.adapter_fusion import fuse_adapters, fuse_site, fuse_within, fused_latency_s
+from benchmarks.planner.subgraphs.adapter_fusion import fuse_adapters, fuse_site, fused_latency_s
 from benchmarks.planner.subgraphs.graph import Operator, OperatorGraph, segment
 from benchmarks.planner.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
-from benchmarks.planner.subgraphs.schedule import compute_stall_s, schedule, simulate_streams
+from benchmarks.planner.subgraphs.schedule import compute_stall_s, simulate_streams
 
 LAYER = LayerLatency(qkv_s=6.0, attention_s=3.0, output_s=2.0, gate_up_s=8.0, down_s=4.0, all_reduce_s=1.5)
 
@@ -40,18 +40,6 @@ def test_fused_latency_is_that_of_equation_3(shares, latencies, expected: float)
         Operator(str(n), "adapter", t, utilization=u) for n, (u, t) in enumerate(zip(shares, latencies, strict=True))
     ]
     assert fused_latency_s(members) == expected
-
-
-def test_adapters_of_the_tasks_of_one_htask_become_one_operator_a_site() -> None:
-    graph = an_htask(0, tasks=3, utilization=0.5)
-    fused = fuse_within(graph)
-    adapters = [operator for operator in fused.operators if operator.kind == "adapter"]
-    assert [operator.name for operator in adapters] == [f"layer0.{linear}.lora" for linear in LINEARS]
-    assert [operator.latency_s for operator in adapters] == [1.5] * 4, "three of 1 s that fill half of the device"
-    assert [operator.utilization for operator in adapters] == [1.0] * 4
-    (add,) = [operator for operator in fused.operators if operator.name == "layer0.qkv.add"]
-    assert add.depends_on == ("layer0.qkv", "layer0.qkv.lora")
-    assert len(fused.operators) == len(graph.operators) - 2 * 4
 
 
 def test_single_task_htasks_of_a_bucket_share_their_adapters_at_every_site() -> None:
@@ -85,35 +73,6 @@ def test_a_fusion_that_would_close_a_cycle_is_left_out() -> None:
     assert fuse_site(first, "Y") is None
     (bucket,) = fuse_adapters([[there, back]])
     assert len(bucket.fused_sites) == len(bucket.rejected_sites) == 1
-
-
-def test_a_fusion_that_would_delay_the_bucket_is_left_out() -> None:
-    early = (
-        adapter("a", (), "s"),
-        Operator("c", "compute", 10.0, ("a",)),
-        Operator("sent", "communication", 10.0, ("c",)),
-        Operator("end", "compute", 1.0, ("sent",)),
-    )
-    late = (
-        Operator("c", "compute", 10.0),
-        Operator("sent", "communication", 10.0, ("c",)),
-        adapter("a", ("sent",), "s"),
-        Operator("end", "compute", 1.0, ("a",)),
-    )
-    graphs = [OperatorGraph("h0", ("x",), early), OperatorGraph("h1", ("y",), late)]
-    forced = fuse_site([segment(graph) for graph in graphs], "s")
-    (bucket,) = fuse_adapters([graphs])
-    assert forced is not None
-    assert [(item.key, item.priority) for graph in forced for item in graph] == [
-        ("h0/a", 1),  # as deep as in the graph where it comes last
-        ("h0/c", 2),
-        ("h0/end", 3),
-        ("h1/c", 0),
-        ("h1/end", 2),
-    ]
-    assert simulate_streams(schedule(forced), forced).makespan_s > bucket.makespan_s
-    assert (bucket.fused_sites, bucket.rejected_sites) == ((), ("s",))
-    assert bucket.makespan_s == bucket.unfused_makespan_s
 
 
 def random_htask(number: int, rng: random.Random) -> OperatorGraph:

@@ -8,7 +8,7 @@ from benchmarks.paths import ROOT
 from benchmarks.training.checkouts import main
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_a_checkout_trains_to_the_same_losses_as_itself(capfd: pytest.CaptureFixture[str]) -> None:
     main(["--before", str(ROOT), "--steps", "2", "--warm", "1", "--mix", "uniform"])
     (line,) = [line for line in capfd.readouterr().out.splitlines() if line.startswith("uniform")]

@@ -129,15 +129,6 @@ def test_tasks_start_in_the_order_in_which_they_came_and_all_work_is_done(
 # ------------------------------------------------------------------- placement
 
 
-def test_spread_opens_an_instance_while_gpus_are_free_and_fill_joins_first() -> None:
-    tasks = [task(0, 100), task(1, 100)]
-    spread, fill = (run(tasks, placement=placement) for placement in ("spread", "fill"))
-    slower = MODELS["muxtune"].speed([SHORT, SHORT]).step_s > MODELS["muxtune"].speed([SHORT]).step_s
-    assert slower
-    assert spread.records[0].end_s < fill.records[0].end_s  # type: ignore[operator]
-    assert fill.allocated_gpu_s < spread.allocated_gpu_s
-
-
 def test_a_full_queue_turns_tasks_away_and_figures_are_means_and_percentiles_in_minutes() -> None:
     result = run([task(index, 1000) for index in range(5)], "nemo", num_gpus=2, queue_limit=1)
     assert [record.rejected for record in result.records] == [False, False, True, True, True]
@@ -146,25 +137,7 @@ def test_a_full_queue_turns_tasks_away_and_figures_are_means_and_percentiles_in_
     assert summary["waiting_minutes"]["mean"] == 0.0
 
 
-def test_at_the_horizon_only_what_was_trained_by_then_counts() -> None:
-    one = task(10, 100)
-    result = run([one, task(5000, 1)], "nemo", horizon_s=35.0)
-    assert result.trained_tokens == pytest.approx(0.25 * work_steps(one) * SHORT.tokens_per_step)
-    assert result.elapsed_s == 35.0
-    assert result.completion_s == ()
-    assert result.waiting_s == (0.0,)
-    assert result.summary()["completion_minutes"] is None
-
-
 # ------------------------------------------------------------------- instances
-
-
-def test_zero_padding_is_computed_by_sl_peft_alone() -> None:
-    kinds = [SHORT, LONG]
-    own = sum(kind.tokens_per_step for kind in kinds)
-    assert MODELS["muxtune"].speed(kinds).computed_tokens == own
-    assert MODELS["sl-peft"].speed(kinds).computed_tokens == 256 * (SHORT.batch_size + LONG.batch_size)
-    assert MODELS["sl-peft"].speed([SHORT, SHORT]).computed_tokens == 2 * SHORT.tokens_per_step
 
 
 def test_memory_bounds_how_many_tasks_share_an_instance() -> None:
@@ -176,12 +149,6 @@ def test_memory_bounds_how_many_tasks_share_an_instance() -> None:
         model.speed([LONG] * 64)
 
 
-def test_a_task_that_fits_no_instance_is_refused_before_the_replay() -> None:
-    kind = r"TaskKind\(tokens_per_sequence=64, batch_size=8, rank=8\)"
-    with pytest.raises(ValueError, match=f"a task of {kind} does not fit an empty instance of nemo"):
-        replay([task(0, 1)], InstanceModel("nemo", small_devices(10**8)), REFERENCE, ReplaySettings(4))
-
-
 # ----------------------------------------------------------------------- trace
 
 
@@ -191,12 +158,3 @@ def test_a_trace_is_sorted_thinned_and_cut(tmp_path: Path) -> None:
     tasks = read_trace(path, UNIFORM)
     assert [(one.submit_s, one.duration_s) for one in tasks] == [(10, 1), (30, 3), (40, 4), (50, 5)]
     assert [one.submit_s for one in read_trace(path, UNIFORM, every=2, until_s=40)] == [10]
-
-
-def test_the_adapted_week_has_the_figures_of_the_paper(shared_data: Path) -> None:
-    tasks = read_trace(shared_data / "traces" / "trace_muxtune_week_adapted.csv", UNIFORM)
-    minutes = [one.duration_s / 60 for one in tasks]
-    mean = sum(minutes) / len(minutes)
-    assert mean == pytest.approx(372.6, abs=0.1)
-    assert math.sqrt(sum((value - mean) ** 2 for value in minutes) / len(minutes)) == pytest.approx(612.9, abs=0.2)
-    assert len(tasks) / (7 * 24 * 60) == pytest.approx(2.59, abs=0.005)

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 
 from benchmarks.papers import runs
-from benchmarks.papers.run import keep_others, main
+from benchmarks.papers.run import main
 from benchmarks.papers.runs import Contender, measure, steps_of
-from benchmarks.papers.table import PARTS, Row, page
+from benchmarks.papers.table import Row
 from benchmarks.training.throughput import UnequalWorkError
 from benchmarks.training.workloads import Case, ModelSpec
 
@@ -67,35 +66,6 @@ def test_contenders_are_held_to_equal_losses_and_then_timed_by_turns(monkeypatch
     stand_in(monkeypatch, {"mux": 2.0, "together": 2.1})
     with pytest.raises(UnequalWorkError, match=r"together has loss 2\.1, mux has 2\.0"):
         measure([ONE, OTHER], CASE, 1, Path("backbone"))
-
-
-def test_the_page_has_each_figure_next_to_the_papers_and_names_what_was_left_out() -> None:
-    row = Row("a", "M Fig. 14, pp2, uniform: against hf", "up to 2.33x", 1.5, "x", "mux 1.00 s; hf 1.50 s")
-    hardware = {"cpu": "a CPU", "cores": 2, "load_average": None}
-    found = {
-        "date": "today",
-        "commands": ["python -m benchmarks.papers --parts a --write"],
-        "hardware": hardware,
-        "versions": {"torch": "2"},
-        "settings": "small",
-        "rows": [asdict(row)],
-    }
-    text = page(found)
-    assert "python -m benchmarks.papers --parts a --write" in text
-    assert "| pp2, uniform: against hf | up to 2.33x | 1.50x |" in text
-    assert all(title in text.splitlines()[-1] for part, title in PARTS.items() if part != "a")
-
-
-def test_parts_that_are_run_again_take_the_place_of_theirs_where_settings_are_the_same() -> None:
-    rows = [{"part": "a", "own": 1.0}, {"part": "e", "own": 2.0}]
-    before = {"settings": "small", "commands": ["all"], "rows": rows, "seconds": {"a": 1, "e": 2}, "faults": {"e": "x"}}
-    found = {"settings": "small", "commands": ["part e"], "rows": [], "seconds": {}, "faults": {}}
-    other = {**found, "settings": "large", "commands": ["part e"], "rows": []}
-    keep_others(found, before, ["e"])
-    kept = {"commands": ["all", "part e"], "rows": rows[:1], "seconds": {"a": 1}, "faults": {}}
-    assert found == {"settings": "small", **kept}
-    keep_others(other, before, ["e"])
-    assert other["rows"] == []
 
 
 def test_a_part_that_fails_is_reported_and_the_others_run(

@@ -10,7 +10,6 @@ from typing import Any
 
 import pytest
 
-from benchmarks.processes.pipeline import figures
 from benchmarks.processes.pipeline_worker import SCHEDULES, drained_1f1b
 from peft_mux.scheduler.pipeline.simulator import simulate
 from tests.paths import ROOT
@@ -25,17 +24,6 @@ def test_one_task_after_another_fills_and_empties_the_pipeline_for_each(num_micr
     template = drained_1f1b(own)
     # 1F1B takes (C + S - 1) (f + b) for each task.
     assert simulate(template, own).makespan_s == pytest.approx(NUM_TASKS * 2 * (num_micro_batches + NUM_STAGES - 1))
-
-
-def test_ratios_are_medians_over_rounds_and_errors_are_signed() -> None:
-    planned = {"planned_passes_s": 1.0, "planned_steps_s": 2.0}
-    base = {"schedule": "drained", "num_micro_batches": 1, "passes_s": [4.0, 2.0, 3.0], "steps_s": [5.0] * 3, **planned}
-    row = {"schedule": "mux", "num_micro_batches": 1, "passes_s": [2.0, 2.0, 2.0], "steps_s": [2.5] * 3, **planned}
-    found = figures([row, base])[0]
-    assert found["faster_passes"] == 1.5
-    assert found["faster_steps"] == 2.0
-    assert found["passes_off"] == -0.5
-    assert found["steps_off"] == pytest.approx(-0.2)
 
 
 def stored(name: str, folder: Path, *options: str) -> Any:
@@ -58,7 +46,7 @@ def stored(name: str, folder: Path, *options: str) -> Any:
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_planners_own_plan_and_all_others_are_executed(tmp_path: Path) -> None:
     small = "--mixes 1 --steps 2 --rounds 1 --hidden-size 64 --layers 2 --profile-s 2".split()
     found = stored("exhaustive", tmp_path, "--layouts", "pp2", *small)["pp2"]
@@ -69,7 +57,7 @@ def test_the_planners_own_plan_and_all_others_are_executed(tmp_path: Path) -> No
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
+@pytest.mark.nightly
 def test_the_benchmark_measures_every_schedule_and_sends_what_the_closed_form_says(tmp_path: Path) -> None:
     options = ["--micro-batches", "1", "2", "--rounds", "1", "--layers", "2", "--tokens", "32"]
     rows = stored("pipeline", tmp_path, *options)["rows"]

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import random
-import statistics
 
 import pytest
 from hypothesis import given
@@ -17,7 +16,6 @@ from benchmarks.planner.subgraphs.schedule import (
     communication_busy_s,
     compute_busy_s,
     compute_stall_s,
-    launches_of,
     schedule,
     simulate_streams,
 )
@@ -48,15 +46,13 @@ def operator_graphs(draw: st.DrawFn) -> OperatorGraph:
     return OperatorGraph("h", ("t",), tuple(draw(st.permutations(operators))))
 
 
-def random_bucket(rng: random.Random, num_subgraphs: int, *, short_communication: bool = False) -> Graphs:
+def random_bucket(rng: random.Random, num_subgraphs: int) -> Graphs:
     num_htasks = rng.randint(2, 4)
     graphs = []
     for htask in range(num_htasks):
         graph = []
         for number in range(rng.randint(1, max(num_subgraphs // num_htasks, 1))):
             compute, sent = (rng.choice([rng.random(), rng.uniform(0, 10)]) for _ in range(2))
-            if short_communication:
-                compute, sent = rng.uniform(4, 12), rng.uniform(0, 4)
             before = tuple(f"h{htask}/s{other}" for other in range(number) if rng.random() < 0.6)
             graph.append(unit(f"s{number}", f"h{htask}", compute, sent * (rng.random() < 0.6), before))
         graphs.append(graph)
@@ -100,40 +96,6 @@ def naive_algorithm_1(graphs: Graphs) -> list[tuple[str, float]]:
     return order
 
 
-@pytest.mark.parametrize(
-    ("direction", "names"),
-    [
-        ("forward", ["layer0.output.all_reduce", "layer0.down.all_reduce"]),
-        ("backward", ["layer0.backward.gate_up.all_reduce", "layer0.backward.qkv.all_reduce"]),
-    ],
-)
-def test_a_layer_has_its_all_reduces_after_the_adds_of_the_partial_sums(direction: str, names: list[str]) -> None:
-    graph = a_layer(direction=direction)
-    sent = [operator for operator in graph.operators if operator.kind == "communication"]
-    assert [operator.name for operator in sent] == names
-    assert [operator.depends_on for operator in sent] == [(name.replace("all_reduce", "add"),) for name in names]
-    assert sum(operator.latency_s for operator in graph.operators) == 23 + 4 * 0.75 + 2 * 1.5
-
-
-def test_a_decoder_layer_is_cut_as_the_docstring_draws_it() -> None:
-    cut = segment(a_layer())
-    assert [(item.priority, [o.name.removeprefix("layer0.") for o in item.operators]) for item in cut] == [
-        (0, ["qkv"]),
-        (0, ["qkv.lora.t"]),
-        (1, ["qkv.add", "attention"]),
-        (2, ["output.lora.t"]),
-        (3, ["output", "output.add", "output.all_reduce"]),
-        (4, ["gate_up"]),
-        (4, ["gate_up.lora.t"]),
-        (5, ["gate_up.add"]),
-        (6, ["down.lora.t"]),
-        (7, ["down", "down.add", "down.all_reduce"]),
-    ]
-    output = cut[4]
-    assert (output.compute_s, output.communication_s, output.latency_s) == (2.25, 1.5, 3.75)
-    assert output.depends_on == ("h0/layer0.qkv.add", "h0/layer0.output.lora.t")
-
-
 @given(operator_graphs())
 def test_segments_hold_each_operator_once_and_keep_its_dependencies(graph: OperatorGraph) -> None:
     cut = segment(graph)
@@ -150,31 +112,6 @@ def test_segments_hold_each_operator_once_and_keep_its_dependencies(graph: Opera
         for operator in item.operators:
             for name in operator.depends_on:
                 assert name not in names or names.index(name) < names.index(operator.name)
-
-
-@given(operator_graphs())
-def test_segments_isolate_adapters_and_end_in_the_communication_of_their_operators(graph: OperatorGraph) -> None:
-    operators = {operator.name: operator for operator in graph.operators}
-    waits: dict[str, frozenset[str]] = {}
-    for name in graph.topological_order():
-        before = [waits[other] | ({other} & sent(operators)) for other in operators[name].depends_on]
-        waits[name] = frozenset().union(*before)
-    cut = segment(graph)
-    owner = {operator.name: item for item in cut for operator in item.operators}
-    for item in cut:
-        kinds = [operator.kind for operator in item.operators]
-        if "adapter" in kinds:
-            assert kinds == ["adapter"] + ["communication"] * (len(kinds) - 1)
-        computes = [operator.name for operator in item.operators if operator.kind == "compute"]
-        assert kinds[: len(computes)] == ["compute"] * len(computes) or "adapter" in kinds
-        assert len({waits[name] for name in computes}) <= 1, "one waits for a communication that others do not need"
-    for operator in graph.operators:
-        if operator.kind == "communication" and len(operator.depends_on) == 1:
-            assert owner[operator.name] is owner[operator.depends_on[0]]
-
-
-def sent(operators: dict[str, Operator]) -> frozenset[str]:
-    return frozenset(name for name, operator in operators.items() if operator.kind == "communication")
 
 
 @given(BUCKETS)
@@ -202,9 +139,7 @@ def test_no_stream_runs_two_things_at_once_and_nothing_starts_before_what_it_nee
     sent = [span for span in timeline.spans if span.end_s > span.communication_start_s]
     for first, second in itertools.pairwise(sent):
         assert first.end_s <= second.communication_start_s
-    total_s = sum(item.compute_s + item.communication_s for item in subgraphs.values())
     assert timeline.makespan_s == max(span.end_s for span in timeline.spans)
-    assert slowdown or timeline.makespan_s <= total_s + 1e-9, "one of the streams is always busy"
     assert slowdown or compute_busy_s(timeline) == pytest.approx(sum(item.compute_s for item in subgraphs.values()))
 
 
@@ -224,41 +159,6 @@ def test_communication_of_equal_htasks_is_hidden_except_at_the_end(
     assert communication_busy_s(timeline) == pytest.approx(num_htasks * 4 * all_reduce)
 
 
-def permuted_best_s(graphs: Graphs) -> float:
-    """The shortest makespan over all permutations that keep the dependencies."""
-    items = [item for graph in graphs for item in graph]
-    best_s = float("inf")
-    for order in itertools.permutations(items):
-        seen: set[str] = set()
-        if all(seen.issuperset(item.depends_on) and not seen.add(item.key) for item in order):
-            best_s = min(best_s, simulate_streams(launches_of(order), graphs).makespan_s)
-    return best_s
-
-
-@given(st.integers(0, 10**9))
-def test_the_exhaustive_search_finds_the_best_of_all_permutations(seed: int) -> None:
-    graphs = random_bucket(random.Random(seed), 6)
-    launches, best_s = best_schedule(graphs)
-    assert best_s == pytest.approx(permuted_best_s(graphs))
-    assert simulate_streams(launches, graphs).makespan_s == pytest.approx(best_s)
-
-
 @given(BUCKETS)
 def test_algorithm_1_takes_at_most_twice_as_long_as_the_best_order(graphs: Graphs) -> None:
     assert simulate_streams(schedule(graphs), graphs).makespan_s <= 2 * best_schedule(graphs)[1] + 1e-9
-
-
-def test_the_bound_of_two_is_tight() -> None:
-    graphs = [[unit("compute", "h0", 1.0)], [unit("send", "h1", 0.0, 0.999)]]
-    assert simulate_streams(schedule(graphs), graphs).makespan_s == pytest.approx(1.999)
-    assert best_schedule(graphs)[1] == 1.0
-
-
-def test_algorithm_1_is_near_the_best_order_where_communication_is_shorter_than_compute() -> None:
-    ratios = []
-    for seed in range(50):
-        graphs = random_bucket(random.Random(seed), 8, short_communication=True)
-        ratios.append(simulate_streams(schedule(graphs), graphs).makespan_s / best_schedule(graphs)[1])
-    assert min(ratios) >= 1 - 1e-12
-    assert statistics.median(ratios) < 1.02
-    assert max(ratios) < 1.35
