@@ -88,7 +88,6 @@ CLASSIFYING = {
     "GPT2": _classifier(backbones.classifier_of("gpt2"), SEQ),
     "Bert, tokens": _classifier(backbones.tagger_of("bert", **backbones.NO_BERT_DROPOUT), TOKEN),
     "Llama, tokens": _classifier(backbones.tagger_of("llama"), TOKEN),
-    "GPT2, tokens": _classifier(backbones.tagger_of("gpt2"), TOKEN),
 }
 CASES = {"language": LANGUAGE, **CLASSIFYING}
 """Backbones by name."""

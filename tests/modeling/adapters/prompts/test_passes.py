@@ -16,18 +16,13 @@ from peft_mux.data.batch import MuxBatch, chains_of
 from peft_mux.engine.executor import Executor
 from peft_mux.errors import ConfigError, UnsupportedModelError
 from tests.invariants.mux_lab import relative, tiny_llama
-from tests.modeling.adapters.passes import Judges, assert_as_plain, assert_nan_stays, judges_of, moved, plain
+from tests.modeling.adapters.passes import Judges, assert_as_plain, assert_nan_stays, gradients_of, judges_of, moved
 from tests.modeling.adapters.prompts import prompt_cases as prompts
 from tests.modeling.attention.kernel_cases import one_call
 
 ALL = prompts.LANGUAGE.forms
 # Positions, windows, soft-caps and scaled embeddings are the backbone's own.
 SPEAKING = {name: prompts.speaking(name) for name in ("Qwen3", "Mistral", "Gemma2", "GPT2", "OPT")}
-
-
-def gradients(model: MultiTaskPeftModel, form: str) -> dict[str, torch.Tensor]:
-    found = {key: item.grad for key, item in model.task_parameters(form).items()}
-    return {key: grad.detach().clone() for key, grad in found.items() if grad is not None}
 
 
 def judges_for(model: MultiTaskPeftModel, case: prompts.Case) -> Judges:
@@ -66,16 +61,13 @@ def test_logits_of_a_stream_and_of_a_view_are_plain_pefts_in_a_padded_batch(case
 @pytest.mark.parametrize("form", prompts.PROMPTS)
 def test_a_prompt_may_be_the_only_task_and_come_before_or_after_lora(form: str) -> None:
     rows = {name: prompts.rows_of(name) for name in (form, "lora")}
-    first, last = prompts.mux(form, "lora"), prompts.mux("lora", form)
-    alone = prompts.mux(form)
+    alone, first, last = prompts.mux(form), prompts.mux(form, "lora"), prompts.mux("lora", form)
     wanted = alone(prompts.packed(alone, {form: rows[form]})).losses[0].item()
     for model in (first, last):
-        losses = model(prompts.packed(model, rows)).losses
-        assert math.isclose(losses[0].item(), wanted, rel_tol=1e-6)
+        assert math.isclose(model(prompts.packed(model, rows)).losses[0].item(), wanted, rel_tol=1e-6)
     last.remove_tasks(["lora"])
     assert math.isclose(last(prompts.packed(last, {form: rows[form]})).losses[0].item(), wanted, rel_tol=1e-6)
     first.remove_tasks([form])
-    assert form not in first.tasks
     assert not [name for name, _ in first.named_parameters() if "prompt_encoder" in name], "nothing of it is left"
     assert first(prompts.packed(first, {"lora": rows["lora"]})).losses.isfinite().all()
 
@@ -87,8 +79,6 @@ def test_a_prompt_that_is_nan_reaches_no_other_task(broken: str) -> None:
 
 
 # ------------------------------------------------------------- how rows are laid out
-
-WINDOWS = pytest.mark.parametrize("case", [prompts.LANGUAGE, SPEAKING["Mistral"]], ids=["no window", "window"])
 
 
 def run_step(model: MultiTaskPeftModel, micro_batches: list[MuxBatch]) -> dict[str, float]:
@@ -110,39 +100,39 @@ def whole_step(
 
 
 def assert_same_step(first: MultiTaskPeftModel, second: MultiTaskPeftModel, tolerance: float) -> None:
-    for form in first.tasks:
-        theirs = gradients(second, form)
-        for key, grad in gradients(first, form).items():
-            assert relative(grad, theirs[key]) <= tolerance, f"{form} {key}"
+    theirs = gradients_of(second)
+    for key, gradient in gradients_of(first).items():
+        assert relative(gradient, theirs[key]) <= tolerance, key
 
 
-@WINDOWS
-def test_long_rows_in_parts_give_what_whole_ones_give(case: prompts.Case) -> None:
-    forms = ("prompt", "mlp", "cpt", "prefix", "projected", "lora")
-    rows = {form: prompts.rows_of(form, count=2, low=18, high=45) for form in forms}
+LONG = {"count": 2, "low": 18, "high": 45}
+KINDS_OF_ROWS = ("prompt", "mlp", "cpt", "prefix", "projected", "lora")
+
+
+@pytest.mark.parametrize(
+    ("forms", "case", "lengths", "options"),
+    [
+        (KINDS_OF_ROWS, prompts.LANGUAGE, LONG, {"split_long_sequences": True}),
+        (KINDS_OF_ROWS, SPEAKING["Mistral"], LONG, {"split_long_sequences": True}),
+        # A row is cut amid its virtual tokens.
+        (
+            ("cpt",),
+            prompts.LANGUAGE,
+            {"count": 2, "low": 9, "high": 10},
+            {"split_long_sequences": True, "chunk_size": 4, "max_tokens": 4},
+        ),
+        (ALL, prompts.LANGUAGE, {}, {"pad_to_chunks": True, "max_tokens": 48}),
+    ],
+    ids=["long rows in parts", "in parts with a window", "virtual tokens in parts", "padded micro-batches"],
+)
+def test_how_rows_are_laid_out_changes_nothing(
+    forms: tuple[str, ...], case: prompts.Case, lengths: dict[str, int], options: dict[str, Any]
+) -> None:
+    rows = {form: prompts.rows_of(form, **lengths) for form in forms}
     wanted, whole = whole_step(rows, case)
     model = prompts.mux(*forms, case=case)
-    micro_batches = prompts.streams(model, rows, split_long_sequences=True)
-    assert any(batch.has_more for batch in micro_batches)
-    assert run_step(model, micro_batches) == pytest.approx(wanted, rel=1e-5)
-    assert_same_step(model, whole, 1e-4)
-
-
-def test_a_row_that_is_cut_amid_its_virtual_tokens_gives_what_a_whole_one_gives() -> None:
-    rows = {"cpt": prompts.rows_of("cpt", count=2, low=9, high=10)}
-    wanted, whole = whole_step(rows)
-    model = prompts.mux("cpt")
-    micro_batches = prompts.streams(model, rows, split_long_sequences=True, chunk_size=4, max_tokens=4)
-    assert len(micro_batches[0].labels[0]) == 4 < model.peft_config[model.adapter_of("cpt")].num_virtual_tokens
-    assert run_step(model, micro_batches) == pytest.approx(wanted, rel=1e-5)
-    assert_same_step(model, whole, 1e-4)
-
-
-def test_padding_to_chunks_and_micro_batches_change_nothing() -> None:
-    rows = {form: prompts.rows_of(form) for form in ALL}
-    wanted, whole = whole_step(rows)
-    model = prompts.mux(*ALL)
-    micro_batches = prompts.streams(model, rows, pad_to_chunks=True, max_tokens=48)
+    micro_batches = prompts.streams(model, rows, **options)
+    assert any(batch.has_more for batch in micro_batches) == ("split_long_sequences" in options)
     assert len(micro_batches) > 2
     assert run_step(model, micro_batches) == pytest.approx(wanted, rel=1e-5)
     assert_same_step(model, whole, 1e-4)
@@ -158,19 +148,14 @@ def test_a_stream_of_some_tasks_keeps_their_virtual_tokens() -> None:
 
 
 def test_recomputed_activations_read_the_prompts_of_their_pass() -> None:
-    forms = ("prompt", "mlp", "cpt", "prefix", "projected", "lora")
-    rows = {form: prompts.rows_of(form) for form in forms}
+    rows = {form: prompts.rows_of(form) for form in KINDS_OF_ROWS}
     wanted, whole = whole_step(rows)
-    model = prompts.mux(*forms)
+    model = prompts.mux(*rows)
     model.gradient_checkpointing_enable()
     # PEFT alone refuses prefixes with checkpointing, whose cache would be written twice.
     model.register_tasks({"late": prompts.config_of("prefix")})
-    losses = model.train()(prompts.packed(model, rows)).losses
-    losses.sum().backward()
-    assert dict(zip(rows, losses.tolist(), strict=True)) == pytest.approx(wanted, rel=1e-6)
-    for form in forms:
-        theirs = gradients(whole, form)
-        assert all(relative(grad, theirs[key]) <= 1e-6 for key, grad in gradients(model, form).items()), form
+    assert run_step(model.train(), [prompts.packed(model, rows)]) == pytest.approx(wanted, rel=1e-6)
+    assert_same_step(whole, model, 1e-6)
 
 
 def test_attention_dropout_of_a_prefix_draws_by_place_and_key_alone_together_and_in_parts() -> None:
@@ -191,12 +176,11 @@ def test_attention_dropout_of_a_prefix_draws_by_place_and_key_alone_together_and
     assert abs(alone.eval()(prompts.packed(alone, {"prefix": rows["prefix"]})).losses[0].item() - by_itself) > 1e-4
 
 
-@WINDOWS
+@pytest.mark.parametrize("case", [prompts.LANGUAGE, SPEAKING["Mistral"]], ids=["no window", "window"])
 def test_a_kernel_for_varying_lengths_gets_the_keys_of_prefixes(
     case: prompts.Case, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    forms = ("prefix", "lora", "projected")
-    rows = {form: prompts.rows_of(form, count=2, low=18, high=45) for form in forms}
+    rows = {form: prompts.rows_of(form, **LONG) for form in ("prefix", "lora", "projected")}
     wanted, whole = whole_step(rows, case)
     calls = one_call(monkeypatch)
     found, model = whole_step(rows, case)
@@ -205,11 +189,6 @@ def test_a_kernel_for_varying_lengths_gets_the_keys_of_prefixes(
     lengths = [len(row.ids) for own in rows.values() for row in own]
     keys = [length + extra for length, extra in zip(lengths, (5, 5, 0, 0, 2, 2), strict=True)]
     assert calls[0][:2] == (lengths, keys)
-    in_parts = prompts.mux(*forms, case=case)
-    assert run_step(in_parts, prompts.streams(in_parts, rows, split_long_sequences=True)) == pytest.approx(
-        wanted, rel=1e-5
-    )
-    assert_same_step(in_parts, whole, 1e-4)
 
 
 def test_a_kernel_for_varying_lengths_gets_the_keys_of_an_encoders_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -223,19 +202,14 @@ def test_a_kernel_for_varying_lengths_gets_the_keys_of_an_encoders_prefixes(monk
     assert (*calls[0][:2], calls[0][-1]) == (lengths, keys, (-1, -1)), "every token sees all keys"
 
 
-def test_in_half_precision_a_prompt_is_as_near_to_float32_as_plain_peft_is() -> None:
-    for form in ("prompt", "mlp", "prefix"):
-        rows = {form: prompts.rows_of(form)}
-        exact, _ = whole_step(rows)
-        ours, _ = whole_step(rows, prompts.Case(lambda: tiny_llama().bfloat16()))
-        judge, _ = plain(prompts.config_of(form), len(form), lambda: tiny_llama().bfloat16())
-        theirs = prompts.prompt_loss(judge, rows[form]).item()
-        assert abs(ours[form] - exact[form]) <= 2 * abs(theirs - exact[form]) + 1e-2 * exact[form]
-        with torch.autocast("cpu", torch.bfloat16):
-            model = prompts.mux(form)
-            loss = model(prompts.packed(model, rows)).losses
-            loss.sum().backward()
-        assert loss.item() == pytest.approx(exact[form], rel=1e-2)
+def test_in_half_precision_and_under_autocast_a_prompt_stays_near_float32() -> None:
+    rows = {form: prompts.rows_of(form) for form in ("prompt", "mlp", "prefix")}
+    exact, _ = whole_step(rows)
+    halved, _ = whole_step(rows, prompts.Case(lambda: tiny_llama().bfloat16()))
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded, _ = whole_step(rows)
+    assert halved == pytest.approx(exact, rel=2e-2)
+    assert rounded == pytest.approx(exact, rel=2e-2)
 
 
 # ------------------------------------------------------------------- what is refused
@@ -248,33 +222,22 @@ def collated(rows: dict[str, list[prompts.Row]], **options: Any) -> MuxBatch:
 
 def test_rows_without_the_virtual_tokens_of_their_task_are_refused_by_name() -> None:
     model = prompts.mux("prompt", "lora")
-    rows = {"prompt": prompts.rows_of("prompt"), "lora": prompts.rows_of("lora")}
-    bare = collated(rows)
-    with pytest.raises(
-        ConfigError, match='prompt" must have rows with 3 virtual tokens, as many as its prompt has in this pass, got 0'
+    rows = {form: prompts.rows_of(form) for form in ("prompt", "lora")}
+    full = replace(prompts.packed(model, rows), virtual_tokens=(3, 3))
+    for batch, said in (
+        (collated(rows), 'prompt" must have rows with 3 virtual tokens, as many as its prompt has in this pass, got 0'),
+        (full, 'lora" must have rows with 0 virtual tokens, as many as its prompt has in this pass, got 3'),
     ):
-        model(bare)
-    full = prompts.packed(model, rows)
-    with pytest.raises(
-        ConfigError, match='lora" must have rows with 0 virtual tokens, as many as its prompt has in this pass, got 3'
-    ):
-        model(replace(full, virtual_tokens=(3, 3)))
+        with pytest.raises(ConfigError, match=said):
+            model(batch)
 
 
 def test_switched_off_prompts_leave_the_backbone_alone() -> None:
-    model = prompts.mux("prompt", "lora", "prefix").eval()
-    with torch.no_grad():
-        for form in model.tasks:
-            for item in model.task_parameters(form).values():
-                item.add_(1.0)
+    model = moved(prompts.mux("prompt", "lora", "prefix")).eval()
     rows = {form: prompts.rows_of(form) for form in model.tasks}
-    bare = collated(rows)
     with model.without_adapters(), torch.no_grad():
-        found = model.sequence_logits(bare)
-        with pytest.raises(
-            ConfigError,
-            match='task "prompt" must have rows with 0 virtual tokens, as many as its prompt has in this pass, got 3',
-        ):
+        found = model.sequence_logits(collated(rows))
+        with pytest.raises(ConfigError, match='task "prompt" must have rows with 0 virtual tokens'):
             model(prompts.packed(model, rows))
     backbone = tiny_llama().eval()
     for logits, row in zip(found, [row for own in rows.values() for row in own], strict=True):
@@ -282,22 +245,15 @@ def test_switched_off_prompts_leave_the_backbone_alone() -> None:
             wanted = backbone(input_ids=torch.tensor([row.ids])).logits[0]
         torch.testing.assert_close(logits, wanted, rtol=1e-4, atol=1e-5)
     assert all(item.requires_grad for form in model.tasks for item in model.task_parameters(form).values())
-    assert model(prompts.packed(model, rows)).losses.isfinite().all()
 
 
 def test_layers_with_other_heads_than_a_prefix_are_refused_by_name() -> None:
     model = prompts.mux("prefix")
     attention: Any = model.backbone.model.layers[1].self_attn
-    attention.layer_idx = None
-    with pytest.raises(UnsupportedModelError, match=r"layer number None, for which a prefix has no keys"):
-        model(prompts.packed(model, {"prefix": prompts.rows_of("prefix")}))
-    attention.layer_idx = 1
     for name in ("k_proj", "v_proj"):
         setattr(attention, name, nn.Linear(32, 8))
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"LlamaAttention \(layer 1\) must have the heads of the configuration, 2 of 8 channels, got 1 of 8",
-    ):
+    said = r"LlamaAttention \(layer 1\) must have the heads of the configuration, 2 of 8 channels, got 1 of 8"
+    with pytest.raises(UnsupportedModelError, match=said):
         model(prompts.packed(model, {"prefix": prompts.rows_of("prefix")}))
 
 
