@@ -12,27 +12,13 @@ The rules are those of `CUDACachingAllocator.cpp` with its default settings, for
 
 from __future__ import annotations
 
-from bisect import bisect_left, insort
 from collections.abc import Iterable
-from dataclasses import dataclass
 
 _SMALL, _SMALL_SEGMENT, _LARGE_SEGMENT, _OWN_SEGMENT, _ROUND = 2**20, 2 * 2**20, 20 * 2**20, 10 * 2**20, 2 * 2**20
 
 
 class OutOfMemory(Exception):
     """The card has no room for a new segment."""
-
-
-@dataclass(eq=False)
-class _Block:
-    """A part of a segment, between its neighbours in the same segment."""
-
-    address: int
-    num_bytes: int
-    is_small: bool
-    is_free: bool = False
-    before: _Block | None = None
-    after: _Block | None = None
 
 
 History = Iterable[tuple[int, int]]
@@ -61,68 +47,42 @@ def reserved_bytes(history: History, card_bytes: int) -> int:
     Raises:
         OutOfMemory: if an allocation does not fit.
     """
-    free: dict[bool, list[tuple[int, int, _Block]]] = {True: [], False: []}
-    used: dict[int, _Block] = {}
+    holes: dict[bool, dict[int, int]] = {True: {}, False: {}}  # bytes by address, of the small and of the large pool
+    used: dict[int, tuple[int, int, bool]] = {}
+    segments: dict[int, int] = {}  # bytes by address
     held = most = next_address = 0
-
-    def put(block: _Block) -> None:
-        block.is_free = True
-        insort(free[block.is_small], (block.num_bytes, block.address, block))
-
-    def take(block: _Block) -> None:
-        block.is_free = False
-        blocks = free[block.is_small]
-        del blocks[bisect_left(blocks, (block.num_bytes, block.address))]
-
     for number, num_bytes in history:
         if num_bytes == 0:
-            if (block := used.pop(number, None)) is None:  # has no bytes
-                continue
-            for other in (block.before, block.after):
-                if other is None or not other.is_free:
-                    continue
-                take(other)
-                block.num_bytes += other.num_bytes
-                if other is block.before:
-                    block.address = other.address
-                    block.before = other.before
-                    if block.before is not None:
-                        block.before.after = block
-                else:
-                    block.after = other.after
-                    if block.after is not None:
-                        block.after.before = block
-            put(block)
+            if number in used:  # a tensor without bytes is not
+                address, size, is_small = used.pop(number)
+                pool = holes[is_small]
+                size += pool.pop(address + size, 0)
+                for before in [start for start in pool if start + pool[start] == address]:
+                    address, size = before, size + pool.pop(before)
+                pool[address] = size
             continue
         size = -(-num_bytes // 512) * 512
         is_small = size <= _SMALL
-        blocks = free[is_small]
-        index = bisect_left(blocks, (size, 0))
-        if index < len(blocks):
-            block = blocks[index][-1]
-            take(block)
+        pool = holes[is_small]
+        if fits := [(room, address) for address, room in pool.items() if room >= size]:
+            room, address = min(fits)
+            del pool[address]
         else:
-            segment = _SMALL_SEGMENT if is_small else _LARGE_SEGMENT
-            if size >= _OWN_SEGMENT:
-                segment = -(-size // _ROUND) * _ROUND
-            if held + segment > card_bytes:
-                for pool in free.values():
-                    for unused in [block for *_, block in pool if block.before is None and block.after is None]:
-                        take(unused)
-                        held -= unused.num_bytes
-            if held + segment > card_bytes:
+            own = -(-size // _ROUND) * _ROUND if size >= _OWN_SEGMENT else _LARGE_SEGMENT
+            room, address = _SMALL_SEGMENT if is_small else own, next_address
+            if held + room > card_bytes:
+                for free in holes.values():
+                    for unused in [start for start in free if free[start] == segments.get(start)]:
+                        held -= segments.pop(unused)
+                        del free[unused]
+            if held + room > card_bytes:
                 raise OutOfMemory(f"{size:,} bytes do not fit beside {held:,} of {card_bytes:,}")
-            held += segment
+            held += room
             most = max(most, held)
-            block = _Block(next_address, segment, is_small)
-            next_address += segment
-        rest = block.num_bytes - size
-        if rest >= 512 if is_small else rest > _SMALL:
-            block.num_bytes = size
-            behind = _Block(block.address + size, rest, is_small, before=block, after=block.after)
-            if block.after is not None:
-                block.after.before = behind
-            block.after = behind
-            put(behind)
-        used[number] = block
+            segments[address] = room
+            next_address += room + 512  # blocks of two segments are never neighbours
+        if room - size >= 512 if is_small else room - size > _SMALL:
+            pool[address + size] = room - size
+            room = size
+        used[number] = address, room, is_small
     return most

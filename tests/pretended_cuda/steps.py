@@ -6,7 +6,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from types import SimpleNamespace
 from typing import Any
 from unittest import mock
@@ -73,65 +73,44 @@ class Case:
     has_driver: bool = True
 
 
-@dataclass
-class Seen:
-    """What was seen of a case.
-
-    Attributes:
-        steps: optimizer steps that each task has taken.
-        num_passes: micro-batches of a step.
-        pass_waits: waits within passes.
-        step_waits: waits in the update after them, by step.
-        blocking_copies: copies that held the host up, by where they were asked for.
-        unsafe: what was done under capture that no graph can repeat.
-        num_captures: number of captured passes.
-        attention: calls of torch's attention operators.
-        launches: launches of each kernel in passes and updates.
-        signatures: the variants that would have been compiled.
-        said: warnings.
-        rows_left_out: rows for which products with frozen weights were not made in backward passes.
-    """
-
-    steps: dict[str, int] = field(default_factory=dict)
-    num_passes: int = 0
-    pass_waits: dict[str, int] = field(default_factory=dict)
-    step_waits: list[dict[str, int]] = field(default_factory=list)
-    blocking_copies: dict[str, int] = field(default_factory=dict)
-    unsafe: dict[str, int] = field(default_factory=dict)
-    num_captures: int = 0
-    attention: dict[str, int] = field(default_factory=dict)
-    launches: dict[str, int] = field(default_factory=dict)
-    signatures: list[Any] = field(default_factory=list)
-    said: list[str] = field(default_factory=list)
-    rows_left_out: int = 0
-
-
 def train(**fields: Any) -> dict[str, Any]:
-    """Train a case, given by its fields, for a few steps, and return what was seen."""
+    """Train a case, given by its fields, for a few steps, and return what was seen.
+
+    Returns:
+        `steps` that each task has taken; `num_passes`, the micro-batches of a step; `pass_waits`, waits within passes,
+        and `step_waits`, those in the update after them, by step; `blocking_copies`, which held the host up, by place;
+        `unsafe`, what was done under capture that no graph can repeat; `num_captures`; `attention`, calls of torch's
+        attention operators; `launches` of each kernel in passes and updates; `signatures`, the variants that would have
+        been compiled; `said`, the warnings; `rows_left_out`, rows for which products with frozen weights were not made
+        in backward passes.
+    """
     case = Case(**fields)
     forget_the_last_card()
     device = PretendedCuda(case.name, tuple(case.capability), has_driver=case.has_driver)
-    seen = Seen()
+    rows_left_out: list[int] = []
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         batches = [_batches(case, step) for step in range(NUM_STEPS)]
-        with device.present(), _counting_rows(seen):
-            model = _model(case)
-            _train(case, model, device, batches, seen)
-    seen.attention, seen.launches = dict(device.attention), dict(device.launches.counts)
-    seen.blocking_copies, seen.unsafe = dict(device.blocking_copies), dict(device.unsafe)
-    seen.signatures = list(device.launches.signatures)
-    seen.said = list(dict.fromkeys(str(warning.message) for warning in said))
-    return asdict(seen)
+        with device.present(), _counting(rows_left_out):
+            seen = _train(case, _model(case), device, batches)
+    return seen | {
+        "attention": dict(device.attention),
+        "launches": dict(device.launches.counts),
+        "blocking_copies": dict(device.blocking_copies),
+        "unsafe": dict(device.unsafe),
+        "signatures": list(device.launches.signatures),
+        "said": list(dict.fromkeys(str(warning.message) for warning in said)),
+        "rows_left_out": sum(rows_left_out),
+    }
 
 
 @contextmanager
-def _counting_rows(seen: Seen) -> Iterator[None]:
+def _counting(rows_left_out: list[int]) -> Iterator[None]:
     plain = Base.add_input_gradient
 
     def counted(base: Base, dx_TD: torch.Tensor, dy_TK: torch.Tensor) -> None:
         made = len(dx_TD) if base.needed is None else sum(end - start for start, end in base.needed)
-        seen.rows_left_out += len(dx_TD) - made
+        rows_left_out.append(len(dx_TD) - made)
         plain(base, dx_TD, dy_TK)
 
     with mock.patch.object(Base, "add_input_gradient", counted):
@@ -165,14 +144,8 @@ def _model(case: Case) -> MultiTaskPeftModel:
 
 
 def _adapters(case: Case) -> dict[str, Any]:
-    return dict(
-        backbones.adapters(
-            case.architecture,
-            adapts_head=case.adapts_head,
-            has_bottlenecks=case.has_bottlenecks,
-            has_upper=case.has_upper,
-        )
-    )
+    kinds = {"adapts_head": case.adapts_head, "has_bottlenecks": case.has_bottlenecks, "has_upper": case.has_upper}
+    return dict(backbones.adapters(case.architecture, **kinds))
 
 
 def _batches(case: Case, step: int) -> list[TaskBatch]:
@@ -203,26 +176,32 @@ def _streams(case: Case, batches: list[TaskBatch]) -> tuple[MuxBatch, ...]:
 
 
 def _train(
-    case: Case, model: MultiTaskPeftModel, device: PretendedCuda, batches: list[list[TaskBatch]], seen: Seen
-) -> None:
+    case: Case, model: MultiTaskPeftModel, device: PretendedCuda, batches: list[list[TaskBatch]]
+) -> dict[str, Any]:
     executor = Executor(model, bf16=case.autocast)
     if case.captured:
         executor.captured = CapturedPasses(model, executor.precision, make_graph=lambda: Graph(device))
     table = TaskTable(_task_runs(case, model))
     availability.runs_kernels(model.device)  # as the packing probe does
     device.forget()  # what loading and moving did
+    pass_waits: dict[str, int] = {}
+    step_waits: list[dict[str, int]] = []
     for own in batches:
         streams = _streams(case, own)
         result = executor.run(StepWork(tuple(model.tasks), streams, {batch.task: batch.num_tokens for batch in own}))
-        seen.num_passes = len(streams)
-        seen.pass_waits.update(device.waits)
+        pass_waits.update(device.waits)
         device.waits.clear()
         _check_gradients(model)
         table.apply(result)
-        seen.step_waits.append(dict(device.waits))
+        step_waits.append(dict(device.waits))
         device.waits.clear()
-    seen.steps = {task.name: task.step for task in table}
-    seen.num_captures = 0 if executor.captured is None else executor.captured.num_captures
+    return {
+        "steps": {task.name: task.step for task in table},
+        "num_passes": len(streams),
+        "pass_waits": pass_waits,
+        "step_waits": step_waits,
+        "num_captures": 0 if executor.captured is None else executor.captured.num_captures,
+    }
 
 
 def _check_gradients(model: MultiTaskPeftModel) -> None:
@@ -235,33 +214,26 @@ def _check_gradients(model: MultiTaskPeftModel) -> None:
 def _task_runs(case: Case, model: MultiTaskPeftModel) -> list[TaskRun]:
     with tempfile.TemporaryDirectory() as folder:
         args = MultiTaskTrainingArguments(output_dir=folder, use_cpu=True, report_to=[])
-    return [_task_run(case, name, model, args) for name in model.tasks]
-
-
-def _task_run(case: Case, name: str, model: MultiTaskPeftModel, args: MultiTaskTrainingArguments) -> TaskRun:
-    row = {"input_ids": [1, 2], "labels": [1, 2]}
-    task = Task(
-        name=name,
-        peft_config=_adapters(case)[name],
-        train_dataset=[row],
-        learning_rate=1e-3,
-        max_steps=5,
-        optim=case.optim,
-        train_batch_size=1,
-    )
-    (resolved,), slab = resolve_tasks([task], args), model.registry.slab_of(name)
-    hyper = resolved.hyper
-    return TaskRun(
-        resolved=resolved,
-        loader=SimpleNamespace(steps_per_epoch=10),
-        eval_data=None,
-        num_steps=5,
-        state=TrainerState(),
-        best=BestMetric(task, hyper),
-        status=TaskStatus.RUNNING,
-        optimizer=TaskOptimizer(name, model.task_parameters(name), hyper, 5, args, slab),
-        last_good=LastFiniteWeights({str(index): page.values for index, page in enumerate(slab.pages)}),
-    )
+    runs = []
+    for name, config in _adapters(case).items():
+        settings: dict[str, Any] = {"learning_rate": 1e-3, "max_steps": 5, "optim": case.optim, "train_batch_size": 1}
+        task = Task(name=name, peft_config=config, train_dataset=[{"input_ids": [1, 2], "labels": [1, 2]}], **settings)
+        (resolved,), slab = resolve_tasks([task], args), model.registry.slab_of(name)
+        optimizer = TaskOptimizer(name, model.task_parameters(name), resolved.hyper, 5, args, slab)
+        runs.append(
+            TaskRun(
+                resolved=resolved,
+                loader=SimpleNamespace(steps_per_epoch=10),
+                eval_data=None,
+                num_steps=5,
+                state=TrainerState(),
+                best=BestMetric(task, resolved.hyper),
+                status=TaskStatus.RUNNING,
+                optimizer=optimizer,
+                last_good=LastFiniteWeights({str(index): page.values for index, page in enumerate(slab.pages)}),
+            )
+        )
+    return runs
 
 
 class Graph:

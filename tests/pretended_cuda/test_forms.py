@@ -1,9 +1,4 @@
-"""Forms of training on the pretended device: chains, adapted heads, captured passes, old cards, other optimizers.
-
-Before that packing is proven, on the device and by the kernels that a run will train with, not on the CPU. What
-`test_architectures.py` asks of every architecture in every form is asked of the one here whose layers lie the other way
-round, in the form that Trainer makes of a backbone that is given as an object, where the most can go wrong.
-"""
+"""Forms of training on the pretended device: architectures, dtypes, chains, captured passes, old cards, optimizers."""
 
 from __future__ import annotations
 
@@ -12,23 +7,15 @@ from typing import Any
 
 import pytest
 
-from tests.pretended_cuda.checks import (
-    VARLEN,
-    assert_as_promised,
-    assert_nothing_waits,
-    assert_trained,
-    seen_of,
-    slower_attention,
-)
+from tests.pretended_cuda.checks import assert_on_kernels, assert_trains_without_waiting, seen_of
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = pytest.mark.timeout(900)  # of seconds on an idle machine; a busy one takes longer
 CASES: dict[str, dict[str, Any]] = {
     "plain": {},
-    "chains": {"has_chains": True},
-    "adapted head": {"adapts_head": True},
-    "captured": {"captured": True},
+    # Layers that lie the other way round, in the form that Trainer makes of a backbone that is given as an object.
+    "gpt2": {"architecture": "gpt2", "dtype": "fp32", "autocast": True},
+    "chains and an adapted head": {"has_chains": True, "adapts_head": True},
     "captured under autocast": {"captured": True, "dtype": "fp32", "autocast": True},
-    "upper layers": {"has_upper": True},
     "upper layers, recomputed": {"has_upper": True, "checkpointing": True},
     "upper layers, captured": {"has_upper": True, "captured": True},
     "bottlenecks": {"has_bottlenecks": True},
@@ -37,55 +24,45 @@ CASES: dict[str, dict[str, Any]] = {
     "no driver, plain AdamW": {"has_driver": False, "optim": "adamw_torch"},
     "SGD": {"optim": "sgd"},
 }
-LOADS: dict[str, dict[str, Any]] = {
-    "fp32 under autocast": {"architecture": "llama", "dtype": "fp32", "bf16": True},
-    "bf16, already multiplexed": {"architecture": "llama", "dtype": "bf16", "bf16": False, "is_held_by_user": True},
+ARCHITECTURES = ("llama", "qwen2", "qwen3", "mistral", "phi3", "gemma2", "gemma3", "gpt2", "opt", "bert")
+DTYPES: dict[str, dict[str, Any]] = {
+    "bf16": {"dtype": "bf16"},
+    "fp16": {"dtype": "fp16"},
+    "fp32": {"dtype": "fp32"},
+    "fp32 under autocast": {"dtype": "fp32", "autocast": True},
+    "checkpointing": {"dtype": "bf16", "checkpointing": True},
 }
 Found = dict[str, dict[str, Any]]
 
 
+@pytest.mark.nightly
+@pytest.mark.parametrize("form", DTYPES)
+def test_ten_architectures_train_without_waiting_in_every_dtype(run_cases: Callable[..., Found], form: str) -> None:
+    found = run_cases({name: {"architecture": name, **DTYPES[form]} for name in ARCHITECTURES})
+    for name in ARCHITECTURES:
+        reason = "scores are soft-capped" if name == "gemma2" else None
+        if form == "fp32":
+            reason = "the kernel computes in bf16 or fp16, not in float32"
+        assert_trains_without_waiting(seen_of(found, name), reason)
+        assert_on_kernels(seen_of(found, name))
+
+
 @pytest.fixture(scope="module")
 def found(run_cases: Callable[..., Found]) -> Found:
-    loads = {f"load, {name}": {**fields, "kind": "load"} for name, fields in LOADS.items()}
-    return run_cases({**CASES, **loads, "gpt2": {"architecture": "gpt2", "dtype": "fp32", "autocast": True}})
+    return run_cases(CASES)
 
 
-@pytest.mark.parametrize("name", LOADS)
-def test_packing_is_proven_where_and_in_which_precision_it_will_train(found: Found, name: str) -> None:
-    seen = seen_of(found, f"load, {name}")
-    built_by_user = [["cpu", "torch.bfloat16"]] if "already multiplexed" in name else []
-    assert seen["probes"] == [*built_by_user, ["cuda", "torch.bfloat16"]]
-    assert seen["device"] == "cuda"
-
-
-@pytest.mark.parametrize("name", LOADS)
-def test_the_proof_goes_through_flash_attention_and_the_kernels(found: Found, name: str) -> None:
-    seen = seen_of(found, f"load, {name}")
-    # Two layers, packed without and with adapters; then the last of them, for all rows and for some.
-    assert seen["attention"][VARLEN] == 6
-    assert seen["launches"]["shrink_kernel"] > 0
-    assert seen["launches"]["expand_kernel"] > 0
-
-
-def test_an_architecture_trains_without_a_wait(found: Found) -> None:
-    assert_as_promised(seen_of(found, "gpt2"), "gpt2", "fp32 under autocast")
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_no_pass_waits_and_a_step_reads_once(found: Found, name: str) -> None:
-    seen = seen_of(found, name)
-    assert_trained(seen)
-    assert_nothing_waits(seen)
+def test_no_pass_waits_a_step_reads_once_and_attention_is_one_call(found: Found, name: str) -> None:
+    reason = "the GPU is older than compute capability 8.0" if name == "an old card" else None
+    assert_trains_without_waiting(seen_of(found, name), reason)
+    if name not in WITHOUT_KERNELS:
+        assert_on_kernels(seen_of(found, name))
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if name != "an old card"])
-def test_attention_is_one_call_for_all_sequences(found: Found, name: str) -> None:
-    seen = seen_of(found, name)
-    assert slower_attention(seen) == []
-    assert seen["attention"][VARLEN] > 0
-
-
-@pytest.mark.parametrize("name", ["captured", "captured under autocast"])
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["captured under autocast", "upper layers, captured"])
 def test_a_captured_pass_touches_nothing_on_the_host(found: Found, name: str) -> None:
     seen = seen_of(found, name)
     assert seen["num_captures"] > 0
@@ -93,38 +70,40 @@ def test_a_captured_pass_touches_nothing_on_the_host(found: Found, name: str) ->
     assert not any("passes run eagerly" in message for message in seen["said"])
 
 
-def test_passes_with_bottlenecks_run_eagerly_and_the_run_says_why(found: Found) -> None:
+@pytest.mark.slow
+def test_passes_with_bottlenecks_run_eagerly_on_the_kernels_of_lora_and_the_run_says_why(found: Found) -> None:
     seen = seen_of(found, "captured bottlenecks")
     assert seen["num_captures"] == 0
     assert any("bottlenecks run behind each task's own rows" in message for message in seen["said"])
+    assert seen_of(found, "bottlenecks")["launches"].keys() == seen_of(found, "plain")["launches"].keys()
 
 
-@pytest.mark.parametrize("name", [name for name in CASES if "upper" in name or name == "plain"])
-def test_backward_passes_stop_at_the_lowest_adapter_but_where_launches_are_replayed(found: Found, name: str) -> None:
-    stops = "upper" in name and "captured" not in name
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "stops"), [("plain", False), ("upper layers, recomputed", True), ("upper layers, captured", False)]
+)
+def test_backward_passes_stop_at_the_lowest_adapter_but_where_launches_are_replayed(
+    found: Found, name: str, stops: bool
+) -> None:
     assert (seen_of(found, name)["rows_left_out"] > 0) == stops
 
 
-def test_an_old_card_computes_without_kernels_and_says_why(found: Found) -> None:
-    seen = seen_of(found, "an old card")
+WITHOUT_KERNELS = {
+    "an old card": "Tesla T4 has compute capability 7.5, but they need 8.0",
+    "no driver, plain AdamW": "a trial kernel cannot be launched (RuntimeError: 0 active drivers",
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", WITHOUT_KERNELS)
+def test_without_kernels_training_continues_in_torch_and_says_why(found: Found, name: str) -> None:
+    seen = seen_of(found, name)
     assert seen["launches"] == {}
     (warning,) = [message for message in seen["said"] if "Triton" in message]
-    assert "Tesla T4 has compute capability 7.5, but they need 8.0" in warning
-    assert slower_attention(seen) == ["the GPU is older than compute capability 8.0"]
+    assert WITHOUT_KERNELS[name] in warning
 
 
-def test_without_a_driver_training_continues_in_torch_and_says_why(found: Found) -> None:
-    seen = seen_of(found, "no driver, plain AdamW")
-    assert seen["launches"] == {}
-    (warning,) = [message for message in seen["said"] if "Triton" in message]
-    assert "a trial kernel cannot be launched (RuntimeError: 0 active drivers" in warning
-
-
-def test_bottlenecks_run_on_the_kernels_of_lora(found: Found) -> None:
-    seen, plain = seen_of(found, "bottlenecks"), seen_of(found, "plain")
-    assert seen["launches"].keys() == plain["launches"].keys()
-
-
+@pytest.mark.slow
 @pytest.mark.parametrize("form", ["plain", "bottlenecks"])
 def test_variants_of_a_kernel_differ_in_its_constants_only(found: Found, form: str) -> None:
     # Another set of tasks would otherwise compile everything again, for sizes that happen to be multiples of 16 or not.
@@ -134,7 +113,5 @@ def test_variants_of_a_kernel_differ_in_its_constants_only(found: Found, form: s
         kinds.setdefault(kernel, set()).add(str(runtime))
     assert {"shrink_kernel", "expand_kernel", "wgrad_kernel"} < set(kinds)
     assert all(len(kind) == 1 for kind in kinds.values()), kinds
-
-
-def test_a_model_of_three_widths_with_every_kind_of_adapter_compiles_29_variants(found: Found) -> None:
-    assert len(seen_of(found, "plain")["signatures"]) == 29
+    if form == "plain":
+        assert len(seen_of(found, form)["signatures"]) == 29, "three widths, and every kind of adapter"

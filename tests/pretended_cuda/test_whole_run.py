@@ -12,13 +12,20 @@ from tests.pretended_cuda.checks import seen_of
 
 pytestmark = [pytest.mark.timeout(900), pytest.mark.slow]
 Run = Callable[[dict[str, dict[str, Any]]], dict[str, dict[str, Any]]]
-SMALL = {"kind": "whole run", "tasks": 3, "rows": 4, "mean": 60, "steps": 6}
+SMALL = {"kind": "whole run", "tasks": 3, "rows": 4, "mean": 60, "steps": 6, "dtype": "fp32"}
 
 
 @pytest.fixture(scope="module")
 def small(run_cases: Run) -> dict[str, Any]:
     """Return what was seen of three tasks of 6 steps, the last of which arrives after the third."""
     return seen_of(run_cases({"small": dict(SMALL)}), "small")
+
+
+def test_packing_is_proven_on_the_card_in_the_precision_of_passes_through_the_kernels(small: dict[str, Any]) -> None:
+    ((device, dtype, num_attention, num_shrink),) = small["probes"]
+    assert (device, dtype) == ("cuda", "torch.bfloat16")
+    assert num_attention >= 4, "two layers, without and with adapters"
+    assert num_shrink > 0
 
 
 def test_all_tasks_end_on_triton_kernels_and_without_a_warning(small: dict[str, Any]) -> None:
@@ -50,10 +57,13 @@ def test_norms_rotary_embeddings_and_mlps_are_fused_by_default(small: dict[str, 
     assert all(small["launches"][kernel] >= small["micro_batches"] for kernel in fused)
 
 
-def test_with_graphs_most_passes_are_replays_though_their_tasks_differ(run_cases: Run) -> None:
-    case = {**SMALL, "tasks": 8, "rows": 8, "mean": 180, "steps": 20, "cuda_graphs": True}
-    seen = seen_of(run_cases({"graphs": case}), "graphs")
+@pytest.mark.nightly
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_tables_and_graphs_are_made_for_few_sets_of_tasks(run_cases: Run, cuda_graphs: bool) -> None:
+    case = {**SMALL, "tasks": 8, "rows": 8, "mean": 180, "steps": 20, "dtype": "bf16", "cuda_graphs": cuda_graphs}
+    seen = seen_of(run_cases({"many": case}), "many")
     assert seen["waits"].keys() == {"opening", "updates", "evaluations", "saves"}
     assert seen["sets"] > 30
     assert seen["misses"] <= 12
     assert seen["captures"] <= 12
+    assert (seen["captures"] > 0) == cuda_graphs

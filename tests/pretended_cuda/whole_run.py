@@ -22,14 +22,16 @@ from peft_mux.engine.cuda_graphs import CapturedPasses
 from peft_mux.engine.executor import Executor
 from peft_mux.engine.work import StepWork
 from peft_mux.kernels import availability
+from peft_mux.modeling import model as modeling
 from peft_mux.modeling.adapters import files
 from peft_mux.modeling.adapters.lora.lora_pass import LoraGroups
+from peft_mux.modeling.backbone import probe
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.pretended_cuda import backbones
 from tests.pretended_cuda.allocator import allocated_bytes, reserved_bytes
+from tests.pretended_cuda.checks import VARLEN
 from tests.pretended_cuda.device import PretendedCuda
-from tests.pretended_cuda.loading import moved
-from tests.pretended_cuda.steps import Graph, forget_the_last_card
+from tests.pretended_cuda.steps import DTYPES, Graph, forget_the_last_card
 
 _PHASES = {
     "checkpoint/": "saves",
@@ -61,6 +63,7 @@ def run(
     steps: int,
     *,
     backbone: str = "llama",
+    dtype: str = "bf16",
     memory_bytes: int = 85 * 10**9,
     cuda_graphs: bool = False,
     **arguments: Any,
@@ -73,15 +76,17 @@ def run(
         mean: mean length of a row in tokens.
         steps: optimizer steps of each task.
         backbone: name in `backbones.ARCHITECTURES` or `backbones.REAL_WIDTHS`.
+        dtype: of the backbone's weights; passes run under bf16 autocast.
         memory_bytes: memory of the card.
         cuda_graphs: whether passes are captured.
         arguments: further fields of `MultiTaskTrainingArguments`.
 
     Returns:
-        `steps` by task; `waits` and `blocking_copies` by phase and place; `launches` by kernel; of training passes the
-        `micro_batches`, the `sets` of tasks that these held, the `misses`, in how many of them tables were made, and
-        the `captures`; `memory`: the bytes at most that the plan predicts, that were allocated, and that torch's
-        allocator would have reserved for them, and those that the plan may fill; `said`, the warnings.
+        `probes` of packing: on which device and in which precision each ran, and how often it called flash attention
+        and shrink; `steps` by task; `waits` and `blocking_copies` by phase and place; `launches` by kernel; of training
+        passes the `micro_batches`, the `sets` of tasks that these held, the `misses`, in how many of them tables were
+        made, and the `captures`; `memory`: the bytes at most that the plan predicts, that were allocated, and that
+        torch's allocator would have reserved for them, and those that the plan may fill; `said`, the warnings.
     """
     forget_the_last_card()
     device = PretendedCuda(memory_bytes=memory_bytes)
@@ -89,7 +94,8 @@ def run(
     passes_with_tables: set[int] = set()
     in_step = False
     micro_batches: list[tuple[str, ...]] = []
-    make_tables, run_step = LoraGroups.make_tables, Executor.run
+    probes: list[tuple[str, str, int, int]] = []
+    make_tables, run_step, check_packing = LoraGroups.make_tables, Executor.run, modeling.check_packing
 
     def noted(groups: LoraGroups, *args: Any) -> Any:
         if in_step:
@@ -103,6 +109,12 @@ def run(
         result = run_step(executor, work, *args, **kwargs)
         in_step = False
         return result
+
+    def probed(model: MultiTaskPeftModel) -> None:
+        before = device.attention[VARLEN], device.launches.counts["shrink_kernel"]
+        check_packing(model)
+        after = device.attention[VARLEN], device.launches.counts["shrink_kernel"]
+        probes.append((model.device.type, str(probe.path_of(model).dtype), after[0] - before[0], after[1] - before[1]))
 
     with ExitStack() as stack:
         said = stack.enter_context(warnings.catch_warnings(record=True))
@@ -126,18 +138,20 @@ def run(
         device.number = 0.0  # also of all differences between packed and single rows, and with and without Liger
         for target, name, value in [
             *_with_numbers(device),
+            (modeling, "check_packing", probed),
             (LoraGroups, "make_tables", noted),
             (Executor, "run", stepped),
         ]:
             stack.enter_context(mock.patch.object(target, name, value))
         stack.enter_context(mock.patch.object(MultiTaskTrainingArguments, "device", torch.device("cuda")))
         *first, last = [_task(number, rows, mean) for number in range(tasks)]
-        trainer = MultiTaskTrainer(model=backbones.make(backbone, torch.bfloat16, "cpu"), tasks=first, args=args)
+        trainer = MultiTaskTrainer(model=backbones.make(backbone, DTYPES[dtype], "cpu"), tasks=first, args=args)
         trainer.add_callback(_Arrival(trainer, last))
         plan = trainer.plan()
         trainer.train()
         captured = trainer._placement.executor.captured
     return {
+        "probes": probes,
         "steps": {task.name: task.step for task in trainer.table},
         "waits": _by_phase(device.waits),
         "blocking_copies": _by_phase(device.blocking_copies),
@@ -196,6 +210,21 @@ def _with_numbers(device: PretendedCuda) -> list[tuple[Any, str, Any]]:
         (FakeTensor, "numpy", lambda tensor: ones(tensor).numpy()),
         (safetensors.torch, "save_file", save_file),
         (files, "save_file", save_file),
-        (MultiTaskPeftModel, "_apply", moved(MultiTaskPeftModel._apply)),
+        (MultiTaskPeftModel, "_apply", _moved(MultiTaskPeftModel._apply)),
         (CapturedPasses, "_graph_in_pool", lambda passes: Graph(device)),
     ]
+
+
+def _moved(original: Any) -> Any:
+    """Return `_apply` that lets moved parameters be those of their tasks: moving a fake one makes another object."""
+
+    def apply(model: MultiTaskPeftModel, *args: Any, **kwargs: Any) -> Any:
+        result = original(model, *args, **kwargs)
+        parameters = dict(model.named_parameters())
+        for name, adapter in model.adapters.items():
+            own = {key.replace(f".{adapter}", ""): value for key, value in parameters.items() if f".{adapter}." in key}
+            moved_own = {key: own[key] for key in model.task_parameters(name)}
+            model.registry.adopt(name, moved_own, model.device)
+        return result
+
+    return apply
