@@ -58,28 +58,8 @@ def batch_of(names: tuple[str, ...]) -> Any:
     return ChunkPackingCollator()(rows)
 
 
-def stages_of(num_chunks: int) -> tuple[StageLayout, list[StageModel]]:
-    layout = StageLayout.of(NUM_LAYERS, 2, num_chunks=num_chunks)
-    return layout, [StageModel(whole_model(), layout, stage) for stage in range(2)]
-
-
-def gradients(names: tuple[str, ...], num_chunks: int) -> Gradients:
-    """Return the gradients of all tasks after one pass through all stages, forward and backward."""
-    layout, stages = stages_of(num_chunks)
-    batch, hidden_TD, passed = batch_of(names), None, []
-    for virtual_stage in range(layout.last_virtual_stage + 1):
-        stage = next(one for one in stages if virtual_stage in one.virtual_stages)
-        stage.model.prepare_pass(list(names))
-        output = stage.forward(virtual_stage, batch, hidden_TD).output
-        passed.append((hidden_TD, output))
-        hidden_TD = output.detach().requires_grad_()
-    gradient: torch.Tensor | None = torch.ones_like(passed[-1][1])
-    for given, output in reversed(passed):
-        # The first layers have no adapters of some tasks, and nothing to make a gradient for.
-        if output.requires_grad:
-            output.backward(gradient)
-        gradient = None if given is None else given.grad
-    return gradients_of([stage.model for stage in stages], names)
+def two_stages() -> list[StageModel]:
+    return [StageModel(whole_model(), StageLayout.of(NUM_LAYERS, 2), stage) for stage in range(2)]
 
 
 def gradients_of(models: list[MultiTaskPeftModel], names: tuple[str, ...]) -> Gradients:
@@ -97,28 +77,8 @@ def left_out(monkeypatch: pytest.MonkeyPatch) -> list[int]:
     return rows_left_out(monkeypatch)
 
 
-@pytest.mark.parametrize("num_chunks", [1, 2])
-@pytest.mark.parametrize(
-    "names", [("whole", "upper"), ("second", "last", "whole"), ("upper", "last", "second")], ids=str
-)
-def test_gradients_are_those_of_stages_that_go_all_the_way_down(
-    names: tuple[str, ...], num_chunks: int, left_out: list[int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    found = gradients(names, num_chunks)
-    assert sum(left_out) > 0, "some product was made for some rows alone"
-    left_out.clear()
-    monkeypatch.setattr(Stream, "reset_adapter_tracking", lambda stream, first_layer: None)
-    wanted = gradients(names, num_chunks)
-    assert not any(left_out)
-    assert found.keys() == wanted.keys()
-    assert {key.split()[0] for key in found} == set(names)
-    for key, gradient in found.items():
-        torch.testing.assert_close(gradient, wanted[key], rtol=1e-5, atol=1e-8)
-
-
 def test_a_stage_knows_how_deep_the_tasks_lie_that_come_later(tmp_path: Path) -> None:
-    _, (_, second) = stages_of(1)
-    model = second.model
+    model = two_stages()[1].model
     args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     configs = {
         name: LoraConfig(r=2, target_modules=LINEAR, layers_to_transform=[layer])
@@ -128,16 +88,6 @@ def test_a_stage_knows_how_deep_the_tasks_lie_that_come_later(tmp_path: Path) ->
     register_tasks(model, tasks, is_whole=False, tensor_parallel=None)
     lowest = {name: model.stream.lowest_layers[model.adapter_of(name)] for name in model.tasks}
     assert lowest == {**LOWEST, "late": 3, "absent": 1}
-
-
-def test_tasks_without_adapters_in_a_stage_or_below_it_need_no_gradient_from_it() -> None:
-    _, (first, second) = stages_of(1)
-    names = tuple(LOWEST)
-    for stage, first_layer, unmet in ((first, 0, {"second", "upper", "last"}), (second, 2, {"upper", "last"})):
-        model = stage.model
-        with model.multiplexing(batch_of(names)):
-            model.stream.reset_adapter_tracking(first_layer)
-            assert model.stream.adapters_not_reached == {model.adapter_of(name) for name in unmet}
 
 
 # ------------------------------------------------------------------- messages
@@ -166,7 +116,7 @@ def template_of_one_pass() -> PipelineTemplate:
 
 def through_two_stages(names: tuple[str, ...]) -> tuple[Gradients, Noted]:
     """Return the gradients of a pass whose stages speak by messages, and the channel of gradients."""
-    _, stages = stages_of(1)
+    stages = two_stages()
     template, slots = template_of_one_pass(), {Slot(0, 0): [batch_of(names)]}
     up, down = Noted(), Noted()
     links: list[Any] = [
@@ -189,25 +139,28 @@ def through_two_stages(names: tuple[str, ...]) -> tuple[Gradients, Noted]:
 @pytest.mark.parametrize(
     ("names", "rows_sent"),
     [
-        (("whole", "upper"), 24),
-        (("upper", "whole", "last"), 24),
+        pytest.param(("whole", "upper"), 24, marks=pytest.mark.slow),
         (("second", "upper", "whole"), 48),
-        (("whole", "second"), 48),
         (("upper", "last"), 1),
     ],
     ids=str,
 )
 def test_stages_send_back_the_gradients_of_tasks_that_have_adapters_further_down(
-    names: tuple[str, ...], rows_sent: int, monkeypatch: pytest.MonkeyPatch
+    names: tuple[str, ...], rows_sent: int, left_out: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     found, down = through_two_stages(names)
     assert down.sent == down.expected == [rows_sent], "one row where none is needed: it confirms what was received"
+    assert sum(left_out) > 0, "some product was made for some rows alone"
+    left_out.clear()
     monkeypatch.setattr(StageModel, "gradient_rows", lambda stage, virtual_stage, batch: None)
+    monkeypatch.setattr(Stream, "reset_adapter_tracking", lambda stream, first_layer: None)
     wanted, down = through_two_stages(names)
     assert down.sent == down.expected == [24 * len(names)]
+    assert not any(left_out)
     assert found.keys() == wanted.keys()
+    assert {key.split()[0] for key in found} == set(names)
     for key, gradient in found.items():
-        torch.testing.assert_close(gradient, wanted[key], rtol=1e-5, atol=1e-8)
+        torch.testing.assert_close(gradient, wanted[key], rtol=1e-5, atol=1e-7)
 
 
 def test_a_pass_is_not_run_backward_below_all_of_its_adapters(

@@ -79,28 +79,20 @@ def test_two_stages_give_the_losses_and_gradients_of_the_whole_model_to_every_ty
             assert relative(held[key].grad, parameter.grad) <= 1e-5, f"{whole.peft_config} {key}"
 
 
-def test_a_stage_that_reads_its_own_weights_alone_draws_the_adapters_of_the_whole_model(tmp_path: Path) -> None:
+def test_a_stage_draws_the_adapters_of_the_whole_model_from_a_folder_and_when_tasks_join(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)
     seeds = {name: ord(name) for name in configs()}
     whole = MultiTaskPeftModel(tiny_llama(), configs(), seeds=seeds, verify=False)
-    for number in range(2):
-        stage = load_stage(tmp_path, configs(), LAYOUT, number, seeds=seeds)
-        for name in whole.tasks:
-            own = stage.model.task_parameters(name)
-            assert all(torch.equal(item, whole.task_parameters(name)[key]) for key, item in own.items())
-
-
-def test_tasks_of_every_type_join_a_stage_with_what_the_whole_model_would_draw(tmp_path: Path) -> None:
-    names = list(configs())
-    seeds = {name: ord(name) for name in names}
-    whole = MultiTaskPeftModel(tiny_llama(), configs(), seeds=seeds, verify=False)
-    first = MultiTaskPeftModel(tiny_llama(), {"z": CASES[PeftType.LORA].make(0)}, verify=False)
-    stage = StageModel(first, LAYOUT, 1)
+    joined = StageModel(
+        MultiTaskPeftModel(tiny_llama(), {"z": CASES[PeftType.LORA].make(0)}, verify=False), LAYOUT, 1
+    ).model
     args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     tasks = resolve_tasks([task(name, config, 0, seed=seeds[name]) for name, config in configs().items()], args)
-    register_tasks(stage.model, tasks, is_whole=False, tensor_parallel=None)
-    for name in names:
-        own = stage.model.task_parameters(name)
-        assert own
-        assert all(".layers.1." in key for key in own)
-        assert all(torch.equal(item, whole.task_parameters(name)[key]) for key, item in own.items()), name
+    register_tasks(joined, tasks, is_whole=False, tensor_parallel=None)
+    stages = [load_stage(tmp_path, configs(), LAYOUT, number, seeds=seeds).model for number in range(2)]
+    for model, layer in ((stages[0], 0), (stages[1], 1), (joined, 1)):
+        for name in whole.tasks:
+            own = model.task_parameters(name)
+            assert own
+            assert all(f".layers.{layer}." in key for key in own)
+            assert all(torch.equal(item, whole.task_parameters(name)[key]) for key, item in own.items()), name

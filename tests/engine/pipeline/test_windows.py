@@ -141,8 +141,9 @@ def _watch(trainer: MultiTaskTrainer) -> tuple[dict[str, list[tuple[float, float
 
 
 @pytest.mark.distributed
-@pytest.mark.slow
-@pytest.mark.parametrize("num_stages", [2, 4], ids=["pp2", "pp4"])
+@pytest.mark.parametrize(
+    "num_stages", [pytest.param(2, marks=pytest.mark.slow), pytest.param(4, marks=pytest.mark.nightly)]
+)
 def test_a_run_in_windows_is_the_run_that_is_flushed_and_the_run_of_one_process(
     num_stages: int, tmp_path: Path
 ) -> None:

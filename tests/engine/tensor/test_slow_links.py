@@ -129,7 +129,8 @@ def test_two_ranks_on_slow_links_end_in_the_turns_of_the_right_profile(tmp_path:
         assert found[0].losses[name] == pytest.approx(losses, rel=1e-5), name
 
 
-@pytest.mark.parametrize(("num_stages", "factor"), [(1, FACTOR), pytest.param(2, 32.0, marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize(("num_stages", "factor"), [(1, FACTOR), pytest.param(2, 32.0, marks=pytest.mark.nightly)])
 def test_a_replan_with_the_right_factor_gains_by_the_turns_of_the_right_profile(
     num_stages: int, factor: float, tmp_path: Path
 ) -> None:
