@@ -74,11 +74,8 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     return Distributions(tracked, sdist_files, of_checkout, of_sdist, wheels[1])
 
 
-def test_the_source_distribution_has_every_file_of_the_repository(built: Distributions) -> None:
+def test_the_source_distribution_has_every_file_of_the_repository_and_nothing_else(built: Distributions) -> None:
     assert built.tracked - built.sdist == set()
-
-
-def test_the_source_distribution_has_nothing_else(built: Distributions) -> None:
     more = {name for name in built.sdist - built.tracked if not name.startswith("peft_mux.egg-info/")}
     assert more == {"PKG-INFO"}
 
@@ -91,11 +88,8 @@ def test_a_wheel_has_the_package_with_the_demo_and_nothing_else(built: Distribut
     files = {name for name in built.wheel if ".dist-info/" not in name}
     assert files == expected
     facts = {name.partition(".dist-info/")[2] for name in built.wheel - files}
-    assert facts == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
-
-
-def test_the_source_distribution_makes_the_same_wheel_as_the_repository(built: Distributions) -> None:
     assert built.wheel_of_sdist == built.wheel
+    assert facts == {"METADATA", "RECORD", "WHEEL", "entry_points.txt", "licenses/LICENSE", "top_level.txt"}
 
 
 @pytest.mark.slow

@@ -47,8 +47,6 @@ def test_what_no_task_can_have_is_refused_with_its_reason(field: str, value: Any
         Task.from_sft_config("a", config, train_dataset=ROWS, peft_config=LORA)
     with pytest.raises(ConfigError, match=rf"args\.{field} .*got {value}"):
         MultiTaskTrainingArguments.from_training_arguments(config)
-    with pytest.raises(ConfigError, match=r"config .*got dict"):
-        Task.from_sft_config("a", {}, train_dataset=ROWS, peft_config=LORA)  # type: ignore[arg-type]
 
 
 def test_a_trainer_and_its_task_train_to_the_same_losses(tmp_path: Path) -> None:
@@ -77,7 +75,9 @@ def stacked(batch: Any) -> dict[str, Any]:
     return {key: torch.tensor([row[key] for row in batch]) for key in ("input_ids", "labels")}
 
 
-def test_a_trainer_without_an_adapter_is_refused(tmp_path: Path) -> None:
+def test_a_trainer_without_an_adapter_and_what_are_no_arguments_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"config .*got dict"):
+        Task.from_sft_config("a", {}, train_dataset=ROWS, peft_config=LORA)  # type: ignore[arg-type]
     trainer = Trainer(tiny_llama(), plain(tmp_path), train_dataset=ROWS)
     with pytest.raises(ConfigError, match=r"trainer\.model must be a trainer of a model with one adapter:"):
         Task.from_trainer("own", trainer)

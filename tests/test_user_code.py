@@ -44,6 +44,7 @@ def test_whatever_own_code_raises_is_one_kind_of_error_with_its_text_and_cause(e
     with pytest.raises(UserCodeError) as caught, guard_user_code("own", "callback"):
         raise error
     assert str(caught.value) == text
+    assert len(describe_error(ValueError("x" * 10**6))) < 3000, "an endless text is cut"
     assert caught.value.__cause__ is error
 
 
@@ -61,11 +62,7 @@ def test_a_text_is_shown_without_what_moves_a_cursor_and_begins_no_line(text: st
     assert printable(text) == shown
 
 
-entered: list[Any] = []
-
-
 def enter(block: Any) -> None:
-    entered.append(block)
     block.__enter__()
 
 
@@ -143,10 +140,6 @@ def test_a_block_of_autocast_that_is_never_left_keeps_no_weights_of_a_step_befor
         weight.fill_(3)
     with torch.autocast("cpu", torch.bfloat16):
         assert torch.nn.functional.linear(x, weight).sum().item() == 3 * before
-
-
-def test_an_endless_text_is_cut() -> None:
-    assert len(describe_error(ValueError("x" * 10**6))) < 3000
 
 
 def test_what_the_user_of_the_run_asks_for_passes() -> None:

@@ -15,7 +15,6 @@ import pytest
 from transformers import TrainerCallback
 
 from peft_mux.cli.main import main
-from peft_mux.errors import CheckpointError
 from peft_mux.storage import FolderLock, keeper_of
 from peft_mux.trainer.mailbox import Mailbox
 from tests.invariants import mux_lab as lab
@@ -28,21 +27,19 @@ class Holds(TrainerCallback):
     """Waits at the second step of the run until somebody has done something."""
 
     def __init__(self, act: Callable[[], object]) -> None:
-        self.act = act
-        self.thread: threading.Thread | None = None
+        self.thread = threading.Thread(target=self._act, args=(act,))
         self.errors: list[BaseException] = []
 
     def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if state.global_step == 2:
-            self.thread = threading.Thread(target=self._act)
             self.thread.start()
         # The steps are fast: without it the run would be over before anybody has asked.
-        if self.thread is not None and self.thread.is_alive():
+        if self.thread.is_alive():
             time.sleep(0.05)
 
-    def _act(self) -> None:
+    def _act(self, act: Callable[[], object]) -> None:
         try:
-            self.act()
+            act()
         except BaseException as error:
             self.errors.append(error)
 
@@ -178,27 +175,3 @@ def test_a_pipe_in_place_of_a_file_of_the_run_blocks_no_reader(name: str, tmp_pa
     thread.join(10)
     assert len(said) == 2, "it waits, or has ended otherwise"
     assert "no process trains" in "".join(said)
-
-
-def test_the_process_that_keeps_a_folder_is_named_and_asking_locks_nothing(tmp_path: Path) -> None:
-    lock = FolderLock(tmp_path)
-    lock.acquire()
-    (tmp_path / "x").write_text("")
-    assert keeper_of(tmp_path).startswith("process ")
-    with pytest.raises(CheckpointError):
-        FolderLock(tmp_path).acquire()
-    lock.release()
-    assert keeper_of(tmp_path) == ""
-
-
-@pytest.mark.parametrize("loading", ["data", "model"])
-def test_a_look_at_a_run_that_is_starting_says_what_it_loads(loading: str, tmp_path: Path, shell: Shell) -> None:
-    lock = FolderLock(tmp_path, "data")
-    lock.acquire()
-    lock.note_loading(loading)
-    try:
-        (line,), found = shell("status", tmp_path).splitlines(), shell.json("status", tmp_path)
-    finally:
-        lock.release()
-    assert f" is loading the {loading} of the run in {tmp_path}" in line
-    assert found["loading"] == loading

@@ -91,6 +91,7 @@ def test_a_trainer_that_has_trained_resumes_from_the_state_on_the_disk(tmp_path:
     assert_ended_with(trainer, wanted)
 
 
+@pytest.mark.slow
 def test_resuming_goes_back_even_where_every_task_has_ended_since(tmp_path: Path, wanted: Final) -> None:
     trainer = make_trainer(tasks(), tmp_path / "a", save_strategy="steps", save_steps=5)
     trainer.train()
@@ -120,6 +121,7 @@ def test_updates_that_were_cut_off_are_not_gone_on_from_but_resumed(
     assert_ended_with(trainer, wanted)
 
 
+@pytest.mark.slow
 def test_the_argument_to_resume_is_for_the_first_training_of_a_trainer(tmp_path: Path) -> None:
     train(tasks(), tmp_path, save_strategy="steps", save_steps=3)
     (tmp_path / "state" / "run-00000008.json").unlink()
@@ -132,6 +134,7 @@ def test_the_argument_to_resume_is_for_the_first_training_of_a_trainer(tmp_path:
     assert_equal_weights(weights(trainer, "one"), ended)
 
 
+@pytest.mark.slow
 def test_a_task_that_the_state_does_not_have_is_refused_where_its_first_weights_are_gone(tmp_path: Path) -> None:
     trainer = make_trainer(tasks()[:1], tmp_path, save_strategy="steps", save_steps=100)
     trainer.train()

@@ -60,8 +60,7 @@ def wide(tmp_path_factory: pytest.TempPathFactory) -> lab.Run:
 @pytest.mark.parametrize(
     "settings",
     [
-        {},
-        {"max_tokens_per_micro_batch": 48, "gradient_checkpointing": True},
+        pytest.param({"max_tokens_per_micro_batch": 48, "gradient_checkpointing": True}, marks=pytest.mark.slow),
         {"split_long_sequences": True, "max_tokens_per_micro_batch": 32, "chunk_size": 4},
     ],
     ids=str,

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from peft import LoraConfig
 
@@ -33,44 +34,36 @@ def two_steps(
 
 
 class CountsTargets:
-    """A loss that notes how many targets it is given."""
+    """A loss that notes how many targets it is given, and may be NaN unless these are of several rows."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, needs_rows: bool = False) -> None:
         self.counts: list[int] = []
+        self.needs_rows = needs_rows
 
     def __call__(self, outputs: Any) -> torch.Tensor:
         self.counts.append(len(outputs.nll_M))
-        return outputs.nll_M
+        return outputs.nll_M / (not self.needs_rows or len(outputs.nll_M) > 11)
 
 
-def test_the_weights_of_the_last_update_are_proven_by_the_shortest_row(tmp_path: Path) -> None:
-    loss = CountsTargets()
-    trainer = two_steps(loss, tmp_path)
+@pytest.mark.parametrize(
+    ("given", "counts"),
+    [
+        ({}, [8 + 3 + 11, 8 + 3 + 11, 3]),
+        ({"masked": 1}, [8 + 11, 8 + 11, 8]),  # a row without a loss proves nothing
+        ({"trainable_token_indices": [11]}, [22, 22, 22]),  # weights of single tokens need the whole batch
+    ],
+    ids=str,
+)
+def test_the_weights_of_the_last_update_are_proven_by_the_shortest_row_that_suffices(
+    given: dict[str, Any], counts: list[int], tmp_path: Path
+) -> None:
+    trainer = two_steps(loss := CountsTargets(), tmp_path, **given)
     assert trainer.task_statuses["a"] is TaskStatus.SUCCEEDED
-    assert loss.counts == [8 + 3 + 11, 8 + 3 + 11, 3]
-    two_steps(loss := CountsTargets(), tmp_path, masked=1)
-    assert loss.counts == [8 + 11, 8 + 11, 8], "a row without a loss proves nothing"
-
-
-def test_weights_of_single_tokens_are_proven_by_the_whole_last_batch(tmp_path: Path) -> None:
-    loss = CountsTargets()
-    two_steps(loss, tmp_path, trainable_token_indices=[11])
-    assert loss.counts == [22, 22, 22]
-
-
-class ComparesTargets:
-    """A loss that is NaN unless it is given the targets of several rows."""
-
-    def __init__(self) -> None:
-        self.counts: list[int] = []
-
-    def __call__(self, outputs: Any) -> torch.Tensor:
-        self.counts.append(len(outputs.nll_M))
-        return outputs.nll_M / (len(outputs.nll_M) > 11)
+    assert loss.counts == counts
 
 
 def test_a_loss_that_compares_rows_is_judged_by_the_whole_last_batch(tmp_path: Path) -> None:
-    loss = ComparesTargets()
+    loss = CountsTargets(needs_rows=True)
     trainer = two_steps(loss, tmp_path)
     assert trainer.task_statuses["a"] is TaskStatus.SUCCEEDED, trainer.table["a"].reason
     assert loss.counts == [22, 22, 3, 22]

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from peft_mux import MultiTaskTrainer, Task
 from peft_mux.engine.work import PassClock, StepTimes, TaskInPass
-from peft_mux.planning.learning import TimeCorrection
 from peft_mux.scheduler.costs.profile import AS_PROFILED, Curve, Parts, Profile
 from peft_mux.scheduler.plan import Plan
 from tests.invariants.mux_lab import Recorder, assert_same, make_trainer, small_task, train
@@ -54,6 +54,12 @@ def stored_profile(folder: Path, pass_s: float) -> str:
     return str(path)
 
 
+def shape_followed(trainer: MultiTaskTrainer) -> list[tuple[tuple[str, ...], int]]:
+    """Return the shape of the plan that a run follows at present."""
+    assert trainer._plans.current is not None
+    return shape_of(trainer._plans.current)
+
+
 def shape_of(plan: Plan) -> list[tuple[tuple[str, ...], int]]:
     return sorted((htask.tasks, htask.micro_batches) for htask in plan.htasks)
 
@@ -74,17 +80,6 @@ def machine_s(rows: tuple[TaskInPass, ...]) -> float:
     return _PASS_S + 2 * _SQUARE_S * sum(sum(own.lengths) for own in rows) ** 2
 
 
-def followed_plans(*steps: int) -> tuple[list[Plan], Recorder]:
-    """Return the plans that a run follows in some steps, and what records them."""
-    plans: list[Plan] = []
-
-    def look(trainer: MultiTaskTrainer) -> None:
-        assert trainer._plans.current is not None
-        plans.append(trainer._plans.current)
-
-    return plans, Recorder(at_begin=dict.fromkeys(steps, look))
-
-
 @pytest.mark.slow
 def test_a_profile_that_is_wrong_in_one_part_ends_in_the_plan_of_the_right_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -92,10 +87,11 @@ def test_a_profile_that_is_wrong_in_one_part_ends_in_the_plan_of_the_right_one(
     pretend_machine(monkeypatch)
     wrong, right = stored_profile(tmp_path / "wrong", 1e-4), stored_profile(tmp_path / "right", _PASS_S)
     expected = shape_of(make_trainer(tasks_of_many_lengths(), tmp_path / "b", cost_profile=right).plan())
-    plans, recorder = followed_plans(0, _NUM_STEPS - 1)
+    shapes: list[Any] = []
+    look = Recorder(at_begin=dict.fromkeys((0, _NUM_STEPS - 1), lambda trainer: shapes.append(shape_followed(trainer))))
     folder = tmp_path / "run"
-    run = train(tasks_of_many_lengths(), folder, recorder=recorder, cost_profile=wrong, **_DECIDES)
-    first, last = (shape_of(plan) for plan in plans)
+    run = train(tasks_of_many_lengths(), folder, recorder=look, cost_profile=wrong, **_DECIDES)
+    first, last = shapes
     assert first != expected, "both profiles plan alike; the case is too easy"
     assert last == expected
     (times,) = run_records(folder, "times")
@@ -111,11 +107,9 @@ def test_a_profile_that_is_wrong_in_one_part_ends_in_the_plan_of_the_right_one(
 def test_by_default_times_are_reported_and_the_plan_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pretend_machine(monkeypatch)
     wrong = stored_profile(tmp_path / "wrong", 1e-4)
-    plans, recorder = followed_plans(0, 9)
     folder = tmp_path / "run"
     tasks = [replace(task, max_steps=10) for task in tasks_of_many_lengths()]
-    run = train(tasks, folder, recorder=recorder, cost_profile=wrong, replan_steps=1, logging_steps=1)
-    assert plans[0] is plans[1]
+    run = train(tasks, folder, cost_profile=wrong, replan_steps=1, logging_steps=1)
     assert run.trainer._plans.planner.correction.factors == AS_PROFILED
     assert run_records(folder, "times")[0]["measured"] > 9
     assert not run_records(folder, "replanned")
@@ -134,22 +128,3 @@ def test_a_resumed_run_keeps_the_times_that_its_plan_was_made_with(tmp_path: Pat
     looking = Recorder(at_begin={4: lambda trainer: seen.append(trainer._plans.planner.correction.factors)})
     train(tasks, tmp_path, recorder=looking, resume=True, **saving)
     assert seen == [learnt]
-
-
-@pytest.mark.parametrize(("ratio", "is_corrected"), [(1.4, True), (1.0, False)])
-def test_a_forecast_that_is_wrong_is_corrected_in_the_output_once(
-    ratio: float,
-    is_corrected: bool,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    monkeypatch.setattr(TimeCorrection, "observe", lambda self, *_: setattr(self, "time_ratio", ratio))
-    run = train([small_task("a", data_seed=1, max_steps=9)], tmp_path)
-    lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("time: ")]
-    assert [" a step, measured; " in line and line.endswith(" left") for line in lines] == [True] * is_corrected
-    found = run_records(tmp_path, "forecast")
-    assert len(found) == is_corrected
-    for record in found:
-        assert record["corrected_s"] == pytest.approx(1.4 * record["predicted_s"])
-        assert run.trainer._plans.current is not None

@@ -15,19 +15,12 @@ from peft_mux import MultiTaskTrainer, Task
 from peft_mux.errors import MemoryBudgetError
 from tests.engine.processes.cases import assert_as_one, launch, values
 from tests.engine.replicas import layout_cases
-from tests.invariants.mux_lab import (
-    Recorder,
-    Run,
-    assert_same,
-    make_trainer,
-    small_task,
-    train,
-)
+from tests.invariants.mux_lab import Recorder, Run, assert_same, make_trainer, small_task, train
 from tests.records import run_records
 from tests.runs import raising
 
+OF_CUDA = torch.OutOfMemoryError("CUDA out of memory.")
 CPU = "[enforce fail at alloc_cpu.cpp:119] err == 0. DefaultCPUAllocator: can't allocate memory: you tried to allocate"
-ERRORS = (torch.OutOfMemoryError("CUDA out of memory."), RuntimeError(CPU), MemoryError())
 
 
 def tasks() -> list[Task]:
@@ -65,7 +58,7 @@ def test_a_run_continues_in_passes_that_fit_with_the_results_of_one_that_never_l
 ) -> None:
     trainer = make_trainer(tasks(), tmp_path, recorder=(recorder := Recorder()))
     # Of 128 tokens a step; halved twice, and kept: later steps do not try again.
-    failed = have_memory_for(trainer, 40, ERRORS[0], from_step=3)
+    failed = have_memory_for(trainer, 40, OF_CUDA, from_step=3)
     trainer.train()
     first, last = (event["max_tokens"] for event in run_records(tmp_path, "out_of_memory"))
     assert (failed[0], len(failed), first) == (128, 2, 64)
@@ -78,12 +71,13 @@ def test_a_run_continues_in_passes_that_fit_with_the_results_of_one_that_never_l
         assert_same(Run(trainer, recorder), whole, name, 1e-5)
 
 
+@pytest.mark.slow
 def test_graphs_are_dropped_before_passes_become_smaller(
     whole: Run, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def capture(trainer: MultiTaskTrainer) -> None:
         # They find no memory, as the pool of captured passes takes it.
-        trainer._placement.executor.captured = SimpleNamespace(run=raising(ERRORS[0]))  # type: ignore[assignment]
+        trainer._placement.executor.captured = SimpleNamespace(run=raising(OF_CUDA))  # type: ignore[assignment]
 
     run = train(tasks(), tmp_path, recorder=Recorder(at_begin={2: capture}))
     assert capsys.readouterr().out.count("without CUDA graphs from now on") == 1
@@ -92,6 +86,7 @@ def test_graphs_are_dropped_before_passes_become_smaller(
         assert_same(run, whole, name, 1e-5)
 
 
+@pytest.mark.slow
 def test_rows_that_were_read_for_the_step_are_those_of_the_next_attempt(tmp_path: Path) -> None:
     def streamed() -> list[Task]:
         one, two = tasks()
@@ -99,7 +94,7 @@ def test_rows_that_were_read_for_the_step_are_those_of_the_next_attempt(tmp_path
         return [one, replace(two, train_dataset=IterableDataset.from_generator(lambda: iter(rows)))]
 
     trainer = make_trainer(streamed(), tmp_path / "short", recorder=(recorder := Recorder()))
-    failed = have_memory_for(trainer, 70, ERRORS[0], from_step=2)
+    failed = have_memory_for(trainer, 70, OF_CUDA, from_step=2)
     trainer.train()
     assert len(failed) == 1
     whole = train(streamed(), tmp_path / "whole")
@@ -108,10 +103,11 @@ def test_rows_that_were_read_for_the_step_are_those_of_the_next_attempt(tmp_path
         assert_same(Run(trainer, recorder), whole, name, 1e-5)
 
 
+@pytest.mark.slow
 def test_a_resumed_run_keeps_to_what_fits(tmp_path: Path) -> None:
     saving: dict[str, Any] = {"save_strategy": "steps", "save_steps": 4}
     first = make_trainer(tasks(), tmp_path, **saving)
-    have_memory_for(first, 70, ERRORS[0])
+    have_memory_for(first, 70, OF_CUDA)
     first.train()
     (tmp_path / "state" / "run-00000008.json").unlink()
     second = train(tasks(), tmp_path, resume=True, **saving).trainer
@@ -120,7 +116,7 @@ def test_a_resumed_run_keeps_to_what_fits(tmp_path: Path) -> None:
 
 def test_a_row_that_does_not_fit_by_itself_is_reported_by_task_and_length(tmp_path: Path) -> None:
     trainer = make_trainer(tasks(), tmp_path)
-    have_memory_for(trainer, 15, ERRORS[0])
+    have_memory_for(trainer, 15, OF_CUDA)
     said = r"tasks\.two: a pass of one row of 20 tokens does not fit .* max_length"
     with pytest.raises(MemoryBudgetError, match=said):
         trainer.train()
@@ -133,17 +129,17 @@ def train_with_little_memory(rank: int, folder: Path, short_rank: int, max_token
     def tighten(trainer: MultiTaskTrainer) -> None:
         failed.append(0)
         if rank == short_rank:
-            failed.extend(have_memory_for(trainer, max_tokens, ERRORS[1]))
+            failed.extend(have_memory_for(trainer, max_tokens, RuntimeError(CPU)))
 
     watcher = layout_cases.Watcher(at_begin={2: tighten})
     own = [small_task("one", data_seed=1, lora_dropout=0.2, max_steps=5), small_task("two", data_seed=2, max_steps=5)]
     return layout_cases.train(folder, layout_cases.backbone("llama"), own, watcher=watcher, **arguments)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-@pytest.mark.parametrize("arguments", [{}, pytest.param({"shard_optimizer": True}, marks=pytest.mark.slow)], ids=str)
-def test_processes_take_a_step_again_together_if_one_has_no_memory(arguments: dict[str, Any], tmp_path: Path) -> None:
-    options = {**arguments, "max_tokens_per_micro_batch": 4096}
+def test_processes_take_a_step_again_together_if_one_has_no_memory(tmp_path: Path) -> None:
+    options = {"max_tokens_per_micro_batch": 4096, "shard_optimizer": True}
     wanted = values(launch(2, train_with_little_memory, tmp_path / "whole", -1, 0, options))
     found = values(launch(2, train_with_little_memory, tmp_path / "short", 1, 25, options))
     assert len(run_records(tmp_path / "short", "out_of_memory")) >= 1
@@ -152,17 +148,15 @@ def test_processes_take_a_step_again_together_if_one_has_no_memory(arguments: di
         assert_as_one(mine, theirs)
 
 
+@pytest.mark.slow
 @pytest.mark.distributed
-def test_all_processes_name_the_row_for_which_one_has_no_memory(tmp_path: Path) -> None:
+def test_a_pass_for_which_one_process_has_no_memory_ends_all_where_it_cannot_become_smaller(tmp_path: Path) -> None:
     options = {"max_tokens_per_micro_batch": 4096}
-    for outcome in launch(2, train_with_little_memory, tmp_path, 1, 3, options):
+    for outcome in launch(2, train_with_little_memory, tmp_path / "rows", 1, 3, options):
         assert "MemoryBudgetError" in str(outcome)
         assert "a pass of one row of" in str(outcome)
-
-
-@pytest.mark.distributed
-def test_passes_that_communicate_end_the_run_as_before(tmp_path: Path) -> None:
-    options = {"max_tokens_per_micro_batch": 4096, "tensor_parallel_size": 2, "ddp_timeout": 20}
-    first, second = launch(2, train_with_little_memory, tmp_path, 1, 3, options)
+    # Passes that communicate are not cut.
+    options |= {"tensor_parallel_size": 2, "ddp_timeout": 20}
+    first, second = launch(2, train_with_little_memory, tmp_path / "tp", 1, 3, options)
     assert "DefaultCPUAllocator" in str(second)
     assert "rank 1 failed with RuntimeError" in str(first)

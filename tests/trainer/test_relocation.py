@@ -27,6 +27,7 @@ def tasks() -> list[Task]:
     return [small_task("a", data_seed=1, lora_dropout=0.2, max_steps=6), small_task("b", data_seed=2, max_steps=3)]
 
 
+@pytest.mark.slow
 def test_a_run_that_moves_has_the_bits_of_one_that_stays(model: str, tmp_path: Path) -> None:
     moves = Recorder(at_begin={2: lambda trainer: trainer.redeploy("<1,1>")})
     moved = train(tasks(), tmp_path / "moved", recorder=moves, model=model, **SAVING)
@@ -54,23 +55,20 @@ def test_a_run_that_cannot_be_saved_stays_where_it_is(
         trainer.redeploy("<1,1>")
 
 
+def test_a_run_that_cannot_move_refuses_to(model: str, tmp_path: Path) -> None:
+    for given, strategy, replicas, said in (
+        (tiny_llama(), "steps", "<1,1>", "redeploy needs a model that is a hub id or folder, from which every process"),
+        (model, "no", "<1,1>", 'save_strategy="no"'),
+        (model, "steps", "<1,2>", r"args\.replicas must have as many processes as the run \(1\), got <1,2>x1, which"),
+    ):
+        trainer = make_trainer(tasks(), tmp_path, model=given, save_strategy=strategy)
+        with pytest.raises(ConfigError, match=said):
+            trainer.redeploy(replicas)
+
+
 @pytest.mark.parametrize(
-    ("with_folder", "strategy", "replicas", "said"),
-    [
-        (False, "steps", "<1,1>", "redeploy needs a model that is a hub id or folder, from which every process reads"),
-        (True, "no", "<1,1>", 'save_strategy="no"'),
-        (True, "steps", "<1,2>", r"args\.replicas must have as many processes as the run \(1\), got <1,2>x1, which"),
-    ],
+    "answer", ["pays", *(pytest.param(one, marks=pytest.mark.slow) for one in ("does not pay", "cannot be had"))]
 )
-def test_a_run_that_cannot_move_refuses_to(
-    with_folder: bool, strategy: str, replicas: str, said: str, model: str, tmp_path: Path
-) -> None:
-    trainer = make_trainer(tasks(), tmp_path, model=model if with_folder else tiny_llama(), save_strategy=strategy)
-    with pytest.raises(ConfigError, match=said):
-        trainer.redeploy(replicas)
-
-
-@pytest.mark.parametrize("answer", ["pays", "does not pay", "cannot be had"])
 def test_a_run_decides_again_whenever_tasks_have_come_or_gone(
     answer: str, model: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

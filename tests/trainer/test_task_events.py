@@ -21,7 +21,7 @@ class Diary(MultiTaskTrainerCallback):
 
     def __init__(self, at: str = "", act: Any = None) -> None:
         self.at = at
-        self.act: Any = act or (lambda _: None)
+        self.act: Any = act
         self.lines: list[tuple[int, str, str]] = []
         self.facts: list[dict[str, Any]] = []
 
@@ -126,37 +126,21 @@ def test_plans_are_reported_when_steps_follow_another_one(tmp_path: Path) -> Non
     assert plans[1][0] is plans[0][1]
 
 
-def test_a_run_continues_with_what_is_registered_when_its_last_task_has_ended(tmp_path: Path) -> None:
-    follower = small_task("next", data_seed=2, max_steps=3)
-    diary = Diary("on_task_end first")
-    trainer = make_trainer([small_task("first", data_seed=1, max_steps=2)], tmp_path / "a")
-    diary.act = lambda _: trainer.register_tasks([follower])
-    trainer.add_callback(diary)
-    trainer.train()
-    assert trainer.task_statuses == {"first": "succeeded", "next": "succeeded"}
-    assert diary.of("next") == [(2, "on_task_register"), (2, "on_task_begin"), (5, "on_task_end")]
-    alone = train([follower], tmp_path / "b").trainer
-    assert trainer.table["next"].last_loss == pytest.approx(alone.table["next"].last_loss, rel=1e-5)
-
-
-def test_a_run_continues_with_what_is_registered_when_its_last_task_has_failed_before_its_first_step(
-    tmp_path: Path,
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_run_continues_with_what_is_registered_when_its_last_task_has_ended_or_failed(
+    fails: bool, tmp_path: Path
 ) -> None:
-    broken = {"eval_on_start": True, "compute_metrics": raising(ValueError("no such column"))}
-    bad = small_task("bad", data_seed=1, eval_dataset=rows(5, 4, 12, 12), **broken)
-    trainer = make_trainer([bad], tmp_path)
-    diary = Diary("on_task_fail bad", lambda _: trainer.register_tasks([small_task("next", data_seed=2, max_steps=2)]))
+    # It fails before its first step.
+    broken = {"eval_on_start": True, "compute_metrics": raising(ValueError("no such column"))} if fails else {}
+    first = small_task("first", data_seed=1, max_steps=2, eval_dataset=rows(5, 4, 12, 12), **broken)
+    trainer = make_trainer([first], tmp_path)
+    follower = small_task("next", data_seed=2, max_steps=2)
+    diary = Diary(f"on_task_{'fail' if fails else 'end'} first", lambda _: trainer.register_tasks([follower]))
     trainer.add_callback(diary)
     trainer.train()
-    assert trainer.task_statuses == {"bad": "failed", "next": "succeeded"}
-
-
-def test_a_callback_may_end_the_run_when_a_task_has_ended(tmp_path: Path) -> None:
-    diary = Diary("on_task_end a", lambda control: setattr(control, "should_training_stop", True))
-    tasks = [small_task("a", data_seed=1, max_steps=2), small_task("b", data_seed=2)]
-    trainer = trained(tasks, tmp_path, diary)
-    assert trainer.task_statuses == {"a": "succeeded", "b": "running"}
-    assert trainer.table["b"].step == 2
+    assert trainer.task_statuses == {"first": "failed" if fails else "succeeded", "next": "succeeded"}
+    begin = 0 if fails else 2
+    assert diary.of("next") == [(begin, "on_task_register"), (begin, "on_task_begin"), (begin + 2, "on_task_end")]
 
 
 def test_what_a_callback_of_the_run_raises_ends_the_run_after_every_task_was_saved(tmp_path: Path) -> None:
@@ -192,13 +176,10 @@ class Misspelt(TrainerCallback):
         raise AssertionError
 
 
-def test_a_misspelt_event_is_refused_as_it_would_never_be_called(tmp_path: Path) -> None:
+def test_an_event_that_would_never_be_called_is_refused(tmp_path: Path) -> None:
     trainer = make_trainer([small_task("a", data_seed=1)], tmp_path)
     with pytest.raises(ConfigError, match=r'callbacks\.Misspelt\.on_task_ends must be .*Did you mean "on_task_end"'):
         trainer.add_callback(Misspelt())
-
-
-def test_events_of_tasks_are_refused_of_the_callback_of_one_task() -> None:
     said = r"tasks\.a\.callbacks must be .*got Diary with on_task_register.*MultiTaskTrainer\("
     with pytest.raises(ConfigError, match=said):
         small_task("a", data_seed=1, callbacks=[Diary()])

@@ -21,11 +21,11 @@ from tests.runs import SAVING, Acts, assert_equal_weights
 HELD_OUT = rows(5, 4, 9, 9)
 
 
-def scored(scores: list[float], **settings: Any) -> Any:
+def scored(scores: list[float], name: str = "own", **settings: Any) -> Any:
     """Return a task whose evaluations score as listed."""
     left = iter(scores)
     options = {"eval_steps": 1, "max_steps": len(scores), "eval_dataset": HELD_OUT, **settings}
-    return small_task("own", data_seed=1, compute_metrics=lambda _: {"score": next(left)}, **options)
+    return small_task(name, data_seed=1, compute_metrics=lambda _: {"score": next(left)}, **options)
 
 
 # ------------------------------------------------------------------ best adapters
@@ -43,31 +43,29 @@ def test_the_early_stopping_callback_of_transformers_stops_its_task_alone(tmp_pa
     assert trainer.table["own"].step == 4, "two evaluations in a row were no better than 5.0"
     state = trainer.task_states["own"]
     assert (state.best_metric, state.best_global_step) == (5.0, 2)
-
-
-def test_a_callback_for_the_whole_run_is_refused_before_anything_is_loaded(tmp_path: Path) -> None:
-    args = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     said = r"callbacks must be without EarlyStoppingCallback, .*, got one for the whole run.*Task\(callbacks="
     with pytest.raises(ConfigError, match=said):
-        MultiTaskTrainer(tiny_llama(), args, [small_task("a", data_seed=1)], callbacks=[EarlyStoppingCallback()])
+        MultiTaskTrainer(tiny_llama(), trainer.args, [small_task("a", data_seed=1)], callbacks=[stops])
 
 
-@pytest.mark.parametrize("by", ["task", "run"])
-def test_a_task_ends_with_the_adapter_of_its_best_evaluation(by: str, tmp_path: Path) -> None:
-    kept: list[dict[str, torch.Tensor]] = []
-    keeps = Acts(lambda **_: kept.append(weights(trainer, "own")), event="on_evaluate")
+def test_a_task_ends_with_the_adapter_of_its_best_evaluation(tmp_path: Path) -> None:
+    kept: dict[str, list[dict[str, torch.Tensor]]] = {"own": [], "as-run": []}
+
+    def keeps(name: str) -> Acts:
+        return Acts(lambda **_: kept[name].append(weights(trainer, name)), event="on_evaluate")
+
     best: dict[str, Any] = {"load_best_model_at_end": True, "metric_for_best_model": "eval_score"}
     # What a task says of itself overrules the run: here a smaller score is better.
-    own: dict[str, Any] = {**best, "greater_is_better": False} if by == "task" else {}
-    of_run: dict[str, Any] = best if by == "run" else {"greater_is_better": True}
-    task = scored([3.0, 1.0, 2.0] if by == "task" else [1.0, 7.0, 3.0], callbacks=[keeps], **own)
-    trainer = make_trainer([task, small_task("other", data_seed=2, max_steps=2)], tmp_path, **of_run)
+    own = scored([3.0, 1.0, 2.0], callbacks=[keeps("own")], greater_is_better=False, **best)
+    as_run = scored([1.0, 7.0, 3.0], "as-run", callbacks=[keeps("as-run")])
+    trainer = make_trainer([own, as_run], tmp_path, greater_is_better=True, **best)
     trainer.train()
-    assert trainer.task_statuses == {"own": "succeeded", "other": "succeeded"}
-    assert (trainer.table["own"].best.value, trainer.table["own"].best.step) == (1.0 if by == "task" else 7.0, 2)
-    found = weights(trainer, "own")
-    assert_equal_weights(found, kept[1])
-    assert any(not torch.equal(found[key], value) for key, value in kept[2].items())
+    assert trainer.task_statuses == {"own": "succeeded", "as-run": "succeeded"}
+    for name, value in (("own", 1.0), ("as-run", 7.0)):
+        assert (trainer.table[name].best.value, trainer.table[name].best.step) == (value, 2)
+        found = weights(trainer, name)
+        assert_equal_weights(found, kept[name][1])
+        assert any(not torch.equal(found[key], weight) for key, weight in kept[name][2].items())
 
 
 def test_the_report_tells_the_loss_of_the_adapter_that_was_kept_and_the_tasks_that_left(tmp_path: Path) -> None:
@@ -123,20 +121,24 @@ def test_an_evaluation_before_the_first_step_and_a_delay_of_others(tmp_path: Pat
     assert found == [("a", 0), ("b", 2), ("a", 3), ("a", 4), ("b", 4)]
 
 
-@pytest.mark.parametrize(
-    "name", ["load_best_model_at_end", "metric_for_best_model", "eval_on_start", "eval_delay", "eval_strategy"]
-)
-def test_what_evaluations_would_tell_is_refused_where_there_are_none(name: str, tmp_path: Path) -> None:
-    value = {"metric_for_best_model": "loss", "eval_delay": 2, "eval_strategy": "epoch"}.get(name, True)
-    said = rf"args\.{name} must be its default, got .* without a task that has held-out rows"
-    with pytest.raises(ConfigError, match=said):
-        make_trainer([small_task("a", data_seed=1)], tmp_path, **{name: value})
-    if name != "eval_strategy":
+def test_what_evaluations_would_tell_is_refused_where_there_are_none(tmp_path: Path) -> None:
+    values = {"load_best_model_at_end": True, "metric_for_best_model": "loss", "eval_on_start": True, "eval_delay": 2}
+    for name, value in {**values, "eval_strategy": "epoch"}.items():
+        said = rf"args\.{name} must be its default, got .* without a task that has held-out rows"
+        with pytest.raises(ConfigError, match=said):
+            make_trainer([small_task("a", data_seed=1)], tmp_path, **{name: value})
+    for name, value in values.items():
         with pytest.raises(ConfigError, match=rf"eval_dataset must be held-out rows, because {name} is set, got None"):
             small_task("a", data_seed=1, **{name: value})
 
 
 # ------------------------------------------------------------------------ folders
+
+
+def test_an_upload_of_what_is_not_saved_is_refused() -> None:
+    allowed = r'args\.push_to_hub must be False, or used with save_strategy "steps" or "epoch"'
+    with pytest.raises(ConfigError, match=rf'{allowed}, got True with save_strategy="no"'):
+        MultiTaskTrainingArguments(output_dir="unused", use_cpu=True, push_to_hub=True, save_strategy="no")
 
 
 def test_a_folder_that_holds_a_run_and_one_that_holds_none_are_reported_before_weights_are_loaded(
@@ -153,12 +155,3 @@ def test_a_folder_that_holds_a_run_and_one_that_holds_none_are_reported_before_w
     with pytest.raises(CheckpointError, match="which holds no state of a run"):
         new.train(resume_from_checkpoint=True)
     assert not (tmp_path / "new").exists(), "a look leaves no folder behind"
-
-
-# ------------------------------------------------------------------------ uploads
-
-
-def test_an_upload_of_what_is_not_saved_is_refused() -> None:
-    allowed = r'args\.push_to_hub must be False, or used with save_strategy "steps" or "epoch"'
-    with pytest.raises(ConfigError, match=rf'{allowed}, got True with save_strategy="no"'):
-        MultiTaskTrainingArguments(output_dir="unused", use_cpu=True, push_to_hub=True, save_strategy="no")

@@ -18,7 +18,7 @@ from peft_mux import ConfigError, MultiTaskTrainer, MultiTaskTrainingArguments
 from peft_mux.checkpoint.hub import model_card
 from peft_mux.trainer.trainer import REFUSED, WORKING
 from tests.invariants.mux_lab import Run, make_trainer, small_task, train
-from tests.runs import Acts, assert_equal_weights, raising, small_tasks, weights_in_plain_peft
+from tests.runs import Acts, assert_equal_weights, small_tasks, weights_in_plain_peft
 
 METHODS = sorted(name for name, item in inspect.getmembers(Trainer) if callable(item) and not name.startswith("_"))
 
@@ -35,12 +35,14 @@ def test_every_public_method_of_trainer_is_in_one_of_the_two_tables() -> None:
     assert WORKING & set(REFUSED) == set()
 
 
-@pytest.mark.parametrize("name", sorted(REFUSED))
-def test_a_refused_method_says_what_to_call_instead(name: str, trained: Run) -> None:
-    for arguments in ((), (1, 2, 3, 4)):
-        with pytest.raises(ConfigError, match=rf"^trainer\.{name} is Trainer's method for one task. Use ") as caught:
-            getattr(trained.trainer, name)(*arguments)
-    assert REFUSED[name] in str(caught.value)
+def test_a_refused_method_says_what_to_call_instead(trained: Run) -> None:
+    for name, instead in REFUSED.items():
+        for arguments in ((), (1, 2, 3, 4)):
+            with pytest.raises(
+                ConfigError, match=rf"^trainer\.{name} is Trainer's method for one task. Use "
+            ) as caught:
+                getattr(trained.trainer, name)(*arguments)
+        assert instead in str(caught.value)
 
 
 @pytest.mark.parametrize("off", [torch.no_grad, torch.inference_mode])
@@ -58,34 +60,21 @@ def test_training_without_gradients_is_refused_instead_of_changing_nothing(
 # -------------------------------------------------------------- those that work
 
 
-def test_callbacks_come_and_go_and_hear_what_is_logged(tmp_path: Path) -> None:
-    heard: list[dict[str, float]] = []
-    trainer = train([small_task("own", data_seed=1, max_steps=1)], tmp_path).trainer
+def test_what_a_script_calls_of_trainer_works_as_there(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
+    trainer, heard = trained.trainer, list[dict[str, float]]()
     ears = Acts(lambda logs, **_: heard.append(logs), event="on_log")
     trainer.add_callback(ears)
     trainer.log({"extra": 1.0})
     assert trainer.pop_callback(Acts) is ears
     trainer.log({"extra": 2.0})
-    trainer.add_callback(ears)
-    trainer.remove_callback(ears)
-    trainer.log({"extra": 3.0})
     assert heard == [{"extra": 1.0}]
-    assert [entry["extra"] for entry in trainer.state.log_history if "extra" in entry] == [1.0, 2.0, 3.0]
-
-
-def test_a_script_may_print_and_write_its_numbers_next_to_the_run(
-    trained: Run, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trainer = trained.trainer
-    assert trainer.is_world_process_zero()
-    assert trainer.is_local_process_zero()
+    assert [entry["extra"] for entry in trainer.state.log_history if "extra" in entry] == [1.0, 2.0]
     own = [trainer.model.task_parameters(name).values() for name in ("mine", "theirs")]
     assert trainer.get_num_trainable_parameters() == sum(weight.numel() for weights in own for weight in weights)
     args = MultiTaskTrainingArguments(output_dir="unused", use_cpu=True, optim="sgd", learning_rate=0.5)
     assert MultiTaskTrainer.get_optimizer_cls_and_kwargs(args) == (torch.optim.SGD, {"lr": 0.5})
     trainer.log_metrics("train", {"mine/loss": 1.5})
     assert "mine/loss" in capsys.readouterr().out
-    assert type(trainer).metrics_format({"mine/loss": 1.23456})["mine/loss"] == 1.2346
     trainer.save_metrics("train", {"mine/loss": 1.5})
     trainer.save_state()
     root = Path(trainer.args.output_dir)
@@ -112,6 +101,8 @@ class Hub:
 
     def create_repo(self, repo_id: str, *, private: bool | None, exist_ok: bool) -> None:
         self.repo = (repo_id, private, exist_ok)
+        if repo_id == "no/where":
+            raise ConnectionError("no route to host")
 
     def create_commit(self, repo_id: str, operations: Any, *, commit_message: str, revision: str | None) -> str:
         self.files = {operation.path_in_repo: operation.path_or_fileobj for operation in operations}
@@ -141,69 +132,37 @@ def test_the_adapter_of_one_task_is_uploaded_and_nothing_else(trained: Run, hub:
     assert_equal_weights(weights_in_plain_peft(tmp_path), trained.weights("mine"))
 
 
-@pytest.mark.parametrize(
-    ("arguments", "options", "parts"),
-    [
-        ((), {}, ['the task must be one of mine, theirs, got ""']),
-        (("End of training",), {}, ['got "End of training"']),
-        (("mine",), {}, ["push_to_hub.repo_id must be ", "got ''"]),
-        (("mine",), {"repo_id": "a/b/c"}, ["push_to_hub.repo_id must be ", "got 'a/b/c'"]),
-        (("mine",), {"repo_id": 5}, ["push_to_hub.repo_id must be ", "got 5"]),
-        (
-            ("mine",),
-            {"repo_id": "../x", "blocking": False},
-            ["2 things", "push_to_hub.blocking must be one of "],
-        ),
-    ],
-)
-def test_an_upload_that_cannot_be_meant_is_refused(
-    trained: Run, hub: list[Hub], arguments: tuple[str, ...], options: dict[str, Any], parts: list[str]
-) -> None:
-    with pytest.raises(ConfigError) as caught:
-        trained.trainer.push_to_hub(*arguments, **options)
-    assert all(part in str(caught.value) for part in parts), str(caught.value)
-    assert hub == []
-
-
-def test_an_adapter_that_was_not_trained_is_not_uploaded(hub: list[Hub], tmp_path: Path) -> None:
-    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path)
+def test_an_upload_that_cannot_be_meant_or_fails_is_refused(trained: Run, hub: list[Hub], tmp_path: Path) -> None:
+    options: dict[str, Any] = {"repo_id": "../x", "blocking": False}
+    for name, given, parts in (
+        ("End of training", {}, ['the task must be one of mine, theirs, got "End of training"']),
+        ("mine", {}, ["push_to_hub.repo_id must be ", "got ''"]),
+        ("mine", {"repo_id": 5}, ["push_to_hub.repo_id must be ", "got 5"]),
+        ("mine", options, ["2 things", "push_to_hub.blocking must be one of "]),
+    ):
+        with pytest.raises(ConfigError) as caught:
+            trained.trainer.push_to_hub(name, **given)
+        assert all(part in str(caught.value) for part in parts), str(caught.value)
+    untrained = make_trainer([small_task("own", data_seed=1)], tmp_path)
     with pytest.raises(ConfigError, match=r"tasks\.own must be a task that has taken a step, got one without a step"):
-        trainer.push_to_hub("own", repo_id="me/own")
+        untrained.push_to_hub("own", repo_id="me/own")
     assert hub == []
+    with pytest.raises(ConfigError, match='the upload to "no/where" failed: no route to host'):
+        trained.trainer.push_to_hub("mine", repo_id="no/where")
 
 
-def test_what_the_hub_raises_is_reported_in_words(trained: Run, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(huggingface_hub, "HfApi", Hub)
-    monkeypatch.setattr(Hub, "create_repo", raising(ConnectionError("no route to host")))
-    with pytest.raises(ConfigError, match='the upload to "me/mine" failed: no route to host'):
-        trained.trainer.push_to_hub("mine", repo_id="me/mine")
-
-
-@pytest.mark.parametrize(
-    ("task_type", "pipeline", "auto_class"),
-    [
+def test_a_card_names_the_class_that_loads_the_backbone_and_no_folder_of_this_machine(tmp_path: Path) -> None:
+    for task_type, pipeline, auto_class in (
         (None, "text-generation", "AutoModelForCausalLM"),
         ("SEQ_CLS", "text-classification", "AutoModelForSequenceClassification"),
         ("TOKEN_CLS", "token-classification", "AutoModelForTokenClassification"),
-    ],
-)
-def test_a_card_tells_the_class_that_loads_the_backbone(
-    task_type: Any, pipeline: str, auto_class: str, tmp_path: Path
-) -> None:
-    LoraConfig(task_type=task_type).save_pretrained(str(tmp_path))
-    card = model_card(tmp_path, "me/own", 3)
-    assert card.data.pipeline_tag == pipeline
-    assert f"from transformers import {auto_class}\n" in card.text
-
-
-def test_a_card_names_a_backbone_of_the_hub_and_no_folder_of_this_machine(tmp_path: Path) -> None:
-    cards = []
-    for base in ("org/base", str(tmp_path)):
-        LoraConfig(base_model_name_or_path=base).save_pretrained(str(tmp_path))
-        cards.append(model_card(tmp_path, "me/own", 2))
-    card, local = cards
-    assert (card.data.base_model, card.data.library_name, card.data.tags) == ("org/base", "peft", ["lora", "peft_mux"])
-    assert "LORA adapter for `org/base`, fine-tuned for 2 optimizer steps" in card.text
-    assert 'PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained("org/base"), "me/own")' in card.text
+    ):
+        LoraConfig(task_type=task_type, base_model_name_or_path="org/base").save_pretrained(str(tmp_path))
+        card = model_card(tmp_path, "me/own", 2)
+        assert (card.data.pipeline_tag, card.data.base_model, card.data.library_name) == (pipeline, "org/base", "peft")
+        assert "LORA adapter for `org/base`, fine-tuned for 2 optimizer steps" in card.text
+        assert f'PeftModel.from_pretrained({auto_class}.from_pretrained("org/base"), "me/own")' in card.text
+    LoraConfig(base_model_name_or_path=str(tmp_path)).save_pretrained(str(tmp_path))
+    local = model_card(tmp_path, "me/own", 2)
     assert str(tmp_path) not in str(local)
     assert local.data.base_model is None
