@@ -168,25 +168,10 @@ TRAINERS: Mapping[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
 }
 
 
-def trainer_of(name: str, folder: Path, **settings: Any) -> Any:
+def trainer_of(name: str, folder: Path) -> Any:
     module, rows, options = TRAINERS[name]
     own = importlib.import_module(module)
-    config = config_of(
-        getattr(own, f"{name}Config"),
-        folder,
-        **{
-            "max_steps": lab.STEPS,
-            "per_device_train_batch_size": lab.BATCH,
-            "learning_rate": lab.RATE,
-            "train_sampling_strategy": "sequential",
-            "seed": lab.SEED,
-            "gradient_checkpointing": False,
-            "save_strategy": "no",
-            "disable_tqdm": True,
-            **options,
-            **settings,
-        },
-    )
+    config = lab.config_of(getattr(own, f"{name}Config"), folder, **options)
     is_classifier = name == "Reward"
     return getattr(own, f"{name}Trainer")(
         model=lab.backbone(is_classifier=is_classifier),
@@ -197,6 +182,7 @@ def trainer_of(name: str, folder: Path, **settings: Any) -> Any:
     )
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
 def test_a_task_made_of_a_trainer_of_trl_ends_with_its_weights(name: str, tmp_path: Path) -> None:
     trainer, is_classifier = trainer_of(name, tmp_path), name == "Reward"

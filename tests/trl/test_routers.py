@@ -17,6 +17,7 @@ from tests.invariants import mux_lab
 from tests.trl import trl_lab as lab
 
 trl = pytest.importorskip("trl", reason="trl is not installed")
+pytestmark = pytest.mark.slow
 
 OWN = 0.4
 """Coefficient of the tiny models: large, so that a wrong loss shows."""
@@ -85,11 +86,7 @@ def both(
     return theirs, mine
 
 
-@pytest.mark.parametrize(
-    "backbone",
-    ["qwen3_moe", *(pytest.param(name, marks=pytest.mark.slow) for name in ("mixtral", "olmoe"))],
-    indirect=True,
-)
+@pytest.mark.parametrize("backbone", FAMILIES, indirect=True)
 def test_a_mixture_trains_with_its_own_coefficient_by_default_as_in_trl(tmp_path: Path) -> None:
     theirs, mine = both(tmp_path, "SFT", COMPLETIONS, {})
     assert_as_trl(theirs, mine)
@@ -103,7 +100,7 @@ def test_a_mixture_trains_with_its_own_coefficient_by_default_as_in_trl(tmp_path
     ("trainer", "rows", "settings"),
     [
         pytest.param("DPO", lab.pairs(), {}, id="dpo"),
-        pytest.param("KTO", lab.answers(), {"objective": "kto"}, id="kto", marks=pytest.mark.slow),
+        pytest.param("KTO", lab.answers(), {"objective": "kto"}, id="kto"),
     ],
 )
 def test_losses_of_preferences_balance_routers_as_in_trl(
@@ -124,22 +121,7 @@ def test_conversions_carry_the_coefficient(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("given", [None, 0.2])
 def test_the_task_of_a_trainer_trains_as_the_trainer(given: float | None, backbone: Any, tmp_path: Path) -> None:
-    args = trl.SFTConfig(
-        output_dir=str(tmp_path / "trl"),
-        router_aux_loss_coef=given,
-        max_steps=lab.STEPS,
-        per_device_train_batch_size=lab.BATCH,
-        train_sampling_strategy="sequential",
-        learning_rate=lab.RATE,
-        seed=lab.SEED,
-        logging_steps=1,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        report_to="none",
-        save_strategy="no",
-        disable_tqdm=True,
-    )
+    args = lab.config_of(trl.SFTConfig, tmp_path / "trl", router_aux_loss_coef=given)
     rows, tokenizer = Dataset.from_list(COMPLETIONS), copy.deepcopy(lab.tokenizer())
     trainer = trl.SFTTrainer(
         copy.deepcopy(backbone), args, train_dataset=rows, processing_class=tokenizer, peft_config=lab.adapter()

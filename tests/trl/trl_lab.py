@@ -128,6 +128,28 @@ class Outcome:
     evaluated: dict[str, float] = field(default_factory=dict)
 
 
+def config_of(kind: type[Any], folder: Path, **options: Any) -> Any:
+    """Return the arguments of a trainer of TRL for the runs that are compared."""
+    common = {
+        "output_dir": str(folder),
+        "max_steps": STEPS,
+        "per_device_train_batch_size": BATCH,
+        "per_device_eval_batch_size": BATCH,
+        "learning_rate": RATE,
+        "lr_scheduler_type": "linear",
+        "train_sampling_strategy": "sequential",
+        "seed": SEED,
+        "logging_steps": 1,
+        "gradient_checkpointing": False,
+        "bf16": False,
+        "use_cpu": True,
+        "save_strategy": "no",
+        "report_to": "none",
+        "disable_tqdm": True,
+    }
+    return kind(**{**common, **options})
+
+
 def trl_outcome(
     trainer: type[Any],
     config: type[Any],
@@ -161,24 +183,7 @@ def trl_outcome(
             losses.append((loss[0] if isinstance(loss, tuple) else loss).item())
             return loss
 
-    args = config(
-        output_dir=str(folder / "trl"),
-        max_steps=STEPS,
-        per_device_train_batch_size=BATCH,
-        per_device_eval_batch_size=BATCH,
-        learning_rate=RATE,
-        lr_scheduler_type="linear",
-        train_sampling_strategy="sequential",
-        seed=SEED,
-        logging_steps=1,
-        gradient_checkpointing=False,
-        bf16=False,
-        use_cpu=True,
-        save_strategy="no",
-        report_to="none",
-        disable_tqdm=True,
-        **options,
-    )
+    args = config_of(config, folder / "trl", **options)
     model = backbone(is_classifier=is_classifier)
     if start is not None:
         model = PeftModel.from_pretrained(model, str(start), is_trainable=True)
@@ -317,39 +322,38 @@ def our_outcomes(
     )
     recorder.trainer = trainer
     trainer.train()
+    evaluated = trainer.evaluate() if any(one.eval_dataset is not None for one in tasks) else {}
     return {
         one.name: Outcome(
             recorder.losses[one.name],
             [entry for entry in trainer.task_states[one.name].log_history if "loss" in entry],
             lab.weights(trainer, one.name),
             recorder.before[one.name][0],
-            {} if one.eval_dataset is None else _evaluated(trainer, one.name),
+            {
+                key.removeprefix(f"{one.name}/"): value
+                for key, value in evaluated.items()
+                if key.startswith(f"{one.name}/")
+            },
         )
         for one in tasks
     }
 
 
-def _evaluated(trainer: MultiTaskTrainer, name: str) -> dict[str, float]:
-    found = trainer.evaluate()
-    return {key.removeprefix(f"{name}/"): value for key, value in found.items() if key.startswith(f"{name}/")}
-
-
-def assert_same(ours: Outcome, theirs: Outcome, tolerance: float = 1e-4) -> None:
-    """Assert equal losses at every step and equal final weights, and that something was learnt."""
-    lab.assert_close(ours.losses, theirs.losses, tolerance, "loss")
-    assert ours.weights.keys() == theirs.weights.keys()
-    for key, weight in theirs.weights.items():
-        assert torch.equal(ours.initial[key], theirs.initial[key]), f"{key} begins elsewhere"
-        assert lab.relative(ours.weights[key], weight) <= tolerance, f"{key}: {lab.relative(ours.weights[key], weight)}"
-    moved = [key for key, weight in theirs.weights.items() if lab.relative(weight, theirs.initial[key]) > 1e-3]
-    assert moved, "nothing has moved"
-
-
-def assert_same_metrics(ours: Outcome, theirs: Outcome, names: Sequence[str]) -> None:
-    """Assert that some metrics are equal at every step."""
+def assert_same(ours: Outcome, theirs: Outcome, metrics: Sequence[str] = ()) -> None:
+    """Assert equal losses and metrics at every step and of held-out rows, equal final weights, and that they moved."""
+    lab.assert_close(ours.losses, theirs.losses, 1e-4, "loss")
     assert len(ours.metrics) == len(theirs.metrics) == STEPS
     for step, (own, other) in enumerate(zip(ours.metrics, theirs.metrics, strict=True)):
-        for name in names:
+        for name in metrics:
             assert (name in own) == (name in other), f"{name} at step {step}"
             if name in other:
                 assert abs(own[name] - other[name]) <= 1e-4 * max(1.0, abs(other[name])), f"{name} at step {step}"
+    if theirs.evaluated:
+        for name in ("loss", *metrics):
+            held_out = ours.evaluated[f"eval_{name}"], theirs.evaluated[f"eval_{name}"]
+            assert abs(held_out[0] - held_out[1]) <= 1e-4 * max(1.0, abs(held_out[1])), f"{name} of held-out rows"
+    assert ours.weights.keys() == theirs.weights.keys()
+    for key, weight in theirs.weights.items():
+        assert torch.equal(ours.initial[key], theirs.initial[key]), f"{key} begins elsewhere"
+        assert lab.relative(ours.weights[key], weight) <= 1e-4, f"{key}: {lab.relative(ours.weights[key], weight)}"
+    assert any(lab.relative(weight, theirs.initial[key]) > 1e-3 for key, weight in theirs.weights.items())
