@@ -40,7 +40,9 @@ def optimizer_of_peft(model: Any, hyper: Any) -> torch.optim.Optimizer:
     )
 
 
-@pytest.mark.parametrize("kind", CONFIGS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind == "vectors and embeddings" else pytest.mark.slow) for kind in CONFIGS]
+)
 def test_a_task_goes_as_with_the_optimizer_of_peft_next_to_a_plain_one(kind: str, tmp_path: Path) -> None:
     tasks = [plus("own", CONFIGS[kind]), lab.small_task("plain", data_seed=4)]
     run = lab.train(tasks, tmp_path)
@@ -65,6 +67,7 @@ def test_optimizers_that_step_parameters_one_by_one_have_the_same_rates(tmp_path
     assert rates["paged"] == {"lora_A": (2e-3, 0.1), "lora_embedding": (1e-6, 0.1), "lora_B": (2e-3 * 8, 0.1)}
 
 
+@pytest.mark.slow
 def test_a_joint_step_and_a_resumed_run_leave_the_same_bits(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def tasks() -> list[Any]:
         return [plus("own", CONFIGS["vectors and embeddings"]), plus("other", loraplus_lr_ratio=None)]
@@ -79,6 +82,7 @@ def test_a_joint_step_and_a_resumed_run_leave_the_same_bits(tmp_path: Path, monk
         assert first.recorder.digests[name] + second.recorder.digests[name] == digests, name
 
 
+@pytest.mark.slow
 def test_the_ratio_may_change_when_a_run_is_resumed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     lab.train([plus("own", loraplus_lr_ratio=None)], tmp_path, recorder=stops_after(3), **SAVING)
     run = lab.train([plus("own")], tmp_path, resume=True, **SAVING)

@@ -105,35 +105,23 @@ def test_every_supported_optimizer_steps_as_trainer_would_or_names_what_is_missi
         spy.replay(optim, lambda own, kind=kind, options=options: kind(own, **{"weight_decay": 0.0, **options}))
 
 
-def test_settings_and_options_of_a_task_reach_its_optimizer_alone(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_options_and_clipping_of_a_task_are_its_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     spy = Spy(monkeypatch)
     common = {"lr_scheduler_type": "constant", "max_grad_norm": 0, "max_steps": 3}
+    sgd = {**common, "optim": "sgd", "weight_decay": 0.0}
     odd = {"adam_beta1": 0.5, "adam_beta2": 0.7, "adam_epsilon": 1e-3}
     tasks = [
         small_task("odd", data_seed=1, optim="adamw_torch", **odd, **common),
         small_task("plain", data_seed=2, optim="adamw_torch", **common),
         small_task("options", data_seed=1, optim="rmsprop", optim_args="momentum=0.9,alpha=0.5", **common),
+        small_task("tight", data_seed=1, **{**sgd, "max_grad_norm": 1e-3}),
+        small_task("loose", data_seed=2, **{**sgd, "max_grad_norm": 1e6}),
+        small_task("free", data_seed=3, **sgd),
     ]
-    run_with(spy, tasks, tmp_path)
+    trainer = run_with(spy, tasks, tmp_path)
     spy.replay("odd", lambda p: torch.optim.AdamW(p, lr=RATE, betas=(0.5, 0.7), eps=1e-3, weight_decay=0.0))
     spy.replay("plain", lambda p: torch.optim.AdamW(p, lr=RATE, weight_decay=0.0))
     spy.replay("options", lambda p: torch.optim.RMSprop(p, lr=RATE, momentum=0.9, alpha=0.5))
-
-
-# ------------------------------------------------------------------- clipping
-
-
-def test_every_task_is_clipped_by_its_own_norm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    spy = Spy(monkeypatch)
-    common = {"lr_scheduler_type": "constant", "optim": "sgd", "weight_decay": 0.0, "max_steps": 3}
-    tasks = [
-        small_task("tight", data_seed=1, max_grad_norm=1e-3, **common),
-        small_task("loose", data_seed=2, max_grad_norm=1e6, **common),
-        small_task("free", data_seed=3, max_grad_norm=0, **common),
-    ]
-    trainer = run_with(spy, tasks, tmp_path)
     for name, clip in {"tight": 1e-3, "loose": 0, "free": 0}.items():
         spy.replay(name, lambda p: torch.optim.SGD(p, lr=RATE), clip=clip)
         norm = torch.cat([gradient.flatten() for gradient in spy.gradients[name][-1].values()]).norm().item()
@@ -220,6 +208,7 @@ def test_a_task_that_is_not_finite_leaves_a_joint_step_with_its_last_good_weight
     assert_equal_weights(joint.weights("bad"), joint.recorder.before["bad"][3])
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("two_pages")
 def test_a_jointly_stepped_run_resumes_with_equal_bits_even_from_single_steps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -243,30 +232,25 @@ def like(optim: str) -> MultiTaskTrainer:
     return make_trainer([small_task("own", data_seed=1, optim=optim)], Path("unused"))
 
 
-def slab_optimizer(*, seed: int = 0, optim: str = "adamw_torch", dtype: torch.dtype = torch.float32) -> TaskOptimizer:
+def slab_optimizer(*, optim: str = "adamw_torch", dtype: torch.dtype = torch.float32) -> TaskOptimizer:
     """Return an optimizer over a slab of one page, with a gradient."""
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator().manual_seed(0)
     parameters = {"q.lora_A.weight": torch.nn.Parameter(torch.randn(8, 8, generator=generator, dtype=dtype))}
     slab, trainer = TaskSlab(parameters), like(optim)
     optimizer = TaskOptimizer("own", parameters, trainer.table["own"].hyper, 9, trainer.args, slab)
     slab.bind_gradients()
     for page in slab.pages:
         assert page.values.grad is not None
-        page.values.grad.fill_(0.1 * (seed + 1))
+        page.values.grad.fill_(0.1)
     return optimizer
 
 
-def lose_gradient(optimizer: TaskOptimizer) -> None:
-    optimizer.parameters[0].grad = None
-
-
-OF_THE_GROUP = dict.fromkeys(("amsgrad", "maximize", "capturable", "differentiable"), True)
 NOT_JOINT: dict[str, Callable[[TaskOptimizer], object]] = {
     "somebody listens": lambda optimizer: optimizer.optimizer.register_step_post_hook(lambda *args: None),
-    "no gradient": lose_gradient,
+    "no gradient": lambda optimizer: setattr(optimizer.parameters[0], "grad", None),
     **{
-        f"{name}={value}": lambda optimizer, own={name: value}: optimizer.optimizer.param_groups[0].update(own)
-        for name, value in {**OF_THE_GROUP, "lr": torch.tensor(1e-3)}.items()
+        name: lambda optimizer, name=name: optimizer.optimizer.param_groups[0].update({name: True})
+        for name in ("amsgrad", "maximize", "capturable", "differentiable")
     },
 }
 
@@ -340,7 +324,6 @@ def test_a_warmup_below_one_is_a_share_of_the_task_s_own_steps(tmp_path: Path) -
     ("own", "of_run", "num_steps"),
     [
         # ten rows in batches of four are three steps an epoch
-        ({"max_steps": None, "num_train_epochs": 1}, {}, 3),
         ({"max_steps": None, "num_train_epochs": 2.5}, {}, 8),
         ({"max_steps": None, "num_train_epochs": 0.1}, {}, 1),
         ({"max_steps": None, "num_train_epochs": 1}, {"max_steps": 50}, 3),
@@ -389,12 +372,10 @@ def refusal(tmp_path: Path, **settings: Any) -> str:
         ("sgd", "momentun=0.9", ("got 'momentun'", "momentum, dampening, nesterov", 'Did you mean "momentum"?')),
         ("sgd", "weight_decay=0.5", ("got 'weight_decay'", "Set weight_decay itself")),
         ("adamw_torch", "fused=1", ("got 'fused'", 'left out for optim="adamw_torch"')),
-        ("adafactor", "scale_parameter=True", ("got 'scale_parameter'", "left out for")),
         ("sgd", "momentum", ("got 'momentum'", "key=value")),
         ("sgd", "momentum=0.9,momentum=0.5", ("got 'momentum=0.5'", "each once")),
         ("sgd", "momentum=nan", ("optim_args.momentum", "got 'nan'", "a finite number")),
         ("sgd", "momentum=0.9,nesterov=maybe", ("optim_args.nesterov", "got 'maybe'", "true or false")),
-        ("rmsprop", "alpha=x", ("optim_args.alpha", "got 'x'")),
     ],
 )
 def test_an_option_that_the_optimizer_would_ignore_is_refused_with_those_that_it_knows(
@@ -413,9 +394,7 @@ def test_every_wrong_option_of_optimizer_and_schedule_is_named_at_once(tmp_path:
 
 
 @pytest.mark.parametrize("max_steps", [1, 10**9])
-def test_every_schedule_with_its_usual_options_is_taken_whatever_the_number_of_steps(
-    tmp_path: Path, max_steps: int
-) -> None:
+def test_every_schedule_with_its_usual_options_is_taken_for_any_number_of_steps(tmp_path: Path, max_steps: int) -> None:
     options: dict[str, Any] = {**dict.fromkeys(supported_schedules()), "warmup_stable_decay": {"num_decay_steps": 1}}
     options.update({f"{kind}_with_min_lr": {"min_lr_rate": 0.1} for kind in ("cosine", "cosine_warmup")})
     common: dict[str, Any] = {"data_seed": 1, "rank": 1, "max_steps": max_steps, "warmup_steps": 1}
@@ -448,17 +427,10 @@ def test_the_options_that_are_known_are_those_that_trainer_reads(
     ("schedule", "options", "part"),
     [
         ("polynomial", {"power": -1000}, "At step 5 of 8 the schedule raises OverflowError"),
-        ("polynomial", {"power": -1000.5}, "OverflowError"),
         ("polynomial", {"power": math.nan}, "power must be a finite number, got nan"),
         ("polynomial", {"lr_end": -1.0}, "the learning rate is -"),
         ("polynomial", {"power": "2"}, "cannot be built"),
-        (
-            "polynomial",
-            {1: 2},
-            'lr_scheduler_kwargs must be one of lr_end, power for lr_scheduler_type="polynomial", got 1',
-        ),
-        ("cosine", {"num_cycles": "x"}, "cannot be built"),
-        ("cosine_with_restarts", {"num_cycles": math.inf}, "num_cycles must be a finite number, got inf"),
+        ("polynomial", {1: 2}, 'must be one of lr_end, power for lr_scheduler_type="polynomial", got 1'),
         ("cosine_with_min_lr", {"min_lr_rate": 10**400}, "cannot be built"),
         ("inverse_sqrt", {"timescale": -5}, ""),
         ("warmup_stable_decay", {"num_decay_steps": 3, "min_lr_ratio": "x"}, "TypeError"),
@@ -472,7 +444,7 @@ def test_a_schedule_that_would_fail_at_some_step_is_refused_before_the_first(
     assert part in message, message
 
 
-@pytest.mark.parametrize("fail", ["raises", "nan"])
+@pytest.mark.parametrize("fail", ["raises", pytest.param("nan", marks=pytest.mark.slow)])
 def test_a_schedule_that_fails_later_ends_its_own_task_alone(
     tmp_path: Path, fail: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -497,8 +469,7 @@ def test_a_schedule_that_fails_later_ends_its_own_task_alone(
     assert good.last_loss == pytest.approx(alone.last_loss, rel=1e-5)
 
 
-@pytest.mark.parametrize("epochs", [2e8, 1e9])
-def test_more_steps_than_can_be_counted_are_refused(tmp_path: Path, epochs: float) -> None:
-    message = refusal(tmp_path, max_steps=None, num_train_epochs=epochs, train_batch_size=1)
+def test_more_steps_than_can_be_counted_are_refused(tmp_path: Path) -> None:
+    message = refusal(tmp_path, max_steps=None, num_train_epochs=2e8, train_batch_size=1)
     assert message.startswith("tasks.own.num_train_epochs must ")
     assert "Set max_steps" in message
