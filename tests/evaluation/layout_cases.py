@@ -9,8 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import LoraConfig
-from transformers import EvalPrediction, LlamaForSequenceClassification
+from transformers import EvalPrediction
 
 from peft_mux import EarlyStopping, Task
 from peft_mux.errors import PeftMuxError
@@ -18,7 +17,7 @@ from tests.engine.processes import cases as parallel_cases
 from tests.engine.replicas import layout_cases
 from tests.evaluation.generation_cases import evaluations
 from tests.invariants import mux_lab as lab
-from tests.runs import SAVING, task_of
+from tests.runs import SAVING
 
 HELD_OUT = lab.rows(90, 5, 5, 9)
 
@@ -60,11 +59,6 @@ class Calls:
         self.num += 1
         predicted, labels = np.asarray(prediction.predictions)[:, :-1], np.asarray(prediction.label_ids)[:, 1:]
         return {"accuracy": float((predicted == labels)[labels != -100].mean())}
-
-    def classified(self, prediction: EvalPrediction) -> dict[str, float]:
-        """Return the mean logit of the labels of classified rows."""
-        self.num += 1
-        return {"logit": float(np.take_along_axis(prediction.predictions, prediction.label_ids[:, None], 1).mean())}
 
     def broken(self, prediction: EvalPrediction) -> dict[str, float]:
         """Fail at the second call."""
@@ -109,31 +103,12 @@ def metric_tasks(calls: dict[str, Calls]) -> list[Task]:
 def train(rank: int, folder: Path, arguments: dict[str, Any]) -> Measured:
     """Train the tasks on a tiny Llama; passes of evaluation hold two rows or so, so that there are several."""
     calls = {name: Calls() for name in ("well", "shrunk", "broken", "odd", "declining")}
-    return _run(folder, layout_cases.backbone("llama"), metric_tasks(calls), calls, "well", arguments)
-
-
-def train_classifier(rank: int, folder: Path, arguments: dict[str, Any]) -> Measured:
-    """Train a classifier with a metric over its logits."""
-    model = layout_cases.backbone("llama")
-    model.config.num_labels, model.config.pad_token_id = 3, 0
-    torch.manual_seed(5)
-    classifier = LlamaForSequenceClassification(model.config)
-    data = [{**row, "label": number % 3} for number, row in enumerate(lab.rows(3, 8, 4, 9))]
-    calls = {"sorted": Calls()}
-    config = LoraConfig(task_type="SEQ_CLS", r=4, target_modules="all-linear")
-    evaluation = {"eval_dataset": data[:5], "compute_metrics": calls["sorted"].classified, "eval_steps": 1}
-    task = task_of("sorted", data, config, max_steps=3, **evaluation)
-    return _run(folder, classifier, [task], calls, "sorted", arguments)
-
-
-def _run(
-    folder: Path, model: Any, tasks: list[Task], calls: dict[str, Calls], name: str, arguments: dict[str, Any]
-) -> Measured:
     options = {**SAVING, "max_tokens_per_micro_batch": 16, "ddp_timeout": parallel_cases.TIMEOUT_S, **arguments}
-    trainer = lab.make_trainer(tasks, folder, model=model, recorder=lab.Recorder(keep_weights=False), **options)
+    recorder, model = lab.Recorder(keep_weights=False), layout_cases.backbone("llama")
+    trainer = lab.make_trainer(metric_tasks(calls), folder, model=model, recorder=recorder, **options)
     trainer.train()
-    evaluated = trainer.evaluate(name)
-    refusals = _refusals(trainer.model, name) if trainer.model.num_stages * trainer.model.tp_size > 1 else []
+    evaluated = trainer.evaluate("well")
+    refusals = _refusals(trainer.model, "well") if trainer.model.num_stages * trainer.model.tp_size > 1 else []
     trainer._run.processes.wait_for_all()
     return Measured(
         statuses={run.name: (run.status.value, run.reason) for run in trainer.table},

@@ -172,13 +172,3 @@ def test_processes_share_the_prompts_and_see_the_same_metrics(tmp_path: Path) ->
         for name, wanted in alone["evaluations"].items():
             for found, one in zip(part["evaluations"][name], wanted, strict=True):
                 assert found == pytest.approx(one, rel=1e-4)
-
-
-@pytest.mark.slow
-@pytest.mark.distributed
-@pytest.mark.parametrize("arguments", [{"tensor_parallel_size": 2}, {"pipeline_parallel_size": 2}])
-def test_layouts_in_which_a_process_holds_a_part_are_refused_by_name(arguments: dict[str, Any], tmp_path: Path) -> None:
-    for outcome in launch(2, cases.train, tmp_path, arguments, limit_s=120):
-        assert (
-            "tasks.cats.eval_generate must be None if a process holds only a part of the model, got replicas"
-        ) in outcome.error

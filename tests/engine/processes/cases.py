@@ -29,7 +29,6 @@ from transformers import TrainerCallback
 
 from peft_mux import Task
 from peft_mux.engine.processes import Processes
-from peft_mux.scheduler.costs.profile import Parts
 from tests.invariants import mux_lab as lab
 from tests.paths import ROOT
 from tests.shortcuts import take_shortcuts
@@ -231,20 +230,6 @@ def five_tasks(**changed: Any) -> list[Task]:
     ]
 
 
-def late_task() -> Task:
-    """Return a task that comes while others train."""
-    return lab.small_task("late", data_seed=9, rank=4, length=11, max_steps=4)
-
-
-def comings_and_goings() -> dict[int, Callable[[Any], None]]:
-    """Return what happens at the end of which run step: an arrival, a pause and its end, a departure."""
-    return {
-        2: lambda trainer: (trainer.register_tasks([late_task()]), trainer.pause_task("narrow")),
-        4: lambda trainer: trainer.remove_task("large"),
-        5: lambda trainer: trainer.resume_task("narrow"),
-    }
-
-
 # ---------------------------------------------------------------- what is run
 
 
@@ -266,42 +251,11 @@ def run(folder: Path, tasks: Sequence[Task], *, resume: bool = False, recorder: 
     )
 
 
-def train_five(rank: int, folder: Path, arguments: dict[str, Any]) -> Part:
-    """Train the five tasks."""
-    return run(folder, five_tasks(), **arguments)
-
-
-def in_separate_folders(rank: int, folder: Path, save_strategy: str) -> Part:
+def in_separate_folders(rank: int, folder: Path) -> Part:
     """Train on machines without a shared disk: the same relative path, seen from other folders."""
     (folder / f"host-{rank}").mkdir(parents=True)
     os.chdir(folder / f"host-{rank}")
-    return run(Path("run"), five_tasks(), save_strategy=save_strategy)
-
-
-def learn_of_times(rank: int, folder: Path) -> tuple[float, float, Parts]:
-    """Train the five tasks, on one process slowly.
-
-    Returns:
-        What was planned for a step, what steps took as was learnt under the last plan, and the factors that plans are
-        made with in the end.
-    """
-    times = {"measured_times": "plan", "replan_steps": 2}
-    trainer = lab.make_trainer(five_tasks(), folder, max_tokens_per_micro_batch=64, ddp_timeout=TIMEOUT_S, **times)
-    if rank == 1:
-        take = trainer.table.apply
-        trainer.table.apply = lambda result: (time.sleep(0.1), take(result))[1]
-    correction, followed = trainer._plans.planner.correction, []
-    observe = correction.observe
-    correction.observe = lambda plan, *step: (followed.append(plan), observe(plan, *step))[1]
-    planned_s = trainer.plan().step_s
-    trainer.train()
-    # Plans are made with what was learnt before them, so that the ratio is one to the last of them.
-    return planned_s, correction.time_ratio * followed[-1].step_s, correction.factors
-
-
-def train_with_comings_and_goings(rank: int, folder: Path) -> Part:
-    """Train the five tasks while others come and go."""
-    return run(folder, five_tasks(), recorder=lab.Recorder(at_end=comings_and_goings()))
+    return run(Path("run"), five_tasks(), save_strategy="steps")
 
 
 def resume_five(rank: int, folder: Path) -> Part:
@@ -365,12 +319,6 @@ def with_other_weights(rank: int, folder: Path) -> Part:
     raise AssertionError("trained on two backbones")
 
 
-def registered_once(rank: int, folder: Path) -> Part:
-    """Train; a task is registered on rank 0 alone."""
-    acts = {2: lambda trainer: trainer.register_tasks([late_task()])} if rank == 0 else {}
-    return run(folder, five_tasks(), recorder=lab.Recorder(at_end=acts))
-
-
 def failing_alone(rank: int, folder: Path, error_file: str) -> Part:
     """Train; a callback of the run raises on rank 1 alone, under a launcher that asks for a file of its error."""
     os.environ["TORCHELASTIC_ERROR_FILE"] = str(folder / error_file)
@@ -394,46 +342,27 @@ class FailsOnce(TrainerCallback):
             raise ValueError("no such metric")
 
 
-def with_a_failing_callback(rank: int, folder: Path, event: str) -> Part:
-    """Train; a callback of one task raises on rank 1 alone."""
-    spoilt = lab.small_task("spoilt", data_seed=8, max_steps=NUM_STEPS, callbacks=[FailsOnce(event, 1)])
-    return run(folder, [spoilt, *five_tasks()])
+class BlockingStream:
+    """A stream that gives nothing more on rank 1 after ten rows."""
 
-
-class SpoiltStream:
-    """A stream that goes wrong on rank 1 at its eleventh row: another row, a bad one, an error, or nothing more."""
-
-    def __init__(self, rank: int, fault: str) -> None:
-        """Remember the fault."""
-        self.rank, self.fault = rank, fault
+    def __init__(self, rank: int) -> None:
+        """Remember the process."""
+        self.rank = rank
 
     def __iter__(self) -> Any:
-        """Yield rows, and then the fault."""
+        """Yield rows."""
         for number, row in enumerate(lab.rows(11, 1000, 6, 12)):
             if number == 10 and self.rank == 1:
-                if self.fault == "raises":
-                    raise OSError("no such share")
-                if self.fault == "blocks":
-                    threading.Event().wait()
-                row = {"input_ids": [1, 2, 3, 4, 5]} if self.fault == "other" else {"input_ids": []}
+                threading.Event().wait()
             yield row
 
 
-def with_spoilt_streams(rank: int, folder: Path, faults: Sequence[str]) -> Part:
-    """Train five tasks together with others whose streams go wrong on rank 1."""
-    spoilt = [
-        Task(
-            name=fault,
-            peft_config=five_tasks()[0].peft_config,
-            train_dataset=SpoiltStream(rank, fault),
-            data_timeout_s=1.0 if fault == "blocks" else None,
-            train_batch_size=4,
-            max_steps=NUM_STEPS,
-            learning_rate=1e-3,
-        )
-        for fault in faults
-    ]
-    return run(folder, [*five_tasks(), *spoilt])
+def with_a_stream_that_blocks(rank: int, folder: Path) -> Part:
+    """Train five tasks together with another whose stream blocks on rank 1."""
+    config, data = five_tasks()[0].peft_config, BlockingStream(rank)
+    options: dict[str, Any] = {"train_batch_size": 4, "max_steps": NUM_STEPS, "learning_rate": 1e-3}
+    blocked = Task(name="blocked", peft_config=config, train_dataset=data, data_timeout_s=1.0, **options)
+    return run(folder, [*five_tasks(), blocked])
 
 
 def watched(rank: int, folder: Path) -> Part:
@@ -470,7 +399,11 @@ def asked_by_threads(rank: int, folder: Path) -> Part:
     def begin(trainer: Any) -> None:
         def ask() -> None:
             time.sleep(0.05 * rank)
-            answers.append(trainer.register_tasks([late_task()]).result(timeout=TIMEOUT_S))
+            answers.append(
+                trainer.register_tasks([lab.small_task("late", data_seed=9, rank=4, length=11, max_steps=4)]).result(
+                    timeout=TIMEOUT_S
+                )
+            )
             answers.append(trainer.pause_task("narrow" if rank == 0 else "large"))
 
         threading.Thread(target=ask, daemon=True).start()
@@ -492,16 +425,3 @@ def waiting_when_the_last_one_fails(rank: int, folder: Path) -> Part:
     first = lab.small_task("first", data_seed=8, max_steps=NUM_STEPS, callbacks=[FailsOnce("on_step_end", 1)])
     second = lab.small_task("second", data_seed=9, max_steps=3)
     return run(folder, [first, second], planner="sequential")
-
-
-def with_a_full_disk(rank: int, folder: Path, arguments: dict[str, Any]) -> tuple[dict[str, tuple[str, str]], str]:
-    """Train with checkpoints while the disk of rank 0 takes nothing from step 4 on; return statuses and report."""
-    import resource
-
-    hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
-    acts = {3: lambda trainer: resource.setrlimit(resource.RLIMIT_FSIZE, (0, hard))} if rank == 0 else {}
-    options = {"max_tokens_per_micro_batch": 64, "ddp_timeout": TIMEOUT_S, "save_strategy": "steps", "save_steps": 2}
-    recorder = lab.Recorder(at_end=acts, keep_weights=False)
-    trainer = lab.make_trainer(five_tasks(), folder, recorder=recorder, **{**options, **arguments})
-    trainer.train()
-    return {run.name: (run.status.value, run.reason) for run in trainer.table}, trainer.report()

@@ -12,25 +12,25 @@ import pytest
 import torch
 import torch.distributed as dist
 
-from tests.engine.processes.cases import comings_and_goings, five_tasks, launch, run, values
-from tests.invariants import mux_lab as lab
+from tests.engine.processes.cases import launch, values
+from tests.engine.replicas import layout_cases
 
-pytestmark = [pytest.mark.slow, pytest.mark.distributed, pytest.mark.timeout(600)]
-WORLD_SIZE = 8
+pytestmark = [pytest.mark.distributed, pytest.mark.timeout(600)]
 COLLECTIVES = (
     "all_reduce all_gather all_gather_into_tensor all_gather_object broadcast broadcast_object_list reduce "
     "reduce_scatter reduce_scatter_tensor scatter gather all_to_all all_to_all_single barrier"
 ).split()
-LAYOUTS: dict[str, dict[str, Any]] = {
-    "data parallel": {},
-    "stages and shards": {"replicas": "<2,2>x2"},
-    "unlike replicas": {"replicas": "<2,2>, <2,1>, <1,1>x2"},
-    "a sharded backbone": {"shard_backbone": True},
-}
+LAYOUTS = [
+    pytest.param(5, {"replicas": "<2,2>, <1,1>"}, id="unlike replicas", marks=pytest.mark.slow),
+    pytest.param(7, {"replicas": "<2,2>, <2,1>, <1,1>"}, id="more unlike replicas", marks=pytest.mark.nightly),
+    pytest.param(
+        4, {"pipeline_parallel_size": 2, "shard_backbone": True}, id="sharded stages", marks=pytest.mark.nightly
+    ),
+]
 Issued = dict[tuple[str, tuple[int, ...]], list[str]]
 
 
-def record(folder: Path, arguments: dict[str, Any]) -> Issued:
+def record(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> Issued:
     """Train tasks that come and go; return what this process issued in each group, by its name and members."""
     issued: Issued = defaultdict(list)
 
@@ -50,17 +50,16 @@ def record(folder: Path, arguments: dict[str, Any]) -> Issued:
     with pytest.MonkeyPatch.context() as patch:
         for name in COLLECTIVES:
             patch.setattr(dist, name, noted(name, getattr(dist, name)))
-        run(folder, five_tasks(), recorder=lab.Recorder(at_end=comings_and_goings()), **arguments)
+        layout_cases.train_with_comings_and_goings(rank, folder, model, arguments)
     return dict(issued)
 
 
-def part(rank: int, folder: Path, arguments: dict[str, Any]) -> Issued:
-    return record(folder, arguments)
-
-
-@pytest.mark.parametrize("layout", LAYOUTS)
-def test_every_member_of_a_group_issues_the_same_collectives_in_the_same_order(layout: str, tmp_path: Path) -> None:
-    found = values(launch(WORLD_SIZE, part, tmp_path, LAYOUTS[layout], limit_s=500))
+@pytest.mark.parametrize(("world_size", "arguments"), LAYOUTS)
+def test_every_member_of_a_group_issues_the_same_collectives_in_the_same_order(
+    world_size: int, arguments: dict[str, Any], tmp_path: Path
+) -> None:
+    model = layout_cases.saved_backbone("llama", tmp_path / "backbone")
+    found = values(launch(world_size, record, tmp_path / "run", model, arguments, limit_s=500))
     groups = {group for issued in found for group in issued}
     assert max(len(own) for own in found[0].values()) > 10
     for group in groups:

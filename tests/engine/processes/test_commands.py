@@ -8,7 +8,6 @@ from collections.abc import Callable
 
 import pytest
 
-from peft_mux.errors import ProcessError
 from peft_mux.trainer.membership import Command, CommandQueue
 
 
@@ -42,21 +41,6 @@ def test_what_comes_while_the_end_is_worked_off_is_done_too() -> None:
     assert done == ["first", "second"]
 
 
-def test_what_is_left_when_a_run_has_failed_is_answered_as_not_done() -> None:
-    queue = CommandQueue()
-
-    def fail() -> None:
-        with queue.training(lambda failed: False):
-            answers.append(queue.give("pause a", lambda: None))
-            raise RuntimeError("out of memory")
-
-    answers: list[Command] = []
-    with pytest.raises(RuntimeError, match="out of memory"):
-        fail()
-    with pytest.raises(ProcessError, match="pause a: not done, as the run has ended"):
-        answers[0].result()
-
-
 def test_commands_are_taken_in_the_order_that_is_asked_for_and_as_often_as_they_were_given() -> None:
     queue = CommandQueue()
     with queue.training(lambda failed: False):
@@ -66,16 +50,6 @@ def test_commands_are_taken_in_the_order_that_is_asked_for_and_as_often_as_they_
         assert [command.label for command in queue.take(())] == ["own"]
         assert [command.label for command in queue.take(["b", "a", "a"])] == ["b", "a", "a"]
         assert queue.labels == ["c"]
-
-
-def test_a_cancelled_command_of_a_thread_is_no_longer_shared_with_other_processes() -> None:
-    queue, answers = CommandQueue(), []
-    with queue.training(lambda failed: False):
-        in_a_thread(lambda: answers.extend(queue.give("a", lambda: None) for _ in range(2)))
-        answers[0].cancel()
-        assert queue.labels == ["a"]
-        assert queue.take(["a"]) == [answers[1]]
-    assert answers[0].cancelled(), "the end of the run answers it too, and does not mind"
 
 
 @pytest.mark.parametrize("end", ["done", "refused", "cancelled", "left"])

@@ -1,7 +1,4 @@
-"""A process that is killed at a random moment: the others end with an error, and any layout resumes from there.
-
-The three short cases run always, the loop of twenty with `-m slow`.
-"""
+"""A process that is killed at any moment: the others end with an error, and any layout resumes from there."""
 
 from __future__ import annotations
 
@@ -72,20 +69,13 @@ LIMIT_S = 90.0
 """For all processes of a launch together; more than the time limit of one that waits for another."""
 
 
-@dataclass(frozen=True)
-class Layout:
-    """How the processes of a run are laid out."""
-
-    world_size: int
-    arguments: dict[str, Any]
-
-
-LAYOUTS = (
-    Layout(2, {}),
-    Layout(2, {"pipeline_parallel_size": 2}),
-    Layout(4, {"pipeline_parallel_size": 2}),
-    Layout(3, {"replicas": "<1,2>, <1,1>"}),
+LAYOUTS: tuple[tuple[int, dict[str, Any]], ...] = (
+    (2, {}),
+    (2, {"pipeline_parallel_size": 2}),
+    (4, {"pipeline_parallel_size": 2}),
+    (3, {"replicas": "<1,2>, <1,1>"}),
 )
+"""Processes and arguments."""
 CRASHPOINTS = tuple(name for name in storage.CRASHPOINTS if name != "after_move_aside")
 """Places of a write that every new folder passes."""
 
@@ -137,12 +127,14 @@ def assert_whole_files(folder: Path) -> int:
     return max(steps, default=0)
 
 
-def assert_survives(kill: Kill, before: Layout, after: Layout, backbone: str, whole: Part, folder: Path) -> None:
+def assert_survives(
+    kill: Kill, before: tuple[int, Any], after: tuple[int, Any], backbone: str, whole: Part, folder: Path
+) -> None:
     """Kill a process of a run, and resume with another layout."""
-    outcomes = launch(before.world_size, killed, folder, backbone, before.arguments, kill, limit_s=LIMIT_S)
+    outcomes = launch(before[0], killed, folder, backbone, before[1], kill, limit_s=LIMIT_S)
     assert_ended_cleanly(outcomes, kill.rank)
     step = assert_whole_files(folder)
-    parts = values(launch(after.world_size, go_on, folder, backbone, after.arguments, bool(step), limit_s=LIMIT_S))
+    parts = values(launch(after[0], go_on, folder, backbone, after[1], bool(step), limit_s=LIMIT_S))
     assert all(part.losses == parts[0].losses for part in parts)
     assert_as_one(parts[0], whole, from_step=step)
     assert assert_whole_files(folder) == whole.step
@@ -150,37 +142,23 @@ def assert_survives(kill: Kill, before: Layout, after: Layout, backbone: str, wh
     assert not left_over
 
 
-SHORT = [
-    pytest.param(Kill(rank=1, step=4, delay_s=0.01), LAYOUTS[1], LAYOUTS[0], id="the last stage in a step"),
-    pytest.param(
-        Kill(rank=0, crashpoint="after_manifest:8"),
-        LAYOUTS[3],
-        LAYOUTS[1],
-        id="the writer in a write",
-        marks=pytest.mark.slow,
-    ),
-    pytest.param(
-        Kill(rank=2, step=5, delay_s=0.03),
-        LAYOUTS[2],
-        LAYOUTS[2],
-        id="a stage of the second replica",
-        marks=pytest.mark.slow,
-    ),
-]
-
-
-@pytest.mark.parametrize(("kill", "before", "after"), SHORT)
-def test_a_killed_process_costs_the_others_no_more_than_the_steps_since_the_last_save(
-    kill: Kill, before: Layout, after: Layout, backbone: str, whole: Part, tmp_path: Path
-) -> None:
-    assert_survives(kill, before, after, backbone, whole, tmp_path)
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize("number", range(20))
+def test_a_writer_killed_in_a_write_costs_only_the_steps_since_the_last_save(
+    backbone: str, whole: Part, tmp_path: Path
+) -> None:
+    assert_survives(Kill(rank=0, crashpoint="after_manifest:8"), LAYOUTS[3], LAYOUTS[1], backbone, whole, tmp_path)
+
+
+@pytest.mark.parametrize(
+    "number",
+    [
+        pytest.param(number, marks=pytest.mark.slow if number in (1, 6, 7) else pytest.mark.nightly)
+        for number in range(20)
+    ],
+)
 def test_a_process_killed_at_a_random_moment_costs_only_the_steps_since_the_last_save(
     number: int, backbone: str, whole: Part, tmp_path: Path
 ) -> None:
     before = LAYOUTS[number % len(LAYOUTS)]
     after = LAYOUTS[(number + number // len(LAYOUTS)) % len(LAYOUTS)]  # the same four times, then others
-    assert_survives(chance(number, before.world_size), before, after, backbone, whole, tmp_path)
+    assert_survives(chance(number, before[0]), before, after, backbone, whole, tmp_path)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-import textwrap
+from pathlib import Path
 
 import pytest
 
@@ -12,7 +12,7 @@ from tests.paths import ROOT
 
 pytestmark = pytest.mark.distributed
 
-PROGRAM = """
+PROGRAM = """\
 import atexit, os, sys, tempfile
 from pathlib import Path
 
@@ -38,24 +38,22 @@ group = processes.open_group()
 names = [(path / "comm").read_text().strip() for path in Path("/proc/self/task").iterdir()]
 print("threads:", sum("gloo" in name for name in names), flush=True)
 del group
-END
+if rank == 1:
+    raise SystemExit(3)
 """
-
-
-def run(folder: str, end: str) -> list[tuple[int, str]]:
-    """Return the exit code and the output of each of two processes, which end in the same way."""
-    program = textwrap.dedent(PROGRAM).replace("END", end)
-    commands = [[sys.executable, "-c", program, str(rank), f"{folder}/store"] for rank in range(2)]
-    started = [subprocess.Popen(one, cwd=ROOT, stdout=subprocess.PIPE, text=True) for one in commands]
-    return [(one.wait(120), one.stdout.read() if one.stdout else "") for one in started]
 
 
 @pytest.mark.slow  # two interpreters of their own
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted in /proc")
-@pytest.mark.parametrize("end", [pytest.param("", id="well"), pytest.param("raise SystemExit(3)", id="by an exit")])
-def test_no_thread_of_gloo_is_left_when_the_interpreter_ends(tmp_path: object, end: str) -> None:
-    for code, words in run(str(tmp_path), end):
-        assert code == (3 if end else 0)
-        first, last = words.split("\n")[:2]
+def test_no_thread_of_gloo_is_left_when_the_interpreter_ends_well_or_by_an_exit(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", PROGRAM]
+    started = [
+        subprocess.Popen([*command, str(rank), f"{tmp_path}/store"], cwd=ROOT, stdout=subprocess.PIPE, text=True)
+        for rank in range(2)
+    ]
+    for code, process in zip((0, 3), started, strict=True):
+        printed, _ = process.communicate(timeout=120)
+        assert process.returncode == code
+        first, last = printed.split("\n")[:2]
         assert int(first.removeprefix("threads: ")) > 0, "the test looks for the right name"
         assert last == "left: 0"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
 from safetensors.torch import load_file
-from transformers import GPT2Config, GPT2LMHeadModel, LlamaConfig, LlamaForCausalLM, Qwen3Config, Qwen3ForCausalLM
+from transformers import AutoModelForCausalLM
+from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from peft_mux import Task
 from tests.engine.processes import cases
@@ -37,18 +37,11 @@ class Watcher(lab.Recorder):
 
 def backbone(kind: str) -> Any:
     """Return a small model of random weights; the same at every call."""
-    shape = {"vocab_size": lab.VOCABULARY, "pad_token_id": None}
-    wide = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
     torch.manual_seed(7)
-    if kind == "gpt2":
-        no_dropout = {"attn_pdrop": 0.0, "embd_pdrop": 0.1, "resid_pdrop": 0.1}
-        config = GPT2Config(n_embd=WIDTH, n_layer=LAYERS, n_head=4, n_positions=64, **no_dropout, **shape)
-        return GPT2LMHeadModel(config)
-    if kind == "qwen3":
-        return Qwen3ForCausalLM(
-            Qwen3Config(num_key_value_heads=4, head_dim=8, tie_word_embeddings=True, **wide, **shape)
-        )
-    return LlamaForCausalLM(LlamaConfig(num_key_value_heads=4, max_position_embeddings=64, **wide, **shape))
+    shape = {"hidden_size": WIDTH, "intermediate_size": 48, "num_hidden_layers": LAYERS, "num_attention_heads": 4}
+    known = {"vocab_size": lab.VOCABULARY, "pad_token_id": None, "num_key_value_heads": 4}
+    config = CONFIG_MAPPING[kind](max_position_embeddings=64, **known, **shape)
+    return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
 
 
 def saved_backbone(kind: str, folder: Path) -> str:
@@ -58,11 +51,8 @@ def saved_backbone(kind: str, folder: Path) -> str:
 
 
 def tasks_of(kind: str, **changed: Any) -> list[Task]:
-    """Return five unequal tasks."""
-    tasks = cases.five_tasks(**changed)
-    if kind == "gpt2":
-        tasks[1].peft_config.target_modules = {"c_attn"}
-    return tasks
+    """Return five unequal tasks, whose modules backbones of this kind have."""
+    return cases.five_tasks(**changed)
 
 
 def train(
@@ -123,7 +113,7 @@ def late_task() -> Task:
     Some of its gradients are so near to zero that AdamW's first steps would turn their rounding into whole steps: one
     process with other micro-batches ends 2e-4 away too. With this epsilon it does not.
     """
-    return replace(cases.late_task(), adam_epsilon=1e-6)
+    return lab.small_task("late", data_seed=9, rank=4, length=11, max_steps=4, adam_epsilon=1e-6)
 
 
 def comings_and_goings() -> dict[int, Callable[[Any], None]]:
@@ -199,19 +189,25 @@ def train_and_be_moved(rank: int, folder: Path, model: str, arguments: dict[str,
     return train(folder, model, tasks_of("llama"), watcher=Watcher(at_end=acts), **arguments)
 
 
-def train_with_a_failing_callback(rank: int, folder: Path, model: str, arguments: dict[str, Any], event: str) -> Part:
-    """Train; a callback of one task raises on rank 1 alone, and rank 0 alone asks for a state to be saved."""
-    spoilt = lab.small_task(
-        "spoilt",
-        data_seed=8,
-        max_steps=cases.NUM_STEPS,
-        callbacks=[cases.FailsOnce(event, 1)],
-        eval_steps=1,
-        eval_dataset=lab.rows(3, 4, 6, 9),
-    )
+EVENTS = ("on_step_end", "on_step_begin", "on_evaluate")
+
+
+def train_with_failing_callbacks(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> Part:
+    """Train; of tasks that are named by events, callbacks raise on rank 1 alone, and rank 0 alone asks for a save."""
+    spoilt = [
+        lab.small_task(
+            event,
+            data_seed=8,
+            max_steps=cases.NUM_STEPS,
+            callbacks=[cases.FailsOnce(event, 1)],
+            eval_steps=1,
+            eval_dataset=lab.rows(3, 4, 6, 9),
+        )
+        for event in EVENTS
+    ]
 
     def ask(trainer: Any) -> None:
         trainer.control.should_save = trainer.control.should_evaluate = True
 
     watcher = Watcher(at_end={4: ask} if rank == 0 else {})
-    return train(folder, model, [spoilt, *tasks_of("llama")], watcher=watcher, **arguments)
+    return train(folder, model, [*spoilt, *tasks_of("llama")], watcher=watcher, **arguments)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -16,93 +17,33 @@ from tests.invariants import mux_lab as lab
 from tests.records import run_records
 
 pytestmark = pytest.mark.distributed
-SLOW = pytest.mark.slow
+SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, str]:
-    """Return a folder with a backbone of each kind."""
-    root = tmp_path_factory.mktemp("backbones")
-    return {kind: cases.saved_backbone(kind, root / kind) for kind in ("llama", "qwen3", "gpt2")}
-
-
-class Alone(dict[str, Part]):
-    """The results of one process for each kind, trained on first use."""
-
-    def __init__(self, folders: dict[str, str], root: Path) -> None:
-        super().__init__()
-        self._folders, self._root = folders, root
-
-    def __missing__(self, kind: str) -> Part:
-        self[kind] = cases.train_five(0, self._root / kind, self._folders[kind], kind, {})
-        return self[kind]
+def backbone(tmp_path_factory: pytest.TempPathFactory) -> str:
+    """Return a folder with a backbone."""
+    return cases.saved_backbone("llama", tmp_path_factory.mktemp("backbone") / "llama")
 
 
 @pytest.fixture(scope="module")
-def alone(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Alone:
-    return Alone(folders, tmp_path_factory.mktemp("alone"))
+def alone(backbone: str, tmp_path_factory: pytest.TempPathFactory) -> Part:
+    """Return the result of one process."""
+    return cases.train_five(0, tmp_path_factory.mktemp("alone"), backbone, "llama", {})
 
 
 PP2 = {"pipeline_parallel_size": 2}
 TP2 = {"tensor_parallel_size": 2}
 CHAINS = {"split_long_sequences": True, "max_tokens_per_micro_batch": 16, "chunk_size": 4}
-LAYOUTS = [
-    pytest.param(2, "gpt2", {**PP2, "pipeline_schedule": "gpipe"}, id="pp2, gpipe, GPT-2 with dropout", marks=SLOW),
-    pytest.param(
-        2, "llama", {**PP2, "pipeline_schedule": "interleaved_1f1b"}, id="pp2, two chunks a process", marks=SLOW
-    ),
-    pytest.param(
-        4, "qwen3", {"pipeline_parallel_size": 4, "gradient_checkpointing": True}, id="pp4, Qwen3", marks=SLOW
-    ),
-    pytest.param(4, "llama", PP2, id="dp2 x pp2", marks=SLOW),
-    pytest.param(3, "qwen3", {"replicas": "<1,2>, <1,1>"}, id="unequal replicas of stages", marks=SLOW),
-    pytest.param(2, "gpt2", TP2, id="tp2, GPT-2 with dropout", marks=SLOW),
-    pytest.param(
-        2, "qwen3", {**TP2, "interleaved_passes": 3, "planner": "interleaved"}, id="tp2, passes in turns", marks=SLOW
-    ),
-    pytest.param(4, "llama", {**PP2, **TP2, "interleaved_passes": 2}, id="tp2 x pp2, passes in turns", marks=SLOW),
-    pytest.param(4, "llama", {"replicas": "<2,1>, <1,1>x2", **CHAINS}, id="unequal replicas of shards, long rows cut"),
-    pytest.param(2, "llama", {"shard_backbone": True}, id="fsdp2", marks=SLOW),
-    pytest.param(4, "llama", {**PP2, "shard_backbone": True}, id="fsdp2 x pp2", marks=SLOW),
-    pytest.param(
-        4, "gpt2", {**PP2, "shard_backbone": True, **CHAINS}, id="fsdp2 x pp2, GPT-2, long rows cut", marks=SLOW
-    ),
-    pytest.param(
-        4,
-        "qwen3",
-        {**PP2, "shard_backbone": True, "gradient_checkpointing": True, "pipeline_schedule": "interleaved_1f1b"},
-        id="fsdp2 x pp2, two chunks a process, recomputed, tied",
-        marks=SLOW,
-    ),
-    pytest.param(2, "gpt2", {**PP2, **CHAINS}, id="pp2, long rows cut", marks=SLOW),
-]
-
-
-@pytest.mark.parametrize(("world_size", "kind", "arguments"), LAYOUTS)
-def test_five_unequal_tasks_train_to_the_result_of_one_process(
-    world_size: int,
-    kind: str,
-    arguments: dict[str, Any],
-    folders: dict[str, str],
-    alone: dict[str, Part],
-    tmp_path: Path,
-) -> None:
-    parts = values(launch(world_size, cases.train_five, tmp_path, folders[kind], kind, arguments, limit_s=120))
-    assert_alike(parts)
-    assert_as_one(parts[0], alone[kind])
-    if "replicas" in arguments:  # the cost of dividing the rows is reported
-        (dispatch,) = run_records(tmp_path, "dispatch")
-        assert dispatch["num_steps"] == parts[0].step
-        assert 0 <= dispatch["hidden_share"] <= 1
 
 
 def test_two_stages_train_to_the_result_of_one_process_and_each_holds_its_own_layers_and_adapters_alone(
-    alone: dict[str, Part], tmp_path: Path
+    alone: Part, tmp_path: Path
 ) -> None:
     arguments = {**PP2, "pipeline_schedule": "1f1b"}
     # A model that is given as an object, and cut as one that is loaded.
     parts = values(launch(2, cases.train_five, tmp_path, None, "llama", arguments, limit_s=120))
-    one = alone["llama"]
+    one = alone
     assert_alike(parts)
     assert_as_one(parts[0], one)
     assert sum(part.frozen for part in parts) == one.frozen
@@ -115,87 +56,108 @@ def test_two_stages_train_to_the_result_of_one_process_and_each_holds_its_own_la
 
 
 @pytest.fixture(scope="module")
-def alone_with_changes(folders: dict[str, str], tmp_path_factory: pytest.TempPathFactory) -> Part:
+def alone_with_changes(backbone: str, tmp_path_factory: pytest.TempPathFactory) -> Part:
     """Return the results of one process for tasks that come, go and pause."""
-    return cases.train_with_comings_and_goings(0, tmp_path_factory.mktemp("changes"), folders["llama"], {})
+    return cases.train_with_comings_and_goings(0, tmp_path_factory.mktemp("changes"), backbone, {})
 
 
 @pytest.mark.parametrize(
     ("world_size", "arguments"),
     [
-        pytest.param(2, PP2, id="pp2"),
-        pytest.param(2, {**TP2, "interleaved_passes": 2}, id="tp2, passes in turns", marks=SLOW),
-        pytest.param(2, {"shard_backbone": True}, id="fsdp2", marks=SLOW),
-        pytest.param(4, {**PP2, "shard_backbone": True}, id="fsdp2 x pp2", marks=SLOW),
+        pytest.param(2, {}, id="dp2"),
+        pytest.param(2, {**PP2, "pipeline_schedule": "gpipe"}, id="pp2, gpipe", marks=SLOW),
+        pytest.param(
+            3,
+            {"pad_to_chunks": True, "chunk_size": 8, "gradient_checkpointing": True},
+            id="dp3, padded chunks, recomputed",
+            marks=SLOW,
+        ),
+        pytest.param(4, {**PP2, **TP2, "interleaved_passes": 2}, id="tp2 x pp2, passes in turns", marks=SLOW),
+        pytest.param(4, {"replicas": "<2,1>, <1,1>x2", **CHAINS}, id="unequal shards, long rows cut", marks=SLOW),
+        pytest.param(
+            4,
+            {**PP2, "shard_backbone": True, "gradient_checkpointing": True, "pipeline_schedule": "interleaved_1f1b"},
+            id="fsdp2 x pp2, two chunks a process, recomputed",
+            marks=SLOW,
+        ),
+        pytest.param(3, {"replicas": "<1,2>, <1,1>"}, id="unequal replicas of stages", marks=NIGHTLY),
+        pytest.param(2, {**TP2, "interleaved_passes": 3, "planner": "interleaved"}, id="tp2 in turns", marks=NIGHTLY),
+        pytest.param(4, {**PP2, "shard_backbone": True, **CHAINS}, id="fsdp2 x pp2, long rows cut", marks=NIGHTLY),
     ],
 )
-def test_tasks_come_go_and_pause_in_any_layout_as_in_one_process(
+def test_tasks_train_come_go_and_pause_in_any_layout_as_in_one_process(
     world_size: int,
     arguments: dict[str, Any],
-    folders: dict[str, str],
+    backbone: str,
     alone_with_changes: Part,
     tmp_path: Path,
 ) -> None:
     part = cases.train_with_comings_and_goings
-    parts = values(launch(world_size, part, tmp_path, folders["llama"], arguments, limit_s=120))
+    parts = values(launch(world_size, part, tmp_path, backbone, arguments, limit_s=120))
     assert_alike(parts)
     assert "large" not in parts[0].statuses
     assert_as_one(parts[0], alone_with_changes)
-    if arguments == PP2:  # the task that adapts the first layer alone
+    if "gpipe" in arguments.values():  # the task that adapts the first layer alone
         assert parts[1].held["first"] == 0
+    if "replicas" in arguments:  # the cost of dividing the rows is reported
+        (dispatch,) = run_records(tmp_path, "dispatch")
+        assert dispatch["num_steps"] == parts[0].step
+        assert 0 <= dispatch["hidden_share"] <= 1
 
 
 @pytest.mark.parametrize(
     ("before", "world_size", "after"),
     [
+        pytest.param({}, 3, {"replicas": "<1,1>, <1,2>"}, id="dp2, then unequal replicas", marks=SLOW),
         pytest.param({"shard_backbone": True}, 4, {**PP2, "shard_backbone": True}, id="fsdp2, then x pp2", marks=SLOW),
-        pytest.param(PP2, 1, {}, id="pp2, then one process", marks=SLOW),
-        pytest.param({}, 3, {"replicas": "<1,1>, <1,2>"}, id="dp2, then unequal replicas"),
-        pytest.param(TP2, 4, {**PP2, **TP2}, id="tp2, then tp2 x pp2", marks=SLOW),
-        pytest.param({"shard_backbone": True}, 2, {"pipeline_parallel_size": 2}, id="fsdp2, then pp2", marks=SLOW),
+        pytest.param(PP2, 1, {}, id="pp2, then one process", marks=NIGHTLY),
+        pytest.param(TP2, 4, {**PP2, **TP2}, id="tp2, then tp2 x pp2", marks=NIGHTLY),
     ],
 )
 def test_any_layout_resumes_from_the_state_of_any_other(
     before: dict[str, Any],
     world_size: int,
     after: dict[str, Any],
-    folders: dict[str, str],
-    alone: dict[str, Part],
+    backbone: str,
+    alone: Part,
     tmp_path: Path,
 ) -> None:
-    folder, step = folders["llama"], 3
-    values(launch(2, cases.train_and_stop, tmp_path, folder, before, step, limit_s=120))
-    parts = values(launch(world_size, cases.go_on, tmp_path, folder, after, limit_s=120))
+    step = 3
+    values(launch(2, cases.train_and_stop, tmp_path, backbone, before, step, limit_s=120))
+    parts = values(launch(world_size, cases.go_on, tmp_path, backbone, after, limit_s=120))
     assert_alike(parts)
-    assert_as_one(parts[0], alone["llama"], from_step=step)
+    assert_as_one(parts[0], alone, from_step=step)
 
 
-@SLOW  # a run that moves by itself is among the fast tests
-def test_a_run_that_moves_to_other_replicas_trains_as_if_it_had_not(folders: dict[str, str], tmp_path: Path) -> None:
-    one = cases.train_and_move(0, tmp_path / "one", folders["llama"], {}, {})
-    moves = {2: "<2,1>, <1,1>", 5: "<1,1>x3"}
-    part = cases.train_and_move
-    parts = values(launch(3, part, tmp_path / "three", folders["llama"], {"replicas": "<1,3>"}, moves, limit_s=120))
+@pytest.mark.parametrize(
+    ("world_size", "arguments", "replicas"),
+    [
+        pytest.param(3, {}, ["<1,3>x1", "<2,1>x1, <1,1>x1", "<1,1>x3"], id="unlike replicas", marks=SLOW),
+        pytest.param(
+            4,
+            {"shard_backbone": True},
+            ["<1,2>x2", "<1,1>x4", "<1,2>x2"],
+            id="stages that share their weights, and back",
+            marks=NIGHTLY,
+        ),
+    ],
+)
+def test_a_run_that_moves_to_other_replicas_trains_as_if_it_had_not(
+    world_size: int, arguments: dict[str, Any], replicas: list[str], backbone: str, tmp_path: Path
+) -> None:
+    part, root = cases.train_and_move, tmp_path / "several"
+    one = part(0, tmp_path / "one", backbone, {}, {})
+    options, moves = {"replicas": replicas[0], **arguments}, {2: replicas[1], 5: replicas[2]}
+    parts = values(launch(world_size, part, root, backbone, options, moves, limit_s=120))
     assert_alike(parts)
     assert_as_one(parts[0], one)
-    found = [(event["before"], event["replicas"]) for event in run_records(tmp_path / "three", "redeployed")]
-    assert found == [("<1,3>x1", "<2,1>x1, <1,1>x1"), ("<2,1>x1, <1,1>x1", "<1,1>x3")]
+    found = [(event["before"], event["replicas"]) for event in run_records(root, "redeployed")]
+    assert found == list(pairwise(replicas))
 
 
 @SLOW
-def test_stages_that_share_their_weights_move_to_replicas_of_one_process_and_back(
-    folders: dict[str, str], tmp_path: Path
-) -> None:
-    one = cases.train_and_move(0, tmp_path / "one", folders["llama"], {}, {})
-    moves, arguments = {2: "<1,1>x4", 5: "<1,2>x2"}, {**PP2, "shard_backbone": True}
-    part = cases.train_and_move
-    parts = values(launch(4, part, tmp_path / "four", folders["llama"], arguments, moves, limit_s=120))
-    assert_alike(parts)
-    assert_as_one(parts[0], one)
-
-
-def test_moving_on_one_process_alone_is_an_error_on_every_one(folders: dict[str, str], tmp_path: Path) -> None:
-    outcomes = launch(2, cases.move_on_one, tmp_path, folders["llama"], limit_s=120)
+def test_moving_on_one_process_alone_is_an_error_on_every_one(backbone: str, tmp_path: Path) -> None:
+    outcomes = launch(2, cases.move_on_one, tmp_path, backbone, limit_s=120)
     for outcome in outcomes:
         assert outcome.error.startswith("ProcessError")
         assert "replicas to move to" in outcome.error
@@ -217,9 +179,10 @@ def test_a_layout_that_does_not_fit_the_processes_is_refused_by_field(
         cases.train(tmp_path, cases.backbone("llama"), cases.tasks_of("llama"), **arguments)
 
 
-def test_a_run_moves_by_itself_when_tasks_come_and_that_pays(folders: dict[str, str], tmp_path: Path) -> None:
+@SLOW
+def test_a_run_moves_by_itself_when_tasks_come_and_that_pays(backbone: str, tmp_path: Path) -> None:
     arguments = {**PP2, "redeploy": True}
-    parts = values(launch(2, cases.train_and_be_moved, tmp_path, folders["llama"], arguments, limit_s=120))
+    parts = values(launch(2, cases.train_and_be_moved, tmp_path, backbone, arguments, limit_s=120))
     assert_alike(parts)
     assert {status for status, _ in parts[0].statuses.values()} == {"succeeded"}
     assert parts[1].held == parts[0].held
@@ -235,26 +198,25 @@ def test_a_run_moves_by_itself_when_tasks_come_and_that_pays(folders: dict[str, 
     ],
 )
 def test_a_run_that_cannot_move_is_refused_before_it_begins(
-    model: str, arguments: dict[str, Any], said: str, folders: dict[str, str], tmp_path: Path
+    model: str, arguments: dict[str, Any], said: str, backbone: str, tmp_path: Path
 ) -> None:
-    given = folders["llama"] if model == "folder" else cases.backbone("llama")
+    given = backbone if model == "folder" else cases.backbone("llama")
     with pytest.raises(ConfigError, match=said):
         cases.train(tmp_path, given, cases.tasks_of("llama"), redeploy=True, **arguments)
 
 
-@pytest.mark.parametrize(
-    "event", [pytest.param(event, marks=SLOW) for event in ("on_step_end", "on_step_begin", "on_evaluate")]
-)
+@SLOW
+@pytest.mark.parametrize("arguments", [pytest.param({}, id="dp2"), pytest.param(TP2, id="tp2", marks=NIGHTLY)])
 def test_what_callbacks_do_on_one_process_is_done_on_all(
-    event: str, folders: dict[str, str], alone: dict[str, Part], tmp_path: Path
+    arguments: dict[str, Any], backbone: str, alone: Part, tmp_path: Path
 ) -> None:
-    part = cases.train_with_a_failing_callback
-    parts = values(launch(2, part, tmp_path, folders["llama"], TP2, event, limit_s=120))
-    for one in parts:
-        status, reason = one.statuses["spoilt"]
-        assert status == "failed"
-        assert "rank 1" in reason or "no such metric" in reason
-        assert_as_one(one, alone["llama"], but=("spoilt",))
+    part = cases.train_with_failing_callbacks
+    for one in values(launch(2, part, tmp_path, backbone, arguments, limit_s=120)):
+        for event in cases.EVENTS:
+            status, reason = one.statuses[event]
+            assert status == "failed"
+            assert "rank 1" in reason or "no such metric" in reason
+        assert_as_one(one, alone, but=cases.EVENTS)
     assert (tmp_path / "state" / "run-00000004.json").is_file()
 
 
@@ -269,7 +231,7 @@ def warnings_on_machines_of_two(rank: int, folder: Path, replicas: str) -> list[
     return [line for line in said if "are on two machines" in line]
 
 
-@pytest.mark.distributed
+@SLOW
 def test_a_tensor_parallel_group_on_two_machines_is_named(tmp_path: Path) -> None:
     shown = values(launch(3, warnings_on_machines_of_two, tmp_path / "split", "<1,1>, <2,1>"))
     assert len(shown[0]) == 1

@@ -11,8 +11,7 @@ from tests.engine.processes.cases import Part, launch, values
 from tests.engine.replicas import layout_cases as cases
 from tests.records import run_records
 
-DISTRIBUTED = pytest.mark.distributed
-SLOW = [DISTRIBUTED, pytest.mark.slow]
+SLOW, NIGHTLY = ([mark, pytest.mark.distributed] for mark in (pytest.mark.slow, pytest.mark.nightly))
 PP2, TP2 = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
 LIGHT = (2, (12, 12, 12, 12))
 """Rows of a batch, and tokens of a row of each task."""
@@ -31,20 +30,14 @@ def run(world_size: int, load: tuple[int, tuple[int, ...]], folder: Path, argume
     ("world_size", "load", "arguments"),
     [
         pytest.param(1, LIGHT, {}, id="one process, light"),
-        pytest.param(1, MIXED, {}, id="one process, heavy"),
         pytest.param(1, MIXED, {**APART, **MANY}, id="one process, tasks apart in four passes"),
-        pytest.param(2, MIXED, {}, id="dp2, heavy", marks=SLOW),
         pytest.param(2, (5, (12, 24)), MANY, id="dp2, rows that two do not divide", marks=SLOW),
-        pytest.param(2, LIGHT, PP2, id="pp2, light", marks=DISTRIBUTED),
         pytest.param(2, MIXED, {**PP2, **MANY}, id="pp2, heavy", marks=SLOW),
-        pytest.param(2, MIXED, {**PP2, **APART}, id="pp2, tasks apart", marks=SLOW),
-        pytest.param(2, MIXED, {**TP2, "interleaved_passes": 2}, id="tp2, in turns", marks=SLOW),
-        pytest.param(4, MIXED, {"pipeline_parallel_size": 4}, id="pp4, heavy", marks=SLOW),
-        pytest.param(4, LIGHT, {**PP2, **TP2}, id="pp2 x tp2, light", marks=SLOW),
-        pytest.param(4, MIXED, PP2, id="dp2 x pp2, heavy", marks=SLOW),
         pytest.param(3, MIXED, {"replicas": "<2,1>, <1,1>"}, id="shards beside a whole one, heavy", marks=SLOW),
-        pytest.param(3, LIGHT, {"replicas": "<1,2>, <1,1>", **APART}, id="stages beside a whole one", marks=SLOW),
-        pytest.param(3, MIXED, {"replicas": "<1,2>, <1,1>", "dispatch": "length"}, id="by length", marks=SLOW),
+        pytest.param(2, MIXED, {**TP2, "interleaved_passes": 2}, id="tp2, in turns", marks=NIGHTLY),
+        pytest.param(4, MIXED, {"pipeline_parallel_size": 4, **APART}, id="pp4, tasks apart", marks=NIGHTLY),
+        pytest.param(4, LIGHT, {**PP2, **TP2}, id="pp2 x tp2, light", marks=NIGHTLY),
+        pytest.param(3, MIXED, {"replicas": "<1,2>, <1,1>", "dispatch": "length"}, id="by length", marks=NIGHTLY),
     ],
 )
 def test_steps_of_whole_batches_have_exactly_the_planned_passes(
@@ -61,16 +54,3 @@ def test_steps_of_whole_batches_have_exactly_the_planned_passes(
     assert [event["replica"] for event in found] == list(range(len(part.pass_reports)))
     assert [event["same_tokens"] for event in found] == [3] * len(found)
     assert [event["passes"] for event in found] == [report.passes for report in part.pass_reports]
-
-
-def test_the_pipeline_of_few_rows_that_was_cut_into_passes_of_single_tasks_shares_its_passes(tmp_path: Path) -> None:
-    from peft_mux.scheduler.planner.planner import Budget, plan_tasks
-    from tests.scheduler.planner.cases import load, models
-
-    loads = [load(f"t{index}", 36, 2) for index in range(4)]
-    cost, memory = models(2)
-    four_per_stage = plan_tasks(loads, cost, memory, Budget(4096, num_micro_batches=8))
-    searched = plan_tasks(loads, cost, memory, Budget(4096))
-    assert [len(one.tasks) for one in four_per_stage.passes] == [1] * 8, "eight rows make eight passes of a task each"
-    assert searched.step_s < four_per_stage.step_s
-    assert max(len(one.tasks) for one in searched.passes) > 1

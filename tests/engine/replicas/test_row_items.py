@@ -66,23 +66,6 @@ def test_each_row_is_in_one_item_and_items_of_several_rows_fit_everywhere(
             assert together - len(rows) / 2 <= sum(tokens) <= sum(batch.lengths)
 
 
-def test_rows_that_share_nothing_are_dispatched_by_their_lengths() -> None:
-    batches = [BatchRows("a", 0, (30, 7)), BatchRows("b", 2, (12,))]
-    (found,) = row_items(batches, 3, 64)
-    assert found.rows == (((0,), (1,)), ((0,),))
-    assert found.tokens == ((30, 7), (12,))
-
-
-def test_pieces_of_a_bundle_count_what_they_compute_on_so_many_replicas() -> None:
-    rows = [one.input_ids for one in groups_of([(8, 40, 10)])]
-    found = row_items([batch_rows(rows)], 2, 70)
-    # 60 tokens hold two of the eight rows; 15 hold none, which then go one by one.
-    assert [len(own.rows[0]) for own in found] == [4, 8]
-    for own in found:
-        # Once for each of two replicas, where pieces alone would compute 4 or 8 times the beginning.
-        assert abs(sum(own.tokens[0]) - (2 * 40 + 8 * 10)) <= len(own.rows[0])
-
-
 def test_groups_of_completions_stay_on_one_replica() -> None:
     batch = sharing_batch("grpo", [(4, 60, 8)] * 12)
     for share in divided([batch]):
@@ -114,14 +97,3 @@ def test_a_bundle_larger_than_a_replica_holds_is_cut_and_rows_too_long_for_it_go
     for replica, share in enumerate(found):
         if LAYOUT.replicas[replica].tp == 1:
             assert not {6, 7} & set(share[0])
-
-
-def test_a_step_of_bundles_that_was_prepared_is_not_solved_again() -> None:
-    shares = DispatchedShares(LAYOUT, cases.times())
-    first, second = ([sharing_batch("a", [(4, 60, 8)] * 6, step=step)] for step in range(2))
-    shares.begin(first)
-    shares.prepare(second)
-    shares.begin(second)
-    assert (shares.clock.num_steps, shares.clock.num_ahead) == (2, 1)
-    assert shares.divide(second) == divided(second)
-    shares.close()

@@ -17,7 +17,7 @@ from tests.engine.processes.cases import Part, assert_as_one, launch, values
 from tests.engine.replicas import layout_cases as cases
 from tests.invariants import mux_lab as lab
 
-SLOW = [pytest.mark.slow, pytest.mark.distributed]
+SLOW, NIGHTLY = ([mark, pytest.mark.distributed] for mark in (pytest.mark.slow, pytest.mark.nightly))
 NUM_ROWS, NUM_STEPS = 6, 3
 LENGTHS = {"a": (24, 8), "b": (0, 12), "c": (30, 5), "d": (14, 3), "e": (20, 1), "f": (9, 4)}
 """Tokens that all rows of a task begin with, and tokens of its own of each row; of the last three tasks those are the
@@ -80,7 +80,7 @@ def backbone(tmp_path_factory: pytest.TempPathFactory) -> str:
 
 
 PP2, TP2 = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
-RECOMPUTED, FOUR_PASSES = {"gradient_checkpointing": True}, {"num_micro_batches": 4}
+RECOMPUTED = {"gradient_checkpointing": True}
 CHAINS = {"split_long_sequences": True, "max_tokens_per_micro_batch": 16, "chunk_size": 4}
 TURNS = {"interleaved_passes": 2, "planner": "interleaved"}
 SHARDED = {"shard_backbone": True}
@@ -90,19 +90,15 @@ SHARDED = {"shard_backbone": True}
     ("world_size", "arguments"),
     [
         pytest.param(1, {}, id="one process"),
-        pytest.param(1, {"max_tokens_per_micro_batch": 64}, id="one process, bundles cut"),
-        pytest.param(2, {}, id="dp2", marks=pytest.mark.distributed),
-        pytest.param(2, {**PP2, **RECOMPUTED}, id="pp2, recomputed", marks=pytest.mark.distributed),
-        pytest.param(2, {**PP2, **FOUR_PASSES}, id="pp2, four passes", marks=SLOW),
-        pytest.param(2, TP2, id="tp2", marks=SLOW),
-        pytest.param(2, {**TP2, **TURNS}, id="tp2, passes in turns", marks=SLOW),
+        pytest.param(1, {"max_tokens_per_micro_batch": 64}, id="one process, bundles cut", marks=pytest.mark.slow),
+        pytest.param(2, {}, id="dp2", marks=SLOW),
+        pytest.param(2, {**PP2, **RECOMPUTED}, id="pp2, recomputed", marks=SLOW),
         pytest.param(2, {**TP2, **TURNS, **RECOMPUTED}, id="tp2, passes in turns, recomputed", marks=SLOW),
-        pytest.param(2, {**TP2, **CHAINS}, id="tp2, parts of long rows", marks=SLOW),
-        pytest.param(2, {**SHARDED, **RECOMPUTED}, id="sharded", marks=SLOW),
-        pytest.param(4, {**PP2, **TP2, "interleaved_passes": 2}, id="pp2 x tp2, passes in turns", marks=SLOW),
-        pytest.param(4, PP2, id="dp2 x pp2", marks=SLOW),
         pytest.param(3, {"replicas": "<2,1>, <1,1>"}, id="shards beside a whole one", marks=SLOW),
-        pytest.param(3, {"replicas": "<1,2>, <1,1>"}, id="stages beside a whole one", marks=SLOW),
+        pytest.param(2, {**TP2, **CHAINS}, id="tp2, parts of long rows", marks=NIGHTLY),
+        pytest.param(2, {**SHARDED, **RECOMPUTED}, id="sharded", marks=NIGHTLY),
+        pytest.param(4, {**PP2, **TP2, "interleaved_passes": 2}, id="pp2 x tp2, passes in turns", marks=NIGHTLY),
+        pytest.param(3, {"replicas": "<1,2>, <1,1>"}, id="stages beside a whole one", marks=NIGHTLY),
     ],
 )
 def test_every_layout_computes_what_rows_begin_with_once_and_the_rows_that_are_read_alone_as_planned(

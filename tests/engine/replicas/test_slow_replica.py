@@ -11,15 +11,10 @@ from typing import Any, NamedTuple
 import pytest
 
 from peft_mux.data.packing.passes import even_shares
-from peft_mux.engine.dispatch import DispatchedShares
 from peft_mux.engine.executor import Executor
-from peft_mux.engine.layout import ParallelLayout
-from peft_mux.engine.pipeline.stage import StageModel
-from peft_mux.scheduler.dispatching.rates import ReplicaRates
 from peft_mux.trainer.plan_follower import slow_replica
 from tests.engine.processes import cases
 from tests.engine.processes.cases import launch, values
-from tests.engine.replicas import dispatch_cases
 from tests.invariants import mux_lab as lab
 from tests.records import run_records
 
@@ -64,19 +59,6 @@ def train_with_a_slow_process(rank: int, folder: Path, slow: int, arguments: dic
     return Followed(tokens, recorder.losses)
 
 
-def train_with_a_slow_stage(rank: int, folder: Path, slow: int) -> None:
-    """Train over two pipelines of two stages; one stage sleeps in each of its passes."""
-    forward = StageModel.forward
-
-    def slowly(self: StageModel, *arguments: Any) -> Any:
-        time.sleep(0.2 if rank == slow else 0.0)
-        return forward(self, *arguments)
-
-    StageModel.forward = slowly
-    task = lab.small_task("a", data_seed=0, length=8, train_batch_size=8, max_steps=NUM_STEPS)
-    lab.train([task], folder, ddp_timeout=cases.TIMEOUT_S, replicas="<1,2>x2")
-
-
 def train_with_a_process_that_is_stopped_once(rank: int, folder: Path) -> list[float]:
     """Train over two replicas; rank 1 is stopped for three seconds within a pass, as a debugger or a full host does."""
     passes, calls = Executor.run_chain, []
@@ -95,14 +77,13 @@ def train_with_a_process_that_is_stopped_once(rank: int, folder: Path) -> list[f
     return recorder.losses["a"]
 
 
-LAYOUT = ParallelLayout.parse(dispatch_cases.LAYOUT)
-
-
 @pytest.mark.distributed
-@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "slow"),
-    [pytest.param({}, 1, id="three equal"), pytest.param({"replicas": "<1,2>, <1,1>"}, 2, id="unequal")],
+    [
+        pytest.param({}, 1, id="three equal", marks=pytest.mark.nightly),
+        pytest.param({"replicas": "<1,2>, <1,1>"}, 2, id="unequal", marks=pytest.mark.slow),
+    ],
 )
 def test_a_slow_replica_gets_fewer_rows_within_a_few_steps(
     arguments: dict[str, Any], slow: int, tmp_path: Path
@@ -130,15 +111,6 @@ def test_a_process_that_is_stopped_once_is_named_with_the_time_that_the_others_w
     assert 2.5 < slow_rank["waited_s"] < 10
 
 
-@pytest.mark.distributed
-@pytest.mark.slow
-def test_a_slow_pipeline_is_named_by_all_its_ranks(tmp_path: Path) -> None:
-    values(launch(4, train_with_a_slow_stage, tmp_path, 2))
-    (slow_rank,) = run_records(tmp_path, "slow_rank")
-    assert slow_rank["ranks"] == [2, 3]
-    assert slow_rank["share"] > 0.2
-
-
 def test_replicas_that_are_equally_fast_are_not_reported() -> None:
     steps = [(1.0 + 0.05 * (step % 2), 1.05 - 0.05 * (step % 2), 1.0) for step in range(20)]
     assert slow_replica(steps) is None
@@ -147,36 +119,6 @@ def test_replicas_that_are_equally_fast_are_not_reported() -> None:
 
 def test_the_wait_for_a_slow_replica_is_the_time_after_the_next_slowest() -> None:
     assert slow_replica([(1.0, 2.0, 1.5)] * 4) == (1, 2.0, 0.25)
-
-
-def test_rows_follow_the_rate_of_a_replica_among_others_of_its_configuration() -> None:
-    rates = ReplicaRates(LAYOUT.num_replicas)
-    shares = DispatchedShares(LAYOUT, dispatch_cases.times(), rates=rates)
-    tokens = []
-    for step in range(8):
-        batches = dispatch_cases.batches_of({"short": tuple(range(20, 120))}, step)
-        divided = shares.divide(batches)
-        shares.prepare(dispatch_cases.batches_of({"short": tuple(range(20, 120))}, step + 1))
-        tokens.append([sum(len(batches[0].sequences[row]) for row in share[0]) for share in divided])
-        # Processes 0 and 1 are replicas of their own, 2 and 3 make one up, 4 is the last: at the stated speed, except
-        # one.
-        busy = [shares.expected_s[replica] for replica in (0, 1, 2, 2, 3)]
-        shares.observe([3 * busy[0], *busy[1:]])
-    shares.close()
-    assert rates.slowness[0] > 2.5
-    assert rates.slowness[1:] == (1.0, 1.0, 1.0)
-    assert tokens[0][0] == pytest.approx(tokens[0][1], rel=0.1)
-    assert tokens[-1][0] < 0.5 * tokens[-1][1]
-    assert sum(tokens[-1]) == sum(tokens[0])
-
-
-def test_without_rates_nothing_is_learnt() -> None:
-    shares = DispatchedShares(LAYOUT, dispatch_cases.times())
-    batches = dispatch_cases.batches_of(dispatch_cases.SKEWED)
-    first = shares.divide(batches)
-    shares.observe([100.0, 1.0, 1.0, 1.0, 1.0])
-    assert shares.divide(batches) == first
-    shares.close()
 
 
 def test_equal_replicas_divide_rows_by_time_where_one_is_slow() -> None:
