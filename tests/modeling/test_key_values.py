@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
 from functools import cache
 from typing import Any
 
@@ -19,7 +18,7 @@ from peft_mux.engine.executor import Executor
 from peft_mux.engine.work import StepWork
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
-from tests.modeling.adapters.passes import assert_same_tensors, gradients_of, moved
+from tests.modeling.adapters.passes import gradients_of, moved
 from tests.modeling.attention.kernel_cases import one_call
 from tests.modeling.backbones import VOCABULARY, backbone_of, classifier_of
 
@@ -33,15 +32,14 @@ SIZES = {"num_hidden_layers": 3, "max_position_embeddings": 128}
 BACKBONES = {
     "llama": backbone_of("llama", **SIZES),
     "mistral": backbone_of("mistral", **SIZES, sliding_window=WINDOW),
-    "gpt2": backbone_of("gpt2", **SIZES),
-    "gpt2-dropout": backbone_of("gpt2", **SIZES, attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2),
+    "gpt2": backbone_of("gpt2", **SIZES, attn_pdrop=0.2, resid_pdrop=0.2, embd_pdrop=0.2),
 }
 
 
 def mux_model(shape: str = "llama", *, recomputes: bool = False) -> MultiTaskPeftModel:
     """Return three unequal adapters that all count, two of them with dropout."""
     attention, mlp = ["q_proj", "k_proj", "v_proj"], ["gate_proj", "down_proj"]
-    if shape.startswith("gpt2"):
+    if shape == "gpt2":
         attention, mlp = ["c_attn"], ["c_fc", "mlp.c_proj"]
     configs = {
         "a": LoraConfig(r=8, target_modules="all-linear", lora_dropout=0.1),
@@ -103,7 +101,7 @@ def check_as_near(found: Result, whole: Result, exact: Result) -> None:
 
 
 @pytest.mark.parametrize(
-    ("shape", "recomputes"), [("llama", False), ("mistral", True), ("gpt2", False), ("gpt2-dropout", True)]
+    ("shape", "recomputes"), [("llama", False), ("mistral", True), pytest.param("gpt2", True, marks=pytest.mark.slow)]
 )
 def test_losses_and_gradients_of_split_sequences_are_those_of_unsplit_ones(shape: str, recomputes: bool) -> None:
     split = step_work(LENGTHS, is_split=True)
@@ -114,20 +112,21 @@ def test_losses_and_gradients_of_split_sequences_are_those_of_unsplit_ones(shape
     assert model.stream.key_values.num_bytes == 0
 
 
-@pytest.mark.parametrize("bound", [7, 40])
+@pytest.mark.parametrize("bound", [7, pytest.param(40, marks=pytest.mark.slow)])
 def test_any_bound_gives_the_same_step(bound: int) -> None:
     split = step_work(LENGTHS, is_split=True, bound=bound)
     check_equal(run(mux_model("mistral"), split), unsplit("mistral"), 1e-5)
 
 
-@pytest.mark.parametrize("length", [2 * CHUNK, 4 * CHUNK, 4 * CHUNK + 1, 4 * CHUNK - 1, BOUND + 1])
+@pytest.mark.parametrize("length", [4 * CHUNK, 4 * CHUNK + 1, 4 * CHUNK - 1])
 def test_whole_chunks_and_one_token_more_or_less(length: int) -> None:
     lengths = {"b": (length,)}
     split, whole = step_work(lengths, is_split=True), step_work(lengths, is_split=False)
-    assert len(split.micro_batches) == max(1, -(-length // BOUND))
+    assert len(split.micro_batches) == -(-length // BOUND)
     check_equal(run(mux_model(), split), run(mux_model(), whole), 1e-5)
 
 
+@pytest.mark.slow
 def test_under_bfloat16_a_split_step_is_as_near_to_float32_as_an_unsplit_one() -> None:
     exact, whole = unsplit("llama"), run(mux_model(), step_work(LENGTHS, is_split=False), bf16=True)
     found = run(mux_model(), step_work(LENGTHS, is_split=True), bf16=True)
@@ -149,36 +148,6 @@ def test_the_loss_without_gradients_is_the_same_and_leaves_nothing_behind() -> N
 
 
 # ---------------------------------------------------------------- what it rests on
-
-
-def test_gradients_of_later_parts_reach_the_earlier_ones() -> None:
-    """The last part alone has targets, so all that the first pass learns comes through keys and values."""
-    work = step_work({"b": (64,)}, is_split=True)
-    first = work.micro_batches[0]
-    untargeted = replace(first, labels=torch.full_like(first.labels, -100), target_rows=first.target_rows[:0])
-    chain = (replace(untargeted, target_offsets=(0, 0)), work.micro_batches[1])
-    model = mux_model()
-    Executor(model).run_chain(chain)
-    whole = mux_model()
-    whole_b = task_batch("b", (64,))
-    (one,) = ChunkPackingCollator().micro_batches([whole_b], max_tokens=64)
-    later = one.target_rows >= 32
-    one = replace(one, target_rows=one.target_rows[later], target_offsets=(0, int(later.sum())))
-    Executor(whole).run(StepWork(("b",), (one,), {"b": 64}))
-    for key, parameter in whole.task_parameters("b").items():
-        torch.testing.assert_close(model.task_parameters("b")[key].grad, parameter.grad, rtol=1e-4, atol=1e-7)
-
-
-def test_a_later_part_sees_the_earlier_one() -> None:
-    work = step_work({"b": (64,)}, is_split=True)
-    first, second = work.micro_batches
-    losses = []
-    for ids in (first.input_ids, (first.input_ids + 1) % VOCABULARY):
-        with torch.no_grad():
-            model = mux_model().eval()
-            model(replace(first, input_ids=ids))
-            losses.append(model(second).losses.item())
-    assert abs(losses[0] - losses[1]) > 1e-4
 
 
 def test_keys_and_values_are_freed_pass_by_pass_in_the_backward() -> None:
@@ -214,21 +183,17 @@ def test_a_step_that_failed_halfway_leaves_nothing_to_the_next_one(monkeypatch: 
     check_equal(run(model, work), run(mux_model(), work), 0.0)
 
 
-def test_a_part_that_runs_outside_a_chain_is_refused() -> None:
+def test_a_part_outside_a_chain_and_models_in_which_every_token_sees_every_other_are_refused() -> None:
     part = step_work({"b": (64,)}, is_split=True).micro_batches[0]
     with pytest.raises(RuntimeError, match=r'task "b" ran outside a chain'):
         mux_model()(part)
-
-
-def test_models_in_which_every_token_sees_every_other_are_refused() -> None:
     config = LoraConfig(target_modules=["query"], task_type="SEQ_CLS")
     model = MultiTaskPeftModel(classifier_of("bert")(), {"b": config}, verify=False)
-    part = step_work({"b": (64,)}, is_split=True).micro_batches[0]
     with pytest.raises(UnsupportedModelError, match="Set split_long_sequences=False"), torch.no_grad():
         model(part)
 
 
-@pytest.mark.parametrize("shape", ["llama", "mistral"])
+@pytest.mark.parametrize("shape", [pytest.param("llama", marks=pytest.mark.slow), "mistral"])
 def test_a_kernel_for_varying_lengths_gets_the_keys_of_each_part(shape: str, monkeypatch: pytest.MonkeyPatch) -> None:
     work = step_work(LENGTHS, is_split=True)
     wanted = run(mux_model(shape), work)
@@ -252,21 +217,6 @@ def test_on_a_gpu_parts_give_the_losses_and_gradients_of_unsplit_sequences(shape
         run(mux_model(shape).to("cuda"), step_work(LENGTHS, is_split=is_split), bf16=True) for is_split in (True, False)
     ]
     check_as_near(on_gpu[0], on_gpu[1], exact)
-
-
-def test_gradients_are_added_up_among_processes_only_when_the_whole_chain_is_done() -> None:
-    model, work = mux_model(), step_work({"b": (96,)}, is_split=True)
-    executor, early = Executor(model), []
-    after_backward = executor.sync.after_backward
-
-    def watch(micro_batch: MuxBatch) -> None:
-        early.append(gradients_of(model))
-        after_backward(micro_batch)
-
-    executor.sync.after_backward = watch  # type: ignore[method-assign]
-    executor.run(work)
-    assert len(early) == 3
-    assert_same_tensors(early[0], gradients_of(model))
 
 
 # ---------------------------------------------------------------- neighbours

@@ -6,7 +6,6 @@ import inspect
 import itertools
 import sys
 import types
-import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -46,8 +45,6 @@ def each(change: Callable[[torch.Tensor], torch.Tensor], qkv: States) -> States:
 SIGNATURES = {
     "torch_2_11": lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
     *, return_aux=None, scale=1.0, window_size=(-1, -1): None,
-    "torch_2_12": lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
-    *, return_aux=None, scale=1.0, window_size=(-1, -1), enable_gqa=False, seqused_k=None: None,
     "torch_2_13": lambda query, key, value, cu_seq_q, cu_seq_k, max_q, max_k,
     *, return_aux=None, scale=1.0, window_size=(-1, -1), enable_gqa=False, seqused_k=None, block_table=None,
     num_splits=None: None,
@@ -147,6 +144,7 @@ def test_key_value_heads_are_repeated_only_where_the_library_wants_it(library: L
     attend(library, states(HEADS))
     assert library.seen["heads"] == HEADS
     assert not library.seen.get("enable_gqa", False)
+    assert library.seen.get("num_splits", 1) == 1, "the order of sums would depend on the longest sequence"
 
 
 @pytest.mark.parametrize(
@@ -170,11 +168,6 @@ def test_a_short_stream_is_not_announced_as_one_that_other_code_would_compute(
     assert library.seen["max_q"] >= max(2, *lengths)
     assert library.seen["max_k"] > library.seen["window_size"][0]
     assert library.seen["max_k"] >= max(lengths)
-
-
-def test_the_order_of_sums_is_asked_not_to_depend_on_the_longest_sequence(library: Library) -> None:
-    attend(library, states(HEADS))
-    assert library.seen.get("num_splits", 1) == 1
 
 
 @pytest.mark.parametrize("asked", [True, False])
@@ -208,14 +201,7 @@ def test_a_window_over_both_directions_and_ragged_groups_of_heads_are_refused(li
         attend(library, states(3))
 
 
-def test_without_a_kernel_the_error_names_varlen_support(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(varlen, "varlen_kernel", lambda: None)
-    with pytest.raises(ValueError, match="varlen_support"):
-        varlen_attention(*states(HEADS), cu_seqlens(), 17, is_causal=True, window=None, scaling=1.0)
-
-
-@pytest.mark.parametrize("window", [None, 3])
-@pytest.mark.parametrize("key_heads", [HEADS, 2])
+@pytest.mark.parametrize(("window", "key_heads"), [(None, HEADS), (3, 2)])
 def test_the_installed_torch_takes_what_it_is_handed(window: int | None, key_heads: int) -> None:
     from torch.nn.attention.varlen import varlen_attn
 
@@ -238,12 +224,10 @@ def test_the_installed_torch_takes_what_it_is_handed(window: int | None, key_hea
 
 @pytest.fixture
 def fresh() -> Iterator[None]:
-    """Forget what was found and said before, and what is found and said meanwhile."""
-    for cached in (varlen.varlen_kernel, varlen.warn_once):
-        cached.cache_clear()
+    """Forget what was found before, and what is found meanwhile."""
+    varlen.varlen_kernel.cache_clear()
     yield
-    for cached in (varlen.varlen_kernel, varlen.warn_once):
-        cached.cache_clear()
+    varlen.varlen_kernel.cache_clear()
 
 
 @pytest.fixture
@@ -271,7 +255,11 @@ def found() -> str | None:
     return None if kernel is None else kernel.library
 
 
-def test_torch_comes_first_then_the_packages_then_nothing(install: Callable[..., None]) -> None:
+def before_windows(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
+    raise AssertionError
+
+
+def test_torch_comes_first_if_it_knows_windows_then_the_packages_then_nothing(install: Callable[..., None]) -> None:
     ours = Library("torch_2_11")
     both = ("flash_attn", "flash_attn_interface")
     install(has_flash=True, torch_has=ours, packages=both)
@@ -280,16 +268,10 @@ def test_torch_comes_first_then_the_packages_then_nothing(install: Callable[...,
     assert found() == "flash_attn_interface"
     install(has_flash=False, torch_has=ours, packages=("flash_attn",))
     assert found() == "flash_attn"
-    install(has_flash=False, torch_has=ours)
-    assert found() is None
-
-
-def test_a_function_without_a_window_argument_is_skipped(install: Callable[..., None]) -> None:
-    def before_windows(query, key, value, cu_seq_q, cu_seq_k, max_q, max_k, is_causal=False):
-        raise AssertionError
-
     install(has_flash=True, torch_has=before_windows, packages=("flash_attn",))
     assert found() == "flash_attn"
+    install(has_flash=False, torch_has=ours)
+    assert found() is None
 
 
 @pytest.fixture
@@ -299,60 +281,34 @@ def on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(varlen, "varlen_kernel", Library("torch_2_11").kernel)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("head_dim", [8, 64, 72, 128, 256])
-def test_half_precision_on_a_gpu_is_supported(on_gpu: None, dtype: torch.dtype, head_dim: int) -> None:
-    assert varlen_support(CUDA, dtype, head_dim) is None
-    assert varlen_support(CUDA, dtype, head_dim, value_dim=head_dim, softcap=None, dropout=0.0) is None
-
-
-@pytest.mark.parametrize(
-    ("change", "reason"),
-    [
-        ({"device": torch.device("cpu")}, "no kernel for cpu"),
-        ({"dtype": torch.float32}, "bf16 or fp16, not in float32"),
-        ({"head_dim": 264}, "264 channels"),
-        ({"head_dim": 100}, "100 channels, not a multiple of 8"),
-        ({"value_dim": 32}, "values have 32 channels and queries 64"),
-        ({"softcap": 50.0}, "soft-capped"),
-        ({"dropout": 0.1}, "dropped out"),
-        ({"has_sinks": True}, "sinks"),
-    ],
-)
-def test_whatever_is_in_the_way_is_named(on_gpu: None, change: dict[str, Any], reason: str) -> None:
+def test_whatever_is_in_the_way_is_named(on_gpu: None) -> None:
     good = {"device": CUDA, "dtype": torch.bfloat16, "head_dim": 64}
-    assert varlen_support(**good) is None
-    assert reason in (varlen_support(**{**good, **change}) or "")
+    for fine in ({}, {"dtype": torch.float16}, {"head_dim": 72}, {"head_dim": 256, "value_dim": 256, "dropout": 0.0}):
+        assert varlen_support(**{**good, **fine}) is None
+    for reason, change in {
+        "no kernel for cpu": {"device": torch.device("cpu")},
+        "bf16 or fp16, not in float32": {"dtype": torch.float32},
+        "264 channels": {"head_dim": 264},
+        "100 channels, not a multiple of 8": {"head_dim": 100},
+        "values have 32 channels and queries 64": {"value_dim": 32},
+        "soft-capped": {"softcap": 50.0},
+        "dropped out": {"dropout": 0.1},
+        "sinks": {"has_sinks": True},
+    }.items():
+        assert reason in (varlen_support(**{**good, **change}) or "")
 
 
-def test_an_old_gpu_and_an_absent_kernel_are_named(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cards_and_an_absent_kernel_are_named(on_gpu: None, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
-        assert "compute capability 8.0" in (varlen_support(CUDA, torch.float16, 64) or "")
-    monkeypatch.setattr(varlen, "varlen_kernel", lambda: None)
-    assert "neither torch nor" in (varlen_support(CUDA, torch.float16, 64) or "")
-
-
-@pytest.mark.parametrize("capability", [(8, 6), (8, 9), (12, 0)])
-def test_head_widths_that_some_cards_have_no_backward_pass_for_are_named(
-    on_gpu: None, monkeypatch: pytest.MonkeyPatch, capability: tuple[int, int]
-) -> None:
-    assert varlen_support(CUDA, torch.bfloat16, 224) is None
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: capability)
-    for head_dim in (200, 208, 216, 224):
-        assert f"{head_dim} channels, too many" in (varlen_support(CUDA, torch.bfloat16, head_dim) or "")
-    assert [varlen_support(CUDA, torch.bfloat16, head_dim) for head_dim in (192, 232, 256)] == [None] * 3
-
-
-def test_each_reason_is_reported_once(fresh: None) -> None:
-    with warnings.catch_warnings(record=True) as caught:
-        warnings.simplefilter("always")
-        for reason in ("scores are soft-capped", "attention has sinks", "scores are soft-capped"):
-            varlen.warn_once(reason)
-    messages = [str(warning.message) for warning in caught]
-    assert len(messages) == 2
-    assert "scores are soft-capped" in messages[0]
-    assert "attention has sinks" in messages[1]
+        patch.setattr(varlen, "varlen_kernel", lambda: None)
+        assert "neither torch nor" in (varlen_support(CUDA, torch.float16, 64) or "")
+    for capability in ((8, 6), (8, 9), (12, 0)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None, found=capability: found)
+        for head_dim in (200, 224):
+            assert f"{head_dim} channels, too many" in (varlen_support(CUDA, torch.bfloat16, head_dim) or "")
+        assert [varlen_support(CUDA, torch.bfloat16, head_dim) for head_dim in (192, 232, 256)] == [None] * 3
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device=None: (7, 5))
+    assert "compute capability 8.0" in (varlen_support(CUDA, torch.float16, 64) or "")
 
 
 @pytest.mark.gpu

@@ -108,12 +108,3 @@ def test_where_every_token_sees_every_other_shared_rows_are_refused() -> None:
         match=r"Attention lets every token see every other, so no prefix can be shared.* share_prefixes=False",
     ):
         attend(batch, states(batch.num_computed), is_causal=False)
-
-
-def test_a_tree_is_laid_out_once_for_all_layers() -> None:
-    batch, reader = stream(), Stream()
-    with reader.reading(batch, {name: name for name in batch.task_names}):
-        attention = AttentionStream(reader, batch, {})
-        assert attention.tree is not None
-        assert attention.tree is attention.tree
-        assert AttentionStream(reader, replace(batch, shared=None), {}).tree is None
