@@ -65,7 +65,8 @@ def test_every_task_is_evaluated_on_its_own_rows_with_its_own_metrics(tmp_path: 
         longest = max(len(row["input_ids"]) for row in own_rows)
         shape, labels = seen[name][0]
         assert shape == (len(own_rows), longest, VOCABULARY)
-        assert [[int(x) for x in row if x != -100] for row in labels] == [row["input_ids"] for row in own_rows]
+        padded = [[*row["input_ids"], *[-100] * (longest - len(row["input_ids"]))] for row in own_rows]
+        assert labels.tolist() == padded
     steps = {name: [one["step"] for one in records(tmp_path, "eval") if one["task"] == name] for name in seen}
     assert steps == {"one": [2, 4, 6], "two": [3, 6]}
     logged = [entry for entry in run.trainer.task_states["one"].log_history if "eval_loss" in entry]
