@@ -153,36 +153,20 @@ def test_outside_of_its_passes_a_step_has_updates_its_overhead_and_the_forwards_
         assert cost.outside_s([TASK, load]) == pytest.approx(updates_s + PROFILE.step_overhead_s + sum(forward_s))
 
 
+def test_what_the_host_takes_of_divided_layers_is_added() -> None:
+    known = replace(PROFILE, overlap=Overlap(skew=0.2, host_s=0.003))
+    alone_s, divided_s = (
+        [pass_s(CostModel(one, SHAPE, devices_per_stage=n, tensor_link=LINK), [TASK]) for one in (PROFILE, known)]
+        for n in (1, 2)
+    )
+    assert alone_s[1] == alone_s[0]
+    assert divided_s[1] - divided_s[0] == pytest.approx(LAYERS * 4 * 0.003)
+
+
 def test_the_updates_are_those_of_the_parameters_that_are_on_a_device_of_the_deepest_stage() -> None:
     task = replace(TASK, cut_parameters=400_000)
     cost = CostModel(PROFILE, SHAPE, num_stages=2, layers_per_stage=(6, 2), devices_per_stage=4)
     assert cost.optimizer_s([task]) == pytest.approx(PROFILE.optimizer(0.75 * 200_000))
-
-
-def test_what_the_host_takes_of_divided_layers_is_added_and_counts_as_fixed() -> None:
-    known = replace(PROFILE, overlap=Overlap(skew=0.2, host_s=0.003))
-    without, divided = (CostModel(one, SHAPE, devices_per_stage=2, tensor_link=LINK) for one in (PROFILE, known))
-    added_s = LAYERS * 4 * 0.003
-    before, after = (cost.stage_parts(0, cost.pass_work([TASK], [whole_pass([TASK])])) for cost in (without, divided))
-    assert after.fixed - before.fixed == pytest.approx(added_s)
-    assert after[1:] == before[1:]
-    assert pass_s(CostModel(known, SHAPE), [TASK]) == pass_s(CostModel(PROFILE, SHAPE), [TASK]), "nothing is divided"
-    sides = [cost.pass_parts(0, cost.pass_work([TASK], [whole_pass([TASK])])) for cost in (without, divided)]
-    between = [one.attention_s + one.mlp_s for one in sides]
-    assert LAYERS * (between[1] - between[0]) == pytest.approx(added_s)
-
-
-@pytest.mark.parametrize("lowest", [0, 3])
-def test_the_parts_between_sums_add_up_to_what_a_stage_computes(lowest: int) -> None:
-    task = replace(TASK, lowest_layer=lowest)
-    cost = CostModel(PROFILE, SHAPE, num_stages=2, devices_per_stage=2, tensor_link=LINK)
-    for stage, (first, last) in enumerate(((1, 0), (0, 1))):
-        parts = cost.pass_parts(stage, cost.pass_work([task], [whole_pass([task])]))
-        computed_s = 4 * (parts.attention_s + parts.mlp_s) + first * parts.first_s + last * parts.head_s
-        whole = cost.stage_parts(stage, cost.pass_work([task], [whole_pass([task])]))
-        assert computed_s + parts.overhead_s == pytest.approx((sum(whole) - whole.communication).item())
-        forward_s, both_s = (seconds[0, stage] for seconds in cost.pass_times([task], [whole_pass([task])]))
-        assert parts.forward_fraction == pytest.approx(forward_s / both_s)
 
 
 def test_stages_that_gather_their_weights_gather_each_unit_and_are_run_backward_below_all_adapters_too() -> None:

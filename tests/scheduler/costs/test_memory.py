@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.costs.loads import AdapterLoad, FrozenParts, TaskLoad, split_layers, weight_gradient_bytes
+from peft_mux.scheduler.costs.loads import AdapterLoad, FrozenParts, TaskLoad, weight_gradient_bytes
 from peft_mux.scheduler.costs.memory import MemoryModel, activation_bytes_per_token
 from tests.scheduler.plan_cases import SHAPE as SMALL
 from tests.scheduler.planner.cases import LLAMA_7B
@@ -147,44 +147,11 @@ def test_replicas_that_divide_each_stage_hold_the_largest_unit_of_theirs_twice(s
     assert MemoryModel(SHAPE, backbone_shards=4).static_bytes([]) == 1_000_000 // 4 + 2 * 1_000_000 // 8
 
 
-def test_frozen_weights_in_another_precision_take_that_part_of_the_bytes_everywhere() -> None:
-    half = WITH_PARTS.in_precision(0.5)
-    assert half.backbone_bytes == WITH_PARTS.backbone_bytes // 2
-    for stage in range(3):
-        bytes_of = [MemoryModel(shape, num_stages=3).static_bytes([], stage) for shape in (half, WITH_PARTS)]
-        assert bytes_of[0] == bytes_of[1] // 2
-    assert SHAPE.in_precision(0.5).parts is None
-
-
-@given(st.integers(1, 100), st.integers(1, 100))
-def test_layers_are_split_as_equally_as_can_be(num_layers: int, num_stages: int) -> None:
-    if num_stages > num_layers:
-        with pytest.raises(ValueError, match=rf"num_stages must be 1 to {num_layers}.*got {num_stages}"):
-            split_layers(num_layers, num_stages)
-        return
-    layers = split_layers(num_layers, num_stages)
-    assert (sum(layers), len(layers)) == (num_layers, num_stages)
-    assert max(layers) - min(layers) <= 1
-
-
 def adapted(rank: int, *widths: int, name: str = "a") -> TaskLoad:
     return replace(a_task(name=name), adapters=tuple(AdapterLoad(rank, width) for width in widths))
 
 
 LLAMA_8B_WIDTHS = (8192, 5120, 5120, 8192, 18432, 18432, 18432)  # q, k, v, o, gate, up, down
-
-
-def test_sums_of_weight_gradients_are_counted_by_chunks_joint_rank_and_width() -> None:
-    # 128K tokens of one task in chunks of 512; q, k and v of rank 40 work as one of 120, on 4096 features.
-    assert weight_gradient_bytes([adapted(40, *LLAMA_8B_WIDTHS[:3])], 2**17, 4096) == (256 + 1) * 120 * 4096 * 4
-    # The MLP is wider than three times the hidden size: gate alone takes more than q, k and v together.
-    assert weight_gradient_bytes([adapted(16, *LLAMA_8B_WIDTHS)], 512, 4096) == 2 * 16 * 14336 * 4
-    assert weight_gradient_bytes([adapted(5, 8192)], 512, 4096) == 2 * 8 * 4096 * 4
-    assert weight_gradient_bytes([a_task()], 2**17, 4096) == 0
-    # Tasks of few tokens have a chunk each, and no more chunks than tokens; the greatest rank is that of all.
-    several = [adapted(8, 8192, name="a"), adapted(64, 8192, name="b"), adapted(8, 8192, name="c")]
-    assert weight_gradient_bytes(several, 100, 4096) == 3 * 64 * 4096 * 4
-    assert weight_gradient_bytes(several, 2, 4096) == 2 * 64 * 4096 * 4
 
 
 def test_sums_of_weight_gradients_are_workspace_on_cuda_alone_and_add_to_the_gradients_of_a_layer() -> None:

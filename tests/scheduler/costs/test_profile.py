@@ -62,6 +62,13 @@ def test_a_measured_curve_never_falls_whatever_the_noise(values: list[float], is
 def test_a_curve_is_straight_between_points_held_below_them_and_continues_beyond() -> None:
     curve = Curve((16.0, 64.0), (1.0, 3.0))
     assert [curve(count) for count in (0, 1, 16, 40, 64, 112)] == pytest.approx([0, 1, 1, 2, 3, 5])
+    with pytest.raises(ValueError, match=r"values must be finite, 0 or more, not falling, got \(2\.0, 1\.0\)"):
+        Curve((1.0, 2.0), (2.0, 1.0))
+    with pytest.raises(ValueError, match="counts and values must have equally many entries, got 0 and 0"):
+        Curve((), ())
+    for counts in ((2.0, 1.0), (0.0, 1.0)):
+        with pytest.raises(ValueError, match="counts"):
+            Curve(counts, (1.0, 1.0))
 
 
 def test_attention_continues_as_the_square_beyond_what_was_measured() -> None:
@@ -76,22 +83,6 @@ def test_attention_continues_as_the_square_beyond_what_was_measured() -> None:
     assert Curve((10.0,), (2.0,), is_quadratic=True)(30) == pytest.approx(18)
 
 
-@pytest.mark.parametrize(
-    ("counts", "values", "message"),
-    [
-        ((1.0, 2.0), (2.0, 1.0), r"values must be finite, 0 or more, not falling, got \(2\.0, 1\.0\)"),
-        ((), (), "counts and values must have equally many entries, got 0 and 0"),
-        ((2.0, 1.0), (1.0, 1.0), "counts"),
-        ((0.0, 1.0), (1.0, 1.0), "counts"),
-    ],
-)
-def test_points_that_are_no_curve_are_refused(
-    counts: tuple[float, ...], values: tuple[float, ...], message: str
-) -> None:
-    with pytest.raises(ValueError, match=message):
-        Curve(counts, values)
-
-
 def test_an_adapter_table_gives_its_points_back_and_is_linear_between_them() -> None:
     table = a_profile().adapter
     for r, rank in enumerate(table.ranks):
@@ -99,12 +90,8 @@ def test_an_adapter_table_gives_its_points_back_and_is_linear_between_them() -> 
             for t, tokens in enumerate(table.tokens):
                 assert table(rank, width, tokens) == pytest.approx(table.values[r][w][t])
     assert table(12, 150, 40) == pytest.approx(np.mean(table.values))
-
-
-def test_an_adapter_table_continues_beyond_its_points_in_proportion() -> None:
-    table = a_profile().adapter
-    assert table(32, 200, 64) == pytest.approx(2 * table(16, 200, 64))
-    assert table(16, 400, 64) == pytest.approx(2 * table(16, 200, 64))
+    # Beyond its points it continues in proportion.
+    assert table(32, 200, 64) == table(16, 400, 64) == pytest.approx(2 * table(16, 200, 64))
     assert table(16, 200, 112) == pytest.approx(2 * table(16, 200, 64) - table(16, 200, 16))
     assert table(16, 200, 0) == 0.0
     ranks, tokens = np.array([8, 12, 16]), np.array([16, 20, 500])
@@ -136,24 +123,17 @@ def test_the_key_changes_with_device_dtype_model_and_versions_but_not_with_the_o
 
 def test_each_part_of_a_profile_follows_its_own_factor_and_nothing_else_changes() -> None:
     before = replace(a_profile(), attention_call_s=0.002, step_overhead_s=0.004)
+
+    def times_of(one: Profile) -> list[float]:
+        curves = [curve(40) for curve in (one.layer, one.embedding, one.head, one.attention, one.optimizer)]
+        sums_s = 0.0 if one.link is None else one.link.transfer_s(10**6)
+        fixed = [one.pass_overhead_s, one.attention_call_s, one.step_overhead_s]
+        return [*curves, one.adapter(12, 150, 40), sums_s, *fixed]
+
     after = corrected(before, Parts(2.0, 3.0, 5.0, 7.0, 11.0, 13.0))
-    assert before.link is not None
-    assert after.link is not None
-    ratios = {
-        "pass": after.pass_overhead_s / before.pass_overhead_s,
-        "layer": after.layer(40) / before.layer(40),
-        "embedding": after.embedding(40) / before.embedding(40),
-        "head": after.head(40) / before.head(40),
-        "attention": after.attention(40) / before.attention(40),
-        "call": after.attention_call_s / before.attention_call_s,
-        "adapter": after.adapter(12, 150, 40) / before.adapter(12, 150, 40),
-        "link": after.link.transfer_s(10**6) / before.link.transfer_s(10**6),
-        "optimizer": after.optimizer(40) / before.optimizer(40),
-        "step": after.step_overhead_s / before.step_overhead_s,
-    }
-    assert list(ratios.values()) == pytest.approx([2, 3, 3, 3, 5, 5, 7, 11, 13, 13])
+    ratios = [now / then for now, then in zip(times_of(after), times_of(before), strict=True)]
+    assert ratios == pytest.approx([3, 3, 3, 5, 13, 7, 11, 2, 5, 13])
     assert (after.forward_fraction, after.key) == (before.forward_fraction, before.key)
-    assert corrected(replace(before, link=None), Parts(1, 1, 1, 1, 2, 1)).link is None
     assert corrected(before, AS_PROFILED) is before
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from functools import cache
 from typing import NamedTuple
 
 import pytest
@@ -64,13 +63,6 @@ def make_case(
     return Case(tasks, facts, curve, single)
 
 
-@cache
-def case_and_answer(batches: tuple[tuple[int, ...], ...]) -> tuple[Case, ComposedDeployment]:
-    """Return a case and its answer, which several tests look at."""
-    case = make_case(batches)
-    return case, case.composed()
-
-
 def test_two_long_rows_on_four_devices_go_to_two_replicas_of_two_and_not_to_three_unequal_ones() -> None:
     """By the curve a third replica costs nothing; by the plans the rows that are alone on one device set the pace."""
     case = make_case(TWO_ROWS, limit_bytes=8 * 10**9, pass_tokens=2048)
@@ -80,18 +72,12 @@ def test_two_long_rows_on_four_devices_go_to_two_replicas_of_two_and_not_to_thre
     assert found.chosen.step_s < 0.9 * found.single.step_s
 
 
-def test_the_answer_is_faster_where_the_curve_chose_a_pipeline() -> None:
-    case, found = case_and_answer(PIPELINE_LOSES)
-    assert found.plan.layout != case.single.layout
-    assert found.chosen.step_s < 0.95 * found.single.step_s
-
-
 batches = st.lists(
     st.lists(st.sampled_from([20, 60, 200, 700, 1500, 2300]), min_size=1, max_size=4), min_size=1, max_size=3
 )
 
 
-@settings(max_examples=5, deadline=None)
+@settings(max_examples=2)
 @given(batches, st.sampled_from([2, 4]), st.sampled_from([6, 20]))
 def test_by_whole_plans_it_is_never_slower_than_what_one_curve_chooses(
     drawn: list[list[int]], num_gpus: int, limit_gb: int
@@ -109,9 +95,10 @@ def test_by_whole_plans_it_is_never_slower_than_what_one_curve_chooses(
     assert tuple(map(sum, dispatched)) == case.single.bucketing.counts
 
 
-@pytest.mark.parametrize("drawn", [TWO_ROWS, PIPELINE_LOSES, MIXED])
+@pytest.mark.parametrize("drawn", [TWO_ROWS, PIPELINE_LOSES, pytest.param(MIXED, marks=pytest.mark.nightly)])
 def test_it_is_near_the_best_of_all_deployments_priced_one_by_one(drawn: tuple[tuple[int, ...], ...]) -> None:
-    case, found = case_and_answer(drawn)
+    case = make_case(drawn)
+    found = case.composed()
     pricer = DeploymentPricer(case.planner(), case.tasks, case.single.bucketing, case.curve)
     configs = case.curve.configurations
     best_s = math.inf
@@ -121,21 +108,16 @@ def test_it_is_near_the_best_of_all_deployments_priced_one_by_one(drawn: tuple[t
             if max(group.max_tokens for group in groups) >= case.single.bucketing.boundaries[-1]:
                 best_s = min(best_s, pricer.price(groups).step_s)
     assert found.chosen.step_s <= 1.03 * best_s
-
-
-def test_the_corrected_curve_is_near_the_plans_and_its_plan_has_their_seconds() -> None:
-    found = make_case(MIXED, pass_tokens=2048).composed()
-    assert found.fit_error < 0.1
-    assert found.plan.expected_step_s == pytest.approx(found.chosen.step_s, rel=0.15)
-    assert found.plan.candidates[0].verdict == "chosen"
     assert [one.verdict for one in found.plan.candidates].count("chosen") == 1
-
-
-def test_without_time_what_the_curve_chose_or_equal_replicas_are_the_answer() -> None:
-    found = make_case(PIPELINE_LOSES).composed(budget_s=1e-6)
-    assert found.num_unplanned > 0
-    assert found.equal is not None
-    assert found.chosen == min(found.single, found.equal, key=lambda one: one.step_s)
+    if drawn is PIPELINE_LOSES:
+        assert found.chosen.step_s < 0.95 * found.single.step_s, "the curve chose a pipeline"
+    hurried = case.composed(budget_s=1e-6)
+    assert hurried.num_unplanned > 0
+    for one in (found, hurried):
+        fused = task_fused(case.tasks, case.single.num_gpus, one.model, interval=INTERVAL)
+        assert one.equal is not None
+        assert one.chosen.step_s <= one.equal.step_s <= 1.1 * fused.step_s[0]
+    assert hurried.chosen == min(hurried.single, hurried.equal, key=lambda one: one.step_s)
 
 
 def test_present_replicas_are_priced_too_unless_they_hold_less_than_the_batch() -> None:
@@ -149,38 +131,18 @@ def test_present_replicas_are_priced_too_unless_they_hold_less_than_the_batch() 
     assert found.num_priced == case.composed(also=[able], budget_s=1e-6).num_priced
 
 
-@pytest.mark.parametrize("drawn", [TWO_ROWS, PIPELINE_LOSES, MIXED])
-def test_no_equal_replicas_are_faster_than_the_answer_however_little_time_there_was(
-    drawn: tuple[tuple[int, ...], ...],
-) -> None:
-    case, unhurried = case_and_answer(drawn)
-    for found in (unhurried, case.composed(budget_s=1e-6)):
-        fused = task_fused(case.tasks, case.single.num_gpus, found.model, interval=INTERVAL)
-        assert found.equal is not None
-        assert found.chosen.step_s <= found.equal.step_s <= 1.1 * fused.step_s[0]
-
-
 MIX = RowMix(
     [TaskLengths("chat", (10, 20, 30, 40), 4), TaskLengths("qa", (32,), 2), TaskLengths("books", (90, 100), 2)]
 )
 
 
-def test_the_whole_batch_is_every_row_of_every_task() -> None:
-    assert MIX.rows([64, 128], [6, 2]) == ((10, 20, 30, 40), (32, 32), (90, 100))
-
-
-def test_a_part_of_a_bucket_has_rows_of_each_task_in_proportion() -> None:
+def test_dispatched_counts_stand_for_rows_of_each_task_in_proportion() -> None:
+    assert MIX.rows([64, 128], [6, 2]) == ((10, 20, 30, 40), (32, 32), (90, 100)), "the whole batch is every row"
     chat, qa, books = MIX.rows([64, 128], [3, 0])
     assert (len(chat), len(qa), books) == (2, 1, ())
     assert MIX.rows([64, 128], [0, 1]) == ((), (), (100,))
-
-
-def test_more_sequences_than_the_sample_has_repeat_its_rows() -> None:
-    chat, qa, _ = MIX.rows([64, 128], [12, 0])
-    assert (chat, qa) == ((10, 10, 20, 20, 30, 30, 40, 40), (32, 32, 32, 32))
-
-
-def test_sequences_of_a_length_that_no_task_has_are_refused() -> None:
+    repeated = MIX.rows([64, 128], [12, 0])[:2]
+    assert repeated == ((10, 10, 20, 20, 30, 30, 40, 40), (32, 32, 32, 32)), "more than the sample has"
     with pytest.raises(
         ValueError, match="buckets must be those of the sample, got 2 sequences padded to 80 tokens, to which no"
     ):

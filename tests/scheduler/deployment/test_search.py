@@ -89,13 +89,6 @@ def best_s(planned: DeploymentPlan) -> float:
     return found
 
 
-def both_ways(lengths: list[int], num_gpus: int, model: ReplicaTimeModel, **options: object) -> list[DeploymentPlan]:
-    """Return the plans with the filter of lower bounds and without it."""
-    filtered = plan(lengths, num_gpus, model, **options)
-    return [filtered, plan(lengths, num_gpus, model, lower_bound_filter=False)]
-
-
-@settings(max_examples=30, deadline=None)
 @given(st.integers(1, 14), st.lists(st.integers(1, 6), min_size=1, max_size=4))
 def test_enumeration_is_every_deployment_that_leaves_no_room_for_a_replica(num_gpus: int, sizes: list[int]) -> None:
     found = [tuple(row) for block in enumerate_plans(num_gpus, sizes, at_once=3) for row in block.tolist()]
@@ -108,28 +101,21 @@ def test_enumeration_is_every_deployment_that_leaves_no_room_for_a_replica(num_g
     assert count_plans(num_gpus, sizes) == len(wanted)
 
 
-def test_the_number_of_deployments_is_known_without_making_them() -> None:
+def test_many_deployments_are_counted_and_refused_without_making_them() -> None:
     assert count_plans(64, [1, 2, 4, 8]) == 969  # partitions of 64 into powers of two up to eight
     assert count_plans(256, [1, 2, 2, 4, 4, 4, 8, 8, 8, 8, 16, 16, 16, 16]) > 10**11
-    first = next(enumerate_plans(256, [1, 2, 2, 4, 4, 4, 8, 8, 8, 8, 16, 16, 16, 16], at_once=100))
-    assert 0 < len(first) <= 100
+    with pytest.raises(ValueError, match="there must be at most max_plans = 3 combinations of replicas, got 9"):
+        plan([SHORT, LONG], 8, make_model(), max_plans=3)
 
 
-def test_a_configuration_that_is_always_slower_is_not_proposed() -> None:
+def test_a_configuration_that_is_always_slower_or_too_large_is_not_proposed() -> None:
+    one, pipeline, two, four = (ParallelConfig(*sizes) for sizes in ((1, 1), (1, 2), (2, 1), (4, 1)))
     slow_pipeline = make_model((1.02, 1.3), pipeline=True)
-    proposed = propose_configurations(slow_pipeline, 4, [1024, 2048, 4096])
-    assert proposed == (ParallelConfig(1, 1), ParallelConfig(2, 1), ParallelConfig(4, 1))
-
-
-def test_more_micro_batches_let_a_pipeline_be_proposed() -> None:
+    assert propose_configurations(slow_pipeline, 4, [1024, 2048, 4096]) == (one, two, four)
+    assert propose_configurations(slow_pipeline, 3, [1024, 2048]) == (one, two)
     model = make_model((1.3, 1.3), pipeline=True)
-    pipeline = ParallelConfig(1, 2)
     assert pipeline not in propose_configurations(model, 2, [2048], num_micro_batches=2)
     assert pipeline in propose_configurations(model, 2, [2048], num_micro_batches=64)
-
-
-def test_replicas_larger_than_the_deployment_are_not_proposed() -> None:
-    assert max(config.num_gpus for config in propose_configurations(make_model(), 3, [1024, 2048])) == 2
 
 
 @pytest.mark.parametrize(("longest", "num_gpus", "most"), [(4096, 2, 2048), (5000, 4, 4096), (3000, 2, 2048)])
@@ -161,54 +147,32 @@ def test_rounding_up_takes_no_sequence_away_from_the_replica_that_holds_it() -> 
     assert two.longest == 2350
     fused = task_fused([TaskLengths("only", tuple(lengths), len(lengths))], 2, BETWEEN, interval=INTERVAL)
     assert fused.deployments == (two.groups,)
-
-
-def test_replicas_that_are_too_large_for_the_devices_round_nothing_up() -> None:
-    """The limit of two GPUs, inside an interval too, is nothing to one GPU."""
+    # The limit of two GPUs, inside an interval too, is nothing to one GPU.
     model = replace(BETWEEN, max_tokens={ParallelConfig(1, 1): 2560, ParallelConfig(2, 1): 2400})
     assert expected_bucketing([2350], 1, model, 1, interval=INTERVAL).boundaries == (2560,)
     assert expected_bucketing([2350], 1, model, 2, interval=INTERVAL).boundaries == (2400,)
+    rounded = expected_bucketing([SHORT] * 97 + [LONG] * 3, 10, make_model(), 4, interval=INTERVAL)
+    assert (rounded.boundaries, rounded.counts) == ((512, 3072), (10, 1)), "counts are rounded up, as in Eq. 2"
 
 
-@settings(max_examples=15, deadline=None)
+@settings(max_examples=6)
 @given(models, batches(), st.integers(4, 8))
-def test_the_filtered_plan_is_the_unfiltered_one(model: ReplicaTimeModel, lengths: list[int], num_gpus: int) -> None:
-    filtered, everything = both_ways(lengths, num_gpus, model, threshold=1.0)
+def test_the_filtered_plan_is_the_unfiltered_one_unless_the_least_bound_is_off_by_more_than_the_threshold(
+    model: ReplicaTimeModel, lengths: list[int], num_gpus: int
+) -> None:
+    everything = plan(lengths, num_gpus, model, lower_bound_filter=False)
+    filtered, default = (plan(lengths, num_gpus, model, **options) for options in ({"threshold": 1.0}, {}))
     assert best_s(filtered) == pytest.approx(best_s(everything), rel=1e-6)
     assert filtered.groups == everything.groups
     assert everything.statistics.num_over_threshold == everything.statistics.num_out_of_reach == 0
-
-
-@settings(max_examples=15, deadline=None)
-@given(models, batches(), st.integers(4, 8))
-def test_a_threshold_of_fifteen_percent_costs_time_only_where_the_least_bound_is_off_by_more(
-    model: ReplicaTimeModel, lengths: list[int], num_gpus: int
-) -> None:
-    """It drops the best only where even the deployment of least bound takes more than 15 % more than that bound."""
-    filtered, everything = both_ways(lengths, num_gpus, model)
-    least = min(everything.candidates, key=lambda candidate: candidate.length_based_s)
-    assert best_s(filtered) >= best_s(everything) * (1 - 1e-6)
-    if best_s(filtered) > best_s(everything) * (1 + 1e-6):
+    assert best_s(default) >= best_s(everything) * (1 - 1e-6)
+    if best_s(default) > best_s(everything) * (1 + 1e-6):
+        least = min(everything.candidates, key=lambda candidate: candidate.length_based_s)
         assert least.step_s is not None
         assert least.step_s > 1.15 * least.length_based_s
 
 
-def test_the_default_threshold_seldom_changes_the_plan_and_then_by_little() -> None:
-    """Few sequences on few GPUs, where Theorem 1, which knows no rounding, is at its worst; 30 drawn cases."""
-    rng = np.random.default_rng(0)
-    ratios = []
-    for _ in range(30):
-        model = make_model(tuple(rng.uniform(1.05, 1.6, 2)), rng.uniform(0.1, 3.0), pipeline=bool(rng.integers(2)))
-        numbers = rng.integers(1, 13), rng.integers(0, 6), rng.integers(0, 4)
-        lengths = [length for length, count in zip((SHORT, MIDDLE, LONG), numbers, strict=True) for _ in range(count)]
-        filtered, everything = both_ways(lengths, int(rng.integers(4, 9)), model)
-        ratios.append(best_s(filtered) / best_s(everything))
-    changed = [ratio for ratio in ratios if ratio > 1 + 1e-6]
-    assert len(changed) <= 4, f"{len(changed)} of 30 plans are slower for the filter: {changed}"
-    assert max(ratios) < 1.2
-
-
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15)
 @given(models, batches(), st.tuples(st.integers(0, 4), st.integers(0, 3), st.integers(1, 2)))
 def test_bounds_never_exceed_the_solved_time(
     model: ReplicaTimeModel, lengths: list[int], counts: tuple[int, ...]
@@ -238,21 +202,13 @@ def test_theorem_1_is_the_gpu_seconds_of_length_based_dispatch_over_the_gpus() -
     large_s = model.step_s(large, [2], [3072], 4096)
     groups = [ReplicaGroup(small, 2, 1024), ReplicaGroup(large, 1, 4096)]
     assert theorem_1_s(groups, bucketing, model) == pytest.approx((2 * small_s + 4 * large_s) / 6)
+    # Where a large replica is the more efficient one, which breaks the premise, this is no bound.
+    model, short = make_model((0.5, 0.5)), Bucketing((512,), (40,), 0)
+    groups = [replace(groups[0], count=1), groups[1]]
+    assert theorem_1_s(groups, short, model) > solve_plan(build_problem(groups, short, model), 0.0, EXACT).step_s
 
 
-def test_theorem_1_can_fail_without_its_premise_and_the_other_bounds_do_not() -> None:
-    """Where a large replica is the more efficient one, length-based dispatch is no bound."""
-    model = make_model((0.5, 0.5))
-    groups = [ReplicaGroup(ParallelConfig(1, 1), 1, 1024), ReplicaGroup(ParallelConfig(4, 1), 1, 4096)]
-    bucketing = Bucketing((512,), (40,), 0)
-    problem = build_problem(groups, bucketing, model)
-    solved_s = solve_plan(problem, 0.0, EXACT).step_s
-    assert theorem_1_s(groups, bucketing, model) > solved_s
-    assert cheapest_bound_s(problem, problem.num_replicas[None, :])[0] <= solved_s
-    assert dual_bound_s(problem, problem.num_replicas[None, :])[0] <= solved_s
-
-
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=6)
 @given(models, batches(5, 3, 2), st.integers(4, 6))
 def test_the_plan_is_as_fast_as_the_best_of_everything(
     model: ReplicaTimeModel, lengths: list[int], num_gpus: int
@@ -260,14 +216,6 @@ def test_the_plan_is_as_fast_as_the_best_of_everything(
     exact_s = exact_step_s(lengths, len(lengths), num_gpus, model, interval=INTERVAL)
     planned = plan(lengths, num_gpus, model, proposal=False, threshold=1.0)
     assert best_s(planned) == pytest.approx(exact_s, rel=1e-6)
-
-
-def test_every_gpu_that_can_hold_a_replica_does() -> None:
-    model = ReplicaTimeModel({2: make_model().fits[2]}, 8, {ParallelConfig(2, 1): 2048})
-    planned = plan([SHORT] * 6, 5, model)
-    assert planned.groups == (ReplicaGroup(ParallelConfig(2, 1), 2, 2048),)
-    assert planned.gpu_seconds == pytest.approx(5 * planned.expected_step_s)
-    assert "1 GPUs idle" in planned.summary()
 
 
 def test_a_solver_that_fails_leaves_a_plan_by_the_rules() -> None:
@@ -288,12 +236,8 @@ def test_a_solver_that_fails_leaves_a_plan_by_the_rules() -> None:
     assert sum(map(sum, planned.expected.counts)) == len(MANY)
 
 
-@pytest.mark.parametrize("is_filtered", [True, False])
-def test_a_search_whose_time_is_spent_says_by_how_much_its_plan_may_miss_the_best(is_filtered: bool) -> None:
-    whole, planned = (
-        plan(MANY, 12, make_model(), budget_s=budget_s, proposal=False, lower_bound_filter=is_filtered)
-        for budget_s in (None, 1e-9)
-    )
+def test_a_search_whose_time_is_spent_says_by_how_much_its_plan_may_miss_the_best() -> None:
+    whole, planned = (plan(MANY, 12, make_model(), budget_s=budget_s, proposal=False) for budget_s in (None, 1e-9))
     stats = planned.statistics
     assert whole.statistics.num_unreached == whole.statistics.gap == 0
     assert stats.num_solved + stats.num_bound_met < whole.statistics.num_solved + whole.statistics.num_bound_met
@@ -307,59 +251,20 @@ def test_a_search_whose_time_is_spent_says_by_how_much_its_plan_may_miss_the_bes
     assert [row.verdict for row in planned.candidates].count("not tried: the time for planning was spent") > 0
 
 
-def test_more_deployments_than_allowed_are_refused() -> None:
-    with pytest.raises(ValueError, match="there must be at most max_plans = 3 combinations of replicas, got 9"):
-        plan([SHORT, LONG], 8, make_model(), max_plans=3)
-
-
-def test_expected_sequences_are_rounded_up_as_in_equation_2() -> None:
-    sample = [SHORT] * 97 + [LONG] * 3
-    bucketing = expected_bucketing(sample, 10, make_model(), 4, interval=INTERVAL)
-    assert (bucketing.boundaries, bucketing.counts) == ((512, 3072), (10, 1))
-
-
-def test_every_deployment_of_a_small_case_is_in_the_table_with_its_verdict() -> None:
-    planned = plan([SHORT] * 30 + [LONG] * 2, 8, make_model(), max_candidates=10_000)
-    stats = planned.statistics
-    assert len(planned.candidates) + stats.num_too_short == stats.num_enumerated
-    assert [candidate.verdict for candidate in planned.candidates].count("chosen") == 1
-    assert planned.candidates[0].verdict == "chosen"
-    solved = [candidate.step_s for candidate in planned.candidates if candidate.step_s is not None]
-    assert len(solved) == stats.num_solved + stats.num_bound_met
-    assert solved == sorted(solved)
-
-
-def test_summary_and_picture_name_every_group_and_bucket() -> None:
-    planned = plan([SHORT] * 30 + [MIDDLE] * 8 + [LONG] * 2, 8, make_model())
-    for group in planned.groups:
-        assert str(group) in planned.summary()
-        assert str(group) in planned.picture()
-    assert planned.layout in planned.summary()
-    for boundary in planned.bucketing.boundaries:
-        assert f" {boundary}" in planned.picture()
-    assert max(planned.utilisation) == pytest.approx(1.0)
-
-
 TASKS = (TaskLengths("chat", (SHORT,) * 48, 24), TaskLengths("minutes", (SHORT,) * 75 + (LONG,) * 5, 16))
 
 
-def test_task_fused_takes_the_configuration_that_the_longest_sequence_needs() -> None:
-    fused = task_fused(TASKS, 8, make_model(), interval=INTERVAL)
+def test_task_fused_takes_what_the_longest_sequence_needs_and_tasks_in_turn_have_deployments_of_their_own() -> None:
+    fused, alone, mixed = (
+        baseline(TASKS, 8, make_model(), interval=INTERVAL)
+        for baseline in (task_fused, task_sequential, lobra_sequential)
+    )
     assert fused.deployments == ((ReplicaGroup(ParallelConfig(4, 1), 2, 4096),),)
     assert fused.gpu_seconds == pytest.approx(8 * fused.step_s[0])
-
-
-def test_task_sequential_gives_each_task_its_own_configuration() -> None:
-    alone = task_sequential(TASKS, 8, make_model(), interval=INTERVAL)
     assert [groups[0].config for groups in alone.deployments] == [ParallelConfig(1, 1), ParallelConfig(4, 1)]
     assert alone.gpu_seconds == pytest.approx(8 * sum(alone.step_s))
-
-
-def test_lobra_sequential_mixes_replicas_within_a_task() -> None:
-    alone = lobra_sequential(TASKS, 8, make_model(), interval=INTERVAL)
-    assert len(alone.deployments[0]) == 1
-    assert len(alone.deployments[1]) > 1
-    assert alone.gpu_seconds <= task_sequential(TASKS, 8, make_model(), interval=INTERVAL).gpu_seconds
+    assert [len(groups) > 1 for groups in mixed.deployments] == [False, True]
+    assert mixed.gpu_seconds <= alone.gpu_seconds
 
 
 def lognormal_lengths(mean: float, skewness: float, longest: int, number: int, rng: np.random.Generator) -> list[int]:
@@ -404,7 +309,7 @@ def test_the_real_profile_proposes_the_four_configurations_without_a_pipeline(re
     assert list(map(str, proposed)) == ["<1,1>", "<2,1>", "<4,1>", "<8,1>"]
 
 
-@pytest.mark.parametrize("seed", [0, 1, 2])
+@pytest.mark.parametrize("seed", [0, *(pytest.param(seed, marks=pytest.mark.nightly) for seed in (1, 2))])
 def test_sixteen_gpus_get_the_deployment_of_the_paper_over_the_proposed_configurations(
     real_model: ReplicaTimeModel, shared_data: Path, seed: int
 ) -> None:
@@ -417,19 +322,3 @@ def test_sixteen_gpus_get_the_deployment_of_the_paper_over_the_proposed_configur
     fused = task_fused(tasks, 16, real_model)
     assert [(group.config, group.count) for group in fused.deployments[0]] == [(ParallelConfig(8, 1), 2)]
     assert planned.gpu_seconds < 0.8 * fused.gpu_seconds
-
-
-def test_neither_heuristic_changes_the_real_plan_of_sixteen_gpus_but_the_proposal(
-    real_model: ReplicaTimeModel, shared_data: Path
-) -> None:
-    """Without the proposal the model prefers a pipeline of eight stages, at which it is known to be optimistic."""
-    tasks = real_tasks(shared_data / "lobra", 0)
-    lengths = [length for task in tasks for length in task.lengths]
-    default, unfiltered, unproposed = (
-        plan_deployment(lengths, 832, 16, real_model, **options)
-        for options in ({}, {"lower_bound_filter": False}, {"proposal": False})
-    )
-    assert default.groups == unfiltered.groups
-    assert unfiltered.statistics.num_solved == 10
-    assert ParallelConfig(1, 8) in [group.config for group in unproposed.groups]
-    assert unproposed.expected_step_s < default.expected_step_s

@@ -4,11 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import candidate_configs
-from peft_mux.scheduler.replicas.facts import replica_time_model
 from peft_mux.scheduler.replicas.time_model import ParallelConfig
-from tests.scheduler.replicas.cases import FACTS, LOADS, ONE, SHAPE_7B, TWO
+from tests.scheduler.replicas.cases import FACTS, ONE, SHAPE_7B, TWO
 
 
 def test_candidates_have_shards_by_powers_of_two_and_every_depth_that_makes_the_largest_stage_smaller() -> None:
@@ -28,11 +26,3 @@ def test_on_many_devices_depths_are_powers_of_two_as_deployments_would_be_too_ma
     found = candidate_configs(FACTS, 64)
     assert {config.pp for config in found} == {1, 2, 4, 8, 16, 32}
     assert {config.tp for config in found} == {1, 2, 4, 8, 16, 32, 64}
-
-
-def test_a_run_s_own_tasks_are_given_replicas_that_hold_each_of_them() -> None:
-    model = replica_time_model(FACTS, candidate_configs(FACTS, 16))
-    lengths = [length for one in LOADS for length in one.lengths]
-    plan = plan_deployment(lengths, len(lengths), 16, model)
-    assert max(group.max_tokens for group in plan.groups) >= 16000
-    assert len(plan.groups) > 1, "one kind of replica would do here; the case is too easy"

@@ -14,14 +14,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from peft_mux.scheduler.dispatching import dispatch as dispatch_module
 from peft_mux.scheduler.dispatching.bucketing import Bucketing, bucket_boundaries
 from peft_mux.scheduler.dispatching.dispatch import (
     Dispatch,
     deal_buckets,
     dispatch,
-    predict_replica_s,
-    refine,
     split_within_group,
 )
 from peft_mux.scheduler.dispatching.ilp import solve_ilp
@@ -151,13 +148,6 @@ def test_every_sequence_is_trained_once_by_a_replica_that_supports_it(
         assert np.bincount(buckets[owners == number], minlength=len(counts)).tolist() == list(counts)
 
 
-def test_sequences_of_a_bucket_are_dealt_in_all_lengths() -> None:
-    lengths = np.arange(1, 101)
-    owners = deal_buckets(np.argsort(-lengths), np.zeros(100, dtype=np.int64), [[25]] * 4)
-    tokens = [int(lengths[owners == number].sum()) for number in range(4)]
-    assert max(tokens) - min(tokens) <= 100, "dealing by position alone would leave some 1,250 between two replicas"
-
-
 def test_dispatch_by_length_takes_the_smallest_configuration_that_supports_a_bucket() -> None:
     groups = some_groups((4, 1, 1, 8192), (1, 1, 3, 1024), (2, 1, 2, 2048))
     found = dispatch(groups, Bucketing((512, 1024, 2048, 4096), (9, 5, 4, 2), 0), MODEL, policy="length")
@@ -196,35 +186,6 @@ def test_replicas_of_a_group_differ_by_at_most_the_costliest_sequence(
 # ---------------------------------------------------------- moves and the programme
 
 
-@given(small_cases())
-@settings(max_examples=8)
-def test_moves_lose_nothing_slow_nothing_and_end_when_no_single_one_helps(case: Case) -> None:
-    groups, bucketing = case
-    problem = build_problem(groups, bucketing, MODEL)
-    start = ceilings_of(problem, length_based(problem))
-    relocated = relocate(problem, length_based(problem))
-    assert problem.group_s(relocated).max() <= problem.group_s(start).max()
-    refined, num_moves = refine(problem, groups, MODEL, start)
-    assert num_moves < dispatch_module._MOST_MOVES
-    for ceilings in (relocated, refined):
-        assert (problem.num_replicas @ ceilings >= problem.num_sequences).all()
-        assert (ceilings[~problem.fits] == 0).all()
-
-    def makespan_s(ceilings: np.ndarray) -> float:
-        rows = zip(groups, ceilings.tolist(), strict=True)
-        return max(predict_replica_s(problem, group, MODEL, row) for group, row in rows)
-
-    assert makespan_s(refined) <= makespan_s(start)
-    for giver, receiver in product(range(len(groups)), repeat=2):
-        for bucket in range(bucketing.num_buckets):
-            moved = refined.copy()
-            moved[giver, bucket] -= 1
-            lacking = max(0, int(problem.num_sequences[bucket] - problem.num_replicas @ moved[:, bucket]))
-            moved[receiver, bucket] += -(-lacking // groups[receiver].count)
-            if moved[giver, bucket] >= 0 and (giver != receiver) and (problem.fits[receiver, bucket] or not lacking):
-                assert makespan_s(moved) >= makespan_s(refined) * (1 - 1e-6)
-
-
 def test_cbc_accepts_the_start_of_a_deployment_with_a_pipeline(tmp_path: Path) -> None:
     bucketing = Bucketing((300, 500, 1000, 2000, 3000, 8000), (91, 40, 21, 13, 7, 1), 0)
     problem = build_problem(PIPELINE_GROUPS, bucketing, MODEL)
@@ -238,27 +199,6 @@ def test_cbc_accepts_the_start_of_a_deployment_with_a_pipeline(tmp_path: Path) -
     said = log.read_text(encoding="utf-8")
     assert "MIPStart provided solution with cost" in said
     assert float(said.partition("MIPStart provided solution with cost ")[2].split()[0]) == pytest.approx(1.0, rel=1e-4)
-
-
-def test_moves_see_the_micro_batch_that_the_linear_form_does_not() -> None:
-    groups = some_groups((1, 1, 1, 1000), (1, 1, 1, 1000))
-
-    class DearPass(MicroBatchModel):
-        def _pass_s(self, config: ParallelConfig, sequences: int, length: int) -> float:
-            return 100.0 + sequences if sequences else 0.0
-
-    problem = build_problem(groups, Bucketing((100, 1000), (30, 1), padding_tokens=0), DearPass())
-    uneven = np.array([[11, 1], [19, 0]])
-    assert [predict_replica_s(problem, groups[0], DearPass(), row) for row in uneven.tolist()] == [312.0, 219.0]
-    assert refine(problem, groups, DearPass(), uneven)[0].tolist() == [[10, 1], [20, 0]]
-
-
-def test_moves_that_are_stopped_by_their_number_say_so(monkeypatch: pytest.MonkeyPatch) -> None:
-    bucketing = Bucketing((500, 1000, 2000), (60, 21, 7), 0)
-    assert dispatch(THREE_GROUPS, bucketing, MODEL, solver=StoppedSolver()).note == ""
-    monkeypatch.setattr(sys.modules[dispatch.__module__], "_MOST_MOVES", 0)
-    stopped = dispatch(THREE_GROUPS, bucketing, MODEL, solver=StoppedSolver())
-    assert stopped.note == "moves were stopped after 0, more may help"
 
 
 @given(small_cases(), small_cases())
@@ -277,15 +217,6 @@ def test_a_carried_over_dispatch_keeps_the_shares_of_the_nearest_bucket() -> Non
     last = np.array([[12, 4, 0], [6, 0, 2], [0, 0, 4]])
     carried = carried_over(problem, np.array([512, 1024, 2048]), last)
     assert carried.tolist() == [[7, 0, 0], [3, 2, 0], [0, 5, 3]]
-
-
-@pytest.mark.parametrize(("tp", "kept"), [(2, 1), (4, 2)])
-def test_work_moves_to_an_idle_pipeline_only_if_that_pays_for_its_bubble(tp: int, kept: int) -> None:
-    groups = some_groups((tp, 1, 1, 1000), (1, 8, 1, 1000))
-    problem = build_problem(groups, Bucketing((1000,), (2,), padding_tokens=0), MODEL)
-    alone_s, shared_s = (float(problem.group_s(np.array(x)).max()) for x in ([[2], [0]], [[1], [1]]))
-    assert (shared_s < alone_s) == (kept == 1)
-    assert relocate(problem, np.array([[2], [0]])).tolist() == [[kept], [2 - kept]]
 
 
 # ------------------------------------------------------------------------ fallback
@@ -351,19 +282,11 @@ def test_a_slow_replica_is_recognised_whatever_the_shares_and_the_unit(
     assert slower**0.7 < second <= 1.06 * slower
 
 
-@given(st.floats(10, 1000))
-def test_one_odd_step_does_little_and_is_forgotten(odd: float) -> None:
-    rates = ReplicaRates(3)
-    rates.observe([1, 1, 1], [1, odd, 1])
-    assert max(rates.slowness) < 1.6
-    for _ in range(15):
-        rates.observe([1, 1, 1], [1, 1, 1])
-    assert rates.slowness == (1.0, 1.0, 1.0)
-
-
 @pytest.mark.parametrize("measured", [[1.0, 1.02], [0.0, 3.0], [0.0, 0.0]])
-def test_noise_and_a_replica_by_itself_leave_replicas_equal(measured: list[float]) -> None:
-    rates = ReplicaRates(2)
+def test_noise_a_replica_by_itself_and_one_odd_step_leave_replicas_equal(measured: list[float]) -> None:
+    rates, odd = ReplicaRates(2), ReplicaRates(3)
+    odd.observe([1, 1, 1], [1, 300, 1])
+    assert max(odd.slowness) < 1.6
     for _ in range(20):
         rates.observe([1, 1], measured)
     assert rates.slowness == (1.0, 1.0)

@@ -80,13 +80,6 @@ def test_messages_take_time_and_each_direction_carries_one_at_a_time() -> None:
     assert (starts_s[1, "F0.1"], starts_s[0, "B0.0"]) == (9, 11)
 
 
-def test_virtual_stages_send_around_the_ring() -> None:
-    buckets = one_bucket([2, 2, 2], micro_batches=1)
-    template = build_template(buckets, "interleaved_1f1b", num_chunks=2)
-    # Five hops in each direction, one of them from the last stage to the first.
-    assert simulate(template, buckets, links=Link(7.0, 1.0)).makespan_s == 12 + 2 * 5 * 7
-
-
 @given(uneven_buckets(), every_variant, st.integers(0, 3))
 def test_a_simulation_keeps_every_dependency(buckets: Buckets, variant: Variant, latency: int) -> None:
     template = template_of(buckets, variant)
@@ -240,13 +233,6 @@ def test_the_last_stage_of_mux_never_idles_under_the_premises_of_theorem_2_and_l
     assert makespan_s(equal, "mux") == lemma_1_s(equal)
 
 
-def test_lemma_1_is_too_short_where_long_backwards_hold_up_the_drain() -> None:
-    buckets = even([10, 1], stages=2, micro_batches=1)
-    assert lemma_1_s(buckets) == 33
-    assert makespan_s(buckets, "mux") == 41
-    assert fastest_of_all_orders_s(buckets) == 41
-
-
 @given(uneven_buckets(), every_variant)
 def test_no_schedule_beats_the_lower_bound_of_a_step_and_that_of_many_is_no_higher(
     buckets: Buckets, variant: Variant
@@ -295,19 +281,6 @@ def test_mux_is_faster_than_one_bucket_after_another_in_the_manner_of_figure_10(
     assert bubble_s(result, -1) == 0
 
 
-@pytest.mark.parametrize(
-    ("stages", "micro_batches", "times"), [(2, 1, 1.20), (4, 1, 1.56), (4, 4, 1.15)], ids=["S2C1", "S4C1", "S4C4"]
-)
-def test_six_steps_without_a_flush_are_faster_than_six_that_drain(
-    stages: int, micro_batches: int, times: float
-) -> None:
-    buckets = even([1] * 4, stages=stages, micro_batches=micro_batches)
-    flushed = build_template(buckets, "mux")
-    window = build_window(flushed, buckets, 6)
-    ratio = simulate(flushed, buckets).makespan_s / simulate(window, buckets).step_s
-    assert ratio == pytest.approx(times, abs=0.005)
-
-
 def test_in_the_long_run_no_stage_waits_where_buckets_are_as_many_as_stages_need_and_one_bucket_gains_nothing() -> None:
     alone = even([1], stages=3, micro_batches=4)
     template = build_template(alone, "mux")
@@ -348,13 +321,3 @@ def test_a_forward_before_the_end_of_the_step_before_is_refused() -> None:
     row[early], row[late] = row[late], row[early]
     with pytest.raises(ValueError, match=r"stage 1: F0.0\+1 comes before the end of step 0 of its bucket"):
         simulate(corrupted(window, 1, row), buckets)
-
-
-def test_links_delay_a_window_as_they_delay_a_step() -> None:
-    buckets = [dataclasses.replace(load, output_bytes=10) for load in even([1] * 3, stages=3, micro_batches=2)]
-    link = Link(latency_s=0.1, bytes_per_s=20.0)
-    template = build_template(buckets, "mux", links=link)
-    window = build_window(template, buckets, 4, links=link)
-    slow, fast = simulate(window, buckets, links=link).step_s, simulate(window, buckets).step_s
-    assert slow > fast
-    assert window_step_s(template, buckets, links=link) < simulate(template, buckets, links=link).makespan_s

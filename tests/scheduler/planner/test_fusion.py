@@ -148,10 +148,3 @@ def test_many_htasks_are_each_in_one_bucket_and_no_move_and_no_swap_improves_the
                 before = loads[giver] ** 2 + loads[taker] ** 2
                 after = (loads[giver] - handed) ** 2 + (loads[taker] + handed) ** 2
                 assert after >= before - rounding
-
-
-def test_equal_and_empty_htasks_are_dealt_out_evenly_and_listed_by_their_first():
-    assert group([1.0] * 4, 2) == ((0, 2), (1, 3))
-    assert [len(bucket) for bucket in group([1.0] * 20, 5)] == [4] * 5
-    assert group([0.0, 5.0, 0.0], 3) == ((1,), (0,), (2,))
-    assert all(group([0.0] * 13, 7))

@@ -86,12 +86,6 @@ def test_where_turns_do_not_pay_passes_run_one_after_another(num_stages: int, fa
     assert auto.turns is None
 
 
-def test_ranks_that_wait_for_one_another_make_turns_pay_although_sums_stop_computing() -> None:
-    loads = loads_of([(128, 8)] * 6)
-    assert width_of(planned(loads, "auto", overlap=Overlap(skew=0.0, slowdown=0.99))) == 1
-    assert width_of(planned(loads, "auto", overlap=Overlap(skew=0.5, slowdown=0.5))) > 1
-
-
 def test_on_a_cpu_passes_of_one_task_may_be_neighbours_and_on_a_gpu_they_may_not() -> None:
     alone = [load("only", 128, 16)]
     cpu, gpu = (planned(alone, "auto", device=device) for device in ("cpu", "A40"))
@@ -130,11 +124,3 @@ def test_a_width_that_no_task_fits_with_is_refused_with_one_that_fits() -> None:
     with pytest.raises(ValueError, match="task 'long' alone needs") as refused:
         planned(loads, 4, limit=limit // 10)
     assert "interleaved_passes" not in str(refused.value)
-
-
-def test_without_turns_each_htask_has_a_bucket_and_the_longest_runs_first() -> None:
-    loads = [load("short", 32, 4), load("long", 256, 8), load("middle", 128, 4)]
-    outcome = plan_tasks(loads, *models(), Budget(4096, LIMIT, interleaved_passes=1), policy="interleaved")
-    assert [htask.tasks for htask in outcome.htasks] == [("long",), ("middle",), ("short",)]
-    assert outcome.buckets == ((0,), (1,), (2,))
-    assert width_of(outcome) == 1
