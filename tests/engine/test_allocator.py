@@ -56,18 +56,13 @@ def test_memory_that_is_kept_costs_no_page_faults_the_next_time() -> None:
     assert kept < default / 10
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not IS_GLIBC, reason="the C library is not glibc")
 @pytest.mark.skipif("[madvise]" not in HUGE_PAGES, reason="the system makes no huge pages, or without being asked")
 def test_what_is_allocated_while_training_is_in_huge_pages() -> None:
-    kept, limited = (_huge_page_bytes(limit) for limit in (False, True))
+    kept, limited = (int(run_code(HUGE_CHILD.replace("IS_LIMITED", is_limited))) for is_limited in ("False", "True"))
     assert kept > 100 * 2**20, "of 160 MB"
     assert limited == 0, "where a process may hold so many addresses and no more, none are held back"
-
-
-def _huge_page_bytes(is_limited: bool) -> int:
-    """Return how much of the memory that a process allocates while it trains is in huge pages."""
-    code = HUGE_CHILD.replace("IS_LIMITED", str(is_limited))
-    return int(run_code(code))
 
 
 def test_another_device_or_c_library_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -81,37 +76,6 @@ def test_another_device_or_c_library_is_left_alone(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(ctypes, "CDLL", lambda name: SimpleNamespace())
     with keeping_freed_memory(torch.device("cpu")):
         assert torch.ones(3).sum() == 3
-
-
-class Library:
-    """Stands for a broken C library; records the settings that it gets."""
-
-    def __init__(self) -> None:
-        self.settings: dict[int, int] = {}
-
-    gnu_get_libc_version = None
-
-    def mallopt(self, name: int, value: int) -> None:
-        self.settings[name] = value
-
-    def malloc_trim(self, pad: int) -> None:
-        pass
-
-
-def test_settings_are_put_back_if_asking_for_huge_pages_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    if not sys.platform.startswith("linux"):
-        pytest.skip("no other system has these settings")
-    library = Library()
-    monkeypatch.setattr(ctypes, "CDLL", lambda name: library)
-
-    def ask(own: Library) -> None:
-        assert set(own.settings.values()) == {0, -1}
-        raise OSError("no memory for it")
-
-    monkeypatch.setattr(allocator, "_ask_for_huge_pages", ask)
-    with pytest.raises(OSError, match="no memory for it"), keeping_freed_memory(torch.device("cpu")):
-        raise AssertionError("the block has begun")
-    assert set(library.settings.values()) == {65_536, 128 * 2**10}
 
 
 @pytest.mark.skipif(not IS_GLIBC, reason="the C library is not glibc")

@@ -13,6 +13,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.layout import ParallelLayout, check_layout
 from peft_mux.engine.tasks.setup import resolve_tasks
 from peft_mux.errors import ConfigError
+from tests.engine.losses.cases import token_tasks
 from tests.invariants.mux_lab import tiny_llama
 from tests.modeling.adapters.alone import task
 
@@ -52,16 +53,11 @@ def test_a_field_that_needs_the_whole_backbone_is_refused_where_it_is_divided(
     check(ParallelLayout.of(2), False, config, tmp_path)
 
 
-@pytest.mark.parametrize("divided", DIVIDED)
-def test_plain_lora_is_trained_on_every_layout(divided: str, tmp_path: Any) -> None:
-    check(*DIVIDED[divided], LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="gaussian"), tmp_path)
-
-
-def test_plain_lora_is_trained_on_stages_that_replicas_divide(tmp_path: Any) -> None:
-    check(*SHARDED_STAGES, LoraConfig(r=4, target_modules=["q_proj"]), tmp_path)
-    field = next(iter(FIELDS))
+def test_plain_lora_is_trained_on_every_layout(tmp_path: Any) -> None:
+    for layout, is_sharded in (*DIVIDED.values(), SHARDED_STAGES):
+        check(layout, is_sharded, LoraConfig(r=4, target_modules=["q_proj"], init_lora_weights="gaussian"), tmp_path)
     with pytest.raises(ConfigError, match="with shard_backbone=True"):
-        check(*SHARDED_STAGES, LoraConfig(r=4, target_modules=["q_proj"], **{field: FIELDS[field]}), tmp_path)
+        check(*SHARDED_STAGES, LoraConfig(r=4, target_modules=["q_proj"], use_dora=True), tmp_path)
 
 
 @pytest.mark.parametrize(
@@ -70,7 +66,6 @@ def test_plain_lora_is_trained_on_stages_that_replicas_divide(tmp_path: Any) -> 
         ("<1,2>", r"several replicas.*got <1,2>x1, a single replica.*twice as many processes, 4"),
         ("<1,2>, <1,1>x2", r"replicas with the same stages with shard_backbone=True.*different replicas"),
         ("<2,2>x2", r"without tensor parallelism.*got <2,2>x2, with tensor parallelism.*both divide each layer"),
-        ("<2,1>x2", r"got <2,1>x2, with tensor parallelism"),
     ],
 )
 def test_replicas_that_cannot_share_their_stages_are_refused(layout: str, said: str, tmp_path: Any) -> None:
@@ -78,3 +73,19 @@ def test_replicas_that_cannot_share_their_stages_are_refused(layout: str, said: 
         ConfigError, match=(rf"args\.tensor_parallel_size, pipeline_parallel_size, replicas must be .*{said}")
     ):
         check(ParallelLayout.parse(layout), True, LoraConfig(r=4, target_modules=["q_proj"]), tmp_path)
+
+
+@pytest.mark.parametrize("divided", ["replicas <2,1>x1", "shard_backbone=True"])
+def test_losses_that_read_several_words_for_each_target_are_refused_where_the_head_is_divided(
+    divided: str, tmp_path: Any
+) -> None:
+    layout, is_sharded = DIVIDED[divided]
+    args: Any = MultiTaskTrainingArguments(output_dir=str(tmp_path), use_cpu=True)
+    args.shard_backbone = is_sharded
+    tasks = resolve_tasks(token_tasks(), args)
+    with pytest.raises(ConfigError) as caught:
+        check_layout(layout, is_quantized=False, args=args, tasks=tasks, backbone=tiny_llama())
+    message = str(caught.value)
+    assert "tasks.taught.train_dataset must be rows with one target per token in this layout, got" in message
+    assert "tasks.curious.objective_args must be a loss without entropies in this layout" in message
+    assert "tasks.policy" not in message

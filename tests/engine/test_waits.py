@@ -81,8 +81,7 @@ def model_of(kind: str) -> MultiTaskPeftModel:
     return MultiTaskPeftModel(backbone, configs).train()  # type: ignore[arg-type]
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-@pytest.mark.parametrize("kind", BACKBONES)
+@pytest.mark.parametrize(("kind", "checkpointing"), [("llama", False), ("qwen3", True), ("gpt2", False)])
 def test_no_pass_reads_a_tensor_back(kind: str, checkpointing: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     model = model_of(kind)
     if checkpointing:

@@ -20,16 +20,13 @@ from tests.engine.replicas.layout_cases import Watcher, backbone, train
 from tests.invariants import mux_lab as lab
 
 Row = dict[str, Any]
+STEPS = 4
+HELD_OUT: dict[str, Any] = {"eval_steps": 2}
 
 
 @dataclass
 class Trained:
-    """What a run showed to one process.
-
-    Attributes:
-        laid_out: losses, norms and adapters.
-        logs: what was logged of each task at each step in addition to the loss, evaluations included.
-    """
+    """What a run showed to one process; the logs of each task have its metrics and evaluations."""
 
     laid_out: Part
     logs: dict[str, list[dict[str, float]]]
@@ -103,13 +100,17 @@ def token_tasks(*, has_words: bool = True, is_broken: bool = False) -> list[Task
     if has_words:
         curious = {"objective_args": {"entropy_coef": 0.1, "temperature": 1.2}}
         found += [("taught", with_columns(4, **words), {}), ("curious", with_columns(7, **rollouts), curious)]
-    options = {"learning_rate": 1e-3, "train_batch_size": 4, "seed": 3, "eval_steps": 3}
+    options = {"learning_rate": 1e-3, "train_batch_size": 4, "seed": 3, **HELD_OUT}
     return [_task(name, rows, eval_dataset=rows[:5], **{**options, **more}) for name, rows, more in found]
+
+
+def all_tasks() -> list[Task]:
+    """Return all tasks that a process with the whole backbone trains."""
+    return [*tasks(), *token_tasks()]
 
 
 def tasks() -> list[Task]:
     """Return tasks of seven losses, in batches and on rows of unequal sizes, some with held-out rows."""
-    held_out: dict[str, Any] = {"eval_steps": 3}
     return [
         _task("sft", lab.rows(1, 11, 5, 20), train_batch_size=4),
         _task(
@@ -118,11 +119,11 @@ def tasks() -> list[Task]:
             eval_dataset=lab.rows(17, 5, 3, 12),
             label_smoothing_factor=0.3,
             neftune_noise_alpha=5,
-            **held_out,
+            **HELD_OUT,
         ),
-        _task("dpo", pairs(2, 9), eval_dataset=pairs(12, 5), objective="dpo", train_batch_size=3, **held_out),
+        _task("dpo", pairs(2, 9), eval_dataset=pairs(12, 5), objective="dpo", train_batch_size=3, **HELD_OUT),
         _task("ipo", pairs(3, 7), objective="dpo", loss_type="ipo", objective_args={"ld_alpha": 0.5}, seed=4),
-        _task("orpo", pairs(4, 8), eval_dataset=pairs(14, 4), objective="orpo", rank=2, **held_out),
+        _task("orpo", pairs(4, 8), eval_dataset=pairs(14, 4), objective="orpo", rank=2, **HELD_OUT),
         _task(
             "simpo",
             pairs(8, 7),
@@ -131,7 +132,7 @@ def tasks() -> list[Task]:
             objective_args={"beta": 2.0},
             loraplus_lr_ratio=4.0,
         ),
-        _task("kto", answers(5, 11), eval_dataset=answers(15, 7), objective="kto", train_batch_size=5, **held_out),
+        _task("kto", answers(5, 11), eval_dataset=answers(15, 7), objective="kto", train_batch_size=5, **HELD_OUT),
         _task("apo", answers(6, 6), objective="kto", loss_type="apo_zero_unpaired", train_batch_size=3),
         _task("warm", pairs(8, 7), objective="dpo", init_adapter=_saved_adapter().name, seed=5),
     ]
@@ -154,7 +155,7 @@ def _saved_adapter() -> TemporaryDirectory[str]:
 
 
 def _task(name: str, rows: Sequence[Row], rank: int = 4, **settings: Any) -> Task:
-    options: dict[str, Any] = {"train_batch_size": 2, "learning_rate": 3e-3, "max_steps": 6, "seed": 1, **settings}
+    options: dict[str, Any] = {"train_batch_size": 2, "learning_rate": 3e-3, "max_steps": STEPS, "seed": 1, **settings}
     config = LoraConfig(r=rank, target_modules="all-linear")
     return Task(name=name, peft_config=config, train_dataset=list(rows), **options)
 

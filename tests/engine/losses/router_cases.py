@@ -79,8 +79,8 @@ def tasks(*, on_experts: bool = True) -> list[Task]:
 
 
 def task(name: str, rows: Sequence[Any], config: LoraConfig | None = None, **settings: Any) -> Task:
-    """Return a task of five steps."""
-    options: dict[str, Any] = {"train_batch_size": 4, "learning_rate": 3e-3, "max_steps": 5, "seed": 1, **settings}
+    """Return a task of four steps."""
+    options: dict[str, Any] = {"train_batch_size": 4, "learning_rate": 3e-3, "max_steps": 4, "seed": 1, **settings}
     adapter = config or LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"])
     return Task(name=name, peft_config=adapter, train_dataset=list(rows), **options)
 

@@ -1,27 +1,50 @@
-"""Tasks of different losses train in any layout of processes as in one, and there each as if alone."""
+"""Tasks of different losses train in any layout as in one process, and with unlike types of PEFT each as if alone."""
 
 from __future__ import annotations
 
 import math
+from collections.abc import Collection
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
+from peft import (
+    IA3Config,
+    LNTuningConfig,
+    LoHaConfig,
+    LoraConfig,
+    MissConfig,
+    OFTConfig,
+    PrefixTuningConfig,
+    PromptTuningConfig,
+    VeraConfig,
+)
 
-from peft_mux import Task
+from peft_mux import BottleneckConfig, DiffPruningConfig
 from tests.engine.losses import cases
 from tests.engine.losses.cases import Trained
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas.layout_cases import Watcher, backbone, saved_backbone
 from tests.invariants import mux_lab as lab
 
-SLOW = pytest.mark.slow
-NAMES = [task.name for task in cases.tasks()]
-
-
-def all_tasks() -> list[Task]:
-    return [*cases.tasks(), *cases.token_tasks()]
+SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly
+FEW = ["q_proj", "v_proj"]
+ADAPTERS = {
+    "sft": LoraConfig(r=2, target_modules="all-linear", use_dora=True),
+    "smoothed": IA3Config(target_modules=["k_proj", "v_proj", "down_proj"], feedforward_modules=["down_proj"]),
+    "ipo": MissConfig(r=4, target_modules=FEW),
+    "orpo": PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3),
+    "kto": OFTConfig(oft_block_size=8, target_modules=FEW),
+    "apo": BottleneckConfig(bottleneck_size=4, target_modules=["o_proj", "down_proj"]),
+    "weighted": LoHaConfig(r=2, target_modules=FEW),
+    "policy": VeraConfig(r=8, target_modules=FEW),
+    "dynamic": LNTuningConfig(target_modules=["input_layernorm"]),
+    "own": DiffPruningConfig(target_modules=FEW),
+    "taught": PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=4),
+}
+"""Tasks of other names have LoRA."""
 
 
 @pytest.fixture(scope="module")
@@ -49,32 +72,48 @@ def assert_as(found: Trained, wanted: Trained, name: str, *, losses: float = 1e-
             assert math.isclose(own[key], value, rel_tol=1e-4, abs_tol=2e-5), f"{name} {key}: {own[key]}, not {value}"
 
 
-@pytest.mark.parametrize("name", NAMES)
-def test_a_task_trains_with_others_as_it_does_alone(name: str, one: Trained, tmp_path: Path) -> None:
-    alone = cases.train_all(0, tmp_path, None, {"max_tokens_per_micro_batch": 1000}, [name])
-    assert_as(one, alone, name)
-    steps = [entry for entry in one.logs[name] if "loss" in entry]
-    assert len(steps) == 6
-    assert len({entry["loss"] for entry in steps}) == 6
-    # A batch of KTO may have no good answer, and then no rewards of good answers.
+def train_with_unlike_adapters(folder: Path, names: Collection[str]) -> Trained:
+    # Adam divides gradients by their size, so where they are nearly 0 the last bits would decide.
+    chosen = [
+        replace(task, peft_config=ADAPTERS.get(task.name, task.peft_config), adam_epsilon=1e-6)
+        for task in cases.all_tasks()
+        if task.name in names
+    ]
+    return cases.observed(folder, backbone("llama"), chosen, Watcher(), max_tokens_per_micro_batch=400)
+
+
+NAMES = [task.name for task in cases.all_tasks()]
+
+
+@pytest.fixture(scope="module")
+def together(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    return train_with_unlike_adapters(tmp_path_factory.mktemp("together"), NAMES)
+
+
+@pytest.mark.parametrize("name", [pytest.param(name, marks=[] if name in ("dpo", "kto") else SLOW) for name in NAMES])
+def test_a_task_trains_with_others_of_other_losses_and_types_as_it_does_alone(
+    name: str, together: Trained, tmp_path: Path
+) -> None:
+    alone = train_with_unlike_adapters(tmp_path, [name])
+    assert_as(together, alone, name)
+    steps = [entry for entry in together.logs[name] if "loss" in entry]
+    assert len({entry["loss"] for entry in steps}) == cases.STEPS
     if name == "smoothed":
         assert all(entry["nll"] != entry["loss"] for entry in steps)
-    assert name in ("sft", "smoothed") or sum("rewards/chosen" in entry for entry in steps) >= 5
+    if name in ("dpo", "ipo", "orpo", "simpo", "kto", "apo", "warm"):
+        # A batch of KTO may have no good answer, and then no rewards of good answers.
+        assert sum("rewards/chosen" in entry for entry in steps) >= cases.STEPS - 1
     assert all(math.isfinite(value) for entry in alone.logs[name] for value in entry.values())
 
 
 PP2, TP2 = {"pipeline_parallel_size": 2}, {"tensor_parallel_size": 2}
-
-
 LAYOUTS = [
-    pytest.param(2, {}, True, id="dp2"),
-    pytest.param(2, {**PP2, "pipeline_schedule": "1f1b"}, True, id="pp2", marks=SLOW),
+    pytest.param(2, {}, True, id="dp2", marks=SLOW),
     pytest.param(2, {**PP2, "pipeline_schedule": "interleaved_1f1b"}, True, id="pp2, two chunks", marks=SLOW),
     pytest.param(3, {"replicas": "<1,2>, <1,1>"}, True, id="unequal replicas of stages", marks=SLOW),
-    pytest.param(2, TP2, False, id="tp2", marks=SLOW),
     pytest.param(2, {**TP2, "interleaved_passes": 2}, False, id="tp2, passes in turns", marks=SLOW),
     pytest.param(2, {"shard_backbone": True}, False, id="fsdp2", marks=SLOW),
-    pytest.param(4, {**PP2, "shard_backbone": True}, False, id="fsdp2 x pp2", marks=SLOW),
+    pytest.param(4, {**PP2, "shard_backbone": True}, False, id="fsdp2 x pp2", marks=NIGHTLY),
 ]
 
 
@@ -99,6 +138,7 @@ def test_every_loss_trains_in_a_layout_as_in_one_process(
     assert any("eval_kl" in entry for entry in policy)
 
 
+@SLOW
 @pytest.mark.distributed
 def test_a_function_that_fails_on_all_processes_fails_its_task_alone_and_every_process_says_why(
     one: Trained, tmp_path: Path
@@ -110,28 +150,16 @@ def test_a_function_that_fails_on_all_processes_fails_its_task_alone_and_every_p
         assert_as(part, one, "policy")
 
 
-@pytest.mark.distributed
-@pytest.mark.parametrize("arguments", [TP2, {"shard_backbone": True}], ids=str)
-def test_several_words_for_each_target_are_refused_where_the_head_is_divided(
-    arguments: dict[str, Any], tmp_path: Path
-) -> None:
-    for outcome in launch(2, cases.train_all, tmp_path, None, arguments, ["taught", "curious"]):
-        assert "ConfigError" in outcome.error
-        assert "tasks.taught.train_dataset must be rows with one target per token in this layout, got" in outcome.error
-        assert "tasks.curious.objective_args must be a loss without entropies in this layout" in outcome.error
-
-
-@pytest.mark.parametrize("name", [pytest.param(name, marks=SLOW) for name in ("dpo", "kto", "orpo")])
-def test_a_task_that_turns_nan_is_quarantined_and_reaches_no_other(name: str, one: Trained, tmp_path: Path) -> None:
+@SLOW
+def test_a_task_that_turns_nan_is_quarantined_and_reaches_no_other(one: Trained, tmp_path: Path) -> None:
     def poison(trainer: Any) -> None:
-        next(iter(trainer.model.task_parameters(name).values())).data.fill_(float("nan"))
+        next(iter(trainer.model.task_parameters("kto").values())).data.fill_(float("nan"))
 
-    found = cases.observed(tmp_path, backbone("llama"), all_tasks(), Watcher(at_begin={2: poison}))
-    status, reason = found.laid_out.statuses[name]
+    found = cases.observed(tmp_path, backbone("llama"), cases.all_tasks(), Watcher(at_begin={2: poison}))
+    status, reason = found.laid_out.statuses["kto"]
     assert (status, reason.split(":")[0]) == ("failed", "non_finite")
-    for other in found.logs:
-        if other != name:
-            assert_as(found, one, other)
+    for other in found.logs.keys() - {"kto"}:
+        assert_as(found, one, other)
 
 
 @SLOW
@@ -140,10 +168,10 @@ def test_a_resumed_run_ends_with_the_same_bits(one: Trained, tmp_path: Path) -> 
         trainer.control.should_training_stop = True
 
     options = {"save_strategy": "steps", "save_steps": 100}  # a run that is stopped is saved
-    cases.observed(tmp_path, backbone("llama"), all_tasks(), Watcher(at_end={3: stop}), **options)
-    resumed = cases.observed(tmp_path, backbone("llama"), all_tasks(), Watcher(), resume=True, **options)
+    cases.observed(tmp_path, backbone("llama"), cases.all_tasks(), Watcher(at_end={2: stop}), **options)
+    resumed = cases.observed(tmp_path, backbone("llama"), cases.all_tasks(), Watcher(), resume=True, **options)
     for name in resumed.logs:
-        assert 0 < len(resumed.laid_out.losses[name]) < 6
+        assert 0 < len(resumed.laid_out.losses[name]) < cases.STEPS
         assert resumed.laid_out.losses[name] == one.laid_out.losses[name][-len(resumed.laid_out.losses[name]) :]
         for key, weight in one.laid_out.weights[name].items():
             assert np.array_equal(resumed.laid_out.weights[name][key], weight), f"{name} {key}"

@@ -10,7 +10,7 @@ import pytest
 
 from tests.engine.losses import router_cases as cases
 from tests.engine.losses.cases import Trained, observed
-from tests.engine.losses.test_layouts import LAYOUTS, assert_as
+from tests.engine.losses.test_layouts import NIGHTLY, SLOW, assert_as
 from tests.engine.processes.cases import launch, values
 from tests.engine.replicas.layout_cases import Watcher
 
@@ -30,15 +30,15 @@ def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Trained]:
 @pytest.mark.parametrize(
     "arguments",
     [
-        pytest.param({"max_tokens_per_micro_batch": 1000}, id="one pass"),
-        pytest.param({"max_tokens_per_micro_batch": 40}, id="many passes", marks=pytest.mark.slow),
         pytest.param({"max_tokens_per_micro_batch": 70, "share_prefixes": True}, id="shared prefixes in many passes"),
         pytest.param(
-            {"max_tokens_per_micro_batch": 16, "split_long_sequences": True},
-            id="parts of long rows",
-            marks=pytest.mark.slow,
+            {"max_tokens_per_micro_batch": 40, "activation_checkpointing": True},
+            id="many passes, recomputed",
+            marks=SLOW,
         ),
-        pytest.param({"max_tokens_per_micro_batch": 1000, "activation_checkpointing": True}, id="recomputed"),
+        pytest.param(
+            {"max_tokens_per_micro_batch": 16, "split_long_sequences": True}, id="parts of long rows", marks=SLOW
+        ),
     ],
 )
 def test_passes_do_not_change_the_balancing_loss(
@@ -52,9 +52,18 @@ def test_passes_do_not_change_the_balancing_loss(
 
 
 @pytest.mark.distributed
-@pytest.mark.parametrize(("world_size", "arguments", "has_words"), LAYOUTS)
+@pytest.mark.parametrize(
+    ("world_size", "arguments"),
+    [
+        pytest.param(2, {}, id="dp2", marks=SLOW),
+        pytest.param(2, {"tensor_parallel_size": 2}, id="tp2", marks=SLOW),
+        pytest.param(3, {"replicas": "<1,2>, <1,1>"}, id="unequal replicas of stages", marks=SLOW),
+        pytest.param(2, {"shard_backbone": True}, id="fsdp2", marks=NIGHTLY),
+        pytest.param(4, {"pipeline_parallel_size": 2, "shard_backbone": True}, id="fsdp2 x pp2", marks=NIGHTLY),
+    ],
+)
 def test_layouts_do_not_change_the_balancing_loss(
-    world_size: int, arguments: dict[str, Any], has_words: bool, alone: dict[str, Trained], tmp_path: Path
+    world_size: int, arguments: dict[str, Any], alone: dict[str, Trained], tmp_path: Path
 ) -> None:
     cases.backbone().save_pretrained(tmp_path / "backbone")
     folder = str(tmp_path / "backbone")
@@ -67,6 +76,7 @@ def test_layouts_do_not_change_the_balancing_loss(
         assert_as(parts[0], alone[name], name, weights=weights)
 
 
+@SLOW
 def test_a_resumed_run_balances_with_the_same_bits_or_says_that_the_coefficient_has_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
