@@ -62,11 +62,8 @@ def shown(tmp_path_factory: pytest.TempPathFactory) -> Shown:
     return Shown(status, "\n".join(lines), root, temporary, seen[0])
 
 
-def test_the_demo_ends_with_status_0(shown: Shown) -> None:
-    assert shown.status == 0
-
-
 def test_every_task_is_planned_trained_and_told_of(shown: Shown) -> None:
+    assert shown.status == 0
     assert len(NAMES) == 6
     records = run_records(shown.root)
     for name in NAMES:
@@ -80,11 +77,8 @@ def test_every_task_is_planned_trained_and_told_of(shown: Shown) -> None:
     assert "plan  6 tasks" in shown.said
 
 
-def test_the_adapters_are_reported_to_give_the_same_logits_when_loaded_back(shown: Shown) -> None:
+def test_what_is_reported_to_be_written_is_there_and_nothing_else(shown: Shown) -> None:
     assert "reloaded 6 adapters with plain PeftModel.from_pretrained: all give the same logits" in shown.said
-
-
-def test_what_is_reported_to_be_written_is_there(shown: Shown) -> None:
     assert f"Everything goes to {shown.root}." in shown.said
     drawn = re.search(r"losses drawn in (.*)", shown.said)
     no_plot = re.search(r"no plot: plots need matplotlib", shown.said)
@@ -92,8 +86,9 @@ def test_what_is_reported_to_be_written_is_there(shown: Shown) -> None:
     if drawn:
         assert Path(drawn[1]) == shown.root / "losses.png"
         assert (shown.root / "losses.png").read_bytes().startswith(b"\x89PNG")
-    folders = {path.name for path in shown.root.iterdir() if path.is_dir()}
-    assert folders == {*NAMES, "backbone", "state"}
+    assert {path.name for path in shown.root.iterdir() if path.is_dir()} == {*NAMES, "backbone", "state"}
+    assert list(shown.temporary.iterdir()) == []
+    assert [path.name for path in shown.root.parent.iterdir()] == ["out"]
 
 
 def test_the_written_backbone_adapters_and_tokenizer_can_be_used(shown: Shown) -> None:
@@ -110,7 +105,7 @@ def test_the_written_backbone_adapters_and_tokenizer_can_be_used(shown: Shown) -
             assert not torch.equal(one, other), "two adapters are the same, or one does nothing"
 
 
-def test_a_speed_is_given_for_both_ways_with_the_hardware(shown: Shown) -> None:
+def test_a_speed_is_given_for_both_ways_the_usual_one_on_a_backbone_without_adapters(shown: Shown) -> None:
     found = re.search(
         r"speed on (.+): together ([\d,]+) tokens/s; HF Trainer .* ([\d,]+) tokens/s: ([\d.]+)x", shown.said
     )
@@ -118,16 +113,8 @@ def test_a_speed_is_given_for_both_ways_with_the_hardware(shown: Shown) -> None:
     together, alone = (float(found[number].replace(",", "")) for number in (2, 3))
     assert together > 0
     assert float(found[4]) == pytest.approx(together / alone, rel=0.1, abs=0.06)
-
-
-def test_the_usual_way_is_timed_on_a_backbone_without_adapters(shown: Shown) -> None:
     kinds = {type(module).__module__.partition(".")[0] for module in shown.baseline.modules()}
     assert not kinds & {"peft", "peft_mux"}
-
-
-def test_nothing_is_left_outside_of_the_folder(shown: Shown) -> None:
-    assert list(shown.temporary.iterdir()) == []
-    assert [path.name for path in shown.root.parent.iterdir()] == ["out"]
 
 
 def test_a_folder_that_is_in_use_gets_a_number(tmp_path: Path) -> None:
@@ -142,6 +129,7 @@ def test_a_folder_that_is_in_use_gets_a_number(tmp_path: Path) -> None:
     assert demo._unused_folder(root) == tmp_path / "demo-3"
 
 
+@pytest.mark.slow
 def test_a_reloaded_adapter_that_differs_makes_the_check_fail(
     shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -8,10 +8,8 @@ import re
 import socket
 import subprocess
 import sys
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -24,7 +22,8 @@ from tests.invariants.mux_lab import rows, tiny_llama
 from tests.paths import ROOT
 from tests.records import run_records
 
-pytestmark = [pytest.mark.distributed, pytest.mark.slow]  # interpreters of their own, which import for long
+pytestmark = pytest.mark.distributed
+SLOW, NIGHTLY = pytest.mark.slow, pytest.mark.nightly  # interpreters of their own, which import for long
 
 TASKS = ("one", "two")
 NUM_STEPS = 3
@@ -133,11 +132,12 @@ def assert_printed_once(printed: Printed) -> None:
 
 
 LAUNCHERS = [
-    pytest.param(("-m", *TORCHRUN), id="torchrun"),
+    pytest.param(("-m", *TORCHRUN), id="torchrun", marks=NIGHTLY),
     # On a machine without GPUs, or with use_cpu in the file, this starts processes on CPUs.
     pytest.param(
         ("-m", *ACCELERATE, "--multi_gpu", "--num_processes", "2", "--main_process_port", "PORT"),
         id="accelerate",
+        marks=SLOW,
     ),
 ]
 
@@ -154,30 +154,23 @@ def test_a_launched_file_trains_over_two_stages_and_prints_once(
     assert_trained(out, alone, folder / "backbone")
 
 
+@NIGHTLY
 def test_a_notebook_trains_over_two_stages(folder: Path, alone: Path) -> None:
     printed = call(folder, str(Path(__file__).parent / "notebook_launch.py"), str(folder), free_port())
     assert_printed_once(printed)
     assert_trained(folder / "notebook", alone, folder / "backbone")
 
 
-def test_accelerate_on_cpus_starts_one_process_and_is_shown_what_to_type(folder: Path) -> None:
-    config = folder / "accelerate.yaml"
-    config.write_text(
+@NIGHTLY
+@pytest.mark.parametrize("way", [("--cpu", "--num_processes", "2"), ("--config_file", "accelerate.yaml")])
+def test_accelerate_on_cpus_starts_one_process_and_is_shown_what_to_type(way: tuple[str, ...], folder: Path) -> None:
+    (folder / "accelerate.yaml").write_text(
         "compute_environment: LOCAL_MACHINE\ndistributed_type: MULTI_CPU\nuse_cpu: true\nnum_machines: 1\n"
         "num_processes: 2\nmixed_precision: 'no'\n",
         encoding="utf-8",
     )
-    ways = (("--cpu", "--num_processes", "2"), ("--config_file", str(config)))
-
-    def started(way: tuple[str, ...]) -> Any:
-        # A folder each: a process that is refused removes its own, which the other one may be locking.
-        out = f"output_dir={folder}/none{len(way)}"
-        return call(folder, "-m", *ACCELERATE, *way, *TRAIN, "tasks.yaml", "--set", out)
-
-    with ThreadPoolExecutor() as both:
-        found = list(both.map(started, ways))
-    for way, printed in zip(ways, found, strict=True):
-        assert printed.code != 0, way
-        assert "processes must be the several that the launcher was asked for, got 1" in printed.error, way
-        assert "torchrun --nproc-per-node N script.py" in printed.error, way
-    assert not list(folder.glob("none*"))
+    printed = call(folder, "-m", *ACCELERATE, *way, *TRAIN, "tasks.yaml", "--set", f"output_dir={folder}/none")
+    assert printed.code != 0
+    assert "processes must be the several that the launcher was asked for, got 1" in printed.error
+    assert "torchrun --nproc-per-node N script.py" in printed.error
+    assert not (folder / "none").exists()

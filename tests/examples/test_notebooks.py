@@ -28,27 +28,29 @@ def test_there_are_five_notebooks() -> None:
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
-def test_a_notebook_is_short_cells_of_prose_and_code(path: Path) -> None:
+def test_a_notebook_is_short_cells_that_first_install_the_package_and_links_that_are_there(path: Path) -> None:
     cells = sources(path)
-    num_code = sum(cell.cell_type == "code" for cell in stored(path.stem).cells)
+    code = [cell for cell in stored(path.stem).cells if cell.cell_type == "code"]
     assert 20 <= len(cells) <= 40
-    assert 10 <= num_code <= len(cells) * 2 / 3, "prose and code are mixed"
+    assert 10 <= len(code) <= len(cells) * 2 / 3, "prose and code are mixed"
     assert [cell for cell in cells if len(cell.splitlines()) > 30] == []
     assert cells[0].startswith("# "), "the first cell says what there is to see"
     assert cells[-1].startswith("## Next")
+    assert 'if importlib.util.find_spec("peft_mux") is None:\n    %pip install' in code[0].source
+    assert '"peft-mux[plots]"' in code[0].source
+    assert code[0].outputs == []
+    links = re.findall(r"\]\(([^)]+)\)", "\n".join(cells))
+    assert len(links) >= 1
+    assert [link for link in links if not (path.parent / link).is_file()] == []
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
-def test_a_notebook_installs_the_package_first_if_it_is_missing(path: Path) -> None:
-    first = next(cell for cell in stored(path.stem).cells if cell.cell_type == "code")
-    assert 'if importlib.util.find_spec("peft_mux") is None:\n    %pip install' in first.source
-    assert '"peft-mux[plots]"' in first.source
-    assert first.outputs == []
+def test_a_notebook_is_stored_with_outputs_of_its_present_cells_and_nothing_of_the_machine(path: Path) -> None:
+    pytest.importorskip("nbclient", reason="needs the notebooks extra: nbclient")
+    from tools.notebooks import sources_hash
 
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
-def test_a_notebook_is_stored_with_its_outputs_of_moderate_size_and_nothing_of_the_machine(path: Path) -> None:
     notebook = stored(path.stem)
+    assert notebook.metadata.peft_mux.sources == sources_hash(notebook), f"run python -m tools.notebooks {path.stem}"
     code = [cell for cell in notebook.cells if cell.cell_type == "code"]
     assert [cell.execution_count for cell in code] == list(range(1, len(code) + 1)), "run once, from top to bottom"
     assert [output for output in outputs_of(notebook) if output.output_type == "error"] == []
@@ -59,15 +61,6 @@ def test_a_notebook_is_stored_with_its_outputs_of_moderate_size_and_nothing_of_t
     assert "\\u001b" not in text, "no colours of a terminal"
 
 
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
-def test_stored_outputs_are_of_the_present_cells(path: Path) -> None:
-    pytest.importorskip("nbclient", reason="needs the notebooks extra: nbclient")
-    from tools.notebooks import sources_hash
-
-    notebook = stored(path.stem)
-    assert notebook.metadata.peft_mux.sources == sources_hash(notebook), f"run python -m tools.notebooks {path.stem}"
-
-
 def test_outputs_lose_what_is_of_one_machine(tmp_path: Path) -> None:
     pytest.importorskip("nbclient", reason="needs the notebooks extra: nbclient")
     from tools.notebooks import without_machine
@@ -76,13 +69,6 @@ def test_outputs_lose_what_is_of_one_machine(tmp_path: Path) -> None:
         f"in {tmp_path}/TMPDIR/first-run-ab1_9xyz/run on {socket.gethostname()}, \x1b[31mred\x1b[0m, {sys.prefix}/bin"
     )
     assert without_machine(text, tmp_path) == "in first-run/run on host, red, venv/bin"
-
-
-@pytest.mark.parametrize("path", NOTEBOOKS, ids=NAMES)
-def test_what_a_notebook_points_to_is_there(path: Path) -> None:
-    links = re.findall(r"\]\(([^)]+)\)", "\n".join(sources(path)))
-    assert len(links) >= 1
-    assert [link for link in links if not (path.parent / link).is_file()] == []
 
 
 def check_first_run(notebook: Any) -> None:
@@ -188,10 +174,10 @@ def test_stored_outputs_show_what_the_text_says(name: str) -> None:
     CHECKS[name](stored(name))
 
 
-# The quickstart trains the tasks of the first notebook in the fast tests.
-@pytest.mark.slow
 @pytest.mark.notebook
 @pytest.mark.distributed
-@pytest.mark.parametrize("name", NAMES)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == NAMES[0] else pytest.mark.nightly) for name in NAMES]
+)
 def test_a_notebook_runs_to_its_end_and_shows_what_its_text_says(name: str, tmp_path: Path) -> None:
     CHECKS[name](run(name, tmp_path))

@@ -58,18 +58,14 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return run_example("quickstart.py", "--output-dir", str(folder / "out")), folder / "out"
 
 
-def test_the_quickstart_prints_the_plan_of_three_tasks(quickstart: tuple[str, Path]) -> None:
+def test_the_quickstart_plans_three_tasks_and_teaches_each_its_held_out_answers(quickstart: tuple[str, Path]) -> None:
     printed, _ = quickstart
     assert "plan  3 tasks on " in printed
-    assert all(f"{name}: succeeded" in printed for name in ("mood", "kind", "action"))
-
-
-def test_the_quickstart_teaches_every_task_its_held_out_answers(quickstart: tuple[str, Path]) -> None:
-    printed, _ = quickstart
     pattern = r"^(\w+) +held out: loss ([\d.]+) -> ([\d.]+), right answers (\d+)% -> (\d+)%$"
     rows = re.findall(pattern, printed, flags=re.MULTILINE)
     assert [row[0] for row in rows] == ["mood", "kind", "action"]
     for name, loss_before, loss_after, right_before, right_after in rows:
+        assert f"{name}: succeeded" in printed
         assert float(loss_after) < 0.5 * float(loss_before), name
         assert int(right_before) < 50 < 90 <= int(right_after), name
 
@@ -77,8 +73,7 @@ def test_the_quickstart_teaches_every_task_its_held_out_answers(quickstart: tupl
 def test_the_adapters_of_the_quickstart_are_plain_peft(quickstart: tuple[str, Path]) -> None:
     printed, folder = quickstart
     for name in ("mood", "kind", "action"):
-        config = LoraConfig.from_pretrained(folder / "run" / name)
-        assert config.target_modules, name
+        assert LoraConfig.from_pretrained(folder / "run" / name).target_modules, name
         assert (folder / "run" / name / "adapter_model.safetensors").is_file()
     assert f"plain PEFT loads {folder / 'run' / 'mood'}" in printed
     assert printed.rstrip().endswith(("-> ' happy'", "-> ' unhappy'"))
@@ -103,20 +98,11 @@ def test_the_quickstart_takes_a_model_of_the_readers_own(small_model: Path, tmp_
 # ----------------------------------------------------------------- tasks.yaml
 
 
-def test_the_example_file_describes_three_tasks(tmp_path: Path) -> None:
+def test_the_example_file_describes_three_tasks_whose_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:
     config = read_config(TASKS_YAML, [f"output_dir={tmp_path}"])
-    tasks = {task.name: task for task in config.tasks}
-    assert list(tasks) == ["sql", "sums", "tales"]
+    assert [task.name for task in config.tasks] == ["sql", "sums", "tales"]
     assert config.model == "Qwen/Qwen3-0.6B"
-    assert tasks["sql"].peft_config.r == tasks["tales"].peft_config.r == 16
-    assert tasks["sums"].peft_config.r == 64
-    assert tasks["sums"].early_stopping.patience == 2
-    assert tasks["tales"].peft_config.target_modules == {"q_proj", "v_proj"}
-    assert tasks["sql"].learning_rate == 2e-4
-
-
-def test_the_example_files_held_out_rows_are_not_trained_on(tmp_path: Path) -> None:
-    for task in read_config(TASKS_YAML, [f"output_dir={tmp_path}"]).tasks:
+    for task in config.tasks:
         trained_on = {json.dumps(row, sort_keys=True) for row in task.train_dataset}
         if task.eval_dataset is None:
             assert len(trained_on) == 30, f"{task.name}: a row stands twice"
@@ -138,6 +124,7 @@ def test_the_example_file_is_planned_with_a_model_of_the_readers_own(
     assert steps == {"sql": "9", "sums": "12", "tales": "24"}
 
 
+@pytest.mark.slow
 def test_the_example_file_is_trained_with_a_model_of_the_readers_own(
     small_model: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -148,15 +135,6 @@ def test_the_example_file_is_trained_with_a_model_of_the_readers_own(
     assert re.search(r"^tales +succeeded +3/3 ", printed, flags=re.MULTILINE)
     for name in ("sql", "sums", "tales"):
         assert (tmp_path / "run" / name / "adapter_config.json").is_file(), name
-
-
-def test_the_example_file_explains_every_setting_of_the_run() -> None:
-    lines = TASKS_YAML.read_text(encoding="utf-8").splitlines()
-    sections = [line for line in lines if re.match(r"(model|output_dir|run|defaults|tasks):", line)]
-    run_settings = lines[lines.index(sections[2]) + 1 : lines.index(sections[3]) - 1]
-    assert [line.split(":")[0] for line in sections] == ["model", "output_dir", "run", "defaults", "tasks"]
-    assert len(run_settings) >= 3
-    assert [line for line in sections + run_settings if "#" not in line] == []
 
 
 def test_the_minimal_example_trains_each_task_together_as_it_does_alone() -> None:
