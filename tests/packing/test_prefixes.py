@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import numpy as np
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from peft_mux.data.packing.passes import PassRules, TaskRows, cut_into_passes, even_shares
@@ -20,7 +20,6 @@ from peft_mux.data.packing.prefixes import (
 )
 from tests.packing.tries import Rows, hard_rows, tries
 
-PROPERTY = settings(deadline=None, max_examples=40)
 LEAST = 2
 
 
@@ -38,7 +37,6 @@ def num_common(one: np.ndarray, other: np.ndarray) -> int:
     return next((place for place, (a, b) in enumerate(pairs) if a != b), min(len(one), len(other)))
 
 
-@PROPERTY
 @given(tries(), st.data())
 def test_rows_are_sorted_and_what_they_have_in_common_with_the_one_before_is_counted(
     rows: Rows, data: st.DataObject
@@ -51,7 +49,6 @@ def test_rows_are_sorted_and_what_they_have_in_common_with_the_one_before_is_cou
     assert list(common) == [0, *(num_common(rows[one], rows[other]) for one, other in pairs)]
 
 
-@PROPERTY
 @given(tries(), st.integers(1, 4))
 def test_each_token_is_in_one_run_of_the_rows_that_have_all_before_it_in_common(rows: Rows, least: int) -> None:
     order, common = sort_rows(rows)
@@ -66,24 +63,9 @@ def test_each_token_is_in_one_run_of_the_rows_that_have_all_before_it_in_common(
         assert run.end > run.start
         assert run.last - run.first == 1 or run.end - run.start >= least
         assert run.start == (runs[run.parent].end if run.parent >= 0 else 0)
-
-
-@PROPERTY
-@given(tries())
-def test_without_a_minimum_every_different_beginning_is_computed_once(rows: Rows) -> None:
-    beginnings = {row[: end + 1].tobytes() for row in rows for end in range(len(row))}
-    assert num_computed(rows, 1) == len(beginnings)
-
-
-@PROPERTY
-@given(tries(), st.integers(1, 4))
-def test_the_first_look_says_whether_anything_is_shared(rows: Rows, least: int) -> None:
     assert any_share_prefix(rows, least) == (num_computed(rows, least) < sum(map(len, rows)))
-
-
-def test_rows_that_are_each_a_beginning_of_the_next_nest_to_any_depth() -> None:
-    rows = [np.arange(length) for length in range(1, 2001)]
-    assert num_computed(rows, 1) == 2000
+    every_beginning = {row[: end + 1].tobytes() for row in rows for end in range(len(row))}
+    assert num_computed(rows, 1) == len(every_beginning), "without a minimum each is computed once"
 
 
 # ------------------------------------------------------------------ tries of rows
@@ -116,7 +98,6 @@ def trie_of(rows: list[Rows]) -> RowTrie | None:
     return row_trie(rows, min_tokens=LEAST)
 
 
-@PROPERTY
 @given(rows_of_sequences(), st.data())
 def test_rows_compute_in_a_pass_what_its_tree_has(rows: list[Rows], data: st.DataObject) -> None:
     trie = trie_of(rows)
@@ -131,7 +112,6 @@ def test_rows_compute_in_a_pass_what_its_tree_has(rows: list[Rows], data: st.Dat
     assert part.computed(range(len(chosen))) == dict(enumerate(trie.computed(chosen).values()))
 
 
-@PROPERTY
 @given(rows_of_sequences(), st.integers(1, 30))
 def test_bundles_share_nothing_with_one_another_and_items_fit(rows: list[Rows], room: int) -> None:
     if (trie := trie_of(rows)) is None:
@@ -147,7 +127,6 @@ def test_bundles_share_nothing_with_one_another_and_items_fit(rows: list[Rows], 
     assert all(sorted(bundle) in items for bundle in bundles if trie.num_computed(bundle) <= capacity)
 
 
-@PROPERTY
 @given(st.lists(rows_of_sequences(), min_size=1, max_size=3), st.integers(1, 60), st.integers(1, 6))
 def test_passes_hold_every_row_once_and_say_what_their_trees_compute(
     tasks: list[list[Rows]], bound: int, num_passes: int
@@ -181,6 +160,12 @@ def test_a_bundle_stays_in_one_pass_where_it_fits_and_else_each_piece_has_its_be
     assert [one.num_computed for one in whole] == [50, 10, 10, 10, 10]
     cut = cut_into_passes([task], PassRules(), bound=75)
     assert sorted(sum(one.num_computed for one in members) for members in cut) == [60, 70]
+    # Replicas get bundles whole; one bundle for two is cut, and each half has its beginning for itself.
+    mixed = [row for pair in zip(few_shot(4, 40, 10), few_shot(4, 40, 10, seed=1), strict=True) for row in pair]
+    shares = even_shares([[50] * 8], 2, tries=[row_trie(mixed)])
+    assert sorted(share[0] for share in shares) == [[0, 2, 4, 6], [1, 3, 5, 7]]
+    halves = even_shares([[50] * 8], 2, tries=[row_trie(few_shot(8, 40, 10))])
+    assert sorted(len(share[0]) for share in halves) == [4, 4]
 
 
 def test_long_rows_that_are_cut_into_parts_share_nothing() -> None:
@@ -193,16 +178,6 @@ def test_long_rows_that_are_cut_into_parts_share_nothing() -> None:
     assert len(parts) > 1
     assert all(one.shared == 0 for one in parts)
     assert sum(one.num_computed for members in passes for one in members) == 110 + 60
-
-
-def test_replicas_get_bundles_whole_and_as_even_as_these_are() -> None:
-    first, second = few_shot(4, prefix=40, own=10), few_shot(4, prefix=40, own=10, seed=1)
-    mixed = [row for pair in zip(first, second, strict=True) for row in pair]
-    shares = even_shares([[50] * 8], 2, tries=[row_trie(mixed)])
-    assert sorted(share[0] for share in shares) == [[0, 2, 4, 6], [1, 3, 5, 7]]
-    # One bundle for two: it is cut, and each half has its beginning for itself.
-    halves = even_shares([[50] * 8], 2, tries=[row_trie(few_shot(8, prefix=40, own=10))])
-    assert sorted(len(share[0]) for share in halves) == [4, 4]
 
 
 # ---------------------------------------------------------------- trees of streams
@@ -241,7 +216,6 @@ def check_tree(tree: PrefixTree, rows: Rows, groups: list[int | None]) -> None:
         assert group is not None or (tree.computed[own] == np.arange(start, end)).all()
 
 
-@PROPERTY
 @given(streams(), st.integers(1, 4))
 def test_computed_rows_stand_for_all_tokens_behind_the_same_tokens(
     stream: tuple[Rows, list[int | None]], least: int
@@ -265,6 +239,9 @@ def test_the_cases_that_are_easy_to_get_wrong_hold() -> None:
     tree = build_prefix_tree(rows, groups, min_tokens=2)
     assert tree is not None
     check_tree(tree, rows, groups)
+    assert build_prefix_tree([np.arange(20)] * 3, [0, 1, None]) is None, "different groups share nothing"
+    deep = [np.arange(length) for length in range(1, 2001)]
+    assert num_computed(deep, 1) == 2000, "rows that are each a beginning of the next nest to any depth"
     # The identical row and the one that another begins with have no row of their own.
     assert [tuple(node) for node in tree.nodes] == [
         (0, 3, -1, 0),
@@ -276,8 +253,3 @@ def test_the_cases_that_are_easy_to_get_wrong_hold() -> None:
         (15, 1, -1, 0),
         (16, 1, 2, 2),
     ]
-
-
-def test_sequences_of_different_groups_share_nothing_however_equal() -> None:
-    rows = [np.arange(20)] * 3
-    assert build_prefix_tree(rows, [0, 1, None]) is None

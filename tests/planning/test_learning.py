@@ -48,7 +48,7 @@ def taught(truth: Parts, draw: np.random.Generator, count: int = 200, noise: flo
     return correction
 
 
-@settings(max_examples=8, deadline=None)
+@settings(max_examples=3)
 @given(st.integers(0, 2**32 - 1), st.sampled_from(COMPUTED), st.sampled_from([0.25, 4.0]))
 def test_a_part_that_is_wrong_by_four_is_found_and_the_others_are_left(seed: int, part: str, wrong: float) -> None:
     truth = AS_PROFILED._replace(**{part: wrong})
@@ -57,7 +57,7 @@ def test_a_part_that_is_wrong_by_four_is_found_and_the_others_are_left(seed: int
         assert getattr(found, name) == pytest.approx(getattr(truth, name), rel=0.35, abs=0.1), name
 
 
-@pytest.mark.parametrize("slower", [0.05, 3.0, 20.0])
+@pytest.mark.parametrize("slower", [0.05, 20.0])
 def test_a_machine_that_is_slower_in_all_is_distinguished_from_passes_that_are_all_equal(slower: float) -> None:
     draw, correction = np.random.default_rng(1), TimeCorrection()
     (one,) = passes(draw, 1)
@@ -67,12 +67,14 @@ def test_a_machine_that_is_slower_in_all_is_distinguished_from_passes_that_are_a
     assert correction.learnt.communication == pytest.approx(1.0), "nothing was said of links"
 
 
-@settings(max_examples=4, deadline=None)
-@given(st.integers(0, 2**32 - 1), st.floats(10, 1000))
-def test_one_odd_step_changes_little_and_a_lasting_change_is_followed(seed: int, odd: float) -> None:
-    draw = np.random.default_rng(seed)
+@pytest.mark.parametrize("odd", [10, 1000])
+def test_one_odd_step_changes_little_and_a_lasting_change_is_followed(odd: float) -> None:
+    draw = np.random.default_rng(odd)
     correction = taught(AS_PROFILED, draw)
     before = correction.learnt
+    for said_nothing, seconds in ((Parts(), 1.0), (Parts(tokens=1.0), 0.0), (Parts(tokens=1.0), float("nan"))):
+        correction.learn(said_nothing, seconds)
+    assert correction.learnt == before
     (one,) = passes(draw, 1)
     correction.learn(one, odd * one.total)
     assert list(correction.learnt) == pytest.approx(list(before), rel=0.1)
@@ -80,25 +82,6 @@ def test_one_odd_step_changes_little_and_a_lasting_change_is_followed(seed: int,
     for one in passes(draw, 400):
         correction.learn(one, one.times(truth).total)
     assert correction.learnt.tokens == pytest.approx(3.0, rel=0.15)
-
-
-def test_no_factor_becomes_zero_and_rounding_takes_nothing_on_itself() -> None:
-    draw, correction, rounding = np.random.default_rng(0), TimeCorrection(), TimeCorrection()
-    for one in passes(draw, 100):
-        correction.learn(one, max(1e-6, one.total - 1.5 * one.adapters - one.fixed))
-        rounding.learn(one._replace(communication=1e-18), 0.05 + one.total)
-    assert min(correction.learnt) > 0
-    assert rounding.learnt.communication == pytest.approx(1.0, abs=0.01)
-    assert rounding.learnt.fixed * 4e-3 == pytest.approx(0.054, rel=0.1)
-
-
-def test_what_says_nothing_changes_nothing_and_what_was_learnt_before_is_where_it_begins() -> None:
-    correction, start = TimeCorrection(), Parts(2.0, 3.0, 1.0, 1.0, 4.0, 1.0)
-    for predicted, seconds in ((Parts(), 1.0), (Parts(tokens=1.0), 0.0), (Parts(tokens=1.0), float("nan"))):
-        correction.learn(predicted, seconds)
-    assert correction.learnt == AS_PROFILED
-    correction.restore(start)
-    assert (correction.learnt, correction.factors, correction.differs) == (start, start, False)
 
 
 def test_what_processes_have_learnt_apart_is_what_one_would_have_learnt_of_all_passes() -> None:
@@ -113,6 +96,9 @@ def test_what_processes_have_learnt_apart_is_what_one_would_have_learnt_of_all_p
     assert list(both[0].agreed[:4]) == pytest.approx([2.0, 1.0, 3.0, 1.0], rel=0.1)
     assert (both[0].num_passes, both[0].differs) == (200, True)
     assert str(both[0]).startswith("measured / predicted time: fixed ")
+    later, start = TimeCorrection(), Parts(2.0, 3.0, 1.0, 1.0, 4.0, 1.0)
+    later.restore(start)
+    assert (later.learnt, later.factors, later.differs) == (start, start, False), "learnt before, where it begins"
 
 
 # ------------------------------------------------------------ from which steps
@@ -137,7 +123,7 @@ class Prices:
         return timed.waited_s
 
 
-def observe(correction: TimeCorrection, num_steps: int, factor: float = 1.0, *, is_waiting_timed: bool = True) -> Any:
+def observe(correction: TimeCorrection, num_steps: int, factor: float = 1.0) -> list[int]:
     """Let steps of one pass of varying size be observed, whose sums take so many times what the profile says.
 
     Return how many passes were priced after each step.
@@ -148,7 +134,7 @@ def observe(correction: TimeCorrection, num_steps: int, factor: float = 1.0, *, 
         rows = ((TaskInPass("a", (50 + 37 * step % 400,), 1),),)
         own = Prices().of(PassTime(rows, 0.0))
         waited_s = factor * own.communication
-        timed = PassTime(rows, own.fixed + own.tokens + waited_s, waited_s if is_waiting_timed else None)
+        timed = PassTime(rows, own.fixed + own.tokens + waited_s, waited_s)
         correction.observe_passes(StepTimes((timed,), timed.seconds), 0.1, ["a"], prices)
         correction.observe(PLAN, 10, timed.seconds)
         priced.append(prices.num_priced)
@@ -161,18 +147,10 @@ def test_the_first_step_under_a_plan_teaches_nothing_the_next_ones_all_and_later
     assert (priced[0], priced[19], priced[39]) == (0, 19, 19 + 4), "later each fifth"
     correction.begin_plan()
     assert observe(correction, 3)[-1] == 2
-
-
-def test_slow_links_are_distinguished_from_slow_computing_if_waiting_for_sums_was_timed() -> None:
-    correction, blind = TimeCorrection(), TimeCorrection()
-    observe(correction, 40, 6.0)
-    assert correction.learnt.communication == pytest.approx(6.0, rel=0.1)
-    assert (correction.learnt.fixed, correction.learnt.tokens) == pytest.approx((1.0, 1.0), rel=0.1)
-    observe(blind, 40, 6.0, is_waiting_timed=False)
-    assert blind.learnt.communication < 3
-    own = Prices().of(PassTime(((TaskInPass("a", (300,), 1),),), 0.0))
-    right_s = own._replace(communication=6 * own.communication).total
-    assert own.times(blind.learnt).total == pytest.approx(right_s, rel=0.1), "the sum is right all the same"
+    slow_links = TimeCorrection()
+    observe(slow_links, 40, 6.0)
+    assert slow_links.learnt.communication == pytest.approx(6.0, rel=0.1)
+    assert (slow_links.learnt.fixed, slow_links.learnt.tokens) == pytest.approx((1.0, 1.0), rel=0.1)
 
 
 # --------------------------------------------------------- what passes should take
@@ -191,7 +169,7 @@ def rows_of(timed: PassTime) -> list[list[TaskLoad]]:
     return [[replace(LOADS[one.task], num_targets=one.num_targets) for one in own] for own in timed.passes]
 
 
-@pytest.mark.parametrize(("num_stages", "stage", "width"), [(1, 0, 3), (2, 0, 1), (2, 1, 2), (2, 1, 3)])
+@pytest.mark.parametrize(("num_stages", "stage", "width"), [(1, 0, 3), (2, 1, 2)])
 def test_passes_in_turns_take_what_was_planned_and_teach_nothing_if_the_profile_is_right(
     num_stages: int, stage: int, width: int
 ) -> None:
@@ -261,6 +239,12 @@ def test_a_plan_takes_what_was_planned_by_its_own_costs_and_longer_by_what_it_ha
     added = [with_factors(AS_PROFILED._replace(**{name: 2.0})) - before for name in COMPUTED]
     assert min(added) > 0
     assert added.index(max(added)) == 1, "most of a pass are its tokens"
+    if num_stages == 2:
+        slow, fast = Link(1e-6, 1e11).slowed(500.0), Link(1e-6, 1e11)
+        linked = planned_by(cost, Budget(4096, links=fast))
+        messages = [repriced_s(linked, MIXED, cost, PassRules(), links=link) for link in (fast, slow)]
+        assert messages[0] == pytest.approx(linked.step_s, rel=1e-9)
+        assert messages[1] > 1.02 * messages[0]
 
 
 @pytest.mark.parametrize("num_stages", [1, 2])
@@ -274,14 +258,6 @@ def test_what_turns_hide_is_priced_so_that_slower_links_make_turns_pay(num_stage
     # Each is the better one of the two by the costs that it was made with.
     assert repriced_s(turns, MIXED, measured, PassRules()) < repriced_s(apart, MIXED, measured, PassRules())
     assert repriced_s(apart, MIXED, at_first, PassRules()) < repriced_s(turns, MIXED, at_first, PassRules())
-
-
-def test_messages_take_what_the_link_is_known_to_be_now() -> None:
-    cost, fast = models(2)[0], Link(1e-6, 1e11)
-    plan = planned_by(cost, Budget(4096, links=fast))
-    before, after = (repriced_s(plan, MIXED, cost, PassRules(), links=one) for one in (fast, fast.slowed(500.0)))
-    assert before == pytest.approx(plan.step_s, rel=1e-9)
-    assert after > 1.02 * before
 
 
 # ----------------------------------------------------------------------- forecast
@@ -300,8 +276,4 @@ def test_steps_that_take_longer_correct_the_forecast_once() -> None:
     assert len(compared(0.5)) == 1
     ((_, _, line),) = compared(1.4, source="measured")
     assert line == "time: 1.8 s a step, measured, 1.4 times the predicted 1.25 s; 18 s left"
-
-
-@pytest.mark.parametrize(("ratio", "steps"), [(1.1, 9), (None, 9), (1.4, 4)])
-def test_a_forecast_that_holds_or_cannot_be_compared_yet_is_not_corrected(ratio: float | None, steps: int) -> None:
-    assert compared(ratio, steps) == []
+    assert compared(1.1) == compared(None) == compared(1.4, steps=4) == [], "it holds, or cannot be compared yet"

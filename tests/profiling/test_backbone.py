@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import time
-import warnings
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
@@ -23,7 +22,7 @@ from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, SegmentTables
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.modeling.objectives import heads
-from peft_mux.planning.profiling.backbone import Stopwatch, _groups_of_one_layer, _identity, _measure, profile_backbone
+from peft_mux.planning.profiling.backbone import Stopwatch, _identity, _measure, profile_backbone
 from peft_mux.planning.profiling.memory import _COUNTED, _SavedStorages, count_activation_bytes_per_token
 from peft_mux.planning.profiling.subject import RANKS, Subject
 from peft_mux.scheduler.costs.hardware import Link
@@ -36,9 +35,9 @@ from peft_mux.scheduler.costs.loads import (
 )
 from peft_mux.scheduler.costs.memory import activation_bytes_per_token
 from peft_mux.scheduler.costs.profile import Profile, profile_text
-from tests.invariants.mux_lab import tiny_llama
 
 LENGTHS = [40, 17, 60, 33]
+CPU, FP32, BF16 = torch.device("cpu"), torch.float32, torch.bfloat16
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +79,7 @@ def a_model(backbone: nn.Module | None = None) -> MultiTaskPeftModel:
 
 
 def profiled(backbone: nn.Module, **options: Any) -> Profile:
-    return profile_backbone(backbone, **{"device": "cpu", "dtype": torch.float32, "budget_s": 0.5, **options})
+    return profile_backbone(backbone, **{"device": "cpu", "dtype": FP32, "budget_s": 0.5, **options})
 
 
 @pytest.fixture(scope="module")
@@ -110,25 +109,7 @@ def test_adapters_are_measured_for_every_rank_and_every_width_of_the_backbone(me
     assert measured.utilization(8, 128, np.array([16, 1024]), grows=False) == pytest.approx([1.0, 1.0])
 
 
-def test_profiling_leaves_the_given_model_alone() -> None:
-    model = a_model()
-    before = {name: value.clone() for name, value in model.state_dict().items()}
-    attention, gradients = model.backbone.config._attn_implementation, [p.grad for p in model.parameters()]
-    profiled(model)
-    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
-    assert model.backbone.config._attn_implementation == attention
-    assert [p.grad for p in model.parameters()] == gradients
-
-
-def test_a_backbone_without_weights_is_profiled_like_one_with_weights(measured: Profile) -> None:
-    with torch.device("meta"):
-        described = a_backbone()
-    profile = profiled(described)
-    assert profile.key == measured.key
-    assert profile.layer(256) > 0
-
-
-def test_a_stored_profile_is_read_again_and_measured_again_only_when_asked(
+def test_a_stored_profile_is_read_again_and_measured_again_when_asked_or_damaged_or_of_other_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     backbone = a_backbone(1)
@@ -139,56 +120,38 @@ def test_a_stored_profile_is_read_again_and_measured_again_only_when_asked(
         "peft_mux.planning.profiling.backbone._measure", lambda *given: counted.append(1) or _measure(*given)
     )
     assert profiled(backbone, folder=tmp_path) == first
+    slow, fast = Link(2e-5, 1e9), Link(1e-5, 2e9)
+    linked, again = (profiled(backbone, folder=tmp_path, link=link) for link in (slow, None))
+    assert linked == again == replace(first, link=slow), "stored with the link"
+    assert profiled(backbone, folder=tmp_path, link=fast).link == fast
     assert counted == []
-    profiled(backbone, folder=tmp_path, refresh=True)
-    assert counted == [1]
-
-
-def test_a_stored_profile_that_is_damaged_or_of_other_versions_is_measured_again(tmp_path: Path) -> None:
-    backbone = a_backbone(1)
-    profile = profiled(backbone, folder=tmp_path)
-    path = tmp_path / f"{profile.key}.json"
-    other = {**json.loads(profile.to_json()), "versions": [["torch", "0.1"]]}
+    refreshed = profiled(backbone, folder=tmp_path, refresh=True)
+    path = tmp_path / f"{first.key}.json"
+    other = {**json.loads(refreshed.to_json()), "versions": [["torch", "0.1"]]}
     for text in ("{", json.dumps(other)):
         path.write_text(text, encoding="utf-8")
-        again = profiled(backbone, folder=tmp_path)
-        assert again.key == profile.key
-        assert Profile.from_json(path.read_text(encoding="utf-8")) == again
-
-
-def test_a_link_that_was_measured_now_takes_the_place_of_a_stored_one(tmp_path: Path) -> None:
-    slow, fast = Link(2e-5, 1e9), Link(1e-5, 2e9)
-    first, linked, again, other = (
-        profiled(a_backbone(1), folder=tmp_path, link=link) for link in (None, slow, None, fast)
-    )
-    assert first.link is None
-    assert linked == again == replace(first, link=slow), "stored with the link"
-    assert other.link == fast
-
-
-def test_the_key_tells_other_shapes_other_dtypes_and_other_threads_apart() -> None:
-    def key(backbone: nn.Module, dtype: torch.dtype = torch.float32) -> str:
-        names = _identity(backbone, torch.device("cpu"), dtype)
-        return "".join(str(part) for part in names.values())
-
-    keys = {key(a_backbone(1)), key(a_backbone(2)), key(a_backbone(1), torch.bfloat16)}
-    torch.set_num_threads(2)
-    try:
-        keys.add(key(a_backbone(1)))
-    finally:
-        torch.set_num_threads(1)
-    assert len(keys) == 4
-
-
-def test_a_budget_of_nothing_is_refused() -> None:
+        measured_again = profiled(backbone, folder=tmp_path)
+        assert Profile.from_json(path.read_text(encoding="utf-8")) == measured_again
+    assert counted == [1, 1, 1]
     with pytest.raises(ValueError, match="budget_s must be more than 0, got 0"):
-        profiled(a_backbone(), budget_s=0)
+        profiled(backbone, budget_s=0)
+    names = [_identity(a_backbone(layers), CPU, dtype) for layers, dtype in ((1, FP32), (2, FP32), (1, BF16))]
+    assert len({str(own) for own in names}) == 3, "other shapes and dtypes have other keys"
 
 
-def test_a_backbone_of_another_architecture_is_profiled_too() -> None:
-    profile = profiled(a_gpt2())
+def test_profiling_leaves_the_given_model_alone_and_needs_no_weights(measured: Profile) -> None:
+    model = a_model()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    attention, gradients = model.backbone.config._attn_implementation, [p.grad for p in model.parameters()]
+    profiled(model)
+    assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
+    assert model.backbone.config._attn_implementation == attention
+    assert [p.grad for p in model.parameters()] == gradients
+    with torch.device("meta"):
+        described = a_backbone()
+    profile = profiled(described)
+    assert profile.key == measured.key
     assert profile.layer(256) > 0
-    assert profile.adapter(64, 256, 1024) > 0
 
 
 # ---------------------------------------------------------------- stopwatch
@@ -196,88 +159,40 @@ def test_a_backbone_of_another_architecture_is_profiled_too() -> None:
 
 def test_the_clock_warms_up_and_takes_medians_of_at_least_two() -> None:
     ticks = iter([0.0, 9.0, 10.0, 13.0, 20.0, 21.0])  # warm-up of 9 s, then 3 s and 1 s
-    stopwatch = Stopwatch(torch.device("cpu"), 1.0, timer=lambda: next(ticks))
+    stopwatch = Stopwatch(CPU, 1.0, timer=lambda: next(ticks))
     assert stopwatch.measure(lambda: None, share=0.0) == [2.0]
-
-
-def test_functions_that_are_compared_are_taken_in_turns() -> None:
     calls: list[str] = []
-    stopwatch = Stopwatch(torch.device("cpu"), 1.0)
-    stopwatch.measure(lambda: calls.append("a"), lambda: calls.append("b"), share=0.0)
-    assert calls == ["a", "b"] * 3
+    Stopwatch(CPU, 1.0).measure(lambda: calls.append("a"), lambda: calls.append("b"), share=0.0)
+    assert calls == ["a", "b"] * 3, "functions that are compared are taken in turns"
 
 
-class FakeTime:
-    """A clock that advances only as work is pretended to be done: `s_per_token` for every token of a run."""
+def test_a_slow_device_is_measured_up_to_smaller_sizes_but_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    now_s = [0.0]
 
-    def __init__(self, s_per_token: float) -> None:
-        self.now_s, self.s_per_token = 0.0, s_per_token
-
-    def __call__(self) -> float:
-        return self.now_s
-
-    def work(self, tokens: float) -> None:
-        self.now_s += tokens * self.s_per_token
-
-
-def pretend(patch: pytest.MonkeyPatch, fake: FakeTime) -> None:
-    """Let every run of a profile take fake seconds and nothing else."""
+    def work(tokens: float) -> None:
+        """Pretend to take a millisecond for every token; nothing else takes time."""
+        now_s[0] += 1e-3 * tokens
 
     def loss(hidden: torch.Tensor, *others: object) -> torch.Tensor:
-        fake.work(len(hidden))
+        work(len(hidden))
         return hidden.sum(1)
 
-    patch.setattr("peft_mux.planning.profiling.backbone.linear_cross_entropy", loss)
-    patch.setattr(Subject, "layers_runner", lambda self, tokens, **how: lambda: fake.work(4 * tokens))
-    patch.setattr(Subject, "pass_runner", lambda self, lengths, names: lambda: fake.work(sum(lengths)))
-    patch.setattr(
-        Subject, "attention_runner", lambda self, lengths: lambda: fake.work(sum(n * n for n in lengths) / 64)
-    )
-    patch.setattr(Subject, "group_runner", lambda self, group, batch, x, **how: lambda: fake.work(batch.num_tokens))
-    patch.setattr(Subject, "update_runner", lambda self, count: lambda: fake.work(count / 500))
-
-
-@pytest.mark.parametrize("s_per_token", [1e-6, 1e-3])
-def test_a_slow_device_is_measured_up_to_smaller_sizes_but_within_the_budget(
-    s_per_token: float, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    fake = FakeTime(s_per_token)
-    pretend(monkeypatch, fake)
-    subject = Subject(a_backbone(4), device=torch.device("cpu"), dtype=torch.float32)
-    names = _identity(a_backbone(4), torch.device("cpu"), torch.float32)
-    stopwatch = Stopwatch(torch.device("cpu"), 60.0, timer=fake, wall=fake)
-    profile = _measure(subject, stopwatch, names)
-    assert fake.now_s <= 60
-    if s_per_token == 1e-6:
-        whole = {"layer": 2048, "attention": 1024, "head": 2048, "embedding": 2048, "adapter": 1024}
-        assert profile.reach == {**whole, "optimizer": 4_000_000}
-    else:
-        assert profile.reach["adapter"] == 64
-        assert profile.reach["optimizer"] < 4_000_000
-        assert f"{profile.reach['adapter']:,.0f} of an adapter" in profile_text(profile)
-
-
-def test_adapters_are_measured_on_one_layer_whatever_the_number_of_layers() -> None:
-    def widths(num_layers: int) -> list[int]:
-        subject = Subject(a_backbone(num_layers), device=torch.device("cpu"), dtype=torch.float32)
-        return [len(group.members) for group in _groups_of_one_layer(subject)]
-
-    assert widths(1) == widths(4) == [3, 1, 2, 1]
-
-
-def test_layers_are_run_without_adapters_and_adapters_without_layers() -> None:
-    subject = Subject(a_backbone(), device=torch.device("cpu"), dtype=torch.float32)
-
-    def gradients(*names: str) -> list[torch.Tensor]:
-        pages = [page for name in names for page in subject.model.registry.slab_of(name).pages]
-        return [page.values.grad for page in pages if page.values.grad is not None]
-
-    for gradient in gradients(*subject.model.tasks):
-        gradient.zero_()
-    subject.layers_runner(32)()
-    assert not any(gradient.any() for gradient in gradients(*subject.model.tasks))
-    subject.pass_runner((16, 32), ("r4_0", "r4_1"))()
-    assert any(gradient.any() for gradient in gradients("r4_0"))
+    monkeypatch.setattr("peft_mux.planning.profiling.backbone.linear_cross_entropy", loss)
+    for name, runner in {
+        "layers_runner": lambda self, tokens, **how: lambda: work(4 * tokens),
+        "pass_runner": lambda self, lengths, names: lambda: work(sum(lengths)),
+        "attention_runner": lambda self, lengths: lambda: work(sum(n * n for n in lengths) / 64),
+        "group_runner": lambda self, group, batch, x, **how: lambda: work(batch.num_tokens),
+        "update_runner": lambda self, count: lambda: work(count / 500),
+    }.items():
+        monkeypatch.setattr(Subject, name, runner)
+    subject = Subject(a_backbone(4), device=CPU, dtype=FP32)
+    stopwatch = Stopwatch(CPU, 60.0, timer=lambda: now_s[0], wall=lambda: now_s[0])
+    profile = _measure(subject, stopwatch, _identity(a_backbone(4), CPU, FP32))
+    assert now_s[0] <= 60
+    assert profile.reach["adapter"] == 64
+    assert profile.reach["optimizer"] < 4_000_000
+    assert f"{profile.reach['adapter']:,.0f} of an adapter" in profile_text(profile)
 
 
 # --------------------------------------------------------------------- memory
@@ -302,15 +217,6 @@ def really_kept_bytes(model: MultiTaskPeftModel, autocast: torch.dtype | None = 
         hidden_TD = model.hidden_states(batch)
         heads.target_losses(hidden_TD, batch, model)
     return kept.num_bytes
-
-
-@pytest.mark.parametrize("backbone", [a_backbone, tiny_llama])
-def test_bytes_counted_on_a_description_are_those_that_a_real_pass_keeps(backbone: type) -> None:
-    model = a_model(backbone())
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        counted = count_activation_bytes_per_token(model, LENGTHS)
-    assert counted * sum(LENGTHS) == pytest.approx(really_kept_bytes(model), rel=0.01)
 
 
 def a_gemma() -> Gemma2ForCausalLM:
@@ -340,49 +246,29 @@ def test_counting_neither_needs_weights_nor_changes_the_model() -> None:
     assert count_activation_bytes_per_token(described, LENGTHS) == count_activation_bytes_per_token(model, LENGTHS)
     assert all(torch.equal(value, before[name]) for name, value in model.state_dict().items())
     assert not described.training
-    assert torch.autocast is not None
+
     assert torch.is_autocast_enabled("cpu") is False
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("architecture", ["llama", "gpt2"])
-def test_bytes_counted_under_autocast_are_those_that_a_real_pass_under_it_keeps(
+@pytest.mark.parametrize(("architecture", "dtype"), [("llama", FP32), ("gpt2", BF16)])
+def test_bytes_counted_on_a_description_are_those_that_a_real_pass_keeps_under_autocast_and_without(
     architecture: str, dtype: torch.dtype
 ) -> None:
     backbone = (a_backbone() if architecture == "llama" else a_gpt2()).to(dtype)
     targets = "all-linear" if architecture == "llama" else ["c_attn", "c_proj", "c_fc"]
     model = MultiTaskPeftModel(backbone, {"a": lora(8, targets), "b": lora(4, targets)}, verify=False)  # type: ignore[arg-type]
-    counted = count_activation_bytes_per_token(model, LENGTHS, autocast=torch.bfloat16)
-    assert counted * sum(LENGTHS) == pytest.approx(really_kept_bytes(model, torch.bfloat16), rel=0.02)
+    counted = count_activation_bytes_per_token(model, LENGTHS, autocast=BF16)
+    assert counted * sum(LENGTHS) == pytest.approx(really_kept_bytes(model, BF16), rel=0.02)
     plain = count_activation_bytes_per_token(model, LENGTHS)
-    assert (counted == pytest.approx(plain, rel=0.01)) is (dtype is torch.bfloat16)
+    assert plain * sum(LENGTHS) == pytest.approx(really_kept_bytes(model), rel=0.01)
+    assert (counted == pytest.approx(plain, rel=0.01)) is (dtype is BF16)
     assert torch.is_autocast_enabled("cpu") is False
-
-
-def test_on_cuda_autocast_leaves_powers_and_norms_in_fp32() -> None:
-    model = MultiTaskPeftModel(a_gpt2().to(torch.bfloat16), {"a": lora(4, ["c_attn", "c_fc"])}, verify=False)
-    cpu, cuda = (
-        count_activation_bytes_per_token(model, LENGTHS, autocast=torch.bfloat16, device_type=kind)
-        for kind in ("cpu", "cuda")
-    )
-    # GELU is written with a power: on CUDA what lies around it, four times the hidden size wide, doubles.
-    assert cuda > 1.3 * cpu
-    described = count_activation_bytes_per_token(model, LENGTHS, device_type="cuda")
-    assert described == count_activation_bytes_per_token(model, LENGTHS)
 
 
 def test_with_checkpointing_inputs_of_layers_are_kept_and_one_layer_that_is_recomputed() -> None:
     model = a_model(a_backbone(num_layers=4))
     whole, less = (count_activation_bytes_per_token(model, LENGTHS, checkpointing=flag) for flag in (False, True))
     assert less == pytest.approx(4 * 64 * 4 + whole / 4)
-
-
-def test_half_the_bytes_are_kept_in_bf16_except_what_stays_in_fp32() -> None:
-    model = a_model()
-    half, full = (
-        count_activation_bytes_per_token(model, LENGTHS, dtype=dtype) for dtype in (torch.bfloat16, torch.float32)
-    )
-    assert 0.5 <= half / full < 0.75
 
 
 def test_what_does_not_run_on_a_description_is_estimated_with_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -394,14 +280,14 @@ def test_what_does_not_run_on_a_description_is_estimated_with_a_warning(monkeypa
     monkeypatch.setattr(heads, "target_losses", fails)
     with pytest.warns(UserWarning, match="estimated by formula.*this operator has no description"):
         estimated = count_activation_bytes_per_token(model, LENGTHS)
-    shape = model_shape(model.backbone, model.backbone.config, dtype=torch.float32, activation_dtype=torch.float32)
+    shape = model_shape(model.backbone, model.backbone.config, dtype=FP32, activation_dtype=FP32)
     assert estimated == activation_bytes_per_token(shape, checkpointing=False)
 
 
-@pytest.mark.parametrize("vocab_size", [97, 4096, 32_000, 151_936, 2_000_000])
 @pytest.mark.parametrize("device_type", ["cpu", "cuda"])
-def test_the_planner_knows_the_blocks_of_the_loss(vocab_size: int, device_type: str) -> None:
-    assert loss_block_rows(vocab_size, device_type) == block_rows(vocab_size, device_type)
+def test_the_planner_knows_the_blocks_of_the_loss(device_type: str) -> None:
+    for vocab_size in (97, 4096, 32_000, 151_936, 2_000_000):
+        assert loss_block_rows(vocab_size, device_type) == block_rows(vocab_size, device_type)
 
 
 @pytest.mark.parametrize("lengths", [(1,), (512, 512), (513, 1, 700), (3, 4, 5), (100_000, 28_000)])

@@ -8,10 +8,9 @@ from typing import Any
 
 import pytest
 import torch
-from peft import LoraConfig, PeftType
+from peft import LoraConfig
 from transformers import LlamaForCausalLM
 
-from peft_mux.modeling.adapters import kind as kinds
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.planning.profiling import memory
 from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
@@ -45,12 +44,6 @@ def counts(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[Any]]:
     memory._COUNTED.clear()
 
 
-def test_models_that_are_equal_are_counted_once(counts: list[Any]) -> None:
-    first, second = (count_activation_bytes_per_token(a_model(), LENGTHS) for _ in range(2))
-    assert first == second
-    assert len(counts) == 1
-
-
 OTHERS: dict[str, Callable[[], tuple[MultiTaskPeftModel, dict[str, Any]]]] = {
     "rank": lambda: (a_model(b=lora(r=16)), {}),
     "target modules": lambda: (a_model(b=lora(r=2, target_modules=["q_proj", "down_proj"])), {}),
@@ -65,22 +58,15 @@ OTHERS: dict[str, Callable[[], tuple[MultiTaskPeftModel, dict[str, Any]]]] = {
 
 
 @pytest.mark.parametrize("other", OTHERS)
-def test_another_model_or_pass_is_counted_again(other: str, counts: list[Any]) -> None:
-    count_activation_bytes_per_token(a_model(), LENGTHS)
+def test_equal_models_are_counted_once_and_another_model_or_pass_again(other: str, counts: list[Any]) -> None:
+    first, second = (count_activation_bytes_per_token(a_model(), LENGTHS) for _ in range(2))
+    assert (first, len(counts)) == (second, 1)
     model, how = OTHERS[other]()
     how = {"lengths": LENGTHS, **how}
     found = count_activation_bytes_per_token(model, **how)
     assert len(counts) == 2
     memory._COUNTED.clear()
     assert found == count_activation_bytes_per_token(model, **how)
-
-
-def test_another_kind_under_the_same_type_is_another_description(monkeypatch: pytest.MonkeyPatch) -> None:
-    model = a_model()
-    before = memory.description_of(model)
-    assert before == memory.description_of(a_model())
-    monkeypatch.setitem(kinds.KINDS, PeftType.LORA, copy.copy(kinds.kind_of(lora())))
-    assert memory.description_of(model) != before
 
 
 def test_a_model_whose_configuration_cannot_be_compared_is_counted_each_time(counts: list[Any]) -> None:
@@ -90,25 +76,3 @@ def test_a_model_whose_configuration_cannot_be_compared_is_counted_each_time(cou
     first, second = (count_activation_bytes_per_token(model, LENGTHS) for _ in range(2))
     assert first == second
     assert len(counts) == 2
-
-
-def test_of_many_counts_the_last_are_kept_and_64_at_most(monkeypatch: pytest.MonkeyPatch) -> None:
-    made: list[float] = []
-    monkeypatch.setattr(memory, "_kept_per_token", lambda *given: made.append(1.0) or float(len(made)))
-    model = a_model()
-    memory._COUNTED.clear()
-    for length in range(1, 3 * 64 + 1):
-        count_activation_bytes_per_token(model, (length,))
-        assert len(memory._COUNTED) <= 64
-    assert count_activation_bytes_per_token(model, (3 * 64,)) == len(made) == 3 * 64
-    memory._COUNTED.clear()
-
-
-def test_an_estimate_is_reported_each_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*given: object) -> float:
-        raise NotImplementedError("this operator has no description")
-
-    monkeypatch.setattr(memory, "_kept_per_token", fails)
-    for _ in range(2):
-        with pytest.warns(UserWarning, match="estimated by formula"):
-            count_activation_bytes_per_token(a_model(), (3, 3, 3))

@@ -26,6 +26,7 @@ from peft_mux.scheduler.dispatching.problem import (
     build_problem,
     carried_over,
     ceilings_of,
+    counts_from_ceilings,
     length_based,
     relocate,
 )
@@ -199,6 +200,13 @@ def test_cbc_accepts_the_start_of_a_deployment_with_a_pipeline(tmp_path: Path) -
     said = log.read_text(encoding="utf-8")
     assert "MIPStart provided solution with cost" in said
     assert float(said.partition("MIPStart provided solution with cost ")[2].split()[0]) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_ceilings_with_room_take_it_off_the_slowest_group() -> None:
+    groups = some_groups((1, 1, 2, 1000), (1, 1, 1, 1000))
+    problem = build_problem(groups, Bucketing((500,), (8,), padding_tokens=0), MODEL)
+    assert counts_from_ceilings(problem, np.array([[3], [3]])).tolist() == [[5], [3]]
+    assert counts_from_ceilings(problem, np.array([[2], [5]])).tolist() == [[4], [4]]
 
 
 @given(small_cases(), small_cases())

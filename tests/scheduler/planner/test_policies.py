@@ -21,7 +21,6 @@ from peft_mux.scheduler.planner.policies import (
 )
 from peft_mux.scheduler.planner.values import Budget, Outcome, TaskShare
 from tests.scheduler.planner.cases import load, models, tasks_of
-from tests.scheduler.planner.toy_policy import Pairs
 
 LOADS = [load("long", 512, 4), load("b", 64, 16), load("c", 128), load("d", 32, 4), load("e", 256)]
 every_policy = pytest.mark.parametrize("policy", list(POLICIES.values()), ids=list(POLICIES))
@@ -88,6 +87,17 @@ def test_baselines_have_one_partition_and_mux_compares_its_fusion_with_theirs_wh
 
 
 # ------------------------------------------------------------------ a newcomer
+
+
+class Pairs(Policy):
+    """Neighbours in the order of token counts, two by two."""
+
+    name = "pairs"
+    words = "tasks fused two by two"
+
+    def partitions(self, latency_s: np.ndarray, num_stages: int, num_micro_batches: int) -> list[Partition]:
+        starts = range(0, len(latency_s), 2)
+        return [Partition(tuple((start, min(start + 2, len(latency_s))) for start in starts))]
 
 
 @pytest.fixture
