@@ -135,21 +135,9 @@ def test_a_type_is_a_member_like_any_other(name: str) -> None:
 
 _FRESH = """
 import importlib.util, sys, peft_mux
-from pathlib import Path
 assert "torch" not in sys.modules and "peft" not in sys.modules, "the import is no longer light"
-# A look at PEFT, imports of it that fail, and a reload of ours change nothing.
+# A look at PEFT and a reload of ours change nothing.
 assert importlib.util.find_spec("peft") is not None
-broken = Path(sys.argv[1]) / "peft.py"
-broken.write_text("raise ImportError('not yet')")
-sys.path.insert(0, sys.argv[1])
-for attempt in range(2):
-    try:
-        import peft
-    except ImportError as error:
-        assert str(error) == "not yet"
-broken.unlink()
-sys.path.remove(sys.argv[1])
-importlib.invalidate_caches()
 importlib.reload(peft_mux)
 from peft import PeftConfig, PeftType
 names = [PeftConfig.from_pretrained(folder).__class__.__name__ for folder in sys.argv[1:]]

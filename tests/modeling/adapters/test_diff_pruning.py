@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from torch import nn
 from torch.nn import functional as F
 
 from peft_mux import ChunkPackingCollator, ConfigError, DiffPruningConfig, MultiTaskPeftModel
-from peft_mux.data.batch import MuxBatch
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.kernels import philox
 from peft_mux.modeling.adapters.diff_pruning import DiffPruningLinear, Relaxed, Stretch, expected_l0, gates, greatest
@@ -171,33 +169,6 @@ def model_of(**fields: Any) -> MultiTaskPeftModel:
     return model
 
 
-def noise_of(model: MultiTaskPeftModel, batch: MuxBatch) -> list[torch.Tensor]:
-    """Return what the gates of task "a" are drawn with, in each layer."""
-    found = []
-    with model.multiplexing(batch, None):
-        rows = model.stream.segments[0]
-        for number in (0, 1):
-            layer: Any = model.backbone.get_submodule(f"model.layers.{number}.self_attn.q_proj")
-            while "diff_pruning_delta" not in dict(layer.named_children()):
-                layer = layer.base_layer
-            found += list(layer.__dict__["forward"].noise(rows))
-    return found
-
-
-def test_gates_are_drawn_again_for_every_step_layer_and_seed_and_for_nothing_else() -> None:
-    model = model_of()
-    batch, _ = packed("a", "b")
-    first = noise_of(model, batch)
-    assert not torch.equal(first[0], first[2]), "layers differ"
-    assert not torch.equal(first[1], first[0][0]), "rows have draws of their own"
-    later = noise_of(model, replace(batch, task_steps=(1, 0)))
-    other = noise_of(model, replace(batch, task_seeds=(9, 1)))
-    assert not any(torch.equal(a, b) for a, b in zip(first, later, strict=True))
-    assert not any(torch.equal(a, b) for a, b in zip(first, other, strict=True))
-    neighbour = replace(batch.of_tasks([0]), token_places=batch.of_tasks([0]).token_places + 50)
-    assert all(torch.equal(a, b) for a, b in zip(first, noise_of(model, neighbour), strict=True))
-
-
 def test_uniform_numbers_are_uniform_between_0_and_1() -> None:
     uniform = philox.uniform(7, 300, 333, torch.device("cpu"))
     assert 0 < uniform.min() < 1e-4
@@ -235,15 +206,3 @@ def test_the_penalty_is_added_once_a_step_however_many_passes_there_are(capacity
     for name, item in own.items():
         added = gradients[1e-3][f"a {name}"] - gradients[0.0][f"a {name}"]
         assert torch.allclose(added, torch.zeros_like(item) if item.grad is None else item.grad, atol=1e-6), name
-
-
-def test_evaluation_has_no_penalty_and_no_noise() -> None:
-    model = model_of(l0_weight=1.0)
-    batch, _ = packed("a", "b")
-    with torch.no_grad():
-        trained = model(batch).losses[0]
-        first = model.eval()(batch).losses[0]
-        again = model(replace(batch, task_steps=(5, 0))).losses[0]
-    assert trained > 100, "the penalty counts"
-    assert torch.equal(first, again)
-    assert first < 20

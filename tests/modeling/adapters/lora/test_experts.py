@@ -168,29 +168,9 @@ def tasks() -> list[Task]:
 
 
 def test_a_run_ends_with_the_weights_of_plain_peft_and_resumes_with_the_same_bits(tmp_path: Path) -> None:
-    run = lab.train(tasks(), tmp_path / "whole", model=qwen3_moe())
+    run = lab.train(tasks(), tmp_path / "whole", model=qwen3_moe(), gradient_checkpointing=True)
     lab.assert_as_judged(run, {one.name: alone(run.trainer, one, qwen3_moe) for one in tasks()})
     assert_resumes(tasks, tmp_path, qwen3_moe, whole=run)
-
-
-def test_recomputed_activations_give_the_same_gradients() -> None:
-    configs = {"both": on(GATE_UP, DOWN), "router": on(ROUTER)}
-    models = [together(qwen3_moe, configs, is_moved=True) for _ in range(2)]
-    models[1].activation_checkpointing_enable()
-    for model in models:
-        model.train()(passes.packed(*configs)[0]).losses.sum().backward()
-    passes.assert_same_tensors(passes.gradients_of(models[0]), passes.gradients_of(models[1]))
-
-
-def test_bf16_stays_within_its_noise() -> None:
-    configs = {"both": on(GATE_UP, DOWN), "all": LoraConfig(r=2, target_modules="all-linear")}
-    exact, rounded = (
-        together(make, configs, is_moved=True) for make in (qwen3_moe, lambda: qwen3_moe().to(torch.bfloat16))
-    )
-    losses = [model(passes.packed(*configs)[0]).losses for model in (exact, rounded)]
-    losses[1].sum().backward()
-    assert torch.allclose(losses[0], losses[1].float(), rtol=0.05)
-    assert all(item.grad.isfinite().all() for name in configs for item in rounded.task_parameters(name).values())
 
 
 # -------------------------------------------------------------------- planning

@@ -1,8 +1,7 @@
-"""Whole models through the grouped kernels, in Triton's interpreter, and through a compiled block on slices.
+"""Whole models through the grouped kernels, in Triton's interpreter.
 
 The interpreter is chosen when Triton is first imported, so what needs it runs in one child process: this file as a
-script. It prints which of the parts below failed, and how. A compiled block finds the same operators without
-Triton, so it is tested in the test process.
+script. It prints which of the parts below failed, and how.
 """
 
 from __future__ import annotations
@@ -11,21 +10,18 @@ import contextlib
 import importlib.util
 import json
 import traceback
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from peft import LoraConfig
-from torch._dynamo.backends.debugging import aot_eager
 
 from peft_mux import BottleneckConfig, ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.data.batch import MuxBatch
 from peft_mux.kernels.lora import group
-from peft_mux.kernels.lora.group import Base
 from peft_mux.modeling.adapters.lora import lora_pass
-from peft_mux.modeling.stream import Stream
 from tests.children import run_script
 from tests.invariants.mux_lab import relative, rows, tiny_llama
 from tests.kernels.interpreter import keep_patches
@@ -44,16 +40,18 @@ def configs() -> dict[str, LoraConfig]:
         "a": config(8),
         "b": config(4, ["q_proj", "v_proj", "down_proj"]),
         "c": config(20, ["q_proj", "k_proj", "v_proj", "o_proj", "up_proj"], 0.2),
+        # Its gradients do not go down to the first layer.
+        "d": replace(config(3, ["q_proj", "up_proj"]), layers_to_transform=[1]),
     }
 
 
-def mux_model(names: str = "abc") -> MultiTaskPeftModel:
-    """Return a model of all three tasks, or of some; a task's adapters are the same ones in each."""
+def mux_model(names: str = "abcd") -> MultiTaskPeftModel:
+    """Return a model of all tasks, or of some; a task's adapters are the same ones in each."""
     chosen = {name: value for name, value in configs().items() if name in names}
     return MultiTaskPeftModel(tiny_llama(), chosen, verify=False).train()
 
 
-def batch(names: str = "abc", *lengths: int, step: int = 0) -> MuxBatch:
+def batch(names: str = "abcd", *lengths: int, step: int = 0) -> MuxBatch:
     data = [{"task": name, **rows(ord(name), 1, length, length)[0]} for name in names for length in lengths or (4, 7)]
     packed = ChunkPackingCollator()(data)
     return replace(packed, task_steps=(step,) * len(names), task_seeds=tuple(ord(name) + step for name in names))
@@ -110,9 +108,9 @@ def losses_and_gradients_are_those_of_products_on_slices_and_of_each_task_alone(
     with tables_made() as made:
         together = one_pass(mux_model(), batch())
     assert len(made) == NUM_GROUPS, "not every group went through the kernels"
-    assert len(together[1]) == 2 * 2 * (7 + 3 + 5)
+    assert len(together[1]) == 2 * 2 * (7 + 3 + 5) + 2 * 2
     assert worst(together, on_slices) <= 1e-5
-    for index, name in enumerate("abc"):
+    for index, name in enumerate("abcd"):
         mine = {key: value for key, value in together[1].items() if key.startswith(f"{name} ")}
         reference = together[0][index : index + 1], mine
         # In the same model: one without the layers that only others adapt would add up dx in another order.
@@ -122,57 +120,15 @@ def losses_and_gradients_are_those_of_products_on_slices_and_of_each_task_alone(
     before = checkpointed.stream.num_passes
     assert differing(one_pass(checkpointed, batch()), together) == []
     assert checkpointed.stream.num_passes - before > 1, "nothing was recomputed"
-
-
-def under_autocast_copies_in_bf16_follow_the_weights_and_gradients_are_fp32() -> None:
-    def loss(model: MultiTaskPeftModel) -> torch.Tensor:
-        with torch.no_grad(), torch.autocast("cpu", torch.bfloat16):
-            return model(packed).losses.float()
-
-    packed = batch("ab", 5)
-    through_kernels()
-    model = mux_model("ab")
-    with tables_made() as made, torch.autocast("cpu", torch.bfloat16):
-        first = model(packed).losses
-        first.sum().backward()
-    parameters = [parameter for name in "ab" for parameter in model.task_parameters(name).values()]
-    parts = [part for group in made for part in (group.joint, *group.layers) if part]
-    assert {part.values.base.dtype for part in parts} == {torch.bfloat16}
-    assert {parameter.grad.dtype for parameter in parameters} == {torch.float32}
-    torch.optim.AdamW(parameters, lr=0.05).step()
-    second = loss(model)
-    assert relative(first.detach().float(), second) > 0.01
-    through_kernels()
-    fresh = mux_model("ab")
-    with torch.no_grad():
-        for name in "ab":
-            for key, parameter in fresh.task_parameters(name).items():
-                parameter.copy_(model.task_parameters(name)[key])
-    assert torch.equal(second, loss(fresh))
     through_kernels(False)
-    assert relative(second, loss(fresh)) <= 1e-2
-
-
-def gradients_stop_at_the_lowest_adapter_of_a_task() -> None:
-    linear = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
-    low = config(8)
-    high = LoraConfig(r=4, target_modules=linear, layers_to_transform=[1], init_lora_weights=False)
-    begin, found, heights = Stream.reset_adapter_tracking, {}, {"stops": 0, "goes down": 0}
-    plain_add = Base.add_input_gradient
+    with torch.autocast("cpu", torch.bfloat16):
+        rounded = one_pass(mux_model(), batch())
     through_kernels()
-    for how, begins in (("stops", begin), ("goes down", lambda stream: None)):
-
-        def noted(base: Base, dx_TD: torch.Tensor, dy_TK: torch.Tensor, how: str = how) -> None:
-            heights[how] += len(dx_TD) if base.needed is None else sum(end - start for start, end in base.needed)
-            plain_add(base, dx_TD, dy_TK)
-
-        model = MultiTaskPeftModel(tiny_llama(), {"a": high, "b": low, "c": high}, verify=False).train()
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(Stream, "reset_adapter_tracking", begins)
-            patch.setattr(Base, "add_input_gradient", noted)
-            found[how] = one_pass(model, batch("abc", 5, 8))
-    assert worst(found["stops"], found["goes down"]) <= 1e-6
-    assert heights["stops"] < 0.8 * heights["goes down"], "products with frozen weights are made for the others alone"
+    with torch.autocast("cpu", torch.bfloat16):
+        found = one_pass(mux_model(), batch())
+    assert 0 < relative(found[0].float(), together[0]) < 0.02
+    assert relative(found[0].float(), rounded[0].float()) < 0.01
+    assert {gradient.dtype for gradient in found[1].values()} == {torch.float32}
 
 
 def tables_are_made_again_when_tasks_change_and_kept_as_long_as_they_are_true() -> None:
@@ -235,24 +191,22 @@ def bottlenecks_go_through_the_same_kernels() -> None:
         return MultiTaskPeftModel(tiny_llama(), found, verify=False).train()  # type: ignore[arg-type]
 
     through_kernels(False)
-    on_slices = one_pass(model(), batch())
+    on_slices = one_pass(model(), batch("abc"))
     through_kernels()
     with tables_made() as made:
-        together = one_pass(model(), batch())
+        together = one_pass(model(), batch("abc"))
     assert worst(together, on_slices) <= 1e-5
     assert [len(group.layers) for group in made].count(1) >= 4, "two layers of each of two blocks"
     mine = together[0][:1], {key: value for key, value in together[1].items() if key.startswith("a ")}
     assert differing(one_pass(model(), batch("a")), mine) == []
     watched, seen = model(), []
     next(iter(watched.task_parameters("a").values())).register_hook(seen.append)
-    assert worst(one_pass(watched, batch()), on_slices) <= 1e-5
+    assert worst(one_pass(watched, batch("abc")), on_slices) <= 1e-5
     assert len(seen) == 1
 
 
 PARTS = (
     losses_and_gradients_are_those_of_products_on_slices_and_of_each_task_alone,
-    under_autocast_copies_in_bf16_follow_the_weights_and_gradients_are_fp32,
-    gradients_stop_at_the_lowest_adapter_of_a_task,
     tables_are_made_again_when_tasks_change_and_kept_as_long_as_they_are_true,
     adapters_whose_gradients_are_watched_are_served_by_products_on_slices,
     bottlenecks_go_through_the_same_kernels,
@@ -301,24 +255,6 @@ def faults() -> dict[str, str]:
 @pytest.mark.parametrize("part", PARTS, ids=[part.__name__ for part in PARTS])
 def test_through_kernels(part: Callable[[], None], faults: dict[str, str]) -> None:
     assert part.__name__ not in faults, faults[part.__name__]
-
-
-def test_a_compiled_block_is_one_graph_that_serves_every_step() -> None:
-    operators: list[list[str]] = []
-
-    def counting(graph: torch.fx.GraphModule, examples: Sequence[torch.Tensor]) -> Callable[..., Any]:
-        names = [str(node.target) for node in graph.graph.nodes]
-        operators.append([name for name in names if name.startswith("peft_mux")])
-        return aot_eager(graph, examples)
-
-    torch._dynamo.reset()
-    eager, compiled = mux_model(), mux_model()
-    for layer in compiled.backbone.model.layers:
-        layer.mlp.forward = torch.compile(layer.mlp.forward, backend=counting, fullgraph=True)
-    for step in range(3):
-        assert worst(one_pass(compiled, batch(step=step)), one_pass(eager, batch(step=step))) <= 1e-6, f"step {step}"
-    assert operators == [["peft_mux.lora_group"] * 2] * 2, "gate and up, and down, in each of two layers"
-    torch._dynamo.reset()
 
 
 if __name__ == "__main__":
