@@ -53,18 +53,10 @@ MARGINS = [{**row, "margin": 0.1 * place} for place, row in enumerate(lab.pairs(
 
 
 class Case(NamedTuple):
-    """A run of both.
+    """A run of both: TRL's trainer and its arguments, the task's settings, and the metrics that both log.
 
-    Attributes:
-        trainer: name of TRL's trainer, whose arguments are of the class of the same name.
-        rows: the rows.
-        options: TRL's arguments.
-        settings: the task's own.
-        metrics: what both log, under the same names.
-        is_classifier: whether the backbone is one.
-        held_out: number of the last rows that both evaluate after the last step. In whole batches: of a smaller last
-            one, TRL takes metrics for as much as of the others. And in one batch where a part of the loss is a mean
-            over tokens: TRL takes it by batch, this package over all of them.
+    The last rows are held out, in whole batches: of a smaller last one, TRL takes metrics for as much as of the others.
+    And in one batch where a part of the loss is a mean over tokens: TRL takes it by batch, this package over all rows.
     """
 
     trainer: str

@@ -111,15 +111,7 @@ def answers(count: int = 18) -> list[dict[str, Any]]:
 
 @dataclass
 class Outcome:
-    """A finished run.
-
-    Attributes:
-        losses: by step.
-        metrics: by step, what was logged in addition to the loss.
-        weights: final, by PEFT's name without the adapter's.
-        initial: the same before the first step.
-        evaluated: metrics of the rows that were held out, after the last step.
-    """
+    """A finished run: losses and metrics of each step, metrics of held-out rows, weights by PEFT's names."""
 
     losses: list[float]
     metrics: list[Mapping[str, float]]
@@ -162,19 +154,7 @@ def trl_outcome(
     start: Path | None = None,
     **options: Any,
 ) -> Outcome:
-    """Train with a trainer of TRL.
-
-    Args:
-        trainer: the trainer.
-        config: its class of arguments.
-        rows: the rows, in the order in which they are trained on.
-        folder: where it may write.
-        is_classifier: whether the backbone is a classifier.
-        held_out: rows to evaluate after the last step, in the same batches as the others.
-        reward_funcs: of `GRPOTrainer`.
-        start: a saved adapter to begin from; by default one that is drawn.
-        options: arguments in addition to those that all runs have.
-    """
+    """Train with a trainer of TRL on rows in their order, from an adapter that is drawn or from a saved one."""
     losses: list[float] = []
 
     class Recording(trainer):

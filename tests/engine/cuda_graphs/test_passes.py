@@ -21,7 +21,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.engine import cuda_graphs as captured
-from peft_mux.engine.cuda_graphs import CapturedPasses, CudaGraph, Shape, StaticInputs
+from peft_mux.engine.cuda_graphs import CapturedPasses, CudaGraph, Shape
 from peft_mux.errors import ConfigError
 from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
 from peft_mux.modeling.model import MultiTaskPeftModel
@@ -184,46 +184,6 @@ def test_at_most_a_fifth_of_many_targets_is_padding() -> None:
         assert count <= capacity <= count * 1.26
 
 
-def two_tasks() -> MuxBatch:
-    rows = [{"task": "a", "input_ids": [7, 8, 9]}, {"task": "a", "input_ids": [4]}, {"task": "b", "input_ids": [5, 6]}]
-    return ChunkPackingCollator()(rows)
-
-
-def test_padding_is_a_sequence_of_its_own_and_belongs_to_no_task() -> None:
-    inputs = StaticInputs(Shape.of(two_tasks()), ("a", "b"), torch.device("cpu"))
-    inputs.fill(two_tasks())
-    static = inputs.batch
-    assert static.input_ids[0, :7].tolist() == [7, 8, 9, 4, 5, 6, 0]
-    assert static.position_ids[0, :7].tolist() == [0, 1, 2, 0, 0, 1, 0]
-    assert static.cu_seqlens.tolist() == [0, 3, 4, 6, 512]
-    assert static.target_rows.tolist() == [0, 1, 4] + [511] * 13
-    assert static.labels[0, 511] == 0
-    assert inputs.owner_M.tolist() == [0, 0, 1] + [-1] * 13
-    assert inputs.weight_M.tolist() == [0.5, 0.5, 1.0] + [0.0] * 13
-    assert static.num_tokens == 512
-    unused = StaticInputs(Shape.of(batch(2, 2, 2, 2)), ("a",), torch.device("cpu"))
-    unused.fill(batch(2, 2, 2, 2))
-    assert unused.batch.cu_seqlens.tolist() == [0, 2, 4, 6, 8, 512, 512, 512, 512], "the last ones have no token"
-
-
-def test_nothing_of_an_earlier_micro_batch_remains() -> None:
-    inputs = StaticInputs(Shape.of(two_tasks()), ("a", "b"), torch.device("cpu"))
-    inputs.fill(two_tasks())
-    wanted = {
-        name: getattr(inputs.batch, name).clone() for name in ("input_ids", "labels", "target_rows", "cu_seqlens")
-    }
-    fuller = [
-        {"task": "a", "input_ids": [31] * 9},
-        {"task": "b", "input_ids": [30] * 5},
-        {"task": "b", "input_ids": [3]},
-    ]
-    inputs.fill(ChunkPackingCollator()(fuller))
-    assert not torch.equal(inputs.batch.input_ids, wanted["input_ids"])
-    inputs.fill(two_tasks())
-    for name, tensor in wanted.items():
-        assert torch.equal(getattr(inputs.batch, name), tensor)
-
-
 # ----------------------------------------------------------------- CUDA's calls
 
 
@@ -271,14 +231,3 @@ def test_a_graph_warms_up_and_captures_on_one_stream_of_its_own(monkeypatch: pyt
     assert cuda.events == [
         "on side", "capture in pool on side, thread_local", "run", "captured", "off side", "replay",
     ]  # fmt: skip
-
-
-def test_the_current_stream_waits_even_for_a_warm_up_that_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    cuda = FakeCuda(monkeypatch)
-
-    def fail() -> None:
-        raise RuntimeError("no memory")
-
-    with pytest.raises(RuntimeError, match="no memory"):
-        CudaGraph("pool", torch.cuda.Stream(torch.device("cuda"))).warm_up(fail)
-    assert cuda.events[-1] == "current waits for side"

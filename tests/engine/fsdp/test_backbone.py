@@ -54,16 +54,21 @@ def bytes_per_pass(backbone: ShardedBackbone) -> int:
     return total
 
 
-def gathered(rank: int) -> dict[str, int]:
-    """Return what a step of unequal passes brings to a process."""
+def gathered(rank: int) -> dict[str, Any]:
+    """Return what a step of unequal passes brings to a process, and whether weights are freed after their layer."""
     engine = lab.Engine(SHARDED, connected(20.0))
     work, whole = engine.work(0, lab.FIRST), engine.sharded
     assert whole is not None
+    read: list[torch.Tensor] = []
+    layers: Any = engine.model.backbone.base_model.layers
+    layers[1].mlp.register_forward_pre_hook(lambda module, _: read.append(module.down_proj.base_layer.weight))
+    freed: list[bool] = []
+    layers[3].register_forward_hook(lambda *_: freed.append(read[-1].untyped_storage().size() == 0))
     before = whole.num_bytes
     engine.executor.run(work)
     facts = {"received": whole.num_bytes - before, "closed form": bytes_per_pass(whole), "own": len(work.micro_batches)}
     engine.close()
-    return facts
+    return {**facts, "freed": freed}
 
 
 @pytest.mark.slow
@@ -76,39 +81,7 @@ def test_a_step_receives_the_layers_twice_and_the_ends_once_for_each_pass_of_the
     for one in found:
         assert one["closed form"] == (2 * 4 * layer + 2 * end + 2 * norm) // 2
         assert one["received"] == most * one["closed form"]
-
-
-def changed_between_passes(rank: int | None) -> tuple[dict[str, Any], bool]:
-    """Triple the frozen weights of layer 1 after a forward; return gradients, and whether the weights were freed.
-
-    Args:
-        rank: of several processes; `None` for one that holds everything.
-    """
-    engine = lab.Engine(lab.PLAIN.alone, Processes()) if rank is None else lab.Engine(SHARDED, connected(20.0))
-    model, batch = engine.model, lab.step_work(tasks=["a"]).micro_batches[0]
-    layer: Any = model.backbone.base_model.layers[1]
-    read: list[torch.Tensor] = []
-    layer.mlp.register_forward_pre_hook(lambda module, _: read.append(module.down_proj.base_layer.weight))
-    output = model(batch)
-    freed = read[0].untyped_storage().size() == 0
-    own = {id(item) for name in model.tasks for item in model.task_parameters(name).values()}
-    with torch.no_grad():
-        for parameter in layer.parameters():
-            if id(parameter) not in own:
-                (parameter.data if rank is None else parameter.to_local()).mul_(3.0)
-    output.losses.sum().backward()
-    return {
-        key: item.grad.numpy().copy() for key, item in model.task_parameters("a").items() if item.grad is not None
-    }, freed
-
-
-@pytest.mark.slow
-def test_weights_are_freed_after_forward_and_the_backward_reads_what_is_gathered_again() -> None:
-    wanted = changed_between_passes(None)
-    for found, freed in values(launch(2, changed_between_passes)):
-        assert freed
-        for key, gradient in wanted[0].items():
-            np.testing.assert_allclose(found[key], gradient, atol=1e-6, err_msg=key)
+        assert one["freed"] == [True] * one["own"]
 
 
 def test_a_model_whose_layers_cannot_be_told_is_refused() -> None:

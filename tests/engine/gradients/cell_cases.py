@@ -19,16 +19,7 @@ or whole with the whole gradient in each shard, of which one adds."""
 
 @dataclass(frozen=True)
 class Drawn:
-    """A task over a layout.
-
-    Attributes:
-        layout: of the run.
-        kinds: of each parameter.
-        shapes: likewise.
-        layers: in which each lies.
-        num_layers: of the backbone.
-        seed: of all numbers.
-    """
+    """A task over a layout: the kind, the shape and the layer of each parameter, by name."""
 
     layout: ParallelLayout
     kinds: dict[str, str]

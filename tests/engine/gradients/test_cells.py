@@ -98,20 +98,6 @@ def test_sums_of_partial_gradients_are_whole_in_every_process_and_each_cell_is_i
 
 
 @given(cases.drawn())
-def test_each_process_sums_what_it_shares_with_others_and_nothing_else(task: cases.Drawn) -> None:
-    for part in parts_of(task):
-        shared = [cell for cell in part.cells if part.rank in cell.holders and len(cell.holders) > 1]
-        in_place = [bundle.page for bundle in part.bundles if bundle.page is not None]
-        gaps = sum(page.num_elements for page in in_place)
-        gaps -= sum(math.prod(one.piece.part_shape) for page in in_place for one in page.parameters)
-        num_elements = sum(cell.num_elements for cell in shared) + gaps
-        assert sum(bundle.num_bytes for bundle in part.bundles) == 8 * num_elements
-        # What is packed is one message for each set of holders.
-        packed = [bundle.holders for bundle in part.bundles if bundle.page is None]
-        assert len(packed) == len(set(packed))
-
-
-@given(cases.drawn())
 def test_pages_of_equal_whole_replicas_are_summed_as_they_lie(task: cases.Drawn) -> None:
     whole = ParallelLayout.parse("<1,1>x3")
     pieces = [task.pieces(rank, whole) for rank in range(3)]
@@ -127,12 +113,6 @@ def test_a_page_of_which_one_process_adds_nothing_is_packed() -> None:
     assert bundle.page is None
     gradients = {"a": torch.full((8, 2), float("nan"))}
     assert torch.equal(bundle.pack(1, gradients, pieces[1]), torch.zeros(16))
-
-
-def test_the_drawing_of_unequal_replicas_has_the_holders_that_the_module_shows() -> None:
-    cut = [Piece((8, 2), 0, ((0, 4),)), Piece((8, 2), 0, ((4, 8),))]
-    cells = divide([{"B": piece} for piece in (*cut, Piece.whole((8, 2)), Piece.whole((8, 2)))])
-    assert [(cell.start, cell.end, cell.holders) for cell in cells] == [(0, 4, (0, 2, 3)), (4, 8, (1, 2, 3))]
 
 
 @pytest.mark.parametrize(
@@ -237,27 +217,22 @@ def test_a_whole_state_cut_for_any_layout_and_joined_again_is_itself(task: cases
         check_equal(join_parts(parts), whole)
 
 
-def test_a_state_whose_part_is_missing_is_refused() -> None:
-    cut = {"B": Piece((8, 2), 0, ((0, 4),))}
-    part = (cut, TaskState({"B": torch.ones(4, 2)}, {}, {}, {}))
-    with pytest.raises(
-        CheckpointError,
-        match="B: the processes of one replica must have all of it, got nothing of index 4 along dimension 0, of 8",
-    ):
-        join_parts([part])
-
-
-def test_an_optimizer_that_keeps_rows_and_columns_cannot_be_joined_where_a_parameter_is_cut() -> None:
-    parts = []
-    for start in (0, 4):
-        cut = {"B": Piece((8, 2), 0, ((start, start + 4),))}
-        moments = {"B": {"exp_avg_sq_row": torch.ones(4)}}
-        parts.append((cut, TaskState({"B": torch.ones(4, 2)}, moments, {}, {})))
-    with pytest.raises(
-        CheckpointError,
-        match=r"B, exp_avg_sq_row: a divided parameter n.*, got shape \[4\] for a part of shape \[4, 2\]",
-    ):
-        join_parts(parts)
+@pytest.mark.parametrize(
+    ("parts", "moments", "message"),
+    [
+        (1, {}, "B: the processes of one replica must have all of it, got nothing of index 4 along dimension 0, of 8"),
+        (
+            2,
+            {"B": {"exp_avg_sq_row": torch.ones(4)}},
+            r"B, exp_avg_sq_row: a divided parameter n.*, got shape \[4\] for a part of shape \[4, 2\]",
+        ),
+    ],
+    ids=["a part is missing", "an optimizer keeps rows and columns"],
+)
+def test_parts_that_cannot_be_joined_are_refused(parts: int, moments: Any, message: str) -> None:
+    cuts = [{"B": Piece((8, 2), 0, ((start, start + 4),))} for start in (0, 4)]
+    with pytest.raises(CheckpointError, match=message):
+        join_parts([(cut, TaskState({"B": torch.ones(4, 2)}, moments, {}, {})) for cut in cuts[:parts]])
 
 
 def test_a_state_of_another_rank_is_refused_by_shape() -> None:

@@ -1,8 +1,11 @@
-"""Runs whose passes take the turns of their plan train what one process does, however many take turns."""
+"""Plans say how many passes take turns, and why; runs that cannot have turns are refused.
+
+Runs in turns are compared with one process in `test_slow_links.py` and `tests/engine/replicas/test_layouts.py`.
+"""
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -13,40 +16,8 @@ from peft_mux.errors import ConfigError
 from peft_mux.modeling.backbone.shape import model_shape
 from peft_mux.scheduler.costs.hardware import DEVICES, Link, Overlap
 from peft_mux.scheduler.costs.profile import Curve, analytic_profile
-from peft_mux.scheduler.plan import Plan
-from tests.engine.processes.cases import Part, assert_alike, assert_as_one, launch, values
 from tests.engine.replicas import layout_cases
 from tests.invariants.mux_lab import make_trainer, small_task
-
-
-@dataclass
-class InTurns:
-    """What a run in turns showed to one process.
-
-    Attributes:
-        laid: what any run shows.
-        plans: the plan of each step.
-        decisions: the order of turns of each group.
-    """
-
-    laid: Part
-    plans: list[Plan]
-    decisions: list[tuple[tuple[int, int], ...]]
-
-
-class PlanWatcher(layout_cases.Watcher):
-    """Keeps the plans, too."""
-
-    def __init__(self) -> None:
-        """Start without steps."""
-        super().__init__()
-        self.plans: list[Plan] = []
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """Keep the plan of the step."""
-        assert self.trainer is not None
-        self.plans.append(self.trainer._plans.current)
-        super().on_step_end(args, state, control, **kwargs)
 
 
 def stored_profile(path: Path, **facts: Any) -> str:
@@ -66,49 +37,7 @@ def profile_of_turns(path: Path, overlap: Overlap | None) -> str:
     return stored_profile(path, pass_overhead_s=0.0, overlap=overlap, link=Link(1e-7, 1e12))
 
 
-def train_in_turns(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> InTurns:
-    """Train the five tasks of the tests of layouts."""
-    watcher = PlanWatcher()
-    laid = layout_cases.train(folder, model, layout_cases.tasks_of("llama"), watcher=watcher, **arguments)
-    trainer: Any = watcher.trainer
-    executor = trainer._placement.executor
-    interleaving = getattr(executor, "actions", executor).interleaving
-    return InTurns(laid, watcher.plans, list(interleaving.decisions))
-
-
 HIDES = Overlap(skew=9.0)
-
-
-@pytest.mark.distributed
-@pytest.mark.parametrize(
-    ("world_size", "passes", "width"),
-    [
-        pytest.param(2, "auto", 2, id="tp2, as many as pay", marks=pytest.mark.slow),
-        pytest.param(2, 4, 4, id="tp2, 4", marks=pytest.mark.nightly),
-        pytest.param(4, "auto", 1, id="pp2 x tp2, auto", marks=pytest.mark.nightly),
-        pytest.param(4, 4, 4, id="pp2 x tp2, 4", marks=pytest.mark.slow),
-    ],
-)
-def test_five_tasks_in_planned_turns_train_to_the_result_of_one_process(
-    world_size: int, passes: Any, width: int, tmp_path: Path
-) -> None:
-    model = layout_cases.saved_backbone("llama", tmp_path / "model")
-    alone = layout_cases.train_five(0, tmp_path / "alone", model, "llama", {})
-    profile = profile_of_turns(tmp_path / "profile.json", HIDES)
-    own = {"tensor_parallel_size": 2, "interleaved_passes": passes, "cost_profile": profile}
-    own |= {"pipeline_parallel_size": 2} if world_size == 4 else {}
-    parts = values(launch(world_size, train_in_turns, tmp_path / "run", model, own, limit_s=240))
-    assert_alike([part.laid for part in parts])
-    assert_as_one(parts[0].laid, alone)
-    widths = {plan.passes_in_turns for plan in parts[0].plans}
-    # Tasks end one after another, until only one task is left.
-    assert max(widths) >= width if passes == "auto" else widths == {width}
-    assert all(part.plans == parts[0].plans for part in parts)
-    # On stages an action has as many passes as its bucket has hTasks, here often one.
-    grouped = world_size == 2 or any(len(bucket) > 1 for plan in parts[0].plans for bucket in plan.buckets)
-    assert all(part.decisions for part in parts) == (max(widths) > 1 and grouped)
-    if world_size == 2:
-        assert parts[0].decisions == parts[1].decisions
 
 
 @pytest.mark.parametrize(

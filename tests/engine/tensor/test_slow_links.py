@@ -9,13 +9,11 @@ from typing import Any
 import pytest
 
 from peft_mux import Task
-from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.engine.work import PassClock, PassTime, StepTimes
 from peft_mux.planning.learning import PassPrices
-from peft_mux.planning.planner import Planner
 from peft_mux.scheduler.costs.hardware import Link, Overlap
 from peft_mux.scheduler.costs.latency import CostModel, whole_pass
-from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts, Profile
+from peft_mux.scheduler.costs.profile import Parts, Profile
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.passes import TurnTimes
 from tests.engine.processes.cases import TIMEOUT_S, launch, values
@@ -127,27 +125,3 @@ def test_two_ranks_on_slow_links_end_in_the_turns_of_the_right_profile(tmp_path:
     alone = train(tasks(), tmp_path / "alone", model=backbone("llama"), **OPTIONS)
     for name, losses in alone.losses.items():
         assert found[0].losses[name] == pytest.approx(losses, rel=1e-5), name
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("num_stages", "factor"), [(1, FACTOR), pytest.param(2, 32.0, marks=pytest.mark.nightly)])
-def test_a_replan_with_the_right_factor_gains_by_the_turns_of_the_right_profile(
-    num_stages: int, factor: float, tmp_path: Path
-) -> None:
-    given, machine = (profile_of_link(tmp_path / f"{rate}.json", rate) for rate in (FAST, FAST / factor))
-    size: dict[str, Any] = {"num_stages": num_stages, "devices_per_stage": 2}
-
-    def planner_of(profile: str) -> tuple[Planner, list[TaskRun]]:
-        folder = tmp_path / Path(profile).stem
-        trainer = make_trainer(tasks(), folder, model=backbone("llama"), cost_profile=profile, **OPTIONS)
-        return trainer._plans.planner, list(trainer.table)
-
-    planner, runs = planner_of(given)
-    right, right_runs = planner_of(machine)
-    first, expected = planner.plan(runs, **size), right.plan(right_runs, **size)
-    assert (first.passes_in_turns, expected.passes_in_turns > 1) == (1, True), "the case is too easy"
-    factors = AS_PROFILED._replace(communication=factor)
-    assert planner.gain_of(first, factors, runs, **size) > planner.args.replan_gain
-    assert planner.gain_of(first, AS_PROFILED, runs, **size) == pytest.approx(0.0, abs=1e-6)
-    planner.correction.restore(factors)
-    assert shape_of(planner.plan(runs, **size)) == shape_of(expected)

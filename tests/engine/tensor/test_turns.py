@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import contextvars
-import random
 import signal
 import threading
 import time
@@ -23,7 +22,7 @@ from peft_mux.engine.processes import Processes
 from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks, Turns
 from peft_mux.modeling.adapters.lora.layer import MultiplexedLinear
 from peft_mux.modeling.attention.packed import ATTENTION_NAME
-from peft_mux.scheduler.subgraphs import Stretch, latency_of, pass_times, turn_order
+from peft_mux.scheduler.subgraphs import Stretch, pass_times, turn_order
 from tests.engine import lab
 from tests.engine.processes import cases as parallel_cases
 from tests.engine.tensor import turn_cases as cases
@@ -57,21 +56,6 @@ def test_one_pass_runs_at_a_time_and_the_longest_of_equal_depth_begins() -> None
     ]
     assert said == [(word, depth) for depth in range(3) for word in ("long", "middle", "short")]
     assert [(span.index, span.depth) for span in turns.spans] == [(i, depth) for depth in range(4) for i in (1, 2, 0)]
-
-
-@pytest.mark.parametrize("seed", range(3))
-def test_the_order_is_the_one_that_the_scheduler_predicts(seed: int) -> None:
-    draw = random.Random(seed)
-    stretches = [Stretch(draw.randint(1, 3), recomputes=draw.random() < 0.5) for _ in range(3)]
-    passes = [pass_times(cases.drawn_parts(draw), stretch) for stretch in stretches]
-    turns: Turns[None] = Turns([latency_of(times) for times in passes])
-
-    def walk(number: int) -> None:
-        for _ in range(number - 1):
-            turns.wait(lambda: None)
-
-    turns.run([lambda times=times: walk(len(times)) for times in passes])
-    assert [(span.index, span.depth) for span in turns.spans] == turn_order(passes)
 
 
 def test_an_interrupt_of_the_caller_ends_the_passes_even_those_that_catch_all_exceptions() -> None:
@@ -205,7 +189,7 @@ def test_after_an_error_in_a_pass_the_model_is_as_before(recomputes: bool) -> No
     assert [key for key in gradients if not torch.equal(own[key], gradients[key])] == []
 
 
-@pytest.mark.parametrize("recomputes", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("recomputes", [False, True])
 def test_passes_take_the_turns_that_the_scheduler_predicts_for_the_groups_of_a_plan(recomputes: bool) -> None:
     links = TurnLinks(cases.LoggingLinks())
     model, plan, batches = cases.linked_model(links, recomputes=recomputes), cases.plan_of(((0, 2), (1,)), 2), []
