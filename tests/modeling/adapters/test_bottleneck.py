@@ -42,25 +42,15 @@ def test_a_layer_adds_what_the_paper_says(name: str, biases: tuple[bool, bool]) 
     assert torch.allclose(got, y + hidden @ up.weight.t() + (up.bias if biases[1] else 0), atol=1e-6)
 
 
-def test_sizes_are_given_or_follow_from_the_width() -> None:
-    assert BottleneckConfig().size_for(4096) == 64
-    assert BottleneckConfig(bottleneck_size=8).size_for(4096) == 8
-    assert BottleneckConfig(reduction_factor=16).size_for(4096) == 256
-    assert BottleneckConfig(reduction_factor=64).size_for(32) == 1
-
-
-def test_by_default_adapters_stand_behind_attention_and_feed_forward_and_cannot_be_merged() -> None:
+def test_sizes_follow_from_the_width_and_adapters_stand_behind_attention_and_feed_forward() -> None:
+    fields = ({}, {"bottleneck_size": 8}, {"reduction_factor": 16}, {"reduction_factor": 10_000})
+    assert [BottleneckConfig(**one).size_for(4096) for one in fields] == [64, 8, 256, 1]
     model = get_peft_model(tiny_llama(), BottleneckConfig())
     wanted = [f"model.layers.{n}.{part}" for n in (0, 1) for part in ("self_attn.o_proj", "mlp.down_proj")]
     assert model.base_model.targeted_module_names == wanted
-    before = [name for name, _ in model.named_parameters()]
     for merge in (model.merge_and_unload, model.merge_adapter):
-        with pytest.raises(
-            ConfigError,
-            match=r"merge needs an adapter that adds to a weight.*got BOTTLENECK.*unload\(\)",
-        ):
+        with pytest.raises(ConfigError, match=r"merge needs an adapter that adds to a weight.*got BOTTLENECK.*unload"):
             merge()
-    assert [name for name, _ in model.named_parameters()] == before
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.4])

@@ -48,29 +48,25 @@ def refusal(config: Any, backbone: Any = None) -> str:
 
 WRONG: list[Any] = [
     *(None, True, False, 0, -1, 5, 10**9, 10**400, 2.5, math.nan, math.inf, "", "x", b"x", object(), print, ...),
-    *([], [5], [None], [[1]], {"a": 1}, {"q_proj": "x"}, {1: 2}, {"(": 3}, frozenset({"q_proj"}), ("q_proj", 5)),
+    *(
+        [],
+        [5],
+        [None],
+        [[1]],
+        {"a": 1},
+        {"q_proj": "x"},
+        {"q_proj": 10**400},
+        {1: 2},
+        {"(": 3},
+        frozenset({"q_proj"}),
+        ("q_proj", 5),
+    ),
     *(np.zeros(3), np.float32(1), torch.zeros(2)),
 ]
 
 
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        *(("r", 2.5), ("r", True), ("r", 10**9), ("lora_alpha", 10**400), ("lora_alpha", 1e308), ("lora_dropout", "a")),
-        *(("rank_pattern", value) for value in (5, {1: 2}, None, {"q_proj": 10**9}, {"q_proj": 2.5})),
-        *(("alpha_pattern", [4]), ("alpha_pattern", {"q_proj": 10**400}), ("layers_pattern", 3)),
-        *(("target_modules", [5]), ("target_modules", [""]), ("exclude_modules", 7), ("modules_to_save", [1])),
-        *(("layers_to_transform", "x"), ("layers_to_transform", True), ("bias", 3), ("bias", None)),
-        *(("init_lora_weights", object()), ("init_lora_weights", 1), ("use_rslora", "yes"), ("fan_in_fan_out", 1)),
-        *(("trainable_token_indices", []), ("runtime_config", None), ("revision", object())),
-        *(("auto_mapping", {"a": object()}), ("task_type", np.zeros(3)), ("use_dora", torch.zeros(2))),
-    ],
-)
-def test_a_value_of_a_wrong_type_is_refused_by_its_field_with_what_is_allowed(field: str, value: Any) -> None:
-    message = refusal(changed(field, value))
-    assert message.startswith(f"tasks.own.peft_config.{field}"), message
-    assert " must be " in message
-    assert "PEFT: " not in message
+JUDGED_BY_PEFT = ("peft_type", "layers_to_transform", "layers_pattern", "use_bdlora")
+"""Fields of which PEFT refuses some values, because of others or of the backbone."""
 
 
 @pytest.mark.parametrize("field", LORA_FIELDS)
@@ -84,7 +80,11 @@ def test_any_value_in_any_field_is_trained_with_or_refused_by_name(field: str, t
             taken.append(value)
             backbone = tiny_llama()
     assert refused, "no field takes everything"
-    assert all("tasks.own.peft_config" in message for message in refused)
+    for message in refused:
+        assert message.startswith("tasks.own.peft_config")
+        says_what_is_allowed = message.startswith(f"tasks.own.peft_config.{field}") and " must be " in message
+        assert says_what_is_allowed or field in JUDGED_BY_PEFT
+        assert "PEFT: " not in message or field in JUDGED_BY_PEFT
     for value in taken[:1]:
         task = Task(name="own", peft_config=changed(field, value), train_dataset=rows(0, 4, 5, 5), max_steps=1)
         # What was taken can also be written, by PEFT.
@@ -183,13 +183,6 @@ def test_a_faulty_value_is_refused_with_the_field_and_what_is_allowed(name: str)
     message = refusal(config)
     assert message.startswith("tasks.own.peft_config")
     assert f" must be {allowed}" in message
-
-
-def test_seeds_may_be_zero_and_factors_need_not_be_whole() -> None:
-    for name, fields in (("VERA", {"projection_prng_key": 0}), ("LOHA", {"alpha": 0.5})):
-        config = CASES[PeftType[name]].make(0)
-        vars(config).update(fields)
-        assert refusal(config) == ""
 
 
 def test_a_configuration_that_trains_nothing_is_refused_and_the_backbone_given_back() -> None:

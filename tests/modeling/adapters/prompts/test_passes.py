@@ -8,7 +8,6 @@ from typing import Any
 
 import pytest
 import torch
-from peft import PeftConfig
 from torch import nn
 
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
@@ -138,15 +137,6 @@ def test_how_rows_are_laid_out_changes_nothing(
     assert_same_step(model, whole, 1e-4)
 
 
-def test_a_stream_of_some_tasks_keeps_their_virtual_tokens() -> None:
-    model = prompts.mux("prompt", "lora", "mlp")
-    rows = {form: prompts.rows_of(form) for form in ("prompt", "lora", "mlp")}
-    batch = collated(rows, virtual_labels=model.virtual_labels)
-    assert batch.virtual_tokens == (3, 0, 4)
-    assert batch.of_tasks([1, 2]).virtual_tokens == (0, 4)
-    assert math.isclose(model(batch).losses[2].item(), model(batch.of_tasks([2])).losses[0].item(), rel_tol=1e-6)
-
-
 def test_recomputed_activations_read_the_prompts_of_their_pass() -> None:
     rows = {form: prompts.rows_of(form) for form in KINDS_OF_ROWS}
     wanted, whole = whole_step(rows)
@@ -255,12 +245,6 @@ def test_layers_with_other_heads_than_a_prefix_are_refused_by_name() -> None:
     said = r"LlamaAttention \(layer 1\) must have the heads of the configuration, 2 of 8 channels, got 1 of 8"
     with pytest.raises(UnsupportedModelError, match=said):
         model(prompts.packed(model, {"prefix": prompts.rows_of("prefix")}))
-
-
-def test_configurations_are_not_written_into() -> None:
-    given: dict[str, PeftConfig] = {form: prompts.config_of(form) for form in prompts.PROMPTS}
-    MultiTaskPeftModel(tiny_llama(), given, verify=False)
-    assert all(config.to_dict() == prompts.config_of(form).to_dict() for form, config in given.items())
 
 
 def test_removed_and_switched_off_prompts_leave_the_heads_of_others_alone() -> None:
