@@ -88,15 +88,18 @@ def test_graphs_are_dropped_before_passes_become_smaller(
 
 @pytest.mark.slow
 def test_rows_that_were_read_for_the_step_are_those_of_the_next_attempt(tmp_path: Path) -> None:
+    starts: list[int] = []
+
     def streamed() -> list[Task]:
         one, two = tasks()
         rows = [dict(row) for row in two.train_dataset] * 4  # type: ignore[union-attr]
-        return [one, replace(two, train_dataset=IterableDataset.from_generator(lambda: iter(rows)))]
+        stream = IterableDataset.from_generator(lambda: starts.append(1) or iter(rows))
+        return [one, replace(two, train_dataset=stream)]
 
     trainer = make_trainer(streamed(), tmp_path / "short", recorder=(recorder := Recorder()))
     failed = have_memory_for(trainer, 70, OF_CUDA, from_step=2)
     trainer.train()
-    assert len(failed) == 1
+    assert (len(failed), len(starts)) == (1, 1), "the stream is not read again"
     whole = train(streamed(), tmp_path / "whole")
     assert len(run_records(tmp_path / "short", "out_of_memory")) == 1
     for name in ("one", "two"):
