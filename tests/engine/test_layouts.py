@@ -72,14 +72,14 @@ KINDS = {
     ("interleaved_1f1b", 2): ("qwen3", "gpt2"),
 }
 """Of schedules and chunks: which backbone has whole rows, and which has long ones."""
-EXTRAS: dict[str, dict[str, Any]] = {"": {}, "in a window": {"window": True}, "long rows cut": LONG}
+EXTRAS: dict[str, dict[str, Any]] = {"whole rows": {}, "in a window": {"window": True}, "long rows cut": LONG}
 OF_TWO = {
     **{
         f"pp, {kind}, {schedule}, {chunks}, {extra}": Case(
             kind, schedule=schedule, num_chunks=chunks, fields=FIELDS[kind], **EXTRAS[extra]
         )
         for (schedule, chunks), (of_whole, of_long) in KINDS.items()
-        for extra, kind in (("", of_whole), ("in a window", of_whole), ("long rows cut", of_long))
+        for extra, kind in (("whole rows", of_whole), ("in a window", of_whole), ("long rows cut", of_long))
     },
     "pp, poisoned, in a window": Case(poison=True, window=True),
     "pp, uneven, sliding": Case("mistral", layers_per_stage=(1, 3), adapts_ends=True),

@@ -21,8 +21,8 @@ from torch.distributed.run import get_args_parser
 
 from peft_mux.cli.main import main
 from tests.engine.processes import cases
-from tests.engine.processes.test_restarts import SAVE_STEPS, bits_of, saved_step, train_unharmed, write_tasks
-from tests.examples.test_launches import free_port
+from tests.engine.processes.test_restarts import SAVE_STEPS, bits_of, saved_step, train_unharmed
+from tests.examples.test_launches import free_port, write_tasks
 from tests.paths import ROOT
 
 RECIPES = ROOT / "examples/launch"
@@ -120,7 +120,7 @@ def test_a_job_that_is_interrupted_is_requeued_unless_it_has_finished(
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a backbone, rows, and a file of two tasks."""
-    return write_tasks(tmp_path_factory.mktemp("recipes"), num_steps=NUM_STEPS)
+    return write_tasks(tmp_path_factory.mktemp("recipes"), num_steps=NUM_STEPS, run=f"save_steps: {SAVE_STEPS}")
 
 
 def job_with_free_port() -> int:

@@ -41,25 +41,28 @@ class Printed:
     error: str
 
 
-@pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A folder with a backbone, rows, and a file of two tasks that run over two stages."""
-    found = tmp_path_factory.mktemp("launches")
-    tiny_llama().save_pretrained(found / "backbone")
-    lines = "".join(json.dumps(row) + "\n" for row in rows(1, 9, 5, 9))
-    (found / "rows.jsonl").write_text(lines, encoding="utf-8")
-    (found / "tasks.yaml").write_text(
-        f"model: {found}/backbone\n"
-        f"output_dir: {found}/out\n"
-        "run: {use_cpu: true, report_to: none, pipeline_parallel_size: 2, ddp_timeout: 60,"
-        " learning_rate: 1e-2, lr_scheduler_type: constant}\n"
-        f"defaults: {{dataset: {found}/rows.jsonl, train_batch_size: 4, max_steps: {NUM_STEPS}}}\n"
+def write_tasks(folder: Path, *, num_steps: int, run: str) -> Path:
+    """Write a backbone, rows, and a file of two tasks with settings of the run into a folder, and return it."""
+    tiny_llama().save_pretrained(folder / "backbone")
+    lines = "".join(json.dumps(row) + "\n" for row in rows(1, 12, 5, 9))
+    (folder / "rows.jsonl").write_text(lines, encoding="utf-8")
+    (folder / "tasks.yaml").write_text(
+        f"model: {folder}/backbone\n"
+        f"output_dir: {folder}/out\n"
+        f"run: {{use_cpu: true, report_to: none, ddp_timeout: 60, learning_rate: 1e-2, {run}}}\n"
+        f"defaults: {{dataset: {folder}/rows.jsonl, train_batch_size: 4, max_steps: {num_steps}}}\n"
         "tasks:\n"
-        "  one: {peft: {r: 4, target_modules: all-linear}}\n"
+        "  one: {peft: {r: 4, target_modules: all-linear, lora_dropout: 0.1}}\n"
         "  two: {peft: {r: 2, target_modules: [q_proj, v_proj]}}\n",
         encoding="utf-8",
     )
-    return found
+    return folder
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with a file of two tasks that run over two stages."""
+    return write_tasks(tmp_path_factory.mktemp("launches"), num_steps=NUM_STEPS, run="pipeline_parallel_size: 2")
 
 
 @pytest.fixture(scope="module")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 import re
 import signal
@@ -23,7 +22,7 @@ from peft_mux.planning.profiling.memory import count_activation_bytes_per_token
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.engine.processes import cases
-from tests.examples.test_launches import child_environment, free_port
+from tests.examples.test_launches import child_environment, free_port, write_tasks
 from tests.invariants import mux_lab as lab
 
 NAMES = ("one", "two")
@@ -98,28 +97,10 @@ def test_a_run_of_another_launch_is_still_refused(
 # ------------------------------------------------------------------ workers of torchrun
 
 
-def write_tasks(folder: Path, *, num_steps: int) -> Path:
-    """Write a backbone, rows, and a file of two tasks into a folder, and return the folder."""
-    lab.tiny_llama().save_pretrained(folder / "backbone")
-    lines = "".join(json.dumps(row) + "\n" for row in lab.rows(1, 12, 5, 9))
-    (folder / "rows.jsonl").write_text(lines, encoding="utf-8")
-    (folder / "tasks.yaml").write_text(
-        f"model: {folder}/backbone\n"
-        f"output_dir: {folder}/out\n"
-        f"run: {{use_cpu: true, report_to: none, ddp_timeout: 60, learning_rate: 1e-2, save_steps: {SAVE_STEPS}}}\n"
-        f"defaults: {{dataset: {folder}/rows.jsonl, train_batch_size: 4, max_steps: {num_steps}}}\n"
-        "tasks:\n"
-        "  one: {peft: {r: 4, target_modules: all-linear, lora_dropout: 0.1}}\n"
-        "  two: {peft: {r: 2, target_modules: [q_proj, v_proj]}}\n",
-        encoding="utf-8",
-    )
-    return folder
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with a backbone, rows, and a file of two tasks."""
-    return write_tasks(tmp_path_factory.mktemp("restarts"), num_steps=NUM_STEPS)
+    return write_tasks(tmp_path_factory.mktemp("restarts"), num_steps=NUM_STEPS, run=f"save_steps: {SAVE_STEPS}")
 
 
 def launch(folder: Path, out: Path, *, num_nodes: int) -> list[subprocess.Popen[str]]:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -24,24 +22,19 @@ def batch_rows(sequences: Rows, task: str = "a") -> BatchRows:
     return BatchRows(task, 0, tuple(map(len, sequences)), trie)
 
 
-def groups_of(sizes: list[tuple[int, int, int]], seed: int = 0) -> tuple[TokenSequence, ...]:
+def sharing_batch(task: str, sizes: list[tuple[int, int, int]]) -> TaskBatch:
     """Return rows in groups: how many, tokens that they begin with, tokens of their own."""
-    draw, rows = np.random.default_rng(seed), []
+    draw, rows = np.random.default_rng(0), []
     for count, prefix, own in sizes:
         start = draw.integers(1, 10**6, prefix)
         for _ in range(count):
             ids = np.concatenate([start, draw.integers(1, 10**6, own)])
             rows.append(TokenSequence(ids, ids.copy(), len(rows)))
-    return tuple(rows)
+    return TaskBatch(task, 0, seed=0, sequences=tuple(rows), trie=prefix_trie(tuple(rows)))
 
 
-def sharing_batch(task: str, sizes: list[tuple[int, int, int]], seed: int = 0, step: int = 0) -> TaskBatch:
-    rows = groups_of(sizes, seed)
-    return TaskBatch(task, step, seed=0, sequences=rows, trie=prefix_trie(rows))
-
-
-def divided(batches: list[TaskBatch], **options: Any) -> list[list[list[int]]]:
-    shares = DispatchedShares(LAYOUT, cases.times(), **options)
+def divided(batches: list[TaskBatch]) -> list[list[list[int]]]:
+    shares = DispatchedShares(LAYOUT, cases.times())
     found = shares.divide(batches)
     shares.close()
     return found
