@@ -43,7 +43,7 @@ if rank == 1:
 """
 
 
-@pytest.mark.slow  # two interpreters of their own
+@pytest.mark.nightly  # two interpreters of their own
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="threads are counted in /proc")
 def test_no_thread_of_gloo_is_left_when_the_interpreter_ends_well_or_by_an_exit(tmp_path: Path) -> None:
     command = [sys.executable, "-c", PROGRAM]
