@@ -305,7 +305,9 @@ def test_every_schedule_of_a_task_is_that_of_transformers_over_its_own_steps(tmp
             expected[schedule].append(wanted.get_last_lr()[0])
             optimizer.step()
             wanted.step()
-    assert rates_of(make_trainer(tasks, tmp_path)) == expected
+    trainer = make_trainer(tasks, tmp_path)
+    assert rates_of(trainer) == expected
+    assert all(entry.optimizer is None for entry in trainer.table), "the memory of ended tasks is freed"
     assert len({tuple(rates) for rates in expected.values()}) >= 8, "the schedules must differ for this to say anything"
 
 
@@ -338,23 +340,6 @@ def test_a_task_takes_as_many_steps_as_its_epochs_or_its_steps_say(
     trainer = make_trainer([small_task("own", data_seed=1, **own)], tmp_path, **of_run)
     assert trainer.table["own"].num_steps == num_steps
     assert trainer.task_states["own"].max_steps == num_steps
-
-
-def test_tasks_that_end_at_different_times_each_take_their_own_steps(tmp_path: Path) -> None:
-    tasks = [
-        small_task("two", data_seed=1, max_steps=2),
-        small_task("seven", data_seed=2, max_steps=7),
-        small_task("epoch", data_seed=3, max_steps=None, num_train_epochs=1, train_batch_size=2),
-    ]
-    run = train(tasks, tmp_path)
-    steps = {"two": 2, "seven": 7, "epoch": 5}
-    assert {name: len(losses) for name, losses in run.losses.items()} == steps
-    assert run.trainer.state.global_step == 7
-    assert {name: state.global_step for name, state in run.trainer.task_states.items()} == steps
-    assert run.trainer.task_states["epoch"].epoch == 1.0
-    assert run.trainer.task_states["two"].epoch == pytest.approx(2 / 3)
-    assert set(run.trainer.task_statuses.values()) == {"succeeded"}
-    assert all(entry.optimizer is None for entry in run.trainer.table), "the memory of ended tasks is freed"
 
 
 # ------------------------------------------- options that nothing reads, rates that nothing can be trained with

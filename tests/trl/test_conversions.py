@@ -22,6 +22,7 @@ from peft_mux.from_trl import CARRIED, NO_EFFECT
 from peft_mux.task import TASK_FIELDS, Task
 from tests.invariants import mux_lab
 from tests.trl import trl_lab as lab
+from tests.trl.test_routers import COMPLETIONS, mixture
 
 pytest.importorskip("trl")
 
@@ -165,15 +166,17 @@ TRAINERS: Mapping[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "ORPO": ("trl.experimental.orpo", lab.pairs(), {"beta": 0.3}),
     "KTO": ("trl", lab.answers(), {"desirable_weight": 0.7, "beta": 0.4}),
     "Reward": ("trl", lab.pairs(), {"center_rewards_coefficient": 0.1}),
+    "SFT of a mixture": ("trl", COMPLETIONS, {}),
+    "SFT of a mixture with a coefficient": ("trl", COMPLETIONS, {"router_aux_loss_coef": 0.2}),
 }
 
 
 def trainer_of(name: str, folder: Path) -> Any:
     module, rows, options = TRAINERS[name]
-    own = importlib.import_module(module)
-    config = lab.config_of(getattr(own, f"{name}Config"), folder, **options)
+    own, kind = importlib.import_module(module), name.split()[0]
+    config = lab.config_of(getattr(own, f"{kind}Config"), folder, **options)
     is_classifier = name == "Reward"
-    return getattr(own, f"{name}Trainer")(
+    return getattr(own, f"{kind}Trainer")(
         model=lab.backbone(is_classifier=is_classifier),
         args=config,
         train_dataset=Dataset.from_list([dict(row) for row in rows]),
@@ -184,19 +187,22 @@ def trainer_of(name: str, folder: Path) -> Any:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", TRAINERS)
-def test_a_task_made_of_a_trainer_of_trl_ends_with_its_weights(name: str, tmp_path: Path) -> None:
+def test_a_task_made_of_a_trainer_of_trl_ends_with_its_weights(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    if "mixture" in name:
+        monkeypatch.setattr(lab, "_language_model", lambda: mixture("mixtral"))
     trainer, is_classifier = trainer_of(name, tmp_path), name == "Reward"
     task = Task.from_trainer("own", trainer)
+    ours = lab.our_outcomes([task], tmp_path, is_classifier=is_classifier)["own"]
     trained = lab.trained_parameters(trainer.model)
-    initial = lab.initial_weights(is_classifier=is_classifier)
     with torch.no_grad():
         for key, parameter in trained.items():
-            parameter.copy_(initial[key])
+            parameter.copy_(ours.initial[key])
     trainer.train()
-    ours = lab.our_outcomes([task], tmp_path, is_classifier=is_classifier)["own"]
     for key, weight in trained.items():
         assert mux_lab.relative(ours.weights[key], weight.detach()) <= 1e-4, key
-    assert any(mux_lab.relative(weight.detach(), initial[key]) > 1e-3 for key, weight in trained.items())
+    assert any(mux_lab.relative(weight.detach(), ours.initial[key]) > 1e-3 for key, weight in trained.items())
 
 
 @pytest.mark.parametrize(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -10,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 import transformers
-from datasets import Dataset
 
 from peft_mux.task import Task
 from tests.invariants import mux_lab
@@ -108,27 +106,6 @@ def test_conversions_carry_the_coefficient(tmp_path: Path) -> None:
     # Trainer leaves it to `output_router_logits`, which is off.
     plain = transformers.TrainingArguments(output_dir=str(tmp_path), use_cpu=True)
     assert Task.from_sft_config("a", plain, max_length=64, **rows).router_aux_loss_coef == 0.0
-
-
-@pytest.mark.parametrize("given", [None, 0.2])
-def test_the_task_of_a_trainer_trains_as_the_trainer(given: float | None, backbone: Any, tmp_path: Path) -> None:
-    args = lab.config_of(trl.SFTConfig, tmp_path / "trl", router_aux_loss_coef=given)
-    rows, tokenizer = Dataset.from_list(COMPLETIONS), copy.deepcopy(lab.tokenizer())
-    trainer = trl.SFTTrainer(
-        copy.deepcopy(backbone), args, train_dataset=rows, processing_class=tokenizer, peft_config=lab.adapter()
-    )
-    task = Task.from_trainer("a", trainer)
-    assert task.router_aux_loss_coef == given
-    mine = lab.our_outcomes([task], tmp_path)["a"]
-    with torch.no_grad():
-        for name, parameter in lab.trained_parameters(trainer.model).items():
-            parameter.copy_(mine.initial[name])
-    trainer.train()
-    theirs = [entry for entry in trainer.state.log_history if "aux_loss" in entry]
-    assert len(theirs) == lab.STEPS
-    for own, other in zip(mine.metrics, theirs, strict=False):
-        assert own["loss"] == pytest.approx(other["loss"], rel=1e-4)
-        assert own["aux_loss"] == pytest.approx(other["aux_loss"], rel=1e-4)
 
 
 def test_a_coefficient_of_zero_leaves_the_loss_out(tmp_path: Path) -> None:

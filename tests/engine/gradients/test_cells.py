@@ -14,8 +14,6 @@ from peft_mux.checkpoint.task_state import TaskState, join_parts, take_part
 from peft_mux.engine.gradients import (
     Bundle,
     GradientSync,
-    HeldPage,
-    HeldParameter,
     TaskCells,
     bundles,
     divide,
@@ -132,17 +130,6 @@ def test_pieces_that_do_not_fit_together_are_named(pieces: list[Piece], message:
         return
     with pytest.raises(ValueError, match=f"layers.0.B.*{message}"):
         divide(held)
-
-
-def test_one_parameter_in_two_dtypes_is_refused() -> None:
-    holdings = [
-        (HeldPage(dtype, 16, (HeldParameter("a", 0, (2, 1), Piece.whole((8, 2))),)),)
-        for dtype in (torch.float32, torch.bfloat16)
-    ]
-    with pytest.raises(
-        ValueError, match=r"a must have one dtype in all processes, got torch\.float32 and torch\.bfloat16"
-    ):
-        bundles(divide([{"a": Piece.whole((8, 2))}] * 2), holdings)
 
 
 class Both(Processes):

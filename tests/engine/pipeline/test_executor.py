@@ -218,13 +218,6 @@ def test_passes_are_spread_evenly_over_the_micro_batches_of_their_bucket() -> No
         PipelinePlan(plan_of(2).template, (("a",), ("b",), ("c",)), lab.BUCKETS).slots(work.micro_batches)
 
 
-def test_a_template_of_another_pipeline_is_refused() -> None:
-    with pytest.raises(
-        PlanError, match="the template must have 1 stages of 1 chunks, for which the model was cut, got 2 of 1"
-    ):
-        PipelineExecutor(stage_of_one(), plan_of(2), Processes())
-
-
 def test_windows_pay_where_buckets_can_fill_the_bubbles_of_one_another() -> None:
     plan, loads = plan_of(2, "mux"), lab.loads_of(2)[:1]
     assert plan.gains_by_windows

@@ -11,10 +11,8 @@ import pytest
 import torch
 from peft import LoraConfig
 
-from peft_mux.engine.processes import Processes
 from peft_mux.engine.tensor import parallel
-from peft_mux.engine.tensor.cut import held_ranges
-from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
+from peft_mux.engine.tensor.parallel import TensorParallelModel
 from peft_mux.errors import CheckpointError, UnsupportedModelError
 from peft_mux.modeling.model import MultiTaskPeftModel
 from tests.engine import lab
@@ -194,15 +192,3 @@ def test_whole_weights_of_another_shape_are_refused_and_change_nothing() -> None
     with pytest.raises(CheckpointError, match=r'task "b": .*q_proj\.lora_B\.weight must .*\[32.*, got shape \[16, 3\]'):
         model.registry.place_whole("b", model.task_parameters("b"))
     assert all(torch.equal(before[key], parameter) for key, parameter in model.task_parameters("b").items())
-
-
-def test_a_dimension_of_several_parts_is_cut_part_by_part() -> None:
-    assert held_ranges([4, 4, 4], 1, 2) == ((2, 4), (6, 8), (10, 12))
-    words = [held_ranges([97], shard, 4)[0] for shard in range(4)]
-    assert (words[0][0], words[-1][1]) == (0, 97)
-    assert all(one[1] == other[0] for one, other in zip(words[:-1], words[1:], strict=True))
-
-
-def test_links_of_a_rank_that_is_in_no_group_are_refused() -> None:
-    with pytest.raises(ValueError, match=r"rank 2 must be in exactly one of the groups \[\[0, 1\]\], got 0"):
-        TensorLinks([(0, 1)], Processes(2, 3))
