@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import replace
-from pathlib import Path
 
 import pytest
 
@@ -17,7 +15,7 @@ from hypothesis import strategies as st
 from benchmarks.planner.cluster.instance import SYSTEMS, InstanceModel, InstanceSpec
 from benchmarks.planner.cluster.replay import ReplaySettings, replay
 from benchmarks.planner.cluster.result import Replay
-from benchmarks.planner.cluster.trace import UNIFORM, TaskKind, TracedTask, read_trace
+from benchmarks.planner.cluster.trace import TaskKind, TracedTask
 from peft_mux.scheduler.costs.hardware import parse_devices
 from peft_mux.scheduler.costs.memory import ModelShape
 
@@ -30,11 +28,6 @@ REFERENCE = MODELS["nemo"]
 
 def run(tasks: Sequence[TracedTask], system: str = "muxtune", num_gpus: int = 4, **options: object) -> Replay:
     return replay(tasks, MODELS[system], REFERENCE, ReplaySettings(num_gpus, **options))  # type: ignore[arg-type]
-
-
-def small_devices(memory_bytes: int) -> InstanceSpec:
-    device = replace(SPEC.devices.device, memory_bytes=memory_bytes)
-    return replace(SPEC, devices=replace(SPEC.devices, device=device))
 
 
 def task(submit_s: float, duration_s: float, kind: TaskKind = SHORT) -> TracedTask:
@@ -96,9 +89,6 @@ def in_order(drawn: Drawn) -> list[TracedTask]:
     return tasks
 
 
-# ----------------------------------------------------------- against the truth
-
-
 @given(random_tasks, st.sampled_from(("nemo", "muxtune")))
 def test_every_start_and_end_is_that_of_an_independent_event_loop(drawn: Drawn, system: str) -> None:
     tasks = in_order(drawn)
@@ -126,35 +116,9 @@ def test_tasks_start_in_the_order_in_which_they_came_and_all_work_is_done(
     assert max(running for _, running, _, _ in result.timeline) <= 2 * MODELS[system].max_tasks
 
 
-# ------------------------------------------------------------------- placement
-
-
 def test_a_full_queue_turns_tasks_away_and_figures_are_means_and_percentiles_in_minutes() -> None:
     result = run([task(index, 1000) for index in range(5)], "nemo", num_gpus=2, queue_limit=1)
     assert [record.rejected for record in result.records] == [False, False, True, True, True]
     summary = run([task(0, 60 * minutes) for minutes in (1, 2, 3, 4)], "nemo", num_gpus=8).summary()
     assert summary["completion_minutes"] == pytest.approx({"mean": 2.5, "p50": 2.5, "p90": 3.7, "p99": 3.97})
     assert summary["waiting_minutes"]["mean"] == 0.0
-
-
-# ------------------------------------------------------------------- instances
-
-
-def test_memory_bounds_how_many_tasks_share_an_instance() -> None:
-    model = InstanceModel("sl-peft", replace(small_devices(3 * 10**9), max_tasks=64))
-    assert model.fits([LONG])
-    assert not model.fits([LONG] * 64)
-    assert all(model.speed([LONG] * n).peak_bytes <= 3 * 10**9 for n in range(1, 9) if model.fits([LONG] * n))
-    with pytest.raises(ValueError, match="do not fit an instance of sl-peft"):
-        model.speed([LONG] * 64)
-
-
-# ----------------------------------------------------------------------- trace
-
-
-def test_a_trace_is_sorted_thinned_and_cut(tmp_path: Path) -> None:
-    path = tmp_path / "trace.csv"
-    path.write_text("submit_s,duration_s,extra\n30,3,a\n10,1,b\n20,0,c\n40,4,d\n50,5,e\n")
-    tasks = read_trace(path, UNIFORM)
-    assert [(one.submit_s, one.duration_s) for one in tasks] == [(10, 1), (30, 3), (40, 4), (50, 5)]
-    assert [one.submit_s for one in read_trace(path, UNIFORM, every=2, until_s=40)] == [10]

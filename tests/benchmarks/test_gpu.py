@@ -19,17 +19,14 @@ import torch
 
 from benchmarks.gpu import default_run, roofline
 from benchmarks.gpu import parts as gpu_parts
-from benchmarks.gpu import profiler as gpu_profiler
 from benchmarks.gpu import report as gpu_report
 from benchmarks.gpu import run as gpu
 from benchmarks.gpu import settings as gpu_settings
 from benchmarks.gpu import train as gpu_train
-from benchmarks.gpu import trainers as gpu_trainers
-from benchmarks.gpu.backbones import Backbones, llama
+from benchmarks.gpu.backbones import Backbones
 from benchmarks.gpu.checks import trainer as trainer_check
 from benchmarks.gpu.checks import updates
 from benchmarks.kernels.contenders import CONTENDERS
-from benchmarks.training.workloads import make_workload
 from peft_mux.engine.tasks.task_run import TaskTable
 from peft_mux.kernels import adamw as multi_adamw
 from tests.paths import ROOT
@@ -169,34 +166,6 @@ def test_all_parts_take_less_than_eight_of_nine_minutes_on_an_h100_by_their_comp
     assert len({part.name for part in parts}) == len(parts)
     tokens = [gpu_train.Case("nonuniform", 8, rows).num_tokens for rows in default_run.BATCH_SIZES.values()]
     assert tokens == pytest.approx([1000, 4000, 8000], rel=0.2)
-
-
-@pytest.mark.nightly
-def test_trl_trains_the_same_losses_one_task_after_another() -> None:
-    pytest.importorskip("trl")
-    work = make_workload("nonuniform", num_tasks=2, num_steps=2, vocab_size=64, batch_size=2)
-    mux, trl = (gpu_trainers.TRAINERS[name](CPU, llama(CPU, TINY), work, 4096) for name in ("mux", "trl"))
-    assert gpu_train.loss_difference(trl.losses, mux.losses) <= 1e-4
-    assert [len(found.steps_s) for found in (mux, trl)] == [2, 2]
-
-
-def test_the_device_is_busy_wherever_a_kernel_runs_and_communication_is_exposed_where_nothing_else_does() -> None:
-    def event(name: str, start_us: float, end_us: float, category: str = "kernel") -> dict[str, Any]:
-        return {"ph": "X", "cat": category, "name": name, "ts": start_us, "dur": end_us - start_us}
-
-    events = [
-        event("gemm", 0, 40),
-        event("gemm", 30, 50),  # on another stream
-        event("ncclDevKernel_AllReduce", 45, 70),
-        event("Memcpy HtoD", 80, 90, "gpu_memcpy"),
-        event("Optimizer.step", 0, 100, "gpu_user_annotation"),
-        {"ph": "i", "name": "mark", "ts": 95},
-    ]
-    found = gpu_profiler.summary(events, 1e-4, 2, gpu_profiler.ON_DEVICE)
-    assert found["idle_share"] == pytest.approx(0.2)
-    assert found["exposed_communication_s"] == pytest.approx(20e-6 / 2)
-    assert found["launches"] == 2
-    assert found["kernels_s"]["gemm"] == pytest.approx(60e-6 / 2)
 
 
 # ------------------------------------------------------------ failures are survived

@@ -1,4 +1,4 @@
-"""The papers' evaluations: which seconds count, and the page that is made of a result."""
+"""The papers' evaluations: which seconds count, and that contenders are held to equal losses."""
 
 from __future__ import annotations
 
@@ -7,9 +7,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.papers import runs
-from benchmarks.papers.run import main
 from benchmarks.papers.runs import Contender, measure, steps_of
-from benchmarks.papers.table import Row
 from benchmarks.training.throughput import UnequalWorkError
 from benchmarks.training.workloads import Case, ModelSpec
 
@@ -66,20 +64,3 @@ def test_contenders_are_held_to_equal_losses_and_then_timed_by_turns(monkeypatch
     stand_in(monkeypatch, {"mux": 2.0, "together": 2.1})
     with pytest.raises(UnequalWorkError, match=r"together has loss 2\.1, mux has 2\.0"):
         measure([ONE, OTHER], CASE, 1, Path("backbone"))
-
-
-def test_a_part_that_fails_is_reported_and_the_others_run(
-    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    import benchmarks.papers.run as command
-
-    def failing(settings: object, backbone: object) -> list[Row]:
-        raise RuntimeError("no second process")
-
-    row = Row("f", "L Fig. 10", "within 15 %", 1.01, "x")
-    monkeypatch.setattr(command, "launch", lambda job, processes: {})
-    monkeypatch.setattr(command, "_RUNS", {"a": failing, "f": lambda settings, backbone: [row]})
-    assert main(["--parts", "a", "f"]) == 1
-    said = capsys.readouterr().out
-    assert "FAULT a: RuntimeError: no second process" in said
-    assert "1.01x" in said

@@ -99,9 +99,9 @@ def off_by(found: torch.Tensor, right: torch.Tensor) -> float:
 @pytest.mark.parametrize(
     ("capability", "num_layers", "products"),
     [
-        (90, 1, "wgmma"),
+        pytest.param(90, 1, "wgmma", marks=pytest.mark.slow),
         pytest.param(80, 1, "mma", marks=pytest.mark.slow),
-        pytest.param(90, 2, "wgmma", marks=pytest.mark.slow),
+        pytest.param(90, 2, "wgmma", marks=pytest.mark.nightly),
     ],
 )
 def test_a_training_pass_in_bf16_is_as_near_to_float64_as_torch_in_bf16(
