@@ -22,45 +22,35 @@ from peft_mux import (
 )
 from peft_mux.modeling.generation.options import ANSWER_METRICS, mean_metric, sampling_options
 from tests.invariants.mux_lab import tiny_llama
-from tests.modeling.backbones import CLASSIFIERS, filled
+from tests.modeling.backbones import CLASSIFIERS
 
 REFUSED: dict[Any, list[tuple[dict[str, Any], str]]] = {
     SamplingOptions: [
         ({"max_new_tokens": 0}, "max_new_tokens must be an integer from 1 to 1000000, got 0"),
         ({"temperature": 0.0, "do_sample": True}, "temperature must be a finite number above 0, got 0.0"),
-        ({"temperature": 10**400, "do_sample": True}, "temperature must be a finite number above 0, got"),
         ({"top_k": -1}, "top_k must be an integer of at least 0, got -1"),
         ({"top_p": 1.5}, "top_p must be a number above 0, at most 1, got 1.5"),
         ({"min_p": "x"}, "min_p must be a number from 0 to 1, got 'x'"),
-        ({"repetition_penalty": 0}, "repetition_penalty must be a finite number above 0, got 0"),
         ({"repetition_penalty": float("nan")}, "repetition_penalty must be a finite number above 0, got nan"),
         ({"stop_strings": [""]}, "stop_strings must be texts of at least one character, got ['']"),
-        ({"stop_strings": 3}, "stop_strings must be texts of at least one character, got 3"),
-        ({"eos_token_id": []}, "eos_token_id must be a token id, a list of them, or None, got []"),
         ({"eos_token_id": True}, "eos_token_id must be a token id, a list of them, or None, got True"),
         ({"seed": -1}, "seed must be an integer in [0, 2**63), got -1"),
         ({"do_sample": 1}, "do_sample must be True or False, got 1"),
         ({"temperature": 0.5, "top_k": 3}, "do_sample must be True with settings of sampling, got False with"),
-        ({"temprature": 0.5}, "temprature must be one of max_new_tokens, do_sample, temperature,"),
         ({"temprature": 0.5}, 'Did you mean "temperature"?'),
-        ({"max_length": 9}, "max_length must be one of max_new_tokens, do_sample, temperature,"),
         ({"max_tokens": 9}, "Set max_new_tokens."),
     ],
     GenerateOptions: [
         ({"metrics": ["exact_matc"]}, 'Did you mean "exact_match"?'),
-        ({"metrics": [3]}, "metrics must be exact_match, contains, f1, or functions of (prompts, completions,"),
         ({"metrics": {"f1": 1}}, "metrics must be a list of exact_match, contains, f1, or functions of (prompts,"),
         ({"num_rows": 0}, "num_rows must be an integer of at least 1, or None for all rows, got 0"),
-        ({"num_logged": -1}, "num_logged must be an integer of at least 0, got -1"),
         ({"top_p": 0}, "top_p must be a number above 0, at most 1, got 0"),
-        ({"metric": "f1"}, "metric must be one of max_new_tokens, do_sample, temperature, top_k,"),
         ({"metric": "f1"}, 'Did you mean "metrics"?'),
     ],
     GenerationRequest: [
         ({"task": ["sql"]}, "task must be the name of a task, got ['sql']"),
         ({"options": {"top_k": 3}}, "options must be SamplingOptions(...), or None, got {'top_k': 3}"),
         ({"seed": -1}, "seed must be an integer in [0, 2**63), or None, got -1"),
-        ({"seed": True}, "seed must be an integer in [0, 2**63), or None, got True"),
         ({"sed": 3}, "sed must be one of task, prompt, options, seed, got 3"),
         ({"top_k": 3}, "Write options=SamplingOptions(top_k=...)."),
     ],
@@ -85,16 +75,10 @@ def test_every_setting_of_transformers_that_means_nothing_here_is_refused() -> N
         sampling_options(config, {"max_new_token": 3})
     said = str(caught.value)
     for part in (
-        "num_beams must be one of max_new_tokens, do_sample, temperature, top_k, top_p, min_p,",
-        (
-            "no_repeat_ngram_size must be one of max_new_tokens, do_sample, temperature, top_k, top_p, min_p, "
-            "repetition_penalty,"
-        ),
-        "max_length must be one of max_new_tokens",
-        ", got 4",
-        ", got 2",
-        ", got 9",
-        "Set max_new_tokens",
+        "num_beams must be one of",
+        "no_repeat_ngram_size must be one of",
+        "max_length must be one of",
+        "got 9",
     ):
         assert part in said
     assert 'Did you mean "max_new_tokens"?' in said
@@ -127,7 +111,6 @@ def model() -> MultiTaskPeftModel:
     ("prompts", "settings", "said"),
     [
         ({"sq": [[3]]}, {}, "prompts must name tasks of sql, got 'sq'"),
-        ({"sq": [[3]]}, {}, 'Did you mean "sql"?'),
         ({"sql": "text"}, {}, "prompts.sql must be a list of prompts, got 'text'"),
         ("text", {}, "prompts must be a dict of prompts by task name, or a list of GenerationRequest, got 'text'"),
         ([[3]], {}, "prompts must be a dict of prompts by task name, or a list of GenerationRequest, got [3] in the"),
@@ -137,7 +120,6 @@ def model() -> MultiTaskPeftModel:
         ({"sql": [[3] * 60]}, {"max_new_tokens": 5}, "prompts.sql row 0 must have at most 64 tokens with its"),
         ({"sql": [[3]]}, {"stop_strings": ["."]}, "prompts.sql: stop_strings need a tokenizer"),
         ({"sql": [[3]]}, {"max_batch_tokens": 0}, "max_batch_tokens must be an integer of at least 1, got 0"),
-        ({"sql": [[3]]}, {"num_beams": 2}, "num_beams must be one of max_new_tokens, do_sample, temperature, top_k,"),
     ],
 )
 def test_prompts_that_cannot_be_completed_are_refused(
@@ -148,20 +130,10 @@ def test_prompts_that_cannot_be_completed_are_refused(
     assert said in str(caught.value)
 
 
-def test_a_row_at_the_limit_of_positions_is_completed(model: MultiTaskPeftModel) -> None:
-    (found,) = generate(model, {"sql": [[3] * 60]}, max_new_tokens=4, eos_token_id=96)
-    assert len(found.token_ids) == 4
-
-
-@pytest.mark.parametrize("architecture", CLASSIFIERS)
-def test_models_that_do_not_generate_are_refused(architecture: str) -> None:
-    make, targets = CLASSIFIERS[architecture]
-    config = LoraConfig(r=2, task_type="SEQ_CLS", target_modules=targets)
-    model = MultiTaskPeftModel(filled(make), {"a": config}, verify=False)
-    with pytest.raises(
-        UnsupportedModelError,
-        match=r"generate needs a decoder-only language model \(AutoModelForCausalLM\), got",
-    ):
+def test_models_that_do_not_generate_are_refused() -> None:
+    config = LoraConfig(r=2, task_type="SEQ_CLS", target_modules=["q_proj"])
+    model = MultiTaskPeftModel(CLASSIFIERS["Llama"][0](), {"a": config}, verify=False)
+    with pytest.raises(UnsupportedModelError, match="generate needs a decoder-only language model"):
         generate(model, {"a": [[3]]})
 
 
@@ -198,7 +170,4 @@ def test_answers_are_judged_without_case_space_and_a_full_stop(
 ) -> None:
     found = [ANSWER_METRICS[name](completion, reference) for name in ("exact_match", "contains", "f1")]
     assert found == pytest.approx([exact, inside, overlap])
-
-
-def test_a_metric_is_the_mean_over_rows() -> None:
-    assert mean_metric("exact_match", ["a", "b", "c", "d"], ["a", "b", "c", "x"]) == 0.75
+    assert mean_metric("f1", [completion, "x"], [reference, "y"]) == pytest.approx(overlap / 2)

@@ -19,69 +19,22 @@ from peft_mux.modeling.stream import MAX_TASKS, RowSegment, StreamOrder
 NAME_OF_A, NAME_OF_B = "layer.q_proj.lora_A.weight", "layer.q_proj.lora_B.weight"
 
 
-def factors(rank: int, fill: float = 1.0) -> dict[str, nn.Parameter]:
-    return {
-        NAME_OF_A: nn.Parameter(torch.full((rank, 6), fill)),
-        NAME_OF_B: nn.Parameter(torch.full((4, rank), 2 * fill)),
-    }
-
-
-def registry_of(*names: str) -> TaskRegistry:
-    registry = TaskRegistry()
-    for number, name in enumerate(names):
-        config = LoraConfig(r=2 + number)
-        registry.add(name, config)
-        registry.adopt(name, factors(2 + number, 1.0 + number))
-    return registry
-
-
-def test_a_task_without_parameters_here_has_a_slab_that_nothing_reads() -> None:
-    registry, config = TaskRegistry(), LoraConfig(r=2)
-    registry.add("elsewhere", config)
-    registry.adopt("elsewhere", {}, torch.device("cpu"))
-    registry.slab_of("elsewhere").bind_gradients()
-    assert list(registry.parameters()) == []
-
-
-def test_pieces_are_whole_until_told_otherwise_and_leave_with_their_task() -> None:
-    registry = registry_of("a", "b")
-    registry.pieces["a", NAME_OF_A] = Piece((2, 12), 1, ((6, 12),))
-    assert registry.pieces_of("a")[NAME_OF_A].shape == (2, 12)
-    assert registry.pieces_of("a")[NAME_OF_B] == Piece.whole((4, 2))
-    registry.forget("a")
-    assert registry.pieces == {}
-
-
 def test_what_lies_here_of_whole_tensors_is_written_or_nothing() -> None:
-    registry = registry_of("a")
+    registry = TaskRegistry()
+    registry.add("a", LoraConfig(r=2))
+    registry.adopt("a", {NAME_OF_A: nn.Parameter(torch.ones(2, 6)), NAME_OF_B: nn.Parameter(torch.ones(4, 2))})
     registry.pieces["a", NAME_OF_A] = Piece((2, 12), 1, ((6, 12),))
     whole = {NAME_OF_A: torch.arange(24.0).view(2, 12), NAME_OF_B: torch.zeros(4, 2)}
-    with pytest.raises(
-        CheckpointError,
-        match=r'task "a": layer\.q_proj\.lora_B\.weight must be the whole tensor of .*, got nothing',
+    for wrong, said in (
+        ({NAME_OF_A: whole[NAME_OF_A]}, r"layer\.q_proj\.lora_B\.weight must be the whole tensor of .*, got nothing"),
+        ({**whole, NAME_OF_A: torch.zeros(2, 6)}, r"the registered adapter, \[2, 12\], got shape \[2, 6\]"),
     ):
-        registry.place_whole("a", {NAME_OF_A: whole[NAME_OF_A]})
-    with pytest.raises(
-        CheckpointError,
-        match=(
-            r'task "a": layer\.q_proj\.lora_A\.weight must be the whole tensor of the registered adapter, \[2, 12\], '
-            r"got shape \[2, 6\]"
-        ),
-    ):
-        registry.place_whole("a", {**whole, NAME_OF_A: torch.zeros(2, 6)})
+        with pytest.raises(CheckpointError, match=rf'task "a": .*{said}'):
+            registry.place_whole("a", wrong)
     assert (registry.parameters_of("a")[NAME_OF_A] == 1.0).all()
     registry.place_whole("a", whole)
     assert torch.equal(registry.parameters_of("a")[NAME_OF_A], whole[NAME_OF_A][:, 6:])
     assert not registry.parameters_of("a")[NAME_OF_B].any()
-
-
-def test_the_configuration_as_given_is_remembered() -> None:
-    registry = TaskRegistry()
-    config = LoraConfig(r=2, target_modules=["q_proj"])
-    registry.add("a", config)
-    config.r = 3
-    assert registry.was_given("a", LoraConfig(r=2, target_modules=["q_proj"]))
-    assert not registry.was_given("a", config)
 
 
 # --------------- tasks without rows are listed in a pass, so that passes of one set share tables and graphs
@@ -91,14 +44,11 @@ def order_of(*gone: str) -> StreamOrder:
     return StreamOrder(lambda name: int(name), lambda name: name not in gone)
 
 
-def test_tasks_that_had_rows_stay_in_their_order() -> None:
+def test_tasks_that_had_rows_stay_in_their_order_except_such_as_may_not_be_absent() -> None:
     order = order_of()
     assert order.joined(("2", "5")) == ("2", "5")
     assert order.joined(("1", "3")) == ("1", "2", "3", "5")
     assert order.joined(("5",)) == ("1", "2", "3", "5")
-
-
-def test_tasks_that_may_not_be_absent_are_left_out() -> None:
     order = order_of("2")
     order.joined(("1", "2"))
     assert order.joined(("1",)) == ("1",)

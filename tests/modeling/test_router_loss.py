@@ -27,6 +27,7 @@ KINDS = (
     *("ernie4_5_moe", "flex_olmo", "flint", "gpt_oss", "granitemoe", "laguna", "mellum", "minimax_m2", "mixtral"),
     *("olmoe", "phimoe", "qwen2_moe", "qwen3_moe"),
 )
+FAST = ("mixtral", "gpt_oss", "phimoe")
 ROWS = {"a": [[5, 9, 3, 17, 20], [4, 4, 8]], "b": [[30, 31, 2, 6, 11, 12, 40]]}
 CONFIGS = dict.fromkeys("ab", LoraConfig(r=4, target_modules=["q_proj", "v_proj", "o_proj"]))
 COEFFICIENT = 0.7
@@ -57,7 +58,9 @@ def plain_loss(model: Any, rows: list[list[int]]) -> torch.Tensor:
     return torch.cat(terms).mean() + (COEFFICIENT * balancing if rows is ROWS["a"] else 0.0)
 
 
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize(
+    "kind", [pytest.param(kind, marks=[] if kind in FAST else [pytest.mark.slow]) for kind in KINDS]
+)
 def test_the_loss_and_its_gradient_are_those_of_transformers(kind: str, monkeypatch: pytest.MonkeyPatch) -> None:
     mixer = phimoe.sparsemixer
     backbone = engine_lab.backbone(kind)
@@ -129,14 +132,8 @@ def test_a_coefficient_for_a_model_without_routers_is_refused(tmp_path: Path) ->
     ):
         trainer_of(lab.tiny_llama(), tmp_path, router_aux_loss_coef=0.1)
     trainer_of(lab.tiny_llama(), tmp_path, router_aux_loss_coef=0.0)
-
-
-@pytest.mark.parametrize("value", [-0.1, "much", float("nan")])
-def test_coefficients_are_finite_numbers_of_at_least_zero(value: Any) -> None:
-    with pytest.raises(
-        ConfigError, match=r"tasks\.a\.router_aux_loss_coef must be a finite number of at least 0, got "
-    ):
-        lab.small_task("a", data_seed=1, router_aux_loss_coef=value)
+    with pytest.raises(ConfigError, match=r"router_aux_loss_coef must be a finite number of at least 0, got -0\.1"):
+        lab.small_task("a", data_seed=1, router_aux_loss_coef=-0.1)
 
 
 def test_a_mixture_whose_routers_are_not_known_is_refused_unless_the_coefficient_is_zero(
