@@ -177,17 +177,6 @@ def test_the_order_of_tasks_does_not_matter(tmp_path: Path) -> None:
         lab.assert_same(other, first, name, 1e-6)
 
 
-def test_no_bit_depends_on_the_order_of_neighbours_of_equal_shape(tmp_path: Path) -> None:
-    # The task itself keeps its rows of the stream: an identical call of the same matrix product.
-    own = lab.small_task("a", data_seed=1)
-    others = [
-        lab.small_task(name, data_seed=seed, length=17, rank=rank) for name, seed, rank in (("b", 2, 8), ("c", 3, 2))
-    ]
-    first = lab.train([own, *others], tmp_path / "first")
-    second = lab.train([own, *reversed(others)], tmp_path / "second")
-    lab.assert_bit_identical(first, second, "a")
-
-
 # ------------------------------------------------------- I8: slots used again
 
 

@@ -98,31 +98,6 @@ def test_what_own_code_costs_the_others_is_reported_by_task_and_kind(
 # ------------------------------------------------------------------ streams and datasets
 
 
-def test_a_stream_that_goes_wrong_fails_its_task_alone_and_names_the_row(tmp_path: Path) -> None:
-    ends: list[tuple[Callable[[], Any], str]] = [
-        (raising(KeyError("x")), "data: KeyError: 'x'"),
-        (raising(SystemExit(3)), "data: SystemExit: 3"),
-        (raising(DataError("no row")), "data: DataError: no row"),
-        (lambda: None, "data: tasks.bad3.train_dataset row 9 must be a dict of columns, got NoneType"),
-        (lambda: {"input_ids": [5, 1000]}, "row 9 column input_ids must be ids from 0 to"),
-    ]
-
-    class Ends:
-        def __init__(self, then: Callable[[], Any]) -> None:
-            self.then = then
-
-        def __iter__(self) -> Iterator[Any]:
-            yield from rows(5, 9, 12, 12)
-            yield self.then()
-
-    tasks = [stream_task(Ends(then), f"bad{number}") for number, (then, _) in enumerate(ends)]
-    trainer = train([good(), *tasks], tmp_path).trainer
-    assert trainer.task_statuses == {"good": "succeeded", **{task.name: "failed" for task in tasks}}
-    for task, (_, reason) in zip(tasks, ends, strict=True):
-        assert reason in trainer.table[task.name].reason
-        assert trainer.table[task.name].step == 2, "the steps before the bad row are taken"
-
-
 @pytest.mark.parametrize("split", ["train_dataset", "eval_dataset"])
 @pytest.mark.parametrize("error", [OSError("gone"), SystemExit(3)])
 def test_rows_that_cannot_be_read_are_refused_by_task_split_and_kind(

@@ -61,7 +61,8 @@ def test_training_without_gradients_is_refused_instead_of_changing_nothing(
 
 
 def test_what_a_script_calls_of_trainer_works_as_there(trained: Run, capsys: pytest.CaptureFixture[str]) -> None:
-    trainer, heard = trained.trainer, list[dict[str, float]]()
+    trainer = trained.trainer
+    heard: list[dict[str, float]] = []
     ears = Acts(lambda logs, **_: heard.append(logs), event="on_log")
     trainer.add_callback(ears)
     trainer.log({"extra": 1.0})
