@@ -37,6 +37,7 @@ TP2 = {"tensor_parallel_size": 2}
 CHAINS = {"split_long_sequences": True, "max_tokens_per_micro_batch": 16, "chunk_size": 4}
 
 
+@SLOW
 def test_two_stages_train_to_the_result_of_one_process_and_each_holds_its_own_layers_and_adapters_alone(
     alone: Part, tmp_path: Path
 ) -> None:
