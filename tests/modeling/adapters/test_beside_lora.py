@@ -42,10 +42,7 @@ TIED_COPIES = {name: copies.CONFIGS[name] for name in ("head", "most", "plain")}
 GROUPS = {
     "rows": Group(rows.CONFIGS, tiny_llama, {"listed": "trainable_tokens"}),
     "rows of a tied embedding": Group(rows.TIED_CONFIGS, tied_llama, {"listed": "trainable_tokens"}),
-    # A bias that all keys share does not move attention.
-    "biases": Group(
-        biases.CONFIGS, tiny_gpt2, {"all": "bias"}, ("all",), ("attn.c_attn.bias", "attn.c_attn.base_layer.bias")
-    ),
+    "biases": Group(biases.CONFIGS, tiny_gpt2, {"all": "bias"}, ("all",), biases.NO_EFFECT),
     "copies": Group(copies.CONFIGS, tiny_llama, {"most": "modules_to_save"}),
     "copies of a tied head": Group(TIED_COPIES, tied_llama, {"head": "modules_to_save"}),
     "steps of rows": Group(

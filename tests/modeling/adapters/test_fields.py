@@ -48,20 +48,8 @@ def refusal(config: Any, backbone: Any = None) -> str:
 
 WRONG: list[Any] = [
     *(None, True, False, 0, -1, 5, 10**9, 10**400, 2.5, math.nan, math.inf, "", "x", b"x", object(), print, ...),
-    *(
-        [],
-        [5],
-        [None],
-        [[1]],
-        {"a": 1},
-        {"q_proj": "x"},
-        {"q_proj": 10**400},
-        {1: 2},
-        {"(": 3},
-        frozenset({"q_proj"}),
-        ("q_proj", 5),
-    ),
-    *(np.zeros(3), np.float32(1), torch.zeros(2)),
+    *([], [5], [None], [[1]], {"a": 1}, {"q_proj": "x"}, {"q_proj": 10**400}, {1: 2}, {"(": 3}),
+    *(frozenset({"q_proj"}), ("q_proj", 5), np.zeros(3), np.float32(1), torch.zeros(2)),
 ]
 
 

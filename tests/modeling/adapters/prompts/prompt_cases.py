@@ -215,13 +215,9 @@ def judge(
     return alone(trainer, task, case.make, lambda model, batch: iter([loss_of(model, batch.sequences)]))
 
 
-def padded(rows: Sequence[Row], pad: int, side: str = "right") -> dict[str, torch.Tensor]:
-    """Return rows as a batch of equal lengths."""
-    longest = max(len(row.ids) for row in rows)
-    ids, mask = [], []
-    for row in rows:
-        padding = longest - len(row.ids)
-        before, after = (0, padding) if side == "right" else (padding, 0)
-        ids.append([pad] * before + row.ids + [pad] * after)
-        mask.append([0] * before + [1] * len(row.ids) + [0] * after)
+def padded(rows: Sequence[Row], pad: int) -> dict[str, torch.Tensor]:
+    """Return rows as a batch of equal lengths, padded on the right."""
+    missing = [max(len(row.ids) for row in rows) - len(row.ids) for row in rows]
+    ids = [row.ids + [pad] * count for row, count in zip(rows, missing, strict=True)]
+    mask = [[1] * len(row.ids) + [0] * count for row, count in zip(rows, missing, strict=True)]
     return {"input_ids": torch.tensor(ids), "attention_mask": torch.tensor(mask)}
