@@ -197,7 +197,9 @@ def test_gradients_of_one_chunk_each_need_no_reduction_but_where_other_rows_may_
     s, x = torch.zeros(rows, 8), torch.zeros(rows, COLUMNS)
     kernels.wgrad(s, x, grad, tables, ranks, scaled=False, accumulate=True)
     assert len(started) == 1 + reductions
+    adding = started.copy()
     started.clear()
     # What is written and not added to must be written where there is no row, too.
     kernels.wgrad(s, x, grad, tables, ranks, scaled=False)
     assert len(started) == 2
+    assert not any(launch in adding for launch in started), "code that adds is not code that writes"
