@@ -171,6 +171,11 @@ def test_every_row_goes_to_one_replica_and_shares_differ_by_less_than_a_row(
     assert max(tokens) - min(tokens) <= max(max(own, default=0) for own in tasks)
 
 
+def test_the_longest_row_comes_first_and_each_goes_to_the_replica_that_would_finish_it_first() -> None:
+    assert even_shares([[6, 4, 3, 1]], 2) == [[[0, 3]], [[1, 2]]]
+    assert even_shares([[6, 4, 3, 1]], 2, slowness=[1.0, 3.0]) == [[[0, 1, 3]], [[2]]]
+
+
 # ---------------------------------------------------------------------- parts
 
 

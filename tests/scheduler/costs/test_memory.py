@@ -58,6 +58,9 @@ def test_a_7b_backbone_of_one_lora_task_comes_near_the_papers_breakdown() -> Non
     assert estimate.backbone_bytes == pytest.approx(13.4e9, rel=0.02)
     assert estimate.activation_bytes == pytest.approx(4.3e9, rel=0.25)
     assert estimate.peak_bytes == pytest.approx(18.1e9, rel=0.1)
+    staged = MemoryModel(LLAMA_7B, num_stages=3)
+    stages = [staged.peak_bytes([a_task()], 500, 2, stage) for stage in range(3)]
+    assert staged.estimate([a_task()], 500, 2).peak_bytes == max(stages), "of the fullest stage"
 
 
 @given(
@@ -78,15 +81,6 @@ def test_the_most_tokens_fit_and_one_more_does_not(
         if most:
             assert model.peak_bytes(tasks, most, in_flight, stage) <= limit_bytes
         assert model.peak_bytes(tasks, most + 1, in_flight, stage) > limit_bytes
-
-
-def test_the_peak_is_the_sum_of_its_parts_and_that_of_the_fullest_stage() -> None:
-    model = MemoryModel(LLAMA_7B, num_stages=3)
-    estimate = model.estimate([a_task()], 500, 2)
-    stages = [model.peak_bytes([a_task()], 500, 2, stage) for stage in range(3)]
-    assert estimate.peak_bytes == max(stages)
-    parts = (estimate.backbone_bytes, estimate.adapter_bytes, estimate.activation_bytes, estimate.workspace_bytes)
-    assert sum(parts) == estimate.peak_bytes
 
 
 PARTS = FrozenParts(
@@ -145,6 +139,14 @@ def test_replicas_that_divide_each_stage_hold_the_largest_unit_of_theirs_twice(s
     assert divided.activation_bytes(77, stage) == whole.activation_bytes(77, stage)
     # A backbone of which nothing is known but its bytes is gathered layer by layer.
     assert MemoryModel(SHAPE, backbone_shards=4).static_bytes([]) == 1_000_000 // 4 + 2 * 1_000_000 // 8
+
+
+def test_frozen_weights_in_another_precision_take_that_part_of_the_bytes_everywhere() -> None:
+    half = WITH_PARTS.in_precision(0.5)
+    assert half.backbone_bytes == WITH_PARTS.backbone_bytes // 2
+    for stage in range(3):
+        bytes_of = [MemoryModel(shape, num_stages=3).static_bytes([], stage) for shape in (half, WITH_PARTS)]
+        assert bytes_of[0] == bytes_of[1] // 2
 
 
 def adapted(rank: int, *widths: int, name: str = "a") -> TaskLoad:

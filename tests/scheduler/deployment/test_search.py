@@ -233,6 +233,8 @@ def test_a_solver_that_fails_leaves_a_plan_by_the_rules() -> None:
     said = f"the solver failed on {stats.num_failed} of {stats.num_solved} deployments, which are timed by rules alone"
     assert f"{said}; first error: RuntimeError: no solver here" in planned.summary()
     assert "not to the end" not in planned.summary()
+    assert all(str(group) in planned.summary() and str(group) in planned.picture() for group in planned.groups)
+    assert all(f" {boundary}" in planned.picture() for boundary in planned.bucketing.boundaries)
     assert sum(map(sum, planned.expected.counts)) == len(MANY)
 
 
@@ -322,3 +324,12 @@ def test_sixteen_gpus_get_the_deployment_of_the_paper_over_the_proposed_configur
     fused = task_fused(tasks, 16, real_model)
     assert [(group.config, group.count) for group in fused.deployments[0]] == [(ParallelConfig(8, 1), 2)]
     assert planned.gpu_seconds < 0.8 * fused.gpu_seconds
+    if seed == 0:
+        unfiltered, unproposed = (
+            plan_deployment(lengths, 832, 16, real_model, **options)
+            for options in ({"lower_bound_filter": False}, {"proposal": False})
+        )
+        assert unfiltered.groups == planned.groups
+        # Without the proposal the model prefers a pipeline of eight stages, at which it is known to be optimistic.
+        assert ParallelConfig(1, 8) in [group.config for group in unproposed.groups]
+        assert unproposed.expected_step_s < planned.expected_step_s

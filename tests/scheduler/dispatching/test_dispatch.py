@@ -19,6 +19,8 @@ from peft_mux.scheduler.dispatching.dispatch import (
     Dispatch,
     deal_buckets,
     dispatch,
+    predict_replica_s,
+    refine,
     split_within_group,
 )
 from peft_mux.scheduler.dispatching.ilp import solve_ilp
@@ -154,10 +156,11 @@ def test_dispatch_by_length_takes_the_smallest_configuration_that_supports_a_buc
     found = dispatch(groups, Bucketing((512, 1024, 2048, 4096), (9, 5, 4, 2), 0), MODEL, policy="length")
     assert found.counts == ((0, 0, 0, 2), (9, 5, 0, 0), (0, 0, 4, 0))
     assert found.status == "by rule"
-    alike = some_groups((1, 1, 1, 1024), (1, 2, 1, 1024), (4, 1, 1, 4096))
-    first, second, last = dispatch(alike, Bucketing((1024,), (40,), 0), MODEL, policy="length").counts
-    assert (first[0] + second[0], last) == (40, (0,))
-    assert 12 <= first[0] <= 14, "two stages are twice as fast as one but for their bubble"
+    # Two stages are twice as fast as one, but for their bubble; two replicas of one stage together too.
+    for count, expected in ((1, (13, 27)), (2, (20, 20))):
+        alike = some_groups((1, 1, count, 1024), (1, 2, 1, 1024), (4, 1, 1, 4096))
+        first, second, last = dispatch(alike, Bucketing((1024,), (40,), 0), MODEL, policy="length").counts
+        assert (first[0], second[0], last[0]) == (*expected, 0)
 
 
 def test_uniform_dispatch_gives_equal_replicas_equal_counts_within_one() -> None:
@@ -200,6 +203,18 @@ def test_cbc_accepts_the_start_of_a_deployment_with_a_pipeline(tmp_path: Path) -
     said = log.read_text(encoding="utf-8")
     assert "MIPStart provided solution with cost" in said
     assert float(said.partition("MIPStart provided solution with cost ")[2].split()[0]) == pytest.approx(1.0, rel=1e-4)
+
+
+def test_moves_see_the_micro_batch_that_the_linear_form_does_not() -> None:
+    class DearPass(MicroBatchModel):
+        def _pass_s(self, config: ParallelConfig, sequences: int, length: int) -> float:
+            return 100.0 + sequences if sequences else 0.0
+
+    groups = some_groups((1, 1, 1, 1000), (1, 1, 1, 1000))
+    problem = build_problem(groups, Bucketing((100, 1000), (30, 1), padding_tokens=0), DearPass())
+    uneven = np.array([[11, 1], [19, 0]])
+    assert [predict_replica_s(problem, groups[0], DearPass(), row) for row in uneven.tolist()] == [312.0, 219.0]
+    assert refine(problem, groups, DearPass(), uneven)[0].tolist() == [[10, 1], [20, 0]]
 
 
 def test_ceilings_with_room_take_it_off_the_slowest_group() -> None:

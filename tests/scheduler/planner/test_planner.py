@@ -118,7 +118,7 @@ def test_what_is_admitted_fits_and_a_smaller_limit_admits_no_more(loads: list[Ta
 # --------------------------------------------------------------- several stages
 
 
-@given(MIXES, st.sampled_from([(1, None), (2, 2), (2, 8), (4, 4), (8, 4)]))
+@given(MIXES, st.sampled_from([(1, None), (1, 3), (2, 2), (2, 8), (4, 4), (8, 4)]))
 @settings(max_examples=10)
 def test_a_plan_comes_to_its_end_within_its_limit_and_no_baseline_is_predicted_to_be_faster(
     loads: list[TaskLoad], numbers: tuple[int, int | None]

@@ -84,6 +84,10 @@ def test_baselines_have_one_partition_and_mux_compares_its_fusion_with_theirs_wh
     assert fused == Partition(((0, 3),), is_grouped=True)
     assert [len(apart.intervals), len(together.intervals)] == [3, 1]
     assert policy_named("mux").partitions(latency_s, 1, 1) == [fused]
+    too_large = np.array([[1.0, np.inf], [np.inf, np.inf]])
+    assert len(policy_named("mux").partitions(too_large, 2, 4)) == 2, "fusion finds none"
+    with pytest.raises(ValueError, match="does not fit in memory even"):
+        policy_named("mux").partitions(too_large, 1, 1)
 
 
 # ------------------------------------------------------------------ a newcomer

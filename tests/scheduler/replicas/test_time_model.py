@@ -127,20 +127,15 @@ def test_sequences_of_different_lengths_share_a_pass_instead_of_one_for_each_buc
         assert replace(same, packs=True).step_s(*arguments) == pytest.approx(same.step_s(*arguments))
 
 
-@pytest.mark.parametrize("packs", [False, True])
-def test_slowness_multiplies_every_time_of_its_configuration(packs: bool) -> None:
-    two = ParallelConfig(1, 2)
-    plain = replace(model(one=1, two=2), packs=packs)
+def test_slowness_multiplies_every_time_of_its_configuration() -> None:
+    plain, two, lengths = model(one=1, two=2), ParallelConfig(1, 2), [256, 1000, 3000]
     slow = replace(plain, slowness={two: 1.5})
-    arguments = ([5, 2, 1], [256, 1000, 3000], 4096)
-    assert slow.step_s(ONE, *arguments) == plain.step_s(ONE, *arguments)
-    assert slow.step_s(two, *arguments) == pytest.approx(1.5 * plain.step_s(two, *arguments))
-    for found, expected in zip(
-        slow.linear_terms(two, *arguments[1:]), plain.linear_terms(two, *arguments[1:]), strict=True
-    ):
-        np.testing.assert_allclose(found, 1.5 * np.asarray(expected))
-    assert slow.throughput(two, 256, 4) == pytest.approx(plain.throughput(two, 256, 4) / 1.5)
-    assert plain.throughput(two, 5000, 4) == 0.0
+    for config, factor in ((ONE, 1.0), (two, 1.5)):
+        step_s = plain.step_s(config, [5, 2, 1], lengths, 4096)
+        assert slow.step_s(config, [5, 2, 1], lengths, 4096) == pytest.approx(factor * step_s)
+        linear, expected = (np.hstack(one.linear_terms(config, lengths, 4096)) for one in (slow, plain))
+        np.testing.assert_allclose(linear, factor * expected)
+        assert slow.throughput(config, 256, 4) == pytest.approx(plain.throughput(config, 256, 4) / factor)
 
 
 # ------------------------------------------------------------------- refusals, files
