@@ -127,8 +127,12 @@ def test_an_arrival_that_peft_refuses_when_it_makes_the_adapter_does_not_end_the
 def test_a_task_that_fails_is_reported_and_saved_as_it_was_last_good(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tasks = small_tasks("good", "bad", max_steps=5)
+    ended: list[int] = []
+    hears = Acts(lambda state, **_: ended.append(state.global_step))
+    bad = small_task("bad", data_seed=2, max_steps=5, callbacks=[hears])
+    tasks = [small_task("good", data_seed=1, max_steps=5), bad]
     trainer = train(tasks, tmp_path, recorder=act({3: poison("bad")}), disable_tqdm=False, **SAVING).trainer
+    assert ended == [1, 2, 3], "it has not taken the step in which it failed"
     assert trainer.task_statuses == {"good": "succeeded", "bad": "failed"}
     assert "bad: failed (non_finite: loss is nan at step 3)" in capsys.readouterr().out
     assert "failed" in next(line for line in trainer.report().splitlines() if line.startswith("bad"))
