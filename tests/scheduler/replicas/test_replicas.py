@@ -162,6 +162,7 @@ def test_sums_of_tasks_that_end_early_are_hidden_by_the_passes_of_others() -> No
     a_s, b_s, c_s = (exchange.of(name).seconds_of(groups) for name in "abc")
     assert exchange.exposed_s(groups, {"a": 5.0, "b": 5.0, "c": 5.0}) == pytest.approx(a_s + b_s + c_s)
     assert exchange.exposed_s(groups, {"a": 0.0, "b": 4.0, "c": 5.0}) == pytest.approx(c_s)
+    assert exchange.exposed_s(groups, {"a": 5.0, "b": 4.0, "c": 0.0}) == pytest.approx(a_s), "in order of their ends"
     late = {"a": 5.0 - a_s / 2, "b": 5.0 - a_s / 4, "c": 5.0}
     assert exchange.exposed_s(groups, late) == pytest.approx(a_s / 2 + b_s + c_s)
 
