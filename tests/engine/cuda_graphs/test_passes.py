@@ -118,12 +118,6 @@ def test_quantised_layers_are_a_reason_adapted_or_not(is_adapted: bool, monkeypa
     assert where in reason
 
 
-def test_a_cpu_has_no_graphs() -> None:
-    assert said(CapturedPasses(mux(llama()), nullcontext), batch(5), batch(6)) == [
-        "passes run eagerly instead of as CUDA graphs, as there are none on a cpu."
-    ]
-
-
 def test_a_micro_batch_that_is_on_the_device_already_is_not_read_back() -> None:
     passes = CapturedPasses(mux(llama()), nullcontext, NoGraph)  # type: ignore[arg-type]
     (message,) = said(passes, batch(5).to("meta"))
