@@ -151,7 +151,7 @@ def allocated_bytes(function: Callable[[], Any], least: int) -> tuple[list[int],
 
 @pytest.mark.parametrize("bias", [torch.ones(1000), None])
 @pytest.mark.parametrize(("softcap", "block", "times"), [(None, 40, 1), (3.0, 100, 2)])
-def test_the_logits_of_all_blocks_are_in_one_memory_and_the_slope_of_a_cap_is_held_beside_them(
+def test_the_logits_of_all_blocks_are_in_one_memory_and_the_slope_of_a_cap_is_held_next_to_them(
     softcap: float | None, block: int, times: int, bias: torch.Tensor | None
 ) -> None:
     head, hidden = Head(torch.randn(1000, 4), bias, 0.5, softcap), torch.randn(100, 4, requires_grad=True)
