@@ -22,7 +22,8 @@ def take_shortcuts(patch: pytest.MonkeyPatch, *, is_rank: bool = False) -> None:
 
     Args:
         patch: what undoes it.
-        is_rank: whether this is one process of several, which all count the same bytes of activations: they get a number.
+        is_rank: whether this is one process of several, which would all count the same bytes of activations: they
+            get a number.
     """
     for module in (page, run):
         patch.setattr(module, "draw_losses", lambda tasks, kind="png": _EMPTY)

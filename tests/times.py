@@ -1,4 +1,4 @@
-"""Plugin of `make test-times`: the CPU seconds of every test, child processes included, by folder and for the dearest tests.
+"""Plugin of `make test-times`: the CPU seconds of tests with their child processes, by folder and of the dearest tests.
 
 Seconds on a clock say little on a shared machine. What a fixture of a module or session takes is counted for the first
 test that uses it.

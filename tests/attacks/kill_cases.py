@@ -112,7 +112,7 @@ class Running:
         sender.close()
 
     def finish(self, *, kill_at: int | None = None, delay: float = 0.0) -> Outcome:
-        """Return what becomes of it; kill it a while after it has reported a step."""
+        """Return how it ends; kill it a while after it has reported a step."""
         outcome = Outcome()
         with contextlib.suppress(EOFError, OSError):  # the second where it is killed in the middle of a report
             while True:
@@ -162,7 +162,7 @@ class Whole:
         assert all(self.outcome.steps[step] == entry for step, entry in killed.steps.items())
 
     def assert_resumes(self, folder: Path, killed: Outcome) -> None:
-        """Assert that a killed run resumes somewhere after its last save, and goes on in the same bits."""
+        """Assert that a killed run resumes somewhere after its last save, and ends in the same bits."""
         self.assert_began_alike(killed)
         is_saved = has_saved(folder)
         resumed = run(folder, resume=is_saved)

@@ -1,6 +1,6 @@
 """Passes that are captured and replayed through the kernels are equal to eager ones in every respect.
 
-Each case runs in one process with Triton's interpreter, and tells how it failed.
+Each case runs in one process with Triton's interpreter, and says how it failed.
 """
 
 from __future__ import annotations

@@ -156,7 +156,7 @@ def test_dispatch_by_length_takes_the_smallest_configuration_that_supports_a_buc
     found = dispatch(groups, Bucketing((512, 1024, 2048, 4096), (9, 5, 4, 2), 0), MODEL, policy="length")
     assert found.counts == ((0, 0, 0, 2), (9, 5, 0, 0), (0, 0, 4, 0))
     assert found.status == "by rule"
-    # Two stages are twice as fast as one, but for their bubble; two replicas of one stage together too.
+    # Two stages are twice as fast as one, except for their bubble; two replicas of one stage together too.
     for count, expected in ((1, (13, 27)), (2, (20, 20))):
         alike = some_groups((1, 1, count, 1024), (1, 2, 1, 1024), (4, 1, 1, 4096))
         first, second, last = dispatch(alike, Bucketing((1024,), (40,), 0), MODEL, policy="length").counts
