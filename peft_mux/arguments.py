@@ -711,7 +711,7 @@ SETTABLE_FIELDS = frozenset(
 """Names of the arguments that may be set; all others must keep their defaults."""
 
 
-_ANNOTATIONS = {
+FIELD_TYPES = {
     name: annotation
     for owner in reversed(MultiTaskTrainingArguments.__mro__)
     for name, annotation in vars(owner).get("__annotations__", {}).items()
@@ -734,7 +734,7 @@ def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         elif item.name in _CHOICES:
             faults += choice_faults(where, value, _CHOICES[item.name])
         else:
-            rule = _RULES.get(item.name) or type_rule(_ANNOTATIONS[item.name])
+            rule = _RULES.get(item.name) or type_rule(FIELD_TYPES[item.name])
             if not rule.is_valid(value):
                 faults.append(Fault(where, shown(value), rule.allowed))
     if args.tf32 is True and not (torch.cuda.is_available() and torch.cuda.get_device_capability()[0] >= 8):

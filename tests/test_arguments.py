@@ -13,9 +13,10 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig
-from transformers import TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
 
 from peft_mux.arguments import HARMLESS, HONOURED, SETTABLE_FIELDS, MultiTaskTrainingArguments
+from peft_mux.cli.starting import schema
 from peft_mux.errors import ConfigError, shown
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
@@ -229,6 +230,22 @@ def test_arguments_go_to_a_dict_and_back() -> None:
     assert second.to_dict() == first.to_dict()
     assert {name: written[name] for name in own} == own
     assert json.loads(second.to_json_string()) == json.loads(first.to_json_string())
+
+
+def test_a_script_that_parses_the_arguments_of_trainer_may_make_ours(monkeypatch: pytest.MonkeyPatch) -> None:
+    before = schema()
+    for item in TrainingArguments.__dataclass_fields__.values():
+        monkeypatch.setattr(item, "type", item.type)  # the parser writes into fields that all classes share
+    HfArgumentParser(TrainingArguments).parse_args_into_dataclasses(["--output_dir", "theirs"])  # type: ignore[arg-type]
+    assert arguments().output_dir == "unused"
+    assert "must be True or False" in refusal(bf16="yes")
+    assert schema() == before
+
+
+def test_the_best_model_is_that_of_the_least_loss_unless_a_metric_is_named() -> None:
+    assert arguments(load_best_model_at_end=True).metric_for_best_model == "loss"
+    assert arguments(load_best_model_at_end=True, metric_for_best_model="score").metric_for_best_model == "score"
+    assert arguments().metric_for_best_model is None
 
 
 def test_a_machine_without_accelerator_gets_the_cpu_even_with_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from huggingface_hub import get_token
 
-from peft_mux.arguments import SETTABLE_FIELDS, MultiTaskTrainingArguments, plain_types
+from peft_mux.arguments import FIELD_TYPES, SETTABLE_FIELDS, MultiTaskTrainingArguments, plain_types
 from peft_mux.cli.config_file import DATA_KEYS, TASK_KEYS
 from peft_mux.errors import ConfigError, installed_version, raise_faults
 from peft_mux.kernels.availability import reason_against_kernels
@@ -122,7 +122,10 @@ def print_schema(arguments: argparse.Namespace) -> int:
 def schema() -> dict[str, Any]:
     """Return the JSON schema of `tasks.yaml`."""
     run = {
-        name: {**_kind(item.type), **({"description": item.metadata["help"]} if "help" in item.metadata else {})}
+        name: {
+            **_kind(FIELD_TYPES[name]),
+            **({"description": item.metadata["help"]} if "help" in item.metadata else {}),
+        }
         for name, item in sorted(MultiTaskTrainingArguments.__dataclass_fields__.items())
         if name in SETTABLE_FIELDS and name != "output_dir"
     }

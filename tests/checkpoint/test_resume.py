@@ -214,6 +214,22 @@ def test_a_paused_task_is_paused_still_after_resuming(step: int, tmp_path: Path)
     assert len(act.losses["b"]) == 8 - step
 
 
+def test_what_callbacks_ask_for_at_a_step_that_is_saved_is_part_of_the_saved_state(tmp_path: Path) -> None:
+    def tasks() -> list[Task]:
+        return small_tasks("a", "b")
+
+    def ask(trainer: Any) -> None:
+        trainer.register_tasks([late])
+        trainer.pause_task("b")
+
+    late = lab.small_task("late", data_seed=3, max_steps=3)
+    whole = lab.train(tasks(), tmp_path / "whole", recorder=Recorder(at_end={2: ask}), **saving(save_steps=2))
+    train_until_crash(tasks(), tmp_path / "run", Recorder(at_end={2: ask, 3: crash}), **saving(save_steps=2))
+    run = lab.train([*tasks(), late], tmp_path / "run", resume=True, **saving())
+    assert run.trainer.task_statuses == {"a": "succeeded", "b": "paused", "late": "succeeded"}
+    assert run.losses == {"a": whole.losses["a"][2:], "late": whole.losses["late"]}
+
+
 def logged(run: Run) -> list[str]:
     """Return the records of `metrics.jsonl` about tasks, without their times; their order in a step has no meaning."""
     records = [{**record, "time": 0} for record in run_records(folder_of(run))]

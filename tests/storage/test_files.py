@@ -141,6 +141,17 @@ def test_every_flipped_bit_cut_and_appended_byte_is_found_and_its_file_named(tmp
     storage.verify_folder(folder)
 
 
+def test_a_file_that_was_grown_to_a_tebibyte_is_refused_without_reading_it(tmp_path: Path) -> None:
+    folder = tmp_path / "checkpoint-4"
+    write(folder, "new")
+    for path in sorted(folder.iterdir()):
+        whole = path.read_bytes()
+        os.truncate(path, 2**40)
+        assert_refused(folder, said=path.name)
+        path.write_bytes(whole)
+    storage.verify_folder(folder)
+
+
 def test_missing_extra_linked_and_replaced_files_are_named(tmp_path: Path) -> None:
     folder = tmp_path / "checkpoint-4"
     write(folder, "new")

@@ -1,10 +1,14 @@
-"""All members of a group issue the same collectives in the same order: on GPUs, another order hangs or mixes values."""
+"""All members of a group issue the same collectives in the same order: on GPUs, another order hangs or mixes values.
+
+The first message between two processes of a group waits here until both have begun it, as NCCL connects them then.
+"""
 
 from __future__ import annotations
 
 import functools
 from collections import defaultdict
 from collections.abc import Callable
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -47,7 +51,25 @@ def record(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> Is
 
         return call
 
+    connected: set[str] = set()
+
+    def connecting(plain: Callable[..., Any]) -> Callable[..., Any]:
+        """Make the first message of a group wait for the process at the other end, as over NCCL."""
+
+        def call(tensor: torch.Tensor, peer: int | None = None, group: Any = None, **ends: int) -> Any:
+            peer = next(iter(ends.values()), peer)
+            if group.group_name not in connected:
+                connected.add(group.group_name)
+                store = dist.distributed_c10d._get_default_store()
+                store.set(f"connects {group.group_name} {rank}", "")
+                store.wait([f"connects {group.group_name} {peer}"], timedelta(seconds=60))
+            return plain(tensor, peer, group=group)
+
+        return call
+
     with pytest.MonkeyPatch.context() as patch:
+        for name in ("isend", "irecv"):
+            patch.setattr(dist, name, connecting(getattr(dist, name)))
         for name in COLLECTIVES:
             patch.setattr(dist, name, noted(name, getattr(dist, name)))
         layout_cases.train_with_comings_and_goings(rank, folder, model, arguments)
