@@ -29,6 +29,7 @@ NO_EFFECT = ("attn.c_attn.bias", "attn.c_attn.base_layer.bias")
 
 def test_a_task_may_have_copies_next_to_its_biases_whose_modules_have_biases_too(tmp_path: Path) -> None:
     both = LoraConfig(r=2, target_modules=["c_fc"], bias="all", modules_to_save=["ln_f"], fan_in_fan_out=True)
+    # Without decay: Trainer exempts every nn.LayerNorm, peft_mux only parameters with "norm" in their names.
     ran = together({"both": both, "plain": CONFIGS["plain"]}, tiny_gpt2, tmp_path, weight_decay=0.0)
     assert ran.saved("both").keys() == ran.saved_alone(ran.assert_as_alone("both", but=NO_EFFECT)).keys()
 
