@@ -87,7 +87,9 @@ def test_adapters_on_embeddings_and_the_head_generate_side_by_side(tmp_path: Pat
     check_as_alone(generate(model, rows, max_new_tokens=TOKENS), rows, Judge(tiny_llama(), model, tmp_path))
 
 
+# Greedy rows with and without a penalty: rows of equal settings are drawn together, others must not be.
 SAMPLED: list[dict[str, Any]] = [
+    {},
     {"do_sample": True},
     {"do_sample": True, "temperature": 0.6, "top_k": 7},
     {"do_sample": True, "temperature": 1.5, "top_p": 0.8},

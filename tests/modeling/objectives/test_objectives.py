@@ -37,7 +37,7 @@ from peft_mux.modeling.objectives.objective import (
 from peft_mux.modeling.objectives.task_objective import find_loss
 from peft_mux.task import EarlyStopping, Task
 from tests.invariants import mux_lab as lab
-from tests.modeling.backbones import classifier_of, drawn, tagger_of
+from tests.modeling.backbones import backbone_of, classifier_of, drawn, tagger_of
 from tests.modeling.objectives import rollouts
 from tests.modeling.objectives.cases import CASES as OTHERS
 from tests.modeling.objectives.cases import LossCase
@@ -93,10 +93,10 @@ def added() -> Iterator[Objective]:
 
 
 def model_of(
-    objective: Objective, *names: str, args: LossArgs | None = None, targets: Any = "all-linear"
+    objective: Objective, *names: str, targets: Any = "all-linear", backbone: Any = None
 ) -> MultiTaskPeftModel:
     """Return a float64 model with adapters that do something, and the head that the loss reads."""
-    backbone = drawn(BACKBONES[objective.head.kind])
+    backbone = backbone or drawn(BACKBONES[objective.head.kind])
     task_type = objective.head.kind.task_types[0]
     configs = {name: LoraConfig(r=2, target_modules=targets, task_type=task_type) for name in names}
     for config in configs.values():
@@ -104,7 +104,7 @@ def model_of(
     model = MultiTaskPeftModel(backbone, configs, verify=False)
     lab.fill(_Parameters(model), 2)
     for name in names:
-        model.objectives.assign(name, objective, args)
+        model.objectives.assign(name, objective)
     return model.double()
 
 
@@ -245,11 +245,16 @@ def test_a_nan_in_rows_of_one_task_leaves_the_bits_of_the_other(case: LossCase) 
     assert_a_nan_stays_in_its_task(model, batch)
 
 
-@pytest.mark.parametrize("targets", ["all-linear", ["q_proj", "lm_head"]], ids=["frozen head", "adapted head"])
-def test_tasks_of_several_temperatures_share_a_pass(targets: Any) -> None:
+@pytest.mark.parametrize(
+    ("kind", "targets"),
+    [("llama", "all-linear"), ("llama", ["q_proj", "lm_head"]), ("gemma2", "all-linear")],
+    ids=["frozen head", "adapted head", "soft-capped head"],
+)
+def test_tasks_of_several_temperatures_share_a_pass(kind: str, targets: Any) -> None:
     temperatures = {"a": 0.5, "b": 1.0, "c": 1.0, "d": 2.0}
     objective = OBJECTIVES["policy"]
-    model = model_of(objective, *temperatures, targets=targets)
+    backbone = drawn(backbone_of(kind, vocab_size=lab.VOCABULARY))
+    model = model_of(objective, *temperatures, targets=targets, backbone=backbone)
     batches = []
     for seed, (name, temperature) in enumerate(temperatures.items()):
         case = LossCase("policy", "dapo", rollouts.judged, {"temperature": temperature, "beta": 0.1}, rollouts.rows)
