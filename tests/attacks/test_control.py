@@ -16,7 +16,7 @@ from transformers import TrainerCallback
 from peft_mux.cli.main import main
 from peft_mux.trainer.mailbox import Mailbox
 from tests.attacks import attack_lab as attacks
-from tests.attacks.attack_lab import nano_task, sampled
+from tests.attacks.attack_lab import COUNT, nano_task, sampled
 from tests.attacks.run_files import snapshot
 
 pytestmark = pytest.mark.timeout(60)
@@ -51,25 +51,26 @@ REQUESTS: dict[str, bytes] = {
 }
 
 
-def ask(folder: Path, content: bytes) -> Path:
+def ask(folder: Path, content: bytes, number: int = 1) -> Path:
     """Put a request into a control folder; return where its answer comes."""
     control = folder / "control"
     control.mkdir(exist_ok=True)
-    (control / "1.request.json").write_bytes(content)
-    return control / "1.answer.json"
+    (control / f"{number}.request.json").write_bytes(content)
+    return control / f"{number}.answer.json"
 
 
 def two_tasks() -> list[Any]:
     return [nano_task("one", 1), nano_task("two", 2)]
 
 
-@pytest.mark.parametrize("kind", sampled(list(REQUESTS), fast=7, slow=99))
-def test_a_hostile_request_is_refused_and_the_tasks_train_on(kind: str, tmp_path: Path) -> None:
-    answer = ask(tmp_path, REQUESTS[kind])
+def test_hostile_requests_are_refused_and_the_tasks_train_on(tmp_path: Path, record_property: Any) -> None:
+    answers = {kind: ask(tmp_path, content, number) for number, (kind, content) in enumerate(REQUESTS.items())}
     run = attacks.train(two_tasks(), tmp_path)
     assert set(run.statuses.values()) == {"succeeded"}
-    assert json.loads(answer.read_text(encoding="utf-8"))["ok"] is False
-    assert not list(answer.parent.glob("*.request.json"))
+    for kind, answer in answers.items():
+        assert json.loads(answer.read_text(encoding="utf-8"))["ok"] is False, kind
+    assert not list((tmp_path / "control").glob("*.request.json"))
+    record_property(COUNT, len(REQUESTS))
 
 
 def link_to_a_device(control: Path, outside: Path) -> None:
@@ -102,19 +103,16 @@ def answer_that_leads_out(control: Path, outside: Path) -> None:
 
 
 TRAPS: dict[str, Callable[[Path, Path], None]] = {
-    trap.__name__: trap
-    for trap in (
-        link_to_a_device,
-        pipe,
-        folder_instead_of_a_request,
-        link_to_a_folder,
-        file_instead_of_the_folder,
-        answer_that_leads_out,
-    )
+    "a link to a device": link_to_a_device,
+    "a link to a folder": link_to_a_folder,
+    "a pipe": pipe,
+    "a folder instead of a request": folder_instead_of_a_request,
+    "a file instead of the folder": file_instead_of_the_folder,
+    "an answer that leads out": answer_that_leads_out,
 }
 
 
-@pytest.mark.parametrize("trap", TRAPS)
+@pytest.mark.parametrize("trap", sampled(list(TRAPS), fast=2))
 def test_a_trap_in_the_control_folder_is_harmless(trap: str, tmp_path: Path) -> None:
     folder, outside = tmp_path / "run", tmp_path / "outside"
     folder.mkdir()

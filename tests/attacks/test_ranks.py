@@ -81,7 +81,7 @@ def healthy(model: str, tmp_path_factory: pytest.TempPathFactory) -> Healthy:
     return Healthy(tmp_path_factory.mktemp("healthy"), model)
 
 
-@pytest.mark.parametrize("attack", sampled(attacks_of(ISOLATED), fast=0, slow=7))
+@pytest.mark.parametrize("attack", sampled(attacks_of(ISOLATED), fast=0, ci=7))
 def test_a_task_that_fails_on_one_process_fails_on_all_and_the_others_continue(
     attack: Attack, model: str, healthy: Healthy, tmp_path: Path
 ) -> None:
@@ -97,7 +97,7 @@ def test_a_task_that_fails_on_one_process_fails_on_all_and_the_others_continue(
             lab.assert_close(part.losses[name], wanted.losses[name], 1e-6, name)
 
 
-@pytest.mark.parametrize("attack", sampled(attacks_of(FATAL), fast=0, slow=8))
+@pytest.mark.parametrize("attack", sampled(attacks_of(FATAL), fast=0, ci=4))
 def test_a_process_that_is_lost_or_unlike_the_others_ends_them_by_name(
     attack: Attack, model: str, tmp_path: Path
 ) -> None:
@@ -127,7 +127,7 @@ def assert_named(outcome: Outcome, rank: int, victim: int, attack: Attack) -> No
     assert outcome.seconds < limit_s, f"{outcome.seconds} s"
 
 
-@pytest.mark.parametrize("layout", sampled(list(LAYOUTS), fast=0, slow=2))
+@pytest.mark.parametrize("layout", sampled(list(LAYOUTS), fast=0, ci=1))
 def test_a_full_disk_of_the_process_that_writes_ends_no_process(
     layout: str, model: str, healthy: Healthy, tmp_path: Path
 ) -> None:

@@ -23,7 +23,7 @@ from tests.attacks.attack_lab import COUNT, how_many, nano_task, rows
 from tests.children import run_script
 
 pytestmark = [
-    pytest.mark.slow,
+    pytest.mark.nightly,
     pytest.mark.timeout(1500),
     pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="needs /proc"),
 ]
@@ -110,8 +110,8 @@ def assert_flat(samples: list[tuple[int, int, int]]) -> None:
 @pytest.mark.parametrize(
     ("kind", "count"),
     [
-        pytest.param("steps", how_many(usually=1_500, full=10_000), id="steps"),
-        pytest.param("arrivals and departures", how_many(usually=150, full=1_000), id="arrivals and departures"),
+        ("steps", how_many(usually=1_500, full=10_000)),
+        ("arrivals and departures", how_many(usually=150, full=1_000)),
     ],
 )
 def test_a_long_run_holds_no_more_at_its_end(kind: str, count: int, record_property: Any) -> None:

@@ -121,7 +121,7 @@ def train_until(trainer: MultiTaskTrainer, callers: Callers, **options: Any) -> 
 # ------------------------------------------------------------------------ all at once
 
 
-@pytest.mark.parametrize("seed", sampled(range(12), fast=1, slow=4))
+@pytest.mark.parametrize("seed", sampled(range(12), fast=1, ci=2))
 def test_threads_that_ask_for_everything_at_once_are_all_answered(
     seed: int, tmp_path: Path, record_property: Any
 ) -> None:
@@ -184,7 +184,7 @@ def test_of_several_who_remove_one_task_the_run_survives_all(tmp_path: Path) -> 
 # ------------------------------------------------------------------------ while it is loading, before and after
 
 
-@pytest.mark.parametrize("delay_ms", sampled(range(0, 210, 15), fast=3, slow=10))
+@pytest.mark.parametrize("delay_ms", sampled(range(0, 210, 15), fast=1, ci=5))
 def test_a_task_registered_at_any_moment_of_loading_trains(delay_ms: int, tmp_path: Path) -> None:
     trainer = attacks.make_trainer([host()], tmp_path)
     guest = nano_task("guest", 2, max_steps=3)

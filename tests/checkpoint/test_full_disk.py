@@ -52,15 +52,6 @@ def test_a_disk_that_takes_nothing_for_a_while_costs_records_and_nothing_else(
     assert not list(tmp_path.rglob(".tmp-*"))
 
 
-def test_a_state_that_finds_no_room_is_left_out_and_the_older_one_stays(disk: Disk, whole: Run, tmp_path: Path) -> None:
-    # No checkpoint but records fit into the limit; it lasts over the save of step 4, and is gone at the end.
-    run = train(disk, tmp_path, recorder=Recorder(at_end={3: lambda _: disk(5_000), 5: lambda _: disk(None)}))
-    assert run.losses == whole.losses
-    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == [f"run-{n:08d}.json" for n in (2, 6, 7)]
-    (failure,) = records(tmp_path, "save_failed")
-    assert failure["run_step"] == 4
-
-
 def test_a_task_whose_adapter_was_never_written_has_failed_and_the_report_names_no_stale_one(
     disk: Disk, whole: Run, tmp_path: Path
 ) -> None:
@@ -86,7 +77,10 @@ def test_a_task_that_was_never_saved_says_that_there_is_no_copy(disk: Disk, tmp_
     assert "There is no copy of it on the disk" in run.trainer.table["a"].reason
 
 
-@pytest.mark.parametrize("save_steps", [2, 100], ids=["at the next state", "at the end of the run"])
+@pytest.mark.parametrize(
+    "save_steps",
+    [pytest.param(2, id="at the next state"), pytest.param(100, id="at the end of the run", marks=pytest.mark.slow)],
+)
 def test_an_adapter_that_could_not_be_written_is_written_when_there_is_room_again(
     save_steps: int, disk: Disk, tmp_path: Path
 ) -> None:

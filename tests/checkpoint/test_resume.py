@@ -129,7 +129,7 @@ def differing(mine: list[str], theirs: list[str]) -> int:
     return next((n for n, (a, b) in enumerate(zip(mine, theirs, strict=False)) if a != b), min(len(mine), len(theirs)))
 
 
-@pytest.mark.parametrize("step", [n if n == 4 else pytest.param(n, marks=pytest.mark.slow) for n in range(1, 9)])
+@pytest.mark.parametrize("step", [4, *(pytest.param(n, marks=pytest.mark.slow) for n in (1, 6, 8))])
 def test_a_run_stopped_at_any_step_ends_with_the_same_bits(step: int, whole: Run, tmp_path: Path) -> None:
     first = lab.train(all_kinds(), tmp_path, recorder=recorder(at_end={step: stop}), **saving())
     assert first.trainer.state.global_step == step, "it was not interrupted where it should be"
@@ -139,9 +139,7 @@ def test_a_run_stopped_at_any_step_ends_with_the_same_bits(step: int, whole: Run
     assert second.trainer.state.global_step == whole.trainer.state.global_step
 
 
-@pytest.mark.parametrize(
-    ("crash_at", "saved_at"), [*(pytest.param(step, 3, marks=pytest.mark.slow) for step in (4, 6)), (8, 6)]
-)
+@pytest.mark.parametrize(("crash_at", "saved_at"), [(8, 6), pytest.param(4, 3, marks=pytest.mark.slow)])
 def test_a_run_that_crashed_goes_back_to_its_last_save_and_ends_with_the_same_bits(
     crash_at: int, saved_at: int, whole: Run, tmp_path: Path
 ) -> None:
@@ -151,6 +149,7 @@ def test_a_run_that_crashed_goes_back_to_its_last_save_and_ends_with_the_same_bi
     assert_ended_the_same(resumed, whole)
 
 
+@pytest.mark.slow
 def test_a_run_interrupted_again_and_again_ends_with_the_same_bits(whole: Run, tmp_path: Path) -> None:
     for number, step in enumerate((2, 5, 7)):
         act = recorder(at_end={step: stop})
@@ -159,6 +158,7 @@ def test_a_run_interrupted_again_and_again_ends_with_the_same_bits(whole: Run, t
     assert_ended_the_same(last, whole)
 
 
+@pytest.mark.slow
 def test_another_folder_can_be_resumed_from_and_stays_as_it_was(whole: Run, stopped: Path, tmp_path: Path) -> None:
     old, new = stopped, tmp_path / "new"
     before = files_in(old)

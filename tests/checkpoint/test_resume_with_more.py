@@ -51,6 +51,7 @@ def test_more_steps_give_the_bits_of_a_run_that_had_them_from_the_start(
     assert run.trainer.task_statuses["a"] == "succeeded"
 
 
+@pytest.mark.slow
 def test_changed_rates_hold_from_here_on_and_follow_their_schedule(tmp_path: Path) -> None:
     stopped(tmp_path / "run", own(learning_rate=4e-3, lr_scheduler_type="linear"))
     run = resumed(tmp_path / "run", own(learning_rate=1e-3, lr_scheduler_type="linear", max_steps=16, weight_decay=0.1))
@@ -61,6 +62,7 @@ def test_changed_rates_hold_from_here_on_and_follow_their_schedule(tmp_path: Pat
     assert run.trainer.table["a"].step == after.trainer.table["a"].step == 16
 
 
+@pytest.mark.slow
 def test_a_task_that_had_ended_resumes_from_its_adapter_and_says_that_its_optimizer_starts_again(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -100,6 +102,7 @@ def test_tasks_come_and_go_between_two_runs_and_the_others_keep_their_bits(
     assert (tmp_path / "run" / "old" / "adapter_model.safetensors").is_file()
 
 
+@pytest.mark.slow
 def test_a_second_resumption_with_the_new_settings_is_exact(tmp_path: Path) -> None:
     stopped(tmp_path / "run", own(max_steps=8))
     shutil.copytree(tmp_path / "run", tmp_path / "twice")

@@ -84,7 +84,7 @@ def test_the_copy_has_the_files_of_the_run_folder_and_no_others(tmp_path: Path) 
     assert not [name for name in found if "tmp-" in name or "lock" in name]
 
 
-@pytest.mark.parametrize("resume", [True, "auto"])
+@pytest.mark.parametrize("resume", [True, pytest.param("auto", marks=pytest.mark.slow)])
 def test_a_run_whose_folder_is_lost_resumes_from_the_copy_with_the_same_bits(resume: Any, tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", url="memory://elsewhere")
     train(tmp_path / "first", stop_after=3)
@@ -97,6 +97,7 @@ def test_a_run_whose_folder_is_lost_resumes_from_the_copy_with_the_same_bits(res
     assert uploaded()[adapter] == files_of(tmp_path / "whole")[adapter]
 
 
+@pytest.mark.slow
 def test_auto_begins_where_neither_folder_nor_url_holds_a_run(tmp_path: Path) -> None:
     assert len(train(tmp_path / "run", resume="auto").losses["long"]) == 7
 
@@ -108,6 +109,7 @@ def test_a_local_run_is_resumed_before_the_copy(tmp_path: Path) -> None:
     assert uploaded() == files_of(tmp_path / "run")
 
 
+@pytest.mark.slow
 def test_a_new_run_does_not_overwrite_the_copy_of_another(tmp_path: Path) -> None:
     train(tmp_path / "first", stop_after=3)
     before = uploaded()
@@ -121,6 +123,7 @@ def test_resuming_from_nothing_is_refused(tmp_path: Path) -> None:
         train(tmp_path / "run", resume=True)
 
 
+@pytest.mark.slow
 def test_a_damaged_copy_resumes_from_the_state_before(tmp_path: Path) -> None:
     whole = train(tmp_path / "whole", url="memory://elsewhere")
     train(tmp_path / "first", stop_after=5, save_total_limit=5)
@@ -146,6 +149,7 @@ def test_a_copy_that_fails_ends_no_run_and_is_made_at_the_next_save(
         assert uploaded() == {}
 
 
+@pytest.mark.slow
 def test_a_copy_that_cannot_be_read_back_leaves_no_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     train(tmp_path / "first", stop_after=3)
     plain, calls = MemoryFileSystem.get_file, []
