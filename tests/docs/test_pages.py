@@ -166,7 +166,7 @@ def test_every_page_is_in_the_navigation_of_the_site() -> None:
     assert {path.name for path in (ROOT / "docs").glob("*.md")} == listed
 
 
-@pytest.mark.slow
+@pytest.mark.nightly
 @pytest.mark.skipif(
     importlib.util.find_spec("mkdocs_jupyter") is None, reason="mkdocs-jupyter is absent (the extra docs)"
 )
