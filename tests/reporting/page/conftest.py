@@ -6,5 +6,5 @@ import pytest
 
 
 @pytest.fixture(autouse=True, scope="module")
-def _empty_pictures() -> None:
+def _shortcuts() -> None:
     """Let pictures be drawn, in place of the fixture of all other tests."""
