@@ -7,6 +7,7 @@ after some step: equal composition, equal bits.
 from __future__ import annotations
 
 import json
+import os
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
@@ -113,9 +114,15 @@ def nothing_escapes() -> Iterator[None]:
         raise AssertionError(f"it ended the whole run: {error!r}") from error
 
 
+def settings_of_process() -> tuple[Any, ...]:
+    """Return settings whose change may not show in the bits of so small a run."""
+    modes = torch.is_grad_enabled(), torch.get_default_dtype(), torch.are_deterministic_algorithms_enabled()
+    return *modes, torch.get_num_threads(), torch.get_float32_matmul_precision(), os.getcwd()
+
+
 def assert_isolated(attack: Attack, references: References, folder: Path) -> None:
     """Attack one of six tasks from the first step on."""
-    run, refusal = None, ""
+    run, refusal, before = None, "", settings_of_process()
     try:
         with nothing_escapes():
             tasks = attacks.six_tasks(**attack.settings())
@@ -124,6 +131,7 @@ def assert_isolated(attack: Attack, references: References, folder: Path) -> Non
         refusal = str(error)
     finally:
         attack.cleanup()
+    assert settings_of_process() == before
     if run is None:
         assert attack.may_be_refused, refusal
         assert f"tasks.{ATTACKED}" in refusal, refusal

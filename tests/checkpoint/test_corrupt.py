@@ -217,6 +217,12 @@ def test_save_total_limit_keeps_the_newest_states(tmp_path: Path) -> None:
         assert (tmp_path / name / "adapter_model.safetensors").is_file()
 
 
+def test_a_checkpoint_that_a_kept_state_names_stays_although_its_task_has_saved_newer_ones(tmp_path: Path) -> None:
+    train_until_crash(tasks(save_steps=1), tmp_path, Recorder(at_end={5: crash}), **SAVING, save_total_limit=2)
+    assert sorted(path.name for path in (tmp_path / "state").iterdir()) == ["run-00000002.json", "run-00000004.json"]
+    assert storage.numbered_folders(tmp_path / "a") == [2, 3, 4]
+
+
 def test_everything_that_a_run_writes_is_safetensors_json_or_text_to_read(whole: Run) -> None:
     kinds = {Path(name).suffix for name in files_in(folder_of(whole))}
     assert kinds == {".safetensors", ".json", ".jsonl", ".md", ".html"}
