@@ -447,7 +447,7 @@ def test_what_is_drawn_at_random_is_refused_by_name_or_trains(
 
     explore()
     print(f"{kind}: {drawn} drawn, {accepted} accepted, {trained} of them trained two steps")
-    # What Hypothesis draws depends on the modules that are loaded, so few draws may all be accepted or all refused.
+    # What Hypothesis draws depends on the modules that are loaded, so a few may all be accepted or all be refused.
     if drawn >= 80:
         assert trained
     if drawn >= 150:
