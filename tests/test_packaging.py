@@ -74,6 +74,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Distributions:
     return Distributions(tracked, sdist_files, of_checkout, of_sdist, wheels[1])
 
 
+@pytest.mark.slow
 def test_the_source_distribution_has_every_file_of_the_repository_and_nothing_else(built: Distributions) -> None:
     assert built.tracked - built.sdist == set()
     more = {name for name in built.sdist - built.tracked if not name.startswith("peft_mux.egg-info/")}

@@ -16,6 +16,7 @@ def inputs(shared_data: Path) -> Inputs:
     return Inputs(shared_data / "lobra")
 
 
+@pytest.mark.slow
 def test_more_buckets_pad_less_and_from_twelve_on_hardly_make_a_step_faster(
     inputs: Inputs, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -30,6 +31,7 @@ def test_more_buckets_pad_less_and_from_twelve_on_hardly_make_a_step_faster(
     assert ratios[32] > 0.85 * ratios[12]
 
 
+@pytest.mark.slow
 def test_unequal_replicas_are_never_planned_to_lose_against_equal_ones(
     inputs: Inputs, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -39,6 +39,7 @@ def rows_of(figures: list[planner_figures.Row], figure: str, *words: str) -> lis
     return [row.ours for row in figures if row.figure == figure and all(word in row.what for word in words)]
 
 
+@pytest.mark.slow
 def test_figures_follow_the_papers_curves() -> None:
     figures = [row for make in planner_figures.FIGURES.values() for row in make("A40")]
     by_size = rows_of(figures, "9(a)")

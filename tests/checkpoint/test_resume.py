@@ -170,6 +170,7 @@ def test_another_folder_can_be_resumed_from_and_stays_as_it_was(whole: Run, stop
     assert files_in(old) == before
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_one_task_alone_is_not_mixed_into_the_saved_run(tmp_path: Path) -> None:
     # "a" has newer checkpoints than the record of the whole run; taking them would set it ahead of "b".
     def tasks() -> list[Task]:

@@ -117,6 +117,7 @@ def test_tight_memory_leads_to_unlike_replicas_that_can_be_run_as_they_are_print
     assert data["limit_bytes"] == int(float(limit.split("=")[1]) * GIB)
 
 
+@pytest.mark.slow
 def test_json_and_image_are_those_of_the_report_from_python(file: Path, tmp_path: Path, shell: Shell) -> None:
     image = tmp_path / "plan.svg"
     data = shell.json("plan", file, "--deployment", *DEVICES, "--failures-per-day", "4", "--image", image)
@@ -230,6 +231,7 @@ def test_redeployment_is_needed_where_the_old_replicas_cannot_hold_the_tasks(fil
         redeploy(planner, [], ParallelLayout.parse("<1,1>x4"))
 
 
+@pytest.mark.slow
 def test_the_exchange_of_gradients_is_counted_unless_it_is_free_as_in_the_paper(file: Path, shell: Shell) -> None:
     words = ["plan", file, "--deployment", "--devices", "4x1xA100-40GB"]
     counted, free = shell.json(*words), shell.json(*words, "--free-exchange")
@@ -252,6 +254,7 @@ inter_node_latency_us: 20
 """
 
 
+@pytest.mark.slow
 def test_a_file_describes_nodes_and_their_links(file: Path, tmp_path: Path, shell: Shell) -> None:
     found = {}
     for gb_per_s in (25, 0.25):

@@ -54,6 +54,7 @@ def widest(text: str) -> int:
     return max(map(len, text.splitlines()), default=0)
 
 
+@pytest.mark.slow
 def test_no_line_of_any_command_is_wider_than_80_characters_or_the_terminal(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -179,6 +179,7 @@ def test_the_page_names_all_errors_and_what_else_they_are() -> None:
     }
 
 
+@pytest.mark.slow
 def test_exit_statuses_are_those_of_the_page(
     outputs: tuple[Path, dict[str, Any]], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -58,6 +58,7 @@ def quickstart(tmp_path_factory: pytest.TempPathFactory) -> tuple[str, Path]:
     return run_example("quickstart.py", "--output-dir", str(folder / "out")), folder / "out"
 
 
+@pytest.mark.slow
 def test_the_quickstart_plans_three_tasks_and_teaches_each_its_held_out_answers(quickstart: tuple[str, Path]) -> None:
     printed, _ = quickstart
     assert "plan  3 tasks on " in printed

@@ -41,6 +41,7 @@ def classifiers(decoder: str, folder: Path, seed: int = 7, **classes: int) -> Mu
     return MultiTaskTrainer(decoder, args, tasks, processing_class=_NoTokenizer())
 
 
+@pytest.mark.slow
 def test_classifiers_of_unlike_classes_on_all_layers_train_together_as_alone(decoder: str, tmp_path: Path) -> None:
     losses: dict[str, float] = {}
     for classes in ({"two": 2, "three": 3}, {"two": 2}, {"three": 3}):

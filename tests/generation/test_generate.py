@@ -153,6 +153,7 @@ def test_nan_of_one_adapter_ends_its_own_rows_alone() -> None:
             np.testing.assert_allclose(other.logprobs, one.logprobs, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_a_model_in_the_middle_of_training_generates_and_trains_on_as_if_it_had_not(tmp_path: Path) -> None:
     tasks = [lab.small_task(name, data_seed=ord(name), lora_dropout=0.2, max_steps=6) for name in "ab"]
     seen: list[tuple[list[Completion], bool]] = []
@@ -189,6 +190,7 @@ def stories(shared_data: Path) -> tuple[Any, Any]:
 STORIES = {"tim": ["Once upon a time", "Lily"], "tom": ["The big red dog was", "One day, a boy named Tom went to the"]}
 
 
+@pytest.mark.slow
 def test_real_text_is_that_of_each_adapter_alone_and_ends_at_stop_strings(
     stories: tuple[Any, Any], tmp_path: Path
 ) -> None:

@@ -152,6 +152,7 @@ def test_the_backbone_s_own_dropout_is_the_same_alone_and_together(tmp_path: Pat
         lab.assert_same(together, lab.train([task], tmp_path / task.name, model=backbone()), task.name, 1e-6)
 
 
+@pytest.mark.slow
 def test_bf16_begins_where_fp32_begins_and_stays_finite(verdicts: Mapping[str, Verdict], tmp_path: Path) -> None:
     run = train_unequal(tmp_path, bf16=True)
     for name, verdict in verdicts.items():

@@ -109,6 +109,7 @@ def test_adapters_are_measured_for_every_rank_and_every_width_of_the_backbone(me
     assert measured.utilization(8, 128, np.array([16, 1024]), grows=False) == pytest.approx([1.0, 1.0])
 
 
+@pytest.mark.slow
 def test_a_stored_profile_is_read_again_and_measured_again_when_asked_or_damaged_or_of_other_versions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -53,6 +53,7 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Run:
     return train(tasks(), tmp_path_factory.mktemp("whole"))
 
 
+@pytest.mark.slow
 def test_a_run_continues_in_passes_that_fit_with_the_results_of_one_that_never_lacked_memory(
     whole: Run, tmp_path: Path
 ) -> None:

@@ -159,6 +159,7 @@ def test_no_pass_of_a_run_is_larger_than_what_fits_into_memory(tmp_path: Path) -
     assert f"passes hold at most {plan.max_tokens_per_micro_batch:,} tokens" in " ".join(plan.notes)
 
 
+@pytest.mark.slow
 def test_memory_is_kept_for_the_longest_row_and_all_passes_of_a_row_that_is_cut(tmp_path: Path) -> None:
     short_rows = [{"input_ids": [5, 6, 7, 8]}] * 40
     peaks = []

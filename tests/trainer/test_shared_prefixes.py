@@ -115,6 +115,7 @@ def test_rows_that_share_no_prefix_have_the_bits_of_a_run_that_never_looks_and_r
     assert [bool(text) for text in remarked] == [False, True, False]
 
 
+@pytest.mark.slow
 def test_learnt_prompts_and_adapters_with_dropout_do_not_share_and_are_next_to_tasks_that_do(tmp_path: Path) -> None:
     prompt = PromptTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3, tokenizer_name_or_path="none")
     drops = LoraConfig(r=4, target_modules=["q_proj"], lora_dropout=0.1)

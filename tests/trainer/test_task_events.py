@@ -157,6 +157,7 @@ def test_what_a_callback_of_the_run_raises_ends_the_run_after_every_task_was_sav
     assert again.table["c"].last_loss == whole.table["c"].last_loss
 
 
+@pytest.mark.slow
 def test_a_resumed_run_reports_tasks_that_continue_and_not_of_those_that_ended_or_rest(tmp_path: Path) -> None:
     tasks = [small_task("a", data_seed=3, max_steps=2), *small_tasks("b", "c", max_steps=6)]
     acts = at_steps(step_1=lambda trainer: trainer.pause_task("c"), step_2=stop)

@@ -239,6 +239,7 @@ def test_a_process_that_may_have_no_more_threads_fails_the_task_alone(monkeypatc
         reader.take()
 
 
+@pytest.mark.slow
 def test_a_blocked_thread_does_not_keep_the_interpreter_from_ending() -> None:
     code = (
         "import threading\n"

@@ -79,6 +79,7 @@ def test_two_stages_give_the_losses_and_gradients_of_the_whole_model_to_every_ty
             assert relative(held[key].grad, parameter.grad) <= 1e-5, f"{whole.peft_config} {key}"
 
 
+@pytest.mark.slow
 def test_a_stage_draws_the_adapters_of_the_whole_model_from_a_folder_and_when_tasks_join(tmp_path: Path) -> None:
     tiny_llama().save_pretrained(tmp_path)
     seeds = {name: ord(name) for name in configs()}

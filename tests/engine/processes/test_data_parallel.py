@@ -64,6 +64,7 @@ def test_a_stream_that_blocks_on_one_process_fails_its_task_on_all(alone: Part, 
 # --------------------------------------------------------- stopping, resuming
 
 
+@pytest.mark.slow
 def test_a_signal_to_one_process_stops_all_at_one_step_and_any_number_of_them_resumes(
     alone: Part, tmp_path: Path
 ) -> None:
@@ -75,6 +76,7 @@ def test_a_signal_to_one_process_stops_all_at_one_step_and_any_number_of_them_re
     assert_as_one(resumed[0], alone, from_step=5)
 
 
+@pytest.mark.slow
 def test_a_killed_process_is_named_at_once_and_one_process_resumes_from_the_last_state(
     alone: Part, tmp_path: Path
 ) -> None:

@@ -65,7 +65,7 @@ def alone_with_changes(backbone: str, tmp_path_factory: pytest.TempPathFactory) 
 @pytest.mark.parametrize(
     ("world_size", "arguments"),
     [
-        pytest.param(2, {}, id="dp2"),
+        pytest.param(2, {}, id="dp2", marks=SLOW),
         pytest.param(2, {**PP2, "pipeline_schedule": "gpipe"}, id="pp2, gpipe", marks=SLOW),
         pytest.param(
             3,

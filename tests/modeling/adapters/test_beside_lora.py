@@ -50,7 +50,11 @@ GROUPS = {
     ),
     "steps of rows of transposed weights": Group(steps.TRANSPOSED, tiny_gpt2, {"dora": ""}),
 }
-EVERY_GROUP = pytest.mark.parametrize("group", GROUPS.values(), ids=GROUPS.keys())
+FAST = ("rows", "biases", "steps of rows")
+EVERY_GROUP = pytest.mark.parametrize(
+    "group",
+    [pytest.param(own, id=name, marks=[] if name in FAST else pytest.mark.slow) for name, own in GROUPS.items()],
+)
 
 
 @EVERY_GROUP

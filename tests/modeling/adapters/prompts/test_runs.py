@@ -146,6 +146,7 @@ def test_a_prompt_arrives_in_a_run_with_its_own_number_of_classes_and_leaves_it(
     assert set(wrapper.modules_to_save) == {run.trainer.model.adapter_of(form) for form in ("lora", "prefix")}
 
 
+@pytest.mark.slow
 def test_micro_batches_and_dropout_of_an_encoder_depend_on_nothing_but_the_task(tmp_path: Path) -> None:
     drops = {"hidden_dropout_prob": 0.2, "attention_probs_dropout_prob": 0.3}
     case = prompts.Case(lambda: filled(classifier_of("bert", **drops)), prompts.SEQ)
