@@ -1,4 +1,4 @@
-"""What a short run does besides training takes a third of its time, so tests of other things leave it out."""
+"""A short run also draws pictures and asks git for a commit; tests of other things leave that out to save time."""
 
 from __future__ import annotations
 

@@ -227,8 +227,6 @@ class Membership:
         self._run, self._placement, self._plans = run, placement, plans
         self.queue = CommandQueue()
         self._arriving: set[str] = set()
-        # A tokenizer has state, so the rows of one caller are read after those of another.
-        self._reading = threading.Lock()
         self._num_states_at_last_try = 0
 
     # ------------------------------------------------------------------ requests
@@ -259,8 +257,7 @@ class Membership:
 
         try:
             source = self._placement.source
-            with self._reading:
-                runs = make_task_runs(resolved, self._run.args, source.tokenizer, source.config)
+            runs = make_task_runs(resolved, self._run.args, source.tokenizer, source.config)
             command = self.queue.give(f"register {', '.join(names)}", lambda: self._add(runs))
         except BaseException:
             free_names()

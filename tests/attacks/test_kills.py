@@ -19,7 +19,7 @@ pytestmark = [
     pytest.mark.timeout(180),
 ]
 
-# The count is that of writes of the place: the first ones fall into the first save, the others between later ones.
+# Each place comes with a number: the run is killed at that write. The first writes belong to the first save.
 CRASHES = [
     "after_move_aside:4",
     "before_fill:1",

@@ -4,9 +4,9 @@ A channel is one-way between two processes and carries one kind of message, hidd
 channel has its own process group, so that channels do not wait for each other: NCCL runs all communication of two
 processes in a group as one queue, in which a waiting receive would block the sends after it.
 
-NCCL connects a group at its first message, and blocks each process until its peer connects the same group. So all
-channels are opened when they are made, in an order that all processes share: in a step, one stage would wait for the
-channel of hidden states while its neighbour waits for that of gradients.
+NCCL connects a group at its first message, and blocks each process until its peer connects the same group. All
+channels are therefore connected when they are created, in an order that all processes share. If the first step
+connected them, a stage could block on the hidden states of its neighbour while the neighbour blocks on its gradients.
 
 There are no deadlocks, on gloo and NCCL: sends never block an action; they are only waited for when their message is
 known to have been received, or at the end of the step. So an action waits only for its input. On a channel, messages

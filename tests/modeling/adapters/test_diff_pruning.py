@@ -100,7 +100,7 @@ def test_a_pruned_adapter_is_small_exact_in_files_and_may_be_merged_and_taken_ou
     before = deltas_of(model)
     assert model.base_model.prune(target_sparsity=0.02) == round(0.02 * ELEMENTS)
     for kept, whole in zip(deltas_of(model), before, strict=True):
-        assert torch.equal(kept[kept != 0], whole[kept != 0]), "what is kept stays as it was"
+        assert torch.equal(kept[kept != 0], whole[kept != 0]), "kept weights are unchanged"
     own = logits(model)
     model.save_pretrained(str(tmp_path))
     saved = load_file(tmp_path / "adapter_model.safetensors")

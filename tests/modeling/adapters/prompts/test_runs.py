@@ -116,7 +116,7 @@ def test_what_is_saved_is_plain_pefts_answers_as_its_view_does_and_comes_back(tr
         assert not beside.exists() or load_file(beside).keys() <= own.keys()
         assert_same_tensors(again.task_parameters(form), run.weights(form), form)
         loaded: Any = PeftModel.from_pretrained(case.make(), str(folder)).eval()
-        # What PEFT saves of an encoder was computed from one row, that of the view from several; LoRA's B lies
+        # PEFT saves an encoder's prompt as computed from one row; the view computes it from several. LoRA's B is stored
         # transposed here, which may round a last bit.
         tolerance = 1e-4 if form in prompts.ENCODED else 1e-6 if form == "lora" else 0.0
         with torch.no_grad():
