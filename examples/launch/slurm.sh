@@ -14,7 +14,7 @@
 #SBATCH --requeue
 #SBATCH --open-mode=append       # a requeued job appends to the same log
 #SBATCH --signal=B:USR1@180      # SIGUSR1 to this script, 180 s before the time limit. On preemption too, if the cluster
-                                 # has PreemptParameters=send_user_signal. Change: more than --shutdown-timeout below.
+                                 # has PreemptParameters=send_user_signal. Change: more than the timeout below.
 
 # source /shared/venv/bin/activate    # change: the environment in which peft_mux is installed
 
@@ -22,10 +22,11 @@ first_node=$(scontrol show hostnames "$SLURM_JOB_NODELIST" | head -n 1)
 port=$((10000 + SLURM_JOB_ID % 50000)) # one for each job, as jobs may share a node
 
 export TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1 # restarted workers get a store without the addresses of the attempt before
+export TORCH_ELASTIC_SHUTDOWN_TIMEOUT=150 # seconds to end the step and save; torch 2.11 gives 30 s, whatever is set here
+export SRUN_CPUS_PER_TASK="$SLURM_CPUS_PER_TASK" # since Slurm 22.05, srun does not take it from sbatch
 
-# --shutdown-timeout: how long torchrun waits for processes that end their step and save.
 srun torchrun \
-  --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="${SLURM_GPUS_ON_NODE:-1}" --max-restarts=3 --shutdown-timeout=150 \
+  --nnodes="$SLURM_JOB_NUM_NODES" --nproc-per-node="${SLURM_GPUS_ON_NODE:-1}" --max-restarts=3 \
   --rdzv-backend=c10d --rdzv-id="$SLURM_JOB_ID" --rdzv-endpoint="$first_node:$port" \
   -m peft_mux train "$@" &
 launcher=$!

@@ -65,7 +65,7 @@ class Cluster:
         environment = {name: value for name, value in os.environ.items() if not name.startswith("SLURM_")}
         environment |= {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         environment |= {"PATH": f"{self.folder}:{os.environ['PATH']}", "FAKES": str(self.folder)}
-        environment |= {"SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "node[1-2]"}
+        environment |= {"SLURM_JOB_ID": str(job), "SLURM_JOB_NODELIST": "node[1-2]", "SLURM_CPUS_PER_TASK": "64"}
         # Two workers in all.
         environment |= {"SLURM_JOB_NUM_NODES": str(num_nodes), "SLURM_GPUS_ON_NODE": str(2 // num_nodes)}
         environment |= {"SLURM_RESTART_COUNT": str(restarts)} if restarts else {}
@@ -95,9 +95,11 @@ def wait_until(condition: Any, job: subprocess.Popen[str]) -> None:
 
 
 def test_a_job_that_fails_by_itself_keeps_its_status_and_is_not_requeued(tmp_path: Path) -> None:
-    cluster = Cluster(tmp_path / "slurm", srun="exit 3")
+    noted = 'echo "$SRUN_CPUS_PER_TASK $TORCH_ELASTIC_SHUTDOWN_TIMEOUT" > "$FAKES/noted"; exit 3'
+    cluster = Cluster(tmp_path / "slurm", srun=noted)
     assert cluster.start(7).wait(60) == 3
     assert cluster.lines("requeued") == []
+    assert cluster.lines("noted") == ["64 150"]
 
 
 @pytest.mark.parametrize(("status", "requeued"), [(0, []), (1, ["requeue 7"])])
@@ -170,16 +172,20 @@ def recipe(name: str) -> dict[str, Any]:
     return yaml.safe_load((RECIPES / name).read_text(encoding="utf-8"))
 
 
-def pod_of(name: str) -> tuple[dict[str, Any], list[str]]:
-    """Return what a recipe says of its pods, and the command that runs in them."""
+def pod_of(name: str) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return what a recipe says of its pods, and of the container in which torchrun runs."""
     spec = recipe(name)["spec"]
     if name == "jobset.yaml":
         pod = spec["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-        (container,) = pod["containers"]
-        return pod, container["command"] + container["args"]
+        return pod, pod["containers"][0]
     (patch,) = spec["runtimePatches"]
     jobs = patch["trainingRuntimeSpec"]["template"]["spec"]["replicatedJobs"]
-    return jobs[0]["template"]["spec"]["template"]["spec"], spec["trainer"]["command"] + spec["trainer"]["args"]
+    pod, trainer = jobs[0]["template"]["spec"]["template"]["spec"], spec["trainer"]
+    return pod, {**pod["containers"][0], **trainer, "resources": trainer["resourcesPerNode"]}
+
+
+def command_of(container: dict[str, Any]) -> list[str]:
+    return container["command"] + container["args"]
 
 
 def skypilot_command(tmp_path: Path) -> list[str]:
@@ -197,7 +203,7 @@ def skypilot_command(tmp_path: Path) -> list[str]:
 def test_torchrun_and_peft_mux_accept_the_command(
     name: str, folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    words = skypilot_command(tmp_path) if name == "skypilot.yaml" else pod_of(name)[1]
+    words = skypilot_command(tmp_path) if name == "skypilot.yaml" else command_of(pod_of(name)[1])
     assert words[0] == "torchrun"
     parsed = get_args_parser().parse_args(words[1:])
     assert (parsed.module, parsed.training_script, parsed.rdzv_backend) == (True, "peft_mux", "c10d")
@@ -215,17 +221,22 @@ def test_torchrun_and_peft_mux_accept_the_command(
 
 @pytest.mark.parametrize("name", ["jobset.yaml", "trainjob.yaml"])
 def test_pods_share_a_volume_have_time_to_save_and_meet_at_one_of_them_with_all_gpus(name: str) -> None:
-    whole, (pod, words) = recipe(name), pod_of(name)
+    whole, (pod, container) = recipe(name), pod_of(name)
+    words = command_of(container)
     volumes = {volume["name"]: volume for volume in pod["volumes"]}
-    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in pod["containers"][0]["volumeMounts"]}
+    mounts = {mount["mountPath"]: volumes[mount["name"]] for mount in container["volumeMounts"]}
     assert "persistentVolumeClaim" in mounts["/shared"]
     assert mounts["/dev/shm"]["emptyDir"] == {"medium": "Memory"}
     assert all(word.startswith("/shared/") for word in words if word.startswith("/"))
     parsed = get_args_parser().parse_args(words[1:])
-    assert pod["terminationGracePeriodSeconds"] > parsed.shutdown_timeout
+    timeout_s = {one["name"]: one["value"] for one in container["env"]}["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"]
+    assert pod["terminationGracePeriodSeconds"] > int(timeout_s) > 30, "torchrun's default is 30"
+    assert container["resources"]["limits"]["rdma/ib"] == 1, "NCCL uses TCP without RDMA"
+    assert container["securityContext"]["capabilities"]["add"] == ["IPC_LOCK"], "RDMA pins memory"
+    assert container["image"] in (RECIPES / "Dockerfile").read_text(encoding="utf-8")
     if name == "jobset.yaml":
         (replicated,) = whole["spec"]["replicatedJobs"]
-        job, limits = replicated["template"]["spec"], pod["containers"][0]["resources"]["limits"]
+        job, limits = replicated["template"]["spec"], container["resources"]["limits"]
         assert (job["completionMode"], job["backoffLimit"], pod["restartPolicy"]) == ("Indexed", 0, "Never")
         assert int(parsed.nnodes) == job["parallelism"] == job["completions"]
         assert int(parsed.nproc_per_node) == limits["nvidia.com/gpu"]
@@ -240,9 +251,9 @@ def test_pods_share_a_volume_have_time_to_save_and_meet_at_one_of_them_with_all_
 
 def test_restarted_workers_get_a_store_of_their_own() -> None:
     # Otherwise they find addresses of the attempt before in it, and two nodes that were refused hang instead of ending.
-    name, (pod, _) = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE", pod_of("jobset.yaml")
-    assert {"name": name, "value": "1"} in pod["containers"][0]["env"]
-    assert {"name": name, "value": "1"} in recipe("trainjob.yaml")["spec"]["trainer"]["env"]
+    name = "TORCH_DISABLE_SHARE_RDZV_TCP_STORE"
+    for kubernetes in ("jobset.yaml", "trainjob.yaml"):
+        assert {"name": name, "value": "1"} in pod_of(kubernetes)[1]["env"]
     assert recipe("skypilot.yaml")["envs"][name] == "1"
     assert f"export {name}=1" in (RECIPES / "slurm.sh").read_text(encoding="utf-8")
 

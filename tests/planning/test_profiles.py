@@ -40,6 +40,10 @@ def profile_on_gpu(name: str, memory_gb: int, monkeypatch: pytest.MonkeyPatch) -
         ("NVIDIA A100 80GB PCIe", 85, "A100-80GB"),
         ("NVIDIA H100 80GB HBM3", 85, "H100-80GB"),
         ("NVIDIA GeForce RTX 4090", 25, "RTX4090"),
+        ("NVIDIA B200", 192, "B200"),
+        ("NVIDIA L40S", 47, "L40S"),
+        ("NVIDIA A10G", 23, "A10G"),
+        ("AMD Instinct MI300X", 206, "MI300X"),
     ],
 )
 def test_a_known_gpu_is_planned_by_its_own_data_sheet(

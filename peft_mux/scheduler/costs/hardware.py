@@ -140,7 +140,10 @@ _TERA = 10**12
 DEVICES = {
     device.name: device
     for device in (
-        # Links: PCIe 4.0 x16 (A40, RTX 4090); NVLink 3 of A100 (600 GB/s both ways), A800 (400); NVLink 4 (900).
+        # Links: PCIe 4.0 x16 (A10G, A40, L40S, RTX 4090); NVLink 3 of A100 (600 GB/s both ways), A800 (400); NVLink 4
+        # (900) and 5 (1,800); Infinity Fabric between two MI300X (128), where sums over all eight use more of them.
+        # NVIDIA A10G data sheet (AWS, 2022): 24 GB GDDR6 at 600 GB/s, 70 TFLOP/s dense bf16.
+        Device("A10G", 24 * _GB, 70 * _TERA, 600 * _GB, 0.7, Link(10e-6, 25 * _GB)),
         # NVIDIA A40 data sheet: 48 GB GDDR6, 696 GB/s, 149.7 TFLOP/s dense bf16.
         Device("A40", 48 * _GB, 149.7 * _TERA, 696 * _GB, 0.7, Link(10e-6, 25 * _GB)),
         # NVIDIA A100 data sheet: 312 TFLOP/s dense bf16; 40 GB HBM2 at 1,555 GB/s, 80 GB HBM2e (SXM) at 2,039 GB/s.
@@ -152,6 +155,13 @@ DEVICES = {
         Device("H100-80GB", 80 * _GB, 989.4 * _TERA, 3350 * _GB, 0.7, Link(5e-6, 380 * _GB)),
         # NVIDIA H200 SXM data sheet: 141 GB HBM3e at 4.8 TB/s, 989.4 TFLOP/s dense bf16.
         Device("H200", 141 * _GB, 989.4 * _TERA, 4800 * _GB, 0.75, Link(5e-6, 380 * _GB)),
+        # NVIDIA DGX B200 data sheet, an eighth: 180 GB HBM3e at 8 TB/s, 2,250 TFLOP/s dense bf16 (stated: FP8, sparse).
+        Device("B200", 180 * _GB, 2250 * _TERA, 8000 * _GB, 0.7, Link(5e-6, 760 * _GB)),
+        # NVIDIA L40S data sheet: 48 GB GDDR6 at 864 GB/s, 362.05 TFLOP/s dense bf16.
+        Device("L40S", 48 * _GB, 362.05 * _TERA, 864 * _GB, 0.7, Link(10e-6, 25 * _GB)),
+        # AMD MI300X data sheet: 192 GB HBM3 at 5.3 TB/s, 1,307.4 TFLOP/s dense bf16, of which published measurements of
+        # large products reach about half.
+        Device("MI300X", 192 * _GB, 1307.4 * _TERA, 5300 * _GB, 0.5, Link(5e-6, 50 * _GB)),
         # NVIDIA Ada architecture white paper: RTX 4090, 24 GB GDDR6X at 1,008 GB/s, 165.2 TFLOP/s dense bf16.
         Device("RTX4090", 24 * _GB, 165.2 * _TERA, 1008 * _GB, 0.8, Link(10e-6, 25 * _GB)),
         # No data sheet: two server cores with AVX2 in fp32, 2 x 3 GHz x 32 operations, one memory channel.
