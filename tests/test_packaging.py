@@ -96,11 +96,11 @@ def test_a_wheel_has_the_package_with_the_demo_and_nothing_else(built: Distribut
 @pytest.mark.slow
 def test_the_dockerfile_copies_all_files_of_the_package(built: Distributions, tmp_path: Path) -> None:
     lines = (ROOT / "examples/launch/Dockerfile").read_text(encoding="utf-8").splitlines()
+    (tmp_path / "image").mkdir()
     for *sources, target in (line.split()[1:] for line in lines if line.startswith("COPY ")):
         for source in sources:
             copy = shutil.copytree if (ROOT / source).is_dir() else shutil.copy
             copy(ROOT / source, tmp_path / "image" / target)
-        assert lines[-2].endswith('".[liger]"'), "the file ends with the installation"
     assert set(zipfile.ZipFile(build(tmp_path / "image", "wheel", tmp_path / "out")).namelist()) == built.wheel
 
 
