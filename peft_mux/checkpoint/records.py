@@ -20,9 +20,10 @@ from peft_mux.errors import CheckpointError
 from peft_mux.modeling.adapters.files import weights_digest
 from peft_mux.task import TaskStatus
 
-FORMAT_VERSION = 4
-READABLE_VERSIONS = (2, 3, 4)
-"""Format 2 knew neither removed tasks nor what decided the bits; runs have an id since format 4."""
+FORMAT_VERSION = 5
+READABLE_VERSIONS = (2, 3, 4, 5)
+"""Format 2 knew neither removed tasks nor what decided the bits; runs have an id since format 4, and a
+digest of all weights of the backbone since format 5."""
 STATE_NAME = "state.json"
 _FREE_TO_CHANGE = frozenset(
     (

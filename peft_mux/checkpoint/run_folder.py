@@ -533,7 +533,9 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
             f"{path} must have format version {FORMAT_VERSION}, which this version of peft_mux reads, got "
             f"{record.version}. Resume with the version that wrote it, or train into a new output_dir."
         )
-    if record.backbone != folder.fingerprint:
+    if record.version < 5:
+        say(f"{path} is of format {record.version}, so whether its backbone has the weights of this one is not checked")
+    elif record.backbone != folder.fingerprint:
         raise CheckpointError(
             f"resume_from_checkpoint must be a run on the same backbone in the same dtype, got {folder.root}, whose "
             "tasks were trained on other weights than those of `model`. Load that backbone, or train into a new "

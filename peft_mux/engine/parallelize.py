@@ -37,7 +37,7 @@ from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.layer import lowest_layer
 from peft_mux.modeling.backbone.liger import fuse_layers, has_liger
 from peft_mux.modeling.backbone.modules import adaptable_modules, is_meta
-from peft_mux.modeling.backbone.shape import weight_samples
+from peft_mux.modeling.backbone.shape import weight_digests
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.plan import Plan
 
@@ -49,14 +49,14 @@ class ParallelModel:
     Attributes:
         model: the model of this process, whole or a part, with its weights, on its device, in training mode.
         executor: runs the passes of this process.
-        samples: samples of this process's frozen weights by name, for a digest of the whole backbone.
+        digests: digests of this process's frozen weights by name.
         tensor_parallel: how the model was cut for tensor parallelism; `None` if no replica is.
         links: all-reduces over the tensor parallel group; `None` if no replica has several ranks.
     """
 
     model: MultiTaskPeftModel
     executor: Executor
-    samples: dict[str, str]
+    digests: dict[str, str]
     tensor_parallel: TensorParallelModel | None
     links: TensorLinks | None
 
@@ -148,7 +148,7 @@ class ModelPart:
         """
         args, layout = self.args, self.layout
         model, stage = self._load_weights(described, tasks, plan)
-        samples = weight_samples(model.backbone)  # as they were saved: later steps leave only parts of them
+        digests = weight_digests(model.backbone)  # as they were saved: later steps leave only parts of them
 
         # Tensor parallelism. Every process takes part in creating all groups, even if its own has one rank. Layers
         # always use links that support interleaved passes.
@@ -199,7 +199,7 @@ class ModelPart:
             executor = Executor(model, cuda_graphs=args.cuda_graphs, **shared)
         if plan is not None:
             executor.follow(plan)
-        return ParallelModel(model, executor, samples, tensor_parallel, links)
+        return ParallelModel(model, executor, digests, tensor_parallel, links)
 
     def _load_weights(
         self, described: MultiTaskPeftModel, tasks: Sequence[ResolvedTask], plan: Plan | None

@@ -82,7 +82,7 @@ class Placement:
         return self._parallel.executor
 
     def load(self, plan_stages: Callable[[], Plan]) -> dict[str, str]:
-        """Load the weights and place the model, if it is still a description; return samples of the frozen weights.
+        """Load the weights and place the model, if it is still a description; return digests of the frozen weights.
 
         Args:
             plan_stages: makes the plan that says how many layers each stage of a pipeline has; called if there are
@@ -111,7 +111,7 @@ class Placement:
                 if not self._run.layout.is_data_parallel or is_sharded:
                     saver.gather, saver.agree = self._gather_state, lambda saved: all(processes.gather(saved))
                 self.on_change()
-            return self._parallel.samples
+            return self._parallel.digests
 
     # ------------------------------------------------------------------ tasks
 

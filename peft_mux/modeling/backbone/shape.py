@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from peft_mux.modeling.backbone.modules import frozen_parameters
+from peft_mux.modeling.backbone.modules import frozen_parameters, head_kind_of
 from peft_mux.modeling.backbone.quantized import quantized_layers, scales, weight_bytes
 from peft_mux.scheduler.costs.loads import ModelShape
 
@@ -95,43 +95,58 @@ def _first(config: Any, *names: str, default: int) -> int:
     return default
 
 
-_SAMPLE_BYTES = 256
+_BLOCK_WORDS = 1024
 
 
 @torch.no_grad()
-def weight_samples(backbone: Any) -> dict[str, str]:
-    """Return the shape, the type and a digest of the first 256 bytes of each frozen tensor, by name.
+def weight_digests(backbone: Any) -> dict[str, str]:
+    """Return the shape, the type and a digest of all bytes of each frozen tensor, by name.
 
-    Formats and scales of quantised layers take part. Task heads are left out, and so is what is outside the base model.
-    In a backbone that is cut into stages, each process has the names of its own layers. To be called before weights are
-    sharded, as the first bytes of a shard are others.
+    Formats and scales of quantised layers take part. Task heads are left out. In a backbone that is cut into stages,
+    each process has the names of its own layers. To be called before weights are sharded or cut, as parts have other
+    digests.
     """
-    samples = {}
-    for name, parameter in frozen_parameters(backbone.base_model):
-        samples[name] = f"{tuple(parameter.shape)} {parameter.dtype} {_digest(parameter)}"
-    for name, layer, bits in quantized_layers(backbone.base_model):
+    head, digests = head_kind_of(backbone), {}
+    # A stage with the output head alone has it under the name of the embedding that it is tied to.
+    tied = getattr(backbone, "all_tied_weights_keys", None) or {}
+    for name, parameter in frozen_parameters(backbone):
+        if name.partition(".")[0] not in head.trained_modules:
+            key = name if tied.get(name, name) in digests else tied.get(name, name)
+            digests[key] = f"{tuple(parameter.shape)} {parameter.dtype} {_digest(parameter)}"
+    for name, layer, bits in quantized_layers(backbone):
         form, tensors = scales(layer, bits)
-        samples[f"{name} format"] = f"{form} {' '.join(map(_digest, tensors))}"
-    return samples
+        digests[f"{name} format"] = f"{form} {' '.join(map(_digest, tensors))}"
+    return digests
 
 
-def fingerprint(kind: str, samples: Mapping[str, str]) -> str:
+def fingerprint(kind: str, digests: Mapping[str, str]) -> str:
     """Return one digest for a whole backbone.
 
-    It differs for another model, another size, another dtype or other weights of the same model; it does not notice a
-    few changed values deep inside a tensor.
+    It differs for another model, another size, another dtype or other weights of the same model, be it one value.
 
     Args:
         kind: name of the backbone's class.
-        samples: what `weight_samples` returned for all of its weights.
+        digests: what `weight_digests` returned for all of its weights.
     """
     digest = hashlib.sha256(kind.encode())
-    for name in sorted(samples):
-        digest.update(f"{name} {samples[name]}\n".encode())
+    for name in sorted(digests):
+        digest.update(f"{name} {digests[name]}\n".encode())
     return digest.hexdigest()[:32]
 
 
 def _digest(tensor: torch.Tensor) -> str:
-    # As bytes, since numpy has no bf16.
-    first = tensor.flatten()[: _SAMPLE_BYTES // tensor.element_size()].contiguous().view(torch.uint8)
-    return hashlib.sha256(first.cpu().numpy().tobytes()).hexdigest()[:16]
+    """Return a digest of the bytes of a tensor, computed on its device.
+
+    It is that of sums over blocks of 8 KB and over their columns; SHA-256 of all bytes would take several times longer.
+    A change of up to three words of 8 bytes, or of one block, always changes a sum. Only changes of four words or more
+    that cancel in their block and in their column are not noticed.
+    """
+    octets = tensor.detach().contiguous().flatten().view(torch.uint8)
+    if octets.storage_offset() % 8:
+        octets = octets.clone()
+    end = octets.numel() // (8 * _BLOCK_WORDS) * 8 * _BLOCK_WORDS
+    blocks = octets[:end].view(torch.int64).view(-1, _BLOCK_WORDS)
+    digest = hashlib.sha256()
+    for part in (blocks.sum(0), blocks.sum(1), octets[end:]):
+        digest.update(part.cpu().numpy().tobytes())
+    return digest.hexdigest()[:16]

@@ -23,6 +23,7 @@ from peft_mux.engine.pipeline.plan import PipelinePlan
 from peft_mux.engine.pipeline.stage import StageLayout, StageModel, is_converted, load_stage
 from peft_mux.engine.processes import Processes
 from peft_mux.errors import CheckpointError, ConfigError, PlanError, UnsupportedModelError
+from peft_mux.modeling.backbone.shape import weight_digests
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.pipeline.template import Action, Slot, build_template
 from tests.engine import lab
@@ -134,7 +135,7 @@ def test_a_stage_reads_its_own_weights_alone_and_draws_the_adapters_of_the_whole
 ) -> None:
     backbone = lab.backbone(kind)
     backbone.save_pretrained(tmp_path, max_shard_size="20KB")
-    configs = lab.adapters(backbone)
+    configs, digests = lab.adapters(backbone), {}
     for number in (0, 1):
         whole = MultiTaskPeftModel(lab.backbone(kind), configs, seeds=SEEDS, verify=False)
         expected = StageModel(whole, LAYOUT, number).model.backbone.state_dict()
@@ -145,9 +146,12 @@ def test_a_stage_reads_its_own_weights_alone_and_draws_the_adapters_of_the_whole
                 path.unlink()
             with pytest.raises((CheckpointError, FileNotFoundError)):
                 load_stage(tmp_path, configs, LAYOUT, 0, seeds=SEEDS)
-        found = load_stage(tmp_path, configs, LAYOUT, number, seeds=SEEDS).model.backbone.state_dict()
+        loaded = load_stage(tmp_path, configs, LAYOUT, number, seeds=SEEDS).model.backbone
+        found = loaded.state_dict()
         assert found.keys() == expected.keys()
         assert all(torch.equal(found[name], tensor) for name, tensor in expected.items())
+        digests |= weight_digests(loaded)
+    assert digests == weight_digests(backbone)
 
 
 def holds_only_layers(path: Path, layers: range) -> bool:
