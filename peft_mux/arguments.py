@@ -73,7 +73,7 @@ RENAMED = by_name(
         ),
         # TRL
         "max_seq_length": "max_length",
-        "packing padding_free": "nothing: all sequences are packed, without attention between them",
+        "padding_free": "nothing: all sequences are packed, without attention between them",
         "dataset_text_field": 'row_format={"text": "your column"} of each Task',
         "dataset_num_proc": "nothing: rows are tokenised once, in one process",
         "formatting_func": "row_format, or map the rows beforehand",
@@ -92,7 +92,7 @@ RENAMED = by_name(
 _TASK_FIELDS = (
     "name peft_config train_dataset eval_dataset train_batch_size shuffle num_labels compute_metrics callbacks "
     "priority preprocess_logits_for_metrics eval_generate early_stopping objective objective_args loss_type row_format "
-    "chat_template completion_only_loss assistant_only_loss"
+    "chat_template completion_only_loss assistant_only_loss packing"
 ).split()
 
 

@@ -32,7 +32,7 @@ _OBJECTIVES = {
 _SAME_NAMES = (
     "learning_rate num_train_epochs weight_decay lr_scheduler_kwargs warmup_steps max_grad_norm optim_args adam_beta1 "
     "adam_beta2 adam_epsilon seed max_length completion_only_loss assistant_only_loss hub_model_id "
-    "label_smoothing_factor neftune_noise_alpha optim lr_scheduler_type router_aux_loss_coef"
+    "label_smoothing_factor neftune_noise_alpha optim lr_scheduler_type router_aux_loss_coef packing"
 ).split()
 _OF_EVALUATION = "eval_delay eval_on_start load_best_model_at_end metric_for_best_model greater_is_better".split()
 _OF_ROWS = "completion_only_loss assistant_only_loss chat_template_path dataset_text_field eos_token dataset_kwargs"
@@ -47,7 +47,8 @@ NO_EFFECT = by_name(
     {
         "model_init_kwargs trust_remote_code is_encoder_decoder": "the backbone is given to MultiTaskTrainer",
         "padding_free pad_to_multiple_of pad_token padding_value": "sequences are packed without padding",
-        "packing_strategy eval_packing": "sequences are packed by peft_mux",
+        "packing_strategy": "it only applies with packing",
+        "eval_packing": "the loss of held-out rows is a mean over their tokens, however they are packed",
         "dataset_num_proc": "rows are tokenised once, in one process",
         "shuffle_dataset": "Task.shuffle and Task.seed give the order of rows",
         "activation_offloading": "it moves activations and changes no result",
@@ -78,7 +79,6 @@ NO_EFFECT = by_name(
 """Fields of TRL's configurations that change no result here, and why."""
 _REASONS = by_name(
     {
-        "packing": "a step has train_batch_size rows here, however they are packed; give train_batch_size=...",
         "eos_token": "texts end with the tokenizer's eos_token; set it there",
         "dataset_kwargs": "map the rows beforehand",
         "truncation_mode": "rows keep their beginning",
@@ -166,8 +166,10 @@ def _refusals(config: Any, objective: Objective, given: Mapping[str, Any], rows_
         faults.append(Fault("config.train_sampling_strategy", got, "random or sequential"))
     known = {*CARRIED, *NO_EFFECT, *(item.name for item in fields(objective.Args))}
     known |= set(_OF_ROWS.split()) if rows_are_tokenised else set()
-    if "train_batch_size" in given:
-        known.add("packing")
+    strategy = getattr(config, "packing_strategy", "bfd")
+    if given.get("packing", getattr(config, "packing", False)) and strategy != "bfd":
+        fix = "Use Task.from_trainer, which takes rows as they are packed, or give packing=False to count sequences."
+        faults.append(Fault("config.packing_strategy", shown(strategy), "'bfd'", fix))
     for item in fields(config):
         if item.name in trainer_fields or item.name in known or not item.init:
             continue
@@ -244,6 +246,8 @@ def settings_of_trainer(trainer: Any, given: Mapping[str, Any]) -> dict[str, Any
             if isinstance(callback, EarlyStoppingCallback) or not _is_of_libraries(type(callback))
         ],
     }
+    if "train_dataset" not in given:
+        own["packing"] = False  # its rows are packed already, and say where their sequences begin
     return settings_of(trainer.args, {**own, **given}, rows_are_tokenised=True)
 
 
@@ -267,9 +271,11 @@ def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
     if not faults and _objective_of(type(config), "Config", "trainer.args") != ([], objective):
         allowed = f"the configuration of a {type(trainer).__name__}"
         faults.append(Fault("trainer.args", type(config).__name__, allowed))
-    if getattr(config, "packing", False):
-        fix = "Give its rows before they were packed: Task.from_sft_config(name, config, train_dataset=rows)."
-        faults.append(Fault("trainer.args.packing", "True", "False, because packed rows cannot be separated", fix))
+    if getattr(config, "packing", False) and config.packing_strategy == "wrapped" and "train_dataset" not in given:
+        allowed = (
+            "'bfd' or 'bfd_split', because rows without targets are left out here, which TRL counts in its batches"
+        )
+        faults.append(Fault("trainer.args.packing_strategy", "'wrapped'", allowed))
     if getattr(trainer, "formatting_func", None) is not None:
         faults.append(Fault("trainer.formatting_func", "a function", "None", "Map the rows before."))
     if isinstance(trainer.eval_dataset, Mapping) and "eval_dataset" not in given:

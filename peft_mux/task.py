@@ -264,6 +264,8 @@ class Task:
         shuffle: whether each epoch has its own order.
         seed: fixes the adapter's initial weights, the order of the data and the dropout.
         max_length: tokens of a row above which `overlong_policy` of the run applies.
+        packing: whether `train_batch_size` counts packed rows, as in TRL with its strategy "bfd": rows of up to
+            `max_length` tokens that consist of whole sequences, which do not see one another.
         completion_only_loss: loss on the completion only; by default for `prompt`/`completion` rows.
         assistant_only_loss: loss on the assistant's turns only (`messages` rows).
         chat_template: Jinja template for `messages` rows; by default the tokenizer's.
@@ -340,6 +342,7 @@ class Task:
     seed: int | None = None
     shuffle: bool = True
     max_length: int | None = None
+    packing: bool = False
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
     chat_template: str | None = None
@@ -455,7 +458,7 @@ class Task:
 TASK_FIELDS = tuple(item.name for item in fields(Task))
 """Names of the fields of a `Task`, for files and for messages."""
 _PLAIN_FIELDS = (
-    "shuffle assistant_only_loss completion_only_loss eval_on_start load_best_model_at_end greater_is_better "
+    "shuffle packing assistant_only_loss completion_only_loss eval_on_start load_best_model_at_end greater_is_better "
     "metric_for_best_model hub_model_id chat_template lr_scheduler_kwargs optim_args"
 ).split()
 
@@ -628,7 +631,12 @@ def _evaluation_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
         faults.append(Fault(f"{where}.compute_metrics", "a function", allowed))
     if callable(task.compute_metrics) and task.eval_dataset is None:
         faults.append(Fault(f"{where}.compute_metrics", "a function", "None if eval_dataset is not set"))
-    if task.train_dataset is not None and not hasattr(task.train_dataset, "__len__") and not task.max_steps:
+    is_stream = task.train_dataset is not None and not hasattr(task.train_dataset, "__len__")
+    if task.packing is True and (is_stream or (loss.objective is not None and loss.objective.name != "sft")):
+        allowed = 'False for a stream and for objectives other than "sft"'
+        fix = "Rows of a step are computed without padding anyway; read a stream into a list to pack it."
+        faults.append(Fault(f"{where}.packing", "True", allowed, fix))
+    if is_stream and not task.max_steps:
         allowed = "a number of steps, because a stream has no length"
         faults.append(Fault(f"{where}.max_steps", shown(task.max_steps), allowed))
     return faults

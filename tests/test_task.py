@@ -169,6 +169,11 @@ def test_a_stream_needs_a_number_of_steps() -> None:
     assert refusal(train_dataset=Stream()).startswith("tasks.own.max_steps must be a number of steps")
     assert ", got None" in refusal(train_dataset=Stream())
     assert task(train_dataset=Stream(), max_steps=2).max_steps == 2
+    for settings in (
+        {"train_dataset": Stream(), "max_steps": 2},
+        {"objective": "dpo", "train_dataset": [{"chosen": "a", "rejected": "b"}]},
+    ):
+        assert refusal(packing=True, **settings).startswith("tasks.own.packing must be False for a stream and for")
 
 
 # --------------------------------------------------------------- combinations

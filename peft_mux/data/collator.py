@@ -234,7 +234,7 @@ class _MicroBatchBuilder:
             raise ConfigError(
                 "pad_to_chunks must be False, because padding has no label, got True for sequence classification."
             )
-        if not batch.sequences[0].can_be_split:
+        if batch.sequences[0].is_one_term or batch.sequences[0].labels_itself:
             raise ConfigError(
                 "pad_to_chunks must be False, because padding has no loss term, got True for a loss with one term "
                 "per sequence."

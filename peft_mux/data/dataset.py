@@ -8,19 +8,22 @@ from __future__ import annotations
 
 import hashlib
 import re
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from itertools import islice
 from typing import Any
 
 import numpy as np
 
 from peft_mux.data.formats import detect_format
-from peft_mux.data.task_batch import Arrange, TaskBatch, TokenSequence, prefix_trie
+from peft_mux.data.packing.passes import best_fit_decreasing
+from peft_mux.data.task_batch import Arrange, TaskBatch, TokenSequence, joined, prefix_trie
 from peft_mux.data.tokenize import CLASS_LABELS, DataReport, RowTokenizer, TokenizeOptions, checked_row
 from peft_mux.errors import DataError, PeftMuxError
 from peft_mux.user_code import describe_error
 
 _MAX_ERRORS = 10
+_ROWS_PACKED_TOGETHER = 1000
+"""TRL packs the rows of each batch of `datasets.Dataset.map`, which has 1,000 of them."""
 _ROW_NUMBER = re.compile(r" row (\d+)")
 _VALUE = re.compile(r"got [^;]{1,62} \((int|float|bool)\)\.")
 """A number where another type is expected. Rows that differ only in this number have the same fault."""
@@ -156,7 +159,7 @@ def tokenize_dataset(
         raise DataError("\n".join(_without_repeats(errors)) + more)
     if reader is None:
         raise DataError(f"{where} must have at least one row, got none.")
-    if not sequences:
+    if not any(sequence.num_targets for sequence in sequences):
         report, limit = reader.report, options.limit
         if reader.num_masked:
             cause = f"all labels are masked (-100) in {reader.num_masked} of them"
@@ -168,7 +171,18 @@ def tokenize_dataset(
             fix = "Raise max_length, or shorten the prompts"
         got = f"{report.num_rows} rows, none of which can be trained on ({cause})"
         raise DataError(f"{where} must have at least one row, got {got}. {fix}.")
-    return TokenizedDataset(sequences, reader.report)
+    return TokenizedDataset(packed(sequences, options.max_length) if options.packing else sequences, reader.report)
+
+
+def packed(sequences: Sequence[TokenSequence], max_length: int) -> list[TokenSequence]:
+    """Return rows of up to `max_length` tokens that consist of whole sequences, as the strategy "bfd" of TRL packs."""
+    rows = []
+    for start in range(0, len(sequences), _ROWS_PACKED_TOGETHER):
+        block = sequences[start : start + _ROWS_PACKED_TOGETHER]
+        lengths = [len(one) - one.num_virtual_tokens for one in block]
+        packs = best_fit_decreasing(lengths, max_length, in_order_of_placing=True)
+        rows += [joined([block[index] for index in pack]) for pack in packs]
+    return rows
 
 
 def open_rows(first: Any, *, options: TokenizeOptions, tokenizer: Any, split: str = "train_dataset") -> RowTokenizer:

@@ -16,7 +16,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
-from itertools import pairwise
+from itertools import accumulate, pairwise
 from typing import Any
 
 import numpy as np
@@ -96,6 +96,20 @@ class TokenSequence:
     def can_be_split(self) -> bool:
         """Whether the row may be split into parts in consecutive passes: not if one loss term needs all its tokens."""
         return self.class_label is None and not (self.is_one_term or self.starts or self.labels_itself)
+
+
+def joined(sequences: Sequence[TokenSequence]) -> TokenSequence:
+    """Return one row that consists of several rows of one sequence each; its other fields are those of the first."""
+    first = sequences[0]
+    return replace(
+        first,
+        input_ids=np.concatenate([one.input_ids for one in sequences]),
+        labels=np.concatenate([one.labels for one in sequences]),
+        starts=tuple(accumulate(map(len, sequences[:-1]))),
+        token_columns={
+            name: np.concatenate([one.token_columns[name] for one in sequences]) for name in first.token_columns
+        },
+    )
 
 
 Arrange = Callable[[tuple[TokenSequence, ...]], tuple[TokenSequence, ...]]

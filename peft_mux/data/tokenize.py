@@ -55,6 +55,7 @@ class TokenizeOptions:
         max_positions: number of positions of the backbone; `None` for no limit.
         virtual_labels: label of each virtual token at the start of a row; they do not count towards the limit.
         reference_columns: reference values that every row must contain, because the backbone cannot compute them.
+        packing: whether rows are packed, as in TRL: those without targets take room in packs, too.
     """
 
     task: str
@@ -69,6 +70,7 @@ class TokenizeOptions:
     max_positions: int | None = None
     virtual_labels: tuple[int, ...] = ()
     reference_columns: tuple[str, ...] = ()
+    packing: bool = False
 
     @property
     def limit(self) -> int:
@@ -116,7 +118,7 @@ class DataReport:
         counts = [
             (self.num_truncated, f"cut to {self.limit:,} tokens"),
             (self.num_dropped_long, f"longer than {self.limit:,} left out"),
-            (self.num_without_targets, "without targets left out"),
+            (self.num_without_targets, "without targets"),
         ]
         words = [f"{count:,} of {self.num_rows:,} rows {what}" for count, what in counts if count]
         return [f"{self.where}: {', '.join(words)}"] if words else []
@@ -297,13 +299,11 @@ class RowTokenizer(RowCells):
             index: index of the row.
             first: first token that can carry loss.
         """
-        if not np.any(labels[first:] != IGNORE_INDEX):
-            self.count_without_targets(is_masked=True)
-            return None
-        kept = self.cut(ids, labels, index)
-        if kept is not None and not np.any(kept[1][first:] != IGNORE_INDEX):
-            self.count_without_targets(is_masked=False)
-            return None
+        is_masked = not np.any(labels[first:] != IGNORE_INDEX)
+        kept = None if is_masked and not self.options.packing else self.cut(ids, labels, index)
+        if is_masked or (kept is not None and not np.any(kept[1][first:] != IGNORE_INDEX)):
+            self.count_without_targets(is_masked=is_masked)
+            return kept if self.options.packing else None
         return kept
 
     def count_without_targets(self, *, is_masked: bool) -> None:
@@ -351,6 +351,8 @@ class RowTokenizer(RowCells):
             labels = self._labels(row, index, ids, keep)
             columns = self._columns(row, index, keep)
             labels = with_given_targets(labels, columns)
+            if row.get("seq_lengths") is not None:
+                return self._packed(row, index, ids, labels, columns)
         else:
             masks: list[np.ndarray] = []
             if self.data_format is DataFormat.TEXT:
@@ -374,6 +376,18 @@ class RowTokenizer(RowCells):
         columns = {name: values[: len(ids)] for name, values in columns.items()}
         is_one_term = self.options.row_form.is_one_term
         return TokenSequence(ids, labels, index, is_one_term=is_one_term, token_columns=columns)
+
+    def _packed(
+        self, row: Mapping[str, Any], index: int, ids: np.ndarray, labels: np.ndarray, columns: dict[str, np.ndarray]
+    ) -> TokenSequence:
+        """Return a row that TRL has packed of sequences, whose lengths it gives in `seq_lengths`."""
+        lengths = self.integers(row["seq_lengths"], index, "seq_lengths")
+        is_fitting = lengths.sum() == len(ids) and 0 < lengths.min() <= lengths.max() <= self.options.limit
+        if not is_fitting or self.options.row_form.is_one_term:
+            allowed = f"lengths of 1 to {self.options.limit} tokens, {len(ids)} in all, and a loss of single tokens"
+            raise self.error(index, "seq_lengths", f"{lengths.tolist()!r:.60}", allowed, "Pack the rows again.")
+        starts = tuple(np.cumsum(lengths)[:-1].tolist())
+        return TokenSequence(ids, labels, index, starts=starts, token_columns=columns)
 
     def _labels(self, row: Mapping[str, Any], index: int, ids: np.ndarray, keep: np.ndarray) -> np.ndarray:
         """Return the labels of a tokenised row: its `labels`, or else its ids where its masks are true."""

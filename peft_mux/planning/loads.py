@@ -109,7 +109,7 @@ def task_load(
         priority=run.task.priority,
         longest_row_tokens=longest,
         cut_parameters=_num_elements(cut_shapes),
-        stays_whole=any(not sequence.can_be_split for sequence in sample[:1]),
+        stays_whole=any(not sequence.can_be_split for sequence in sample),
         has_reference_forward=has_reference_forward,
         # Routers are counted before a step too, unless one pass holds the whole batch, which is not known here.
         has_batch_forward=resolved.objective.num_batch_values(resolved.loss_args) > 0 or run.router_coefficient > 0,

@@ -247,7 +247,7 @@ class RunLog:
             counts = [
                 (sum(report.num_truncated for report in reports), "cut"),
                 (sum(report.num_dropped_long for report in reports), "left out as too long"),
-                (sum(report.num_without_targets for report in reports), "left out without targets"),
+                (sum(report.num_without_targets for report in reports), "without targets"),
             ]
             words = [f"{count:,} {what}" for count, what in counts if count]
             worst = max(reports, key=lambda report: 1 - report.num_kept / max(report.num_rows, 1))

@@ -40,7 +40,18 @@ def all_kinds() -> list[Task]:
             lr_scheduler_type="cosine",
             warmup_steps=2,
         ),
-        lab.small_task("short", data_seed=2, length=17, rank=2, lora_dropout=0.1, max_steps=5),
+        # Two epochs of five packed rows.
+        lab.small_task(
+            "short",
+            data_seed=2,
+            length=17,
+            rank=2,
+            lora_dropout=0.1,
+            max_steps=5,
+            packing=True,
+            max_length=40,
+            train_batch_size=2,
+        ),
         lab.small_task(
             "stops",
             data_seed=3,

@@ -254,7 +254,7 @@ tasks:
         ("tasks.math.eval_generate.metric", "f1", 'Did you mean "metrics"'),
         ("run.fp16", "true", "Reason: each task would need its own loss scaler; use bf16"),
         ("run.evaluation_strategy", "steps", 'Did you mean "eval_strategy"'),
-        ("run.packing", "true", "all sequences are packed"),
+        ("run.padding_free", "true", "all sequences are packed"),
         ("run.shuffle", "false", "Set it on each task"),
         ("run.output_dir", "x", "It belongs at the top of the file."),
     ],

@@ -171,6 +171,7 @@ BAD_COLUMNS: dict[str, list[Any]] = {
     "attention_mask": [[1, 1], [1, 0, 1]],
     "completion_mask": ["abc"],
     "assistant_masks": [[1]],
+    "seq_lengths": [3, [], [2], [3, 0], [4, -1]],
     **{name: [[object()]] for name in ("image", "images", "video", "videos", "audio", "pixel_values")},
 }
 BAD_CELLS: list[tuple[Any, str]] = [
@@ -413,6 +414,13 @@ _CASES = {
         [{"messages": [{"role": "user", "content": "Who?"}, _SAYS, {"role": "user", "content": "And?"}, _SAYS]}],
         {"assistant_only_loss": True},
     ),
+    "packed": (
+        [
+            {"input_ids": [index % 7 + 1] * length, "labels": [-100 if index % 3 else 1] * length}
+            for index, length in enumerate(np.random.default_rng(0).integers(1, 90, size=1300).tolist())
+        ],
+        {"packing": True},
+    ),
     "prompt and completion as messages": (
         [{"prompt": [{"role": "user", "content": "Who is there?"}], "completion": [_SAYS]}],
         {},
@@ -431,5 +439,7 @@ def test_rows_become_the_tokens_and_labels_that_trl_makes_of_them(case: str, tok
     for index in range(len(ours)):
         assert ours[index].input_ids.tolist() == list(theirs[index]["input_ids"])
         assert ours[index].labels.tolist() == list(theirs[index]["labels"])
-    masked = case in ("prompt and completion", "assistant only", "prompt and completion as messages")
+        lengths = [end - start for start, end in ours[index].sequence_bounds]
+        assert lengths == theirs[index].get("seq_lengths", lengths)
+    masked = case in ("prompt and completion", "packed", "assistant only", "prompt and completion as messages")
     assert any((ours[index].labels == IGNORE_INDEX).any() for index in range(len(ours))) == masked

@@ -321,10 +321,11 @@ def judge(
 
 
 def _sequence_losses(model: Any, batch: Any) -> Iterator[torch.Tensor]:
-    for sequence in batch.sequences:
-        ids, labels = torch.tensor(sequence.input_ids), torch.tensor(sequence.labels)
-        logits = model(input_ids=ids[None]).logits[0]
-        yield F.cross_entropy(logits[:-1], labels[1:], reduction="sum") / batch.num_targets
+    for row in batch.sequences:
+        for start, end in row.sequence_bounds:
+            ids, labels = torch.tensor(row.input_ids[start:end]), torch.tensor(row.labels[start:end])
+            logits = model(input_ids=ids[None]).logits[0]
+            yield F.cross_entropy(logits[:-1], labels[1:], reduction="sum") / batch.num_targets
 
 
 def assert_as_judged(run: Run, verdicts: Mapping[str, Verdict]) -> None:

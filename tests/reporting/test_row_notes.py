@@ -49,7 +49,7 @@ def test_each_split_is_warned_of_once(tmp_path: Path) -> None:
     _, lines = warned(own_task(SHORT + LONG, eval_dataset=[*SHORT, MASKED]), tmp_path)
     assert [line.split(".")[2].split(":")[0] for line in lines] == ["train_dataset", "eval_dataset"]
     assert "20 of 24 rows cut to 16 tokens" in lines[0]
-    assert "1 of 5 rows without targets left out" in lines[1]
+    assert "1 of 5 rows without targets" in lines[1]
     assert warned(own_task(SHORT), tmp_path)[1] == [], "whole rows are not warned of"
 
 
@@ -117,6 +117,6 @@ def test_of_many_tasks_that_lose_rows_the_sum_is_reported_in_two_lines_and_a_pla
     trainer.train()
     told_lines = [line for line in capsys.readouterr().out.splitlines() if "cut" in line or "worst: " in line]
     assert len(told_lines) == 2
-    assert "98 cut, 13 left out without targets" in told_lines[0]
-    assert "tasks.t00.train_dataset: 1 of 5 rows without targets left out" in told_lines[1]
+    assert "98 cut, 13 without targets" in told_lines[0]
+    assert "tasks.t00.train_dataset: 1 of 5 rows without targets" in told_lines[1]
     assert {record["task"] for record in data_records(tmp_path)} == {task.name for task in tasks}, "the file has each"

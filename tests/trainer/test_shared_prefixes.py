@@ -34,7 +34,8 @@ def task(name: str, rows: list[dict[str, Any]], **settings: Any) -> Task:
 
 
 def tasks() -> list[Task]:
-    return [task("a", few_shot(1)), task("b", lab.rows(2, 10, 5, 15)), task("c", few_shot(3), num_train_epochs=2)]
+    packed = {"packing": True, "max_length": 90, "train_batch_size": 2}
+    return [task("a", few_shot(1)), task("b", lab.rows(2, 10, 5, 15)), task("c", few_shot(3), **packed)]
 
 
 @pytest.fixture(scope="module")

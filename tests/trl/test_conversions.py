@@ -149,6 +149,15 @@ def test_a_configuration_whose_loss_is_not_offered_is_refused_by_its_class(kind:
         Task.from_sft_config("own", config, train_dataset=ROLLOUTS, peft_config=LoraConfig())
 
 
+def test_only_the_packing_that_is_done_here_is_carried_over(tmp_path: Path) -> None:
+    config = config_of(OFFERED["SFTConfig"], tmp_path, packing=True, packing_strategy="bfd_split")
+    with pytest.raises(ConfigError, match=r"config\.packing_strategy must be 'bfd', got 'bfd_split'.*from_trainer"):
+        task_of(config, "SFTConfig")
+    assert task_of(config, "SFTConfig", packing=False).packing is False
+    config.packing_strategy = "bfd"
+    assert task_of(config, "SFTConfig").packing is True
+
+
 def test_a_configuration_of_your_own_counts_as_the_one_it_is_derived_from(tmp_path: Path) -> None:
     class OwnConfig(OFFERED["DPOConfig"]):  # type: ignore[misc, name-defined]
         pass
@@ -166,6 +175,7 @@ TRAINERS: Mapping[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "ORPO": ("trl.experimental.orpo", lab.pairs(), {"beta": 0.3}),
     "KTO": ("trl", lab.answers(), {"desirable_weight": 0.7, "beta": 0.4}),
     "Reward": ("trl", lab.pairs(), {"center_rewards_coefficient": 0.1}),
+    "SFT packed": ("trl", lab.answers(), {"packing": True, "max_length": 16, "packing_strategy": "bfd_split"}),
     "SFT of a mixture": ("trl", COMPLETIONS, {}),
     "SFT of a mixture with a coefficient": ("trl", COMPLETIONS, {"router_aux_loss_coef": 0.2}),
 }
@@ -211,6 +221,10 @@ def test_a_task_made_of_a_trainer_of_trl_ends_with_its_weights(
         (lambda trainer: setattr(trainer, "compute_loss_func", print), r"trainer\.compute_loss must be the loss of"),
         (lambda trainer: setattr(trainer, "ref_model", trainer.model), r"trainer\.ref_model must be None, which is"),
         (lambda trainer: setattr(trainer, "data_collator", print), r"trainer\.data_collator must be one of"),
+        (
+            lambda trainer: vars(trainer.args).update(packing=True, packing_strategy="wrapped"),
+            r"trainer\.args\.packing_strategy must be 'bfd' or 'bfd_split', because .*got 'wrapped'",
+        ),
         (lambda trainer: trainer.create_optimizer_and_scheduler(3), r"trainer\.optimizer must be None, got your own"),
         (
             lambda trainer: (

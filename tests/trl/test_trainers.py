@@ -91,6 +91,9 @@ def reward(rows: list[dict[str, Any]], **options: Any) -> Case:
 
 CASES = {
     "sft on completions": Case("SFT", COMPLETIONS, {}, {}),
+    "sft packed": Case(
+        "SFT", COMPLETIONS, {"packing": True, "max_length": 24}, {"packing": True, "max_length": 24}, held_out=4
+    ),
     "sft on what the assistant says": Case(
         "SFT", MESSAGES, {"assistant_only_loss": True}, {"assistant_only_loss": True}
     ),
@@ -173,7 +176,7 @@ def test_a_task_that_begins_from_an_adapter_has_it_as_its_reference_as_with_the_
 
 @pytest.mark.slow
 def test_tasks_of_five_losses_train_together_as_each_with_its_trainer_of_trl(tmp_path: Path) -> None:
-    names = ["sft on completions", "sft on what the assistant says", "dpo", "ipo", "orpo", "kto"]
+    names = ["sft on completions", "sft packed", "sft on what the assistant says", "dpo", "ipo", "orpo", "kto"]
     # Many micro-batches, so that rows of a batch are shared out.
     tasks = [task_of(name.replace(" ", "-"), CASES[name]) for name in names]
     together = lab.our_outcomes(tasks, tmp_path, max_tokens_per_micro_batch=90)

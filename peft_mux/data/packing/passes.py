@@ -42,7 +42,9 @@ _OTHER_STEP = 1.5
 """Factor by which the tokens of a step may differ from the plan before it is cut into another number of passes."""
 
 
-def best_fit_decreasing(lengths: Sequence[int], capacity: int, *, rooms: Sequence[int] = ()) -> list[list[int]]:
+def best_fit_decreasing(
+    lengths: Sequence[int], capacity: int, *, rooms: Sequence[int] = (), in_order_of_placing: bool = False
+) -> list[list[int]]:
     """Put items into packs by best fit decreasing (at most 11/9 of the optimal number of packs, plus 6/9).
 
     Items are placed longest first, each into the fullest pack that has room; ties go to the first such pack.
@@ -52,26 +54,28 @@ def best_fit_decreasing(lengths: Sequence[int], capacity: int, *, rooms: Sequenc
         lengths: number of tokens of each item, at least 1 and at most `capacity`.
         capacity: number of tokens that a pack holds.
         rooms: number of free tokens in each existing pack.
+        in_order_of_placing: as in `trl.pack_dataset`, ties go to the pack that has had this room for longest, and items
+            are returned in the order in which they were placed.
 
     Returns:
         Indices of the items of each pack, ascending within a pack; packs in the order in which they were opened.
         Packs that were opened before come first, with what was added to them, which may be nothing.
     """
     packs: list[list[int]] = [[] for _ in rooms]
-    free: list[tuple[int, int]] = sorted((room, number) for number, room in enumerate(rooms))
+    free: list[tuple[int, int, int]] = sorted((room, number, number) for number, room in enumerate(rooms))
     # Ties are broken by index, so that all processes get the same packs.
-    for index in sorted(range(len(lengths)), key=lambda item: (-lengths[item], item)):
+    for turn, index in enumerate(sorted(range(len(lengths)), key=lambda item: (-lengths[item], item))):
         length = lengths[index]
         # The list is sorted by room, so the first pack that holds the item is the fullest; -1 sorts before any number.
-        place = bisect_left(free, (length, -1))
+        place = bisect_left(free, (length, -1, -1))
         if place == len(free):
             room, number = capacity, len(packs)
             packs.append([])
         else:
-            room, number = free.pop(place)
+            room, _, number = free.pop(place)
         packs[number].append(index)
-        insort(free, (room - length, number))
-    return [sorted(pack) for pack in packs]
+        insort(free, (room - length, turn if in_order_of_placing else number, number))
+    return packs if in_order_of_placing else [sorted(pack) for pack in packs]
 
 
 def round_up(tokens: int, size: int) -> int:

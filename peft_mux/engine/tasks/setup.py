@@ -110,6 +110,7 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
         max_positions=positions,
         virtual_labels=kind.virtual_labels(task.peft_config),
         reference_columns=reference_columns,
+        packing=task.packing,
     )
     loader = _make_loader(resolved, options, tokenizer)
     if loader.report.warning:
@@ -135,6 +136,7 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
             where = f"tasks.{task.name}.eval_dataset"
             with _naming(where):
                 rows = ReadAhead((list(own) for own in (rows,)), where=where, timeout_s=hyper.data_timeout_s).take()
+        options = replace(options, packing=False)  # which would not change a mean over tokens
         eval_data = tokenize_dataset(rows, options=options, tokenizer=tokenizer, split="eval_dataset")
         if eval_data.report.warning:
             warnings.warn(eval_data.report.warning, UserWarning, stacklevel=2)

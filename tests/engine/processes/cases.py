@@ -210,7 +210,7 @@ def _free_port() -> int:
 
 def five_tasks(**changed: Any) -> list[Task]:
     """Return tasks of unequal ranks, targets, batches, lengths, dropout and steps; one takes one row a step."""
-    one = {"max_steps": NUM_STEPS, **changed}
+    one, packed = {"max_steps": NUM_STEPS, **changed}, {"packing": True, "max_length": 12}
     return [
         lab.small_task("wide", data_seed=1, rank=16, length=9, lora_dropout=0.1, **one),
         lab.small_task("narrow", data_seed=2, rank=2, length=23, target_modules=["q_proj", "v_proj"], seed=5),
@@ -226,7 +226,9 @@ def five_tasks(**changed: Any) -> list[Task]:
             max_steps=6,
             adam_epsilon=1e-6,
         ),
-        lab.small_task("plain", data_seed=5, rank=3, length=5, train_batch_size=3, optim="sgd", learning_rate=0.1),
+        lab.small_task(
+            "plain", data_seed=5, rank=3, length=5, train_batch_size=3, optim="sgd", learning_rate=0.1, **packed
+        ),
     ]
 
 
