@@ -25,6 +25,7 @@ import torch
 import torch.distributed as dist
 from accelerate import PartialState
 from transformers import SchedulerType, TrainingArguments
+from transformers.hf_argparser import string_to_bool
 from transformers.trainer_pt_utils import AcceleratorConfig
 from transformers.training_args import OptimizerNames
 
@@ -391,6 +392,9 @@ _COUNT = _integer(1)
 _TEXT = Rule(lambda value: value is None or isinstance(value, str), "a string or None")
 _OPTIONS = Rule(_is_options, "a dict of options, or None")
 _SWITCH_OR_AUTO = Rule(lambda value: isinstance(value, bool) or _equals(value, "auto"), 'True, False or "auto"')
+_SWITCHES = "share_prefixes last_layer_at_targets use_liger_kernel"
+_IS_FLAG = {"nargs": "?", "const": True}
+"""For `HfArgumentParser`: the name of a field without a value stands for `True`, as with fields of the type bool."""
 _CHOICES: Mapping[str, Iterable[str]] = by_name(
     {
         "overlong_policy": ("truncate", "drop", "error"),
@@ -423,7 +427,7 @@ _RULES: Mapping[str, Rule] = {
             "dataloader_num_workers dataloader_prefetch_factor": _optional(_integer(0)),
             "ddp_bucket_cap_mb eval_accumulation_steps": _optional(_integer(0)),
             "local_rank": Rule(lambda value: is_integer(value, -1, 2**31 - 1), "the rank set by the launcher"),
-            "share_prefixes last_layer_at_targets use_liger_kernel": _SWITCH_OR_AUTO,
+            _SWITCHES: _SWITCH_OR_AUTO,
             "liger_kernel_config": Rule(
                 lambda value: value is None or (isinstance(value, dict) and all(map(_is_liger_switch, value.items()))),
                 f"a dict of {', '.join(LIGER_SWITCHES)}, each True or False, or None (losses are computed by peft_mux)",
@@ -566,10 +570,11 @@ class MultiTaskTrainingArguments(TrainingArguments):
     pad_to_chunks: bool = field(default=False, metadata={"help": "Fill each task's part up to whole chunks."})
     split_long_sequences: bool = field(default=False, metadata={"help": "Cut rows longer than a pass into chunks."})
     share_prefixes: bool | str = field(
-        default="auto", metadata={"help": "Compute shared prefixes once: True, False, auto."}
+        default="auto", metadata={"help": "Compute shared prefixes once: True, False, auto.", **_IS_FLAG}
     )
     last_layer_at_targets: bool | str = field(
-        default="auto", metadata={"help": "Compute the last layer only at target positions: True, False, auto."}
+        default="auto",
+        metadata={"help": "Compute the last layer only at target positions: True, False, auto.", **_IS_FLAG},
     )
     planner: str = field(default="mux", metadata={"help": "mux, together, interleaved or sequential."})
     memory_limit_gib: float | None = field(default=None, metadata={"help": "Memory of a device that a plan may fill."})
@@ -579,7 +584,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
     replan_gain: float = field(default=0.05, metadata={"help": "How much faster it must be, as a share."})
     quarantine_policy: str = field(default="quarantine", metadata={"help": "quarantine or stop."})
     use_liger_kernel: bool | str = field(  # type: ignore[assignment]
-        default="auto", metadata={"help": "Fused norms, RoPE and MLPs of Liger: True, False, auto."}
+        default="auto", metadata={"help": "Fused norms, RoPE and MLPs of Liger: True, False, auto.", **_IS_FLAG}
     )
     cuda_graphs: bool = field(default=False, metadata={"help": "Replay passes as CUDA graphs."})
     tensor_parallel_size: int = field(default=1, metadata={"help": "Processes that share every layer."})
@@ -719,6 +724,22 @@ FIELD_TYPES = {
 """Types of the fields. `HfArgumentParser` rewrites those of the `Field` objects that all classes share."""
 
 
+def _or_auto(read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return how a command line is read where a field accepts "auto" besides values of one type."""
+
+    def value_or_auto(text: str) -> Any:
+        return text if text == "auto" else read(text)
+
+    return value_or_auto
+
+
+# `HfArgumentParser` calls the type of a field with a text. Of a union with `str` it would call the other type.
+MultiTaskTrainingArguments.__annotations__ |= {
+    **dict.fromkeys(_SWITCHES.split(), _or_auto(string_to_bool)),
+    "interleaved_passes": _or_auto(int),
+}
+
+
 def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     """Return a fault for each value that its field may not hold, and for fields that do not go together."""
     faults = []
@@ -728,7 +749,8 @@ def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
         value, where = getattr(args, item.name), f"args.{item.name}"
         if item.name not in SETTABLE_FIELDS:
             default = _default(item)
-            if not _equals(value, default):
+            is_unset = default in ("", "no") and (value is None or value is False)  # as HfArgumentParser writes it
+            if not is_unset and not _equals(value, default):
                 reason = f"Reason: {reason_against(item.name)}."
                 faults.append(Fault(where, shown(value), f"its default {default!r}", reason))
         elif item.name in _CHOICES:

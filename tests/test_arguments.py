@@ -243,6 +243,34 @@ def test_a_script_that_parses_the_arguments_of_trainer_may_make_ours(monkeypatch
     assert schema() == before
 
 
+SWITCHES = {"share_prefixes", "last_layer_at_targets", "use_liger_kernel", "interleaved_passes"}
+
+
+@pytest.mark.parametrize(
+    ("line", "parsed"),
+    [
+        ("", {}),
+        ("--share-prefixes --use_liger_kernel auto", {"share_prefixes": True}),
+        (
+            "--use_liger_kernel false --last_layer_at_targets True",
+            {"use_liger_kernel": False, "last_layer_at_targets": True},
+        ),
+        ("--interleaved_passes 2 --chunk_size 64 --bf16", {"interleaved_passes": 2, "chunk_size": 64, "bf16": True}),
+    ],
+)
+def test_a_command_line_sets_the_arguments_of_a_run(
+    line: str, parsed: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for item in MultiTaskTrainingArguments.__dataclass_fields__.values():
+        monkeypatch.setattr(item, "type", item.type)
+    given = ["--output_dir", "unused", "--use_cpu", *line.split()]
+    (made,) = HfArgumentParser(MultiTaskTrainingArguments).parse_args_into_dataclasses(given)  # type: ignore[arg-type]
+    assert {name: getattr(made, name) for name in SWITCHES | parsed.keys()} == {
+        **dict.fromkeys(SWITCHES, "auto"),
+        **parsed,
+    }
+
+
 def test_the_best_model_is_that_of_the_least_loss_unless_a_metric_is_named() -> None:
     assert arguments(load_best_model_at_end=True).metric_for_best_model == "loss"
     assert arguments(load_best_model_at_end=True, metric_for_best_model="score").metric_for_best_model == "score"

@@ -42,6 +42,7 @@ class _Task:
     parameters: dict[str, nn.Parameter] = field(default_factory=dict)
     slab: TaskSlab | None = None
     page_kind: PageKind = plain_kind
+    layer_norms: Collection[str] = ()
 
 
 class TaskRegistry:
@@ -157,7 +158,9 @@ class TaskRegistry:
         task.parameters = dict(parameters)
         if not are_described:
             # The kind says how its kernels want to read them (`AdapterKind.slot`).
-            task.slab = TaskSlab(task.parameters, device, layout=task.kind.slot, kind_of=task.page_kind)
+            task.slab = TaskSlab(
+                task.parameters, device, layout=task.kind.slot, kind_of=task.page_kind, layer_norms=task.layer_norms
+            )
 
     def forget(self, name: str) -> str:
         """Forget a task; return the internal id of its adapter.
@@ -363,6 +366,8 @@ class TaskRegistry:
                 for key, parameter in model.named_parameters()
                 if f"{marker}." in key or key.endswith(marker)
             }
+        norms = {id(item) for one in model.modules() if isinstance(one, nn.LayerNorm) for item in one.parameters()}
+        self._held(name).layer_norms = {key for key, parameter in own.items() if id(parameter) in norms}
         # Those that rows of text do not reach stay as drawn, as alone, where they get no gradient.
         outside = modules_outside_text(backbone)
         prefixes, all_own = tuple(f"base_model.model.{one}." for one in outside), own

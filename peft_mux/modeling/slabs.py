@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Collection, Mapping
 from typing import NamedTuple
 
 import torch
@@ -55,24 +56,28 @@ def plain_slot(name: str, parameter: nn.Parameter) -> Slot:
     return Slot("", 0, round_up_to_group(parameter.numel()), False)
 
 
+_NO_DECAY = re.compile(r"bias|layernorm|rmsnorm|(?:^|\.)norm(?:$|\.)|_norm(?:$|\.)")
+"""What names of parameters without weight decay contain: the patterns of `Trainer.get_decay_parameter_names`."""
+
+
 def decays(name: str) -> bool:
-    """Return whether weight decay applies to a parameter, as in Trainer: not to biases and norms."""
-    # The biases of recurrent layers are numbered: `bias_ih_l0`.
-    return "bias" not in name.rpartition(".")[2] and "norm" not in name.lower()
+    """Return whether weight decay applies to a parameter outside an `nn.LayerNorm`, as in Trainer."""
+    return _NO_DECAY.search(name.lower()) is None
 
 
-PageKind = Callable[[str, nn.Parameter], str]
-"""Returns one of `PAGE_KINDS` for a parameter, from its PEFT name without the adapter id."""
+PageKind = Callable[[str, nn.Parameter, bool], str]
+"""Returns one of `PAGE_KINDS` for a parameter: from its PEFT name without the adapter id, and whether it is part of an
+`nn.LayerNorm`, which never decays."""
 PAGE_KINDS = ("decays", "stays", "lora_A", "lora_embedding", "lora_B", "lora_B_stays")
 """Parameters with one learning rate and one weight decay; those that end with "stays" have no weight decay."""
 
 
-def plain_kind(name: str, parameter: nn.Parameter) -> str:
+def plain_kind(name: str, parameter: nn.Parameter, is_layer_norm: bool) -> str:
     """Return whether weight decay applies; the learning rate is that of the task."""
-    return "decays" if decays(name) else "stays"
+    return "decays" if decays(name) and not is_layer_norm else "stays"
 
 
-def loraplus_kind(name: str, parameter: nn.Parameter) -> str:
+def loraplus_kind(name: str, parameter: nn.Parameter, is_layer_norm: bool) -> str:
     """Return the group of a parameter in LoRA+ (arXiv 2402.12354), as PEFT's `create_loraplus_optimizer` divides them.
 
     Factors of embeddings have a rate of their own; B, and all vectors, the multiplied one.
@@ -80,7 +85,7 @@ def loraplus_kind(name: str, parameter: nn.Parameter) -> str:
     if "lora_embedding_" in name:
         return "lora_embedding"
     if "lora_B" in name or parameter.dim() == 1:
-        return "lora_B" if decays(name) else "lora_B_stays"
+        return "lora_B_stays" if "bias" in name or is_layer_norm else "lora_B"
     return "lora_A"
 
 
@@ -168,6 +173,7 @@ class TaskSlab:
         device: the device on which that page lies.
         layout: returns how each parameter is laid out in its page.
         kind_of: returns in which pages each parameter lies.
+        layer_norms: names of the parameters that are part of an `nn.LayerNorm`.
 
     Attributes:
         pages: see above.
@@ -183,6 +189,7 @@ class TaskSlab:
         *,
         layout: SlabLayout = plain_slot,
         kind_of: PageKind = plain_kind,
+        layer_norms: Collection[str] = (),
     ) -> None:
         """Lay the weights out."""
         self.number = next(self._numbers)
@@ -192,7 +199,7 @@ class TaskSlab:
         # Block by block, and within each block in their order.
         for name in sorted(slots, key=lambda name: (blocks[slots[name].block], slots[name].order)):
             # A page is one tensor to an optimizer, which has one dtype, one rate and one weight decay for it.
-            kind = kind_of(name, parameters[name])
+            kind = kind_of(name, parameters[name], name in layer_norms)
             members.setdefault((parameters[name].dtype, kind), {})[name] = parameters[name]
         with torch.no_grad():
             self.pages = [Page(own, slots, kind=kind) for (_, kind), own in members.items()]

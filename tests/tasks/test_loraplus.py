@@ -20,7 +20,9 @@ from tests.tasks.test_optimizer import Joint, assert_same_run
 
 CONFIGS = {
     "all linear layers": LoraConfig(r=4, target_modules="all-linear"),
-    "vectors and embeddings": LoraConfig(r=4, target_modules=["q_proj", "v_proj", "embed_tokens"], use_dora=True),
+    "vectors and embeddings": LoraConfig(
+        r=4, target_modules=["q_proj", "v_proj", "embed_tokens"], use_dora=True, modules_to_save=["norm"]
+    ),
     "biases of B": LoraConfig(r=4, target_modules=["q_proj", "down_proj"], lora_bias=True),
 }
 

@@ -125,8 +125,8 @@ class TaskOptimizer:
         if self.slab is not None:
             by_kind = [(page.values, page.kind) for page in self.slab.pages]
         else:
-            kind_of = page_kind_of(hyper)
-            by_kind = [(parameter, kind_of(key, parameter)) for key, parameter in parameters.items()]
+            kinds = {id(own): page.kind for page in (slab.pages if slab else ()) for own in page.parameters}
+            by_kind = [(parameter, kinds.get(id(parameter), PAGE_KINDS[0])) for parameter in parameters.values()]
         # As in Trainer, biases and norms do not decay.
         multiplied = hyper.learning_rate * (hyper.loraplus_lr_ratio or 1.0)
         rates = {"lora_embedding": LORAPLUS_EMBEDDING_RATE, "lora_B": multiplied, "lora_B_stays": multiplied}

@@ -203,9 +203,10 @@ class MultiplexedCopies(MultiplexedForward):
 
 @contextmanager
 def hidden_copies(backbone: nn.Module) -> Iterator[None]:
-    """Show PEFT the backbone's own modules in place of the tasks' copies of them, for the time of an injection.
+    """Show PEFT the backbone's own modules, without the tasks' copies and biases, for the time of an injection.
 
-    PEFT would put adapters into the copies of other tasks, too. Classification heads stay, which every task copies.
+    PEFT would put adapters into the copies of other tasks, too, and LN tuning copies a norm with all that it holds.
+    Classification heads stay, which every task copies.
     `claim_faults` has made sure that no two tasks want a module in different ways.
     """
     wrappers: dict[str, Any] = {
@@ -215,9 +216,14 @@ def hidden_copies(backbone: nn.Module) -> Iterator[None]:
     }
     for name, wrapper in wrappers.items():
         put_module(backbone, name, wrapper.original_module)
+    biased = [module for module in backbone.modules() if OWN in module._modules]
+    hidden = [(module, module._modules.pop(OWN), vars(module).pop("forward", None)) for module in biased]
     try:
         yield
     finally:
+        for module, own, forward in hidden:
+            module._modules[OWN] = own
+            vars(module).update({} if forward is None else {"forward": forward})
         for name, wrapper in wrappers.items():
             now: Any = backbone.get_submodule(name)
             # A new task that has a copy, too, came with a wrapper of its own.

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 import torch
-from peft import IA3Config, LoraConfig
+from peft import IA3Config, LNTuningConfig, LoraConfig
 
 from peft_mux import MultiTaskPeftModel
 from tests.invariants.mux_lab import VOCABULARY
@@ -27,10 +27,11 @@ CONFIGS = {
 NO_EFFECT = ("attn.c_attn.bias", "attn.c_attn.base_layer.bias")
 
 
-def test_a_task_may_have_copies_next_to_its_biases_whose_modules_have_biases_too(tmp_path: Path) -> None:
+def test_copies_and_tuned_norms_next_to_biases_train_and_decay_as_with_trainer(tmp_path: Path) -> None:
     both = LoraConfig(r=2, target_modules=["c_fc"], bias="all", modules_to_save=["ln_f"], fan_in_fan_out=True)
-    # Without decay: Trainer exempts every nn.LayerNorm, peft_mux only parameters with "norm" in their names.
-    ran = together({"both": both, "plain": CONFIGS["plain"]}, tiny_gpt2, tmp_path, weight_decay=0.0)
+    norms = LNTuningConfig(target_modules=["ln_2"])  # no name has "norm" in it: Trainer exempts nn.LayerNorm by type
+    ran = together({"both": both, "plain": CONFIGS["plain"], "norms": norms}, tiny_gpt2, tmp_path)
+    ran.assert_as_alone("norms")
     assert ran.saved("both").keys() == ran.saved_alone(ran.assert_as_alone("both", but=NO_EFFECT)).keys()
 
 
