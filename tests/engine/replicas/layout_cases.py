@@ -107,6 +107,21 @@ def train_even(
     return train(folder, model or backbone("llama"), tasks, **arguments)
 
 
+def unlike_tasks() -> list[Task]:
+    """Return tasks of many short rows, and one of a long row a step."""
+    short = {"train_batch_size": 10, "max_steps": 4}
+    return [
+        lab.small_task("chat", data_seed=1, length=8, **short),
+        lab.small_task("sums", data_seed=2, length=12, **short),
+        lab.small_task("books", data_seed=3, length=56, train_batch_size=1, max_steps=4),
+    ]
+
+
+def train_unlike(rank: int, folder: Path, model: str, arguments: dict[str, Any]) -> Part:
+    """Train short rows and long ones."""
+    return train(folder, model, unlike_tasks(), **arguments)
+
+
 def late_task() -> Task:
     """Return a task that comes while others train.
 

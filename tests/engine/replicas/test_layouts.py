@@ -11,6 +11,9 @@ from typing import Any
 import pytest
 
 from peft_mux import ConfigError
+from peft_mux.engine.layout import ParallelLayout
+from peft_mux.planning.replica_facts import run_facts
+from peft_mux.scheduler.costs.hardware import parse_devices
 from tests.engine.processes.cases import Part, assert_alike, assert_as_one, launch, values
 from tests.engine.replicas import layout_cases as cases
 from tests.invariants import mux_lab as lab
@@ -104,6 +107,27 @@ def test_tasks_train_come_go_and_pause_in_any_layout_as_in_one_process(
         (dispatch,) = run_records(tmp_path, "dispatch")
         assert dispatch["num_steps"] == parts[0].step
         assert 0 <= dispatch["hidden_share"] <= 1
+
+
+@NIGHTLY
+@pytest.mark.timeout(600)
+def test_sixteen_processes_train_to_the_result_of_one_in_the_layout_that_is_planned_for_them(
+    backbone: str, tmp_path: Path
+) -> None:
+    def planned(**limit: Any) -> Any:
+        model, folder = cases.backbone("llama"), tmp_path / "plan"
+        return lab.make_trainer(cases.unlike_tasks(), folder, model=model, max_tokens_per_micro_batch=64, **limit)
+
+    devices, trainer = parse_devices("2x8xA100-40GB"), planned()
+    facts = run_facts(trainer._plans.planner, trainer.table.plannable, devices)
+    limit_gib = facts.memory.peak_bytes(facts.loads, 24) / 2**30  # no device holds the long row
+    layout = ParallelLayout.parse(planned(memory_limit_gib=limit_gib).plan_deployment(devices).replicas)
+    assert layout.world_size == 16
+    assert len(set(layout.replicas)) > 1, "some replicas for long rows, others for short ones"
+    arguments = {"replicas": str(layout), "ddp_timeout": 120}
+    parts = values(launch(16, cases.train_unlike, tmp_path / "many", backbone, arguments, limit_s=400))
+    assert_alike(parts)
+    assert_as_one(parts[0], cases.train_unlike(0, tmp_path / "one", backbone, {}))
 
 
 @pytest.mark.parametrize(
