@@ -295,8 +295,9 @@ class Task:
             once an epoch. `early_stopping` does so by itself.
         metric_for_best_model: the metric that decides which evaluation is best, `loss` by default.
         greater_is_better: its direction; by default as in `early_stopping`.
-        label_smoothing_factor: share of the loss that is spread over the whole vocabulary, as in Trainer; for the
-            loss of next tokens (objective "sft"). `eval_loss` is smoothed, too; `eval_perplexity` is not.
+        label_smoothing_factor: share of the loss that is spread over all words or classes, as in Trainer; for the
+            loss of next tokens (objective "sft") and for classification. `eval_loss` is smoothed, too;
+            `eval_perplexity` is not.
         neftune_noise_alpha: strength of the noise on the embeddings of its tokens in training (NEFTune), 0 for none:
             uniform draws of (-1, 1), times `alpha / sqrt(L * D)` with L tokens of the row and D hidden features.
         loraplus_lr_ratio: LoRA+: the learning rate of LoRA's B as a multiple of that of A, usually at least 1, as in

@@ -14,6 +14,7 @@ from transformers.trainer_pt_utils import LabelSmoother
 
 from peft_mux import ConfigError, MultiTaskTrainingArguments
 from tests.invariants import mux_lab as lab
+from tests.modeling.backbones import classifier_of
 from tests.trainer.parts import random_task as task
 from tests.trainer.parts import rows_with_one_beginning
 
@@ -82,7 +83,8 @@ def test_a_loss_without_labels_to_smooth_and_a_factor_out_of_range_are_refused_b
     with pytest.raises(ConfigError) as caught:
         task("pairs", 1, rows=PAIRS, objective="dpo", label_smoothing_factor=0.1)
     assert str(caught.value) == (
-        "tasks.pairs.label_smoothing_factor must be 0 or None, except for sft, whose targets are words, got 0.1 with "
+        "tasks.pairs.label_smoothing_factor must be 0 or None, except for classification, "
+        "token_classification, sft, which have single classes or words as targets, got 0.1 with "
         "the objective dpo. Its own label_smoothing is one of objective_args."
     )
     with pytest.raises(ConfigError, match=r"tasks\.own\.label_smoothing_factor must be a number from 0 to.*got 1\.5"):
@@ -90,10 +92,18 @@ def test_a_loss_without_labels_to_smooth_and_a_factor_out_of_range_are_refused_b
     with pytest.raises(ConfigError, match=r"objective_args\.label_smoothing_factor must .* Set Task\.label_smoothing"):
         task("own", 1, objective_args={"label_smoothing_factor": 0.1})
     # That of the run holds for tasks that do not set it.
-    said = r"args\.label_smoothing_factor must be 0 or None, except for sft.*got 0\.1 with the objective dpo.*pairs"
+    said = r"args\.label_smoothing_factor must be 0 or None, except for .*sft.*got 0\.1 with the objective dpo.*pairs"
     with pytest.raises(ConfigError, match=said):
         lab.make_trainer([task("pairs", 1, rows=PAIRS, objective="dpo")], tmp_path, label_smoothing_factor=0.1)
     unset = task("pairs", 1, rows=PAIRS, objective="dpo", label_smoothing_factor=0)
     lab.make_trainer([unset], tmp_path, label_smoothing_factor=0.1)
     with pytest.raises(ConfigError, match=r"args\.label_smoothing_factor must be a number from 0 to 1.*got None"):
         MultiTaskTrainingArguments(str(tmp_path), use_cpu=True, label_smoothing_factor=None)  # type: ignore[arg-type]
+
+
+def test_rows_with_numbers_in_place_of_a_class_are_not_smoothed(tmp_path: Path) -> None:
+    config, model = LoraConfig(r=2, task_type="SEQ_CLS"), classifier_of("llama", vocab_size=lab.VOCABULARY)()
+    for label in (0.5, [0.0, 1.0]):
+        own = task("own", 1, [{"input_ids": [1, 2], "label": label}], config=config, label_smoothing_factor=0.1)
+        with pytest.raises(ConfigError, match=r"tasks\.own\.label_smoothing_factor must be 0 for rows with numbers"):
+            lab.make_trainer([own], tmp_path, model=model)

@@ -20,7 +20,7 @@ from peft_mux.arguments import MOST_STEPS, MultiTaskTrainingArguments
 from peft_mux.data.dataset import TaskLoader, open_rows, tokenize_dataset
 from peft_mux.data.packing.prefixes import any_share_prefix
 from peft_mux.data.streams import ReadAhead, StreamLoader
-from peft_mux.data.tokenize import TokenizeOptions, own_tokenizer
+from peft_mux.data.tokenize import CLASS_LABELS, TokenizeOptions, own_tokenizer
 from peft_mux.engine.tasks.optimizer import check_optimizer
 from peft_mux.engine.tasks.task_run import BestMetric, ResolvedTask, TaskRun
 from peft_mux.errors import ConfigError, DataError, Fault, raise_faults
@@ -146,6 +146,10 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
         num_labels = form.num_labels
     elif num_labels is None and isinstance(loader, TaskLoader):
         num_labels = loader.dataset.num_classes()  # one more than the greatest label
+    first = loader.sample(1)[0]
+    if hyper.label_smoothing_factor and (CLASS_LABELS in first.row_values or isinstance(first.class_label, float)):
+        allowed, got = "0 for rows with numbers in place of a class", f"{hyper.label_smoothing_factor:g}"
+        raise ConfigError(f"tasks.{task.name}.label_smoothing_factor must be {allowed}, got {got}.")
     return TaskRun(
         resolved=replace(resolved, num_labels=num_labels),
         loader=loader,

@@ -188,11 +188,11 @@ class ClassificationLoss(Objective):
     """Negative log-likelihood of the class, or squared error of the value, one term for each sequence.
 
     Rows with a list of numbers have one for each class: multi-label classification, or a regression on several values
-    if the backbone's configuration says so (`problem_type="regression"`).
+    if the backbone's configuration says so (`problem_type="regression"`). Only single classes can be smoothed.
     """
 
     name = "classification"
-    loss_types = ("nll",)
+    loss_types = smoothed_loss_types = ("nll",)
     head = CLASSIFICATION_HEAD
     row_form = LABELLED_ROWS
     is_default = True
@@ -219,7 +219,8 @@ class ClassificationLoss(Objective):
         if scores_SC.shape[1] == 1:
             terms_S = (scores_SC[:, 0] - labels_S.float()) ** 2
         else:
-            terms_S = F.cross_entropy(scores_SC, labels_S.long(), reduction="none")
+            share = args.label_smoothing_factor
+            terms_S = F.cross_entropy(scores_SC, labels_S.long(), reduction="none", label_smoothing=share)
         return TaskLoss(terms_S.sum() * outputs.loss_weight)
 
 

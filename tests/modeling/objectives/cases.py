@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 from torch.nn import functional as F
+from transformers.trainer_pt_utils import LabelSmoother
 
 from peft_mux.data.task_batch import TaskBatch, TokenSequence
 from peft_mux.modeling.objectives.objective import OBJECTIVES, LossArgs, Objective, read_args
@@ -93,9 +94,9 @@ class SmoothedCase(LossCase):
 
 
 def mean_class_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
-    """Return the mean negative log-likelihood of the classes."""
-    labels = torch.tensor([row.row.class_label for row in rows])
-    return F.cross_entropy(torch.stack([row.logits[0] for row in rows]), labels)
+    """Return the mean negative log-likelihood of the classes, as transformers smooths it."""
+    labels, logits = torch.tensor([row.row.class_label for row in rows]), torch.stack([row.logits[0] for row in rows])
+    return LabelSmoother(args.label_smoothing_factor)({"logits": logits}, labels)
 
 
 def rows_with_a_number_for_each_class(rng: np.random.Generator, objective: Objective) -> list[TokenSequence]:
@@ -125,8 +126,8 @@ def tagged_rows(rng: np.random.Generator, objective: Objective) -> list[TokenSeq
 
 def mean_tag_nll(rows: Sequence[JudgedRow], args: Any) -> torch.Tensor:
     """Return the mean negative log-likelihood of the classes of tokens, as transformers takes it."""
-    labels = torch.cat([torch.tensor(row.row.labels) for row in rows])
-    return F.cross_entropy(torch.cat([row.logits[0] for row in rows]), labels)
+    labels, logits = torch.cat([torch.tensor(row.row.labels) for row in rows]), [row.logits[0] for row in rows]
+    return LabelSmoother(args.label_smoothing_factor)({"logits": torch.cat(logits)}, labels)
 
 
 CASES: list[LossCase] = [
@@ -140,6 +141,8 @@ CASES: list[LossCase] = [
     SmoothedCase("sft", "nll", targets.smoothed_nll, rows=targets.weighted_rows, label="smoothed-weights"),
     SmoothedCase("sft", "nll", targets.smoothed_nll, rows=targets.rows_with_several_targets, label="smoothed-several"),
     LossCase("classification", "nll", mean_class_nll),
+    SmoothedCase("classification", "nll", mean_class_nll, label="smoothed"),
+    SmoothedCase("token_classification", "nll", mean_tag_nll, rows=tagged_rows, label="smoothed"),
     LossCase("classification", "nll", multi_label, rows=rows_with_a_number_for_each_class, label="multi-label"),
     LossCase("token_classification", "nll", mean_tag_nll, rows=tagged_rows),
     *[
