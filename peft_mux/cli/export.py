@@ -16,6 +16,11 @@ from peft_mux.storage import keeper_of
 
 _RANKS = (1, 8, 16, 32, 64, 128, 256, 320, 512)
 """Ranks that vLLM accepts for --max-lora-rank."""
+# vLLM applies one scale, alpha / r, to all layers of an adapter, and adds no bias.
+_NOT_SERVED = (
+    "modules_to_save use_dora trainable_token_indices target_parameters rank_pattern alpha_pattern lora_bias use_bdlora"
+).split()
+"""Fields of `LoraConfig` with which vLLM does not serve an adapter, or serves another one."""
 _FILES = ("adapter_config.json", "adapter_model.safetensors")
 
 
@@ -55,7 +60,7 @@ def export(arguments: argparse.Namespace) -> int:
     served = {name: one for name, one in adapters.items() if name not in refused and name not in left_out}
     command = ""
     if served:
-        rank = max(max([one["r"], *(one.get("rank_pattern") or {}).values()]) for one in served.values())
+        rank = max(one["r"] for one in served.values())
         max_rank = next((allowed for allowed in _RANKS if allowed >= rank), rank)
         base = next(iter(served.values())).get("base_model_name_or_path") or "BASE_MODEL"
         modules = " ".join(f"{name}={shlex.quote(str(one['folder']))}" for name, one in served.items())
@@ -99,13 +104,12 @@ def _reason_against(config: dict[str, Any]) -> str:
         return f"it is of type {config.get('peft_type')}; LORA is served. Merge it: --merge"
     if str(config.get("task_type") or "CAUSAL_LM") != "CAUSAL_LM":
         return f"its task_type is {config['task_type']}"
-    for name in ("modules_to_save", "use_dora", "trainable_token_indices", "target_parameters"):
+    for name in _NOT_SERVED:
         if config.get(name):
             return f"it has {name}={config[name]}. Merge it: --merge"
     if config.get("bias", "none") != "none":
         return f"it has bias={config['bias']!r}. Merge it: --merge"
-    ranks = [config["r"], *(config.get("rank_pattern") or {}).values()]
-    return f"its rank {max(ranks)} is above {_RANKS[-1]}" if max(ranks) > _RANKS[-1] else ""
+    return f"its rank {config['r']} is above {_RANKS[-1]}" if config["r"] > _RANKS[-1] else ""
 
 
 def _merge(one: dict[str, Any], output: Path) -> None:

@@ -208,8 +208,8 @@ def frozen_parts(backbone: Any, num_layers: int, dtype: torch.dtype) -> FrozenPa
         cut_names |= {block.inner(block.row) + kinds[0], *(block.inner(name) for name in block.vectors)}
     embeddings = [backbone.get_input_embeddings()]
     try:
-        base = backbone.get_submodule(backbone.base_model_prefix)
-        embeddings += [base.get_submodule(name) for name in family_of(backbone).embeddings]
+        modules = dict(backbone.get_submodule(backbone.base_model_prefix).named_modules())
+        embeddings += [modules.get(name) for name in family_of(backbone).embeddings]
     except UnsupportedModelError:
         pass
     before = {id(parameter) for module in embeddings if module is not None for parameter in module.parameters()}

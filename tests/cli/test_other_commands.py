@@ -81,6 +81,12 @@ def test_adapters_of_a_run_are_served_merged_and_copied(file: Path, tmp_path: Pa
     assert command[command.index("--max-lora-rank") + 1] == "8", "the least that holds rank 4"
     assert f"sql={run}/sql" in command
     assert "math: vLLM does not serve it: it has use_dora=True" in said
+    saved = run / "sql" / "adapter_config.json"
+    plain = json.loads(saved.read_text(encoding="utf-8"))
+    for field, value in {"rank_pattern": {"q_proj": 2}, "alpha_pattern": {"q_proj": 2}, "lora_bias": True}.items():
+        saved.write_text(json.dumps({**plain, field: value}), encoding="utf-8")
+        assert f"it has {field}={value}" in shell.json("export", run, status=2)["refused"]["sql"]
+    saved.write_text(json.dumps(plain), encoding="utf-8")
     shell("export", run, "--merge", "sql", "--output", merged)
     base, own = (AutoModelForCausalLM.from_pretrained(path).state_dict() for path in (made / "backbone", merged))
     assert base.keys() == own.keys()

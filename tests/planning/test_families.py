@@ -22,9 +22,11 @@ FP32 = torch.float32
 OF_EVERY_FORM = ("cohere", "deepseek_v3", "gemma3_text", "glm4", "gpt2", "gpt_neox", "mixtral", "olmo2", "opt", "phi3")
 
 
-@pytest.mark.parametrize("kind", OF_EVERY_FORM)
-def test_the_bytes_of_a_family_lie_where_its_modules_do(kind: str) -> None:
-    backbone = described(kind)
+@pytest.mark.parametrize(
+    ("kind", "changed"), [*((kind, {}) for kind in OF_EVERY_FORM), ("opt", {"word_embed_proj_dim": 32})]
+)
+def test_the_bytes_of_a_family_lie_where_its_modules_do(kind: str, changed: dict[str, Any]) -> None:
+    backbone = described(kind, **changed)
     shape = model_shape(backbone, backbone.config, dtype=FP32, activation_dtype=FP32)
     assert (shape.num_layers, shape.hidden_size, shape.vocab_size) == (lab.NUM_LAYERS, 32, lab.VOCABULARY)
     parts = frozen_parts(backbone, shape.num_layers, FP32)

@@ -118,14 +118,15 @@ class RowSteps:
 
     @torch.no_grad()
     def norms(self, weight_KD: torch.Tensor) -> torch.Tensor:
-        """Return the norms `[K]` of the rows of `W + s B A`, in fp32, for the frozen weight W."""
-        a_RD, b_KR = (part[self._adapter].weight.float() for part in (self._layer.lora_A, self._layer.lora_B))
+        """Return the norms `[K]` of the rows of `W + s B A`, in fp32 or fp64, for the frozen weight W."""
+        dtype = torch.promote_types(weight_KD.dtype, torch.float32)
+        a_RD, b_KR = (part[self._adapter].weight.to(dtype) for part in (self._layer.lora_A, self._layer.lora_B))
         scale, frozen = self._layer.scaling[self._adapter], self._layer.get_base_layer().weight
         # Summed once, and again if the backbone was moved, cast or written to.
         key = (frozen.data_ptr(), frozen._version)
         if self._squares is None or self._squares[0] != key:
-            self._squares = key, torch.linalg.vector_norm(weight_KD, dim=1, dtype=torch.float32).square()
-        crossed = (F.linear(a_RD.to(weight_KD.dtype), weight_KD).t().float() * b_KR).sum(dim=1)
+            self._squares = key, torch.linalg.vector_norm(weight_KD, dim=1, dtype=dtype).square()
+        crossed = (F.linear(a_RD.to(weight_KD.dtype), weight_KD).t().to(dtype) * b_KR).sum(dim=1)
         added = (b_KR @ (a_RD @ a_RD.t()) * b_KR).sum(dim=1)
         # Rounding can take a row of zeros below zero.
         return (self._squares[1] + 2 * scale * crossed + scale**2 * added).clamp_min_(0).sqrt_()

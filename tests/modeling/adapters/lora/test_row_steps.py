@@ -63,6 +63,16 @@ def test_dropout_acts_where_peft_lets_it_act(name: str) -> None:
     assert_as_plain(mux, batch, judges, {"own": [row]})
 
 
+def test_dora_runs_on_a_backbone_in_float64() -> None:
+    config = {"own": CONFIGS["dora"]}
+    mux = MultiTaskPeftModel(tiny_llama().double(), config, seeds={"own": 3}, verify=False)
+    judges = judges_of(mux, config, {"own": 3}, lambda: tiny_llama().double())
+    row = lab.rows(1, 1, 9, 9)[0]["input_ids"]
+    assert_as_plain(
+        mux, ChunkPackingCollator()([{"task": "own", "input_ids": row}]), judges, {"own": [row]}, tolerance=1e-9
+    )
+
+
 @pytest.mark.parametrize("field", ["use_dora", "use_bdlora"])
 def test_what_peft_cannot_convert_is_refused(field: str) -> None:
     config = LoraConfig(r=4, target_modules=TWO, init_lora_weights="pissa")
