@@ -26,6 +26,7 @@ SIZE = {
     "pad_token_id": 0,
 }
 GROUPED = {**SIZE, "num_key_value_heads": 2}
+MODERN = {"local_attention": 8, "cls_token_id": 1, "sep_token_id": 2}
 NO_BERT_DROPOUT = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0}
 
 
@@ -68,6 +69,9 @@ CLASSIFIERS: dict[str, tuple[Callable[[], Any], list[str]]] = {
     "Bert": (classifier_of("bert", **NO_BERT_DROPOUT), ["query", "dense"]),
     "Roberta": (classifier_of("roberta", **NO_BERT_DROPOUT, pad_token_id=1), ["query", "value"]),
     "Llama": (classifier_of("llama"), ["q_proj", "up_proj"]),
+    # Windows of 9 tokens in its first layer.
+    "ModernBert": (classifier_of("modernbert", **MODERN), ["Wqkv", "Wi", "dense"]),
+    "ModernBert, mean": (classifier_of("modernbert", **MODERN, classifier_pooling="mean"), ["Wqkv", "Wo"]),
 }
 
 

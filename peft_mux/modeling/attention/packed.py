@@ -30,7 +30,7 @@ from peft_mux.kernels import philox
 from peft_mux.modeling.attention.attention_stream import AttentionStream
 from peft_mux.modeling.attention.prefix_tree import tree_attention, tree_varlen
 from peft_mux.modeling.attention.rows import LENGTH_STEP, Layout, Rectangle, take_rows
-from peft_mux.modeling.attention.scores import QKV, Scores, attend, causal_mask
+from peft_mux.modeling.attention.scores import QKV, Scores, attend, visible_mask
 from peft_mux.modeling.attention.varlen import varlen_attention, varlen_support, warn_once
 
 ATTENTION_NAME = "peft_mux"
@@ -74,7 +74,7 @@ def packed_attention(
         scaling: factor of the scores; by default `1 / sqrt(C)`.
         dropout: probability with which an attention weight is dropped.
         is_causal: whether a query sees earlier tokens only; by default the module's own `is_causal`.
-        sliding_window: a query sees this many tokens, itself included.
+        sliding_window: a query sees this many tokens, itself included, before it; and after it if not causal.
         softcap: bound of the scores (Gemma 2).
         s_aux: `[H]`, a score of each head that takes part in the softmax and leads to no value (sinks, gpt-oss).
         mux_stream: the stream and its layouts, which `MultiTaskPeftModel` passes through the model call.
@@ -93,7 +93,7 @@ def packed_attention(
             "without them its sequences cannot be separated."
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
-    _check_supported(module, mux_stream, attention_mask, kwargs, is_causal=causal, window=sliding_window)
+    _check_supported(module, mux_stream, attention_mask, kwargs, is_causal=causal)
     if mux_stream.calls is not None:
         query, key, value = mux_stream.calls.of_all(module, query, key, value)
     tree = mux_stream.tree if dropout == 0.0 else None
@@ -155,7 +155,6 @@ def _check_supported(
     kwargs: dict[str, Any],
     *,
     is_causal: bool,
-    window: int | None,
 ) -> None:
     """Refuse by name what would change the result, and what has no meaning if every token sees every other."""
     reason = None
@@ -170,8 +169,6 @@ def _check_supported(
             )
     if is_causal or reason is not None:
         pass
-    elif window is not None:
-        reason = "slides a window over both directions; windows must be of causal attention"
     elif mux_stream.parts is not None:
         reason = "lets every token see every other, so long sequences cannot be split. Set split_long_sequences=False"
     elif mux_stream.batch.shared is not None:
@@ -206,7 +203,7 @@ def _by_rectangles(
     outs = []
     for rectangle, (q, k, v) in layout.apart([x.squeeze(0).transpose(0, 1) for x in qkv]):
         k, v = mux_stream.with_context(module, rectangle.first, k, v, scores.window)
-        mask = causal_mask(q.shape[2], k.shape[2], scores.window, q.device) if scores.is_causal else None
+        mask = visible_mask(q.shape[2], k.shape[2], scores.window, q.device, is_causal=scores.is_causal)
         outs.append(attend(q, k, v, scores, mask, None if draws is None else partial(draws, rectangle)))
     return layout.joined(outs)[None]
 

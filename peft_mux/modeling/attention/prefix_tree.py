@@ -51,7 +51,7 @@ from peft_mux.modeling.attention.rows import (
     copied_to,
     take_rows,
 )
-from peft_mux.modeling.attention.scores import QKV, Scores, attend, causal_mask
+from peft_mux.modeling.attention.scores import QKV, Scores, attend, visible_mask
 from peft_mux.modeling.attention.varlen import varlen_attention
 
 _LONG = 32
@@ -365,7 +365,7 @@ def tree_rectangles(qkv: QKV, tree: TreeLayouts, scores: Scores) -> torch.Tensor
                 torch.cat([part.unflatten(0, (rectangle.num_sequences, -1)).transpose(1, 2), own], dim=2)
                 for part, own in zip(earlier, (k, v), strict=True)
             )
-        mask = causal_mask(q.shape[2], k.shape[2], tree.window, q.device)
+        mask = visible_mask(q.shape[2], k.shape[2], tree.window, q.device)
         outs.append(attend(q, k, v, scores, mask))
     return rectangles.joined(outs)
 
@@ -456,7 +456,7 @@ def _options(
         length: of tokens that attend to one another, their number: without a mask they see those before them.
     """
     if mask is None and length is not None:
-        is_seen = causal_mask(length, length, scores.window, torch.device("cpu"))
+        is_seen = visible_mask(length, length, scores.window, torch.device("cpu"))
         if is_seen is None:
             return True, {"attn_mask": None, "scale": scores.scaling}
         mask = torch.zeros(is_seen.shape).masked_fill_(~is_seen, -math.inf)

@@ -35,21 +35,26 @@ class Scores(NamedTuple):
     sinks: torch.Tensor | None = None
 
 
-def causal_mask(num_queries: int, num_keys: int, window: int | None, device: torch.device) -> torch.Tensor | None:
-    """Return bool `[L, K]`, true where a query sees a key, or `None` if plain causality says it all.
+def visible_mask(
+    num_queries: int, num_keys: int, window: int | None, device: torch.device, *, is_causal: bool = True
+) -> torch.Tensor | None:
+    """Return bool `[L, K]`, true where a query sees a key, or `None` if plain causality, or none, says it all.
 
     Args:
         num_queries: number L of queries.
         num_keys: number K of keys; the last L of them belong to the queries' own tokens.
-        window: a query sees this many tokens, itself included; `None` for all.
+        window: a query sees this many tokens, itself included, in each direction; `None` for all.
         device: where the mask is made.
+        is_causal: whether a query sees earlier tokens only.
     """
     # Without a mask torch takes its fused kernels, whose own triangle is right for as many keys as queries.
-    if num_keys == num_queries and (window is None or num_keys <= window):
+    if (num_keys == num_queries or not is_causal) and (window is None or num_keys <= window):
         return None
     rows = torch.arange(num_keys - num_queries, num_keys, device=device)
     distance = rows[:, None] - torch.arange(num_keys, device=device)[None, :]
-    return distance >= 0 if window is None else (distance >= 0) & (distance < window)
+    if window is None:
+        return distance >= 0
+    return (distance >= 0 if is_causal else distance > -window) & (distance < window)
 
 
 def attend(

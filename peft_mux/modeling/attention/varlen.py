@@ -50,7 +50,7 @@ class VarlenKernel(NamedTuple):
 
 
 def as_kernel(library: str, function: Callable[..., Any]) -> VarlenKernel | None:
-    """Describe the attention function of a library; `None` if it takes no causal window."""
+    """Describe the attention function of a library; `None` if it takes no window."""
     parameters = frozenset(inspect.signature(function).parameters)
     return VarlenKernel(library, function, parameters) if "window_size" in parameters else None
 
@@ -149,7 +149,7 @@ def varlen_attention(
         cu_seqlens: int32 `[S + 1]` on the same device, from 0 to T.
         max_length: tokens of the longest sequence; on the host, as reading `cu_seqlens` back would wait for the device.
         is_causal: whether a query sees no later key.
-        window: a query sees this many tokens, itself included; `None` for all. Causal attention only.
+        window: a query sees this many tokens, itself included, before it, and after it if not causal; `None` for all.
         scaling: factor of the scores.
         kernel: the library's function; by default what `varlen_kernel` finds.
         keys: int32 `[S + 1]` bounds and greatest number of the keys of each sequence, if they are not those of the
@@ -159,24 +159,24 @@ def varlen_attention(
         Outputs `[T, H, C]` of all queries.
 
     Raises:
-        ValueError: if there is no kernel, a window reaches to both sides, or G does not divide H.
+        ValueError: if there is no kernel, a window has no token, or G does not divide H.
     """
     kernel = kernel or varlen_kernel()
     if kernel is None:
         raise ValueError("no kernel for sequences of varying length; ask `varlen_support` first.")
-    if window is not None and (not is_causal or window < 1):
-        raise ValueError(f"a window must be causal and of 1 token or more, got {window}.")
+    if window is not None and window < 1:
+        raise ValueError(f"a window must be of 1 token or more, got {window}.")
     if q_THC.shape[1] % k_TGC.shape[1]:
         raise ValueError(f"the number of key-value heads must divide the {q_THC.shape[1]} heads, got {k_TGC.shape[1]}.")
-    # The kernels count the tokens to the left of the query, without the query.
-    reach = (-1 if window is None else window - 1, 0 if is_causal else -1)
+    # The kernels count the tokens on each side of the query, without the query.
+    reach = -1 if window is None else window - 1
     # The kernels take any strides but those of the channels, which must be adjacent.
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q_THC, k_TGC, v_TGC))
     bounds, longest = (cu_seqlens, max_length) if keys is None else keys
     # Lengths size the launch, and may be too large. But the kernel also chooses other code if they are 1, or within the
     # window: a sequence would be computed by other code alone than with a longer one in the batch.
     num_queries, num_keys = max(max_length, 2), max(longest, 2 if window is None else window, 2)
-    options: dict[str, Any] = {"window_size": reach}
+    options: dict[str, Any] = {"window_size": (reach, 0 if is_causal else reach)}
     if "num_splits" in kernel.parameters:
         options["num_splits"] = 1  # where keys are split depends on the longest sequence, and so would the sums
     if kernel.library == "torch":

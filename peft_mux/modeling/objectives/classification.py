@@ -112,8 +112,13 @@ class ClassificationHead(TaskHead):
     example_label = 0
 
     def read_rows(self, batch: MuxBatch, backbone: Any) -> ReadRows | None:
-        """Return the row of each sequence that is pooled; `None` if several sequences may share it."""
-        return None if batch.shared is not None else ReadRows(pooled_tokens(batch, backbone), batch.sequence_offsets)
+        """Return the row of each sequence that is pooled; `None` if it is no single one, or several may share it."""
+        is_mean = getattr(backbone.config, "classifier_pooling", None) == "mean"
+        return (
+            None
+            if is_mean or batch.shared is not None
+            else ReadRows(pooled_tokens(batch, backbone), batch.sequence_offsets)
+        )
 
     def outputs(
         self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any, smoothed: Collection[str] = ()
@@ -152,16 +157,26 @@ def task_logits(hidden_TD: torch.Tensor, batch: MuxBatch, model: Any) -> list[to
     # A pooled row is a sequence; the place of its first token stands for it in dropout.
     places = batch.token_places[batch.cu_seqlens[:-1].to(torch.int64)]
     with model.stream.selected_rows(batch.sequence_offsets, places, model.adapters):
-        pooled = states_of(hidden_TD, batch, pooled_tokens(batch, backbone))
+        if getattr(backbone.config, "classifier_pooling", None) == "mean":  # ModernBERT
+            pooled = torch.stack([own.mean(dim=0) for own in hidden_TD.split(batch.sequence_lengths)])
+        else:
+            pooled = states_of(hidden_TD, batch, pooled_tokens(batch, backbone))
         pooler = getattr(backbone.base_model, "pooler", None)
         if pooler is not None:
             # Poolers take `[S, L, D]` and look at the first token of each; here that is the only one.
             pooled = pooler(pooled.unsqueeze(1))
-        dropout = getattr(backbone, "dropout", None)
-        if isinstance(dropout, nn.Module) and not takes_features:
-            pooled = dropout(pooled)
+        if not takes_features:
+            pooled = _before_head(backbone, pooled)
     states = pooled.unsqueeze(1) if takes_features else pooled
     return head_outputs(states, batch.sequence_offsets, places, batch, model)
+
+
+def _before_head(backbone: Any, states: torch.Tensor) -> torch.Tensor:
+    """Return states after the modules that a model applies to them before its linear head."""
+    for name in ("head", "drop", "dropout"):  # the first two are ModernBERT's
+        module = getattr(backbone, name, None)
+        states = module(states) if isinstance(module, nn.Module) else states
+    return states
 
 
 def pooled_tokens(batch: MuxBatch, backbone: Any) -> torch.Tensor:
@@ -274,10 +289,8 @@ def token_logits(
         model: the `MultiTaskPeftModel`.
     """
     places, states = batch.token_places.index_select(0, rows), states_of(hidden_TD, batch, rows)
-    dropout = getattr(model.backbone, "dropout", None)
-    if isinstance(dropout, nn.Module):
-        with model.stream.selected_rows(offsets, places, model.adapters):
-            states = dropout(states)
+    with model.stream.selected_rows(offsets, places, model.adapters):
+        states = _before_head(model.backbone, states)
     return head_outputs(states, offsets, places, batch, model)
 
 

@@ -11,7 +11,7 @@ import torch
 from torch.nn import functional as F
 
 from peft_mux.modeling.attention import packed
-from peft_mux.modeling.attention.scores import causal_mask
+from peft_mux.modeling.attention.scores import visible_mask
 from peft_mux.modeling.attention.varlen import as_kernel, varlen_attention
 
 
@@ -27,7 +27,7 @@ def flash_attention(q_THC, k_TGC, v_TGC, bounds_q, bounds_k, max_q, max_k, *, sc
             for x, start, end in ((q_THC, q_start, q_end), (k_TGC, k_start, k_end), (v_TGC, k_start, k_end))
         )
         window, is_causal = window_size[0] + 1 if window_size[0] >= 0 else None, window_size[1] == 0
-        mask = causal_mask(q.shape[1], k.shape[1], window, q.device) if is_causal else None
+        mask = visible_mask(q.shape[1], k.shape[1], window, q.device, is_causal=is_causal)
         out = F.scaled_dot_product_attention(
             q, k, v, attn_mask=mask, is_causal=is_causal and mask is None, scale=scale, enable_gqa=enable_gqa
         )

@@ -34,6 +34,7 @@ KINDS: dict[str, dict[str, Any]] = {
     "bidirectional": {"is_causal": False},
     "window": {"is_causal": True, "sliding_window": 7},
     "window of two tokens": {"is_causal": True, "sliding_window": 2},
+    "window in both directions": {"is_causal": False, "sliding_window": 7},
     "soft-cap": {"is_causal": True, "softcap": 1.5},
     "bidirectional soft-cap": {"is_causal": False, "softcap": 1.5},
     "window and soft-cap": {"is_causal": True, "sliding_window": 7, "softcap": 1.5},
@@ -97,7 +98,7 @@ def alone(
     if is_causal:
         seen &= rows[:, None] >= rows
     if sliding_window is not None:
-        seen &= rows[:, None] - rows < sliding_window
+        seen &= (rows[:, None] - rows).abs() < sliding_window
     if softcap is None:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, scale=scaling)[0].transpose(0, 1)
     scores = q @ k.mT * (scaling or CHANNELS**-0.5)
@@ -242,7 +243,6 @@ def test_a_model_that_does_not_hand_the_stream_on_is_refused_by_name() -> None:
     [
         (torch.ones(4, 4), {}, "Attention builds its own attention mask, and a mask over the stream would mix tasks"),
         (None, {"position_bias": torch.zeros(4)}, 'Attention passes "position_bias" to attention'),
-        (None, {"is_causal": False, "sliding_window": 2}, "slides a window over both directions"),
     ],
 )
 def test_what_would_mix_tasks_or_change_the_scores_is_refused(mask: Any, kind: dict[str, Any], said: str) -> None:
