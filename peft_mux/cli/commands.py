@@ -110,12 +110,18 @@ def plan(arguments: argparse.Namespace) -> int:
                 raise ConfigError(f"--{option} cannot be combined with --deployment. Leave --deployment out.")
         if arguments.max_tokens and not arguments.layer_profile:
             raise ConfigError("--max-tokens needs --layer-profile. Add the measured times.")
+        failures = {
+            name: value for name in ("storage_gb_per_s", "restart_s") if (value := getattr(arguments, name)) is not None
+        }
+        if failures and arguments.failures_per_day is None:
+            raise ConfigError(f"--{next(iter(failures)).replace('_', '-')} needs --failures-per-day. Add it.")
         measured = LayerProfile(arguments.layer_profile, arguments.max_tokens) if arguments.layer_profile else None
         report = make_trainer(config).plan_deployment(
             devices,
             measured=measured,
             free_exchange=arguments.free_exchange,
             failures_per_day=arguments.failures_per_day,
+            **failures,
         )
         print(report.to_json() if arguments.json else wrapped(f"{report}\n\n{report.picture()}", window_width()))
         if arguments.image:
@@ -123,7 +129,7 @@ def plan(arguments: argparse.Namespace) -> int:
             if not arguments.json:
                 print(f"drawn: {drawn}")
         return 0
-    for option in ("layer_profile", "max_tokens", "free_exchange", "failures_per_day"):
+    for option in ("layer_profile", "max_tokens", "free_exchange", "failures_per_day", "storage_gb_per_s", "restart_s"):
         if getattr(arguments, option) not in (None, False):
             raise ConfigError(f"--{option.replace('_', '-')} needs --deployment. Add it.")
     layout = {}

@@ -105,6 +105,10 @@ def _parse(given: list[str]) -> argparse.Namespace:
     )
     words = "also show what failures of devices, checkpoints and restarts cost"
     deployment.add_argument("--failures-per-day", metavar="N", type=float, help=words)
+    words = "with --failures-per-day: speed at which checkpoints are written (1)"
+    deployment.add_argument("--storage-gb-per-s", metavar="N", type=float, help=words)
+    words = "with --failures-per-day: seconds from a failure to the next step (180)"
+    deployment.add_argument("--restart-s", metavar="N", type=float, help=words)
     deployment.add_argument("--max-tokens", metavar="CSV", help="maximum tokens of a micro-batch: tp, pp, max_tokens")
 
     init = _command(commands, "init", "starting.init", "write a tasks.yaml to begin with")

@@ -20,6 +20,7 @@ from peft_mux.scheduler.deployment.baselines import Baseline, lobra_sequential, 
 from peft_mux.scheduler.deployment.composed import ComposedDeployment, PricedDeployment, compose_deployment
 from peft_mux.scheduler.deployment.plan import (
     DEFAULT_RESTART_S,
+    DEFAULT_STORAGE_GB_PER_S,
     DeploymentPlan,
     FailureOverhead,
     Redeployment,
@@ -69,6 +70,8 @@ def report_deployment(
     measured: LayerProfile | None = None,
     free_exchange: bool = False,
     failures_per_day: float | None = None,
+    storage_gb_per_s: float = DEFAULT_STORAGE_GB_PER_S,
+    restart_s: float = DEFAULT_RESTART_S,
 ) -> DeploymentReport:
     """Return the replicas that train these tasks fastest (L Eq. 2), and the alternatives.
 
@@ -80,16 +83,17 @@ def report_deployment(
         measured: times of one layer at several tensor parallel degrees, in place of a profile of one device.
         free_exchange: whether the exchange of gradients between replicas takes no time, as in L.
         failures_per_day: failures of any device in a day, for the overhead of checkpoints and restarts; more than 0.
+        storage_gb_per_s: speed at which checkpoints are written; more than 0.
+        restart_s: seconds from a failure to the next step; more than 0.
 
     Raises:
-        ConfigError: for unknown devices, files that cannot be read, a rate of failures that is not more than 0, no
+        ConfigError: for unknown devices, files that cannot be read, numbers about failures that are not more than 0, no
             tasks, or tasks that no replica can hold.
     """
-    if failures_per_day is not None and not 0 < failures_per_day < math.inf:
-        raise ConfigError(
-            f"failures_per_day must be more than 0, such as 2.5, got {failures_per_day:g}. Leave it out if nothing "
-            "fails."
-        )
+    rates = {"failures_per_day": failures_per_day, "storage_gb_per_s": storage_gb_per_s, "restart_s": restart_s}
+    for name, rate in rates.items():
+        if rate is not None and not 0 < rate < math.inf:
+            raise ConfigError(f"{name} must be more than 0, such as 2.5, got {rate:g}. Leave it out if nothing fails.")
     try:
         cluster = None if devices is None else parse_devices(devices)
     except ValueError as error:
@@ -153,7 +157,10 @@ def report_deployment(
         failures=None
         if failures_per_day is None
         else FailureOverhead.of(
-            failures_per_day, _SAVED_BYTES_PER_PARAMETER * sum(load.trainable_parameters for load in facts.loads)
+            failures_per_day,
+            _SAVED_BYTES_PER_PARAMETER * sum(load.trainable_parameters for load in facts.loads),
+            restart_s,
+            storage_gb_per_s,
         ),
     )
 

@@ -22,10 +22,10 @@ from numpy.typing import NDArray
 
 from peft_mux.data.packing.passes import PassRules
 from peft_mux.engine.work import PassTime, StepTimes, TaskInPass
-from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import CostModel, whole_pass
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.profile import AS_PROFILED, Parts
+from peft_mux.scheduler.pipeline.launch import Links
 from peft_mux.scheduler.pipeline.simulator import simulate, window_step_s
 from peft_mux.scheduler.plan import Plan
 from peft_mux.scheduler.planner.passes import TurnTimes, cut_htask
@@ -352,7 +352,7 @@ def repriced_s(
     cost: CostModel,
     rules: PassRules,
     *,
-    links: Link | None = None,
+    links: Links = None,
     drains: bool = True,
     recomputes: bool = False,
 ) -> float:
@@ -365,7 +365,7 @@ def repriced_s(
         loads: what each task brings into a step, by its name.
         cost: predicts the seconds of the stages that the plan is for.
         rules: whether and how long rows are cut into passes.
-        links: the link between neighbouring stages; `None` if messages take no time.
+        links: the links between neighbouring stages.
         drains: whether a pipeline is drained at the end of every step.
         recomputes: whether activations are recomputed in the backward.
     """

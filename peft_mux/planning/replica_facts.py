@@ -57,7 +57,10 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
         factors = planner.correction.factors
         profile = corrected(run_profile(args, shape)[0], factors)
         device_type = args.device.type
-        if profile.link is None and (links := data_sheet_cluster(profile, DEVICES_PER_NODE)) is not None:
+        if (
+            profile.link is None
+            and (links := data_sheet_cluster(profile, max(args.world_size, DEVICES_PER_NODE))) is not None
+        ):
             intra_node, inter_node = (
                 link.slowed(factors.communication) for link in (links.intra_node, links.inter_node)
             )
@@ -90,6 +93,8 @@ def run_facts(planner: Planner, runs: Sequence[TaskRun], cluster: Cluster | None
             checkpointing=args.uses_checkpointing,
             activation_bytes_per_token=planner.counted_bytes(loads, device_type),
             device_type=device_type,
+            # Only whole models share their optimizer states (`supported_configs`), so that all devices do.
+            optimizer_shards=(cluster.num_devices if cluster else args.world_size) if args.shard_optimizer else 1,
         ),
         limit_bytes=limit,
         pass_tokens=max(args.max_tokens_per_micro_batch, *most_tokens),
@@ -121,7 +126,7 @@ def time_model_of(facts: ReplicaFacts, configs: Sequence[ParallelConfig], runs: 
             f"replicas: the backbone and the adapters of {names} take {bytes_text(facts.least_bytes(configs[-1]))} "
             f"on a device of {configs[-1]}, the most divided of {', '.join(map(str, configs))}, but a plan may fill "
             f"only {bytes_text(facts.limit_bytes or 0)}. Use more or larger devices, or a quantised backbone, or "
-            "raise memory_limit_gib."
+            "raise memory_limit_gib; with shard_optimizer=True replicas cannot be divided."
         ) from error
 
 
@@ -162,6 +167,6 @@ def supported_configs(planner: Planner, runs: Sequence[TaskRun]) -> Callable[[Pa
                 blocks_of(model.backbone, tp)
         except UnsupportedModelError:
             return False
-        return is_whole or not adapts_parameters
+        return is_whole or not (adapts_parameters or planner.args.shard_optimizer)
 
     return lambda config: can_cut(config.tp, config.num_gpus == 1)

@@ -108,9 +108,10 @@ class Target:
         backbone_shards: number of replicas that divide the frozen weights of each stage; 1 if each has all of them.
         limit_bytes: bytes that a plan may fill on each device; `None` for no limit.
         profile: the profile of one device.
-        tensor_link: the link between the devices of a stage, or between the replicas that divide its weights; `None`
+        tensor_link: the link of rings over the devices of a stage, or over the replicas that divide its weights; `None`
             for one device.
-        stage_link: the link from one stage to the next; `None` for one stage.
+        stage_links: the link from each stage to the next, and from the last to the first, of the replica whose messages
+            take longest; empty for one stage.
         notes: remarks on the profile, for the reader of the plan.
         is_own: whether these are the run's own devices.
         device_bytes: memory of each device; `None` if that is not known.
@@ -125,7 +126,7 @@ class Target:
     limit_bytes: int | None
     profile: Profile
     tensor_link: Link | None
-    stage_link: Link | None
+    stage_links: tuple[Link, ...]
     notes: tuple[str, ...]
     is_own: bool
     device_bytes: int | None = None
@@ -134,8 +135,9 @@ class Target:
         """Return the same devices with all times multiplied by `factors`, links from data sheets included."""
         if factors == AS_PROFILED:
             return self
-        slowed = [link and link.slowed(factors.communication) for link in (self.tensor_link, self.stage_link)]
-        return replace(self, profile=corrected(self.profile, factors), tensor_link=slowed[0], stage_link=slowed[1])
+        tensor_link = self.tensor_link and self.tensor_link.slowed(factors.communication)
+        stage_links = tuple(link.slowed(factors.communication) for link in self.stage_links)
+        return replace(self, profile=corrected(self.profile, factors), tensor_link=tensor_link, stage_links=stage_links)
 
 
 def own_target(
@@ -159,8 +161,11 @@ def own_target(
     """
     num_devices = num_stages * devices_per_stage
     shards = num_replicas if args.shard_backbone else 1
-    cluster = data_sheet_cluster(profile, max(num_devices * shards, num_replicas))
-    tensor_link, stage_link = _links(cluster, devices_per_stage, num_stages, shards)
+    cluster = data_sheet_cluster(profile, num_devices * num_replicas)
+    tensor_link, stage_links = _links(cluster, devices_per_stage, num_stages, shards)
+    # A link that was measured here comes before the ones of a data sheet.
+    if profile.link is not None:
+        tensor_link, stage_links = profile.link, (profile.link,) * (num_stages if num_stages > 1 else 0)
     return Target(
         device=str(args.device) if num_devices == 1 else f"{num_devices} x {args.device.type}",
         device_type=args.device.type,
@@ -170,9 +175,8 @@ def own_target(
         backbone_shards=shards,
         limit_bytes=memory_limit_bytes(args),
         profile=profile,
-        # A link that was measured here comes before the one of a data sheet.
-        tensor_link=profile.link or tensor_link,
-        stage_link=(profile.link or stage_link) if num_stages > 1 else None,
+        tensor_link=tensor_link,
+        stage_links=stage_links,
         notes=notes,
         is_own=True,
         device_bytes=device_memory_bytes(args.device),
@@ -222,7 +226,7 @@ def other_target(
     if num_stages is None:
         num_stages, num_replicas = (1, num_replicas) if args.shard_backbone else (num_replicas, 1)
     shards = num_replicas if args.shard_backbone else 1
-    tensor_link, stage_link = _links(cluster, devices_per_stage, num_stages, shards)
+    tensor_link, stage_links = _links(cluster, devices_per_stage, num_stages, shards)
     return Target(
         device=f"{num_stages * devices_per_stage} x {name}",
         device_type="cuda" if name != "cpu" else "cpu",
@@ -233,7 +237,7 @@ def other_target(
         limit_bytes=cluster.device.memory_bytes,
         profile=analytic_profile(cluster.device, shape, devices_per_stage, link=tensor_link),
         tensor_link=tensor_link,
-        stage_link=stage_link if num_stages > 1 else None,
+        stage_links=stage_links,
         notes=(),
         is_own=False,
         device_bytes=cluster.device.memory_bytes,
@@ -242,17 +246,18 @@ def other_target(
 
 def _links(
     cluster: Cluster | None, devices_per_stage: int, num_stages: int, shards: int
-) -> tuple[Link | None, Link | None]:
-    """Return the link that a stage's weights are divided over, and the link from one stage to the next.
+) -> tuple[Link | None, tuple[Link, ...]]:
+    """Return the link of rings over what a stage's weights are divided over, and the links from stage to stage.
 
     Tensor parallel ranks of a stage are adjacent; replicas that share its weights are one whole replica apart.
     """
     if cluster is None or cluster.num_devices == 1:
-        return None, None
-    # The two devices that are farthest apart: the slowest link bounds an all-reduce, and a gathering.
-    farthest = (shards - 1) * num_stages if shards > 1 else devices_per_stage - 1
-    within = cluster.link(0, max(1, farthest))
-    return within, cluster.link(devices_per_stage - 1, min(devices_per_stage, cluster.num_devices - 1))
+        return None, ()
+    replica_devices = devices_per_stage * num_stages
+    stage_links = cluster.slowest_stage_links(devices_per_stage, num_stages, cluster.num_devices // replica_devices)
+    if shards > 1 and cluster.num_devices > cluster.devices_per_node:
+        return cluster.network(1 / min(num_stages, cluster.devices_per_node)), stage_links
+    return cluster.tensor_link(devices_per_stage), stage_links
 
 
 def memory_limit_bytes(args: MultiTaskTrainingArguments) -> int | None:

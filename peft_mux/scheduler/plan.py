@@ -85,7 +85,7 @@ def run_times(num_steps: Sequence[int], alone_s: Sequence[float], step_s: float)
     return PredictedTimes(sum(steps * own_s for steps, own_s in tasks), together_s)
 
 
-FORMAT_VERSION = 4
+FORMAT_VERSION = 5
 _MOST_NOTES = 12
 """Notes of a plan that its text has."""
 _NUMBERS_WIDTH = 48
@@ -118,7 +118,8 @@ class Plan:
         notes: remarks for the reader, such as rows that will be cut.
         num_replicas: replicas among which each task's global batch is divided; hTasks and passes are those of one.
         layers_per_stage: decoder layers of each of the S stages; empty if that was not planned.
-        link: the link between stages that the template was timed with; `None` if messages take no time.
+        links: the link from each stage to the next, and from the last to the first, that the template was timed with;
+            empty if messages take no time.
         devices_per_stage: devices that share every layer of a stage (tensor parallelism).
         passes: for each replica the passes of a typical step, in the order in which they are made; empty if that was
             not planned.
@@ -146,7 +147,7 @@ class Plan:
     notes: tuple[str, ...] = field(default=())
     num_replicas: int = 1
     layers_per_stage: tuple[int, ...] = ()
-    link: Link | None = None
+    links: tuple[Link, ...] = ()
     devices_per_stage: int = 1
     passes: tuple[tuple[PlannedPass, ...], ...] = ()
     turns: TurnPlan | None = None
@@ -209,7 +210,7 @@ class Plan:
         """
         if self.template is None:
             raise ValueError("the plan must have at least one running task to have a timeline, got none.")
-        return simulate(self.template, self.bucket_loads, links=self.link)
+        return simulate(self.template, self.bucket_loads, links=self.links)
 
     def summary(self, columns: int | None = None) -> str:
         """Return the plan as a table, a row for each task under its hTask.

@@ -60,6 +60,7 @@ from peft_mux.reporting.report import RunReport
 from peft_mux.reporting.screen import show_view
 from peft_mux.scheduler.costs.hardware import Cluster
 from peft_mux.scheduler.costs.profile import Profile
+from peft_mux.scheduler.deployment.plan import DEFAULT_RESTART_S, DEFAULT_STORAGE_GB_PER_S
 from peft_mux.scheduler.deployment.report import DeploymentReport
 from peft_mux.scheduler.plan import Plan
 from peft_mux.storage import FolderLock
@@ -325,6 +326,8 @@ class MultiTaskTrainer(Trainer):
         measured: LayerProfile | None = None,
         free_exchange: bool = False,
         failures_per_day: float | None = None,
+        storage_gb_per_s: float = DEFAULT_STORAGE_GB_PER_S,
+        restart_s: float = DEFAULT_RESTART_S,
     ) -> DeploymentReport:
         """Return the replicas that would train these tasks fastest (LobRA), and the alternatives.
 
@@ -335,13 +338,23 @@ class MultiTaskTrainer(Trainer):
             free_exchange: whether the exchange of gradients between replicas takes no time, as LobRA assumes.
             failures_per_day: failures of any device in a day, for the overhead of checkpoints and restarts; more than
                 0.
+            storage_gb_per_s: speed at which checkpoints are written; more than 0.
+            restart_s: seconds from a failure to the next step; more than 0.
 
         Raises:
-            ConfigError: for unknown devices, a rate of failures that is not more than 0, no tasks, or tasks that no
-                replica can hold.
+            ConfigError: for unknown devices, numbers about failures that are not more than 0, no tasks, or tasks that
+                no replica can hold.
         """
-        options = {"measured": measured, "free_exchange": free_exchange, "failures_per_day": failures_per_day}
-        return report_deployment(self._plans.planner, self._run.table.plannable, devices, **options)
+        return report_deployment(
+            self._plans.planner,
+            self._run.table.plannable,
+            devices,
+            measured=measured,
+            free_exchange=free_exchange,
+            failures_per_day=failures_per_day,
+            storage_gb_per_s=storage_gb_per_s,
+            restart_s=restart_s,
+        )
 
     def measure_profile(self, budget_s: float = 60.0, *, folder: Path | None = None, refresh: bool = False) -> Profile:
         """Measure how long the parts of a step take on this device, for `cost_profile`; reads and changes no weights.

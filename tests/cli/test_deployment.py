@@ -17,6 +17,7 @@ from peft_mux.errors import ConfigError
 from peft_mux.planning.deployment import notes_on, redeploy, times_from
 from peft_mux.planning.replica_facts import run_facts, run_time_model
 from peft_mux.scheduler.costs.hardware import Link, parse_devices
+from peft_mux.scheduler.deployment.space import candidate_configs
 from peft_mux.scheduler.replicas.time_model import ParallelConfig
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
@@ -120,13 +121,26 @@ def test_tight_memory_leads_to_unlike_replicas_that_can_be_run_as_they_are_print
 @pytest.mark.slow
 def test_json_and_image_are_those_of_the_report_from_python(file: Path, tmp_path: Path, shell: Shell) -> None:
     image = tmp_path / "plan.svg"
-    data = shell.json("plan", file, "--deployment", *DEVICES, "--failures-per-day", "4", "--image", image)
+    data = shell.json(
+        "plan", file, "--deployment", *DEVICES, "--failures-per-day", "4", "--restart-s", "360", "--image", image
+    )
     assert data["devices"] == "4 x A100-40GB"
-    assert 180 * 4 / 86_400 < data["failures"]["lost_share"] < 0.02
+    assert 360 * 4 / 86_400 < data["failures"]["lost_share"] < 0.02
     assert "balanced dispatch" in image.read_text(encoding="utf-8")
     report = trainer_of(file).plan_deployment("4xA100-40GB")
     assert (data["replicas"], report.plan.num_gpus) == (report.replicas, 4)
     assert "failures:" not in str(report)
+
+
+def test_divided_optimizer_states_count_and_leave_whole_models_alone(file: Path) -> None:
+    facts, divided = (facts_of(trainer_of(file, *more), "4xA100-40GB") for more in ((), ("run.shard_optimizer=true",)))
+    parameters = [load.trainable_parameters for load in facts.loads]
+    # AdamW's two moments in fp32: a quarter of them, or those of the largest task.
+    freed_bytes = 8 * sum(parameters) - 8 * max(sum(parameters) / 4, max(parameters))
+    held = [one.memory_of(ONE).estimate_stage(one.loads, 0).adapter_bytes for one in (facts, divided)]
+    assert held[0] - held[1] == freed_bytes > 0
+    assert TWO in candidate_configs(facts, 4)
+    assert candidate_configs(divided, 4) == (ONE,), "the engine refuses shard_optimizer where a model is divided"
 
 
 def test_without_devices_the_run_s_own_are_planned_for(file: Path, shell: Shell) -> None:
@@ -184,6 +198,11 @@ def test_a_backbone_that_fits_nowhere_is_refused_with_what_it_takes(file: Path, 
         (["--free-exchange"], "--free-exchange needs --deployment. Add it."),
         (["--failures-per-day", "1"], "--failures-per-day needs --deployment. Add it."),
         (["--deployment", "--failures-per-day", "nan"], "failures_per_day must be more than 0"),
+        (
+            ["--deployment", "--failures-per-day", "1", "--restart-s", "-2"],
+            "restart_s must be more than 0, such as 2.5, got -2",
+        ),
+        (["--deployment", "--storage-gb-per-s", "5"], "--storage-gb-per-s needs --failures-per-day. Add it."),
     ],
 )
 def test_options_that_do_not_go_together_are_refused(options: list[str], said: str, file: Path, shell: Shell) -> None:

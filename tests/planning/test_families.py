@@ -51,7 +51,8 @@ def test_tasks_on_the_experts_of_a_mixture_are_planned_on_whole_models_alone() -
         "all": LoraConfig(r=2, target_modules="all-linear"),
         "attention": LoraConfig(r=2, target_modules=["q_proj"]),
     }
-    planner: Any = SimpleNamespace(model=MultiTaskPeftModel(lab.backbone("qwen3_moe"), configs, verify=False))
+    model = MultiTaskPeftModel(lab.backbone("qwen3_moe"), configs, verify=False)
+    planner: Any = SimpleNamespace(model=model, args=SimpleNamespace(shard_optimizer=False))
     runs: list[Any] = [SimpleNamespace(name=name) for name in configs]
     for config, supported in ((ParallelConfig(1, 1), [True, True]), (ParallelConfig(1, 2), [False, True])):
         assert [supported_configs(planner, [run])(config) for run in runs] == supported

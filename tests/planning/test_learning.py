@@ -218,7 +218,7 @@ def planned_by(cost: CostModel, budget: Budget) -> Plan:
     return Plan(
         found.htasks, (), found.max_tokens, 64, False, MemoryEstimate(0, 0, 0, 0), "A40",
         buckets=found.buckets, template=found.template, bucket_loads=found.bucket_loads, step_s=found.step_s,
-        link=budget.links, turns=found.turns,
+        links=() if budget.links is None else (budget.links,) * cost.num_stages, turns=found.turns,
     )  # fmt: skip
 
 

@@ -215,6 +215,15 @@ def test_devices_are_shared_as_they_were_asked_to_be(tmp_path: Path) -> None:
         (2, 2): (2, 2, 2, "4 x A100-80GB"),
         (1, 4): (4, 1, 2, "4 x A100-80GB"),
     }
+    # Nodes of 2: every other stage sends to another node. Of nodes of 3, the second replica is on two.
+    for devices, speeds in (("2x2xA100-80GB", [250, 25, 250, 25]), ("2x3xA100-80GB", [25, 25])):
+        plan = planner.plan(runs, devices=devices, num_stages=len(speeds))
+        assert [link.bytes_per_s / 1e9 for link in plan.links] == speeds
+    sharded = make_trainer(three(), tmp_path / "shards", model=llama(4), shard_backbone=True)
+    # Rings over nodes of 4, with 25 GB/s a port: over all devices of both nodes, or over every other one.
+    for one, stages, shards, speed in ((sharded, None, 1, 100), (sharded, 2, 1, 50), (trainer, 1, 2, 250)):
+        plan = planner_of(one).plan(runs, devices="2x4xA100-80GB", num_stages=stages, devices_per_stage=shards)
+        assert f"at {speed} GB/s and" in str(plan)
 
 
 def test_devices_that_cannot_share_a_backbone_so_are_refused_with_what_can(tmp_path: Path) -> None:
@@ -295,7 +304,7 @@ TARGET = Target(
     limit_bytes=None,
     profile=models(2)[0].profile,
     tensor_link=None,
-    stage_link=None,
+    stage_links=(),
     notes=(),
     is_own=True,
 )

@@ -12,6 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.plan import Plan, run_times
 from peft_mux.scheduler.planner.values import HTask, TaskShare
 from peft_mux.scheduler.units import ANALYTIC_TIME, MEASURED_TIME, MEMORY, Band, time_band
@@ -20,7 +21,7 @@ from tests.scheduler.plan_cases import a_plan
 
 def test_a_plan_and_one_without_tasks_come_back_from_json_as_they_were() -> None:
     empty = replace(a_plan(), htasks=(), shares=(), buckets=(), template=None, bucket_loads=())
-    for plan in (a_plan(), replace(a_plan(), device_bytes=2**31), empty):
+    for plan in (a_plan(), replace(a_plan(), device_bytes=2**31, links=(Link(1e-5, 1e9),) * 2), empty):
         assert Plan.from_json(plan.to_json()) == plan
     assert a_plan().timeline().makespan_s == pytest.approx(1.1)
     with pytest.raises(ValueError, match="the plan must have at least one running task to have a timeline, got none"):
@@ -30,7 +31,7 @@ def test_a_plan_and_one_without_tasks_come_back_from_json_as_they_were() -> None
 @pytest.mark.parametrize(
     ("change", "message"),
     [
-        (lambda data: data.update(format_version=99), "format_version must be 4, got 99"),
+        (lambda data: data.update(format_version=99), "format_version must be 5, got 99"),
         (lambda data: data.pop("htasks"), "plan must be what to_json wrote, but lacks or misnames a field .*htasks"),
         (lambda data: data.pop("memory"), "plan must be what to_json wrote, but lacks or misnames a field .*memory"),
         (lambda data: data["template"].pop("actions"), r"template must be what to_dict wrote, .* \('actions'\)"),

@@ -223,7 +223,7 @@ class PipelineExecutor(Executor):
         tasks, template = works[0].tasks, self._windows.get(len(works))
         if template is None:
             plan, num_steps = self.plan, len(works)
-            template = build_window(plan.template, plan.loads, num_steps, links=plan.link)
+            template = build_window(plan.template, plan.loads, num_steps, links=plan.links)
             self._windows[num_steps] = template
         slots = {
             slot: own

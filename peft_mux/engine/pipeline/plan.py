@@ -21,8 +21,7 @@ from dataclasses import dataclass
 from peft_mux.data.batch import MuxBatch, chains_of
 from peft_mux.data.packing.passes import slot_of
 from peft_mux.errors import PlanError
-from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.pipeline.launch import BucketLoad
+from peft_mux.scheduler.pipeline.launch import BucketLoad, Links
 from peft_mux.scheduler.pipeline.simulator import simulate, window_step_s
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, Slot
 from peft_mux.scheduler.plan import Plan
@@ -37,7 +36,7 @@ class PipelinePlan:
         htasks: for each hTask, names of the tasks that share its passes.
         buckets: for each bucket of the template, indices of the hTasks in it.
         loads: the cost of each bucket with which the template was timed; empty if unknown.
-        link: the link between stages with which the template was timed; `None` if messages take no time.
+        links: the links between stages with which the template was timed.
 
     Raises:
         PlanError: if the template has another number of buckets, or if a task occurs twice.
@@ -47,7 +46,7 @@ class PipelinePlan:
     htasks: tuple[tuple[str, ...], ...]
     buckets: tuple[tuple[int, ...], ...]
     loads: tuple[BucketLoad, ...] = ()
-    link: Link | None = None
+    links: Links = None
 
     def __post_init__(self) -> None:
         found = {action.bucket for row in self.template.actions for action in row}
@@ -71,15 +70,15 @@ class PipelinePlan:
         if plan.template is None:
             raise PlanError("the plan must have at least one running task, got none.")
         htasks = tuple(htask.tasks for htask in plan.htasks)
-        return cls(plan.template, htasks, plan.buckets, plan.bucket_loads, plan.link)
+        return cls(plan.template, htasks, plan.buckets, plan.bucket_loads, plan.links)
 
     @property
     def gains_by_windows(self) -> bool:
         """Whether steps without flushes between them are predicted to be faster than steps with them."""
         if not self.loads:
             return False
-        flushed_s = simulate(self.template, self.loads, links=self.link).makespan_s
-        return window_step_s(self.template, self.loads, links=self.link) < flushed_s
+        flushed_s = simulate(self.template, self.loads, links=self.links).makespan_s
+        return window_step_s(self.template, self.loads, links=self.links) < flushed_s
 
     def slots(self, micro_batches: Sequence[MuxBatch], step: int = 0) -> dict[Slot, list[MuxBatch]]:
         """Map each micro-batch of the template to the micro-batches of a step; some may have none.

@@ -10,7 +10,7 @@ from __future__ import annotations
 import difflib
 import math
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,8 +133,64 @@ class Cluster:
         same_node = first // self.devices_per_node == second // self.devices_per_node
         return self.intra_node if same_node else self.inter_node
 
+    def network(self, share: float) -> Link:
+        """Return the link of rings that leave their nodes, each with this share of the devices of every node.
+
+        A ring uses many ports at once. Rings that run at the same time share the ports of a node by their ranks.
+        """
+        bytes_per_s = self.inter_node.bytes_per_s * self._num_ports * share
+        return Link(self.inter_node.latency_s, min(bytes_per_s, self.intra_node.bytes_per_s))
+
+    def tensor_link(self, tp: int) -> Link:
+        """Return the link of tensor parallel groups of `tp` neighbours: of those on several nodes, if there are any."""
+        if self.num_devices <= self.devices_per_node or self.devices_per_node % tp == 0:
+            return self.intra_node
+        return self.network(math.gcd(tp, self.devices_per_node) / self.devices_per_node)
+
+    def stage_links(self, tp: int, num_stages: int, first: int = 0) -> tuple[Link, ...]:
+        """Return the link from each stage of a replica to the next, and from the last to the first.
+
+        All ranks of a stage send at once, each to its counterpart and through one port, which those of a node share if
+        ports are fewer.
+
+        Args:
+            tp: devices of a stage.
+            num_stages: S, stages of the replica.
+            first: number of its first device.
+
+        Returns:
+            a link for each stage; none for a single stage.
+        """
+        if num_stages == 1:
+            return ()
+        senders = min(tp, self.devices_per_node)
+        bytes_per_s = self.inter_node.bytes_per_s * min(1.0, self._num_ports / senders)
+        between = replace(self.inter_node, bytes_per_s=bytes_per_s)
+        starts = [first + stage * tp for stage in range(num_stages)]
+        return tuple(
+            between
+            if any(self.link(start + rank, end + rank) is self.inter_node for rank in range(tp))
+            else self.intra_node
+            for start, end in zip(starts, (*starts[1:], first), strict=True)
+        )
+
+    def slowest_stage_links(self, tp: int, num_stages: int, num_replicas: int, first: int = 0) -> tuple[Link, ...]:
+        """Return `stage_links` of the one of equal replicas, from device `first` on, whose messages take longest."""
+        # The places of replicas in their nodes repeat after as many replicas as a node has devices.
+        every = (
+            self.stage_links(tp, num_stages, first + number * tp * num_stages)
+            for number in range(min(num_replicas, self.devices_per_node))
+        )
+        return max(every, key=lambda links: sum(link.transfer_s(_MESSAGE_BYTES) for link in links))
+
+    @property
+    def _num_ports(self) -> int:
+        return self.ports_per_node or self.devices_per_node
+
 
 _GB = 10**9
+_MESSAGE_BYTES = 10**6
+"""Of a message by which links are compared."""
 _TERA = 10**12
 
 DEVICES = {

@@ -32,7 +32,7 @@ from peft_mux.scheduler.dispatching.bucketing import DEFAULT_INTERVAL_TOKENS, Bu
 from peft_mux.scheduler.dispatching.dispatch import Dispatch, dispatch
 from peft_mux.scheduler.replicas.exchange import GradientExchange
 from peft_mux.scheduler.replicas.replica_planner import ReplicaPlanner
-from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup, ReplicaTimeModel
+from peft_mux.scheduler.replicas.time_model import ParallelConfig, ReplicaGroup, ReplicaTimeModel, in_rank_order
 
 DEFAULT_COMPOSED_BUDGET_S = 20.0
 """Seconds for plans, searches and prices together."""
@@ -258,16 +258,20 @@ class DeploymentPricer:
         """Return the times of a deployment's replicas under a dispatch; equal replicas are planned once."""
         replicas = []
         ready_s = dict.fromkeys((load.name for load in self.planner.facts.loads), 0.0)
+        links, first = {}, 0
+        for group in in_rank_order(groups):
+            links[group.config] = self.planner.facts.stage_links(group.config, group.count, first)
+            first += group.num_gpus
         for group, rows in zip(groups, spread.replica_counts, strict=True):
             for counts in dict.fromkeys(rows):
-                own_rows = self._mix.rows(self.bucketing.boundaries, counts)
-                step_s = self.planner.step_s(group.config, own_rows)
+                replica = group.config, self._mix.rows(self.bucketing.boundaries, counts), links[group.config]
+                step_s = self.planner.step_s(*replica)
                 outcome = None
                 if any(counts):
                     self._planned_s[group.config, counts] = step_s
-                    outcome = self.planner.plan(group.config, own_rows)
+                    outcome = self.planner.plan(*replica)
                     if self._exchange is not None:
-                        own_s = self.planner.ready_s(group.config, own_rows)
+                        own_s = self.planner.ready_s(*replica)
                         ready_s = {name: max(seconds, own_s[name]) for name, seconds in ready_s.items()}
                 htasks, buckets = ((), ()) if outcome is None else (outcome.htasks, outcome.buckets)
                 replicas.append(

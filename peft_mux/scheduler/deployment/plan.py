@@ -20,7 +20,7 @@ from peft_mux.scheduler.units import aligned
 
 DEFAULT_RESTART_S = 180.0
 """L section 5.1: "consistently less than 3 minutes in practice"; a measured time should take its place."""
-STORAGE_BYTES_PER_S = 1e9
+DEFAULT_STORAGE_GB_PER_S = 1.0
 """Speed at which checkpoints are assumed to be written."""
 
 _SUMMARY_CANDIDATES = 10
@@ -245,7 +245,11 @@ class FailureOverhead:
 
     @classmethod
     def of(
-        cls, failures_per_day: float, checkpoint_bytes: float, restart_s: float = DEFAULT_RESTART_S
+        cls,
+        failures_per_day: float,
+        checkpoint_bytes: float,
+        restart_s: float = DEFAULT_RESTART_S,
+        storage_gb_per_s: float = DEFAULT_STORAGE_GB_PER_S,
     ) -> FailureOverhead:
         """Return the overhead of so many failures.
 
@@ -253,9 +257,10 @@ class FailureOverhead:
             failures_per_day: more than 0.
             checkpoint_bytes: bytes of a checkpoint.
             restart_s: seconds from a failure to the next step.
+            storage_gb_per_s: speed at which checkpoints are written.
         """
         failure_s = 86_400 / failures_per_day
-        checkpoint_s = checkpoint_bytes / STORAGE_BYTES_PER_S
+        checkpoint_s = checkpoint_bytes / (storage_gb_per_s * 1e9)
         save_every_s = math.sqrt(2 * checkpoint_s * failure_s)
         lost = (checkpoint_s / save_every_s if save_every_s else 0.0) + (restart_s + save_every_s / 2) / failure_s
         return cls(failures_per_day, checkpoint_s, restart_s, save_every_s, min(1.0, lost))

@@ -89,9 +89,18 @@ class BucketLoad:
         return share + (chunk < rest)
 
 
-def message_s(link: Link | None, source: int, target: int, message_bytes: int) -> float:
-    """Return the seconds of a message between two stages; none within one, or without a link."""
-    return 0.0 if link is None or source == target else link.transfer_s(message_bytes)
+Links = Link | tuple[Link, ...] | None
+"""The link between stages: one for all, or that of each to the next, the last one's to the first; `None` or none at all
+if messages take no time."""
+
+
+def message_s(links: Links, source: int, target: int, message_bytes: int) -> float:
+    """Return the seconds of a message between two neighbouring stages; none within one, or without a link."""
+    if not links or source == target:
+        return 0.0
+    if isinstance(links, tuple):
+        links = links[source if target == (source + 1) % len(links) else target]
+    return links.transfer_s(message_bytes)
 
 
 TICKS_PER_S = 10**12
@@ -194,7 +203,7 @@ class ListScheduler:
         buckets: the loads of all buckets.
         groups: the places in the stream that pass through a chunk together, as `group_micro_batches` returns them.
         num_chunks: virtual stages of a device; virtual stage `chunk * S + stage` follows the one before.
-        links: the link between neighbouring stages; `None` if messages take no time.
+        links: the links between neighbouring stages.
         caps: chunks of micro-batches in flight on each stage, between which a device alternates, on a clock on which
             each move takes one tick and messages none (the textbook order, whatever the latencies); `None` for as many
             as there is room for, a backward that is ready going first, on the real clock.
@@ -208,7 +217,7 @@ class ListScheduler:
         *,
         groups: Sequence[range],
         num_chunks: int,
-        links: Link | None,
+        links: Links,
         caps: Sequence[int] | None,
         room_bytes: Sequence[int] | None,
     ) -> None:

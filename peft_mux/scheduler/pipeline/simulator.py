@@ -16,8 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
-from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.pipeline.launch import BucketLoad, Slot, message_s, next_virtual_stage
+from peft_mux.scheduler.pipeline.launch import BucketLoad, Links, Slot, message_s, next_virtual_stage
 from peft_mux.scheduler.pipeline.template import Action, PipelineTemplate, build_template
 
 MOST_STEPS = 8
@@ -82,7 +81,7 @@ def simulate(
     template: PipelineTemplate,
     buckets: Sequence[BucketLoad],
     *,
-    links: Link | None = None,
+    links: Links = None,
 ) -> Simulation:
     """Time all steps of a template.
 
@@ -92,7 +91,7 @@ def simulate(
     Args:
         template: the template to run.
         buckets: the loads of its buckets, in the order in which it was built.
-        links: the link between neighbouring stages; `None` if messages take no time.
+        links: the links between neighbouring stages.
 
     Raises:
         ValueError: for a template that is not of these buckets, lacks or repeats an action, or comes to a halt.
@@ -150,9 +149,7 @@ def _order_faults(template: PipelineTemplate, buckets: Sequence[BucketLoad]) -> 
     return found
 
 
-def _run(
-    template: PipelineTemplate, buckets: Sequence[BucketLoad], links: Link | None
-) -> tuple[list[list[Span]], list[str]]:
+def _run(template: PipelineTemplate, buckets: Sequence[BucketLoad], links: Links) -> tuple[list[list[Span]], list[str]]:
     """Run every device as far as its inputs allow; return the spans of each, and what is wrong with the lists."""
     num_stages, num_chunks = template.num_stages, template.num_chunks
     if {bucket.num_stages for bucket in buckets} != {num_stages}:
@@ -289,7 +286,7 @@ def build_window(
     buckets: Sequence[BucketLoad],
     num_steps: int,
     *,
-    links: Link | None = None,
+    links: Links = None,
 ) -> PipelineTemplate:
     """Return several steps of a template, by its own schedule, in the memory that one step takes.
 
@@ -297,7 +294,7 @@ def build_window(
         template: a template of one step.
         buckets: the loads of its buckets, in the order in which it was built.
         num_steps: steps between which the pipeline is not drained.
-        links: the link that the template was built for.
+        links: the links that the template was built for.
 
     Raises:
         ValueError: if the template is of other buckets, or `num_steps` is less than 1.
@@ -312,13 +309,13 @@ def build_window(
     )
 
 
-def window_step_s(template: PipelineTemplate, buckets: Sequence[BucketLoad], *, links: Link | None = None) -> float:
+def window_step_s(template: PipelineTemplate, buckets: Sequence[BucketLoad], *, links: Links = None) -> float:
     """Return seconds of a step in windows of `MOST_STEPS` steps, or of one by itself where that is as fast.
 
     Args:
         template: a template of one step.
         buckets: the loads of its buckets, in the order in which it was built.
-        links: the link that the template was built for.
+        links: the links that the template was built for.
     """
     flushed_s = simulate(template, buckets, links=links).makespan_s
     # Steps can overlap only if there are several stages, and buckets to fill them with.

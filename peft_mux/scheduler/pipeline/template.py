@@ -30,8 +30,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple, get_args
 
-from peft_mux.scheduler.costs.hardware import Link
-from peft_mux.scheduler.pipeline.launch import BucketLoad, ListScheduler, Move, Slot, group_micro_batches
+from peft_mux.scheduler.pipeline.launch import BucketLoad, Links, ListScheduler, Move, Slot, group_micro_batches
 
 FORMAT_VERSION = 1
 
@@ -137,7 +136,7 @@ def build_template(
     num_chunks: int = 1,
     memory_limit_bytes: Sequence[int] | None = None,
     static_bytes: Sequence[int] | None = None,
-    links: Link | None = None,
+    links: Links = None,
     num_steps: int = 1,
 ) -> PipelineTemplate:
     """Order the micro-batches of all buckets on all stages, as the schedule says (see the top of this file).
@@ -149,7 +148,7 @@ def build_template(
         memory_limit_bytes: bytes that each stage may hold; `None` for no limit.
         static_bytes: bytes that are always on each stage (weights, adapters, optimizer states); they count against the
             limit.
-        links: the link between neighbouring stages, which matters to the order of `mux` with one chunk alone.
+        links: the links between neighbouring stages, which matters to the order of `mux` with one chunk alone.
         num_steps: steps between which the pipeline is not drained.
 
     Raises:

@@ -6,10 +6,9 @@ from dataclasses import dataclass, field
 from typing import Literal
 
 from peft_mux.data.packing.passes import PassRules
-from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.costs.latency import PassParts
 from peft_mux.scheduler.costs.memory import MemoryEstimate
-from peft_mux.scheduler.pipeline.launch import BucketLoad
+from peft_mux.scheduler.pipeline.launch import BucketLoad, Links
 from peft_mux.scheduler.pipeline.template import PipelineTemplate, Schedule
 
 
@@ -112,7 +111,7 @@ class Budget:
         schedule: the schedule that a pipeline runs. A policy that searches under its own schedule (such as "mux")
             chooses its buckets under that one in any case; this one is then built over them.
         num_chunks: virtual stages of a device, for schedules that interleave them.
-        links: the link between neighbouring stages; `None` if messages take no time.
+        links: the links between neighbouring stages.
         rules: whether rows are cut, and how long chunks are, as the engine's collator has it.
         interleaved_passes: the most passes that take turns while they wait for sums over the devices of a stage;
             "auto" for the number that is predicted to be fastest and fits.
@@ -126,7 +125,7 @@ class Budget:
     num_micro_batches: int | None = None
     schedule: Schedule = "mux"
     num_chunks: int = 1
-    links: Link | None = None
+    links: Links = None
     rules: PassRules = field(default_factory=PassRules)
     interleaved_passes: int | Literal["auto"] = 1
     recomputes: bool = False

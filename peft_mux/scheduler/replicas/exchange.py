@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
@@ -19,7 +20,7 @@ class GradientExchange:
     A device of a replica <t,p> holds a p-th of each adapter. Of that, factors that tensor parallelism cuts are added
     over replicas, a t-th each; the others are added over the t devices of each replica as well. Each task has its own
     all-reduces, which are rings at the pace of the slowest link. Groups of ranks that add at the same time share the
-    network ports of a node in proportion to their ranks, and a group uses all of its ports at once.
+    network ports of a node in proportion to their ranks there, and a group uses all of its ports at once.
 
     Attributes:
         loads: the adapters of the tasks.
@@ -48,33 +49,32 @@ class GradientExchange:
         num_replicas, num_shards = counts.sum(axis=1), counts @ tp
         # A replica that is alone adds within its tensor parallel groups only.
         num_devices = np.where(num_replicas == 1, num_shards, counts @ sizes)
-        reach, which = np.unique(num_devices, return_inverse=True)
-        links = [self.facts.link(int(devices)) for devices in reach]
-        latency_s = np.array([0.0 if link is None else link.latency_s for link in links])[which]
-        bytes_per_s = np.array([np.inf if link is None else link.bytes_per_s for link in links])[which]
+        cluster, near = self.facts.links, self.facts.tensor_link(1)
+        if near is None:
+            return np.zeros(len(counts))
+        per_node, network = math.inf, lambda share: near
+        if cluster is not None:
+            per_node, network = cluster.devices_per_node, cluster.network
+        leaves_node = num_devices > per_node
 
-        # A reduce-scatter and an all-gather, of n - 1 rounds each, with an n-th of the bytes in a round.
-        whole_s, cut_s = (
-            2 * (ranks - 1) / np.maximum(ranks, 1) / self._ring_bytes_per_s(bytes_per_s, num_devices, ranks)
-            for ranks in (num_shards, num_replicas)
-        )
+        def ring_s(num_bytes: float, ranks: np.ndarray, share: float) -> np.ndarray:
+            """Return the seconds of a ring that has this share of the devices of every node, without latencies."""
+            bytes_per_s = np.where(leaves_node, network(min(1.0, share)).bytes_per_s, near.bytes_per_s)
+            # A reduce-scatter and an all-gather, of n - 1 rounds each, with an n-th of the bytes in a round.
+            return 2 * (ranks - 1) / np.maximum(ranks, 1) * num_bytes / bytes_per_s
+
         slowest_s = np.zeros(len(counts))
         for present, config in zip(counts.T > 0, configs, strict=True):
             whole_bytes, cut_bytes = self.device_bytes(config)
-            slowest_s = np.maximum(slowest_s, present * (whole_bytes * whole_s + cut_bytes * cut_s))
+            # Of the devices of a replica on one node, a ring has all of a stage, or one.
+            own_devices = min(config.num_gpus, per_node)
+            own_s = ring_s(whole_bytes, num_shards, config.tp / own_devices)
+            own_s = own_s + ring_s(cut_bytes, num_replicas, 1 / own_devices)
+            slowest_s = np.maximum(slowest_s, present * own_s)
+        latency_s = np.where(leaves_node, network(1.0).latency_s, near.latency_s)
         num_whole = sum(load.trainable_parameters > load.cut_parameters for load in self.loads)
         num_cut = sum(load.cut_parameters > 0 for load in self.loads)
         return slowest_s + 2 * (num_whole * (num_shards - 1) + num_cut * (num_replicas - 1)) * latency_s
-
-    def _ring_bytes_per_s(self, link_bytes_per_s: np.ndarray, num_devices: np.ndarray, ranks: np.ndarray) -> np.ndarray:
-        """Return the bandwidth of rings of so many ranks, if every one of the devices is in one of such rings."""
-        cluster = self.facts.links
-        if cluster is None:
-            return link_bytes_per_s
-        ports = cluster.ports_per_node or cluster.devices_per_node
-        network_bytes_per_s = cluster.inter_node.bytes_per_s * ports * ranks / np.maximum(num_devices, 1)
-        leaves_node = num_devices > cluster.devices_per_node
-        return np.where(leaves_node, np.minimum(network_bytes_per_s, cluster.intra_node.bytes_per_s), link_bytes_per_s)
 
     def of(self, name: str) -> GradientExchange:
         """Return the exchange of one task alone."""

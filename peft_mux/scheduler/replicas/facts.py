@@ -95,12 +95,15 @@ class ReplicaFacts:
         model, stages = self.memory_of(config), range(config.pp)
         return max(model.peak_bytes(self.loads, 1, in_flight=config.pp - stage, stage=stage) for stage in stages)
 
-    def link(self, num_neighbours: int) -> Link | None:
-        """Return the link between so many neighbouring devices; `None` if none is known."""
+    def tensor_link(self, tp: int) -> Link | None:
+        """Return the link of tensor parallel groups of so many devices; `None` if none is known."""
+        return self.profile.link if self.links is None else self.links.tensor_link(tp)
+
+    def stage_links(self, config: ParallelConfig, num_replicas: int = 1, first: int = 0) -> tuple[Link, ...]:
+        """Return the links between stages of the slowest of equal replicas from device `first` on, if any are known."""
         if self.links is None:
-            return self.profile.link
-        # Neighbours leave a node only if it has too few devices.
-        return self.links.intra_node if num_neighbours <= self.links.devices_per_node else self.links.inter_node
+            return (self.profile.link,) * config.pp if self.profile.link is not None and config.pp > 1 else ()
+        return self.links.slowest_stage_links(config.tp, config.pp, num_replicas, first)
 
 
 def replica_time_model(facts: ReplicaFacts, configs: Sequence[ParallelConfig]) -> ReplicaTimeModel:
@@ -124,7 +127,7 @@ def layer_times(facts: ReplicaFacts, tp: int, max_tokens: int) -> list[LayerTime
     # Below this, rounding down would make some of the lengths equal.
     longest = max(max_tokens, _LENGTH_POINTS * _SHORTEST_TOKENS)
     lengths = sorted({int(length) for length in np.geomspace(_SHORTEST_TOKENS, longest, _LENGTH_POINTS)})
-    cost = CostModel(facts.profile, facts.shape, devices_per_stage=tp, tensor_link=facts.link(tp))
+    cost = CostModel(facts.profile, facts.shape, devices_per_stage=tp, tensor_link=facts.tensor_link(tp))
     times = []
     for length in lengths:
         # Sizes 1 and 2 are timed at every length, even if two sequences exceed M: without them the terms of Eq. 10

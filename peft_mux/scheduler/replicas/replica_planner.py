@@ -34,6 +34,8 @@ class ReplicaPlanner:
         policy: how tasks are put together on each replica, one of `policies.POLICIES` that runs all tasks in a step.
         schedule: the schedule of replicas with several stages.
 
+    Links between stages are `ReplicaFacts.stage_links`; by default those of a replica on the first devices.
+
     Attributes:
         facts: as given.
         num_plans: plans that were made; those that were remembered do not count.
@@ -50,60 +52,67 @@ class ReplicaPlanner:
         self.schedule: Schedule = schedule
         self.num_plans = 0
         self._models: dict[ParallelConfig, tuple[CostModel, MemoryModel, int]] = {}
-        self._plans: dict[tuple[ParallelConfig, Rows], Outcome | None] = {}
+        self._plans: dict[tuple[ParallelConfig, Rows, tuple[Link, ...]], Outcome | None] = {}
 
-    def step_s(self, config: ParallelConfig, rows: Sequence[Sequence[int]]) -> float:
+    def step_s(
+        self, config: ParallelConfig, rows: Sequence[Sequence[int]], links: tuple[Link, ...] | None = None
+    ) -> float:
         """Return the seconds of a step of one replica; 0 without rows, inf if no plan fits into memory.
 
         Args:
             config: how the replica is spread over devices.
             rows: for each task of the facts, the lengths of its rows on this replica.
+            links: the links between its stages.
         """
         if not any(rows):
             return 0.0
-        outcome = self.plan(config, rows)
+        outcome = self.plan(config, rows, links)
         if outcome is None:
             return math.inf
         # A replica updates the adapters of all tasks, also of those whose rows of a step lie elsewhere.
         idle = [load for load, own in zip(self.facts.loads, rows, strict=True) if not own]
         return outcome.step_s + self._models_of(config)[0].optimizer_s(idle)
 
-    def plan(self, config: ParallelConfig, rows: Sequence[Sequence[int]]) -> Outcome | None:
+    def plan(
+        self, config: ParallelConfig, rows: Sequence[Sequence[int]], links: tuple[Link, ...] | None = None
+    ) -> Outcome | None:
         """Return the plan of one replica; `None` if none fits into memory.
 
         Args:
             config: how the replica is spread over devices.
             rows: for each task of the facts, the lengths of its rows on this replica; some task has one.
+            links: the links between its stages.
         """
-        key = config, tuple(map(tuple, rows))
+        key = config, tuple(map(tuple, rows)), self.facts.stage_links(config) if links is None else links
         if key not in self._plans:
             self.num_plans += 1
             self._plans[key] = self._new_plan(*key)
         return self._plans[key]
 
-    def ready_s(self, config: ParallelConfig, rows: Sequence[Sequence[int]]) -> dict[str, float]:
+    def ready_s(
+        self, config: ParallelConfig, rows: Sequence[Sequence[int]], links: tuple[Link, ...] | None = None
+    ) -> dict[str, float]:
         """Return for each task the seconds until its last backward pass ends, on all stages of one replica.
 
         Args:
             config: how the replica is spread over devices.
             rows: for each task of the facts, the lengths of its rows on this replica; a task without rows is ready at
                 once. The rows have a plan.
+            links: the links between its stages.
         """
         found = {load.name: 0.0 for load in self.facts.loads}
-        outcome = self.plan(config, rows) if any(rows) else None
+        links = self.facts.stage_links(config) if links is None else links
+        outcome = self.plan(config, rows, links) if any(rows) else None
         if outcome is None or outcome.template is None:
             return found
-        for span in simulate(outcome.template, outcome.bucket_loads, links=self._stage_link(config)).spans:
+        for span in simulate(outcome.template, outcome.bucket_loads, links=links).spans:
             if span.action.kind == "B":
                 for htask in outcome.buckets[span.action.bucket]:
                     for name in outcome.htasks[htask].tasks:
                         found[name] = max(found[name], span.end_s)
         return found
 
-    def _stage_link(self, config: ParallelConfig) -> Link | None:
-        return self.facts.link(config.num_gpus) if config.pp > 1 else None
-
-    def _new_plan(self, config: ParallelConfig, rows: Rows) -> Outcome | None:
+    def _new_plan(self, config: ParallelConfig, rows: Rows, links: tuple[Link, ...]) -> Outcome | None:
         facts = self.facts
         cost, memory, longest = self._models_of(config)
         if longest < max(max(own, default=0) for own in rows):
@@ -133,7 +142,7 @@ class ReplicaPlanner:
             limit_bytes,
             schedule=self.schedule,
             num_chunks=2 if self.schedule == "interleaved_1f1b" and config.pp > 1 else 1,
-            links=self._stage_link(config),
+            links=links,
         )
         try:
             # All of them run: whether they fit together was settled with the candidates.
@@ -146,7 +155,7 @@ class ReplicaPlanner:
         if config not in self._models:
             facts = self.facts
             memory = facts.memory_of(config)
-            link = facts.link(config.tp)
+            link = facts.tensor_link(config.tp)
             even = CostModel(
                 facts.profile, facts.shape, num_stages=config.pp, devices_per_stage=config.tp, tensor_link=link
             )

@@ -88,7 +88,12 @@ def layout_text(groups: tuple[ReplicaGroup, ...]) -> str:
     Ranks are given to replicas in this order. The largest tensor parallel degrees are first, so that no tensor parallel
     group is on two nodes if a node has a multiple of its devices: L's degrees are powers of two.
     """
-    return ", ".join(map(str, sorted(groups, key=lambda group: (-group.config.tp, -group.config.pp))))
+    return ", ".join(map(str, in_rank_order(groups)))
+
+
+def in_rank_order(groups: Iterable[ReplicaGroup]) -> list[ReplicaGroup]:
+    """Return the replicas of a deployment in the order of `layout_text`."""
+    return sorted(groups, key=lambda group: (-group.config.tp, -group.config.pp))
 
 
 _NUM_COEFFICIENTS = 6

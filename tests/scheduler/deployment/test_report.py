@@ -46,3 +46,7 @@ def test_failures_cost_what_young_s_interval_loses() -> None:
         assert lost.lost_share < 50 / other_s + (180 + other_s / 2) / 21_600
     assert FailureOverhead.of(10_000, 50e9).lost_share == 1
     assert FailureOverhead.of(4, 0).lost_share == pytest.approx(180 / 21_600)
+    # 5 GB/s: 10 s a checkpoint, every sqrt(2 * 10 * 21,600) = 657.3 s; 60 s a restart.
+    fast = FailureOverhead.of(4, 50e9, restart_s=60, storage_gb_per_s=5)
+    assert fast.save_every_s == pytest.approx(432_000**0.5, rel=1e-12)
+    assert fast.lost_share == pytest.approx(10 / 432_000**0.5 + (60 + 432_000**0.5 / 2) / 21_600, rel=1e-12)

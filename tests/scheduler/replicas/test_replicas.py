@@ -58,7 +58,8 @@ def test_a_layer_takes_what_the_cost_model_says_of_such_a_micro_batch(tp: int, n
     found = next(
         other for other in layer_times(facts, tp, 8192) if replace(other, seconds=1) == replace(time, seconds=1)
     )
-    link = CLUSTER.intra_node if tp <= CLUSTER.devices_per_node else CLUSTER.inter_node
+    # Two nodes of 8: 8 ports of 25 GB/s.
+    link = CLUSTER.intra_node if tp <= 8 else Link(15e-6, 200e9)
     cost = CostModel(facts.profile, SHAPE_7B, devices_per_stage=tp, tensor_link=link)
     seconds = cost.passes_s(loads, [whole_pass(loads)]).item()
     assert found.seconds == pytest.approx(seconds / SHAPE_7B.num_layers)
@@ -92,6 +93,10 @@ def test_a_pipeline_is_planned_with_its_stages_and_its_links() -> None:
     slow_links = replace(FACTS.links, devices_per_node=4, inter_node=Link(1e-4, 1e9))  # type: ignore[type-var]
     slow = ReplicaPlanner(replace(FACTS, links=slow_links), max_tokens=4096)
     assert slow.step_s(deep, chat) > PLANNER.step_s(deep, chat)
+    three = ParallelConfig(2, 3)
+    first, second = (PLANNER.step_s(three, chat, FACTS.stage_links(three, 1, device)) for device in (0, 6))
+    assert first == PLANNER.step_s(three, chat) < second, "devices 6 to 11 are on two nodes"
+    assert FACTS.stage_links(three, 2) == FACTS.stage_links(three, 1, 6), "the slowest of two"
 
 
 def test_a_task_without_rows_is_still_updated_and_a_replica_without_any_does_nothing() -> None:
@@ -154,6 +159,29 @@ def test_many_adapters_on_64_gpus_take_longer_to_add_than_their_passes() -> None
     # Nodes of 8 have 4 ranks of each of two stages: 4 ports for each, and so a quarter of the seconds for the bytes.
     nodes_of_8 = seconds(exchange_of("8x8xH100-80GB", 4_760_000_000), (STAGES, 32))
     assert nodes_of_8 == pytest.approx(ring_s(32, 4 * 4.76e9 / 2, 15e-6, 100e9), rel=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("tp", "pp", "count", "whole", "cut"),
+    [
+        # Bandwidth in GB/s of the ring of whole factors and of that of cut ones: 25 for each of its ranks on a node.
+        (2, 8, 4, 50, 25),
+        (16, 1, 4, 200, 25),
+        (8, 1, 8, 200, 25),
+        (1, 1, 64, 200, 200),
+        (1, 8, 8, 25, 25),
+        (1, 4, 16, 50, 50),
+        (4, 4, 4, 100, 25),
+    ],
+)
+def test_a_ring_between_nodes_has_the_ports_of_its_ranks_there(
+    tp: int, pp: int, count: int, whole: float, cut: float
+) -> None:
+    exchange = exchange_of("8x8xH100-80GB", 1_000_000_000, cut=600_000_000)
+    expected_s = ring_s(tp * count, 4 * 4e8 / pp, 15e-6, whole * 1e9) + ring_s(
+        count, 4 * 6e8 / pp / tp, 15e-6, cut * 1e9
+    )
+    assert seconds(exchange, (ParallelConfig(tp, pp), count)) == pytest.approx(expected_s, rel=1e-12)
 
 
 def test_sums_of_tasks_that_end_early_are_hidden_by_the_passes_of_others() -> None:
