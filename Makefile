@@ -13,15 +13,23 @@ test test-nightly test-times attack: export PYTHONDONTWRITEBYTECODE =
 
 .PHONY: demo test test-nightly test-times attack lint types shape docs bench clean
 
-# torch comes first and on its own, so that its CPU build is taken where the index offers one.
-$(VENV)/.ready: pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet --disable-pip-version-check "$(TORCH_SPEC)"
-	$(BIN)/pip install --quiet --disable-pip-version-check --constraint constraints.txt --editable ".[test,plots,notebooks]"
-	touch $@
+PIP := $(BIN)/pip install --quiet --disable-pip-version-check
 
-demo: $(VENV)/.ready
-	$(BIN)/python -m peft_mux demo
+# What running needs. torch comes first and on its own, so that its CPU build is taken where the index offers one.
+$(VENV)/.installed: pyproject.toml constraints.txt
+	@echo "Installing torch and the package into $(VENV), which takes one to three minutes ..."
+	@$(PYTHON) -m venv $(VENV)
+	@$(PIP) "$(TORCH_SPEC)"
+	@$(PIP) --constraint constraints.txt --editable ".[plots]"
+	@touch $@
+
+$(VENV)/.ready: $(VENV)/.installed
+	@echo "Installing what tests, checks and notebooks need ..."
+	@$(PIP) --constraint constraints.txt --editable ".[test,plots,notebooks]"
+	@touch $@
+
+demo: $(VENV)/.installed
+	@$(BIN)/python -m peft_mux demo
 
 # Tests of real inputs read ../shared/data, and are skipped where there is none.
 test: $(VENV)/.ready

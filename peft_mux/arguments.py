@@ -765,7 +765,7 @@ def _faults(args: MultiTaskTrainingArguments) -> list[Fault]:
     if args.cuda_graphs is True and on_cpu:
         faults.append(Fault("args.cuda_graphs", "True", "False", "Reason: a CPU has no CUDA graphs."))
     if args.use_liger_kernel is True and (on_cpu or importlib.util.find_spec("liger_kernel") is None):
-        why = "Reason: its kernels need a GPU." if on_cpu else "Install it: pip install 'peft-mux[liger]'."
+        why = "Reason: its kernels need a GPU." if on_cpu else "Install it: pip install liger-kernel."
         faults.append(Fault("args.use_liger_kernel", "True", '"auto" or False', why))
     if args.bf16 is False and (launched := _precision_of_launcher()) != "no":
         reason = f"Reason: {reason_against('fp16') if launched == 'fp16' else 'adapters train in bf16 or fp32'}."

@@ -24,7 +24,6 @@ import pytest
 import torch
 from hypothesis import HealthCheck, settings
 
-from peft_mux.reporting import views
 from tests.paths import ROOT, SHARED_DATA
 from tests.shell import Shell
 from tests.shortcuts import take_shortcuts
@@ -112,11 +111,10 @@ def _shortcuts() -> Iterator[None]:
 
 
 @pytest.fixture(autouse=True, scope="session")
-def _wide_lines() -> Iterator[None]:
+def _whole_lines() -> Iterator[None]:
     """Keep lines whole for tests of what they say; `tests/cli/test_width.py` tests where they are broken."""
     with pytest.MonkeyPatch.context() as patch:
         patch.delenv("COLUMNS", raising=False)
-        patch.setattr(views, "FILE_WIDTH", 400)
         yield
 
 

@@ -4,12 +4,20 @@ from __future__ import annotations
 
 import copy
 import os
+import shlex
+import shutil
+import sys
 import time
 import warnings
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
+import psutil
 import torch
+from peft import LoraConfig, PeftModel
+from transformers import AutoModelForCausalLM
+from transformers.utils import logging
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.demo import sentences
@@ -22,62 +30,83 @@ from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 
 
-def run_demo(output_dir: str, *, fast: bool = False) -> int:
+def run_demo(output_dir: str, *, fast: bool = False, verbose: bool = False) -> int:
     """Run the demo and print what it finds.
 
     Args:
         output_dir: folder for adapters, metrics and the plot; a number is appended where it holds a run already.
         fast: whether to take a few steps only, to see that everything runs; nothing is learned then.
+        verbose: whether the plan, and all that a run prints, are printed too.
 
     Returns:
         0, or 1 if a reloaded adapter differs from the trained one.
     """
-    started = time.perf_counter()
-    _quiet_libraries()
+    logging.disable_progress_bar()
+    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
     root = _unused_folder(Path(output_dir))
-    _print_line(f"peft_mux demo on {_hardware()}; no network is used. Everything goes to {root}.")
+    hardware, num_steps = _use_idle_cores(), 4 if fast else 120
+    _print_line(f"peft_mux demo on {hardware}; no network is used. Files go to {root}.\n")
     tasks = demo_tasks()
-    backbone, tokenizer = _prepare(tasks, root, num_steps=4 if fast else 120)
+    backbone, tokenizer = _prepare(tasks, root, num_steps)
     # Before the trainer puts adapters into it: the comparison shall train plain PEFT on the plain backbone.
     pristine = copy.deepcopy(backbone)
-    trainer = _trainer(backbone, tokenizer, tasks, root, num_steps=4 if fast else 120)
-    _print_line(f"\n{trainer.plan()}\n")
+    trainer = _trainer(backbone, tokenizer, tasks, root, num_steps, verbose=verbose)
+    if verbose:
+        _print_line(f"\n{trainer.plan()}\n")
+    _print_line(f"2. Training {len(tasks)} LoRA adapters on it at the same time, {num_steps} steps each ...")
     before = trainer.evaluate()
     together = trainer.train()
+    _print_line(f"   {together.metrics['train_runtime']:.0f} s")
     after = trainer.evaluate()
-    _print_line("\n" + _results_table(tasks, before, after))
-    is_equal = _check_adapters(trainer, root)
-    _compare_speed(trainer, pristine, together.metrics["train_tokens_per_second"], num_steps=2 if fast else 16)
-    _plot(trainer)
+    _print_line("3. Loading each adapter with plain PEFT, and timing HF Trainer + PEFT one task after another ...\n")
+    different = _different_adapters(trainer, root)
+    num_timed = 2 if fast else 16
+    seconds, tokens = train_one_by_one(pristine, list(trainer.table), num_steps=num_timed)
+    fast_rate, slow_rate = together.metrics["train_tokens_per_second"], tokens / seconds
     _print_line(
-        f"\ndone in {time.perf_counter() - started:.0f} s. Next: look into {root}, then write a tasks.yaml and run "
-        "`peft-mux plan tasks.yaml`."
+        f"{_results_table(tasks, before, after)}\n\n"
+        + (f"loaded with plain PEFT, {', '.join(different)} give OTHER logits\n" if different else "")
+        + f"together {fast_rate:,.0f} tokens/s, HF Trainer + PEFT one task after another {slow_rate:,.0f} tokens/s: "
+        f"{fast_rate / slow_rate:.1f}x ({hardware}, fp32; the same rows, the first {num_timed} steps of each task)\n"
     )
-    return 0 if is_equal else 1
+    with suppress(ConfigError):  # no matplotlib, which is an extra
+        trainer.plot_losses()
+    command = "peft-mux" if shutil.which("peft-mux") else os.path.relpath(Path(sys.executable).with_name("peft-mux"))
+    _print_line(
+        f"next   # open in a browser: curves, times, memory\n       {root / 'report.html'}\n"
+        f"       # merge an adapter into the model\n"
+        f"       {command} export {shlex.quote(str(root))} --merge mood --output merged\n"
+        f"       # write a file of your own tasks\n       {command} init"
+    )
+    return 1 if different else 0
 
 
-def _prepare(tasks: list[DemoTask], root: Path, *, num_steps: int) -> tuple[Any, Any]:
+def _prepare(tasks: list[DemoTask], root: Path, num_steps: int) -> tuple[Any, Any]:
     """Make tokenizer and backbone; both are saved, so that the adapters can be used later."""
     lines = sentences.corpus(3_000)
     tokenizer = make_tokenizer([*lines, *("".join(row.values()) for task in tasks for row in task.train_rows[:200])])
     backbone = make_backbone(tokenizer)
     _print_line(
-        f"backbone: a Llama of {sum(p.numel() for p in backbone.parameters()):,} parameters, made here and pre-trained "
-        f"for {num_steps} steps on template sentences that the package generates. It knows nothing else."
+        f"1. Pre-training a Llama of {sum(p.numel() for p in backbone.parameters()) / 1e6:.1f}M parameters for "
+        f"{num_steps} steps on generated sentences ..."
     )
     started = time.perf_counter()
     loss = pretrain(backbone, tokenizer, lines, num_steps=num_steps)
-    _print_line(f"pre-trained in {time.perf_counter() - started:.0f} s to a loss of {loss:.2f}")
+    _print_line(f"   {time.perf_counter() - started:.0f} s, to a loss of {loss:.2f}")
     for part in (backbone, tokenizer):
         part.save_pretrained(root / "backbone")
     return backbone, tokenizer
 
 
-def _trainer(backbone: Any, tokenizer: Any, tasks: list[DemoTask], root: Path, *, num_steps: int) -> MultiTaskTrainer:
-    from peft import LoraConfig
-
+def _trainer(
+    backbone: Any, tokenizer: Any, tasks: list[DemoTask], root: Path, num_steps: int, *, verbose: bool = False
+) -> MultiTaskTrainer:
     args = MultiTaskTrainingArguments(
-        output_dir=str(root), logging_steps=max(1, num_steps // 6), max_steps=num_steps, lr_scheduler_type="cosine"
+        output_dir=str(root),
+        logging_steps=max(1, num_steps // 6),
+        max_steps=num_steps,
+        lr_scheduler_type="cosine",
+        log_level="info" if verbose else "warning",
     )
     return MultiTaskTrainer(
         backbone,
@@ -100,54 +129,28 @@ def _trainer(backbone: Any, tokenizer: Any, tasks: list[DemoTask], root: Path, *
 
 
 def _results_table(tasks: list[DemoTask], before: dict[str, float], after: dict[str, float]) -> str:
-    lines = ["held out            loss before -> after    answers right before -> after"]
+    lines = ["task         rank  held-out loss     right answers"]
     for task in tasks:
-        loss = f"{before[f'{task.name}/eval_loss']:8.3f} -> {after[f'{task.name}/eval_loss']:6.3f}"
+        loss = f"{before[f'{task.name}/eval_loss']:6.3f} -> {after[f'{task.name}/eval_loss']:5.3f}"
         key = f"{task.name}/eval_accuracy"
-        accuracy = f"{before[key]:8.0%} -> {after[key]:4.0%}" if key in before else "       (free text)"
-        lines.append(f"  {task.name:<12} r={task.rank:<3} {loss}         {accuracy}")
+        accuracy = f"{before[key]:8.0%} -> {after[key]:4.0%}" if key in before else "     (free text)"
+        lines.append(f"{task.name:<12} {task.rank:>4}  {loss} {accuracy}")
     return "\n".join(lines)
 
 
 @torch.no_grad()
-def _check_adapters(trainer: MultiTaskTrainer, root: Path) -> bool:
-    """Load every saved adapter with plain PEFT and compare its logits with the trained model's."""
-    from peft import PeftModel
-    from transformers import AutoModelForCausalLM
-
+def _different_adapters(trainer: MultiTaskTrainer, root: Path) -> list[str]:
+    """Load every saved adapter with plain PEFT; return those whose logits are not those of the trained model."""
     trainer.model.eval()
-    equal = {}
+    different = []
     for task in trainer.tasks:
-        plain = PeftModel.from_pretrained(
-            AutoModelForCausalLM.from_pretrained(root / "backbone", trust_remote_code=False), str(root / task.name)
-        )
-        run = trainer.table[task.name]
-        ids = torch.from_numpy(run.eval_data[0].input_ids)[None].to(trainer.model.device)
-        ours = trainer.model.task_view(task.name)(input_ids=ids).logits.cpu()
-        theirs = plain.eval()(input_ids=ids.cpu()).logits
-        equal[task.name] = torch.allclose(ours, theirs, atol=1e-5)
-    bad = [name for name, is_equal in equal.items() if not is_equal]
-    _print_line(
-        f"reloaded {len(equal)} adapters with plain PeftModel.from_pretrained: "
-        + (f"logits of {', '.join(bad)} DIFFER" if bad else "all give the same logits")
-    )
-    return not bad
-
-
-def _compare_speed(trainer: MultiTaskTrainer, backbone: Any, tokens_per_second: float, *, num_steps: int) -> None:
-    seconds, tokens = train_one_by_one(backbone, list(trainer.table), num_steps=num_steps)
-    alone = tokens / seconds
-    _print_line(
-        f"speed on {_hardware()}: together {tokens_per_second:,.0f} tokens/s; HF Trainer + PEFT one task after another "
-        f"(first {num_steps} global batches of each, same rows) {alone:,.0f} tokens/s: {tokens_per_second / alone:.1f}x"
-    )
-
-
-def _plot(trainer: MultiTaskTrainer) -> None:
-    try:
-        _print_line(f"losses drawn in {trainer.plot_losses()}")
-    except ConfigError as error:
-        _print_line(f"no plot: {error}")
+        backbone = AutoModelForCausalLM.from_pretrained(root / "backbone", trust_remote_code=False)
+        plain = PeftModel.from_pretrained(backbone, str(root / task.name)).eval()
+        ids = torch.from_numpy(trainer.table[task.name].eval_data[0].input_ids)[None]
+        ours = trainer.model.task_view(task.name)(input_ids=ids.to(trainer.model.device)).logits.cpu()
+        if not torch.allclose(ours, plain(input_ids=ids).logits, atol=1e-5):
+            different.append(task.name)
+    return different
 
 
 def _unused_folder(root: Path) -> Path:
@@ -158,18 +161,13 @@ def _unused_folder(root: Path) -> Path:
     return free
 
 
-def _quiet_libraries() -> None:
-    """Keep loading bars and notices about names that transformers will rename one day out of the story."""
-    from transformers.utils import logging
-
-    logging.disable_progress_bar()
-    warnings.filterwarnings("ignore", message=".*gradient_checkpointing.*", category=FutureWarning)
-
-
-def _hardware() -> str:
+def _use_idle_cores() -> str:
+    """Compute on the cores that nothing else uses, one thread each, and return the hardware in words."""
     if torch.cuda.is_available():
         return torch.cuda.get_device_name()
-    return f"{torch.get_num_threads()} threads of {os.cpu_count()} CPU cores"
+    num_idle = round(sum(100 - busy for busy in psutil.cpu_percent(0.5, percpu=True)) / 100)
+    torch.set_num_threads(min(torch.get_num_threads(), max(num_idle, 1)))
+    return f"{torch.get_num_threads()} of {os.cpu_count()} CPU cores"
 
 
 def _print_line(line: str) -> None:

@@ -40,7 +40,7 @@ def demo(arguments: argparse.Namespace) -> int:
     """Train the tasks of the demo; return the exit status."""
     # By name, because in a checkout the modules of the demo are in examples/demo.
     run = importlib.import_module("peft_mux.demo.run")
-    return run.run_demo(arguments.output_dir, fast=arguments.fast)
+    return run.run_demo(arguments.output_dir, fast=arguments.fast, verbose=arguments.verbose)
 
 
 def train(arguments: argparse.Namespace) -> int:
@@ -150,7 +150,7 @@ def plan(arguments: argparse.Namespace) -> int:
     else:
         print(_shown(found))
     if arguments.gantt:
-        print(f"\n{found.gantt(window_width())}\n\n{found.memory_bars()}")
+        print(f"\n{found.gantt(min(window_width(), 120))}\n\n{found.memory_bars()}")
     if arguments.image:
         print(f"drawn: {found.save_gantt(arguments.image)}")
     return 0

@@ -69,7 +69,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
     parser.add_argument("--version", action="version", version=f"peft-mux {version}")
     commands = parser.add_subparsers(required=True, metavar="command")
     demo = _command(
-        commands, "demo", "commands.demo", "train 6 small tasks together, without network or GPU (2 minutes)"
+        commands, "demo", "commands.demo", "train 6 small tasks together, without network or GPU (half a minute)"
     )
     demo.add_argument("--output-dir", default="runs/demo", help="where adapters, metrics and the plot go")
     demo.add_argument("--fast", action="store_true", help="a few steps only, to see that everything runs")

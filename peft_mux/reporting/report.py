@@ -81,12 +81,12 @@ def banner_lines(
     tasks += [f"{_range(steps)} step{'' if max(steps) == 1 else 's'}"]
 
     passes = sum(htask.micro_batches for htask in plan.htasks)
-    planned = [f"{len(plan.htasks)} hTask{'' if len(plan.htasks) == 1 else 's'}"]
+    planned = [f"{len(plan.htasks)} hTasks"] if len(plan.htasks) > 1 else []
     planned += [f"{passes} pass{'' if passes == 1 else 'es'} a step"]
     planned += [f"{len(plan.waiting)} tasks wait"] if plan.waiting else []
     if plan.step_s:
         step = step_time_text(plan.step_s, plan.profile_source)
-        planned.append(f"{step}, predicted ({plan.profile_source} profile)")
+        planned.append(f"{step}, predicted{' by a measured profile' * (plan.profile_source == 'measured')}")
     if not plan.htasks and not plan.waiting:
         planned = ["no task has steps to take: all have ended or are paused"]
     peak = max(plan.peak_bytes, default=plan.memory.peak_bytes)
@@ -281,11 +281,9 @@ class RunReport(str):
             widths = {head: max(len(own[head]) for own in cells) for head in cells[0] if head != "adapter"}
             least = min(_LEAST_NAME, widths.pop("task"))
             room = max(least, drop_columns(widths, _FIRST_TO_GO, width, least))
-            left_out = [head for head in _FIRST_TO_GO if head in cells[0] and head not in widths]
             table = _table(
                 [{"task": shortened(own["task"], room), **{head: own[head] for head in widths}} for own in cells]
             )
-            table += [f"no room for: {', '.join(left_out)}"] if left_out else []
             folders = dict.fromkeys(row.place.parent for row in self.rows if row.place is not None)
             table += [f"adapters are in {folder}/TASK" for folder in folders]
             unsaved = [row.name for row in self.rows if row.place is None]
@@ -373,7 +371,7 @@ def next_lines(
         best: the task to merge, such as the winner of a sweep; "" for the first one.
         resume: the command of a shell that resumes the run; "" if the user's own program trains.
     """
-    saved = [row for row in rows if row.place is not None]
+    saved = [row for row in rows if row.place is not None and row.status != "failed"]
     if not saved:
         return []
     folder, names = shlex.quote(str(root)), [row.name for row in saved]

@@ -47,6 +47,7 @@ class RunLog:
         state: the state of the run; its `global_step` counts steps of the run.
         emit: hands `task/metric` numbers to the callbacks of the run.
         is_shown: whether this process is the one that prints.
+        is_quiet: whether only warnings are printed, next to what moves (`log_level` "warning" or above).
 
     Attributes:
         metrics: the file `metrics.jsonl`; nothing is written until training begins.
@@ -64,6 +65,7 @@ class RunLog:
         emit: Callable[[dict[str, float]], None],
         *,
         is_shown: bool = True,
+        is_quiet: bool = False,
     ) -> None:
         """Write nothing yet."""
         self.table = table
@@ -71,7 +73,7 @@ class RunLog:
         self.metrics = MetricsLog(None)
         self.progress: Progress = Progress(is_silent=True)
         self.callbacks: dict[str, TaskCallbacks] = {}
-        self.is_shown = is_shown
+        self.is_shown, self.is_quiet = is_shown, is_quiet
         self.times = RunTimes()
         self.removed: list[ReportRow] = []
         self._emit = emit
@@ -140,8 +142,9 @@ class RunLog:
         self.removed.append(report_row(run, place, self.times.seconds(run.name), TaskStatus.REMOVED))
 
     def say(self, line: str) -> None:
-        """Print a line above the progress, in several lines if it is wider than the window."""
-        self.progress.log(wrapped(line, self.progress.width))
+        """Print a line above the progress, in several lines if it is wider than the window; nothing if quiet."""
+        if not self.is_quiet:
+            self.progress.log(wrapped(line, self.progress.width))
 
     def warn(self, line: str) -> None:
         """Print a line that must not be missed, through `logging` if there is no progress to print it above."""

@@ -60,7 +60,7 @@ class Progress:
 
     @property
     def width(self) -> int:
-        """Characters of a line of the terminal; 80 if the output is a file or a pipe."""
+        """Characters of a line of the terminal; in a file or a pipe lines are not broken."""
         return window_width()
 
     def start(self, tasks: Iterable[TaskRun]) -> None:

@@ -85,12 +85,12 @@ def drop_columns(widths: dict[str, int], first_to_go: Iterable[str], width: int,
     return room
 
 
-FILE_WIDTH = 80
-"""Characters of a line if the output is a file or a pipe."""
+FILE_WIDTH = 10_000
+"""Characters of a line if the output is a file or a pipe: lines there are not broken."""
 
 
 def window_width() -> int:
-    """Return the characters of a line of the terminal; `FILE_WIDTH` if the output is a file or a pipe."""
+    """Return the characters of a line: `COLUMNS`, else those of the terminal, else `FILE_WIDTH`."""
     return shutil.get_terminal_size((FILE_WIDTH, 24)).columns
 
 

@@ -264,7 +264,7 @@ def new_figure(**options: Any) -> Any:
     try:
         from matplotlib.figure import Figure
     except ImportError as error:
-        raise ConfigError("plots need matplotlib: pip install 'peft-mux[plots]'.") from error
+        raise ConfigError("plots need matplotlib: pip install matplotlib.") from error
     return Figure(**options)
 
 

@@ -187,7 +187,8 @@ class Reporter:
             except Exception as error:
                 run.log.warn(f"{run.root / PLOT_NAME}: could not be written ({describe_error(error)})")
         report = self._report(in_turn)  # with the page that has been written now
-        run.log.progress.log(f"\n{report.fitted(run.log.progress.width)}\n")
+        if not run.log.is_quiet:
+            run.log.progress.log(f"\n{report.fitted(run.log.progress.width)}\n")
 
     @property
     def _page(self) -> Path | None:

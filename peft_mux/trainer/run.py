@@ -89,7 +89,8 @@ def make_run(callbacks: RunCallbacks, table: TaskTable) -> Run:
     """
     args, state = callbacks.args, callbacks.state
     processes, layout = Processes.of(args), layout_of(args)
-    log = RunLog(table, state, callbacks.log, is_shown=processes.is_main)
+    is_quiet = args.log_level in ("warning", "error", "critical")
+    log = RunLog(table, state, callbacks.log, is_shown=processes.is_main, is_quiet=is_quiet)
     per_node = int(os.environ.get("LOCAL_WORLD_SIZE") or layout.world_size)  # torchrun and accelerate set it
     split = [group for group in layout.tensor_groups if group[0] // per_node != group[-1] // per_node]
     if split and len(split[0]) <= per_node:

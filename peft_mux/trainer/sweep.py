@@ -217,7 +217,7 @@ class SweepResult:
         try:
             from matplotlib.figure import Figure
         except ImportError as error:
-            raise ConfigError("plots need matplotlib: pip install 'peft-mux[plots]'.") from error
+            raise ConfigError("plots need matplotlib: pip install matplotlib.") from error
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot()
         for number, one in enumerate(self.ranking):

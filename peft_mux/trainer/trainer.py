@@ -252,7 +252,7 @@ class MultiTaskTrainer(Trainer):
     def log_line(self, line: str) -> None:
         """Print a line above the progress table, on the process that prints."""
         if self._run.log.is_shown:
-            self._run.log.say(line)
+            self._run.log.progress.log(line)
 
     def tell(self, line: str) -> None:
         """Call `log_line`, the new name of this method."""

@@ -1,9 +1,8 @@
-"""What commands print into a file or a pipe has lines of at most 80 characters; a terminal gives its own width."""
+"""No line of a command is wider than the terminal, or than `COLUMNS`; in a file or a pipe lines are whole."""
 
 from __future__ import annotations
 
 import io
-import os
 import re
 import sys
 from pathlib import Path
@@ -11,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from peft_mux.cli.main import main
-from peft_mux.reporting import views
 from peft_mux.reporting.views import wrapped
 
 LONG = "answers-to-questions-about-orders-and-invoices-2026"
@@ -33,7 +31,7 @@ tasks:
 @pytest.fixture
 def place(made: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Return a folder with a file of six tasks, one of a long name, and a run of them; commands run there."""
-    monkeypatch.setattr(views, "FILE_WIDTH", 80)
+    monkeypatch.setenv("COLUMNS", "80")
     monkeypatch.setattr(sys, "__stdout__", io.StringIO())  # no terminal, even if one runs the tests
     monkeypatch.chdir(tmp_path)
     for name in ("backbone", "rows.jsonl"):
@@ -55,7 +53,7 @@ def widest(text: str) -> int:
 
 
 @pytest.mark.slow
-def test_no_line_of_any_command_is_wider_than_80_characters_or_the_terminal(
+def test_no_line_of_any_command_is_wider_than_the_terminal(
     place: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     deployment = ["--deployment", "--devices", "4xA100-40GB"]
@@ -84,9 +82,11 @@ def test_no_line_of_any_command_is_wider_than_80_characters_or_the_terminal(
     assert len(re.findall(r"^ +sql .*succeeded|^\d +sql-0\d ", printed["sweep"], re.MULTILINE)) == 2
     assert "trl" in printed["doctor"]
 
-    monkeypatch.setattr("shutil.get_terminal_size", lambda fallback=(80, 24): os.terminal_size((120, 40)))
+    monkeypatch.setenv("COLUMNS", "120")
     wide = shown(capsys, *commands["plan"])
     assert 100 < widest(wide) <= 120
+    monkeypatch.delenv("COLUMNS")
+    assert widest(shown(capsys, *commands["validate"])) > 120, "a line in a file was broken"
     assert len(wide.splitlines()) < len(printed["plan"].splitlines())
     assert re.search(rf"^  {LONG} +1 ", wide, re.MULTILINE), "its name stands in the table"
 

@@ -73,19 +73,14 @@ def test_every_task_is_planned_trained_and_told_of(shown: Shown) -> None:
         assert len(losses) == 4
         assert all(math.isfinite(loss) for loss in losses)
         assert losses[-1] < losses[0], f"{name} learned nothing"
-        assert re.search(rf"^  {name} +r=\d+ +\d+\.\d+ -> +\d+\.\d+", shown.said, re.MULTILINE), name
-    assert "plan  6 tasks" in shown.said
+        assert re.search(rf"^{name} +\d+ +\d+\.\d+ -> +\d+\.\d+", shown.said, re.MULTILINE), name
+    assert not re.search("hTask|chunk|profile|micro-batch", shown.said), "words of the planner"
 
 
 def test_what_is_reported_to_be_written_is_there_and_nothing_else(shown: Shown) -> None:
-    assert "reloaded 6 adapters with plain PeftModel.from_pretrained: all give the same logits" in shown.said
-    assert f"Everything goes to {shown.root}." in shown.said
-    drawn = re.search(r"losses drawn in (.*)", shown.said)
-    no_plot = re.search(r"no plot: plots need matplotlib", shown.said)
-    assert drawn or no_plot
-    if drawn:
-        assert Path(drawn[1]) == shown.root / "losses.png"
-        assert (shown.root / "losses.png").read_bytes().startswith(b"\x89PNG")
+    assert f"Files go to {shown.root}." in shown.said
+    assert f"{shown.root / 'report.html'}\n" in shown.said
+    assert "<svg" in (shown.root / "report.html").read_text(encoding="utf-8")
     assert {path.name for path in shown.root.iterdir() if path.is_dir()} == {*NAMES, "backbone", "state"}
     assert list(shown.temporary.iterdir()) == []
     assert [path.name for path in shown.root.parent.iterdir()] == ["out"]
@@ -106,13 +101,11 @@ def test_the_written_backbone_adapters_and_tokenizer_can_be_used(shown: Shown) -
 
 
 def test_a_speed_is_given_for_both_ways_the_usual_one_on_a_backbone_without_adapters(shown: Shown) -> None:
-    found = re.search(
-        r"speed on (.+): together ([\d,]+) tokens/s; HF Trainer .* ([\d,]+) tokens/s: ([\d.]+)x", shown.said
-    )
+    found = re.search(r"^together ([\d,]+) tokens/s, HF Trainer .* ([\d,]+) tokens/s: ([\d.]+)x", shown.said, re.M)
     assert found
-    together, alone = (float(found[number].replace(",", "")) for number in (2, 3))
+    together, alone = (float(found[number].replace(",", "")) for number in (1, 2))
     assert together > 0
-    assert float(found[4]) == pytest.approx(together / alone, rel=0.1, abs=0.06)
+    assert float(found[3]) == pytest.approx(together / alone, rel=0.1, abs=0.06)
     kinds = {type(module).__module__.partition(".")[0] for module in shown.baseline.modules()}
     assert not kinds & {"peft", "peft_mux"}
 
@@ -130,16 +123,9 @@ def test_a_folder_that_is_in_use_gets_a_number(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_a_reloaded_adapter_that_differs_makes_the_check_fail(
-    shown: Shown, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_reloaded_adapter_that_differs_makes_the_check_fail(shown: Shown, tmp_path: Path) -> None:
     # Seen from the check alone: the adapters on the disk are those of the run, the model has moved on.
-    said: list[str] = []
-    monkeypatch.setattr(demo, "_print_line", said.append)
-    tasks = demo_tasks()
     tokenizer = AutoTokenizer.from_pretrained(shown.root / "backbone")
     backbone = AutoModelForCausalLM.from_pretrained(shown.root / "backbone")
-    trainer: MultiTaskTrainer = demo._trainer(backbone, tokenizer, tasks, tmp_path / "unused", num_steps=1)
-    assert demo._check_adapters(trainer, shown.root) is False
-    assert "mood" in said[-1]
-    assert "DIFFER" in said[-1]
+    trainer: MultiTaskTrainer = demo._trainer(backbone, tokenizer, demo_tasks(), tmp_path / "unused", num_steps=1)
+    assert demo._different_adapters(trainer, shown.root) == NAMES

@@ -44,7 +44,7 @@ def test_a_run_begins_with_eight_lines_and_ends_with_its_report_of_times_shares_
     assert "24,800 parameters, float32" in printed[2]
     assert "3, rank 4 to 8, 14.175 to 24.83 % trainable each, 30 rows, 2 to 6 steps" in printed[3]
     assert "torch, not Triton: there are none for cpu" in printed[4]
-    assert "predicted (analytic profile)" in printed[5]
+    assert re.fullmatch(r"plan     1 pass a step, .* \(order of magnitude\), predicted", printed[5])
     assert max(map(len, printed[:7])) <= 110
     assert str(report) in "\n".join(printed)
 
@@ -190,10 +190,9 @@ def test_in_a_window_of_80_characters_the_report_has_whole_numbers_and_commands_
     ]
 
 
-def test_a_narrow_window_has_fewer_columns_and_says_which_are_left_out() -> None:
+def test_a_narrow_window_has_fewer_columns() -> None:
     text = RunReport([shown_row("sql", Path("/runs")), shown_row("qa", Path("/runs"))]).fitted(50)
     assert text.splitlines()[0].split() == ["task", "status", "steps", "loss", "best"]
-    assert "no room for: tokens, time, eval" in text
     assert max(map(len, text.splitlines())) <= 50
 
 

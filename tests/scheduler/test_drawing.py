@@ -103,7 +103,7 @@ def test_a_picture_is_written_in_the_format_of_its_suffix_with_the_same_bytes_ea
 
 def test_a_picture_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(ConfigError, match="pip install 'peft-mux"):
+    with pytest.raises(ConfigError, match="pip install matplotlib"):
         save_rows(tmp_path / "plan.png", {"a step": timeline(simulated([0.001]))})
 
 
