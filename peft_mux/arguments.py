@@ -65,7 +65,7 @@ RENAMED = by_name(
         "evaluation_strategy": "eval_strategy",
         "no_cuda": "use_cpu",
         "warmup_ratio": "warmup_steps, which is a share of all steps where it is below 1",
-        "group_by_length": "nothing: sequences are packed, so their lengths need no grouping",
+        "group_by_length": 'shuffle="group_by_length" of each Task',
         "overwrite_output_dir": "nothing: resume with train(resume_from_checkpoint=True), or use a new folder",
         "save_safetensors": "nothing: all files are safetensors",
         "tokenizer processing_class": "processing_class of the trainer",
@@ -265,7 +265,7 @@ HONOURED = (
     "report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id logging_dir eval_strategy "
     "eval_steps eval_delay eval_on_start load_best_model_at_end metric_for_best_model greater_is_better save_strategy "
     "save_steps save_total_limit resume_from_checkpoint use_liger_kernel liger_kernel_config push_to_hub hub_model_id "
-    "hub_strategy hub_token "
+    "hub_strategy hub_token dataloader_drop_last "
     "hub_private_repo hub_always_push hub_revision local_rank ddp_timeout "
     # Flags for the user's script, which Trainer does not read either.
     "do_train do_eval do_predict"
@@ -303,10 +303,9 @@ REASONS = by_name(
         "accelerator_config": "rows are packed and distributed by peft_mux, without accelerate's loaders",
         "average_tokens_across_devices": "every task counts the tokens of its whole global batch, over all processes",
         "include_num_input_tokens_seen": "tokens are counted by task, in metrics.jsonl",
-        "train_sampling_strategy": "sequences are packed; for the order of the rows set shuffle=False on the Task",
+        "train_sampling_strategy": 'set shuffle=False or shuffle="group_by_length" on the Task',
         "auto_find_batch_size": "set max_tokens_per_micro_batch instead",
         "optim_target_modules": "every task trains exactly its own adapter",
-        "dataloader_drop_last": "the last batch of an epoch is trained on",
         "data_seed": "it has no meaning for many tasks at once: the seed of a Task fixes its order of rows",
     }
 )

@@ -40,7 +40,7 @@ _OF_ROWS = "completion_only_loss assistant_only_loss chat_template_path dataset_
 CARRIED = frozenset(
     {*_SAME_NAMES, *_OF_EVALUATION, "max_steps", "per_device_train_batch_size", "gradient_accumulation_steps"}
     | {"eval_strategy", "eval_steps", "loss_type", "chat_template_path", "dataset_text_field", "disable_dropout"}
-    | {"train_sampling_strategy"}
+    | {"train_sampling_strategy", "dataloader_drop_last"}
 )
 """Fields that become settings of the task. Those of `objective.Args` become its `objective_args`."""
 NO_EFFECT = by_name(
@@ -121,8 +121,9 @@ def settings_of(config: Any, given: Mapping[str, Any], *, rows_are_tokenised: bo
         settings |= {name: getattr(config, name) for name in _OF_EVALUATION}
         if config.eval_strategy == IntervalStrategy.STEPS:
             settings["eval_steps"] = config.eval_steps
-    if config.train_sampling_strategy == "sequential":
-        settings["shuffle"] = False
+    strategies = {"sequential": False, "group_by_length": "group_by_length"}
+    settings["shuffle"] = strategies.get(config.train_sampling_strategy)
+    settings["dataloader_drop_last"] = config.dataloader_drop_last or None
     settings |= _loss_settings(config, name, objective)
     template = getattr(config, "chat_template_path", None)
     if template:
@@ -161,9 +162,12 @@ def _refusals(config: Any, objective: Objective, given: Mapping[str, Any], rows_
         for name in [item.name for item in fields(TrainingArguments) if item.init]
         if name not in SETTABLE_FIELDS and name not in CARRIED and not is_default(config, name)
     ]
-    if config.train_sampling_strategy not in ("random", "sequential"):
+    if config.train_sampling_strategy not in ("random", "sequential", "group_by_length"):
         got = shown(config.train_sampling_strategy)
-        faults.append(Fault("config.train_sampling_strategy", got, "random or sequential"))
+        faults.append(Fault("config.train_sampling_strategy", got, "random, sequential or group_by_length"))
+    if config.dataloader_drop_last and config.gradient_accumulation_steps > 1:
+        allowed = "False with gradient_accumulation_steps above 1, of whose batches Trainer drops a part"
+        faults.append(Fault("config.dataloader_drop_last", "True", allowed))
     known = {*CARRIED, *NO_EFFECT, *(item.name for item in fields(objective.Args))}
     known |= set(_OF_ROWS.split()) if rows_are_tokenised else set()
     strategy = getattr(config, "packing_strategy", "bfd")

@@ -261,7 +261,8 @@ class Task:
         train_batch_size: sequences per optimizer step of this task (its *global* batch); by default
             the run's `per_device_train_batch_size * gradient_accumulation_steps`.
         max_steps: optimizer steps of the task; takes precedence over `num_train_epochs`.
-        shuffle: whether each epoch has its own order.
+        shuffle: whether each epoch has its own order; "group_by_length" puts rows of similar length into one batch.
+        dataloader_drop_last: whether each epoch leaves out its last batch if it is smaller than the others.
         seed: fixes the adapter's initial weights, the order of the data and the dropout.
         max_length: tokens of a row above which `overlong_policy` of the run applies.
         packing: whether `train_batch_size` counts packed rows, as in TRL with its strategy "bfd": rows of up to
@@ -341,7 +342,8 @@ class Task:
     adam_beta2: float | None = None
     adam_epsilon: float | None = None
     seed: int | None = None
-    shuffle: bool = True
+    shuffle: bool | str = True
+    dataloader_drop_last: bool | None = None
     max_length: int | None = None
     packing: bool = False
     completion_only_loss: bool | None = None
@@ -459,8 +461,8 @@ class Task:
 TASK_FIELDS = tuple(item.name for item in fields(Task))
 """Names of the fields of a `Task`, for files and for messages."""
 _PLAIN_FIELDS = (
-    "shuffle packing assistant_only_loss completion_only_loss eval_on_start load_best_model_at_end greater_is_better "
-    "metric_for_best_model hub_model_id chat_template lr_scheduler_kwargs optim_args"
+    "packing assistant_only_loss completion_only_loss eval_on_start load_best_model_at_end greater_is_better "
+    "dataloader_drop_last metric_for_best_model hub_model_id chat_template lr_scheduler_kwargs optim_args"
 ).split()
 
 
@@ -561,6 +563,8 @@ def _field_faults(task: Task, where: str) -> list[Fault]:
     for name, options in (("optim", supported_optimizers()), ("lr_scheduler_type", supported_schedules())):
         if getattr(task, name) is not None:
             faults += choice_faults(f"{where}.{name}", getattr(task, name), options)
+    if not isinstance(task.shuffle, bool) and not (isinstance(task.shuffle, str) and task.shuffle == "group_by_length"):
+        faults.append(Fault(f"{where}.shuffle", shown(task.shuffle), 'True, False or "group_by_length"'))
     for name in ("compute_metrics", "preprocess_logits_for_metrics"):
         if getattr(task, name) is not None and not callable(getattr(task, name)):
             faults.append(Fault(f"{where}.{name}", shown(getattr(task, name)), "a function"))
@@ -637,6 +641,10 @@ def _evaluation_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
         allowed = 'False for a stream and for objectives other than "sft"'
         fix = "Rows of a step are computed without padding anyway; read a stream into a list to pack it."
         faults.append(Fault(f"{where}.packing", "True", allowed, fix))
+    if is_stream and isinstance(task.shuffle, str):
+        faults.append(
+            Fault(f"{where}.shuffle", shown(task.shuffle), "True or False for a stream, which is read in order")
+        )
     if is_stream and not task.max_steps:
         allowed = "a number of steps, because a stream has no length"
         faults.append(Fault(f"{where}.max_steps", shown(task.max_steps), allowed))
@@ -675,6 +683,7 @@ class HyperParameters:
     data_timeout_s: float
     eval_delay: float = 0
     eval_on_start: bool = False
+    dataloader_drop_last: bool = False
     load_best_model_at_end: bool = False
     metric_for_best_model: str | None = None
     greater_is_better: bool | None = None
@@ -721,7 +730,7 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
     same = (
         "learning_rate num_train_epochs weight_decay lr_scheduler_type lr_scheduler_kwargs warmup_steps max_grad_norm "
         "optim optim_args adam_beta1 adam_beta2 adam_epsilon seed max_length data_timeout_s eval_delay eval_on_start "
-        "label_smoothing_factor"
+        "label_smoothing_factor dataloader_drop_last"
     ).split()
     return HyperParameters(
         train_batch_size=task.train_batch_size or args.per_device_train_batch_size * args.gradient_accumulation_steps,

@@ -169,6 +169,8 @@ def test_a_stream_needs_a_number_of_steps() -> None:
     assert refusal(train_dataset=Stream()).startswith("tasks.own.max_steps must be a number of steps")
     assert ", got None" in refusal(train_dataset=Stream())
     assert task(train_dataset=Stream(), max_steps=2).max_steps == 2
+    message = refusal(train_dataset=Stream(), max_steps=2, shuffle="group_by_length")
+    assert message.startswith("tasks.own.shuffle must be True or False for a stream")
     for settings in (
         {"train_dataset": Stream(), "max_steps": 2},
         {"objective": "dpo", "train_dataset": [{"chosen": "a", "rejected": "b"}]},

@@ -39,6 +39,7 @@ _FROM_HERE_ON = frozenset(
 )
 """Settings that a resumed task may change: they do not describe the steps that were taken."""
 _OF_OLDER_STATES = {
+    "dataloader_drop_last": False,
     "label_smoothing_factor": 0.0,
     "neftune_noise_alpha": 0.0,
     "loraplus_lr_ratio": None,

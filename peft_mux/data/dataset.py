@@ -13,6 +13,8 @@ from itertools import islice
 from typing import Any
 
 import numpy as np
+import torch
+from transformers.trainer_pt_utils import get_length_grouped_indices
 
 from peft_mux.data.formats import detect_format
 from peft_mux.data.packing.passes import best_fit_decreasing
@@ -274,14 +276,19 @@ class TaskLoader(RowLoader):
     Args:
         dataset: the tokenised rows of the task.
         shuffle: whether to shuffle the rows in each epoch; otherwise they keep the order of the dataset.
+            "group_by_length" shuffles so that a batch has rows of similar length, as Trainer does.
+        drops_last: whether each epoch leaves out its last batch if it is smaller.
         **settings: arguments of `RowLoader`.
     """
 
-    def __init__(self, dataset: TokenizedDataset, *, shuffle: bool, **settings: Any) -> None:
+    def __init__(
+        self, dataset: TokenizedDataset, *, shuffle: bool | str, drops_last: bool = False, **settings: Any
+    ) -> None:
         """Store the dataset and the settings."""
         super().__init__(**settings)
         self.dataset = dataset
         self.shuffle = shuffle
+        self.drops_last = drops_last
         self._order: tuple[int, np.ndarray] | None = None
 
     @property
@@ -292,12 +299,14 @@ class TaskLoader(RowLoader):
     @property
     def steps_per_epoch(self) -> int:
         """Number of global batches in an epoch."""
-        return -(-len(self.dataset) // self.batch_size)
+        return len(self.dataset) // self.batch_size if self.drops_last else -(-len(self.dataset) // self.batch_size)
 
     @property
     def tokens_per_step(self) -> float:
         """Mean number of tokens of a global batch."""
-        return float(self.dataset.lengths.sum()) / self.steps_per_epoch
+        num_left_out = len(self.dataset) % self.batch_size if self.drops_last else 0
+        tokens = float(self.dataset.lengths.sum())
+        return (tokens - num_left_out * tokens / len(self.dataset)) / self.steps_per_epoch
 
     @property
     def sample_lengths(self) -> list[int]:
@@ -318,7 +327,11 @@ class TaskLoader(RowLoader):
         kept = self._order
         if kept is None or kept[0] != epoch:
             rows = np.arange(len(self.dataset))
-            if self.shuffle:
+            if self.shuffle == "group_by_length":
+                seed = int(np.random.default_rng([_ORDER_STREAM, self.seed, epoch]).integers(2**63))
+                generator = torch.Generator().manual_seed(seed)
+                rows = np.asarray(get_length_grouped_indices(self.sample_lengths, self.batch_size, generator=generator))
+            elif self.shuffle:
                 # Depends only on seed and epoch, so a resumed run and all processes get the same order.
                 rows = np.random.default_rng([_ORDER_STREAM, self.seed, epoch]).permutation(rows)
             kept = self._order = (epoch, rows)

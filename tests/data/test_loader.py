@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
+import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -53,6 +57,19 @@ def test_a_batch_depends_on_its_step_alone_whatever_was_asked_for_before(
         fresh = make_loader(num_rows, batch_size, seed=3, task="another")
         assert rows_of(loader.batch(step)) == rows_of(fresh.batch(step))
         assert (loader.batch(step).step, loader.batch(step).seed) == (step, 3)
+
+
+def test_an_epoch_may_leave_out_its_last_batch_and_put_rows_of_similar_length_together() -> None:
+    rows = [{"input_ids": [1] * (2 + row % 40)} for row in range(162)]
+    settings: dict[str, Any] = {"task": "own", "batch_size": 4, "seed": 0, "drops_last": True}
+    loader = TaskLoader(read(rows), shuffle="group_by_length", **settings)
+    assert loader.steps_per_epoch == 40
+    orders = [epoch_rows(loader, epoch) for epoch in range(2)]
+    assert all(len(set(order)) == 160 for order in orders)
+    assert orders[0] != orders[1]
+    spreads = [np.ptp([len(row) for row in loader.batch(step).sequences]) for step in range(80)]
+    assert np.median(spreads) < 8, "in batches of any rows it is about 25"
+    assert loader.tokens_per_step == pytest.approx(4 * np.mean(loader.sample_lengths))
 
 
 def test_epochs_and_seeds_have_orders_of_their_own() -> None:

@@ -149,7 +149,12 @@ def test_a_configuration_whose_loss_is_not_offered_is_refused_by_its_class(kind:
         Task.from_sft_config("own", config, train_dataset=ROLLOUTS, peft_config=LoraConfig())
 
 
-def test_only_the_packing_that_is_done_here_is_carried_over(tmp_path: Path) -> None:
+def test_packing_and_sampling_are_carried_over_as_far_as_they_are_the_same_here(tmp_path: Path) -> None:
+    config = config_of(OFFERED["SFTConfig"], tmp_path, train_sampling_strategy="group_by_length")
+    assert task_of(config, "SFTConfig").shuffle == "group_by_length"
+    config = config_of(OFFERED["SFTConfig"], tmp_path, dataloader_drop_last=True, gradient_accumulation_steps=2)
+    with pytest.raises(ConfigError, match=r"config\.dataloader_drop_last must be False with gradient_acc"):
+        task_of(config, "SFTConfig")
     config = config_of(OFFERED["SFTConfig"], tmp_path, packing=True, packing_strategy="bfd_split")
     with pytest.raises(ConfigError, match=r"config\.packing_strategy must be 'bfd', got 'bfd_split'.*from_trainer"):
         task_of(config, "SFTConfig")

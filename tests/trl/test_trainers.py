@@ -91,6 +91,9 @@ def reward(rows: list[dict[str, Any]], **options: Any) -> Case:
 
 CASES = {
     "sft on completions": Case("SFT", COMPLETIONS, {}, {}),
+    "sft in whole batches": Case(
+        "SFT", COMPLETIONS[:10], {"dataloader_drop_last": True}, {"dataloader_drop_last": True}
+    ),
     "sft packed": Case(
         "SFT", COMPLETIONS, {"packing": True, "max_length": 24}, {"packing": True, "max_length": 24}, held_out=4
     ),

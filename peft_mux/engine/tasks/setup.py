@@ -204,7 +204,11 @@ def _make_loader(resolved: ResolvedTask, options: TokenizeOptions, tokenizer: An
         raise ConfigError(f"tasks.{task.name}.train_batch_size must be {allowed}, got {hyper.train_batch_size}.")
     if hasattr(task.train_dataset, "__len__"):
         dataset = tokenize_dataset(task.train_dataset, options=options, tokenizer=tokenizer)
-        return TaskLoader(dataset, **settings, shuffle=task.shuffle)
+        loader = TaskLoader(dataset, **settings, shuffle=task.shuffle, drops_last=hyper.dataloader_drop_last)
+        if not loader.steps_per_epoch:
+            allowed = f"False, because {len(dataset)} rows are no batch of {hyper.train_batch_size}"
+            raise ConfigError(f"tasks.{task.name}.dataloader_drop_last must be {allowed}, got True.")
+        return loader
     where = f"tasks.{task.name}.train_dataset"
     loader = StreamLoader(
         task.train_dataset,
