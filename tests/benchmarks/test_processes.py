@@ -72,3 +72,19 @@ def test_the_benchmark_measures_every_schedule_and_sends_what_the_closed_form_sa
     in_flight = {(row["num_micro_batches"], row["schedule"]): row["most_in_flight"] for row in rows}
     assert in_flight[2, "gpipe"] == [8, 8]
     assert in_flight[2, "1f1b"] == in_flight[2, "drained"] == [2, 1]
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
+def test_the_engine_on_sleeping_devices_takes_as_long_as_kernels_links_and_sums_would(tmp_path: Path) -> None:
+    layout = "<2,1>x1, <1,2>x1"
+    small = "--nodes 1 --per-node 4 --layers 2 --tasks 3 --rows 1 --slow 10 --slow-shards 4 --steps 1 --repeats 1"
+    (row,) = stored("sleeping", tmp_path, "--layouts", layout, *small.split())["1x4xH100-80GB"]["rows"]
+    assert (row["layout"], row["num_ranks"], row["slow"]) == (layout, 4, 40)
+    # Sleeping is never too short, and on busy cores it ends late.
+    assert row["measured_s"] > 0.8 * row["planned_s"] > 0
+    assert all(0 < passed_s < row["measured_s"] for passed_s in row["passed_s"])
+    cut, whole = row["counts"][:2], row["counts"][2:]
+    assert [rank["missing"] + rank["unknown"] for rank in cut] == [0, 0], "the sums of a cut pass are those of the plan"
+    assert [rank["stretches"] for rank in whole] == [2 * rank["passes"] for rank in whole], "a forward and a backward"
+    assert cut[0]["tokens"] == cut[1]["tokens"] > 0 < whole[0]["tokens"] == whole[1]["tokens"]
