@@ -1,7 +1,7 @@
 """The real engine on sleeping devices: makespans of layouts of 16 and more GPUs, against the planner's prediction.
 
-    python -m benchmarks.processes.sleeping                 16 ranks, 7 layouts; 20 minutes on 2 cores, 7 GB
-    python -m benchmarks.processes.sleeping --nodes 8 --slow 160 --layouts "<1,1>x64" "<1,8>x8"     64 ranks; 28 GB
+    python -m benchmarks.processes.sleeping                 16 ranks, 7 layouts; 25 minutes on 2 cores, 3 GB
+    python -m benchmarks.processes.sleeping --nodes 8 --slow 160 --layouts "<1,1>x64" "<1,8>x8"     64 ranks; 11 GB
     python -m benchmarks.processes.sleeping --write         also into benchmarks/results/
 
 Every rank is a process that trains a tiny Llama with the real engine over gloo, and sleeps for as long as its device
@@ -19,6 +19,7 @@ does between steps is not measured.
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import multiprocessing
 import os
@@ -28,20 +29,20 @@ import tempfile
 import time
 from collections.abc import Sequence
 from dataclasses import replace
-from multiprocessing import forkserver
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from benchmarks.paths import RESULTS, ROOT
+from benchmarks.paths import RESULTS
 from benchmarks.processes.sleeping_worker import Load, Settings, train, trainer_of
 from benchmarks.training.report import hardware, host_kind, versions
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.planning.replica_facts import run_facts, time_model_of
 from peft_mux.scheduler.costs.hardware import Cluster, Link, parse_devices
 from peft_mux.scheduler.costs.profile import AdapterTable, Curve, Parts, analytic_profile, corrected
-from peft_mux.scheduler.deployment.composed import DeploymentPricer
+from peft_mux.scheduler.deployment.composed import DeploymentPricer, PricedDeployment
 from peft_mux.scheduler.deployment.plan import groups_of
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import TaskLengths, candidate_configs, joint_sample
@@ -56,13 +57,14 @@ WIDTHS, TOKENS, RANKS = 128, 16, 8
 
 def main() -> None:
     options = _parser().parse_args()
+    torch.set_num_threads(1)
     rows = []
     print(
         f"{'layout':<28} {'GPUs':>4} {'slow':>5} {'planned ms':>10} {'measured ms':>11} {'error':>7} {'spread':>7}"
         f" {'late':>6}"
     )
-    for layout in options.layouts:
-        for _ in range(options.repeats):
+    for _ in range(options.repeats):
+        for layout in options.layouts:
             rows.append(run(layout, options))
             print(line(rows[-1]), flush=True)
     errors = [abs(row["planned_s"] / row["measured_s"] - 1) for row in rows]
@@ -102,7 +104,7 @@ def run(layout: str, options: argparse.Namespace) -> dict[str, Any]:
             # Its ranks wait for each other within every layer, and each part of a layer really computes.
             slow *= options.slow_shards
         settings = prepared(layout, cluster, options, Path(name), slow)
-        planned_s = price(trainer_of(settings), settings, parsed.replicas)
+        planned = price(trainer_of(settings), settings, parsed.replicas)
         ranks = launch(replace(settings, turns=options.turns), parsed.world_size, options.limit_s)
     # The first step is left out: connections are opened in it.
     steps = list(zip(*_of(ranks, "marks"), strict=True))[1:]
@@ -116,7 +118,8 @@ def run(layout: str, options: argparse.Namespace) -> dict[str, Any]:
         "num_ranks": len(ranks),
         "slow": slow,
         # Deployments are priced without turns; the plan of the run has them, but not the exchange of gradients.
-        "planned_s": planned_s if options.turns == 1 else ranks[0]["run_plan_s"],
+        "planned_s": planned.step_s if options.turns == 1 else ranks[0]["run_plan_s"],
+        "planned_exchange_s": planned.exchange_s,
         "measured_s": measured_s,
         "steps_s": steps_s,
         "late_share": max(_of(ranks, "late_s")) / (measured_s * (options.steps + 1)),
@@ -147,8 +150,8 @@ def prepared(layout: str, cluster: Cluster, options: argparse.Namespace, folder:
     return settings
 
 
-def price(trainer: Any, settings: Settings, replicas: Sequence[ParallelConfig]) -> float:
-    """Return the seconds of a step that the planner predicts for replicas, the exchange of gradients included."""
+def price(trainer: Any, settings: Settings, replicas: Sequence[ParallelConfig]) -> PricedDeployment:
+    """Return what the planner predicts for replicas, the exchange of gradients included."""
     planner, runs, cluster = trainer._plans.planner, trainer._run.table.plannable, settings.cluster
     facts = run_facts(planner, runs, cluster)
     configs = tuple(dict.fromkeys((*candidate_configs(facts, cluster.num_devices), *replicas)))
@@ -159,7 +162,7 @@ def price(trainer: Any, settings: Settings, replicas: Sequence[ParallelConfig]) 
     expected = plan_deployment(*joint_sample(tasks), cluster.num_devices, curve, **options)
     replica_planner = ReplicaPlanner(facts, max_tokens=settings.max_tokens)
     pricer = DeploymentPricer(replica_planner, tasks, expected.bucketing, curve, exchange)
-    return pricer.price(groups_of(replicas, curve)).step_s
+    return pricer.price(groups_of(replicas, curve))
 
 
 def loads_of(options: argparse.Namespace) -> tuple[Load, ...]:
@@ -230,15 +233,13 @@ def _smaller(table: AdapterTable) -> AdapterTable:
 
 
 def launch(settings: Settings, num_ranks: int, limit_s: float) -> list[dict[str, Any]]:
-    """Run all ranks, forked from a server that has imported everything; return what each found."""
+    """Run all ranks, forked from this process; return what each found."""
     with socket.socket() as one:
         one.bind(("127.0.0.1", 0))
         port = one.getsockname()[1]
-    paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
-    os.environ |= {"PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload(["benchmarks.processes.sleeping_worker"])
-    forkserver.ensure_running()
+    # Ranks share the pages of this process, which has imported and planned everything, but trained nothing.
+    gc.freeze()
+    context = multiprocessing.get_context("fork")
     running = []
     for rank in range(num_ranks):
         receiver, sender = context.Pipe(duplex=False)
@@ -286,7 +287,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--tasks", type=int, default=8, help="number of tasks, at most 8 (%(default)s)")
     add("--rows", type=float, default=2.0, help="factor over the rows of a step (%(default)s)")
     add("--max-tokens", type=int, default=4096, help="most tokens of a pass of the large backbone (%(default)s)")
-    add("--steps", type=int, default=2, help="timed steps of a run (%(default)s)")
+    add("--steps", type=int, default=3, help="timed steps of a run (%(default)s)")
     add("--repeats", type=int, default=2, help="runs of each layout (%(default)s)")
     add("--limit-s", type=float, default=900.0, help="seconds after which a run is ended (%(default)s)")
     add("--seed", type=int, default=0, help="of the lengths")
