@@ -16,7 +16,7 @@ import re
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields
+from dataclasses import MISSING, dataclass, field, fields, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -338,7 +338,7 @@ def is_default(config: TrainingArguments, name: str) -> bool:
     """
     default, value = _default(TrainingArguments.__dataclass_fields__[name]), getattr(config, name)
     if isinstance(value, AcceleratorConfig):
-        return value == AcceleratorConfig()
+        return replace(value, dispatch_batches=None) == AcceleratorConfig()  # TRL sets it for streams
     if value in ([], None, False) and default in ("", "none", [], None, False):
         return True
     return str(getattr(value, "value", value)) == str(getattr(default, "value", default))

@@ -13,10 +13,12 @@ from dataclasses import MISSING, fields
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import EarlyStoppingCallback, IntervalStrategy, TrainingArguments
 
 from peft_mux.arguments import SETTABLE_FIELDS, by_name, is_default, reason_against
 from peft_mux.errors import Fault, raise_faults, shown
+from peft_mux.modeling.adapters.checks import peft_config_faults
 from peft_mux.modeling.objectives.objective import OBJECTIVES, Objective
 
 _OBJECTIVES = {
@@ -238,7 +240,7 @@ def settings_of_trainer(trainer: Any, given: Mapping[str, Any]) -> dict[str, Any
     """
     raise_faults(_trainer_faults(trainer, given))
     own: dict[str, Any] = {
-        "peft_config": next(iter(trainer.model.peft_config.values())),
+        "peft_config": next(one for name, one in trainer.model.peft_config.items() if name != _REFERENCE),
         "train_dataset": trainer.train_dataset,
         "eval_dataset": trainer.eval_dataset or None,
         "compute_metrics": trainer.compute_metrics,
@@ -259,16 +261,33 @@ def _is_of_libraries(kind: object) -> bool:
     return getattr(kind, "__module__", "").startswith(("transformers.", "trl."))
 
 
+_REFERENCE = "ref"
+"""The name under which trainers of TRL add a copy of the adapter of a `PeftModel`, which the loss compares with."""
+
+
+def _is_copied(model: Any, name: str) -> bool:
+    """Return whether the reference adapter of a model, if it has one, equals the adapter that is trained."""
+    weights = dict(model.named_parameters())
+    marker = f".{_REFERENCE}."
+    copies = {key: item for key, item in weights.items() if marker in f"{key}."}
+    return all(torch.equal(item, weights[f"{key}.".replace(marker, f".{name}.")[:-1]]) for key, item in copies.items())
+
+
 def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
     """Return a fault for each part of a trainer's training that its task cannot reproduce."""
     faults, objective = _objective_of(type(trainer), "Trainer", "trainer")
     config: Any = getattr(trainer, "args", None)
     model: Any = getattr(trainer, "model", None)
     adapters: Any = getattr(model, "peft_config", None)
-    if not isinstance(adapters, Mapping) or len(adapters) != 1:
+    names = [name for name in adapters if name != _REFERENCE] if isinstance(adapters, Mapping) else []
+    if len(names) != 1 or not _is_copied(model, names[0]):
         allowed = "a trainer of a model with one adapter: SFTTrainer(peft_config=...), or a PeftModel"
         got = f"{type(model).__name__} with {', '.join(adapters)}" if adapters else type(model).__name__
-        return [*faults, Fault("trainer.model", got, allowed)]
+        fix = "Take the others out: model.delete_adapter(...)." if adapters else ""
+        return [*faults, Fault("trainer.model", got, allowed, fix)]
+    adapter: Any = adapters[names[0]]
+    if "peft_config" not in given:
+        faults += peft_config_faults(adapter, "trainer.model")
     if type(trainer).__name__.startswith(("GRPO", "RLOO")):
         fix = 'Give rollouts with advantages to Task(objective="policy"): docs/losses.md.'
         faults.append(Fault("trainer", type(trainer).__name__, "a trainer whose rows are given", fix))
@@ -301,7 +320,7 @@ def _trainer_faults(trainer: Any, given: Mapping[str, Any]) -> list[Fault]:
     if getattr(trainer, "ref_model", None) is not None:
         faults.append(Fault("trainer.ref_model", "a model", "None, which is the backbone without adapters"))
     # An untrained LoRA is 0, except with some initialisations.
-    is_zero_at_first = getattr(next(iter(adapters.values())), "init_lora_weights", False) is True
+    is_zero_at_first = adapter.peft_type == "LORA" and adapter.init_lora_weights is True
     has_moved = is_zero_at_first and any(
         ".lora_B." in name and bool(parameter.any()) for name, parameter in model.named_parameters()
     )

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 import torch
 from datasets import Dataset
-from peft import LoraConfig
+from peft import AdaLoraConfig, LoraConfig, get_peft_model
 from transformers import TrainingArguments
 
 from peft_mux.arguments import SETTABLE_FIELDS
@@ -181,6 +181,8 @@ TRAINERS: Mapping[str, tuple[str, list[dict[str, Any]], dict[str, Any]]] = {
     "KTO": ("trl", lab.answers(), {"desirable_weight": 0.7, "beta": 0.4}),
     "Reward": ("trl", lab.pairs(), {"center_rewards_coefficient": 0.1}),
     "SFT packed": ("trl", lab.answers(), {"packing": True, "max_length": 16, "packing_strategy": "bfd_split"}),
+    "DPO of a PeftModel": ("trl", lab.pairs(), {"beta": 0.5}),
+    "SFT of a stream": ("trl", COMPLETIONS * 4, {}),
     "SFT of a mixture": ("trl", COMPLETIONS, {}),
     "SFT of a mixture with a coefficient": ("trl", COMPLETIONS, {"router_aux_loss_coef": 0.2}),
 }
@@ -191,12 +193,15 @@ def trainer_of(name: str, folder: Path) -> Any:
     own, kind = importlib.import_module(module), name.split()[0]
     config = lab.config_of(getattr(own, f"{kind}Config"), folder, **options)
     is_classifier = name == "Reward"
+    model, adapter = lab.backbone(is_classifier=is_classifier), lab.adapter(is_classifier=is_classifier)
+    is_made = "PeftModel" in name  # TRL adds a second adapter, the reference
+    dataset = Dataset.from_list([dict(row) for row in rows])
     return getattr(own, f"{kind}Trainer")(
-        model=lab.backbone(is_classifier=is_classifier),
+        model=get_peft_model(model, adapter) if is_made else model,
         args=config,
-        train_dataset=Dataset.from_list([dict(row) for row in rows]),
+        train_dataset=dataset.to_iterable_dataset() if "stream" in name else dataset,
         processing_class=copy.deepcopy(lab.tokenizer()),
-        peft_config=lab.adapter(is_classifier=is_classifier),
+        peft_config=None if is_made else adapter,
     )
 
 
@@ -245,6 +250,14 @@ def test_a_task_made_of_a_trainer_of_trl_ends_with_its_weights(
         (
             lambda trainer: [item.data.fill_(1) for name, item in trainer.model.named_parameters() if "lora_B" in name],
             r"trainer\.model must be a model with an untrained adapter, got one with a trained",
+        ),
+        (
+            lambda trainer: trainer.model.add_adapter("ref", LoraConfig(target_modules=["q_proj"])),
+            r"trainer\.model must be .* with default, ref\. Take the others out: model\.delete_adapter",
+        ),
+        (
+            lambda trainer: trainer.model.peft_config.update(default=AdaLoraConfig(total_step=9)),
+            r"trainer\.model\.peft_config must be one of .*got AdaLoraConfig.*Nearest: LORA",
         ),
     ],
 )

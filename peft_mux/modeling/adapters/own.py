@@ -312,8 +312,11 @@ def own_copy_faults(config: Any, backbone: Any, where: str) -> list[Fault]:
         found = {name: module for name, module in modules.items() if name.endswith(wanted)}
         field, allowed = f"{where}.modules_to_save", "embeddings, norms or the output head, by the ends of their names"
         if not found:
-            leaves = sorted({name.rsplit(".", 1)[-1] for name in modules})
-            faults.append(Fault(field, repr(wanted), allowed, closest(wanted, leaves)))
+            ends = [name for name, module in modules.items() if module in (backbone.get_input_embeddings(), head)]
+            vectors = [name for name, item in backbone.named_parameters() if item.dim() == 1]
+            norms = sorted({name.split(".")[-2] for name in vectors if name.endswith(".weight")})
+            fix = f"{closest(wanted, norms)} This backbone has {' and '.join(ends)}."
+            faults.append(Fault(field, repr(wanted), allowed, fix.strip()))
         for name, module in found.items():
             if isinstance(module, AuxiliaryTrainingWrapper | BaseTunerLayer):
                 continue  # other tasks train it, too, which `claim_faults` looks at

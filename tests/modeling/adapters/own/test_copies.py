@@ -36,7 +36,8 @@ def test_tasks_with_copies_come_and_go() -> None:
     [
         ("mlp", "contains other modules"),
         ("q_proj", "is a linear layer, which other tasks adapt"),
-        ("lm_heat", "lm_head"),
+        ("embed_out", r"got 'embed_out'\. This backbone has model\.embed_tokens and lm_head"),
+        ("nrom", r'Did you mean "norm"\? This backbone has'),
     ],
 )
 def test_modules_that_cannot_be_copied_are_refused(wanted: str, said: str) -> None:
