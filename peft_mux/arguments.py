@@ -93,7 +93,7 @@ RENAMED = by_name(
 _TASK_FIELDS = (
     "name peft_config train_dataset eval_dataset train_batch_size shuffle num_labels compute_metrics callbacks "
     "priority preprocess_logits_for_metrics eval_generate early_stopping objective objective_args loss_type row_format "
-    "chat_template completion_only_loss assistant_only_loss packing"
+    "chat_template completion_only_loss assistant_only_loss packing truncation_mode"
 ).split()
 
 

@@ -34,7 +34,8 @@ _OBJECTIVES = {
 _SAME_NAMES = (
     "learning_rate num_train_epochs weight_decay lr_scheduler_kwargs warmup_steps max_grad_norm optim_args adam_beta1 "
     "adam_beta2 adam_epsilon seed max_length completion_only_loss assistant_only_loss hub_model_id "
-    "label_smoothing_factor neftune_noise_alpha optim lr_scheduler_type router_aux_loss_coef packing"
+    "label_smoothing_factor neftune_noise_alpha optim lr_scheduler_type router_aux_loss_coef packing "
+    "truncation_mode"
 ).split()
 _OF_EVALUATION = "eval_delay eval_on_start load_best_model_at_end metric_for_best_model greater_is_better".split()
 _OF_ROWS = "completion_only_loss assistant_only_loss chat_template_path dataset_text_field eos_token dataset_kwargs"
@@ -83,7 +84,6 @@ _REASONS = by_name(
     {
         "eos_token": "texts end with the tokenizer's eos_token; set it there",
         "dataset_kwargs": "map the rows beforehand",
-        "truncation_mode": "rows keep their beginning",
         "max_prompt_length": "rows are truncated as a whole, by max_length",
         "sync_ref_model": "the reference does not change",
         "use_vllm": "rows contain rollouts, and the correction for vLLM's sampling is not offered",

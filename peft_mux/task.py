@@ -265,6 +265,7 @@ class Task:
         dataloader_drop_last: whether each epoch leaves out its last batch if it is smaller than the others.
         seed: fixes the adapter's initial weights, the order of the data and the dropout.
         max_length: tokens of a row above which `overlong_policy` of the run applies.
+        truncation_mode: which part of longer rows is kept, "keep_start" or, for the objectives sft and dpo, "keep_end".
         packing: whether `train_batch_size` counts packed rows, as in TRL with its strategy "bfd": rows of up to
             `max_length` tokens that consist of whole sequences, which do not see one another.
         completion_only_loss: loss on the completion only; by default for `prompt`/`completion` rows.
@@ -345,6 +346,7 @@ class Task:
     shuffle: bool | str = True
     dataloader_drop_last: bool | None = None
     max_length: int | None = None
+    truncation_mode: str = "keep_start"
     packing: bool = False
     completion_only_loss: bool | None = None
     assistant_only_loss: bool = False
@@ -633,18 +635,23 @@ def _evaluation_faults(task: Task, where: str, loss: FoundLoss) -> list[Fault]:
                 faults.append(Fault(f"{where}.{name}", shown(metric), allowed, fix))
     if callable(task.compute_metrics) and loss.objective is not None and not loss.objective.has_logits:
         allowed = "None with this objective, whose rows have no labels to compare logits with"
-        faults.append(Fault(f"{where}.compute_metrics", "a function", allowed))
+        fix = f"Its evaluations report {', '.join(known)}." if known else ""
+        faults.append(Fault(f"{where}.compute_metrics", "a function", allowed, fix))
     if callable(task.compute_metrics) and task.eval_dataset is None:
         faults.append(Fault(f"{where}.compute_metrics", "a function", "None if eval_dataset is not set"))
     is_stream = task.train_dataset is not None and not hasattr(task.train_dataset, "__len__")
-    if task.packing is True and (is_stream or (loss.objective is not None and loss.objective.name != "sft")):
+    mode, name = task.truncation_mode, loss.objective.name if loss.objective is not None else "sft"
+    if task.packing is True and (is_stream or name != "sft"):
         allowed = 'False for a stream and for objectives other than "sft"'
         fix = "Rows of a step are computed without padding anyway; read a stream into a list to pack it."
         faults.append(Fault(f"{where}.packing", "True", allowed, fix))
+    can_keep_end = name in ("sft", "dpo") and task.packing is not True
+    if not isinstance(mode, str) or mode not in ("keep_start", "keep_end")[: 1 + can_keep_end]:
+        allowed = '"keep_start", or "keep_end" for the objectives sft and dpo without packing'
+        faults.append(Fault(f"{where}.truncation_mode", shown(mode), allowed))
     if is_stream and isinstance(task.shuffle, str):
-        faults.append(
-            Fault(f"{where}.shuffle", shown(task.shuffle), "True or False for a stream, which is read in order")
-        )
+        allowed = "True or False for a stream, which is read in order"
+        faults.append(Fault(f"{where}.shuffle", shown(task.shuffle), allowed))
     if is_stream and not task.max_steps:
         allowed = "a number of steps, because a stream has no length"
         faults.append(Fault(f"{where}.max_steps", shown(task.max_steps), allowed))

@@ -170,8 +170,10 @@ def _cut_answers(reader: RowTokenizer, answers: Sequence[Answer], index: int) ->
     is_masked = not all(answer.has_targets for answer in answers)
     if not is_masked and longest > limit and reader.drops(index, longest):
         return None
-    # Keep the start, as TRL does.
-    kept = [Answer(answer.ids[:limit], answer.start) for answer in answers]
+    kept = []
+    for ids, start in answers:
+        num_cut = 0 if reader.options.truncation_mode == "keep_start" else max(len(ids) - limit, 0)
+        kept.append(Answer(ids[reader.options.kept], max(start - num_cut, 0)))
     if is_masked or not all(answer.has_targets for answer in kept):
         reader.count_without_targets(is_masked=is_masked)
         return None

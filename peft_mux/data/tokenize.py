@@ -55,6 +55,7 @@ class TokenizeOptions:
         max_positions: number of positions of the backbone; `None` for no limit.
         virtual_labels: label of each virtual token at the start of a row; they do not count towards the limit.
         reference_columns: reference values that every row must contain, because the backbone cannot compute them.
+        truncation_mode: "keep_start", or "keep_end" to cut longer rows at their start.
         packing: whether rows are packed, as in TRL: those without targets take room in packs, too.
     """
 
@@ -70,7 +71,13 @@ class TokenizeOptions:
     max_positions: int | None = None
     virtual_labels: tuple[int, ...] = ()
     reference_columns: tuple[str, ...] = ()
+    truncation_mode: str = "keep_start"
     packing: bool = False
+
+    @property
+    def kept(self) -> slice:
+        """The part of a sequence that truncation keeps."""
+        return slice(self.limit) if self.truncation_mode == "keep_start" else slice(-self.limit, None)
 
     @property
     def limit(self) -> int:
@@ -282,11 +289,8 @@ class RowTokenizer(RowCells):
         Raises:
             DataError: if the row is too long and the policy is "error".
         """
-        limit = self.options.limit
-        if len(ids) <= limit:
-            return ids, labels
-        # Keep the start, as TRL does.
-        return None if self.drops(index, len(ids)) else (ids[:limit], labels[:limit])
+        kept = self.options.kept
+        return None if len(ids) > self.options.limit and self.drops(index, len(ids)) else (ids[kept], labels[kept])
 
     def cut_with_targets(
         self, ids: np.ndarray, labels: np.ndarray, index: int, first: int
@@ -373,7 +377,7 @@ class RowTokenizer(RowCells):
         if kept is None:
             return None
         ids, labels = kept
-        columns = {name: values[: len(ids)] for name, values in columns.items()}
+        columns = {name: values[self.options.kept] for name, values in columns.items()}
         is_one_term = self.options.row_form.is_one_term
         return TokenSequence(ids, labels, index, is_one_term=is_one_term, token_columns=columns)
 

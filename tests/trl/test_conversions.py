@@ -46,6 +46,7 @@ OTHER_VALUES: Mapping[str, Any] = {
     "metric_for_best_model": "loss",
     "eval_strategy": "epoch",
     "max_length": 77,
+    "truncation_mode": "keep_end",
     "f_divergence_type": "js_divergence",
     "importance_sampling_level": "sequence",
     "loss_weights": [2.0],

@@ -49,6 +49,7 @@ CHATS = [
     }
     for row in lab.pairs()
 ]
+KEEP_END = {"max_length": 10, "truncation_mode": "keep_end"}
 MARGINS = [{**row, "margin": 0.1 * place} for place, row in enumerate(lab.pairs())]
 
 
@@ -106,6 +107,8 @@ CASES = {
     "dpo cut to 10 tokens": Case(
         "DPO", lab.pairs(), {"max_length": 10}, {"objective": "dpo", "max_length": 10}, PAIR_METRICS
     ),
+    "dpo cut to its last 10 tokens": Case("DPO", lab.pairs(), KEEP_END, {"objective": "dpo", **KEEP_END}, PAIR_METRICS),
+    "sft on the last 10 tokens": Case("SFT", COMPLETIONS, KEEP_END, KEEP_END),
     "ipo": dpo("ipo", beta=0.2),
     "hinge": dpo("hinge", beta=0.5),
     "robust": dpo("robust", label_smoothing=0.2),

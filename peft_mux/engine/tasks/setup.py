@@ -110,6 +110,7 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
         max_positions=positions,
         virtual_labels=kind.virtual_labels(task.peft_config),
         reference_columns=reference_columns,
+        truncation_mode=task.truncation_mode,
         packing=task.packing,
     )
     loader = _make_loader(resolved, options, tokenizer)

@@ -117,7 +117,7 @@ class DPOArgs(LossArgs):
         "precompute_ref_log_probs": "rows may bring ref_chosen_logps and ref_rejected_logps; else they are computed",
         "reference_free": "TRL has taken it out, too; objective='cpo' and 'orpo' train without a reference",
         "rpo_alpha": 'TRL has taken it out, too; loss_type=["sigmoid", "sft"] with loss_weights=[1.0, alpha]',
-        "truncation_mode": "rows keep their beginning, as with keep_start; leave it out",
+        "truncation_mode": "it is a field of Task",
     }
 
     @property

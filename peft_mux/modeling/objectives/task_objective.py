@@ -108,14 +108,8 @@ def smoothing_faults(
     own = "Its own label_smoothing is one of objective_args." if hasattr(objective.Args, "label_smoothing") else ""
     variant = f" and loss_type {loss_type}" if objective.smoothed_loss_types else ""
     got = f"{shown(share)} with the objective {objective.name}{variant}"
-    return [
-        Fault(
-            where,
-            got,
-            f"0 or None, except for {able}, which have single classes or words as targets",
-            f"{fix} {own}".strip(),
-        )
-    ]
+    allowed = f"0 or None, except for {able}, which have single classes or words as targets"
+    return [Fault(where, got, allowed, f"{fix} {own}".strip())]
 
 
 def columns_of(dataset: Any) -> set[str]:
