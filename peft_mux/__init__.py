@@ -23,6 +23,7 @@ if TYPE_CHECKING:
         PeftMuxError,
         PlanError,
         ProcessError,
+        TaskFailedError,
         UnsupportedModelError,
     )
     from peft_mux.modeling.adapters.bottleneck import BottleneckConfig
@@ -44,7 +45,7 @@ _NAMES = {
     "data.sources": "load_rows",
     "errors": (
         "CheckpointError ConfigError DataError MemoryBudgetError PeftMuxError PlanError ProcessError "
-        "UnsupportedModelError"
+        "TaskFailedError UnsupportedModelError"
     ),
     "modeling.adapters.bottleneck": "BottleneckConfig",
     "modeling.adapters.diff_pruning": "DiffPruningConfig",
@@ -83,6 +84,7 @@ __all__ = [
     "SamplingOptions",
     "SweepResult",
     "Task",
+    "TaskFailedError",
     "TaskStatus",
     "UnsupportedModelError",
     "__version__",

@@ -512,6 +512,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
         replan_gain: with "plan", how much faster the new plan must be, as a share, to be followed.
         quarantine_policy: what happens to a task with a non-finite loss or gradient: "quarantine" fails that task,
             keeps its last good adapter and continues; "stop" ends the run.
+        raise_on_failure: whether `train()` raises a `TaskFailedError` at its end if tasks have failed.
         cuda_graphs: capture passes of equal shape as CUDA graphs and replay them, which saves the time that the host
             takes to launch them. Passes that cannot be captured run eagerly, and the run says why. Refused without a
             GPU.
@@ -582,6 +583,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
     replan_steps: int = field(default=20, metadata={"help": "Steps after which a new plan is considered."})
     replan_gain: float = field(default=0.05, metadata={"help": "How much faster it must be, as a share."})
     quarantine_policy: str = field(default="quarantine", metadata={"help": "quarantine or stop."})
+    raise_on_failure: bool = field(default=False, metadata={"help": "Raise at the end if tasks have failed."})
     use_liger_kernel: bool | str = field(  # type: ignore[assignment]
         default="auto", metadata={"help": "Fused norms, RoPE and MLPs of Liger: True, False, auto.", **_IS_FLAG}
     )

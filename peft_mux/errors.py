@@ -56,6 +56,10 @@ class ProcessError(PeftMuxError, RuntimeError):
     """The processes of a run have lost contact, or are no longer in step."""
 
 
+class TaskFailedError(PeftMuxError, RuntimeError):
+    """Tasks have failed in a run with `raise_on_failure=True`, which has ended and saved all others."""
+
+
 class MetricsError(PeftMuxError, RuntimeError):
     """A task's own `compute_metrics`, `preprocess_logits_for_metrics` or loss has failed in an evaluation."""
 

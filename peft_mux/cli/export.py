@@ -30,8 +30,15 @@ def export(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: if the folder has no adapters, or one cannot be exported this way.
     """
-    adapters = _adapters(Path(arguments.run))
+    adapters, view = _adapters(Path(arguments.run)), view_of_folder(Path(arguments.run))
+    left_out = {
+        task.name: printable(f"{task.status} at step {task.step} of {task.num_steps}")
+        for task in (view if keeper_of(Path(arguments.run)) else interrupted(view)).tasks
+        if task.name in adapters and task.status not in ("succeeded", "stopped_early") and not arguments.unfinished
+    }
     if name := arguments.merge or arguments.task:
+        if name in left_out and arguments.merge:
+            raise ConfigError(f"export: {name} has not succeeded ({left_out[name]}). Add --unfinished to merge it.")
         if name not in adapters:
             raise ConfigError(f"export: the task must be one of {', '.join(adapters)}, got {name!r}.")
         output = Path(arguments.output) if arguments.output else None
@@ -48,12 +55,6 @@ def export(arguments: argparse.Namespace) -> int:
         print(json.dumps({done: str(output)}) if arguments.json else f"{done}: {output}")
         return 0
     # Without a task: the command that serves all adapters with vLLM, and why it does not serve the others.
-    view = view_of_folder(Path(arguments.run))
-    left_out = {
-        task.name: printable(f"{task.status} at step {task.step} of {task.num_steps}")
-        for task in (view if keeper_of(Path(arguments.run)) else interrupted(view)).tasks
-        if task.name in adapters and task.status not in ("succeeded", "stopped_early") and not arguments.unfinished
-    }
     refused = {
         name: reason for name, one in adapters.items() if name not in left_out and (reason := _reason_against(one))
     }

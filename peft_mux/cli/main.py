@@ -120,7 +120,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
     export = _command(commands, "export", "export.export", "serve, merge or copy the adapters of a run", reads_run=True)
     export.add_argument("task", nargs="?", metavar="TASK", help="copy the adapter of one task")
     export.add_argument("--vllm", action="store_true", help="print the command that serves all adapters (the default)")
-    export.add_argument("--unfinished", action="store_true", help="serve tasks that have steps left or failed, too")
+    export.add_argument("--unfinished", action="store_true", help="also serve or merge what has steps left or failed")
     export.add_argument("--merge", metavar="TASK", help="merge one adapter into its backbone")
     export.add_argument("--output", metavar="FOLDER", help="folder for a copy or a merged model")
     words = "show versions, devices, kernels, disk and login of this machine"

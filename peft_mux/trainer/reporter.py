@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import signal
 from collections.abc import Sequence
 from contextlib import suppress
@@ -22,6 +23,7 @@ from peft_mux.reporting.report import RankRecord, RunReport, next_lines, report_
 from peft_mux.reporting.views import RunView, interrupted, view_of, view_of_records
 from peft_mux.scheduler.drawing import MeasuredStep
 from peft_mux.storage import keeper_of, write_file
+from peft_mux.task import TaskStatus
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run, write_task_files
 from peft_mux.user_code import describe_error
@@ -117,6 +119,8 @@ class Reporter:
             metrics["measured_over_planned_time"] = correction.time_ratio
         if run.interrupted_by:
             metrics["interrupted_by"] = run.interrupted_by
+        if num_failed := sum(own.status is TaskStatus.FAILED for own in run.table):
+            metrics["failed_tasks"] = num_failed
         metrics |= {f"{own.name}/train_loss": own.last_loss for own in run.table}
         run.log.event("run", **metrics)
 
@@ -151,7 +155,8 @@ class Reporter:
             callbacks.call("on_train_end")
         self._write_end(num_steps)
         finite = [own.last_loss for own in run.table if own.last_loss == own.last_loss]  # NaN before the first step
-        return TrainOutput(run.state.global_step, sum(finite) / max(len(finite), 1), metrics)
+        mean_loss = math.nan if num_failed else sum(finite) / max(len(finite), 1)
+        return TrainOutput(run.state.global_step, mean_loss, metrics)
 
     def _write_end(self, num_steps: int) -> None:
         """Write the files of the run and of its tasks, and print its report; all processes call this."""

@@ -47,7 +47,7 @@ from peft_mux.engine.allocator import keeping_freed_memory
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.tasks.setup import make_task_runs, resolve_tasks
 from peft_mux.engine.tasks.task_run import TaskTable
-from peft_mux.errors import ConfigError
+from peft_mux.errors import ConfigError, TaskFailedError
 from peft_mux.planning.deployment import report_deployment
 from peft_mux.planning.planner import Planner
 from peft_mux.planning.profiling.backbone import profile_backbone
@@ -400,12 +400,14 @@ class MultiTaskTrainer(Trainer):
             **unsupported: Trainer's other arguments are refused.
 
         Returns:
-            Number of run steps, mean of the tasks' last losses, and metrics with `task/metric` keys. If Ctrl-C or
-            SIGTERM has ended the training, `interrupted_by` among the metrics is the number of the signal.
+            Number of run steps, mean of the tasks' last losses, and metrics with `task/metric` keys. If tasks have
+            failed, `failed_tasks` among the metrics is their number, and the mean is NaN. If Ctrl-C or SIGTERM has
+            ended the training, `interrupted_by` among the metrics is the number of the signal.
 
         Raises:
             CheckpointError: if there is nothing to resume from, or `output_dir` holds a run that is not resumed.
             ConfigError: if another thread trains.
+            TaskFailedError: at the end, if tasks have failed and `raise_on_failure` is set.
         """
         refuse_trainer_arguments(unsupported)
         run, loop, membership = self._run, self._loop, self._membership
@@ -475,7 +477,10 @@ class MultiTaskTrainer(Trainer):
                 if run.upload is not None:
                     run.upload.start()
                     run.upload.wait()
-                return output
+        failed = [f"{own.name} ({own.reason})" for own in run.table if own.status is TaskStatus.FAILED]
+        if failed and self.args.raise_on_failure:
+            raise TaskFailedError(f"tasks failed: {', '.join(failed)}. All others have ended and are saved.")
+        return output
 
     def evaluate(self, task: str | None = None, **unsupported: Any) -> dict[str, float]:  # type: ignore[override]
         """Evaluate one task, or all that have held-out rows; from another thread, after the step in progress.

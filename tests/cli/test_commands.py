@@ -160,6 +160,9 @@ def test_only_tasks_that_have_ended_well_are_served_unless_asked_for(file: Path,
     (command,) = shell("export", out, "--vllm", "--unfinished").splitlines()
     assert f"math={out}/math sql={out}/sql" in command
     assert shell.json("export", out)["unfinished"] == {"sql": "paused at step 0 of 3"}
+    merge = ("export", out, "--merge", "sql", "--output", tmp_path / "merged")
+    assert "sql has not succeeded (paused at step 0 of 3). Add --unfinished to merge it." in shell.refused(*merge)
+    assert shell(*merge, "--unfinished") == f"merged: {tmp_path / 'merged'}\n"
 
 
 def test_a_look_at_a_run_that_starts_says_what_it_loads_until_it_trains(

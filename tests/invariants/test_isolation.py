@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import gc
 import json
+import math
 import os
 import weakref
 from collections.abc import Callable
@@ -22,8 +23,10 @@ import pytest
 import torch
 from peft import LoraConfig
 
+from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.errors import TaskFailedError
 from peft_mux.kernels import philox
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.task import TaskStatus
@@ -107,6 +110,21 @@ def test_poison_with_policy_stop_ends_the_run(tmp_path: Path) -> None:
     run = lab.train(small_tasks("a", "b"), tmp_path, recorder=recorder, quarantine_policy="stop")
     assert run.trainer.task_statuses == {"a": "running", "b": "failed"}
     assert len(run.losses["a"]) == 4
+
+
+def test_failed_tasks_are_counted_in_the_result_or_raise_at_the_end(tmp_path: Path) -> None:
+    bad = lab.small_task("b", data_seed=2, learning_rate=1e30)
+    tasks, args = [*small_tasks("a"), bad], MultiTaskTrainingArguments(str(tmp_path / "run"), report_to="none")
+    output = MultiTaskTrainer(lab.tiny_llama(), args, tasks).train()
+    assert math.isnan(output.training_loss)
+    assert output.metrics["failed_tasks"] == 1
+    args = MultiTaskTrainingArguments(str(tmp_path / "raising"), report_to="none", raise_on_failure=True)
+    trainer = MultiTaskTrainer(lab.tiny_llama(), args, tasks)
+    with pytest.raises(TaskFailedError, match=r"^tasks failed: b \(non_finite.*\)\. All others have ended"):
+        trainer.train()
+    assert (tmp_path / "raising" / "a" / "adapter_model.safetensors").is_file()
+    assert "--merge a " in trainer.report()
+    assert f'{tmp_path / "raising" / "b"}"' not in trainer.report(), "what has failed is not offered"
 
 
 # ----------------------------------------------------- I4: backbone frozen
