@@ -9,11 +9,14 @@ reports it to a listener; in a run that is `RunLog.note_own_code`.
 from __future__ import annotations
 
 import _signal  # type: ignore[import-not-found]
+import logging
 import os
 import signal
 import sys
 import threading
 import time
+import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
@@ -29,7 +32,9 @@ from peft_mux.errors import ForcedInterrupt, PeftMuxError, printable
 Listener = Callable[[str, str, float], None]
 """Called with the name of a task, which of its code ran, and the seconds that it took."""
 
-_MAX_CHARACTERS = 2000
+_MAX_CHARACTERS, _MAX_TRACE_CHARACTERS = 2000, 20_000
+_class_name = type.__dict__["__name__"].__get__
+"""The name of a class, whatever its metaclass says."""
 _PACKAGE = f"{Path(__file__).resolve().parent}{os.sep}"
 _AUTOCAST_DEVICES = ("cpu", "cuda")
 _FP32_KINDS = (
@@ -102,11 +107,12 @@ class guard_user_code(AbstractContextManager[None]):
                 raise
             # The code's own: a signal of its timer, or a mode in which nothing works; neither comes a second time.
             except BaseException as raised:
-                error = error or raised
+                error = raised if error is None else error
                 mode.put_back(before)
         self._thread.__exit__(None, None, None)
         self._listener(self._task, self._what, time.perf_counter() - self._started)
-        if error is not None and not isinstance(error, ForcedInterrupt):
+        # Not `isinstance`, which may call code of the error.
+        if error is not None and not issubclass(type(error), ForcedInterrupt):
             raise UserCodeError(describe_error(error)) from error
 
 
@@ -273,6 +279,9 @@ _MODES = (
     _Mode(_read_autocast, _put_autocast_back),
     _Mode(_read_precision, _put_precision_back),
     _Mode(_read_folder, _put_folder_back),
+    # `resetwarnings` also forgets which warnings were shown under other filters.
+    _Mode(lambda: list(warnings.filters), lambda before: (warnings.resetwarnings(), warnings.filters.extend(before))),
+    _Mode(lambda: (sys.stdout, sys.stderr), lambda before: vars(sys).update(stdout=before[0], stderr=before[1])),
     _Mode(torch.get_default_dtype, torch.set_default_dtype),
     _Mode(torch.get_num_threads, torch.set_num_threads),
     # Numbers too small for the usual form are halved to 0 if this processor is set to flush them.
@@ -303,10 +312,21 @@ def user_traceback(error: BaseException) -> TracebackType | None:
 def describe_error(error: BaseException) -> str:
     """Return type and text of an error; its text may be unreadable, endless or full of control characters."""
     try:
-        text = str(error)
+        # A string may be of a class of its own, whose methods are not called.
+        text = printable(str.__getitem__(str(error), slice(_MAX_CHARACTERS)))
     except ForcedInterrupt:
         raise
     except BaseException:
         text = "its text cannot be read"
-    text = printable(text[:_MAX_CHARACTERS])
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+    name = printable(str.__getitem__(_class_name(type(error)), slice(100)))
+    return f"{name}: {text}" if text else name
+
+
+def log_warning(logger: logging.Logger, line: str, error: BaseException | None = None) -> None:
+    """Log a line, with the traceback of an error; what the error or a handler of the program raises is ignored."""
+    with suppress(UserCodeError), guard_user_code("", "log"):
+        if error is not None:
+            found = traceback.format_exception(type(error), error, user_traceback(error))
+            line = f"{line}\n{printable(''.join(found)[-_MAX_TRACE_CHARACTERS:])}"
+    with suppress(UserCodeError), guard_user_code("", "log"):
+        logger.warning(line)

@@ -6,6 +6,7 @@ import os
 import signal
 import sys
 import traceback
+import warnings
 from collections.abc import Callable
 from contextlib import suppress
 from typing import Any
@@ -26,6 +27,14 @@ class Hostile(Exception):
         raise SystemExit("no text")
 
 
+def exits(*_: object) -> Any:
+    raise SystemExit
+
+
+Nameless = type("Kind", (type,), {"__name__": property(exits)})("Nameless", (Exception,), {})
+Text = type("Text", (str,), {"__getitem__": exits, "expandtabs": exits})
+
+
 @pytest.mark.parametrize(
     ("error", "text"),
     [
@@ -38,13 +47,16 @@ class Hostile(Exception):
         (GeneratorExit(), "GeneratorExit"),
         (Hostile(), "Hostile: its text cannot be read"),
         (ValueError("a\ud800b"), r"ValueError: a\ud800b"),
+        (Nameless("boom"), "Nameless: boom"),
+        (type("\x1b[2J\ngone", (Exception,), {})("boom"), "\\x1b[2J\n  gone: boom"),
+        (type("Own", (Exception,), {"__str__": lambda _: Text("boom")})(), "Own: boom"),
     ],
 )
 def test_whatever_own_code_raises_is_one_kind_of_error_with_its_text_and_cause(error: BaseException, text: str) -> None:
     with pytest.raises(UserCodeError) as caught, guard_user_code("own", "callback"):
         raise error
     assert str(caught.value) == text
-    assert len(describe_error(ValueError("x" * 10**6))) < 3000, "an endless text is cut"
+    assert len(describe_error(type("X" * 10**6, (Exception,), {})("x" * 10**6))) < 3000, "endless texts are cut"
     assert caught.value.__cause__ is error
 
 
@@ -93,6 +105,8 @@ SETTINGS: dict[str, tuple[Callable[[], object], Callable[[], object]]] = {
         lambda: enter(torch.autograd.graph.saved_tensors_hooks(abs, abs)),
         lambda: torch._C._autograd._top_saved_tensors_default_hooks(True),
     ),
+    "warnings": (lambda: warnings.simplefilter("error"), lambda: list(warnings.filters)),
+    "outputs": (lambda: vars(sys).update(stdout=object(), stderr=object()), lambda: (sys.stdout, sys.stderr)),
     "handler": (lambda: signal.signal(signal.SIGUSR1, signal.SIG_IGN), lambda: signal.getsignal(signal.SIGUSR1)),
     "timer": (lambda: signal.setitimer(signal.ITIMER_PROF, 99), lambda: signal.getitimer(signal.ITIMER_PROF)),
 }

@@ -81,7 +81,7 @@ class ReadAhead(Generic[Item]):
         error = item.exception()
         if error is None:
             return item.result()
-        if isinstance(error, PeftMuxError):
+        if issubclass(type(error), PeftMuxError):
             raise error
         raise DataError(describe_error(error)) from error
 

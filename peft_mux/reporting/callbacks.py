@@ -24,7 +24,7 @@ from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.reporting.trackers import NamedLogs, TaskTrackers, disable_key_rewriting
 from peft_mux.scheduler.plan import Plan
 from peft_mux.task import TaskStatus, hears
-from peft_mux.user_code import Listener, UserCodeError, guard_user_code, ignore_timing, user_traceback
+from peft_mux.user_code import Listener, UserCodeError, guard_user_code, ignore_timing, log_warning
 
 _logger = logging.getLogger(__name__)
 _STEP_EVENTS = (
@@ -268,9 +268,7 @@ class TaskCallbacks:
                 with guard_user_code(self.run.name, "callback", self.listener):
                     self._call_callbacks(event, facts)
             except UserCodeError as error:
-                raised = error.__cause__ or error
-                found = (type(raised), raised, user_traceback(raised))
-                _logger.warning('a callback of task "%s" failed in %s', self.run.name, event, exc_info=found)
+                log_warning(_logger, f'a callback of task "{self.run.name}" failed in {event}', error.__cause__)
                 if not self.run.status.is_final:
                     self.run.quarantine(f"a callback failed in {event}: {error}")
             finally:

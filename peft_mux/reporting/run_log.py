@@ -31,6 +31,7 @@ from peft_mux.reporting.screen import Progress
 from peft_mux.reporting.views import time_text, wrapped
 from peft_mux.scheduler.units import rate_text
 from peft_mux.task import TaskStatus
+from peft_mux.user_code import log_warning
 
 _MOST_REPORTS = 6
 """Remarks of more datasets than this are not listed, as they would push everything else off the screen."""
@@ -151,7 +152,7 @@ class RunLog:
         if not self.is_shown:
             return
         if self.progress.is_silent:
-            _logger.warning(line)
+            log_warning(_logger, line)
         else:
             self.progress.log(line)
 

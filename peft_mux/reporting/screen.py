@@ -77,7 +77,7 @@ class Progress:
         """Print a line; if a full disk or a closed pipe refuses it, only that line is lost."""
         if self.is_silent:
             return
-        with suppress(OSError, ValueError):
+        with suppress(Exception):
             stream = self.stream or sys.stdout
             # An output that knows only ASCII shows other letters by their numbers.
             encoding = getattr(stream, "encoding", None) or "utf-8"
@@ -128,12 +128,12 @@ class LiveProgress(Progress):
     def log(self, line: str) -> None:
         """Print above the table."""
         # Lines contain brackets, which rich would read as markup. A closed terminal must not end the run.
-        with suppress(OSError, ValueError):
+        with suppress(Exception):
             self.console.print(line, markup=False, highlight=False, soft_wrap=True)
 
     def stop(self) -> None:
         """Leave the last frame standing."""
-        with suppress(OSError, ValueError):
+        with suppress(Exception):
             self._live.stop()
 
     def _frame(self) -> RenderableType:

@@ -32,7 +32,7 @@ from peft_mux import storage
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.task import TaskStatus
-from peft_mux.user_code import Listener, UserCodeError, guard_user_code, ignore_timing
+from peft_mux.user_code import Listener, UserCodeError, guard_user_code, ignore_timing, log_warning
 
 IDS_NAME = "logger_runs.json"
 """File in a task's folder: the id of its run in each logger."""
@@ -221,7 +221,7 @@ class TaskTrackers:
         except UserCodeError as error:
             if (name, event) not in self._reported:
                 self._reported.add((name, event))
-                _logger.warning('task "%s": its logger %s failed in %s: %s', self._run.name, name, event, error)
+                log_warning(_logger, f'task "{self._run.name}": its logger {name} failed in {event}: {error}')
 
 
 def _plain(value: Any) -> Any:

@@ -31,7 +31,7 @@ from peft_mux.task import Task, TaskStatus, metric_key
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run
-from peft_mux.user_code import Listener, UserCodeError, describe_error, guard_user_code, ignore_timing
+from peft_mux.user_code import Listener, UserCodeError, describe_error, guard_user_code, ignore_timing, log_warning
 
 _logger = logging.getLogger(__name__)
 
@@ -324,7 +324,7 @@ class TaskEvaluator:
             is_own = run.task.has_own_metrics and not isinstance(error, ProcessError)
             if not is_own and not isinstance(error, MetricsError | ConfigError):
                 raise
-            _logger.warning('the evaluation of task "%s" failed', run.name, exc_info=True)
+            log_warning(_logger, f'the evaluation of task "{run.name}" failed', error)
             reason = str(error) if isinstance(error, MetricsError) else describe_error(error)
             run.quarantine(f"evaluation failed: {reason}")
             return {}

@@ -26,6 +26,7 @@ from peft_mux.task import Task, TaskStatus
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run, write_task_files
+from peft_mux.user_code import describe_error
 
 
 class Command(Future[Any]):
@@ -355,7 +356,7 @@ class Membership:
             if isinstance(error, ProcessError):
                 raise error
             if error is not None:
-                text = str(error) if isinstance(error, PeftMuxError) else f"{type(error).__name__}: {error}"
+                text = str(error) if isinstance(error, PeftMuxError) else describe_error(error)
                 self._run.log.warn(f"{command.label}: not done: {text}")
                 self._run.log.event("command_refused", command=command.label, reason=text)
         if commands:

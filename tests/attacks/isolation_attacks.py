@@ -6,10 +6,13 @@ To add an attack, add a line to the table of its kind. `blames` is what the reas
 from __future__ import annotations
 
 import itertools
+import logging
 import math
 import os
 import signal
+import sys
 import threading
+import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -79,6 +82,12 @@ def raises(error: Callable[[], BaseException]) -> Callable[..., Any]:
     return fail
 
 
+class Untraceable(Exception):
+    """An error whose class, traceback and context cannot be read."""
+
+    __class__ = __traceback__ = __cause__ = __context__ = property(raises(SystemExit))  # type: ignore[assignment]
+
+
 def recurses(*args: Any, **kwargs: Any) -> Any:
     """Call itself for ever."""
     return recurses(*args, **kwargs)
@@ -101,6 +110,7 @@ ERRORS: dict[str, tuple[Callable[..., Any], str]] = {
     "an own error": (raises(boom(OwnError)), "OwnError: boom"),
     "an own BaseException": (raises(boom(OwnBaseError)), "OwnBaseError: boom"),
     "an error that cannot be printed": (raises(Unspeakable), "Unspeakable"),
+    "an error whose traceback exits": (raises(boom(Untraceable)), "Untraceable: boom"),
     "SystemExit": (raises(lambda: SystemExit(0)), "SystemExit"),
     "KeyboardInterrupt": (raises(boom(KeyboardInterrupt)), "KeyboardInterrupt"),
 }
@@ -291,6 +301,9 @@ def freezes_one_by_one(model: Any) -> None:
         parameter.requires_grad = False
 
 
+HANDLER = logging.Handler()
+HANDLER.emit = raises(SystemExit)  # type: ignore[method-assign]
+
 SHARED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "casts the model": (lambda model: model.to(torch.bfloat16), "casts"),
     "casts the backbone": (lambda model: model.backbone.to(torch.float64), "float32, got torch.float64"),
@@ -365,6 +378,12 @@ CALLBACKS = [
             calls("on_step_begin", sets_rate(value), at=2),
         )
         for name, value in {"NaN": math.nan, "a text": "fast", "None": None}.items()
+    ),
+    Attack(
+        "a callback that raises, with a log handler that exits",
+        "ValueError: boom",
+        calls("on_step_end", lambda *_, **__: (logging.getLogger().addHandler(HANDLER), raises(boom(ValueError))())),
+        cleanup=lambda: logging.getLogger().removeHandler(HANDLER),
     ),
     Attack(
         "a callback that takes the groups out of its optimizer",
@@ -620,6 +639,8 @@ SETTINGS: dict[str, Callable[[], Any]] = {
     "more threads": lambda: torch.set_num_threads(3),
     "another folder": lambda: os.chdir("/"),
     "another seed": lambda: set_seed(0),
+    "warnings as errors": lambda: warnings.simplefilter("error"),
+    "no output": lambda: vars(sys).update(stdout=object(), stderr=object()),
     "inference": enters(torch.inference_mode),
     "all products in bf16": sets(torch.backends, "fp32_precision", "bf16"),
     "products of oneDNN in bf16": sets(torch.backends.mkldnn.matmul, "fp32_precision", "bf16"),

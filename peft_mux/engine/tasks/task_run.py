@@ -31,7 +31,7 @@ from peft_mux.modeling.generation.prompts import PromptRow
 from peft_mux.modeling.objectives.objective import LossArgs, Objective
 from peft_mux.modeling.router_loss import own_coefficient
 from peft_mux.task import HyperParameters, Task, TaskStatus, greater_is_better, steps_of
-from peft_mux.user_code import UserCodeError, guard_user_code
+from peft_mux.user_code import UserCodeError, guard_user_code, log_warning
 
 _logger = logging.getLogger(__name__)
 
@@ -436,8 +436,8 @@ class TaskTable:
                         last_good.keep()
                         optimizer.step(norm)
             except UserCodeError as raised:
-                _logger.warning('the optimizer of task "%s" failed', name, exc_info=True)
-                error = str(raised) or type(raised).__name__
+                log_warning(_logger, f'the optimizer of task "{name}" failed', raised.__cause__)
+                error = str(raised)
             outcomes[name] = replace(one, error=error, rate_failure=optimizer.failure)
         return outcomes
 
