@@ -23,7 +23,6 @@ class ChunkPackingCollator:
         chunk_size: number of tokens per chunk; by default computed from the sequence lengths by the rule of M §3.5.
         min_chunk_size: minimum chunk size of this rule.
         pad_to_chunks: whether to pad each task's part of a stream to a multiple of the chunk size.
-        pad_token_id: token id of this padding.
         split_long_sequences: whether to split sequences that are longer than a micro-batch into parts in consecutive
             micro-batches (see `peft_mux.data.batch`); by default each gets its own micro-batch. Sequences with a class
             label are never split.
@@ -44,14 +43,12 @@ class ChunkPackingCollator:
         chunk_size: int | None = None,
         min_chunk_size: int = 64,
         pad_to_chunks: bool = False,
-        pad_token_id: int = 0,
         split_long_sequences: bool = False,
         virtual_labels: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
         """Store the settings."""
         self.rules = PassRules(split_long_sequences, chunk_size, min_chunk_size)
         self.pad_to_chunks = pad_to_chunks
-        self.pad_token_id = pad_token_id
         self.virtual_labels = virtual_labels or {}
 
     def __call__(self, features: Sequence[Mapping[str, Any]]) -> MuxBatch:
@@ -141,7 +138,7 @@ class ChunkPackingCollator:
                 own = [member for member in members if member.task == task]
                 stream.add_task(batches[task], own, places[task], weights[task], totals[task])
                 if chunk_size is not None:
-                    stream.pad_task(chunk_size, self.pad_token_id, int(places[task][-1]))
+                    stream.pad_task(chunk_size, int(places[task][-1]))
             micro_batches.append(stream.finish().sharing([tries[task] is not None for task in tasks]))
         return micro_batches
 
@@ -218,12 +215,14 @@ class _MicroBatchBuilder:
         self.row_offsets.append(len(self.row_sequences))
         self.task_offsets.append(self.task_offsets[-1] + sum(member.num_tokens for member in members))
 
-    def pad_task(self, chunk_size: int, pad_token_id: int, first_place: int) -> None:
+    def pad_task(self, chunk_size: int, first_place: int) -> None:
         """Pad the last task's part to whole chunks with one sequence without targets.
+
+        It repeats the last token of the part. With a token that the task does not have, a NaN in the embedding of that
+        token would reach the gradients of the task, as 0 * NaN.
 
         Args:
             chunk_size: number of tokens per chunk.
-            pad_token_id: token id of the padding.
             first_place: place of the first padding token, after all real ones, so that dropout masks do not change.
 
         Raises:
@@ -243,7 +242,7 @@ class _MicroBatchBuilder:
         missing = round_up(tokens, chunk_size) - tokens
         if missing == 0:
             return
-        self.ids.append(np.full(missing, pad_token_id, dtype=np.int64))
+        self.ids.append(np.full(missing, self.ids[-1][-1], dtype=np.int64))
         self.labels.append(np.full(missing, IGNORE_INDEX, dtype=np.int64))
         self.types.append(None)
         self.first_places.append(first_place)

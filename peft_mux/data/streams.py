@@ -33,6 +33,10 @@ class ReadAhead(Generic[Item]):
         items: the iterator; only one thread at a time reads it.
         where: the dataset, for messages, such as `tasks.sql.train_dataset`.
         timeout_s: seconds that `take` waits.
+
+    Attributes:
+        is_over: whether `take` has given up; an iterator that reads many rows for one item then stops, as they may have
+            no end.
     """
 
     def __init__(self, items: Iterator[Item], *, where: str, timeout_s: float) -> None:
@@ -41,6 +45,7 @@ class ReadAhead(Generic[Item]):
         self.timeout_s = min(timeout_s, threading.TIMEOUT_MAX)  # no lock can wait longer
         self._items = items
         self._next: Future[Item] | None = None
+        self.is_over = False
 
     def begin(self) -> None:
         """Start reading the next item in the background if it is not being read already."""
@@ -62,6 +67,7 @@ class ReadAhead(Generic[Item]):
             DataError: if a thread is still reading it after the timeout.
         """
         if self._next is not None and not wait([self._next], self.timeout_s).done:
+            self.is_over = True
             raise DataError(
                 f"{self.where} must deliver all rows of a step within data_timeout_s, got no rows for "
                 f"{self.timeout_s:g} s. Raise data_timeout_s, or make the stream faster."
@@ -203,12 +209,14 @@ class StreamLoader(RowLoader):
     def _batches(self) -> Iterator[tuple[int, tuple[TokenSequence, ...], DataReport]]:
         """Yield each step with its rows and the report on all rows so far, without end."""
         reader: RowTokenizer | None = None
-        step, sequences = 0, []
+        ahead, step, sequences = self._rows, 0, []
         for epoch in count():
             is_usable = False
             for index, row in enumerate(self._rows_of_epoch(epoch)):
                 reader = reader or self._open_rows(row)  # the first row determines the format
                 sequence = reader(row, index)
+                if ahead.is_over:
+                    return
                 if sequence is None:
                     continue
                 is_usable = True

@@ -7,6 +7,7 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from typing import Any
@@ -21,7 +22,7 @@ from peft_mux.user_code import describe_error
 POLL_S = 0.5
 """Seconds between two looks into the folder."""
 END_S = 5.0
-"""Seconds that the end of a run waits for a request that is being read: the rows of an `add` may be slow to come."""
+"""Seconds that the start and the end of a run wait for rows of an `add` that are being read."""
 
 
 class Control:
@@ -42,23 +43,25 @@ class Control:
         self._run, self._membership = run, membership
         self._mailbox = Mailbox(run.root)
         self._taken: set[str] = set()
+        self._readers: list[threading.Thread] = []
         self._ended = threading.Event()
 
     @contextmanager
     def listening(self, *, is_alone: bool) -> Iterator[None]:
-        """Receive requests in the `with` block, in a thread.
+        """Receive requests in the `with` block, in a thread; the rows of each `add` are read in a thread of their own.
 
         Args:
-            is_alone: whether this is the only process; then waiting requests are carried out before the first step.
-                Several processes need not see them at the same time.
+            is_alone: whether this is the only process; then waiting requests are carried out before the first step,
+                unless their rows are slow to come. Several processes need not see them at the same time.
         """
         ended = self._ended = threading.Event()
         if is_alone:
             self.take()
+            self._await_readers()
 
         def listen() -> None:
             while not ended.wait(POLL_S):
-                with suppress(OSError):  # a fault of the folder must not end the thread
+                with suppress(Exception):  # a fault of the folder must not end the thread
                     self.take()
 
         thread = threading.Thread(target=listen, name="control", daemon=True)
@@ -68,8 +71,16 @@ class Control:
         finally:
             ended.set()
             thread.join(END_S)
-            if thread.is_alive():
+            self._await_readers()
+            if self._readers:
                 self._run.log.warn("control: a request to add tasks is still reading its rows; it was not carried out")
+
+    def _await_readers(self) -> None:
+        """Wait for rows that are being read, `END_S` at most; keep the threads that still read."""
+        until = time.monotonic() + END_S
+        for reader in self._readers:
+            reader.join(max(0.0, until - time.monotonic()))
+        self._readers = [reader for reader in self._readers if reader.is_alive()]
 
     def take(self) -> None:
         """Pass on the requests that came since the last look."""
@@ -77,12 +88,22 @@ class Control:
             if name in self._taken:
                 continue
             self._taken.add(name)
-            try:
-                answer, done = self._give(request)
-            except Exception as error:  # goes to the program that asks; no request ends a run
-                self._answer(name, error, "")
-                continue
-            answer.add_done_callback(lambda own, name=name, done=done: self._answer(name, own.exception(0), done))
+            if request.get("command") == "add":
+                reader = threading.Thread(target=self._carry, args=(name, request), name=f"control {name}", daemon=True)
+                reader.start()
+                self._readers.append(reader)
+            else:
+                self._carry(name, request)
+
+    def _carry(self, name: str, request: dict[str, Any]) -> None:
+        """Pass on one request; it is answered when it is done or refused."""
+        try:
+            answer, done = self._give(request)
+        # Goes to the program that asks: neither a request nor code that reads rows ends a run or this thread.
+        except BaseException as error:
+            self._answer(name, error, "")
+        else:
+            answer.add_done_callback(lambda own: self._answer(name, own.exception(0), done))
 
     def _give(self, request: dict[str, Any]) -> tuple[Command, str]:
         """Give a request to `Membership`; return the command, and the answer for when it is done."""
@@ -118,5 +139,5 @@ class Control:
         if error is None:
             self._mailbox.answer(name, {"ok": True, "said": done, "run_step": self._run.state.global_step})
         else:
-            text = str(error) if isinstance(error, PeftMuxError) else describe_error(error)
+            text = str(error) if issubclass(type(error), PeftMuxError) else describe_error(error)
             self._mailbox.answer(name, {"ok": False, "said": text})

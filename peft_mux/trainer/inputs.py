@@ -230,18 +230,15 @@ def require_tasks(tasks: object) -> None:
         raise ConfigError(f"tasks must be a list of at least one Task, got {', '.join(wrong)} in the list.")
 
 
-def make_collator(args: MultiTaskTrainingArguments, tokenizer: Any) -> ChunkPackingCollator:
+def make_collator(args: MultiTaskTrainingArguments) -> ChunkPackingCollator:
     """Return what packs the rows of a run into micro-batches.
 
     Args:
         args: the arguments of the run, which say how chunks are cut.
-        tokenizer: the tokenizer of the run, or `None`.
     """
     return ChunkPackingCollator(
         chunk_size=args.chunk_size,
         min_chunk_size=args.min_chunk_size,
         pad_to_chunks=args.pad_to_chunks,
-        # Padding is a separate sequence without targets, so its id does not affect results.
-        pad_token_id=getattr(tokenizer, "pad_token_id", None) or 0,
         split_long_sequences=args.split_long_sequences,
     )

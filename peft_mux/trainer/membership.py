@@ -8,11 +8,16 @@ a record, its adapter on the disk, a new plan.
 
 from __future__ import annotations
 
+import logging
+import math
+import sys
 import threading
+import time
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
+from types import FrameType
 from typing import Any
 
 import torch
@@ -26,14 +31,19 @@ from peft_mux.task import Task, TaskStatus
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import Run, write_task_files
-from peft_mux.user_code import describe_error
+from peft_mux.user_code import UserCodeError, describe_error, guard_user_code, log_warning
+
+_logger = logging.getLogger(__name__)
+_LOOK_S = 0.2
+"""Seconds between two looks whether the thread that trains waits for the one that waits for a command."""
+_WAITS = (threading.Thread.join.__code__, Future.result.__code__, Future.exception.__code__)
 
 
 class Command(Future[Any]):
     """A request to a run, and the future of its answer.
 
-    `result` and `exception` raise a `ConfigError` in the thread that carries commands out, such as in a callback: it
-    would wait for itself.
+    `result` and `exception` raise a `ConfigError` in the thread that carries commands out, such as in a callback, and in
+    a thread that it has joined: it would wait for itself.
 
     Args:
         label: what it is in words, such as `remove a`; equal commands of several processes have equal labels.
@@ -57,6 +67,18 @@ class Command(Future[Any]):
     def _drop_action(self) -> None:
         self._action = None
 
+    def add_done_callback(self, fn: Callable[[Future[Any]], object]) -> None:
+        """Call a function when the command is done; what it raises is logged, and ends neither the run nor a thread."""
+
+        def call(own: Future[Any]) -> None:
+            try:
+                with guard_user_code("", "done_callback"):
+                    fn(own)
+            except UserCodeError as error:
+                log_warning(_logger, f"{self.label}: a callback of its future failed", error.__cause__)
+
+        super().add_done_callback(call)
+
     def carry_out(self) -> Exception | None:
         """Do it and answer, unless it was cancelled; return what it raised, if anything."""
         if not self.set_running_or_notify_cancel():
@@ -69,22 +91,32 @@ class Command(Future[Any]):
             return error
         return None
 
-    def _check(self) -> None:
-        if not self.done() and self._queue.is_owner:
-            raise ConfigError(
-                f"{self.label} must not be waited for in the thread that trains, because it is done after the step "
-                "in progress. Use done(), or add_done_callback()."
-            )
+    def _await(self, timeout: float | None) -> None:
+        """Wait until it is done, or the time is over.
+
+        Raises:
+            ConfigError: if the thread that trains waits for this one.
+        """
+        until = math.inf if timeout is None else time.monotonic() + timeout
+        while not self.done():
+            if self._queue.waits_for_caller():
+                raise ConfigError(
+                    f"{self.label} must not be waited for in the thread that trains, or in one that it joins, because it "
+                    "is done after the step in progress. Use done(), add_done_callback(), or join the thread later."
+                )
+            if (left_s := until - time.monotonic()) <= 0:
+                return
+            wait([self], min(left_s, _LOOK_S))
 
     def result(self, timeout: float | None = None) -> Any:
         """Return what the command returned; raises `TimeoutError` if it is not done within `timeout` seconds."""
-        self._check()
-        return super().result(timeout)
+        self._await(timeout)
+        return super().result(0)
 
     def exception(self, timeout: float | None = None) -> BaseException | None:
         """Return why the command was not done, or `None`; waits as `result` does."""
-        self._check()
-        return super().exception(timeout)
+        self._await(timeout)
+        return super().exception(0)
 
 
 class CommandQueue:
@@ -114,6 +146,21 @@ class CommandQueue:
     def is_owner(self) -> bool:
         """Whether the calling thread is the one that carries commands out now."""
         return self._owner == threading.get_ident()
+
+    def waits_for_caller(self) -> bool:
+        """Whether the thread that carries commands out is the calling one, or has joined it, or waits for its future."""
+        callers: list[Any] = [threading.current_thread()]
+        frame: FrameType | None = sys._getframe()
+        while frame is not None:  # the future of a thread of a pool
+            callers.append(getattr(frame.f_locals.get("self"), "future", None))
+            frame = frame.f_back
+        frame = sys._current_frames().get(self._owner or 0)
+        while frame is not None and not self.is_owner:
+            waits_for = frame.f_locals.get("self") if frame.f_code in _WAITS else None
+            if waits_for is not None and any(waits_for is one for one in callers):
+                return True
+            frame = frame.f_back
+        return self.is_owner
 
     def give(self, label: str, action: Callable[[], Any]) -> Command:
         """Have something done: at the next step boundary while the run trains, else at once in the calling thread.
@@ -146,7 +193,13 @@ class CommandQueue:
 
     def ask(self, label: str, action: Callable[[], Any]) -> Any:
         """Return the result of an action: at once in the thread that trains, else after the step in progress."""
-        return action() if self.is_owner else self.give(label, action).result()
+        if self.is_owner:
+            return action()
+        command = self.give(label, action)
+        try:
+            return command.result()
+        finally:
+            command.cancel()  # one that could not be waited for is not done later
 
     @contextmanager
     def training(self, finish: Callable[[bool], bool]) -> Iterator[None]:

@@ -54,7 +54,8 @@ class Reporter:
     def log_if_due(self) -> None:
         """Log the losses of all tasks if the arguments or a callback ask for it after this step."""
         run, args, step = self._run, self._run.args, self._run.state.global_step
-        is_due = args.logging_strategy == "steps" and step % run_interval(args.logging_steps, run.table) == 0
+        every = run_interval(args.logging_steps, run.table) if args.logging_strategy == "steps" else 0
+        is_due = every > 0 and step % every == 0
         is_due |= args.logging_strategy != "no" and args.logging_first_step and step == 1
         if run.control.should_log or is_due:
             run.control.should_log = False

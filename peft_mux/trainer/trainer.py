@@ -190,7 +190,7 @@ class MultiTaskTrainer(Trainer):
 
         run = make_run(RunCallbacks(self.callback_handler, run_args, self.state, self.control), self.table)
         placement = Placement(run, source, described)
-        collator = make_collator(run_args, self.processing_class)
+        collator = make_collator(run_args)
         planner = Planner(placement.outline, source, run_args, collator, num_replicas=run.layout.num_replicas)
         plans = PlanFollower(run, placement, planner, collator)
         self._run, self._placement, self._plans = run, placement, plans

@@ -125,29 +125,38 @@ def test_a_trap_in_the_control_folder_is_harmless(trap: str, tmp_path: Path) -> 
     assert snapshot(outside) == before
 
 
-def test_rows_that_never_come_hold_up_neither_the_steps_nor_the_end_of_a_run(
+def test_rows_that_never_come_hold_up_neither_a_run_nor_the_requests_of_others(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("peft_mux.trainer.control.END_S", 0.2)
-    reads, come = threading.Event(), threading.Event()
+    come = threading.Event()
 
     def read(file: str, names: Any) -> list[Any]:
-        reads.set()
+        if file == "exits":
+            raise SystemExit("boom")
         come.wait()
         return [nano_task("late", 3)]
 
     class Asks(TrainerCallback):
         def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
             if state.global_step == 1:
-                ask(tmp_path, _asks(command="add", file="tasks.yaml"))
-                assert reads.wait(20)
+                ask(tmp_path, _asks(command="add", file="exits"), 2)
+                answers.append(ask(tmp_path, _asks(command="resume", task="one"), 3))
+                until = time.monotonic() + 20
+                while not trainer._membership.queue.labels and time.monotonic() < until:
+                    time.sleep(0.01)
 
     trainer = attacks.make_trainer(two_tasks(), tmp_path)
     trainer.control_channel.read_tasks = read
     trainer.add_callback(Asks())
+    answer = ask(tmp_path, _asks(command="add", file="tasks.yaml"))
+    answers = [tmp_path / "control" / "2.answer.json"]
     trainer.train()
-    answer = tmp_path / "control" / "1.answer.json"
     assert not answer.exists()
+    assert [json.loads(own.read_text(encoding="utf-8"))["said"] for own in answers] == [
+        "SystemExit: boom",
+        "one: resumed",
+    ]
     come.set()
     until = time.monotonic() + 20
     while not answer.exists() and time.monotonic() < until:

@@ -6,9 +6,11 @@ after some step: equal composition, equal bits.
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import re
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
@@ -192,6 +194,54 @@ def test_the_text_of_an_error_is_no_line_of_the_run_and_moves_no_cursor(
     assert "\x1b" not in said
     assert not [line for line in said.splitlines() if re.match("(two|three|four): failed", line)]
     assert "<script>x" not in (tmp_path / "report.html").read_text(encoding="utf-8")
+
+
+def test_a_task_object_or_an_interval_that_changes_while_the_run_trains_ends_no_task(tmp_path: Path) -> None:
+    tasks = attacks.six_tasks()
+
+    def change(trainer: MultiTaskTrainer) -> None:
+        object.__setattr__(tasks[0], "name", "two")
+        trainer.args.logging_steps = 0  # never
+
+    run = attacks.train(tasks, tmp_path / "run", at_begin={2: change}, logging_strategy="steps", logging_steps=1)
+    assert set(run.statuses.items()) == {(name, "succeeded") for name in (*OTHERS, ATTACKED)}
+
+    def spoil(trainer: MultiTaskTrainer) -> None:
+        trainer.args.logging_steps = "often"
+
+    with pytest.raises(PeftMuxError, match="logging_steps and save_steps must be finite numbers, got 'often'"):
+        attacks.train(attacks.six_tasks(), tmp_path / "spoilt", at_begin={2: spoil}, logging_strategy="steps")
+
+
+def test_padding_has_no_token_that_its_task_does_not_have(tmp_path: Path) -> None:
+    model = attacks.nano_llama()
+    model.get_input_embeddings().weight.data[0] = torch.nan
+    tasks = attacks.six_tasks(train_dataset=[{"input_ids": [1, 0, 2]}] * 6)
+    run = attacks.train(tasks, tmp_path, model=model, pad_to_chunks=True, chunk_size=8)
+    assert run.statuses == {**dict.fromkeys(OTHERS, "succeeded"), ATTACKED: "failed"}
+
+
+class Endless:
+    """A stream of one row without end."""
+
+    def __init__(self, row: Any) -> None:
+        self.row = row
+
+    def __iter__(self) -> Iterator[Any]:
+        return itertools.repeat(self.row)
+
+
+@pytest.mark.parametrize(
+    ("dataset", "row"),
+    [("eval_dataset", {"input_ids": [1, 2]}), ("train_dataset", {"input_ids": [1, 2], "labels": [-100, -100]})],
+)
+def test_endless_rows_that_are_refused_are_read_no_further(dataset: str, row: Any, tmp_path: Path) -> None:
+    with pytest.raises(PeftMuxError, match="data_timeout_s"):
+        attacks.make_trainer([attacks.nano_task("endless", data_timeout_s=0.2, **{dataset: Endless(row)})], tmp_path)
+    for thread in threading.enumerate():
+        if "tasks.endless" in thread.name:
+            thread.join(20)
+            assert not thread.is_alive()
 
 
 # ------------------------------------------------------------------------ while the others train

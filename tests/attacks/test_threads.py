@@ -8,6 +8,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -291,6 +292,45 @@ def test_an_error_reaches_only_the_thread_that_asked(tmp_path: Path) -> None:
     train_until(trainer, callers)
     assert all(isinstance(answer.error, PeftMuxError) for answer in callers.assert_answered())
     assert list(trainer.task_statuses) == ["host"]
+
+
+@pytest.mark.parametrize("joins", ["thread", "pool"])
+def test_a_thread_that_a_callback_joins_gets_an_error_and_not_what_it_asked_for(joins: str, tmp_path: Path) -> None:
+    trainer = attacks.make_trainer([host(save_steps=0)], tmp_path)
+    answers: list[Answer] = []
+
+    def save() -> None:
+        answers.append(ask(trainer.save_model))
+
+    class Joins(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            control.should_training_stop = True
+            if joins == "pool":
+                ThreadPoolExecutor(1).submit(save).result()
+            else:
+                thread = threading.Thread(target=save)
+                thread.start()
+                thread.join()
+
+    trainer.add_callback(Joins())
+    trainer.train()
+    assert "save_model must not be waited for" in str(answers[0].error)
+    assert not (tmp_path / "host" / "adapter_config.json").exists()
+
+
+def test_a_callback_of_a_future_ends_no_run(tmp_path: Path) -> None:
+    trainer = attacks.make_trainer([nano_task("one", 1), nano_task("two", 2)], tmp_path)
+
+    def stop(_: object) -> None:
+        raise SystemExit("boom")
+
+    class Asks(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            trainer.resume_task("two").add_done_callback(stop)
+
+    trainer.add_callback(Asks())
+    trainer.train()
+    assert set(trainer.task_statuses.values()) == {"succeeded"}
 
 
 @pytest.mark.slow

@@ -160,13 +160,18 @@ def test_parts_of_a_row_are_in_consecutive_micro_batches_which_are_a_chain(drawn
 def test_padding_fills_each_task_up_to_whole_chunks_as_one_sequence_without_targets(drawn: Drawn, size: int) -> None:
     batches, max_tokens, _ = drawn
     tokens = {batch.task: batch.num_tokens for batch in batches}
-    collator = ChunkPackingCollator(chunk_size=size, pad_to_chunks=True, pad_token_id=9_999_999)
+    collator = ChunkPackingCollator(chunk_size=size, pad_to_chunks=True)
     plain = ChunkPackingCollator(chunk_size=size).micro_batches(batches, max_tokens=max_tokens)
     for micro, bare in zip(collator.micro_batches(batches, max_tokens=max_tokens), plain, strict=True):
         widths = np.diff(micro.task_offsets)
         assert (widths % size == 0).all()
         assert (widths - np.diff(bare.task_offsets) < size).all()
-        padding = micro.input_ids[0] == 9_999_999
+        padding = torch.ones(micro.num_tokens, dtype=torch.bool)
+        for start, own in zip(micro.task_offsets, np.split(bare.input_ids[0], bare.task_offsets[1:-1]), strict=False):
+            padding[start : start + len(own)] = False
+        own_ends = bare.input_ids[0][np.subtract(bare.task_offsets[1:], 1)]
+        repeated = np.repeat(own_ends, widths - np.diff(bare.task_offsets))
+        assert torch.equal(micro.input_ids[0][padding], repeated), "a token that the task has"
         assert int(padding.sum()) == micro.num_padding_tokens == micro.num_tokens - bare.num_tokens
         assert (micro.labels[0][padding] == IGNORE_INDEX).all()
         assert torch.equal(micro.input_ids[0][~padding], bare.input_ids[0])

@@ -50,7 +50,7 @@ def three() -> list[Task]:
 
 
 def planner_of(trainer: MultiTaskTrainer, num_replicas: int = 1) -> Planner:
-    collator = make_collator(trainer.args, trainer.processing_class)
+    collator = make_collator(trainer.args)
     return Planner(trainer.model, trainer._placement.source, trainer.args, collator, num_replicas)
 
 

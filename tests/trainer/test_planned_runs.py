@@ -139,7 +139,7 @@ def test_a_fix_that_is_named_as_enough_is_enough(tmp_path: Path) -> None:
 
 
 def passes_of_a_step(trainer: MultiTaskTrainer, plan: Plan) -> list[int]:
-    work = StepSource(plan, make_collator(trainer.args, trainer.processing_class)).next(list(trainer.table))
+    work = StepSource(plan, make_collator(trainer.args)).next(list(trainer.table))
     return [micro_batch.num_tokens for micro_batch in work.micro_batches]
 
 

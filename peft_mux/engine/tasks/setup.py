@@ -5,12 +5,14 @@ This module does not use the model.
 
 from __future__ import annotations
 
+import copy
 import math
 import warnings
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
+from itertools import takewhile
 from typing import Any, cast
 
 from peft import PromptLearningConfig
@@ -45,7 +47,8 @@ def resolve_tasks(tasks: Iterable[Task], args: MultiTaskTrainingArguments) -> li
         faults += loss.faults
         if loss.objective is not None and loss.args is not None:
             loss_args = replace(loss.args, label_smoothing_factor=hyper.label_smoothing_factor)
-            resolved.append(ResolvedTask(task, hyper, loss.objective, loss_args))
+            # A copy, because the user's own may change: its name is a key of many tables.
+            resolved.append(ResolvedTask(copy.copy(task), hyper, loss.objective, loss_args))
     raise_faults(faults)
     return resolved
 
@@ -136,7 +139,9 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
             # Every evaluation uses all held-out rows, so an evaluation stream is read once and kept.
             where = f"tasks.{task.name}.eval_dataset"
             with _naming(where):
-                rows = ReadAhead((list(own) for own in (rows,)), where=where, timeout_s=hyper.data_timeout_s).take()
+                own = (list(takewhile(lambda _: not reader.is_over, one)) for one in (rows,))
+                reader = ReadAhead(own, where=where, timeout_s=hyper.data_timeout_s)
+                rows = reader.take()
         options = replace(options, packing=False)  # which would not change a mean over tokens
         eval_data = tokenize_dataset(rows, options=options, tokenizer=tokenizer, split="eval_dataset")
         if eval_data.report.warning:

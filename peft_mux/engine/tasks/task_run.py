@@ -24,7 +24,7 @@ from peft_mux.engine.tasks.optimizer import (
     non_finite_reason,
 )
 from peft_mux.engine.work import StepResult
-from peft_mux.errors import ConfigError
+from peft_mux.errors import ConfigError, is_real, shown
 from peft_mux.kernels import adamw
 from peft_mux.modeling.backbone.modules import HeadKind
 from peft_mux.modeling.generation.prompts import PromptRow
@@ -484,10 +484,18 @@ class TaskTable:
 
 
 def run_interval(interval: float, runs: Iterable[TaskRun]) -> int:
-    """Convert an interval of the run into steps; a fraction refers to the steps of the longest task.
+    """Convert an interval of the run into steps, 0 for never; a fraction refers to the steps of the longest task.
 
     Args:
         interval: number of steps, or a fraction.
         runs: the tasks of the run.
+
+    Raises:
+        ConfigError: if a callback of the run has set it to something else than a number.
     """
-    return steps_of(interval, max((run.num_steps for run in runs), default=1))
+    if not is_real(interval):
+        raise ConfigError(
+            f"logging_steps and save_steps must be finite numbers, got {shown(interval)} from a callback, which changed "
+            "the arguments of the run. Set control.should_log or control.should_save instead."
+        )
+    return max(0, steps_of(interval, max((run.num_steps for run in runs), default=1)))
