@@ -42,8 +42,8 @@ _WAITS = (threading.Thread.join.__code__, Future.result.__code__, Future.excepti
 class Command(Future[Any]):
     """A request to a run, and the future of its answer.
 
-    `result` and `exception` raise a `ConfigError` in the thread that carries commands out, such as in a callback, and in
-    a thread that it has joined: it would wait for itself.
+    `result` and `exception` raise a `ConfigError` in the thread that carries commands out, such as in a callback, and
+    in a thread that it has joined: it would wait for itself.
 
     Args:
         label: what it is in words, such as `remove a`; equal commands of several processes have equal labels.
@@ -101,8 +101,8 @@ class Command(Future[Any]):
         while not self.done():
             if self._queue.waits_for_caller():
                 raise ConfigError(
-                    f"{self.label} must not be waited for in the thread that trains, or in one that it joins, because it "
-                    "is done after the step in progress. Use done(), add_done_callback(), or join the thread later."
+                    f"{self.label} must not be waited for in the thread that trains, or in one that it joins, because "
+                    "it is done after the step in progress. Use done(), add_done_callback(), or join the thread later."
                 )
             if (left_s := until - time.monotonic()) <= 0:
                 return
@@ -148,7 +148,7 @@ class CommandQueue:
         return self._owner == threading.get_ident()
 
     def waits_for_caller(self) -> bool:
-        """Whether the thread that carries commands out is the calling one, or has joined it, or waits for its future."""
+        """Whether the thread that carries commands out is the calling one, or waits for it or its future."""
         callers: list[Any] = [threading.current_thread()]
         frame: FrameType | None = sys._getframe()
         while frame is not None:  # the future of a thread of a pool

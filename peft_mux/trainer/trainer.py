@@ -20,6 +20,7 @@ do here what their name says (`push_to_hub` would upload the adapters of all use
 from __future__ import annotations
 
 import inspect
+import os
 import time
 import warnings
 from collections.abc import Callable, Mapping, Sequence
@@ -412,6 +413,8 @@ class MultiTaskTrainer(Trainer):
         refuse_trainer_arguments(unsupported)
         run, loop, membership = self._run, self._loop, self._membership
         is_alone = run.processes.is_alone
+        # A launcher repeats signals, and they do not reach all processes at once: none may end the last save.
+        repeats_signals = not is_alone or "TORCHELASTIC_RUN_ID" in os.environ
         # With a sharded backbone memory counts more than the time of page faults.
         keeping = nullcontext() if self.args.shard_backbone else keeping_freed_memory(self.args.device)
 
@@ -431,7 +434,7 @@ class MultiTaskTrainer(Trainer):
             # Timed from here on: loading and planning are not training.
             started, waited_before_s = time.perf_counter(), run.processes.waited_s
             first_token, first_step = loop.num_stream_tokens, run.state.global_step
-            with stop_at_signal(stop, echo_s=0.0 if is_alone else 2.0) as restore_signals:
+            with stop_at_signal(stop, echo_s=2.0 if repeats_signals else 0.0) as restore_signals:
                 try:
                     loop.opening.begin()
                     with loop.control.listening(is_alone=is_alone):
@@ -462,8 +465,7 @@ class MultiTaskTrainer(Trainer):
                     run.log.progress.stop()
                     run.is_in_train = False
                 has_ended = True
-                # A launcher repeats signals, and they do not reach all processes at once: none may end the last save.
-                if is_alone:
+                if not repeats_signals:
                     restore_signals()
                 seconds, waited_s = time.perf_counter() - started, run.processes.waited_s - waited_before_s
                 membership.settle()

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from peft import LoraConfig
+from transformers import TrainerCallback
 
 from peft_mux import ConfigError, MultiTaskTrainer, Task
 from peft_mux.errors import ForcedInterrupt
@@ -170,6 +171,27 @@ def test_an_interrupt_ends_the_run_at_a_step_with_everything_saved_and_resumes_e
     rest = train(two_tasks(), tmp_path, resume=True, **SAVING)
     assert {name: run.losses[name] + rest.losses[name] for name in whole.losses} == whole.losses
     assert_ended_with_the_same_weights(rest, whole, "one", "two")
+
+
+def test_a_launcher_of_one_worker_may_repeat_its_signal_until_all_is_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+
+    class Repeats(TrainerCallback):
+        def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            if state.global_step == 3:
+                self.on_save(args, state, control)
+
+        def on_save(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+            os.kill(os.getpid(), signal.SIGTERM)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    trainer = make_trainer([small_task("own", data_seed=1)], tmp_path, **{**SAVING, "save_steps": 100})
+    trainer.add_callback(Repeats())
+    trainer.train()
+    (line,) = records(tmp_path, "interrupted")
+    assert (line["signal"], line["is_saved"], line["steps"]) == ("SIGTERM", True, {"own": 3})
 
 
 def test_a_second_interrupt_ends_the_run_at_once(tmp_path: Path) -> None:

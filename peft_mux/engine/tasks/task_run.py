@@ -495,7 +495,7 @@ def run_interval(interval: float, runs: Iterable[TaskRun]) -> int:
     """
     if not is_real(interval):
         raise ConfigError(
-            f"logging_steps and save_steps must be finite numbers, got {shown(interval)} from a callback, which changed "
-            "the arguments of the run. Set control.should_log or control.should_save instead."
+            f"logging_steps and save_steps must be finite numbers, got {shown(interval)}: a callback has changed the "
+            "arguments of the run. Set control.should_log or control.should_save instead."
         )
     return max(0, steps_of(interval, max((run.num_steps for run in runs), default=1)))
