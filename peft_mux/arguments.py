@@ -331,12 +331,14 @@ def _equals(value: object, default: object) -> bool:
         return False
 
 
-def is_default(config: TrainingArguments, name: str) -> bool:
+def is_default(config: TrainingArguments, name: str, kind: type[TrainingArguments] = TrainingArguments) -> bool:
     """Whether a field of complete `TrainingArguments` has its default, in any of the forms that transformers uses.
+
+    The default is that of the class `kind`.
 
     No new arguments are made to compare with: that would reset the state from which other trainers read their devices.
     """
-    default, value = _default(TrainingArguments.__dataclass_fields__[name]), getattr(config, name)
+    default, value = _default(kind.__dataclass_fields__[name]), getattr(config, name)
     if isinstance(value, AcceleratorConfig):
         return replace(value, dispatch_batches=None) == AcceleratorConfig()  # TRL sets it for streams
     if value in ([], None, False) and default in ("", "none", [], None, False):
@@ -648,6 +650,10 @@ class MultiTaskTrainingArguments(TrainingArguments):
         if not isinstance(config, TrainingArguments):
             raise_faults([Fault("config", type(config).__name__, "a TrainingArguments")])
         names = [item.name for item in fields(TrainingArguments) if item.init and not is_default(config, item.name)]
+        # A default of its class alone, such as the order of rows of a KTOConfig, concerns its task.
+        names = [name for name in names if name in SETTABLE_FIELDS or not is_default(config, name, type(config))]
+        if getattr(config.eval_strategy, "value", config.eval_strategy) != "steps":
+            names = [name for name in names if name != "eval_steps"]  # Trainer does not read it then
         own = {name: getattr(getattr(config, name), "value", getattr(config, name)) for name in names}
         if getattr(config, "max_length", None) is not None:
             own["max_length"] = config.max_length  # type: ignore[attr-defined]

@@ -14,9 +14,9 @@ import pytest
 import torch
 from datasets import Dataset
 from peft import AdaLoraConfig, LoraConfig, get_peft_model
-from transformers import TrainingArguments
+from transformers import HfArgumentParser, TrainingArguments
 
-from peft_mux.arguments import SETTABLE_FIELDS
+from peft_mux.arguments import SETTABLE_FIELDS, MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
 from peft_mux.from_trl import CARRIED, NO_EFFECT
 from peft_mux.task import TASK_FIELDS, Task
@@ -267,3 +267,98 @@ def test_what_a_trainer_would_train_in_another_way_is_refused(change: Any, messa
     change(trainer)
     with pytest.raises(ConfigError, match=message):
         Task.from_trainer("own", trainer)
+
+
+# -------------------------------------------------------------------------------------------------------- command lines
+
+_PEFT_SFT = (
+    "--seed 100 --add_special_tokens False --max_length 2048 --num_train_epochs 1 --logging_steps 5 --log_level info "
+    "--logging_strategy steps --eval_strategy epoch --save_strategy epoch --push_to_hub --hub_private_repo True "
+    "--hub_strategy every_save --bf16 True --packing True --learning_rate 1e-4 --lr_scheduler_type cosine "
+    "--weight_decay 1e-4 --max_grad_norm 1.0 --per_device_eval_batch_size 8 --gradient_accumulation_steps 8 "
+    "--gradient_checkpointing True --dataset_text_field content --lora_r 8 --lora_alpha 16 --lora_dropout 0.1 "
+)
+_PEFT_PISSA = (
+    "--bf16 True --num_train_epochs 1 --per_device_train_batch_size 32 --gradient_accumulation_steps 4 "
+    "--logging_steps 1 --save_strategy steps --save_steps 1000 --save_total_limit 1 --learning_rate 2e-5 "
+    "--weight_decay 0. "
+)
+_TRL_SFT = (
+    "--num_train_epochs 1 --packing --per_device_train_batch_size 2 --gradient_accumulation_steps 8 "
+    "--eval_strategy steps --eval_steps 100 --push_to_hub "
+)
+_TRL_DPO = (
+    "--num_train_epochs 1 --per_device_train_batch_size 2 --max_steps 1000 --gradient_accumulation_steps 8 "
+    "--eval_strategy steps --eval_steps 50 --no_remove_unused_columns "
+)
+_TRL_KTO = (
+    "--num_train_epochs 1 --learning_rate 5e-7 --lr_scheduler_type=cosine --warmup_steps 0.1 --logging_first_step "
+)
+_TRL_PAIRS = (
+    "--per_device_train_batch_size 4 --max_steps 1000 --gradient_accumulation_steps 1 --logging_steps 10 "
+    "--warmup_steps 150 --bf16 True --logging_first_step --no_remove_unused_columns "
+)
+_TRL_REWARD = (
+    "--per_device_train_batch_size 8 --num_train_epochs 1 --gradient_checkpointing True --logging_steps 25 "
+    "--eval_strategy steps --eval_steps 50 --max_length 2048 "
+)
+_LORA = "--use_peft --lora_r 32 --lora_alpha 16"
+COMMAND_LINES: Mapping[str, tuple[str, str, str]] = {
+    "trl sft": (
+        "SFTConfig",
+        f"{_TRL_SFT} --learning_rate 2.0e-5 --eos_token <|im_end|>",
+        r"config\.eos_token .*set it there",
+    ),
+    "trl sft without eos_token": ("SFTConfig", f"{_TRL_SFT} --learning_rate 2.0e-4 {_LORA}", ""),
+    "trl sft_gpt_oss": (
+        "SFTConfig",
+        "--packing true --packing_strategy wrapped --dataset_num_proc 12 --gradient_checkpointing --max_length 4096 "
+        "--per_device_train_batch_size 2 --num_train_epochs 1 --logging_steps 1 --lr_scheduler_type cosine_with_min_lr "
+        '--lr_scheduler_kwargs {"min_lr_rate":0.1} --run_name 20b-full-eager --seed 42',
+        r"config\.packing_strategy must be .bfd., got .wrapped.*Use Task\.from_trainer",
+    ),
+    "trl dpo": ("DPOConfig", f"{_TRL_DPO} --learning_rate 5.0e-7", ""),
+    "trl dpo lora": ("DPOConfig", f"{_TRL_DPO} --learning_rate 5.0e-6 {_LORA}", ""),
+    "trl kto": ("KTOConfig", f"{_TRL_KTO} --per_device_train_batch_size 16 --eval_steps 500", ""),
+    "trl kto qlora": ("KTOConfig", f"{_TRL_KTO} --per_device_train_batch_size 8 {_LORA} --load_in_4bit", ""),
+    "trl orpo": ("ORPOConfig", f"{_TRL_PAIRS} --learning_rate 8e-6", ""),
+    "trl orpo lora": ("ORPOConfig", f"{_TRL_PAIRS} --learning_rate 8e-5 --optim rmsprop {_LORA}", ""),
+    "trl cpo": ("CPOConfig", f"{_TRL_PAIRS} --learning_rate 8e-6 --eval_steps 500", ""),
+    "trl cpo lora": ("CPOConfig", f"{_TRL_PAIRS} --learning_rate 8e-5 --optim rmsprop {_LORA}", ""),
+    "trl reward": ("RewardConfig", f"{_TRL_REWARD} --learning_rate 1.0e-5", ""),
+    "trl reward lora": ("RewardConfig", f"{_TRL_REWARD} --learning_rate 1.0e-4 {_LORA}", ""),
+    "peft run_peft.sh": ("SFTConfig", f"{_PEFT_SFT} --per_device_train_batch_size 8", ""),
+    "peft run_peft_qlora_fsdp.sh": ("SFTConfig", f"{_PEFT_SFT} --per_device_train_batch_size 2", ""),
+    "peft pissa": ("TrainingArguments", _PEFT_PISSA, ""),
+    "peft corda": ("TrainingArguments", f"{_PEFT_PISSA} --lr_scheduler_type cosine", ""),
+}
+"""Command lines of TRL's and PEFT's examples: class of the configuration, options that train, and what is refused."""
+
+
+@pytest.mark.parametrize("name", COMMAND_LINES)
+def test_command_lines_of_documented_examples_are_converted_or_refused_with_a_remedy(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    kind, line, refused = COMMAND_LINES[name]
+    config_type: Any = OFFERED.get(kind, TrainingArguments)
+    for item in fields(config_type):
+        monkeypatch.setattr(item, "type", item.type)  # the parser writes into fields that all classes share
+    always = ["--output_dir", str(tmp_path), "--use_cpu", "--report_to", "none"]
+    parser = HfArgumentParser(config_type)
+    config, _ = parser.parse_args_into_dataclasses([*line.split(), *always], return_remaining_strings=True)
+    rows = [{"input_ids": [3, 4, 5]}] * 4 if kind == "TrainingArguments" else ROWS[kind]
+    adapter = LoraConfig(r=8, task_type="SEQ_CLS" if kind == "RewardConfig" else "CAUSAL_LM")
+    given: dict[str, Any] = {"train_dataset": [{**row, "content": "a"} for row in rows], "peft_config": adapter}
+    if refused:
+        with pytest.raises(ConfigError, match=refused):
+            Task.from_sft_config("own", config, **given)
+        return
+    task = Task.from_sft_config("own", config, **given)
+    args = MultiTaskTrainingArguments.from_training_arguments(config)
+    assert task.learning_rate == args.learning_rate == config.learning_rate
+    assert task.train_batch_size == config.per_device_train_batch_size * config.gradient_accumulation_steps
+    assert (args.save_strategy, args.bf16, args.logging_steps) == (
+        config.save_strategy,
+        config.bf16,
+        config.logging_steps,
+    )
