@@ -1,7 +1,6 @@
 """The real engine on sleeping devices: makespans of layouts of 16 and more GPUs, against the planner's prediction.
 
     python -m benchmarks.processes.sleeping                 16 ranks, 7 layouts; 25 minutes on 2 cores, 3 GB
-    python -m benchmarks.processes.sleeping --nodes 8 --slow 160 --layouts "<1,1>x64" "<1,8>x8"     64 ranks; 11 GB
     python -m benchmarks.processes.sleeping --write         also into benchmarks/results/
 
 Every rank is a process that trains a tiny Llama with the real engine over gloo, and sleeps for as long as its device
@@ -72,11 +71,14 @@ def main() -> None:
     if options.write:
         path = RESULTS / f"sleeping-{host_kind()}.json"
         contents = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        contents[f"{options.nodes}x{options.per_node}x{options.device}"] = {
+        devices, new = f"{options.nodes}x{options.per_node}x{options.device}", {row["layout"] for row in rows}
+        # A run of some layouts leaves what is stored of the others.
+        kept = [row for row in contents.get(devices, {}).get("rows", ()) if row["layout"] not in new]
+        contents[devices] = {
             "hardware": hardware(),
             "versions": versions(),
             "options": {name: value for name, value in vars(options).items() if name != "write"},
-            "rows": rows,
+            "rows": [*kept, *rows],
         }
         path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
         print(f"wrote {path}")
