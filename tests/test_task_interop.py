@@ -8,14 +8,14 @@ from typing import Any
 import pytest
 import torch
 from peft import LoraConfig, get_peft_model
-from transformers import EarlyStoppingCallback, Trainer, TrainingArguments
+from transformers import EarlyStoppingCallback, Trainer, TrainerCallback, TrainingArguments
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.errors import ConfigError
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer
 from tests.invariants.mux_lab import rows, tiny_llama
-from tests.runs import Acts
+from tests.runs import Acts, hearing
 
 ROWS = rows(1, 8, 6, 6)
 LORA = LoraConfig(r=4, target_modules=["q_proj", "v_proj"], task_type="CAUSAL_LM")
@@ -81,3 +81,46 @@ def test_a_trainer_without_an_adapter_and_what_are_no_arguments_are_refused(tmp_
     trainer = Trainer(tiny_llama(), plain(tmp_path), train_dataset=ROWS)
     with pytest.raises(ConfigError, match=r"trainer\.model must be a trainer of a model with one adapter:"):
         Task.from_trainer("own", trainer)
+
+
+class Asks(TrainerCallback):
+    """Notes every event with its step, and asks for a log, an evaluation and a checkpoint of its own."""
+
+    def __init__(self) -> None:
+        self.events: list[tuple[str, int]] = []
+
+    def hear(self, event: str, args: Any, state: Any, control: Any, facts: dict[str, Any]) -> None:
+        self.events.append((event, state.global_step))
+        if event == "on_step_end":
+            control.should_log = control.should_log or state.global_step == 1
+            control.should_evaluate = control.should_evaluate or state.global_step == 2
+            control.should_save = control.should_save or state.global_step == 3
+
+
+for _event in "step_begin pre_optimizer_step optimizer_step step_end evaluate log save".split():
+    setattr(Asks, f"on_{_event}", hearing(f"on_{_event}"))
+
+
+def test_a_task_is_logged_evaluated_and_saved_when_trainer_would_do_it(tmp_path: Path) -> None:
+    same = [{**row, "labels": row["input_ids"]} for row in ROWS[:2]]
+    shown = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}
+    best = {"load_best_model_at_end": True, "learning_rate": 1e-3, "per_device_train_batch_size": 2}
+    config = plain(tmp_path, max_steps=7, warmup_steps=3, **{**shown, **best})
+    theirs, own = Asks(), Asks()
+    model = get_peft_model(tiny_llama(), LORA)
+    trainer = Trainer(model, config, train_dataset=same, eval_dataset=same, callbacks=[theirs], data_collator=stacked)
+    trainer.train()
+    args = MultiTaskTrainingArguments.from_training_arguments(config, output_dir=str(tmp_path / "ours"))
+    task = Task(name="own", peft_config=LORA, train_dataset=same, eval_dataset=same, callbacks=[own])
+    ours = MultiTaskTrainer(tiny_llama(), args, [task])
+    ours.train()
+    state = ours.task_states["own"]
+    assert state.best_global_step == trainer.state.best_global_step == 7
+    rates = [
+        [(entry["step"], entry["learning_rate"]) for entry in one.log_history if "loss" in entry]
+        for one in (state, trainer.state)
+    ]
+    assert rates[0][:4] == rates[1], "the rates of these steps, not of the next ones"
+    wanted = [event for event in theirs.events if event != ("on_log", 7)]
+    assert [event for event in own.events if event != ("on_log", 7)] == wanted
+    assert (tmp_path / "ours" / "own" / "checkpoint-3").is_dir()

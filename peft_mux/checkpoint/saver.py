@@ -11,7 +11,7 @@ import os
 import platform
 import subprocess
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Container, Iterable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
@@ -229,13 +229,11 @@ class Saver:
             self.num_states += 1
         return is_saved
 
-    def save_due_tasks(self, names: list[str]) -> None:
-        """Write a checkpoint of each task whose own `save_steps` are over."""
-        for name in names:
-            run = self.table[name]
-            every = run.save_every
-            if run.status is TaskStatus.RUNNING and every and run.step % every == 0:
-                self._save_task(run, with_adapter=False)
+    def save_due_tasks(self, names: Iterable[str], asking: Container[str] = ()) -> list[TaskRun]:
+        """Write a checkpoint of each task whose own `save_steps` are over, or that asks; return those now saved."""
+        running = [run for run in map(self.table.__getitem__, names) if run.status is TaskStatus.RUNNING]
+        due = [run for run in running if run.name in asking or (run.save_every and run.step % run.save_every == 0)]
+        return [run for run in due if self._save_task(run, with_adapter=False)]
 
     def _save_task(self, run: TaskRun, *, with_adapter: bool = True, is_wanted: bool = True) -> bool:
         """Write one task, and return whether it was written; all processes that hold parts of it call this."""

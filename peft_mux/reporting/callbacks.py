@@ -301,7 +301,8 @@ class TaskCallbacks:
             self._num_shown = 0
         self._state.log_history += [dict(entry) for entry in run.state.log_history[self._num_shown :]]
         self._num_shown = len(run.state.log_history)
-        answer = handler.call_event(event, self.args, self._state, self._handed, **facts)
+        # Its own method of the event takes back what was asked for before.
+        answer = getattr(handler, event)(self.args, self._state, self._handed, **facts)
         if not isinstance(answer, TrainerControl):
             raise TypeError(f"it must return the TrainerControl or None, got {type(answer).__name__}")
         # Its own fields, not those of its class: a control that was emptied is invalid.

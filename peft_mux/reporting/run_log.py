@@ -173,9 +173,7 @@ class RunLog:
             loss, statistics = run.loss_mean.read((*names, STATISTIC) if run.router_coefficient else names)
             if loss is None:
                 continue
-            own = {"loss": loss, "grad_norm": run.last_gradient_norm}
-            if run.optimizer is not None:
-                own["learning_rate"] = run.optimizer.learning_rate
+            own = {"loss": loss, "grad_norm": run.last_gradient_norm, "learning_rate": run.last_learning_rate}
             own |= statistics
             self.numbers(run, "train", own)
             losses[run.name] = loss

@@ -241,7 +241,8 @@ class TaskEvaluator:
         # Reset before callbacks are called, which may ask for the next one.
         is_asked = self._run.control.should_evaluate
         self._run.control.should_evaluate = False
-        due = {run.name for run in runs if run.eval_data is not None and (run.is_evaluation_due or is_asked)}
+        asking = {run.name for run in runs if is_asked or self._run.log.callbacks[run.name].control.should_evaluate}
+        due = {run.name for run in runs if run.eval_data is not None and (run.is_evaluation_due or run.name in asking)}
         # All tasks at once, before the first one is evaluated: their completions share batches.
         completions = self.generate([run for run in runs if run.name in due])
         for run in runs:

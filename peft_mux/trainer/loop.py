@@ -14,7 +14,7 @@ import gc
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
 from types import FrameType
@@ -104,6 +104,11 @@ class TrainingLoop:
             if again is None:
                 break
             work, started = again, time.perf_counter()
+        self._call_all("on_pre_optimizer_step", result.losses)
+        if self._placement.shards:  # keepers send weights, so all processes must step the same tasks
+            self._apply_endings(self._agreement.on_tasks(run.state.global_step, run.table, wants_stop=False)[0])
+        steps = {name: loss for name, loss in result.losses.items() if run.table[name].status is TaskStatus.RUNNING}
+        result = replace(result, losses=steps, norms=result.norms and {name: result.norms[name] for name in steps})
         run.is_updating = True
         (self._placement.shards or run.table).apply(result)
         # `apply` has waited for the device, so this is the time of the step and not of its launches.
@@ -111,6 +116,17 @@ class TrainingLoop:
         run.state.global_step += 1
         run.is_updating = False
         self.num_stream_tokens += result.num_stream_tokens
+        self._call_all("on_optimizer_step", steps)
+
+    def _call_all(self, event: str, names: Iterable[str]) -> None:
+        """Call an event of the run's callbacks, and of those of tasks that run."""
+        self._run.callbacks.call(event)
+        for own in map(self._run.table.__getitem__, names):
+            if own.status is TaskStatus.RUNNING:
+                # Trainer counts a step after `on_optimizer_step`.
+                own.state.global_step = own.step - (event == "on_optimizer_step")
+                self._run.log.callbacks[own.name].call(event)
+                own.state.global_step = own.step
 
     def _step_in_less_memory(self, work: StepWork, reason: str) -> StepWork | None:
         """Return the step that is tried next, the same on all processes; `None` if every pass had the memory it needs.
@@ -332,7 +348,9 @@ class TrainingLoop:
             self.membership.apply_commands()
             self.save()
         else:
-            run.saver.save_due_tasks(list(names))
+            asking = {name for name in names if run.log.callbacks[name].control.should_save}
+            for own in run.saver.save_due_tasks(names, asking):
+                run.log.callbacks[own.name].call("on_save")
         run.log.advance()
 
     def _agree_on_requests(self) -> None:
@@ -340,13 +358,16 @@ class TrainingLoop:
 
         A request to stop waits for `agree_on_step`, where all processes stop together.
         """
-        run, control = self._run, self._run.control
+        run = self._run
         if run.processes.is_alone:
             return
         endings, _ = self._agreement.on_tasks(run.state.global_step, run.table, wants_stop=False)
         self._apply_endings(endings)
-        asked = run.processes.exchange([int(control.should_save), int(control.should_evaluate)])
-        control.should_save, control.should_evaluate = (any(own) for own in zip(*asked, strict=True))
+        controls = [run.control, *(run.log.callbacks[own.name].control for own in run.table.running)]
+        wishes = [(one, kind) for one in controls for kind in ("should_log", "should_evaluate", "should_save")]
+        asked = run.processes.exchange([int(getattr(one, kind)) for one, kind in wishes])
+        for (one, kind), own in zip(wishes, zip(*asked, strict=True), strict=True):
+            setattr(one, kind, any(own))
 
     def save(self) -> None:
         """Save all tasks that have not ended, and call callbacks if that went well."""

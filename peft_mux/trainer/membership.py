@@ -489,6 +489,8 @@ class Membership:
                         parameters[key].copy_(weight)
             if failure := run.saver.save_ended(own):
                 self._fail_unsaved(own, failure)
+            elif run.saver.folder is not None and status is not TaskStatus.FAILED:
+                run.log.callbacks[own.name].call("on_save")
             self._report_ending(own)
             if run.saver.is_writer and own.status in (TaskStatus.SUCCEEDED, TaskStatus.STOPPED_EARLY):
                 run.hub.push(own)  # with its card and its picture, which are written by now

@@ -222,7 +222,7 @@ class Opening:
                 own.end(TaskStatus.WAITING)
                 own.step, own.num_tokens, own.best_weights = 0, 0, {}
                 own.best, own.loss_mean = BestMetric(own.task, own.hyper), LossMean()
-                own.last_loss = own.last_gradient_norm = float("nan")
+                own.last_loss = own.last_gradient_norm = own.last_learning_rate = float("nan")
                 own.state = TrainerState(max_steps=own.num_steps)
             # A state is read into an optimizer, so every task needs one first.
             if own.status is TaskStatus.WAITING:

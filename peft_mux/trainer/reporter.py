@@ -60,8 +60,10 @@ class Reporter:
         if run.control.should_log or is_due:
             run.control.should_log = False
             run.log.losses()
-        elif args.logging_strategy == "epoch":
-            run.log.losses([own for own in run.table.running if own.is_at_epoch_end])
+        else:
+            by_epoch, asked = args.logging_strategy == "epoch", run.log.callbacks
+            due = [(own, asked[own.name].control.should_log) for own in run.table.running]
+            run.log.losses([own for own, asks in due if asks or (by_epoch and own.is_at_epoch_end)])
 
     # ------------------------------------------------------------------ the end of a run
 

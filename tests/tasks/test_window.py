@@ -76,7 +76,7 @@ def test_a_task_whose_schedule_gives_out_in_a_window_keeps_the_step_that_it_has_
     plans = SimpleNamespace(next_works=lambda count: [None] * count, record_step_time=lambda *_, num_steps: None)
     parts: tuple[Any, ...] = (SimpleNamespace(executor=executor), plans, None)
     loop = TrainingLoop(run, *parts)
-    gives_out = {"a": UpdateOutcome(1.0, 2.0, rate_failure="learning_rate: the learning rate is nan")}
+    gives_out = {"a": UpdateOutcome(1.0, 2.0, 0.1, rate_failure="learning_rate: the learning rate is nan")}
     monkeypatch.setattr(run.table, "update", lambda losses, norms: gives_out if losses else {})
     loop.take_window(3)
     assert executor.stopped == [{"a"}] * 3

@@ -215,6 +215,7 @@ class TaskRun:
         loss_mean: mean of its loss and statistics since the last log.
         last_loss: loss of the last step.
         last_gradient_norm: gradient norm of the last step, before clipping.
+        last_learning_rate: learning rate of the last step.
         num_tokens: tokens that the task was trained on so far.
         best_weights: weights of the best evaluation, on the CPU; empty if none is kept.
         eval_prompts: prompts of held-out rows that each evaluation completes; none without `eval_generate`.
@@ -239,6 +240,7 @@ class TaskRun:
     loss_mean: LossMean = field(default_factory=LossMean)
     last_loss: float = float("nan")
     last_gradient_norm: float = float("nan")
+    last_learning_rate: float = float("nan")
     num_tokens: int = 0
     best_weights: dict[str, torch.Tensor] = field(default_factory=dict)
     eval_prompts: tuple[PromptRow, ...] = ()
@@ -298,7 +300,8 @@ class TaskRun:
         if self.eval_data is not None and self.step in self.own_eval_steps:
             return True
         every = self.eval_every
-        if not every or self.step % every:
+        # As in Trainer, the last step is evaluated too.
+        if not every or (self.step % every and self.step < self.num_steps):
             return False
         waited = self.step / self.steps_per_epoch if self.hyper.eval_steps == -1 else self.step
         return waited >= self.hyper.eval_delay
@@ -325,6 +328,7 @@ class UpdateOutcome:
     Attributes:
         loss: loss of the step.
         norm: gradient norm, before clipping.
+        learning_rate: learning rate of the step.
         reason: why the task must not step, if loss or norm is not finite; else "".
         error: the error that its optimizer or an optimizer hook raised; "" if there is none.
         rate_failure: why its schedule has no valid learning rate for another step; "" if it has one.
@@ -332,6 +336,7 @@ class UpdateOutcome:
 
     loss: float
     norm: float
+    learning_rate: float
     reason: str = ""
     error: str = ""
     rate_failure: str = ""
@@ -415,7 +420,7 @@ class TaskTable:
             verdicts = joint_update([page for own in pages.values() for page in own], verdicts_2N)
             joined = {name for name, own in pages.items() if own}
         outcomes = {
-            name: UpdateOutcome(loss, norm, non_finite_reason(loss, norm) or "")
+            name: UpdateOutcome(loss, norm, started[name][0].learning_rate, non_finite_reason(loss, norm) or "")
             for name, loss, norm in zip(losses, *verdicts, strict=True)
         }
         count_joint_steps([started[name][0] for name, one in outcomes.items() if one.is_stepped and name in joined])
@@ -450,7 +455,7 @@ class TaskTable:
         """
         for name, one in outcomes.items():
             run = self[name]
-            run.last_loss, run.last_gradient_norm = one.loss, one.norm
+            run.last_loss, run.last_gradient_norm, run.last_learning_rate = one.loss, one.norm, one.learning_rate
             if one.reason:
                 run.quarantine(f"{one.reason} at step {run.step}")
             elif one.error:
