@@ -91,6 +91,7 @@ class Asks(TrainerCallback):
 
     def hear(self, event: str, args: Any, state: Any, control: Any, facts: dict[str, Any]) -> None:
         self.events.append((event, state.global_step))
+        self.state = state
         if event == "on_step_end":
             control.should_log = control.should_log or state.global_step == 1
             control.should_evaluate = control.should_evaluate or state.global_step == 2
@@ -109,12 +110,16 @@ def test_a_task_is_logged_evaluated_and_saved_when_trainer_would_do_it(tmp_path:
     theirs, own = Asks(), Asks()
     model = get_peft_model(tiny_llama(), LORA)
     trainer = Trainer(model, config, train_dataset=same, eval_dataset=same, callbacks=[theirs], data_collator=stacked)
-    trainer.train()
+    found = trainer.train()
     args = MultiTaskTrainingArguments.from_training_arguments(config, output_dir=str(tmp_path / "ours"))
     task = Task(name="own", peft_config=LORA, train_dataset=same, eval_dataset=same, callbacks=[own])
     ours = MultiTaskTrainer(tiny_llama(), args, [task])
-    ours.train()
+    # The initial weights of A are those of another draw, and B is 0.
+    assert ours.train().metrics["own/train_loss"] == pytest.approx(found.training_loss, rel=1e-3)
     state = ours.task_states["own"]
+    for name in ("max_steps", "num_train_epochs", "logging_steps", "eval_steps", "save_steps"):
+        assert getattr(state, name) == getattr(trainer.state, name) == getattr(own.state, name), name
+    assert (ours.state.max_steps, ours.state.num_train_epochs, ours.state.logging_steps) == (7, 7, 2)
     assert state.best_global_step == trainer.state.best_global_step == 7
     rates = [
         [(entry["step"], entry["learning_rate"]) for entry in one.log_history if "loss" in entry]

@@ -31,8 +31,8 @@ _STEP_EVENTS = (
     "on_step_begin on_step_end on_substep_end on_pre_optimizer_step on_optimizer_step on_epoch_begin on_epoch_end"
 ).split()
 _SHOWN = (
-    "global_step epoch max_steps is_local_process_zero is_world_process_zero best_metric best_global_step "
-    "best_model_checkpoint"
+    "global_step epoch max_steps num_train_epochs logging_steps eval_steps save_steps is_local_process_zero "
+    "is_world_process_zero best_metric best_global_step best_model_checkpoint"
 ).split()
 """What the state of a task shows its callbacks, in addition to the history of its logs."""
 

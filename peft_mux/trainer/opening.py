@@ -10,8 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from transformers import TrainerState
-
 from peft_mux.checkpoint.records import record_paths, task_settings
 from peft_mux.checkpoint.run_folder import (
     STATE_FOLDER,
@@ -24,7 +22,7 @@ from peft_mux.checkpoint.run_folder import (
 )
 from peft_mux.checkpoint.saver import ENVIRONMENT_NAME, describe_tasks, environment_of, numerics_of
 from peft_mux.engine.agreement import require_consistent
-from peft_mux.engine.tasks.task_run import BestMetric, LossMean
+from peft_mux.engine.tasks.task_run import BestMetric, LossMean, new_state, run_interval
 from peft_mux.errors import CheckpointError, ConfigError, Fault, installed_version, raise_faults
 from peft_mux.modeling.backbone.shape import fingerprint
 from peft_mux.reporting.metrics_file import MetricsLog
@@ -223,7 +221,7 @@ class Opening:
                 own.step, own.num_tokens, own.best_weights = 0, 0, {}
                 own.best, own.loss_mean = BestMetric(own.task, own.hyper), LossMean()
                 own.last_loss = own.last_gradient_norm = own.last_learning_rate = float("nan")
-                own.state = TrainerState(max_steps=own.num_steps)
+                own.state = new_state(own.hyper, run.args, own.num_steps, own.loader.steps_per_epoch)
             # A state is read into an optimizer, so every task needs one first.
             if own.status is TaskStatus.WAITING:
                 self._placement.start(own)
@@ -269,6 +267,11 @@ class Opening:
         run.log.begin_rows(*run.table)
         # The initial status of tasks is not a change to report.
         run.table.collect()
+        for own in run.table:
+            own.train_loss = LossMean()
+        run.state.logging_steps = run_interval(run.args.logging_steps, run.table)
+        run.state.max_steps = max((own.num_steps for own in run.table), default=0)
+        run.state.num_train_epochs = max((own.state.num_train_epochs for own in run.table), default=0)
         run.callbacks.call("on_train_begin")
         for callbacks in run.log.callbacks.values():
             callbacks.call("on_train_begin")

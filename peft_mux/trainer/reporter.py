@@ -77,7 +77,7 @@ class Reporter:
             num_steps: steps of the run that were taken.
 
         Returns:
-            Number of steps of the run so far, mean of the tasks' last losses, and metrics with `task/metric` keys.
+            Number of steps of the run so far, mean of the tasks' mean losses, and metrics with `task/metric` keys.
         """
         run, plans, processes, leaders = self._run, self._plans, self._run.processes, self._run.layout.leaders
         place = run.layout.place(processes.rank)
@@ -124,7 +124,9 @@ class Reporter:
             metrics["interrupted_by"] = run.interrupted_by
         if num_failed := sum(own.status is TaskStatus.FAILED for own in run.table):
             metrics["failed_tasks"] = num_failed
-        metrics |= {f"{own.name}/train_loss": own.last_loss for own in run.table}
+        sums = {own.name: own.train_loss for own in run.table}
+        means = {name: one.total / one.count if one.count else float("nan") for name, one in sums.items()}
+        metrics |= {f"{name}/train_loss": mean for name, mean in means.items()}
         run.log.event("run", **metrics)
 
         plans.report_slow_replica()
@@ -157,7 +159,7 @@ class Reporter:
         for callbacks in run.log.callbacks.values():
             callbacks.call("on_train_end")
         self._write_end(num_steps)
-        finite = [own.last_loss for own in run.table if own.last_loss == own.last_loss]  # NaN before the first step
+        finite = [mean for mean in means.values() if mean == mean]  # NaN for tasks that took no step
         mean_loss = math.nan if num_failed else sum(finite) / max(len(finite), 1)
         return TrainOutput(run.state.global_step, mean_loss, metrics)
 

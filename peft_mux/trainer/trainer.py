@@ -401,7 +401,7 @@ class MultiTaskTrainer(Trainer):
             **unsupported: Trainer's other arguments are refused.
 
         Returns:
-            Number of run steps, mean of the tasks' last losses, and metrics with `task/metric` keys. If tasks have
+            Number of run steps, mean of the tasks' mean losses, and metrics with `task/metric` keys. If tasks have
             failed, `failed_tasks` among the metrics is their number, and the mean is NaN. If Ctrl-C or SIGTERM has
             ended the training, `interrupted_by` among the metrics is the number of the signal.
 

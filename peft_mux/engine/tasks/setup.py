@@ -16,7 +16,6 @@ from itertools import takewhile
 from typing import Any, cast
 
 from peft import PromptLearningConfig
-from transformers import TrainerState
 
 from peft_mux.arguments import MOST_STEPS, MultiTaskTrainingArguments
 from peft_mux.data.dataset import TaskLoader, open_rows, tokenize_dataset
@@ -24,7 +23,7 @@ from peft_mux.data.packing.prefixes import any_share_prefix
 from peft_mux.data.streams import ReadAhead, StreamLoader
 from peft_mux.data.tokenize import CLASS_LABELS, TokenizeOptions, own_tokenizer
 from peft_mux.engine.tasks.optimizer import check_optimizer
-from peft_mux.engine.tasks.task_run import BestMetric, ResolvedTask, TaskRun
+from peft_mux.engine.tasks.task_run import BestMetric, ResolvedTask, TaskRun, new_state
 from peft_mux.errors import ConfigError, DataError, Fault, raise_faults
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.backbone.probe import max_positions
@@ -161,7 +160,7 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
         loader=loader,
         eval_data=eval_data,
         num_steps=num_steps,
-        state=TrainerState(max_steps=num_steps),
+        state=new_state(hyper, args, num_steps, loader.steps_per_epoch),
         best=BestMetric(task, hyper),
         eval_prompts=eval_prompts,
         router_coefficient=resolved.router_coefficient(config),

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import logging
 import math
+import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -213,6 +214,7 @@ class TaskRun:
         optimizer: the optimizer of the task; `None` before it starts and after it has ended (the memory is freed).
         last_good: the weights of the last finite loss and gradients; `None` if `optimizer` is.
         loss_mean: mean of its loss and statistics since the last log.
+        train_loss: mean of its loss since the training began here.
         last_loss: loss of the last step.
         last_gradient_norm: gradient norm of the last step, before clipping.
         last_learning_rate: learning rate of the last step.
@@ -238,6 +240,7 @@ class TaskRun:
     optimizer: TaskOptimizer | None = None
     last_good: LastFiniteWeights | None = None
     loss_mean: LossMean = field(default_factory=LossMean)
+    train_loss: LossMean = field(default_factory=LossMean)
     last_loss: float = float("nan")
     last_gradient_norm: float = float("nan")
     last_learning_rate: float = float("nan")
@@ -464,6 +467,7 @@ class TaskTable:
                 run.step += 1
                 run.num_tokens += result.num_tokens[name]
                 run.loss_mean.add(run.last_loss, result.statistics.get(name))
+                run.train_loss.add(run.last_loss)
                 run.state.global_step, run.state.epoch = run.step, run.epoch
                 if one.rate_failure and run.step < run.num_steps:
                     run.quarantine(f"{one.rate_failure} at step {run.step}")
@@ -486,6 +490,18 @@ class TaskTable:
         for run in changed:
             run.reported = run.status
         return changed
+
+
+def new_state(hyper: HyperParameters, args: Any, num_steps: int, steps_per_epoch: int | None) -> TrainerState:
+    """Return the state of a task before its first step, with the numbers that Trainer shows its callbacks."""
+    saving = hyper.save_steps or args.save_steps
+    given = {"logging_steps": args.logging_steps, "eval_steps": hyper.eval_steps, "save_steps": saving}
+    intervals: dict[str, Any] = {name: steps_of(value, num_steps) for name, value in given.items() if value > 0}
+    return TrainerState(
+        max_steps=num_steps,
+        num_train_epochs=math.ceil(num_steps / steps_per_epoch) if steps_per_epoch else sys.maxsize,
+        **intervals,
+    )
 
 
 def run_interval(interval: float, runs: Iterable[TaskRun]) -> int:
