@@ -33,6 +33,7 @@ from peft_mux.scheduler.replicas.time_model import (
     ReplicaGroup,
     ReplicaTimeModel,
     fit_layer,
+    in_rank_order,
     read_layer_profile,
     read_max_tokens,
 )
@@ -155,22 +156,20 @@ def all_lengths(tasks: Sequence[TaskLengths]) -> list[int]:
 
 
 def layout(groups: Sequence[ReplicaGroup]) -> str:
-    """Return replicas in the paper's notation."""
-    return ", ".join(map(str, groups))
+    """Return replicas in the paper's notation, in one order wherever they come from."""
+    return ", ".join(map(str, in_rank_order(groups)))
 
 
 def published_layout(rows: Sequence[Sequence[Any]]) -> str:
     """Return replicas as the stored tables have them in the paper's notation."""
-    return ", ".join(f"{ParallelConfig(*config)}x{count}" for config, count in rows)
+    return layout([ReplicaGroup(ParallelConfig(*config), count, 0) for config, count in rows])
 
 
 def print_time_model(inputs: Inputs) -> None:
     """Print how well the time model fits its measurements, and the steps of L Table 11."""
     print("1. Time model: one layer, and whole steps next to L Table 11 (16 GPUs, 64 sequences of one length)")
     for tp, fit in inputs.fits.items():
-        print(
-            f"   tp {tp}: mean error {fit.mean_relative_error:5.1%} over {fit.num_measurements} measurements of a layer"
-        )
+        print(f"   tp {tp}: mean error {fit.mean_relative_error:5.1%} over the measurements of a layer")
     print(f"\n   {'config':<8} {'replicas':>8} {'length':>7} {'model s':>8} {'paper s':>8} {'error':>7}")
     errors: dict[int, list[float]] = {}
     for tp, pp, replicas, length, chunks, seconds, _ in inputs.tables[

@@ -1,13 +1,13 @@
-"""The planner's figures next to those of M, Figures 9, 16, 17, 19(b) and 20: by simulation with an analytic profile.
+"""The planner's figures next to those of M, Figures 9, 14 to 17, 19(b) and 20: by simulation with an analytic profile.
 
 python -m benchmarks.planner.figures             about 10 seconds, one thread
 python -m benchmarks.planner.figures --write     also benchmarks/results/planner-figures.json
 
 No number is fitted to the paper. From data sheets: peak arithmetic, memory bandwidth and memory of an A40, bandwidth of
-PCIe 4.0 x16. From the model card: the shapes of Llama 7B and of a GPT of 2.7B. Assumed in
-`peft_mux.scheduler.costs.profile` and `hardware`: which part of the peaks kernels reach, launches and bytes of a
-layer. Workloads that M gives only as pictures (Table 2, the numbers of tasks in Figures 16 and 19, "light" and "heavy")
-are chosen here and printed.
+PCIe 4.0 x16. From the model cards: the shapes of Table 1; tasks of Figures 17 and 20 are those of Table 2.
+Assumed in `peft_mux.scheduler.costs.profile` and `hardware`: which part of the peaks kernels reach, launches and bytes
+of a layer. Workloads that M gives only as pictures (numbers of tasks and batches in Figures 14, 15, 16 and 19, "light"
+and "heavy") are chosen here and printed.
 """
 
 from __future__ import annotations
@@ -19,14 +19,27 @@ from dataclasses import asdict, replace
 from pathlib import Path
 
 from benchmarks.paths import RESULTS
-from benchmarks.planner.figures_bench import GPT_2_7B, LLAMA_7B, RANK, Bench, Row, tokens_of
-from peft_mux.scheduler.costs.hardware import DEVICES
+from benchmarks.planner.cluster.instance import SYSTEMS, InstanceModel, InstanceSpec
+from benchmarks.planner.cluster.trace import TaskKind
+from benchmarks.planner.figures_bench import (
+    GPT_2_7B,
+    LLAMA_7B,
+    QA,
+    RANK,
+    RTE,
+    SST2,
+    TABLE_1,
+    WORKLOADS,
+    Bench,
+    Row,
+    tokens_of,
+)
+from peft_mux.scheduler.costs.hardware import DEVICES, parse_devices
 from peft_mux.scheduler.costs.latency import whole_pass
 from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
 from peft_mux.scheduler.pipeline.template import build_template
 
-SST2, QA, RTE = 64, 128, 256
 STAGES = 4
 
 
@@ -70,6 +83,50 @@ def figure_9(device: str) -> list[Row]:
         )
     )
     return rows
+
+
+# ----------------------------------------------------------- Figures 14 and 15
+
+
+def figure_14(device: str) -> list[Row]:
+    """End to end against the baselines, on the backbones and numbers of GPUs of Table 1."""
+    paper = {"hf-peft": ("up to 2.33x", "2.23x"), "nemo": ("up to 1.87x", "1.83x"), "sl-peft": ("up to 1.64x", "1.85x")}
+    return _end_to_end("14", device, 16, paper)
+
+
+def figure_15(device: str) -> list[Row]:
+    """The same on a node of eight H100."""
+    return _end_to_end("15", "H100-80GB", 8, {"nemo": ("5.29x", "3.69x"), "sl-peft": ("2.31x", "1.94x")})
+
+
+def _end_to_end(figure: str, device: str, most_gpus: int, paper: dict[str, tuple[str, str]]) -> list[Row]:
+    rows = []
+    for model, shape, num_gpus in TABLE_1:
+        if num_gpus > most_gpus:
+            continue
+        spec = InstanceSpec(parse_devices(f"1x{num_gpus}x{device}"), shape)
+        systems = {name: InstanceModel(name, spec) for name in SYSTEMS if name in ("muxtune", *paper)}
+        for mix, lengths in enumerate(((QA,), (SST2, QA, RTE))):
+            for batch_size in (8, 32):
+                kinds = [TaskKind(lengths[number % len(lengths)], batch_size, RANK) for number in range(8)]
+                # Systems that do not share a backbone run one task after another.
+                step_s = {
+                    name: one.speed(kinds).step_s
+                    if one.max_tasks > 1
+                    else sum(one.speed([kind]).step_s for kind in kinds)
+                    for name, one in systems.items()
+                }
+                what = f"{model}, {num_gpus} GPUs, 8 tasks of {batch_size} x {'/'.join(map(str, lengths))}"
+                for name, published in paper.items():
+                    ratio = step_s[name] / step_s["muxtune"]
+                    rows.append(Row(figure, f"{what}: over {name}", published[mix], ratio, "x", _WHY_END_TO_END))
+    return rows
+
+
+_WHY_END_TO_END = (
+    "pipelines of all GPUs stand for M's tensor and hybrid parallelism, numbers of tasks and batches are those of a "
+    "picture, eager operators are counted, and the roofline's products are saturated by a few hundred tokens"
+)
 
 
 # ------------------------------------------------------------------ Figure 16
@@ -155,18 +212,18 @@ def figure_17(device: str) -> list[Row]:
     """Memory of the fullest GPU: a backbone for each task, zero padding, and ours with all or few tasks in flight."""
     rows = []
     cases = (
-        ("(a)", "GPT 2.7B, 2 GPUs", GPT_2_7B, 2, {15: ("4.67x", "1.44x"), 32: ("5.29x", "1.46x")}),
-        ("(b)", "Llama 7B, 4 GPUs", LLAMA_7B, 4, {11: ("3.57x", "1.37x"), 32: ("-", "-")}),
+        ("(a)", "GPT 2.7B, 2 GPUs", GPT_2_7B, 2, "WL-A", {15: ("4.67x", "1.44x"), 32: ("5.29x", "1.46x")}),
+        ("(b)", "Llama 7B, 4 GPUs", LLAMA_7B, 4, "WL-B", {11: ("3.57x", "1.37x"), 32: ("-", "-")}),
     )
-    for part, model, shape, stages, paper in cases:
+    for part, model, shape, stages, workload, paper in cases:
         bench = Bench(shape, stages, device)
         for count, (replicated, padded) in paper.items():
-            lengths = [(SST2, QA, RTE, QA)[number % 4] for number in range(count)]
-            loads = bench.tasks(lengths, 8)  # one micro-batch an iteration, as in M
+            tasks = (WORKLOADS[workload] * 4)[:count]
+            loads = bench.workload(tasks)  # one micro-batch an iteration, as in M
             few, all_held = _peak_bytes(bench, [[load] for load in loads]), _equation_5_bytes(bench, loads)
-            joint = _peak_bytes(bench, [bench.tasks(lengths, 8, padded_to=RTE)])
+            joint = _peak_bytes(bench, [bench.workload(tasks, padded_to=max(length for length, _ in tasks))])
             alone = sum(_peak_bytes(bench, [[load]]) for load in loads)
-            what = f"{model}, {count} tasks of 8 x 64/128/256"
+            what = f"{model}, {count} tasks of {workload}"
             rows += [
                 Row(
                     f"17{part}",
@@ -184,11 +241,11 @@ def figure_17(device: str) -> list[Row]:
 
 _WHY_17 = (
     "Eq. 5 holds the activations of all tasks at once, as eager launching does where memory allows; M measures, with "
-    "contexts and buffers that are not modelled, other batches (Table 2 is a picture), and tensor parallelism in (a), "
-    "for which stages of a pipeline stand here"
+    "contexts and buffers that are not modelled, and tensor parallelism in (a), for which stages of a pipeline stand "
+    "here"
 )
 _WHY_17_PADDED = (
-    "one batch of all tasks, padded to 256: the ratio is that of padded to own tokens, less what weights dilute"
+    "one batch of all tasks, padded to the longest: the ratio is that of padded to own tokens, less what weights dilute"
 )
 _WHY_17_FEW = "M gives no figure for it: launched in 1F1B order, at most S tasks hold activations"
 
@@ -251,12 +308,12 @@ def figure_20(device: str) -> list[Row]:
     """Chunk-based alignment against zero padding of one hTask with one micro-batch."""
     bench = Bench(LLAMA_7B, STAGES, device)
     rows = []
-    for part, lengths, chunk, paper in (
-        ("(a)", (SST2, QA, RTE), 64, ("2.33x", "3.59x")),
-        ("(b)", (SST2, RTE), 128, ("3.77x", "2.57x")),
+    for part, workload, chunk, paper in (
+        ("(a)", "WL-A", 64, ("2.33x", "3.59x")),
+        ("(b)", "WL-B", 128, ("3.77x", "2.57x")),
     ):
         for num_tasks in (2, 4, 8):
-            own = bench.tasks([lengths[number % len(lengths)] for number in range(num_tasks)], 8)
+            own = bench.workload(WORKLOADS[workload][:num_tasks])
             longest = max(load.longest for load in own)
             padded = [_padded(load, longest) for load in own]
             chunked = [_padded(load, -(-load.longest // chunk) * chunk) for load in own]
@@ -265,7 +322,7 @@ def figure_20(device: str) -> list[Row]:
             # that all forwards come first.
             chunked_s = bench.makespan_s([bench.bucket(chunked, longest // chunk)], "gpipe")
             overall = tokens_of(chunked) / chunked_s * padded_s / tokens_of(padded)
-            what = f"{num_tasks} tasks of 8 x {'/'.join(map(str, lengths))}, chunk {chunk} / zero padding"
+            what = f"{num_tasks} tasks of {workload}, chunk {chunk} / zero padding"
             last = num_tasks == 8
             rows += [
                 Row(f"20{part}", f"{what}: throughput", f"up to {paper[0]}" if last else "-", overall, "x", _WHY_20),
@@ -283,7 +340,7 @@ def figure_20(device: str) -> list[Row]:
 
 _WHY_20 = (
     "packs as long as the longest sequence, cut into longest / chunk pieces that fill the pipeline, which one padded "
-    "micro-batch cannot; M's workloads (Table 2) are a picture"
+    "micro-batch cannot"
 )
 _WHY_20_B = (
     "as chunks never hold more padding than zero padding does, effective gains exceed overall ones for any one "
@@ -291,7 +348,15 @@ _WHY_20_B = (
     "make more pieces"
 )
 
-FIGURES = {"9": figure_9, "16": figure_16, "17": figure_17, "19": figure_19b, "20": figure_20}
+FIGURES = {
+    "9": figure_9,
+    "14": figure_14,
+    "15": figure_15,
+    "16": figure_16,
+    "17": figure_17,
+    "19": figure_19b,
+    "20": figure_20,
+}
 
 
 def print_rows(rows: Sequence[Row]) -> None:

@@ -21,6 +21,18 @@ from peft_mux.scheduler.planner.values import Budget, Outcome
 LLAMA_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, 2 * 6_738_415_616, 2)
 # Two matrices of 4 D in place of three: the width inside a gated MLP of as many parameters is 8/3 D.
 GPT_2_7B = ModelShape(32, 2560, 6827, 2560, 2560, 50257, 2 * 2_651_307_520, 2)
+LLAMA_13B = ModelShape(40, 5120, 13824, 5120, 5120, 32000, 2 * 13_015_864_320, 2)
+OPT_30B = ModelShape(48, 7168, 19115, 7168, 7168, 50272, 2 * 29_974_540_288, 2)
+TABLE_1 = (("GPT 2.7B", GPT_2_7B, 2), ("Llama 7B", LLAMA_7B, 4), ("Llama 13B", LLAMA_13B, 8), ("OPT 30B", OPT_30B, 16))
+"""M's backbones and the GPUs of each."""
+SST2, QA, RTE = 64, 128, 256
+"""Tokens to which M pads or cuts the rows of its data sets."""
+_BATCHES = (4, 2, 4, 4, 8, 2, 4, 4)
+WORKLOADS = {
+    "WL-A": tuple(zip((SST2, QA, QA, SST2, SST2, SST2, QA, QA), _BATCHES, strict=True)),
+    "WL-B": tuple(zip((RTE, SST2, RTE, SST2, SST2, RTE, RTE, RTE), _BATCHES, strict=True)),
+}
+"""M Table 2: tokens of a row and batch of each of eight tasks."""
 RANK = 16
 MAX_TOKENS = 2**20
 
@@ -65,7 +77,11 @@ class Bench:
 
     def tasks(self, lengths: Sequence[int], batch_size: int, *, padded_to: int | None = None) -> list[TaskLoad]:
         """Return a task for each length of sequence, all with the same global batch."""
-        kinds = [TaskKind(length, batch_size, RANK) for length in lengths]
+        return self.workload([(length, batch_size) for length in lengths], padded_to=padded_to)
+
+    def workload(self, tasks: Sequence[tuple[int, int]], *, padded_to: int | None = None) -> list[TaskLoad]:
+        """Return a task for each pair of tokens of a row and global batch."""
+        kinds = [TaskKind(length, batch_size, RANK) for length, batch_size in tasks]
         return [kind.load(f"task {i}", self.shape, padded_to=padded_to) for i, kind in enumerate(kinds)]
 
     def bucket(self, loads: Sequence[TaskLoad], num_micro_batches: int, name: str = "bucket") -> BucketLoad:

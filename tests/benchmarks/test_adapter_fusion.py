@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -40,6 +41,8 @@ def test_fused_latency_is_that_of_equation_3(shares, latencies, expected: float)
         Operator(str(n), "adapter", t, utilization=u) for n, (u, t) in enumerate(zip(shares, latencies, strict=True))
     ]
     assert fused_latency_s(members) == expected
+    launched = [replace(one, latency_s=one.latency_s + 0.5, launch_s=0.5) for one in members]
+    assert fused_latency_s(launched) == expected + 0.5, "its launches are paid once"
 
 
 def test_single_task_htasks_of_a_bucket_share_their_adapters_at_every_site() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 from pathlib import Path
 
@@ -11,6 +12,7 @@ from benchmarks.planner import case_two
 from benchmarks.planner import figures as planner_figures
 from benchmarks.planner import times as planner
 from benchmarks.planner.cluster import __main__ as cluster
+from benchmarks.planner.figures_bench import TABLE_1
 
 
 @pytest.mark.nightly
@@ -53,6 +55,10 @@ def test_figures_follow_the_papers_curves() -> None:
     for overall, effective in pairs:
         assert 1 < overall < effective
         assert overall <= 4 * 4 / 7  # S n / (S - 1 + n) with four chunks in the longest pack
+    shared = [rows_of(figures, part, "backbone each", "all held") for part in ("17(a)", "17(b)")]
+    assert shared == [pytest.approx([3.87, 4.28], abs=0.01), pytest.approx([3.38, 4.04], abs=0.01)], "M Table 2"
+    assert {row.what.split(",")[0] for row in figures if row.figure == "14"} == {name for name, *_ in TABLE_1}
+    assert min(row.ours for row in figures if row.figure in ("14", "15")) > 0.99
     assert min(rows_of(figures, "17(a)", "backbone each") + rows_of(figures, "17(b)", "backbone each")) > 2
     assert max(rows_of(figures, "16", "orchestration") + rows_of(figures, "16", "all padded")) < -5
 
@@ -64,8 +70,8 @@ def test_times_of_planning_are_written_for_every_policy(tmp_path: Path) -> None:
     assert [row["what"] for row in rows] == ["fusion"] + ["planning"] * 8
 
 
-def test_one_launch_over_two_htasks_is_no_faster_than_the_better_of_turns_and_one_htask() -> None:
-    for case in case_two.cases()[::7]:
-        found = case_two.compared(case)
-        assert min(found.turns_s, found.one_s) <= found.shared_s * 1.001, case
+def test_one_launch_over_two_htasks_gains_little_over_the_better_of_turns_and_one_htask() -> None:
+    for case, sheet in zip(case_two.cases()[::7], itertools.cycle(case_two.SHEETS), strict=False):
+        found = case_two.compared(case, sheet)
+        assert min(found.turns_s, found.one_s) <= found.shared_s * 1.052, case
         assert found.shared_s <= found.turns_s * (1 + 1e-9), case

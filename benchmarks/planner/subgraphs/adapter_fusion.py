@@ -53,11 +53,14 @@ class FusedBucket:
 def fused_latency_s(adapters: Sequence[Operator]) -> float:
     """Return the latency of adapters in one kernel: max(sum of u_a t_a, max of t_a), the second line of M Eq. 3.
 
+    Of launches, if they are known, the kernel has those of one adapter.
+
     Args:
         adapters: the adapter operators that run as one kernel.
     """
-    weighted_s = sum(adapter.utilization * adapter.latency_s for adapter in adapters)
-    return max([weighted_s, *(adapter.latency_s for adapter in adapters)])
+    launch_s = max(adapter.launch_s for adapter in adapters)
+    weighted_s = sum(adapter.utilization * (adapter.latency_s - adapter.launch_s) for adapter in adapters)
+    return max([launch_s + weighted_s, *(adapter.latency_s for adapter in adapters)])
 
 
 def fuse_adapters(buckets: Sequence[Sequence[OperatorGraph]]) -> tuple[FusedBucket, ...]:
@@ -170,15 +173,18 @@ def fuse_site(graphs: Sequence[Sequence[Subgraph]], site: str) -> Graphs | None:
 def _fused_operator(site: str, members: Sequence[Operator]) -> Operator:
     """Return the operator of adapters in one kernel; its dependencies are those of all."""
     latency_s = fused_latency_s(members)
-    weighted_s = sum(item.utilization * item.latency_s for item in members)
+    launch_s = max(item.launch_s for item in members)
+    weighted_s = sum(item.utilization * (item.latency_s - item.launch_s) for item in members)
+    busy_s = latency_s - launch_s
     return Operator(
         name=site,
         kind="adapter",
         latency_s=latency_s,
         depends_on=tuple(dict.fromkeys(name for item in members for name in item.depends_on)),
         # u t stays the sum of the members', so that a further fusion by Eq. 3 comes to the same.
-        utilization=min(1.0, weighted_s / latency_s) if latency_s else 1.0,
+        utilization=min(1.0, weighted_s / busy_s) if busy_s else 1.0,
         site=site,
+        launch_s=launch_s,
     )
 
 

@@ -31,6 +31,7 @@ class Operator:
         utilization: share of the device that it fills, 0 to 1: u_a of M Eq. 3. Read of adapters only.
         site: place and adapter type, such as "layer0.qkv.lora". Adapters of one site can be fused into one kernel;
             an empty site is never fused. Read of adapters only.
+        launch_s: the part of `latency_s` that is launches, which one kernel for several adapters has once.
     """
 
     name: str
@@ -39,6 +40,7 @@ class Operator:
     depends_on: tuple[str, ...] = ()
     utilization: float = 1.0
     site: str = ""
+    launch_s: float = 0.0
 
 
 @dataclass(frozen=True, slots=True)

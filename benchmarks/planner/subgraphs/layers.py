@@ -69,6 +69,7 @@ class AdapterLatency:
         add_s: seconds of adding its result to that of the base operator.
         utilization: share of the device that the adapter fills, 0 to 1 (u_a of M Eq. 3).
         type: the type of the adapter; adapters of different types are never fused with each other.
+        launch_s: the part of `latency_s` that is launches, which one kernel for several adapters has once.
     """
 
     task: str
@@ -77,6 +78,7 @@ class AdapterLatency:
     add_s: float = 0.0
     utilization: float = 1.0
     type: str = "lora"
+    launch_s: float = 0.0
 
 
 def layer_graph(
@@ -130,6 +132,7 @@ def _operator(
             after,
             utilization=adapter.utilization,
             site=f"{name}.{adapter.type}",
+            launch_s=adapter.launch_s,
         )
         for adapter in adapters
     ]
