@@ -462,7 +462,7 @@ _RULES: Mapping[str, Rule] = {
             ),
             "replicas": Rule(
                 lambda value: value is None or (isinstance(value, str) and len(value) <= 1000),
-                'a string such as "<2,1>, <1,1>x2", or None',
+                '"auto", a string such as "<2,1>, <1,1>x2", or None',
             ),
         }
     ),
@@ -527,7 +527,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
         pipeline_parallel_size: stages of whole layers of a replica; the remaining processes make further replicas,
             which share the rows of each step.
         replicas: unequal replicas instead, as LobRA writes them: "<2,1>, <1,1>x2" stands for one of tensor parallel
-            degree 2 and two whole ones. Processes are assigned in this order.
+            degree 2 and two whole ones. Processes are assigned in this order. With "auto", LobRA's planner chooses them
+            for the processes that there are when `train` loads the model; so a run that has lost a machine goes on.
         dispatch: which of unequal replicas trains which sequences of a step (LobRA): "balanced" by its integer
             program, or a baseline: "length" (the smallest replica that holds a length), "uniform" (evenly over all
             that do).
@@ -592,7 +593,9 @@ class MultiTaskTrainingArguments(TrainingArguments):
     cuda_graphs: bool = field(default=False, metadata={"help": "Replay passes as CUDA graphs."})
     tensor_parallel_size: int = field(default=1, metadata={"help": "Processes that share every layer."})
     pipeline_parallel_size: int = field(default=1, metadata={"help": "Stages of whole layers."})
-    replicas: str | None = field(default=None, metadata={"help": 'Unequal replicas, such as "<2,1>, <1,1>x2".'})
+    replicas: str | None = field(
+        default=None, metadata={"help": 'Unequal replicas, such as "<2,1>, <1,1>x2", or "auto".'}
+    )
     dispatch: str = field(default="balanced", metadata={"help": "balanced, length or uniform."})
     redeploy: bool = field(default=False, metadata={"help": "Move to better replicas when tasks come or go."})
     interleaved_passes: int | str = field(

@@ -35,6 +35,8 @@ from peft_mux.modeling.objectives.objective import WORDS
 from peft_mux.modeling.objectives.task_objective import columns_of
 from peft_mux.scheduler.replicas.time_model import ParallelConfig
 
+AUTO = "auto"
+"""The value of `replicas` with which the replicas are planned."""
 _MOST_DIGITS = 5
 _REPLICAS = re.compile(r"<\s*(\d+)\s*,\s*(\d+)\s*>\s*(?:x\s*(\d+))?")
 
@@ -188,7 +190,7 @@ class ParallelLayout:
 
 
 def layout_of(args: MultiTaskTrainingArguments) -> ParallelLayout:
-    """Return the layout of a run's processes according to its arguments.
+    """Return the layout of a run's processes according to its arguments; whole models for `replicas="auto"`.
 
     Raises:
         ConfigError: if the number of processes does not match.
@@ -209,6 +211,8 @@ def layout_of(args: MultiTaskTrainingArguments) -> ParallelLayout:
             f"args.replicas must be left out with tensor_parallel_size={tp} and pipeline_parallel_size={pp}, got "
             f"{args.replicas!r}. Leave the sizes at 1, because replicas includes them."
         )
+    if args.replicas == AUTO:
+        return ParallelLayout.of(world_size)
     return layout_of_text(args.replicas, world_size)
 
 
@@ -225,7 +229,8 @@ def layout_of_text(replicas: str, world_size: int) -> ParallelLayout:
     if layout.world_size != world_size:
         raise ConfigError(
             f"args.replicas must have as many processes as the run ({world_size}), got {layout}, which needs "
-            f"{layout.world_size}. Start {layout.world_size} processes, or use other replicas."
+            f"{layout.world_size}. Start {layout.world_size} processes, use other replicas, or set "
+            'args.replicas="auto", which plans them for the processes that there are.'
         )
     return layout
 

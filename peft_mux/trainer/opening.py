@@ -22,12 +22,22 @@ from peft_mux.checkpoint.run_folder import (
 )
 from peft_mux.checkpoint.saver import ENVIRONMENT_NAME, describe_tasks, environment_of, numerics_of
 from peft_mux.engine.agreement import require_consistent
+from peft_mux.engine.layout import AUTO, ParallelLayout
 from peft_mux.engine.tasks.task_run import BestMetric, LossMean, new_state, run_interval
-from peft_mux.errors import CheckpointError, ConfigError, Fault, installed_version, raise_faults
+from peft_mux.errors import (
+    CheckpointError,
+    ConfigError,
+    Fault,
+    UnsupportedModelError,
+    installed_version,
+    raise_faults,
+)
 from peft_mux.modeling.backbone.shape import fingerprint
+from peft_mux.planning.deployment import report_deployment
 from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.report import banner_lines
 from peft_mux.reporting.screen import make_progress
+from peft_mux.scheduler.replicas.time_model import ReplicaGroup, layout_text
 from peft_mux.storage import write_file
 from peft_mux.task import TaskStatus
 from peft_mux.trainer.placement import Placement
@@ -161,6 +171,7 @@ class Opening:
             ConfigError: on every process, naming a frozen weight that several of them hold and that differs.
         """
         run, args, root, saver = self._run, self._run.args, self._run.root, self._run.saver
+        self._choose_replicas()
         whole: dict[str, str] = {}  # a digest of each frozen weight
         faults = []
         for rank, own in enumerate(run.processes.gather(dict(self._placement.load(self._plans.plan_stages)))):
@@ -205,6 +216,53 @@ class Opening:
         # The stop request of the previous training would end this one before its first step. Not later than here: once
         # signals are handled, one of them may have asked for a stop.
         run.control.should_training_stop, run.interrupted_by = False, 0
+
+    def _choose_replicas(self) -> None:
+        """With `replicas="auto"`, take the fastest replicas that use all processes, unless a model is loaded.
+
+        Raises:
+            ConfigError: if no replicas can train these tasks on these processes, or the model is an object.
+        """
+        run, placement, processes = self._run, self._placement, self._run.processes
+        if run.args.replicas != AUTO or processes.is_alone or placement.is_loaded:
+            return
+        if not isinstance(placement.source.model, str):
+            raise ConfigError(
+                'args.replicas="auto" needs a model that is a hub id or folder, from which every process reads its '
+                "part, got a model object. Give the trainer the folder of the model."
+            )
+        chosen, refused = "", ""
+        if processes.is_main:  # predicted times differ between processes
+            report = report_deployment(self._plans.planner, run.table.plannable)
+            plan, num_processes = report.plan, processes.world_size
+            # The chosen deployment is the first. Last come equal replicas, as what is fastest may leave processes idle.
+            every = [zip(plan.configurations, one.counts, strict=True) for one in plan.candidates]
+            every += [
+                zip([row.config], [num_processes // row.config.num_gpus], strict=True)
+                for row in report.configs
+                if row.max_tokens >= plan.longest
+            ]
+            for counts in every:
+                text = layout_text(tuple(ReplicaGroup(config, count, 0) for config, count in counts if count))
+                layout = ParallelLayout.parse(text)
+                if layout.world_size != num_processes:
+                    continue
+                try:
+                    placement.part_for_layout(layout)
+                except (ConfigError, UnsupportedModelError) as error:
+                    refused = refused or f": {error}"
+                else:
+                    chosen = text
+                    break
+        chosen, refused = processes.gather((chosen, refused))[0]
+        if not chosen:
+            raise ConfigError(
+                f'args.replicas="auto" found no replicas that use all {processes.world_size} processes{refused}. Start '
+                "another number of processes, or set replicas."
+            )
+        layout = ParallelLayout.parse(chosen)
+        if layout != run.layout:
+            placement.change_part(placement.part_for_layout(layout))
 
     def _restore(self, root: Path, backbone: str) -> None:
         """Start all tasks and put them back to where a run's newest state left them.

@@ -14,6 +14,7 @@ from peft_mux import ConfigError
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.planning.replica_facts import run_facts
 from peft_mux.scheduler.costs.hardware import parse_devices
+from peft_mux.scheduler.replicas.time_model import ParallelConfig
 from tests.engine.processes.cases import Part, assert_alike, assert_as_one, launch, values
 from tests.engine.replicas import layout_cases as cases
 from tests.invariants import mux_lab as lab
@@ -152,6 +153,23 @@ def test_any_layout_resumes_from_the_state_of_any_other(
     parts = values(launch(world_size, cases.go_on, tmp_path, backbone, after, limit_s=120))
     assert_alike(parts)
     assert_as_one(parts[0], alone, from_step=step)
+
+
+@SLOW
+def test_replicas_are_planned_again_for_the_processes_that_are_left(backbone: str, alone: Part, tmp_path: Path) -> None:
+    trainer = lab.make_trainer(
+        cases.tasks_of("llama"), tmp_path / "plan", model=backbone, max_tokens_per_micro_batch=64
+    )
+    facts = run_facts(trainer._plans.planner, trainer.table.plannable)
+    limit_gib = 0.99 * facts.least_bytes(ParallelConfig(1, 1)) / 2**30  # no process holds a whole model
+    arguments = {"replicas": "auto", "memory_limit_gib": limit_gib}
+    values(launch(4, cases.train_and_stop, tmp_path, backbone, arguments, 3, limit_s=120))
+    parts = values(launch(2, cases.go_on, tmp_path, backbone, arguments, limit_s=120))
+    assert max(part.frozen for part in parts) < alone.frozen
+    assert_alike(parts)
+    assert_as_one(parts[0], alone, from_step=3)
+    with pytest.raises(ConfigError, match=r'must have as many processes as the run \(1\).*set args.replicas="auto"'):
+        cases.go_on(0, tmp_path, backbone, {"replicas": "<1,2>"})
 
 
 @pytest.mark.parametrize(
