@@ -528,7 +528,7 @@ class MultiTaskTrainingArguments(TrainingArguments):
             which share the rows of each step.
         replicas: unequal replicas instead, as LobRA writes them: "<2,1>, <1,1>x2" stands for one of tensor parallel
             degree 2 and two whole ones. Processes are assigned in this order. With "auto", LobRA's planner chooses them
-            for the processes that there are when `train` loads the model; so a run that has lost a machine goes on.
+            for the processes that there are when `train` loads the model; so a run that has lost a machine resumes.
         dispatch: which of unequal replicas trains which sequences of a step (LobRA): "balanced" by its integer
             program, or a baseline: "length" (the smallest replica that holds a length), "uniform" (evenly over all
             that do).

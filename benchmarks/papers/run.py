@@ -54,7 +54,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     given = sys.argv[1:] if arguments is None else list(arguments)
     options = _parser().parse_args(given)
     if options.page:
-        PAGE.write_text(page(json.loads(options.page.read_text(encoding="utf-8"))), encoding="utf-8")
+        _write_page(json.loads(options.page.read_text(encoding="utf-8")))
         return 0
     settings = _settings(options)
     found: dict[str, Any] = {
@@ -79,9 +79,15 @@ def main(arguments: Sequence[str] | None = None) -> int:
     if found["rows"]:
         print(text_table(found["rows"]))
     if options.write:
-        PAGE.write_text(page(found), encoding="utf-8")
+        _write_page(found)
         print(f"written: {RESULT.relative_to(ROOT)} and {PAGE.relative_to(ROOT)}")
     return int(bool(found["faults"]))
+
+
+def _write_page(found: dict[str, Any]) -> None:
+    """Write the measured figures; what is simulated, by other commands, stays."""
+    _, heading, simulated = PAGE.read_text(encoding="utf-8").partition("\n## Simulated\n")
+    PAGE.write_text(page(found) + heading + simulated, encoding="utf-8")
 
 
 def keep_others(found: dict[str, Any], before: dict[str, Any], parts: Sequence[str]) -> None:
