@@ -155,7 +155,7 @@ def test_any_layout_resumes_from_the_state_of_any_other(
     assert_as_one(parts[0], alone, from_step=step)
 
 
-@SLOW
+@NIGHTLY
 def test_replicas_are_planned_again_for_the_processes_that_are_left(backbone: str, alone: Part, tmp_path: Path) -> None:
     trainer = lab.make_trainer(
         cases.tasks_of("llama"), tmp_path / "plan", model=backbone, max_tokens_per_micro_batch=64
