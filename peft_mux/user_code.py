@@ -17,8 +17,8 @@ import threading
 import time
 import traceback
 import warnings
-from collections.abc import Callable
-from contextlib import AbstractContextManager, suppress
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, contextmanager, suppress
 from pathlib import Path
 from types import TracebackType
 from typing import Any, NamedTuple
@@ -63,6 +63,16 @@ def ignore_timing(task: str, what: str, seconds: float) -> None:
 _running = threading.local()
 
 
+@contextmanager
+def watching_model(watch: Callable[[str, str], Callable[[], str]]) -> Iterator[None]:
+    """Let guards of this thread watch the model that all tasks share, in the `with` block (`SharedModel.watch`)."""
+    _running.watch = watch
+    try:
+        yield
+    finally:
+        del _running.watch
+
+
 def running_task() -> str | None:
     """Return the task whose own code runs in this thread; `None` outside of such code."""
     return getattr(_running, "task", None)
@@ -77,17 +87,22 @@ class guard_user_code(AbstractContextManager[None]):
         task: name of the task.
         what: which of its code runs: "callback", "compute_metrics", "optimizer".
         listener: receives the seconds that it took, also when it fails.
+        watches_model: whether the block runs code that could change the model that all tasks share.
 
     Raises:
-        UserCodeError: caused by whatever the code raises.
+        UserCodeError: caused by whatever the code raises, or because it has changed the model.
+        ProcessError: if a change of the model cannot be undone.
     """
 
-    def __init__(self, task: str, what: str, listener: Listener = ignore_timing) -> None:
+    def __init__(self, task: str, what: str, listener: Listener = ignore_timing, *, watches_model: bool = True) -> None:
         """Do nothing until the block begins."""
-        self._task, self._what, self._listener = task, what, listener
+        self._task, self._what, self._listener, self._watches = task, what, listener, watches_model
 
     def __enter__(self) -> None:
         self._outer, _running.task = running_task(), self._task
+        # Code within other own code is watched by the outer guard.
+        watch = getattr(_running, "watch", None) if self._watches and self._outer is None else None
+        self._put_model_back = str if watch is None else watch(self._task, self._what)
         # This block restores the state of the thread: inference mode, gradients, and which keys operations dispatch on.
         self._thread, records_gradients = (
             torch._C._InferenceMode(torch.is_inference_mode_enabled()),
@@ -110,10 +125,13 @@ class guard_user_code(AbstractContextManager[None]):
                 error = raised if error is None else error
                 mode.put_back(before)
         self._thread.__exit__(None, None, None)
+        changed = self._put_model_back()
         self._listener(self._task, self._what, time.perf_counter() - self._started)
         # Not `isinstance`, which may call code of the error.
         if error is not None and not issubclass(type(error), ForcedInterrupt):
             raise UserCodeError(describe_error(error)) from error
+        if changed and error is None:
+            raise UserCodeError(changed)
 
 
 # ------------------------------------------------------- modes of the process

@@ -58,6 +58,7 @@ from peft_mux.modeling.objectives.objective import TokenOutputs
 from peft_mux.modeling.objectives.task_objective import MuxOutput, TaskObjectives
 from peft_mux.modeling.registry import TaskRegistry
 from peft_mux.modeling.router_loss import STATISTIC, RoutedTokens, RouterLoss
+from peft_mux.modeling.shared_model import SharedModel
 from peft_mux.modeling.stream import Passes, Stream, temporary_attributes
 from peft_mux.storage import write_checksums
 from peft_mux.user_code import running_task
@@ -195,6 +196,7 @@ class MultiTaskPeftModel(PeftModel):
         registry: the tasks that the model holds, their parameters, and where these are in memory.
         stream: what the attached layers read of the micro-batch in flight.
         has_prompts: whether passes include the learnt prompts of tasks; not while all adapters are switched off.
+        shared: what the own code of a task must leave as it is.
         last_layer: whether the last layer computes only the rows whose outputs are read.
         objectives: which loss each task is trained towards, and the head that they all read.
         noise: which tasks have noise on their embeddings in training.
@@ -239,7 +241,7 @@ class MultiTaskPeftModel(PeftModel):
         self.noise, self.router_loss = EmbeddingNoise(self.stream), RouterLoss(self.stream)
         self.module_names: dict[nn.Module, str] = {}
         self._origin = Origin(model)
-        self.last_layer = LastLayer()
+        self.last_layer, self.shared = LastLayer(), SharedModel(self)
         # The devices and precisions in which packing was verified; `None` if that is never wanted.
         self._verified: set[ComputingPath] | None = None if verify is False else set()
         # PEFT makes its tuner with a first adapter; all further ones are added to it.
@@ -346,11 +348,6 @@ class MultiTaskPeftModel(PeftModel):
         """Whether a task was registered with this configuration, or holds it now (PEFT completes what it is given)."""
         is_held = config.to_dict() == self.peft_config[self.adapter_of(name)].to_dict()
         return is_held or self.registry.was_given(name, config)
-
-    def lay_back(self) -> None:
-        """Make the parameters of all tasks trainable views of their buffers again, even after a move or a freeze."""
-        for name in self.tasks:
-            self.registry.slab_of(name).lay_back()
 
     def mark_trainable(self) -> None:
         """Let every task train: PEFT keeps gradients for the active adapter only."""

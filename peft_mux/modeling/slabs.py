@@ -230,14 +230,6 @@ class TaskSlab:
         gradient = None if page.values.grad is None else entry.rows_of(page.values.grad)
         return Factor(entry.rows_of(values), gradient)
 
-    def lay_back(self) -> None:
-        """Make the parameters views of the pages again, trainable and without gradients; the weights are the pages'."""
-        for page in self.pages:
-            for entry in page.entries.values():
-                entry.parameter.grad = None
-                entry.parameter.data = entry.view_of(page.values.data)
-                entry.parameter.requires_grad_(True)
-
     def is_in_place(self, device: torch.device) -> bool:
         """Return whether the weights are on a device as they were laid out: neither moved nor cast since."""
         for page in self.pages:

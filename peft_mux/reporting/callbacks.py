@@ -12,7 +12,6 @@ import logging
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import fields
-from operator import attrgetter
 from pathlib import Path
 from typing import Any
 
@@ -154,54 +153,6 @@ class RunCallbacks:
         return bool(listening)
 
 
-_WORDS = ("requires_grad", "dtype", "device")
-_FORM = attrgetter(*_WORDS)
-
-
-class _SharedWeights:
-    """The form of the weights that all tasks share, which the callbacks of one task must not change.
-
-    It checks the frozen weights and those of the task, which casting or freezing the whole model would change too.
-
-    Args:
-        model: the multi-task model.
-        name: the task whose callbacks are called.
-    """
-
-    def __init__(self, model: Any, name: str) -> None:
-        """Record the place and form of all weights and buffers."""
-        self.model = model
-        adapters = {id(parameter) for parameter in model.registry.parameters()}
-        frozen = {key: one for key, one in model.backbone.named_parameters() if id(one) not in adapters}
-        self._frozen = [(one, one.data, one.requires_grad) for one in frozen.values()]
-        self._buffers = [(one, dict(one._buffers)) for one in model.backbone.modules() if one._buffers]
-        named = {**frozen, **(model.task_parameters(name) if name in model.tasks else {})}
-        self._names, self._watched = list(named), list(named.values())
-        self._before = list(map(_FORM, self._watched))
-
-    def is_of(self, model: Any) -> bool:
-        """Return whether this is the model, in its present form."""
-        return self.model is model and self._before == list(map(_FORM, self._watched))
-
-    def put_back(self) -> str:
-        """Undo what was moved, cast, frozen or made trainable; return a description of it, "" if nothing was."""
-        now = list(map(_FORM, self._watched))
-        if now == self._before:
-            return ""
-        self.model.lay_back()
-        for parameter, values, records_gradients in self._frozen:
-            parameter.data = values
-            parameter.requires_grad_(records_gradients)
-        for module, buffers in self._buffers:
-            module._buffers.update(buffers)
-        triples = zip(self._names, self._before, now, strict=True)
-        name, before, left = next((name, before, left) for name, before, left in triples if before != left)
-        words = [f"{word} {old}, got {new}" for word, old, new in zip(_WORDS, before, left, strict=True) if old != new]
-        return (
-            f"the model, which all tasks share, must keep its form: {name} {words[0]}. It was restored; change a copy."
-        )
-
-
 class TaskCallbacks:
     """Calls one task's own callbacks with its own state and arguments.
 
@@ -227,7 +178,6 @@ class TaskCallbacks:
         self.listener: Listener = ignore_timing
         self._state, self._handed = TrainerState(), TrainerControl()
         self._num_shown = 0
-        self._weights: _SharedWeights | None = None
         # Without a flow callback the handler of transformers warns, and its own one would decide about saving.
         own = [TaskFlowCallback(), *run.task.callbacks]
         self.handler = CallbackHandler(own, model, processing_class, None, None)
@@ -235,7 +185,7 @@ class TaskCallbacks:
 
     def use_model(self, model: Any) -> None:
         """Hand another model to the callbacks from now on; `None` while there is none."""
-        self.handler.model, self._weights = model, None
+        self.handler.model = model
 
     def step_begins(self) -> None:
         """Call the events at the beginning of a step, and of an epoch if one begins with it."""
@@ -260,25 +210,16 @@ class TaskCallbacks:
         If a callback raises, or returns something other than a control, its task fails, and no other.
         """
         if self.run.task.callbacks:
-            model = self.handler.model
-            was_training = getattr(model, "training", None)
-            if self._weights is None or not self._weights.is_of(model):
-                self._weights = _SharedWeights(model, self.run.name) if hasattr(model, "registry") else None
+            is_heard = any(hears(callback, event) for callback in self.run.task.callbacks)
             try:
-                with guard_user_code(self.run.name, "callback", self.listener):
+                # Around the optimizer step tasks hold gradients, which `SharedModel` must not take away.
+                what = "optimizer" if "optimizer" in event else "callback"
+                with guard_user_code(self.run.name, what, self.listener, watches_model=is_heard):
                     self._call_callbacks(event, facts)
             except UserCodeError as error:
                 log_warning(_logger, f'a callback of task "{self.run.name}" failed in {event}', error.__cause__)
                 if not self.run.status.is_final:
                     self.run.quarantine(f"a callback failed in {event}: {error}")
-            finally:
-                # All tasks share the mode: a callback that generates text leaves the model in evaluation, which would
-                # end the dropout of every task.
-                if was_training is not None and model.training != was_training:
-                    model.train(was_training)
-            changed = "" if self._weights is None else self._weights.put_back()
-            if changed and not self.run.status.is_final:
-                self.run.quarantine(f"a callback failed in {event}: {changed}")
         self.trackers.hear(event, self.handler.model, **facts)
         return self.control
 
@@ -286,6 +227,7 @@ class TaskCallbacks:
         """Call the callbacks with the present state of the task, and apply what they ask for.
 
         Raises:
+            ConfigError: if the optimizer of the task holds weights of others.
             TypeError: if the answer is not a control.
             KeyError: if a field of it is missing.
         """
@@ -303,6 +245,8 @@ class TaskCallbacks:
         self._num_shown = len(run.state.log_history)
         # Its own method of the event takes back what was asked for before.
         answer = getattr(handler, event)(self.args, self._state, self._handed, **facts)
+        if run.optimizer is not None:
+            run.optimizer.require_own_parameters()
         if not isinstance(answer, TrainerControl):
             raise TypeError(f"it must return the TrainerControl or None, got {type(answer).__name__}")
         # Its own fields, not those of its class: a control that was emptied is invalid.

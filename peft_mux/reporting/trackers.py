@@ -216,7 +216,7 @@ class TaskTrackers:
     def _guarded(self, name: str, event: str) -> Iterator[None]:
         """Log what a logger raises in the `with` block, once for each event."""
         try:
-            with guard_user_code(self._run.name, "logger", self.listener):
+            with guard_user_code(self._run.name, "logger", self.listener, watches_model=False):
                 yield
         except UserCodeError as error:
             if (name, event) not in self._reported:

@@ -80,6 +80,7 @@ from peft_mux.trainer.loop import TrainingLoop, stop_at_signal
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
 from peft_mux.trainer.run import make_run, mark_main_process, output_folder
+from peft_mux.user_code import watching_model
 
 WORKING = frozenset(
     # Overridden by `MultiTaskTrainer`.
@@ -427,6 +428,7 @@ class MultiTaskTrainer(Trainer):
         with (
             run.processes.together(),
             keeping,
+            watching_model(lambda task, what: self._placement.model.shared.watch(task, what)),
             # From the start: requests of other threads wait for the first step while the model loads.
             membership.queue.training(membership.finish_commands),
             loop.opening.opened(resume_from_checkpoint),

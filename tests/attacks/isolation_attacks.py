@@ -24,7 +24,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import TrainerCallback, set_seed
 
 from peft_mux import EarlyStopping
-from tests.attacks.attack_lab import ATTACKED, LENGTH, VOCABULARY, rows
+from tests.attacks.attack_lab import ATTACKED, LENGTH, OTHERS, VOCABULARY, rows
 from tests.modeling.adapters.cases import CASES_BY_NAME
 from tests.modeling.adapters.prompts.prompt_cases import PROMPTS, config_of
 
@@ -304,6 +304,26 @@ def freezes_one_by_one(model: Any) -> None:
 HANDLER = logging.Handler()
 HANDLER.emit = raises(SystemExit)  # type: ignore[method-assign]
 
+
+def layer_of(model: Any) -> Any:
+    """Return the first layer of a model."""
+    return model.backbone.model.layers[0]
+
+
+def raises_dropout(model: Any) -> None:
+    """Let all dropouts drop nearly everything."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Dropout):
+            module.p = 0.9
+
+
+def goes_back(model: Any) -> None:
+    """Leave gradients on the weights of another task."""
+    ids = torch.tensor([[1, 2, 3, 4]])
+    with torch.enable_grad():
+        model.task_view(OTHERS[0])(input_ids=ids, labels=ids).loss.backward()
+
+
 SHARED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "casts the model": (lambda model: model.to(torch.bfloat16), "casts"),
     "casts the backbone": (lambda model: model.backbone.to(torch.float64), "float32, got torch.float64"),
@@ -311,12 +331,75 @@ SHARED: dict[str, tuple[Callable[[Any], Any], str]] = {
     "freezes the model": (lambda model: model.requires_grad_(False), "requires_grad True, got False"),
     "freezes one by one": (freezes_one_by_one, "requires_grad True, got False"),
     "thaws the backbone": (lambda model: model.backbone.requires_grad_(True), "requires_grad False, got True"),
+    "raises dropout": (raises_dropout, "p 0.1, got 0.9"),
+    "leaves a hook": (lambda model: layer_of(model).register_forward_hook(lambda *_: None), "forward_hooks"),
+    "replaces a module": (lambda model: setattr(layer_of(model).mlp, "act_fn", torch.nn.Tanh()), "modules .act_fn"),
+    "removes a module": (lambda model: delattr(layer_of(model), "mlp"), "modules .mlp"),
+    "replaces a weight's memory": (
+        lambda model: setattr(layer_of(model).input_layernorm.weight, "data", torch.ones(16)),
+        "input_layernorm.weight in other memory",
+    ),
+    "replaces a buffer": (
+        lambda model: setattr(model.backbone.model.rotary_emb, "inv_freq", torch.ones(4)),
+        "buffers .inv_freq",
+    ),
+    "goes back through another task": (goes_back, f'gradients of task "{OTHERS[0]}"|another task|every token once'),
 }
-"""What a callback may do to the model that all tasks share, and the reason that the task must give."""
+"""What own code may do to the model that all tasks share, and the reason that the task must give."""
+
+EVALUATING: dict[str, Callable[[Any], Any]] = {
+    "the model": lambda model: model.eval(),
+    "the backbone": lambda model: model.backbone.eval(),
+    "a layer": lambda model: layer_of(model).eval(),
+}
+"""What own code may leave in evaluation without being blamed."""
+
+WRITTEN: dict[str, Callable[[Any], Any]] = {
+    "a frozen weight": lambda model: layer_of(model).input_layernorm.weight.detach().mul_(2),
+    "a buffer": lambda model: model.backbone.model.rotary_emb.inv_freq.mul_(2),
+}
+"""What own code may write that nothing can restore: the run ends."""
+
+
+def acts_on_model(field: str, act: Callable[[Any], Any]) -> dict[str, Any]:
+    """Return the fields of a task whose loss or metric does something to the model, which its callback knows."""
+    known: list[Any] = []
+    callback = TrainerCallback()
+    callback.on_train_begin = lambda *_, model, **__: known.append(model)  # type: ignore[method-assign]
+    if field == "compute_metrics":
+        return evaluated(callbacks=[callback], compute_metrics=lambda _: (act(known[0]), {"own": 1.0})[1])
+    own = lambda outputs: (act(known[0]) if outputs.step == 2 else None, mean_loss(outputs))[1]  # noqa: E731
+    return {"callbacks": [callback], "objective": own}
 
 
 EVENTS = "train_begin epoch_begin step_begin step_end epoch_end log evaluate".split()
 CALLBACKS = [
+    *(
+        Attack(
+            f"a callback that leaves {name} in evaluation",
+            "",
+            calls("on_step_end", lambda *_, model, act=act, **__: (act(model), None)[1], at=2),
+            ends=("succeeded",),
+        )
+        for name, act in EVALUATING.items()
+    ),
+    *(
+        Attack(f"a {field} that {name}", blame, lambda field=field, act=act: acts_on_model(field, act))
+        for field, (name, (act, blame)) in itertools.product(("compute_metrics", "objective"), SHARED.items())
+        # The gradients of a step are lost with the memory of the weights, which ends the run.
+        if field == "compute_metrics" or name != "halves a layer"
+    ),
+    Attack(
+        "a callback that gives its optimizer weights of another task",
+        "optimizer must hold the weights of its task only",
+        calls(
+            "on_step_end",
+            lambda *_, optimizer, model, **__: optimizer.add_param_group(
+                {"params": list(model.task_parameters(OTHERS[0]).values())}
+            ),
+            at=2,
+        ),
+    ),
     *(
         Attack(f"a callback that {name} in on_{event}", f"callback.*on_{event}.*{blame}", made)
         for event, (name, (act, blame)) in itertools.product(("step_end", "step_begin", "evaluate"), SHARED.items())
@@ -394,6 +477,10 @@ CALLBACKS = [
 
 
 # ------------------------------------------------------------------------ losses of a task's own
+
+
+WEIGHT = torch.nn.Parameter(torch.ones(2))
+"""A tensor that needs a gradient, and is none of the outputs."""
 
 
 def mean_loss(outputs: Any) -> torch.Tensor:
@@ -539,6 +626,15 @@ OBJECTIVES = [
     *(Attack(f"a loss that raises {name}", f"objective:.*{blame}", loss(act)) for name, (act, blame) in ERRORS.items()),
     Attack("a loss that raises GeneratorExit", "GeneratorExit", loss(raises(boom(GeneratorExit)))),
     *(Attack(f"a loss that returns {name}", "objective", loss(act)) for name, act in RETURNED.items()),
+    *(
+        Attack(f"a loss {name}", f"objective: DataError: the objective must {blame}", loss(act))
+        for name, act, blame in (
+            ("of a weight", lambda _: WEIGHT.square().sum(), "be computed from its outputs alone.*shape .2."),
+            ("that is a weight", lambda _: WEIGHT[0], "be computed from its outputs alone"),
+            ("with a penalty", lambda outputs: mean_loss(outputs) + WEIGHT.sum(), "be computed from its outputs alone"),
+            ("without a gradient", lambda outputs: mean_loss(outputs).detach(), "depend on outputs.nll_M"),
+        )
+    ),
     Attack("a loss of NaN", "non_finite", loss(lambda outputs: mean_loss(outputs) * math.nan)),
     Attack("a loss beyond fp32", "non_finite", loss(lambda outputs: mean_loss(outputs).double() * 1e300)),
     Attack("a gradient of NaN", "non_finite", loss(lambda outputs: torch.sqrt(0 * outputs.nll_M).sum())),

@@ -20,6 +20,7 @@ import pytest
 import torch
 
 from peft_mux import MultiTaskTrainer, PeftMuxError
+from peft_mux.errors import ProcessError
 from tests.attacks import attack_lab as attacks
 from tests.attacks.attack_lab import ATTACKED, NUM_STEPS, OTHERS, Outcome, assert_same_others, sampled
 from tests.attacks.isolation_attacks import (
@@ -32,8 +33,11 @@ from tests.attacks.isolation_attacks import (
     NUMBERS,
     OBJECTIVES,
     STREAMS,
+    WRITTEN,
     Attack,
     OwnBaseError,
+    acts_on_model,
+    calls,
 )
 from tests.invariants import mux_lab as lab
 
@@ -172,6 +176,16 @@ def test_a_task_of_any_kind_that_diverges_reaches_no_other(attack: Attack, tmp_p
     run = attacks.train(attacks.six_tasks(**attack.settings()), tmp_path / "run", at_begin=attack.at_begin)
     assert_same_others(run, wanted)
     assert_failed(run, attack, tmp_path / "run")
+
+
+@pytest.mark.parametrize("name", WRITTEN)
+@pytest.mark.parametrize("what", ["callback", pytest.param("compute_metrics", marks=pytest.mark.slow), "objective"])
+def test_a_write_to_what_all_share_ends_the_run_and_names_the_task(what: str, name: str, tmp_path: Path) -> None:
+    act = WRITTEN[name]
+    own = calls("on_step_end", lambda *_, model, **__: (act(model), None)[1])()
+    settings = own if what == "callback" else acts_on_model(what, act)
+    with pytest.raises(ProcessError, match=rf"^tasks\.{ATTACKED}: its {what} has changed .* written in place"):
+        attacks.train(attacks.six_tasks(**settings), tmp_path)
 
 
 FORGED = "\x1b[2J\x1b]0;all is well\x07<script>x</script>\ntwo: failed\rthree: failed\u2028four: failed"

@@ -166,6 +166,15 @@ class TaskOptimizer:
         """Learning rate of the next step."""
         return float(self.schedule.get_last_lr()[0])
 
+    def require_own_parameters(self) -> None:
+        """Raise a `ConfigError` if the optimizer holds other tensors than the task's, as after `add_param_group`."""
+        held = {id(parameter) for group in self.optimizer.param_groups for parameter in group["params"]}
+        if not held.issubset(map(id, self.parameters)):
+            raise ConfigError(
+                "the optimizer must hold the weights of its task only, got others too. Leave its param_groups as they "
+                "are, and name all modules to train in peft_config."
+            )
+
     @property
     def gradients(self) -> list[torch.Tensor]:
         """Gradients of the parameters that took part in the step."""

@@ -433,7 +433,7 @@ class TaskTable:
             optimizer, last_good = started[name]
             error = ""
             try:
-                with guard_user_code(name, "optimizer"):
+                with guard_user_code(name, "optimizer", watches_model=bool(self[name].task.callbacks)):
                     if name in joined:
                         optimizer.advance_schedule()
                     elif not optimizer.steps_here:

@@ -78,12 +78,39 @@ class OwnLoss(Objective):
                     f"the objective must return a scalar of floats, or one term for each of the {num_targets} "
                     f"targets, got {got}. Return outputs.mean_over_rows(terms) for one term per row."
                 )
-            if loss.requires_grad and outputs.nll_M.requires_grad:
+            if outputs.nll_M.requires_grad and num_targets:
+                _require_outputs_alone(loss, leaves)
                 found = torch.autograd.grad(loss, leaves, allow_unused=True, materialize_grads=True)
                 for gradient, own in zip(gradients, found, strict=True):
                     gradient.copy_(own.detach())
             number.copy_(loss.detach())
         return TaskLoss(_WithGradients.apply(number, *gradients, *given))
+
+
+def _require_outputs_alone(loss: Tensor, leaves: list[Tensor]) -> None:
+    """Raise a `DataError` if a loss depends on none of its inputs, or on other tensors that require a gradient.
+
+    The loss is called once for every micro-batch and on every process that has rows, so that a penalty on weights would
+    count as often.
+    """
+    seen, waiting, others = set(), [loss.grad_fn], [loss] if loss.is_leaf and loss.requires_grad else []
+    while waiting:
+        node = waiting.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        waiting += [following for following, _ in node.next_functions]
+        if isinstance(node, torch._C._functions.AccumulateGrad):
+            others.append(node.variable)
+    others, own = [one for one in others if all(one is not leaf for leaf in leaves)], len(others)
+    if others:
+        raise DataError(
+            f"the objective must be computed from its outputs alone, got one that also reads a tensor of shape "
+            f"{list(others[0].shape)} that requires a gradient, such as a weight, which would get none. Detach it; "
+            "weight_decay penalises weights."
+        )
+    if not own:
+        raise DataError("the objective must depend on outputs.nll_M with a gradient, got one that trains nothing.")
 
 
 def _with_copies(outputs: TokenOutputs) -> TokenOutputs:
