@@ -342,9 +342,9 @@ def describe_error(error: BaseException) -> str:
 
 def log_warning(logger: logging.Logger, line: str, error: BaseException | None = None) -> None:
     """Log a line, with the traceback of an error; what the error or a handler of the program raises is ignored."""
-    with suppress(UserCodeError), guard_user_code("", "log"):
+    with suppress(UserCodeError), guard_user_code("", "log", watches_model=False):
         if error is not None:
             found = traceback.format_exception(type(error), error, user_traceback(error))
             line = f"{line}\n{printable(''.join(found)[-_MAX_TRACE_CHARACTERS:])}"
-    with suppress(UserCodeError), guard_user_code("", "log"):
+    with suppress(UserCodeError), guard_user_code("", "log", watches_model=False):
         logger.warning(line)

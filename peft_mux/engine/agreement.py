@@ -119,6 +119,7 @@ class Agreement:
         last_step_s: float = 0.0,
         last_passes_s: float = 0.0,
         num_commands: int = 0,
+        requests: Sequence[str] = (),
     ) -> tuple[dict[str, tuple[TaskStatus, str]], bool]:
         """Agree on the tasks and their states, before a step.
 
@@ -130,10 +131,11 @@ class Agreement:
             last_step_s: seconds that the previous step took on this process.
             last_passes_s: seconds of that step from the start of the first pass to the end of the last one.
             num_commands: number of commands of other threads that are pending on this process.
+            requests: what callbacks have asked for, in words; carried out by all processes together.
 
         Returns:
-            Tasks that have failed or were stopped on another process but are running here, with their status and the
-            reason; and whether any process was asked to stop.
+            Tasks that have failed or were stopped on another process but are running here, and tasks whose learning
+            rate differs, with their status and the reason; and whether any process was asked to stop.
 
         Raises:
             ProcessError: on every process, if processes differ in anything else.
@@ -143,9 +145,11 @@ class Agreement:
             return {}, wants_stop
         tasks = list(tasks)
         # All final statuses count as equal here; they are merged below only if another process still runs the task.
-        standing = [[task.name, _ENDED if task.status.is_final else str(task.status), task.step] for task in tasks]
+        standing = [
+            [task.name, _ENDED if task.status.is_final else str(task.status), task.step, _rates(task)] for task in tasks
+        ]
         microseconds = (round(seconds * 1e6) for seconds in (last_step_s, last_passes_s))
-        digest = _digest([step, standing, replicas])
+        digest = _digest([step, standing, replicas, list(requests)])
         seen = self.processes.exchange([digest, int(wants_stop), num_commands, *microseconds])
         stops = any(one[1] for one in seen)
         self.has_commands = any(one[2] for one in seen)
@@ -155,14 +159,20 @@ class Agreement:
         if _are_equal([one[0] for one in seen]):
             return {}, stops
         ends = [[task.status.value, task.reason] for task in tasks]
-        steps, standings, endings, targets = zip(*self.processes.gather([step, standing, ends, replicas]), strict=True)
+        gathered = self.processes.gather([step, standing, ends, replicas, ", ".join(requests) or "none"])
+        steps, standings, endings, targets, asked = zip(*gathered, strict=True)
         _require_equal("replicas to move to", [one or "none" for one in targets])
         _require_equal("step of the run", steps)
-        _require_equal("tasks", [", ".join(name for name, _, _ in one) for one in standings])
+        _require_equal("tasks", [", ".join(name for name, *_ in one) for one in standings])
+        _require_equal("requests of callbacks", asked)
         merged: dict[str, tuple[TaskStatus, str]] = {}
         for place, task in enumerate(tasks):
-            states = [one[place][1:] for one in standings]
+            states = [one[place][1:3] for one in standings]
             if _are_equal(states):
+                rates = [one[place][3] for one in standings]
+                if not _are_equal(rates):
+                    fix = "Let callbacks set it on every process."
+                    merged[task.name] = TaskStatus.FAILED, _difference("learning_rate", rates, fix)
                 continue
             # The lowest rank's reason, so that every process reports the same one.
             ended = [rank for rank, (state, _) in enumerate(states) if state == _ENDED]
@@ -219,6 +229,13 @@ class Agreement:
         orders = [", ".join(name for name in one[2] if name not in merged) for one in everywhere]
         _require_equal("plan", orders, "Use equal devices.")
         return {name: batch for name, batch in batches.items() if name not in merged}, merged
+
+
+def _rates(task: TaskRun) -> str:
+    """Return the learning rates of a task; those of LoRA+ differ between pipeline stages, so that none is returned."""
+    if task.optimizer is None or task.hyper.loraplus_lr_ratio is not None:
+        return ""
+    return ", ".join(sorted({str(group.get("lr")) for group in task.optimizer.optimizer.param_groups}))
 
 
 def _require_equal(what: str, found: Sequence[Any], fix: str = _CALL_EVERYWHERE) -> None:

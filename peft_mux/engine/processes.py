@@ -90,6 +90,7 @@ class Processes:
         self.is_main, self.is_alone = rank == 0, world_size == 1
         self.device = device or torch.device("cpu")
         self.waited_s = 0.0
+        self._last_s = time.perf_counter()
         self._store: Any = None
         self._has_left_note = False
         self._places: list[tuple[str, int]] = []
@@ -271,14 +272,15 @@ class Processes:
         except ProcessError:
             raise
         except RuntimeError as error:  # also what torch.distributed derives from it
-            cause = self._cause_of(error)
+            cause = self._cause_of(error, started - self._last_s)
             raise ProcessError(
                 f"rank {self.rank} of {self.world_size} got no answer at {what}: {cause or error} See what the "
                 "other processes printed, start all of them again, and resume from the last saved state with "
                 "train(resume_from_checkpoint=True)."
             ) from error
         finally:
-            self.waited_s += time.perf_counter() - started
+            self._last_s = time.perf_counter()
+            self.waited_s += self._last_s - started
 
     @contextmanager
     def together(self) -> Iterator[None]:
@@ -318,10 +320,19 @@ class Processes:
             with suppress(RuntimeError):
                 self._store.set(str(self.rank), note)
 
-    def _cause_of(self, error: BaseException) -> str:
-        """Return a sentence that says which process has failed, and why; empty if that cannot be known."""
+    def _cause_of(self, error: BaseException, busy_s: float) -> str:
+        """Return a sentence that says which process has failed, and why; empty if that cannot be known.
+
+        Args:
+            error: what the backend has raised.
+            busy_s: seconds from the exchange before to this one, in which this process did not answer.
+        """
         if self._store is None:
             return ""
+        if busy_s > self.timeout_s:
+            late = f"did not answer for {busy_s:.0f} s, longer than args.ddp_timeout={self.timeout_s:g}"
+            self._leave_note(f"ProcessError: it {late}")
+            return f"rank {self.rank} itself {late}. Make its callbacks and metrics faster, or raise ddp_timeout."
         # A process that asks is alive, and must not be blamed itself.
         self._leave_note("")
         # A connection may break before the process at its other end has written its note.

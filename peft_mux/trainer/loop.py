@@ -244,6 +244,7 @@ class TrainingLoop:
             last_step_s=plans.last_step.seconds,
             last_passes_s=plans.last_step.passes_s,
             num_commands=len(self.membership.queue.labels),
+            requests=self.membership.queue.callback_labels,
         )
         self._apply_endings(endings)
         # Each process has measured its own time, and all must make the same plan.
@@ -361,7 +362,8 @@ class TrainingLoop:
         run = self._run
         if run.processes.is_alone:
             return
-        endings, _ = self._agreement.on_tasks(run.state.global_step, run.table, wants_stop=False)
+        requests = self.membership.queue.callback_labels
+        endings, _ = self._agreement.on_tasks(run.state.global_step, run.table, wants_stop=False, requests=requests)
         self._apply_endings(endings)
         controls = [run.control, *(run.log.callbacks[own.name].control for own in run.table.running)]
         wishes = [(one, kind) for one in controls for kind in ("should_log", "should_evaluate", "should_save")]

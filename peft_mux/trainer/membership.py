@@ -138,9 +138,17 @@ class CommandQueue:
     @property
     def labels(self) -> list[str]:
         """Waiting commands of other threads, in the order in which they were given."""
+        return self._labels(of_callbacks=False)
+
+    @property
+    def callback_labels(self) -> list[str]:
+        """Waiting commands of callbacks, in the order in which they were given."""
+        return self._labels(of_callbacks=True)
+
+    def _labels(self, *, of_callbacks: bool) -> list[str]:
         with self._free:
             waiting = [command for command in self._commands if not command.cancelled()]
-        return [command.label for command in waiting if not command.is_of_callback]
+        return [command.label for command in waiting if command.is_of_callback is of_callbacks]
 
     @property
     def is_owner(self) -> bool:

@@ -441,8 +441,6 @@ class MultiTaskTrainer(Trainer):
                     loop.opening.begin()
                     with loop.control.listening(is_alone=is_alone):
                         run.callbacks.begin_training(run.table)
-                        # Callbacks may have asked for tasks in on_train_begin, and other threads before it.
-                        membership.apply_commands()
                         loop.call_task_events()
                         while loop.agree_on_step():
                             self._evaluator.evaluate_new()
@@ -455,9 +453,6 @@ class MultiTaskTrainer(Trainer):
                             else:
                                 loop.train_step()
                             loop.after_step(stepping)
-                            # Before processes compare their tasks: afterwards all have the same ones, or the run has
-                            # ended.
-                            membership.apply_commands()
                             loop.call_task_events()
                 except Exception:
                     for callbacks in run.log.callbacks.values():

@@ -120,6 +120,13 @@ def fail_in_a_run_callback(trainer: Any) -> None:
     raise OSError("the disk of this process is gone")
 
 
+def sets_rate() -> dict[str, Any]:
+    """Return the settings of a task whose own callback sets its rate."""
+    own = TrainerCallback()
+    own.on_step_end = lambda *_, optimizer, **__: optimizer.param_groups[0].update(lr=0.5)  # type: ignore[method-assign]
+    return {"callbacks": [own]}
+
+
 EVALUATED = {"eval_dataset": rows(5, 4), "eval_steps": STEP}
 METRIC = {**EVALUATED, "compute_metrics": lambda _: {"own": 1.0}}
 
@@ -135,6 +142,7 @@ ISOLATED: dict[str, Callable[[], tuple[Fault, dict[str, Any]]]] = {
         {"train_dataset": Stream()},
     ),
     "a stream with a bad row": lambda: (Fault({"train_dataset": Stream(lambda: None)}), {"train_dataset": Stream()}),
+    "a rate set there alone": lambda: (Fault(sets_rate()), {}),
     "weights of NaN": lambda: (Fault(at_begin={STEP: spoil_weights}), {}),
 }
 """Faults of one task on one process, and the settings of that task on the others: the other tasks continue."""
@@ -149,6 +157,7 @@ FATAL: dict[str, Callable[[], Fault]] = {
     "a task less": lambda: Fault(tasks=lambda tasks: tasks[:-1]),
     "another order of tasks": lambda: Fault(tasks=lambda tasks: tasks[::-1]),
     "a task registered there alone": lambda: Fault(at_begin={STEP: register_alone}),
+    "a task removed there alone": lambda: Fault(at_begin={STEP: lambda trainer: trainer.remove_task(OTHERS[0])}),
     "stopped": lambda: Fault(at_begin={STEP: stop}),
 }
 """Faults of one process after which the run cannot continue: every other process says so, and names that one."""
