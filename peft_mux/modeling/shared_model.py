@@ -77,7 +77,7 @@ class SharedModel:
         self._tables = [(*own, dict(own[-1])) for own in tables]
         self._filled = [table for *_, table in tables if table]
         self._empty = [table for *_, table in tables if not table]
-        self._fields = list(map(vars, modules))
+        self._fields: list[Any] = list(map(vars, modules))
         self._numbers = [
             (fields, key, value, module)
             for fields, module in zip(self._fields, modules, strict=True)
