@@ -188,7 +188,7 @@ def verify_folder(folder: Path, *, expect: Mapping[str, Any] | None = None) -> d
     for key, wanted in (expect or {}).items():
         if facts.get(key) != wanted:
             raise CheckpointError(f"{folder} must have {key} {wanted!r}, got {facts.get(key)!r}.")
-    present = {path.name for path in folder.iterdir()} - {MANIFEST_NAME}
+    present = {path.name for path in listed(folder)} - {MANIFEST_NAME}
     for odd in sorted(present ^ files.keys()):
         state = "extra" if odd in present else "missing"
         raise CheckpointError(f"{folder / odd} is {state}; the folder must have exactly the files of its manifest.")
@@ -196,8 +196,12 @@ def verify_folder(folder: Path, *, expect: Mapping[str, Any] | None = None) -> d
         path = folder / name
         # A link is refused even if its content is right: its target may change later. Sizes are compared first, because
         # a file that was grown may take hours to read.
-        is_own = not path.is_symlink() and path.is_file() and path.stat().st_size == wanted[0]
-        if not is_own or digest_file(path) != wanted:
+        try:
+            is_own = not path.is_symlink() and path.is_file() and path.stat().st_size == wanted[0]
+            is_own = is_own and digest_file(path) == wanted
+        except OSError as error:
+            raise CheckpointError(f"{path} cannot be read ({error}).") from error
+        if not is_own:
             raise CheckpointError(f"{path} was changed since it was written.")
     return facts
 
@@ -243,12 +247,30 @@ def verify_checksums(folder: Path, names: Sequence[str]) -> None:
             )
 
 
+def listed(folder: Path) -> list[Path]:
+    """Return what a folder holds, sorted by name; nothing if it does not exist.
+
+    Raises:
+        CheckpointError: if it cannot be read, as when the process has too many open files.
+    """
+    try:
+        return sorted(folder.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+    except OSError as error:
+        raise CheckpointError(f"{folder} cannot be read ({error}).") from error
+
+
 def numbered_folders(parent: Path) -> list[int]:
-    """Return the numbers of the `checkpoint-<number>` folders that have a manifest, ascending; intact or not."""
+    """Return the numbers of the `checkpoint-<number>` folders that have a manifest, ascending; intact or not.
+
+    Raises:
+        CheckpointError: if the folder cannot be read.
+    """
     numbers = []
-    for path in parent.iterdir() if parent.is_dir() else ():
+    for path in listed(parent):
         match = _NUMBERED.fullmatch(path.name)
-        if match and (path / MANIFEST_NAME).is_file():
+        if match and os.path.isfile(path / MANIFEST_NAME):
             numbers.append(int(match.group(1)))
     return sorted(numbers)
 
@@ -421,7 +443,7 @@ def prune(parent: Path, *, keep: int, protect: set[Path] = frozenset()) -> list[
                 verify_folder(folder)
                 num_kept += 1
         if folder not in protect and not is_wanted:
-            shutil.rmtree(folder)
+            _delete(folder)
             deleted.append(folder)
     return deleted
 
@@ -472,6 +494,7 @@ class FolderLock:
         self._lock: FileLock | None = None
         self._made_root = False
         self._pid: int | None = None
+        self._file: os.stat_result | None = None
 
     def acquire(self) -> None:
         """Take the lock.
@@ -483,7 +506,7 @@ class FolderLock:
         assert not self.is_held, "acquired once"
         self._pid = os.getpid()
         try:
-            self._made_root = not self.root.exists()
+            self._made_root |= not self.root.exists()
             self.root.mkdir(parents=True, exist_ok=True)
             # Made here, as filelock does not take a lock in a forked process that was made before the fork.
             # No soft lock in place of a missing one: after a crash it would stay.
@@ -507,6 +530,8 @@ class FolderLock:
                 if error.errno not in _NO_LOCKS:
                     raise
             self.is_held = True
+            with suppress(OSError):
+                self._file = os.stat(self.root / LOCK_NAME)
             # In a file of its own: processes that try to take the lock may truncate the lock file.
             self.note_loading(self._loading)
         except (CheckpointError, OSError, RuntimeError) as error:  # filelock raises the last two
@@ -514,6 +539,23 @@ class FolderLock:
             if isinstance(error, CheckpointError) and error.__cause__ is None:  # another trainer holds the lock
                 raise
             raise unwritable(self.root, error.__cause__ or error) from error
+
+    def renew(self) -> None:
+        """Take the lock again if its file is gone or another one, as when temporary files were cleaned away.
+
+        Raises:
+            CheckpointError: if another trainer has taken the folder meanwhile.
+        """
+        if self._lock is None or not self._is_lost():
+            return
+        self._lock.release()
+        self.is_held = False
+        try:
+            self.acquire()
+        except CheckpointError:
+            if keeper_of(self.root):
+                raise
+            self.is_held = True  # the disk fails, which ends no run
 
     def note_loading(self, loading: str) -> None:
         """Say what the process that holds the lock loads now: "data", "model", or "" when it trains.
@@ -524,13 +566,19 @@ class FolderLock:
         own = {"host": socket.gethostname(), "pid": self._pid, "loading": loading}
         write_file(self.root / HOLDER_NAME, json.dumps(own).encode())
 
+    def _is_lost(self) -> bool:
+        try:
+            return self._file is not None and not os.path.samestat(os.stat(self.root / LOCK_NAME), self._file)
+        except OSError as error:  # any other means that the disk fails
+            return isinstance(error, FileNotFoundError)
+
     def release(self) -> None:
         """Release the lock if this process holds it; a process forked from the holder changes nothing."""
         if self._pid != os.getpid():
             return
         if self._lock is not None and self.is_held:
             # Before the release: a process that opens the file from now on finds another one, and filelock tries again.
-            for name in (HOLDER_NAME, LOCK_NAME):
+            for name in () if self._is_lost() else (HOLDER_NAME, LOCK_NAME):
                 with suppress(OSError):  # a file that is left over unlocked is harmless
                     (self.root / name).unlink(missing_ok=True)
             self._lock.release()

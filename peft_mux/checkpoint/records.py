@@ -125,8 +125,13 @@ def record_path(folder: Path, run_step: int) -> Path:
 
 
 def record_paths(folder: Path) -> list[Path]:
-    """Return the records of a folder, valid or not, oldest first."""
-    return sorted(folder.glob("run-*.json"), key=lambda path: (len(path.name), path.name))
+    """Return the records of a folder, valid or not, oldest first.
+
+    Raises:
+        CheckpointError: if the folder cannot be read.
+    """
+    found = [path for path in storage.listed(folder) if path.match("run-*.json")]
+    return sorted(found, key=lambda path: (len(path.name), path.name))
 
 
 def read_record(path: Path) -> RunRecord:

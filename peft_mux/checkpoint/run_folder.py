@@ -104,12 +104,7 @@ class RunFolder:
             return
         try:
             root.mkdir(parents=True, exist_ok=True)
-            if (root / STATE_FOLDER).is_symlink():
-                raise CheckpointError(
-                    "output_dir must not have links, because files behind them would be overwritten, got the link "
-                    f"{root / STATE_FOLDER}. Remove the link."
-                )
-            (root / STATE_FOLDER).mkdir(exist_ok=True)
+            self._state_folder()
             # Before anything is read: a folder that a crash left moved aside may be the checkpoint to resume from.
             storage.remove_stale(root)
             for folder in root.iterdir():
@@ -128,6 +123,17 @@ class RunFolder:
                 f'task "{name}": its folder {folder} could not be created ({error}). Free space on its disk, or make '
                 "it writable."
             ) from error
+        return folder
+
+    def _state_folder(self) -> Path:
+        """Return the folder of the records to write into, which is made if needed; a link is refused."""
+        folder = self.root / STATE_FOLDER
+        if folder.is_symlink():
+            raise CheckpointError(
+                "output_dir must not have links, because files behind them would be overwritten, got the link "
+                f"{folder}. Remove the link."
+            )
+        folder.mkdir(exist_ok=True)
         return folder
 
     # ---------------------------------------------------------------- adapters and checkpoints
@@ -277,14 +283,13 @@ class RunFolder:
             say(f'task "{run.name}": resumes from step {step} with other settings: {changed}{restart}')
 
     def newest_checkpoint(self, name: str) -> Path | None:
-        """Return the newest intact checkpoint of a task; `None` if there is none."""
-        for step in reversed(storage.numbered_folders(self.root / name)):
-            path = self.root / name / f"checkpoint-{step}"
-            try:
-                storage.verify_folder(path, expect={"generation": None, **self._identity(name, step)})
-            except (CheckpointError, OSError):
-                continue
-            return path
+        """Return the newest intact checkpoint of a task; `None` if there is none, or its folder cannot be read."""
+        with suppress(CheckpointError):
+            for step in reversed(storage.numbered_folders(self.root / name)):
+                path = self.root / name / f"checkpoint-{step}"
+                with suppress(CheckpointError):
+                    storage.verify_folder(path, expect={"generation": None, **self._identity(name, step)})
+                    return path
         return None
 
     def mend_adapter(self, name: str, say: Callable[[str], None]) -> None:
@@ -382,7 +387,7 @@ class RunFolder:
                 needed.setdefault(name, set()).add(self.root / name / f"checkpoint-{entry.step}")
         for name, folders in needed.items():
             # Tasks end at different steps, so a checkpoint that a kept record names may be old by its number.
-            storage.prune(self.root / name, keep=self.keep, protect=folders)
+            storage.prune(storage.safe_child(self.root, name), keep=self.keep, protect=folders)
 
     def amend_record(self) -> None:
         """Update the removed tasks in the newest record; leave everything else unchanged."""
@@ -397,7 +402,7 @@ class RunFolder:
 
     def _write_record(self, record: RunRecord) -> None:
         content = record.to_bytes()
-        storage.write_file(record_path(self.root / STATE_FOLDER, record.run_step), content)
+        storage.write_file(record_path(self._state_folder(), record.run_step), content)
         self._newest = content
 
     def refuse_other_writer(self) -> None:

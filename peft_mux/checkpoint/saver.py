@@ -371,7 +371,9 @@ class Saver:
     def _amend(self, folder: RunFolder) -> None:
         """Put what has changed into the newest record, or write a first one; all processes call this."""
         # A record covers all tasks, so a first one needs the states of all of them.
-        if self.agree(not self.is_writer or bool(folder.records())):
+        found: list[Any] = []
+        self.attempt(lambda: found.extend(folder.records()))
+        if self.agree(not self.is_writer or bool(found)):
             self.attempt(folder.amend_record)
         else:
             self.save_run()

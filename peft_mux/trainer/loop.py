@@ -236,6 +236,8 @@ class TrainingLoop:
                 on one of them.
         """
         run, plans, agreement = self._run, self._plans, self._agreement
+        if run.saver.lock is not None:
+            run.saver.lock.renew()
         endings, wants_stop = agreement.on_tasks(
             run.state.global_step,
             run.table,

@@ -177,6 +177,28 @@ def test_a_disk_without_room_ends_no_run_and_changes_no_bit(
     assert_goes_on(folder, sound)
 
 
+@pytest.mark.parametrize("ends", [3, 5, None])
+def test_too_many_open_files_end_no_run_and_change_no_bit(ends: int | None, sound: Outcome, tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+
+    def forbid(_: Any) -> None:
+        os.close(lowest := os.dup(0))
+        resource.setrlimit(resource.RLIMIT_NOFILE, (lowest, hard))
+
+    def allow(_: Any = None) -> None:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
+
+    folder = tmp_path / "run"
+    try:
+        run = attacks.train(two_tasks(), folder, at_begin={2: forbid, ends or 99: allow}, **SAVING)
+    finally:
+        allow()
+    assert_trained_alike(run, sound)
+    assert_told_truly(run, folder)
+    assert_goes_on(folder, sound)
+
+
 class FullOutput(io.StringIO):
     """An output on a disk without room, such as a log that `nohup` writes."""
 
@@ -296,3 +318,20 @@ def test_a_trap_in_the_folder_is_refused_or_harmless(
         assert_told_truly(run, folder)
         assert run.weights == sound.weights
     assert snapshot(outside) == {"precious": b"precious"}
+
+
+@pytest.mark.parametrize("place", ["state", "long", "short"])
+def test_a_folder_that_becomes_a_link_during_training_is_not_written_through(
+    place: str, sound: Outcome, tmp_path: Path
+) -> None:
+    folder, outside = tmp_path / "run", tmp_path / "outside"
+
+    def swap(_: Any) -> None:
+        (folder / place).rename(outside)
+        (folder / place).symlink_to(outside, target_is_directory=True)
+        before.update(snapshot(outside))
+
+    before: dict[str, bytes] = {}
+    run = attacks.train(two_tasks(), folder, at_begin={5: swap}, **SAVING, save_total_limit=1)
+    assert run.losses == sound.losses
+    assert snapshot(outside) == before != {}

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 
 from peft_mux.errors import CheckpointError
+from peft_mux.storage import FolderLock
 from peft_mux.task import Task
 from tests.checkpoint.crashes import SAVING
 from tests.invariants import mux_lab as lab
@@ -29,6 +30,25 @@ def test_a_second_trainer_of_a_run_that_saves_nothing_is_refused_too(tmp_path: P
 
     assert len(lab.train(tasks(), tmp_path, recorder=Recorder(at_end={3: intrude})).losses["b"]) == 6
     assert not (tmp_path / "run.lock").exists()
+
+
+def test_a_lock_that_was_cleaned_away_is_taken_again_unless_another_trainer_was_faster(tmp_path: Path) -> None:
+    def clean(trainer: Any) -> None:
+        (tmp_path / "run.lock").unlink()
+
+    def intrude(trainer: Any) -> None:
+        with pytest.raises(CheckpointError, match="must have one trainer at a time"):
+            lab.make_trainer(tasks(), tmp_path).train()
+
+    def lose(trainer: Any) -> None:
+        clean(trainer)
+        other.acquire()
+
+    other, recorder = FolderLock(tmp_path), Recorder(at_end={1: clean, 2: intrude, 4: lose})
+    with pytest.raises(CheckpointError, match=r"must have one trainer at a time.*process \d+"):
+        lab.train(tasks(), tmp_path, recorder=recorder)
+    assert len(recorder.losses["b"]) == 4
+    other.release()
 
 
 def test_a_trainer_continues_in_its_own_folder_but_not_after_another_has_written_there(tmp_path: Path) -> None:

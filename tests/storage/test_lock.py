@@ -59,6 +59,24 @@ def test_a_second_lock_is_refused_naming_folder_host_and_process_and_the_first_c
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize("is_replaced", [False, True])
+def test_a_lock_whose_file_was_cleaned_away_is_taken_again(is_replaced: bool, tmp_path: Path) -> None:
+    first, second = acquired(tmp_path), FolderLock(tmp_path)
+    (tmp_path / LOCK_NAME).unlink()
+    if is_replaced:
+        (tmp_path / LOCK_NAME).touch()
+    first.renew()
+    with pytest.raises(CheckpointError, match=f"process {os.getpid()} on host"):
+        second.acquire()
+    (tmp_path / LOCK_NAME).unlink()
+    second.acquire()
+    with pytest.raises(CheckpointError, match="must have one trainer at a time"):
+        first.renew()
+    first.release()
+    assert keeper_of(tmp_path), "the other one keeps the folder"
+    second.release()
+
+
 def test_a_trainer_that_starts_waits_for_processes_that_only_ask(tmp_path: Path) -> None:
     (tmp_path / LOCK_NAME).touch()
     with (tmp_path / LOCK_NAME).open("rb") as file:
