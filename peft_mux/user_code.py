@@ -66,11 +66,11 @@ _running = threading.local()
 @contextmanager
 def watching_model(watch: Callable[[str, str], Callable[[], str]]) -> Iterator[None]:
     """Let guards of this thread watch the model that all tasks share, in the `with` block (`SharedModel.watch`)."""
-    _running.watch = watch
+    outer, _running.watch = getattr(_running, "watch", None), watch
     try:
         yield
     finally:
-        del _running.watch
+        _running.watch = outer
 
 
 def running_task() -> str | None:

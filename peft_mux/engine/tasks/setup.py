@@ -44,6 +44,12 @@ def resolve_tasks(tasks: Iterable[Task], args: MultiTaskTrainingArguments) -> li
     for task in tasks:
         hyper, loss = resolve(task, args), find_loss(task, f"tasks.{task.name}")
         faults += loss.faults
+        if task.save_steps and args.save_strategy == "no":
+            got, allowed = (
+                f'{task.save_steps} with save_strategy="no"',
+                'None, or used with save_strategy "steps" or "epoch"',
+            )
+            faults.append(Fault(f"tasks.{task.name}.save_steps", got, allowed, "The run would save nothing."))
         if loss.objective is not None and loss.args is not None:
             loss_args = replace(loss.args, label_smoothing_factor=hyper.label_smoothing_factor)
             # A copy, because the user's own may change: its name is a key of many tables.
