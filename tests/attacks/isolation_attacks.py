@@ -266,7 +266,7 @@ def calls(event: str, act: Callable[..., Any], *, at: int | None = None, **setti
     def fields() -> dict[str, Any]:
         callback = TrainerCallback()
         setattr(callback, event, own)
-        return {"callbacks": [callback], **evaluated(), "save_steps": 1, **settings}
+        return {"callbacks": [callback], **evaluated(), **settings}
 
     return fields
 
