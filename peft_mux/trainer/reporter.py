@@ -160,7 +160,7 @@ class Reporter:
             callbacks.call("on_train_end")
         self._write_end(num_steps)
         finite = [mean for mean in means.values() if mean == mean]  # NaN for tasks that took no step
-        mean_loss = math.nan if num_failed else sum(finite) / max(len(finite), 1)
+        mean_loss = math.nan if num_failed or not finite else sum(finite) / len(finite)
         return TrainOutput(run.state.global_step, mean_loss, metrics)
 
     def _write_end(self, num_steps: int) -> None:

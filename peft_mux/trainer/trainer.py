@@ -402,9 +402,9 @@ class MultiTaskTrainer(Trainer):
             **unsupported: Trainer's other arguments are refused.
 
         Returns:
-            Number of run steps, mean of the tasks' mean losses, and metrics with `task/metric` keys. If tasks have
-            failed, `failed_tasks` among the metrics is their number, and the mean is NaN. If Ctrl-C or SIGTERM has
-            ended the training, `interrupted_by` among the metrics is the number of the signal.
+            Number of run steps, mean of the tasks' mean losses, and metrics with `task/metric` keys. The mean is NaN
+            if no step was taken, or if tasks have failed, whose number is `failed_tasks` among the metrics. If Ctrl-C
+            or SIGTERM has ended the training, `interrupted_by` among the metrics is the number of the signal.
 
         Raises:
             CheckpointError: if there is nothing to resume from, or `output_dir` holds a run that is not resumed.
