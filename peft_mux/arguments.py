@@ -265,7 +265,7 @@ HONOURED = (
     "report_to run_name project trackio_space_id trackio_bucket_id trackio_static_space_id logging_dir eval_strategy "
     "eval_steps eval_delay eval_on_start load_best_model_at_end metric_for_best_model greater_is_better save_strategy "
     "save_steps save_total_limit resume_from_checkpoint use_liger_kernel liger_kernel_config push_to_hub hub_model_id "
-    "hub_strategy hub_token dataloader_drop_last "
+    "hub_strategy hub_token dataloader_drop_last torch_empty_cache_steps "
     "hub_private_repo hub_always_push hub_revision local_rank ddp_timeout "
     # Flags for the user's script, which Trainer does not read either.
     "do_train do_eval do_predict"
@@ -423,7 +423,7 @@ _RULES: Mapping[str, Rule] = {
             "eval_steps": _optional(_interval(1)),
             "per_device_train_batch_size gradient_accumulation_steps max_tokens_per_micro_batch min_chunk_size": _COUNT,
             "tensor_parallel_size pipeline_parallel_size replan_steps": _COUNT,
-            "chunk_size save_total_limit num_micro_batches": _optional(_COUNT),
+            "chunk_size save_total_limit num_micro_batches torch_empty_cache_steps": _optional(_COUNT),
             "per_device_eval_batch_size": _COUNT,
             "dataloader_num_workers dataloader_prefetch_factor": _optional(_integer(0)),
             "ddp_bucket_cap_mb eval_accumulation_steps": _optional(_integer(0)),

@@ -21,6 +21,7 @@ from types import FrameType
 from typing import Any
 
 import torch
+from accelerate.utils.memory import clear_device_cache
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.records import task_settings
@@ -355,6 +356,9 @@ class TrainingLoop:
             for own in run.saver.save_due_tasks(names, asking):
                 run.log.callbacks[own.name].call("on_save")
         run.log.advance()
+        every = run.args.torch_empty_cache_steps
+        if every and run.state.global_step % every == 0:
+            clear_device_cache()
 
     def _agree_on_requests(self) -> None:
         """Apply to all processes what callbacks did on one: they end a task, or ask for an evaluation or a save.

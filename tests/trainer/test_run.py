@@ -13,6 +13,7 @@ import torch
 from transformers import EvalPrediction, TrainerCallback
 
 from peft_mux import ConfigError, EarlyStopping, Task
+from peft_mux.trainer import loop
 from tests.invariants.mux_lab import VOCABULARY, Recorder, assert_bit_identical, make_trainer, rows, small_task, train
 from tests.records import run_records as records
 from tests.runs import Acts, assert_equal_weights, hearing, small_tasks, weights_in_plain_peft
@@ -230,11 +231,14 @@ def test_every_line_of_the_metrics_is_json_with_task_step_and_loss(tmp_path: Pat
 
 
 def test_what_is_returned_reported_and_printed_names_every_task_and_its_end(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    tasks = [small_task("alpha", data_seed=1, max_steps=2), small_task("beta", data_seed=2, max_steps=4)]
-    trainer = make_trainer(tasks, tmp_path, disable_tqdm=False, logging_strategy="steps", logging_steps=2)
+    tasks, cleared = [small_task("alpha", data_seed=1, max_steps=2), small_task("beta", data_seed=2, max_steps=4)], []
+    monkeypatch.setattr(loop, "clear_device_cache", lambda: cleared.append(trainer.state.global_step))
+    logging = {"logging_strategy": "steps", "logging_steps": 2}
+    trainer = make_trainer(tasks, tmp_path, disable_tqdm=False, torch_empty_cache_steps=2, **logging)
     output = trainer.train()
+    assert cleared == [2, 4]
     logs = [[one["loss"] for one in trainer.task_states[name].log_history] for name in ("alpha", "beta")]
     losses = [sum(own) / len(own) for own in logs]
     assert output.global_step == 4
