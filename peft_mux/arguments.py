@@ -334,7 +334,7 @@ def _equals(value: object, default: object) -> bool:
 def is_default(config: TrainingArguments, name: str, kind: type[TrainingArguments] = TrainingArguments) -> bool:
     """Whether a field of complete `TrainingArguments` has its default, in any of the forms that transformers uses.
 
-    The default is that of the class `kind`.
+    Defaults are read from the class `kind`.
 
     No new arguments are made to compare with: that would reset the state from which other trainers read their devices.
     """

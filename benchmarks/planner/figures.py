@@ -245,7 +245,7 @@ _WHY_17 = (
     "here"
 )
 _WHY_17_PADDED = (
-    "one batch of all tasks, padded to the longest: the ratio is that of padded to own tokens, less what weights dilute"
+    "one batch of all tasks, padded to the longest: the ratio is padded over own tokens, less the share of weights"
 )
 _WHY_17_FEW = "M gives no figure for it: launched in 1F1B order, at most S tasks hold activations"
 

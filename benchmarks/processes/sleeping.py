@@ -7,7 +7,7 @@ Every rank is a process that trains a tiny Llama with the real engine over gloo,
 would compute (`sleeping_worker`). Order, dispatch, turns, the overlap of sums with passes and all waiting are those of
 the engine; seconds of kernels and links are those of a profile, the same that the planner predicts with.
 
-The profile is that of `--device` by its data sheet, for layers of width 4,096 with an MLP of 11,264. It is shrunk to
+The profile comes from the data sheet of `--device`, for layers of width 4,096 with an MLP of 11,264. It is shrunk to
 the tiny model: widths by 128, tokens by 16, ranks of adapters by 8, so that each pass, message and sum takes what the
 large one would. Then all seconds are multiplied by `slow`, so that the cores of this machine, on which all ranks really
 compute, have time for it: `late` is by how much that held up the rank that it held up most, as a share of the steps.

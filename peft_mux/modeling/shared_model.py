@@ -2,7 +2,8 @@
 
 It compares the modules, parameters, buffers and hooks of all modules; their modes and numbers (such as `p` of a
 dropout); memory and `requires_grad` of all tensors; the version counters of frozen ones, which every write in place
-increments; and the gradients of other tasks. Nothing here reads a tensor, so no device is waited for.
+increments; and the gradients of other tasks. Unless something
+has changed, no tensor is read, so no device is waited for.
 """
 
 from __future__ import annotations

@@ -45,10 +45,7 @@ def resolve_tasks(tasks: Iterable[Task], args: MultiTaskTrainingArguments) -> li
         hyper, loss = resolve(task, args), find_loss(task, f"tasks.{task.name}")
         faults += loss.faults
         if task.save_steps and args.save_strategy == "no":
-            got, allowed = (
-                f'{task.save_steps} with save_strategy="no"',
-                'None, or used with save_strategy "steps" or "epoch"',
-            )
+            got, allowed = f'{task.save_steps} with save_strategy="no"', "None, or used with another save_strategy"
             faults.append(Fault(f"tasks.{task.name}.save_steps", got, allowed, "The run would save nothing."))
         if loss.objective is not None and loss.args is not None:
             loss_args = replace(loss.args, label_smoothing_factor=hyper.label_smoothing_factor)

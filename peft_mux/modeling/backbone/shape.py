@@ -122,7 +122,8 @@ def weight_digests(backbone: Any) -> dict[str, str]:
 def fingerprint(kind: str, digests: Mapping[str, str]) -> str:
     """Return one digest for a whole backbone.
 
-    It differs for another model, another size, another dtype or other weights of the same model, be it one value.
+    It differs for another model, another size, another dtype or other weights of the same model, even if only one value
+    is different.
 
     Args:
         kind: name of the backbone's class.
@@ -137,7 +138,7 @@ def fingerprint(kind: str, digests: Mapping[str, str]) -> str:
 def _digest(tensor: torch.Tensor) -> str:
     """Return a digest of the bytes of a tensor, computed on its device.
 
-    It is that of sums over blocks of 8 KB and over their columns; SHA-256 of all bytes would take several times longer.
+    It hashes sums over blocks of 8 KB and over their columns; SHA-256 of all bytes would take several times longer.
     A change of up to three words of 8 bytes, or of one block, always changes a sum. Only changes of four words or more
     that cancel in their block and in their column are not noticed.
     """

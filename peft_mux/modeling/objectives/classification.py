@@ -113,12 +113,9 @@ class ClassificationHead(TaskHead):
 
     def read_rows(self, batch: MuxBatch, backbone: Any) -> ReadRows | None:
         """Return the row of each sequence that is pooled; `None` if it is no single one, or several may share it."""
-        is_mean = getattr(backbone.config, "classifier_pooling", None) == "mean"
-        return (
-            None
-            if is_mean or batch.shared is not None
-            else ReadRows(pooled_tokens(batch, backbone), batch.sequence_offsets)
-        )
+        if batch.shared is not None or getattr(backbone.config, "classifier_pooling", None) == "mean":
+            return None
+        return ReadRows(pooled_tokens(batch, backbone), batch.sequence_offsets)
 
     def outputs(
         self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any, smoothed: Collection[str] = ()
