@@ -25,7 +25,7 @@ $(VENV)/.installed: pyproject.toml constraints.txt
 
 $(VENV)/.ready: $(VENV)/.installed
 	@echo "Installing what tests, checks and notebooks need ..."
-	@$(PIP) --constraint constraints.txt --editable ".[test,plots,notebooks]"
+	@$(PIP) --constraint constraints.txt --editable ".[test,plots,notebooks,serve]"
 	@touch $@
 
 demo: $(VENV)/.installed
