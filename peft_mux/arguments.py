@@ -393,7 +393,7 @@ _COUNT = _integer(1)
 _TEXT = Rule(lambda value: value is None or isinstance(value, str), "a string or None")
 _OPTIONS = Rule(_is_options, "a dict of options, or None")
 _SWITCH_OR_AUTO = Rule(lambda value: isinstance(value, bool) or _equals(value, "auto"), 'True, False or "auto"')
-_SWITCHES = "share_prefixes last_layer_at_targets use_liger_kernel"
+_SWITCHES = "share_prefixes use_liger_kernel"
 _IS_FLAG = {"nargs": "?", "const": True}
 """For `HfArgumentParser`: the name of a field without a value stands for `True`, as with fields of the type bool."""
 _CHOICES: Mapping[str, Iterable[str]] = by_name(
@@ -498,9 +498,6 @@ class MultiTaskTrainingArguments(TrainingArguments):
             loss. "auto", the default, does so wherever it is exact and saves enough; True also reports why a task
             cannot: dropout of its adapter or of the backbone, tokens that see later ones, learnt prompts. Losses and
             gradients stay the same.
-        last_layer_at_targets: compute the last layer's queries, output projection and MLP only for rows that a loss
-            reads. "auto", the default, does so where it was proven on the model and at most three quarters of a pass
-            are read; True also reports why it cannot be done; False never does. Losses and gradients stay the same.
         planner: how tasks are combined: "mux" by predicted cost, or a baseline: "together" all in one batch,
             "interleaved" every task by itself in each step, "sequential" one task after another.
         memory_limit_gib: memory of a device that a plan may fill; by default 95 % of a GPU, and no limit on a CPU.
@@ -574,10 +571,6 @@ class MultiTaskTrainingArguments(TrainingArguments):
     split_long_sequences: bool = field(default=False, metadata={"help": "Cut rows longer than a pass into chunks."})
     share_prefixes: bool | str = field(
         default="auto", metadata={"help": "Compute shared prefixes once: True, False, auto.", **_IS_FLAG}
-    )
-    last_layer_at_targets: bool | str = field(
-        default="auto",
-        metadata={"help": "Compute the last layer only at target positions: True, False, auto.", **_IS_FLAG},
     )
     planner: str = field(default="mux", metadata={"help": "mux, together, interleaved or sequential."})
     memory_limit_gib: float | None = field(default=None, metadata={"help": "Memory of a device that a plan may fill."})

@@ -166,7 +166,6 @@ BAD_VALUES: dict[str, list[Any]] = {
     "report_to": ["wanbd"],
     "replicas": [5],
     "share_prefixes": ["yes", 1, None],
-    "last_layer_at_targets": ["yes", 1, None],
     **{name: [0] for name in "logging_steps save_steps save_total_limit chunk_size min_chunk_size".split()},
     **{name: [0] for name in "per_device_eval_batch_size replan_steps ddp_timeout use_cache".split()},
     **{name: [-1] for name in "dataloader_prefetch_factor eval_accumulation_steps ddp_bucket_cap_mb".split()},
@@ -243,7 +242,7 @@ def test_a_script_that_parses_the_arguments_of_trainer_may_make_ours(monkeypatch
     assert schema() == before
 
 
-SWITCHES = {"share_prefixes", "last_layer_at_targets", "use_liger_kernel", "interleaved_passes"}
+SWITCHES = {"share_prefixes", "use_liger_kernel", "interleaved_passes"}
 
 
 @pytest.mark.parametrize(
@@ -252,8 +251,8 @@ SWITCHES = {"share_prefixes", "last_layer_at_targets", "use_liger_kernel", "inte
         ("", {}),
         ("--share-prefixes --use_liger_kernel auto", {"share_prefixes": True}),
         (
-            "--use_liger_kernel false --last_layer_at_targets True",
-            {"use_liger_kernel": False, "last_layer_at_targets": True},
+            "--use_liger_kernel false --share_prefixes True",
+            {"use_liger_kernel": False, "share_prefixes": True},
         ),
         ("--interleaved_passes 2 --chunk_size 64 --bf16", {"interleaved_passes": 2, "chunk_size": 64, "bf16": True}),
     ],

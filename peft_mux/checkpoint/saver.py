@@ -35,7 +35,7 @@ from peft_mux.task import TaskStatus
 ENVIRONMENT_NAME = "environment.json"
 _NUMERIC_ARGUMENTS = (
     "bf16 planner max_tokens_per_micro_batch chunk_size min_chunk_size pad_to_chunks split_long_sequences "
-    "share_prefixes last_layer_at_targets memory_limit_gib cost_profile num_micro_batches tensor_parallel_size "
+    "share_prefixes memory_limit_gib cost_profile num_micro_batches tensor_parallel_size "
     "pipeline_parallel_size replicas dispatch interleaved_passes pipeline_schedule shard_backbone reduce_dtype "
     "measured_times cuda_graphs full_determinism world_size"
 ).split()

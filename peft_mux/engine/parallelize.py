@@ -164,18 +164,15 @@ class ModelPart:
         sharded = None
         if is_sharded:
             # FSDP2 moves one unit to the device and cuts it before the next one.
-            self._prepare_last_layer(model, stage)
             sharded = shard_backbone(model, processes, stage, None if stage is None else layout)
         model.to(args.device)  # only now, so that no device ever holds what it does not keep
-        if not is_sharded:
-            if self.is_whole:
-                # Packing is verified on the device and in the precision of the passes. A CPU runs the same code in
-                # every precision, so the model's own is enough there.
-                is_autocast = args.bf16 and args.device.type == "cuda"
-                with torch.autocast(args.device.type, dtype=torch.bfloat16) if is_autocast else nullcontext():
-                    self._fuse_layers(model)
-                    model.verify_once()
-            self._prepare_last_layer(model, stage)
+        if not is_sharded and self.is_whole:
+            # Packing is verified on the device and in the precision of the passes. A CPU runs the same code in
+            # every precision, so the model's own is enough there.
+            is_autocast = args.bf16 and args.device.type == "cuda"
+            with torch.autocast(args.device.type, dtype=torch.bfloat16) if is_autocast else nullcontext():
+                self._fuse_layers(model)
+                model.verify_once()
         begin_from_adapters(model, tasks)
         if args.uses_checkpointing:
             model.activation_checkpointing_enable(**args.checkpointing_kwargs)
@@ -241,22 +238,6 @@ class ModelPart:
             raise ConfigError(f"args.use_liger_kernel must be False for this model, got True: {reason}.")
         if reason:
             warnings.warn(f"norms, RoPE and MLPs are not fused, because {reason}.", stacklevel=2)
-
-    def _prepare_last_layer(self, model: MultiTaskPeftModel, stage: StageModel | None) -> None:
-        """Restrict the last layer to the rows that losses read, if the arguments allow it; warn if it is impossible."""
-        last_layer = model.last_layer
-        last_layer.is_wanted = self.args.last_layer_at_targets is not False
-        if not last_layer.is_wanted or (stage is not None and not stage.has_head):
-            return
-        if stage is not None:
-            # All tensor parallel ranks of a stage run this together, because it communicates.
-            stage.prove_last_layer()
-        last_layer.check_cut(model)
-        if last_layer.reason is not None:
-            warnings.warn(
-                f"the last layer computes all rows, including rows that no loss reads, because {last_layer.reason}.",
-                stacklevel=2,
-            )
 
 
 def register_tasks(

@@ -202,7 +202,7 @@ def rows_of(micro_batch: MuxBatch) -> tuple[TaskInPass, ...]:
     lengths, shared_rows, shared = micro_batch.sequence_lengths, micro_batch.shared, ()
     targets = micro_batch.target_offsets
     if shared_rows is not None:
-        # The head and the last layer compute a row once, even if several sequences share it.
+        # The head computes a row once, even if several sequences share it.
         targets = shared_rows.target_offsets
         rows = shared_rows.tree.row_offsets((0, *accumulate(lengths)))
         shared = tuple(length - (end - start) for length, (start, end) in zip(lengths, pairwise(rows), strict=True))

@@ -47,12 +47,10 @@ from peft_mux.modeling.adapters.prompts.prompts import (
 from peft_mux.modeling.adapters.tuners import merge_and_unload
 from peft_mux.modeling.attention.attention_stream import AttentionStream, KeyValueRows
 from peft_mux.modeling.attention.packed import ATTENTION_NAME, register_attention
-from peft_mux.modeling.attention.rows import ReadRows
 from peft_mux.modeling.backbone.liger import unfuse
 from peft_mux.modeling.backbone.modules import is_meta, language_model, modules_below_adapters, without_head
 from peft_mux.modeling.backbone.probe import ComputingPath, check_backbone, check_packing, path_of, position_offset
 from peft_mux.modeling.backbone.quantized import prepare_quantized
-from peft_mux.modeling.last_layer import LastLayer
 from peft_mux.modeling.neftune import EmbeddingNoise
 from peft_mux.modeling.objectives.objective import TokenOutputs
 from peft_mux.modeling.objectives.task_objective import MuxOutput, TaskObjectives
@@ -197,7 +195,6 @@ class MultiTaskPeftModel(PeftModel):
         stream: what the attached layers read of the micro-batch in flight.
         has_prompts: whether passes include the learnt prompts of tasks; not while all adapters are switched off.
         shared: what the own code of a task must leave as it is.
-        last_layer: whether the last layer computes only the rows whose outputs are read.
         objectives: which loss each task is trained towards, and the head that they all read.
         noise: which tasks have noise on their embeddings in training.
         router_loss: which tasks add the balancing loss of routers to their own in training.
@@ -241,7 +238,7 @@ class MultiTaskPeftModel(PeftModel):
         self.noise, self.router_loss = EmbeddingNoise(self.stream), RouterLoss(self.stream)
         self.module_names: dict[nn.Module, str] = {}
         self._origin = Origin(model)
-        self.last_layer, self.shared = LastLayer(), SharedModel(self)
+        self.shared = SharedModel(self)
         # The devices and precisions in which packing was verified; `None` if that is never wanted.
         self._verified: set[ComputingPath] | None = None if verify is False else set()
         # PEFT makes its tuner with a first adapter; all further ones are added to it.
@@ -491,15 +488,12 @@ class MultiTaskPeftModel(PeftModel):
     def verify(self) -> None:
         """Compare packed with separate results on the backbone; see `peft_mux.modeling.backbone.probe`.
 
-        The last layer is compared with itself where it computes only some rows; see `LastLayer`.
-
         Raises:
             UnsupportedModelError: if packed and separate results differ.
         """
         # The probe's rows belong to one task, and the modules of the others are many.
         with only_adapter(self.backbone, self.adapter_of(self.tasks[0])):
             check_packing(self)
-            self.last_layer.prove(self)
         self.train(self.training)
         if self._verified is not None:
             self._verified.add(path_of(self))
@@ -537,7 +531,7 @@ class MultiTaskPeftModel(PeftModel):
             return super().forward(*args, **kwargs)
         self.prepare_pass(mux_batch.task_names)
         with self.multiplexing(mux_batch, routing=self.routed(mux_batch)):
-            hidden_TD = self.hidden_states(mux_batch, read=self.last_layer.rows(self, mux_batch))
+            hidden_TD = self.hidden_states(mux_batch)
             return self.stream_losses(hidden_TD, mux_batch)
 
     def token_logprobs(self, mux_batch: MuxBatch) -> dict[str, TokenOutputs]:
@@ -563,7 +557,7 @@ class MultiTaskPeftModel(PeftModel):
             raise ConfigError("token_logprobs needs a causal language model, got a classifier.")
         self.prepare_pass(mux_batch.task_names)
         with self.multiplexing(mux_batch):
-            hidden_TD = self.hidden_states(mux_batch, read=self.last_layer.rows(self, mux_batch))
+            hidden_TD = self.hidden_states(mux_batch)
             found = self.objectives.head.outputs(hidden_TD, mux_batch, self)
         return {outputs.task: outputs for outputs in found}
 
@@ -580,8 +574,7 @@ class MultiTaskPeftModel(PeftModel):
             attention: what attention reads of the same batch; made by default.
         """
         with self.multiplexing(batch, passes):
-            read = None if attention is not None else self.last_layer.rows(self, batch)
-            return self.objectives.head.terms(self.hidden_states(batch, attention, read=read), batch, self)
+            return self.objectives.head.terms(self.hidden_states(batch, attention), batch, self)
 
     @torch.no_grad()
     def sequence_logits(self, batch: MuxBatch) -> list[torch.Tensor]:
@@ -636,12 +629,7 @@ class MultiTaskPeftModel(PeftModel):
                 backbone.config._attn_implementation = attention
 
     def hidden_states(
-        self,
-        batch: MuxBatch,
-        attention: AttentionStream | None = None,
-        *,
-        rows: KeyValueRows | None = None,
-        read: ReadRows | None = None,
+        self, batch: MuxBatch, attention: AttentionStream | None = None, *, rows: KeyValueRows | None = None
     ) -> torch.Tensor:
         """Return the `[T, D]` last hidden states of a batch that is multiplexed, `[U, D]` where tokens are shared.
 
@@ -649,8 +637,6 @@ class MultiTaskPeftModel(PeftModel):
             batch: the micro-batch, on the model's device.
             attention: the layouts of its sequences; made by default.
             rows: keys and values of rows that are being completed; the batch is their prompts or newest tokens.
-            read: the rows that will be read, if the last layer need compute no others (`LastLayer`); the states of
-                others have no meaning then. `None` for all. Ignored with `attention`.
         """
         backbone = self.backbone
         # Positions are given, as the model would count through the whole stream.
@@ -671,7 +657,7 @@ class MultiTaskPeftModel(PeftModel):
                 arguments["inputs_embeds"] = words_1TD.squeeze(0).index_copy(0, virtual_rows, embeddings).unsqueeze(0)
         if attention is None:
             prefixes = None if prompts is None else prompts.prefixes
-            attention = AttentionStream(self.stream, batch, self.module_names, prefixes, rows, read)
+            attention = AttentionStream(self.stream, batch, self.module_names, prefixes, rows)
         arguments["mux_stream"] = attention
         if batch.token_type_ids is not None:
             arguments["token_type_ids"] = batch.computed(batch.token_type_ids)

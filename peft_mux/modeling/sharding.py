@@ -390,7 +390,6 @@ def norm_over_all_ranks(norm: Any, links: TensorParallelLinks) -> None:
 
     assert isinstance(norm, nn.Module)
     norm.forward = forward
-    norm.is_over_all_ranks = True  # type: ignore[assignment]
 
 
 @dataclass(eq=False)

@@ -27,11 +27,9 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
-from torch import nn
 
 from peft_mux.data.batch import MuxBatch, SequencePart
 from peft_mux.errors import UnsupportedModelError
@@ -241,7 +239,6 @@ class Stream:
             gradients of their rows. Empty where that is not known.
         lowest_layers: number of the lowest layer, in the whole model, that has weights of an adapter; 0 where rows go
             all the way down. A pipeline stage, which does not see the layers below it, gets these numbers.
-        left_out: layers whose outputs nothing reads now, though their siblings are computed.
         routing: what the routers of this pass write into (`RoutedTokens`); `None` if no balancing loss is wanted.
     """
 
@@ -260,7 +257,6 @@ class Stream:
         self.bound: Collection[str] | None = None
         self.adapters_not_reached: frozenset[str] = frozenset()
         self.lowest_layers: dict[str, int] = {}
-        self.left_out: frozenset[nn.Module] = frozenset()
         self.routing: Any = None
 
     @property
@@ -363,23 +359,6 @@ class Stream:
         segments = self.segments_of(self.batch, offsets, adapters)
         # Without tables of their own for these rows, layers compute slice by slice.
         return temporary_attributes(self, segments=segments, places=places, num_rows=offsets[-1], passes=_NO_PASSES)
-
-    def read_rows(self, rows: torch.Tensor, offsets: Sequence[int]) -> AbstractContextManager[None]:
-        """Let layers see only some of the rows that they see now, sorted by task: those whose outputs are read.
-
-        Args:
-            rows: int64 `[R]`, their numbers.
-            offsets: where each of the batch's tasks begins among them, `N + 1` numbers.
-        """
-        assert self.batch is not None, "rows can only be read inside reading()"
-        found, owners = [], iter(self.segments)
-        for (first, last), (start, end) in zip(pairwise(self.batch.computed_offsets), pairwise(offsets), strict=True):
-            owner = next(owners) if last > first else None
-            if owner is not None and end > start:
-                found.append(owner._replace(start=start, end=end))
-        segments, places = tuple(found), self.places.index_select(0, rows)
-        passes = self.begin_passes(segments, places)
-        return temporary_attributes(self, segments=segments, places=places, num_rows=offsets[-1], passes=passes)
 
     def only(self, segment: RowSegment) -> AbstractContextManager[None]:
         """Let modules see the rows of one of the stream's segments alone, out of those that they see now."""

@@ -43,7 +43,6 @@ from peft_mux.engine.tensor.interleaving import Interleaving, TurnLinks
 from peft_mux.engine.tensor.parallel import TensorLinks, TensorParallelModel
 from peft_mux.engine.work import StepWork
 from peft_mux.modeling.backbone.modules import find_layers
-from peft_mux.modeling.last_layer import LastLayerForward
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.scheduler.pipeline.launch import BucketLoad
 from peft_mux.scheduler.pipeline.simulator import simulate
@@ -86,7 +85,6 @@ class Case:
         turns: number of passes that take turns; 0 for one after another.
         window: whether all steps are one window that is not flushed.
         odd: whether the first update of one task fails on the last process alone.
-        narrow: whether only the last two tokens of rows are targets, and the last layer computes what is read.
         tasks: names of those that train from the beginning.
         num_steps: of the training.
     """
@@ -110,7 +108,6 @@ class Case:
     turns: int = 0
     window: bool = False
     odd: bool = False
-    narrow: bool = False
     tasks: tuple[str, ...] = FIRST
     num_steps: int = NUM_STEPS
 
@@ -128,7 +125,7 @@ class Case:
     def alone(self) -> Case:
         """The same in one process, whose passes hold whole sequences and compute all rows."""
         same = ("kind", "fields", "bf16", "poison", "arrives", "adapts_ends", "adapts_experts", "tasks", "num_steps")
-        return Case(layout="<1,1>", narrow=self.narrow, **{name: getattr(self, name) for name in same})
+        return Case(layout="<1,1>", **{name: getattr(self, name) for name in same})
 
 
 PLAIN = Case()
@@ -276,7 +273,7 @@ def step_work(
     step: int = 0, tasks: Sequence[str] = FIRST, case: Case = PLAIN, *, replica: int = 0, num_replicas: int = 1
 ) -> StepWork:
     """Return what a replica does of the global batches of a step."""
-    options = {"num_targets": 2 if case.narrow else 0 if case.classifies else 64, "classifies": case.classifies}
+    options = {"num_targets": 0 if case.classifies else 64, "classifies": case.classifies}
     batches = {name: random_batch(name, step, **options) for name in tasks}
     collator = ChunkPackingCollator(chunk_size=8, split_long_sequences=True) if case.splits else ChunkPackingCollator()
     micro_batches: list[MuxBatch] = []
@@ -346,17 +343,12 @@ class Engine:
             layers = len(find_layers(self.model.backbone).layers)  # type: ignore[union-attr]
             options: dict[str, Any] = {"num_chunks": case.num_chunks, "layers_per_stage": case.layers_per_stage}
             stage = StageModel(self.model, StageLayout.of(layers, replica.pp, **options), self.place.stage)
-        elif case.layout != "<1,1>":
-            self.model.last_layer.prove(self.model)
         self.links = self.tensor_parallel = interleaving = None
         if self.layout.is_tensor_parallel:
             self.links = TurnLinks(TensorLinks(self.layout.tensor_groups, processes))
             self.tensor_parallel = TensorParallelModel(self.model, self.links)
             if case.turns:
                 interleaving = Interleaving(self.model, self.links, width=case.turns, recomputes=case.recomputes)
-        if stage is not None and processes.world_size > 1:
-            stage.prove_last_layer()
-        self.model.last_layer.check_cut(self.model)
         self.sharded = None
         if case.sharded:
             self.sharded = shard_backbone(self.model, processes, stage, None if stage is None else self.layout)
@@ -419,13 +411,6 @@ def frozen_bytes(model: MultiTaskPeftModel) -> int:
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
-def last_layer_of(model: MultiTaskPeftModel) -> LastLayerForward | None:
-    """Return the forward of a last layer that may compute some rows alone; `None` where there is none."""
-    found = find_layers(model.backbone)
-    forward = None if found is None else found.layers[-1].__dict__.get("forward")
-    return forward if isinstance(forward, LastLayerForward) else None
-
-
 @torch.no_grad()
 def poison(model: MultiTaskPeftModel) -> None:
     """Spoil weights of one task in one layer."""
@@ -453,7 +438,6 @@ class Seen:
         share: of the whole's frozen bytes, which this process holds between passes.
         most_in_flight: micro-batches of the last step.
         held_bytes: keys and values that are left.
-        was_narrow: whether the last layer computed some rows alone; `None` without a last layer.
     """
 
     losses: dict[str, list[float]] = field(default_factory=dict)
@@ -467,7 +451,6 @@ class Seen:
     share: float = 1.0
     most_in_flight: int = 0
     held_bytes: int = 0
-    was_narrow: bool | None = None
 
 
 def train(case: Case, folder: Path, processes: Processes | None = None) -> Seen:
@@ -475,9 +458,6 @@ def train(case: Case, folder: Path, processes: Processes | None = None) -> Seen:
     engine = Engine(case, processes or Processes())
     model, executor, seen = engine.model, engine.executor, Seen(share=engine.share)
     _evaluate(engine, seen)
-    last = last_layer_of(model)
-    if last is not None:
-        last.was_narrowed = False
     optimizers = {name: optimizer_of(model, name, folder) for name in case.tasks}
     fails_here = case.odd and engine.processes.rank == engine.processes.world_size - 1
 
@@ -510,7 +490,6 @@ def train(case: Case, folder: Path, processes: Processes | None = None) -> Seen:
         names = [name for name in optimizers if name not in seen.failures]
         result = executor.run(engine.work(step, names))
         update(step, result.losses, _norms(model, names) if result.norms is None else result.norms)
-    seen.was_narrow = None if last is None else last.was_narrowed
     seen.non_finite = executor.non_finite_tasks(engine.work(case.num_steps, list(optimizers)).micro_batches)
     seen.most_in_flight = getattr(executor, "most_in_flight", 0)
     seen.held_bytes = model.stream.key_values.num_bytes

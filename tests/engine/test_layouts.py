@@ -44,9 +44,7 @@ def families(kinds: Sequence[str], *layouts: str) -> dict[str, Case]:
     """Return the cases of families in layouts."""
     degrees = {"pp": "<1,2>", "tp": TP2, "fsdp": DP2, "fsdp x pp": "<1,2>x2", "tp x pp": "<2,2>"}
     return {
-        f"{kind}, {one}": Case(
-            kind, degrees[one], schedule="mux", sharded="fsdp" in one, narrow=one in ("pp", "tp"), **SMALL
-        )
+        f"{kind}, {one}": Case(kind, degrees[one], schedule="mux", sharded="fsdp" in one, **SMALL)
         for kind in kinds
         for one in layouts
     }
@@ -109,8 +107,6 @@ OF_FOUR = {
 UNLIKE = ("mixtral", "gemma2", "gpt_neox", "opt", "olmo2", "deepseek_v3", "cohere")
 """Families with experts, soft-caps, one projection for all heads, projected ends, norms over all heads, attention of
 low rank, and parallel layers."""
-SUMS_BEFORE = ("flex_olmo", "minimax_m2", "olmo2", "olmo3")
-"""Families whose shards sum before attention, for a norm over all heads; they compute all rows."""
 
 SLOW = [OF_TWO, OF_FOUR, families(UNLIKE, "pp", "tp")]
 NIGHTLY = [
@@ -197,9 +193,6 @@ def check_as_alone(name: str, folder: Path) -> None:
         for found, wanted in zip(part.logits, one.logits or [], strict=True) if part.logits else ():
             np.testing.assert_allclose(found, wanted, atol=0.1 if case.bf16 else 1e-5)
         assert part.generated in (None, one.generated)
-        if case.narrow:
-            sums_before = case.layout == TP2 and case.kind in SUMS_BEFORE
-            assert part.was_narrow in ((False,) if sums_before else (True, None)), "the last layer computes some rows"
     assert any(part.logits for part in parts) == (case.tasks == lab.FIRST)
     if case.kind in ("llama", "gpt2"):
         for rank, part in enumerate(parts):

@@ -48,7 +48,6 @@ from peft_mux.errors import CheckpointError, UnsupportedModelError
 from peft_mux.kernels.lora.reference import Rows
 from peft_mux.modeling.adapters.lora.layer import lowest_layer, rows_needed
 from peft_mux.modeling.attention.attention_stream import AttentionStream
-from peft_mux.modeling.attention.rows import ReadRows
 from peft_mux.modeling.backbone.families import family_of
 from peft_mux.modeling.backbone.modules import HEAD_NAMES, frozen_parameters, put_module
 from peft_mux.modeling.backbone.quantized import quantization_method
@@ -231,7 +230,7 @@ class StageModel:
         with model.multiplexing(batch, routing=model.routed(batch)), self.only(virtual_stage):
             is_last = virtual_stage == self.layout.last_virtual_stage
             model.stream.reset_adapter_tracking(self.layout.layers_of(virtual_stage).start)
-            output = self._hidden_states(batch, hidden_TD, model.last_layer.rows(model, batch) if is_last else None)
+            output = self._hidden_states(batch, hidden_TD)
             if not is_last:
                 return StagePass(output, model.stream.passes)
             losses = model.stream_losses(output, batch)
@@ -242,7 +241,7 @@ class StageModel:
         """Run a micro-batch through the last virtual stage; see `MultiTaskPeftModel.target_losses`."""
         model = self.model
         with model.multiplexing(batch), self.only(self.layout.last_virtual_stage):
-            output_TD = self._hidden_states(batch, hidden_TD, model.last_layer.rows(model, batch))
+            output_TD = self._hidden_states(batch, hidden_TD)
             return model.objectives.head.terms(output_TD, batch, model)
 
     @torch.no_grad()
@@ -252,24 +251,9 @@ class StageModel:
         with model.multiplexing(batch), self.only(self.layout.last_virtual_stage):
             return model.objectives.head.logits(self._hidden_states(batch, hidden_TD), batch, model)
 
-    def prove_last_layer(self) -> None:
-        """Verify the last layer, if it is here, on a subset of its rows (`LastLayer`)."""
-        last = self.layout.last_virtual_stage
-
-        def states_of_probe(batch: MuxBatch, read: ReadRows | None) -> torch.Tensor:
-            given = torch.randn(batch.num_tokens, self.hidden_size, generator=torch.Generator().manual_seed(0))
-            hidden_TD = given.to(self.model.device, self.dtype) if last > 0 else None
-            with self.model.multiplexing(batch), self.only(last):
-                return self._hidden_states(batch, hidden_TD, read)
-
-        if self.has_head:
-            self.model.last_layer.prove(self.model, states_of_probe)
-
-    def _hidden_states(
-        self, batch: MuxBatch, hidden_TD: torch.Tensor | None, read: ReadRows | None = None
-    ) -> torch.Tensor:
+    def _hidden_states(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         """Run a micro-batch through the modules currently in place; return the `[T, D]` hidden states."""
-        attention = AttentionStream(self.model.stream, batch, self.model.module_names, read=read)
+        attention = AttentionStream(self.model.stream, batch, self.model.module_names)
         position_ids = batch.computed(batch.position_ids)
         arguments: dict[str, Any] = {"position_ids": position_ids, "mux_stream": attention, "use_cache": False}
         if hidden_TD is None:

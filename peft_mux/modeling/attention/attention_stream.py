@@ -11,17 +11,15 @@ In addition to the batch that is
                   query 1        x x | x x .
                   query 2        x x | x x x
 
-* `KeyValueRows`: keys and values of rows that `generate` completes token by token,
-* `LayerCalls`: the two calls of a last layer that computes only some of its rows.
+* `KeyValueRows`: keys and values of rows that `generate` completes token by token.
 
 Shape letters: T tokens, S sequences, n sequences of a rectangle, G key-value heads, V keys of a prefix, L keys of a
-sequence, K keys of all sequences, C channels of a head; B rows that are completed; U computed rows, R rows that are
-read; D hidden features.
+sequence, K keys of all sequences, C channels of a head; B rows that are completed; D hidden features.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -33,7 +31,7 @@ from torch import nn
 from peft_mux.data.batch import MuxBatch, SequencePart
 from peft_mux.errors import UnsupportedModelError
 from peft_mux.modeling.attention.prefix_tree import TreeLayouts
-from peft_mux.modeling.attention.rows import LENGTH_STEP, Layout, ReadRows, build_layout, copied_to
+from peft_mux.modeling.attention.rows import LENGTH_STEP, Layout, build_layout, copied_to
 from peft_mux.modeling.attention.scores import QKV, Scores, attend
 from peft_mux.modeling.stream import Stream
 
@@ -197,54 +195,6 @@ class KeyValueRows:
         return out[:, :, 0][None]
 
 
-# ------------------------------------------------------------------- last layer
-
-
-class KeysReady(Exception):
-    """Ends a layer's first call: its keys and values are there."""
-
-
-class LayerCalls:
-    """What attention does in the two calls of a layer: first the keys of all rows, then the queries of those read.
-
-    Args:
-        rows: int64 `[R]`, numbers of the rows that are read.
-        has_own_queries: whether queries are computed in the second call, of the rows that are read; otherwise one
-            projection makes queries, keys and values, in the first.
-
-    Attributes:
-        attention: the module that attended in the first call; `None` before it.
-        reached: called when the second call asks for attention; `None` for nothing.
-    """
-
-    def __init__(self, rows: torch.Tensor, *, has_own_queries: bool) -> None:
-        """Expect the first call."""
-        self.rows, self._has_own_queries = rows, has_own_queries
-        self.attention: Any = None
-        self.reached: Callable[[], object] | None = None
-        self._of_all: QKV | None = None
-
-    def of_all(self, module: Any, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> QKV:
-        """Return queries `[1, H, U, C]`, keys and values `[1, G, U, C]` of all rows, in the second call.
-
-        Queries of rows that are not read may be zeros: nothing reads what they attend to, and no gradient comes from
-        it. Keys and values of the second call have no meaning.
-
-        Raises:
-            KeysReady: in the first call.
-        """
-        if self._of_all is None:
-            self.attention, self._of_all = module, (query, key, value)
-            raise KeysReady
-        if self.reached is not None:
-            self.reached()
-        all_queries, keys, values = self._of_all
-        if not self._has_own_queries:
-            return all_queries, keys, values
-        shape = (*query.shape[:2], keys.shape[2], query.shape[3])
-        return query.new_zeros(shape).index_copy(2, self.rows, query), keys, values
-
-
 # ----------------------------------------------------------------------- a pass
 
 
@@ -259,10 +209,8 @@ class AttentionStream:
         module_names: name of every attention module, for dropout draws and messages.
         prefixes: learnt keys and values in front of some of the sequences.
         rows: keys and values of rows that are being completed; the batch is their prompts or newest tokens.
-        read: the rows whose outputs of the last layer are read; `None` for all.
 
     Attributes:
-        calls: set while a layer computes only some of its rows.
         max_length: tokens of the longest sequence.
         parts: the sequences that are parts of longer ones, by their number in the stream; `None` for a batch without.
     """
@@ -274,12 +222,10 @@ class AttentionStream:
         module_names: dict[nn.Module, str],
         prefixes: Prefixes | None = None,
         rows: KeyValueRows | None = None,
-        read: ReadRows | None = None,
     ) -> None:
         """Bind a micro-batch."""
         self.stream, self.batch, self.module_names = stream, batch, module_names
-        self.prefixes, self.rows, self.read = prefixes, rows, read
-        self.calls: LayerCalls | None = None
+        self.prefixes, self.rows = prefixes, rows
         self.max_length = max(batch.sequence_lengths, default=0)
         self.parts: dict[int, SequencePart] | None = None
         if batch.parts:

@@ -81,8 +81,7 @@ def packed_attention(
         **kwargs: what else the architecture passes; refused if it would change the result.
 
     Returns:
-        Outputs `[1, T, H, C']`, or `[1, U, H, C']`, and `None` in place of the attention weights. Of a layer that
-        computes only some of its rows, those of these rows.
+        Outputs `[1, T, H, C']`, or `[1, U, H, C']`, and `None` in place of the attention weights.
 
     Raises:
         UnsupportedModelError: if the architecture asks for what packed attention does not do.
@@ -94,8 +93,6 @@ def packed_attention(
         )
     causal = bool(getattr(module, "is_causal", True) if is_causal is None else is_causal)
     _check_supported(module, mux_stream, attention_mask, kwargs, is_causal=causal)
-    if mux_stream.calls is not None:
-        query, key, value = mux_stream.calls.of_all(module, query, key, value)
     tree = mux_stream.tree if dropout == 0.0 else None
     # Parts of long sequences, learnt prefixes and dropout draws belong to all tokens of the stream.
     shared = mux_stream.batch.shared if tree is None else None
@@ -145,7 +142,7 @@ def packed_attention(
                 mux_stream.stream.key_values.forget(mux_stream.module_names[module], part)
     if shared is not None:
         out = out.squeeze(0).index_select(0, shared.computed)[None]
-    return out if mux_stream.calls is None else out.index_select(1, mux_stream.calls.rows), None
+    return out, None
 
 
 def _check_supported(

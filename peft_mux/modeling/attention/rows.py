@@ -3,7 +3,6 @@
 * Rectangles: sequences of a packed stream gathered by near-equal length, for attention without a varlen kernel.
 * `take_rows`: where sequences have a common prefix, one computed row serves several tokens and gets the sum of
   their gradients.
-* `ReadRows`: the rows whose last hidden states a head reads.
 
 Shape letters: T tokens of the stream, U computed rows, P rows of all rectangles, n sequences of a rectangle, L its
 length, M chosen tokens, H heads, C channels of a head, D features.
@@ -22,18 +21,6 @@ from peft_mux.data.batch import MuxBatch
 
 LENGTH_STEP = 16
 """Causal rectangles are padded to multiples of this many tokens: few kernel calls, and little of each is padding."""
-
-
-class ReadRows(NamedTuple):
-    """Rows of the activations whose last hidden states are read.
-
-    Attributes:
-        rows: int64 `[R]`, their numbers among the U computed rows, ascending.
-        offsets: where each task's rows begin among them, `N + 1` numbers.
-    """
-
-    rows: torch.Tensor
-    offsets: tuple[int, ...]
 
 
 def copied_to(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:

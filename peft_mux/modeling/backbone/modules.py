@@ -313,11 +313,6 @@ def num_telling_layers(kinds: Sequence[int]) -> int:
     return len(kinds)
 
 
-def first_layers(backbone: Any, count: int) -> AbstractContextManager[None]:
-    """Keep only the first layers of a backbone for the time of the `with` block; a count of 0 stands for all."""
-    return some_layers(backbone, slice(count or None))
-
-
 def telling_layers(backbone: Any) -> AbstractContextManager[None]:
     """Keep only as many of the first layers as it takes to have one of each kind, in the `with` block."""
     found = find_layers(backbone)
@@ -326,13 +321,13 @@ def telling_layers(backbone: Any) -> AbstractContextManager[None]:
 
 
 @contextmanager
-def some_layers(backbone: Any, part: slice) -> Iterator[None]:
-    """Keep only some layers of a backbone for the time of the `with` block; all if they are not in one list."""
+def first_layers(backbone: Any, count: int) -> Iterator[None]:
+    """Keep only the first layers of a backbone for the time of the `with` block; a count of 0 stands for all."""
     found = find_layers(backbone)
-    if found is None or len(found.layers[part]) == len(found.layers):
+    if found is None or len(found.layers[: count or None]) == len(found.layers):
         yield
         return
-    config, kept = backbone.config.get_text_config(), nn.ModuleList(found.layers[part])
+    config, kept = backbone.config.get_text_config(), nn.ModuleList(found.layers[:count])
     setattr(found.parent, found.name, kept)
     config.num_hidden_layers = len(kept)
     try:

@@ -22,7 +22,7 @@ from peft_mux.data.batch import MuxBatch
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.data.tokenize import CLASS_LABELS, LABELLED_ROWS, TAGGED_ROWS
 from peft_mux.errors import ConfigError
-from peft_mux.modeling.attention.rows import ReadRows, states_of
+from peft_mux.modeling.attention.rows import states_of
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, TOKEN_CLASSIFICATION, head_module
 from peft_mux.modeling.objectives.heads import LANGUAGE_HEAD
 from peft_mux.modeling.objectives.objective import (
@@ -110,12 +110,6 @@ class ClassificationHead(TaskHead):
 
     kind = CLASSIFICATION
     example_label = 0
-
-    def read_rows(self, batch: MuxBatch, backbone: Any) -> ReadRows | None:
-        """Return the row of each sequence that is pooled; `None` if it is no single one, or several may share it."""
-        if batch.shared is not None or getattr(backbone.config, "classifier_pooling", None) == "mean":
-            return None
-        return ReadRows(pooled_tokens(batch, backbone), batch.sequence_offsets)
 
     def outputs(
         self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any, smoothed: Collection[str] = ()

@@ -38,7 +38,6 @@ from peft_mux.data.batch import Columns, MuxBatch
 from peft_mux.data.formats import RowForm
 from peft_mux.data.task_batch import TaskBatch
 from peft_mux.errors import Fault, closest, raise_faults, shown
-from peft_mux.modeling.attention.rows import ReadRows
 from peft_mux.modeling.backbone.modules import HeadKind
 
 # ------------------------------------------------------------------ arguments
@@ -385,11 +384,6 @@ class OutputHead:
     def bypassed(self, backbone: Any) -> AbstractContextManager[None]:
         """Keep the backbone's base model from computing a part of the head by itself, during the `with` block."""
         return nullcontext()
-
-    def read_rows(self, batch: MuxBatch, backbone: Any) -> ReadRows | None:
-        """Return the rows whose hidden states `outputs` and `terms` read; `None` if that is not known."""
-        found = batch if batch.shared is None else batch.shared
-        return ReadRows(found.target_rows, found.target_offsets)
 
     def outputs(
         self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any, smoothed: Collection[str] = ()

@@ -26,7 +26,7 @@ Where the paper slips or is silent, decided here:
   1 / `forward_fraction` replaces the 2. Overheads of passes are not in Eq. 3 and 4, and are added.
 * Eq. 3 has the same adapters in every layer, and the gradient of every row. Here a task's adapters are in the layers
   from its lowest one on, and layers below the lowest adapter of all tasks of a pass have no backward. Rows of single
-  tasks that need no gradient, and rows that the last layer leaves out, are not subtracted.
+  tasks that need no gradient are not subtracted.
 """
 
 from __future__ import annotations

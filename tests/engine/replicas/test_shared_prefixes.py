@@ -1,18 +1,16 @@
 """Rows with a common prefix and rows with few targets, in any layout of processes: the result of one process that
-computes all tokens of all rows in all layers."""
+computes all tokens of all rows."""
 
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import pytest
-import torch
 from peft import LoraConfig
 
 from peft_mux import Task
-from peft_mux.modeling.last_layer import LastLayerForward
 from tests.engine.processes.cases import Part, assert_as_one, launch, values
 from tests.engine.replicas import layout_cases as cases
 from tests.invariants import mux_lab as lab
@@ -41,36 +39,15 @@ def tasks() -> list[Task]:
     return found
 
 
-class Trained(NamedTuple):
-    """What a run showed to one process, and how often it computed some rows of its last layer alone to train."""
-
-    laid: Part
-    num_narrow: int
-
-
-def train(rank: int, folder: Path, model: Any, arguments: dict[str, Any]) -> Trained:
+def train(rank: int, folder: Path, model: Any, arguments: dict[str, Any]) -> Part:
     """Train them."""
-    narrow, plain = [], LastLayerForward._compute
-
-    def counted(*given: Any, **named: Any) -> Any:
-        narrow.extend([1] * torch.is_grad_enabled())
-        return plain(*given, **named)
-
-    LastLayerForward._compute = counted  # type: ignore[method-assign]
-    try:
-        laid = cases.train(folder, model or cases.backbone("llama"), tasks(), **arguments)
-    finally:
-        LastLayerForward._compute = plain  # type: ignore[method-assign]
-    return Trained(laid, len(narrow))
+    return cases.train(folder, model or cases.backbone("llama"), tasks(), **arguments)
 
 
 @pytest.fixture(scope="module")
 def plain(tmp_path_factory: pytest.TempPathFactory) -> Part:
     """Return what one process makes of them that computes all tokens of all rows."""
-    whole = {"share_prefixes": False, "last_layer_at_targets": False}
-    alone = train(0, tmp_path_factory.mktemp("alone"), None, whole)
-    assert alone.num_narrow == 0
-    return alone.laid
+    return train(0, tmp_path_factory.mktemp("alone"), None, {"share_prefixes": False})
 
 
 @pytest.fixture(scope="module")
@@ -101,7 +78,7 @@ SHARDED = {"shard_backbone": True}
         pytest.param(3, {"replicas": "<1,2>, <1,1>"}, id="stages beside a whole one", marks=NIGHTLY),
     ],
 )
-def test_every_layout_computes_what_rows_begin_with_once_and_the_rows_that_are_read_alone_as_planned(
+def test_every_layout_computes_shared_prefixes_once_as_planned(
     world_size: int, arguments: dict[str, Any], tmp_path: Path, backbone: str, plain: Part
 ) -> None:
     options = {"max_tokens_per_micro_batch": 512, **arguments}
@@ -109,11 +86,7 @@ def test_every_layout_computes_what_rows_begin_with_once_and_the_rows_that_are_r
         found = [train(0, tmp_path, backbone, options)]
     else:
         found = values(launch(world_size, train, tmp_path, backbone, options, limit_s=240))
-    part = found[0].laid
-    if "replicas" not in arguments:
-        num_stages = arguments.get("pipeline_parallel_size", 1)
-        narrow = [one for one in found if one.num_narrow > 0]
-        assert len(narrow) == world_size / num_stages, "the last layer computes some rows alone"
+    part = found[0]
     assert_as_one(part, plain)
     if CHAINS.items() <= arguments.items():
         return

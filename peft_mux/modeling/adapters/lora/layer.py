@@ -213,7 +213,6 @@ class LinearGroup:
         self.are_apart = False
         self._x: torch.Tensor | None = None
         self._pass = -1
-        self._parts: dict[tuple[int, ...], LinearGroup] = {}
         self._ready: dict[int, torch.Tensor] = {}
 
     def bases(self) -> list[Base]:
@@ -283,14 +282,6 @@ class LinearGroup:
 
     def shared_output(self, member: MultiplexedLinear, x: torch.Tensor) -> torch.Tensor:
         """Return one member's output for `x`."""
-        if self.stream.left_out:
-            kept = [one for one in self.members if one.module not in self.stream.left_out]
-            if len(kept) < len(self.members):
-                key = tuple(map(id, kept))
-                if key not in self._parts:
-                    self._parts[key] = LinearGroup(kept, self.stream)
-                part = self._parts[key]
-                return part.outputs(x)[0] if len(kept) == 1 else part.shared_output(member, x)
         # The same object and not equal numbers: siblings are called with one tensor, and comparing would wait.
         if x is self._x and id(member) in self._ready:
             # Handed out once, so that no activation outlives its last reader here.
