@@ -254,7 +254,7 @@ def page_html(
         title: what the run is called.
         report: its tasks at the end, and what was learned about times.
         view: the curves of its tasks.
-        plan: the plan that was followed for most steps; `None` if there was none.
+        plan: the plan of its steps with the most tasks; `None` if there was none.
         steps: its last step as each process measured it, by rank.
         config: all settings in effect, by section.
         versions: versions and devices, by name.

@@ -34,8 +34,8 @@ class RunTimes:
         clock: returns seconds; tests pass another one.
 
     Attributes:
-        followed: the plan that was followed for most steps (`None` if there was none), and the pass times of its last
-            step on this process; `None` before the first step.
+        followed: of the plans with the most tasks, the one that was followed for most steps (`None` if there was no
+            plan), and the pass times of its last step on this process; `None` before the first step.
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
@@ -51,7 +51,7 @@ class RunTimes:
         # Seconds and number of the first steps under a plan, and of the later ones.
         self._first_steps = self._later_steps = (0.0, 0)
         self._plan: Plan | None = None
-        self._num_plan_steps = self._num_followed_steps = 0
+        self._num_plan_steps, self._most_followed = 0, (0, 0)
         self.followed: tuple[Plan | None, StepTimes] | None = None
         # Seconds of each task's own code by kind, and the total at which its user was last warned.
         self._own_code_s: defaultdict[str, Counter[str]] = defaultdict(Counter)
@@ -113,8 +113,10 @@ class RunTimes:
         self._first_steps, self._later_steps = (total, self._later_steps) if is_first else (self._first_steps, total)
         self._num_plan_steps = num_steps if is_first else self._num_plan_steps + num_steps
         self._plan = plan
-        if self._num_plan_steps >= self._num_followed_steps:
-            self._num_followed_steps, self.followed = self._num_plan_steps, (plan, times)
+        # Tasks end at different steps, and a step of the last ones alone would not show the others.
+        extent = (0 if plan is None else len(plan.shares), self._num_plan_steps)
+        if extent >= self._most_followed:
+            self._most_followed, self.followed = extent, (plan, times)
 
     @property
     def settled_s(self) -> float:

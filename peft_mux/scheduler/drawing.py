@@ -102,7 +102,7 @@ def timeline(simulation: Simulation, plan: Any = None, steps: Sequence[MeasuredS
     names, rows, end = list(simulation.bucket_names), [], simulation.makespan_s
     bucket_of: dict[str, int] = {}
     if plan is not None:
-        tasks_of = [[task for index in bucket for task in plan.htasks[index].tasks] for bucket in plan.buckets]
+        tasks_of = _bucket_tasks(plan)
         names = list(map(_listed, tasks_of))
         bucket_of = {task: bucket for bucket, tasks in enumerate(tasks_of) for task in tasks}
     for stage in range(simulation.num_stages):
@@ -124,6 +124,10 @@ def timeline(simulation: Simulation, plan: Any = None, steps: Sequence[MeasuredS
             rows.append((f"measured process {step.rank}" if len(steps) > 1 else "measured", bars))
     unit = (1.0, "s") if end >= 1 else (1e-3, "ms")
     return Rows(rows, end, unit, [(name, bucket) for bucket, name in enumerate(names)])
+
+
+def _bucket_tasks(plan: Any) -> list[list[str]]:
+    return [[task for index in bucket for task in plan.htasks[index].tasks] for bucket in plan.buckets]
 
 
 def _listed(tasks: Sequence[str]) -> str:
@@ -231,12 +235,13 @@ def timeline_html(plan: Any, steps: Sequence[MeasuredStep] = ()) -> str:
     if plan is None or plan.template is None:
         return ""
     rows = timeline(plan.timeline(), plan, steps)
+    names = [(", ".join(tasks), bucket) for bucket, tasks in enumerate(_bucket_tasks(plan))]
     measured = (
         " Measured is the last step that followed this plan: forward and backward of each pass together, one after "
         "another, without the time between them."
     )
     return (
-        f'<div class="wide">{rows_svg(rows)}</div><div>{legend(rows.legend)}</div>'
+        f'<div class="wide">{rows_svg(rows)}</div><div>{legend(names)}</div>'
         "<p class=note>Planned is a typical step, forwards paler than backwards, by the profile "
         f"({plan.profile_source or 'none'}).{measured if steps else ''}</p>"
     )

@@ -13,7 +13,7 @@ from peft_mux.scheduler.planner.values import PlannedPass
 from tests.reporting.lab import Clock
 
 PLANNED = (PlannedPass(0, ("a", "b"), 20), PlannedPass(0, ("a",), 9))
-PLAN, OTHER = (SimpleNamespace(name=name) for name in ("plan", "other"))
+PLAN, OTHER, ALONE = (SimpleNamespace(shares=shares) for shares in ("ab", "bc", "b"))
 
 
 def warned_totals(clock: Clock, times: RunTimes, seconds: float, *, calls: int, every_s: float = 0.0) -> list[float]:
@@ -42,8 +42,8 @@ def test_first_steps_under_a_plan_count_as_the_mean_of_the_others() -> None:
     assert only_first.settled_s == pytest.approx(65.0), "no step has followed another under one plan"
 
 
-def test_the_plan_of_most_steps_is_kept_with_its_last_step() -> None:
-    times = steps(RunTimes(), (PLAN, 1.0, 2), (PLAN, 2.0, 1), (OTHER, 3.0, 2))
+def test_of_the_plans_with_the_most_tasks_that_of_most_steps_is_kept_with_its_last_step() -> None:
+    times = steps(RunTimes(), (ALONE, 1.0, 1), (PLAN, 1.0, 2), (PLAN, 2.0, 1), (OTHER, 3.0, 2), (ALONE, 4.0, 9))
     assert times.followed == (PLAN, StepTimes(span_s=2.0))
 
 
