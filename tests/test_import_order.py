@@ -36,6 +36,7 @@ ROOMS = (
     "checkpoint",
     "trainer",
     "demo",
+    "serve",
     "cli",
     "__main__",
     "__init__",
@@ -129,6 +130,12 @@ def test_neither_modules_nor_the_entries_of_a_folder_import_one_another_in_a_cir
         ("scheduler", "numpy pulp simpy matplotlib peft_mux.scheduler peft_mux.data.packing peft_mux.errors"),
         ("data.packing", "numpy peft_mux.data.packing peft_mux.errors"),
         ("kernels", "torch numpy triton peft_mux.kernels"),
+        (
+            "serve",
+            "numpy torch transformers peft fastapi pydantic uvicorn google zstandard peft_mux.serve peft_mux.calls "
+            "peft_mux.errors peft_mux.storage peft_mux.MultiTaskPeftModel peft_mux.GenerationRequest "
+            "peft_mux.SamplingOptions peft_mux.Completion",
+        ),
     ],
 )
 def test_a_folder_imports_only_these_and_the_standard_library(folder: str, allowed: str) -> None:
