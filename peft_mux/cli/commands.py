@@ -172,7 +172,7 @@ def profile(arguments: argparse.Namespace) -> int:
     if arguments.json:
         print(json.dumps(_plain({"written": path, "profile": json.loads(found.to_json())}), indent=1))
     else:
-        text = f"{profile_text(found)}\nwritten: {path}; to plan with it, set run.cost_profile: {path}"
+        text = f"{profile_text(found)}\nwritten: {path}; to plan with it, set run.cost_profile: {path.absolute()}"
         print(wrapped(text, window_width()))
     return 0
 
@@ -191,13 +191,16 @@ def make_trainer(config: RunConfig) -> MultiTaskTrainer:
             tokenizer = AutoTokenizer.from_pretrained(config.tokenizer, trust_remote_code=is_trusted)
         except (OSError, ValueError, ImportError, TypeError, AttributeError, LookupError) as error:
             raise ConfigError(
-                f'tokenizer "{config.tokenizer}" cannot be read: {" ".join(str(error).split())}'
+                f'tokenizer "{config.tokenizer}" cannot be read: {" ".join(str(error).split())} '
+                f"{config.absent.get('tokenizer', '')}".rstrip()
             ) from error
     options = {"processing_class": tokenizer, "model_init_kwargs": config.model_init_kwargs}
     try:
         return MultiTaskTrainer(config.model, config.args, config.tasks, **options)
     except PeftMuxError as error:
-        raise_faults(located(error.faults, config.file, config.lines), type(error))
+        raise_faults(located(error.faults, config.file, config.lines, config.absent), type(error))
+        if "model" in config.absent and str(error).startswith("model "):
+            raise type(error)(f"{error} {config.absent['model']}") from error
         raise  # an error without faults
 
 

@@ -8,9 +8,10 @@
       sql:  {dataset: data/sql.jsonl, num_train_epochs: 3}
       math: {dataset: org/math, eval_split: test, peft: {r: 64}, early_stopping: {patience: 3}}
 
-Paths are relative to the file. `dataset` is a .jsonl, .json, .csv or .parquet file, a folder, or a hub id. In the two
-fields of `SECRETS`, `${HF_TOKEN}` is a variable of the environment: a file is shared and kept under version control, a
-token is not. Elsewhere a variable would make the file train something else on another machine.
+All paths, also those of `--set`, are relative to the folder of the file. `dataset` is a .jsonl, .json, .csv or .parquet
+file, a folder, or a hub id. In the two fields of `SECRETS`, `${HF_TOKEN}` is a variable of the environment: a file is
+shared and kept under version control, a token is not. Elsewhere a variable would make the file train something else on
+another machine.
 """
 
 from __future__ import annotations
@@ -22,6 +23,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, fields, replace
 from itertools import chain
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import yaml
@@ -50,6 +52,8 @@ _NOT_IN_FILES = "name peft_config train_dataset eval_dataset callbacks compute_m
 TASK_KEYS = (*DATA_KEYS, "peft", *(name for name in TASK_FIELDS if name not in _NOT_IN_FILES.split()))
 """The keys of a task in a file."""
 _TOP_KEYS = ("model", "tokenizer", "output_dir", "run", "defaults", "tasks", "model_init_kwargs")
+_PATHS = ("model", "tokenizer", "dataset", "eval_dataset", "init_adapter", "cost_profile", "resume_from_checkpoint")
+"""Keys of files and folders that are read; most may be hub ids too."""
 _MAX_NODES = 200_000
 """Values of a file once aliases are written out."""
 _FREE_SECTIONS = ("model_init_kwargs",)
@@ -99,6 +103,7 @@ class RunConfig:
         model_init_kwargs: arguments of `from_pretrained` for the model.
         file: name of the file.
         lines: line of each key, by its dotted path.
+        absent: where each path that does not exist would be, by its dotted key; it may be a hub id.
     """
 
     model: str
@@ -108,6 +113,7 @@ class RunConfig:
     model_init_kwargs: dict[str, Any]
     file: str = ""
     lines: Mapping[str, int] = field(default_factory=dict)
+    absent: Mapping[str, str] = field(default_factory=dict)
 
 
 def read_config(
@@ -140,13 +146,33 @@ def read_config(
                 raise ConfigError(f"--set {key} must be an existing path, got {got}.")
         target[last] = parse_value(text, f"--set {key}")
     faults += _expand_secrets(data) + _structure_faults(data)
+    output_dir = data.get("output_dir")
+    data["output_dir"] = str(
+        path.parent / (output_dir if output_dir and isinstance(output_dir, str) else "peft_mux_output")
+    )
+    absent = _resolve_paths(data, path.parent.absolute())
     # Objects are made as far as possible even now, so that one call reports all faults of a file.
-    config, more = _make_run_config(data, path.parent, before_rows)
+    config, more = _make_run_config(data, before_rows)
     known = {fault.where for fault in faults}
     faults += [fault for fault in more if fault.where not in known]
-    raise_faults(located(faults, path.name, lines))
+    raise_faults(located(faults, path.name, lines, absent))
     assert config is not None, "a configuration without faults was made"
-    return replace(config, file=path.name, lines=lines)
+    return replace(config, file=path.name, lines=lines, absent=absent)
+
+
+def _resolve_paths(section: dict[str, Any], folder: Path, prefix: str = "") -> dict[str, str]:
+    """Make relative paths that exist absolute, in place; return what to say of each other one, by its dotted key."""
+    absent = {}
+    for key, value in section.items():
+        if isinstance(value, dict):
+            absent |= _resolve_paths(value, folder, f"{prefix}{key}.")
+        elif key in _PATHS and isinstance(value, str) and value:
+            path = str(folder / os.path.expanduser(value))
+            if os.path.exists(path):
+                section[key] = path
+            else:
+                absent[f"{prefix}{key}"] = f"There is no {path}: paths are relative to the folder of the file."
+    return absent
 
 
 _COUNT = ("an integer of 1 or more", lambda value: type(value) is int and value >= 1)
@@ -230,8 +256,10 @@ def _read_mapping(path: Path, keys: Iterable[str], fix: str = "") -> tuple[dict[
     return data, lines, faults
 
 
-def located(faults: Iterable[Fault], file: str, lines: Mapping[str, int]) -> list[Fault]:
-    """Return faults with the file's own names of sections, and with the line of each in the file."""
+def located(
+    faults: Iterable[Fault], file: str, lines: Mapping[str, int], absent: Mapping[str, str] = MappingProxyType({})
+) -> list[Fault]:
+    """Return faults with the file's own names of sections, the line of each in the file, and paths that are absent."""
     located = []
     for fault in faults:
         name = fault.where.replace("args.", "run.", 1) if fault.where.startswith("args.") else fault.where
@@ -243,7 +271,8 @@ def located(faults: Iterable[Fault], file: str, lines: Mapping[str, int]) -> lis
         while where not in lines and "." in where:
             where = where.rsplit(".", 1)[0]
         line = f":{lines[where]}" if where in lines else ""
-        located.append(replace(fault, where=f"{file}{line} {name}"))
+        fix = absent.get(name) or absent.get(inherited) or fault.fix
+        located.append(replace(fault, where=f"{file}{line} {name}", fix=fix))
     return located
 
 
@@ -462,12 +491,11 @@ def _attempt(where: str, make: Callable[..., Any], *arguments: Any) -> tuple[Any
 
 
 def _make_run_config(
-    data: dict[str, Any], folder: Path, before_rows: Callable[[MultiTaskTrainingArguments], None]
+    data: dict[str, Any], before_rows: Callable[[MultiTaskTrainingArguments], None]
 ) -> tuple[RunConfig | None, list[Fault]]:
     """Return what a file describes, or what is wrong with the objects that it stands for."""
-    output_dir = data.get("output_dir")
     given = {key: value for key, value in _mapping(data.get("run")).items() if key in SETTABLE_FIELDS}
-    given["output_dir"] = output_dir if isinstance(output_dir, str) and output_dir else "peft_mux_output"
+    given["output_dir"] = data["output_dir"]
     args, faults = _attempt("run", lambda: MultiTaskTrainingArguments(**given))
     if args is not None:
         before_rows(args)
@@ -488,39 +516,31 @@ def _make_run_config(
         if any(has_held_out.values()) and not has_held_out[name]:
             # As with the arguments of a run: defaults about evaluations do not apply to tasks without held-out rows.
             merged = {key: value for key, value in merged.items() if key in settings or key not in _WHEN_EVALUATED}
-        task, own = _make_task(str(name), merged, folder)
+        task, own = _make_task(str(name), merged)
         faults += own
         tasks += [] if task is None else [task]
     if faults or args is None or not isinstance(data.get("model"), str) or not tasks:
         return None, faults
-    # A folder next to the file, or else a hub id or a path.
-    names: list[Any] = [data["model"], data.get("tokenizer")]
-    model, tokenizer = [
-        str(folder / name) if isinstance(name, str) and (folder / name).is_dir() else name for name in names
-    ]
-    return RunConfig(model, tokenizer, args, tasks, _mapping(data.get("model_init_kwargs"))), []
+    return RunConfig(data["model"], data.get("tokenizer"), args, tasks, _mapping(data.get("model_init_kwargs"))), []
 
 
-def _make_task(name: str, settings: Mapping[str, Any], folder: Path) -> tuple[Task | None, list[Fault]]:
+def _make_task(name: str, settings: Mapping[str, Any]) -> tuple[Task | None, list[Fault]]:
     """Return a task with its rows loaded, or all that is wrong with it.
 
     Args:
         name: name of the task.
         settings: its section of the file, completed with the defaults.
-        folder: folder that relative paths start from.
     """
     where = f"tasks.{name}"
     own = {key: value for key, value in settings.items() if key in TASK_KEYS and key not in (*DATA_KEYS, "peft")}
     held_out, split = settings.get("eval_dataset"), settings.get("eval_split")
     held_out_key = "dataset" if held_out is None else "eval_dataset"
-    own["train_dataset"], faults = _attempt(where, _rows, settings, "dataset", settings.get("split"), folder, where)
+    own["train_dataset"], faults = _attempt(where, _rows, settings, "dataset", settings.get("split"), where)
     if held_out is not None or split is not None:
-        own["eval_dataset"], more = _attempt(where, _rows, settings, held_out_key, split, folder, where)
+        own["eval_dataset"], more = _attempt(where, _rows, settings, held_out_key, split, where)
         faults += more
     without_rows = [which for which in ("train_dataset", "eval_dataset") if own.get(which, _NO_ROWS) is None]
     own |= dict.fromkeys(without_rows, _NO_ROWS)
-    if isinstance(start := own.get("init_adapter"), str) and (folder / start).is_dir():
-        own["init_adapter"] = str(folder / start)  # a folder next to the file, or else a hub id or a path
     if settings.get("peft") or own.get("init_adapter") is None:
         own["peft_config"], more = _attempt(where, _make_peft_config, _mapping(settings.get("peft")), f"{where}.peft")
         faults += more
@@ -537,12 +557,12 @@ def _make_task(name: str, settings: Mapping[str, Any], folder: Path) -> tuple[Ta
     return (None, faults) if faults else (task, [])
 
 
-def _rows(settings: Mapping[str, Any], key: str, split: Any, folder: Path, where: str) -> Any:
+def _rows(settings: Mapping[str, Any], key: str, split: Any, where: str) -> Any:
     """Return the rows of a dataset; `None` for values of wrong types, which `_structure_faults` names."""
     source, config = settings.get(key), settings.get("dataset_config")
     if not source or not all(text is None or isinstance(text, str) for text in (source, split, config)):
         return None
-    return rows_of(source, split or "train", config, folder, where, key)
+    return rows_of(source, split or "train", config, where, key)
 
 
 def _make_section(kind: type, given: dict[str, Any], where: str, key: str) -> Any:

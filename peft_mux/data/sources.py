@@ -40,17 +40,16 @@ def load_rows(source: str | Path, split: str = "train", *, config: str | None = 
     Raises:
         ConfigError: if it cannot be loaded.
     """
-    return rows_of(str(source), split, config, Path(), "load_rows")
+    return rows_of(str(source), split, config, "load_rows")
 
 
-def rows_of(source: str, split: str, config: str | None, folder: Path, where: str, field: str = "train_dataset") -> Any:
+def rows_of(source: str, split: str, config: str | None, where: str, field: str = "train_dataset") -> Any:
     """Return the rows of a file, a folder or a hub dataset.
 
     Args:
-        source: path of a file or folder, relative to `folder`, or else a hub id.
+        source: path of a file or folder, or else a hub id.
         split: name of the split, or a part of it such as "train[:90%]".
         config: name of the configuration of a hub dataset; `None` for its default.
-        folder: base folder of relative paths.
         where: dotted path of the task, for messages.
         field: name of the field that holds the source, for messages.
 
@@ -59,7 +58,7 @@ def rows_of(source: str, split: str, config: str | None, folder: Path, where: st
     """
     from datasets import load_dataset, load_from_disk
 
-    path, where_source = folder / source, f"{where}.{field}"
+    path, where_source = Path(source), f"{where}.{field}"
     try:
         if path.is_file():
             kind = FILE_KINDS.get(path.suffix, "")
@@ -76,7 +75,9 @@ def rows_of(source: str, split: str, config: str | None, folder: Path, where: st
             loaded = load_from_disk(str(path))
             return loaded[split] if hasattr(loaded, "keys") else loaded
         if not path.is_dir() and path.suffix in FILE_KINDS:
-            raise_faults([Fault(where_source, f"{source!r}, which does not exist", SOURCES, "Check the path.")])
+            raise_faults(
+                [Fault(where_source, f"{source!r}, which does not exist", SOURCES, f"There is no {path.absolute()}.")]
+            )
         return load_dataset(str(path) if path.is_dir() else source, config, split=split)
     except ConfigError:
         raise
@@ -99,10 +100,10 @@ def rows_named(source: str, field: str, where: str) -> Any:
         ConfigError: if they cannot be loaded, or if there is no test or validation split.
     """
     if field == "train_dataset" or isfile(source):
-        return rows_of(source, "train", None, Path(), where, field)
+        return rows_of(source, "train", None, where, field)
     for split in ("test", "validation"):
         with suppress(ConfigError):
-            return rows_of(source, split, None, Path(), where, field)
+            return rows_of(source, split, None, where, field)
     fix = f"Write load_rows({source!r}, split=...)."
     raise_faults([Fault(f"{where}.{field}", repr(source), "a file, or a dataset with a test or validation split", fix)])
 

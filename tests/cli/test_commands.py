@@ -290,9 +290,9 @@ def test_plan_as_json_can_be_read_and_needs_no_weights_but_train_does(file: Path
     ("command", "override", "said"),
     [
         ("train", "tasks.sql.peft.target_modules=[no_such]", "tasks.sql"),
-        ("plan", "model=absent-model", 'model "absent-model" cannot be read'),
+        ("plan", "model=absent-model", "/absent-model: paths are relative to the folder of the file."),
         ("train", "model=absent-model", 'model "absent-model" cannot be read'),
-        ("plan", "tokenizer=absent-tokenizer", "absent-tokenizer"),
+        ("plan", "tokenizer=absent-tokenizer", "/absent-tokenizer: paths are relative to the folder of the file."),
     ],
 )
 def test_a_fault_ends_with_2_and_is_named_without_a_traceback(

@@ -116,13 +116,36 @@ def test_a_file_gives_the_same_arguments_and_tasks_as_python(folder: Path) -> No
     assert (config.model, config.tokenizer, config.model_init_kwargs) == ("my-model", None, {})
 
 
-def test_a_model_folder_next_to_the_file_is_found_from_anywhere(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (folder / "my-model").mkdir()
-    (folder / "elsewhere").mkdir()
+def test_all_paths_are_relative_to_the_folder_of_the_file(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("my-model", "elsewhere"):
+        (folder / name).mkdir()
+    (folder / "profile.json").write_text("{}")
+    text = GOOD.format(output_dir="runs/a").replace("run: {", "run: {cost_profile: profile.json, ")
     monkeypatch.chdir(folder / "elsewhere")
-    config = read_config(Path("..") / write(folder, good(folder)).name)
-    assert Path(config.model).resolve() == (folder / "my-model").resolve()
+    config = read_config(Path("..") / write(folder, text).name)
+    given = (config.model, config.args.output_dir, config.args.cost_profile)
+    assert [Path(str(path)).resolve() for path in given] == [
+        (folder / name).resolve() for name in ("my-model", "runs/a", "profile.json")
+    ]
     assert len(config.tasks[0].train_dataset) == len(ROWS)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        *(("tasks.sql.dataset", name) for name in ("data/absent.jsonl", "data/absent")),
+        *(("defaults.init_adapter", "old/sql"), ("run.cost_profile", "profile.json")),
+    ],
+)
+def test_the_fault_of_a_path_that_does_not_exist_says_where_it_would_be_and_the_rule(
+    key: str, value: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("datasets.config.HF_HUB_OFFLINE", True)
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+    with pytest.raises(ConfigError) as caught:
+        read(folder, f"{key}={value}")
+    said = f"There is no {folder / value}: paths are relative to the folder of the file."
+    assert [fault.fix for fault in caught.value.faults] == [said] * len(caught.value.faults)
 
 
 def test_numbers_are_read_as_people_write_them(folder: Path) -> None:
@@ -285,7 +308,7 @@ def test_an_unknown_key_is_refused_with_what_to_write_instead(key: str, value: A
             r"tasks\.sql\.peft\.type must be .*got \'lorra\'.*Did you mean \"lora\"",
         ),
         ("tasks.sql.dataset=null", r"tasks\.sql\.dataset must be a \.jsonl, .*, got None"),
-        ("tasks.sql.dataset=tasks.yaml", r"tasks\.sql\.dataset must be a file of type \.jsonl, .*, got 'tasks\.yaml'"),
+        ("tasks.sql.dataset=tasks.yaml", r"sql\.dataset must be a file of type \.jsonl, .*, got '.*tasks\.yaml'"),
         ("tasks.sql.dataset=[rows.jsonl]", r"tasks\.sql\.dataset must be a \.jsonl, .*, got \['rows"),
         ("tasks.sqll.max_steps=3", r'tasks\.sqll\.dataset must be a \.jsonl, .*, got None.*Did you mean "sql"'),
         ("tasks.a/b={dataset: rows.jsonl}", r"task\.name must be 1 to 64 letters, digits, .*, got 'a/b'"),
