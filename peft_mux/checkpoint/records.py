@@ -21,9 +21,6 @@ from peft_mux.modeling.adapters.files import weights_digest
 from peft_mux.task import TaskStatus
 
 FORMAT_VERSION = 5
-READABLE_VERSIONS = (2, 3, 4, 5)
-"""Format 2 knew neither removed tasks nor what decided the bits; runs have an id since format 4, and a
-digest of all weights of the backbone since format 5."""
 STATE_NAME = "state.json"
 _FREE_TO_CHANGE = frozenset(
     (
@@ -38,14 +35,6 @@ _FROM_HERE_ON = frozenset(
     ).split()
 )
 """Settings that a resumed task may change: they do not describe the steps that were taken."""
-_OF_OLDER_STATES = {
-    "dataloader_drop_last": False,
-    "label_smoothing_factor": 0.0,
-    "neftune_noise_alpha": 0.0,
-    "loraplus_lr_ratio": None,
-    "router_aux_loss_coef": 0.0,
-}
-"""Settings that older states do not contain, with the only value that there was."""
 _NOT_OF_THE_ADAPTER = frozenset(
     {"base_model_name_or_path", "revision", "inference_mode", "peft_version", "auto_mapping"}
 )
@@ -84,8 +73,8 @@ class RunRecord:
         tasks: the tasks of the run, in the order of the stream.
         removed: tasks that were removed, and have not been registered again.
         numerics: settings and versions on which the last bits of a result depend.
-        run: id of the run, which its checkpoints have too; "" in older formats.
-        launch: the launch that wrote it (`launch_id`); "" for none, and in older formats.
+        run: id of the run, which its checkpoints have too.
+        launch: the launch that wrote it (`launch_id`); "" for none.
     """
 
     run_step: int
@@ -145,13 +134,13 @@ def read_record(path: Path) -> RunRecord:
         if (named := _FILE_NAME.fullmatch(path.name)) is None:
             raise ValueError("its name is not one that is written")
         # The caller refuses other formats by their version.
-        if (version := _count(value["format_version"], "format_version")) not in READABLE_VERSIONS:
+        if (version := _count(value["format_version"], "format_version")) != FORMAT_VERSION:
             return RunRecord(int(named[1]), version)
         run_step, order = _count(value["run_step"], "run_step"), value["order"]
         if record_path(path.parent, run_step).name != path.name:
             raise ValueError(f"it is of step {run_step}")
         tables: list[dict[str, RecordedTask]] = []
-        for entries in (value["tasks"], value.get("removed", {})):
+        for entries in (value["tasks"], value["removed"]):
             if not isinstance(entries, dict):
                 raise TypeError(f"tasks are a {type(entries).__name__}")
             for name in entries:
@@ -173,11 +162,11 @@ def read_record(path: Path) -> RunRecord:
             raise ValueError("its order does not name its tasks")
         if removed.keys() & tasks.keys():
             raise ValueError("a task is removed and in the run")
-        numerics = value.get("numerics", {})
+        numerics = value["numerics"]
         if not isinstance(numerics, dict) or any(isinstance(item, (dict, list)) for item in numerics.values()):
             raise ValueError("numerics are not plain values")
-        backbone, run = _text(value["backbone"], "backbone"), _text(value.get("run", ""), "run")
-        launch, tasks = _text(value.get("launch", ""), "launch"), {name: tasks[name] for name in order}
+        backbone, run = _text(value["backbone"], "backbone"), _text(value["run"], "run")
+        launch, tasks = _text(value["launch"], "launch"), {name: tasks[name] for name in order}
         return RunRecord(run_step, version, backbone, tasks, removed, numerics, run, launch)
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise CheckpointError(f"{path} is not the record of a run ({error}).") from error
@@ -299,9 +288,6 @@ def check_settings(run: TaskRun, saved: dict[str, Any]) -> str:
         ChangedSettingsError: naming each setting that has changed and must not.
     """
     now = task_settings(run)
-    # Older states have no loss, or lack arguments that it has since got.
-    loss = saved.get("loss", {})
-    saved = {**_OF_OLDER_STATES, **saved, "loss": {**now["loss"], **loss} if isinstance(loss, dict) else loss}
     changed = {
         key: f"{key} {saved.get(key)!r} -> {now[key]!r}"
         for key in now

@@ -35,7 +35,6 @@ from transformers import TrainerState
 from peft_mux import storage
 from peft_mux.checkpoint.records import (
     FORMAT_VERSION,
-    READABLE_VERSIONS,
     STATE_NAME,
     ChangedSettingsError,
     RecordedTask,
@@ -216,11 +215,10 @@ class RunFolder:
             try:
                 # Checked by name, so that a folder copied from another task is not taken for this one's.
                 facts = storage.verify_folder(path, expect={"generation": None, **self._identity(run.name, candidate)})
-                # Older formats have no ids.
-                if self.run_id and facts.get("run", self.run_id) != self.run_id:
+                if self.run_id and facts.get("run") != self.run_id:
                     raise ForeignCheckpointError(
                         f'task "{run.name}": {path} must be of run {self.run_id}, as the records in '
-                        f"{self.root / STATE_FOLDER} are, got one of run {facts['run']}. Put back that of this "
+                        f"{self.root / STATE_FOLDER} are, got one of run {facts.get('run')}. Put back that of this "
                         "run, or remove it to resume from the one before. To continue the other run, resume from its "
                         "own folder: train(resume_from_checkpoint=FOLDER)."
                     )
@@ -295,8 +293,6 @@ class RunFolder:
     def mend_adapter(self, name: str, say: Callable[[str], None]) -> None:
         """Compare the adapter of an ended task with the checkpoint that it was restored from, and repair it from there.
 
-        An intact adapter of earlier versions, which wrote no checksums, gets some.
-
         Args:
             name: a task that `restore` has restored.
             say: called with a line if the adapter is repaired.
@@ -308,10 +304,8 @@ class RunFolder:
         if checkpoint is None or not self._is_writer:
             return
         folder, fault = self.task_folder(name), ""
-        has_checksums = (folder / storage.CHECKSUMS_NAME).exists()
         try:
-            if has_checksums:
-                storage.verify_checksums(folder, ADAPTER_NAMES)
+            storage.verify_checksums(folder, ADAPTER_NAMES)
             if storage.digest_file(folder / WEIGHTS_NAME) != storage.digest_file(checkpoint / WEIGHTS_NAME):
                 fault = f"{folder / WEIGHTS_NAME} does not have the weights with which the task ended."
             # Only read: the name of the backbone in it may differ.
@@ -320,15 +314,13 @@ class RunFolder:
             fault = str(error)
         except (OSError, ValueError, RecursionError) as error:
             fault = f"{folder} has no readable adapter ({error})."
-        if fault:
-            say(f'task "{name}": {fault} It is taken from {checkpoint}.')
-        elif has_checksums:
+        if not fault:
             return
-        source = checkpoint if fault else folder
+        say(f'task "{name}": {fault} It is taken from {checkpoint}.')
         try:
             with storage.scratch_folder(folder) as scratch:
-                for file in adapter_names(source):
-                    (scratch / file).write_bytes((source / file).read_bytes())
+                for file in adapter_names(checkpoint):
+                    (scratch / file).write_bytes((checkpoint / file).read_bytes())
                 storage.write_checksums(scratch, adapter_names(scratch))
                 _replace_adapter(folder, scratch)
         except OSError as error:
@@ -533,14 +525,12 @@ def resume_tasks(folder: RunFolder, table: TaskTable, say: Callable[[str], None]
     if not records:
         raise _without_state(folder.root)
     record, path = records[-1]
-    if record.version not in READABLE_VERSIONS:
+    if record.version != FORMAT_VERSION:
         raise CheckpointError(
             f"{path} must have format version {FORMAT_VERSION}, which this version of peft_mux reads, got "
             f"{record.version}. Resume with the version that wrote it, or train into a new output_dir."
         )
-    if record.version < 5:
-        say(f"{path} is of format {record.version}, so whether its backbone has the weights of this one is not checked")
-    elif record.backbone != folder.fingerprint:
+    if record.backbone != folder.fingerprint:
         raise CheckpointError(
             f"resume_from_checkpoint must be a run on the same backbone in the same dtype, got {folder.root}, whose "
             "tasks were trained on other weights than those of `model`. Load that backbone, or train into a new "

@@ -22,7 +22,6 @@ from __future__ import annotations
 import inspect
 import os
 import time
-import warnings
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future
 from contextlib import nullcontext
@@ -256,11 +255,6 @@ class MultiTaskTrainer(Trainer):
         if self._run.log.is_shown:
             self._run.log.progress.log(line)
 
-    def tell(self, line: str) -> None:
-        """Call `log_line`, the new name of this method."""
-        warnings.warn("MultiTaskTrainer.tell is now log_line.", DeprecationWarning, stacklevel=2)
-        self.log_line(line)
-
     def set_best_task(self, task: str) -> None:
         """Suggest merging this task's adapter, such as the best one of a sweep, in the last lines of the run."""
         self._run.best_task = task
@@ -274,11 +268,6 @@ class MultiTaskTrainer(Trainer):
         """
         self._run.resume_command = command
         self._run.saver.lock = lock
-
-    def prefer(self, task: str) -> None:
-        """Call `set_best_task`, the new name of this method."""
-        warnings.warn("MultiTaskTrainer.prefer is now set_best_task.", DeprecationWarning, stacklevel=2)
-        self.set_best_task(task)
 
     def adapter_folder(self, task: str) -> Path | None:
         """Return the folder with a task's current adapter; `None` if the disk has none, or an older one."""

@@ -153,9 +153,10 @@ def test_a_folder_that_holds_a_run_is_refused_without_resuming(is_torn: bool, ro
     assert files_in(root) == before
 
 
-def test_the_state_of_another_format_version_is_refused(root: Path) -> None:
+@pytest.mark.parametrize("difference", [-1, 1])
+def test_the_state_of_another_format_version_is_refused(difference: int, root: Path) -> None:
     with changed_record(newest_record(root)) as record:
-        record["format_version"] += 1
+        record["format_version"] += difference
     with pytest.raises(CheckpointError, match="version"):
         resume(root)
 
@@ -233,15 +234,3 @@ def test_everything_that_a_run_writes_is_safetensors_json_or_text_to_read(whole:
 def test_the_adapter_of_the_last_save_loads_in_plain_peft_after_a_crash(crashed: Path, whole: Run) -> None:
     # Weights before the fifth step are those after the fourth.
     assert_equal_weights(weights_in_plain_peft(crashed / "a"), whole.recorder.before["a"][4])
-
-
-def test_a_record_of_the_format_before_continues(root: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    for path in (root / "state").iterdir():
-        with changed_record(path) as record:
-            for name in ("removed", "numerics", "run"):
-                del record[name]
-            record["format_version"], record["backbone"] = 2, "of another form"
-    run, said = said_while_resuming(root, capsys)
-    assert {name: len(losses) for name, losses in run.losses.items()} == {"a": 3, "b": 3}
-    assert "is of format 2, so whether its backbone has the weights of this one is not checked" in said
-    assert "resumed with another" not in said

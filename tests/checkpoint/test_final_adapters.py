@@ -102,26 +102,15 @@ def test_resuming_repairs_the_adapter_of_an_ended_task_and_says_so(
     assert str(root / "a" / "checkpoint-3") in said
 
 
-def test_the_adapter_of_an_older_version_without_checksums_stays_and_gets_some(
-    root: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    before = {name: files(root, name) for name in "ab"}
-    for name in "ab":
-        (root / name / CHECKSUMS).unlink()
-    assert load(root).tasks == ("a", "b")
-    _, said = resume(root, capsys)
-    assert "taken from" not in said
-    assert {name: files(root, name) for name in "ab"} == before
-
-
-def test_a_flip_in_an_adapter_without_checksums_is_found_by_the_checkpoint(
+def test_an_adapter_whose_checksums_are_gone_loads_and_is_repaired_from_its_checkpoint(
     root: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     before = files(root, "a")
     (root / "a" / CHECKSUMS).unlink()
+    assert load(root).tasks == ("a", "b")
     flip(root / "a" / WEIGHTS)
     _, said = resume(root, capsys)
-    assert "does not have the weights with which the task ended" in said
+    assert f"It is taken from {root / 'a' / 'checkpoint-3'}" in said
     assert files(root, "a") == before
 
 

@@ -83,13 +83,6 @@ def test_what_a_script_calls_of_trainer_works_as_there(trained: Run, capsys: pyt
     assert json.loads((root / "trainer_state.json").read_text())["global_step"] == 2
 
 
-def test_old_names_of_methods_still_work_with_a_warning(trained: Run) -> None:
-    with pytest.warns(DeprecationWarning, match="log_line"):
-        trained.trainer.tell("a line")
-    with pytest.warns(DeprecationWarning, match="set_best_task"):
-        trained.trainer.prefer("theirs")
-
-
 # ------------------------------------------------------------------------ the Hub
 
 
