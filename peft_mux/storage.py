@@ -489,7 +489,6 @@ class FolderLock:
     """
 
     def __init__(self, root: Path, loading: str = "") -> None:
-        """Hold nothing yet."""
         self.root, self.is_held, self._loading = root, False, loading
         self._lock: FileLock | None = None
         self._made_root = False

@@ -312,7 +312,6 @@ class HubPushes:
     """
 
     def __init__(self, args: MultiTaskTrainingArguments, root: Path, warn: Callable[[str], None]) -> None:
-        """Upload nothing yet."""
         self._args, self._root, self._warn = args, root, warn
         self._api: huggingface_hub.HfApi | None = None
         self._under_way: dict[str, Future[Any]] = {}

@@ -38,7 +38,6 @@ class FolderUpload:
     """
 
     def __init__(self, url: str, root: Path, warn: Callable[[str], None]) -> None:
-        """Read and write nothing yet."""
         self.url, self._root, self._warn = url, root, warn
         self._fs: Any = None
         self._path = ""

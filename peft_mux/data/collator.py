@@ -46,7 +46,6 @@ class ChunkPackingCollator:
         split_long_sequences: bool = False,
         virtual_labels: Mapping[str, Sequence[int]] | None = None,
     ) -> None:
-        """Store the settings."""
         self.rules = PassRules(split_long_sequences, chunk_size, min_chunk_size)
         self.pad_to_chunks = pad_to_chunks
         self.virtual_labels = virtual_labels or {}

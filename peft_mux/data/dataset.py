@@ -49,7 +49,6 @@ class TokenizedDataset:
     """
 
     def __init__(self, sequences: list[TokenSequence], report: DataReport) -> None:
-        """Concatenate the rows."""
         self.report = report
         self.lengths = np.fromiter((len(s) for s in sequences), dtype=np.int64, count=len(sequences))
         self.num_targets = np.fromiter((s.num_targets for s in sequences), dtype=np.int64, count=len(sequences))
@@ -255,7 +254,6 @@ class RowLoader:
     """
 
     def __init__(self, *, task: str, batch_size: int, seed: int, arrange: Arrange | None = None) -> None:
-        """Store the settings."""
         self.task = task
         self.batch_size = batch_size
         self.seed = seed
@@ -284,7 +282,6 @@ class TaskLoader(RowLoader):
     def __init__(
         self, dataset: TokenizedDataset, *, shuffle: bool | str, drops_last: bool = False, **settings: Any
     ) -> None:
-        """Store the dataset and the settings."""
         super().__init__(**settings)
         self.dataset = dataset
         self.shuffle = shuffle

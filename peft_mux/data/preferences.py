@@ -358,7 +358,6 @@ class UnpairedRow(dict[str, Any]):
     """
 
     def __init__(self, row: Mapping[str, Any], origin: int, column: str) -> None:
-        """Store the row and its origin."""
         super().__init__(row)
         self.origin = origin
         self.column = column

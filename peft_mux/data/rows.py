@@ -30,7 +30,6 @@ class RowCells:
     def __init__(
         self, where: str, vocab_size: int | None = None, tokenizer: Any = None, chat_template: str | None = None
     ) -> None:
-        """Store the settings."""
         self.where = where
         self.vocab_size = vocab_size
         self.tokenizer = tokenizer

@@ -259,7 +259,6 @@ class MappedStream:
     """
 
     def __init__(self, rows: Any, row_format: RowFormat) -> None:
-        """Store the stream without reading it."""
         self._rows = rows
         if isinstance(row_format, str):
             _, self.column_names, self._make = _MAKERS[row_format]

@@ -40,7 +40,6 @@ class ReadAhead(Generic[Item]):
     """
 
     def __init__(self, items: Iterator[Item], *, where: str, timeout_s: float) -> None:
-        """Store the iterator without reading it."""
         self.where = where
         self.timeout_s = min(timeout_s, threading.TIMEOUT_MAX)  # no lock can wait longer
         self._items = items
@@ -138,7 +137,6 @@ class StreamLoader(RowLoader):
         timeout_s: float,
         **settings: Any,
     ) -> None:
-        """Store the stream without reading it."""
         super().__init__(**settings)
         self.stream = stream
         self.where = where

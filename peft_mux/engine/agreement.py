@@ -103,7 +103,6 @@ class Agreement:
     """
 
     def __init__(self, processes: Processes) -> None:
-        """Store the processes without communicating."""
         self.processes = processes
         self.slowest_s = 0.0
         self.passes_s: tuple[float, ...] = ()

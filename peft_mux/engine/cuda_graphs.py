@@ -81,7 +81,6 @@ class CapturedPasses:
     def __init__(
         self, model: MultiTaskPeftModel, precision: Precision, make_graph: Callable[[], CudaGraph] | None = None
     ) -> None:
-        """Start without a graph."""
         self._model, self._precision = model, precision
         self._make_graph = make_graph or (self._graph_in_pool if model.device.type == "cuda" else None)
         self._pool_and_stream: tuple[Any, torch.cuda.Stream] | None = None
@@ -516,7 +515,6 @@ class CudaGraph:
     """
 
     def __init__(self, pool: Any, stream: torch.cuda.Stream) -> None:
-        """Make an empty graph."""
         self._pool, self._stream = pool, stream
         self._graph = torch.cuda.CUDAGraph()
 

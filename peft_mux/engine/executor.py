@@ -104,7 +104,6 @@ class Executor:
         interleaving: Interleaving | None = None,
         sharded: ShardedBackbone | None = None,
     ) -> None:
-        """Remember the model and what runs its passes."""
         self.model, self.device, self.bf16 = model, model.device, bf16
         self.sync = sync or GradientSync(model, Processes())
         self.interleaving, self.sharded = interleaving, sharded

@@ -366,7 +366,6 @@ class GradientSync:
         keeper_of: Callable[[str], int] | None = None,
         reduce_dtype: torch.dtype | None = None,
     ) -> None:
-        """Store the model and the processes without communicating."""
         self.model, self.processes, self.is_deferred = model, processes, is_deferred
         self.keeper_of, self.reduce_dtype = keeper_of, reduce_dtype
         self.layout = layout or ParallelLayout.of(processes.world_size)

@@ -85,7 +85,6 @@ class ModelPart:
     def __init__(
         self, source: BackboneSource, args: MultiTaskTrainingArguments, layout: ParallelLayout, rank: int
     ) -> None:
-        """Store the run's settings without loading anything."""
         self.source, self.args, self.layout = source, args, layout
         self.place = layout.place(rank)
         replica = layout.replicas[self.place.replica]

@@ -38,7 +38,6 @@ class BatchesAhead:
     """
 
     def __init__(self, listener: Listener = ignore_timing) -> None:
-        """Start without batches."""
         self._listener = listener
         self._held: dict[str, tuple[Any, int, TaskBatch | DataError]] = {}
         self._taken: dict[str, tuple[Any, int, TaskBatch | DataError]] = {}
@@ -138,7 +137,6 @@ class StepSource:
         shares: DispatchedShares | None = None,
         ahead: BatchesAhead | None = None,
     ) -> None:
-        """Store the plan without reading rows."""
         self.plan, self.collator = plan, collator
         self.processes = processes or Processes()
         self.layout = layout or ParallelLayout.of(self.processes.world_size)

@@ -34,7 +34,6 @@ class StepSums:
     """
 
     def __init__(self, model: MultiTaskPeftModel, tasks: Sequence[str], device: torch.device) -> None:
-        """Begin with zeros."""
         counts = {name: len(model.statistic_names(name)) for name in tasks}
         self.losses = {name: torch.zeros((), device=device) for name in tasks}
         self.statistics = {name: torch.zeros(count, device=device) for name, count in counts.items() if count}
@@ -122,7 +121,6 @@ class PassClock:
     """
 
     def __init__(self, device: torch.device) -> None:
-        """Start without times."""
         self.device = device
         self.start_step()
 

@@ -120,7 +120,6 @@ class TaskView:
     """
 
     def __init__(self, model: MultiTaskPeftModel, name: str) -> None:
-        """Remember which adapter to select."""
         self._model, self._name, self._adapter = model, name, model.adapter_of(name)
 
     @contextmanager

@@ -34,7 +34,6 @@ class EmbeddingNoise:
     """
 
     def __init__(self, stream: Stream) -> None:
-        """Add none yet."""
         self._stream = stream
         self.alphas: dict[str, float] = {}
         self._hook: tuple[nn.Module, Any] | None = None

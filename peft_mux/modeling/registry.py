@@ -65,7 +65,6 @@ class TaskRegistry:
     """
 
     def __init__(self, *, is_head_new: bool = False) -> None:
-        """Start without tasks."""
         self.adapters: dict[str, str] = {}
         self.pieces: dict[tuple[str, str], Piece] = {}
         self.penalised: dict[str, AdapterKind] = {}

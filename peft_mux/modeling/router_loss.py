@@ -53,7 +53,6 @@ class RoutedTokens:
     def __init__(
         self, loss: RouterLoss, weights: Mapping[str, torch.Tensor], given: Mapping[str, torch.Tensor]
     ) -> None:
-        """Have seen no token."""
         self.num_experts, self._top_k = loss.num_experts, loss.top_k
         self._coefficients = {adapter: loss.coefficients[adapter] for adapter in weights}
         self._weights, self._given = weights, given
@@ -132,7 +131,6 @@ class RouterLoss:
     """
 
     def __init__(self, stream: Stream) -> None:
-        """Balance nothing yet."""
         self._stream = stream
         self.coefficients: dict[str, float] = {}
         self.num_experts = self.top_k = 0

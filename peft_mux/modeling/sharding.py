@@ -134,7 +134,6 @@ class PassThrough(nn.Module):
     """
 
     def __init__(self, like: nn.Module | None = None, handover: Handover | None = None) -> None:
-        """Copy the plain attributes."""
         super().__init__()
         self._handover = handover
         for name, value in ({} if like is None else vars(like)).items():
@@ -174,7 +173,6 @@ class NoPositions(nn.Module):
     """
 
     def __init__(self, dtype: torch.dtype) -> None:
-        """Remember the dtype."""
         super().__init__()
         self.dtype = dtype
 

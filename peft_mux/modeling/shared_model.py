@@ -36,7 +36,6 @@ class SharedModel:
     """
 
     def __init__(self, model: Any) -> None:
-        """Record nothing yet."""
         self._model = model
         self._form: Any = None
 

@@ -191,7 +191,6 @@ class TaskSlab:
         kind_of: PageKind = plain_kind,
         layer_norms: Collection[str] = (),
     ) -> None:
-        """Lay the weights out."""
         self.number = next(self._numbers)
         slots = {name: layout(name, parameter) for name, parameter in parameters.items()}
         blocks = {slot.block: number for number, slot in reversed([*enumerate(slots.values())])}

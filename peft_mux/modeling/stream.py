@@ -92,7 +92,6 @@ class KeyValueStore:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self._kept: dict[tuple[str, tuple[str, int]], dict[int, Kept]] = {}
         self._recorded: list[Kept] | None = None
 
@@ -243,7 +242,6 @@ class Stream:
     """
 
     def __init__(self, makers: Mapping[str, Any] | None = None) -> None:
-        """Make an idle stream."""
         self.makers: dict[str, Any] = dict(makers or {})
         self.version = 0
         self.batch: MuxBatch | None = None
@@ -403,7 +401,6 @@ class StreamOrder:
     """
 
     def __init__(self, number_of: Callable[[str], int], may_be_absent: Callable[[str], bool]) -> None:
-        """Know no task yet."""
         self._number_of, self._may_be_absent = number_of, may_be_absent
         self._known: set[str] = set()
 

@@ -75,7 +75,6 @@ class RunCallbacks:
         state: TrainerState,
         control: TrainerControl,
     ) -> None:
-        """Call nothing yet."""
         self.handler, self.args, self.state, self.control = handler, args, state, control
         self.plan: Plan | None = None
         self._reported_plan: Plan | None = None
@@ -172,7 +171,6 @@ class TaskCallbacks:
     """
 
     def __init__(self, run: TaskRun, args: MultiTaskTrainingArguments, model: Any, processing_class: Any) -> None:
-        """Build the handler."""
         self.run, self.args = run, args
         self.control = TrainerControl()
         self.listener: Listener = ignore_timing

@@ -39,7 +39,6 @@ class MetricsLog:
     """
 
     def __init__(self, folder: Path | None) -> None:
-        """Remember where to write."""
         self.path = path = None if folder is None else folder / METRICS_NAME
         self.num_lost = 0
         self.warn: Callable[[str], None] = lambda line: None

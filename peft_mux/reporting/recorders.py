@@ -39,7 +39,6 @@ class RunTimes:
     """
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
-        """Begin to count the time of the run."""
         self._clock, self._began_s = clock, clock()
         self._last_s = self._began_s
         # Steps and tokens of each task at the last step, and its steps when training began here.

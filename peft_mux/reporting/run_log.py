@@ -68,7 +68,6 @@ class RunLog:
         is_shown: bool = True,
         is_quiet: bool = False,
     ) -> None:
-        """Write nothing yet."""
         self.table = table
         self.state = state
         self.metrics = MetricsLog(None)

@@ -55,7 +55,6 @@ class Progress:
     watch: RunWatch | None = None
 
     def __init__(self, stream: TextIO | None = None, *, is_silent: bool = False) -> None:
-        """Print nothing yet."""
         self.stream, self.is_silent = stream, is_silent
 
     @property
@@ -99,7 +98,6 @@ class LiveProgress(Progress):
     watch: RunWatch
 
     def __init__(self, watch: RunWatch, console: Console | None = None) -> None:
-        """Draw nothing yet."""
         super().__init__()
         self.watch = watch
         self.console = console or Console()
@@ -163,7 +161,6 @@ class NotebookProgress(Progress):
     watch: RunWatch
 
     def __init__(self, watch: RunWatch) -> None:
-        """Show nothing yet."""
         super().__init__()
         self.watch = watch
         self._handle: Any = None

@@ -55,7 +55,6 @@ class RunTable:
     """
 
     def __init__(self, view: RunView, max_height: int | None = None) -> None:
-        """Remember what is to be shown."""
         self.view, self.max_height = view, max_height
 
     def __rich_console__(self, console: Console, options: ConsoleOptions) -> RenderResult:

@@ -87,7 +87,6 @@ class TaskTrackers:
     """
 
     def __init__(self, run: TaskRun, args: MultiTaskTrainingArguments) -> None:
-        """Begin nothing yet."""
         self.listener: Listener = ignore_timing
         self._run, self._args = run, copy.copy(args)
         root = Path(str(args.output_dir))
@@ -243,7 +242,6 @@ class MlflowTracker:
     def __init__(
         self, args: MultiTaskTrainingArguments, settings: dict[str, Any], group: str, run_id: str | None
     ) -> None:
-        """Begin the run, or continue it."""
         self._mlflow = mlflow = import_module("mlflow")
         self._client = mlflow.MlflowClient()
         self._under_way: deque[Any] = deque()

@@ -329,7 +329,6 @@ class RunWatch:
         *,
         clock: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Follow nothing yet."""
         self._memory, self._clock = memory, clock
         self._tasks: tuple[TaskRun, ...] = ()
         self._watched: dict[str, _Watched] = {}

@@ -38,7 +38,6 @@ class Control:
     """
 
     def __init__(self, run: Run, membership: Membership) -> None:
-        """Look at nothing yet."""
         self.read_tasks: Callable[[str, Sequence[str]], list[Task]] | None = None
         self._run, self._membership = run, membership
         self._mailbox = Mailbox(run.root)

@@ -206,7 +206,6 @@ class TaskEvaluator:
     """
 
     def __init__(self, run: Run, placement: Placement, plans: PlanFollower, collator: ChunkPackingCollator) -> None:
-        """Evaluate nothing yet."""
         self._run, self._placement, self._plans, self._collator = run, placement, plans, collator
         # By the loader, as another task may come under the same name; weakly, as tasks leave with their rows.
         self._evaluated: WeakSet[Any] = WeakSet()

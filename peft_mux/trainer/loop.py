@@ -66,7 +66,6 @@ class TrainingLoop:
     """
 
     def __init__(self, run: Run, placement: Placement, plans: PlanFollower, collator: ChunkPackingCollator) -> None:
-        """Take no step yet."""
         self._run, self._placement, self._plans = run, placement, plans
         self.opening = Opening(run, placement, plans)
         self.membership = Membership(run, placement, plans)

@@ -34,7 +34,6 @@ class Mailbox:
     """
 
     def __init__(self, root: Path) -> None:
-        """Make nothing yet."""
         self.folder = root / CONTROL_FOLDER
 
     def send(self, request: Mapping[str, Any]) -> str:

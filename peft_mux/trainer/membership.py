@@ -56,7 +56,6 @@ class Command(Future[Any]):
     """
 
     def __init__(self, label: str, action: Callable[[], Any], queue: CommandQueue) -> None:
-        """Wait to be carried out."""
         super().__init__()
         self.label, self._queue = label, queue
         self._action: Callable[[], Any] | None = action
@@ -129,7 +128,6 @@ class CommandQueue:
     """
 
     def __init__(self) -> None:
-        """Start without commands, while no thread trains."""
         self._free = threading.Condition()
         self._owner: int | None = None
         self._trains = False
@@ -285,7 +283,6 @@ class Membership:
     """
 
     def __init__(self, run: Run, placement: Placement, plans: PlanFollower) -> None:
-        """Open an empty queue."""
         self._run, self._placement, self._plans = run, placement, plans
         self.queue = CommandQueue()
         self._arriving: set[str] = set()

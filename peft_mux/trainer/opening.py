@@ -59,7 +59,6 @@ class Opening:
     """
 
     def __init__(self, run: Run, placement: Placement, plans: PlanFollower) -> None:
-        """Open nothing yet."""
         self._run, self._placement, self._plans = run, placement, plans
 
     def connect(self, resume: str | bool | None) -> str | bool | None:

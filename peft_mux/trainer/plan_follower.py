@@ -97,7 +97,6 @@ class PlanFollower:
     """
 
     def __init__(self, run: Run, placement: Placement, planner: Planner, collator: ChunkPackingCollator) -> None:
-        """Follow no plan yet."""
         self.planner = planner
         self.current: Plan | None = None
         self._run, self._placement, self._collator = run, placement, collator

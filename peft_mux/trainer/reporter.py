@@ -47,7 +47,6 @@ class Reporter:
     """
 
     def __init__(self, run: Run, plans: PlanFollower) -> None:
-        """Report nothing yet."""
         self.pass_reports: tuple[PassReport, ...] = ()
         self._run, self._plans = run, plans
 

@@ -66,10 +66,11 @@ def test_a_case_that_failed_or_was_not_run_is_never_equal() -> None:
 def test_a_resumed_run_may_have_another_checkpoint_more_but_no_other_end() -> None:
     tensors = {**shown()["tensors"], "a/checkpoint-1/optimizer.safetensors": "2f"}
     resumed = {**shown(), "tensors": tensors, "records": []}
-    elsewhere = {**resumed, "output": [2, (4.0).hex(), {}]}
+    elsewhere = {**resumed, "statuses": {"a": "failed"}}
     for found, verdict in (
         (resumed, EQUAL),
-        (elsewhere, "/output/1: 4.834095001220703 before, 4.0 after"),
+        ({**resumed, "output": [2, (4.0).hex(), {}]}, EQUAL),
+        (elsewhere, "/statuses/a: 'succeeded' before, 'failed' after"),
         ({"failed": "CheckpointError: no"}, "after failed: CheckpointError: no"),
     ):
         judged = dict(verdicts({WHOLE: shown()}, {WHOLE: shown(), RESUMED: found}))

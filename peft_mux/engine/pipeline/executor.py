@@ -107,7 +107,6 @@ class PipelineExecutor(Executor):
         interleaving: Interleaving | None = None,
         sharded: ShardedBackbone | None = None,
     ) -> None:
-        """Open the channels."""
         super().__init__(stage.model, bf16=bf16, sync=sync, interleaving=interleaving, sharded=sharded)
         self.stage, self.processes = stage, processes
         self.plan = PipelinePlan.of(plan) if isinstance(plan, Plan) else plan
@@ -545,7 +544,6 @@ class BucketBarriers:
         sums: Sequence[StepSums],
         update: UpdateTasks,
     ) -> None:
-        """Read where steps end in the list."""
         self._executor, self._links, self._stage = executor, executor.links, executor.stage.stage
         self._is_last = self._stage == template.num_stages - 1
         self._ends, self.tasks = StepEnds.of(template.actions[self._stage]), tasks

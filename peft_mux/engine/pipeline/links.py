@@ -60,7 +60,6 @@ class Channel:
     """
 
     def __init__(self, peer: int, group: Any, processes: Processes, what: str) -> None:
-        """Start empty."""
         self._peer, self._group, self._processes, self._what = peer, group, processes, what
         self._messages: dict[Hashable, tuple[torch.Tensor, Any]] = {}
         self._expected: deque[Expected] = deque()

@@ -45,7 +45,6 @@ class LastFiniteWeights:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter]) -> None:
-        """Copy the initial weights."""
         self.weights = {name: parameter.detach().clone() for name, parameter in parameters.items()}
         self.copies = dict(zip(parameters.values(), self.weights.values(), strict=True))
 

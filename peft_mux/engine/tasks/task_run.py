@@ -115,7 +115,6 @@ class BestMetric:
     """
 
     def __init__(self, task: Task, hyper: HyperParameters) -> None:
-        """Start without evaluations."""
         self.task, rule = task, task.early_stopping
         self._name = hyper.metric_for_best_model if rule is None else rule.metric
         name = self._name
@@ -172,7 +171,6 @@ class LossMean:
     """
 
     def __init__(self) -> None:
-        """Start empty."""
         self.total, self.count = 0.0, 0
         self._statistics_2K: torch.Tensor | None = None
 

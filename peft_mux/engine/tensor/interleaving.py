@@ -259,7 +259,6 @@ class Turns(Generic[T]):
     """
 
     def __init__(self, latencies: Sequence[Latency], stream: Stream | None = None) -> None:
-        """Create a baton for each pass."""
         assert stream is None or stream.is_idle, "a group begins between passes"
         self.spans: list[TurnSpan] = []
         self._latencies, self._stream = latencies, stream

@@ -100,7 +100,6 @@ class LoraGroup:
     """
 
     def __init__(self, layers: Sequence[Sequence[Adapter | None]], module_names: Sequence[str]) -> None:
-        """Decide which launches each task takes part in, and build their tables."""
         largest = max((adapter.rank for adapters in layers for adapter in adapters if adapter is not None), default=0)
         if largest > MAX_RANK:
             raise ValueError(f"the largest rank must be 1 to {MAX_RANK}, got {largest}.")
@@ -448,7 +447,6 @@ class PassRegistry:
     """Maps numbers to passes, because a compiled graph can only hold numbers; the passes belong to their models."""
 
     def __init__(self) -> None:
-        """Start without any pass."""
         self._passes: WeakValueDictionary[int, Any] = WeakValueDictionary()
         self._number = 0
 

@@ -260,7 +260,6 @@ class RankTable:
         dropouts: Sequence[float] | None = None,
         device: torch.device | str = "cpu",
     ) -> None:
-        """Build the table."""
         count = self.num_segments = len(ranks)
         s_columns = [0] * count if s_columns is None else s_columns
         thresholds = [0] * count if dropouts is None else [philox.drop_threshold(p) for p in dropouts]

@@ -123,7 +123,6 @@ class BottleneckLinear(nn.Module, BaseTunerLayer):
     def __init__(
         self, base_layer: nn.Module, adapter_name: str, config: BottleneckConfig, shape: tuple[int, int], name: str = ""
     ) -> None:
-        """Wrap a layer of so many output and input features, with a first adapter."""
         super().__init__()
         self.base_layer, self.out_features = base_layer, shape[0]
         self.bottleneck_down, self.bottleneck_up = nn.ModuleDict(), nn.ModuleDict()

@@ -67,7 +67,6 @@ class Draws(TorchDispatchMode):
     """
 
     def __init__(self, seed: int) -> None:
-        """Record nothing yet."""
         super().__init__()
         self.seed = seed
         # The function that draws, the form of the tensor that it draws into (if any), and its other arguments.
@@ -147,7 +146,6 @@ class HiddenAdapters:
     """
 
     def __init__(self, model: nn.Module) -> None:
-        """Hide nothing yet."""
         self._model = model
         self._entries: dict[nn.Module, dict[str, dict[str, Any]]] = {}
         self._order: dict[Any, list[str]] = {}

@@ -219,7 +219,6 @@ class Origin:
     """
 
     def __init__(self, backbone: Any) -> None:
-        """Note which parameters had gradients, and whether it trained."""
         self._flags = {name: parameter.requires_grad for name, parameter in backbone.named_parameters()}
         self._training = backbone.training
 

@@ -166,7 +166,6 @@ class AdapterKind:
     pass_maker: Callable[[SlabOf], Any] | None = None
 
     def __init__(self, entry: TypeEntry, title: str = "") -> None:
-        """Look the type up in PEFT."""
         self.entry = entry
         self.peft_type = PeftType[entry.name]
         self.name = str(self.peft_type.value)

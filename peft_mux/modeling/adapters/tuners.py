@@ -71,7 +71,6 @@ class Tuners:
     """
 
     def __init__(self) -> None:
-        """Start without tuners."""
         self.first: Owner | None = None
         self._others: dict[Owner, Any] = {}
         self._targets: set[frozenset[str]] = set()

@@ -133,7 +133,6 @@ class KeyValueRows:
     """
 
     def __init__(self, lengths: Sequence[int], device: torch.device) -> None:
-        """Keep nothing yet."""
         self._num_columns = max(lengths)
         columns = torch.arange(self._num_columns, device=device)
         self._first_B = self._num_columns - torch.tensor(list(lengths), device=device)
@@ -223,7 +222,6 @@ class AttentionStream:
         prefixes: Prefixes | None = None,
         rows: KeyValueRows | None = None,
     ) -> None:
-        """Bind a micro-batch."""
         self.stream, self.batch, self.module_names = stream, batch, module_names
         self.prefixes, self.rows = prefixes, rows
         self.max_length = max(batch.sequence_lengths, default=0)

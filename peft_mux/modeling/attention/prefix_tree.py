@@ -126,7 +126,6 @@ class TreeLayouts:
     """
 
     def __init__(self, tree: PrefixTree, device: torch.device, window: int | None = None) -> None:
-        """Build nothing yet."""
         self.lengths, self.window = tuple(node.length for node in tree.nodes), window
         self._tree, self._device = tree, device
         self._deepest = max(node.depth + node.length for node in tree.nodes)

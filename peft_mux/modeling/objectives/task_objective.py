@@ -221,7 +221,6 @@ class TaskObjectives:
     """
 
     def __init__(self, backbone: Any) -> None:
-        """Begin with the first loss of the backbone's head for every task."""
         self.head: OutputHead = HEADS[head_kind_of(backbone).name]
         default = objectives_of(self.head.kind)[0]
         self._default = _Assigned(default.name, default_args(default))

@@ -64,7 +64,6 @@ class Stopwatch:
         timer: Callable[[], float] = time.perf_counter,
         wall: Callable[[], float] = time.perf_counter,
     ) -> None:
-        """Start the budget now."""
         self._device, self._budget_s, self._timer, self._wall = device, budget_s, timer, wall
         self._start_s = wall()
         # Seconds that all measurements so far would have taken with the fewest repetitions.

@@ -594,7 +594,6 @@ class DoesNotFitError(ValueError):
     """
 
     def __init__(self, name: str, peak_bytes: int, limit_bytes: int) -> None:
-        """Write the message."""
         self.task, self.peak_bytes, self.limit_bytes = name, peak_bytes, limit_bytes
         super().__init__(
             f"task {name!r} alone needs {bytes_text(peak_bytes)} on a device, which has {bytes_text(limit_bytes)}."

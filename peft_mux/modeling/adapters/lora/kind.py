@@ -68,7 +68,6 @@ class DoubledRank:
     """
 
     def __init__(self, backbone: nn.Module, adapter: str) -> None:
-        """Find the layers."""
         self._adapter = adapter
         self.layers: dict[str, Any] = {
             f"base_model.model.{name}": module

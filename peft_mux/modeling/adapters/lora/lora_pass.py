@@ -56,7 +56,6 @@ class LoraGroups:
     """
 
     def __init__(self, slab_of: Callable[[str], TaskSlab | None]) -> None:
-        """Start empty."""
         self.groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
         self.recent: deque[LoraPass] = deque(maxlen=_MAX_PASSES)
         self.slab_of = slab_of

@@ -49,7 +49,6 @@ class PromptTuner(nn.Module):
     """
 
     def __init__(self, model: nn.Module, peft_config: dict[str, PeftConfig], adapter: str) -> None:
-        """Hold the backbone, and nothing else."""
         super().__init__()
         self.model = model
         self.peft_config = peft_config
