@@ -103,6 +103,10 @@ class TokenizedDataset:
             return 1
         return int(max(labels) if labels else self._labels.max()) + 1
 
+    def has_tokens_of(self, other: TokenizedDataset) -> bool:
+        """Whether the rows of both have the same tokens, in any order and however they are packed."""
+        return len(self._ids) == len(other._ids) and np.array_equal(np.sort(self._ids), np.sort(other._ids))
+
     @property
     def fingerprint(self) -> str:
         """Digest of all tokens and labels, with which a resumed run checks that its data is unchanged."""

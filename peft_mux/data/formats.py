@@ -92,6 +92,7 @@ class RowForm:
         arrange: converts the rows of a global batch, given the maximum number of tokens, into the rows that the loss
             reads; `None` if they are the same.
         marks: columns from which this loss is inferred for a task without `objective`; empty for none.
+        trained_on: which tokens carry loss, in words, if `read` decides that; "" if the loss is not one of tokens.
     """
 
     formats: tuple[DataFormat, ...]
@@ -104,6 +105,7 @@ class RowForm:
     view: Callable[[Iterator[Any], str], Iterator[Any]] | None = None
     num_labels: int | None = None
     arrange: Callable[[tuple[Any, ...], int], tuple[Any, ...]] | None = None
+    trained_on: str = ""
 
 
 FOREIGN_FORMATS: Mapping[str, tuple[str, ...]] = {

@@ -166,6 +166,7 @@ def _cut_answers(reader: RowTokenizer, answers: Sequence[Answer], index: int) ->
     """
     for answer in answers:
         reader.checked_ids(answer.ids, index, "input_ids")
+    reader.report.num_equal_answers += len(answers) == 2 and np.array_equal(answers[0].ids, answers[1].ids)
     longest, limit = max(len(answer.ids) for answer in answers), reader.options.limit
     is_masked = not all(answer.has_targets for answer in answers)
     if not is_masked and longest > limit and reader.drops(index, longest):
@@ -220,7 +221,9 @@ def _read_pair(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> Toke
     return _two_sequences(kept, index, values)
 
 
-PAIR_ROWS = RowForm(_PAIRED, is_one_term=True, read=_read_pair, marks=("prompt", "chosen", "rejected"))
+PAIR_ROWS = RowForm(
+    _PAIRED, is_one_term=True, read=_read_pair, marks=("prompt", "chosen", "rejected"), trained_on="answers"
+)
 """A prompt with a chosen and a rejected answer, with loss on both answers."""
 
 
@@ -299,9 +302,9 @@ def _joined_answer(reader: RowTokenizer, prompt: str, answer: str, index: int, c
     return Answer(np.asarray(ids, dtype=np.int64), start)
 
 
-JOINED_ROWS = RowForm(_PAIRED, is_one_term=True, read=_read_joined)
+JOINED_ROWS = RowForm(_PAIRED, is_one_term=True, read=_read_joined, trained_on="answers")
 """A prompt with a chosen and a rejected answer, tokenised as joined text, with loss on both answers."""
-ODDS_ROWS = replace(JOINED_ROWS, read=_read_odds)
+ODDS_ROWS = replace(JOINED_ROWS, read=_read_odds, trained_on="answers, and prompts of the chosen ones")
 """The same rows with loss also on the prompt of the chosen answer."""
 
 
@@ -331,6 +334,7 @@ def _read_scored(reader: RowTokenizer, row: Mapping[str, Any], index: int) -> To
     values = _numbers(reader, ("margin",), row, index)
     for text in texts:
         reader.checked_ids(text, index, "input_ids")
+    reader.report.num_equal_answers += np.array_equal(texts[0], texts[1])
     longest = max(len(text) for text in texts)
     if longest > reader.options.limit:
         if reader.options.overlong_policy == "error":
@@ -455,6 +459,7 @@ SINGLE_ROWS = RowForm(
     read=_read_single,
     marks=("prompt", "completion", "label"),
     view=unpaired,
+    trained_on="answers",
 )
 """An answer and whether it is good."""
 KTO_ROWS = replace(SINGLE_ROWS, arrange=with_mismatched)

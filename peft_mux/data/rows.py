@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any
@@ -13,6 +14,7 @@ from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.errors import DataError, Fault
 from peft_mux.user_code import describe_error
 
+_GENERATION_BLOCK = re.compile(r"\{%-?\s*generation\s*-?%\}")
 _ROUNDING = 0.01
 """Tolerance above 0 for log-probabilities, because other programs may have rounded them to half precision."""
 
@@ -219,22 +221,13 @@ class RowCells:
             **options: further arguments of `apply_chat_template`.
 
         Raises:
-            DataError: if there is no template, if the options ask for a mask of assistant tokens and the template does
-                not mark them, or if the template fails on these messages.
+            DataError: if there is no template, or if the template fails on these messages.
         """
-        template = self.chat_template or getattr(self.tokenizer, "chat_template", None)
-        task = f"tasks.{self.where.split('.')[1]}"
-        if template is None:
+        if self.chat_template is None and getattr(self.tokenizer, "chat_template", None) is None:
             raise DataError(
-                f"{self.where} has messages, which need a tokenizer with a chat template or {task}.chat_template. "
-                "Use the tokenizer of an instruct model, or pass a Jinja template."
-            )
-        # transformers only warns about this, and returns a mask in which no token carries loss.
-        if options.get("return_assistant_tokens_mask") and "generation" not in str(template):
-            raise DataError(
-                f"{task}.assistant_only_loss needs a chat template that marks the assistant's tokens, got one "
-                "without a {% generation %} block. Set assistant_only_loss=False, or pass a chat_template that has "
-                "the block."
+                f"{self.where} has messages, which need a tokenizer with a chat template or "
+                f"tasks.{self.where.split('.')[1]}.chat_template. Use the tokenizer of an instruct model, or pass a "
+                "Jinja template."
             )
         try:
             return self.tokenizer.apply_chat_template(messages, chat_template=self.chat_template, **options)
@@ -262,12 +255,46 @@ class RowCells:
             wants_mask: whether to return the mask.
 
         Raises:
-            DataError: see `apply_template`.
+            DataError: see `apply_template` and `_assistant_turns`.
         """
+        template = self.chat_template or getattr(self.tokenizer, "chat_template", None)
+        if wants_mask and not _GENERATION_BLOCK.search(str(template)):
+            text, turns = self._assistant_turns(messages, column, index)
+            encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
+            starts, ends = np.asarray(encoded["offset_mapping"]).reshape(-1, 2).T
+            of_turns = [(starts < end) & ((start <= starts) | (start < ends)) for start, end in turns]
+            return encoded["input_ids"], np.any([np.zeros(len(starts), dtype=bool), *of_turns], axis=0)
         options = {"return_dict": True, "tokenize": True, "return_assistant_tokens_mask": wants_mask}
         encoded = self.apply_template(messages, column, index, add_generation_prompt=is_prompt, **options)
         mask = np.asarray(encoded["assistant_masks"], dtype=bool) if wants_mask else None
         return encoded["input_ids"], mask
+
+    def _assistant_turns(
+        self, messages: list[dict[str, Any]], column: str, index: int
+    ) -> tuple[str, list[tuple[int, int]]]:
+        """Return the text of messages, and the characters in it that the assistant's turns begin and end at.
+
+        For templates that do not mark them: a turn begins after the generation prompt of the messages before it, and
+        ends where the text of the messages up to it ends. Both texts must be beginnings of the whole.
+
+        Raises:
+            DataError: if one of them is not.
+        """
+        text = self.apply_template(messages, column, index, tokenize=False)
+        turns = []
+        for number in [number for number, message in enumerate(messages) if message["role"] == "assistant"]:
+            before = self.apply_template(messages[:number], column, index, tokenize=False, add_generation_prompt=True)
+            until = self.apply_template(messages[: number + 1], column, index, tokenize=False)
+            if not text.startswith(before) or not until.startswith(before) or not text.startswith(until):
+                got = f"other text up to message {number} once all are rendered"
+                allowed = (
+                    "messages whose text later messages do not change: assistant_only_loss finds the assistant's turns "
+                    "by it in a chat template without a {% generation %} block"
+                )
+                fix = "Pass a chat_template with the block; TRL's get_training_chat_template(tokenizer) returns one."
+                raise self.error(index, column, got, allowed, fix)
+            turns.append((len(before), len(until)))
+        return text, turns
 
 
 def with_given_targets(labels: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:

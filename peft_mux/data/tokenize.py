@@ -1,8 +1,8 @@
 """Converts a row into a `TokenSequence`: chat template, loss mask, truncation, and all checks on a row.
 
 Follows TRL's `SFTTrainer`: EOS is appended to texts and completions, the loss of `prompt`/`completion` rows is on the
-completion unless `completion_only_loss=False`, and `assistant_only_loss` needs generation blocks in the template. Also
-here: rows with a class or a value (`LABELLED_ROWS`), and rows with a class for each token or word (`TAGGED_ROWS`).
+completion unless `completion_only_loss=False`. `assistant_only_loss` needs no generation blocks in the template.
+Also here: rows with a class or a value (`LABELLED_ROWS`), and rows with a class for each token or word (`TAGGED_ROWS`).
 Preference rows are in `preferences`.
 """
 
@@ -91,6 +91,30 @@ class TokenizeOptions:
         return None if arrange is None else lambda rows: arrange(rows, limit)
 
 
+ROW_COUNTS = {
+    "num_truncated": ("cut to {limit} tokens", "Raise max_length to train on them whole."),
+    "num_dropped_long": (
+        "longer than {limit} left out",
+        'Raise max_length to train on them whole, or set overlong_policy="truncate" to train on their beginning.',
+    ),
+    "num_without_targets": (
+        "without targets",
+        "Check labels, prompts and max_length: a row needs a token that carries loss.",
+    ),
+    "num_unread_labels": (
+        "with a label that is not read",
+        'For classification, set task_type="SEQ_CLS" in peft_config; language models are trained on the text alone.',
+    ),
+    "num_empty_completions": (
+        "with an empty completion",
+        "Check the column completion: they teach the model to answer with nothing.",
+    ),
+    "num_equal_answers": ("with equal answers", "Check the columns chosen and rejected: they teach no preference."),
+}
+"""Counts of a `DataReport` that are worth a remark: its text and the advice."""
+ALL_TURNS = "all turns"
+
+
 @dataclass(slots=True)
 class DataReport:
     """What happened to a dataset's rows.
@@ -106,6 +130,10 @@ class DataReport:
         num_without_targets: number of rows that were dropped because none of their tokens carries loss.
         num_tokens: number of tokens in the rows that are trained on.
         num_target_tokens: number of tokens that carry loss.
+        num_unread_labels: number of rows of texts with a label, which a language model does not read.
+        num_empty_completions: number of rows whose completion is empty.
+        num_equal_answers: number of rows whose chosen and rejected answers are equal.
+        trained_on: which tokens carry loss, in words; "" if the loss is not one of tokens.
     """
 
     where: str
@@ -118,29 +146,33 @@ class DataReport:
     num_without_targets: int = 0
     num_tokens: int = 0
     num_target_tokens: int = 0
+    num_unread_labels: int = 0
+    num_empty_completions: int = 0
+    num_equal_answers: int = 0
+    trained_on: str = ""
 
     @property
     def remarks(self) -> list[str]:
-        """At most one line for the user: how many rows were truncated and dropped."""
-        counts = [
-            (self.num_truncated, f"cut to {self.limit:,} tokens"),
-            (self.num_dropped_long, f"longer than {self.limit:,} left out"),
-            (self.num_without_targets, "without targets"),
+        """At most one line for the user: how many rows were truncated, dropped, or teach less than they seem to."""
+        words = [
+            f"{count:,} of {self.num_rows:,} rows {what.format(limit=f'{self.limit:,}')}"
+            for name, (what, _) in ROW_COUNTS.items()
+            if (count := getattr(self, name))
         ]
-        words = [f"{count:,} of {self.num_rows:,} rows {what}" for count, what in counts if count]
         return [f"{self.where}: {', '.join(words)}"] if words else []
 
     @property
     def warning(self) -> str:
         """The remark with advice, in one line; "" if there is none."""
-        fixes = []
-        if self.num_truncated or self.num_dropped_long:
-            fixes.append("Raise max_length to train on them whole.")
-        if self.num_dropped_long:
-            fixes.append('Set overlong_policy="truncate" to train on the beginning of longer ones.')
-        if self.num_without_targets:
-            fixes.append("Check labels, prompts and max_length: a row needs a token that carries loss.")
+        fixes = [fix for name, (_, fix) in ROW_COUNTS.items() if getattr(self, name)]
         return f"{self.remarks[0]}. {' '.join(fixes)}" if fixes else ""
+
+    @property
+    def targets_text(self) -> str:
+        """How many tokens carry loss, and what restricts them further; "" if the loss is not one of tokens."""
+        text = f"loss on {self.num_target_tokens:,} of {self.num_tokens:,} tokens ({self.trained_on})"
+        hint = "; assistant_only_loss=True restricts it" if self.trained_on == ALL_TURNS else ""
+        return text + hint if self.trained_on else ""
 
 
 def checked_row(row: Any, index: int, where: str) -> Mapping[str, Any]:
@@ -202,7 +234,9 @@ class RowTokenizer(RowCells):
         super().__init__(where, options.vocab_size, own_tokenizer(tokenizer), options.chat_template)
         self.options = options
         self.data_format = data_format
-        self.report = DataReport(self.where, data_format, limit=options.limit)
+        self.report = DataReport(
+            self.where, data_format, limit=options.limit, trained_on=_trained_on(options, data_format)
+        )
         self.num_masked = 0
         self._first_row: dict[str, Any] = {}
         if tokenizer is None and data_format not in TOKENIZED_FORMATS:
@@ -360,6 +394,7 @@ class RowTokenizer(RowCells):
         else:
             masks: list[np.ndarray] = []
             if self.data_format is DataFormat.TEXT:
+                self.report.num_unread_labels += any(row.get(name) is not None for name in LABEL_COLUMNS)
                 ids = self.tokenizer(self.with_eos(self.text(row, "text", index)))["input_ids"]
             elif self.data_format is DataFormat.MESSAGES:
                 messages, wants_mask = self.messages(row, "messages", index), self.options.assistant_only_loss
@@ -367,6 +402,9 @@ class RowTokenizer(RowCells):
                 masks += [mask] if mask is not None else []
             else:
                 ids, masks = self.prompt_completion(row, index)
+                answer = row["completion"]
+                said = [answer] if isinstance(answer, str) else [m["content"] or m.get("tool_calls") for m in answer]
+                self.report.num_empty_completions += not any(str(part or "").strip() for part in said)
             ids = self.checked_ids(np.asarray(ids, dtype=np.int64), index, "input_ids")
             labels = _masked(ids, masks)
             for name, column in self.options.row_form.token_columns.items():
@@ -430,6 +468,19 @@ class RowTokenizer(RowCells):
                     got, wanted = (*widths[name], *first[name])
                     raise self.error(index, name, str(got), f"{wanted} numbers per token, as in the first row")
         return columns
+
+
+def _trained_on(options: TokenizeOptions, data_format: DataFormat) -> str:
+    """Return which tokens of rows carry loss, in words; "" for rows whose loss is not one of tokens."""
+    if options.row_form.read is not None:
+        return options.row_form.trained_on
+    turns = "assistant turns" if options.assistant_only_loss else ALL_TURNS
+    completions = "completions" if options.completion_only_loss is not False else "prompts and completions"
+    return {
+        DataFormat.TEXT: "all tokens",
+        DataFormat.MESSAGES: turns,
+        DataFormat.PROMPT_COMPLETION: f"{turns} of {completions}" if options.assistant_only_loss else completions,
+    }.get(data_format, "labels and masks of the rows")
 
 
 def _masked(ids: np.ndarray, masks: Sequence[np.ndarray]) -> np.ndarray:

@@ -7,6 +7,7 @@ checked and a plan be made before any weight is read. The weights follow when tr
 from __future__ import annotations
 
 import copy
+import warnings
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
@@ -94,6 +95,10 @@ class BackboneSource:
                 )
             self.config, self.tokenizer = model.config, tokenizer
             prepare_quantized(model.backbone if isinstance(model, MultiTaskPeftModel) else model)
+        if self.dtype == torch.float16:
+            why = "numbers above 65,504 overflow in it, and losses are not scaled against small gradients"
+            fix = "Load it with dtype=torch.bfloat16, or torch.float32 on a CPU."
+            warnings.warn(f"model has float16 weights: {why}. {fix}", stacklevel=3)
 
     def _read_config(self, name: str, tokenizer: Any) -> tuple[Any, Any]:
         from transformers import AutoConfig, AutoTokenizer

@@ -3,8 +3,8 @@
 A record reaches up to four places: the task's state (`log_history`), the task's own callbacks (plain keys), the
 callbacks of the run and its integrations (`task/metric` keys), and `metrics.jsonl`. A line goes to the screen.
 
-It also reports which rows are cut or left out, as a run may train for hours on four rows of twenty-four: when a task
-begins, when a stream leaves out its first row, and at the end.
+It also reports which tokens carry loss and which rows are cut or left out, as a run may train for hours on four rows of
+twenty-four: when a task begins, when a stream leaves out its first row, and at the end.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from weakref import WeakSet
 
 from transformers import TrainerState
 
-from peft_mux.data.dataset import DataReport
+from peft_mux.data.tokenize import ROW_COUNTS, DataReport
 from peft_mux.engine.allocator import peak_bytes
 from peft_mux.engine.tasks.task_run import TaskRun, TaskTable
 from peft_mux.modeling.router_loss import STATISTIC
@@ -28,7 +28,7 @@ from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.recorders import RunTimes
 from peft_mux.reporting.report import ReportRow, report_row
 from peft_mux.reporting.screen import Progress
-from peft_mux.reporting.views import time_text, wrapped
+from peft_mux.reporting.views import counted, time_text, wrapped
 from peft_mux.scheduler.units import rate_text
 from peft_mux.task import TaskStatus
 from peft_mux.user_code import log_warning
@@ -228,8 +228,8 @@ class RunLog:
     # ------------------------------------------------------------------ rows that are cut or left out
 
     def begin_rows(self, *runs: TaskRun) -> None:
-        """Record and print which rows of starting tasks were cut or left out, once per task; sums for many tasks."""
-        reports, lines = [], []
+        """Record and print what starting tasks train on, and which rows were cut or left out; sums for many tasks."""
+        reports, lines, trained = [], [], []
         for run in runs:
             if run.loader in self._begun_rows:
                 continue
@@ -240,24 +240,30 @@ class RunLog:
                 self._write_rows(run, split, report)
             reports += [report for report in own.values() if report.remarks]
             lines += [run.sharing_remark] if run.sharing_remark else []
+            rows = run.loader.report
+            # Of a stream, the rows of the first step are known.
+            seen = f", in its first {counted(rows.num_rows, 'row')}" if run.loader.steps_per_epoch is None else ""
+            trained += [(rows, f"{run.name}: {rows.targets_text}{seen}")] if rows.trained_on else []
             if run.loader.report.remarks:
                 # A `UserWarning` has reported it when the task was made.
                 self._warned_rows.add(run.loader)
         remarks = [remark for report in reports for remark in report.remarks]
         if len(reports) > _MOST_REPORTS:
-            counts = [
-                (sum(report.num_truncated for report in reports), "cut"),
-                (sum(report.num_dropped_long for report in reports), "left out as too long"),
-                (sum(report.num_without_targets for report in reports), "without targets"),
-            ]
-            words = [f"{count:,} {what}" for count, what in counts if count]
+            counts = {what: sum(getattr(one, name) for one in reports) for name, (what, _) in ROW_COUNTS.items()}
+            words = [f"{count:,} {what.format(limit='max_length')}" for what, count in counts.items() if count]
             worst = max(reports, key=lambda report: 1 - report.num_kept / max(report.num_rows, 1))
             remarks = [
                 f"rows     of {sum(report.num_rows for report in reports):,} in {len(reports)} datasets "
                 f"{', '.join(words)}; details: trainer.plan().notes, peft-mux validate",
                 f"         worst: {worst.remarks[0]}",
             ]
-        for line in remarks + lines:
+        told = [line for _, line in trained]
+        if len(trained) > _MOST_REPORTS:
+            carrying, tokens = (
+                sum(getattr(one, name) for one, _ in trained) for name in ("num_target_tokens", "num_tokens")
+            )
+            told = [f"loss on {carrying:,} of {tokens:,} tokens of {len(trained)} tasks; of each: metrics.jsonl"]
+        for line in told + remarks + lines:
             self.say(line)
 
     def step_rows(self, runs: Iterable[TaskRun]) -> None:

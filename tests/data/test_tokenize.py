@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
 from peft_mux.data.dataset import TokenizedDataset
 from peft_mux.data.formats import LANGUAGE_ROWS, RowForm, detect_format
-from peft_mux.data.preferences import SCORED_ROWS
+from peft_mux.data.preferences import PAIR_ROWS, SCORED_ROWS
 from peft_mux.data.task_batch import IGNORE_INDEX
 from peft_mux.data.tokenize import LABELLED_ROWS, own_tokenizer
 from peft_mux.demo.small_llama import make_tokenizer
@@ -29,6 +29,7 @@ TEMPLATE = (
     "{{ message.content }}{{ eos_token }}{% endgeneration %}{% else %}{{ message.role }} : {{ message.content }} "
     "{% endif %}{% endfor %}{% if add_generation_prompt %}assistant : {% endif %}"
 )
+UNMARKED_TEMPLATE = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
 PLAIN_TEMPLATE = "{% for message in messages %}{{ message.role }} {{ message.content }} {% endfor %}"
 WORDS = "<unk> <eos> [CLS] [SEP] assistant user system : the cat sat on a mat dog ran home yes no".split()
 
@@ -64,6 +65,10 @@ def targets(sequence: Any) -> list[str]:
 
 # ----------------------------------------------------------------- formats
 
+TOKENS = {"input_ids": [8, 9, 10]}
+_TALK = {"messages": [{"role": "user", "content": "yes"}, {"role": "assistant", "content": "no dog ran"}]}
+_PAIR = {"prompt": "the", "completion": " cat ran"}
+
 
 @pytest.mark.parametrize("option", ["completion_only_loss", "assistant_only_loss"])
 def test_a_loss_mask_that_a_format_cannot_have_is_refused(option: str) -> None:
@@ -80,6 +85,39 @@ def test_tokenised_rows_take_labels_masks_and_drop_padding_at_either_end() -> No
     assert masked.labels.tolist() == [-100, -100, 10]
     spoken = tokenised([{"input_ids": [8, 9, 10], "assistant_masks": [0, 1, 1]}])[0]
     assert spoken.labels.tolist() == [-100, 9, 10]
+
+
+def test_the_assistants_turns_are_found_in_a_template_that_does_not_mark_them() -> None:
+    says = [("system", "yes"), ("user", "the cat"), ("assistant", "sat"), ("user", "a dog"), ("assistant", "ran home")]
+    messages = [{"role": role, "content": content} for role, content in says]
+    options = {"assistant_only_loss": True, "chat_template": UNMARKED_TEMPLATE}
+    (data,) = tokenised([{"messages": messages}], words_tokenizer(), **options)
+    assert targets(data) == "sat <eos> ran home <eos>".split()
+    prompted = {"prompt": messages[:-1], "completion": messages[-1:]}
+    assert targets(tokenised([prompted], words_tokenizer(), **options)[0]) == "ran home <eos>".split()
+
+
+@pytest.mark.parametrize("name", "llama3 gemma3 cohere2 qwen3_instruct_2507 qwen3".split())
+def test_turns_found_in_known_templates_are_those_that_trl_marks_in_them(name: str) -> None:
+    folder = Path(pytest.importorskip("trl").__file__).parent / "chat_templates"
+    letters = Tokenizer(models.BPE({letter: i for i, letter in enumerate(pre_tokenizers.ByteLevel.alphabet())}, []))
+    letters.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=letters, bos_token="<s>", eos_token="</s>")
+    talk = [{"role": role, "content": content} for role, content in (("user", "Who?"), ("assistant", " É, a dog.\n"))]
+    rows = [{"messages": talk}, {"messages": [*talk, *talk]}]
+    ours, marked = (
+        lambda rows, file=file: read(
+            rows, tokenizer=tokenizer, max_length=9999, assistant_only_loss=True, chat_template=file.read_text("utf-8")
+        )
+        for file in (folder / f"{name}.jinja", folder / f"{name}_training.jinja")
+    )
+    if name == "qwen3":  # which drops what the assistant thought from earlier turns
+        with pytest.raises(DataError, match=r"row 1 column messages .*got other text up to message 1"):
+            ours(rows)
+        rows = rows[:1]
+    for mine, theirs in zip(ours(rows), marked(rows), strict=True):
+        assert mine.input_ids.tolist() == theirs.input_ids.tolist()
+        assert mine.labels.tolist() == theirs.labels.tolist()
 
 
 # ------------------------------------------------------------------ length
@@ -109,6 +147,43 @@ def test_rows_that_lose_all_targets_by_the_cut_are_left_out_and_counted() -> Non
     assert data.report.num_without_targets == 1
     with pytest.raises(DataError, match="cut to 5 tokens, 1 of them keep no target"):
         tokenised(rows[:1], max_length=5)
+
+
+@pytest.mark.parametrize(
+    ("rows", "options", "said"),
+    [
+        ([_TALK], {}, "loss on 8 of 9 tokens (all turns); assistant_only_loss=True restricts it"),
+        ([_TALK], {"assistant_only_loss": True}, "loss on 4 of 9 tokens (assistant turns)"),
+        ([_PAIR], {}, "loss on 3 of 4 tokens (completions)"),
+        ([_PAIR], {"completion_only_loss": False}, "loss on 3 of 4 tokens (prompts and completions)"),
+        ([{"text": "the cat ran"}], {}, "loss on 3 of 4 tokens (all tokens)"),
+        ([TOKENS | {"labels": [-100, -100, 8]}], {}, "loss on 1 of 3 tokens (labels and masks of the rows)"),
+        ([{"prompt": "the", "chosen": " cat", "rejected": " dog"}], {"form": PAIR_ROWS}, "4 of 6 tokens (answers)"),
+        ([{"text": "the cat ran", "label": 1}], {"form": LABELLED_ROWS}, ""),
+        ([{"chosen": "the cat", "rejected": "a dog"}], {"form": SCORED_ROWS}, ""),
+    ],
+)
+def test_the_tokens_that_carry_loss_are_counted_and_named(rows: list[Any], options: dict[str, Any], said: str) -> None:
+    text = tokenised(rows, words_tokenizer(), chat_template=TEMPLATE, **options).report.targets_text
+    assert text.endswith(said)
+    assert bool(text) == bool(said)
+
+
+@pytest.mark.parametrize(
+    ("rows", "form", "said"),
+    [
+        ([{"text": "the", "label": 1}, {"text": "cat", "label": None}], LANGUAGE_ROWS, "1 of 2 rows with a label that"),
+        ([_PAIR, _PAIR | {"completion": " "}], LANGUAGE_ROWS, "1 of 2 rows with an empty completion. Check"),
+        ([{"prompt": "the", "chosen": " cat", "rejected": " cat"}], PAIR_ROWS, "1 of 1 rows with equal answers. Check"),
+        ([{"chosen": "the cat", "rejected": "the cat"}], SCORED_ROWS, "1 of 1 rows with equal answers. Check"),
+        ([{"text": "the", "label": 1}], LABELLED_ROWS, ""),
+        ([_PAIR], LANGUAGE_ROWS, ""),
+    ],
+)
+def test_rows_that_teach_less_than_they_seem_to_are_warned_of(rows: list[Any], form: RowForm, said: str) -> None:
+    warning = tokenised(rows, words_tokenizer(), form).report.warning
+    assert said in warning
+    assert bool(warning) == bool(said)
 
 
 # ---------------------------------------------------------- classification
@@ -154,7 +229,6 @@ def chat(content: Any, role: Any = "user") -> dict[str, Any]:
     return {"messages": [{"role": role, "content": content}]}
 
 
-TOKENS = {"input_ids": [8, 9, 10]}
 MASKED = {"input_ids": [8, 9], "labels": [-100, -100]}
 NO_MESSAGES = r'a list of \{"role": \.\.\., "content": \.\.\.\}, got'
 BAD_TEXTS = {
@@ -240,9 +314,9 @@ def test_a_label_that_is_no_class_or_number_is_refused(label: Any, num_labels: i
         ),
         ([{}], {}, r"the columns input_ids; prompt \+ completion; messages; text, got columns none"),
         (
-            [chat("the")],
-            {"assistant_only_loss": True, "chat_template": PLAIN_TEMPLATE},
-            "a chat template that marks the",
+            [_TALK],
+            {"assistant_only_loss": True, "chat_template": "{{ messages|length }} {{ messages[-1].content }}"},
+            r"messages must be messages whose text later messages do not change.*, got other text up to message 1",
         ),
         ([chat("the")], {}, r"has messages, which need a tokenizer with a chat template or tasks\.own\.chat_template"),
         ([chat("the")], {"chat_template": "{{ raise_exception('no such role') }}"}, "TemplateError: no such role from"),
@@ -441,5 +515,8 @@ def test_rows_become_the_tokens_and_labels_that_trl_makes_of_them(case: str, tok
         assert ours[index].labels.tolist() == list(theirs[index]["labels"])
         lengths = [end - start for start, end in ours[index].sequence_bounds]
         assert lengths == theirs[index].get("seq_lengths", lengths)
+    if case == "assistant only":
+        unmarked = tokenised(rows, tokenizer, vocab_size=len(tokenizer), chat_template=UNMARKED_TEMPLATE, **options)
+        assert unmarked[0].labels.tolist() == list(theirs[0]["labels"])
     masked = case in ("prompt and completion", "packed", "assistant only", "prompt and completion as messages")
     assert any((ours[index].labels == IGNORE_INDEX).any() for index in range(len(ours))) == masked

@@ -89,7 +89,7 @@ def check_your_own_data(notebook: Any) -> None:
     printed = printed_by(notebook)
     assert "sums, prompt_completion: zero and zero make[ zero<|end|>]" in printed
     assert "asked, prompt_completion: zero and zero make[ zero<|end|>]" in printed
-    assert "chat, messages: user: Is 0 even?\n[yes<|end|>]" in printed, "the assistant alone carries loss"
+    assert printed.count("chat, messages: user: Is 0 even?\n[yes<|end|>]") == 2, "the assistant alone carries loss"
     assert "### Response:\n[zero<|end|>]" in printed
     assert "cut 100.0%" in printed
     assert printed.count("8 held-out rows are trained on as well") == 1, "and not after that is fixed"
@@ -99,7 +99,6 @@ def check_your_own_data(notebook: Any) -> None:
             r'"completion": "answer"}'
         ),
         "has messages, which need a tokenizer with a chat template",
-        r"without a \{% generation %\} block",
         "none of which can be trained on .*Raise max_length",
         "row 40 column completion must be a string, got None",
         r"row 40 column completion must be in every row",

@@ -1,4 +1,4 @@
-"""Rows that are cut or left out are reported: when a task is made, when it begins, and of streams as they come."""
+"""Reports on rows, when a task is made, when it begins, and of streams as they come: cut or left out, trained on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import pytest
 from peft import LoraConfig
 
 from peft_mux import MultiTaskTrainer, Task
-from tests.invariants.mux_lab import Recorder, make_trainer, rows, small_task
+from tests.invariants.mux_lab import Recorder, make_trainer, rows, small_task, tiny_llama
 from tests.records import run_records
 from tests.runs import task_of
 
@@ -53,19 +53,34 @@ def test_each_split_is_warned_of_once(tmp_path: Path) -> None:
     assert warned(own_task(SHORT), tmp_path)[1] == [], "whole rows are not warned of"
 
 
+def test_held_out_rows_that_are_trained_on_and_float16_weights_are_warned_of_once(tmp_path: Path) -> None:
+    for settings in ({}, {"packing": True}):
+        _, lines = warned(own_task(SHORT, eval_dataset=SHORT[::-1], **settings), tmp_path)
+        (line,) = lines
+        assert line.startswith("tasks.own.eval_dataset has the rows of train_dataset: ")
+    assert warned(own_task(SHORT, eval_dataset=rows(3, 4, 9, 9)), tmp_path)[1] == []
+    with pytest.warns(UserWarning, match="model has float16 weights.*Load it with dtype=torch.bfloat16") as caught:
+        make_trainer([own_task(SHORT)], tmp_path, model=tiny_llama().half())
+    assert len(caught) == 1
+
+
 def test_a_run_says_at_its_start_what_it_trains_on_without_being_asked_for_a_plan(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     task = own_task(SHORT + LONG, eval_dataset=SHORT, eval_steps=4)
     trainer, _ = warned(task, tmp_path, overlong_policy="drop", disable_tqdm=False)
     trainer.train()
-    assert "tasks.own.train_dataset: 20 of 24 rows longer than 16 left out" in capsys.readouterr().out
+    printed = capsys.readouterr().out
+    assert "tasks.own.train_dataset: 20 of 24 rows longer than 16 left out" in printed
+    assert printed.count("own: loss on 32 of 36 tokens (labels and masks of the rows)\n") == 1
+    assert printed.count("loss on") == 2
     records = {(record["task"], record["split"]): record for record in data_records(tmp_path)}
     assert records.keys() == {("other", "train_dataset"), ("own", "train_dataset"), ("own", "eval_dataset")}
     own = records["own", "train_dataset"]
     assert (own["num_rows"], own["num_kept"], own["num_dropped_long"], own["limit"]) == (24, 4, 20, 16)
     assert own["data_format"] == "tokenized"
     assert own["num_tokens"] == 4 * 9
+    assert own["trained_on"] == "labels and masks of the rows"
     trainer.table["own"].num_steps += 1  # trained on, nothing is reported again
     trainer.train()
     assert len(data_records(tmp_path)) == 3
@@ -90,7 +105,7 @@ def test_a_stream_is_reported_of_with_its_first_row_left_out_and_in_the_end(
             yield from rows(4, 50, 9, 9)
             yield from LONG
 
-    trainer, lines = warned(own_task(Rows()), tmp_path, overlong_policy="drop")
+    trainer, lines = warned(own_task(Rows()), tmp_path, overlong_policy="drop", disable_tqdm=False)
     assert lines == [], "its first rows are whole"
     trainer.train()
     own = [record for record in data_records(tmp_path) if record["task"] == "own"]
@@ -102,6 +117,7 @@ def test_a_stream_is_reported_of_with_its_first_row_left_out_and_in_the_end(
     printed = capsys.readouterr().out
     assert printed.count("2 of 10 rows longer than 16 left out") == 1
     assert printed.count("left out") == 2
+    assert "own: loss on 32 of 36 tokens (labels and masks of the rows), in its first 4 rows\n" in printed
 
 
 @pytest.mark.filterwarnings("ignore::UserWarning")
@@ -115,8 +131,12 @@ def test_of_many_tasks_that_lose_rows_the_sum_is_reported_in_two_lines_and_a_pla
     assert str(trainer.plan()).count("note  ") == 13
     assert "note  ... and 2 more, in notes" in str(trainer.plan())
     trainer.train()
-    told_lines = [line for line in capsys.readouterr().out.splitlines() if "cut" in line or "worst: " in line]
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if "loss on" in line] == [
+        "loss on 1,918 of 2,072 tokens of 14 tasks; of each: metrics.jsonl"
+    ]
+    told_lines = [line for line in printed if "cut" in line or "worst: " in line]
     assert len(told_lines) == 2
-    assert "98 cut, 13 without targets" in told_lines[0]
+    assert "98 cut to max_length tokens, 13 without targets" in told_lines[0]
     assert "tasks.t00.train_dataset: 1 of 5 rows without targets" in told_lines[1]
     assert {record["task"] for record in data_records(tmp_path)} == {task.name for task in tasks}, "the file has each"

@@ -148,6 +148,10 @@ def make_task_run(resolved: ResolvedTask, args: MultiTaskTrainingArguments, toke
         eval_data = tokenize_dataset(rows, options=options, tokenizer=tokenizer, split="eval_dataset")
         if eval_data.report.warning:
             warnings.warn(eval_data.report.warning, UserWarning, stacklevel=2)
+        is_same = task.eval_dataset is task.train_dataset
+        if is_same or (isinstance(loader, TaskLoader) and eval_data.has_tokens_of(loader.dataset)):
+            what = "held-out metrics will not show overfitting. Give rows that are not trained on."
+            warnings.warn(f"tasks.{task.name}.eval_dataset has the rows of train_dataset: {what}", stacklevel=2)
         eval_prompts = _read_eval_prompts(resolved, rows, options, tokenizer)
     form, num_labels = resolved.objective.row_form, task.num_labels
     if not (form.needs_label or form.has_token_labels):
