@@ -166,7 +166,8 @@ def test_light_modules_and_names_are_imported_without_torch() -> None:
 
 def test_commands_that_look_at_a_run_or_ask_something_of_it_and_help_import_no_heavy_library(tmp_path: Path) -> None:
     (tmp_path / "metrics.jsonl").write_text('{"event": "data", "task": "a", "run_step": 0}\n')
-    names = "init validate plan train status pause resume remove add export doctor profile config-schema demo".split()
+    names = "init validate plan train status pause resume remove add export doctor profile config-schema demo"
+    names = [*names.split(), "keys"]
     run = str(tmp_path)
     lines = [
         ["--version"],

@@ -151,6 +151,15 @@ def _parse(given: list[str]) -> argparse.Namespace:
             "--next", action="store_true", help="if no process trains, leave it for peft-mux train --resume"
         )
 
+    service_keys = _command(commands, "keys", "serve.keys", "make, list or revoke the keys of a service")
+    service_keys.add_argument("action", choices=["create", "list", "revoke"], help="what to do")
+    service_keys.add_argument("name", nargs="?", help="name of the key, which is its tenant")
+    service_keys.add_argument("--store", default="runs/serve", help="folder of the service (runs/serve)")
+    service_keys.add_argument("--days", type=float, metavar="N", help="days until it expires; never by default")
+    service_keys.add_argument("--max-models", type=int, metavar="N", help="most models that it may have open")
+    service_keys.add_argument("--max-queued-tokens", type=int, metavar="N", help="most tokens that may wait or run")
+    service_keys.add_argument("--admin", action="store_true", help="may see the usage of all keys")
+
     words = "measure the backbone on this device, to plan with; under a minute"
     profile = _command(commands, "profile", "commands.profile", words, reads_file=True)
     profile.add_argument("--output", default="profile.json", help="file for the measured profile")
