@@ -16,7 +16,7 @@ from peft import LoraConfig
 from transformers import HfArgumentParser, TrainingArguments
 
 from peft_mux.arguments import HARMLESS, HONOURED, SETTABLE_FIELDS, MultiTaskTrainingArguments
-from peft_mux.cli.starting import schema
+from peft_mux.cli.config_file import schema
 from peft_mux.errors import ConfigError, shown
 from peft_mux.task import Task
 from peft_mux.trainer.trainer import MultiTaskTrainer

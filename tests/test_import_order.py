@@ -175,10 +175,13 @@ def test_commands_that_look_at_a_run_or_ask_something_of_it_and_help_import_no_h
         *([name, "--help"] for name in names),
         ["status", run],
         ["status", run, "--json"],
+        ["init", str(tmp_path / "first.yaml")],
+        ["doctor"],
     ]
     lines += [[name, run, "a", *more] for name in ("pause", "resume", "remove", "add") for more in ([], ["--next"])]
     printed = run_code(
-        f"import contextlib, io, sys\nfrom peft_mux.cli.main import main\nfor line in {lines}:\n"
+        "import contextlib, io, shutil, sys\nshutil.which = lambda name: None  # no GPU\n"
+        f"from peft_mux.cli.main import main\nfor line in {lines}:\n"
         "    with contextlib.redirect_stdout(io.StringIO()) as out, contextlib.suppress(SystemExit):\n"
         "        main(line)\n"
         "    assert out.getvalue() or line[0] in ('pause', 'resume', 'remove', 'add'), line\n"

@@ -243,7 +243,7 @@ def _swept(config: RunConfig, options: Sequence[str]) -> tuple[RunConfig, list[A
 
 def _tasks_of_file(file: str, names: Sequence[str]) -> list[Task]:
     """Return some tasks of a file, by default all, to be added to a run."""
-    tasks = read_config(file).tasks
+    tasks = read_config(file, is_added=True).tasks
     there = [task.name for task in tasks]
     missing = [name for name in names if name not in there]
     if missing:

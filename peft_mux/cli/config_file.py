@@ -16,6 +16,8 @@ another machine.
 
 from __future__ import annotations
 
+import argparse
+import json
 import math
 import os
 import re
@@ -32,10 +34,12 @@ from transformers import TrainingArguments
 
 from peft_mux.arguments import (
     ADAPTER_NAMES,
+    FIELD_TYPES,
     RENAMED,
     SETTABLE_FIELDS,
     MultiTaskTrainingArguments,
     belongs,
+    plain_types,
     reason_against,
 )
 from peft_mux.data.sources import SOURCES, rows_of
@@ -120,6 +124,8 @@ def read_config(
     path: str | Path,
     overrides: Sequence[str] = (),
     before_rows: Callable[[MultiTaskTrainingArguments], None] = lambda args: None,
+    *,
+    is_added: bool = False,
 ) -> RunConfig:
     """Return what a file describes.
 
@@ -127,12 +133,17 @@ def read_config(
         path: path of the YAML file.
         overrides: texts such as `tasks.sql.learning_rate=1e-4`; each replaces or adds one value.
         before_rows: called with the arguments of the run, if they are without faults, before rows are loaded.
+        is_added: whether its tasks are added to a run, whose model they have; then the file needs no model.
 
     Raises:
         ConfigError: naming every fault, with its line if it has one.
     """
     path = Path(path)
     data, lines, faults = _read_mapping(path, _TOP_KEYS, f" peft-mux init {path} writes one.")
+    # All other faults of such a file follow from these.
+    raise_faults(located(_indentation_faults(data), path.name, lines))
+    if is_added:
+        data.setdefault("model", "that of the run")
     for override in overrides:
         key, separator, text = override.partition("=")
         if not separator or not key:
@@ -433,6 +444,23 @@ def _hint_of_task(key: str) -> str:
     return "It is a setting of the run: set it under run." if key in SETTABLE_FIELDS else belongs(key, on_task=True)
 
 
+def _indentation_faults(data: Mapping[str, Any]) -> list[Fault]:
+    """Return a fault for each section or task that is empty because the keys after it are not indented."""
+    faults = []
+    for prefix, section in (("", data), ("tasks.", _mapping(data.get("tasks")))):
+        empty, strays = "", {}
+        for key, value in section.items():
+            if (key in TASK_KEYS) if prefix else (key not in _TOP_KEYS):
+                strays.setdefault(empty, []).append(str(key))
+            else:
+                empty = str(key) if value is None else ""
+        for key, names in strays.items():
+            got = f"nothing, followed by {', '.join(names)} without more indentation"
+            fix = "Indent these keys by two more spaces."
+            faults += [Fault(f"{prefix}{key}", got, "a mapping with indented keys", fix)] if key else []
+    return faults
+
+
 def _structure_faults(data: dict[str, Any]) -> list[Fault]:
     """Return what is wrong with the keys of all sections, and with values that no object checks."""
     faults = _key_faults(data, _TOP_KEYS, "")
@@ -602,3 +630,56 @@ def _make_peft_config(settings: Mapping[str, Any], where: str) -> Any:
     except Exception as error:  # PEFT checks little, so its code may raise anything
         fix = f"PEFT: {' '.join(str(error).split()).rstrip('.')}."
         raise_faults([Fault(where, shown(dict(settings)), "settings that PEFT accepts", fix)])
+
+
+# --------------------------------------------------------------------------------------------------------- for editors
+
+
+def print_schema(arguments: argparse.Namespace) -> int:
+    """Print the JSON schema of `tasks.yaml`, with which editors complete and check it; return the exit status."""
+    del arguments
+    print(json.dumps(schema(), indent=1))
+    return 0
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema of `tasks.yaml`."""
+    run = {
+        name: {
+            **_kind(FIELD_TYPES[name]),
+            **({"description": item.metadata["help"]} if "help" in item.metadata else {}),
+        }
+        for name, item in sorted(MultiTaskTrainingArguments.__dataclass_fields__.items())
+        if name in SETTABLE_FIELDS and name != "output_dir"
+    }
+    fields = Task.__dataclass_fields__
+    task: dict[str, Any] = {key: _kind(fields[key].type) for key in sorted(TASK_KEYS) if key in fields}
+    task |= {key: {"type": "string"} for key in DATA_KEYS}
+    task["peft"] = {"type": "object", "description": "type (lora by default) and options of the adapter"}
+    section = {"type": "object", "properties": task, "additionalProperties": False}
+    return {
+        "$schema": "https://json-schema.org/draft/2020-12/schema",
+        "title": "tasks.yaml of peft-mux",
+        "type": "object",
+        "required": ["model", "tasks"],
+        "additionalProperties": False,
+        "properties": {
+            "model": {"type": "string", "description": "hub id or folder of the backbone"},
+            "tokenizer": {"type": "string"},
+            "output_dir": {"type": "string"},
+            "model_init_kwargs": {"type": "object"},
+            "run": {"type": "object", "properties": run, "additionalProperties": False},
+            "defaults": section,
+            "tasks": {"type": "object", "minProperties": 1, "additionalProperties": section},
+        },
+    }
+
+
+def _kind(annotation: object) -> dict[str, Any]:
+    """Return what JSON may hold for a field with an annotation; anything if it has a type that is not plain."""
+    kinds = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "None": "null"}
+    types = plain_types(annotation)
+    if not types or not set(types) <= kinds.keys():
+        return {}
+    # YAML has null for settings that come from elsewhere.
+    return {"type": list(dict.fromkeys([*(kinds[name] for name in types), "null"]))}

@@ -125,7 +125,7 @@ def _parse(given: list[str]) -> argparse.Namespace:
     export.add_argument("--output", metavar="FOLDER", help="folder for a copy or a merged model")
     words = "show versions, devices, kernels, disk and login of this machine"
     _json(_command(commands, "doctor", "starting.doctor", words))
-    _command(commands, "config-schema", "starting.print_schema", "print the JSON schema of tasks.yaml, for editors")
+    _command(commands, "config-schema", "config_file.print_schema", "print the JSON schema of tasks.yaml, for editors")
 
     words = "show the status of each task of a run, whether or not it trains now"
     _command(commands, "status", "live.show_status", words, reads_run=True)

@@ -1,4 +1,7 @@
-"""`peft-mux init | doctor | config-schema`: a first file, what this machine has, and the file's form for editors."""
+"""`peft-mux init | doctor`: a first file, and what this machine has.
+
+torch takes seconds to import, so it is only asked on machines that may have a GPU.
+"""
 
 from __future__ import annotations
 
@@ -8,18 +11,12 @@ import os
 import platform
 import shutil
 from pathlib import Path
-from typing import Any
 
-import torch
 from huggingface_hub import get_token
 
-from peft_mux.arguments import FIELD_TYPES, SETTABLE_FIELDS, MultiTaskTrainingArguments, plain_types
-from peft_mux.cli.config_file import DATA_KEYS, TASK_KEYS
 from peft_mux.errors import ConfigError, installed_version, raise_faults
-from peft_mux.kernels.availability import reason_against_kernels
 from peft_mux.reporting.views import window_width, wrapped
 from peft_mux.storage import check_task_names, name_fault, write_file
-from peft_mux.task import Task
 
 _FILE = """\
 # peft-mux validate {file}    what is trained on;    peft-mux plan {file}    what runs together
@@ -65,7 +62,7 @@ def init(arguments: argparse.Namespace) -> int:
     raise_faults([fault for name in names if (fault := name_fault(name)) is not None])
     check_task_names(names)
     tasks = "".join(f"  {name}: {{dataset: {json.dumps(one)}}}\n" for name, one in zip(names, data, strict=True))
-    bf16 = str(torch.cuda.is_available()).lower()
+    bf16 = str(_may_have_gpu()).lower()
     filled = _FILE.format(file=path, model=arguments.model, output_dir=f"runs/{path.stem}", bf16=bf16, tasks=tasks)
     write_file(path, filled.encode())
     print(wrapped(f"written: {path}; next: peft-mux validate {path}", window_width()))
@@ -79,22 +76,29 @@ def doctor(arguments: argparse.Namespace) -> int:
         The exit status: 1 if something is wrong.
     """
     amiss: list[str] = []
-    devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
     free_gib = shutil.disk_usage(".").free / 2**30
     if free_gib < 5:
         amiss.append(f"only {free_gib:.1f} GiB free on this disk")
     # As far as that is known without asking the Hub.
     hub = "a token was found" if get_token() else "no token: `hf auth login` before you push"
-    kernels = "torch (no GPU)"
-    if devices:
-        reason, kernels = reason_against_kernels(torch.device("cuda")), "triton"
-        if reason is not None:
+    devices, kernels = [], "torch (no GPU)"
+    if _may_have_gpu():
+        import torch
+
+        from peft_mux.kernels.availability import reason_against_kernels
+
+        devices = [torch.cuda.get_device_name(number) for number in range(torch.cuda.device_count())]
+        if not devices:
+            amiss.append("torch sees no GPU, though a driver and torch for GPUs are installed")
+        elif (reason := reason_against_kernels(torch.device("cuda"))) is not None:
             amiss.append(f"Triton's kernels do not run: {reason}")
             kernels = "torch, as Triton's do not run"
+        else:
+            kernels = "triton"
     found = {
         "python": f"{platform.python_version()} on {platform.platform()}",
         "versions": {name: installed_version(name) or "not installed" for name in _PACKAGES},
-        "devices": devices or [f"cpu, {os.cpu_count()} cores, {torch.get_num_threads()} threads"],
+        "devices": devices or [f"cpu, {os.cpu_count()} cores"],
         "kernels": kernels,
         "disk": f"{free_gib:.1f} GiB free here",
         "hub": hub + (" (HF_HUB_OFFLINE is set)" if os.environ.get("HF_HUB_OFFLINE") else ""),
@@ -112,51 +116,7 @@ def doctor(arguments: argparse.Namespace) -> int:
     return 1 if amiss else 0
 
 
-def print_schema(arguments: argparse.Namespace) -> int:
-    """Print the JSON schema of `tasks.yaml`, with which editors complete and check it; return the exit status."""
-    del arguments
-    print(json.dumps(schema(), indent=1))
-    return 0
-
-
-def schema() -> dict[str, Any]:
-    """Return the JSON schema of `tasks.yaml`."""
-    run = {
-        name: {
-            **_kind(FIELD_TYPES[name]),
-            **({"description": item.metadata["help"]} if "help" in item.metadata else {}),
-        }
-        for name, item in sorted(MultiTaskTrainingArguments.__dataclass_fields__.items())
-        if name in SETTABLE_FIELDS and name != "output_dir"
-    }
-    fields = Task.__dataclass_fields__
-    task: dict[str, Any] = {key: _kind(fields[key].type) for key in sorted(TASK_KEYS) if key in fields}
-    task |= {key: {"type": "string"} for key in DATA_KEYS}
-    task["peft"] = {"type": "object", "description": "type (lora by default) and options of the adapter"}
-    section = {"type": "object", "properties": task, "additionalProperties": False}
-    return {
-        "$schema": "https://json-schema.org/draft/2020-12/schema",
-        "title": "tasks.yaml of peft-mux",
-        "type": "object",
-        "required": ["model", "tasks"],
-        "additionalProperties": False,
-        "properties": {
-            "model": {"type": "string", "description": "hub id or folder of the backbone"},
-            "tokenizer": {"type": "string"},
-            "output_dir": {"type": "string"},
-            "model_init_kwargs": {"type": "object"},
-            "run": {"type": "object", "properties": run, "additionalProperties": False},
-            "defaults": section,
-            "tasks": {"type": "object", "minProperties": 1, "additionalProperties": section},
-        },
-    }
-
-
-def _kind(annotation: object) -> dict[str, Any]:
-    """Return what JSON may hold for a field with an annotation; anything if it has a type that is not plain."""
-    kinds = {"int": "integer", "float": "number", "bool": "boolean", "str": "string", "None": "null"}
-    types = plain_types(annotation)
-    if not types or not set(types) <= kinds.keys():
-        return {}
-    # YAML has null for settings that come from elsewhere.
-    return {"type": list(dict.fromkeys([*(kinds[name] for name in types), "null"]))}
+def _may_have_gpu() -> bool:
+    """Whether the driver of a GPU, and torch for GPUs, are installed."""
+    has_driver = any(shutil.which(tool) for tool in ("nvidia-smi", "rocm-smi"))
+    return has_driver and not str(installed_version("torch")).endswith("+cpu")

@@ -322,6 +322,23 @@ def test_a_wrong_value_is_refused_by_key(override: str, said: str, folder: Path)
         read(folder, override)
 
 
+@pytest.mark.parametrize(
+    ("text", "where", "strays"),
+    [
+        ("tasks:\nsql:\n  dataset: rows.jsonl\nmath: {}\n", "2 tasks", "sql, math"),
+        ("run:\nbf16: true\ntasks: {sql: {dataset: rows.jsonl}}\n", "2 run", "bf16"),
+        ("tasks:\n  sql:\n  dataset: rows.jsonl\n  peft: {r: 4}\n", "3 tasks.sql", "dataset, peft"),
+        ("tasks:\n  sql:\n  dataset: a\n  math:\n  dataset: b\n", "3 tasks.sql", "dataset"),
+    ],
+)
+def test_keys_that_are_not_indented_are_one_fault(text: str, where: str, strays: str, folder: Path) -> None:
+    said = refusal(folder, f"model: m\n{text}")
+    assert said == (
+        f"tasks.yaml:{where} must be a mapping with indented keys, got nothing, followed by {strays} without more "
+        "indentation. Indent these keys by two more spaces."
+    )
+
+
 def test_a_key_or_a_section_that_stands_twice_is_one_fault_with_its_line(folder: Path) -> None:
     text = good(folder).replace("    seed: 7\n", "    seed: 7\n    seed: 8\n")
     own = "  a: {dataset: rows.jsonl, seed: 1, peft: {r: 2}}\n"

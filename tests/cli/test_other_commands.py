@@ -18,8 +18,8 @@ import yaml
 from transformers import AutoModelForCausalLM
 
 from peft_mux.cli import commands
+from peft_mux.cli.config_file import schema
 from peft_mux.cli.main import main
-from peft_mux.cli.starting import schema
 from peft_mux.cli.validate import _sample
 from tests.cli.lab import write_rows
 from tests.paths import ROOT
@@ -114,6 +114,13 @@ def test_the_doctor_says_what_is_there(shell: Shell) -> None:
     assert "torch" in shell("doctor")
 
 
+def test_a_doctor_that_finds_a_driver_asks_torch(shell: Shell, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("shutil.which", lambda name: name)
+    monkeypatch.setattr("peft_mux.cli.starting.installed_version", lambda name: "2.9.0")
+    monkeypatch.setattr("torch.cuda.device_count", lambda: 0)
+    assert any(one.startswith("torch sees no GPU") for one in shell.json("doctor", status=1)["amiss"])
+
+
 def test_the_schema_knows_good_files_and_finds_wrong_keys_and_types(file: Path, shell: Shell) -> None:
     jsonschema = pytest.importorskip("jsonschema", reason="needs the notebooks extra")
     written = json.loads(shell("config-schema"))
@@ -133,9 +140,7 @@ def test_tasks_of_a_file_come_into_a_run_that_another_process_trains(file: Path,
     words = [sys.executable, "-m", "peft_mux", "train", str(file), "--set", "run.max_steps=100000"]
     process = subprocess.Popen(words, cwd=ROOT, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
     run, more = str(tmp_path / "out"), file.with_name("more.yaml")
-    more.write_text(
-        "model: backbone\ndefaults: {dataset: rows.jsonl, peft: {r: 2}}\ntasks:\n  sql: {}\n  late: {max_steps: 3}\n"
-    )
+    more.write_text("defaults: {dataset: rows.jsonl, peft: {r: 2}}\ntasks:\n  sql: {}\n  late: {max_steps: 3}\n")
     try:
         until = time.monotonic() + 60
         while not (tmp_path / "out" / "metrics.jsonl").is_file() and time.monotonic() < until:
