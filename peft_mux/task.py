@@ -286,7 +286,8 @@ class Task:
         priority: tasks of higher priority are admitted first, if not all fit into memory.
         row_format: format of rows of other projects: "alpaca" (the prompt of Stanford Alpaca), "alpaca_chat"
             (messages), "sharegpt"; or which of their columns stands for which of ours, such as
-            `{"prompt": "question", "completion": "answer"}`. It applies to `eval_dataset` as well.
+            `{"prompt": "question", "completion": "answer"}`, or of a format's:
+            `{"format": "alpaca_chat", "instruction": "question"}`. It applies to `eval_dataset` as well.
         eval_steps: evaluate every this many steps of the task, regardless of the run's `eval_strategy`; 0 for never,
             below 1 for a share of its steps. The run's own does not apply to tasks without held-out rows.
         save_steps: write `<task>/checkpoint-<step>` every this many steps of the task; 0 for never, below 1 for a share

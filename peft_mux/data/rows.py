@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from contextlib import suppress
@@ -244,6 +245,7 @@ class RowCells:
         *,
         is_prompt: bool = False,
         wants_mask: bool = False,
+        row: Mapping[str, Any] | None = None,
     ) -> tuple[list[int], np.ndarray | None]:
         """Return the token ids of messages, and the mask of assistant tokens, or `None` without `wants_mask`.
 
@@ -253,24 +255,30 @@ class RowCells:
             index: index of the row, for errors.
             is_prompt: whether to append the generation prompt.
             wants_mask: whether to return the mask.
+            row: the row, whose columns `tools` and `chat_template_kwargs` are passed to the template, as in TRL.
 
         Raises:
-            DataError: see `apply_template` and `_assistant_turns`.
+            DataError: see `apply_template` and `_assistant_turns`; also if `tools` is not a list of functions, or its
+                JSON.
         """
+        options: dict[str, Any] = {}
+        if row is not None:
+            tools = self._tools(row, index)
+            options = {**(row.get("chat_template_kwargs") or {}), **({"tools": tools} if tools else {})}
         template = self.chat_template or getattr(self.tokenizer, "chat_template", None)
         if wants_mask and not _GENERATION_BLOCK.search(str(template)):
-            text, turns = self._assistant_turns(messages, column, index)
+            text, turns = self._assistant_turns(messages, column, index, options)
             encoded = self.tokenizer(text, add_special_tokens=False, return_offsets_mapping=True)
             starts, ends = np.asarray(encoded["offset_mapping"]).reshape(-1, 2).T
             of_turns = [(starts < end) & ((start <= starts) | (start < ends)) for start, end in turns]
             return encoded["input_ids"], np.any([np.zeros(len(starts), dtype=bool), *of_turns], axis=0)
-        options = {"return_dict": True, "tokenize": True, "return_assistant_tokens_mask": wants_mask}
+        options |= {"return_dict": True, "tokenize": True, "return_assistant_tokens_mask": wants_mask}
         encoded = self.apply_template(messages, column, index, add_generation_prompt=is_prompt, **options)
         mask = np.asarray(encoded["assistant_masks"], dtype=bool) if wants_mask else None
         return encoded["input_ids"], mask
 
     def _assistant_turns(
-        self, messages: list[dict[str, Any]], column: str, index: int
+        self, messages: list[dict[str, Any]], column: str, index: int, options: Mapping[str, Any]
     ) -> tuple[str, list[tuple[int, int]]]:
         """Return the text of messages, and the characters in it that the assistant's turns begin and end at.
 
@@ -280,11 +288,12 @@ class RowCells:
         Raises:
             DataError: if one of them is not.
         """
-        text = self.apply_template(messages, column, index, tokenize=False)
+        options = {**options, "tokenize": False}
+        text = self.apply_template(messages, column, index, **options)
         turns = []
         for number in [number for number, message in enumerate(messages) if message["role"] == "assistant"]:
-            before = self.apply_template(messages[:number], column, index, tokenize=False, add_generation_prompt=True)
-            until = self.apply_template(messages[: number + 1], column, index, tokenize=False)
+            before = self.apply_template(messages[:number], column, index, add_generation_prompt=True, **options)
+            until = self.apply_template(messages[: number + 1], column, index, **options)
             if not text.startswith(before) or not until.startswith(before) or not text.startswith(until):
                 got = f"other text up to message {number} once all are rendered"
                 allowed = (
@@ -295,6 +304,15 @@ class RowCells:
                 raise self.error(index, column, got, allowed, fix)
             turns.append((len(before), len(until)))
         return text, turns
+
+    def _tools(self, row: Mapping[str, Any], index: int) -> Any:
+        tools = row.get("tools")
+        if isinstance(tools, str) and tools:
+            with suppress(ValueError):
+                tools = json.loads(tools)
+        if tools and not (isinstance(tools, list) and all(isinstance(tool, Mapping) for tool in tools)):
+            raise self.error(index, "tools", f"{tools!r:.60}", "a list of JSON schemas of functions, or its JSON text")
+        return tools
 
 
 def with_given_targets(labels: np.ndarray, columns: Mapping[str, np.ndarray]) -> np.ndarray:

@@ -1,7 +1,7 @@
 """Loads rows from JSON, CSV or Parquet files, folders and Hub datasets, and converts rows of other projects.
 
-Alpaca and ShareGPT rows are converted by format name, other columns by a mapping of names. Rows are converted when they
-are read, so nothing is copied and streams stay streams.
+Alpaca and ShareGPT rows are converted by format name, with answers or feedback (chosen and rejected, or a label); other
+columns by a mapping of names. Rows are converted when they are read, so nothing is copied and streams stay streams.
 """
 
 from __future__ import annotations
@@ -19,7 +19,10 @@ from peft_mux.user_code import describe_error
 
 Row = Mapping[str, Any]
 RowFormat = str | Mapping[str, str]
-"""Name of a foreign format, or a mapping from our column names to those of the dataset: `{"prompt": "question"}`."""
+"""Name of a foreign format, or a mapping from our column names to those of the dataset: `{"prompt": "question"}`.
+
+With the key `format`, a mapping from the names of the columns of that foreign format.
+"""
 FILE_KINDS = {".jsonl": "json", ".json": "json", ".csv": "csv", ".parquet": "parquet"}
 """Loaders of `datasets`, by file suffix."""
 SOURCES = "a .jsonl, .json, .csv or .parquet file, a folder, or a hub id"
@@ -190,7 +193,7 @@ def dataset_faults(dataset: Any, where: str) -> list[Fault]:
 
 _ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
-    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bard", "bing"), "assistant"),
+    **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bard", "bing", "function_call"), "assistant"),
     "system": "system",
     **dict.fromkeys(("tool", "observation", "function_response"), "tool"),
 }
@@ -200,6 +203,8 @@ _ALPACA = (
     "request.\n\n### Instruction:\n{instruction}\n\n{context}### Response:\n"
 )
 """The prompt with which Stanford Alpaca was trained."""
+_LABELS = ("label", "kto_tag")
+"""Columns that say whether an answer is good."""
 
 
 def _alpaca_row(row: Row) -> dict[str, Any]:
@@ -217,34 +222,95 @@ def _alpaca_row(row: Row) -> dict[str, Any]:
 
 
 def _alpaca_chat_row(row: Row) -> dict[str, Any]:
-    """Return `messages` of an Alpaca row, for the tokenizer's chat template."""
-    context = str(row.get("input") or "")
-    asked = f"{row['instruction']}\n{context}" if context else row["instruction"]
-    system = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    return {"messages": [*system, {"role": "user", "content": asked}, {"role": "assistant", "content": row["output"]}]}
+    """Return an Alpaca row as messages, for the tokenizer's chat template; `history` has earlier turns."""
+    turns = [turn for pair in row.get("history") or () for turn in zip(("user", "assistant"), pair, strict=True)]
+    asked = [str(text) for text in (row["instruction"], row.get("input")) if text]
+    messages = [{"role": role, "content": text} for role, text in [*turns, ("user", "\n".join(asked))]]
+    if row.get("chosen") is not None:
+        return _with_feedback(row, messages)
+    made = _with_feedback(row, [*messages, {"role": "assistant", "content": row["output"]}])
+    whole = made.pop("messages", None)
+    # Only the answer carries loss.
+    return made if whole is None else {"prompt": whole[:-1], "completion": whole[-1:], **made}
 
 
 def _sharegpt_row(row: Row) -> dict[str, Any]:
-    """Return `messages` of a row with `conversations` of `from` and `value`, and optionally a column `system`.
+    """Return a row with `conversations` of `from` and `value` as messages."""
+    return _with_feedback(row, [_message(turn) for turn in row["conversations"]])
+
+
+def _with_feedback(row: Row, messages: list[dict[str, Any]]) -> dict[str, Any]:
+    """Return `messages`; with feedback `prompt`, `chosen` and `rejected`, or `prompt`, `completion` and `label`.
+
+    Args:
+        row: its columns `system` and `tools` are read, too.
+        messages: the whole conversation, without an answer if the row has `chosen` and `rejected`.
+    """
+    messages = [*([{"role": "system", "content": row["system"]}] if row.get("system") else []), *messages]
+    labels = [row[name] for name in _LABELS if row.get(name) is not None]
+    made: dict[str, Any] = {"messages": messages}
+    if row.get("chosen") is not None:
+        made = {"prompt": messages, "chosen": [_answer(row["chosen"])], "rejected": [_answer(row["rejected"])]}
+    elif labels:
+        made = {"prompt": messages[:-1], "completion": messages[-1:], "label": labels[0]}
+    if row.get("tools"):
+        tools = json.loads(row["tools"]) if isinstance(row["tools"], str) else row["tools"]
+        # Rows of LLaMA-Factory have the bare functions.
+        made["tools"] = [tool if "function" in tool else {"type": "function", "function": tool} for tool in tools]
+    return made
+
+
+def _answer(cell: Any) -> dict[str, Any]:
+    """Return a chosen or rejected answer, which is a text, a turn, or a conversation that ends with it."""
+    if isinstance(cell, str):
+        return {"role": "assistant", "content": cell}
+    return _message(cell if isinstance(cell, Mapping) else cell[-1])
+
+
+def _message(turn: Row) -> dict[str, Any]:
+    """Return the message of a turn with `from` and `value`, or with `role` and `content`.
 
     Raises:
-        ValueError: if the role of a speaker is unknown.
+        ValueError: if the speaker is unknown, or if a function call is not JSON.
     """
-    messages = [{"role": "system", "content": row["system"]}] if row.get("system") else []
-    for turn in row["conversations"]:
-        speaker = turn.get("from")
-        if speaker not in _ROLES:
-            raise ValueError(f"conversations from {shown(speaker)}, which is not one of {', '.join(_ROLES)}")
-        messages.append({"role": _ROLES[speaker], "content": turn.get("value")})
-    return {"messages": messages}
+    speaker = turn.get("from") or turn.get("role")
+    if speaker not in _ROLES:
+        raise ValueError(f"conversations from {shown(speaker)}, which is not one of {', '.join(_ROLES)}")
+    content: Any = turn.get("content") if turn.get("value") is None else turn["value"]
+    # Columns of files fill missing keys with None.
+    others = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
+    message = {**others, "role": _ROLES[speaker], "content": content}
+    if speaker == "function_call":
+        try:
+            parsed = json.loads(content)
+            calls = parsed if isinstance(parsed, list) else [parsed]
+            calls = [{"name": call["name"], "arguments": call["arguments"]} for call in calls]
+        except (ValueError, LookupError, TypeError) as error:
+            wanted = '{"name": ..., "arguments": {...}} as JSON, or a list of these'
+            raise ValueError(f"function_call {shown(content)}, which is not {wanted}") from error
+        message |= {"content": None, "tool_calls": [{"type": "function", "function": call} for call in calls]}
+    return message
 
 
-_MAKERS: Mapping[str, tuple[tuple[str, ...], list[str], Callable[[Row], dict[str, Any]]]] = {
-    "alpaca": (FOREIGN_FORMATS["alpaca"], ["prompt", "completion"], _alpaca_row),
-    "alpaca_chat": (FOREIGN_FORMATS["alpaca"], ["messages"], _alpaca_chat_row),
-    "sharegpt": (FOREIGN_FORMATS["sharegpt"], ["messages"], _sharegpt_row),
+_FEEDBACK = {"chosen": ["prompt", "chosen", "rejected"]} | {name: ["prompt", "completion", "label"] for name in _LABELS}
+"""The columns that rows of chats become if they have one of these columns."""
+_OF_CHATS = ("system", "tools", "rejected", *_FEEDBACK)
+_MAKERS: Mapping[str, tuple[Callable[[Row], dict[str, Any]], tuple[str, ...], list[str]]] = {
+    "alpaca": (_alpaca_row, ("input",), ["prompt", "completion"]),
+    "alpaca_chat": (_alpaca_chat_row, ("input", "history", *_OF_CHATS), ["prompt", "completion"]),
+    "sharegpt": (_sharegpt_row, _OF_CHATS, ["messages"]),
 }
-"""By format name: the input columns, the output columns, and the function that converts a row."""
+"""By format name: the function that converts a row, the optional columns, and the columns without feedback."""
+_NEEDED = {**FOREIGN_FORMATS, "alpaca_chat": FOREIGN_FORMATS["alpaca"]}
+"""The required columns of each format; those of chats have `chosen` and `rejected` in place of `output`."""
+
+
+def _parsed(row_format: RowFormat) -> tuple[str, dict[str, str]]:
+    """Return the name of a row format, "" for a mapping without one, and the dataset's names of columns by ours."""
+    if isinstance(row_format, str):
+        return row_format, {}
+    names = {**row_format}
+    return names.pop("format", ""), names
 
 
 class MappedStream:
@@ -260,19 +326,26 @@ class MappedStream:
 
     def __init__(self, rows: Any, row_format: RowFormat) -> None:
         self._rows = rows
-        if isinstance(row_format, str):
-            _, self.column_names, self._make = _MAKERS[row_format]
-            return
-        names = {theirs: ours for ours, theirs in row_format.items()}
+        name, theirs = _parsed(row_format)
+        names = {column: ours for ours, column in theirs.items()}
 
         def rename(row: Row) -> dict[str, Any]:
             # A column that happens to have one of our names would otherwise be read as well.
-            kept = {key: value for key, value in row.items() if key in names or key not in row_format}
+            kept = {key: value for key, value in row.items() if key in names or key not in theirs}
             return {names.get(key, key): value for key, value in kept.items()}
 
         columns = _columns_of(rows)
-        self.column_names = None if columns is None else list(rename(dict.fromkeys(columns)))
-        self._make = rename
+        columns = None if columns is None else list(rename(dict.fromkeys(columns)))
+        if name:
+            make, optional, made = _MAKERS[name]
+            self._make: Callable[[Row], dict[str, Any]] = lambda row: make(rename(row))
+            if columns is not None:
+                read = [column for column in optional if column in columns]
+                made = next((_FEEDBACK[column] for column in read if column in _FEEDBACK), made)
+                columns = [*made, *(column for column in read if column == "tools")]
+        else:
+            self._make = rename
+        self.column_names = columns
 
     def __iter__(self) -> Iterator[dict[str, Any]]:
         """Yield all rows."""
@@ -317,26 +390,39 @@ def row_format_faults(row_format: object, rows: Any, where: str, field: str) -> 
         where: dotted path of the task.
         field: name of the dataset.
     """
-    names = sorted(_MAKERS)
+    names, present = sorted(_MAKERS), _columns_of(rows)
     allowed = f'{", ".join(names)}, or a dict from peft_mux columns to your columns: {{"prompt": "question"}}'
-    if isinstance(row_format, str) and row_format in _MAKERS:
-        needed = _MAKERS[row_format][0]
-    elif isinstance(row_format, Mapping) and row_format:
-        needed = tuple(row_format.values())
-        if not all(isinstance(name, str) and name for name in (*row_format, *needed)):
-            return [Fault(f"{where}.row_format", shown(row_format), allowed)]
-    else:
-        fix = closest(row_format, names) if isinstance(row_format, str) else ""
-        return [Fault(f"{where}.row_format", shown(row_format), allowed, fix)]
-    present = _columns_of(rows)
-    missing = [name for name in needed if present is not None and name not in present]
+    texts = [row_format] if isinstance(row_format, str) else []
+    if isinstance(row_format, Mapping):
+        texts = [*row_format, *row_format.values()]
+    if not texts or not all(isinstance(text, str) and text for text in texts):
+        return [Fault(f"{where}.row_format", shown(row_format), allowed)]
+    name, theirs = _parsed(row_format)  # type: ignore[arg-type]
+    needed = list(theirs)
+    if name or isinstance(row_format, str):
+        if name not in _MAKERS:
+            return [Fault(f"{where}.row_format", shown(name), allowed, closest(name, names))]
+        optional, needed = _MAKERS[name][1], [*_NEEDED[name]]
+        if "chosen" in optional and theirs.get("chosen", "chosen") in (present or ()):
+            needed = [*needed[:1], "chosen", "rejected"]
+        known = (*_NEEDED[name], *optional)
+        faults = [
+            Fault(f"{where}.row_format.{key}", "an unknown column", f"one of {', '.join(known)}", closest(key, known))
+            for key in theirs
+            if key not in known
+        ]
+        if faults:
+            return faults
+        needed += [column for column in theirs if column not in needed]
+    missing = [theirs.get(column, column) for column in needed]
+    missing = [column for column in missing if present is not None and column not in present]
     if not missing or isinstance(rows, MappedStream):
         return []
     got = f"columns {', '.join(present or ()) or 'none'}"
-    allowed = f"rows with {', '.join(needed)}, as row_format requires"
+    wanted = ", ".join(theirs.get(column, column) for column in needed)
     # Suggest similar names only for the user's own mapping, which may have a typo; a named format has none.
     hint = "" if isinstance(row_format, str) else closest(missing[0], present or ())
-    return [Fault(f"{where}.{field}", got, allowed, hint)]
+    return [Fault(f"{where}.{field}", got, f"rows with {wanted}, as row_format requires", hint)]
 
 
 def _columns_of(rows: Any) -> list[str] | None:

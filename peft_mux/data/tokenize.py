@@ -367,9 +367,9 @@ class RowTokenizer(RowCells):
         if isinstance(row["prompt"], list) or isinstance(row["completion"], list):
             prompt, completion = (self.messages(row, column, index) for column in ("prompt", "completion"))
             # The header of the assistant's turn belongs to the prompt.
-            prompt_ids, _ = self.encode_chat(prompt, "prompt", index, is_prompt=True)
+            prompt_ids, _ = self.encode_chat(prompt, "prompt", index, is_prompt=True, row=row)
             wants_mask = self.options.assistant_only_loss
-            ids, assistant = self.encode_chat(prompt + completion, "completion", index, wants_mask=wants_mask)
+            ids, assistant = self.encode_chat(prompt + completion, "completion", index, wants_mask=wants_mask, row=row)
             masks += [assistant] if assistant is not None else []
         else:
             prompt_text = self.text(row, "prompt", index)
@@ -398,7 +398,7 @@ class RowTokenizer(RowCells):
                 ids = self.tokenizer(self.with_eos(self.text(row, "text", index)))["input_ids"]
             elif self.data_format is DataFormat.MESSAGES:
                 messages, wants_mask = self.messages(row, "messages", index), self.options.assistant_only_loss
-                ids, mask = self.encode_chat(messages, "messages", index, wants_mask=wants_mask)
+                ids, mask = self.encode_chat(messages, "messages", index, wants_mask=wants_mask, row=row)
                 masks += [mask] if mask is not None else []
             else:
                 ids, masks = self.prompt_completion(row, index)

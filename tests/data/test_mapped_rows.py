@@ -12,10 +12,12 @@ import datasets
 import pytest
 from peft import LoraConfig
 
+from peft_mux.data.formats import LANGUAGE_ROWS, RowForm
+from peft_mux.data.preferences import PAIR_ROWS, SINGLE_ROWS
 from peft_mux.data.sources import load_rows, mapped
 from peft_mux.errors import ConfigError, DataError
 from peft_mux.task import Task
-from tests.data.test_tokenize import PLAIN_TEMPLATE, tokenised, words_tokenizer
+from tests.data.test_tokenize import PLAIN_TEMPLATE, targets, tokenised, words, words_tokenizer
 
 ALPACA = [
     {"instruction": "the cat", "input": "", "output": "sat"},
@@ -50,17 +52,88 @@ def test_alpaca_rows_have_the_prompt_of_stanford_alpaca() -> None:
     assert second["prompt"].endswith("### Instruction:\na dog\n\n### Input:\non a mat\n\n### Response:\n")
 
 
-def test_sharegpt_and_alpaca_rows_train_as_the_messages_that_they_stand_for() -> None:
-    messages = [
-        {"role": "system", "content": "on a mat"},
-        {"role": "user", "content": "the cat"},
-        {"role": "assistant", "content": "sat"},
-    ]
-    for rows, own in ((mapped(SHAREGPT, "sharegpt"), messages), (mapped(ALPACA[:1], "alpaca_chat"), messages[1:])):
-        found, wanted = (
-            tokenised(given, words_tokenizer(), chat_template=PLAIN_TEMPLATE) for given in (rows, [{"messages": own}])
-        )
-        assert found.fingerprint == wanted.fingerprint
+CHAT = (
+    "{% for tool in tools or [] %}{{ tool.function.name }} {% endfor %}"
+    "{% for message in messages %}{{ message.role }} {% if message.role == 'assistant' %}{% generation %}"
+    "{% for call in message.tool_calls or [] %}{{ call.function.name }} {{ call.function.arguments.at }} {% endfor %}"
+    "{{ message.content or '' }} :{% endgeneration %} {% else %}{{ message.content }} {% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}assistant {% endif %}"
+)
+CALL = [
+    {"from": "human", "value": "cat"},
+    {"from": "function_call", "value": '{"name": "ran", "arguments": {"at": "home"}}'},
+    {"from": "observation", "value": "yes"},
+    {"from": "gpt", "value": "sat"},
+]
+SPOKEN = [{"role": "user", "content": "cat"}, {"role": "assistant", "content": "sat"}]
+HISTORY = {"history": [["cat", "sat"]], "system": "mat", "instruction": "dog", "output": "ran", "input": None}
+EARLIER = "system mat user cat assistant sat : user dog assistant ran :"
+ANSWERS = {"completion_only_loss": False, "assistant_only_loss": True}
+
+
+@pytest.mark.parametrize(
+    ("row_format", "row", "form", "options", "text", "trained"),
+    [
+        ("alpaca_chat", ALPACA[1], LANGUAGE_ROWS, {}, "user a dog on a mat assistant ran :", "ran :"),
+        (
+            "alpaca_chat",
+            HISTORY,
+            LANGUAGE_ROWS,
+            {},
+            "system mat user cat assistant sat : user dog assistant ran :",
+            "ran :",
+        ),
+        (
+            "alpaca_chat",
+            HISTORY,
+            LANGUAGE_ROWS,
+            ANSWERS,
+            "system mat user cat assistant sat : user dog assistant ran :",
+            "sat : ran :",
+        ),
+        (
+            "sharegpt",
+            {"conversations": CALL, "system": "mat", "tools": '[{"name": "ran", "parameters": {}}]'},
+            LANGUAGE_ROWS,
+            {"assistant_only_loss": True},
+            "ran system mat user cat assistant ran home : <unk> yes assistant sat :",
+            "ran home : sat :",
+        ),
+        (
+            "sharegpt",
+            {"conversations": CALL[:1], "chosen": CALL[3], "rejected": {"from": "gpt", "value": "ran"}},
+            PAIR_ROWS,
+            {},
+            "user cat assistant sat : user cat assistant ran :",
+            "sat : ran :",
+        ),
+        (
+            {"format": "alpaca_chat", "instruction": "question"},
+            {"question": "cat", "chosen": "sat", "rejected": SPOKEN, "instruction": "dog"},
+            PAIR_ROWS,
+            {},
+            "user cat assistant sat : user cat assistant sat :",
+            "sat : sat :",
+        ),
+        (
+            {"format": "sharegpt", "conversations": "messages"},
+            {"messages": SPOKEN, "label": False},
+            SINGLE_ROWS,
+            {},
+            "user cat assistant sat :",
+            "sat :",
+        ),
+        ("alpaca_chat", {**ALPACA[0], "kto_tag": True}, SINGLE_ROWS, {}, "user the cat assistant sat :", "sat :"),
+    ],
+)
+def test_rows_of_chats_train_on_their_answers(
+    row_format: Any, row: dict[str, Any], form: RowForm, options: dict[str, Any], text: str, trained: str
+) -> None:
+    rows = mapped([row], row_format)
+    assert set(rows.column_names) == rows[0].keys()
+    (sequence,) = tokenised(rows, words_tokenizer(), form, chat_template=CHAT, **options)
+    assert " ".join(words(sequence)) == text
+    assert " ".join(targets(sequence)) == trained
 
 
 def test_columns_are_read_under_the_names_that_they_have_elsewhere() -> None:
@@ -92,6 +165,14 @@ def test_a_stream_of_other_rows_stays_a_stream_that_can_be_read_again() -> None:
             {"row_format": {"prompt": "instructions"}},
             r'tasks\.own\.train_dataset must be rows with instructions, as row_format.*mean "instruction"',
         ),
+        (
+            {"row_format": {"format": "alpaca_chat", "respons": "output"}},
+            r"row_format\.respons must be one of instruction, output, input, history, .*, got an unknown column",
+        ),
+        (
+            {"row_format": "alpaca_chat", "train_dataset": [{"instruction": "the cat", "chosen": "sat"}]},
+            "train_dataset must be rows with instruction, chosen, rejected, as row_format requires",
+        ),
         ({"row_format": {}}, r"row_format must be .*alpaca, alpaca_chat, sharegpt, or a dict .*got \{\}"),
         ({"row_format": 5}, r"row_format must be .*alpaca, alpaca_chat, sharegpt, or a dict .*got 5"),
     ],
@@ -101,12 +182,17 @@ def test_a_format_that_rows_do_not_have_is_refused_when_the_task_is_made(setting
         task(**settings)
 
 
-def test_somebody_unknown_who_speaks_is_named_with_the_row() -> None:
-    rows = [SHAREGPT[0], {"conversations": [{"from": "narrator", "value": "the cat"}]}]
-    with pytest.raises(
-        DataError, match=r"tasks\.own\.train_dataset row 1 cannot be read: .*conversations from 'narrator'"
-    ):
-        tokenised(mapped(rows, "sharegpt"), words_tokenizer(), chat_template=PLAIN_TEMPLATE)
+@pytest.mark.parametrize(
+    ("turn", "said"),
+    [
+        ({"from": "narrator", "value": "the cat"}, "conversations from 'narrator'"),
+        ({"from": "function_call", "value": "ran()"}, r"function_call 'ran\(\)', which is not .*as JSON"),
+    ],
+)
+def test_turns_that_cannot_be_read_are_named_with_the_row(turn: dict[str, str], said: str) -> None:
+    rows = mapped([SHAREGPT[0], {"conversations": [turn]}], "sharegpt")
+    with pytest.raises(DataError, match=rf"tasks\.own\.train_dataset row 1 cannot be read: .*{said}"):
+        tokenised(rows, words_tokenizer(), chat_template=PLAIN_TEMPLATE)
 
 
 # ----------------------------------------------------------------- rows by their place

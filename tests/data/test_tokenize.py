@@ -266,6 +266,7 @@ BAD_CELLS: list[tuple[Any, str]] = [
     (chat([{"type": "text"}]), "the part"),
     (chat([{"type": "image"}, {"type": "text", "text": "the"}]), "part of type 'image'"),
     (chat(None), "text, a list of parts, or None together with tool_calls, got content"),
+    *(({**chat("the"), "tools": value}, "column tools must be a list of JSON schemas") for value in ("ran()", ["ran"])),
 ]
 
 

@@ -95,8 +95,8 @@ def _read_prompt(row: Any, index: int, data_format: DataFormat, cells: RowCells,
         ids, whole = (tokenizer(one)["input_ids"] for one in (text, text + reference))
         kept = np.asarray(ids[: common_prefix(ids, whole)], dtype=np.int64)
         return PromptRow(tuple(cells.checked_ids(kept, index, "prompt").tolist()), text, reference)
-    ids, _ = cells.encode_chat(prompt, column, index, is_prompt=True)
-    whole, _ = cells.encode_chat(prompt + answer, column, index)
+    ids, _ = cells.encode_chat(prompt, column, index, is_prompt=True, row=row)
+    whole, _ = cells.encode_chat(prompt + answer, column, index, row=row)
     # The tokens of the prompt that do not merge with those of the completion.
     kept = np.asarray(ids[: common_prefix(ids, whole)], dtype=np.int64)
     kept_ids = tuple(cells.checked_ids(kept, index, column).tolist())
