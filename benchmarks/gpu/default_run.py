@@ -11,21 +11,18 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import itertools
 import json
 import statistics
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from benchmarks.gpu import roofline
 from benchmarks.gpu.backbones import Backbones
-from benchmarks.gpu.profiler import Profiler
+from benchmarks.gpu.profiler import StepWatch
 from benchmarks.gpu.rehearsal import stand_ins
 from benchmarks.gpu.report import Deadline, Row
 from benchmarks.gpu.roofline import Backbone
@@ -113,28 +110,6 @@ def _num_tokens(workload: Any) -> list[int]:
     return [sum(len(row["input_ids"]) for task in workload.tasks for row in task.batches[step]) for step in steps]
 
 
-class _Recorder(TrainerCallback):
-    """Records when steps end and the losses of all tasks, and traces the kernels of the last steps."""
-
-    def __init__(self, device: torch.device) -> None:
-        self.at_s: list[float] = []
-        self.losses: list[list[float]] = []
-        self.profile: dict[str, Any] = {}
-        self.trainer: Any = None
-        self._profiler = Profiler(device)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.at_s.append(time.perf_counter())
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self.at_s.append(time.perf_counter())  # the step has read its losses, so its passes are done
-        self.losses.append([run.last_loss for run in self.trainer.table])
-        if state.global_step == NUM_STEPS - NUM_TRACED:
-            self._profiler.start()
-        elif state.global_step == NUM_STEPS:
-            self.profile = self._profiler.stop(NUM_TRACED)
-
-
 def _measured(
     settings: Settings, backbones: Backbones, shape: Backbone, workload: Any, *, use_liger: bool | str
 ) -> dict[str, Any]:
@@ -143,7 +118,8 @@ def _measured(
 
     tasks = workload.to_tasks()
     free(settings.device)
-    recorder, is_cuda, backbone = _Recorder(settings.device), settings.device.type == "cuda", backbones.of(shape)
+    is_cuda, backbone = settings.device.type == "cuda", backbones.of(shape)
+    recorder = StepWatch(settings.device, NUM_STEPS, NUM_TRACED)
     with tempfile.TemporaryDirectory() as folder, stand_ins(settings):
         args = MultiTaskTrainingArguments(
             output_dir=folder,
@@ -167,8 +143,7 @@ def _measured(
     has_fused_layers = is_fused(backbone)
     unfuse(backbone)
     detach(backbone)
-    steps_s = [after - before for before, after in itertools.pairwise(recorder.at_s)]
-    num_tokens = _num_tokens(workload)
+    steps_s, num_tokens = recorder.steps_s, _num_tokens(workload)
     timed = slice(NUM_WARM_UP, NUM_STEPS - NUM_TRACED)
     found = {
         "steps_s": steps_s,

@@ -27,18 +27,16 @@ import statistics
 import subprocess
 import sys
 import tempfile
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import TrainerCallback
 
 from benchmarks.gpu import roofline
 from benchmarks.gpu.backbones import llama
 from benchmarks.gpu.device import versions
-from benchmarks.gpu.profiler import TRACES_VARIABLE, Profiler
+from benchmarks.gpu.profiler import TRACES_VARIABLE, StepWatch
 from benchmarks.gpu.report import Deadline, Part, Report, Row
 from benchmarks.gpu.roofline import Backbone
 from benchmarks.gpu.settings import Settings, free
@@ -120,13 +118,13 @@ def _train(
     tasks = workload.to_tasks()
     if is_cuda:
         torch.cuda.reset_peak_memory_stats(settings.device)
-    watch = _Watch(settings.device, num_steps, num_profiled)
+    watch = StepWatch(settings.device, num_steps, num_profiled)
     trainer = MultiTaskTrainer(backbone if is_timed else backbone.float(), args, tasks, callbacks=[watch])
     watch.trainer = trainer
     trainer.train()
     found: dict[str, Any] = {
         "losses": watch.losses,
-        "steps_s": watch.steps_s,
+        "steps_s": watch.steps_s[: num_steps - num_profiled],
         "tokens_per_step": [
             sum(len(row["input_ids"]) for own in workload.tasks for row in own.batches[step])
             for step in range(num_steps)
@@ -140,31 +138,6 @@ def _train(
     return found
 
 
-class _Watch(TrainerCallback):
-    """Times the steps of a run, profiles the last ones, and keeps the loss of each task."""
-
-    def __init__(self, device: torch.device, num_steps: int, num_profiled: int) -> None:
-        self.trainer: Any = None
-        self.losses: list[list[float]] = []
-        self.steps_s: list[float] = []
-        self.profile: dict[str, Any] | None = None
-        self._num_timed, self._num_profiled, self._profiler = num_steps - num_profiled, num_profiled, Profiler(device)
-
-    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._last_s = time.perf_counter()
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        now_s = time.perf_counter()  # the step has read its losses, so its passes are done
-        self.losses.append([run.last_loss for run in self.trainer.table])
-        if len(self.losses) <= self._num_timed:
-            self.steps_s.append(now_s - self._last_s)
-            self._last_s = now_s
-        if self._num_profiled and len(self.losses) == self._num_timed:
-            self._profiler.start()
-        elif self._num_profiled and len(self.losses) == self._num_timed + self._num_profiled:
-            self.profile = self._profiler.stop(self._num_profiled)
-
-
 def lognormal_workload(shape: Backbone, num_tasks: int, rows_per_task: int, num_steps: int) -> Any:
     """Return tasks of one rank whose rows have lognormal lengths.
 
@@ -174,19 +147,21 @@ def lognormal_workload(shape: Backbone, num_tasks: int, rows_per_task: int, num_
         rows_per_task: rows of a task's step.
         num_steps: steps of each task.
     """
-    from benchmarks.training.workloads import IGNORE_INDEX, TaskWorkload, Workload
+    from benchmarks.training.workloads import random_workload
 
     most = MOST_TOKENS if shape.vocab_size > 1000 else 24
-    tasks = []
-    for index in range(num_tasks):
-        draw = random.Random(f"lognormal-{index}")
-        rows = []
-        for _ in range(num_steps * rows_per_task):
-            drawn = draw.lognormvariate(math.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA)
-            ids = draw.choices(range(shape.vocab_size), k=round(min(max(drawn, LEAST_TOKENS), most)))
-            rows.append({"input_ids": ids, "labels": [IGNORE_INDEX, *ids[1:]]})
-        tasks.append(TaskWorkload(f"task-{index}", "random", RANK, 100 + index, rows_per_task, tuple(rows)))
-    return Workload("lognormal", tuple(tasks), num_steps, "full", "lognormal lengths", learning_rate=1e-3)
+
+    def length_of(draw: random.Random) -> int:
+        return round(min(max(draw.lognormvariate(math.log(MEAN_TOKENS) - SIGMA**2 / 2, SIGMA), LEAST_TOKENS), most))
+
+    return random_workload(
+        "lognormal",
+        ranks=[RANK] * num_tasks,
+        batch_sizes=[rows_per_task] * num_tasks,
+        num_steps=num_steps,
+        vocab_size=shape.vocab_size,
+        length_of=length_of,
+    )
 
 
 # ------------------------------------------------------------------------------------------------------ all layouts

@@ -18,7 +18,6 @@ from benchmarks.gpu.backbones import Backbones
 from benchmarks.gpu.checks.attention import attention_rows
 from benchmarks.gpu.checks.cross_entropy import cross_entropy_rows
 from benchmarks.gpu.checks.group import group_rows
-from benchmarks.gpu.checks.lora import lora_rows
 from benchmarks.gpu.checks.passes import captured_rows
 from benchmarks.gpu.checks.plain_peft import plain_peft_rows
 from benchmarks.gpu.checks.trainer import trainer_rows
@@ -58,8 +57,7 @@ def plan(num_layers: int = 32) -> list[Planned]:
     uniform, small = (_end_to_end(case, num_layers) for case in train.CASES)
     return [
         Planned("device", 2, lambda settings, deadline, _: device_part(settings, deadline)),
-        _check("lora bfloat16", 2, 24, partial(_kernel_rows, lora_rows, bf16)),
-        _check("lora group bfloat16", 3, 6, partial(_kernel_rows, group_rows, bf16)),
+        _check("lora bfloat16", 3, 30, partial(_kernel_rows, group_rows, bf16)),
         _check("cross entropy", 2, 2, partial(_kernel_rows, lambda settings, _: cross_entropy_rows(settings), fp32)),
         _check("attention", 3, 0, attention_rows),
         _check("adamw", 2, 2, adamw_rows),
@@ -72,11 +70,9 @@ def plan(num_layers: int = 32) -> list[Planned]:
         _gain("8B", sweep.SWEEP_TOKENS, 16),
         uniform,
         _check("trainer float32", 16, 12, partial(_trainer_rows, fp32)),
-        _check("lora float32", 2, 27, partial(_kernel_rows, lora_rows, fp32)),
         Planned("kernels", 41, lambda settings, deadline, _: kernel_part(settings, deadline)),
         small,
-        _check("lora group float32", 3, 11, partial(_kernel_rows, group_rows, fp32)),
-        Planned("layer", 17, train.layer_part, is_check=True),
+        _check("lora float32", 3, 38, partial(_kernel_rows, group_rows, fp32)),
     ]
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile, supported_activities
+from transformers import TrainerCallback
 
 TRACES_VARIABLE = "PEFT_MUX_BENCHMARK_TRACES"
 """Names the folder for traces, if they are kept."""
@@ -70,6 +71,36 @@ class Profiler:
     def _wait(self) -> None:
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
+
+
+class StepWatch(TrainerCallback):
+    """Times the steps of a `MultiTaskTrainer`, keeps the loss of each task, and profiles the last steps.
+
+    Args:
+        device: the device to watch.
+        num_steps: steps of the run.
+        num_profiled: how many of them are profiled; the seconds of these are not those of a step.
+    """
+
+    def __init__(self, device: torch.device, num_steps: int, num_profiled: int) -> None:
+        self.trainer: Any = None
+        self.losses: list[list[float]] = []
+        self.steps_s: list[float] = []
+        self.profile: dict[str, Any] = {}
+        self._num_steps, self._num_profiled, self._profiler = num_steps, num_profiled, Profiler(device)
+
+    def on_train_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        self._last_s = time.perf_counter()
+
+    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
+        now_s = time.perf_counter()  # the step has read its losses, so its passes are done
+        self.steps_s.append(now_s - self._last_s)
+        self._last_s = now_s
+        self.losses.append([run.last_loss for run in self.trainer.table])
+        if self._num_profiled and len(self.losses) == self._num_steps - self._num_profiled:
+            self._profiler.start()
+        elif self._num_profiled and len(self.losses) == self._num_steps:
+            self.profile = self._profiler.stop(self._num_profiled)
 
 
 def summary(events: Iterable[dict[str, Any]], wall_s: float, num_steps: int, wanted: Sequence[str]) -> dict[str, Any]:

@@ -15,9 +15,9 @@ times as long as the host.
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Iterator
+from dataclasses import replace
 from typing import Any
 
 from benchmarks.gpu import roofline
@@ -154,15 +154,15 @@ def sweep_workload(shape: Backbone, tokens: int, row_tokens: int, num_steps: int
         row_tokens: tokens of each row.
         num_steps: steps of each task.
     """
-    from benchmarks.training.workloads import IGNORE_INDEX, TaskWorkload, Workload
+    from benchmarks.training.workloads import random_workload
 
-    def task(index: int) -> TaskWorkload:
-        draw = random.Random(f"sweep-{index}")
-        rows = []
-        for _ in range(num_steps * tokens // row_tokens):
-            ids = draw.choices(range(shape.vocab_size), k=row_tokens)
-            rows.append({"input_ids": ids, "labels": [IGNORE_INDEX, *ids[1:]]})
-        return TaskWorkload(f"task-{index}", "random", RANK, 100 + index, tokens // row_tokens, tuple(rows))
-
-    tasks = tuple(task(index) for index in range(NUM_TASKS))
-    return lambda num_tasks: Workload("equal", tasks[:num_tasks], num_steps, "full", f"rows of {row_tokens} tokens")
+    whole = random_workload(
+        "sweep",
+        ranks=[RANK] * NUM_TASKS,
+        batch_sizes=[tokens // row_tokens] * NUM_TASKS,
+        num_steps=num_steps,
+        vocab_size=shape.vocab_size,
+        length_of=lambda draw: row_tokens,
+        learning_rate=5e-3,
+    )
+    return lambda num_tasks: replace(whole, tasks=whole.tasks[:num_tasks])

@@ -1,4 +1,4 @@
-"""The parts `layer` and `end to end` of `benchmarks.gpu`: training steps of all contenders, side by side.
+"""The parts `end to end` of `benchmarks.gpu`: training steps of all contenders, side by side.
 
 MFU = (4 P + 6 P_lora + 7 H C n L) T / seconds / peak: T real tokens, P frozen weights of the linear layers with the
 head (forward and input gradients), P_lora trained weights of a token's task, n layers with H heads of C channels on
@@ -77,14 +77,6 @@ CASES = (
     Case("uniform", 8, 8),
 )
 _REHEARSED = Case("nonuniform", 3, 4)
-
-
-def layer_part(settings: Settings, deadline: Deadline, backbones: Backbones) -> Iterator[Row]:
-    """One decoder layer with a head of 512 entries, forward, backward and updates."""
-    shape = Backbone(32, 1, 48, 4, 64) if settings.is_rehearsal else Backbone(4096, 1, 14336, 32, 512)
-    cases = Case("uniform", 8, 32), Case("nonuniform", 8, 16)
-    for case in (Case("uniform", 2, 8),) if settings.is_rehearsal else cases:
-        yield from compare(settings, deadline, backbones, shape, case)
 
 
 def end_to_end_part(settings: Settings, deadline: Deadline, backbones: Backbones, case: Case) -> Iterator[Row]:

@@ -318,16 +318,9 @@ def train_trl(settings: Settings, backbone: Any, workload: Any, pass_tokens: int
     Its hooks stay in the backbone.
     """
     del pass_tokens
-    from datasets import Dataset
-    from peft import get_peft_model
-    from tokenizers import Tokenizer, models
-    from transformers import PreTrainedTokenizerFast, TrainerCallback
-    from trl import SFTConfig, SFTTrainer
+    from transformers import TrainerCallback
 
-    from benchmarks.training.baselines.hf_trainer import RecordsLosses
-
-    class Recording(RecordsLosses, SFTTrainer):
-        pass
+    from benchmarks.training.baselines.trl_packing import sft_trainer
 
     class Clock(TrainerCallback):
         def on_train_begin(self, *args: Any, **kwargs: Any) -> None:
@@ -336,38 +329,16 @@ def train_trl(settings: Settings, backbone: Any, workload: Any, pass_tokens: int
         def on_step_end(self, *args: Any, **kwargs: Any) -> None:
             self.timer.tick()
 
-    # Rows are tokenised; the tokenizer only names the token of padding.
-    words = Tokenizer(models.WordLevel({"<end>": 0}, "<end>"))
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>")
+    defaults = {"lr_scheduler_type": "constant", "bf16": not settings.is_rehearsal}
     totals = [0.0] * workload.num_steps
     losses = []
     for task in workload.tasks:
         torch.manual_seed(task.seed)
         with tempfile.TemporaryDirectory() as folder:
-            args = SFTConfig(
-                output_dir=folder,
-                per_device_train_batch_size=task.batch_size,
-                max_steps=workload.num_steps,
-                learning_rate=workload.learning_rate,
-                lr_scheduler_type="constant",
-                seed=task.seed,
-                max_length=None,
-                train_sampling_strategy="sequential",
-                bf16=not settings.is_rehearsal,
-                logging_strategy="no",
-                save_strategy="no",
-                report_to="none",
-                disable_tqdm=True,
-                use_cpu=settings.device.type == "cpu",
-            )
+            use_cpu = settings.device.type == "cpu"
+            trainer = sft_trainer(task, workload, backbone, folder, True, use_cpu=use_cpu, **defaults)
             clock = Clock()
-            trainer = Recording(
-                model=get_peft_model(backbone, task.lora_config()),
-                args=args,
-                train_dataset=Dataset.from_list([dict(row) for row in task.rows]),
-                processing_class=tokenizer,
-                callbacks=[clock],
-            )
+            trainer.add_callback(clock)
             trainer.train()
         losses.append(trainer.losses)
         totals = [total + own for total, own in zip(totals, clock.timer.steps_s, strict=True)]

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from benchmarks.paths import ROOT
+from benchmarks.stored import cpu_name
 from benchmarks.training.checkouts import Child
-from benchmarks.training.report import cpu_name
 
 PASSES = Path(__file__).with_name("host_passes.py")
 

@@ -1,8 +1,6 @@
 """Times frozen linear layers with the LoRA adapters of many tasks, forward and backward, on a GPU.
 
-    python -m benchmarks.kernels                          the Llama-3-8B layers; minutes, much of it torch.compile
-    python -m benchmarks.kernels --layers 4096x4096+1024+1024 --tokens 4096 --tasks 8 --ranks 16
-    python -m benchmarks.kernels --dry-run                any machine: tiny shapes, every contender against float64
+    python -m benchmarks.gpu --parts kernels              the Llama-3-8B layers; minutes, much of it torch.compile
 
 A shape is a group of layers that read the same activations: `mux` (the path that training takes) computes it as one,
 the others layer by layer. Every contender gets the same packed rows and returns y, dx and each dA and dB; each is
@@ -13,11 +11,8 @@ The overhead is over `frozen`, the products of the frozen layers alone.
 
 from __future__ import annotations
 
-import argparse
-import json
 from collections.abc import Sequence
 from dataclasses import asdict
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -37,7 +32,6 @@ LLAMA_LAYER = (LLAMA_QKV, LLAMA_GATE_UP, LLAMA_O, LLAMA_DOWN)
 LLAMA_SINGLE = ((4096, (1024,)), (4096, (14336,)))
 """Layers of these groups, each by itself."""
 
-TOKENS, TASKS, RANKS = (1024, 4096, 16384), (1, 4, 8, 32), (8, 16, 64)
 DRY_SHAPES = (Shape(48, (64,), 80, 3, 16), Shape(40, (40, 24, 24), 72, 2, 8), Shape(32, (32,), 64, 1, 24))
 
 
@@ -194,58 +188,3 @@ def wrong_contenders(result: dict[str, Any]) -> list[str]:
     """Return the contenders that differ from float64 by more than is allowed, and any of ours that did not run."""
     rows = result["contenders"].items()
     return [name for name, row in rows if not row.get("is_right", not name.startswith("mux"))]
-
-
-def main(arguments: Sequence[str] | None = None) -> None:
-    """Measure what the command line names; prints tables, and JSON to `--output`."""
-    options = _options(arguments)
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    if device.type == "cpu" and not options.dry_run:
-        raise SystemExit("a GPU is needed, except for --dry-run")
-    shapes: Sequence[Shape] = [
-        Shape(width, outputs, num_tokens, num_tasks, rank)
-        for width, outputs in options.layers
-        for num_tokens in options.tokens
-        for num_tasks in options.tasks
-        for rank in options.ranks
-    ]
-    dtype = getattr(torch, options.dtype)
-    if options.dry_run:
-        shapes, dtype, options.rounds = DRY_SHAPES, torch.float32, 1
-    rate, results = copy_rate(device), []
-    for shape in shapes:
-        found = measure(shape, device, dtype, names=options.contenders, rounds=options.rounds, bytes_per_s=rate)
-        results.append(found)
-        print(describe(found), flush=True)
-        if options.output:
-            options.output.write_text(json.dumps(results, indent=1), encoding="utf-8")
-    wrong = [name for result in results for name in wrong_contenders(result)]
-    if wrong:
-        raise SystemExit(f"these differ from float64: {', '.join(sorted(set(wrong)))}")
-
-
-def _options(arguments: Sequence[str] | None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(prog="python -m benchmarks.kernels", description=(__doc__ or "").splitlines()[0])
-    add = parser.add_argument
-    add(
-        "--layers", type=_layer, nargs="+", default=[*LLAMA_LAYER, *LLAMA_SINGLE], help="groups, such as 4096x4096+1024"
-    )
-    add("--tokens", type=int, nargs="+", default=list(TOKENS), help="tokens of all tasks")
-    add("--tasks", type=int, nargs="+", default=list(TASKS), help="numbers of tasks")
-    add("--ranks", type=int, nargs="+", default=list(RANKS), help="ranks of the adapters")
-    add("--contenders", nargs="+", choices=CONTENDERS, default=list(CONTENDERS), help="whom to measure")
-    add("--dtype", choices=("bfloat16", "float32"), default="bfloat16", help="dtype of activations")
-    add("--rounds", type=int, default=7, help="timed rounds of each contender")
-    add("--dry-run", action="store_true", help="tiny shapes in fp32, on any machine")
-    add("--output", type=Path, help="JSON file to write")
-    return parser.parse_args(arguments)
-
-
-def _layer(text: str) -> tuple[int, tuple[int, ...]]:
-    """Read the input and output features of a group, such as `4096x4096+1024+1024`."""
-    width, _, outputs = text.partition("x")
-    return int(width), tuple(int(output) for output in outputs.split("+"))
-
-
-if __name__ == "__main__":
-    main()

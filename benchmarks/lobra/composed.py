@@ -13,7 +13,6 @@ its own choice. Seconds of planning are of this machine, and are compared with t
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
 import time
 from collections.abc import Sequence
@@ -21,8 +20,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.paths import RESULTS
-from benchmarks.training.report import hardware, versions
+from benchmarks.stored import write_result
 from peft_mux.scheduler.costs.hardware import Cluster, parse_devices
 from peft_mux.scheduler.costs.loads import AdapterLoad, TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel, ModelShape
@@ -162,10 +160,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     ]
     print_rows(rows)
     if options.write:
-        path = RESULTS / "composed-deployments.json"
-        contents = {"hardware": hardware(), "versions": versions(), "rows": rows}
-        path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {path.name}")
+        write_result("composed-deployments", {"rows": rows})
     slow = [row for row in rows if row["num_gpus"] <= 64 and sum(row["planning_s"].values()) > PLANNING_BOUND_S]
     for row in slow:
         print(f"FAULT planning {row['num_gpus']} GPUs took {sum(row['planning_s'].values()):.1f} s")

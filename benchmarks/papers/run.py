@@ -32,12 +32,11 @@ from typing import Any
 
 from benchmarks.papers import lobra, muxtune
 from benchmarks.papers.runs import launch
-from benchmarks.papers.table import PARTS, Row, Settings, page, text_table
+from benchmarks.papers.table import PAGE, PARTS, Row, Settings, page, text_table
 from benchmarks.paths import RESULTS, ROOT
-from benchmarks.training.report import hardware, versions
+from benchmarks.stored import hardware, versions
 from benchmarks.training.workloads import ModelSpec
 
-PAGE = ROOT / "docs" / "paper_tables.md"
 RESULT = RESULTS / "papers.json"
 _RUNS: dict[str, Callable[[Settings, Path], list[Row]]] = {
     "a": muxtune.end_to_end,

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import os
 import statistics
-import subprocess
 import sys
 import tempfile
 from collections.abc import Sequence
@@ -14,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paths import ROOT
+from benchmarks.harness import in_own_process
 from benchmarks.training.throughput import check_equal_work
 from benchmarks.training.workloads import Case
 
@@ -94,7 +92,7 @@ def measure(contenders: Sequence[Contender], case: Case, rounds: int, backbone: 
 
 
 def launch(job: dict[str, Any], processes: int) -> dict[str, Any]:
-    """Run a job of `worker.py` to its end, and return what its first process wrote.
+    """Run a job of `worker.py` to its end, and return what its first process found.
 
     Args:
         job: what to do; see `worker.py`.
@@ -104,23 +102,11 @@ def launch(job: dict[str, Any], processes: int) -> dict[str, Any]:
         RuntimeError: with the end of its output, where it fails.
     """
     with tempfile.TemporaryDirectory() as folder:
-        path, output = Path(folder) / "job.json", Path(folder) / "found.json"
-        job = {"records_losses": False, **job, "folder": str(Path(folder) / "run"), "output": str(output)}
-        path.write_text(json.dumps(job), encoding="utf-8")
-        command = [sys.executable]
-        if processes > 1:
-            command += ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
-        environment = {**os.environ, "PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false"}
-        environment["OMP_NUM_THREADS"] = str(job.get("threads", 1))
-        command += ["-m", "benchmarks.papers.worker", str(path)]
-        result = subprocess.run(
-            command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False, timeout=_LIMIT_S
+        given = json.dumps({"records_losses": False, **job, "folder": folder})
+        threads = str(job.get("threads", 1))
+        return in_own_process(
+            "benchmarks.papers.worker", given, processes=processes, limit_s=_LIMIT_S, OMP_NUM_THREADS=threads
         )
-        if result.returncode != 0:
-            # The launcher's own report comes last, and pushes what a process has said out of the end.
-            said = "\n".join(line for line in result.stderr.splitlines() if "Error: " in line)
-            raise RuntimeError(f"{job} ended with code {result.returncode}:\n{said[:3000]}\n{result.stderr[-1000:]}")
-        return json.loads(output.read_text(encoding="utf-8"))
 
 
 def _run(

@@ -7,8 +7,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from benchmarks.paths import ROOT
 from benchmarks.training.workloads import Case, ModelSpec
 
+PAGE = ROOT / "docs" / "paper_tables.md"
 PARTS = {
     "a": "M Figure 14: end to end on two processes, the planner's own plan",
     "b": "M Figure 16: one technique off at a time",

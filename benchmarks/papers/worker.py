@@ -1,6 +1,6 @@
 """One contender in its own processes: trains a workload to its end, and says when each step ended.
 
-Run by `runs.py`, under `torch.distributed.run` where there are several processes: `worker.py JOB.json`.
+Run by `runs.py`, under `torch.distributed.run` where there are several processes: `worker.py JOB`, in JSON.
 """
 
 from __future__ import annotations
@@ -12,15 +12,16 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+from benchmarks.harness import hand_over
 from benchmarks.training.workloads import IGNORE_INDEX, Case, TaskWorkload, Workload
 
 
 def main() -> None:
-    """Do the job that the command line names; the first process writes what it found."""
-    job = json.loads(Path(sys.argv[1]).read_text(encoding="utf-8"))
+    """Do the job that the command line names; the first process hands over what it found."""
+    job = json.loads(sys.argv[1])
     found = {"train": train, "hf": train_hf, "prepare": prepare}[job["kind"]](job)
     if found is not None:
-        Path(job["output"]).write_text(json.dumps(found), encoding="utf-8")
+        hand_over(found)
 
 
 def train(job: dict[str, Any]) -> dict[str, Any] | None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from benchmarks.planner.cluster.trace import TaskKind
 from peft_mux.data.packing.passes import PassRules, TaskRows, cut_into_passes
@@ -37,8 +37,7 @@ RANK = 16
 MAX_TOKENS = 2**20
 
 
-@dataclass(frozen=True, slots=True)
-class Row:
+class Row(NamedTuple):
     """One line of the table.
 
     Attributes:
@@ -56,6 +55,11 @@ class Row:
     ours: float
     unit: str
     why: str
+
+    @property
+    def text(self) -> str:
+        """Our figure with its unit."""
+        return f"{self.ours:+.1f} %" if self.unit == "%" else f"{self.ours:.2f}x"
 
 
 class Bench:

@@ -11,18 +11,19 @@ Tasks are drawn (seed 0) from sequences of 64, 128 and 256 tokens and batches of
 from __future__ import annotations
 
 import argparse
-import json
 import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
-from benchmarks.paths import RESULTS
+from benchmarks.harness import in_turns
 from benchmarks.planner.cluster.trace import TaskKind
+from benchmarks.planner.figures_bench import LLAMA_7B
+from benchmarks.stored import write_result
 from peft_mux.scheduler.costs.hardware import DEVICES
 from peft_mux.scheduler.costs.latency import CostModel
-from peft_mux.scheduler.costs.loads import ModelShape, TaskLoad
+from peft_mux.scheduler.costs.loads import TaskLoad
 from peft_mux.scheduler.costs.memory import MemoryModel
 from peft_mux.scheduler.costs.profile import analytic_profile
 from peft_mux.scheduler.planner.fusion import fuse
@@ -30,7 +31,6 @@ from peft_mux.scheduler.planner.planner import plan_tasks
 from peft_mux.scheduler.planner.policies import POLICIES
 from peft_mux.scheduler.planner.values import Budget
 
-LLAMA_7B = ModelShape(32, 4096, 11008, 4096, 4096, 32000, 2 * 6_738_415_616, 2)
 DEVICE = DEVICES["A40"]
 MAX_TOKENS = 16384
 NUM_MICRO_BATCHES = 8
@@ -53,12 +53,7 @@ def models(num_stages: int) -> tuple[CostModel, MemoryModel]:
 
 def median_s(work: Callable[[], object], repeats: int) -> float:
     """Return the median seconds of a call."""
-    seconds = []
-    for _ in range(repeats):
-        started = time.perf_counter()
-        work()
-        seconds.append(time.perf_counter() - started)
-    return statistics.median(seconds)
+    return statistics.median(in_turns({"call": work}, repeats, time.perf_counter, num_warm=0)["call"])
 
 
 def time_fusion(count: int, num_stages: int, repeats: int) -> tuple[float, float]:
@@ -90,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--stages", type=int, nargs="+", default=[1, 4, 8])
     parser.add_argument("--fusion-tasks", type=int, nargs="+", default=[100, 1000])
     parser.add_argument("--write", action="store_true", help="write JSON")
-    parser.add_argument("--results", type=Path, default=RESULTS, help="folder for --write")
+    parser.add_argument("--results", type=Path, help="folder for --write")
     arguments = parser.parse_args(argv)
     rows: list[dict[str, object]] = []
     faults: list[str] = []
@@ -115,10 +110,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for fault in faults:
         print(f"FAULT {fault}")
     if arguments.write:
-        arguments.results.mkdir(parents=True, exist_ok=True)
-        path = arguments.results / "planner-times.json"
-        path.write_text(json.dumps({"repeats": arguments.repeats, "rows": rows, "faults": faults}, indent=1) + "\n")
-        print(f"\nwrote {path.name}")
+        contents = {"repeats": arguments.repeats, "rows": rows, "faults": faults}
+        write_result("planner-times", contents, arguments.results)
     return 1 if faults else 0
 
 

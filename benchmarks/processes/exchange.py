@@ -11,19 +11,15 @@ every round, and the row shows medians over rounds. A CPU that adds is busy, whi
 from __future__ import annotations
 
 import argparse
-import json
 import statistics
-import tempfile
 import time
-from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
 
-from benchmarks.paths import RESULTS
-from benchmarks.processes.workers import run_ranks
-from benchmarks.training.report import hardware, host_kind, versions
+from benchmarks.harness import hand_over, in_own_process
+from benchmarks.stored import host_kind, write_result
 from peft_mux.planning.profiling.links import measure_link
 from peft_mux.scheduler.costs.hardware import DEVICES, Link
 from peft_mux.scheduler.costs.loads import ModelShape, TaskLoad
@@ -43,16 +39,14 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--rounds", type=int, default=9, help="rounds of each case (%(default)s)")
     parser.add_argument("--write", action="store_true", help="write the result into benchmarks/results/")
-    parser.add_argument("--worker", type=int, help=argparse.SUPPRESS)
-    parser.add_argument("--found", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     options = parser.parse_args()
-    if options.worker is not None:
-        _work(options)
+    if options.worker:
+        _work(options.rounds)
         return
-    with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        run_ranks("benchmarks.processes.exchange", NUM_PROCESSES, path, kept_here=("--write",))
-        rows = json.loads(path.read_text(encoding="utf-8"))
+    rows = in_own_process(
+        "benchmarks.processes.exchange", "--worker", "--rounds", str(options.rounds), processes=NUM_PROCESSES
+    )
     print(f"{'tasks':>5} {'parameters':>11} {'link MB/s':>10} {'predicted ms':>12} {'measured ms':>11} {'ratio':>6}")
     for row in rows:
         print(
@@ -61,20 +55,15 @@ def main() -> None:
             f"{row['predicted_s'] / row['measured_s']:>6.2f}"
         )
     if options.write:
-        path = RESULTS / f"exchange-{host_kind()}.json"
-        contents = {"hardware": hardware(), "versions": versions(), "rows": rows}
-        path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {path}")
+        write_result(f"exchange-{host_kind()}", {"rows": rows})
 
 
-def _work(options: argparse.Namespace) -> None:
+def _work(rounds: int) -> None:
     torch.set_num_threads(1)
-    dist.init_process_group("gloo", rank=options.worker, world_size=NUM_PROCESSES)
-    rows = [_case(num_tasks, parameters, options.rounds) for num_tasks, parameters in CASES]
-    if options.worker == 0:
-        unfinished = options.found.with_suffix(".unfinished")
-        unfinished.write_text(json.dumps(rows), encoding="utf-8")
-        unfinished.rename(options.found)
+    dist.init_process_group("gloo")
+    rows = [_case(num_tasks, parameters, rounds) for num_tasks, parameters in CASES]
+    if dist.get_rank() == 0:
+        hand_over(rows)
     dist.destroy_process_group()
 
 

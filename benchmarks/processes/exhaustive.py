@@ -15,16 +15,16 @@ best` is of these rounds. Steps are flushed, so that each has a time of its own.
 from __future__ import annotations
 
 import argparse
-import json
+import os
 import statistics
+import sys
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paths import RESULTS
-from benchmarks.processes.workers import run_ranks
-from benchmarks.training.report import hardware, host_kind, versions
+from benchmarks.harness import hand_over, in_own_process
+from benchmarks.stored import host_kind, read_result, write_result
 
 LAYOUTS: dict[str, dict[str, Any]] = {"pp2": {"pipeline_parallel_size": 2}, "tp2": {"tensor_parallel_size": 2}}
 GOALS = {"median": 1.05, "worst": 1.10}
@@ -33,30 +33,28 @@ GOALS = {"median": 1.05, "worst": 1.10}
 def main() -> None:
     """Run both ranks and print the table; in a rank, measure."""
     options = _parser().parse_args()
-    if options.worker is not None:
+    if options.worker:
         from benchmarks.processes.exhaustive_worker import measure
 
         found = measure(options)
-        if options.worker == 0:
-            Path(options.found).write_text(json.dumps(found), encoding="utf-8")
+        if os.environ["RANK"] == "0":
+            hand_over(found)
         return
     with tempfile.TemporaryDirectory() as folder:
-        path = Path(folder) / "found.json"
-        run_ranks("benchmarks.processes.exhaustive", 2, path, kept_here=("--write",))
-        rows = json.loads(path.read_text(encoding="utf-8"))
+        given = [argument for argument in sys.argv[1:] if argument != "--write"]
+        rows = in_own_process(
+            "benchmarks.processes.exhaustive", *given, "--worker", "--folder", folder, processes=2, limit_s=7200
+        )
     summary = print_table(rows)
     if options.write:
-        path = RESULTS / f"exhaustive-{host_kind()}.json"
         # A run of one layout leaves what is stored of the other.
-        contents = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
-        for layout, found_summary in summary.items():
-            contents[layout] = {
-                "hardware": hardware(),
-                "versions": versions(),
-                "summary": found_summary,
-                "rows": [row for row in rows if row["layout"] == layout],
-            }
-        path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
+        stored = read_result(f"exhaustive-{host_kind()}")
+        own = {
+            layout: {"summary": figures, "rows": [row for row in rows if row["layout"] == layout]}
+            for layout, figures in summary.items()
+        }
+        kept = {layout: stored[layout] for layout in LAYOUTS if layout in stored}
+        write_result(f"exhaustive-{host_kind()}", {**kept, **own})
 
 
 def print_table(rows: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
@@ -97,8 +95,8 @@ def _parser() -> argparse.ArgumentParser:
     add("--profile-s", type=float, default=15.0, help="seconds of measuring the profile")
     add("--seed", type=int, default=0, help="of the mixes")
     add("--write", action="store_true", help="write the JSON into benchmarks/results/")
-    add("--worker", type=int, help=argparse.SUPPRESS)
-    add("--found", help=argparse.SUPPRESS)
+    add("--worker", action="store_true", help=argparse.SUPPRESS)
+    add("--folder", type=Path, help=argparse.SUPPRESS)
     return parser
 
 

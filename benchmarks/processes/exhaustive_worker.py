@@ -5,10 +5,11 @@ from __future__ import annotations
 import argparse
 import copy
 import itertools
+import os
 import random
 import statistics
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ import numpy as np
 import torch
 from transformers import TrainerCallback
 
-from benchmarks.processes.workers import written_once
 from benchmarks.training.mux import trainer_for
 from benchmarks.training.workloads import ModelSpec, TaskWorkload, Workload
 from peft_mux.scheduler.pipeline.template import Schedule
@@ -124,22 +124,20 @@ def measure(options: argparse.Namespace) -> list[dict[str, Any]]:
     torch.set_num_threads(1)
     size = options.hidden_size
     model = ModelSpec(hidden_size=size, num_layers=options.layers, intermediate_size=size * 43 // 16, vocab_size=1024)
-    folder, rows = Path(options.found).parent, []
-    backbone = written_once(options.worker, folder / "backbone", model.build().save_pretrained)
+    rank, folder, rows = int(os.environ["RANK"]), options.folder, []
+    backbone = written_once(rank, folder / "backbone", model.build().save_pretrained)
     for layout in options.layouts:
         own = {**LAYOUTS[layout], "pipeline_flush": "every_step"}
         first = trainer_for(lambda: str(backbone), _workload(0, options), f"{folder}/profile-{layout}", False, **own)
         measured = first.measure_profile(options.profile_s).to_json()
         profile = written_once(
-            options.worker, folder / f"{layout}.json", partial(Path.write_text, data=measured, encoding="utf-8")
+            rank, folder / f"{layout}.json", partial(Path.write_text, data=measured, encoding="utf-8")
         )
         for number in options.only or range(options.mixes):
             work = _workload(number, options)
             arguments = {**own, "cost_profile": str(profile)}
             trainer = trainer_for(lambda: str(backbone), work, f"{folder}/{layout}-{number}", False, **arguments)
             rows.append(_row(trainer, work, layout, options))
-            if options.worker == 0:
-                print(layout, number, f"{rows[-1]['own_s'] / rows[-1]['best_s']:.3f}", flush=True)
     return rows
 
 
@@ -196,3 +194,20 @@ def _workload(number: int, options: argparse.Namespace) -> Workload:
         own = tuple({"input_ids": ids, "labels": [-100, *ids[1:]]} for ids in rows)
         tasks.append(TaskWorkload(f"task-{index}", "drawn", draw.choice(RANKS), index, count, own))
     return Workload("drawn", tuple(tasks), _STEPS, "full", "drawn", learning_rate=1e-4)
+
+
+def written_once(rank: int, path: Path, write: Callable[[Path], object]) -> Path:
+    """Return a path that rank 0 writes, whole; the others wait for it.
+
+    Args:
+        rank: the number of this process.
+        path: the file or folder.
+        write: writes it to the path that it is given.
+    """
+    if rank == 0:
+        unfinished = path.with_name(f"unfinished-{path.name}")
+        write(unfinished)
+        unfinished.rename(path)
+    while not path.exists():
+        time.sleep(0.05)
+    return path

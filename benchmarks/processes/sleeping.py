@@ -19,7 +19,6 @@ from __future__ import annotations
 
 import argparse
 import gc
-import json
 import multiprocessing
 import os
 import socket
@@ -34,9 +33,8 @@ from typing import Any
 import numpy as np
 import torch
 
-from benchmarks.paths import RESULTS
 from benchmarks.processes.sleeping_worker import Load, Settings, train, trainer_of
-from benchmarks.training.report import hardware, host_kind, versions
+from benchmarks.stored import host_kind, read_result, write_result
 from peft_mux.engine.layout import ParallelLayout
 from peft_mux.planning.replica_facts import run_facts, time_model_of
 from peft_mux.scheduler.costs.hardware import Cluster, Link, parse_devices
@@ -55,7 +53,7 @@ WIDTHS, TOKENS, RANKS = 128, 16, 8
 
 
 def main() -> None:
-    options = _parser().parse_args()
+    options = parser().parse_args()
     torch.set_num_threads(1)
     rows = []
     print(
@@ -69,19 +67,13 @@ def main() -> None:
     errors = [abs(row["planned_s"] / row["measured_s"] - 1) for row in rows]
     print(f"mean error {statistics.fmean(errors):.1%}, largest {max(errors):.1%}")
     if options.write:
-        path = RESULTS / f"sleeping-{host_kind()}.json"
-        contents = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}
+        name = f"sleeping-{host_kind()}"
         devices, new = f"{options.nodes}x{options.per_node}x{options.device}", {row["layout"] for row in rows}
         # A run of some layouts leaves what is stored of the others.
-        kept = [row for row in contents.get(devices, {}).get("rows", ()) if row["layout"] not in new]
-        contents[devices] = {
-            "hardware": hardware(),
-            "versions": versions(),
-            "options": {name: value for name, value in vars(options).items() if name != "write"},
-            "rows": [*kept, *rows],
-        }
-        path.write_text(json.dumps(contents, indent=1) + "\n", encoding="utf-8")
-        print(f"wrote {path}")
+        stored = read_result(name)
+        kept = [row for row in stored.get(devices, {}).get("rows", ()) if row["layout"] not in new]
+        contents = {"options": vars(options), "rows": [*kept, *rows]}
+        write_result(name, {**{key: value for key, value in stored.items() if "x" in key}, devices: contents})
 
 
 def line(row: dict[str, Any]) -> str:
@@ -94,9 +86,17 @@ def line(row: dict[str, Any]) -> str:
     )
 
 
-def run(layout: str, options: argparse.Namespace) -> dict[str, Any]:
-    """Plan a layout and run it; "planned" is the one that the planner chooses."""
+def run(layout: str, options: argparse.Namespace, **changes: Any) -> dict[str, Any]:
+    """Plan a layout and run it; "planned" is the one that the planner chooses.
+
+    Args:
+        layout: the replicas, in LobRA's notation.
+        options: the command line.
+        **changes: other values of the settings of all ranks.
+    """
     cluster = parse_devices(f"{options.nodes}x{options.per_node}x{options.device}")
+    if options.link:
+        cluster = replace(cluster, intra_node=replace(cluster.intra_node, bytes_per_s=1e9 * options.link))
     with tempfile.TemporaryDirectory() as name:
         if layout == "planned":
             settings = prepared(layout, cluster, options, Path(name), 1.0)
@@ -105,32 +105,42 @@ def run(layout: str, options: argparse.Namespace) -> dict[str, Any]:
         if parsed.is_tensor_parallel:
             # Its ranks wait for each other within every layer, and each part of a layer really computes.
             slow *= options.slow_shards
-        settings = prepared(layout, cluster, options, Path(name), slow)
-        planned = price(trainer_of(settings), settings, parsed.replicas)
-        ranks = launch(replace(settings, turns=options.turns), parsed.world_size, options.limit_s)
-    # The first step is left out: connections are opened in it.
-    steps = list(zip(*_of(ranks, "marks"), strict=True))[1:]
-    steps_s = [max(own[1] for own in marks) - min(own[0] for own in marks) for marks in steps]
+        settings = replace(prepared(layout, cluster, options, Path(name), slow), **changes)
+        # Deployments are priced for the default arguments; the plan of a run has others, but not the exchange.
+        priced = None if changes else price(trainer_of(settings), settings, parsed.replicas)
+        ranks = launch(settings, parsed.world_size, options.limit_s)
     failed = sorted({name for rank in ranks for name in rank["failed"]})
     if failed:
         raise SystemExit(f"tasks failed in {layout}: {failed}.")
+    seconds = [
+        max(own[1] for own in marks) - min(own[0] for own in marks) for marks in zip(*_of(ranks, "marks"), strict=True)
+    ]
+    steps_s = by_step(seconds, settings.num_steps)
     measured_s = statistics.median(steps_s)
     return {
         "layout": layout,
         "num_ranks": len(ranks),
         "slow": slow,
-        # Deployments are priced without turns; the plan of the run has them, but not the exchange of gradients.
-        "planned_s": planned.step_s if options.turns == 1 else ranks[0]["run_plan_s"],
-        "planned_exchange_s": planned.exchange_s,
+        "planned_s": priced.step_s if priced else by_step(ranks[0]["run_plan_s"], settings.num_steps)[0],
+        "planned_exchange_s": priced.exchange_s if priced else None,
         "measured_s": measured_s,
         "steps_s": steps_s,
-        "late_share": max(_of(ranks, "late_s")) / (measured_s * (options.steps + 1)),
+        "late_share": max(_of(ranks, "late_s")) / sum(seconds),
+        "summed_share": max(_of(ranks, "summed_s")) / sum(seconds),
         "passed_s": [statistics.median(own[1:]) for own in _of(ranks, "passed_s")],
         "update_s": max(_of(ranks, "update_s")),
-        "turns": ranks[0]["turns"],
-        "run_plan_s": ranks[0]["run_plan_s"],
+        **{name: ranks[0][name] for name in ("turns", "run_plan_s", "layers")},
         "counts": _of(ranks, "counts"),
     }
+
+
+def by_step(seconds: Sequence[float], num_steps: int) -> list[float]:
+    """Return the seconds of each step of all tasks, which take it together or one task after another.
+
+    The first step of each is left out: connections are opened in it.
+    """
+    turns = [seconds[start + 1 : start + num_steps] for start in range(0, len(seconds), num_steps)]
+    return [sum(step) for step in zip(*turns, strict=True)]
 
 
 def _of(ranks: Sequence[dict[str, Any]], key: str) -> list[Any]:
@@ -275,7 +285,7 @@ def _rank(sender: Any, rank: int, num_ranks: int, port: int, settings: Settings)
     sender.close()
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--layouts", nargs="+", default=list(LAYOUTS), help='replicas; "planned" is what the planner chooses')
@@ -284,7 +294,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--device", default="H100-80GB", help="a device whose data sheet is known")
     add("--slow", type=float, default=40.0, help="how many times slower than the device everything is (%(default)s)")
     add("--slow-shards", type=float, default=3.0, help="factor over --slow with tensor parallelism (%(default)s)")
-    add("--turns", type=int, default=1, help="most passes in turns (%(default)s)")
+    add("--link", type=float, help="GB/s between the devices of a node; by default those of the data sheet")
     add("--layers", type=int, default=16, help="decoder layers (%(default)s)")
     add("--tasks", type=int, default=8, help="number of tasks, at most 8 (%(default)s)")
     add("--rows", type=float, default=2.0, help="factor over the rows of a step (%(default)s)")

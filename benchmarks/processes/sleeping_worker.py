@@ -14,13 +14,15 @@ between steps is left out: here all ranks do it on the same few cores.
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections import Counter, deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, NamedTuple
+from unittest import mock
 
 import torch
 import torch.distributed as dist
@@ -65,7 +67,9 @@ class Settings:
         num_layers: decoder layers of the tiny model.
         max_tokens: most tokens of a pass.
         num_steps: steps to take.
-        turns: value of `interleaved_passes`.
+        lowest_layer: the lowest layer with adapters.
+        is_cut_evenly: whether stages are cut as if all layers had adapters.
+        arguments: further arguments of the run.
     """
 
     layout: str
@@ -75,11 +79,14 @@ class Settings:
     num_layers: int
     max_tokens: int
     num_steps: int
-    turns: int = 1
+    lowest_layer: int = 0
+    is_cut_evenly: bool = False
+    arguments: Mapping[str, Any] = field(default_factory=dict)
 
 
 WIDTH, MLP, HEADS, VOCABULARY = 32, 88, 8, 250
 """Widths of the tiny model: those of a Llama with hidden states of 4,096 over 128."""
+LINEAR_LAYERS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 
 def trainer_of(settings: Settings, **arguments: Any) -> MultiTaskTrainer:
@@ -94,10 +101,11 @@ def trainer_of(settings: Settings, **arguments: Any) -> MultiTaskTrainer:
         num_key_value_heads=HEADS,
         max_position_embeddings=4 * settings.max_tokens,
     )
+    layers = list(range(settings.lowest_layer, settings.num_layers))
     tasks = [
         Task(
             name=load.name,
-            peft_config=LoraConfig(r=load.rank, target_modules="all-linear"),
+            peft_config=LoraConfig(r=load.rank, target_modules=LINEAR_LAYERS, layers_to_transform=layers),
             train_dataset=[{"input_ids": [1 + place % 97 for place in range(length)]} for length in load.lengths],
             train_batch_size=len(load.lengths),
             max_steps=settings.num_steps,
@@ -116,9 +124,8 @@ def trainer_of(settings: Settings, **arguments: Any) -> MultiTaskTrainer:
         max_tokens_per_micro_batch=settings.max_tokens,
         pipeline_flush="every_step",
         share_prefixes=False,
-        interleaved_passes=settings.turns,
         ddp_timeout=600,
-        **arguments,
+        **{"interleaved_passes": 1, **settings.arguments, **arguments},
     )
     return MultiTaskTrainer(LlamaForCausalLM(config), args, tasks)
 
@@ -172,6 +179,8 @@ class SleepingDevice:
         settings: what all ranks are given.
         trainer: the trainer of this rank.
         marks: beginning and end of each step.
+        planned_s: what the plan of each step predicts for it.
+        summed_s: seconds that sums over shards are on the link, in all steps.
         passed_s: seconds of each step until the passes of this rank are done.
         late_s: seconds by which stretches, and sums over shards, ended later than the profile says, as the cores were
             busy.
@@ -182,6 +191,8 @@ class SleepingDevice:
     settings: Settings
     trainer: MultiTaskTrainer
     marks: list[tuple[float, float]] = field(default_factory=list)
+    planned_s: list[float] = field(default_factory=list)
+    summed_s: float = 0.0
     passed_s: list[float] = field(default_factory=list)
     late_s: float = 0.0
     counts: Counter[str] = field(default_factory=Counter)
@@ -274,6 +285,7 @@ class SleepingDevice:
         self._end_stretch(chain.popleft().compute_s if chain else 0.0)
         seconds = float(all_reduce_s(self.cost.tensor_link, len(self.shards), tensor.nbytes))
         self.shards_free_s = max(time.perf_counter(), self.shards_free_s) + seconds
+        self.summed_s += seconds
         return Timed(start(), self.shards_free_s, self)
 
     def sum_gradients(self, processes: Processes, tensor: torch.Tensor, ranks: Any, start: Callable[[], Any]) -> Any:
@@ -363,6 +375,7 @@ class SleepingDevice:
                     device.passed_s.append(passed_s - device.begun_s)
                     sleep_until(time.perf_counter() + device.update_s)
                     device.marks.append((device.begun_s, time.perf_counter()))
+                    device.planned_s.append(device.trainer._plans.current.step_s)
                 return found
 
             return finish_step
@@ -427,13 +440,14 @@ class SleepingDevice:
 
 
 class _Starts(TrainerCallback):
-    """Switches the device on when the first step begins."""
+    """Switches the device on when the first step begins, as plans have been made by then."""
 
-    def __init__(self, device: SleepingDevice) -> None:
-        self.device = device
+    def __init__(self, device: SleepingDevice, as_planned: contextlib.ExitStack) -> None:
+        self.device, self.as_planned = device, as_planned
 
     def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
         if not self.device.is_on:
+            self.as_planned.close()
             self.device.start()
 
 
@@ -443,8 +457,11 @@ def train(settings: Settings) -> dict[str, Any]:
     trainer = trainer_of(settings, replicas=settings.layout)
     device = SleepingDevice(settings, trainer)
     device.patch()
-    trainer.add_callback(_Starts(device))
-    trainer.train()
+    with contextlib.ExitStack() as as_planned:
+        if settings.is_cut_evenly:
+            as_planned.enter_context(mock.patch("peft_mux.planning.loads.lowest_layer", return_value=0))
+        trainer.add_callback(_Starts(device, as_planned))
+        trainer.train()
     return {
         "marks": device.marks,
         "passed_s": device.passed_s,
@@ -452,6 +469,8 @@ def train(settings: Settings) -> dict[str, Any]:
         "counts": dict(device.counts),
         "update_s": device.update_s,
         "turns": device.plan.passes_in_turns,
-        "run_plan_s": device.plan.step_s,
+        "run_plan_s": device.planned_s,
+        "layers": device.plan.layers_per_stage,
+        "summed_s": device.summed_s,
         "failed": [run.name for run in trainer._run.table if run.status.value != "succeeded"],
     }

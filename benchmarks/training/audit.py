@@ -20,18 +20,16 @@ import contextlib
 import ctypes
 import dataclasses
 import gc
-import json
 import os
 import re
 import resource
-import subprocess
 import sys
 from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TypeVar
 
-from benchmarks.paths import ROOT
+from benchmarks.harness import hand_over, in_own_process
 from benchmarks.training.baselines import CONTENDERS, contender
 from benchmarks.training.workloads import Case, ModelSpec
 
@@ -80,11 +78,8 @@ def audit(name: str, case: Case, num_threads: int) -> Audit:
         RuntimeError: with the end of its output, if the process fails.
     """
     case = dataclasses.replace(case, num_steps=NUM_STEPS)
-    command = [sys.executable, "-m", "benchmarks.training.audit", name, case.to_json(), str(num_threads)]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if result.returncode != 0:
-        raise RuntimeError(f"{name}: the audit ended with code {result.returncode}:\n{result.stderr[-3000:]}")
-    return Audit(**json.loads(result.stdout.splitlines()[-1]))
+    found = in_own_process("benchmarks.training.audit", name, case.to_json(), str(num_threads))
+    return Audit(**found)
 
 
 def run_audit(name: str, case: Case) -> Audit:
@@ -156,7 +151,7 @@ def _reset_peak() -> None:
 
 
 def main() -> None:
-    """Audit what the command line names; the last line of the output is the result."""
+    """Audit what the command line names; and hand the result over."""
     name, case, num_threads = sys.argv[1:]
     if name not in CONTENDERS:
         raise SystemExit(f"contender must be one of {', '.join(CONTENDERS)}, got {name!r}")
@@ -164,7 +159,7 @@ def main() -> None:
     import torch
 
     torch.set_num_threads(int(num_threads))
-    print(json.dumps(asdict(run_audit(name, Case.from_json(case)))))
+    hand_over(asdict(run_audit(name, Case.from_json(case))))
 
 
 if __name__ == "__main__":

@@ -42,12 +42,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from benchmarks.paths import RESULTS
+from benchmarks.harness import CLOCKS
+from benchmarks.stored import host_kind, write_result
 from benchmarks.training import report
 from benchmarks.training.audit import NUM_STEPS, Audit, audit
 from benchmarks.training.baselines import CONTENDERS, contender
 from benchmarks.training.shapes import SHAPES
-from benchmarks.training.timing import CLOCKS, Run, use_clock
+from benchmarks.training.timing import Run, use_clock
 from benchmarks.training.workloads import DEFAULT_DATA, LOSSES, MIXES, Case, ModelSpec
 
 LOSS_TOLERANCE = 1e-4
@@ -59,7 +60,7 @@ class UnequalWorkError(RuntimeError):
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run every case, print the tables, and write the JSON and the plot."""
+    """Run every case, print the tables, and write the JSON."""
     parser = _parser()
     options = parser.parse_args(arguments)
     if options.clock == "processor" and options.threads != 1:
@@ -88,10 +89,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(report.table(results[-1]), flush=True)
     given = [options.shape] if options.shape else []
     given += [f"rank-{options.rank}"] if options.rank else []
-    name = "-".join(["throughput", *given, report.host_kind()])
-    path = options.output or RESULTS / f"{name}.json"
-    report.write(path, results, [sys.executable, "-m", "benchmarks.training.throughput", *(arguments or sys.argv[1:])])
-    print(f"written: {path} and {path.with_suffix('.png')}")
+    name = "-".join(["throughput", *given, host_kind()])
+    write_result(name, {"cases": [result.to_json() for result in results]}, options.output)
 
 
 def _model(options: argparse.Namespace) -> ModelSpec:
@@ -233,7 +232,7 @@ def _parser() -> argparse.ArgumentParser:
     add("--threads", type=int, help="threads of torch; default is torch's own number")
     add("--seed", type=int, default=0, help="fixes the rows")
     add("--data", type=Path, default=DEFAULT_DATA, help="folder with the texts whose lengths are used")
-    add("--output", type=Path, help="JSON file to write; the plot goes next to it")
+    add("--output", type=Path, help="folder for the JSON file")
     return parser
 
 

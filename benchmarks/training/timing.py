@@ -7,10 +7,9 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TypeVar
 
-T = TypeVar("T")
+from benchmarks.harness import CLOCKS
 
-CLOCKS: dict[str, Callable[[], float]] = {"wall": time.perf_counter, "processor": time.process_time}
-"""Seconds that pass, or those of the processor, which other programs on the machine change least; for one thread."""
+T = TypeVar("T")
 
 
 class _Clock:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cache
 from pathlib import Path
@@ -304,6 +305,37 @@ def make_workload(
         )
     text = "GPT-2 BPE lengths of real rows" if is_real else "seeded synthetic log-normal lengths"
     return Workload(mix, tuple(tasks), num_steps, loss, f"{text} ({', '.join(source.name for source in sources)})")
+
+
+def random_workload(
+    name: str,
+    *,
+    ranks: Sequence[int],
+    batch_sizes: Sequence[int],
+    num_steps: int,
+    vocab_size: int,
+    length_of: Callable[[random.Random], int],
+    learning_rate: float = 1e-3,
+) -> Workload:
+    """Return tasks of random rows, all tokens of which but the first are targets.
+
+    Args:
+        name: of the workload; fixes the draws.
+        ranks: rank of each task.
+        batch_sizes: rows of a step of each task.
+        num_steps: steps of each task.
+        vocab_size: token ids are 1 to below this.
+        length_of: draws the length of a row.
+        learning_rate: of all tasks.
+    """
+    tasks = []
+    for index, (rank, batch_size) in enumerate(zip(ranks, batch_sizes, strict=True)):
+        draw, rows = random.Random(f"{name}-{index}"), []
+        for _ in range(num_steps * batch_size):
+            ids = draw.choices(range(1, vocab_size), k=length_of(draw))
+            rows.append({"input_ids": ids, "labels": [IGNORE_INDEX, *ids[1:]]})
+        tasks.append(TaskWorkload(f"task-{index}", "random", rank, 100 + index, batch_size, tuple(rows)))
+    return Workload(name, tuple(tasks), num_steps, "full", "random rows", learning_rate)
 
 
 def _row(length: tuple[int, int], loss: str, vocab_size: int, draw: random.Random) -> dict[str, list[int]]:

@@ -46,7 +46,7 @@ def test_fused_latency_is_that_of_equation_3(shares, latencies, expected: float)
 
 
 def test_single_task_htasks_of_a_bucket_share_their_adapters_at_every_site() -> None:
-    (bucket,) = fuse_adapters([[an_htask(number) for number in range(3)]])
+    bucket = fuse_adapters([an_htask(number) for number in range(3)])
     assert bucket.fused_sites == tuple(f"layer0.{linear}.lora" for linear in LINEARS)
     assert bucket.rejected_sites == ()
     first = [item for item in bucket.graphs[0] if item.is_adapter]
@@ -61,11 +61,10 @@ def test_single_task_htasks_of_a_bucket_share_their_adapters_at_every_site() -> 
     assert compute_stall_s(simulate_streams(bucket.launches, bucket.graphs)) == pytest.approx(1.5)
 
 
-def test_nothing_is_fused_across_buckets_or_with_htasks_of_several_tasks() -> None:
-    for buckets in ([[an_htask(0)], [an_htask(1)]], [[an_htask(0, tasks=2), an_htask(1)]]):
-        for bucket in fuse_adapters(buckets):
-            assert bucket.fused_sites == ()
-            assert not any(item.fused_with for graph in bucket.graphs for item in graph)
+def test_nothing_is_fused_with_htasks_of_several_tasks() -> None:
+    bucket = fuse_adapters([an_htask(0, tasks=2), an_htask(1)])
+    assert bucket.fused_sites == ()
+    assert not any(item.fused_with for graph in bucket.graphs for item in graph)
 
 
 def test_a_fusion_that_would_close_a_cycle_is_left_out() -> None:
@@ -74,7 +73,7 @@ def test_a_fusion_that_would_close_a_cycle_is_left_out() -> None:
     first = fuse_site([segment(there), segment(back)], "X")
     assert first is not None
     assert fuse_site(first, "Y") is None
-    (bucket,) = fuse_adapters([[there, back]])
+    bucket = fuse_adapters([there, back])
     assert len(bucket.fused_sites) == len(bucket.rejected_sites) == 1
 
 
@@ -89,7 +88,7 @@ def random_htask(number: int, rng: random.Random) -> OperatorGraph:
 def test_fusion_keeps_every_operator_once_and_never_makes_the_makespan_longer(seed: int, num_htasks: int) -> None:
     rng = random.Random(seed)
     graphs = [random_htask(number, rng) for number in range(num_htasks)]
-    (bucket,) = fuse_adapters([graphs])
+    bucket = fuse_adapters(graphs)
     assert bucket.makespan_s <= bucket.unfused_makespan_s * (1 + 1e-9)
     assert bucket.makespan_s == simulate_streams(bucket.launches, bucket.graphs).makespan_s
     items = [item for graph in bucket.graphs for item in graph]

@@ -39,10 +39,10 @@ CPU = gpu_settings.Settings(torch.device("cpu"), is_rehearsal=True)
 TINY = roofline.Backbone(32, 1, 48, 4, 64)
 END_TO_END = "end to end 8 uniform x 32 rows"
 # What differs from these in its numbers alone is left out, and more where the interpreter takes its time.
-INTERPRETED = ("lora float", "lora group float", "cross", "attention", "adamw", "task", "captured", "trainer float",
+INTERPRETED = ("lora float", "cross", "attention", "adamw", "task", "captured", "trainer float",
                END_TO_END, "kernels")  # fmt: skip
 THROUGH_SLICES = ("device", "lora", "cross", "attention", "adamw", "task", "captured", "trainer", "plain", "default",
-                  "gain", "kernels", END_TO_END, "layer")  # fmt: skip
+                  "gain", "kernels", END_TO_END)  # fmt: skip
 
 
 @pytest.mark.nightly

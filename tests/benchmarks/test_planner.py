@@ -8,32 +8,24 @@ from pathlib import Path
 
 import pytest
 
-from benchmarks.planner import case_two
 from benchmarks.planner import figures as planner_figures
 from benchmarks.planner import times as planner
 from benchmarks.planner.cluster import __main__ as cluster
 from benchmarks.planner.figures_bench import TABLE_1
+from benchmarks.planner.subgraphs import __main__ as subgraphs
 
 
 @pytest.mark.nightly
 def test_the_quick_cluster_replay_writes_what_it_prints(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("simpy", reason="simpy is not installed")
-    pytest.importorskip("matplotlib", reason="matplotlib is not installed")
     # Every four minutes a task of one or two hours, for a day: several times what 8 instances can do.
     lines = [f"{240 * number},{3600 * (1 + number % 2)}" for number in range(360)]
     (tmp_path / cluster.TRACE).write_text("\n".join(["submit_s,duration_s", *lines]) + "\n")
     options = ["--quick", "--write", "--max-tasks", "2", "--micro-batches", "8"]
     assert cluster.main([*options, "--data", str(tmp_path), "--results", str(tmp_path / "results")]) == 0
     printed = capsys.readouterr().out
-    report = json.loads((tmp_path / "results" / "cluster-a40-quick.json").read_text())
-    assert (tmp_path / "results" / "cluster-a40-quick.png").stat().st_size > 10_000
-    assert "First come, first served" in printed
-    assert report["load_of_the_whole_trace"] == pytest.approx(360 * 5400 / 86400 / 8)
-    for row in report["comparison"]:
-        assert f"{row['ours']:.2f}x" in printed
-        systems = {one["system"]: one["tokens_per_s"] for one in report["cases"][row["case"]]}
-        assert row["ours"] == pytest.approx(systems["muxtune"] / systems[row["over"]])
-    ratios = {(row["case"], row["over"]): row["ours"] for row in report["comparison"]}
+    rows = json.loads((tmp_path / "results" / "cluster-a40-quick.json").read_text())["comparison"]
+    assert all(f"{row['ours']:.2f}x" in printed for row in rows)
+    ratios = {(row["case"], row["over"]): row["ours"] for row in rows}
     assert ratios["Non-uniform", "sl-peft"] > ratios["Uniform", "sl-peft"] >= 1
 
 
@@ -71,7 +63,7 @@ def test_times_of_planning_are_written_for_every_policy(tmp_path: Path) -> None:
 
 
 def test_one_launch_over_two_htasks_gains_little_over_the_better_of_turns_and_one_htask() -> None:
-    for case, sheet in zip(case_two.cases()[::7], itertools.cycle(case_two.SHEETS), strict=False):
-        found = case_two.compared(case, sheet)
+    for case, sheet in zip(subgraphs.cases()[::7], itertools.cycle(subgraphs.LINKS), strict=False):
+        found = subgraphs.compared(case, sheet)
         assert min(found.turns_s, found.one_s) <= found.shared_s * 1.052, case
         assert found.shared_s <= found.turns_s * (1 + 1e-9), case

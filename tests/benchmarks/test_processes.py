@@ -1,4 +1,4 @@
-"""The benchmarks of several processes: a baseline, what is made of times, and small runs of two benchmarks."""
+"""The benchmarks of several processes: small runs of each."""
 
 from __future__ import annotations
 
@@ -10,27 +10,20 @@ from typing import Any
 
 import pytest
 
-from benchmarks.processes.pipeline_worker import SCHEDULES, drained_1f1b
-from peft_mux.scheduler.pipeline.simulator import simulate
+from benchmarks.processes.sleeping import by_step
 from tests.paths import ROOT
-from tests.scheduler.pipeline.cases import even
-
-NUM_TASKS, NUM_STAGES = 4, 2
 
 
-@pytest.mark.parametrize("num_micro_batches", [1, 3])
-def test_one_task_after_another_fills_and_empties_the_pipeline_for_each(num_micro_batches: int) -> None:
-    own = even([1.0] * NUM_TASKS, stages=NUM_STAGES, micro_batches=num_micro_batches, size=0)
-    template = drained_1f1b(own)
-    # 1F1B takes (C + S - 1) (f + b) for each task.
-    assert simulate(template, own).makespan_s == pytest.approx(NUM_TASKS * 2 * (num_micro_batches + NUM_STAGES - 1))
+def test_tasks_that_step_one_after_another_take_a_step_in_the_sum_of_their_seconds() -> None:
+    assert by_step([9.0, 1.0, 2.0], 3) == [1.0, 2.0], "the first step is not counted"
+    assert by_step([9.0, 1.0, 2.0, 9.0, 10.0, 20.0], 3) == [11.0, 22.0]
 
 
 def stored(name: str, folder: Path, *options: str) -> Any:
     """Return what a benchmark stores when it is run with these options."""
     program = (
-        f"import sys; from pathlib import Path; from benchmarks.processes import {name};"
-        f" {name}.RESULTS = Path({str(folder)!r}); {name}.main()"
+        f"from pathlib import Path; from benchmarks import stored; from benchmarks.processes import {name};"
+        f" stored.RESULTS = Path({str(folder)!r}); {name}.main()"
     )
     done = subprocess.run(
         [sys.executable, "-c", program, *options, "--write"],
@@ -58,24 +51,6 @@ def test_the_planners_own_plan_and_all_others_are_executed(tmp_path: Path) -> No
 
 @pytest.mark.distributed
 @pytest.mark.nightly
-def test_the_benchmark_measures_every_schedule_and_sends_what_the_closed_form_says(tmp_path: Path) -> None:
-    options = ["--micro-batches", "1", "2", "--rounds", "1", "--layers", "2", "--tokens", "32"]
-    rows = stored("pipeline", tmp_path, *options)["rows"]
-    assert [(row["num_micro_batches"], row["schedule"]) for row in rows] == [
-        (count, schedule) for count in (1, 2) for schedule in SCHEDULES
-    ]
-    for row in rows:
-        assert row["sent_bytes"] == [4 * row["num_micro_batches"] * 32 * 512 * 4] * NUM_STAGES
-        assert row["summed_bytes"] == row["closed_form_summed_bytes"] == [4 * (4 + 8)] * NUM_STAGES
-        assert row["planned_steps_s"] > row["planned_passes_s"] > 0
-        assert row["steps_s"][0] > row["passes_s"][0] > 0
-    in_flight = {(row["num_micro_batches"], row["schedule"]): row["most_in_flight"] for row in rows}
-    assert in_flight[2, "gpipe"] == [8, 8]
-    assert in_flight[2, "1f1b"] == in_flight[2, "drained"] == [2, 1]
-
-
-@pytest.mark.distributed
-@pytest.mark.nightly
 def test_the_engine_on_sleeping_devices_takes_as_long_as_kernels_links_and_sums_would(tmp_path: Path) -> None:
     layout = "<2,1>x1, <1,2>x1"
     small = "--nodes 1 --per-node 4 --layers 2 --tasks 3 --rows 1 --slow 10 --slow-shards 4 --steps 1 --repeats 1"
@@ -88,3 +63,25 @@ def test_the_engine_on_sleeping_devices_takes_as_long_as_kernels_links_and_sums_
     assert [rank["missing"] + rank["unknown"] for rank in cut] == [0, 0], "the sums of a cut pass are those of the plan"
     assert [rank["stretches"] for rank in whole] == [2 * rank["passes"] for rank in whole], "a forward and a backward"
     assert cut[0]["tokens"] == cut[1]["tokens"] > 0 < whole[0]["tokens"] == whole[1]["tokens"]
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
+def test_techniques_are_compared_on_the_same_rows(tmp_path: Path) -> None:
+    small = "--only template turns --layers 8 --rows 0.5 --slow 10 --slow-shards 4 --steps 1".split()
+    rows = stored("techniques", tmp_path, *small)["rows"]
+    ways = {(row["technique"], row["arm"]): row for row in rows}
+    for row in rows:
+        assert row["measured_s"] > 0.8 * row["planned_s"] > 0, "sleeping is never too short"
+    for count in (1, 2, 4):
+        apart = ways[f"template, C = {count}", "one task after another"]
+        # Of four stages three wait for the first micro-batch of each task.
+        assert 1.1 < apart["planned_faster"] < (count + 3) / count
+    assert ways["turns, 25 GB/s", "one by one"]["planned_faster"] > 1.1
+
+
+@pytest.mark.distributed
+@pytest.mark.nightly
+def test_the_exchange_of_gradients_is_predicted_and_measured(tmp_path: Path) -> None:
+    rows = stored("exchange", tmp_path, "--rounds", "1")["rows"]
+    assert all(row["predicted_s"] > 0 < row["measured_s"] for row in rows)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 from benchmarks.gpu.rehearsal import stand_ins
@@ -24,18 +23,17 @@ def small_workload(shape: Backbone, num_extra_steps: int = 0, *, longest: int | 
         num_extra_steps: steps beyond four.
         longest: tokens of the longest row; by default a ninth of the vocabulary up to 120.
     """
-    from benchmarks.training.workloads import IGNORE_INDEX, TaskWorkload, Workload
+    from benchmarks.training.workloads import random_workload
 
-    num_steps, most = 4 + num_extra_steps, longest or min(120, shape.vocab_size // 6)
-    tasks = []
-    for index, rank in enumerate(RANKS):
-        draw = random.Random(f"small-{index}")
-        rows = []
-        for _ in range(3 * num_steps):
-            ids = draw.choices(range(1, shape.vocab_size), k=draw.randint(3, most))
-            rows.append({"input_ids": ids, "labels": [IGNORE_INDEX, *ids[1:]]})
-        tasks.append(TaskWorkload(f"task-{index}", "random", rank, 100 + index, 3, tuple(rows)))
-    return Workload("small", tuple(tasks), num_steps, "full", "random rows", learning_rate=1e-3)
+    most = longest or min(120, shape.vocab_size // 6)
+    return random_workload(
+        "small",
+        ranks=RANKS,
+        batch_sizes=[3] * len(RANKS),
+        num_steps=4 + num_extra_steps,
+        vocab_size=shape.vocab_size,
+        length_of=lambda draw: draw.randint(3, most),
+    )
 
 
 def work_of(workload: Any, step: int) -> Any:

@@ -8,10 +8,10 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from transformers import TrainerCallback
 
 from benchmarks.gpu.backbones import llama
 from benchmarks.gpu.checks.small import SMALL, TINY, small_workload
+from benchmarks.gpu.profiler import StepWatch
 from benchmarks.gpu.rehearsal import stand_ins
 from benchmarks.gpu.report import Row
 from benchmarks.gpu.settings import Settings, free
@@ -91,22 +91,6 @@ def _tasks(shape: Any) -> list[Any]:
     ]
 
 
-class _Losses(TrainerCallback):
-    """Writes down each task's loss at each step."""
-
-    def __init__(self) -> None:
-        self.trainer: Any = None
-        self.found: dict[str, list[float]] = {}
-        self._running: list[str] = []
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        self._running = [run.name for run in self.trainer.table.running]
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        for name in self._running:
-            self.found.setdefault(name, []).append(self.trainer.table[name].last_loss)
-
-
 def _run(settings: Settings, shape: Any, tasks: Sequence[Any], dtype: torch.dtype, folder: Path) -> Outcome:
     """Train on a new backbone, as a user would."""
     from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments
@@ -121,7 +105,7 @@ def _run(settings: Settings, shape: Any, tasks: Sequence[Any], dtype: torch.dtyp
         disable_tqdm=True,
         report_to="none",
     )
-    recorder = _Losses()
+    recorder = StepWatch(settings.device, NUM_STEPS, 0)
     with counted_paths() as calls, stand_ins(settings):
         # In fp32 as Trainer's users hand it over: bf16 is autocast's part.
         backbone = llama(settings, shape).float()
@@ -136,7 +120,8 @@ def _run(settings: Settings, shape: Any, tasks: Sequence[Any], dtype: torch.dtyp
     statuses = {task.name: trainer.table[task.name].status.value for task in tasks}
     trainer = recorder.trainer = None
     free(settings.device)
-    return Outcome(recorder.found, weights, statuses, dict(calls))
+    losses = {task.name: list(own) for task, own in zip(tasks, zip(*recorder.losses, strict=True), strict=True)}
+    return Outcome(losses, weights, statuses, dict(calls))
 
 
 def _loads(settings: Settings, shape: Any, folder: Path, outcome: Outcome) -> dict[str, Any]:

@@ -9,6 +9,7 @@
 
 from __future__ import annotations
 
+import graphlib
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -18,10 +19,9 @@ from benchmarks.planner.subgraphs.graph import (
     Subgraph,
     by_key,
     segment,
-    topological_order,
     with_priorities,
 )
-from benchmarks.planner.subgraphs.schedule import LaunchSchedule, schedule, simulate_streams
+from benchmarks.planner.subgraphs.schedule import schedule, simulate_streams
 
 _TOLERANCE = 1e-12
 """Relative; sums of the same latencies in another order differ by less."""
@@ -43,7 +43,7 @@ class FusedBucket:
     """
 
     graphs: Graphs
-    launches: LaunchSchedule
+    launches: list[str]
     makespan_s: float
     unfused_makespan_s: float
     fused_sites: tuple[str, ...]
@@ -61,28 +61,6 @@ def fused_latency_s(adapters: Sequence[Operator]) -> float:
     launch_s = max(adapter.launch_s for adapter in adapters)
     weighted_s = sum(adapter.utilization * (adapter.latency_s - adapter.launch_s) for adapter in adapters)
     return max([launch_s + weighted_s, *(adapter.latency_s for adapter in adapters)])
-
-
-def fuse_adapters(buckets: Sequence[Sequence[OperatorGraph]]) -> tuple[FusedBucket, ...]:
-    """Fuse adapters in each bucket by the three cases of M §3.4.3.
-
-    The paper asks that fusion across hTasks does not impede their overlap, and does not say how that is ensured. Here
-    sites are tried one by one in the order of their depth, each on top of those accepted before; one is kept if the
-    graphs stay free of cycles and the simulated makespan of Algorithm 1 on two streams does not grow. So the result is
-    never slower than without this fusion.
-
-    An adapter that ends in a communication is left alone, as are adapters without a site.
-
-    Args:
-        buckets: the operator graphs of the hTasks of each bucket.
-
-    Returns:
-        one result for each bucket. Time grows with sites times operators: for many equal layers pass one or two.
-
-    Raises:
-        ValueError: for two hTasks of one name in a bucket.
-    """
-    return tuple(_fuse_bucket([fuse_within(graph) for graph in bucket]) for bucket in buckets)
 
 
 def fuse_within(graph: OperatorGraph) -> OperatorGraph:
@@ -113,7 +91,18 @@ def fuse_within(graph: OperatorGraph) -> OperatorGraph:
     return graph
 
 
-def _fuse_bucket(bucket: Sequence[OperatorGraph]) -> FusedBucket:
+def fuse_adapters(htasks: Sequence[OperatorGraph]) -> FusedBucket:
+    """Fuse adapters in a bucket by the first two cases of M §3.4.3.
+
+    The paper asks that fusion across hTasks does not impede their overlap, and does not say how that is ensured. Here
+    sites are tried one by one in the order of their depth, each on top of those accepted before; one is kept if the
+    graphs stay free of cycles and the simulated makespan of Algorithm 1 on two streams does not grow. So the result is
+    never slower than without this fusion. An adapter without a site is left alone.
+
+    Args:
+        htasks: the operator graphs of the hTasks; time grows with sites times operators.
+    """
+    bucket = [fuse_within(graph) for graph in htasks]
     graphs = with_priorities([segment(graph) for graph in bucket])
     launches = schedule(graphs)
     makespan_s = unfused_makespan_s = simulate_streams(launches, graphs).makespan_s
@@ -217,7 +206,7 @@ def _renamed(names: tuple[str, ...], old: set[str], new: str) -> tuple[str, ...]
 
 def _is_acyclic(depends_on: dict[str, tuple[str, ...]]) -> bool:
     try:
-        topological_order(depends_on, "the fused graph")
-    except ValueError:
+        graphlib.TopologicalSorter(depends_on).prepare()
+    except graphlib.CycleError:
         return False
     return True

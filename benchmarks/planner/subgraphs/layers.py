@@ -13,10 +13,14 @@ are not part of these graphs.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+from benchmarks.planner.figures_bench import LLAMA_7B
 from benchmarks.planner.subgraphs.graph import Operator, OperatorGraph
+from peft_mux.scheduler.costs.hardware import Link, parse_devices
+from peft_mux.scheduler.costs.latency import all_reduce_s
+from peft_mux.scheduler.costs.profile import analytic_profile, launch_s
 
 LINEARS = ("qkv", "output", "gate_up", "down")
 # Megatron-LM's cut: row-parallel layers add up results in the forward pass, column-parallel ones gradients of their
@@ -26,6 +30,14 @@ _PASSES = {
     "forward": ("qkv", "attention", "output", "gate_up", "down"),
     "backward": ("down", "gate_up", "output", "attention", "qkv"),
 }
+
+
+WIDTHS = {"qkv": 3 * 8192, "output": 8192, "gate_up": 2 * 15104, "down": 15104}
+"""Widths of the adapters of a layer of a 7B Llama."""
+SHARES = {"qkv": 3 / 12.06, "output": 1 / 12.06, "gate_up": 2 * 2.6875 / 12.06, "down": 2.6875 / 12.06}
+"""Part of a layer's weights that each linear layer has."""
+ADAPTER_LAUNCHES = 3
+"""Launches of an adapter in one direction: half of the six of both, as the profile divides their seconds."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -138,3 +150,66 @@ def _operator(
     ]
     inputs = (name, *(operator.name for operator in attached))
     return [base, *attached, Operator(f"{name}.add", "compute", sum(adapter.add_s for adapter in adapters), inputs)]
+
+
+class Llama7B:
+    """Passes through layers of a 7B Llama on a tensor parallel group, by the data sheet of its devices.
+
+    Args:
+        sheet: name of the data sheet.
+        degree: devices of the group.
+        link: the link between two of them.
+    """
+
+    def __init__(self, sheet: str, degree: int, link: Link) -> None:
+        self.device = parse_devices(sheet).device
+        self.profile = analytic_profile(self.device, LLAMA_7B, degree)
+        self.degree, self.link = degree, link
+
+    def latency(self, num_tokens: float, length: float) -> LayerLatency:
+        """Return the latencies of the base operators in one direction; in PEFT the same in both (M §3.3).
+
+        Args:
+            num_tokens: tokens of the pass.
+            length: tokens of each sequence.
+        """
+        layer_s = 0.5 * float(self.profile.layer(num_tokens)) / self.degree
+        return LayerLatency(
+            **{f"{name}_s": share * layer_s for name, share in SHARES.items()},
+            attention_s=0.5 * num_tokens / length * float(self.profile.attention(length)) / self.degree,
+            all_reduce_s=float(all_reduce_s(self.link, self.degree, num_tokens * LLAMA_7B.hidden_size * 2)),
+        )
+
+    def adapters(self, task: str, num_tokens: float, rank: int) -> list[AdapterLatency]:
+        """Return the adapters of a task at all linear layers, in one direction."""
+        found = []
+        for linear, width in WIDTHS.items():
+            latency_s = 0.5 * float(self.profile.adapter(rank, width / self.degree, num_tokens))
+            share = float(self.profile.utilization(rank, width / self.degree, num_tokens, grows=False))
+            launches_s = ADAPTER_LAUNCHES * launch_s(self.device)
+            found.append(AdapterLatency(task, linear, latency_s, utilization=share, launch_s=launches_s))
+        return found
+
+    def graph(
+        self,
+        htask: str,
+        tokens: Mapping[str, float],
+        ranks: Mapping[str, int],
+        *,
+        length: float,
+        direction: str = "forward",
+        num_layers: int = 2,
+    ) -> OperatorGraph:
+        """Return the graph of a pass.
+
+        Args:
+            htask: name of the hTask.
+            tokens: tokens of each of its tasks in the pass.
+            ranks: rank of each task's adapters.
+            length: tokens of each sequence.
+            direction: "forward" or "backward".
+            num_layers: number of layers, one after another.
+        """
+        adapters = [one for task, count in tokens.items() for one in self.adapters(task, count, ranks[task])]
+        latency = self.latency(sum(tokens.values()), length)
+        return layer_graph(htask, latency, adapters, tasks=list(tokens), direction=direction, num_layers=num_layers)

@@ -17,7 +17,7 @@ from peft import get_peft_model
 from benchmarks.training.baselines import ModelFactory
 from benchmarks.training.baselines.hf_trainer import RecordsLosses, train_in_turn
 from benchmarks.training.timing import Run
-from benchmarks.training.workloads import DEFAULT_DATA, TaskWorkload, Workload, gpt2_tokenizer
+from benchmarks.training.workloads import TaskWorkload, Workload
 
 
 def run_trl_packing(model_factory: ModelFactory, workload: Workload, record_losses: bool = False) -> Run:
@@ -28,50 +28,57 @@ def run_trl_packing(model_factory: ModelFactory, workload: Workload, record_loss
         workload: the tasks and their rows.
         record_losses: whether to keep the loss of each step.
     """
-    found = train_in_turn(
-        workload, lambda task, folder: _trainer(task, workload, model_factory, folder, record_losses), record_losses
-    )
+
+    def make(task: TaskWorkload, folder: str) -> Any:
+        torch.manual_seed(task.seed)
+        exact = {"padding_free": True, "gradient_checkpointing": False, "bf16": False, "use_cpu": True}
+        return sft_trainer(task, workload, model_factory(), folder, record_losses, **exact)
+
+    found = train_in_turn(workload, make, record_losses)
     return Run(found.train_s, workload.num_timed_tokens, found.steps_s, found.losses)
 
 
-def _trainer(
-    task: TaskWorkload, workload: Workload, model_factory: ModelFactory, folder: str, record_losses: bool
+def sft_trainer(
+    task: TaskWorkload, workload: Workload, backbone: Any, folder: str, record_losses: bool, **settings: Any
 ) -> Any:
+    """Return TRL's trainer of a task, whose rows come in their order.
+
+    Args:
+        task: the task and its rows.
+        workload: number of steps and learning rate.
+        backbone: gets the adapter.
+        folder: what the trainer may write to.
+        record_losses: whether to keep the loss of each step.
+        **settings: further arguments of `SFTConfig`.
+    """
     from datasets import Dataset
+    from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
     from trl import SFTConfig, SFTTrainer
 
     class Recording(RecordsLosses, SFTTrainer):
         pass
 
-    backbone = model_factory()
-    torch.manual_seed(task.seed)
     arguments = SFTConfig(
         output_dir=folder,
         per_device_train_batch_size=task.batch_size,
         max_steps=workload.num_steps,
         learning_rate=workload.learning_rate,
         seed=task.seed,
-        padding_free=True,
         max_length=None,
         train_sampling_strategy="sequential",
-        gradient_checkpointing=False,
-        bf16=False,
         logging_strategy="no",
         save_strategy="no",
         report_to="none",
         disable_tqdm=True,
-        use_cpu=True,
         dataloader_pin_memory=False,
+        **settings,
     )
-    # Rows are tokenised; the tokenizer only names the token that padding would have.
-    tokenizer = PreTrainedTokenizerFast(
-        tokenizer_object=gpt2_tokenizer(DEFAULT_DATA), eos_token="<|endoftext|>", pad_token="<|endoftext|>"
-    )
-    trainer_class = Recording if record_losses else SFTTrainer
-    return trainer_class(
+    # Rows are tokenised; the tokenizer only names the token of padding.
+    words = Tokenizer(models.WordLevel({"<end>": 0}, "<end>"))
+    return (Recording if record_losses else SFTTrainer)(
         model=get_peft_model(backbone, task.lora_config()),
         args=arguments,
         train_dataset=Dataset.from_list([dict(row) for row in task.rows]),
-        processing_class=tokenizer,
+        processing_class=PreTrainedTokenizerFast(tokenizer_object=words, eos_token="<end>", pad_token="<end>"),
     )

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import argparse
 import json
-import sys
 from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
 
 import torch
 
-from benchmarks.paths import RESULTS, SHARED_DATA
-from benchmarks.training import report
+from benchmarks.harness import hand_over
+from benchmarks.paths import SHARED_DATA
+from benchmarks.stored import host_kind, read_result, write_result
 from benchmarks.training.prefixes.measure import Found, measure, peak_bytes
 from benchmarks.training.prefixes.rows import SET_UPS
 from benchmarks.training.timing import use_clock
@@ -32,15 +31,16 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if options.memory_of:
         given = json.loads(options.memory_of)
         (set_up,) = (one for one in SET_UPS if one.name == given["name"])
-        print(peak_bytes(set_up, ModelSpec(**given["model"]), given["num_tasks"], given["share"]))
+        hand_over(peak_bytes(set_up, ModelSpec(**given["model"]), given["num_tasks"], given["share"]))
         return
     if not (SHARED_DATA / "text").is_dir():
         raise SystemExit(f"there are no texts in {SHARED_DATA / 'text'}: nothing is measured")
     model = ModelSpec(hidden_size=options.hidden_size, num_layers=options.layers, max_tokens=2048)
-    path = options.output or RESULTS / f"prefixes-{report.host_kind()}.json"
-    command = [sys.executable, "-m", "benchmarks.training.prefixes", *(arguments or sys.argv[1:])]
+    name = f"prefixes-{host_kind()}"
     print(_HEADER, flush=True)
-    rows = _kept(path, asdict(model))
+    stored = read_result(name, options.output)
+    # Rows of other set-ups on the same backbone stay.
+    rows = {row["name"]: row for row in stored["rows"]} if stored.get("model") == asdict(model) else {}
     # Those first that a gain was promised of, and a file after each, as this may be stopped before it ends.
     for set_up in sorted(SET_UPS, key=lambda one: not one.has_target):
         if options.only is None or any(part in set_up.name for part in options.only):
@@ -49,17 +49,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             print(line(found), flush=True)
             rows[set_up.name] = asdict(found)
             kept = [rows[one.name] for one in SET_UPS if one.name in rows]
-            written = {**report.circumstances(command), "model": asdict(model), "rows": kept}
-            path.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
-    print(f"written: {path}")
-
-
-def _kept(path: Path, model: dict[str, Any]) -> dict[str, dict[str, Any]]:
-    """Return the rows of other set-ups that a file has of the same backbone, by name; they stay."""
-    if not path.is_file():
-        return {}
-    found = json.loads(path.read_text(encoding="utf-8"))
-    return {row["name"]: row for row in found["rows"]} if found["model"] == model else {}
+            write_result(name, {"model": asdict(model), "rows": kept}, options.output)
 
 
 _HEADER = (
@@ -94,7 +84,7 @@ def _parser() -> argparse.ArgumentParser:
         action="store_true",
         help="leave memory out, which is measured where a gain was promised, in processes of its own",
     )
-    add("--output", type=Path, help="JSON file to write")
+    add("--output", type=Path, help="folder for the JSON file")
     add("--memory-of", help=argparse.SUPPRESS)
     return parser
 

@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import gc
 import json
-import subprocess
-import sys
 import tempfile
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
@@ -18,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from benchmarks.paths import ROOT
+from benchmarks.harness import in_own_process
 from benchmarks.training.audit import measured_peak
 from benchmarks.training.baselines import Contender
 from benchmarks.training.baselines.hf_trainer import run_hf_trainer
@@ -174,11 +172,7 @@ def _in_turn_s(name: str, set_up: SetUp, model: ModelSpec, num_tasks: int, losse
 def _peak(name: str, model: ModelSpec, num_tasks: int, share: bool | str) -> int:
     """Return the peak of a process of its own that takes two steps."""
     given = json.dumps({"name": name, "model": asdict(model), "num_tasks": num_tasks, "share": share})
-    command = [sys.executable, "-m", "benchmarks.training.prefixes", "--memory-of", given]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise RuntimeError(f"{name}: measuring memory ended with code {done.returncode}:\n{done.stderr[-3000:]}")
-    return int(done.stdout.splitlines()[-1])
+    return in_own_process("benchmarks.training.prefixes", "--memory-of", given)
 
 
 def peak_bytes(set_up: SetUp, model: ModelSpec, num_tasks: int, share: bool | str) -> int:

@@ -1,0 +1,84 @@
+"""How benchmarks repeat, interleave, time and compare: runs by turns, and runs in processes of their own."""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+from benchmarks.paths import ROOT
+
+Clock = Callable[[], float]
+CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "processor": time.process_time}
+"""Seconds that pass, or those of the processor, which other programs on the machine change least; for one thread."""
+
+
+def in_turns(
+    runs: Mapping[str, Callable[[], Any]], rounds: int, clock: Clock = time.process_time, *, num_warm: int = 1
+) -> dict[str, list[float]]:
+    """Return the seconds of each run by round.
+
+    Each round has all runs, and begins with another one, so that whatever else the machine does affects all equally.
+
+    Args:
+        runs: what is timed, by name.
+        rounds: rounds that are timed.
+        clock: returns seconds.
+        num_warm: rounds before them.
+    """
+    seconds: dict[str, list[float]] = {name: [] for name in runs}
+    names = list(runs)
+    for turn in range(-num_warm, rounds):
+        first = turn % len(names)
+        for name in [*names[first:], *names[:first]]:
+            start_s = clock()
+            runs[name]()
+            if turn >= 0:
+                seconds[name].append(clock() - start_s)
+    return seconds
+
+
+def ratio(seconds: Sequence[float], others: Sequence[float]) -> float:
+    """Return the median over the rounds of one time over another of the same round."""
+    return statistics.median(a / b for a, b in zip(seconds, others, strict=True))
+
+
+_MARK = "found: "
+
+
+def in_own_process(module: str, *arguments: str, processes: int = 1, limit_s: float = 3600, **environment: str) -> Any:
+    """Run a module in one or several processes of its own; return what it has handed to `hand_over`.
+
+    Args:
+        module: what `python -m` runs.
+        *arguments: its command line.
+        processes: processes that run it together, under `torchrun`.
+        limit_s: seconds after which it is ended.
+        **environment: variables in addition to those of this process.
+
+    Raises:
+        RuntimeError: with the end of its output, if it fails.
+    """
+    launcher = ["-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(processes)]
+    command = [sys.executable, *(launcher if processes > 1 else []), "-m", module, *arguments]
+    variables = {"OMP_NUM_THREADS": "1"} if processes > 1 else {}
+    variables |= {"PYTHONPATH": str(ROOT), "HF_HUB_OFFLINE": "1", "TOKENIZERS_PARALLELISM": "false", **environment}
+    done = subprocess.run(
+        command, cwd=ROOT, env=os.environ | variables, capture_output=True, text=True, check=False, timeout=limit_s
+    )
+    if done.returncode != 0:
+        # The launcher's own report comes last, and pushes what a process has said out of the end.
+        said = "\n".join(line for line in done.stderr.splitlines() if "Error: " in line)
+        raise RuntimeError(f"{module} ended with code {done.returncode}:\n{said[:3000]}\n{done.stderr[-3000:]}")
+    (found,) = (line for line in done.stdout.splitlines() if line.startswith(_MARK))
+    return json.loads(found.removeprefix(_MARK))
+
+
+def hand_over(found: Any) -> None:
+    """Give plain values to the process that waits in `in_own_process`; of several processes one does."""
+    print(f"\n{_MARK}{json.dumps(found)}", flush=True)
