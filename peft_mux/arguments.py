@@ -294,7 +294,7 @@ REASONS = by_name(
         ),
         "ignore_data_skip save_only_model": "resuming is exact, and needs the whole state",
         "torch_compile torch_compile_backend torch_compile_mode": (
-            "compile modules of the backbone (layer.mlp.compile()); grouped LoRA is one operator inside them"
+            "which rows belong to which task changes in every pass; use_liger_kernel fuses norms, RoPE and MLPs"
         ),
         "fsdp fsdp_config": "adapters of many tasks are laid out by peft_mux; set shard_backbone=True for FSDP2",
         "deepspeed parallelism_config": (

@@ -57,7 +57,7 @@ def test_every_field_is_either_settable_or_refused_when_it_is_changed() -> None:
     for name, value, reason in (
         ("fp16", True, "use bf16"),
         ("auto_find_batch_size", True, "max_tokens_per_micro_batch"),
-        ("torch_compile", True, "compile modules of the backbone"),
+        ("torch_compile", True, "use_liger_kernel fuses"),
         ("deepspeed", {"stage": 3}, "shard_backbone, or the two parallel sizes"),
         ("ignore_data_skip", True, "resuming is exact"),
     ):

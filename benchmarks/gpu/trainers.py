@@ -277,7 +277,6 @@ def task_batch(task: Any, step: int) -> Any:
 @contextlib.contextmanager
 def counted_paths() -> Iterator[Counter[str]]:
     """Count how often the model computes a group of layers forward through kernels, and how often through slices."""
-    from peft_mux.kernels.lora import group as lora_calls
     from peft_mux.kernels.lora.group import KernelCall
     from peft_mux.modeling.adapters.lora import layer as layers
 
@@ -293,7 +292,6 @@ def counted_paths() -> Iterator[Counter[str]]:
     places = [
         (KernelCall, "forward", "kernels"),
         (layers, "grouped_lora_slices", "slices"),
-        (lora_calls, "slices_forward", "slices"),  # in compiled graphs
     ]
     with contextlib.ExitStack() as stack:
         for owner, attribute, name in places:

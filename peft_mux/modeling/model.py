@@ -586,7 +586,6 @@ class MultiTaskPeftModel(PeftModel):
         with self.multiplexing(batch):
             return self.objectives.head.logits(self.hidden_states(batch), batch, self)
 
-    @torch.compiler.disable()
     def prepare_pass(self, tasks: Iterable[str]) -> None:
         """Bind the gradients of the tasks of a pass, and update the copies of weights that kernels read."""
         for name in tasks:

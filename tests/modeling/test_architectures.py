@@ -215,6 +215,13 @@ def test_a_decoder_classifies_by_its_last_token_that_is_no_padding() -> None:
 # ------------------------------------------------------------------ refusals
 
 
+def compiled_llama() -> Any:
+    """Return a backbone with a compiled part."""
+    backbone = backbones.LANGUAGE_MODELS["Llama"][0]()
+    backbone.model.layers[0].mlp.compile()
+    return backbone
+
+
 @pytest.mark.parametrize(
     ("make", "target", "name", "reason"),
     [
@@ -237,6 +244,7 @@ def test_a_decoder_classifies_by_its_last_token_that_is_no_padding() -> None:
             "OPTForCausalLM",
             "global random generator",
         ),
+        (compiled_llama, "q_proj", "LlamaForCausalLM", r"model\.layers\.0\.mlp is compiled"),
     ],
 )
 def test_a_model_that_packing_would_change_is_refused_by_name_with_the_reason(

@@ -7,5 +7,5 @@ Read in this order:
 3. `tables.py`: tables of segments, adapters and factor addresses for the kernels, and tile sizes.
 4. `launch.py`: checks and starts the kernels.
 5. `device.py`: the Triton kernels.
-6. `function.py`: how autograd and `torch.compile` see a group.
+6. `function.py`: how autograd sees a group.
 """

@@ -7,10 +7,9 @@
 A task whose adapters have dropout draws a separate mask for each layer, so its factors A use one additional launch per
 layer. The launches that handle a task depend only on that task, so other tasks do not change its bits.
 
-Autograd calls a group through `LoraGroupFunction` in eager passes, and through two operators in compiled ones. Both add
-the gradients of the factors in place to the tasks' gradient buffers. A scalar that requires gradients (the anchor)
-makes outputs differentiable even if the activations are not. The operators are opaque to `torch.compile`: tasks, rows,
-ranks and seeds are looked up by number at run time, so that changing them does not trigger recompilation.
+Autograd calls a group through `LoraGroupFunction`, which adds the gradients of the factors in place to the tasks'
+gradient buffers. A scalar that requires gradients (the anchor) makes outputs differentiable even if the activations are
+not.
 
 Shape letters: T rows of the stream, D features read, K features of a layer, R rank, C columns of S.
 """
@@ -20,13 +19,12 @@ from __future__ import annotations
 import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
-from weakref import WeakValueDictionary
 
 import torch
 from torch.nn import functional as F
 
 from peft_mux.kernels import philox
-from peft_mux.kernels.lora.reference import LinearSlice, Rows, all_factors, slices_backward, slices_forward
+from peft_mux.kernels.lora.reference import Rows
 from peft_mux.kernels.lora.tables import MAX_JOINT_RANK, MAX_RANK, Factors, RankTable, SegmentTables
 
 _WORD_BYTES = 16
@@ -276,14 +274,12 @@ class KernelCall(NamedTuple):
         bases: the frozen part of each of its layers.
         segments: which rows of the stream belong to which task.
         places: int64 `[T]`, place of each row in its task's global batch, for dropout.
-        num_columns: number of columns per row to keep for the backward pass; by default as many as these tasks need.
     """
 
     group: LoraGroup
     bases: Sequence[Base]
     segments: SegmentTables
     places: torch.Tensor
-    num_columns: int | None = None
 
     def forward(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
         """Return each layer's `y [..., K]` of `x [..., D]`, in the factors' dtype, and S for the backward pass."""
@@ -293,7 +289,7 @@ class KernelCall(NamedTuple):
         group, segments, places = self.group, self.segments, self.places
         lead, x_TD = x.shape[:-1], rows_of(x)
         # Not zeroed, because no kernel reads columns of S that its segment has not written.
-        s_TC = x_TD.new_empty((x_TD.shape[0], self.num_columns or group.num_columns))
+        s_TC = x_TD.new_empty((x_TD.shape[0], group.num_columns))
         layout = group.layout_of(x_TD, s_TC, segments)
         for part in group.parts_of_a:
             more = more_arguments(part, places, layout)
@@ -366,48 +362,12 @@ class KernelCall(NamedTuple):
         return dx
 
 
-class SliceCall(NamedTuple):
-    """A group in a pass, computed by products on slices; adds to the parameters' own gradients.
-
-    Attributes:
-        slices: the layers of the group with their adapters.
-        places: int64 `[T]`, place of each row in its task's global batch, for dropout.
-        num_columns: number of columns per row to keep for the backward pass.
-    """
-
-    slices: Sequence[LinearSlice]
-    places: torch.Tensor
-    num_columns: int
-
-    def forward(self, x_TD: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], torch.Tensor]:
-        """Return each layer's output `[T, K]`, and what the backward pass needs besides `x_TD`."""
-        # As wide as the compiled graph expects, which may be more than these tasks need.
-        saved = x_TD.new_zeros(len(x_TD) * self.num_columns)
-        return slices_forward(x_TD, self.slices, self.places, saved), saved
-
-    def backward(
-        self, dys_TK: Sequence[torch.Tensor], x_TD: torch.Tensor, saved: torch.Tensor, *, needs_dx: bool
-    ) -> torch.Tensor | None:
-        """Add to the gradients of the adapters, and return that of `x_TD` if a layer below needs it."""
-        factors = all_factors(self.slices)
-        dx, gradients = slices_backward(dys_TK, x_TD, self.slices, self.places, saved.reshape(-1), needs_dx=needs_dx)
-        for factor, gradient in zip(factors, gradients, strict=True):
-            if gradient is not None:
-                # Done manually, because for autograd the whole group is one operator without factors.
-                factor.grad = gradient if factor.grad is None else factor.grad.add_(gradient)
-        return dx
-
-
-GroupCall = KernelCall | SliceCall
-"""A group of linear layers in one pass."""
-
-
 class LoraGroupFunction(torch.autograd.Function):
-    """One group of layers, forward and backward, in an eager pass."""
+    """One group of layers, forward and backward."""
 
     @staticmethod
     def forward(
-        ctx: Any, x: torch.Tensor, anchor: torch.Tensor | None, call: GroupCall, dtype: torch.dtype
+        ctx: Any, x: torch.Tensor, anchor: torch.Tensor | None, call: KernelCall, dtype: torch.dtype
     ) -> tuple[torch.Tensor, ...]:
         """Compute each `y [..., K]` of `x [..., D]`; save `x` and the tensors that the call needs."""
         ctx.call, ctx.dtype, ctx.input_dtype = call, dtype, x.dtype
@@ -441,92 +401,3 @@ def _gradients(ctx: Any, *dys: torch.Tensor) -> tuple[Any, ...]:
 
 
 _once_differentiable = torch.autograd.function.once_differentiable(_gradients)
-
-
-class PassRegistry:
-    """Maps numbers to passes, because a compiled graph can only hold numbers; the passes belong to their models."""
-
-    def __init__(self) -> None:
-        self._passes: WeakValueDictionary[int, Any] = WeakValueDictionary()
-        self._number = 0
-
-    @torch.compiler.disable()
-    def add(self, one: Any) -> torch.Tensor:
-        """Register a pass, which the registry does not keep alive.
-
-        Args:
-            one: has `call_of`, which returns the call of a group, from its number and the dtype of its activations.
-
-        Returns:
-            int64 scalar on the CPU, the number of the pass.
-        """
-        self._number += 1
-        self._passes[self._number] = one
-        # A tensor, because `torch.compile` would guard on the value of an int and recompile for each pass.
-        return torch.tensor(self._number)
-
-    def call(self, handle: torch.Tensor, group: int, dtype: torch.dtype) -> GroupCall:
-        """Return the call of a group in a pass."""
-        return self._passes[int(handle)].call_of(group, dtype)
-
-
-PASSES = PassRegistry()
-
-
-@torch.library.custom_op("peft_mux::lora_group", mutates_args=())
-def lora_group(
-    x: torch.Tensor, anchor: torch.Tensor, handle: torch.Tensor, group: int, widths: list[int], num_columns: int
-) -> list[torch.Tensor]:
-    """Return the outputs of a group, followed by the tensor that its backward pass needs.
-
-    Args:
-        x: `[T, D]` activations that all layers of the group read.
-        anchor: scalar that requires gradients.
-        handle: number of the pass, from `PassRegistry.add`.
-        group: number of the group of layers.
-        widths: number of features of each layer's output.
-        num_columns: number of elements that the backward pass needs for each row.
-    """
-    outputs, saved = PASSES.call(handle, group, x.dtype).forward(x)
-    return [*outputs, saved.reshape(len(x), num_columns)]
-
-
-@lora_group.register_fake
-def _(
-    x: torch.Tensor, anchor: torch.Tensor, handle: torch.Tensor, group: int, widths: list[int], num_columns: int
-) -> list[torch.Tensor]:
-    return [x.new_empty(x.shape[0], width) for width in (*widths, num_columns)]
-
-
-@torch.library.custom_op("peft_mux::lora_group_backward", mutates_args=())
-def lora_group_backward(
-    dys: list[torch.Tensor], x: torch.Tensor, saved: torch.Tensor, handle: torch.Tensor, group: int
-) -> torch.Tensor:
-    """Add to the gradients of the factors, and return the gradient of `x`."""
-    dx = PASSES.call(handle, group, x.dtype).backward(dys, x, saved, needs_dx=True)
-    assert dx is not None, "it was asked for"
-    return dx
-
-
-@lora_group_backward.register_fake
-def _(dys: list[torch.Tensor], x: torch.Tensor, saved: torch.Tensor, handle: torch.Tensor, group: int) -> torch.Tensor:
-    return x.new_empty(x.shape)
-
-
-def _save_for_backward(ctx: Any, inputs: tuple[Any, ...], output: list[torch.Tensor]) -> None:
-    x, _, handle, group, widths, _ = inputs
-    ctx.save_for_backward(x, output[-1], handle)
-    ctx.group, ctx.num_outputs, ctx.mark_saved = group, len(widths), output[-1]
-    # Zeros for unused outputs, because the backward operator takes a gradient for every layer.
-    ctx.set_materialize_grads(True)
-
-
-def _backward(ctx: Any, gradients: list[torch.Tensor]) -> tuple[Any, ...]:
-    x, saved, handle = ctx.saved_tensors
-    dys = [gradient.contiguous() for gradient in gradients[: ctx.num_outputs]]
-    dx = torch.ops.peft_mux.lora_group_backward(dys, x, saved, handle, ctx.group)
-    # The anchor's gradient, which is always zero, keeps the operator in graphs in which no layer below needs dx.
-    return dx, dx.flatten()[:1].sum() * 0, None, None, None, None
-
-
-lora_group.register_autograd(_backward, setup_context=_save_for_backward)

@@ -199,8 +199,6 @@ class MultiplexedBottleneck(MultiplexedForward):
 
     against_graphs = "bottlenecks run behind each task's own rows ({name})"
 
-    num_columns = 0  # of compiled graphs, in which bottlenecks run on slices
-
     def __init__(self, module: nn.Module, name: str, stream: Stream) -> None:
         super().__init__(module, name, stream)
         self.members = (self,)
@@ -224,7 +222,7 @@ class MultiplexedBottleneck(MultiplexedForward):
         y_TK = rows_of(y)
         launches: KernelCall | None = None
         p_parts: Sequence[Any] = [None] * len(self.stream.segments)
-        own_pass: LoraPass | None = None if torch.compiler.is_compiling() else self.stream.passes.get(NAME)
+        own_pass: LoraPass | None = self.stream.passes.get(NAME)
         if own_pass is not None and (tables := own_pass.tables_of(self, y.dtype)) is not None:
             assert own_pass.segment_tables is not None, "kernels run where there are tables"
             launches = KernelCall(tables, (), own_pass.segment_tables, own_pass.places)

@@ -101,8 +101,7 @@ def packed_attention(
         query, key, value = (
             take_rows(x.squeeze(0).transpose(0, 1), rows).transpose(0, 1)[None] for x in (query, key, value)
         )
-    if not torch.compiler.is_compiling():  # a compiled pass would be guarded by the count, and compiled each time
-        mux_stream.stream.num_attention_calls += 1
+    mux_stream.stream.num_attention_calls += 1
     if mux_stream.parts is not None:
         mux_stream.keep_parts(mux_stream.module_names[module], key, value)
     scores = Scores(query.shape[-1] ** -0.5 if scaling is None else scaling, causal, sliding_window, softcap, s_aux)

@@ -55,6 +55,8 @@ def check_backbone(backbone: Any) -> None:
     if not isinstance(backbone, PreTrainedModel):
         raise UnsupportedModelError(f"the backbone must be a transformers PreTrainedModel, got {name}.")
     config = backbone.config
+    # `compile()` sets this attribute; what a compiled module computes would be fixed for the tasks of its first pass.
+    compiled = next((key for key, module in backbone.named_modules() if module._compiled_call_impl is not None), None)
     layer_types = getattr(config, "layer_types", None) or getattr(config, "layers_block_type", None) or ()
     odd_types = sorted(set(layer_types) - {"attention", "full_attention", "sliding_attention"})
     if getattr(config, "is_encoder_decoder", False):
@@ -66,6 +68,8 @@ def check_backbone(backbone: Any) -> None:
     # transformers sets this if attention goes through its interface, with all arguments of the call.
     elif not getattr(backbone, "_supports_attention_backend", False):
         reason = "it computes attention on a path of its own"
+    elif compiled is not None:
+        reason = f"{compiled or 'the model'} is compiled; load it without compile(), as Liger's kernels fuse its layers"
     elif getattr(config, "output_router_logits", False):
         reason = (
             "its router loss (output_router_logits) mixes the tokens of all tasks; set it to False, as "

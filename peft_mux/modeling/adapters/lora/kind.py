@@ -244,7 +244,6 @@ class LoraKind(AdapterKind):
                 if any(member.group is not forward.group for member in forward.group.members):
                     # A sibling is called with other activations since an adapter of another type came to its layer.
                     forward.group = LinearGroup([forward], stream)
-                forward.group.count_columns()
                 layer: Any = forward.module
                 adapters = (*layer.lora_A, *own_biases(layer.get_base_layer()))
                 steps = {adapter: RowSteps(layer, adapter) for adapter in adapters}

@@ -31,7 +31,6 @@ from peft_mux.modeling.adapters.lora.row_steps import RowSteps, dropout_of
 from peft_mux.modeling.adapters.own import own_bias_added
 from peft_mux.modeling.backbone.modules import frozen_weight
 from peft_mux.modeling.backbone.quantized import base_output
-from peft_mux.modeling.slabs import round_up_to_group
 from peft_mux.modeling.stream import RowSegment, Stream
 
 NAME = "LORA"
@@ -79,8 +78,7 @@ def rows_needed_now(stream: Stream, num_rows: int) -> tuple[Rows, ...] | None:
         stream: the pass in flight.
         num_rows: rows of the tensor in question; if they are not the stream's, it is unknown whose they are.
     """
-    # A compiled graph must not depend on which adapters were met.
-    if torch.compiler.is_compiling() or not stream.adapters_not_reached or num_rows != stream.num_rows:
+    if not stream.adapters_not_reached or num_rows != stream.num_rows:
         return None
     return rows_needed(stream.segments, stream.adapters_not_reached)
 
@@ -152,7 +150,6 @@ class MultiplexedLinear(MultiplexedForward):
         (y,) = self.group.outputs(x)
         return y if self.is_plain else base_output(self.base_layer, x, self.name) + y
 
-    @torch.compiler.disable()
     def _stepped(self, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
         """Return the outputs `[..., K]` after each task's own steps on its rows."""
 
@@ -200,8 +197,7 @@ class LinearGroup:
         stream: the model's, which knows which rows belong to which task.
 
     Attributes:
-        number: the number by which compiled graphs find the group.
-        num_columns: columns of S that any tasks may need; kept up to date by `attach`.
+        number: the number of the group among those of the model.
         are_apart: whether the model has called only some of them with a tensor.
     """
 
@@ -209,7 +205,6 @@ class LinearGroup:
         self.members = members
         self.stream = stream
         self.number = stream.makers[NAME].enroll(self)
-        self.count_columns()
         self.are_apart = False
         self._x: torch.Tensor | None = None
         self._pass = -1
@@ -218,11 +213,6 @@ class LinearGroup:
     def bases(self) -> list[Base]:
         """Return the frozen part of each layer, as it lies now."""
         return [Base(*frozen_weight(one.base_layer), one.module.out_features) for one in self.members]  # type: ignore[arg-type]
-
-    def count_columns(self) -> None:
-        """Update what S needs: whole groups of eight ranks of each layer's greatest adapter."""
-        layers: list[Any] = [member.module for member in self.members]
-        self.num_columns = sum(round_up_to_group(max(map(int, layer.r.values()), default=0)) for layer in layers)
 
     def outputs(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         """Return `[..., K]` of each layer, for `x [..., D]`."""
@@ -243,22 +233,7 @@ class LinearGroup:
         lora_pass: Any = None if is_sliced else self.stream.passes.get(NAME)
         if lora_pass is not None:
             device_type = x.device.type
-            autocast = torch.is_autocast_enabled(device_type)
-            dtype = torch.get_autocast_dtype(device_type) if autocast else x.dtype
-            if torch.compiler.is_compiling():
-                # The dtype is settled above; autocast would cast each product by itself.
-                with torch.autocast(device_type, enabled=False):
-                    # One opaque operator, which finds the pass and the group again by their numbers.
-                    widths = [member.module.out_features for member in self.members]
-                    *ys, _ = torch.ops.peft_mux.lora_group(
-                        x.reshape(-1, x.shape[-1]).to(dtype),
-                        lora_pass.anchor,
-                        lora_pass.handle,
-                        self.number,
-                        widths,
-                        self.num_columns,
-                    )
-                return tuple(y.view(*lead, -1) for y in ys)
+            dtype = torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
             ys = lora_pass.outputs(self, x, dtype, needed)
             if ys is not None:
                 return ys
@@ -269,8 +244,8 @@ class LinearGroup:
     def _meet(self) -> tuple[Rows, ...] | None:
         """Return which rows need the gradient of `x`, and mark the adapters of these layers as applied in this pass."""
         stream = self.stream
-        if torch.compiler.is_compiling() or any(member.module.disable_adapters for member in self.members):
-            # A compiled graph must not depend on which adapters were met, and a frozen pass may need input gradients.
+        if any(member.module.disable_adapters for member in self.members):
+            # A frozen pass may need input gradients.
             stream.adapters_not_reached = frozenset()
             return None
         needed = rows_needed(stream.segments, stream.adapters_not_reached)
@@ -290,9 +265,7 @@ class LinearGroup:
                 self._x = None
             return y
         # What is left over from another pass was cut off there: a recomputation ends as soon as nothing more is needed.
-        # A compiled graph must not depend on the number of the pass.
-        this_pass = 0 if torch.compiler.is_compiling() else self.stream.num_passes
-        if self._ready and self._pass == this_pass:
+        if self._ready and self._pass == self.stream.num_passes:
             self.are_apart = True
         # Outputs of other activations are of no use, and would be kept alive.
         self._ready.clear()
@@ -302,5 +275,5 @@ class LinearGroup:
             return member.product(x)
         outputs = dict(zip(map(id, self.members), self.outputs(x), strict=True))
         y = outputs.pop(id(member))
-        self._x, self._pass, self._ready = x, this_pass, outputs
+        self._x, self._pass, self._ready = x, self.stream.num_passes, outputs
         return y

@@ -4,8 +4,8 @@ On a GPU with Triton, what launches need to know (where each adapter lies, its r
 each set of tasks and kept by `LoraGroups`; a pass adds only which rows belong to which task. Anywhere else, and if
 kernels cannot serve an adapter, the same result comes from products on slices (`peft_mux.kernels.lora.reference`).
 
-A *group* is what `LoraGroups.enroll` takes: an object with `members` (the forwards of its layers), `number` and
-`num_columns`. It is a `LinearGroup` of LoRA, or one layer of Adapter Tuning. A member gives its `GroupedAdapter`s.
+A *group* is what `LoraGroups.enroll` takes: an object with `members` (the forwards of its layers) and `number`. It is a
+`LinearGroup` of LoRA, or one layer of Adapter Tuning. A member gives its `GroupedAdapter`s.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from __future__ import annotations
 import functools
 import warnings
 import weakref
-from collections import OrderedDict, deque
+from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -22,14 +22,13 @@ from torch import nn
 
 from peft_mux.kernels import philox
 from peft_mux.kernels.availability import runs_kernels
-from peft_mux.kernels.lora.group import PASSES, Adapter, KernelCall, LoraGroup, LoraGroupFunction, SliceCall
+from peft_mux.kernels.lora.group import Adapter, KernelCall, LoraGroup, LoraGroupFunction
 from peft_mux.kernels.lora.reference import Rows
 from peft_mux.kernels.lora.tables import DTYPES, SegmentTables
 from peft_mux.modeling.slabs import TaskSlab
 from peft_mux.modeling.stream import RowSegment, StreamOrder
 
 _MAX_COMPOSITIONS = 32
-_MAX_PASSES = 256
 
 
 class GroupedAdapter(NamedTuple):
@@ -51,13 +50,10 @@ class LoraGroups:
         slab_of: see above.
         composes: whether passes include absent adapters; not if one of them keeps kernels from serving the others.
         groups: groups by number, weakly, because they belong to their layers, which may be regrouped or removed.
-        recent: the latest passes, kept because a compiled graph does not signal when it no longer needs one. At most
-            `_MAX_PASSES` passes of compiled modules may be waiting for their backward pass.
     """
 
     def __init__(self, slab_of: Callable[[str], TaskSlab | None]) -> None:
         self.groups: weakref.WeakValueDictionary[int, Any] = weakref.WeakValueDictionary()
-        self.recent: deque[LoraPass] = deque(maxlen=_MAX_PASSES)
         self.slab_of = slab_of
         self._tables: OrderedDict[tuple[Any, ...], dict[int, LoraGroup | None]] = OrderedDict()
         self._num_enrolled = 0
@@ -94,9 +90,8 @@ class LoraGroups:
         return all(page.values.grad is not None for page in slab.pages) and not slab.watched()
 
     def clear(self) -> None:
-        """Drop all tables and passes, which hold adapters; needed when an adapter is added, removed or moved."""
+        """Drop all tables, which hold adapters; needed when an adapter is added, removed or moved."""
         self._tables.clear()
-        self.recent.clear()
         self._is_linear_only.clear()
         self.composes = True
         self._order = StreamOrder(lambda adapter: self._slab(adapter).number, self._may_be_absent)
@@ -107,7 +102,7 @@ class LoraGroups:
         return slab
 
     def enroll(self, group: Any) -> int:
-        """Return a number for a group of layers, by which compiled graphs find it."""
+        """Return a number for a group of layers, by which its tables are kept."""
         self._num_enrolled += 1
         self.groups[self._num_enrolled] = group
         return self._num_enrolled
@@ -200,7 +195,6 @@ class LoraPass:
 
     Attributes:
         anchor: scalar that requires gradients.
-        handle: represents the pass in compiled graphs.
         segment_tables: which rows belong to which task, for launches; `None` if no kernels run.
         found: in a pass of fixed size, the tables of each group that was computed, by its number and the dtype; `None`
             if kernels cannot serve it. They live as long as the pass: captured launches read them at every replay.
@@ -224,9 +218,6 @@ class LoraPass:
         # If nothing below trains, activations need no gradient, and outputs would not either.
         self.anchor = torch.zeros((), device=places.device, requires_grad=True)
         self._has_fixed_size = has_fixed_size
-        self.handle = PASSES.add(self)
-        if not has_fixed_size:
-            groups.recent.append(self)
         self.found: dict[tuple[int, torch.dtype], LoraGroup | None] = {}
         self.segment_tables: SegmentTables | None = None
         self._watched: frozenset[int] = frozenset()
@@ -281,15 +272,6 @@ class LoraPass:
         call = KernelCall(tables, bases, self.segment_tables, self.places)
         # If activations require a gradient already, the anchor would only be one more edge of the graph.
         return LoraGroupFunction.apply(x, None if x.requires_grad else self.anchor, call, dtype)
-
-    def call_of(self, number: int, dtype: torch.dtype) -> KernelCall | SliceCall:
-        """Return the call of a group for compiled graphs, from the group's number and the dtype of its activations."""
-        group = self._groups.groups[number]
-        tables = self.tables_of(group, dtype)
-        if tables is not None and self.segment_tables is not None:
-            return KernelCall(tables, group.bases(), self.segment_tables, self.places, group.num_columns)
-        slices = [member.slice_of(self.segments) for member in group.members]
-        return SliceCall(slices, self.places, group.num_columns)
 
     def tables_of(self, group: Any, dtype: torch.dtype) -> LoraGroup | None:
         """Return what launches need to know of a group in this pass; `None` if kernels cannot serve it."""
