@@ -8,15 +8,18 @@ reason, never accepted and ignored. Values are checked against `_RULES`, `_CHOIC
 from __future__ import annotations
 
 import errno
+import functools
 import importlib.util
 import json
 import math
 import os
 import re
+import reprlib
+import textwrap
 import time
 import uuid
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import MISSING, dataclass, field, fields, replace
+from dataclasses import MISSING, dataclass, field, fields, is_dataclass, replace
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar, get_args
@@ -43,6 +46,9 @@ MOST_STEPS = 10**9
 # ---------------------------------------------------------------------------------------------------- unknown settings
 
 Value = TypeVar("Value")
+Settings = TypeVar("Settings")
+_REPR = reprlib.Repr()
+_REPR.maxstring = _REPR.maxother = 60
 
 
 def by_name(table: Mapping[str, Value]) -> dict[str, Value]:
@@ -135,6 +141,50 @@ def refuse_unknown(given: Mapping[str, Any], known: Iterable[str], where: str, n
     for name in [name for name in needed if name not in given]:
         faults.append(Fault(f"{where}.{name}", "nothing", "set, because it has no default"))
     raise_faults(faults)
+
+
+def checks_settings(check: Callable[..., None]) -> Callable[[type[Settings]], type[Settings]]:
+    """Return a decorator of a dataclass that calls `check` with the arguments of each constructor call first.
+
+    Python's own error would not say what was meant. Unlike a `__new__`, it keeps the signature that `help` and editors
+    show.
+    """
+
+    def decorate(kind: type[Settings]) -> type[Settings]:
+        init = kind.__init__
+
+        @functools.wraps(init)
+        def checked_init(self: Any, *args: Any, **settings: Any) -> None:
+            check(*args, **settings)
+            init(self, *args, **settings)
+
+        kind.__init__ = checked_init  # type: ignore[method-assign]
+        return kind
+
+    return decorate
+
+
+def short_repr(self: Any) -> str:
+    """Return a dataclass as a call of its class with the fields that differ from their defaults, on a few lines."""
+    parts = []
+    for item in fields(self):
+        value, is_required = getattr(self, item.name), item.default is item.default_factory is MISSING
+        is_unset = not is_required and (
+            is_default(self, item.name, type(self))
+            if isinstance(self, TrainingArguments)
+            else _equals(value, _default(item))
+        )
+        if item.init and not is_unset and item.name not in ("peft_type", "peft_version"):  # which the class says
+            parts.append(f"{item.name}={'...' if item.name.endswith('_token') else _short(value)}")
+    text = f"{type(self).__name__}({', '.join(parts)})"
+    return textwrap.fill(text, 100, subsequent_indent="    ", break_long_words=False, break_on_hyphens=False)
+
+
+def _short(value: Any) -> str:
+    if is_dataclass(type(value)):
+        return short_repr(value)
+    text = " ".join(_REPR.repr(value).split())
+    return text if len(text) <= 60 or not hasattr(value, "__len__") else f"<{type(value).__name__} of {len(value):,}>"
 
 
 # ----------------------------------------------------------------------------------------------------- rules of values
@@ -473,7 +523,8 @@ _RULES: Mapping[str, Rule] = {
 # ------------------------------------------------------------------------------------------------------------ arguments
 
 
-@dataclass
+@checks_settings(lambda *_, **given: refuse_unknown(given, MultiTaskTrainingArguments.__dataclass_fields__, "args"))
+@dataclass(repr=False)
 class MultiTaskTrainingArguments(TrainingArguments):
     """`transformers.TrainingArguments` with the settings of a multi-task run.
 
@@ -603,11 +654,6 @@ class MultiTaskTrainingArguments(TrainingArguments):
     upload_to: str | None = field(default=None, metadata={"help": "URL of a copy of the run folder (fsspec)."})
     report_per_task: bool = field(default=False, metadata={"help": "One run per task in report_to."})
 
-    def __new__(cls, *args: Any, **settings: Any) -> MultiTaskTrainingArguments:
-        """Refuse unknown settings with what to use instead, which Python's own error would not say."""
-        refuse_unknown(settings, (item.name for item in fields(cls)), "args")
-        return super().__new__(cls)
-
     def __post_init__(self) -> None:
         """Check all fields before `TrainingArguments` completes them."""
         if self.bf16 is False and _precision_of_launcher() == "bf16":
@@ -631,6 +677,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
         self.load_best_model_at_end, self.metric_for_best_model, self.greater_is_better = best
         self.dataloader_prefetch_factor, self.dataloader_num_workers = loaders
         raise_faults(_tracker_faults(self))
+
+    __repr__ = __str__ = short_repr
 
     @classmethod
     def from_training_arguments(cls, config: TrainingArguments, **settings: Any) -> MultiTaskTrainingArguments:

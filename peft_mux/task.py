@@ -29,9 +29,11 @@ from transformers import (
 from peft_mux.arguments import (
     NUMBER_RULES,
     MultiTaskTrainingArguments,
+    checks_settings,
     choice_faults,
     is_interval,
     refuse_unknown,
+    short_repr,
     supported_optimizers,
     supported_schedules,
     type_rule,
@@ -194,7 +196,8 @@ def steps_of(interval: float, num_steps: int) -> int:
     return max(1, math.ceil(interval * num_steps)) if 0 < interval < 1 else int(interval)
 
 
-@dataclass(frozen=True, kw_only=True, slots=True)
+@checks_settings(lambda *_, **given: refuse_unknown(given, EarlyStopping.__dataclass_fields__, "early_stopping"))
+@dataclass(frozen=True, kw_only=True, slots=True, repr=False)
 class EarlyStopping:
     """Stop a task when its metric has not improved for a while, and go back to its best adapter.
 
@@ -213,10 +216,7 @@ class EarlyStopping:
     min_delta: float = 0.0
     greater_is_better: bool | None = None
 
-    def __new__(cls, *args: Any, **settings: Any) -> EarlyStopping:
-        """Refuse unknown settings with what to use instead, which Python's own error would not say."""
-        refuse_unknown(settings, cls.__dataclass_fields__, "early_stopping")
-        return object.__new__(cls)
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         """Check all fields."""
@@ -241,8 +241,17 @@ class EarlyStopping:
 # ----------------------------------------------------------------------------------------------------------------- task
 
 
+def _check_settings(*args: Any, **settings: Any) -> None:
+    if args:
+        fix = "Write Task(name=..., peft_config=..., train_dataset=...)."
+        raise_faults([Fault("task", f"{shown(args[0])} without a name", "created from settings by name", fix)])
+    needed = ("name", "peft_config", "train_dataset")[:: 1 if settings.get("init_adapter") is None else 2]
+    refuse_unknown(settings, Task.__dataclass_fields__, _where(settings.get("name")), needed)
+
+
 # Compared by identity: two tasks with equal fields are two jobs, and datasets have no cheap comparison.
-@dataclass(frozen=True, kw_only=True, slots=True, eq=False)
+@checks_settings(_check_settings)
+@dataclass(frozen=True, kw_only=True, slots=True, eq=False, repr=False)
 class Task:
     """One fine-tuning job: its name, its adapter, its data and its hyper-parameters.
 
@@ -379,17 +388,7 @@ class Task:
     init_adapter: str | os.PathLike[str] | None = None
     reference: str | None = None
 
-    def __new__(cls, *args: Any, **settings: Any) -> Task:
-        """Refuse unknown settings with what to use instead, which Python's own error would not say."""
-        if args:
-            fix = "Write Task(name=..., peft_config=..., train_dataset=...)."
-            raise_faults([Fault("task", f"{shown(args[0])} without a name", "created from settings by name", fix)])
-        # Copies, and tasks from another process, are made without settings.
-        needed = ("name", "peft_config", "train_dataset") if settings else ()
-        if settings.get("init_adapter") is not None:
-            needed = ("name", "train_dataset")
-        refuse_unknown(settings, cls.__dataclass_fields__, _where(settings.get("name")), needed)
-        return object.__new__(cls)
+    __repr__ = short_repr
 
     def __post_init__(self) -> None:
         """Load rows that are given by their source, and check every field."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import inspect
 import math
+import pydoc
 import re
 from dataclasses import FrozenInstanceError, fields
 from typing import Any
@@ -373,3 +375,28 @@ def test_a_task_that_sets_only_epochs_is_not_held_to_the_steps_of_the_run(
 )
 def test_how_often_a_task_is_evaluated(own: dict[str, Any], of_run: dict[str, Any], every: int) -> None:
     assert resolve(task(**own), run_arguments(**of_run)).eval_steps == every
+
+
+_KINDS: dict[type, tuple[dict[str, Any], str]] = {
+    Task: (
+        {"peft_config": LoraConfig(r=4), "name": "own", "train_dataset": ROWS * 1000, "eval_dataset": ROWS, "seed": 3},
+        f"Task(name='own', peft_config=LoraConfig(r=4), train_dataset=<list of {1000 * len(ROWS):,}>,\n"
+        f"    eval_dataset={ROWS!r}, seed=3)",
+    ),
+    MultiTaskTrainingArguments: (
+        {"output_dir": "x", "max_steps": 3, "hub_token": "secret", "use_cpu": True, "dataloader_pin_memory": False},
+        "MultiTaskTrainingArguments(output_dir='x', max_steps=3, hub_token=..., use_cpu=True,\n"
+        "    dataloader_pin_memory=False)",
+    ),
+    EarlyStopping: ({"patience": 2, "metric": "eval_loss"}, "EarlyStopping(patience=2)"),
+}
+
+
+@pytest.mark.parametrize("kind", list(_KINDS), ids=lambda kind: kind.__name__)
+def test_signatures_show_all_fields_and_a_repr_those_that_are_set(kind: type) -> None:
+    settings, text = _KINDS[kind]
+    names = [item.name for item in fields(kind) if item.init]
+    assert sorted(inspect.signature(kind).parameters) == sorted(names)
+    assert f"{names[0]}: " in pydoc.render_doc(kind).splitlines()[3]
+    made = kind(**settings)
+    assert repr(made) == str(made) == text
