@@ -27,7 +27,7 @@ from peft_mux.errors import ConfigError, Fault, closest, installed_version, rais
 from peft_mux.modeling.adapters.files import CONFIG_NAME, WEIGHTS_NAME
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION, head_kind_for
 from peft_mux.modeling.model import MultiTaskPeftModel
-from peft_mux.reporting.views import counted
+from peft_mux.reporting.views import counted, metrics_of
 
 CITATION = Path(__file__).with_name("citation.md")
 """The last section of every card."""
@@ -116,6 +116,9 @@ def _training_section(run: TaskRun, config: PeftConfig, *, num_tasks: int, has_p
         # Those of the adapter that was kept.
         entries = [entry for entry in entries if entry["step"] == run.best.step] or entries
     results |= {key: value for key, value in entries[-1].items() if key.startswith("eval_")} if entries else {}
+    for name, (points, _) in metrics_of(run.state.log_history).items():
+        if points and name not in ("grad_norm", "learning_rate"):
+            results[f"{name} of training rows, last logged"] = points[-1][1]
     results = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in results.items()}
     adapter = {name: value for name in _ADAPTER_FIELDS if (value := getattr(config, name, None)) not in (None, False)}
     settings = {

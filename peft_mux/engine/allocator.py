@@ -14,7 +14,7 @@ import ctypes
 import os
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -77,6 +77,14 @@ def memory_now(device: torch.device) -> tuple[int, int] | None:
         return None if total is None else (psutil.Process().memory_info().rss, total)
     except (psutil.Error, OSError):
         return None
+
+
+def private_bytes() -> int:
+    """Return the bytes that this process holds on the host, without libraries and other files; 0 if unknown."""
+    with suppress(psutil.Error, OSError):
+        memory = psutil.Process().memory_info()
+        return memory.rss - getattr(memory, "shared", 0)
+    return 0
 
 
 def use_expandable_segments() -> None:

@@ -11,6 +11,7 @@ import io
 import math
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from html import escape
 from pathlib import Path
 from typing import Any
@@ -40,28 +41,40 @@ from peft_mux.scheduler.drawing import (
     timeline_html,
 )
 from peft_mux.scheduler.plan import Plan
+from peft_mux.scheduler.units import bytes_text
 from peft_mux.storage import write_file
 
 # ---------------------------------------------------------------- curves as SVG
 
 _MOST_POINTS = 200
 """Points of a curve that are drawn; the first and the last ones always are."""
-_LEFT, _BOTTOM, _TOP = 58, 32, 20
-_LETTER_WIDTH = 6.4
-"""Pixels of a letter of a title, rounded up."""
+_LEFT, _BOTTOM, _TOP, _LINE = 58, 32, 20, 14
+"""Pixels; the left is wider for long numbers, the top higher for titles of two lines."""
+_LETTER_WIDTH = 6.8
+"""Pixels of a letter, rounded up."""
 _FEW_POINTS = 3
 """Curves of so few points show them."""
 
 
-def chart_svg(title: str, tasks: Sequence[TaskView], *, width: int = 250, height: int = 150) -> str:
-    """Draw curves of losses over the steps of tasks, `width` by `height` pixels; return "" if there is no point.
+def chart_svg(
+    title: str, tasks: Sequence[TaskView], *, below: str = "", what: str = "loss", width: int = 250, height: int = 150
+) -> str:
+    """Draw curves of losses over the steps of tasks; return "" if there is no point.
 
     Those of held-out rows are dashed, with dots. Each task has a colour; of a single one, each curve has.
+
+    Args:
+        title: the title of the chart.
+        tasks: the tasks.
+        below: the second line of the title; "" for none.
+        what: what the curves are of, in words next to the axis.
+        width: pixels of the chart.
+        height: pixels of the chart below the second line of its title.
     """
     lines = [
-        (f"{task.name}, {what}", points, number + (is_held_out and len(tasks) == 1), is_held_out)
+        (f"{task.name}, {split}", points, number + (is_held_out and len(tasks) == 1), is_held_out)
         for number, task in enumerate(tasks)
-        for what, points, is_held_out in (("train", task.losses, False), ("eval", task.eval_losses, True))
+        for split, points, is_held_out in (("train", task.losses, False), ("eval", task.eval_losses, True))
         if points
     ]
     points = [point for _, own, _, _ in lines for point in own]
@@ -70,8 +83,12 @@ def chart_svg(title: str, tasks: Sequence[TaskView], *, width: int = 250, height
     last = max(max(step for step, _ in points), 1)
     low, high = min(value for _, value in points), max(value for _, value in points)
     pad = 0.05 * (high - low) or 0.05 * abs(high) or 0.05
-    bottom, right = height - _BOTTOM, width - 16
-    scale_x, scale_y = (right - _LEFT) / last, (bottom - _TOP) / (high - low + 2 * pad)
+    marks = rounded_ticks(low - pad, high + pad)
+    top, height = (_TOP + _LINE, height + _LINE) if below else (_TOP, height)
+    left = max([_LEFT, *(round(_LETTER_WIDTH * len(text)) + 22 for _, text in marks)])
+    number_width = _LETTER_WIDTH * len(f"{last:,}")
+    bottom, right = height - _BOTTOM, width - max(16, round(number_width / 2) + 2)
+    scale_x, scale_y = (right - left) / last, (bottom - top) / (high - low + 2 * pad)
 
     def y_of(value: float) -> str:
         return f"{bottom - (value - low + pad) * scale_y:.1f}"
@@ -82,7 +99,7 @@ def chart_svg(title: str, tasks: Sequence[TaskView], *, width: int = 250, height
         if len(kept) > _MOST_POINTS:
             stride = -(-len(kept) // _MOST_POINTS)
             kept = (*kept[:-1:stride], kept[-1])
-        places = [(f"{_LEFT + step * scale_x:.1f}", y_of(value)) for step, value in kept]
+        places = [(f"{left + step * scale_x:.1f}", y_of(value)) for step, value in kept]
         joined = " ".join(f"{x},{y}" for x, y in places)
         dashes = ' stroke-dasharray="5 3"' if is_held_out else ""
         drawn.append(f'<polyline fill="none" stroke="{color}" stroke-width="1.5"{dashes} points="{joined}"/>')
@@ -90,26 +107,30 @@ def chart_svg(title: str, tasks: Sequence[TaskView], *, width: int = 250, height
             for (x, y), (step, value) in zip(places, kept, strict=True):
                 words = escape(f"{name}, step {step}: {number_text(value)}")
                 drawn.append(f'<circle cx="{x}" cy="{y}" r="2.5" fill="{color}"><title>{words}</title></circle>')
-    marks = rounded_ticks(low - pad, high + pad)
-    grid = "".join(f"M{_LEFT} {y_of(value)}H{right}" for value, _ in marks)
+    grid = "".join(f"M{left} {y_of(value)}H{right}" for value, _ in marks)
     numbers = "".join(
-        f'<text x="{_LEFT - 4}" y="{float(y_of(value)) + 4:.1f}" text-anchor="end">{text}</text>'
+        f'<text x="{left - 4}" y="{float(y_of(value)) + 4:.1f}" text-anchor="end">{text}</text>'
         for value, text in marks
     )
-    for step, text in rounded_ticks(0, last, max(5, width // 100)):
+    for step, text in rounded_ticks(0, last, min(max(5, width // 100), int((right - left) / (number_width + 8)))):
         if step == round(step):
-            x = _LEFT + step * scale_x
+            x = left + step * scale_x
             grid += f"M{x:.1f} {bottom}v4"
             numbers += f'<text x="{x:.1f}" y="{bottom + 14}" text-anchor="middle">{text}</text>'
-    shown = escape(shortened(title, int((width - _LEFT) / _LETTER_WIDTH)))
+    heads = ((title, _TOP - 7, "bold"), *([(below, top - 7, "normal")] if below else []))
+    head = "".join(
+        f'<text x="4" y="{y}" font-weight="{weight}">{escape(shortened(text, int((width - 8) / _LETTER_WIDTH)))}'
+        f"<title>{escape(text)}</title></text>"
+        for text, y, weight in heads
+    )
     return (
         f'<svg viewBox="0 0 {width} {height}" width="{width}" height="{height}" style="max-width:100%;height:auto" '
         f'role="img" font-family="sans-serif" font-size="11" fill="currentColor">'
-        f'<text x="{_LEFT}" y="13" font-weight="bold">{shown}<title>{escape(title)}</title></text>'
+        f"{head}"
         f'<path d="{grid}" fill="none" stroke="currentColor" opacity="0.15"/>'
-        f'<path d="M{_LEFT} {_TOP}V{bottom}H{right}" fill="none" stroke="currentColor" opacity="0.5"/>{numbers}'
-        f'<text x="{(_LEFT + right) // 2}" y="{height - 4}" text-anchor="middle">step</text>'
-        f'<text transform="translate(11 {(_TOP + bottom) // 2}) rotate(-90)" text-anchor="middle">loss</text>'
+        f'<path d="M{left} {top}V{bottom}H{right}" fill="none" stroke="currentColor" opacity="0.5"/>{numbers}'
+        f'<text x="{(left + right) // 2}" y="{height - 4}" text-anchor="middle">step</text>'
+        f'<text transform="translate(11 {(top + bottom) // 2}) rotate(-90)" text-anchor="middle">{what}</text>'
         f"{''.join(drawn)}</svg>"
     )
 
@@ -153,7 +174,7 @@ def charts_html(view: RunView, most: int | None = None) -> str:
     """
     tasks = view.with_losses
     shown = tasks if most is None else sorted(tasks, key=lambda task: task.status != "running")[:most]
-    drawn = [chart_svg(task.name, [task]) for task in shown]
+    drawn = [chart_svg(task.name, [task], below=task.settings) for task in shown]
     meaning = legend([("train: loss of training rows", 0), ("eval (dashed): loss of held-out rows", 1)])
     key = f"<div>{meaning}</div>" if any(task.eval_losses for task in shown) else ""
     more = f"<div>... and {len(tasks) - len(shown)} more</div>" if len(tasks) > len(shown) else ""
@@ -182,7 +203,7 @@ def draw_losses(tasks: Sequence[TaskView], kind: str = "png") -> bytes:
     width, height = (5.6, 3.4 + strip) if len(tasks) == 1 else (4.2 * columns, 2.8 * num_rows + strip)
     figure = new_figure(figsize=(width, height))
     # Set by hand, because a layout that measures all texts takes seconds with many panels.
-    figure.subplots_adjust(0.65 / width, 0.5 / height, 1 - 0.15 / width, 1 - (0.3 + strip) / height, 0.22, 0.42)
+    figure.subplots_adjust(0.65 / width, 0.5 / height, 1 - 0.15 / width, 1 - (0.35 + strip) / height, 0.22, 0.5)
     drawn: dict[str, Any] = {}
     for index, task in enumerate(tasks):
         axes = figure.add_subplot(num_rows, columns, index + 1)
@@ -194,7 +215,7 @@ def draw_losses(tasks: Sequence[TaskView], kind: str = "png") -> bytes:
         ):
             if points:
                 (drawn[label],) = axes.plot(*zip(*points, strict=True), style, color=color, markersize=4)
-        axes.set_title(shortened(task.name, 40))
+        axes.set_title("\n".join(shortened(text, 44) for text in (task.name, task.settings) if text), fontsize=10)
         axes.set_xlabel("step")
         axes.locator_params(axis="x", integer=True)
         axes.set_ylabel("loss")
@@ -236,6 +257,27 @@ _PAGE_STYLE = (
 _MOST_LINES = 10
 
 
+def _line_legend(tasks: Sequence[TaskView]) -> str:
+    colors = legend((task.title, number) for number, task in enumerate(tasks))
+    return f"<div>{colors} solid: training rows, dashed: held-out rows</div>"
+
+
+def _metrics_html(view: RunView) -> str:
+    """Return a chart of each metric of the tasks, and a table of the last values; "" if there are none."""
+    tasks = [task for task in view.tasks if task.metrics]
+    charts, rows = [], [["metric", "task", "training rows", "held-out rows"]]
+    for name in dict.fromkeys(name for task in tasks for name in task.metrics):
+        curves = [(task, task.metrics.get(name, ((), ()))) for task in tasks]
+        drawn = [replace(task, losses=own, eval_losses=held_out) for task, (own, held_out) in curves]
+        charts.append(chart_svg(name, drawn[:_MOST_LINES], what="value"))
+        for task, both in curves:
+            if any(both):
+                rows.append([name, task.title, *(number_text(points[-1][1] if points else None) for points in both)])
+    table = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
+    table = f"<details><summary>last values</summary><table>{table}</table></details>"
+    return f"<div>{''.join(charts)}</div>{_line_legend(tasks[:_MOST_LINES])}{table}" if tasks else ""
+
+
 def page_html(
     title: str,
     report: RunReport,
@@ -246,7 +288,6 @@ def page_html(
     config: Mapping[str, Any],
     versions: Mapping[str, Any],
     remark: str,
-    is_host: bool,
 ) -> str:
     """Return the page of a run.
 
@@ -259,22 +300,20 @@ def page_html(
         config: all settings in effect, by section.
         versions: versions and devices, by name.
         remark: what else happened, such as an interruption; "" for nothing.
-        is_host: whether the memory that processes measured is that of the host, with Python and its libraries.
     """
-    tasks = view.with_losses
-    first = tasks[:_MOST_LINES]
-    which = f"the first {_MOST_LINES} of {len(tasks)} tasks" if len(tasks) > _MOST_LINES else "all tasks"
-    colors = legend((task.name, number) for number, task in enumerate(first))
-    losses = (
-        f'<div class="wide">{chart_svg(f"Loss of {which}", first, width=760, height=280)}</div>'
-        f"<div>{colors} solid: training rows, dashed: held-out rows</div>"
-        f"<p class=note>Each task by itself:</p>{charts_html(view)}"
-    )
-    measured = {f"process {one.rank}": {"measured": one.peak_bytes} for one in report.records if one.peak_bytes}
-    of_host = (
-        "Measured is the peak host memory of a process, with Python and all its libraries, which plans do not count."
-        if is_host
-        else "Measured is the peak of the memory allocated on the GPU."
+    kinds = sorted({task.loss_kind for task in view.with_losses})
+    losses = ""
+    for kind in kinds:  # losses of two kinds share no axis
+        tasks = [task for task in view.with_losses if task.loss_kind == kind]
+        first = tasks[:_MOST_LINES]
+        which = "all" if first == tasks else f"the first {_MOST_LINES} of {len(tasks)}"
+        chart = chart_svg(f"Loss of {which} {kind} tasks", first, width=760, height=280 if len(kinds) == 1 else 200)
+        losses += f'<div class="wide">{chart}</div>{_line_legend(first)}'
+    losses += f"<p class=note>Each task by itself:</p>{charts_html(view)}" if len(view.with_losses) > 1 else ""
+    measured = {f"process {one.rank}": {"measured": one.tensor_bytes} for one in report.records if one.tensor_bytes}
+    of_measured = (
+        "Measured is the peak of the memory allocated on the GPU; on the host, the weights and what a process took "
+        "while it trained, because plans do not count Python and its libraries."
     )
     version_rows = "".join(
         f"<tr><td>{escape(name)}</td><td>{escape(str(value))}</td></tr>" for name, value in versions.items()
@@ -282,8 +321,9 @@ def page_html(
     sections = [
         ("Tasks", report._repr_html_()),
         ("Losses", losses),
+        ("Metrics", _metrics_html(view)),
         ("A step, planned and measured", timeline_html(plan, steps)),
-        ("Memory, planned and measured", "" if plan is None else memory_html(plan, measured, of_host)),
+        ("Memory, planned and measured", "" if plan is None else memory_html(plan, measured, of_measured)),
         ("Versions and devices", f'<div class="wide"><table>{version_rows}</table></div>'),
         (
             "Configuration",
@@ -301,7 +341,9 @@ def page_html(
     words[0] += f" ({', '.join(f'{count} {status}' for status, count in counts.items())})" if rows else ""
     words.append(f"{counted(view.step, 'step')} of the run")
     words.append(f"{sum(row.num_tokens for row in rows):,} tokens")
-    words += [f"{time_text(max(one.seconds for one in report.records))} of training"] if report.records else []
+    if report.records:
+        words.append(f"{time_text(max(one.seconds for one in report.records))} of training")
+        words.append(f"at most {bytes_text(max(one.peak_bytes for one in report.records))} of memory a process")
     headline = f"{', '.join(words)}. {remark}".strip()
     return (
         f'<!doctype html><html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title>'

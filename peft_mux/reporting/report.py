@@ -126,6 +126,8 @@ def _range(numbers: Sequence[Any]) -> str:
 _TO_THE_LEFT = ("task", "status", "adapter")
 """Columns of text; numbers stand to the right."""
 _METRIC_WORDS = {"loss": "train", "eval_loss": "eval"}
+_STYLES: dict[str, str] = dict.fromkeys(_TO_THE_LEFT, "text-align:left;white-space:nowrap")
+_STYLES["adapter"] = "text-align:left;overflow-wrap:anywhere;min-width:16em"
 _LEAST_NAME = 10
 _FIRST_TO_GO = ("of time", "tokens", "time", "eval", "best")
 """Which columns a narrow window leaves out first."""
@@ -143,6 +145,7 @@ class RankRecord(NamedTuple):
         waited_seconds: seconds of these that it waited for other processes on the host.
         peak_bytes: most memory that the process has held: of its GPU, else of the host.
         part: which part of the model it held, in words.
+        tensor_bytes: of this memory, what plans predict: on the host, the weights and what was added while it trained.
     """
 
     rank: int
@@ -151,6 +154,7 @@ class RankRecord(NamedTuple):
     waited_seconds: float
     peak_bytes: int
     part: str
+    tensor_bytes: int = 0
 
 
 class ReportRow(NamedTuple):
@@ -298,8 +302,7 @@ class RunReport(str):
         for own, reason in zip(_cells(self.rows, self.is_interrupted), reasons, strict=True):
             tag = "td" if html else "th"
             row = "".join(
-                f'<{tag} style="text-align:{"left" if head in _TO_THE_LEFT else "right"};white-space:nowrap">'
-                f"{escape(cell)}</{tag}>"
+                f'<{tag} style="{_STYLES.get(head, "text-align:right;white-space:nowrap")}">{escape(cell)}</{tag}>'
                 for head, cell in own.items()
             )
             html.append(f"<tr>{row}</tr>")

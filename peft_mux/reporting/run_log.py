@@ -28,7 +28,7 @@ from peft_mux.reporting.metrics_file import MetricsLog
 from peft_mux.reporting.recorders import RunTimes
 from peft_mux.reporting.report import ReportRow, report_row
 from peft_mux.reporting.screen import Progress
-from peft_mux.reporting.views import counted, time_text, wrapped
+from peft_mux.reporting.views import counted, time_text, view_of, wrapped
 from peft_mux.scheduler.units import rate_text
 from peft_mux.task import TaskStatus
 from peft_mux.user_code import log_warning
@@ -36,7 +36,7 @@ from peft_mux.user_code import log_warning
 _MOST_REPORTS = 6
 """Remarks of more datasets than this are not listed, as they would push everything else off the screen."""
 _MOST_LOSSES = 12
-"""Losses of more tasks than this are not listed in a line."""
+"""Losses of more tasks than this are not listed in a line, nor metrics of training rows in a line each."""
 _logger = logging.getLogger(__name__)
 
 
@@ -167,6 +167,7 @@ class RunLog:
         """Log the mean loss of tasks (by default all) since their last log, and the speed and memory of the run."""
         logs: dict[str, float] = {}
         losses: dict[str, float] = {}
+        lines = []
         for run in self.table if runs is None else runs:
             names = run.resolved.objective.statistic_names(run.resolved.loss_args)
             loss, statistics = run.loss_mean.read((*names, STATISTIC) if run.router_coefficient else names)
@@ -176,6 +177,7 @@ class RunLog:
             own |= statistics
             self.numbers(run, "train", own)
             losses[run.name] = loss
+            lines += [_line_of(run, statistics)] if statistics else []
             logs |= _prefixed(run.name, own)
         if not logs:
             return
@@ -200,6 +202,8 @@ class RunLog:
         logs["run/memory_gib"] = peak_bytes() / 2**30
         if not self.progress.shows_losses:
             self.say("  ".join(words))
+        for line in lines if len(lines) <= _MOST_LOSSES else ():
+            self.say(line)
         # Once for all tasks, so that integrations get one record per step.
         self._emit(logs)
 
@@ -207,9 +211,9 @@ class RunLog:
         """Log what an evaluation found; return it under `task/metric` keys."""
         self.numbers(run, "eval", metrics)
         logs = _prefixed(run.name, metrics)
-        if not self.progress.shows_losses:
-            # The step of the task, as evaluations are due by that.
-            self.say("  ".join((f"{run.name} step {run.step}", *(f"{k} {v:.4f}" for k, v in metrics.items()))))
+        shown = ("eval_loss", "eval_perplexity") if self.progress.shows_losses else ()
+        if left := {name: value for name, value in metrics.items() if name not in shown}:
+            self.say(_line_of(run, left))
         self._emit(logs)
         return logs
 
@@ -285,7 +289,14 @@ class RunLog:
     def _write_rows(self, run: TaskRun, split: str, report: DataReport) -> None:
         numbers = asdict(report)
         del numbers["where"]
-        self.event("data", task=run.name, split=split, **{**numbers, "data_format": str(report.data_format)})
+        view = view_of(run, with_curves=False)
+        facts = {"data_format": str(report.data_format), "loss_kind": view.loss_kind, "settings": view.settings}
+        self.event("data", task=run.name, split=split, **{**numbers, **facts})
+
+
+def _line_of(run: TaskRun, values: Mapping[str, float]) -> str:
+    # The step of the task, by which logs and evaluations are due.
+    return "  ".join((f"{run.name} step {run.step}", *(f"{name} {value:.4f}" for name, value in values.items())))
 
 
 def _prefixed(task: str, values: Mapping[str, float]) -> dict[str, float]:

@@ -26,6 +26,8 @@ if TYPE_CHECKING:  # commands that only read metrics import this module, and nee
 
 Curve = tuple[tuple[int, float], ...]
 """Points of a curve: step of the task, and value."""
+_NO_METRIC = re.compile("step|epoch|loss|total_flos|train_.*|.*runtime|.*_per_second")
+"""What log histories have besides metrics."""
 _OF_TASKS = ("data", "train", "eval", "status")
 """Events of `metrics.jsonl` about a task that has begun."""
 _WINDOW_S = 20.0
@@ -95,15 +97,16 @@ def window_width() -> int:
 
 
 _LABEL = re.compile(r" *\S+(?: \S+)*? {2,}")
-_CELL = re.compile(r"(?<= {2})\S+(?: \S+)+(?= {2}|$)")
-_MOST_INDENT, _MOST_CELL = 32, 24
+_CELL = re.compile(r"(?<= {2})(?:\S+ \S+|(?=.{1,24}(?: {2}|$))\S+(?: \S+)+)(?= {2}|$)")
+"""Two words, such as a name and its number, or up to 24 characters."""
+_MOST_INDENT = 32
 
 
 def wrapped(text: str, width: int) -> str:
     """Return text whose long lines are broken at spaces; words that are wider than `width` stay whole.
 
     The rest of a broken line begins below the text after its label (`note  tales: ...`), else 4 characters further in.
-    Short cells, which two spaces separate from others (`step 5  sql 2.31  qa 1.02`), stay whole, too.
+    Short cells and those of two words, which two spaces separate from others (`step 5  sql 2.31`), stay whole, too.
     """
     lines = []
     for line in text.split("\n"):
@@ -113,9 +116,20 @@ def wrapped(text: str, width: int) -> str:
         label = _LABEL.match(line)
         indent = len(line) - len(line.lstrip()) + 4 if label is None else label.end()
         indent = " " * (indent if indent <= min(_MOST_INDENT, width // 2) else 4)
-        line = _CELL.sub(lambda cell: cell[0] if len(cell[0]) > _MOST_CELL else cell[0].replace(" ", "\0"), line)
+        line = _CELL.sub(lambda cell: cell[0].replace(" ", "\0"), line)
         lines += textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).replace("\0", " ")
+
+
+def settings_text(settings: Mapping[str, Any]) -> str:
+    """Return settings of a task by name in few characters, such as `lr=2e-4 r=8`."""
+    words = []
+    for name, value in settings.items():
+        text = f"{value:g}" if isinstance(value, float) else str(value)
+        if isinstance(value, float) and 0 < abs(value) < 0.01:
+            text = re.sub(r"\.?0*e-0*", "e-", f"{value:.3e}")
+        words.append(f"{'lr' if name == 'learning_rate' else name.rpartition('.')[2]}={text}")
+    return " ".join(words)
 
 
 def share_text(share: float | None) -> str:
@@ -163,6 +177,9 @@ class TaskView:
         losses: its logged losses.
         eval_losses: its held-out losses.
         share: its share of the run, from 0 to 1, of `RunView.share_of`; `None` if unknown.
+        loss_kind: what its loss is; losses of two kinds cannot be compared. "" if unknown.
+        settings: how it differs from other tasks of its sweep; "" for other tasks.
+        metrics: its logged and its held-out values of each other metric, by name; empty in views that do not show them.
     """
 
     name: str
@@ -178,6 +195,14 @@ class TaskView:
     losses: Curve = ()
     eval_losses: Curve = ()
     share: float | None = None
+    loss_kind: str = ""
+    settings: str = ""
+    metrics: Mapping[str, tuple[Curve, Curve]] = field(default_factory=dict)
+
+    @property
+    def title(self) -> str:
+        """Its name, with what is special about it."""
+        return f"{self.name} ({self.settings})" if self.settings else self.name
 
 
 @dataclass(frozen=True, slots=True)
@@ -254,7 +279,20 @@ def view_of(task: TaskRun, *, with_curves: bool = True) -> TaskView:
         eval_loss=next(filter(math.isfinite, logged), None),
         losses=curve_of(history, "loss") if with_curves else (),
         eval_losses=curve_of(history, "eval_loss") if with_curves else (),
+        loss_kind=f"{task.resolved.objective.name} {task.task.loss_type or ''}".rstrip(),
+        settings=task.swept_as,
     )
+
+
+def metrics_of(records: Sequence[Mapping[str, Any]]) -> dict[str, tuple[Curve, Curve]]:
+    """Return the curves of all metrics of a task but its loss, of training rows and of held-out rows, by name.
+
+    Args:
+        records: entries of its log history.
+    """
+    names = dict.fromkeys(key.removeprefix("eval_") for record in records for key in record)
+    curves = {name: (curve_of(records, name), curve_of(records, f"eval_{name}")) for name in names}
+    return {name: own for name, own in curves.items() if any(own) and not _NO_METRIC.fullmatch(name)}
 
 
 class _Sample(NamedTuple):
@@ -436,6 +474,8 @@ def view_of_records(records: Sequence[Mapping[str, Any]], num_steps: Mapping[str
                 eval_loss=held_out[-1][1] if held_out else None,
                 losses=losses,
                 eval_losses=held_out,
+                loss_kind=next((str(one["loss_kind"]) for one in own if one.get("loss_kind")), ""),
+                settings=next((str(one["settings"]) for one in own if one.get("settings")), ""),
                 **rates,
             )
         )

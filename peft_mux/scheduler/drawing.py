@@ -184,7 +184,8 @@ def rounded_ticks(low: float, high: float, most: int = 5) -> list[tuple[float, s
 
 def rows_svg(drawn: Rows) -> str:
     """Return rows of bars as inline SVG; bars have tooltips."""
-    scale = (_WIDTH - _LABEL_WIDTH - 10) / (drawn.end or 1.0)
+    origin = max([_LABEL_WIDTH, *(round(7.2 * len(label)) + 12 for label, _ in drawn.rows)])
+    scale = (_WIDTH - origin - 10) / (drawn.end or 1.0)
     height = _ROW * len(drawn.rows) + 22
     axis = height - 18
     parts = [
@@ -194,9 +195,9 @@ def rows_svg(drawn: Rows) -> str:
     for number, (label, bars) in enumerate(drawn.rows):
         top = number * _ROW
         red = f' fill="{ALARM}" font-weight="bold"' if number in drawn.alarms else ""
-        parts.append(f'<text x="{_LABEL_WIDTH - 8}" y="{top + 17}" text-anchor="end"{red}>{escape(label)}</text>')
+        parts.append(f'<text x="{origin - 8}" y="{top + 17}" text-anchor="end"{red}>{escape(label)}</text>')
         for bar in bars:
-            left, width = _LABEL_WIDTH + bar.start * scale, (bar.end - bar.start) * scale
+            left, width = origin + bar.start * scale, (bar.end - bar.start) * scale
             is_followed = any(other.start == bar.end and other.color == bar.color for other in bars)
             # A gap between neighbours of one colour.
             width = width - 1 if is_followed and width > _GAP_FROM else max(width, 0.5)
@@ -206,16 +207,16 @@ def rows_svg(drawn: Rows) -> str:
                 f"<title>{escape(bar.words)}</title></rect>"
             )
         if number in drawn.alarms:
-            right = _LABEL_WIDTH + max((bar.end for bar in bars), default=0.0) * scale
-            frame = f"M{_LABEL_WIDTH} {top + 3}H{right:.1f}V{top + _ROW - 3}H{_LABEL_WIDTH}Z"
+            right = origin + max((bar.end for bar in bars), default=0.0) * scale
+            frame = f"M{origin} {top + 3}H{right:.1f}V{top + _ROW - 3}H{origin}Z"
             parts.append(f'<path d="{frame}" fill="none" stroke="{ALARM}" stroke-width="2"/>')
     if drawn.mark:
-        at = _LABEL_WIDTH + drawn.mark * scale
+        at = origin + drawn.mark * scale
         parts.append(f'<path d="M{at:.1f} 0V{height - 20}" stroke="currentColor" stroke-dasharray="3 3"/>')
-    parts.append(f'<path d="M{_LABEL_WIDTH} {axis}H{_WIDTH - 10}" stroke="currentColor" opacity="0.5"/>')
+    parts.append(f'<path d="M{origin} {axis}H{_WIDTH - 10}" stroke="currentColor" opacity="0.5"/>')
     size, unit = drawn.unit
     for value, text in rounded_ticks(0, drawn.end / size):
-        x = _LABEL_WIDTH + value * size * scale
+        x = origin + value * size * scale
         anchor = "middle" if x < _WIDTH - 40 else "end"
         parts.append(f'<text x="{x:.1f}" y="{height - 4}" text-anchor="{anchor}">{text} {unit}</text>')
     return "".join([*parts, "</svg>"])

@@ -20,7 +20,7 @@ from peft_mux.reporting.metrics_file import METRICS_NAME, read_metrics
 from peft_mux.reporting.page import page_html, plot_losses
 from peft_mux.reporting.recorders import PassReport, pass_lines, shared_tokens
 from peft_mux.reporting.report import RankRecord, RunReport, next_lines, report_row
-from peft_mux.reporting.views import RunView, interrupted, view_of, view_of_records
+from peft_mux.reporting.views import RunView, interrupted, metrics_of, view_of, view_of_records
 from peft_mux.scheduler.drawing import MeasuredStep
 from peft_mux.storage import keeper_of, write_file
 from peft_mux.task import TaskStatus
@@ -66,7 +66,7 @@ class Reporter:
 
     # ------------------------------------------------------------------ the end of a run
 
-    def finish(self, seconds: float, waited_s: float, num_tokens: int, num_steps: int) -> TrainOutput:
+    def finish(self, seconds: float, waited_s: float, num_tokens: int, num_steps: int, added_bytes: int) -> TrainOutput:
         """Log and return the results of training, and call `on_train_end`; all processes call this.
 
         Args:
@@ -74,6 +74,7 @@ class Reporter:
             waited_s: seconds of these that this process spent waiting for others.
             num_tokens: tokens that went through the backbone of this process, padding included.
             num_steps: steps of the run that were taken.
+            added_bytes: host memory that this process took while it trained.
 
         Returns:
             Number of steps of the run so far, mean of the tasks' mean losses, and metrics with `task/metric` keys.
@@ -85,7 +86,9 @@ class Reporter:
         part += [f"stage {place.stage + 1} of {replica.pp}"] if replica.pp > 1 else []
         part += [f"shard {place.tp_rank + 1} of {replica.tp}"] if replica.tp > 1 else []
         peak = peak_bytes(run.args.device)
-        record = RankRecord(processes.rank, num_tokens, seconds, waited_s, peak, ", ".join(part))
+        weights = [*run.callbacks.handler.model.parameters(), *run.callbacks.handler.model.buffers()]
+        held = peak if run.args.device.type == "cuda" else sum(own.nbytes for own in weights) + added_bytes
+        record = RankRecord(processes.rank, num_tokens, seconds, waited_s, peak, ", ".join(part), held)
         run.records = tuple(RankRecord(*one) for one in processes.gather(record))
         # The signal need not have reached every process.
         run.interrupted_by = max(processes.gather(run.interrupted_by))
@@ -215,16 +218,16 @@ class Reporter:
         remark = ""
         if run.interrupted_by:
             remark = f"Interrupted by {signal.Signals(run.interrupted_by).name}: it can be resumed."
+        tasks = [replace(view_of(own), metrics=metrics_of(own.state.log_history)) for own in run.table]
         html = page_html(
             f"peft_mux: {run.root.name}",
             self._report(in_turn),
-            RunView(tuple(map(view_of, run.table)), run.state.global_step),
+            RunView(tuple(tasks), run.state.global_step),
             None if followed is None else followed[0],
             steps,
             config={name: json.dumps(section, indent=2, default=str) for name, section in config.items()},
             versions={**environment.pop("versions"), **{name: own for name, own in environment.items() if own}},
             remark=remark,
-            is_host=run.args.device.type != "cuda",
         )
         write_file(run.root / PAGE_NAME, html.encode())
 

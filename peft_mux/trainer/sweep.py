@@ -24,7 +24,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import ConfigError, Fault, PeftMuxError, closest, raise_faults, shown
 from peft_mux.modeling.adapters.files import adapter_names
-from peft_mux.reporting.views import Curve, curve_of, number_text
+from peft_mux.reporting.views import Curve, curve_of, number_text, settings_text
 from peft_mux.task import TASK_FIELDS, EarlyStopping, Task, TaskStatus
 from peft_mux.trainer.trainer import MultiTaskTrainer
 
@@ -222,15 +222,14 @@ class SweepResult:
         axes = figure.add_subplot()
         for number, one in enumerate(self.ranking):
             if one.curve:
-                label = ", ".join(str(value) for value in one.settings.values()) if number < 10 else None
+                label = settings_text(one.settings) if number < 10 else None
                 steps, values = zip(*one.curve, strict=True)
                 axes.plot(steps, values, "o-", linewidth=3 if number == 0 else 1, markersize=3, label=label)
         axes.set_xlabel("step")
         axes.set_ylabel(self.metric)
         axes.set_title(f"sweep {self.name}")
         axes.grid(alpha=0.3)
-        title = ", ".join(self.best.settings)
-        axes.legend(title=title, fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))  # next to the curves
+        axes.legend(fontsize="small", loc="upper left", bbox_to_anchor=(1.0, 1.0))  # next to the curves
         image = io.BytesIO()
         figure.savefig(image, format="png", dpi=120)
         storage.write_file(Path(path), image.getvalue())
@@ -271,7 +270,7 @@ class Referee(TrainerCallback):
                 # Must not change when resumed, or the folder of another sweep would be ranked by these settings. The
                 # number of steps follows from two of them.
                 length = {"num_steps"} if settings.keys() & {"max_steps", "num_train_epochs"} else set()
-                run.swept = frozenset({*settings, *length})
+                run.swept, run.swept_as = frozenset({*settings, *length}), settings_text(settings)
 
     def _runs(self, contest: Contest) -> list[TaskRun]:
         # A task may have been removed meanwhile.

@@ -43,7 +43,7 @@ from transformers.trainer_utils import TrainOutput
 from peft_mux.arguments import MultiTaskTrainingArguments, require_arguments
 from peft_mux.checkpoint.hub import check_push, push_task
 from peft_mux.checkpoint.run_folder import RunFolder
-from peft_mux.engine.allocator import keeping_freed_memory
+from peft_mux.engine.allocator import keeping_freed_memory, private_bytes
 from peft_mux.engine.backbone_source import BackboneSource
 from peft_mux.engine.tasks.setup import make_task_runs, resolve_tasks
 from peft_mux.engine.tasks.task_run import TaskTable
@@ -425,6 +425,7 @@ class MultiTaskTrainer(Trainer):
             # Timed from here on: loading and planning are not training.
             started, waited_before_s = time.perf_counter(), run.processes.waited_s
             first_token, first_step = loop.num_stream_tokens, run.state.global_step
+            private_before = private_bytes()
             with stop_at_signal(stop, echo_s=2.0 if repeats_signals else 0.0) as restore_signals:
                 try:
                     loop.opening.begin()
@@ -451,6 +452,7 @@ class MultiTaskTrainer(Trainer):
                     run.log.progress.stop()
                     run.is_in_train = False
                 has_ended = True
+                added_bytes = max(private_bytes() - private_before, 0)  # no freed memory was returned meanwhile
                 if not repeats_signals:
                     restore_signals()
                 seconds, waited_s = time.perf_counter() - started, run.processes.waited_s - waited_before_s
@@ -461,7 +463,7 @@ class MultiTaskTrainer(Trainer):
                 run.hub.wait()
                 run.callbacks.call_task_events()
                 num_tokens, num_steps = loop.num_stream_tokens - first_token, run.state.global_step - first_step
-                output = self._reporter.finish(seconds, waited_s, num_tokens, num_steps)
+                output = self._reporter.finish(seconds, waited_s, num_tokens, num_steps, added_bytes)
                 if run.upload is not None:
                     run.upload.start()
                     run.upload.wait()

@@ -6,7 +6,7 @@ from typing import Any
 
 import pytest
 
-from peft_mux.reporting.views import RunWatch, curve_of, view_of_records
+from peft_mux.reporting.views import RunWatch, curve_of, settings_text, view_of_records
 from tests.reporting.lab import Clock
 from tests.reporting.lab import shown_task as task
 
@@ -171,3 +171,14 @@ def test_records_without_usable_times_tell_no_rates_and_are_no_error() -> None:
     ):
         view = view_of_records([record("data", 0.0), {**spoilt, "step": 1}, {**spoilt, "step": 2}], {"a": 9})
         assert view.tasks[0].tokens_per_s is None
+
+
+def test_settings_of_a_sweep_are_short_words() -> None:
+    settings = {
+        "learning_rate": 2e-4,
+        "peft_config.r": 8,
+        "weight_decay": 0.1,
+        "max_grad_norm": 0.0,
+        "adam_epsilon": 1.5e-10,
+    }
+    assert settings_text(settings) == "lr=2e-4 r=8 weight_decay=0.1 max_grad_norm=0 adam_epsilon=1.5e-10"

@@ -11,6 +11,8 @@ from peft import PeftModel
 from safetensors.torch import load_file
 
 from peft_mux import ConfigError, EarlyStopping, MultiTaskTrainingArguments, Task, sweep
+from peft_mux.reporting.metrics_file import read_metrics
+from peft_mux.reporting.views import view_of_records
 from peft_mux.trainer.sweep import losers, rungs, sweep_tasks
 from tests.invariants import mux_lab as lab
 from tests.runs import Acts
@@ -127,11 +129,14 @@ def test_the_best_adapter_is_under_the_name_of_the_task(halved: tuple[Any, Path]
 
 
 def test_the_ranking_is_shown_as_text_as_a_table_and_as_a_picture(halved: tuple[Any, Path], tmp_path: Path) -> None:
-    result, _ = halved
+    result, folder = halved
     lines = str(result).splitlines()
     assert lines[0].split() == ["task", "learning_rate", "eval_loss", "step", "status"]
     assert [line.split()[1] for line in lines[1:5]] == [one.name for one in result.ranking]
     assert result._repr_html_().count("<tr>") == 5
+    assert "sql-04 (lr=3)</span>" in (folder / "report.html").read_text(encoding="utf-8")
+    (shown, *_) = view_of_records(read_metrics(folder / "metrics.jsonl"), {}).tasks
+    assert (shown.settings, shown.loss_kind) == ("lr=1e-4", "sft")
     pytest.importorskip("matplotlib", reason="needs the plots extra")
     assert result.plot(tmp_path / "sweep.png").read_bytes().startswith(b"\x89PNG")
 

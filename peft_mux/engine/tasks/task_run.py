@@ -223,6 +223,7 @@ class TaskRun:
         own_eval_steps: steps after which it is evaluated whatever its settings say, as a sweep requires.
         router_coefficient: coefficient of the balancing loss of routers, 0 for none.
         swept: settings that a sweep ranks it by, which must not change when it is resumed.
+        swept_as: these and their values in few characters; "" if it is of no sweep.
         reported: the last status that `TaskTable.collect` has returned it with; `None` before that.
     """
 
@@ -249,6 +250,7 @@ class TaskRun:
     own_eval_steps: frozenset[int] = frozenset()
     router_coefficient: float = 0.0
     swept: frozenset[str] = frozenset()
+    swept_as: str = ""
     reported: TaskStatus | None = None
 
     @property

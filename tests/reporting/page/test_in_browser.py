@@ -30,6 +30,10 @@ addEventListener("load", () => {
       name: frame.name, width: root.clientWidth, needed: root.scrollWidth,
       hidden: all.filter(one => one.getClientRects().length && outside(one)
         && one.getBoundingClientRect().right > root.clientWidth + 1).map(one => one.textContent),
+      clipped: [...page.querySelectorAll("svg text")].filter(one => {
+        const own = one.getBoundingClientRect(), all = one.closest("svg").getBoundingClientRect();
+        return own.left < all.left - 1 || own.right > all.right + 1 || own.top < all.top - 1;
+      }).map(one => one.textContent),
       letters: [...page.querySelectorAll("svg text")].map(one => one.getBoundingClientRect().height),
     };
   });
@@ -84,7 +88,7 @@ def test_no_page_scrolls_sideways_and_nothing_is_cut_off(
 ) -> None:
     one = found[page, width]
     assert one["needed"] <= one["width"], one
-    assert one["hidden"] == []
+    assert (one["hidden"], one["clipped"]) == ([], [])
 
 
 @pytest.mark.parametrize("width", WIDTHS)

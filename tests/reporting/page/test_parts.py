@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import xml.etree.ElementTree as ElementTree
 from dataclasses import replace
+from itertools import pairwise
 from types import SimpleNamespace
 from typing import Any
 
@@ -20,7 +21,7 @@ from tests.reporting.lab import shown_task
 CURVE = tuple((step, 5.0 - step / 100) for step in range(1, 401))
 TASKS = (
     TaskView("sql", "running", 50, 100, "", 0.84, "down", 0.91, 98.0, 60.0, CURVE, ((100, 3.0),)),
-    TaskView("math", "failed", 3, 60, "<script>alert(1)</script>", losses=((1, 2.0),)),
+    TaskView("math", "failed", 3, 60, "<script>alert(1)</script>", losses=((1, 2.0),), settings="lr=2e-4 r=8"),
     TaskView("new", "waiting", 0, 60),
 )
 
@@ -34,6 +35,7 @@ def test_a_run_is_a_table_with_bars_and_a_chart_of_each_task_that_has_losses() -
     text = re.sub("<[^>]*>", "", html)
     assert re.search(r"^sql +running +[━╺]+ +50/100 +0.8400 ↓ +0.9100 +98 +1:00$", text, re.MULTILINE)
     assert [svg[0].text for svg in drawings(html)] == ["sql", "math"]
+    assert drawings(html)[1][1].text == "lr=2e-4 r=8"
     assert "sql: &lt;b&gt;running&lt;/b&gt;" in html
     assert "math: &lt;script&gt;alert(1)" in html
     assert "<script" not in html
@@ -69,6 +71,23 @@ def test_points_lie_within_their_chart_and_a_fall_goes_down() -> None:
     assert all(58 <= x <= 250 and 20 <= y <= 118 for x, y in points)
     assert points[0][1] < points[-1][1]
     assert len([part for part in svg.iter() if part.tag == "circle"]) == 1
+
+
+@pytest.mark.parametrize(
+    ("last", "value"), [(30, 0.5), (50_000, 1_234_567.0), (1_234_567, 1e300), (999, -123.4567)], ids=str
+)
+@pytest.mark.parametrize("width", [250, 760])
+def test_labels_lie_inside_their_chart_and_apart_from_each_other(last: int, value: float, width: int) -> None:
+    task = TaskView("a" * 99, "running", 5, 9, losses=((1, value), (last, -value)))
+    svg = ElementTree.fromstring(chart_svg(task.name, [task], below="lr=2e-4 " * 20, width=width))
+    places: dict[str, list[tuple[float, float]]] = {}
+    for text in [part for part in svg.iter() if part.tag == "text" and part.get("x")]:
+        length = 6.2 * len(text.text or "")
+        start = float(text.get("x", 0)) - {"middle": 0.5, "end": 1.0}.get(text.get("text-anchor", ""), 0.0) * length
+        places.setdefault(text.get("y", ""), []).append((start, start + length))
+        assert 0 <= float(text.get("y", 0)) <= float(svg.get("height", 0))
+    assert all(start >= 0 and end <= width for line in places.values() for start, end in line)
+    assert all(first[1] < second[0] for line in places.values() for first, second in pairwise(sorted(line)))
 
 
 @pytest.mark.parametrize(

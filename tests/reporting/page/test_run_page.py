@@ -17,12 +17,22 @@ import pytest
 from peft_mux import MultiTaskTrainer
 from peft_mux.errors import ConfigError
 from peft_mux.reporting import page
+from peft_mux.reporting.screen import Progress
 from peft_mux.reporting.views import TaskView
+from peft_mux.scheduler.units import bytes_text
 from peft_mux.trainer import reporter as run_files
+from tests.engine.losses.cases import pairs
 from tests.invariants.mux_lab import rows, small_task
-from tests.runs import raising, trainer_of
+from tests.runs import raising, task_of, trainer_of
 
-SECTIONS = ["Tasks", "Losses", "A step, planned and measured", "Memory, planned and measured", "Versions and devices"]
+SECTIONS = [
+    "Tasks",
+    "Losses",
+    "Metrics",
+    "A step, planned and measured",
+    "Memory, planned and measured",
+    "Versions and devices",
+]
 
 
 def trained(folder: Path, **options: Any) -> MultiTaskTrainer:
@@ -80,9 +90,39 @@ def test_the_measured_step_is_one_of_all_tasks(run: tuple[MultiTaskTrainer, Path
     assert {word.split(":")[0] for word in words[spans:]} <= {"a", "b", "a, b", "b, a"}
 
 
+def test_the_measured_memory_is_of_the_kind_that_was_planned(run: tuple[MultiTaskTrainer, Path]) -> None:
+    trainer, folder = run
+    (record,) = trainer._run.records
+    weights = sum(own.nbytes for own in trainer.model.parameters())
+    assert weights <= record.tensor_bytes < record.peak_bytes / 2, "not that of Python and its libraries"
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    assert f">process 0: {bytes_text(record.tensor_bytes)}<" in page
+
+
+def test_losses_of_each_kind_have_a_drawing_and_all_metrics_are_on_the_page_in_the_log_and_in_the_card(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(Progress, "shows_losses", True)  # as in the live table
+    held_out = {"eval_dataset": rows(9, 4, 5, 9), "eval_steps": 2, "compute_metrics": lambda _: {"f1": 0.25}}
+    tasks = [small_task("sql", data_seed=1, **held_out), task_of("prefs", pairs(3, 8), objective="dpo")]
+    trainer_of(tmp_path, tasks, logging_steps=4).train()
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
+    titles = [ElementTree.fromstring(svg)[0].text for svg in re.findall(r"<svg.*?</svg>", page)]
+    assert titles[:4] == ["Loss of all dpo tasks", "Loss of all sft tasks", "sql", "prefs"]
+    assert {"grad_norm", "learning_rate", "perplexity", "f1", "rewards/margins"} <= set(titles[4:])
+    assert "<td>f1</td><td>sql</td><td>-</td><td>0.2500</td>" in page
+    printed = capsys.readouterr().out
+    assert re.search(r"^prefs step 4  rewards/chosen .*  rewards/margins [-\d.]+", printed, re.MULTILINE)
+    assert re.findall(r"^sql step 2 .*", printed, re.MULTILINE) == ["sql step 2  eval_f1 0.2500"]
+    cards = {name: (tmp_path / name / "README.md").read_text(encoding="utf-8") for name in ("sql", "prefs")}
+    assert "| eval_f1 | 0.25 |" in cards["sql"]
+    assert "| rewards/margins of training rows, last logged |" in cards["prefs"]
+    assert "grad_norm of" not in cards["prefs"]
+
+
 def test_every_setting_of_the_run_and_its_tasks_is_on_the_page(run: tuple[MultiTaskTrainer, Path]) -> None:
     page = (run[1] / "report.html").read_text(encoding="utf-8")
-    sections = re.findall("<details><summary>(.*?)</summary><pre>(.*?)</pre>", page, re.DOTALL)
+    sections = re.findall("<details><summary>([^<]*)</summary><pre>(.*?)</pre>", page, re.DOTALL)
     assert [name for name, _ in sections] == ["arguments of the run", "task a", "task b"]
     settings = [json.loads(unescape(text)) for _, text in sections]
     assert settings[0]["max_tokens_per_micro_batch"] == 48
@@ -99,13 +139,13 @@ def test_a_picture_has_titles_names_of_its_axes_and_one_legend_that_covers_nothi
     monkeypatch.setattr(figure_type, "savefig", lambda figure, *args, **options: saved.append(figure))
     curve = ((1, 3.0), (9, 1.0))
     tasks = [TaskView(f"task {number}", "running", 9, 9, losses=curve) for number in range(num_tasks)]
-    page.draw_losses([replace(tasks[0], eval_losses=((4, 2.5), (8, 1.5))), *tasks[1:]])
+    page.draw_losses([replace(tasks[0], eval_losses=((4, 2.5), (8, 1.5)), settings="lr=2e-4 r=8"), *tasks[1:]])
     (figure,) = saved
     figure.canvas.draw()
     panels = figure.axes
     assert figure._suptitle.get_text() == "Loss of each task"
     assert [(one.get_title(), one.get_xlabel(), one.get_ylabel()) for one in panels] == [
-        (task.name, "step", "loss") for task in tasks
+        (task.name if number else "task 0\nlr=2e-4 r=8", "step", "loss") for number, task in enumerate(tasks)
     ]
     assert [[line.get_linestyle() for line in one.lines] for one in panels] == [["-", "--"], *[["-"]] * (num_tasks - 1)]
     (legend,) = figure.legends
