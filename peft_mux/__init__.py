@@ -12,6 +12,7 @@ import peft_mux.errors
 
 if TYPE_CHECKING:
     from peft_mux.arguments import MultiTaskTrainingArguments
+    from peft_mux.calls import AdamSettings, Call, CallFailure, CallResult, Calls, Example
     from peft_mux.data.batch import MuxBatch
     from peft_mux.data.collator import ChunkPackingCollator
     from peft_mux.data.sources import load_rows
@@ -40,6 +41,7 @@ __version__ = peft_mux.errors.installed_version("peft-mux") or "0.0.0"  # a chec
 
 _NAMES = {
     "arguments": "MultiTaskTrainingArguments",
+    "calls": "AdamSettings Call CallFailure CallResult Calls Example",
     "data.batch": "MuxBatch",
     "data.collator": "ChunkPackingCollator",
     "data.sources": "load_rows",
@@ -61,7 +63,12 @@ _NAMES = {
 _HOMES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
+    "AdamSettings",
     "BottleneckConfig",
+    "Call",
+    "CallFailure",
+    "CallResult",
+    "Calls",
     "CheckpointError",
     "ChunkPackingCollator",
     "Completion",
@@ -69,6 +76,7 @@ __all__ = [
     "DataError",
     "DiffPruningConfig",
     "EarlyStopping",
+    "Example",
     "GenerateOptions",
     "GenerationRequest",
     "MemoryBudgetError",

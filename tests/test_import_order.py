@@ -34,6 +34,7 @@ ROOMS = (
     "planning",
     "reporting",
     "checkpoint",
+    "calls",
     "trainer",
     "demo",
     "serve",

@@ -317,6 +317,9 @@ def _column(name: str, rows: list[tuple[TokenSequence, Member]]) -> torch.Tensor
     """Return the values of a column at the targets of some rows, `[M, ...]`, in stream order."""
     found = []
     for sequence, member in rows:
+        if sequence.labels_itself:  # never split
+            found.append(sequence.token_columns[name][sequence.labels != IGNORE_INDEX])
+            continue
         labels = sequence.labels.copy()
         labels[[first for first, _ in sequence.sequence_bounds]] = IGNORE_INDEX
         # The targets of the positions from `start` to `end` are the tokens after them.

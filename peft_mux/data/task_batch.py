@@ -44,10 +44,10 @@ class TokenSequence:
         is_one_term: whether the loss has one term for the whole row, as with a class label.
         starts: indices in the row at which its second and further sequences begin; empty for one sequence.
         token_columns: numbers of each token, `[L]` or `[L, K]`, by name. Like labels, they belong to the target token,
-            not to the position that predicts it.
+            not to the position that predicts it; with `labels_itself` both belong to the position.
         row_values: numbers of the row, by name; `[C]` if a name has several.
-        labels_itself: whether a label belongs to its own token (token classification), not to the prediction at the
-            previous token.
+        labels_itself: whether a label belongs to its own token (token classification, targets of `Calls`), not to the
+            prediction at the previous token.
         num_virtual_tokens: number of virtual tokens at the start of each sequence.
     """
 
@@ -182,7 +182,8 @@ def batch_totals(batch: TaskBatch) -> Mapping[str, float]:
             sums |= {f"num_target_tokens/{number}": count for number, count in enumerate(counts)}
         if sequence.token_columns:
             is_target = sequence.labels != IGNORE_INDEX
-            is_target[[start for start, _ in sequence.sequence_bounds]] = False
+            if not sequence.labels_itself:
+                is_target[[start for start, _ in sequence.sequence_bounds]] = False
             for name, values in sequence.token_columns.items():
                 sums[name] = float(values[is_target].sum(dtype=np.float64))
         for name, value in sums.items():

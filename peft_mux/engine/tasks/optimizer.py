@@ -21,7 +21,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import nn
 from torch.optim import optimizer as torch_hooks
-from transformers import SchedulerType, Trainer, get_scheduler
+from transformers import SchedulerType, Trainer, get_constant_schedule, get_scheduler
 from transformers.optimization import TYPE_TO_SCHEDULER_FUNCTION
 
 from peft_mux.arguments import ELEMENTWISE, MultiTaskTrainingArguments
@@ -159,6 +159,28 @@ class TaskOptimizer:
                 f"tasks.{name}: optim={hyper.optim!r} with lr_scheduler_type={hyper.lr_scheduler_type!r} cannot be "
                 f"built: {error}"
             ) from error
+
+    @classmethod
+    def adamw(cls, slab: TaskSlab) -> TaskOptimizer:
+        """Return AdamW over the pages of a slab, for settings that are given before every step (`use`)."""
+        made = cls.__new__(cls)
+        made.slab, made.max_grad_norm = slab, 0.0
+        made.keeper, made.steps_here, made.failure, made._counts = 0, True, "", {}
+        made.kinds = [kind for kind in PAGE_KINDS if any(page.kind == kind for page in slab.pages)]
+        groups = [[page.values for page in slab.pages if page.kind == kind] for kind in made.kinds]
+        made.parameters = [values for group in groups for values in group]
+        made.optimizer = torch.optim.AdamW([{"params": group} for group in groups])
+        made.schedule = get_constant_schedule(made.optimizer)
+        return made
+
+    def use(
+        self, *, learning_rate: float, betas: tuple[float, float], eps: float, weight_decay: float, max_grad_norm: float
+    ) -> None:
+        """Set what the next step of AdamW reads; biases and norms do not decay."""
+        self.max_grad_norm = max_grad_norm
+        for kind, group in zip(self.kinds, self.optimizer.param_groups, strict=True):
+            decay = 0.0 if kind.endswith("stays") else weight_decay
+            group.update(lr=learning_rate, betas=betas, eps=eps, weight_decay=decay)
 
     @property
     def learning_rate(self) -> float:

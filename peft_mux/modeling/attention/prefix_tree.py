@@ -101,7 +101,7 @@ class DepthFirst(NamedTuple):
 
     Attributes:
         order: int64 `[U]`, the computed row at each place; `None` if rows are in this order already.
-        long_nodes: places of the nodes that are long enough for a call of their own, and are read where they are.
+        long_nodes: places of nodes of trees that are long enough for a call of their own, and are read where they are.
         gathered: the other nodes, and whole trees of few rows.
         blocks: what the nodes see of those above them, parents before children; of whole trees none.
     """
@@ -162,10 +162,13 @@ class TreeLayouts:
         # Trees that are computed at once, and the places of their rows.
         whole: list[tuple[slice, np.ndarray]] = []
         at_once: set[int] = set()
+        alone: set[int] = set()
         roots = [place for place, one in enumerate(visited) if nodes[one].parent < 0]
         for first, last in pairwise([*roots, len(visited)]):
             members = visited[first:last]
             if len(members) == 1:
+                # Goes into a rectangle, as where no sequence shares tokens, so that it has the same bits there.
+                alone.add(place_of[members[0]].start)
                 continue
             places = slice(place_of[members[0]].start, place_of[members[-1]].stop)
             own = [block for block in blocks if places.start <= block.queries.start < places.stop]
@@ -179,7 +182,8 @@ class TreeLayouts:
                 whole.append((places, _tree_mask(nodes, members, window)))
                 at_once.update(range(places.start, places.stop))
         others = [place for place in place_of.values() if place.start not in at_once]
-        short = [place for place in others if _size(place) < _LONG]
+        long = [place for place in others if _size(place) >= _LONG and place.start not in alone]
+        short = [place for place in others if place not in long]
         gathered = []
         if short:
             gathered.append(_gather(short, [None] * len(short), device))
@@ -188,7 +192,7 @@ class TreeLayouts:
         order = np.concatenate([np.arange(nodes[one].start, nodes[one].start + nodes[one].length) for one in visited])
         return DepthFirst(
             None if visited == sorted(visited) else copied_to(torch.from_numpy(order), device),
-            tuple(place for place in others if _size(place) >= _LONG),
+            tuple(long),
             tuple(gathered),
             tuple(block for block in blocks if block.queries.start not in at_once),
         )

@@ -36,7 +36,7 @@ from peft_mux.data.task_batch import IGNORE_INDEX, PLACEHOLDER_ID
 from peft_mux.errors import ConfigError, DataError, Fault, UnsupportedModelError, closest, raise_faults, shown
 from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.attention.attention_stream import KeyValueRows
-from peft_mux.modeling.backbone.modules import CLASSIFICATION, language_model
+from peft_mux.modeling.backbone.modules import CLASSIFICATION, head_kind_of, language_model
 from peft_mux.modeling.backbone.probe import max_positions
 from peft_mux.modeling.generation.options import (
     Completion,
@@ -97,7 +97,7 @@ def generate(
     requests = _as_requests(prompts)
     if not isinstance(max_batch_tokens, int) or max_batch_tokens < 1:
         raise_faults([Fault("max_batch_tokens", shown(max_batch_tokens), "an integer of at least 1")])
-    _check_model(model)
+    check_model(model, "generate")
     rows = _rows(model, requests, processing_class, options)
     order = {name: place for place, name in enumerate(model.tasks)}
     with in_mode(model, training=False):
@@ -126,25 +126,34 @@ def _as_requests(prompts: Requests) -> list[GenerationRequest]:
     return requests
 
 
-def _check_model(model: Any) -> None:
-    """Raise `ConfigError` or `UnsupportedModelError` for a model that cannot generate in mixed batches."""
+def check_model(model: Any, what: str) -> None:
+    """Raise `ConfigError` or `UnsupportedModelError` for a model that cannot generate in mixed batches.
+
+    Args:
+        model: the model.
+        what: what was asked of it, for messages.
+    """
     if not isinstance(model, MultiTaskPeftModel):
         raise ConfigError(
             f"model must be a MultiTaskPeftModel, got {type(model).__name__}. Load saved adapters with "
             "MultiTaskPeftModel.from_pretrained(base, folder), or take trainer.model."
         )
-    require_whole(model, "generate")
-    backbone = model.backbone
+    require_whole(model, what)
+    check_backbone(model.backbone, what)
+
+
+def check_backbone(backbone: Any, what: str) -> None:
+    """Raise `ConfigError` or `UnsupportedModelError` for a backbone that cannot generate; `what` was asked of it."""
     # Encoders look at what comes later, which no token by token completion has; towers of images may.
     text_modules = language_model(backbone).modules()
     looks_ahead = any(getattr(module, "is_causal", True) is False for module in text_modules)
-    if model.objectives.head.kind == CLASSIFICATION or looks_ahead or not backbone.can_generate():
+    if head_kind_of(backbone) == CLASSIFICATION or looks_ahead or not backbone.can_generate():
         raise UnsupportedModelError(
-            f"generate needs a decoder-only language model (AutoModelForCausalLM), got {type(backbone).__name__}. "
+            f"{what} needs a decoder-only language model (AutoModelForCausalLM), got {type(backbone).__name__}. "
             "For classes, call model.task_view(name)."
         )
     if backbone.device.type == "meta":
-        raise ConfigError("generate needs a loaded model, got one without weights. Train or evaluate it first.")
+        raise ConfigError(f"{what} needs a loaded model, got one without weights. Train or evaluate it first.")
 
 
 def learnt_prompt(model: MultiTaskPeftModel, task: str) -> tuple[int, int]:

@@ -99,6 +99,7 @@ def target_losses(
     module: nn.Module
     module, scale, softcap = output_head(model.backbone)
     wanted = [index for index, name in enumerate(batch.task_names) if name in smoothed]
+    module = _head_of_tasks(module, batch, model)
     if isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
         # The backward pass makes these logits again, so it needs the head's weights once more.
         hidden_MD = free_after_backward(hidden_MD, module)
@@ -146,6 +147,16 @@ def target_losses(
                 part_M = linear_spreads(own_MD, head, own_M, first=words.first, vocab_size=words.vocab_size)
                 spreads.append(reduce_from_tp_region(part_M, words.links))
         return nll_M, torch.cat(spreads)
+
+
+def _head_of_tasks(module: Any, batch: MuxBatch, model: Any) -> Any:
+    """Return the output module; the frozen layer below its adapters if none of them is of a task of the batch."""
+    if not isinstance(module, (BaseTunerLayer, AuxiliaryTrainingWrapper)):
+        return module
+    held = {part for name, _ in module.named_parameters() for part in name.split(".")}
+    if not held.isdisjoint(model.adapters[name] for name in batch.task_names):
+        return module
+    return module.original_module if isinstance(module, AuxiliaryTrainingWrapper) else module.get_base_layer()
 
 
 def head_at(head: Head, temperature: float) -> Head:
@@ -225,6 +236,7 @@ def outputs_of_words(
         UnsupportedModelError: if tensor parallelism divides the vocabulary.
     """
     module, scale, softcap = output_head(model.backbone)
+    module = _head_of_tasks(module, batch, model)
     if vocab_parallel_head(module) is not None:
         raise UnsupportedModelError(
             f"tasks.{batch.task_names[task]} must have one target per token where tensor parallelism divides the "

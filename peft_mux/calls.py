@@ -1,0 +1,643 @@
+"""`Calls`: forward and backward calls of many models on one frozen backbone, for loops that the caller writes.
+
+A caller opens models (LoRA adapters), submits calls (rows, targets, a loss), and steps each model when it likes.
+Unfinished calls share passes, each with exactly the result that it has alone:
+
+* A call is cut into pieces of at most `piece_tokens` by its own rows. A pass takes at most one piece of each call, so
+  that no sum of one call depends on the rows of another one.
+* A loss reads the log-probabilities of its own rows, apart from the graph of the pass. So an exception in a loss, or a
+  gradient that is not finite, ends its own call alone.
+* Gradients add up over the calls of a model until its step. A call that fails leaves them as they were.
+
+On a CPU the results are equal to the bit. On a GPU, where products may round differently for another number of rows,
+they are equal up to rounding.
+
+Shape letters: T tokens of an example, K targets of a token, M targets of a piece.
+"""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from itertools import pairwise
+from typing import Any
+
+import numpy as np
+import torch
+from peft import LoraConfig, PeftConfig
+from transformers import PreTrainedModel
+
+from peft_mux.data.batch import MuxBatch
+from peft_mux.data.collator import ChunkPackingCollator
+from peft_mux.data.task_batch import TaskBatch, TokenSequence, prefix_trie
+from peft_mux.engine.executor import first_line, is_out_of_memory
+from peft_mux.engine.tasks.optimizer import TaskOptimizer
+from peft_mux.errors import (
+    ConfigError,
+    DataError,
+    Fault,
+    UnsupportedModelError,
+    closest,
+    is_integer,
+    is_real,
+    raise_faults,
+    shown,
+)
+from peft_mux.modeling.backbone.probe import max_positions
+from peft_mux.modeling.generation.decoding import check_backbone, check_model
+from peft_mux.modeling.model import MultiTaskPeftModel, reason_of_adapter, reason_of_backbone
+from peft_mux.modeling.objectives.objective import WORDS, TokenOutputs
+
+CallLoss = Callable[[TokenOutputs], torch.Tensor]
+"""Returns the loss of some rows of a call, a sum over their targets: `logprobs_M`, or `word_logprobs_MK` of `[T, K]`
+targets, and `columns` have the same shape. It is called once for each piece of the call, and the results are added."""
+
+_MOST_RANK = 256
+_TARGET_IDS = WORDS[0]
+"""Token column with the K targets of each token."""
+_PADDING = "base-model"
+"""Name of the adapter that rows of padding have."""
+_WHOLE_TOKENS, _PADDING_ROW = 32, 16
+"""The tokens of a pass on a CPU are a multiple of the first number; a row of padding has at most the second one."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Example:
+    """One row of a call.
+
+    Attributes:
+        tokens: integers `[T]`, what the model reads.
+        targets: integers `[T]` or `[T, K]`: the tokens whose log-probabilities are wanted after each token. Usually
+            `targets[t]` is `tokens[t + 1]`.
+        columns: finite numbers `[T, ...]` by name, of any sign and 0, which the loss finds in `TokenOutputs.columns`.
+    """
+
+    tokens: np.ndarray
+    targets: np.ndarray
+    columns: Mapping[str, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Call:
+    """A forward pass of some rows of a model, and a backward pass of their loss.
+
+    Attributes:
+        model: name of the model.
+        examples: the rows, at least one; all have the same columns, and all as many targets a token.
+        loss: returns the loss, a sum.
+        backward: whether to add the gradient of the loss to the gradients of the model.
+    """
+
+    model: str
+    examples: Sequence[Example]
+    loss: CallLoss
+    backward: bool = True
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class CallResult:
+    """What a call has given.
+
+    Attributes:
+        loss: the loss.
+        logprobs: log-probabilities of the targets in nats, fp32 of the shape of `Example.targets`, for each example in
+            the order of the call.
+    """
+
+    loss: float
+    logprobs: tuple[np.ndarray, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class CallFailure:
+    """Why a call or a step has failed; accumulated gradients are what they were before the call.
+
+    Attributes:
+        reason: what went wrong.
+        is_callers: whether the caller's rows, loss or settings are the cause.
+    """
+
+    reason: str
+    is_callers: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AdamSettings:
+    """The settings of one step of AdamW.
+
+    Attributes:
+        learning_rate: the rate of this step.
+        beta1: decay of the first moment.
+        beta2: decay of the second moment.
+        eps: the number added to the denominator.
+        weight_decay: decoupled weight decay, multiplied by the rate; biases and norms do not decay.
+        max_grad_norm: norm to which the model's gradient is clipped; 0 for no clipping.
+
+    Raises:
+        ConfigError: naming every field that cannot be used.
+    """
+
+    learning_rate: float
+    beta1: float = 0.9
+    beta2: float = 0.95
+    eps: float = 1e-12
+    weight_decay: float = 0.0
+    max_grad_norm: float = 0.0
+
+    def __post_init__(self) -> None:
+        """Check every field."""
+        faults = []
+        for name in self.__slots__:
+            value, below = getattr(self, name), 1.0 if name.startswith("beta") else float("inf")
+            if not is_real(value) or not 0 <= value < below:
+                allowed = "at least 0 and below 1" if below == 1.0 else "a finite number of at least 0"
+                faults.append(Fault(name, shown(value), allowed))
+        raise_faults(faults)
+
+
+@dataclass(slots=True, eq=False)
+class _Unfinished:
+    """A call on its way.
+
+    Attributes:
+        call: the call.
+        batch: all its rows.
+        pieces: which rows are still to be computed, piece by piece.
+        before: the gradients of the model before the call; `None` if there were none.
+        loss: sum of the losses of the pieces so far.
+        logprobs: log-probabilities of the rows so far, by the number of the row.
+    """
+
+    call: Call
+    batch: TaskBatch
+    pieces: list[list[int]]
+    before: list[torch.Tensor] | None
+    loss: float = 0.0
+    logprobs: dict[int, np.ndarray] = field(default_factory=dict)
+
+
+@dataclass(slots=True, eq=False)
+class _Model:
+    """An open model: its optimizer, and whether gradients are waiting for a step."""
+
+    optimizer: TaskOptimizer
+    has_gradients: bool = False
+
+    @property
+    def gradients(self) -> list[torch.Tensor]:
+        """The flat buffers of its gradients."""
+        return self.optimizer.gradients
+
+
+class Calls:
+    """Models on one backbone, and the calls that they share passes in; one thread owns it.
+
+    Args:
+        model: a causal language model, or a `MultiTaskPeftModel` of one; whole in one process, without dropout. The
+            tasks that it already has are left alone.
+        piece_tokens: most tokens of a piece; a longer row is a piece by itself.
+        pass_tokens: most tokens of a pass; a longer piece is a pass by itself.
+
+    Attributes:
+        model: the `MultiTaskPeftModel`.
+        piece_tokens: see above; lowered when the memory does not hold a piece.
+        pass_tokens: see above; lowered when the memory does not hold a pass.
+
+    Raises:
+        ConfigError: for settings that cannot be used, or a model that is divided among processes.
+        UnsupportedModelError: for a model that is no causal language model, or has dropout.
+
+    Example:
+        >>> calls = Calls(AutoModelForCausalLM.from_pretrained("..."))  # doctest: +SKIP
+        >>> calls.open("sql", LoraConfig(r=16, target_modules="all-linear"), seed=0)  # doctest: +SKIP
+        >>> result = calls.run([Call("sql", examples, lambda own: own.nll_M.sum())])["sql"]  # doctest: +SKIP
+        >>> calls.step({"sql": AdamSettings(learning_rate=1e-4)})  # doctest: +SKIP
+    """
+
+    def __init__(
+        self, model: MultiTaskPeftModel | PreTrainedModel, *, piece_tokens: int = 4096, pass_tokens: int = 16_384
+    ) -> None:
+        """Check the model; wrap it if it has no adapters."""
+        sizes = {"piece_tokens": piece_tokens, "pass_tokens": pass_tokens}
+        wrong = {name: value for name, value in sizes.items() if not is_integer(value, 1)}
+        raise_faults([Fault(name, shown(value), "an integer of at least 1") for name, value in wrong.items()])
+        # Never steps. PEFT makes its model with a first adapter, and rows of padding are of this one.
+        first = {_PADDING: LoraConfig(r=1, target_modules="all-linear")}
+        if isinstance(model, PreTrainedModel):
+            check_backbone(model, "Calls")
+            model = MultiTaskPeftModel(model, first)
+        check_model(model, "Calls")
+        if _PADDING not in model.tasks:
+            model.register_tasks(first)
+        if (reason := reason_of_backbone(model.backbone)) is not None:
+            raise UnsupportedModelError(
+                f"Calls needs a causal language model without dropout, but {reason}. Load it with its dropout set to 0."
+            )
+        self.model, self.piece_tokens, self.pass_tokens = model.train(), piece_tokens, pass_tokens
+        self._models: dict[str, _Model] = {}
+        self._unfinished: dict[str, _Unfinished] = {}
+        self._collator = ChunkPackingCollator()
+
+    # ------------------------------------------------------------------ models
+
+    def open(self, name: str, config: PeftConfig, *, seed: int) -> None:
+        """Add a model: a new LoRA adapter, between two passes.
+
+        Args:
+            name: name of the model.
+            config: its LoRA configuration, of rank 1 to 256, without dropout; targets may include the output head.
+            seed: fixes its initial weights, as `torch.manual_seed` before `get_peft_model` would.
+
+        Raises:
+            ConfigError: naming every field that cannot be used; then nothing has changed.
+        """
+        where, faults = f"models.{name}", []
+        if name in self.model.tasks:
+            faults.append(Fault(where, "a name that is taken", "a new name", "Drop the model of this name first."))
+        if type(config) is not LoraConfig:  # AdaLoRA and others inherit from it
+            faults.append(Fault(f"{where}.config", type(config).__name__, "a LoraConfig"))
+        else:
+            ranks = config.r, *(config.rank_pattern or {}).values()
+            if not all(is_integer(rank, 1, _MOST_RANK) for rank in ranks):
+                got = ", ".join(map(shown, ranks))
+                faults.append(Fault(f"{where}.config.r", got, f"an integer from 1 to {_MOST_RANK}"))
+            elif (reason := reason_of_adapter(config)) is not None:
+                # Draws would have to differ between the calls whose gradients add up.
+                faults.append(Fault(f"{where}.config", f"one in which {reason}", "a LoraConfig without dropout"))
+        raise_faults(faults)
+        self.model.register_tasks({name: config}, seeds={name: seed})
+        slab = self.model.registry.slab_of(name)
+        slab.bind_gradients()
+        self._models[name] = _Model(TaskOptimizer.adamw(slab))
+
+    def drop(self, name: str) -> None:
+        """Remove a model, its unfinished call included; a `ConfigError` if it is not open."""
+        self._model(name)
+        self._unfinished.pop(name, None)
+        self.model.remove_tasks([name])
+        del self._models[name]
+
+    def _model(self, name: str, what: str = "") -> _Model:
+        """Return an open model; `what` names something that has to wait until its call is finished."""
+        if name not in self._models:
+            allowed = f"one of {', '.join(self._models)}" if self._models else "opened first"
+            raise ConfigError(f"the model must be {allowed}, got {shown(name)}. {closest(name, self._models)}".rstrip())
+        if what and name in self._unfinished:
+            raise ConfigError(f"models.{name} must have no unfinished call for {what}. Call advance() until it ends.")
+        return self._models[name]
+
+    # ------------------------------------------------------------------ calls
+
+    def submit(self, call: Call) -> None:
+        """Take a call, to be computed by `advance`. A model has at most one unfinished call.
+
+        Raises:
+            ConfigError: if the model is not open, or has an unfinished call.
+            DataError: naming the rows that cannot be computed; then nothing has changed.
+        """
+        self._unfinished[call.model] = self._checked(call)
+
+    def advance(self, order: Sequence[str] = ()) -> dict[str, CallResult | CallFailure]:
+        """Compute one pass: at most one piece of each unfinished call, as long as `pass_tokens` last.
+
+        Args:
+            order: models whose pieces come first, in this order; the others follow in the order of their calls.
+
+        Returns:
+            The results of the calls that this pass has finished, by model.
+        """
+        first = [name for name in dict.fromkeys(order) if name in self._unfinished]
+        return self._pass([*first, *(name for name in self._unfinished if name not in first)])
+
+    def run(self, calls: Sequence[Call]) -> dict[str, CallResult | CallFailure]:
+        """Compute calls of different models to their end, together; other calls wait.
+
+        Returns:
+            The results by model.
+
+        Raises:
+            ConfigError: if a model is not open, or has another call.
+            DataError: naming the rows that cannot be computed; then nothing has changed.
+        """
+        names = [call.model for call in calls]
+        if len(set(names)) < len(names):
+            raise ConfigError(f"calls must be of different models, got {', '.join(names)}. Run them one after another.")
+        self._unfinished |= {call.model: self._checked(call) for call in calls}
+        results: dict[str, CallResult | CallFailure] = {}
+        while left := [name for name in names if name not in results]:
+            results |= self._pass(left)
+        return {name: results[name] for name in names}
+
+    def _checked(self, call: Call) -> _Unfinished:
+        """Return a call that can be computed; raise `ConfigError` or `DataError` for any other."""
+        model = self._model(call.model, "another one")
+        raise_faults(list(self._row_faults(call)), DataError)
+        batch = TaskBatch(
+            call.model, 0, 0, sequences := tuple(map(_sequence, call.examples)), trie=prefix_trie(sequences)
+        )
+        before = [own.clone() for own in model.gradients] if call.backward and model.has_gradients else None
+        return _Unfinished(call, batch, self._cut(batch), before)
+
+    def _row_faults(self, call: Call) -> Iterator[Fault]:
+        """Yield what is wrong with the rows of a call: the first fault of each."""
+        where, config = f"calls.{call.model}.examples", self.model.backbone.config
+        num_words, most = config.get_text_config().vocab_size, max_positions(config)
+        if not call.examples:
+            yield Fault(where, "none", "at least one example")
+        shapes: Any = None
+        for number, example in enumerate(call.examples):
+            at = f"{where}[{number}]"
+            tokens, targets = np.asarray(example.tokens), np.asarray(example.targets)
+            for name, ids in (("tokens", tokens), ("targets", targets)):
+                if not np.issubdtype(ids.dtype, np.integer) or ((ids < 0) | (ids >= num_words)).any():
+                    got = shown(ids.tolist())
+                    yield Fault(f"{at}.{name}", got, f"token ids from 0 to {num_words - 1}")
+                    break
+            else:
+                if tokens.ndim != 1 or not len(tokens):
+                    yield Fault(f"{at}.tokens", f"the shape {list(tokens.shape)}", "a list of at least one token id")
+                elif most is not None and len(tokens) > most:
+                    yield Fault(f"{at}.tokens", f"{len(tokens)} tokens", f"at most the backbone's {most} positions")
+                elif targets.ndim not in (1, 2) or len(targets) != len(tokens) or not targets.size:
+                    got = f"the shape {list(targets.shape)} for {len(tokens)} tokens"
+                    yield Fault(f"{at}.targets", got, "of the shape [T] or [T, K] for T tokens")
+                elif (fault := _column_fault(at, len(tokens), example.columns)) is not None:
+                    yield fault
+                else:
+                    found = {name: np.shape(own)[1:] for name, own in example.columns.items()}
+                    own = targets.shape[1:], found
+                    shapes = own if shapes is None else shapes
+                    if own != shapes:
+                        got = f"targets of {list(own[0])} with columns {shown(own[1])}, first {shown(shapes)}"
+                        yield Fault(at, got, "of the same shapes and columns as the first example")
+
+    def _cut(self, batch: TaskBatch) -> list[list[int]]:
+        """Return the pieces of a call, lists of numbers of its rows; they depend on these rows alone."""
+        pieces: list[list[int]] = []
+        num_tokens = 0
+        for row, sequence in enumerate(batch.sequences):
+            if not pieces or num_tokens + len(sequence) > self.piece_tokens:
+                pieces.append([])
+                num_tokens = 0
+            pieces[-1].append(row)
+            num_tokens += len(sequence)
+        return pieces
+
+    # ------------------------------------------------------------------ passes
+
+    def _pass(self, names: Sequence[str]) -> dict[str, CallResult | CallFailure]:
+        """Compute the next piece of the calls of some models, in this order as long as the tokens of a pass last."""
+        chosen: list[str] = []
+        num_tokens = 0
+        for name in names:
+            own = self._unfinished[name]
+            size = sum(len(own.batch.sequences[row]) for row in own.pieces[0])
+            if not chosen or num_tokens + size <= self.pass_tokens:
+                chosen.append(name)
+                num_tokens += size
+        # In the order of the stream, in which kernels keep their tables.
+        order = [name for name in self.model.tasks if name in chosen]
+        try:
+            results: dict[str, CallResult | CallFailure] = {}
+            for backward in (True, False):
+                if part := [name for name in order if self._unfinished[name].call.backward is backward]:
+                    results |= self._pieces(part, backward=backward)
+            shortage = ""
+        except (RuntimeError, MemoryError) as error:
+            if not is_out_of_memory(error):
+                raise
+            shortage = first_line(error)
+        if shortage:  # after the block: the traceback of the error holds the activations of the pass
+            results = self._in_less_memory(order, num_tokens, shortage)
+        for name in results:
+            ended = self._unfinished.pop(name)
+            if ended.call.backward and isinstance(results[name], CallResult):
+                self._models[name].has_gradients = True
+            elif ended.call.backward:
+                self._put_back(name, ended)
+        return results
+
+    def _pieces(self, names: Sequence[str], *, backward: bool) -> dict[str, CallResult | CallFailure]:
+        """Compute the next piece of each call; return the results of those that end."""
+        running = [self._unfinished[name] for name in names]
+        on_host = self._laid_out(running)
+        with torch.set_grad_enabled(backward):
+            by_model = self._outputs(on_host, len(running))
+        results: dict[str, CallResult | CallFailure] = {}
+        losses: dict[str, torch.Tensor] = {}
+        gradients: dict[str, list[tuple[torch.Tensor, torch.Tensor]]] = {}
+        for own, outputs in zip(running, by_model, strict=True):
+            name = own.call.model
+            try:
+                losses[name], gradients[name] = _loss_and_gradients(own.call.loss, outputs, backward=backward)
+            except Exception as error:  # the caller's own code
+                if is_out_of_memory(error):
+                    raise
+                results[name] = CallFailure(f"the loss raises {type(error).__name__}: {error}", is_callers=True)
+        # One wait for the device for all calls.
+        figures = {
+            name: torch.stack([loss, *(gradient.isfinite().all().to(loss) for _, gradient in gradients[name])]).cpu()
+            for name, loss in losses.items()
+        }
+        for name, (value, *are_finite) in figures.items():
+            if not value.isfinite() or not all(are_finite):
+                what = "gradient of the loss is not finite" if value.isfinite() else f"loss is {value.item()}"
+                results[name] = CallFailure(f"the {what}", is_callers=True)
+        pairs = [pair for name in losses if name not in results for pair in gradients[name]]
+        if pairs:
+            torch.autograd.backward([output for output, _ in pairs], [gradient for _, gradient in pairs])
+        for index, (own, outputs) in enumerate(zip(running, by_model, strict=True)):
+            name = own.call.model
+            if name in results:
+                continue
+            own.loss += float(figures[name][0])
+            values = _logprobs(outputs).detach().cpu().numpy()
+            ends = np.cumsum(outputs.sequence_counts)[:-1]
+            own.logprobs.update(zip(_rows(on_host, index, own.batch), np.split(values, ends), strict=True))
+            own.pieces.pop(0)
+            if own.pieces:
+                continue
+            if backward and not all(bool(one.isfinite().all()) for one in self._models[name].gradients):
+                results[name] = CallFailure("the gradient of the weights is not finite", is_callers=True)
+            else:
+                logprobs = tuple(own.logprobs[row] for row in range(len(own.call.examples)))
+                results[name] = CallResult(own.loss, logprobs)
+        return results
+
+    def _laid_out(self, running: Sequence[_Unfinished]) -> MuxBatch:
+        """Return the next pieces of some calls as one stream; on a CPU with rows of padding behind them."""
+        batches, rows = [own.batch for own in running], [own.pieces[0] for own in running]
+        while True:
+            num_tokens = sum(batch.num_tokens for batch in batches)
+            (stream,) = self._collator.micro_batches(batches, max_tokens=num_tokens, only=rows)
+            # How a CPU rounds depends on the number of rows of a product if they are few, and is other for the last
+            # elements of a tensor. With multiples of this number both are the same in any company.
+            step = max(_WHOLE_TOKENS, 4 * torch.get_num_threads())
+            missing = -stream.num_computed % step if self.model.device.type == "cpu" else 0
+            if not missing:
+                return stream
+            zeros = np.split(np.zeros(missing, dtype=np.int64), range(_PADDING_ROW, missing, _PADDING_ROW))
+            padding = tuple(TokenSequence(own, own, 0, labels_itself=True) for own in zeros)
+            batches.append(TaskBatch(_PADDING, 0, 0, padding))
+            rows.append(list(range(len(padding))))
+
+    def _outputs(self, on_host: MuxBatch, num_models: int) -> list[TokenOutputs]:
+        """Return the outputs of the first models of a pass, for their losses.
+
+        The head is computed for each model by itself: its blocks of targets, and whether it reads adapters on the head,
+        do not depend on the others.
+        """
+        model, batch = self.model, on_host.to(self.model.device)
+        model.prepare_pass(batch.task_names)
+        with model.multiplexing(batch):
+            hidden_UD = model.hidden_states(batch)
+        outputs = []
+        sizes = [end - start for start, end in pairwise(batch.computed_offsets)]
+        for index, own_UD in enumerate(hidden_UD.split(sizes)[:num_models]):
+            own = on_host.of_tasks([index]).to(model.device)
+            with model.multiplexing(own):
+                outputs += model.objectives.head.outputs(own_UD, own, model)
+        return outputs
+
+    def _put_back(self, name: str, own: _Unfinished) -> None:
+        """Give a model the gradients that it had before a call."""
+        if own.before is None:
+            self._models[name].optimizer.zero_gradients()
+        else:
+            torch._foreach_copy_(self._models[name].gradients, own.before)
+
+    def _in_less_memory(
+        self, names: Sequence[str], num_tokens: int, reason: str
+    ) -> dict[str, CallResult | CallFailure]:
+        """Let the calls of a pass that found no memory begin again, in passes of half the tokens.
+
+        Returns:
+            The failure of a call whose single row does not fit.
+        """
+        gc.collect()
+        if self.model.device.type == "cuda":
+            torch.cuda.empty_cache()
+        first = self._unfinished[names[0]]
+        if len(names) == 1 and len(first.pieces[0]) == 1:
+            row = first.pieces[0][0]
+            size = len(first.batch.sequences[row])
+            got = f"calls.{names[0]}.examples[{row}]: a row of {size} tokens does not fit into memory ({reason})"
+            return {names[0]: CallFailure(f"{got}. Shorten it.", is_callers=True)}
+        self.pass_tokens = max(1, num_tokens // 2)
+        if len(names) == 1:
+            self.piece_tokens = self.pass_tokens
+        for name in names:
+            own = self._unfinished[name]
+            if own.call.backward:
+                self._put_back(name, own)
+            self._unfinished[name] = _Unfinished(own.call, own.batch, self._cut(own.batch), own.before)
+        return {}
+
+    # ------------------------------------------------------------------ steps
+
+    def step(self, steps: Mapping[str, AdamSettings]) -> dict[str, float | CallFailure]:
+        """Step models with the gradients that their calls have added up, which are then zero.
+
+        Args:
+            steps: the settings of this step by model.
+
+        Returns:
+            The norm of each model's gradient, before clipping. A model whose norm is not finite is not stepped; its
+            gradients are dropped.
+
+        Raises:
+            ConfigError: if a model is not open, or has an unfinished call; then none is stepped.
+        """
+        models = {name: self._model(name, "a step") for name in steps}
+        norms: dict[str, float | CallFailure] = {}
+        for name, model in models.items():
+            own, optimizer = steps[name], model.optimizer
+            optimizer.use(
+                learning_rate=own.learning_rate,
+                betas=(own.beta1, own.beta2),
+                eps=own.eps,
+                weight_decay=own.weight_decay,
+                max_grad_norm=own.max_grad_norm,
+            )
+            norm = optimizer.gradient_norm()
+            norms[name] = value = float(norm)
+            if is_real(value):
+                optimizer.step(norm)
+            else:
+                norms[name] = CallFailure(f"the norm of the gradient is {value}", is_callers=True)
+                optimizer.zero_gradients()
+            model.has_gradients = False
+        return norms
+
+
+# ---------------------------------------------------------------------- rows and losses
+
+
+def _column_fault(where: str, num_tokens: int, columns: Mapping[str, Any]) -> Fault | None:
+    """Return what is wrong with the first column of a row that cannot be used."""
+    for name, values in columns.items():
+        at = f"{where}.columns.{name}"
+        if name in WORDS:
+            return Fault(at, "a column of this name", f"named otherwise than {' and '.join(WORDS)}")
+        try:
+            with np.errstate(over="ignore"):
+                numbers = np.asarray(values).astype(np.float32)
+        except (TypeError, ValueError):
+            return Fault(at, shown(values), "finite numbers")
+        if numbers.ndim < 1 or len(numbers) != num_tokens:
+            return Fault(at, f"the shape {list(numbers.shape)}", f"one entry for each of {num_tokens} tokens")
+        if not np.isfinite(numbers).all():
+            return Fault(at, shown(np.asarray(values).tolist()), "finite numbers")
+    return None
+
+
+def _sequence(example: Example) -> TokenSequence:
+    """Return an example as a row of a batch."""
+    targets = np.asarray(example.targets, dtype=np.int64)
+    columns = {name: np.asarray(values, dtype=np.float32) for name, values in example.columns.items()}
+    if targets.ndim == 2:
+        columns |= {_TARGET_IDS: targets}
+        targets = targets[:, 0]
+    tokens = np.asarray(example.tokens, dtype=np.int64)
+    return TokenSequence(tokens, targets, 0, token_columns=columns, labels_itself=True)
+
+
+def _rows(micro_batch: MuxBatch, index: int, batch: TaskBatch) -> list[int]:
+    """Return the numbers of the rows of a task, in the order of the stream.
+
+    Args:
+        micro_batch: the pass, on the host.
+        index: number of the task in the pass.
+        batch: all rows of the call.
+    """
+    starts = np.cumsum([0, *map(len, batch.sequences)])
+    first, last = micro_batch.sequence_offsets[index : index + 2]
+    places = micro_batch.token_places[micro_batch.cu_seqlens[first:last].long()]
+    return np.searchsorted(starts, places.numpy()).tolist()
+
+
+def _logprobs(outputs: TokenOutputs) -> torch.Tensor:
+    """Return the log-probabilities of a model's targets, `[M]` or `[M, K]`."""
+    return outputs.logprobs_M if outputs.word_logprobs_MK is None else outputs.word_logprobs_MK
+
+
+def _loss_and_gradients(
+    loss: CallLoss, outputs: TokenOutputs, *, backward: bool
+) -> tuple[torch.Tensor, list[tuple[torch.Tensor, torch.Tensor]]]:
+    """Return the loss of a piece, without graph, and its gradient with respect to each output that it reads."""
+    read = {
+        name: values.detach().requires_grad_(backward)
+        for name in ("nll_M", "word_logprobs_MK")
+        if (values := getattr(outputs, name)) is not None
+    }
+    with torch.enable_grad():
+        value = loss(replace(outputs, **read))
+    if not isinstance(value, torch.Tensor) or value.numel() != 1:
+        raise TypeError(f"it must return a tensor with one number, got {shown(value)}")
+    value = value.reshape(())
+    if not (backward and value.requires_grad):
+        return value.detach(), []
+    gradients = torch.autograd.grad(value, list(read.values()), allow_unused=True)
+    found = [(getattr(outputs, name), own) for name, own in zip(read, gradients, strict=True) if own is not None]
+    return value.detach(), found
