@@ -1,6 +1,6 @@
 """`TrainingLoop`: the steps of a run, and what happens between them.
 
-`MultiTaskTrainer.train` has the loop itself. Between two steps all processes do the same, in this order::
+`MultiTaskTrainer.train` calls `step` until it returns False. All processes do the same, in this order::
 
     agree         stop? tasks that ended elsewhere; commands of other threads; endings; a move or another plan
     evaluate      tasks that are about to take their first step (`eval_on_start`)
@@ -47,7 +47,7 @@ from peft_mux.trainer.run import Run, write_task_files
 
 
 class TrainingLoop:
-    """Takes the steps of all running tasks, and does what is due between them; `MultiTaskTrainer.train` calls it.
+    """Takes the steps of all running tasks, and does what is due between them.
 
     Args:
         run: the present run.
@@ -76,6 +76,27 @@ class TrainingLoop:
         self._agreement = Agreement(run.processes)
         self._compared: set[str] = set()
         self.num_stream_tokens = 0
+
+    def step(self) -> bool:
+        """Take the next step of the run, or a window of steps, and do what is due around it.
+
+        Returns:
+            False if all processes stop here instead.
+        """
+        if not self.agree_on_step():
+            return False
+        self.evaluator.evaluate_new()
+        if not self._run.table.running:  # their evaluation has failed them
+            return True
+        num_steps = self.num_steps_in_window()
+        stepping = self.call_step_begin()
+        if num_steps > 1:
+            self.take_window(num_steps)
+        else:
+            self.train_step()
+        self.after_step(stepping)
+        self.call_task_events()
+        return True
 
     def train_step(self, work: StepWork | None = None) -> None:
         """Take one step of every running task: the rows of its batch, forward and backward, its optimizer step.

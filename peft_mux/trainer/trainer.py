@@ -22,9 +22,9 @@ from __future__ import annotations
 import inspect
 import os
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future
-from contextlib import nullcontext
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -401,13 +401,23 @@ class MultiTaskTrainer(Trainer):
             TaskFailedError: at the end, if tasks have failed and `raise_on_failure` is set.
         """
         refuse_trainer_arguments(unsupported)
+        with self._session(resume_from_checkpoint):
+            while self._loop.step():
+                pass
+        failed = [f"{own.name} ({own.reason})" for own in self.table if own.status is TaskStatus.FAILED]
+        if failed and self.args.raise_on_failure:
+            raise TaskFailedError(f"tasks failed: {', '.join(failed)}. All others have ended and are saved.")
+        return self._output
+
+    @contextmanager
+    def _session(self, resume: str | bool | None) -> Iterator[None]:
+        """Open the run for the steps of the `with` block, under signals and requests; then save and report it."""
         run, loop, membership = self._run, self._loop, self._membership
         is_alone = run.processes.is_alone
         # A launcher repeats signals, and they do not reach all processes at once: none may end the last save.
         repeats_signals = not is_alone or "TORCHELASTIC_RUN_ID" in os.environ
         # With a sharded backbone memory counts more than the time of page faults.
         keeping = nullcontext() if self.args.shard_backbone else keeping_freed_memory(self.args.device)
-
         has_ended = False
 
         def stop(signal_number: int) -> None:
@@ -420,7 +430,7 @@ class MultiTaskTrainer(Trainer):
             watching_model(lambda task, what: self._placement.model.shared.watch(task, what)),
             # From the start: requests of other threads wait for the first step while the model loads.
             membership.queue.training(membership.finish_commands),
-            loop.opening.opened(resume_from_checkpoint),
+            loop.opening.opened(resume),
         ):
             # Timed from here on: loading and planning are not training.
             started, waited_before_s = time.perf_counter(), run.processes.waited_s
@@ -432,18 +442,7 @@ class MultiTaskTrainer(Trainer):
                     with loop.control.listening(is_alone=is_alone):
                         run.callbacks.begin_training(run.table)
                         loop.call_task_events()
-                        while loop.agree_on_step():
-                            self._evaluator.evaluate_new()
-                            if not run.table.running:  # their evaluation has failed them
-                                continue
-                            num_steps = loop.num_steps_in_window()
-                            stepping = loop.call_step_begin()
-                            if num_steps > 1:
-                                loop.take_window(num_steps)
-                            else:
-                                loop.train_step()
-                            loop.after_step(stepping)
-                            loop.call_task_events()
+                        yield
                 except Exception:
                     for callbacks in run.log.callbacks.values():
                         callbacks.trackers.end()
@@ -463,14 +462,10 @@ class MultiTaskTrainer(Trainer):
                 run.hub.wait()
                 run.callbacks.call_task_events()
                 num_tokens, num_steps = loop.num_stream_tokens - first_token, run.state.global_step - first_step
-                output = self._reporter.finish(seconds, waited_s, num_tokens, num_steps, added_bytes)
+                self._output = self._reporter.finish(seconds, waited_s, num_tokens, num_steps, added_bytes)
                 if run.upload is not None:
                     run.upload.start()
                     run.upload.wait()
-        failed = [f"{own.name} ({own.reason})" for own in run.table if own.status is TaskStatus.FAILED]
-        if failed and self.args.raise_on_failure:
-            raise TaskFailedError(f"tasks failed: {', '.join(failed)}. All others have ended and are saved.")
-        return output
 
     def evaluate(self, task: str | None = None, **unsupported: Any) -> dict[str, float]:  # type: ignore[override]
         """Evaluate one task, or all that have held-out rows; from another thread, after the step in progress.
