@@ -1,20 +1,21 @@
 """The part `default run` of `benchmarks.gpu`: `MultiTaskTrainer.train()` as users call it, on rows of unequal lengths.
 
-For comparison, PEFT trains the same rows task by task without padding, with Liger if it is installed: what is gained
-over the best that one task at a time can do. Steps are timed with everything that a user waits for: packing,
-callbacks and updates. The last steps are traced, for the share of time in which the GPU has nothing to do, and the
-predicted peak of memory is compared with the measured one. TRL with its defaults
-follows once, if it is installed.
+For comparison, the same rows go through the frozen backbone alone (the floor), and PEFT trains them task by task
+without padding, with Liger if it is installed: what is gained over the best that one task at a time can do. With the
+fewest rows also PEFT with padding, and all tasks in one padded batch (the SL-PEFT of MuxTune). Steps are timed with
+everything that a user waits for: packing, callbacks and updates. The last steps are traced, for the share of time in
+which the GPU has nothing to do, and the predicted peak of memory is compared with the measured one. TRL with its
+defaults follows once, if it is installed.
 """
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
 import json
 import statistics
 import tempfile
 from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +28,17 @@ from benchmarks.gpu.rehearsal import stand_ins
 from benchmarks.gpu.report import Deadline, Row
 from benchmarks.gpu.roofline import Backbone
 from benchmarks.gpu.settings import Settings, free
-from benchmarks.gpu.train import MOST_PASS_TOKENS, loss_difference, loss_tolerance, train_safely
+from benchmarks.gpu.train import (
+    MOST_PASS_TOKENS,
+    flops_per_token,
+    loss_difference,
+    loss_tolerance,
+    path_verdicts,
+    peak_flops,
+    too_large,
+    train_safely,
+)
+from benchmarks.gpu.trainers import counted_paths
 from peft_mux.modeling.backbone.liger import has_liger, is_fused, unfuse
 
 NUM_STEPS, NUM_WARM_UP, NUM_TRACED = 8, 2, 2
@@ -35,6 +46,12 @@ NUM_STEPS, NUM_WARM_UP, NUM_TRACED = 8, 2, 2
 BASELINE_STEPS = 4
 TRL_S = 60
 """Seconds that must be left in the part: 25 for TRL, the rest for the steps of 8K tokens."""
+BASELINES = {
+    "floor": "the frozen backbone",
+    "packed": "PEFT, packed",
+    "hf": "PEFT, padded",
+    "padded": "padded joint batch",
+}
 BATCH_SIZES = {"1K": 2, "4K": 10, "8K": 20}
 """Rows of a step of each of 8 tasks, by tokens of their step together."""
 
@@ -52,13 +69,14 @@ def default_part(settings: Settings, deadline: Deadline, backbones: Backbones) -
         workload = make_workload(
             "nonuniform", num_tasks=num_tasks, num_steps=NUM_STEPS, vocab_size=shape.vocab_size, batch_size=batch_size
         )
-        baseline = _baseline(settings, backbones, shape, workload)
-        yield f"{tokens} tokens a step: PEFT, packed", baseline
+        baselines: dict[str, dict[str, Any]] = {}
+        for contender, title in BASELINES.items():
+            # The padded ones fit into memory with the fewest rows alone.
+            if contender in ("floor", "packed") or tokens in ("1K", "tiny"):
+                baselines[contender] = _baseline(settings, backbones, shape, workload, contender, baselines)
+                yield f"{tokens} tokens a step: {title}", baselines[contender]
         row = _measured(settings, backbones, shape, workload, use_liger="auto")
-        if "losses" in baseline:
-            row["loss_difference"] = loss_difference(row["losses"], baseline["losses"])
-            row["is_right"] = row["is_right"] and row["loss_difference"] <= loss_tolerance(settings)
-            row["gain_over_packed"] = row["tokens_per_s"] / baseline["tokens_per_s"]
+        row |= _compared(settings, shape, workload, row, baselines)
         yield f"{tokens} tokens a step: default run", row
         if tokens == list(BATCH_SIZES)[-1] and has_liger() and deadline.has():
             yield (
@@ -70,17 +88,49 @@ def default_part(settings: Settings, deadline: Deadline, backbones: Backbones) -
 
 
 def _baseline(
-    settings: Settings, backbones: Backbones, shape: Backbone, workload: Any, contender: str = "packed"
+    settings: Settings,
+    backbones: Backbones,
+    shape: Backbone,
+    workload: Any,
+    contender: str,
+    others: dict[str, dict[str, Any]],
 ) -> dict[str, Any]:
-    """Return what a contender that trains one task after the other takes for the first steps of a workload."""
-    steps = dataclasses.replace(workload, num_steps=BASELINE_STEPS)
-    one = max(task.rank for task in workload.tasks) * shape.rank_weights
-    pass_tokens = roofline.pass_tokens(shape, "packed", one, settings.device_bytes, MOST_PASS_TOKENS)
+    """Return what a contender takes for the first steps of a workload, and how far its losses are from another's."""
+    first = [replace(task, rows=task.rows[: BASELINE_STEPS * task.batch_size]) for task in workload.tasks]
+    steps = replace(workload, tasks=tuple(first), num_steps=BASELINE_STEPS)
+    ranks = [0] if contender == "floor" else [task.rank for task in workload.tasks]
+    trained = (sum(ranks) if contender == "padded" else max(ranks)) * shape.rank_weights
+    kept = contender if contender in roofline.KEPT else "hf"
+    if contender == "padded":
+        longest = max(len(row["input_ids"]) for task in workload.tasks for row in task.rows)
+        num_tokens = longest * sum(task.batch_size for task in workload.tasks)
+        if reason := too_large(settings, shape, contender, num_tokens, trained):
+            return {"skipped": reason}
+    pass_tokens = roofline.pass_tokens(shape, kept, trained, settings.device_bytes, MOST_PASS_TOKENS)
     row = train_safely(settings, backbones, shape, contender, steps, pass_tokens)
     if "steps_s" in row:
         timed = zip(_num_tokens(steps)[NUM_WARM_UP:], row["steps_s"][NUM_WARM_UP:], strict=True)
-        row["tokens_per_s"] = statistics.median(tokens / s for tokens, s in timed)
+        row |= {"pass_tokens": pass_tokens, "tokens_per_s": statistics.median(tokens / s for tokens, s in timed)}
+        reference = next((other["losses"] for other in others.values() if "losses" in other), row["losses"])
+        row["loss_difference"] = loss_difference(row["losses"], reference)
+        row["is_right"] = row["loss_difference"] <= loss_tolerance(settings)
     return row
+
+
+def _compared(
+    settings: Settings, shape: Backbone, workload: Any, row: dict[str, Any], baselines: dict[str, dict[str, Any]]
+) -> dict[str, Any]:
+    """Return how the default run compares with the baselines that ran, and whether it is right."""
+    found: dict[str, Any] = {"mfu": None}
+    verdicts = [row["is_right"], *path_verdicts(settings, row)]
+    if (peak := peak_flops(settings.device)) is not None:
+        found["mfu"] = flops_per_token(shape, workload) * row["tokens_per_s"] / peak
+    for contender, baseline in baselines.items():
+        if "losses" in baseline:
+            found[f"gain_over_{contender}"] = row["tokens_per_s"] / baseline["tokens_per_s"]
+            found["loss_difference"] = loss_difference(row["losses"], baseline["losses"])
+            verdicts.append(found["loss_difference"] <= loss_tolerance(settings))
+    return {**found, "is_right": all(verdicts)}
 
 
 def _trl(
@@ -96,7 +146,7 @@ def _trl(
         return {"skipped": "trl or datasets is not installed"}
     if not deadline.has(TRL_S):
         return {"skipped": f"the time budget is spent: needs {TRL_S} s, and what follows"}
-    row = _baseline(settings, backbones, shape, workload, "trl")
+    row = _baseline(settings, backbones, shape, workload, "trl", {})
     backbones.drop()
     if "losses" in row:
         row["loss_difference"] = loss_difference(row["losses"], default["losses"])
@@ -120,7 +170,7 @@ def _measured(
     free(settings.device)
     is_cuda, backbone = settings.device.type == "cuda", backbones.of(shape)
     recorder = StepWatch(settings.device, NUM_STEPS, NUM_TRACED)
-    with tempfile.TemporaryDirectory() as folder, stand_ins(settings):
+    with tempfile.TemporaryDirectory() as folder, stand_ins(settings), counted_paths() as calls:
         args = MultiTaskTrainingArguments(
             output_dir=folder,
             use_cpu=not is_cuda,
@@ -158,6 +208,8 @@ def _measured(
         "predicted_peak_bytes": max(plan.peak_bytes),
         "limit_bytes": plan.limit_bytes,
         "out_of_memory": shortages,
+        # What plans count on the meta device goes through slices.
+        "path": "kernels" if calls["kernels"] else "slices",
         "is_right": statuses == ["succeeded"],
     }
     if is_cuda:

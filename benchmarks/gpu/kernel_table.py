@@ -9,12 +9,10 @@ from benchmarks.gpu.settings import Settings, free
 from benchmarks.kernels import run as kernels
 from benchmarks.kernels.contenders import CONTENDERS
 from benchmarks.kernels.problem import Shape
-from benchmarks.kernels.timing import copy_rate
 
 
 def kernel_part(settings: Settings, deadline: Deadline) -> Iterator[Row]:
     """The most telling shapes first."""
-    rate = copy_rate(settings.device)
     groups, others = kernel_shapes(settings)
     results = []
     for shape in [*groups, *others]:
@@ -24,7 +22,7 @@ def kernel_part(settings: Settings, deadline: Deadline) -> Iterator[Row]:
             yield "note", "time is up: the remaining shapes were not measured"
             return
         rounds = 1 if settings.is_rehearsal else 7
-        found = kernels.measure(shape, settings.device, settings.dtype, names=names, rounds=rounds, bytes_per_s=rate)
+        found = kernels.measure(shape, settings.device, settings.dtype, names=names, rounds=rounds)
         print(kernels.describe(found), flush=True)
         found["is_right"] = not kernels.wrong_contenders(found)
         yield str(shape), found

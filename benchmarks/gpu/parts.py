@@ -1,8 +1,8 @@
 """What `benchmarks.gpu` runs, the most telling first, and how long each part is computed to take on an H100.
 
-Right or wrong comes first, in the precision that people train in; then what training together gains; then training end
-to end; then the checks in fp32; then tables. Seconds of checks and tables are those measured on an H100, given as
-running plus compiling some variants of kernels; the others follow `roofline.py`.
+Right or wrong comes first, in the precision that people train in; then whole runs, and what training together gains;
+then the checks in fp32; then tables. Seconds of checks and tables are those measured on an H100, given as running plus
+compiling some variants of kernels; the others follow `roofline.py`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from benchmarks.gpu import roofline, sweep, train
+from benchmarks.gpu import roofline, sweep
 from benchmarks.gpu.backbones import Backbones
 from benchmarks.gpu.checks.attention import attention_rows
 from benchmarks.gpu.checks.cross_entropy import cross_entropy_rows
@@ -21,7 +21,7 @@ from benchmarks.gpu.checks.group import group_rows
 from benchmarks.gpu.checks.passes import captured_rows
 from benchmarks.gpu.checks.plain_peft import plain_peft_rows
 from benchmarks.gpu.checks.trainer import trainer_rows
-from benchmarks.gpu.checks.updates import adamw_rows, task_table_rows
+from benchmarks.gpu.checks.updates import task_table_rows
 from benchmarks.gpu.default_run import default_part
 from benchmarks.gpu.device import device_part
 from benchmarks.gpu.kernel_table import kernel_part
@@ -47,31 +47,23 @@ class Planned(NamedTuple):
     is_check: bool = False
 
 
-def plan(num_layers: int = 32) -> list[Planned]:
-    """Return all parts in the order in which they run.
-
-    Args:
-        num_layers: layers of the backbone of the parts `end to end`.
-    """
+def plan() -> list[Planned]:
+    """Return all parts in the order in which they run."""
     bf16, fp32 = torch.bfloat16, torch.float32
-    uniform, small = (_end_to_end(case, num_layers) for case in train.CASES)
     return [
-        Planned("device", 2, lambda settings, deadline, _: device_part(settings, deadline)),
+        Planned("device", 2, lambda settings, deadline, _: device_part(settings)),
         _check("lora bfloat16", 3, 30, partial(_kernel_rows, group_rows, bf16)),
         _check("cross entropy", 2, 2, partial(_kernel_rows, lambda settings, _: cross_entropy_rows(settings), fp32)),
         _check("attention", 3, 0, attention_rows),
-        _check("adamw", 2, 2, adamw_rows),
         # The small backbone's kernels are compiled here, and taken up again by the two after it.
         _check("task table", 4, 6, task_table_rows),
         _check("captured pass", 4, 5, captured_rows),
         _check("trainer bfloat16", 6, 1, partial(_trainer_rows, bf16)),
         _check("plain peft", 8, 12, plain_peft_rows),
-        Planned("default run", 65 + 12 * roofline.COMPILE_S, default_part, is_check=True),
+        Planned("default run", 95 + 12 * roofline.COMPILE_S, default_part, is_check=True),
         _gain("8B", sweep.SWEEP_TOKENS, 16),
-        uniform,
         _check("trainer float32", 16, 12, partial(_trainer_rows, fp32)),
         Planned("kernels", 41, lambda settings, deadline, _: kernel_part(settings, deadline)),
-        small,
         _check("lora float32", 3, 38, partial(_kernel_rows, group_rows, fp32)),
     ]
 
@@ -139,12 +131,3 @@ def _gain(name: str, tokens: tuple[int, ...], num_variants: int) -> Planned:
         return sweep.sweep_part(settings, deadline, backbones, shape, tokens)
 
     return Planned(f"gain {name}", estimated_s, run, is_check=True)
-
-
-def _end_to_end(case: train.Case, num_layers: int) -> Planned:
-    shape = roofline.LLAMA_8B.of_layers(num_layers)
-
-    def run(settings: Settings, deadline: Deadline, backbones: Backbones) -> Iterator[Row]:
-        return train.end_to_end_part(settings, deadline, backbones, case)
-
-    return Planned(f"end to end {case.name}", train.estimated_s(shape, case) + shape.making_s, run, is_check=True)

@@ -124,7 +124,6 @@ class Backbone:
         return 4 * self.linear_weights + lora + 7 * self.hidden_size * self.num_layers * length
 
 
-LLAMA_1B = Backbone(2048, 16, 8192, 32, 128256)
 LLAMA_8B = Backbone(4096, 32, 14336, 32, 128256)
 
 

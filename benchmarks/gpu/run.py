@@ -1,4 +1,4 @@
-"""Everything that needs a GPU, in one call of at most 9 minutes: right or wrong, gains of fusing, end to end, kernels.
+"""Everything that needs a GPU, in one call of at most 9 minutes: right or wrong, whole runs, gains of fusing, kernels.
 
     python -m benchmarks.gpu --name h200                  writes benchmarks/results/gpu-h200.json
     python -m benchmarks.gpu --parts attention gain       parts whose names begin so
@@ -35,7 +35,7 @@ MINUTES = 9.0
 def main(arguments: list[str] | None = None) -> int:
     """Run the parts that the command line names; return 1 where something failed or is wrong."""
     options = _options(arguments)
-    planned = plan(options.layers)
+    planned = plan()
     if options.list:
         print(listed(planned))
         return 0
@@ -92,7 +92,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     add("--name", default=None, help="ends the result file's name; by default the device's own")
     add("--output", type=Path, help="JSON file to write; default benchmarks/results/gpu-<name>.json")
     add("--parts", nargs="+", help="beginnings of the names of the parts to run; by default all")
-    add("--layers", type=int, default=32, help="layers of the backbone of `end to end`; 32 for Llama-3-8B")
+    add("--layers", type=int, default=32, help="layers of the backbone of `default run`; 32 for Llama-3-8B")
     add("--minutes", type=float, default=MINUTES, help="minutes after which no measurement begins, starting included")
     add("--traces", type=Path, help="folder to keep profiler traces in; by default only their numbers are kept")
     add("--list", action="store_true", help="tell the parts and their computed seconds, and run nothing")

@@ -19,7 +19,7 @@ class Settings:
     Attributes:
         device: the device on which everything runs.
         is_rehearsal: whether shapes are tiny and in fp32, so that any machine can run them.
-        num_layers: number of layers of the backbone of the parts `end to end`.
+        num_layers: number of layers of the backbone of the part `default run`.
     """
 
     device: torch.device

@@ -1,4 +1,4 @@
-"""The parts `end to end` of `benchmarks.gpu`: training steps of all contenders, side by side.
+"""How the contenders of `benchmarks.gpu` are run and judged, those of the parts `default run` and `gain`.
 
 MFU = (4 P + 6 P_lora + 7 H C n L) T / seconds / peak: T real tokens, P frozen weights of the linear layers with the
 head (forward and input gradients), P_lora trained weights of a token's task, n layers with H heads of C channels on
@@ -11,127 +11,18 @@ out of memory nevertheless, or fails, is reported, and the next one gets a new b
 
 from __future__ import annotations
 
-import statistics
-from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from benchmarks.gpu import roofline
 from benchmarks.gpu.backbones import Backbones
-from benchmarks.gpu.report import Deadline, Row
 from benchmarks.gpu.roofline import Backbone
 from benchmarks.gpu.settings import Settings, free, out_of_memory
 from benchmarks.gpu.trainers import TRAINERS, Trained
 from benchmarks.kernels.problem import greater
 
-NUM_STEPS = 4
-"""The first two compile, allocate, capture, and make the state of optimizers."""
-CONTENDERS = ("floor", "hf", "packed", "mux", "mux_graphs", "padded")
 MOST_PASS_TOKENS = 16384
-_MEAN_TOKENS = {"uniform": 29, "nonuniform": 52}
-_SQUARE_LENGTH = {"uniform": 33, "nonuniform": 100}
-_PADDED_TOKENS = {"uniform": 69, "nonuniform": 180}
-_MEAN_RANK = {"uniform": 8, "nonuniform": 30}
-_TINY = Backbone(32, 2, 48, 4, 64)
-
-
-class Case(NamedTuple):
-    """What is trained.
-
-    Attributes:
-        mix: "uniform" or "nonuniform", see `benchmarks.training.workloads`.
-        num_tasks: number of tasks.
-        batch_size: rows of a task's step.
-    """
-
-    mix: str
-    num_tasks: int
-    batch_size: int
-
-    @property
-    def name(self) -> str:
-        """Such as `8 uniform x 32 rows`."""
-        return f"{self.num_tasks} {self.mix} x {self.batch_size} rows"
-
-    @property
-    def num_tokens(self) -> int:
-        """Tokens of a step, as expected of the mix."""
-        return self.num_tasks * self.batch_size * _MEAN_TOKENS[self.mix]
-
-    def padded_tokens(self, contender: str) -> int:
-        """Tokens of a step that a contender computes, as expected of the mix."""
-        if contender in ("hf", "padded"):
-            return self.num_tasks * self.batch_size * _PADDED_TOKENS[self.mix]
-        return self.num_tokens
-
-    def trained_weights(self, backbone: Backbone, contender: str) -> int:
-        """Trained weights that are there at once."""
-        tasks = {"floor": 0, "hf": 1, "packed": 1}.get(contender, self.num_tasks)
-        return tasks * _MEAN_RANK[self.mix] * backbone.rank_weights
-
-
-# 7,400 tokens a step; then 1,900, where the host's time decides, and where the padded batch fits.
-CASES = (
-    Case("uniform", 8, 32),
-    Case("uniform", 8, 8),
-)
-_REHEARSED = Case("nonuniform", 3, 4)
-
-
-def end_to_end_part(settings: Settings, deadline: Deadline, backbones: Backbones, case: Case) -> Iterator[Row]:
-    """The whole backbone, all contenders."""
-    shape = _TINY if settings.is_rehearsal else roofline.LLAMA_8B.of_layers(settings.num_layers)
-    yield from compare(settings, deadline, backbones, shape, _REHEARSED if settings.is_rehearsal else case)
-
-
-def estimated_s(shape: Backbone, case: Case, contenders: tuple[str, ...] = CONTENDERS) -> float:
-    """Return the seconds that a case is computed to take, without compiling and without making the backbone."""
-    return 5.0 + sum(contender_s(shape, case, name) for name in contenders)
-
-
-def contender_s(shape: Backbone, case: Case, contender: str) -> float:
-    """Return the seconds that a contender is computed to take: its adapters, then its steps."""
-    attaching = 0.0 if contender == "floor" else roofline.ATTACH_S * case.num_tasks * shape.num_layers
-    passes = case.num_tasks if contender in ("hf", "packed") else 1
-    each = roofline.step_s(shape, contender, case.padded_tokens(contender), _SQUARE_LENGTH[case.mix], max(1, passes))
-    steps = NUM_STEPS + (4 if contender == "mux_graphs" else 0)  # capturing runs a pass some four times
-    return attaching + steps * each
-
-
-def compare(settings: Settings, deadline: Deadline, backbones: Backbones, shape: Backbone, case: Case) -> Iterator[Row]:
-    """Train the same rows with every contender on one backbone, which each leaves as it was."""
-    from benchmarks.training.workloads import make_workload
-
-    num_steps = 2 if settings.is_rehearsal else NUM_STEPS
-    workload = make_workload(
-        case.mix,
-        num_tasks=case.num_tasks,
-        num_steps=num_steps,
-        vocab_size=shape.vocab_size,
-        batch_size=case.batch_size,
-    )
-    num_tokens = [sum(len(r["input_ids"]) for t in workload.tasks for r in t.batches[s]) for s in range(num_steps)]
-    flops = flops_per_token(shape, workload)
-    name = f"{shape.num_layers} layers, {case.name}"
-    yield name, {"tokens_per_step": num_tokens, "lengths": workload.length_source, "flops_per_token": flops}
-    measured: dict[str, dict[str, Any]] = {}
-    for contender in CONTENDERS:
-        needs_s = 0.0 if settings.is_rehearsal else contender_s(shape, case, contender)
-        reason = too_large(settings, shape, case, contender, _largest_batch(workload, contender))
-        if not deadline.has(needs_s):
-            reason = f"the time budget is spent: needs {needs_s:.0f} s"
-        if reason is not None:
-            yield f"{name}: {contender}", {"skipped": reason}
-            continue
-        trained = case.trained_weights(shape, contender)
-        pass_tokens = roofline.pass_tokens(shape, contender, trained, settings.device_bytes, MOST_PASS_TOKENS)
-        row = train_safely(settings, backbones, shape, contender, workload, pass_tokens)
-        if "steps_s" in row:
-            row |= {"pass_tokens": pass_tokens} | rates(settings, row["steps_s"], num_tokens)
-            row |= judged(settings, row, flops, measured)
-            measured[contender] = row
-        yield f"{name}: {contender}", row
 
 
 def train_safely(
@@ -155,23 +46,15 @@ def train_safely(
     return row
 
 
-def too_large(settings: Settings, shape: Backbone, case: Case, contender: str, num_tokens: int) -> str | None:
-    """Return why a contender cannot have the memory that it is computed to need, or `None`."""
+def too_large(settings: Settings, shape: Backbone, contender: str, num_tokens: int, trained_weights: int) -> str | None:
+    """Return why a contender cannot have the memory that it is computed to need for so many tokens, or `None`."""
     if settings.device_bytes is None:
         return None
-    needed = roofline.peak_bytes(shape, contender, num_tokens, case.trained_weights(shape, contender))
+    needed = roofline.peak_bytes(shape, contender, num_tokens, trained_weights)
     allowed = roofline.USABLE_SHARE * settings.device_bytes
     if needed <= allowed:
         return None
     return f"needs some {needed / 1e9:.0f} GB for {num_tokens} tokens at once, of {allowed / 1e9:.0f} GB"
-
-
-def _largest_batch(workload: Any, contender: str) -> int:
-    """Return the tokens that a contender must hold at once whatever the memory: all of them in one padded batch."""
-    if contender != "padded":
-        return 1024
-    longest = max(len(row["input_ids"]) for task in workload.tasks for row in task.rows)
-    return longest * sum(task.batch_size for task in workload.tasks)
 
 
 def plain_values(settings: Settings, trained: Trained) -> dict[str, Any]:
@@ -186,40 +69,10 @@ def plain_values(settings: Settings, trained: Trained) -> dict[str, Any]:
     return row
 
 
-def rates(settings: Settings, steps_s: list[float], num_tokens: list[int]) -> dict[str, float]:
-    """Return the real tokens of a second, median of the steps that are warm."""
-    warm_up = 1 if settings.is_rehearsal else 2
-    found = [count / s for count, s in zip(num_tokens[warm_up:], steps_s[warm_up:], strict=True)]
-    return {"tokens_per_s": statistics.median(found)}
-
-
 def path_of(calls: dict[str, int]) -> str:
     """Return which path computed the adapters: "kernels", "slices", or "both"; "none" if neither did."""
     taken = [name for name in ("kernels", "slices") if calls.get(name)]
     return "both" if len(taken) == 2 else (taken or ["none"])[0]
-
-
-def judged(
-    settings: Settings, row: dict[str, Any], flops: float, measured: dict[str, dict[str, Any]]
-) -> dict[str, Any]:
-    """Return MFU, share of the floor, and whether the row is right.
-
-    That is: the losses of two steps are those of PEFT, and ours ran through the kernels where there are any. The second
-    step is the first that an update has changed; later ones drift apart in bf16. The floor has no adapters, so that
-    only its first step is compared with PEFT's.
-    """
-    found: dict[str, Any] = {"mfu": None, "share_of_floor": 1.0 if not measured else None}
-    peak = peak_flops(settings.device)
-    if peak is not None:
-        found |= {"mfu": flops * row["tokens_per_s"] / peak, "peak_flops_per_s": peak}
-    if "floor" in measured:
-        found["share_of_floor"] = row["tokens_per_s"] / measured["floor"]["tokens_per_s"]
-    verdicts = path_verdicts(settings, row)
-    reference = measured.get("hf") or measured.get("floor")
-    if reference:
-        found["loss_difference"] = loss_difference(row["losses"], reference["losses"])
-        verdicts.append(found["loss_difference"] <= loss_tolerance(settings))
-    return found | ({"is_right": all(verdicts)} if verdicts else {})
 
 
 def path_verdicts(settings: Settings, row: dict[str, Any]) -> list[bool]:

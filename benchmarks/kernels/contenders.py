@@ -15,7 +15,6 @@ from torch.nn import functional as F
 from benchmarks.kernels.mux import mux, mux_slices
 from benchmarks.kernels.problem import CannotRunError, Problem, Result, Step
 
-MAX_GATHERED_BYTES = 4 * 2**30
 MAX_COMPILED_TASKS = 8
 """Compilation unrolls the loop over tasks; beyond this it takes longer than all other measurements."""
 
@@ -93,26 +92,6 @@ def unsloth_style(problem: Problem) -> Step:
     return step
 
 
-def gather_bmm(problem: Problem) -> Step:
-    """A copy of its adapter for every token, and `bmm`, after S-LoRA; refused where the copies get too large."""
-    shape = problem.shape
-    widths = len(shape.out_features) * shape.in_features + sum(shape.out_features)
-    needed = shape.num_tokens * shape.rank * widths * problem.a[0].element_size()
-    if needed > MAX_GATHERED_BYTES:
-        raise CannotRunError(f"the gathered factors take {needed / 2**30:.1f} GiB of {MAX_GATHERED_BYTES / 2**30:.0f}")
-    lengths = torch.tensor(problem.lengths, device=problem.device)
-    task_T = torch.arange(shape.num_tasks, device=problem.device).repeat_interleave(lengths)
-    scale_T1 = torch.tensor(problem.scales, device=problem.device, dtype=problem.dtype)[task_T, None]
-
-    def layer(
-        x: torch.Tensor, weight: torch.Tensor, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]
-    ) -> torch.Tensor:
-        s = torch.bmm(a[0][task_T], x[:, :, None])
-        return F.linear(x, weight) + torch.bmm(b[0][task_T], s)[:, :, 0] * scale_T1
-
-    return _autograd_step(problem, layer, _stacked(problem))
-
-
 def grouped_mm(problem: Problem) -> Step:
     """`torch.nn.functional.grouped_mm`; ranks and lengths must be multiples of 8 (16 bytes in bf16)."""
     function = getattr(F, "grouped_mm", None)
@@ -142,7 +121,6 @@ CONTENDERS: dict[str, Callable[[Problem], Step]] = {
     "peft_eager": peft_eager,
     "peft_compiled": peft_compiled,
     "unsloth_style": unsloth_style,
-    "gather_bmm": gather_bmm,
     "grouped_mm": grouped_mm,
 }
 

@@ -139,6 +139,7 @@ def passes(setting: dict[str, Any]) -> tuple[Callable[[], tuple[float, float]], 
     from peft import LoraConfig
     from transformers import LlamaConfig, LlamaForCausalLM
 
+    from peft_mux.data.collator import ChunkPackingCollator
     from peft_mux.modeling.model import MultiTaskPeftModel
 
     sizes = {"hidden_size": 16, "intermediate_size": 16, "num_attention_heads": 4, "num_key_value_heads": 2}
@@ -150,7 +151,8 @@ def passes(setting: dict[str, Any]) -> tuple[Callable[[], tuple[float, float]], 
     backbones = [LlamaForCausalLM(config).to(dtype).requires_grad_(False).train() for _ in range(2)]
     backbones[1].config._attn_implementation = _ATTENTION
     model = MultiTaskPeftModel(backbones[0], configs, seeds=dict.fromkeys(configs, 0), verify=False).train()
-    batch = _batch(list(configs))
+    rows = [{"task": name, "input_ids": [1 + number % 60, 2]} for number, name in enumerate(configs)]
+    batch = ChunkPackingCollator()(rows)
 
     def precision() -> contextlib.AbstractContextManager[Any]:
         return torch.autocast("cpu", dtype=torch.bfloat16)
@@ -172,22 +174,6 @@ def passes(setting: dict[str, Any]) -> tuple[Callable[[], tuple[float, float]], 
         out.last_hidden_state.sum().backward()
 
     return multiplexed, plain
-
-
-def _batch(names: list[str]) -> Any:
-    """Return a micro-batch of two tokens a task."""
-    import numpy as np
-
-    from peft_mux.data.collator import ChunkPackingCollator
-    from peft_mux.data.task_batch import TaskBatch, TokenSequence
-
-    generator = np.random.default_rng(0)
-    rows = [generator.integers(1, 64, 2).astype(np.int64) for _ in names]
-    batches = [
-        TaskBatch(name, 0, 1, (TokenSequence(row, row.copy(), 0),)) for name, row in zip(names, rows, strict=True)
-    ]
-    (batch,) = ChunkPackingCollator().micro_batches(batches, max_tokens=4096)
-    return batch
 
 
 if __name__ == "__main__":

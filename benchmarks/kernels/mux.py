@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import importlib.util
 import os
-from collections.abc import Callable
-from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -59,19 +57,6 @@ def mux_slices(problem: Problem) -> Step:
         return Result([y.detach() for y in ys], dx, gradients[:half], gradients[half:])
 
     return step
-
-
-class Launch(NamedTuple):
-    """One kernel of a pass.
-
-    Attributes:
-        run: launches it, on the inputs of a call.
-        num_bytes: what it has to move: activation, S and factors or gradients, once each. Partial sums of wgrad are not
-            counted, so that a rate says what is achieved, not what is spent.
-    """
-
-    run: Callable[[int], Any]
-    num_bytes: int
 
 
 class MuxGroup:
@@ -134,57 +119,3 @@ class MuxGroup:
         da = [adapter.da_RD for adapter in adapters]
         db = [adapter.db_RK.t() for adapter in adapters]  # type: ignore[union-attr]
         return Result([y.detach() for y in ys], dx, da, db)  # type: ignore[arg-type]
-
-    def launches(self) -> dict[str, Launch]:
-        """Return the launches of a pass by name, for times of their own; wgrad with its reduction."""
-        num_tokens, device, dtype = self.problem.shape.num_tokens, self.problem.device, self.problem.dtype
-        s, ds = (torch.zeros(num_tokens, self.group.num_columns, device=device, dtype=dtype) for _ in range(2))
-        found = self._launches_of_a(s, ds)
-        for index in range(len(self.adapters)):
-            found |= self._launches_of_b(index, s, ds)
-        return found
-
-    def _launches_of_a(self, s: torch.Tensor, ds: torch.Tensor) -> dict[str, Launch]:
-        from peft_mux.kernels.lora import launch as k
-
-        joint, at, tables = self.group.joint, self.problem.inputs, self.tables
-        assert joint is not None, "no dropout, and slabs lay A side by side"
-        ranks, values, gradients = joint.ranks, joint.values, joint.gradients
-        assert gradients is not None, "they were bound"
-        dx = torch.zeros_like(at(0).x)
-        read, written = self._bytes(dx.shape[1], self.group.num_columns)
-        return {
-            "shrink x": Launch(lambda call: k.shrink(at(call).x, values, s, tables, ranks, scaled=False), read),
-            "expand dx": Launch(lambda call: k.expand(ds, values, dx, tables, ranks, scaled=False), read),
-            "wgrad A": Launch(
-                lambda call: k.wgrad(ds, at(call).x, gradients, tables, ranks, scaled=False, accumulate=True), written
-            ),
-        }
-
-    def _launches_of_b(self, index: int, s: torch.Tensor, ds: torch.Tensor) -> dict[str, Launch]:
-        from peft_mux.kernels.lora import launch as k
-
-        layer, at, tables = self.group.layers[index], self.problem.inputs, self.tables
-        assert layer is not None, "every task has an adapter in every layer"
-        ranks, values, gradients = layer.ranks, layer.values, layer.gradients
-        assert gradients is not None, "they were bound"
-        y = torch.zeros_like(at(0).dys[index])
-        read, written = self._bytes(y.shape[1], self.adapters[index][0].columns)
-        suffix = "" if len(self.adapters) == 1 else f" {index}"
-        return {
-            f"expand y{suffix}": Launch(lambda call: k.expand(s, values, y, tables, ranks, scaled=True), read),
-            f"shrink dy{suffix}": Launch(
-                lambda call: k.shrink(at(call).dys[index], values, ds, tables, ranks, scaled=True), read
-            ),
-            f"wgrad B{suffix}": Launch(
-                lambda call: k.wgrad(s, at(call).dys[index], gradients, tables, ranks, scaled=True, accumulate=True),
-                written,
-            ),
-        }
-
-    def _bytes(self, width: int, columns: int) -> tuple[int, int]:
-        """Return what shrink or expand has to move, and what wgrad: its fp32 gradients are read and written."""
-        shape, size = self.problem.shape, torch.empty((), dtype=self.problem.dtype).element_size()
-        activations = shape.num_tokens * (width + columns) * size
-        elements = shape.num_tasks * columns * width
-        return activations + elements * size, activations + elements * 8

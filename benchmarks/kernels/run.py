@@ -18,9 +18,9 @@ from typing import Any
 import torch
 
 from benchmarks.kernels.contenders import CONTENDERS
-from benchmarks.kernels.mux import Launch, MuxGroup
+from benchmarks.kernels.mux import MuxGroup
 from benchmarks.kernels.problem import TOLERANCES, CannotRunError, Problem, Shape, Step, errors
-from benchmarks.kernels.timing import captured, copy_rate, interleaved_us
+from benchmarks.kernels.timing import captured, interleaved_us
 
 LLAMA_QKV = (4096, (4096, 1024, 1024))
 LLAMA_GATE_UP = (4096, (14336, 14336))
@@ -42,7 +42,6 @@ def measure(
     *,
     names: Sequence[str] = tuple(CONTENDERS),
     rounds: int = 7,
-    bytes_per_s: float | None = None,
 ) -> dict[str, Any]:
     """Check and time all contenders on one shape.
 
@@ -52,10 +51,9 @@ def measure(
         dtype: the dtype of activations and weights.
         names: names of the contenders; `frozen` is always added.
         rounds: number of rounds of timing.
-        bytes_per_s: the device's copy rate, from `copy_rate`; measured here by default.
 
     Returns:
-        Plain values for JSON: `contenders` (microseconds, overhead in percent, errors) and `kernels` (of ours).
+        Plain values for JSON: `contenders`, with microseconds, overhead in percent, and errors.
     """
     problem = Problem(shape, device, dtype)
     calls = len(problem.copies)
@@ -67,11 +65,7 @@ def measure(
         for name, us in us_of.items():
             rows[name][f"{way}_us"] = us
             rows[name][f"{way}_overhead_percent"] = 100 * (us / us_of["frozen"] - 1) if "frozen" in us_of else None
-    rate = bytes_per_s or copy_rate(device)
-    found: dict[str, Any] = {"shape": asdict(shape), "contenders": rows, "copy_bytes_per_s": rate}
-    if isinstance(ours := steps.get("mux"), MuxGroup):
-        found["kernels"] = kernel_rates(ours.launches(), device, calls, rounds, rate)
-    return found
+    return {"shape": asdict(shape), "contenders": rows}
 
 
 def _checked(problem: Problem, names: Sequence[str]) -> tuple[dict[str, Step], dict[str, Any]]:
@@ -107,8 +101,6 @@ def _from_zero(step: Step) -> Step:
 
 def _tolerance(name: str, dtype: torch.dtype) -> float:
     """Return the error allowed: baselines that round more often are less exact, not wrong."""
-    if name == "gather_bmm":
-        return 50 * TOLERANCES[dtype]  # adds up the gradients of all tokens of a task in the dtype itself
     return TOLERANCES[dtype] * (1 if name.startswith("mux") else 5)
 
 
@@ -122,24 +114,6 @@ def _graph_us(
         except RuntimeError as error:  # a synchronisation inside, most often
             rows[name]["graph_skipped"] = str(error).splitlines()[0]
     return {name: us / calls for name, us in interleaved_us(graphs, device, calls=1, rounds=rounds).items()}
-
-
-def kernel_rates(
-    launches: dict[str, Launch], device: torch.device, calls: int, rounds: int, copy_bytes_per_s: float
-) -> dict[str, dict[str, float]]:
-    """Return microseconds, bytes per second and share of the copy rate of each of our kernels."""
-    parts = {name: launch.run for name, launch in launches.items()}
-    is_graph = device.type == "cuda"
-    if is_graph:
-        # Launched from Python they would take the time of Python; a graph shows the kernels.
-        parts = {name: captured(part, calls) for name, part in parts.items()}
-    times = interleaved_us(parts, device, calls=1 if is_graph else calls, rounds=rounds)
-    found = {}
-    for name, launch in launches.items():
-        us = times[name] / (calls if is_graph else 1)
-        rate = launch.num_bytes / us * 1e6
-        found[name] = {"us": us, "bytes_per_s": rate, "share_of_copy_rate": rate / copy_bytes_per_s}
-    return found
 
 
 def layer_totals(results: Sequence[dict[str, Any]]) -> dict[str, Any]:
@@ -172,11 +146,6 @@ def describe(result: dict[str, Any]) -> str:
         remarks = [f"through {row['path']}"] if "path" in row else []
         remarks += [] if row["is_right"] else ["WRONG"]
         lines.append(f"  {name:14s}{columns}  {worst:.1e}  {' '.join(remarks)}".rstrip())
-    for name, row in result.get("kernels", {}).items():
-        lines.append(
-            f"    {name:12s} {row['us']:8.1f} us {row['bytes_per_s'] / 1e9:8.0f} GB/s "
-            f"{100 * row['share_of_copy_rate']:5.0f}% of the copy rate"
-        )
     return "\n".join(lines)
 
 

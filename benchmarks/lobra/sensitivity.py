@@ -7,6 +7,13 @@ python -m benchmarks.lobra.sensitivity --data FOLDER --seeds 3 --steps 5
 The folder is that of `benchmarks.lobra.steps`: the published profile of Llama2-7B. The paper's Tables 6, 9 and 10 and
 its Figure 11 are of a 70B model, whose profile is not published: shapes of curves can be compared with it, seconds
 cannot. Every time is that of the time model.
+
+1. Plans differ as lengths are drawn by mean and skewness alone: what is long decides on the largest replica, and
+   CommitPackFt, which the paper gives a <4,1>, has nothing here that the smallest does not hold.
+2. As in the paper, with the fewest GPUs both have room for the largest replica alone and are equal; with more, equal
+   replicas cost more and more a step, and unequal ones hardly more than with few.
+3. In the paper too the step's time is as good as constant from R = 12 on, while padding still shrinks: Eq. 3 rounds up
+   what each replica has of a bucket, and more buckets are rounded more often.
 """
 
 from __future__ import annotations
@@ -67,10 +74,6 @@ def print_alone(inputs: Inputs, seed: int) -> None:
         saved = 100 * (1 - planned.step_s[index] / equal.step_s[index])
         ours = layout(planned.deployments[index])
         print(f"   {task.name:<26} {saved:>8.1f} {SAVED_70B[index]:>6.1f}  {ours:<32} {LOBRA_SEQUENTIAL_7B[index]}")
-    print(
-        "   Plans differ as lengths are drawn by mean and skewness alone: what is long decides on the largest replica,"
-    )
-    print("   and CommitPackFt, which the paper gives a <4,1>, has nothing here that the smallest does not hold.\n")
 
 
 def print_scale(inputs: Inputs, seed: int) -> None:
@@ -84,8 +87,6 @@ def print_scale(inputs: Inputs, seed: int) -> None:
         _print_size(inputs, tasks, num_gpus)
     for number in range(2, len(SIX_TASKS)):
         _print_size(inputs, tasks[:number], NUM_GPUS)
-    print("   As in the paper, with the fewest GPUs both have room for the largest replica alone and are equal; with")
-    print("   more, equal replicas cost more and more a step, and unequal ones hardly more than with few.\n")
 
 
 def _print_size(inputs: Inputs, tasks: Sequence[TaskLengths], num_gpus: int) -> None:
@@ -133,8 +134,6 @@ def print_buckets(inputs: Inputs, seeds: Sequence[int], num_steps: int) -> None:
         padding = 100 * statistics.mean(padding for _, padding, _ in found)
         solved_ms = 1e3 * statistics.median(seconds for _, _, seconds in found)
         print(f"   {number:>3} {ratio:>26.3f} {padding:>10.1f} {solved_ms:>26.1f}")
-    print("   In the paper too the step's time is as good as constant from R = 12 on, while padding still shrinks:")
-    print("   Eq. 3 rounds up what each replica has of a bucket, and more buckets are rounded more often.\n")
 
 
 def print_budgets(inputs: Inputs, seed: int, budgets_s: Sequence[float]) -> None:
@@ -180,6 +179,7 @@ def main() -> None:
     print_buckets(inputs, range(arguments.seeds), arguments.steps)
     if arguments.budgets:
         print_budgets(inputs, 0, arguments.budgets)
+    print(__doc__)
 
 
 if __name__ == "__main__":

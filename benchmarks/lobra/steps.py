@@ -7,6 +7,22 @@ The folder holds what its authors published: the time of one layer of Llama2-7B 
 micro-batch (`profile_time_llama_7B.csv`), the most tokens of a micro-batch (`max_tokens_llama_7B_6tasks.csv`), their
 experiment (`exp_task6.json`) and the tables of the paper (`paper_tables.json`). Nothing here runs on a GPU: every time
 is that of the time model.
+
+1. Sends between stages, embedding and head are in no layer's time, and so missing with more stages.
+2. "over 4K" is the share of tokens in sequences longer than 4096, the work that <4,1> and <8,1> must share: a
+   distribution with more of it wants a <4,1>, so that mean and skewness alone do not settle the plan. Where all
+   candidates lead to pipelines, the model's error there (table 1, by stages) has a part in it.
+3. The paper does not give its fixed boundaries. Equal steps of 1024 tokens pad short sequences most; those that are
+   optimal for the sample leave little for dynamic bucketing to save. Lengths are lognormal, of the published mean and
+   skewness, but are not the published data, and a step has no exchange of gradients. The paper: LobRA is 1.32-1.44x as
+   fast as LobRA-Sequential, over three models. What a step costs besides its layers (exchange, optimizer, starting up)
+   is paid once for each task there, and is not in the model. Where configurations of Task-Sequential differ from L
+   Table 7, the drawn lengths are shorter than the contexts of the paper's data, or a pipeline is faster by the model.
+4. The paper solves every deployment that its filter leaves, with SCIP; here bounds without premises settle most of
+   them, exactly for Eq. 2 within the gap of 0.5 %. With few GPUs the start of CBC is the larger part. The paper's 70B
+   candidates reach <16,1>, these <8,1>, so that plans differ. "step s" is Eq. 10-12 for the expected batch, "Eq. 2 s"
+   what is minimised: its ceilings charge each replica one sequence of every bucket, too much where replicas outnumber
+   long sequences; plans that it finds equal are then ordered as if sequences were divisible.
 """
 
 from __future__ import annotations
@@ -25,7 +41,6 @@ import numpy as np
 from benchmarks.lobra.boundaries import step_gpu_seconds, uniform_boundaries
 from benchmarks.paths import SHARED_DATA
 from peft_mux.scheduler.deployment.baselines import lobra_sequential, task_fused, task_sequential
-from peft_mux.scheduler.deployment.plan import DeploymentPlan
 from peft_mux.scheduler.deployment.search import plan_deployment
 from peft_mux.scheduler.deployment.space import TaskLengths, count_plans
 from peft_mux.scheduler.replicas.time_model import (
@@ -186,7 +201,6 @@ def print_time_model(inputs: Inputs) -> None:
     print(f"   mean |error| {statistics.mean(flat):.1%} over {len(flat)} rows, largest {max(flat):.1%} (target: 5 %)")
     by_stages = ", ".join(f"{pp}: {statistics.mean(group):+.1%}" for pp, group in sorted(errors.items()))
     print(f"   Mean error by stages {by_stages}.")
-    print("   Sends between stages, embedding and head are in no layer's time, and so missing with more stages.\n")
 
 
 def print_plans(inputs: Inputs, seeds: Sequence[int]) -> None:
@@ -213,24 +227,6 @@ def print_plans(inputs: Inputs, seeds: Sequence[int]) -> None:
     for (name, proposal), agreed in matches.items():
         kind = "proposed" if proposal else "all"
         print(f"   {name}, {kind} candidates: {sum(agreed)} of {len(agreed)} as in Table 2")
-    print(
-        "   'over 4K' is the share of tokens in sequences longer than 4096, the work that <4,1> and <8,1> must share:"
-    )
-    print(
-        "   a distribution with more of it wants a <4,1>, so that mean and skewness alone do not settle the plan. The"
-    )
-    print(
-        "   tables below use lognormal lengths. Where all candidates lead to pipelines, the model's error there (table"
-    )
-    print("   1, by stages) has a part in it.\n")
-
-
-def print_one_plan(plan: DeploymentPlan) -> None:
-    """Print a plan with its candidates and its picture."""
-    print("   The plan of the first seed in full:")
-    for line in (plan.summary() + "\n" + plan.picture()).splitlines():
-        print("   " + line)
-    print()
 
 
 @dataclass(frozen=True, slots=True)
@@ -248,45 +244,6 @@ class Savings:
     configurations: tuple[str, ...]
 
 
-@dataclass(frozen=True, slots=True)
-class DrawnSteps:
-    """Batches that every way is timed on.
-
-    Attributes:
-        steps: the tasks of each step, with the lengths of their batches.
-        model: predicts the seconds of one replica.
-    """
-
-    steps: list[list[TaskLengths]]
-    model: ReplicaTimeModel
-
-    def joint_gpu_s(self, groups: Sequence[ReplicaGroup], **options: Any) -> float:
-        """Return the mean GPU seconds of a step where all tasks share a deployment.
-
-        Args:
-            groups: the replicas of the deployment.
-            options: further options of `step_gpu_seconds`.
-        """
-        costs = [step_gpu_seconds(groups, all_lengths(step), NUM_GPUS, self.model, **options) for step in self.steps]
-        return statistics.mean(costs)
-
-    def separate_gpu_s(self, deployments: Sequence[Sequence[ReplicaGroup]], **options: Any) -> float:
-        """Return the mean GPU seconds of a step of every task where they take turns.
-
-        Args:
-            deployments: the replicas of each task's deployment.
-            options: further options of `step_gpu_seconds`.
-        """
-        costs = [
-            sum(
-                step_gpu_seconds(groups, task.lengths, NUM_GPUS, self.model, **options)
-                for groups, task in zip(deployments, step, strict=True)
-            )
-            for step in self.steps
-        ]
-        return statistics.mean(costs)
-
-
 def savings_of_seed(inputs: Inputs, seed: int, num_steps: int) -> Savings:
     """Plan every way on a sample, then dispatch batches that are drawn apart from it.
 
@@ -297,27 +254,43 @@ def savings_of_seed(inputs: Inputs, seed: int, num_steps: int) -> Savings:
     """
     rng = np.random.default_rng(seed)
     tasks = inputs.tasks(lognormal, rng, BATCHES_IN_SAMPLE)
-    drawn = DrawnSteps([inputs.tasks(lognormal, rng, 1) for _ in range(num_steps)], inputs.model)
+    steps = [inputs.tasks(lognormal, rng, 1) for _ in range(num_steps)]
+
+    def joint_s(groups: Sequence[ReplicaGroup], **options: Any) -> float:
+        """Return the mean GPU seconds of a step where all tasks share a deployment."""
+        costs = [step_gpu_seconds(groups, all_lengths(step), NUM_GPUS, inputs.model, **options) for step in steps]
+        return statistics.mean(costs)
+
+    def separate_s(deployments: Sequence[Sequence[ReplicaGroup]], **options: Any) -> float:
+        """Return the same where tasks take turns, each on its own deployment."""
+        costs = [
+            sum(
+                step_gpu_seconds(groups, task.lengths, NUM_GPUS, inputs.model, **options)
+                for groups, task in zip(deployments, step, strict=True)
+            )
+            for step in steps
+        ]
+        return statistics.mean(costs)
+
     plan = plan_deployment(all_lengths(tasks), sum(task.batch_size for task in tasks), NUM_GPUS, inputs.model)
     fused = task_fused(tasks, NUM_GPUS, inputs.model).deployments[0]
     alone = task_sequential(tasks, NUM_GPUS, inputs.model).deployments
     planned_alone = lobra_sequential(tasks, NUM_GPUS, inputs.model).deployments
     longest = max(inputs.contexts)
     of_sample = (*(boundary for boundary in plan.bucketing.boundaries if boundary < longest), longest)
-    kinds = {"equal steps": uniform_boundaries(longest), "of the sample": of_sample}
     fixed = {
         kind: (
-            drawn.joint_gpu_s(fused, policy="uniform", boundaries=boundaries),
-            drawn.joint_gpu_s(plan.groups, policy="length", boundaries=boundaries),
-            drawn.joint_gpu_s(plan.groups, boundaries=boundaries),
+            joint_s(fused, policy="uniform", boundaries=boundaries),
+            joint_s(plan.groups, policy="length", boundaries=boundaries),
+            joint_s(plan.groups, boundaries=boundaries),
         )
-        for kind, boundaries in kinds.items()
+        for kind, boundaries in (("equal steps", uniform_boundaries(longest)), ("of the sample", of_sample))
     }
     chosen = {
-        "LobRA": drawn.joint_gpu_s(plan.groups),
-        "Task-Fused": drawn.joint_gpu_s(fused, policy="uniform"),
-        "Task-Sequential": drawn.separate_gpu_s(alone, policy="uniform"),
-        "LobRA-Sequential": drawn.separate_gpu_s(planned_alone),
+        "LobRA": joint_s(plan.groups),
+        "Task-Fused": joint_s(fused, policy="uniform"),
+        "Task-Sequential": separate_s(alone, policy="uniform"),
+        "LobRA-Sequential": separate_s(planned_alone),
     }
     return Savings(fixed, chosen, tuple(map(layout, alone)))
 
@@ -353,11 +326,6 @@ def _print_fixed(found: Sequence[Savings]) -> None:
                 f"   {'':<16} {name:<38} {costs[:, index].mean():>7.1f} {column.mean():>8.2f} {spread:>16}"
                 f" {percent:>8.2f} {column.mean() - percent:>+6.1f}"
             )
-    print("   The paper does not give its fixed boundaries. Equal steps of 1024 tokens pad short sequences most; those")
-    print(
-        "   that are optimal for the sample leave little for dynamic bucketing to save. Lengths have the published mean"
-    )
-    print("   and skewness but are not the published data, and a step has no exchange of gradients.\n")
 
 
 def _print_chosen(found: Sequence[Savings]) -> None:
@@ -368,14 +336,10 @@ def _print_chosen(found: Sequence[Savings]) -> None:
         ratios = [savings.chosen[name] / savings.chosen["LobRA"] for savings in found]
         spread = f"{min(ratios):.2f} to {max(ratios):.2f}"
         print(f"   {name:<34} {statistics.mean(costs):>7.1f}  {statistics.mean(ratios):>17.2f}x {spread:>14}")
-    print("   The paper: LobRA is 1.32-1.44x as fast as LobRA-Sequential, over three models. What a step costs besides")
-    print("   its layers (exchange, optimizer, starting up) is paid once for each task there, and is not in the model.")
     print(f"   {'Task-Sequential':<26} {'L Table 7':<12} {'here, by seed'}")
     for index, (task, theirs) in enumerate(zip(SIX_TASKS, TASK_SEQUENTIAL_7B, strict=True)):
         ours = "; ".join(dict.fromkeys(savings.configurations[index] for savings in found))
         print(f"   {task:<26} {theirs:<12} {ours}")
-    print("   Where they differ, the drawn lengths are shorter than the contexts of the paper's data, or a pipeline is")
-    print("   faster by the model.\n")
 
 
 def ways_to_plan(published: Sequence[Any], num_gpus: int) -> list[tuple[str, dict[str, Any], float | None]]:
@@ -423,18 +387,6 @@ def print_planning_times(inputs: Inputs, seed: int) -> None:
             )
     sizes = [config.num_gpus for config in inputs.model.configurations]
     print(f"   Without the proposal 256 GPUs have {count_plans(256, sizes):.2e} deployments; that is refused.")
-    print("   The paper solves every deployment that its filter leaves, with SCIP; here bounds without premises settle")
-    print(
-        "   most of them, exactly for Eq. 2 within the gap of 0.5 %. With few GPUs the start of CBC is the larger part."
-    )
-    print(
-        "   The paper's 70B candidates reach <16,1>, these <8,1>, so that plans differ. 'step s' is Eq. 10-12 for the"
-    )
-    print(
-        "   expected batch, 'Eq. 2 s' what is minimised: its ceilings charge each replica one sequence of every bucket,"
-    )
-    print("   too much where replicas outnumber long sequences; plans that it finds equal are then ordered as if")
-    print("   sequences were divisible.\n")
 
 
 def main() -> None:
@@ -453,10 +405,9 @@ def main() -> None:
     seeds = range(arguments.seeds)
     print_time_model(inputs)
     print_plans(inputs, seeds)
-    tasks = inputs.tasks(lognormal, np.random.default_rng(0), BATCHES_IN_SAMPLE)
-    print_one_plan(plan_deployment(all_lengths(tasks), sum(task.batch_size for task in tasks), NUM_GPUS, inputs.model))
     print_savings(inputs, seeds, arguments.steps)
     print_planning_times(inputs, 0)
+    print(__doc__)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ and "heavy") are chosen here and printed.
 from __future__ import annotations
 
 import argparse
+import inspect
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -47,7 +48,13 @@ STAGES = 4
 
 
 def figure_9(device: str) -> list[Row]:
-    """Spatial against temporal multiplexing of two tasks, and what batching brings one GPU."""
+    """Spatial against temporal multiplexing of two tasks, and what batching brings one GPU.
+
+    9(a): M's picture has no numbers in the text; where the sign turns depends on how many tokens saturate products,
+    which the roofline puts at the point where arithmetic takes as long as reading weights. 9(b): 1,024 tokens saturate
+    the roofline's products; real products of 1,024 rows reach a smaller part of the peak than larger ones, and launches
+    that the GPU waits for are not modelled.
+    """
     shape = replace(LLAMA_7B, num_layers=16, backbone_bytes=LLAMA_7B.backbone_bytes // 2)
     bench = Bench(shape, STAGES, device)
     rows = []
@@ -62,8 +69,6 @@ def figure_9(device: str) -> list[Row]:
                 "> 1, then < 1",
                 temporal_s / spatial_s,
                 "x",
-                "M's picture has no numbers in the text; where the sign turns depends on how many tokens saturate "
-                "products, which the roofline puts at the point where arithmetic takes as long as reading weights",
             )
         )
     one_gpu = Bench(replace(LLAMA_7B, num_layers=8, backbone_bytes=LLAMA_7B.backbone_bytes // 4), 1, device)
@@ -78,8 +83,6 @@ def figure_9(device: str) -> list[Row]:
             "1.12x",
             8 * alone_s / batched_s,
             "x",
-            "1,024 tokens saturate the roofline's products; real products of 1,024 rows reach a smaller part of the "
-            "peak than larger ones, and launches that the GPU waits for are not modelled",
         )
     )
     return rows
@@ -89,13 +92,17 @@ def figure_9(device: str) -> list[Row]:
 
 
 def figure_14(device: str) -> list[Row]:
-    """End to end against the baselines, on the backbones and numbers of GPUs of Table 1."""
+    """End to end against the baselines, on the backbones and numbers of GPUs of Table 1.
+
+    Pipelines of all GPUs stand for M's tensor and hybrid parallelism, numbers of tasks and batches are those of a
+    picture, eager operators are counted, and the roofline's products are saturated by a few hundred tokens.
+    """
     paper = {"hf-peft": ("up to 2.33x", "2.23x"), "nemo": ("up to 1.87x", "1.83x"), "sl-peft": ("up to 1.64x", "1.85x")}
     return _end_to_end("14", device, 16, paper)
 
 
 def figure_15(device: str) -> list[Row]:
-    """The same on a node of eight H100."""
+    """The same as Figure 14 on a node of eight H100."""
     return _end_to_end("15", "H100-80GB", 8, {"nemo": ("5.29x", "3.69x"), "sl-peft": ("2.31x", "1.94x")})
 
 
@@ -119,21 +126,23 @@ def _end_to_end(figure: str, device: str, most_gpus: int, paper: dict[str, tuple
                 what = f"{model}, {num_gpus} GPUs, 8 tasks of {batch_size} x {'/'.join(map(str, lengths))}"
                 for name, published in paper.items():
                     ratio = step_s[name] / step_s["muxtune"]
-                    rows.append(Row(figure, f"{what}: over {name}", published[mix], ratio, "x", _WHY_END_TO_END))
+                    rows.append(Row(figure, f"{what}: over {name}", published[mix], ratio, "x"))
     return rows
-
-
-_WHY_END_TO_END = (
-    "pipelines of all GPUs stand for M's tensor and hybrid parallelism, numbers of tasks and batches are those of a "
-    "picture, eager operators are counted, and the roofline's products are saturated by a few hundred tokens"
-)
 
 
 # ------------------------------------------------------------------ Figure 16
 
 
 def figure_16(device: str) -> list[Row]:
-    """What each component is worth, light and heavy."""
+    """What each component is worth, light and heavy.
+
+    Fusion: the roofline's products are saturated from the tokens on with which arithmetic takes as long as reading
+    weights; beyond, fusion saves little but launches and adapters; real products are slow up to more tokens. A gain
+    means that fusion by Eq. 6, an estimate, made too large hTasks. Orchestration: only bubbles of pipelines are filled,
+    as a pipeline of one GPU a stage has no collectives to overlap; M's figure holds both where its stages communicate.
+    Alignment follows from the mix of lengths alone: padding to the longest of all tasks; M's mix is not in the text.
+    Within hTasks each is padded to its own longest task: fusion sorts by tokens and so puts like lengths together.
+    """
     cases = (
         ("light", (SST2, QA, RTE, QA), 4, 4, ("-36.1%", "-30.3%", "-22.5%")),
         ("heavy", (SST2, QA, RTE, QA, SST2, QA, RTE, QA), 128, 16, ("-6.25%", "-25.1%", "-34.3%")),
@@ -146,32 +155,14 @@ def figure_16(device: str) -> list[Row]:
         what = f"{name}: {len(loads)} tasks, {count} micro-batches of {batch_size // count} x 64/128/256"
         unfused_s = bench.plan(loads, count, "interleaved").step_s
         padded_s, padded_htasks_s = _padded_s(bench, loads, count)
-        for label, seconds, published, why in (
-            ("without task fusion", unfused_s, paper[0], _WHY_FUSION),
-            ("without operator orchestration", _in_turn_s(bench, loads, count), paper[1], _WHY_ORCHESTRATION),
-            ("without alignment, all padded", padded_s, paper[2], _WHY_ALIGNMENT),
-            ("without alignment, padded within hTasks", padded_htasks_s, paper[2], _WHY_ALIGNMENT_WITHIN),
+        for label, seconds, published in (
+            ("without task fusion", unfused_s, paper[0]),
+            ("without operator orchestration", _in_turn_s(bench, loads, count), paper[1]),
+            ("without alignment, all padded", padded_s, paper[2]),
+            ("without alignment, padded within hTasks", padded_htasks_s, paper[2]),
         ):
-            rows.append(Row("16", f"{what}, {label}", published, 100 * (whole_s / seconds - 1), "%", why))
+            rows.append(Row("16", f"{what}, {label}", published, 100 * (whole_s / seconds - 1), "%"))
     return rows
-
-
-_WHY_FUSION = (
-    "the roofline's products are saturated from the tokens on with which arithmetic takes as long as reading weights; "
-    "beyond, fusion saves little but launches and adapters; "
-    "real products are slow up to more tokens. A gain means that fusion by Eq. 6, an estimate, made too large hTasks"
-)
-_WHY_ORCHESTRATION = (
-    "only pipeline bubbles are filled here: a pipeline of one GPU a stage has no collectives to overlap; M's figure "
-    "holds both where its stages communicate"
-)
-_WHY_ALIGNMENT = (
-    "follows from the mix of lengths alone: padding to the longest of all tasks; M's mix is not in the text"
-)
-_WHY_ALIGNMENT_WITHIN = (
-    "the hTasks of the full plan, each padded to its own longest task: fusion sorts by tokens and so puts like lengths "
-    "together, or leaves tasks apart"
-)
 
 
 def _in_turn_s(bench: Bench, loads: Sequence[TaskLoad], count: int) -> float:
@@ -208,7 +199,13 @@ def _padded(load: TaskLoad, length: int) -> TaskLoad:
 
 
 def figure_17(device: str) -> list[Row]:
-    """Memory of the fullest GPU: a backbone for each task, zero padding, and ours with all or few tasks in flight."""
+    """Memory of the fullest GPU: a backbone for each task, zero padding, and ours with all or few tasks in flight.
+
+    Eq. 5 holds the activations of all tasks at once, as eager launching does where memory allows; M measures, with
+    contexts and buffers that are not modelled, and tensor parallelism in (a), for which stages of a pipeline stand.
+    SL-PEFT is one batch of all tasks, padded to the longest: the ratio is padded over own tokens, less the share of
+    weights. M gives no figure for 1F1B order, in which at most S tasks hold activations.
+    """
     rows = []
     cases = (
         ("(a)", "GPT 2.7B, 2 GPUs", GPT_2_7B, 2, "WL-A", {15: ("4.67x", "1.44x"), 32: ("5.29x", "1.46x")}),
@@ -224,29 +221,11 @@ def figure_17(device: str) -> list[Row]:
             alone = sum(_peak_bytes(bench, [[load]]) for load in loads)
             what = f"{model}, {count} tasks of {workload}"
             rows += [
-                Row(
-                    f"17{part}",
-                    f"{what}: a backbone each / shared, all held",
-                    replicated,
-                    alone / all_held,
-                    "x",
-                    _WHY_17,
-                ),
-                Row(f"17{part}", f"{what}: SL-PEFT / shared, all held", padded, joint / all_held, "x", _WHY_17_PADDED),
-                Row(f"17{part}", f"{what}: a backbone each / shared, 1F1B", "-", alone / few, "x", _WHY_17_FEW),
+                Row(f"17{part}", f"{what}: a backbone each / shared, all held", replicated, alone / all_held, "x"),
+                Row(f"17{part}", f"{what}: SL-PEFT / shared, all held", padded, joint / all_held, "x"),
+                Row(f"17{part}", f"{what}: a backbone each / shared, 1F1B", "-", alone / few, "x"),
             ]
     return rows
-
-
-_WHY_17 = (
-    "Eq. 5 holds the activations of all tasks at once, as eager launching does where memory allows; M measures, with "
-    "contexts and buffers that are not modelled, and tensor parallelism in (a), for which stages of a pipeline stand "
-    "here"
-)
-_WHY_17_PADDED = (
-    "one batch of all tasks, padded to the longest: the ratio is padded over own tokens, less the share of weights"
-)
-_WHY_17_FEW = "M gives no figure for it: launched in 1F1B order, at most S tasks hold activations"
 
 
 def _peak_bytes(bench: Bench, groups: Sequence[Sequence[TaskLoad]]) -> int:
@@ -276,7 +255,10 @@ def _equation_5_bytes(bench: Bench, loads: Sequence[TaskLoad]) -> int:
 
 
 def figure_19b(device: str) -> list[Row]:
-    """Interleaving alone, no fusion, against task by task, by number of tasks and of micro-batches."""
+    """Interleaving alone, no fusion, against task by task, by number of tasks and of micro-batches.
+
+    Bubbles bound it by (C + S - 1) / C; M's numbers of tasks are in a picture: its figures are compared with 2, 4, 8.
+    """
     bench = Bench(LLAMA_7B, STAGES, device)
     rows = []
     paper = {(2, 8): "1.24x", (4, 8): "1.35x", (8, 8): "1.36x", (8, 4): "1.59x"}
@@ -293,8 +275,6 @@ def figure_19b(device: str) -> list[Row]:
                     paper.get((num_tasks, count), "-"),
                     alone_s / joint_s,
                     "x",
-                    f"bubbles bound it by (C + S - 1) / C = {(count + STAGES - 1) / count:.3f}; M's numbers of tasks "
-                    "are in a picture: its figures are compared with 2, 4 and 8 here",
                 )
             )
     return rows
@@ -304,7 +284,13 @@ def figure_19b(device: str) -> list[Row]:
 
 
 def figure_20(device: str) -> list[Row]:
-    """Chunk-based alignment against zero padding of one hTask with one micro-batch."""
+    """Chunk-based alignment against zero padding of one hTask with one micro-batch.
+
+    Packs are as long as the longest sequence, cut into longest / chunk pieces that fill the pipeline, which one padded
+    micro-batch cannot. As chunks never hold more padding than zero padding does, effective gains exceed overall ones of
+    any one workload; M's text has them the other way round in (b), of different numbers of tasks or swapped. Longer
+    packs make more pieces.
+    """
     bench = Bench(LLAMA_7B, STAGES, device)
     rows = []
     for part, workload, chunk, paper in (
@@ -322,30 +308,13 @@ def figure_20(device: str) -> list[Row]:
             chunked_s = bench.makespan_s([bench.bucket(chunked, longest // chunk)], "gpipe")
             overall = tokens_of(chunked) / chunked_s * padded_s / tokens_of(padded)
             what = f"{num_tasks} tasks of {workload}, chunk {chunk} / zero padding"
-            last = num_tasks == 8
+            published = [f"up to {one}" if num_tasks == 8 else "-" for one in paper]
             rows += [
-                Row(f"20{part}", f"{what}: throughput", f"up to {paper[0]}" if last else "-", overall, "x", _WHY_20),
-                Row(
-                    f"20{part}",
-                    f"{what}: effective throughput",
-                    f"up to {paper[1]}" if last else "-",
-                    padded_s / chunked_s,
-                    "x",
-                    _WHY_20_B if part == "(b)" else _WHY_20,
-                ),
+                Row(f"20{part}", f"{what}: throughput", published[0], overall, "x"),
+                Row(f"20{part}", f"{what}: effective throughput", published[1], padded_s / chunked_s, "x"),
             ]
     return rows
 
-
-_WHY_20 = (
-    "packs as long as the longest sequence, cut into longest / chunk pieces that fill the pipeline, which one padded "
-    "micro-batch cannot"
-)
-_WHY_20_B = (
-    "as chunks never hold more padding than zero padding does, effective gains exceed overall ones for any one "
-    "workload; M's text has them the other way round in (b), of different numbers of tasks or swapped; longer packs "
-    "make more pieces"
-)
 
 FIGURES = {
     "9": figure_9,
@@ -356,17 +325,6 @@ FIGURES = {
     "19": figure_19b,
     "20": figure_20,
 }
-
-
-def print_rows(rows: Sequence[Row]) -> None:
-    """Print the table, and each explanation once."""
-    number_of = {why: number for number, why in enumerate(dict.fromkeys(row.why for row in rows), start=1)}
-    print(f"{'figure':<7} {'what':<86} {'paper':>26} {'ours':>8}  note")
-    for row in rows:
-        print(f"{row.figure:<7} {row.what:<86} {row.paper:>26} {row.text:>8}  {number_of[row.why]}")
-    print("\nWhy the figures differ:")
-    for why, number in number_of.items():
-        print(f"{number:>3}  {why}.")
 
 
 def table_lines(rows: Sequence[Row]) -> list[tuple[str, str, str, str]]:
@@ -398,8 +356,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         f"GB/s, {sheet.memory_bytes / 1e9:g} GB; assumed: {sheet.efficiency:.0%} of peak arithmetic; LoRA rank {RANK} "
         "on the four projections of attention\n"
     )
-    rows = [row for name in arguments.figures for row in FIGURES[name](arguments.device)]
-    print_rows(rows)
+    print(f"{'figure':<7} {'what':<86} {'paper':>26} {'ours':>8}")
+    rows = []
+    for name in arguments.figures:
+        for row in FIGURES[name](arguments.device):
+            rows.append(row)
+            print(f"{row.figure:<7} {row.what:<86} {row.paper:>26} {row.text:>8}")
+        print(f"\n{inspect.getdoc(FIGURES[name])}\n")
     if arguments.write:
         write_result(
             "planner-figures", {"device": arguments.device, "rows": [row._asdict() for row in rows]}, arguments.results

@@ -46,7 +46,6 @@ class Row(NamedTuple):
         paper: as printed; "-" where M gives no number.
         ours: from this simulation.
         unit: "x" for a ratio, "%" for a percentage.
-        why: it differs.
     """
 
     figure: str
@@ -54,7 +53,6 @@ class Row(NamedTuple):
     paper: str
     ours: float
     unit: str
-    why: str
 
     @property
     def text(self) -> str:

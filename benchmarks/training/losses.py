@@ -10,19 +10,21 @@ least of all steps but the first; memory is what the process needs at most beyon
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
-import resource
-import subprocess
-import sys
 import tempfile
 import time
-from dataclasses import dataclass
 from functools import cache
 from typing import Any
 
 import torch
+from transformers import TrainerCallback
 
-from benchmarks.paths import RESULTS, SHARED_DATA
+from benchmarks.harness import hand_over, in_own_process
+from benchmarks.paths import SHARED_DATA
+from benchmarks.stored import write_result
+from benchmarks.training.audit import measured_peak
+from benchmarks.training.baselines.hf_trainer import RecordsLosses
 
 LOSSES = ("sft", "dpo", "orpo", "kto", "reward")
 NUM_TASKS, BATCH, STEPS, RATE, MAX_LENGTH = 4, 4, 4, 1e-3, 256
@@ -39,46 +41,29 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     if options.contender:
-        measured = (ours if options.contender == "ours" else in_turn)(options.losses[0], options)
-        print(json.dumps(measured.__dict__))
+        hand_over((ours if options.contender == "ours" else in_turn)(options.losses[0], options))
         return
-    rows = [(loss, *(_run(contender, loss, options) for contender in ("ours", "trl"))) for loss in options.losses]
     print(f"{NUM_TASKS} tasks of {BATCH} rows, Llama {options.hidden_size} x {options.layers}, 1 thread, fp32")
     print("| loss | peft_mux: s/step | TRL in turn: s/step | ratio | peft_mux: MiB | TRL, one task: MiB |")
     print("|---|---|---|---|---|---|")
-    for loss, mine, theirs in rows:
-        same = all(abs(a - b) <= 1e-4 * abs(b) for a, b in zip(mine.first_losses, theirs.first_losses, strict=True))
-        if not same:
-            raise SystemExit(f"{loss}: first losses {mine.first_losses}, not {theirs.first_losses}: unequal work")
-        ratio = theirs.step_s / mine.step_s
-        print(f"| {loss} | {mine.step_s:.3f} | {theirs.step_s:.3f} | {ratio:.2f} | {mine.mib:.0f} | {theirs.mib:.0f} |")
+    sizes = ["--hidden-size", str(options.hidden_size), "--layers", str(options.layers)]
+    found = {}
+    for loss in options.losses:
+        mine, theirs = (
+            in_own_process("benchmarks.training.losses", "--contender", contender, "--losses", loss, *sizes)
+            for contender in ("ours", "trl")
+        )
+        pairs = zip(mine["first_losses"], theirs["first_losses"], strict=True)
+        if not all(abs(a - b) <= 1e-4 * abs(b) for a, b in pairs):
+            raise SystemExit(f"{loss}: first losses {mine['first_losses']}, not {theirs['first_losses']}: unequal work")
+        found[loss] = {"peft_mux": mine, "trl": theirs}
+        print(
+            f"| {loss} | {mine['step_s']:.3f} | {theirs['step_s']:.3f} | {theirs['step_s'] / mine['step_s']:.2f} | "
+            f"{mine['mib']:.0f} | {theirs['mib']:.0f} |",
+            flush=True,
+        )
     if options.save:
-        found = {loss: {"peft_mux": mine.__dict__, "trl": theirs.__dict__} for loss, mine, theirs in rows}
-        (RESULTS / "losses.json").write_text(json.dumps(found, indent=1) + "\n")
-
-
-@dataclass
-class Measured:
-    """What a contender needed.
-
-    Attributes:
-        step_s: seconds of the processor for a step of all tasks.
-        mib: greatest memory beyond that with which training began, in MiB.
-        first_losses: of each task, before its first update.
-    """
-
-    step_s: float
-    mib: float
-    first_losses: list[float]
-
-
-def _run(contender: str, loss: str, options: argparse.Namespace) -> Measured:
-    command = [sys.executable, "-m", "benchmarks.training.losses", "--contender", contender, "--losses", loss]
-    command += ["--hidden-size", str(options.hidden_size), "--layers", str(options.layers)]
-    done = subprocess.run(command, capture_output=True, text=True, check=False)
-    if done.returncode:
-        raise SystemExit(done.stderr[-3000:])
-    return Measured(**json.loads(done.stdout.splitlines()[-1]))
+        write_result("losses", {"losses": found})
 
 
 @cache
@@ -146,32 +131,24 @@ def rows_of(loss: str, task: int) -> list[dict[str, Any]]:
     return rows
 
 
-def resident_mib() -> float:
-    """Return the memory that this process holds now."""
-    with open("/proc/self/statm", encoding="ascii") as file:
-        return int(file.read().split()[1]) * resource.getpagesize() / 2**20
+class Watch(TrainerCallback):
+    """Notes when steps begin."""
+
+    def __init__(self) -> None:
+        self.begins_s: list[float] = []
+
+    def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
+        self.begins_s.append(time.process_time())
+
+    @property
+    def step_s(self) -> float:
+        """The least seconds of a step but the first and the last."""
+        return min(end - start for start, end in itertools.pairwise(self.begins_s[1:]))
 
 
-def peak_mib() -> float:
-    """Return the greatest memory that this process has held."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 1024
-
-
-def ours(loss: str, options: argparse.Namespace) -> Measured:
+def ours(loss: str, options: argparse.Namespace) -> dict[str, Any]:
     """Train all tasks together."""
-    from transformers import TrainerCallback
-
     from peft_mux import MultiTaskTrainer, MultiTaskTrainingArguments, Task
-
-    begins, first = [], {}
-
-    class Watch(TrainerCallback):
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            begins.append(time.process_time())
-
-        def on_step_end(self, *args: Any, **kwargs: Any) -> None:
-            for run in trainer.table:
-                first.setdefault(run.name, run.last_loss)
 
     tasks = [
         Task(
@@ -187,45 +164,35 @@ def ours(loss: str, options: argparse.Namespace) -> Measured:
         )
         for task in range(NUM_TASKS)
     ]
+    watch = Watch()
     with tempfile.TemporaryDirectory() as folder:
         args = MultiTaskTrainingArguments(
-            output_dir=folder, use_cpu=True, save_strategy="no", report_to="none", disable_tqdm=True
+            output_dir=folder, use_cpu=True, save_strategy="no", logging_steps=1, report_to="none", disable_tqdm=True
         )
         trainer = MultiTaskTrainer(
-            backbone(loss, options), args, tasks, processing_class=tokenizer(), callbacks=[Watch()]
+            backbone(loss, options), args, tasks, processing_class=tokenizer(), callbacks=[watch]
         )
-        before = resident_mib()
-        trainer.train()
-    steps = [end - start for start, end in zip(begins[1:], begins[2:], strict=False)]
-    return Measured(min(steps), peak_mib() - before, [first[task.name] for task in tasks])
+        _, peak_bytes = measured_peak(trainer.train)
+    first = [
+        next(entry["loss"] for entry in trainer.task_states[task.name].log_history if "loss" in entry) for task in tasks
+    ]
+    return {"step_s": watch.step_s, "mib": peak_bytes / 2**20, "first_losses": first}
 
 
-def in_turn(loss: str, options: argparse.Namespace) -> Measured:
+def in_turn(loss: str, options: argparse.Namespace) -> dict[str, Any]:
     """Train one task after another with TRL's trainer."""
     import trl
     from datasets import Dataset
-    from transformers import TrainerCallback
     from trl.experimental import orpo
 
     home, name = (orpo, "ORPO") if loss == "orpo" else (trl, loss.upper() if loss != "reward" else "Reward")
     kind, config = getattr(home, f"{name}Trainer"), getattr(home, f"{name}Config")
-    step_s, first, growth = 0.0, [], 0.0
 
-    class Watch(TrainerCallback):
-        def __init__(self) -> None:
-            self.begins: list[float] = []
+    class Recording(RecordsLosses, kind):
+        pass
 
-        def on_step_begin(self, *args: Any, **kwargs: Any) -> None:
-            self.begins.append(time.process_time())
-
-    class Recording(kind):
-        def compute_loss(self, *args: Any, **kwargs: Any) -> Any:
-            loss = super().compute_loss(*args, **kwargs)
-            losses.append((loss[0] if isinstance(loss, tuple) else loss).detach())
-            return loss
-
+    step_s, peaks_bytes, first = 0.0, [], []
     for task in range(NUM_TASKS):
-        losses: list[torch.Tensor] = []
         watch = Watch()
         with tempfile.TemporaryDirectory() as folder:
             args = config(
@@ -251,13 +218,11 @@ def in_turn(loss: str, options: argparse.Namespace) -> Measured:
                 peft_config=adapter(loss),
                 callbacks=[watch],
             )
-            before = resident_mib()
-            trainer.train()
-        # The first task counts: later ones begin with what it has left.
-        growth = growth or peak_mib() - before
-        step_s += min(end - start for start, end in zip(watch.begins[1:], watch.begins[2:], strict=False))
-        first.append(losses[0].item())
-    return Measured(step_s, growth, first)
+            peaks_bytes.append(measured_peak(trainer.train)[1])
+        step_s += watch.step_s
+        first.append(trainer.losses[0])
+    # The first task counts: later ones begin with what it has left.
+    return {"step_s": step_s, "mib": peaks_bytes[0] / 2**20, "first_losses": first}
 
 
 if __name__ == "__main__":

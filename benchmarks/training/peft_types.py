@@ -13,22 +13,19 @@ from __future__ import annotations
 
 import argparse
 import copy
-import ctypes
-import json
 import math
 import statistics
-import time
 from collections.abc import Callable, Mapping, Sequence
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
-import peft
 import torch
 from peft import PeftConfig, PeftType, get_peft_model
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from transformers import LlamaConfig, LlamaForCausalLM
 
-from benchmarks.paths import RESULTS
+from benchmarks.harness import in_turns
+from benchmarks.stored import host_kind, write_result
+from benchmarks.training.audit import measured_peak
 from peft_mux import ChunkPackingCollator, MultiTaskPeftModel
 from peft_mux.modeling.adapters.catalogue import Category
 from peft_mux.modeling.adapters.kind import entry_of
@@ -56,13 +53,6 @@ _SETTINGS: Mapping[str, dict[str, Any]] = {
     "GRALORA": {"r": 16},
     "SUPERTUNING": {"sparsity": 0.99},
 }
-
-
-class Cost(NamedTuple):
-    """What one pass takes: median seconds of the processor, and peak bytes above those before it, where measured."""
-
-    seconds: float
-    peak_bytes: int | None
 
 
 def config_of(name: str) -> PeftConfig:
@@ -130,36 +120,6 @@ def plain(name: str, base: Any, tasks: Sequence[int]) -> Callable[[], list[float
     return run
 
 
-def compare(runs: Mapping[str, Callable[[], Any]], repeats: int) -> dict[str, Cost]:
-    """Return the cost of each run; they take turns, so that whatever else the machine does affects all equally."""
-    seconds: dict[str, list[float]] = {name: [] for name in runs}
-    peaks = {name: peak_bytes_of(run) for name, run in runs.items()}
-    for _ in range(repeats):
-        for name, run in runs.items():
-            start = time.process_time()
-            run()
-            seconds[name].append(time.process_time() - start)
-    return {name: Cost(statistics.median(seconds[name]), peaks[name]) for name in runs}
-
-
-def peak_bytes_of(run: Callable[[], Any]) -> int | None:
-    """Return by how much the resident set grows while something runs; `None` where the system does not tell."""
-    run()  # gradients, and what libraries keep, stay afterwards
-    try:
-        ctypes.CDLL("libc.so.6").malloc_trim(0)
-        Path("/proc/self/clear_refs").write_text("5")
-    except OSError:
-        return None
-    before = _status("VmRSS")
-    run()
-    return max(0, _status("VmHWM") - before)
-
-
-def _status(key: str) -> int:
-    lines = Path("/proc/self/status").read_text().splitlines()
-    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith(key))
-
-
 def check_losses(name: str, ours: list[float], theirs: list[float]) -> None:
     """Raise an error where two sides do not do the same work; PVeRA draws for itself, and is only held to be near."""
     tolerance = 0.05 if name == "PVERA" else LOSS_TOLERANCE
@@ -172,16 +132,15 @@ def row_of_type(name: str, base: Any, repeats: int) -> dict[str, Any]:
     ours = together([name] * NUM_TASKS, copy.deepcopy(base))
     theirs = plain(name, copy.deepcopy(base), range(NUM_TASKS))
     check_losses(name, ours(), theirs())
-    costs = compare({"mux": ours, "plain": theirs}, repeats)
-    mux, alone = costs["mux"], costs["plain"]
+    runs = {"mux": ours, "plain": theirs}
+    seconds = {way: statistics.median(own) for way, own in in_turns(runs, repeats).items()}
     return {
         "type": name,
         "category": entry_of(PeftType[name]).category.value,
-        "mux_s": mux.seconds,
-        "plain_s": alone.seconds,
-        "plain_over_mux": alone.seconds / mux.seconds,
-        "mux_peak_bytes": mux.peak_bytes,
-        "plain_peak_bytes": alone.peak_bytes,
+        "mux_s": seconds["mux"],
+        "plain_s": seconds["plain"],
+        "plain_over_mux": seconds["plain"] / seconds["mux"],
+        **{f"{way}_peak_bytes": max(0, measured_peak(run)[1]) for way, run in runs.items()},
     }
 
 
@@ -194,11 +153,9 @@ def mix_row(base: Any, repeats: int) -> dict[str, Any]:
         runs[f"plain {name}"] = plain(name, copy.deepcopy(base), [number])
         losses += runs[f"plain {name}"]()
     check_losses("mix", runs["together"](), losses)
-    costs = compare(runs, repeats)
-    alone = sum(cost.seconds for name, cost in costs.items() if name.startswith("alone"))
-    theirs = sum(cost.seconds for name, cost in costs.items() if name.startswith("plain"))
-    mux = costs["together"].seconds
-    return {"types": MIX, "together_s": mux, "sum_alone_s": alone, "plain_s": theirs}
+    seconds = {way: statistics.median(own) for way, own in in_turns(runs, repeats).items()}
+    alone, theirs = (sum(own for way, own in seconds.items() if way.startswith(kind)) for kind in ("alone", "plain"))
+    return {"types": MIX, "together_s": seconds["together"], "sum_alone_s": alone, "plain_s": theirs}
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
@@ -207,39 +164,26 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--types", nargs="*", choices=trained, default=trained, help="types to measure")
     parser.add_argument("--repeats", type=int, default=5, help="timed passes of each side")
-    parser.add_argument("--output", type=Path, default=RESULTS / "peft_types.json", help="where the JSON goes")
     options = parser.parse_args(arguments)
     torch.set_num_threads(1)
     base = backbone()
     rows = []
     print("| type | how | mux ms | plain ms | plain / mux | mux MB | plain MB |\n|---|---|---|---|---|---|---|")
     for name in options.types:
-        rows.append(row_of_type(name, base, options.repeats))
-        print(_line(rows[-1]), flush=True)
+        row = row_of_type(name, base, options.repeats)
+        rows.append(row)
+        print(
+            f"| {name} | {row['category']} | {1e3 * row['mux_s']:.0f} | {1e3 * row['plain_s']:.0f} | "
+            f"{row['plain_over_mux']:.2f} | {row['mux_peak_bytes'] / 1e6:.0f} | {row['plain_peak_bytes'] / 1e6:.0f} |",
+            flush=True,
+        )
     mix = mix_row(base, options.repeats)
-    print(_mix_line(mix))
-    facts = {"peft": peft.__version__, "torch": torch.__version__, "threads": 1, "rows": rows, "mix": mix}
-    options.output.parent.mkdir(parents=True, exist_ok=True)
-    options.output.write_text(json.dumps(facts, indent=1) + "\n", encoding="utf-8")
-
-
-def _line(row: Mapping[str, Any]) -> str:
-    memory = " | ".join(_megabytes(row[key]) for key in ("mux_peak_bytes", "plain_peak_bytes"))
-    times = f"{1e3 * row['mux_s']:.0f} | {1e3 * row['plain_s']:.0f} | {row['plain_over_mux']:.2f}"
-    return f"| {row['type']} | {row['category']} | {times} | {memory} |"
-
-
-def _megabytes(count: int | None) -> str:
-    return "" if count is None else f"{count / 1e6:.0f}"
-
-
-def _mix_line(mix: Mapping[str, Any]) -> str:
-    mux, alone, theirs = mix["together_s"], mix["sum_alone_s"], mix["plain_s"]
-    return (
-        f"\n{len(mix['types'])} tasks of {len(mix['types'])} types in one pass: {1e3 * mux:.0f} ms; the sum of their "
-        f"passes alone {1e3 * alone:.0f} ms ({alone / mux:.2f}x); plain PEFT {1e3 * theirs:.0f} ms "
-        f"({theirs / mux:.2f}x)"
+    together, alone, theirs = mix["together_s"], mix["sum_alone_s"], mix["plain_s"]
+    print(
+        f"\n{len(MIX)} tasks of {len(MIX)} types in one pass: {1e3 * together:.0f} ms; the sum of their passes alone "
+        f"{1e3 * alone:.0f} ms ({alone / together:.2f}x); plain PEFT {1e3 * theirs:.0f} ms ({theirs / together:.2f}x)"
     )
+    write_result(f"peft-types-{host_kind()}", {"rows": rows, "mix": mix})
 
 
 if __name__ == "__main__":

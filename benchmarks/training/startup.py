@@ -2,32 +2,22 @@
 
     python -m benchmarks.training.startup --tasks 8 32 64 --layers 32            half a minute, one thread
     python -m benchmarks.training.startup --tasks 8 64 --shape qwen3-0.6b        two minutes, torch's threads
-    python -m benchmarks.training.startup --steps 3 --tasks 8 --shape qwen3-0.6b       four minutes, one thread
 
 The first has the shapes of Llama-2-7B and no weights, as in `peft-mux plan`: registering the tasks, and counting what a
 pass keeps, in seconds of the processor. The second is what a user waits for who gives a loaded model, in seconds of the
 clock: `MultiTaskTrainer(...)`, with the proof that packing changes nothing, and what `train()` does before its first
 step. Every task has LoRA of rank 8 on all linear layers. Adapters are copies of the first one; where tasks are unlike,
 each has a scaling and a seed of its own, from which its weights are drawn.
-
-The third trains the tasks of `benchmarks.training.throughput` (non-uniform mix, two rows a step), and prints for the
-trainer, the opening, each step and the end: seconds of the clock, of the program, and of the system on its behalf, and
-by how much memory the process grows. Memory that is touched for the first time costs seconds of the system: several
-times as many on virtual machines whose host supplies memory only then.
 """
 
 from __future__ import annotations
 
 import argparse
 import copy
-import resource
 import tempfile
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
-
-import psutil
-from transformers import TrainerCallback
 
 from benchmarks.training.shapes import SHAPES
 from benchmarks.training.workloads import ModelSpec
@@ -39,14 +29,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tasks", type=int, nargs="+", default=[8, 32, 64], help="numbers of tasks")
     parser.add_argument("--layers", type=int, help="layers of the backbone; by default 32, or all of the shape")
     parser.add_argument("--shape", choices=SHAPES, help="begin whole runs on a published shape, with random weights")
-    parser.add_argument("--steps", type=int, help="train so many steps on the shape, and print what each part takes")
     options = parser.parse_args(arguments)
-    if options.steps:
-        if not options.shape:
-            parser.error("--steps needs --shape: one of the published shapes")
-        for number in options.tasks:
-            print_parts_of_training(number, options)
-        return
     backbone = ModelSpec.of_shape(options.shape, options.layers).build() if options.shape else None
     titles = (
         ("registered in s", "one more in s", "pass counted in s") if backbone is None else ("trainer in s", "opened")
@@ -117,56 +100,6 @@ def measure_run(configs: dict[str, Any], backbone: Any, *, are_alike: bool) -> t
         trainer, made_s = timed(lambda: MultiTaskTrainer(model, args, tasks), time.perf_counter)
         _, opened_s = timed(lambda: trainer._loop.opening.open(None), time.perf_counter)
     return made_s, opened_s
-
-
-class _PartClock(TrainerCallback):
-    """Prints what each part of a run takes, from the end of the one before."""
-
-    def __init__(self) -> None:
-        """Begin the first part."""
-        self._before = self._now()
-
-    def on_step_begin(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End what came before the first step."""
-        if state.global_step == 0:
-            self.end("opened")
-
-    def on_step_end(self, args: Any, state: Any, control: Any, **kwargs: Any) -> None:
-        """End a step."""
-        self.end(f"step {state.global_step}")
-
-    def end(self, part: str) -> None:
-        """Print a line about the part that ends here."""
-        now = self._now()
-        wall_s, user_s, system_s, size_bytes = (one - other for one, other in zip(now, self._before, strict=True))
-        print(f"{part:<8}{wall_s:>9.2f}{user_s:>9.2f}{system_s:>9.2f}{size_bytes / 2**30:>+9.2f}", flush=True)
-        self._before = now
-
-    @staticmethod
-    def _now() -> tuple[float, float, float, float]:
-        used = resource.getrusage(resource.RUSAGE_SELF)
-        return time.perf_counter(), used.ru_utime, used.ru_stime, psutil.Process().memory_info().rss
-
-
-def print_parts_of_training(num_tasks: int, options: argparse.Namespace) -> None:
-    """Train the tasks of the throughput benchmark on one thread, and print what each part takes."""
-    import torch
-
-    from benchmarks.training.mux import trainer_for
-    from benchmarks.training.workloads import Case
-
-    torch.set_num_threads(1)
-    spec = ModelSpec.of_shape(options.shape, options.layers)
-    workload = Case("nonuniform", num_tasks, options.steps, "full", spec, 2).workload()
-    backbone = spec.build()
-    print(f"{num_tasks} tasks, {options.shape}\n{'':8}{'wall s':>9}{'user s':>9}{'system s':>9}{'GiB':>9}")
-    with tempfile.TemporaryDirectory() as folder:
-        clock = _PartClock()
-        trainer = trainer_for(lambda: backbone, workload, folder, False)
-        clock.end("trainer")
-        trainer.add_callback(clock)
-        trainer.train()
-        clock.end("end")
 
 
 def timed(function: Callable[[], Any], clock: Callable[[], float] = time.process_time) -> tuple[Any, float]:

@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from benchmarks.planner.subgraphs.adapter_fusion import fuse_adapters, fuse_site, fused_latency_s
 from benchmarks.planner.subgraphs.graph import Operator, OperatorGraph, segment
 from benchmarks.planner.subgraphs.layers import LINEARS, AdapterLatency, LayerLatency, layer_graph
-from benchmarks.planner.subgraphs.schedule import compute_stall_s, simulate_streams
+from benchmarks.planner.subgraphs.schedule import compute_busy_s, simulate_streams
 
 LAYER = LayerLatency(qkv_s=6.0, attention_s=3.0, output_s=2.0, gate_up_s=8.0, down_s=4.0, all_reduce_s=1.5)
 
@@ -58,7 +58,8 @@ def test_single_task_htasks_of_a_bucket_share_their_adapters_at_every_site() -> 
     assert add.depends_on == ("h2/layer0.qkv", "h0/layer0.qkv.lora.t0a")
     saved_s = 4 * (3 - 1) * 1.0  # three adapters of 1 s take 1 s together
     assert bucket.unfused_makespan_s - bucket.makespan_s == pytest.approx(saved_s)
-    assert compute_stall_s(simulate_streams(bucket.launches, bucket.graphs)) == pytest.approx(1.5)
+    timeline = simulate_streams(bucket.launches, bucket.graphs)
+    assert timeline.makespan_s - compute_busy_s(timeline) == pytest.approx(1.5)
 
 
 def test_nothing_is_fused_with_htasks_of_several_tasks() -> None:

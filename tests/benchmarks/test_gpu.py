@@ -26,9 +26,9 @@ from benchmarks.gpu import train as gpu_train
 from benchmarks.gpu.backbones import Backbones
 from benchmarks.gpu.checks import trainer as trainer_check
 from benchmarks.gpu.checks import updates
+from benchmarks.gpu.checks.small import small_workload
 from benchmarks.kernels.contenders import CONTENDERS
 from peft_mux.engine.tasks.task_run import TaskTable
-from peft_mux.kernels import adamw as multi_adamw
 from tests.paths import ROOT
 
 ABSENT = ("datasets", "pulp", "bitsandbytes")
@@ -37,12 +37,10 @@ BLOCKED = (
 )
 CPU = gpu_settings.Settings(torch.device("cpu"), is_rehearsal=True)
 TINY = roofline.Backbone(32, 1, 48, 4, 64)
-END_TO_END = "end to end 8 uniform x 32 rows"
 # What differs from these in its numbers alone is left out, and more where the interpreter takes its time.
-INTERPRETED = ("lora float", "cross", "attention", "adamw", "task", "captured", "trainer float",
-               END_TO_END, "kernels")  # fmt: skip
-THROUGH_SLICES = ("device", "lora", "cross", "attention", "adamw", "task", "captured", "trainer", "plain", "default",
-                  "gain", "kernels", END_TO_END)  # fmt: skip
+INTERPRETED = ("lora float", "cross", "attention", "task", "captured", "trainer float", "default", "gain", "kernels")
+THROUGH_SLICES = ("device", "lora", "cross", "attention", "task", "captured", "trainer", "plain", "default", "gain",
+                  "kernels")  # fmt: skip
 
 
 @pytest.mark.nightly
@@ -72,14 +70,10 @@ def test_a_rehearsal_finishes_every_part_and_finds_all_of_them_right(path: str, 
     assert [list(row["contenders"]) for row in tables] == [list(CONTENDERS)] * 2
     for row in (*(table["contenders"]["mux"] for table in tables), rows["trainer float32"]["trainer float32"]):
         assert row["path"] == path
-    for name in ("hf", "packed", "mux", "mux_graphs", "padded"):
-        (row,) = (row for case, row in rows[END_TO_END].items() if case.endswith(f": {name}"))
-        assert (len(row["losses"]), row["is_right"]) == (2, True), name
-        if name == "mux":
-            # Four groups of each of two layers, in two steps of one micro-batch.
-            assert row["group_calls"] == {"kernels": 0, "slices": 0, path: 16}
-        if name == "mux_graphs":
-            assert (row["num_captures"] > 0) is (path == "kernels")
+    runs = {name.split(": ")[-1]: row for name, row in rows["default run"].items()}
+    for name in (*default_run.BASELINES.values(), "default run"):
+        assert runs[name]["is_right"] is True, name
+    assert runs["default run"]["path"] == path
 
 
 # ------------------------------------------------------------------- the judges
@@ -108,21 +102,7 @@ def test_slices_on_a_gpu_are_a_fault_even_with_the_right_losses(
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device=None: "NVIDIA H200")
     monkeypatch.delenv("TRITON_INTERPRET", raising=False)
     settings = gpu_settings.Settings(torch.device(device), is_rehearsal=False)
-    reference = {"tokens_per_s": 1.0, "losses": [[2.0]]}
-    row = {**reference, "path": gpu_train.path_of(calls)}
-    assert gpu_train.judged(settings, row, 1.0, {"floor": reference, "hf": reference})["is_right"] is is_right
-
-
-def _all_norms_in_one(gradients: Any, original: Any = multi_adamw.total_norms) -> list[torch.Tensor]:
-    return [torch.stack(original(gradients)).norm()] * len(gradients)
-
-
-def _without_decay(pages: Any, verdicts: torch.Tensor, original: Any = multi_adamw.foreach_update) -> Any:
-    return original([page._replace(weight_decay=0.0) for page in pages], verdicts)
-
-
-def _nan_as_number(pages: Any, verdicts: torch.Tensor, original: Any = multi_adamw.foreach_update) -> Any:
-    return original(pages, verdicts.nan_to_num())
+    assert gpu_train.path_verdicts(settings, {"path": gpu_train.path_of(calls)}) == [is_right]
 
 
 def _rate_by_company(self: Any, *args: Any, original: Any = TaskTable.apply) -> None:
@@ -135,9 +115,6 @@ def _rate_by_company(self: Any, *args: Any, original: Any = TaskTable.apply) -> 
 @pytest.mark.parametrize(
     ("target", "name", "fault", "rows", "check"),
     [
-        (multi_adamw, "total_norms", _all_norms_in_one, updates.adamw_rows, "adamw float32 co-location"),
-        (multi_adamw, "foreach_update", _without_decay, updates.adamw_rows, "adamw float32"),
-        (multi_adamw, "foreach_update", _nan_as_number, updates.adamw_rows, "adamw float32 NaN isolation"),
         (torch.nn.utils, "clip_grads_with_norm_", lambda *given: None, updates.task_table_rows, "task table"),
         (
             TaskTable,
@@ -147,7 +124,7 @@ def _rate_by_company(self: Any, *args: Any, original: Any = TaskTable.apply) -> 
             "trainer float32",
         ),
     ],
-    ids=["clipped together", "no decay", "NaN as a number", "no clipping", "rate by company"],
+    ids=["no clipping", "rate by company"],
 )
 def test_a_check_finds_its_fault(
     target: Any, name: str, fault: Any, rows: Callable[[Any], Iterator[Any]], check: str,
@@ -164,7 +141,7 @@ def test_all_parts_take_less_than_eight_of_nine_minutes_on_an_h100_by_their_comp
     parts = gpu_parts.plan()
     assert roofline.START_S + sum(part.estimated_s for part in parts) <= 465 < 60 * gpu.MINUTES == 540
     assert len({part.name for part in parts}) == len(parts)
-    tokens = [gpu_train.Case("nonuniform", 8, rows).num_tokens for rows in default_run.BATCH_SIZES.values()]
+    tokens = [8 * 52 * rows for rows in default_run.BATCH_SIZES.values()]  # a row has 52 tokens on average
     assert tokens == pytest.approx([1000, 4000, 8000], rel=0.2)
 
 
@@ -187,11 +164,9 @@ def test_a_contender_that_fails_is_noted_and_the_next_one_gets_a_new_backbone(
 
     monkeypatch.setitem(gpu_train.TRAINERS, contender, failing)
     backbones = Backbones(CPU)
-    compared = gpu_train.compare(CPU, gpu_report.Deadline(1e6), backbones, TINY, gpu_train.Case("uniform", 2, 4))
-    rows = {name.split(": ")[-1]: value for name, value in compared}
-    assert rows[contender] == row
+    assert gpu_train.train_safely(CPU, backbones, TINY, contender, small_workload(TINY), 1024) == row
+    assert gpu_train.train_safely(CPU, backbones, TINY, "padded", small_workload(TINY), 1024)["losses"]
     assert backbones.num_made == 2
-    assert rows["padded"]["is_right"] is True
 
 
 class Clock:
@@ -229,9 +204,9 @@ def test_the_exit_code_reports_a_check_that_failed_and_a_name_of_no_part_is_refu
 ) -> None:
     with pytest.raises(SystemExit, match=r"--parts: part 'nothing' must be the start of a part's name \(device, lora"):
         gpu.main(["--rehearse", "--parts", "nothing"])
-    command = ["--rehearse", "--parts", "adamw", "--output", str(tmp_path / "report.json")]
+    command = ["--rehearse", "--parts", "task table", "--output", str(tmp_path / "report.json")]
     assert gpu.main(command) == 0
-    monkeypatch.setattr(multi_adamw, "foreach_update", lambda pages, verdicts: verdicts.tolist())
+    monkeypatch.setattr(torch.nn.utils, "clip_grads_with_norm_", lambda *given: None)
     assert gpu.main(command) == 1
     assert "fail" in json.loads((tmp_path / "report.json").read_text())["checks"].values()
 

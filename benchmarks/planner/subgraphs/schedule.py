@@ -80,16 +80,6 @@ def simulate_streams(
     return timeline
 
 
-def compute_stall_s(timeline: StreamTimeline) -> float:
-    """Return the time in which the compute stream is idle, the wait for the last communication included."""
-    return timeline.makespan_s - compute_busy_s(timeline)
-
-
 def compute_busy_s(timeline: StreamTimeline) -> float:
     """Return the seconds in which a compute operator ran."""
     return sum((span.compute_end_s - span.compute_start_s for span in timeline.spans), 0.0)
-
-
-def communication_busy_s(timeline: StreamTimeline) -> float:
-    """Return the seconds in which a communication operator ran."""
-    return sum((span.end_s - span.communication_start_s for span in timeline.spans), 0.0)

@@ -10,7 +10,8 @@ from __future__ import annotations
 import gc
 import tempfile
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from dataclasses import replace
+from typing import Any
 
 import torch
 from peft import get_peft_model
@@ -90,22 +91,8 @@ class _RecordingTrainer(RecordsLosses, Trainer):
     pass
 
 
-class InTurn(NamedTuple):
-    """What runs of one task after another took.
-
-    Attributes:
-        train_s: seconds of the `train()` calls.
-        steps_s: seconds of all steps but the first of each task.
-        losses: the loss of each step of each task, where they were recorded.
-    """
-
-    train_s: float
-    steps_s: float
-    losses: dict[str, list[float]]
-
-
-def train_in_turn(workload: Workload, make_trainer: Callable[[TaskWorkload, str], Any], record_losses: bool) -> InTurn:
-    """Train every task alone, one after the other; building the models is not timed.
+def train_in_turn(workload: Workload, make_trainer: Callable[[TaskWorkload, str], Any], record_losses: bool) -> Run:
+    """Train every task alone, one after the other, as if nothing were padded; building the models is not timed.
 
     Args:
         workload: the tasks and their rows.
@@ -129,7 +116,7 @@ def train_in_turn(workload: Workload, make_trainer: Callable[[TaskWorkload, str]
             # A Trainer sits in reference cycles, which would keep its backbone alive next to the next one.
             del trainer
             gc.collect()
-    return InTurn(train_s, steps_s, losses)
+    return Run(train_s, workload.num_timed_tokens, steps_s, losses)
 
 
 def run_hf_trainer(model_factory: ModelFactory, workload: Workload, record_losses: bool = False) -> Run:
@@ -150,7 +137,7 @@ def run_hf_trainer(model_factory: ModelFactory, workload: Workload, record_losse
 
     found = train_in_turn(workload, make, record_losses)
     num_tokens = sum(sum(timed(collator.tokens_per_batch)) for collator in collators)
-    return Run(found.train_s, num_tokens, found.steps_s, found.losses)
+    return replace(found, num_processed_tokens=num_tokens)
 
 
 def _trainer(

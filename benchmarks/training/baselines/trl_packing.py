@@ -34,8 +34,7 @@ def run_trl_packing(model_factory: ModelFactory, workload: Workload, record_loss
         exact = {"padding_free": True, "gradient_checkpointing": False, "bf16": False, "use_cpu": True}
         return sft_trainer(task, workload, model_factory(), folder, record_losses, **exact)
 
-    found = train_in_turn(workload, make, record_losses)
-    return Run(found.train_s, workload.num_timed_tokens, found.steps_s, found.losses)
+    return train_in_turn(workload, make, record_losses)
 
 
 def sft_trainer(

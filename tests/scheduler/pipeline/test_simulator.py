@@ -10,7 +10,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from benchmarks.planner.closed_forms import closed_form_1f1b_s, closed_form_gpipe_s, lemma_1_s
 from peft_mux.scheduler.costs.hardware import Link
 from peft_mux.scheduler.pipeline.simulator import (
     build_window,
@@ -33,6 +32,7 @@ from tests.scheduler.pipeline.cases import (
     tightest_limit,
     uneven_buckets,
 )
+from tests.scheduler.pipeline.closed_forms import closed_form_1f1b_s, closed_form_gpipe_s, lemma_1_s
 
 
 def written(*rows: str) -> PipelineTemplate:
