@@ -139,7 +139,7 @@ def read_config(
         ConfigError: naming every fault, with its line if it has one.
     """
     path = Path(path)
-    data, lines, faults = _read_mapping(path, _TOP_KEYS, f" peft-mux init {path} writes one.")
+    data, lines, faults = read_mapping(path, _TOP_KEYS, f" peft-mux init {path} writes one.")
     # All other faults of such a file follow from these.
     raise_faults(located(_indentation_faults(data), path.name, lines))
     if is_added:
@@ -221,7 +221,7 @@ def read_cluster(path: str | Path) -> Cluster:
         ConfigError: naming every fault, with its line if it has one.
     """
     path = Path(path)
-    data, lines, faults = _read_mapping(path, _CLUSTER_KEYS)
+    data, lines, faults = read_mapping(path, _CLUSTER_KEYS)
     faults += _key_faults(data, _CLUSTER_KEYS, "")
     for key, (allowed, is_right) in _CLUSTER_KEYS.items():
         value = data.get(key)
@@ -247,7 +247,7 @@ def read_cluster(path: str | Path) -> Cluster:
     )
 
 
-def _read_mapping(path: Path, keys: Iterable[str], fix: str = "") -> tuple[dict[str, Any], dict[str, int], list[Fault]]:
+def read_mapping(path: Path, keys: Iterable[str], fix: str = "") -> tuple[dict[str, Any], dict[str, int], list[Fault]]:
     """Return what a YAML file holds, the line of each of its keys by dotted path, and the faults of its keys.
 
     Raises:

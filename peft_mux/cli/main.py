@@ -115,6 +115,10 @@ def _parse(given: list[str]) -> argparse.Namespace:
     init.add_argument("file", nargs="?", default="tasks.yaml", help="file to write (tasks.yaml)")
     init.add_argument("--model", default="Qwen/Qwen3-0.6B", help="hub id or folder of the backbone")
     init.add_argument("--data", action="append", metavar="ROWS", help="a file of rows, one for each task")
+    words = "write a tasks.yaml from an SFT, DPO or KTO file of LLaMA-Factory or Axolotl"
+    convert = _command(commands, "convert", "convert.convert", words)
+    convert.add_argument("file", help="YAML file of the other tool")
+    convert.add_argument("-o", "--output", default="tasks.yaml", metavar="FILE", help="file to write (tasks.yaml)")
     words = "show what each task trains on; loads no weights"
     _json(_command(commands, "validate", "validate.validate", words, reads_file=True))
     export = _command(commands, "export", "export.export", "serve, merge or copy the adapters of a run", reads_run=True)

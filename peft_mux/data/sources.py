@@ -191,7 +191,7 @@ def dataset_faults(dataset: Any, where: str) -> list[Fault]:
 
 # ---------------------------------------------------------------------------------------------- rows of other projects
 
-_ROLES = {
+ROLES = {
     **dict.fromkeys(("human", "user"), "user"),
     **dict.fromkeys(("gpt", "assistant", "chatgpt", "model", "bard", "bing", "function_call"), "assistant"),
     "system": "system",
@@ -274,12 +274,12 @@ def _message(turn: Row) -> dict[str, Any]:
         ValueError: if the speaker is unknown, or if a function call is not JSON.
     """
     speaker = turn.get("from") or turn.get("role")
-    if speaker not in _ROLES:
-        raise ValueError(f"conversations from {shown(speaker)}, which is not one of {', '.join(_ROLES)}")
+    if speaker not in ROLES:
+        raise ValueError(f"conversations from {shown(speaker)}, which is not one of {', '.join(ROLES)}")
     content: Any = turn.get("content") if turn.get("value") is None else turn["value"]
     # Columns of files fill missing keys with None.
     others = {key: value for key, value in turn.items() if key not in ("from", "value") and value is not None}
-    message = {**others, "role": _ROLES[speaker], "content": content}
+    message = {**others, "role": ROLES[speaker], "content": content}
     if speaker == "function_call":
         try:
             parsed = json.loads(content)
