@@ -81,10 +81,9 @@ def model_card(
     kind = str(getattr(config.peft_type, "value", config.peft_type))
     head = head_kind_for(config.task_type)
     base = config.base_model_name_or_path or ""
-    # The path of a folder on this machine names no model that others could load.
-    is_local = not base or Path(base).exists() or base.startswith(("/", ".", "~"))
+    is_local = _is_local(base)
     data = ModelCardData(
-        base_model=None if is_local else base,
+        base_model=None if is_local and "/" in name else base or None,
         library_name="peft",
         pipeline_tag=_PIPELINES[head],
         tags=[kind.lower(), "peft_mux"],
@@ -104,6 +103,11 @@ def model_card(
         f"rows it was trained on is not recorded here.\n\n{loading}\n{training}\n{CITATION.read_text(encoding='utf-8')}"
     )
     return ModelCard(_marked(text))
+
+
+def _is_local(base: str) -> bool:
+    """Return whether a backbone has no name, or the path of a folder, by which others could not load it."""
+    return not base or Path(base).exists() or base.startswith(("/", ".", "~"))
 
 
 def _training_section(run: TaskRun, config: PeftConfig, *, num_tasks: int, has_picture: bool) -> str:
@@ -268,9 +272,11 @@ def _prepare_upload(
     contents = {name: (folder / name).read_bytes() for name in (CONFIG_NAME, WEIGHTS_NAME)}
     written = folder / CARD_NAME
     if written.is_file() and not is_edited(text := _text_of(written)):
-        # It now loads from its repository.
-        text = text.rpartition(_MARK.partition("{")[0])[0].replace(_HERE, repo_id)
-        contents[CARD_NAME] = _marked(text).encode()
+        # It now loads from its repository, and the Hub refuses paths of backbones.
+        card = ModelCard(text.rpartition(_MARK.partition("{")[0])[0].replace(_HERE, repo_id))
+        if _is_local(card.data.base_model or ""):
+            card.data.base_model = None
+        contents[CARD_NAME] = _marked(str(card)).encode()
     else:
         contents[CARD_NAME] = str(model_card(folder, repo_id, num_steps)).encode()
     if extras is not None:

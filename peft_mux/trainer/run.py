@@ -118,14 +118,15 @@ def mark_main_process(state: TrainerState, args: MultiTaskTrainingArguments) -> 
     state.is_local_process_zero = args.local_process_index == 0
 
 
-def write_task_files(run: Run, own: TaskRun) -> None:
+def write_task_files(run: Run, own: TaskRun, folder: Path | None = None) -> None:
     """Write the extra files of a task's saved adapter (model card, plot, tokenizer); failures are logged, not raised.
 
     Args:
         run: the run.
         own: the task.
+        folder: folder of its adapter; by default the one in the run folder.
     """
-    folder = run.saver.place(own)
+    folder = folder or run.saver.place(own)
     if folder is None or not run.saver.is_writer:
         return
     tokenizer = run.callbacks.handler.processing_class

@@ -78,7 +78,7 @@ from peft_mux.trainer.inputs import (
 from peft_mux.trainer.loop import TrainingLoop, stop_at_signal
 from peft_mux.trainer.placement import Placement
 from peft_mux.trainer.plan_follower import PlanFollower
-from peft_mux.trainer.run import make_run, mark_main_process, output_folder
+from peft_mux.trainer.run import make_run, mark_main_process, output_folder, write_task_files
 from peft_mux.user_code import watching_model
 
 WORKING = frozenset(
@@ -496,7 +496,7 @@ class MultiTaskTrainer(Trainer):
         return self._membership.queue.ask("evaluate" if task is None else f"evaluate {task}", evaluate)
 
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
-        """Write every task's adapter, each at the root of its sub-folder, loadable by plain PEFT."""
+        """Write every task's adapter with its card, each at the root of its sub-folder, loadable by plain PEFT."""
 
         def save() -> None:
             self._placement.load(self._plans.plan_stages)
@@ -506,6 +506,7 @@ class MultiTaskTrainer(Trainer):
                 weights = saver.full_weights(run)
                 if saver.is_writer:
                     RunFolder(folder, self._placement.model).save_adapter(run.name, weights)
+                    write_task_files(self._run, run, folder / run.name)
 
         self._membership.queue.ask("save_model", save)
 

@@ -109,7 +109,9 @@ def trained(folder: Path, **options: Any) -> MultiTaskTrainer:
 def test_each_task_gets_a_repository_of_its_own_with_its_adapter_card_and_picture(
     hub: StandIn, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    trained(tmp_path / "support", hub_private_repo=True)
+    model = tiny_llama()
+    model.name_or_path = str(tmp_path)  # as if it had been loaded from there
+    trained(tmp_path / "support", hub_private_repo=True, model=model).save_model(str(tmp_path / "saved"))
     assert sorted(hub.repositories) == ["me/support-math", "me/support-sql"]
     assert set(hub.private.values()) == {True}
     for name, files in hub.repositories.items():
@@ -119,7 +121,10 @@ def test_each_task_gets_a_repository_of_its_own_with_its_adapter_card_and_pictur
         assert f'{name.partition("/")[2]}")' in files["README.md"].decode(), "it loads from its repository"
         steps = 2 if name.endswith("sql") else 4
         assert f"| steps | {steps} of {steps} |" in files["README.md"].decode()
+        assert str(tmp_path) not in files["README.md"].decode(), "the Hub refuses paths"
         own = tmp_path / "support" / name.rpartition("-")[2]
+        for folder in (own, tmp_path / "saved" / own.name):
+            assert huggingface_hub.ModelCard.load(folder / "README.md").data.base_model == str(tmp_path)
         assert files["adapter_model.safetensors"] == (own / "adapter_model.safetensors").read_bytes()
     (tmp_path / "copy").mkdir()
     for name, data in hub.repositories["me/support-sql"].items():
