@@ -235,7 +235,7 @@ def replicas() -> Drawing:
 def prefixes() -> Drawing:
     """Tokens that several rows begin with are computed once."""
     picture = Drawing(880, 290, "Shared prefixes are computed once")
-    tails = [(90, "a"), (60, "b"), (120, "c"), (75, "bad")]
+    tails = [(90, "a"), (70, "b"), (120, "c"), (78, "bad")]
     picture.text(30, 30, "rows of one task", style="strong")
     for number, (length, colour) in enumerate(tails):
         y = 44 + 34 * number
@@ -335,7 +335,7 @@ def rooms() -> Drawing:
         y = 20 + 58 * number
         picture.box(590, y, 260, 44, colour)
         picture.text(602, y + 19, text)
-        picture.text(602, y + 36, file, size=11, style="soft")
+        picture.text(602, y + 36, file, size=11)
         if number + 1 < len(steps):
             picture.arrow(720, y + 44, 720, y + 57)
     return picture

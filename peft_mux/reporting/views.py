@@ -99,6 +99,7 @@ def window_width() -> int:
 _LABEL = re.compile(r" *\S+(?: \S+)*? {2,}")
 _CELL = re.compile(r"(?<= {2})(?:\S+ \S+|(?=.{1,24}(?: {2}|$))\S+(?: \S+)+)(?= {2}|$)")
 """Two words, such as a name and its number, or up to 24 characters."""
+_BEFORE_UNIT = re.compile(r"(?<=\d) (?=%|(?:ms|s|[KMG]iB)\b)")
 _MOST_INDENT = 32
 
 
@@ -117,6 +118,7 @@ def wrapped(text: str, width: int) -> str:
         indent = len(line) - len(line.lstrip()) + 4 if label is None else label.end()
         indent = " " * (indent if indent <= min(_MOST_INDENT, width // 2) else 4)
         line = _CELL.sub(lambda cell: cell[0].replace(" ", "\0"), line)
+        line = _BEFORE_UNIT.sub("\0", line)
         lines += textwrap.wrap(line, width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False)
     return "\n".join(lines).replace("\0", " ")
 

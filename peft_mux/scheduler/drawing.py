@@ -8,6 +8,7 @@ without matplotlib, which only draws picture files.
 from __future__ import annotations
 
 import math
+import textwrap
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from html import escape
@@ -32,6 +33,8 @@ NEARLY_FULL = 0.95
 _LABEL_WIDTH, _ROW, _WIDTH = 150, 26, 760
 _GAP_FROM = 4
 """Bars wider than this many pixels give one of them up for a gap to the next bar."""
+_LEGEND_WIDTH = 40
+"""Characters of a line of a picture's legend."""
 _LABELLED_SHARE = 0.018
 """Bars of pictures get their labels if they take at least this share of the axis."""
 
@@ -313,14 +316,15 @@ def save_rows(path: Path, drawings: Mapping[str, Rows]) -> Path:
             color, alpha = PALETTE[color % len(PALETTE)], 0.55 if is_light else 1.0
             axes.broken_barh(own, (number - 0.4, 0.8), facecolors=color, alpha=alpha, **edge)
         for name, color in drawn.legend:
-            axes.barh(0, 0, color=PALETTE[color % len(PALETTE)], label=name)
+            label = textwrap.fill(name, _LEGEND_WIDTH, break_on_hyphens=False)
+            axes.barh(0, 0, color=PALETTE[color % len(PALETTE)], label=label)
         if drawn.mark:
             axes.axvline(drawn.mark / unit, color="black", linestyle="--")
         axes.set_yticks(range(len(drawn.rows)), [label for label, _ in drawn.rows])
         axes.invert_yaxis()
         axes.set_xlim(0, drawn.end / unit)
         axes.set_xlabel(unit_name)
-        axes.set_title(title, color=ALARM if drawn.alarms else "black")
+        axes.set_title(title, loc="left", color=ALARM if drawn.alarms else "black")
         axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.0), fontsize="small", ncols=1 + len(drawn.legend) // 17)
     return save_figure(figure, path)
 

@@ -99,6 +99,7 @@ def test_no_line_of_any_command_is_wider_than_the_terminal(
         ("a text of many words that is longer", ["a text of many words that is", "    longer"]),
         ("step 5  sql 2.310  qa 1.020  tales 4.1", ["step 5  sql 2.310  qa 1.020", "        tales 4.1"]),
         ("prefs step 5  eval_rewards/accuracies 0.50", ["prefs step 5", f"{'':14}eval_rewards/accuracies 0.50"]),
+        ("a text that ends in a number: 12 %", ["a text that ends in a number:", "    12 %"]),
         ("in /a/path/that/is/longer/than/a/line here", ["in", "    /a/path/that/is/longer/than/a/line", "    here"]),
     ],
 )

@@ -7,6 +7,7 @@ import re
 import sys
 import xml.etree.ElementTree as ElementTree
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -99,6 +100,20 @@ def test_a_picture_is_written_in_the_format_of_its_suffix_with_the_same_bytes_ea
         assert f"<!-- {label} -->" in first
     with pytest.raises(ConfigError, match=r"path must be a name that ends in \.png or \.svg, got 'plan\.gif'"):
         save_rows(tmp_path / "plan.gif", rows)
+
+
+def test_long_names_leave_room_for_the_bars_and_no_title_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
+    figure_type = pytest.importorskip("matplotlib.figure").Figure
+    saved: list[Any] = []
+    monkeypatch.setattr(figure_type, "savefig", lambda figure, *args, **options: saved.append(figure))
+    names = [f"a-task-with-a-rather-long-name-{number}" for number in range(9)]
+    drawn = timeline(simulated([0.001]))._replace(legend=[(", ".join(names), 0)])
+    save_rows(Path("plan.png"), {"a title of many words " * 3: drawn})
+    saved[0].canvas.draw()
+    (axes,) = saved[0].axes
+    box = axes._left_title.get_window_extent()
+    assert axes.get_position().width > 0.5
+    assert saved[0].bbox.x0 <= box.x0 < box.x1 <= saved[0].bbox.x1
 
 
 def test_a_picture_without_matplotlib_says_what_to_install(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
