@@ -456,7 +456,8 @@ _CHOICES: Mapping[str, Iterable[str]] = by_name(
         "measured_times": ("report", "plan"),
         "quarantine_policy": ("quarantine", "stop"),
         "reduce_dtype": ("float32", "bfloat16"),
-        "save_strategy eval_strategy logging_strategy": ("steps", "epoch", "no"),
+        "eval_strategy logging_strategy": ("steps", "epoch", "no"),
+        "save_strategy": ("steps", "epoch", "no", "best"),
         "hub_strategy": ("end", "every_save"),
         "optim": supported_optimizers(),
         "lr_scheduler_type": supported_schedules(),
@@ -663,7 +664,8 @@ class MultiTaskTrainingArguments(TrainingArguments):
         self.use_cpu = self.use_cpu or not torch.accelerator.is_available()
         # The best weights are kept in memory, so evaluations and checkpoints need not be at the same steps, as Trainer
         # requires.
-        metric = self.metric_for_best_model or ("loss" if self.load_best_model_at_end else None)  # Trainer's default
+        follows = self.load_best_model_at_end or self.save_strategy == "best"
+        metric = self.metric_for_best_model or ("loss" if follows else None)  # Trainer's default
         best = self.load_best_model_at_end, metric, self.greater_is_better
         self.load_best_model_at_end, self.metric_for_best_model = False, None
         # It has no effect here, so it needs no workers either.

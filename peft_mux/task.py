@@ -725,7 +725,8 @@ def resolve(task: Task, args: MultiTaskTrainingArguments) -> HyperParameters:
     # The best adapter is chosen by a metric, so held-out rows are evaluated at least once an epoch for it.
     eval_steps: float = 0
     strategy = getattr(args.eval_strategy, "value", args.eval_strategy)
-    needs_best = task.early_stopping is not None or task.stops_by_callback or load_best
+    saves_best = args.save_strategy == "best"
+    needs_best = task.early_stopping is not None or task.stops_by_callback or load_best or saves_best
     if task.eval_dataset is None:
         eval_steps = 0
     elif task.eval_steps is not None:

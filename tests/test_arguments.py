@@ -160,7 +160,7 @@ BAD_VALUES: dict[str, list[Any]] = {
     "bf16": ["yes"],
     "pad_to_chunks": ["no"],
     "output_dir": ["x" * 5000],
-    "save_strategy": ["best", ["steps"]],
+    "save_strategy": ["bset", ["steps"]],
     "resume_from_checkpoint": ["x" * 5000],
     "cost_profile": ["nowhere.json"],
     "report_to": ["wanbd"],

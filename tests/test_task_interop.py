@@ -102,6 +102,23 @@ for _event in "step_begin pre_optimizer_step optimizer_step step_end evaluate lo
     setattr(Asks, f"on_{_event}", hearing(f"on_{_event}"))
 
 
+def test_checkpoints_of_the_strategy_best_are_those_of_trainer(tmp_path: Path) -> None:
+    same = [{**row, "labels": row["input_ids"]} for row in ROWS[:2]]
+    for greater, wanted in ((True, [2]), (False, [2, 4, 6, 7])):  # the loss falls
+        folder = tmp_path / f"theirs-{greater}"
+        best = {"metric_for_best_model": "loss", "greater_is_better": greater, "save_strategy": "best"}
+        config = plain(folder, max_steps=7, eval_strategy="steps", eval_steps=2, learning_rate=1e-3, **best)
+        theirs, own = Asks(), Asks()
+        model, options = get_peft_model(tiny_llama(), LORA), {"train_dataset": same, "eval_dataset": same}
+        Trainer(model, config, callbacks=[theirs], data_collator=stacked, **options).train()
+        args = MultiTaskTrainingArguments.from_training_arguments(config, output_dir=str(tmp_path / f"ours-{greater}"))
+        task = Task(name="own", peft_config=LORA, callbacks=[own], **options)
+        MultiTaskTrainer(tiny_llama(), args, [task]).train()
+        saves = [[step for event, step in one.events if event == "on_save"] for one in (own, theirs)]
+        assert saves[1] == sorted({*wanted, 3}), "3 is asked for"
+        assert saves[0][: len(saves[1])] == saves[1]
+
+
 def test_a_task_is_logged_evaluated_and_saved_when_trainer_would_do_it(tmp_path: Path) -> None:
     same = [{**row, "labels": row["input_ids"]} for row in ROWS[:2]]
     shown = {"logging_steps": 2, "eval_strategy": "steps", "eval_steps": 5, "save_strategy": "steps", "save_steps": 5}

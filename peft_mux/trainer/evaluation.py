@@ -339,6 +339,8 @@ class TaskEvaluator:
         if is_best:
             # After the callbacks, which compare with the best before this one.
             run.state.best_metric, run.state.best_global_step = best.value, run.step
+            if self._run.is_in_train and self._run.args.save_strategy == "best":
+                self._run.control.should_save = True
         if is_best and best.keeps_weights:
             # On the CPU, where they cost no device memory; cloned, since `cpu()` returns the parameter itself there.
             # Kept before they are saved: a failed write must not cost the best weights.

@@ -155,6 +155,7 @@ def check_evaluation(args: MultiTaskTrainingArguments, tasks: Sequence[Task]) ->
         return
     strategy = str(getattr(args.eval_strategy, "value", args.eval_strategy))
     wanted = {"eval_strategy": strategy if strategy != "no" else None}
+    wanted |= {"save_strategy": "best" if args.save_strategy == "best" else None}
     names = "load_best_model_at_end metric_for_best_model greater_is_better eval_on_start eval_delay".split()
     wanted |= {name: getattr(args, name) or None for name in names}
     fix = "Give eval_dataset to the tasks that should be evaluated."
