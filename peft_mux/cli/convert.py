@@ -23,7 +23,7 @@ from transformers import TrainingArguments
 from peft_mux.arguments import RENAMED, SETTABLE_FIELDS, by_name, reason_against
 from peft_mux.cli.config_file import located, read_mapping
 from peft_mux.data.sources import ROLES
-from peft_mux.errors import ConfigError, Fault, closest, is_real, raise_faults, shown
+from peft_mux.errors import ConfigError, Fault, closest, is_integer, is_real, is_text, raise_faults, shown
 from peft_mux.modeling.objectives.objective import OBJECTIVES
 from peft_mux.reporting.views import window_width, wrapped
 from peft_mux.storage import write_file
@@ -38,6 +38,25 @@ _ENTRY_KEYS = (
     "message_property_mappings message_field_role message_field_content roles"
 ).split()
 """Keys of Axolotl's datasets that are read, or that say what holds here anyway."""
+_KINDS = {
+    "model_name_or_path base_model tokenizer_config adapter_name_or_path lora_model_dir output_dir dataset_dir": (
+        is_text,
+        "a string",
+    ),
+    "per_device_train_batch_size micro_batch_size gradient_accumulation_steps lora_rank": (
+        lambda value: is_integer(value, 1),
+        "an integer of at least 1",
+    ),
+    "num_train_epochs num_epochs evals_per_epoch saves_per_epoch val_size val_set_size": (
+        lambda value: is_real(value) and value >= 0,
+        "a number of at least 0",
+    ),
+}
+"""Keys with whose values others are computed, and what these must be; the others are checked by validate."""
+
+
+def _mapping(value: Any) -> dict[str, Any]:
+    return value if isinstance(value, dict) else {}
 
 
 def convert(arguments: argparse.Namespace) -> int:
@@ -55,6 +74,10 @@ def convert(arguments: argparse.Namespace) -> int:
         raise ConfigError(f"{path} must have the key {wanted}, got the keys {', '.join(map(str, given))}.")
     if out.exists():
         raise ConfigError(f"convert must write a new file, got {out}, which exists. Choose another one with -o.")
+    for names, (is_valid, allowed) in _KINDS.items():
+        wrong = [key for key in names.split() if given.get(key) is not None and not is_valid(given[key])]
+        faults += [Fault(key, shown(given[key]), allowed) for key in wrong]
+    raise_faults(located(faults, path.name, lines))
     notes = ["number of processes: train_batch_size, here that of one process, counts the rows of all"]
     settings = _settings(given, tool, notes, faults)
     settings = {**_rows(given, tool, settings.get("task.objective", "sft"), path.parent, notes, faults), **settings}
@@ -134,8 +157,8 @@ def _settings(given: Mapping[str, Any], tool: str, notes: list[str], faults: lis
     elif given.get("quantization_bit") or given.get("load_in_8bit"):
         settings["model_init_kwargs.quantization_config"] = {"load_in_8bit": True}
     for key, target in (("evals_per_epoch", "run.eval_"), ("saves_per_epoch", "run.save_")):
-        if is_real(given.get(key)) and given[key] > 0:
-            share = 1 / (given[key] * settings["task.num_train_epochs"])
+        if given.get(key):
+            share = 1 / (given[key] * (settings.get("task.num_train_epochs") or 3))
             settings |= {f"{target}strategy": "steps" if share < 1 else "epoch"}
             settings |= {f"{target}steps": round(share, 6)} if share < 1 else {}
     return settings
@@ -157,7 +180,7 @@ def _targets(given: Mapping[str, Any], settings: Mapping[str, Any]) -> dict[str,
 def _hold_out(given: Mapping[str, Any], settings: dict[str, Any], notes: list[str]) -> None:
     """Divide the rows into those of training and held-out ones; without any, leave settings of evaluations out."""
     key = "val_size" if "val_size" in given else "val_set_size"
-    size = given[key] if is_real(given.get(key)) else 0
+    size = given.get(key) or 0
     share = f"-{size}" if size >= 1 else f"{100 * (1 - size):.6g}%"
     if size and "task.split" not in settings and "task.eval_dataset" not in settings and "." not in share:
         settings |= {"task.split": f"train[:{share}]", "task.eval_split": f"train[{share}:]"}
@@ -212,14 +235,14 @@ def _described(name: Any, key: str, place: str, folder: Path, notes: list[str], 
     if not isinstance(known, dict):
         faults.append(Fault("dataset_dir", f"{place!r}, where it is not", f"a folder with a JSON file {_INFO}"))
         return {}
-    described = known.get(name) or {}
+    described = _mapping(known.get(name))
     source, is_hub = described.get("hf_hub_url") or described.get("file_name"), "hf_hub_url" in described
     if not source:
         allowed = f"a name of {data / _INFO} with file_name or hf_hub_url"
         faults.append(Fault(key, shown(name), allowed, closest(name, known)))
     kind = "alpaca_chat" if described.get("formatting", "alpaca") == "alpaca" else "sharegpt"
-    ours, theirs = _TABLES[kind], described.get("columns", {})
-    tags = {tag: text for tag, text in described.get("tags", {}).items() if text not in _TAGS.get(tag, ROLES)}
+    ours, theirs = _TABLES[kind], _mapping(described.get("columns"))
+    tags = {tag: text for tag, text in _mapping(described.get("tags")).items() if text not in _TAGS.get(tag, ROLES)}
     unread = [*(f"column {column}" for column in theirs if column not in ours), *tags]
     unread += [item for item in ("num_samples", "folder") if item in described]
     notes += [f"{key} {name}, {item}: it is not read; rename or map the rows" for item in unread]
@@ -244,7 +267,7 @@ def _typed(
     if kind == "completion" and is_sft:
         row_format: Any = {"text": entry.get("field") or "text"}
     elif kind in ("chat_template", "chat_template.default") and objective != "kto":
-        names = entry.get("message_property_mappings") or {}
+        names = _mapping(entry.get("message_property_mappings"))
         for name, tag in (("role", "role_tag"), ("content", "content_tag")):
             text = names.get(name) or entry.get(f"message_field_{name}") or name
             if text not in _TAGS[tag]:
