@@ -25,9 +25,10 @@ from typing import Any
 
 import numpy as np
 import torch
-from peft import LoraConfig, PeftConfig
+from peft import LoraConfig
 from transformers import PreTrainedModel
 
+from peft_mux.checkpoint.task_state import GRADIENTS, TaskState, join_state, split_state
 from peft_mux.data.batch import MuxBatch
 from peft_mux.data.collator import ChunkPackingCollator
 from peft_mux.data.task_batch import TaskBatch, TokenSequence, prefix_trie
@@ -156,6 +157,19 @@ class AdamSettings:
         raise_faults(faults)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class Frozen:
+    """Weights of a model at one time, from which `Sampling` draws while the model changes.
+
+    Attributes:
+        config: the LoRA configuration of the model.
+        weights: copies of the weights, by the parameters' PEFT names without the adapter id.
+    """
+
+    config: LoraConfig
+    weights: Mapping[str, torch.Tensor]
+
+
 @dataclass(slots=True, eq=False)
 class _Unfinished:
     """A call on its way.
@@ -179,8 +193,9 @@ class _Unfinished:
 
 @dataclass(slots=True, eq=False)
 class _Model:
-    """An open model: its optimizer, and whether gradients are waiting for a step."""
+    """An open model: its configuration, its optimizer, and whether gradients are waiting for a step."""
 
+    config: LoraConfig
     optimizer: TaskOptimizer
     has_gradients: bool = False
 
@@ -241,7 +256,7 @@ class Calls:
 
     # ------------------------------------------------------------------ models
 
-    def open(self, name: str, config: PeftConfig, *, seed: int) -> None:
+    def open(self, name: str, config: LoraConfig, *, seed: int) -> None:
         """Add a model: a new LoRA adapter, between two passes.
 
         Args:
@@ -269,7 +284,7 @@ class Calls:
         self.model.register_tasks({name: config}, seeds={name: seed})
         slab = self.model.registry.slab_of(name)
         slab.bind_gradients()
-        self._models[name] = _Model(TaskOptimizer.adamw(slab))
+        self._models[name] = _Model(config, TaskOptimizer.adamw(slab))
 
     def drop(self, name: str) -> None:
         """Remove a model, its unfinished call included; a `ConfigError` if it is not open."""
@@ -569,6 +584,47 @@ class Calls:
                 optimizer.zero_gradients()
             model.has_gradients = False
         return norms
+
+    # ------------------------------------------------------------------ states
+
+    def state(self, name: str) -> TaskState:
+        """Return copies of all that a model is: weights, moments, and the gradients that wait for a step (`copies`).
+
+        Raises:
+            ConfigError: if the model is not open, or has an unfinished call.
+        """
+        model, own = self._model(name, "its state"), self.model.task_parameters(name)
+        gradients = {
+            key: parameter.grad.detach().clone() for key, parameter in own.items() if parameter.grad is not None
+        }
+        return replace(split_state(own, model.optimizer), copies={GRADIENTS: gradients} if model.has_gradients else {})
+
+    def restore(self, name: str, state: TaskState, *, only_weights: bool = False) -> None:
+        """Give a model a state, perhaps of another model of the same configuration.
+
+        Args:
+            name: the model.
+            state: what `state` returned.
+            only_weights: leave out moments and gradients, as for a new model that begins with these weights.
+
+        Raises:
+            ConfigError: if the model is not open, or has an unfinished call.
+            CheckpointError: if its weights do not fit the model; then nothing has changed.
+        """
+        model, own = self._model(name, "another state"), self.model.task_parameters(name)
+        gradients = {} if only_weights else state.copies.get(GRADIENTS, {})
+        fresh = TaskOptimizer.adamw(self.model.registry.slab_of(name))
+        join_state(state, own, None if only_weights else fresh)
+        fresh.zero_gradients()
+        for key, parameter in own.items():
+            if key in gradients and parameter.grad is not None:
+                parameter.grad.copy_(gradients[key])
+        self._models[name] = _Model(model.config, fresh, bool(gradients))
+
+    def freeze(self, name: str) -> Frozen:
+        """Return copies of a model's weights, for samples; a `ConfigError` if it is not open."""
+        own = self.model.task_parameters(name)
+        return Frozen(self._model(name).config, {key: weight.detach().clone() for key, weight in own.items()})
 
 
 # ---------------------------------------------------------------------- rows and losses

@@ -35,6 +35,8 @@ LAST_GOOD = "last_good"
 """Copy of the weights from when loss and gradients were last finite."""
 BEST = "best"
 """Copy of the weights of the best evaluation; empty without one."""
+GRADIENTS = "gradients"
+"""What calls have added up since the last step (`peft_mux.calls`); a run has none between steps."""
 _KINDS = set(PAGE_KINDS)
 _NONE = "none"
 """Kind of a group without elements, in a process that holds no adapter of the task."""
@@ -49,7 +51,7 @@ class TaskState:
         moments: what the optimizer keeps for each parameter, by its name; empty before the first step.
         settings: the settings of the optimizer's parameter groups, by their kinds (`PAGE_KINDS`).
         schedule: the state of the schedule; lists with one entry per group are dicts by these kinds.
-        copies: copies of the weights from other times (`LAST_GOOD`, `BEST`), by parameter.
+        copies: tensors like the weights, by parameter: weights from other times (`LAST_GOOD`, `BEST`), and `GRADIENTS`.
     """
 
     weights: dict[str, torch.Tensor]
@@ -168,8 +170,10 @@ def join_state(
     Raises:
         CheckpointError: if a parameter is not in the state, or has another shape.
     """
+    # Before the first of them is written.
+    weights = {name: _checked(name, state.weights.get(name), item.shape) for name, item in parameters.items()}
     for name, parameter in parameters.items():
-        parameter.copy_(_checked(name, state.weights.get(name), parameter.shape))
+        parameter.copy_(weights[name])
     if optimizer is None:
         return
     kinds = _kinds(optimizer, parameters)

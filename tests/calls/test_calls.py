@@ -17,11 +17,13 @@ from peft_mux import (
     CallFailure,
     CallResult,
     Calls,
+    CheckpointError,
     ConfigError,
     DataError,
     Example,
     UnsupportedModelError,
 )
+from peft_mux.checkpoint.task_state import TaskState
 from tests.calls.lab import CONFIGS, SETTINGS, bits, call, cross_entropy, door, example, plain
 from tests.modeling.adapters.passes import perturbed
 from tests.modeling.backbones import CLASSIFIERS, LANGUAGE_MODELS, VOCABULARY, backbone_of, drawn
@@ -118,6 +120,46 @@ def test_a_pass_takes_one_piece_of_each_call_in_the_given_order_and_a_call_witho
     assert list(calls.advance()) == ["a"]
     assert calls.advance() == {}
     assert bits(calls, "b") == before
+
+
+def test_a_state_in_mid_accumulation_continues_in_another_door_with_the_same_bits() -> None:
+    (first, second, third, fourth), rows = waves(CASES["rows of many lengths"]), "abc"
+    calls = door(piece_tokens=24)
+    calls.run(first)
+    calls.step(SETTINGS)
+    calls.run(second)
+    states = {name: calls.state(name) for name in rows}
+    weights = {name: calls.freeze(name).weights for name in rows}
+    calls.submit(third[0])
+    for refused in (lambda: calls.state("a"), lambda: calls.restore("a", states["a"])):
+        with pytest.raises(ConfigError, match=r"models\.a must have no unfinished call"):
+            refused()
+    calls.run(third[1:])
+    while not calls.advance():
+        pass
+    calls.step(SETTINGS)
+    calls.run(fourth)
+    other = door(piece_tokens=24)
+    for name in rows:
+        other.drop(name)
+        other.open(name, CONFIGS[name], seed=5)
+        other.restore(name, states[name])
+    other.run(third)
+    other.step(SETTINGS)
+    other.run(fourth)
+    assert {name: bits(other, name) for name in rows} == {name: bits(calls, name) for name in rows}
+    # Into a model that has other moments, and weights alone: the first step then has no moments.
+    calls.restore("a", states["a"], only_weights=True)
+    new = door(names="a", piece_tokens=24)
+    new.restore("a", TaskState(dict(weights["a"]), {}, {}, {}), only_weights=True)
+    for one in (calls, new):
+        one.run(fourth[:1])
+        one.step({"a": SETTINGS["a"]})
+    assert bits(calls, "a") == bits(new, "a")
+    before = bits(calls, "a")
+    with pytest.raises(CheckpointError, match="must be a tensor of shape"):
+        calls.restore("a", states["b"])
+    assert bits(calls, "a") == before
 
 
 def no_gradient_where_finite(outputs: Any) -> torch.Tensor:
