@@ -249,7 +249,7 @@ _PAGE_STYLE = (
     ":root{color-scheme:light dark}body{font:15px/1.5 sans-serif;max-width:76em;margin:2em auto;padding:0 1em;"
     "background:Canvas;color:CanvasText}table{border-collapse:collapse}"
     "td,th{padding:.15em .7em;border:0;vertical-align:top}td:first-child,th:first-child{padding-left:0}"
-    "th{border-bottom:1px solid}h1{margin-bottom:.2em}h2{margin-top:1.6em;font-size:1.15em}"
+    "th{border-bottom:1px solid;text-align:left}h1{margin-bottom:.2em}h2{margin-top:1.6em;font-size:1.15em}"
     "pre{overflow:auto;line-height:1.3}svg{vertical-align:top}.note,.reason{opacity:.75}"
     # Drawings keep their letters readable on a small screen, and scroll sideways there.
     ".wide{overflow-x:auto}.wide svg{min-width:600px}"
@@ -272,9 +272,10 @@ def _metrics_html(view: RunView) -> str:
         charts.append(chart_svg(name, drawn[:_MOST_LINES], what="value"))
         for task, both in curves:
             if any(both):
-                rows.append([name, task.title, *(number_text(points[-1][1] if points else None) for points in both)])
-    table = "".join(f"<tr>{''.join(f'<td>{escape(cell)}</td>' for cell in row)}</tr>" for row in rows)
-    table = f"<details><summary>last values</summary><table>{table}</table></details>"
+                rows.append([name, task.title, *(f"{points[-1][1]:.4g}" if points else "-" for points in both)])
+    cells = ["".join(f"<td>{escape(cell)}</td>" for cell in row) for row in rows]
+    table = f"<tr>{cells[0].replace('td>', 'th>')}</tr>{''.join(f'<tr>{row}</tr>' for row in cells[1:])}"
+    table = f'<details><summary>last values</summary><div class="wide"><table>{table}</table></div></details>'
     return f"<div>{''.join(charts)}</div>{_line_legend(tasks[:_MOST_LINES])}{table}" if tasks else ""
 
 
