@@ -17,7 +17,7 @@ _NOTED = "saved with the adapter, not used in training"
 _UNREAD = "only used with a refused field, so any value is accepted"
 
 HONOURED: dict[str, str] = {
-    "task_type": "CAUSAL_LM, SEQ_CLS or None; determines the head that the backbone must have.",
+    "task_type": "CAUSAL_LM, SEQ_CLS or None; determines the head of the task.",
     "peft_type": _AS_IN_PEFT,
     "auto_mapping": _NOTED,
     "peft_version": _NOTED,

@@ -24,7 +24,7 @@ from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.run_folder import Weights
 from peft_mux.engine.tasks.task_run import TaskRun
 from peft_mux.errors import ConfigError, Fault, closest, installed_version, raise_faults, shown
-from peft_mux.modeling.adapters.files import CONFIG_NAME, WEIGHTS_NAME
+from peft_mux.modeling.adapters.files import CONFIG_NAME, WEIGHTS_NAME, saved_num_labels
 from peft_mux.modeling.backbone.modules import CLASSIFICATION, LANGUAGE_MODEL, TOKEN_CLASSIFICATION, head_kind_for
 from peft_mux.modeling.model import MultiTaskPeftModel
 from peft_mux.reporting.views import counted, metrics_of
@@ -44,7 +44,7 @@ _LOADING = """```python
 {first}from peft import PeftModel
 from transformers import {auto_class}
 
-model = PeftModel.from_pretrained({auto_class}.from_pretrained("{base}"), "{place}")
+model = PeftModel.from_pretrained({auto_class}.from_pretrained("{base}"{classes}), "{place}")
 ```"""
 _MARK = "<!-- written by peft_mux, digest {digest}; once you have edited this card, it is never written over -->\n"
 _HERE = "PATH_OF_THIS_FOLDER"
@@ -93,6 +93,7 @@ def model_card(
         # PEFT knows types of our own once this package is imported.
         first="import peft_mux\n" if type(config).__module__.startswith("peft_mux.") else "",
         auto_class=head.auto_class,
+        classes="" if head.is_shared else f", num_labels={saved_num_labels(folder)}",
         base="BASE_MODEL" if is_local else base,
         place=name if "/" in name else _HERE,
     )

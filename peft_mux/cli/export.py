@@ -118,6 +118,7 @@ def _merge(one: dict[str, Any], output: Path) -> None:
     import transformers
     from peft import PeftModel
 
+    from peft_mux.modeling.adapters.files import saved_num_labels
     from peft_mux.modeling.backbone.modules import head_kind_for
 
     base = one.get("base_model_name_or_path")
@@ -127,7 +128,9 @@ def _merge(one: dict[str, Any], output: Path) -> None:
         )
     kind = getattr(transformers, head_kind_for(one.get("task_type")).auto_class)
     try:
-        model = PeftModel.from_pretrained(kind.from_pretrained(base, dtype="auto"), str(one["folder"]))
+        number = saved_num_labels(one["folder"])
+        options = {} if number is None else {"num_labels": number}
+        model = PeftModel.from_pretrained(kind.from_pretrained(base, dtype="auto", **options), str(one["folder"]))
         model.merge_and_unload().save_pretrained(output)
         transformers.AutoTokenizer.from_pretrained(base).save_pretrained(output)
     except (OSError, ValueError, NotImplementedError, AttributeError, TypeError, LookupError) as error:

@@ -152,7 +152,7 @@ class _MicroBatchBuilder:
         self.types: list[np.ndarray | None] = []
         self.first_places: list[int] = []
         self.parts: list[SequencePart] = []
-        self.class_labels: list[int | float] = []
+        self.class_labels: list[int | float | None] = []
         self.next_labels: dict[int, int] = {}
         # Per row, then per task.
         self.row_sequences: list[int] = []
@@ -182,6 +182,8 @@ class _MicroBatchBuilder:
             bounds = sequence.sequence_bounds if sequence.starts else ((member.start, member.end),)
             for start, end in bounds:
                 labels = sequence.labels[start:end]
+                if sequence.class_label is not None:  # the loss is not of its tokens
+                    labels = np.full_like(labels, IGNORE_INDEX)
                 if end < len(sequence) and not sequence.starts:
                     # The target of a part's last token is the first token of the next micro-batch.
                     self.next_labels[len(self.ids)] = int(sequence.labels[end])
@@ -197,8 +199,10 @@ class _MicroBatchBuilder:
                 part = (0, end - start, end - start) if sequence.starts else (start, end, len(sequence))
                 self.parts.append(SequencePart(batch.task, member.index, *part))
             self.row_sequences.append(len(bounds))
-            if sequence.class_label is not None:
-                self.class_labels += [sequence.class_label] * len(bounds)
+            self.class_labels += [sequence.class_label] * len(bounds)
+        if len({sequence.class_label is None for sequence, _ in rows}) > 1:
+            got = "rows with and without a class"
+            raise DataError(f"labels must be a class for all rows of {batch.task}, or for none, got {got}.")
         first = batch.sequences[members[0].index]
         self.columns.append({name: _column(name, rows) for name in first.token_columns})
         self.values.append(
@@ -244,6 +248,7 @@ class _MicroBatchBuilder:
         self.ids.append(np.full(missing, self.ids[-1][-1], dtype=np.int64))
         self.labels.append(np.full(missing, IGNORE_INDEX, dtype=np.int64))
         self.types.append(None)
+        self.class_labels.append(None)
         self.first_places.append(first_place)
         # Row -1 marks padding.
         self.parts.append(SequencePart(batch.task, -1, 0, missing, missing))
@@ -271,13 +276,12 @@ class _MicroBatchBuilder:
             positions += np.repeat(np.fromiter((part.start for part in self.parts), dtype=np.int64), lengths)
         target_rows = np.flatnonzero(labels != IGNORE_INDEX)
         class_labels = token_types = None
-        if self.class_labels:
-            if len(self.class_labels) != len(self.ids):
-                got = "rows with and without a class"
-                raise DataError(f"labels must be a class for all sequences of a micro-batch, or for none, got {got}.")
+        if any(label is not None for label in self.class_labels):
             # If any label is a float, all are regression values; some of them may be stored as integers.
             is_value = any(isinstance(label, float) for label in self.class_labels)
-            class_labels = torch.tensor(self.class_labels, dtype=torch.float32 if is_value else torch.int64)
+            # Sequences of tasks without classes have a 0, which nothing reads.
+            filled = [label or 0 for label in self.class_labels]
+            class_labels = torch.tensor(filled, dtype=torch.float32 if is_value else torch.int64)
         if any(types is not None for types in self.types):
             pairs = zip(self.ids, self.types, strict=True)
             token_types = np.concatenate([np.zeros(len(ids), np.int64) if own is None else own for ids, own in pairs])

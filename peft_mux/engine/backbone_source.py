@@ -22,7 +22,7 @@ from peft_mux.engine.tasks.setup import adapters_of
 from peft_mux.engine.tasks.task_run import ResolvedTask
 from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
 from peft_mux.modeling.adapters.checks import peft_config_faults, target_faults
-from peft_mux.modeling.backbone.modules import HEAD_KINDS, HEAD_NAMES, HeadKind
+from peft_mux.modeling.backbone.modules import HEAD_KINDS, HEAD_NAMES, TOKEN_CLASSIFICATION, HeadKind
 from peft_mux.modeling.backbone.quantized import (
     prepare_quantized,
     quantization_of,
@@ -156,13 +156,13 @@ class BackboneSource:
                 allowed = "None or 0, because this model has no routers whose logits it returns"
                 faults.append(Fault(f"tasks.{task.name}.router_aux_loss_coef", got, allowed))
         kinds = _head_kinds(tasks)
-        if len(kinds) > 1:
+        if len(kinds) > 1 and TOKEN_CLASSIFICATION in kinds:
             names = ", ".join(task.name for task in tasks if task.head_kind == kinds[0])
             faults.append(
                 Fault(
                     "tasks",
                     f"{kinds[0].name} tasks ({names}) and {kinds[1].name} tasks",
-                    "of one kind, because a backbone has one kind of head",
+                    "of one kind, or language-model and classification tasks",
                     "Train them in two runs.",
                 )
             )
@@ -262,7 +262,7 @@ class BackboneSource:
     def _auto_class(self, tasks: Sequence[ResolvedTask]) -> Any:
         import transformers
 
-        kind, model_type = _head_kinds(tasks)[0], getattr(self.config, "model_type", None)
+        kind, model_type = _head_kinds(tasks)[-1], getattr(self.config, "model_type", None)
         # A model of images and text whose language head transformers knows among those of images alone.
         if (
             kind.is_shared

@@ -31,6 +31,7 @@ from peft_mux.modeling.adapters.kind import kind_of
 from peft_mux.modeling.adapters.lora.config import convert
 from peft_mux.modeling.adapters.prompts.kinds import PromptKind
 from peft_mux.modeling.backbone.families import family_of
+from peft_mux.modeling.backbone.modules import head_kind_of
 from peft_mux.modeling.objectives.objective import WORDS
 from peft_mux.modeling.objectives.task_objective import columns_of
 from peft_mux.scheduler.replicas.time_model import ParallelConfig
@@ -292,6 +293,17 @@ def check_layout(
             )
             for task in tasks
             if isinstance(kind := kind_of(task.peft_config), PromptKind)
+        ]
+        # Processes gather the output head together, and a pass without words would not.
+        faults += [
+            Fault(
+                f"tasks.{task.name}.peft_config.task_type",
+                f"that of {task.head_kind.name} tasks with shard_backbone=True",
+                f"that of {head_kind_of(backbone).name} tasks, as the backbone's head is",
+                "Leave shard_backbone out, or train classifiers in another run.",
+            )
+            for task in tasks
+            if task.head_kind != head_kind_of(backbone)
         ]
         faults += _divided_faults(tasks, "shard_backbone=True") + _word_faults("shard_backbone=True", tasks)
         raise_faults(faults)

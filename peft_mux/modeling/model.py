@@ -154,9 +154,10 @@ class TaskView:
         """Generate with this task's adapter, as `PeftModel.generate` does.
 
         Raises:
-            ConfigError: if the model is one of several stages of a pipeline.
+            ConfigError: if the task classifies, or the model is one of several stages of a pipeline.
         """
         require_all_layers(self._model, f'task_view("{self._name}").generate')
+        self._model.require_words(self._name, f'task_view("{self._name}").generate')
         with self.selected() as model:
             return plain_call(model, self._adapter, args, kwargs, generate=True)
 
@@ -178,8 +179,8 @@ class MultiTaskPeftModel(PeftModel):
     because an adapter that is named like a module (`mlp`) empties the checkpoints of its neighbours there.
 
     Args:
-        model: a transformers causal language model, or a model for sequence classification. Its modules are kept and
-            its weights frozen.
+        model: a transformers causal language model, on which tasks may also classify sequences, or a classifier. Its
+            modules are kept and its weights frozen.
         peft_configs: `PeftConfig` of each task by name; at least one.
         seeds: fixes the initial adapter weights of a task, as `torch.manual_seed` before `get_peft_model` would; 42
             where absent.
@@ -194,7 +195,7 @@ class MultiTaskPeftModel(PeftModel):
         stream: what the attached layers read of the micro-batch in flight.
         has_prompts: whether passes include the learnt prompts of tasks; not while all adapters are switched off.
         shared: what the own code of a task must leave as it is.
-        objectives: which loss each task is trained towards, and the head that they all read.
+        objectives: which loss each task is trained towards, and the head that it reads.
         noise: which tasks have noise on their embeddings in training.
         router_loss: which tasks add the balancing loss of routers to their own in training.
         module_names: name of each module within the backbone.
@@ -453,6 +454,15 @@ class MultiTaskPeftModel(PeftModel):
 
     # ------------------------------------------------------------------ views
 
+    def require_words(self, name: str, what: str) -> None:
+        """Raise a `ConfigError` if a task classifies; `what`, which makes words, was asked of it."""
+        kind = self.objectives.of(name).head.kind
+        if not kind.is_shared:
+            raise ConfigError(
+                f'{what} needs a task that makes words, got the {kind.name} task "{name}". For its classes, call '
+                f'task_view("{name}").'
+            )
+
     def task_view(self, name: str) -> TaskView:
         """Return one task's model, for `generate` and plain forward passes."""
         return TaskView(self, name)
@@ -584,7 +594,7 @@ class MultiTaskPeftModel(PeftModel):
         """
         self.prepare_pass(batch.task_names)
         with self.multiplexing(batch):
-            return self.objectives.head.logits(self.hidden_states(batch), batch, self)
+            return self.objectives.logits(self.hidden_states(batch), batch, self)
 
     def prepare_pass(self, tasks: Iterable[str]) -> None:
         """Bind the gradients of the tasks of a pass, and update the copies of weights that kernels read."""

@@ -27,7 +27,7 @@ from peft_mux.modeling.adapters.own import add_biases, forget_biases, hidden_cop
 from peft_mux.modeling.adapters.prompts.kinds import encoders_of
 from peft_mux.modeling.adapters.prompts.prompts import adopt_encoder
 from peft_mux.modeling.adapters.tuners import Tuners
-from peft_mux.modeling.backbone.modules import is_meta, modules_outside_text
+from peft_mux.modeling.backbone.modules import head_kind_for, is_meta, modules_outside_text
 from peft_mux.modeling.sharding import Piece
 from peft_mux.modeling.slabs import PageKind, TaskSlab, plain_kind
 
@@ -354,7 +354,8 @@ class TaskRegistry:
             # If PEFT resolves "all-linear" by the ends of names, it finds frozen layers within those of other tasks.
             own_targets = {target for target in targets if not any(part in target for part in parts)}
             completed.target_modules = own_targets - {"base_layer"}
-        model.objectives.head.prepare(backbone, adapter, num_labels, draws.seed, is_new=self._is_head_new)
+        model.objectives.add(name, head_kind_for(completed.task_type))
+        model.objectives.of(name).head.prepare(backbone, adapter, num_labels, draws.seed, is_new=self._is_head_new)
         self.tuners.note(model, adapter, completed)
         # Names are those of a model of one PEFT type, with which files are written.
         with self.tuners.alone(model, adapter, completed):
@@ -393,6 +394,7 @@ class TaskRegistry:
     def register_absent(self, model: Any, name: str, config: PeftConfig) -> None:
         """Add a task without an adapter in this model, a part of one; `config` is as PEFT completed it."""
         model.peft_config[self.add(name, config)] = config
+        model.objectives.add(name, head_kind_for(config.task_type))
         self.adopt(name, {}, model.device)
         model.stream.clear_tables()
 

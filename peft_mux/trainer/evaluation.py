@@ -407,7 +407,7 @@ class TaskEvaluator:
                     logits = executor.sequence_logits(micro_batch)
                     has_logits = logits is not None
                     if logits is not None and number is not None:
-                        own.add(number, logits, list(model.objectives.head.labels(batch, micro_batch)))
+                        own.add(number, logits, list(model.objectives.of(run.name).head.labels(batch, micro_batch)))
                 computed = own.result(self._of_replicas, computes=has_logits)
                 # As in Trainer, `compute_metrics` cannot set the loss.
                 found = None if computed is None else {**metrics, **computed, "eval_loss": metrics["eval_loss"]}

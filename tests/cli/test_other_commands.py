@@ -15,7 +15,7 @@ from typing import Any
 import numpy as np
 import pytest
 import yaml
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForSequenceClassification
 
 from peft_mux.cli import commands
 from peft_mux.cli.config_file import schema
@@ -96,6 +96,19 @@ def test_adapters_of_a_run_are_served_merged_and_copied(file: Path, tmp_path: Pa
     shell.refused("export", run, "sql", "--output", copy)
     shell.refused("export", run, "--merge", "absent", "--output", tmp_path / "x")
     shell.refused("export", tmp_path / "nowhere")
+
+
+def test_a_task_that_classifies_alongside_others_is_merged_with_its_classes(
+    file: Path, tmp_path: Path, made: Path, shell: Shell
+) -> None:
+    write_rows(
+        made / "moods.jsonl", [{"text": f"say {word}", "label": label} for label, word in enumerate("onetwo"[:5])]
+    )
+    mood = "\n  mood: {dataset: moods.jsonl, peft: {task_type: SEQ_CLS}, max_steps: 2}\n"
+    file.write_text(file.read_text(encoding="utf-8") + mood, encoding="utf-8")
+    shell("train", file)
+    shell("export", tmp_path / "out", "--merge", "mood", "--output", tmp_path / "merged")
+    assert AutoModelForSequenceClassification.from_pretrained(tmp_path / "merged").score.weight.shape[0] == 5
 
 
 def test_an_adapter_whose_configuration_is_cut_off_is_named(tmp_path: Path, shell: Shell) -> None:

@@ -246,10 +246,15 @@ def test_values_to_regress_on_are_floats() -> None:
     assert micro.class_labels.tolist() == [0.5, -1.25]
 
 
-def test_a_stream_of_rows_with_and_without_a_class_is_refused() -> None:
+def test_a_task_of_rows_with_and_without_a_class_is_refused_and_alongside_others_its_tokens_are_no_targets() -> None:
     batches = [make_batch("a", [4], classes=[1]), make_batch("b", [4])]
-    with pytest.raises(DataError, match="with and without a class"):
-        ChunkPackingCollator().micro_batches(batches, max_tokens=100)
+    (micro,) = ChunkPackingCollator().micro_batches(batches, max_tokens=100)
+    assert micro.class_labels is not None
+    assert micro.class_labels.tolist() == [1, 0]
+    assert micro.target_offsets == (0, 0, 2)
+    mixed = replace(batches[0], sequences=batches[0].sequences + batches[1].sequences)
+    with pytest.raises(DataError, match="a class for all rows of a, or for none, got rows with and without"):
+        ChunkPackingCollator().micro_batches([mixed], max_tokens=100)
 
 
 def test_padding_to_chunks_is_refused_for_rows_with_one_loss_term() -> None:

@@ -85,6 +85,7 @@ class Case:
         turns: number of passes that take turns; 0 for one after another.
         window: whether all steps are one window that is not flushed.
         odd: whether the first update of one task fails on the last process alone.
+        classifying: names of tasks that classify sequences; all if the backbone is a classifier.
         tasks: names of those that train from the beginning.
         num_steps: of the training.
     """
@@ -108,13 +109,13 @@ class Case:
     turns: int = 0
     window: bool = False
     odd: bool = False
+    classifying: tuple[str, ...] = ()
     tasks: tuple[str, ...] = FIRST
     num_steps: int = NUM_STEPS
 
-    @property
-    def classifies(self) -> bool:
-        """Whether the backbone classifies sequences."""
-        return "num_labels" in dict(self.fields)
+    def classifies(self, name: str) -> bool:
+        """Whether a task classifies sequences."""
+        return "num_labels" in dict(self.fields) or name in self.classifying
 
     @property
     def world_size(self) -> int:
@@ -125,6 +126,7 @@ class Case:
     def alone(self) -> Case:
         """The same in one process, whose passes hold whole sequences and compute all rows."""
         same = ("kind", "fields", "bf16", "poison", "arrives", "adapts_ends", "adapts_experts", "tasks", "num_steps")
+        same += ("classifying",)
         return Case(layout="<1,1>", **{name: getattr(self, name) for name in same})
 
 
@@ -227,8 +229,8 @@ def adapters(model: Any, case: Case = PLAIN) -> dict[str, LoraConfig]:
     }
     if case.adapts_experts:
         configs["d"] = LoraConfig(r=3, target_modules=[], target_parameters=experts)
-    if case.classifies:
-        configs = {name: replace(config, task_type="SEQ_CLS") for name, config in configs.items()}
+    for name in filter(case.classifies, configs):
+        configs[name] = replace(configs[name], task_type="SEQ_CLS")
     return {name: configs[name] for name in case.tasks}
 
 
@@ -265,7 +267,7 @@ def random_batch(name: str, step: int, *, num_targets: int = 64, classifies: boo
     for row, length in enumerate(LENGTHS[name]):
         ids = rng.integers(1, VOCABULARY, size=length)
         labels = np.where(np.arange(length) < length - num_targets, IGNORE_INDEX, ids)
-        sequences.append(TokenSequence(ids, labels, row, *([row % 3] if classifies else [])))
+        sequences.append(TokenSequence(ids, labels, row, *([row % 2] if classifies else [])))
     return TaskBatch(name, step, seed=ord(name), sequences=tuple(sequences))
 
 
@@ -273,8 +275,7 @@ def step_work(
     step: int = 0, tasks: Sequence[str] = FIRST, case: Case = PLAIN, *, replica: int = 0, num_replicas: int = 1
 ) -> StepWork:
     """Return what a replica does of the global batches of a step."""
-    options = {"num_targets": 0 if case.classifies else 64, "classifies": case.classifies}
-    batches = {name: random_batch(name, step, **options) for name in tasks}
+    batches = {name: random_batch(name, step, classifies=case.classifies(name)) for name in tasks}
     collator = ChunkPackingCollator(chunk_size=8, split_long_sequences=True) if case.splits else ChunkPackingCollator()
     micro_batches: list[MuxBatch] = []
     for number, (htask, most) in enumerate(zip(HTASKS, MAX_TOKENS, strict=True)):
@@ -377,8 +378,10 @@ class Engine:
         targets = "all-linear" if self.case.kind != "gpt2" else ["c_attn", "c_fc"]
         if self.case.adapts_ends:
             targets = ["o_proj", "embed_tokens", "lm_head"]
-        config = LoraConfig(r=5, target_modules=targets, lora_dropout=0.1)
-        task = Task(name=name, peft_config=config, train_dataset=[{"input_ids": [1, 2]}], seed=9, max_steps=9)
+        task_type = "SEQ_CLS" if self.case.classifies(name) else None
+        config = LoraConfig(r=5, target_modules=targets, lora_dropout=0.1, task_type=task_type)
+        rows, num_labels = [{"input_ids": [1, 2]}], 3 if task_type else None
+        task = Task(name=name, peft_config=config, train_dataset=rows, seed=9, max_steps=9, num_labels=num_labels)
         tasks = resolve_tasks([task], args)
         register_tasks(self.model, tasks, is_whole=self.is_whole, tensor_parallel=self.tensor_parallel)
         self.model.train()

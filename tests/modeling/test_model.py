@@ -32,7 +32,7 @@ def backbone(kind: str = "llama") -> Any:
     torch.manual_seed(0)
     if kind == "bert":
         return classifier_of("bert", **NO_BERT_DROPOUT, vocab_size=VOCABULARY)()
-    return backbone_of("llama", vocab_size=VOCABULARY, initializer_range=0.15)()
+    return backbone_of(kind, vocab_size=VOCABULARY, initializer_range=0.15)()
 
 
 def lora(rank: int = 4, targets: Any = "all-linear", **options: Any) -> LoraConfig:
@@ -481,7 +481,10 @@ def test_all_faults_of_all_tasks_are_reported_at_once() -> None:
     ]
 
 
-@pytest.mark.parametrize(("kind", "task_type"), [("llama", "SEQ_CLS"), ("bert", "CAUSAL_LM"), ("bert", None)])
+OTHER_KINDS = [("llama", "TOKEN_CLS"), ("gpt2", "SEQ_CLS"), ("bert", "CAUSAL_LM"), ("bert", None)]
+
+
+@pytest.mark.parametrize(("kind", "task_type"), OTHER_KINDS)
 def test_a_task_of_the_other_kind_than_the_backbone_is_refused(kind: str, task_type: str | None) -> None:
     passes.assert_refused(
         {"a": lora(task_type=task_type)}, rf"tasks.a.peft_config.task_type must be .*got {task_type}\.", backbone(kind)

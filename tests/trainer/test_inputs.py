@@ -102,9 +102,9 @@ def of_rows(*names: str) -> dict[str, Any]:
 
 
 OWN = small_task("own", data_seed=1)
-CLASSIFIER = LoraConfig(r=4, target_modules="all-linear", task_type=TaskType.SEQ_CLS)
+TAGGER = LoraConfig(r=4, target_modules="all-linear", task_type=TaskType.TOKEN_CLS)
 NAMES = [OWN, small_task("OWN", data_seed=1)]
-KINDS = [OWN, own_task([{"input_ids": [1], "label": 1}], name="cls", peft_config=CLASSIFIER)]
+KINDS = [OWN, own_task([{"input_ids": [1], "labels": [1]}], name="tags", peft_config=TAGGER)]
 REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (lambda: "no-such-folder/at-all", {"tasks": [OWN]}, "^model .* cannot be read"),
     (lambda: 5, {"tasks": [OWN]}, "^model must be a hub id or folder.*, got"),
@@ -123,7 +123,7 @@ REFUSED: list[tuple[Callable[[], Any], dict[str, Any], str]] = [
     (
         tiny_llama,
         {"tasks": KINDS},
-        r"tasks must be of one kind, .*, got classification tasks \(cls\) and language-model",
+        r"tasks must be of one kind, or language-model and class.*, got token-classification tasks \(tags\) and lang",
     ),
     (
         lambda: mux("own"),

@@ -12,6 +12,7 @@ import huggingface_hub
 import pytest
 import torch
 from peft import LoraConfig
+from safetensors.torch import save_file
 from transformers import Trainer
 
 from peft_mux import ConfigError, MultiTaskTrainer, MultiTaskTrainingArguments
@@ -152,10 +153,12 @@ def test_a_card_names_the_class_that_loads_the_backbone_and_no_folder_of_this_ma
         ("TOKEN_CLS", "token-classification", "AutoModelForTokenClassification"),
     ):
         LoraConfig(task_type=task_type, base_model_name_or_path="org/base").save_pretrained(str(tmp_path))
+        save_file({"base_model.model.score.weight": torch.zeros(3, 2)}, tmp_path / "adapter_model.safetensors")
+        classes = ", num_labels=3" if task_type else ""
         card = model_card(tmp_path, "me/own", 2)
         assert (card.data.pipeline_tag, card.data.base_model, card.data.library_name) == (pipeline, "org/base", "peft")
         assert "LORA adapter for `org/base`, fine-tuned for 2 optimizer steps" in card.text
-        assert f'PeftModel.from_pretrained({auto_class}.from_pretrained("org/base"), "me/own")' in card.text
+        assert f'PeftModel.from_pretrained({auto_class}.from_pretrained("org/base"{classes}), "me/own")' in card.text
     LoraConfig(base_model_name_or_path=str(tmp_path)).save_pretrained(str(tmp_path))
     local = model_card(tmp_path, "me/own", 2)
     assert str(tmp_path) not in str(local)

@@ -249,7 +249,7 @@ class StageModel:
         """Run a micro-batch through the last virtual stage; see `MultiTaskPeftModel.sequence_logits`."""
         model = self.model
         with model.multiplexing(batch), self.only(self.layout.last_virtual_stage):
-            return model.objectives.head.logits(self._hidden_states(batch, hidden_TD), batch, model)
+            return model.objectives.logits(self._hidden_states(batch, hidden_TD), batch, model)
 
     def _hidden_states(self, batch: MuxBatch, hidden_TD: torch.Tensor | None) -> torch.Tensor:
         """Run a micro-batch through the modules currently in place; return the `[T, D]` hidden states."""

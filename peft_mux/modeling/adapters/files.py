@@ -306,17 +306,21 @@ def saved_adapters(root: Path) -> tuple[dict[str, PeftConfig], dict[str, int]]:
         try:
             if not path.is_file():
                 raise OSError("it is no regular file")
-            # The header has the shapes, so no weight is read.
-            with safe_open(path, framework="pt") as file:
-                heads = [key for key in file.keys() if key.endswith((".score.weight", "classifier.weight"))]
-                heads += [key for key in file.keys() if key.endswith("classifier.out_proj.weight")]
-                if heads:
-                    labels[name] = file.get_slice(heads[0]).get_shape()[0]
+            if (number := saved_num_labels(folder)) is not None:
+                labels[name] = number
         except (OSError, SafetensorError, IndexError) as error:
             raise CheckpointError(
                 f"{task}: {path} must be an intact safetensors file, but cannot be read ({error})."
             ) from error
     return configs, labels
+
+
+def saved_num_labels(folder: Path) -> int | None:
+    """Return the classes of a saved adapter's head; `None` if it has none. No weight is read."""
+    with safe_open(folder / WEIGHTS_NAME, framework="pt") as file:
+        heads = [key for key in file.keys() if key.endswith((".score.weight", "classifier.weight"))]
+        heads += [key for key in file.keys() if key.endswith("classifier.out_proj.weight")]
+        return file.get_slice(heads[0]).get_shape()[0] if heads else None
 
 
 def read_config(folder: Path) -> PeftConfig:

@@ -30,7 +30,16 @@ from peft_mux.modeling.adapters.own import (
     forget_biases,
     own_biases,
 )
-from peft_mux.modeling.backbone.modules import head_kind_for, head_kind_of, modules_around_adapters, put_module
+from peft_mux.modeling.backbone.modules import (
+    CLASSIFICATION,
+    classifier_class,
+    drop_head_place,
+    head_kind_for,
+    head_kind_of,
+    modules_around_adapters,
+    put_module,
+)
+from peft_mux.modeling.sharding import PassThrough
 from peft_mux.modeling.stream import Stream
 from peft_mux.storage import check_task_names, name_fault
 
@@ -59,7 +68,8 @@ def check_configs(
         if not own and (fields := (type(config), vars(config))) not in sound:
             own = target_faults(config, backbone, f"tasks.{name}")
             kind, wanted = head_kind_of(backbone), head_kind_for(config.task_type)
-            if kind != wanted:
+            may_classify = kind_of(config).has_targets and classifier_class(backbone) is not None
+            if kind != wanted and not (wanted == CLASSIFICATION and may_classify):
                 got = str(getattr(config.task_type, "value", config.task_type))
                 allowed = " or ".join(str(task_type) for task_type in kind.task_types)
                 allowed = f"{allowed}, because the backbone is a {type(backbone).__name__}"
@@ -81,6 +91,11 @@ def own_copy(config: PeftConfig, backbone: Any) -> PeftConfig:
     own.base_model_name_or_path = getattr(backbone, "name_or_path", None)
     own.inference_mode = False
     kind_of(own).complete(own, backbone)
+    has_own_head = head_kind_for(own.task_type) == CLASSIFICATION and head_kind_of(backbone).is_shared
+    if has_own_head and not hasattr(backbone, "score"):
+        # The place of the heads of tasks that classify on a language model: without weights, and no adapter's target.
+        is_elsewhere = isinstance(backbone.get_output_embeddings(), PassThrough)
+        backbone.score = PassThrough() if is_elsewhere else nn.Identity()
     return own
 
 
@@ -207,6 +222,7 @@ def detach(model: nn.Module) -> None:
         if original is not None:
             put_module(model, name, original)
     forget_biases(model)
+    drop_head_place(model)
     # By this attribute PEFT takes a model for one that has adapters.
     model.__dict__.pop("peft_config", None)
 

@@ -206,13 +206,14 @@ def hidden_copies(backbone: nn.Module) -> Iterator[None]:
     """Show PEFT the backbone's own modules, without the tasks' copies and biases, for the time of an injection.
 
     PEFT would put adapters into the copies of other tasks, too, and LN tuning copies a norm with all that it holds.
-    Classification heads stay, which every task copies.
+    Heads of a classifier stay, which every task copies.
     `claim_faults` has made sure that no two tasks want a module in different ways.
     """
     wrappers: dict[str, Any] = {
         name: module
         for name, module in backbone.named_modules()
-        if isinstance(module, ModulesToSaveWrapper) and name not in HEAD_NAMES
+        if isinstance(module, ModulesToSaveWrapper)
+        and (name not in HEAD_NAMES or isinstance(module.original_module, nn.Identity))
     }
     for name, wrapper in wrappers.items():
         put_module(backbone, name, wrapper.original_module)

@@ -35,7 +35,15 @@ from peft_mux.modeling.adapters.kind import KINDS, kind_of, kind_of_layer
 from peft_mux.modeling.adapters.lora.kind import DoubledRank
 from peft_mux.modeling.adapters.own import merge_biases
 from peft_mux.modeling.adapters.prompts.prompts import add_prompt, remove_prompt
-from peft_mux.modeling.backbone.modules import is_meta, modules_around_adapters, put_module
+from peft_mux.modeling.backbone.modules import (
+    classifier_around,
+    drop_head_place,
+    head_kind_for,
+    head_kind_of,
+    is_meta,
+    modules_around_adapters,
+    put_module,
+)
 
 _TARGETS = "_peft_mux_targets"
 """The attribute in which a wrapper of a bare parameter keeps the set that it was made for."""
@@ -189,6 +197,8 @@ class Tuners:
 def merge_and_unload(model: Any, tuners: Tuners, adapter: str) -> Any:
     """Return the backbone with one adapter merged in; as in PEFT, all are gone afterwards.
 
+    A task that classifies on a language model gives transformers' classifier.
+
     Args:
         model: the `MultiTaskPeftModel` that holds the adapter.
         tuners: PEFT's tuners of the model.
@@ -212,7 +222,11 @@ def merge_and_unload(model: Any, tuners: Tuners, adapter: str) -> Any:
             _show(model.backbone, name, layers, _shows(adapter, config))
     DoubledRank(model.backbone, adapter).write_plainly()
     merge_biases(model.backbone, adapter)
-    return tuner.merge_and_unload(adapter_names=[adapter])
+    merged = tuner.merge_and_unload(adapter_names=[adapter])
+    if head_kind_for(config.task_type) != head_kind_of(merged):
+        return classifier_around(merged)
+    drop_head_place(merged)
+    return merged
 
 
 # ------------------------------------------------------------- stacks of layers

@@ -7,6 +7,7 @@ their own numbers and flags, their parameters' shapes and their adapters are the
 
 from __future__ import annotations
 
+import copy
 import re
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
@@ -16,6 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from peft.tuners.tuners_utils import BaseTunerLayer
 from torch import nn
+from transformers.modeling_layers import GenericForSequenceClassification
+from transformers.models.auto.modeling_auto import MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING, MODEL_MAPPING
 from transformers.pytorch_utils import Conv1D
 
 from peft_mux.errors import UnsupportedModelError
@@ -251,6 +254,43 @@ def head_module(backbone: Any) -> tuple[str, Any]:
         f"{type(backbone).__name__} must have a classification head, a module named {' or '.join(HEAD_NAMES)}. Load "
         "the backbone with AutoModelForSequenceClassification for SEQ_CLS tasks."
     )
+
+
+def classifier_class(backbone: Any) -> Any | None:
+    """Return transformers' classifier of sequences on the base model of a causal language model, if the names agree.
+
+    `None` for other backbones, and if the classifier adds more to that base model than one layer named `score`.
+    """
+    found: Any = MODEL_FOR_SEQUENCE_CLASSIFICATION_MAPPING.get(type(backbone.config), None)
+    generic = GenericForSequenceClassification
+    base: Any = MODEL_MAPPING.get(type(backbone.config), None)
+    if head_kind_of(backbone) is not LANGUAGE_MODEL or found is None or base is None:
+        return None
+    is_generic = all(getattr(found, name) is getattr(generic, name) for name in ("__init__", "forward"))
+    return found if is_generic and isinstance(getattr(backbone, found.base_model_prefix, None), base) else None
+
+
+def drop_head_place(backbone: Any) -> None:
+    """Take out of a language model the place in which tasks that classify had their heads."""
+    if isinstance(getattr(backbone, "score", None), nn.Identity):
+        del backbone.score
+
+
+def classifier_around(backbone: Any) -> Any:
+    """Return a language model's base model and the selected task's head as transformers' classifier; nothing is copied.
+
+    Args:
+        backbone: a causal language model with a `classifier_class`, whose `score` is the head or PEFT's wrapper.
+    """
+    head, config = backbone.score, copy.copy(backbone.config)
+    copies = getattr(head, "modules_to_save", None)
+    config.num_labels = (head if copies is None else copies[head.active_adapters[0]]).out_features
+    kind: Any = classifier_class(backbone)
+    with torch.device("meta"):
+        classifier = kind(config)
+    setattr(classifier, classifier.base_model_prefix, getattr(backbone, classifier.base_model_prefix))
+    classifier.score = head
+    return classifier.train(backbone.training)
 
 
 # ----------------------------------------------------------------- decoder layers

@@ -255,6 +255,7 @@ def _rows(
             raise ConfigError(
                 f"prompts must name tasks of {', '.join(model.tasks)}, got {shown(task)}. {hint}".rstrip()
             )
+        model.require_words(task, f"prompts.{task}")
         if tokenizer is None and options.stop_strings:
             raise ConfigError(
                 f"prompts.{task}: stop_strings need a tokenizer. Give processing_class, or eos_token_id instead."

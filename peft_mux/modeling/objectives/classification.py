@@ -35,6 +35,7 @@ from peft_mux.modeling.objectives.objective import (
     common_fields,
     register_objective,
 )
+from peft_mux.modeling.sharding import PassThrough
 from peft_mux.modeling.stream import temporary_attributes
 
 
@@ -49,7 +50,13 @@ class TaskHead(OutputHead):
         """
         _, wrapper = head_module(backbone)
         head = wrapper.modules_to_save[adapter]
-        if classes is not None and classes != backbone.config.num_labels:
+        if isinstance(head, PassThrough):  # on another stage
+            return
+        if isinstance(head, nn.Identity):  # on a language model
+            size, number = backbone.config.get_text_config().hidden_size, classes or backbone.config.num_labels
+            head = nn.Linear(size, number, bias=False, device=backbone.device, dtype=backbone.dtype)
+            wrapper.modules_to_save[adapter] = head
+        elif classes is not None and classes != backbone.config.num_labels:
             if not isinstance(head, nn.Linear):
                 raise ConfigError(
                     f"num_labels must be {backbone.config.num_labels}, as the backbone was loaded, got {classes} for "
@@ -93,8 +100,9 @@ def head_outputs(
         start, end = offsets[index], offsets[index + 1]
         head = wrapper
         if hasattr(wrapper, "modules_to_save"):
-            is_off = wrapper.disable_adapters
-            head = wrapper.original_module if is_off else wrapper.modules_to_save[model.adapters[name]]
+            adapter, copies = model.adapters[name], {} if wrapper.disable_adapters else wrapper.modules_to_save
+            # Tasks of another kind have none, and nothing reads their rows. A `ModuleDict` has no `get`.
+            head = copies[adapter] if adapter in copies else wrapper.original_module  # noqa: SIM401
         # One task at a time, as heads have classes of their own: all rows before and after this task's are left out.
         own_offsets = (0,) * (index + 1) + (end - start,) * (len(offsets) - index - 1)
         with model.stream.selected_rows(own_offsets, places[start:end], model.adapters):
@@ -143,8 +151,8 @@ def task_logits(hidden_TD: torch.Tensor, batch: MuxBatch, model: Any) -> list[to
     """Return the `[S_task, C_task]` logits of each task of a micro-batch that the stream reads."""
     backbone = model.backbone
     _, wrapper = head_module(backbone)
-    # A head that is no linear layer takes `[S, L, D]`, drops out and pools by itself (RoBERTa).
-    takes_features = not isinstance(getattr(wrapper, "original_module", wrapper), nn.Linear)
+    # A head that is no linear layer, nor the place of some, takes `[S, L, D]`, drops out and pools by itself (RoBERTa).
+    takes_features = not isinstance(getattr(wrapper, "original_module", wrapper), nn.Linear | nn.Identity)
     # A pooled row is a sequence; the place of its first token stands for it in dropout.
     places = batch.token_places[batch.cu_seqlens[:-1].to(torch.int64)]
     with model.stream.selected_rows(batch.sequence_offsets, places, model.adapters):

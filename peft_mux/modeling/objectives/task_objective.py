@@ -9,9 +9,10 @@ Shape letters: T tokens, N tasks, K statistics, D hidden features.
 from __future__ import annotations
 
 import time
-from collections import Counter
+from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from typing import Any, NamedTuple
 
 import torch
@@ -19,7 +20,7 @@ from peft import PromptLearningConfig
 
 from peft_mux.data.batch import MuxBatch
 from peft_mux.errors import ConfigError, Fault, closest, shown
-from peft_mux.modeling.backbone.modules import head_kind_for, head_kind_of
+from peft_mux.modeling.backbone.modules import HeadKind, head_kind_for, head_kind_of
 from peft_mux.modeling.objectives.objective import (
     HEADS,
     OBJECTIVES,
@@ -207,8 +208,13 @@ class _Assigned(NamedTuple):
     args: LossArgs
 
 
+def _first_of(kind: HeadKind) -> _Assigned:
+    objective = objectives_of(kind)[0]
+    return _Assigned(objective.name, default_args(objective))
+
+
 class TaskObjectives:
-    """The losses of the tasks on one backbone, all of which read its one head.
+    """The losses of the tasks on one backbone; a task reads the backbone's head or, on a language model, its own.
 
     Args:
         backbone: transformers model that all tasks share.
@@ -222,12 +228,15 @@ class TaskObjectives:
 
     def __init__(self, backbone: Any) -> None:
         self.head: OutputHead = HEADS[head_kind_of(backbone).name]
-        default = objectives_of(self.head.kind)[0]
-        self._default = _Assigned(default.name, default_args(default))
+        self._default = _first_of(self.head.kind)
         self._by_task: dict[str, _Assigned] = {}
         self.failures: dict[str, str] = {}
         self.own_seconds: Counter[str] = Counter()
         self.are_rows_made_up = False
+
+    def add(self, task: str, kind: HeadKind) -> None:
+        """Add a task that reads a head of this kind, with the first loss of it."""
+        self._by_task[task] = _first_of(kind)
 
     def assign(self, task: str, objective: Objective, args: LossArgs | None = None) -> None:
         """Train a task towards a loss.
@@ -240,9 +249,10 @@ class TaskObjectives:
         Raises:
             ConfigError: if it is a loss of another head.
         """
-        if objective.head.kind != self.head.kind:
+        kind = self.of(task).head.kind
+        if objective.head.kind != kind:
             raise ConfigError(
-                f"tasks.{task}.objective must be a loss of {self.head.kind.name} tasks, got {objective.name!r}, a "
+                f"tasks.{task}.objective must be a loss of {kind.name} tasks, got {objective.name!r}, a "
                 f"loss of {objective.head.kind.name} tasks."
             )
         self._by_task[task] = _Assigned(objective.name, default_args(objective) if args is None else args)
@@ -276,9 +286,14 @@ class TaskObjectives:
             batch: micro-batch that the hidden states are of.
             model: the `MultiTaskPeftModel` whose stream reads the micro-batch.
         """
-        smoothed = frozenset(name for name in batch.task_names if self.args_of(name).label_smoothing_factor)
-        found = []
-        for outputs in self.head.outputs(hidden_TD, batch, model, smoothed):
+        heads, smoothed, found = self._heads(batch), defaultdict(set), []
+        for name, head in zip(batch.task_names, heads, strict=True):
+            if self.args_of(name).label_smoothing_factor:
+                smoothed[head].add(name)
+        # Each head is given the whole stream; what it makes of the rows of tasks of another head is not read.
+        by_head = {head: head.outputs(hidden_TD, batch, model, smoothed[head]) for head in dict.fromkeys(heads)}
+        for index, head in enumerate(heads):
+            outputs = by_head[head][index]
             objective, args = self.of(outputs.task), self.args_of(outputs.task)
             if objective.name != OWN:
                 found.append(objective.loss(outputs, args))
@@ -293,6 +308,16 @@ class TaskObjectives:
             self.own_seconds[outputs.task] += time.perf_counter() - began  # type: ignore[assignment]
         losses = torch.stack([one.loss for one in found])
         return MuxOutput(losses, batch.task_names, tuple(one.statistics for one in found))
+
+    def logits(self, hidden_TD: torch.Tensor, batch: MuxBatch, model: Any) -> list[torch.Tensor]:
+        """Return the logits of every sequence, `[L, V]` of words or `[C]` of classes; see `OutputHead.logits`."""
+        heads = self._heads(batch)
+        by_head = {head: head.logits(hidden_TD, batch, model) for head in dict.fromkeys(heads)}
+        bounds = zip(heads, pairwise(batch.sequence_offsets), strict=True)
+        return [one for head, (first, last) in bounds for one in by_head[head][first:last]]
+
+    def _heads(self, batch: MuxBatch) -> list[OutputHead]:
+        return [self.of(name).head for name in batch.task_names]
 
     def take_failures(self) -> dict[str, str]:
         """Return why tasks' own loss functions have failed, by task, and forget it."""

@@ -34,7 +34,7 @@ from peft_mux.modeling.adapters.kind import PREFIX, kind_of
 from peft_mux.modeling.adapters.prompts.kinds import encoders_of
 from peft_mux.modeling.attention.attention_stream import Prefixes, PromptPass
 from peft_mux.modeling.attention.rows import copied_to
-from peft_mux.modeling.backbone.modules import head_kind_of, head_module
+from peft_mux.modeling.backbone.modules import classifier_around, head_kind_for, head_kind_of, head_module
 
 # -------------------------------------------------------------- joining a model
 
@@ -140,7 +140,8 @@ def plain_call(
     `generate` calls PEFT's `generate` in place of its forward.
     """
     if adapter not in encoders_of(model):
-        plain = model.base_model
+        has_own_head = head_kind_for(model.peft_config[adapter].task_type) != head_kind_of(model.backbone)
+        plain = classifier_around(model.backbone) if has_own_head else model.base_model
         return plain.generate(*args, **kwargs) if generate else plain(*args, **kwargs)
     rows = next((x for x in (*args, *kwargs.values()) if isinstance(x, torch.Tensor)), None)
     if hasattr(model.peft_config[adapter], "num_tasks") and rows is not None:
