@@ -45,6 +45,7 @@ from peft_mux.errors import (
     raise_faults,
     shown,
 )
+from peft_mux.modeling.backbone.modules import head_kind_for
 from peft_mux.modeling.backbone.probe import max_positions
 from peft_mux.modeling.generation.decoding import check_backbone, check_model
 from peft_mux.modeling.model import MultiTaskPeftModel, reason_of_adapter, reason_of_backbone
@@ -280,6 +281,8 @@ class Calls:
             elif (reason := reason_of_adapter(config)) is not None:
                 # Draws would have to differ between the calls whose gradients add up.
                 faults.append(Fault(f"{where}.config", f"one in which {reason}", "a LoraConfig without dropout"))
+            elif not head_kind_for(config.task_type).is_shared:
+                faults.append(Fault(f"{where}.config.task_type", shown(config.task_type), "CAUSAL_LM or None"))
         raise_faults(faults)
         self.model.register_tasks({name: config}, seeds={name: seed})
         slab = self.model.registry.slab_of(name)

@@ -306,6 +306,7 @@ def test_models_calls_and_settings_that_cannot_be_used_are_refused_by_name() -> 
         (LoraConfig(r=257, **q), r"models\.b\.config\.r must be an integer from 1 to 256, got 257"),
         (LoraConfig(r=4, rank_pattern={"q_proj": 300}, **q), "got 4, 300"),
         (LoraConfig(lora_dropout=0.1, **q), "must be a LoraConfig without dropout, got one in which its lora_dropout"),
+        (LoraConfig(task_type="SEQ_CLS", **q), "config.task_type must be CAUSAL_LM or None, got "),
         (AdaLoraConfig(total_step=9, **q), r"models\.b\.config must be a LoraConfig, got AdaLoraConfig"),
         (LoraConfig(target_modules=["nothing"]), "nothing"),
     ):
