@@ -15,11 +15,12 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from transformers import AutoTokenizer
+import yaml
+from transformers import AutoTokenizer, TrainerCallback
 
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.checkpoint.run_folder import refuse_held_folder, require_state
-from peft_mux.cli.config_file import RunConfig, located, parse_value, read_cluster, read_config
+from peft_mux.cli.config_file import RECORD_NAME, RunConfig, located, parse_value, read_cluster, read_config
 from peft_mux.errors import ConfigError, PeftMuxError, closest, raise_faults
 from peft_mux.planning.replica_facts import LayerProfile
 from peft_mux.reporting.views import window_width, wrapped
@@ -76,7 +77,9 @@ def train(arguments: argparse.Namespace) -> int:
         referee = add_referee(trainer, contests, early_stop=arguments.early_stop)
         if trainer.is_world_process_zero():
             print(_shown(trainer.plan()), flush=True)
-        trainer.control_channel.read_tasks = _tasks_of_file
+        record = _Record(config)
+        trainer.add_callback(record)
+        trainer.control_channel.read_tasks = record.add_tasks
         trainer.train(resume_from_checkpoint=arguments.resume or None)
         results = [] if trainer.interrupted_by else end_sweeps(trainer, referee)
     if arguments.json and trainer.is_world_process_zero():
@@ -241,14 +244,28 @@ def _swept(config: RunConfig, options: Sequence[str]) -> tuple[RunConfig, list[A
     return replace(config, tasks=tasks), contests
 
 
-def _tasks_of_file(file: str, names: Sequence[str]) -> list[Task]:
-    """Return some tasks of a file, by default all, to be added to a run."""
-    tasks = read_config(file, is_added=True).tasks
-    there = [task.name for task in tasks]
-    missing = [name for name in names if name not in there]
-    if missing:
-        raise ConfigError(f"add: {', '.join(missing)} must be tasks of {file}: {', '.join(there)}.")
-    return [task for task in tasks if not names or task.name in names]
+class _Record(TrainerCallback):
+    """Writes what the tasks of a run were made from into its folder, and reads tasks that are added to it."""
+
+    def __init__(self, config: RunConfig) -> None:
+        self._args, self._record = config.args, config.record
+
+    def on_train_begin(self, *_: Any, **__: Any) -> None:
+        """Write the file."""
+        if self._args.process_index == 0:
+            path = output_folder(self._args) / RECORD_NAME
+            write_file(path, yaml.safe_dump(self._record, sort_keys=False, allow_unicode=True).encode())
+
+    def add_tasks(self, file: str, names: Sequence[str]) -> list[Task]:
+        """Return some tasks of a file, by default all, to be added to a run."""
+        config = read_config(file, is_added=True)
+        there = [task.name for task in config.tasks]
+        missing = [name for name in names if name not in there]
+        if missing:
+            raise ConfigError(f"add: {', '.join(missing)} must be tasks of {file}: {', '.join(there)}.")
+        self._record["tasks"] = {**config.record["tasks"], **self._record["tasks"]}
+        self.on_train_begin()
+        return [task for task in config.tasks if not names or task.name in names]
 
 
 def _shown(plan: Plan) -> str:

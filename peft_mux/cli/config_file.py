@@ -43,7 +43,7 @@ from peft_mux.arguments import (
     reason_against,
 )
 from peft_mux.data.sources import SOURCES, rows_of
-from peft_mux.errors import ConfigError, Fault, closest, raise_faults, shown
+from peft_mux.errors import ConfigError, Fault, closest, is_integer, is_real, raise_faults, shown
 from peft_mux.modeling.generation.options import GenerateOptions
 from peft_mux.scheduler.costs.hardware import DEVICES, Cluster, Link, parse_devices
 from peft_mux.storage import read_regular
@@ -51,13 +51,17 @@ from peft_mux.task import TASK_FIELDS, EarlyStopping, Task
 
 SECRETS = ("run.hub_token", "model_init_kwargs.token")
 """The fields that hold secrets; neither is written into a run folder."""
-DATA_KEYS = ("dataset", "dataset_config", "split", "eval_dataset", "eval_split")
+DATA_KEYS = ("dataset", "dataset_config", "split", "eval_dataset", "eval_split", "val_size")
+_PART_KEYS = ("path", "weight", "split", "dataset_config")
+"""The keys of one of several data sets of a task."""
 _NOT_IN_FILES = "name peft_config train_dataset eval_dataset callbacks compute_metrics preprocess_logits_for_metrics"
 TASK_KEYS = (*DATA_KEYS, "peft", *(name for name in TASK_FIELDS if name not in _NOT_IN_FILES.split()))
 """The keys of a task in a file."""
 _TOP_KEYS = ("model", "tokenizer", "output_dir", "run", "defaults", "tasks", "model_init_kwargs")
-_PATHS = ("model", "tokenizer", "dataset", "eval_dataset", "init_adapter", "cost_profile", "resume_from_checkpoint")
+_PATHS = "model tokenizer dataset path eval_dataset init_adapter cost_profile resume_from_checkpoint".split()
 """Keys of files and folders that are read; most may be hub ids too."""
+RECORD_NAME = "run.yaml"
+"""The file of a run folder that has what its tasks were made from, for `peft-mux generate` and `eval`."""
 _MAX_NODES = 200_000
 """Values of a file once aliases are written out."""
 _FREE_SECTIONS = ("model_init_kwargs",)
@@ -108,6 +112,7 @@ class RunConfig:
         file: name of the file.
         lines: line of each key, by its dotted path.
         absent: where each path that does not exist would be, by its dotted key; it may be a hub id.
+        record: a file in the run folder that describes the same, without defaults and secrets.
     """
 
     model: str
@@ -118,6 +123,7 @@ class RunConfig:
     file: str = ""
     lines: Mapping[str, int] = field(default_factory=dict)
     absent: Mapping[str, str] = field(default_factory=dict)
+    record: dict[str, Any] = field(default_factory=dict)
 
 
 def read_config(
@@ -177,6 +183,9 @@ def _resolve_paths(section: dict[str, Any], folder: Path, prefix: str = "") -> d
     for key, value in section.items():
         if isinstance(value, dict):
             absent |= _resolve_paths(value, folder, f"{prefix}{key}.")
+        elif key == "dataset" and isinstance(value, list):
+            parts = {str(number): part for number, part in enumerate(value) if isinstance(part, dict)}
+            absent |= _resolve_paths(parts, folder, f"{prefix}{key}.")
         elif key in _PATHS and isinstance(value, str) and value:
             path = str(folder / os.path.expanduser(value))
             if os.path.exists(path):
@@ -478,8 +487,8 @@ def _structure_faults(data: dict[str, Any]) -> list[Fault]:
             continue
         faults += _key_faults(task, TASK_KEYS, f"{where}.", _hint_of_task)
         # With the defaults, as they may hold what a task leaves out.
-        own = {**defaults, **task}
-        faults += _kind_faults(own, _TASK_KINDS, f"{where}.")
+        own = _with_defaults(defaults, task)
+        faults += _kind_faults(own, _TASK_KINDS, f"{where}.") + _data_faults(own, where)
         if own.get("dataset") in (None, ""):
             # A misspelt name in --set makes a task of one setting.
             meant = closest(str(name), [str(one) for one in tasks if one != name]) if len(task) == 1 else ""
@@ -487,19 +496,55 @@ def _structure_faults(data: dict[str, Any]) -> list[Fault]:
     return faults + _kind_faults(defaults, _TASK_KINDS, "defaults.")
 
 
+def _with_defaults(defaults: Mapping[str, Any], task: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the settings of a task with the defaults; held-out rows of its own replace those of the defaults."""
+    given = {key for key in ("eval_dataset", "eval_split", "val_size") if task.get(key) is not None}
+    replaced = {"val_size"} if given else set()
+    if "val_size" in given:
+        replaced = {"eval_dataset", "eval_split"}
+    return {**{key: value for key, value in defaults.items() if key not in replaced}, **task}
+
+
+def _data_faults(settings: Mapping[str, Any], where: str) -> list[Fault]:
+    """Return what is wrong with `val_size`, and with a list of data sets."""
+    faults, size, parts = [], settings.get("val_size"), settings.get("dataset")
+    if size is not None and not (is_integer(size, 1) or (isinstance(size, float) and 0 < size < 1)):
+        allowed = "a number of rows of at least 1, or a fraction above 0 and below 1"
+        faults.append(Fault(f"{where}.val_size", shown(size), allowed))
+    for key in ("eval_dataset", "eval_split"):
+        if size is not None and settings.get(key) is not None:
+            faults.append(
+                Fault(f"{where}.val_size", f"{shown(size)} with {key}", "None with held-out rows of their own")
+            )
+    if not isinstance(parts, list):
+        return faults
+    if not parts or not all(isinstance(part, dict) and isinstance(part.get("path"), str) for part in parts):
+        allowed = f"{SOURCES}, or a list of {{path: ..., weight: ...}}"
+        return [*faults, Fault(f"{where}.dataset", shown(parts), allowed)]
+    for number, part in enumerate(parts):
+        faults += _key_faults(part, _PART_KEYS, f"{where}.dataset.{number}.")
+        weight = part.get("weight", 1)
+        if not is_real(weight) or weight <= 0:
+            faults.append(Fault(f"{where}.dataset.{number}.weight", shown(weight), "a finite number above 0"))
+    if len({"weight" in part for part in parts}) > 1:
+        faults.append(Fault(f"{where}.dataset", "weights for some", "data sets that all have a weight, or none has"))
+    return faults
+
+
 _KINDS = {
     **dict.fromkeys(("model", "tokenizer", "output_dir"), (str, "a string")),
     **dict.fromkeys(("model_init_kwargs", "run", "defaults", "tasks"), (dict, "a mapping")),
 }
 _TASK_KINDS = {
-    **dict.fromkeys(("dataset", "eval_dataset"), (str, SOURCES)),
+    "dataset": ((str, list), SOURCES),
+    "eval_dataset": (str, SOURCES),
     **dict.fromkeys(("dataset_config", "split", "eval_split"), (str, "a name")),
     **dict.fromkeys(("peft", "early_stopping"), (dict, "a mapping")),
 }
 """Types of the values that are not passed on to an object, which would check them, and how messages call them."""
 
 
-def _kind_faults(section: Mapping[str, Any], kinds: Mapping[str, tuple[type, str]], prefix: str) -> list[Fault]:
+def _kind_faults(section: Mapping[str, Any], kinds: Mapping[str, tuple[Any, str]], prefix: str) -> list[Fault]:
     return [
         Fault(f"{prefix}{key}", shown(section[key]), allowed)
         for key, (kind, allowed) in kinds.items()
@@ -531,42 +576,47 @@ def _make_run_config(
     default_peft = _mapping(defaults.get("peft"))
     sections = {name: one for name, one in _mapping(data.get("tasks")).items() if isinstance(one, dict)}
     has_held_out = {
-        name: any({**defaults, **one}.get(key) is not None for key in ("eval_dataset", "eval_split"))
+        name: any({**defaults, **one}.get(key) is not None for key in ("eval_dataset", "eval_split", "val_size"))
         for name, one in sections.items()
     }
     tasks: list[Task] = []
+    record: dict[str, Any] = {
+        key: {name: value for name, value in _mapping(data.get(key)).items() if f"{key}.{name}" not in SECRETS}
+        for key in ("run", "model_init_kwargs")
+    }
+    record |= {"model": data.get("model"), "tokenizer": data.get("tokenizer"), "output_dir": ".", "tasks": {}}
     for name, settings in sections.items():
         # A task of another type than the defaults has none of their options.
         peft = {**default_peft, **_mapping(settings.get("peft"))}
         if str(peft.get("type", "lora")).lower() != str(default_peft.get("type", "lora")).lower():
             peft = _mapping(settings.get("peft"))
-        merged = {**defaults, **settings, "peft": peft}
+        merged = {**_with_defaults(defaults, settings), "peft": peft}
         if any(has_held_out.values()) and not has_held_out[name]:
             # As with the arguments of a run: defaults about evaluations do not apply to tasks without held-out rows.
             merged = {key: value for key, value in merged.items() if key in settings or key not in _WHEN_EVALUATED}
-        task, own = _make_task(str(name), merged)
+        record["tasks"][str(name)] = merged
+        seed: Any = merged.get("seed", given.get("seed"))
+        task, own = _make_task(str(name), merged, seed if is_integer(seed, 0, 2**32 - 1) else 42)
         faults += own
         tasks += [] if task is None else [task]
     if faults or args is None or not isinstance(data.get("model"), str) or not tasks:
         return None, faults
-    return RunConfig(data["model"], data.get("tokenizer"), args, tasks, _mapping(data.get("model_init_kwargs"))), []
+    options = _mapping(data.get("model_init_kwargs"))
+    return RunConfig(data["model"], data.get("tokenizer"), args, tasks, options, record=record), []
 
 
-def _make_task(name: str, settings: Mapping[str, Any]) -> tuple[Task | None, list[Fault]]:
+def _make_task(name: str, settings: Mapping[str, Any], seed: int) -> tuple[Task | None, list[Fault]]:
     """Return a task with its rows loaded, or all that is wrong with it.
 
     Args:
         name: name of the task.
         settings: its section of the file, completed with the defaults.
+        seed: decides which rows are held out, and the order in which data sets are mixed.
     """
     where = f"tasks.{name}"
     own = {key: value for key, value in settings.items() if key in TASK_KEYS and key not in (*DATA_KEYS, "peft")}
-    held_out, split = settings.get("eval_dataset"), settings.get("eval_split")
-    held_out_key = "dataset" if held_out is None else "eval_dataset"
-    own["train_dataset"], faults = _attempt(where, _rows, settings, "dataset", settings.get("split"), where)
-    if held_out is not None or split is not None:
-        own["eval_dataset"], more = _attempt(where, _rows, settings, held_out_key, split, where)
-        faults += more
+    loaded, faults = _load_rows(settings, seed, where)
+    own |= loaded
     without_rows = [which for which in ("train_dataset", "eval_dataset") if own.get(which, _NO_ROWS) is None]
     own |= dict.fromkeys(without_rows, _NO_ROWS)
     if settings.get("peft") or own.get("init_adapter") is None:
@@ -585,12 +635,61 @@ def _make_task(name: str, settings: Mapping[str, Any]) -> tuple[Task | None, lis
     return (None, faults) if faults else (task, [])
 
 
-def _rows(settings: Mapping[str, Any], key: str, split: Any, where: str) -> Any:
-    """Return the rows of a dataset; `None` for values of wrong types, which `_structure_faults` names."""
-    source, config = settings.get(key), settings.get("dataset_config")
-    if not source or not all(text is None or isinstance(text, str) for text in (source, split, config)):
-        return None
-    return rows_of(source, split or "train", config, where, key)
+def _load_rows(settings: Mapping[str, Any], seed: int, where: str) -> tuple[dict[str, Any], list[Fault]]:
+    """Return the rows of a task by the field of `Task`, with `None` for those that cannot be loaded, and why not."""
+    from datasets import concatenate_datasets, interleave_datasets
+
+    loaded: dict[str, Any] = {}
+    parts, faults = _attempt(where, _parts, settings, "dataset", None, where)
+    held_out, split, size = (settings.get(key) for key in ("eval_dataset", "eval_split", "val_size"))
+    if held_out is not None or split is not None:
+        key = "dataset" if held_out is None else "eval_dataset"
+        kept, more = _attempt(where, _parts, settings, key, split, where)
+        loaded["eval_dataset"] = concatenate_datasets(kept) if kept else None
+        faults += more
+    elif size is not None and parts:
+        options = {"test_size": size, "seed": seed, "shuffle": settings.get("shuffle") is not False}
+        try:
+            # Before data sets are mixed, which may repeat rows.
+            splits = [part.train_test_split(**options) for part in parts]
+            parts, kept = ([split[name] for split in splits] for name in ("train", "test"))
+            loaded["eval_dataset"] = concatenate_datasets(kept)
+        except (ValueError, TypeError):
+            loaded["eval_dataset"] = None
+            got = f"{size} with data sets of {', '.join(str(len(part)) for part in parts)} rows"
+            faults.append(Fault(f"{where}.val_size", got, "a part of the rows of each data set"))
+    given = settings.get("dataset")
+    weights: list[Any] = [_mapping(part).get("weight") for part in given] if isinstance(given, list) else []
+    if parts and weights and all(is_real(weight) and weight > 0 for weight in weights):
+        shares = [weight / sum(weights) for weight in weights]
+        loaded["train_dataset"] = interleave_datasets(
+            parts, probabilities=shares, seed=seed, stopping_strategy="all_exhausted"
+        )
+    else:
+        loaded["train_dataset"] = concatenate_datasets(parts) if parts else None
+    return loaded, faults
+
+
+def _parts(settings: Mapping[str, Any], key: str, split: Any, where: str) -> list[Any] | None:
+    """Return the data sets of a task; `None` for values of wrong types, which `_structure_faults` names.
+
+    Raises:
+        ConfigError: for rows that cannot be loaded, or data sets with different columns.
+    """
+    given, parts = settings.get(key), []
+    for number, part in enumerate(given if isinstance(given, list) else [{"path": given}]):
+        options = {"split": settings.get("split") if key == "dataset" else None, **_mapping(part)}
+        options = {"dataset_config": settings.get("dataset_config"), **options, **({"split": split} if split else {})}
+        source, own_split, config = (options.get(name) for name in ("path", "split", "dataset_config"))
+        if not source or not all(text is None or isinstance(text, str) for text in (source, own_split, config)):
+            return None
+        field = f"{key}.{number}.path" if isinstance(given, list) else key
+        parts.append(rows_of(source, own_split or "train", config, where, field))
+    columns = [sorted(part.column_names) for part in parts]
+    if any(names != columns[0] for names in columns):
+        got = " and ".join(", ".join(names) for names in columns)
+        raise_faults([Fault(f"{where}.{key}", f"columns {got}", "data sets with the same columns")])
+    return parts
 
 
 def _make_section(kind: type, given: dict[str, Any], where: str, key: str) -> Any:
@@ -655,6 +754,7 @@ def schema() -> dict[str, Any]:
     fields = Task.__dataclass_fields__
     task: dict[str, Any] = {key: _kind(fields[key].type) for key in sorted(TASK_KEYS) if key in fields}
     task |= {key: {"type": "string"} for key in DATA_KEYS}
+    task |= {"dataset": {"type": ["string", "array"]}, "val_size": {"type": "number"}}
     task["peft"] = {"type": "object", "description": "type (lora by default) and options of the adapter"}
     section = {"type": "object", "properties": task, "additionalProperties": False}
     return {

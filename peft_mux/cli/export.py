@@ -30,7 +30,7 @@ def export(arguments: argparse.Namespace) -> int:
     Raises:
         ConfigError: if the folder has no adapters, or one cannot be exported this way.
     """
-    adapters, view = _adapters(Path(arguments.run)), view_of_folder(Path(arguments.run))
+    adapters, view = adapters_of(Path(arguments.run)), view_of_folder(Path(arguments.run))
     left_out = {
         task.name: printable(f"{task.status} at step {task.step} of {task.num_steps}")
         for task in (view if keeper_of(Path(arguments.run)) else interrupted(view)).tasks
@@ -81,7 +81,7 @@ def export(arguments: argparse.Namespace) -> int:
     return 0 if command else 2
 
 
-def _adapters(root: Path) -> dict[str, dict[str, Any]]:
+def adapters_of(root: Path) -> dict[str, dict[str, Any]]:
     """Return the configuration of each task's adapter in a run folder, with its folder under "folder"."""
     found = {}
     for folder in sorted(root.iterdir()) if root.is_dir() else ():
@@ -91,7 +91,7 @@ def _adapters(root: Path) -> dict[str, dict[str, Any]]:
                 found[folder.name] = {**config, "folder": folder}
             except (OSError, ValueError, TypeError) as error:
                 raise ConfigError(
-                    f"export: {folder / _FILES[0]} must be a file that PEFT wrote, but cannot be read ({error}). "
+                    f"{folder / _FILES[0]} must be a file that PEFT wrote, but cannot be read ({error}). "
                     "Copy the adapter from its last checkpoint, or move its folder away."
                 ) from error
     if not found:

@@ -127,6 +127,24 @@ def _parse(given: list[str]) -> argparse.Namespace:
     export.add_argument("--unfinished", action="store_true", help="also serve or merge what has steps left or failed")
     export.add_argument("--merge", metavar="TASK", help="merge one adapter into its backbone")
     export.add_argument("--output", metavar="FOLDER", help="folder for a copy or a merged model")
+    generate = _command(
+        commands, "generate", "saved.generate", "complete prompts with saved adapters of a run", reads_run=True
+    )
+    generate.add_argument("prompts", nargs="+", metavar="PROMPT", help="a text to be completed")
+    _tasks(generate)
+    words = "take prompts as messages of a user, with the chat template (the default of tasks with messages)"
+    generate.add_argument("--chat", action=argparse.BooleanOptionalAction, help=words)
+    generate.add_argument("--max-new-tokens", type=int, default=64, metavar="N", help="most tokens to generate (64)")
+    words = "sample with this temperature; 0, the default, takes the likeliest token"
+    generate.add_argument("--temperature", type=float, default=0.0, metavar="T", help=words)
+
+    words = "evaluate saved adapters of a run on held-out rows"
+    evaluate = _command(commands, "eval", "saved.evaluate", words, reads_run=True)
+    _tasks(evaluate)
+    evaluate.add_argument("--data", metavar="ROWS", help="held-out rows; by default those that the run evaluates on")
+    words = "also run benchmarks of lm-evaluation-harness on each adapter, such as arc_easy,hellaswag"
+    evaluate.add_argument("--harness", metavar="NAMES", help=words)
+
     words = "show versions, devices, kernels, disk and login of this machine"
     _json(_command(commands, "doctor", "starting.doctor", words))
     _command(commands, "config-schema", "config_file.print_schema", "print the JSON schema of tasks.yaml, for editors")
@@ -200,6 +218,11 @@ def _command(
         parser.add_argument("run", metavar="RUN", help="folder of the run (its output_dir)")
         _json(parser)
     return parser
+
+
+def _tasks(parser: argparse.ArgumentParser) -> None:
+    words = "name of a task; may be repeated; by default all with a saved adapter"
+    parser.add_argument("--task", action="append", default=[], dest="tasks", metavar="TASK", help=words)
 
 
 def _json(parser: argparse.ArgumentParser, words: str = "print JSON") -> None:

@@ -510,6 +510,23 @@ class MultiTaskTrainer(Trainer):
 
         self._membership.queue.ask("save_model", save)
 
+    def load_adapters(self, folder: str | Path) -> None:
+        """Give every task the weights of its adapter in a folder that `save_model` or a run has written.
+
+        Args:
+            folder: has a sub-folder for each task.
+
+        Raises:
+            CheckpointError: if an adapter is missing, damaged or of another form.
+        """
+
+        def load() -> None:
+            self._placement.load(self._plans.plan_stages)
+            for run in self.table:
+                self.model.begin_from(run.name, Path(folder) / run.name)
+
+        self._membership.queue.ask("load_adapters", load)
+
     def push_to_hub(self, task: str = "", *, repo_id: str = "", **options: Any) -> Any:  # type: ignore[override]
         """Upload one task's adapter as it is now, with a model card and nothing else; return the answer of the Hub.
 

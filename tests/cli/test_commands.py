@@ -56,6 +56,7 @@ def test_train_writes_the_adapters_of_python_which_plain_peft_loads_and_ends_wit
         "math",
         "state",
         "metrics.jsonl",
+        "run.yaml",
         "config.json",
         "plan.json",
         "environment.json",

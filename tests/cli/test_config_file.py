@@ -11,7 +11,7 @@ import datasets
 import pytest
 from peft import LoraConfig
 
-from peft_mux import BottleneckConfig
+from peft_mux import BottleneckConfig, load_rows
 from peft_mux.arguments import MultiTaskTrainingArguments
 from peft_mux.cli.config_file import RunConfig, parse_value, read_config
 from peft_mux.errors import ConfigError
@@ -187,6 +187,42 @@ def test_a_task_of_another_type_takes_no_options_of_the_defaults_and_losses_are_
     )
 
 
+@pytest.mark.parametrize(("size", "count"), [(2, 2), (0.5, 3)])
+def test_a_part_of_the_rows_is_held_out_by_the_seed_of_the_task(size: float, count: int, folder: Path) -> None:
+    def rows(*more: str) -> list[list[str]]:
+        task, _ = read(folder, f"tasks.sql.val_size={size}", *more).tasks
+        return [[row["prompt"] for row in own] for own in (task.train_dataset, task.eval_dataset)]
+
+    train, held_out = rows()
+    assert len(held_out) == count
+    assert sorted(train + held_out) == sorted(row["prompt"] for row in ROWS)
+    assert rows() == [train, held_out] != rows("tasks.sql.seed=8")
+    assert rows("tasks.sql.shuffle=false")[1] == [row["prompt"] for row in ROWS[-count:]]
+
+
+def test_held_out_rows_of_a_task_replace_those_of_the_defaults(folder: Path) -> None:
+    sql, math = read(folder, "defaults.val_size=2").tasks
+    assert (len(sql.eval_dataset), len(math.eval_dataset), len(math.train_dataset)) == (2, len(EVAL_ROWS), len(ROWS))
+
+
+def test_data_sets_are_mixed_by_weight_or_joined_and_no_held_out_row_is_trained_on(folder: Path) -> None:
+    others = [{"prompt": f"other {n}", "completion": "x"} for n in range(60)]
+    write_rows(folder / "others.jsonl", others)
+    parts = "tasks.sql.dataset=[{path: rows.jsonl, weight: 1}, {path: others.jsonl, weight: 3, split: 'train[:50]'}]"
+    task = read(folder, parts, "tasks.sql.val_size=2").tasks[0]
+    alone = load_rows(folder / "rows.jsonl"), load_rows(folder / "others.jsonl", "train[:50]")
+    splits = [part.train_test_split(test_size=2, seed=7) for part in alone]
+    mixed = datasets.interleave_datasets(
+        [split["train"] for split in splits], [0.25, 0.75], seed=7, stopping_strategy="all_exhausted"
+    )
+    assert [dict(row) for row in task.train_dataset] == list(mixed)
+    held_out = [row["prompt"] for row in task.eval_dataset]
+    assert held_out == [row["prompt"] for split in splits for row in split["test"]]
+    assert not {*held_out} & {row["prompt"] for row in task.train_dataset}
+    joined = read(folder, "tasks.sql.dataset=[{path: rows.jsonl}, {path: others.jsonl}]").tasks[0]
+    assert [dict(row) for row in joined.train_dataset] == ROWS + others
+
+
 # --------------------------------------------------------------------- --set
 
 
@@ -310,6 +346,24 @@ def test_an_unknown_key_is_refused_with_what_to_write_instead(key: str, value: A
         ("tasks.sql.dataset=null", r"tasks\.sql\.dataset must be a \.jsonl, .*, got None"),
         ("tasks.sql.dataset=tasks.yaml", r"sql\.dataset must be a file of type \.jsonl, .*, got '.*tasks\.yaml'"),
         ("tasks.sql.dataset=[rows.jsonl]", r"tasks\.sql\.dataset must be a \.jsonl, .*, got \['rows"),
+        ("tasks.sql.val_size=0", r"sql\.val_size must be a number of rows of at least 1, or .*, got 0"),
+        ("tasks.sql.val_size=1.5", r"sql\.val_size must be a number of rows of at least 1, or .*, got 1\.5"),
+        ("tasks.sql.val_size=6", r"sql\.val_size must be a part of the rows .*, got 6 with data sets of 6 rows"),
+        (
+            "tasks.math.val_size=1",
+            r"math\.val_size must be None with held-out rows of their own, got 1 with eval_dataset",
+        ),
+        (
+            "tasks.sql.dataset=[{path: rows.jsonl, weight: -1}, {path: rows.jsonl, weight: 1}]",
+            r"0\.weight must be .* above 0, got -1",
+        ),
+        ("tasks.sql.dataset=[{path: rows.jsonl, wait: 1}]", r'sql\.dataset\.0\.wait .*Did you mean "weight"'),
+        (
+            "tasks.sql.dataset=[{path: a, weight: 1}, {path: b}]",
+            r"sql\.dataset must be data sets that all have a weight",
+        ),
+        ("tasks.sql.dataset=[{path: absent.jsonl}]", r"sql\.dataset\.0\.path must be .*There is no .*/absent\.jsonl"),
+        ("tasks.sql.dataset=[{path: rows.jsonl}, {path: texts.jsonl}]", r"sql\.dataset must be .* the same columns"),
         ("tasks.sqll.max_steps=3", r'tasks\.sqll\.dataset must be a \.jsonl, .*, got None.*Did you mean "sql"'),
         ("tasks.a/b={dataset: rows.jsonl}", r"task\.name must be 1 to 64 letters, digits, .*, got 'a/b'"),
         ("tasks.sql.peft=lora", r"\bpeft\b"),
@@ -318,6 +372,7 @@ def test_an_unknown_key_is_refused_with_what_to_write_instead(key: str, value: A
     ],
 )
 def test_a_wrong_value_is_refused_by_key(override: str, said: str, folder: Path) -> None:
+    write_rows(folder / "texts.jsonl", [{"text": "a"}])
     with pytest.raises(ConfigError, match=said):
         read(folder, override)
 

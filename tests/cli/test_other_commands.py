@@ -166,6 +166,7 @@ def test_tasks_of_a_file_come_into_a_run_that_another_process_trains(file: Path,
     finally:
         process.kill()
     assert (tmp_path / "out" / "late" / "adapter_model.safetensors").is_file()
+    assert yaml.safe_load((tmp_path / "out" / "run.yaml").read_text())["tasks"].keys() == {"sql", "math", "late"}
 
 
 def test_a_sample_keeps_the_spaces_that_a_tokenizer_drops_of_a_first_token() -> None:
